@@ -1,0 +1,281 @@
+"""A run killed with SIGKILL at any instant, also inside a save, and continued ends as if nothing had happened.
+
+    python -m benches.kill_resume --kills 20 --in-save 6        (CPU; a minute or two per kill)
+
+A tiny random model learns sums, with a checkpoint every second step and after the best evaluations. One run is left
+alone. Each other one is killed, every fourth once more while it is being continued, and continued by the same command
+until it is done; then its records (but for times, speeds and memory), its checkpoints' steps and every array of the
+last checkpoint are compared bit by bit with those of the first. Prints a line per run, where the kills landed and what
+differs, and writes benches/results/kill-resume-cpu.json; exit status 1 where anything differs.
+"""
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import yaml
+
+from benches.recipes import write_tiny_model
+from benches.record import arguments, record
+from podium.config.sizes import optimizer_steps
+from podium.models.decoder import param_specs
+from podium.observe.run_dir import CHECKPOINTS, CONFIG, LENGTHS, METRICS, SAMPLES, read_config
+from podium.sharding import abstract_params
+from podium.train.checkpoint import restore_state, saved_steps
+from podium.train.optimizer import make_optimizer
+from podium.train.setup import make_model
+from podium.train.state import abstract_state
+
+STEPS = 14
+SETTINGS: dict[str, Any] = {
+    "steps": STEPS,
+    "prompts_per_step": 16,
+    "group_size": 8,
+    "tasks": [{"name": "arithmetic"}],
+    "rollout": {"max_prompt_tokens": 16, "max_new_tokens": 6, "slots": 32},
+    "train": {"rows_per_device": 8, "optimizer": {"learning_rate": 1e-2, "schedule": "cosine"}},
+    "eval": {"every_steps": 5, "samples": 2},
+    "checkpoint": {"every_steps": 2, "keep_last": 2, "keep_best": 1},
+    "metrics": {"samples_every": 1},
+}
+VOLATILE = ("time/", "throughput/", "memory/", "rollout/prefill_s", "rollout/decode_s", "rollout/tokens_per_s")
+COMPILATIONS = "rollout/compilations"  # a continued run compiles anew
+POLL_S = 0.001
+LIMIT_S = 600.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kill:
+    """When to kill: once metrics.jsonl has so many lines (inside a save: and the next save has begun), and a while."""
+
+    lines: int
+    delay_s: float
+    in_save: bool
+    again_s: float | None = None
+    """Kill the continued run too, so long after it was started."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Landing:
+    """Where a kill landed, read from what it left."""
+
+    phase: str
+    continued_from: int
+    children: list[int]
+    """Processes that the run had started (graders), which nobody kills."""
+
+
+def write_config(folder: Path, name: str) -> Path:
+    """The config of a run below `folder`, and the model it names where that is not there yet."""
+    model = folder / "model"
+    if not model.exists():
+        model.mkdir(parents=True)
+        write_tiny_model(model)
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({"name": name, "runs_dir": str(folder), "model": str(model), **SETTINGS}))
+    return path
+
+
+def start(config: Path) -> subprocess.Popen[bytes]:
+    """`podium train`, its output in a file beside the config."""
+    command = [sys.executable, "-m", "podium.cli", "train", str(config), "--plain"]
+    with config.with_suffix(".log").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log)
+
+
+def finish(config: Path) -> None:
+    """Run to the end, or on to the end."""
+    if status := start(config).wait(LIMIT_S):
+        raise RuntimeError(
+            f"{config.stem} ended with status {status}:\n{config.with_suffix('.log').read_text()[-4000:]}"
+        )
+
+
+def disturb(config: Path, kill: Kill) -> Landing | None:
+    """Start the run, or continue it, and kill it; None if it ended before that."""
+    run = config.with_suffix("")
+    process = start(config)
+    if not _wait(process, lambda: _lines(run) >= kill.lines and (not kill.in_save or bool(_unfinished(run)))):
+        return None
+    time.sleep(kill.delay_s)
+    children = _children(process.pid)
+    process.send_signal(signal.SIGKILL)
+    if process.wait() != -signal.SIGKILL:
+        return None
+    return Landing(phase=phase(run), continued_from=max(saved_steps(run / CHECKPOINTS), default=0), children=children)
+
+
+def phase(run: Path) -> str:
+    """Where a killed run was, as far as its files tell."""
+    if unfinished := _unfinished(run):
+        return f"inside the save of step {unfinished[0].name.partition('.')[0]}"
+    if not (run / CONFIG).exists():
+        return "before the run's folder was made"
+    if not _lines(run):
+        return "loading, compiling or evaluating before the first step"
+    text = (run / METRICS).read_text()
+    if not text.endswith("\n"):
+        return "inside a line of metrics.jsonl"
+    last = json.loads(text.splitlines()[-1])
+    return f"after {'the update' if 'train-other/loss' in last else 'the evaluation'} of step {last['step']}"
+
+
+def differences(run: Path, other: Path) -> list[str]:
+    """In what two runs differ that should not."""
+    found = [name for name in (SAMPLES, LENGTHS) if (run / name).read_bytes() != (other / name).read_bytes()]
+    ours, theirs = _records(run), _records(other)
+    if len(ours) != len(theirs):
+        found.append(f"{METRICS}: {len(ours)} and {len(theirs)} lines")
+    for left, right in zip(ours, theirs, strict=False):
+        names = [name for name in {**left, **right} if left.get(name) != right.get(name)]
+        found += [f"step {left['step']}: {name}" for name in names]
+    steps, other_steps = saved_steps(run / CHECKPOINTS), saved_steps(other / CHECKPOINTS)
+    if steps != other_steps:
+        found.append(f"checkpoints of steps {steps} and {other_steps}")
+    state, other_state = _last_state(run), _last_state(other)
+    found += [name for name in state if state[name] != other_state.get(name)]
+    return found
+
+
+def draw_kills(count: int, in_save: int, seed: int) -> list[Kill]:
+    """Seeded instants: while the process starts, anywhere in the steps, and inside saves."""
+    draw = random.Random(seed)
+    kills = []
+    for index in range(count):
+        saving = index < in_save
+        lines = draw.randrange(0, STEPS + 1)
+        longest = 0.03 if saving else (0.2 if lines else 15.0)  # a step takes about 0.1 s, starting some seconds
+        delay_s, again_s = draw.uniform(0.0, longest), draw.uniform(0.0, 15.0)
+        again = again_s if index % 4 == 3 else None
+        kills.append(Kill(lines=lines, delay_s=delay_s, in_save=saving, again_s=again))
+    return kills
+
+
+def measure(folder: Path, kill: Kill, index: int) -> dict[str, Any] | None:
+    """A row of the table, against the run `undisturbed` in `folder`; None if a kill came too late."""
+    config = write_config(folder, f"killed-{index}")
+    landings = [disturb(config, kill)]
+    if landings[0] is not None and kill.again_s is not None:
+        again = disturb(config, Kill(lines=0, delay_s=kill.again_s, in_save=False))
+        where = f"{kill.again_s:.1f} s after the continued run was started"  # its files may be the first kill's
+        landings.append(again and dataclasses.replace(again, phase=where))
+    landed = [landing for landing in landings if landing is not None]
+    if len(landed) < len(landings):
+        shutil.rmtree(config.with_suffix(""))
+        return None
+    finish(config)
+    return {
+        "phases": [landing.phase for landing in landed],
+        "continued_from": [landing.continued_from for landing in landed],
+        "differences": differences(folder / "undisturbed", config.with_suffix("")),
+        "orphans": [child for landing in landed for child in landing.children if _alive(child)],
+    }
+
+
+def _wait(process: subprocess.Popen[bytes], reached: Callable[[], bool]) -> bool:
+    """Whether the condition came true while the process lived."""
+    deadline = time.monotonic() + LIMIT_S
+    while not reached():
+        if process.poll() is not None:
+            return False
+        if time.monotonic() > deadline:
+            process.kill()
+            raise TimeoutError(f"process {process.pid} did not get there in {LIMIT_S:g} s")
+        time.sleep(POLL_S)
+    return True
+
+
+def _lines(run: Path) -> int:
+    path = run / METRICS
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _unfinished(run: Path) -> list[Path]:
+    """Checkpoints that orbax is writing, or was."""
+    return list((run / CHECKPOINTS).glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"))
+
+
+def _records(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what no two runs share."""
+    lines = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
+    kept = lambda name: not name.startswith(VOLATILE) and name != COMPILATIONS  # noqa: E731
+    return [{name: value for name, value in line.items() if kept(name)} for line in lines]
+
+
+def _last_state(run: Path) -> dict[str, Any]:
+    """Shape, dtype and bytes of every array of the last checkpoint, and what the loop stored with them."""
+    config = read_config(run)
+    model = make_model(config)
+    specs = param_specs(model.decoder)
+    optimizer = make_optimizer(config.train.optimizer, optimizer_steps(config), specs)
+    abstract = abstract_state(abstract_params(specs, jnp.float32, model.rules), optimizer)
+    state, host_state = restore_state(run / CHECKPOINTS, None, abstract)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    arrays = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+    return {name: (x.shape, str(x.dtype), x.tobytes()) for name, x in arrays.items()} | host_state
+
+
+def _children(pid: int) -> list[int]:
+    """The processes that a process has started, where the system tells (Linux)."""
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for file in files for child in file.read_text().split()]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def table(folder: Path, kills: Sequence[Kill]) -> list[dict[str, Any]]:
+    """A row per kill that landed, printed as they come; one that came too late is repeated with fewer lines."""
+    finish(write_config(folder, "undisturbed"))
+    rows: list[dict[str, Any]] = []
+    for index, kill in enumerate(kills):
+        while (row := measure(folder, kill, index)) is None:
+            again_s = None if kill.again_s is None else kill.again_s / 2
+            kill = dataclasses.replace(kill, lines=max(0, kill.lines - 1), delay_s=kill.delay_s / 2, again_s=again_s)
+        rows.append({"kill": dataclasses.asdict(kill), **row})
+        verdict = "equal" if not row["differences"] else f"differs: {', '.join(row['differences'][:3])}"
+        orphans = f", orphans {row['orphans']}" if row["orphans"] else ""
+        places = ", then ".join(
+            f"{phase} (continued from {step})" for phase, step in zip(row["phases"], row["continued_from"], strict=True)
+        )
+        print(f"{index + 1:3} {places}: {verdict}{orphans}", flush=True)
+    return rows
+
+
+def main() -> None:
+    """Prints and writes the table; exit status 1 where a run differs or leaves a process behind."""
+    parser = arguments(__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--in-save", type=int, default=6, help="how many of them come while a checkpoint is written")
+    parser.add_argument("--seed", type=int, default=0, help="of the instants")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = table(Path(folder), draw_kills(args.kills, args.in_save, args.seed))
+    equal = sum(not row["differences"] and not row["orphans"] for row in rows)
+    print(f"{equal} of {len(rows)} equal, bit by bit")
+    result = {"steps": STEPS, "settings": SETTINGS, "kills": len(rows), "equal": equal, "rows": rows}
+    record(f"kill-resume-{jax.default_backend()}", result, args.results)
+    sys.exit(equal < len(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What does writing out the backward pass of the products save on CPU? See `podium.models.decoder.make_linear`.
+
+    python -m benches.linear_backward
+
+Both sides in one run, taken in turn: the gradient of SmolLM2-135M's layers (without attention and head) with jax's own
+backward pass of einsum, and with ours.
+"""
+
+import dataclasses
+import statistics
+import time
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from benches.decode import SMOLLM2_135M
+from benches.record import arguments, record
+from podium.models import decoder
+from podium.sharding import GATHERED_AXES, TRAIN_AXES, ShardingRules, init_params, make_mesh
+
+ROWS, TOKENS, REPEATS = 4, 256, 5
+SMOLLM2 = dataclasses.replace(SMOLLM2_135M, vocab=64)  # the embedding is not what is measured
+
+
+def main() -> None:
+    args = arguments(__doc__).parse_args()
+    mesh = make_mesh("auto", jax.devices()[:1])
+    params = init_params(0, decoder.param_specs(SMOLLM2), ShardingRules(mesh, TRAIN_AXES))
+    rules = ShardingRules(mesh, GATHERED_AXES)
+    tokens = jnp.ones((ROWS, TOKENS), jnp.int32)
+
+    def loss(params):
+        hidden, _ = decoder.forward(
+            params, tokens, tokens, lambda kv, _, q, k, v: (kv, q), config=SMOLLM2, rules=rules, dtype=jnp.float32
+        )
+        return jnp.sum(hidden)
+
+    ours = jax.jit(jax.grad(loss)).lower(params).compile()
+    with mock.patch.object(decoder, "make_linear", lambda rules: jnp.einsum):
+        plain = jax.jit(jax.grad(lambda params: loss(params))).lower(params).compile()
+    sides = {"einsum": plain, "make_linear": ours}
+    cpu: dict[str, list[float]] = {name: [] for name in sides}
+    wall: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(REPEATS + 1):
+        for name, program in sides.items():
+            start, cpu_start = time.perf_counter(), time.process_time()
+            jax.block_until_ready(program(params))
+            wall[name].append(time.perf_counter() - start)
+            cpu[name].append(time.process_time() - cpu_start)
+    median = {name: statistics.median(cpu[name][1:]) for name in sides}
+    rows = [{"backward": name, "cpu_s": median[name], "wall_s": statistics.median(wall[name][1:])} for name in sides]
+    ratio = median["make_linear"] / median["einsum"]
+    path = record("linear-backward-cpu", {"tokens": ROWS * TOKENS, "rows": rows, "cpu_ratio": ratio}, args.results)
+    print(path.read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Each recipe teaches a tiny random model one-digit sums: its reward rises. CPU, no download, under a minute each.
+
+    python -m benches.recipes        (needs nothing but Podium)
+
+The model has 2 layers of width 32 and 32 tokens, words and whole numbers; a random one answers right about once in
+thirty. Prints a table and writes benches/results/recipes-cpu.json. The bar is a mean reward of the last 10 steps of at
+least 0.15 above that of the first 5. tests/train/test_recipes_learn.py runs the same.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from benches.record import arguments, record
+from podium.config.schema import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    Config,
+    EvalConfig,
+    GradingConfig,
+    OptimizerConfig,
+    RecipeName,
+    RolloutConfig,
+    TaskConfig,
+    TrainConfig,
+)
+from podium.train.loop import train
+
+RISE = 0.15
+STEPS = 60
+WORDS = ["<unk>", "<pad>", "<end>", "What", "is", "+", "?", "Answer", "with", "only", "the", "number", "."]
+VOCAB = [*WORDS, *map(str, range(1, 20))]
+SIZES = {
+    "vocab_size": len(VOCAB),
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def write_tiny_model(folder: Path) -> None:
+    """A random Llama of 2 layers, with a tokenizer of VOCAB and a chat template, as a Hugging Face folder."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    rust = Tokenizer(models.WordLevel({word: index for index, word in enumerate(VOCAB)}, unk_token="<unk>"))
+    rust.pre_tokenizer = pre_tokenizers.Whitespace()
+    rust.add_special_tokens(["<unk>", "<pad>", "<end>"])
+    backend = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=rust,
+        chat_template="{{ messages[-1].content }}",
+        unk_token="<unk>",
+        pad_token="<pad>",
+        eos_token="<end>",
+    )
+    backend.save_pretrained(folder)
+    extra = {"hidden_act": "silu", "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 100.0}
+    config = {"model_type": "llama", "tie_word_embeddings": False, **SIZES, **extra}
+    (folder / "config.json").write_text(json.dumps(config))
+    random = np.random.default_rng(0)
+    tensors = {
+        name: (0.4 * random.standard_normal(shape) + float("norm" in name)).astype(np.float32)
+        for name, shape in _shapes().items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+
+
+def _shapes() -> dict[str, tuple[int, ...]]:
+    """The tensors of the model by Hugging Face's names."""
+    vocab, width, inner = SIZES["vocab_size"], SIZES["hidden_size"], SIZES["intermediate_size"]
+    keys = width * SIZES["num_key_value_heads"] // SIZES["num_attention_heads"]
+    names = {"model.embed_tokens": (vocab, width), "model.norm": (width,), "lm_head": (vocab, width)}
+    for layer in range(SIZES["num_hidden_layers"]):
+        attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+        names |= {f"{attention}{each}_proj": (width, width) for each in "qo"}
+        names |= {f"{attention}{each}_proj": (keys, width) for each in "kv"}
+        names |= {f"{mlp}{each}_proj": (inner, width) for each in ("gate", "up")}
+        names |= {f"{mlp}down_proj": (width, inner)}
+        names |= {f"model.layers.{layer}.{each}_layernorm": (width,) for each in ("input", "post_attention")}
+    return {f"{name}.weight": shape for name, shape in names.items()}
+
+
+def make_config(model: Path, runs: Path, recipe: RecipeName) -> Config:
+    """A run of STEPS steps of 32 prompts with 16 completions of at most 2 tokens."""
+    return Config(
+        name=recipe,
+        runs_dir=str(runs),
+        model=str(model),
+        steps=STEPS,
+        prompts_per_step=32,
+        group_size=16,
+        tasks=[TaskConfig(name="arithmetic")],
+        grading=GradingConfig(workers=0),
+        rollout=RolloutConfig(max_prompt_tokens=16, max_new_tokens=2, slots=512, prefill_rows=32, refill_steps=2),
+        algorithm=AlgorithmConfig(recipe=recipe, mask_truncated=False, entropy_bonus=0.01),
+        train=TrainConfig(rows_per_device=64, remat="none", optimizer=OptimizerConfig(learning_rate=3e-3)),
+        eval=EvalConfig(at_start=False, at_end=False),
+        checkpoint=CheckpointConfig(every_steps=0),
+    )
+
+
+def learn(recipe: RecipeName, folder: Path) -> list[float]:
+    """Trains a new tiny model below `folder`; the mean reward of each step."""
+    model = folder / "model"
+    if not model.exists():
+        write_tiny_model(model)
+    config = make_config(model, folder / "runs", recipe)
+    train(config, plain=True)
+    lines = (folder / "runs" / recipe / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["train-reward/total/mean"] for line in lines]
+
+
+def first_and_last(rewards: list[float]) -> tuple[float, float]:
+    """Mean reward of the first 5 and of the last 10 steps."""
+    return float(np.mean(rewards[:5])), float(np.mean(rewards[-10:]))
+
+
+def measure(recipe: RecipeName, folder: Path) -> dict[str, Any]:
+    """A row of the table."""
+    start = time.perf_counter()
+    first, last = first_and_last(learn(recipe, folder))
+    return {"recipe": recipe, "first": first, "last": last, "wall_s": time.perf_counter() - start}
+
+
+def main() -> None:
+    """Prints the table and writes it; exit status 1 where a recipe's reward does not rise by the bar."""
+    args = arguments(__doc__).parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for recipe in get_args(RecipeName):
+            rows.append(measure(recipe, Path(folder)))
+    print(f"{'recipe':22} {'first 5':>8} {'last 10':>8} {'s':>6}")
+    for row in rows:
+        print(f"{row['recipe']:22} {row['first']:8.3f} {row['last']:8.3f} {row['wall_s']:6.1f}")
+    record("recipes-cpu", {"steps": STEPS, "bar_rise": RISE, "rows": rows}, args.results)
+    sys.exit(any(row["last"] - row["first"] < RISE for row in rows))
+
+
+if __name__ == "__main__":
+    main()

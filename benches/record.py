@@ -1,0 +1,91 @@
+"""What every result in benches/results/ says besides its numbers: the command, the commit, the machine, versions, date.
+
+Benches are modules: `python -m benches.NAME` from the root of the checkout. Those that measure take `--results FOLDER`.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from podium.observe.summary import commit, versions
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the module's docstring as its help, and `--results`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="where the numbers are written")
+    return parser
+
+
+def record(name: str, result: Mapping[str, Any], folder: Path = RESULTS, *, packages: Sequence[str] = ()) -> Path:
+    """Write `folder/name.json`: how the numbers came about, then the numbers.
+
+    Args:
+        name: the question and the kind of hardware, `kill-resume-cpu`.
+        result: what JSON can hold.
+        folder: where to; made if it is not there.
+        packages: whose versions matter besides those that every run records.
+    """
+    about = {
+        "command": command(),
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": versions() | {package: importlib.metadata.version(package) for package in packages},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(about | dict(result), indent=2) + "\n")
+    return path
+
+
+def _commit() -> str | None:
+    """The commit of what is measured: results that benches wrote before do not make it dirty."""
+    found = commit()
+    others = ["git", "-C", str(RESULTS.parent), "status", "--porcelain", "--", ":/", f":(exclude){RESULTS}"]
+    if found is None or subprocess.run(others, capture_output=True, text=True).stdout:
+        return found
+    return found.removesuffix("-dirty")
+
+
+def command() -> str:
+    """How this process was started, as one types it in the root of the checkout."""
+    main = sys.modules["__main__"].__spec__
+    program = f"python -m {main.name}" if main is not None else shlex.join(["python", Path(sys.argv[0]).name])
+    return " ".join([program, *map(shlex.quote, sys.argv[1:])])
+
+
+def machine() -> dict[str, Any]:
+    """The processor, how busy it was, and the accelerators that jax sees."""
+    import jax
+
+    accelerators = [device.device_kind for device in jax.devices() if device.platform != "cpu"]
+    return {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load_1_min": round(os.getloadavg()[0], 2),
+        "accelerators": accelerators,
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name; several processors share one, so what it can do that decides speed here stands behind."""
+    path = Path("/proc/cpuinfo")
+    found: dict[str, str] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        key, _, value = line.partition(":")
+        found.setdefault(key.strip(), value.strip())
+    flags = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in found.get("flags", "").split()]
+    return " ".join([found.get("model name", platform.processor() or platform.machine()), *flags])

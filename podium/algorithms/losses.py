@@ -1,0 +1,335 @@
+"""Losses of single tokens, as pure functions of log-probabilities; somebody else weighs, masks and sums them.
+
+Every array is [B, T] float32 over packed rows: `segments` numbers the sequences of a row from 1 to at most T (0 is
+padding), `mask` marks the tokens that are trained on, and advantages are already spread over their tokens. Where these
+functions see a log-probability of the policy as data (ratios' denominators, weights, statistics), no gradient flows.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, NamedTuple, assert_never
+
+import jax
+import jax.numpy as jnp
+from jax.lax import stop_gradient
+
+from podium.algorithms.recipes import Recipe
+
+# Differences of log-probabilities are held within this before exp: exp(20) is 5e8. Past it the gradient is 0.
+LOG_RATIO_BOUND = 20.0
+# The largest value (not gradient) that k3+ gives a token.
+K3_PLUS_BOUND = 10.0
+
+
+class TokenLoss(NamedTuple):
+    """The policy term of each token, and where its clip was active (1.0) or not (0.0)."""
+
+    values: jax.Array  # [B, T]
+    clipped_low: jax.Array  # [B, T]
+    clipped_high: jax.Array  # [B, T]
+
+
+# (logprobs, old_logprobs, advantages, segments, mask), each [B, T]
+Loss = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], TokenLoss]
+
+
+def clipped_policy_loss(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    segments: jax.Array,
+    mask: jax.Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+) -> TokenLoss:
+    """PPO's clipped surrogate: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A).
+
+    With two widths it is DAPO's clip-higher (arXiv:2503.14476). `dual_clip` c bounds it for A < 0 by -c A, so that one
+    unlikely token cannot dominate (arXiv:1912.09729); it is counted in `clipped_high`.
+
+    Args:
+        logprobs: [B, T] of the policy being trained.
+        old_logprobs: [B, T] of the policy that the ratio is taken to.
+        advantages: [B, T].
+        segments: [B, T], not used: ratios are the tokens' own.
+        mask: [B, T], not used.
+        clip_low: Width of the clip below 1.
+        clip_high: Width of the clip above 1.
+        dual_clip: Bound c > 1 of the ratio where the advantage is negative; None: none.
+
+    Returns:
+        The loss of each token, not masked and not averaged.
+    """
+    loss = _clipped(token_ratio(logprobs, old_logprobs), advantages, clip_low=clip_low, clip_high=clip_high)
+    if dual_clip is None:
+        return loss
+    bound = -dual_clip * advantages  # [B, T]
+    bounded = (advantages < 0) & (loss.values > bound)
+    return loss._replace(
+        values=jnp.where(bounded, bound, loss.values),
+        clipped_high=jnp.where(bounded, 1.0, loss.clipped_high),
+    )
+
+
+def gspo_loss(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    segments: jax.Array,
+    mask: jax.Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
+    """PPO's clipped surrogate of the sequence's ratio, exp(mean_t log ratio_t): GSPO (arXiv:2507.18071).
+
+    Every token of a sequence has the sequence's loss, and the gradient goes through the mean; with `mean="sequence"`
+    the weighted sum is the paper's objective.
+
+    Args:
+        logprobs: [B, T] of the policy being trained.
+        old_logprobs: [B, T] of the policy that the ratio is taken to.
+        advantages: [B, T], equal within a sequence.
+        segments: [B, T] int32.
+        mask: [B, T], the tokens that count in a sequence's mean.
+        clip_low: Width of the clip below 1.
+        clip_high: Width of the clip above 1.
+
+    Returns:
+        The loss of each token, not masked and not averaged.
+    """
+    ratio = jnp.exp(segment_means(_log_ratio(logprobs, old_logprobs), segments, mask))
+    return _clipped(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
+
+
+def cispo_loss(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    segments: jax.Array,
+    mask: jax.Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
+    """Log-likelihood weighted by a clipped ratio: -sg(clip(ratio, 1 - clip_low, 1 + clip_high)) A logprob.
+
+    CISPO (arXiv:2506.13585): the clip bounds a token's weight and never stops its gradient.
+
+    Args:
+        logprobs: [B, T] of the policy being trained.
+        old_logprobs: [B, T] of the policy that the ratio is taken to.
+        advantages: [B, T].
+        segments: [B, T], not used.
+        mask: [B, T], not used.
+        clip_low: The least weight is 1 - clip_low; 1: no bound.
+        clip_high: The largest weight is 1 + clip_high.
+
+    Returns:
+        The loss of each token, not masked and not averaged.
+    """
+    ratio = stop_gradient(token_ratio(logprobs, old_logprobs))
+    low, high = 1 - clip_low, 1 + clip_high
+    return TokenLoss(
+        values=-jnp.clip(ratio, low, high) * advantages * logprobs,
+        clipped_low=(ratio < low).astype(ratio.dtype),
+        clipped_high=(ratio > high).astype(ratio.dtype),
+    )
+
+
+def reinforce_loss(
+    logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, segments: jax.Array, mask: jax.Array
+) -> TokenLoss:
+    """Log-likelihood weighted by advantage, -A logprob: REINFORCE (Williams, 1992).
+
+    Its gradient is that of the clipped surrogate at ratio 1, so it holds for the first update of a batch only.
+
+    Args:
+        logprobs: [B, T] of the policy being trained.
+        old_logprobs: [B, T], not used: there is no ratio.
+        advantages: [B, T].
+        segments: [B, T], not used.
+        mask: [B, T], not used.
+
+    Returns:
+        The loss of each token, not masked and not averaged.
+    """
+    never = jnp.zeros_like(logprobs)
+    return TokenLoss(values=-advantages * logprobs, clipped_low=never, clipped_high=never)
+
+
+def make_loss(recipe: Recipe) -> Loss:
+    """The recipe's policy term with its options: a new loss is a function above and a case here."""
+    match recipe.loss:
+        case "clipped":
+            clip = partial(clipped_policy_loss, clip_low=recipe.clip_low, clip_high=recipe.clip_high)
+            return partial(clip, dual_clip=recipe.dual_clip)
+        case "gspo":
+            return partial(gspo_loss, clip_low=recipe.clip_low, clip_high=recipe.clip_high)
+        case "cispo":
+            return partial(cispo_loss, clip_low=recipe.clip_low, clip_high=recipe.clip_high)
+        case "reinforce":
+            return reinforce_loss
+        case _:
+            assert_never(recipe.loss)
+
+
+def kl_loss(kl: Literal["k2", "k3", "k3+"], logprobs: jax.Array, reference_logprobs: jax.Array) -> jax.Array:
+    """KL of the policy to the reference, estimated at the sampled token, with a gradient (http://joschu.net/blog).
+
+    With d = logprob - reference_logprob: k2 = d^2 / 2 has the gradient of KL(policy || reference) on-policy; k3 =
+    exp(-d) + d - 1 has that of KL(reference || policy); "k3+" has k3's value, at most 10, and k2's gradient
+    (arXiv:2506.09477). k1 = d is not offered as a loss: its expected gradient is 0.
+
+    Args:
+        kl: Which estimator.
+        logprobs: [B, T] of the policy being trained.
+        reference_logprobs: [B, T] of the frozen first model.
+
+    Returns:
+        [B, T], not masked and not averaged.
+    """
+    reference_logprobs = stop_gradient(reference_logprobs)
+    k2 = jnp.square(logprobs - reference_logprobs) / 2
+    if kl == "k2":
+        return k2
+    k3 = k3_estimate(logprobs, reference_logprobs)
+    if kl == "k3":
+        return k3
+    return k2 + stop_gradient(jnp.minimum(k3, K3_PLUS_BOUND) - k2)
+
+
+def k3_estimate(logprobs: jax.Array, other_logprobs: jax.Array) -> jax.Array:
+    """Unbiased, non-negative estimate of KL(p || q) at a token drawn from p: exp(log q/p) - log q/p - 1.
+
+    Args:
+        logprobs: [B, T] under p.
+        other_logprobs: [B, T] under q.
+
+    Returns:
+        [B, T].
+    """
+    log_ratio = _log_ratio(other_logprobs, logprobs)
+    return jnp.expm1(log_ratio) - log_ratio
+
+
+def correction_weights(
+    correction: Literal["truncate", "mask"],
+    old_logprobs: jax.Array,
+    sampled_logprobs: jax.Array,
+    *,
+    low: float,
+    high: float,
+) -> jax.Array:
+    """Importance weight of each token from the sampler's program to the trainer's, w = exp(old - sampled).
+
+    Args:
+        correction: "truncate": min(w, high); "mask": w where low <= w <= high, else 0.
+        old_logprobs: [B, T] that the trainer computed with the weights that sampled.
+        sampled_logprobs: [B, T] that the sampler recorded.
+        low: Lower end of the band; only "mask" uses it.
+        high: The cap, or the upper end of the band.
+
+    Returns:
+        [B, T], without gradient.
+    """
+    weights = stop_gradient(token_ratio(old_logprobs, sampled_logprobs))
+    if correction == "truncate":
+        return jnp.minimum(weights, high)
+    return jnp.where((weights >= low) & (weights <= high), weights, 0.0)
+
+
+def policy_loss(
+    recipe: Recipe,
+    logprobs: jax.Array,
+    *,
+    sampled_logprobs: jax.Array,
+    advantages: jax.Array,
+    segments: jax.Array,
+    mask: jax.Array,
+    old_logprobs: jax.Array | None = None,
+    reference_logprobs: jax.Array | None = None,
+    entropy: jax.Array | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """All that a recipe minimises for each token: correction x policy term + kl_coef KL - entropy_bonus entropy.
+
+    Args:
+        recipe: Which terms, with which options.
+        logprobs: [B, T] of the policy being trained.
+        sampled_logprobs: [B, T] that the sampler recorded.
+        advantages: [B, T].
+        segments: [B, T] int32.
+        mask: [B, T].
+        old_logprobs: [B, T] that the trainer computed before the batch's first update (`recipe.scores_old_logprobs`).
+            None: the sampler's, or with `old_logprobs: trainer` those of this very update.
+        reference_logprobs: [B, T] of the frozen first model; the k2, k3 and k3+ terms need it.
+        entropy: [B, T] of the policy at each token; an entropy bonus needs it.
+
+    Returns:
+        The loss [B, T], not masked and not averaged, and statistics [B, T] without gradient: `clip_low`, `clip_high`,
+        `ratio` and `kl_sampled` always, `correction_weight` and `kl_reference` where the recipe has them.
+    """
+    if old_logprobs is None:
+        old_logprobs = sampled_logprobs if recipe.old_logprobs == "sampler" else logprobs
+    old_logprobs = stop_gradient(old_logprobs)
+    policy = make_loss(recipe)(logprobs, old_logprobs, advantages, segments, mask)
+    loss = policy.values
+    stats = {
+        "clip_low": policy.clipped_low,
+        "clip_high": policy.clipped_high,
+        "ratio": token_ratio(logprobs, old_logprobs),
+        "kl_sampled": k3_estimate(sampled_logprobs, logprobs),
+    }
+    if recipe.correction != "none":
+        low, high = recipe.correction_low, recipe.correction_high
+        weights = correction_weights(recipe.correction, old_logprobs, sampled_logprobs, low=low, high=high)
+        stats["correction_weight"] = weights
+        loss = loss * weights
+    if reference_logprobs is not None:
+        stats["kl_reference"] = k3_estimate(logprobs, reference_logprobs)
+    if recipe.kl in ("k2", "k3", "k3+"):
+        assert reference_logprobs is not None, f"kl {recipe.kl} needs reference_logprobs"
+        loss = loss + recipe.kl_coef * kl_loss(recipe.kl, logprobs, reference_logprobs)
+    if recipe.entropy_bonus:
+        assert entropy is not None, "entropy_bonus needs entropy"
+        loss = loss - recipe.entropy_bonus * entropy
+    return loss, jax.tree.map(stop_gradient, stats)
+
+
+def token_ratio(logprobs: jax.Array, old_logprobs: jax.Array) -> jax.Array:
+    """How much likelier a token has become, exp(logprobs - old_logprobs): [B, T], at most exp(20)."""
+    return jnp.exp(_log_ratio(logprobs, old_logprobs))
+
+
+def segment_means(x: jax.Array, segments: jax.Array, mask: jax.Array) -> jax.Array:
+    """The mean of `x` over the masked tokens of each sequence, at every token of that sequence.
+
+    Args:
+        x: [B, T].
+        segments: [B, T] int32, 0 to T; several sequences of a row may have any different numbers.
+        mask: [B, T], the tokens that count.
+
+    Returns:
+        [B, T]; 0 where a sequence has no token that counts.
+    """
+    _, T = x.shape
+    counted = mask.astype(x.dtype)
+    sum_by_segment = jax.vmap(partial(jax.ops.segment_sum, num_segments=T + 1))  # [B, T] -> [B, T + 1]
+    sums = sum_by_segment(x * counted, segments)
+    counts = sum_by_segment(counted, segments)
+    return jnp.take_along_axis(sums / jnp.maximum(counts, 1.0), segments, axis=1)
+
+
+def _clipped(ratio: jax.Array, advantages: jax.Array, *, clip_low: float, clip_high: float) -> TokenLoss:
+    """-min(ratio A, clip(ratio) A), written as the cases in which the clip stops the gradient."""
+    low, high = 1 - clip_low, 1 + clip_high
+    is_low = (ratio < low) & (advantages < 0)
+    is_high = (ratio > high) & (advantages > 0)
+    bounded = jnp.where(is_low, low, jnp.where(is_high, high, ratio))
+    return TokenLoss(-bounded * advantages, is_low.astype(ratio.dtype), is_high.astype(ratio.dtype))
+
+
+def _log_ratio(logprobs: jax.Array, old_logprobs: jax.Array) -> jax.Array:
+    return jnp.clip(logprobs - old_logprobs, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)

@@ -1,0 +1,386 @@
+"""Algorithms as data: which advantage, which loss, which mean, and what a config may change of them.
+
+A recipe is a small function with its paper and how ours differs; `RECIPES` names them. `make_recipe` applies a config
+and `conflicts` lists what cannot be combined. Nothing here imports jax, so that a wrong combination is an error of the
+config; the losses that recipes name are in `podium.algorithms.losses`.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Literal
+
+import numpy as np
+
+from podium.algorithms.advantages import (
+    Mean,
+    batch_mean_advantages,
+    group_advantages,
+    leave_one_out_advantages,
+    maxrl_advantages,
+    whitened_advantages,
+)
+from podium.config.schema import AlgorithmConfig, RecipeName
+
+LossName = Literal["clipped", "gspo", "cispo", "reinforce"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What the trainer does between rewards and gradient. Fields named as in `AlgorithmConfig` mean the same."""
+
+    name: RecipeName
+    advantage: partial[np.ndarray]
+    """(rewards [N, G], lengths [N, G]) -> [N, G]. A config may change those of std, std_ddof, std_eps that it binds."""
+    group_baseline: bool = True
+    """Completions are compared with those of the same prompt: G >= 2, and equal rewards teach nothing."""
+    loss: LossName = "clipped"
+    """The policy term; `podium.algorithms.losses.make_loss` binds it to the clip options."""
+    mean: Mean
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    kl: Literal["none", "k1_reward", "k2", "k3", "k3+"] = "none"
+    kl_coef: float = 0.0
+    correction: Literal["none", "truncate", "mask"] = "none"
+    correction_low: float = 0.0
+    correction_high: float = 2.0
+    old_logprobs: Literal["sampler", "trainer"] = "sampler"
+    entropy_bonus: float = 0.0
+    mask_truncated: bool = False
+    zero_variance: Literal["keep", "drop", "refill"] = "keep"
+    max_refills: int = 3
+    updates_per_batch: int = 1
+    minibatches: int = 1
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probabilities of the frozen first model are needed."""
+        return self.kl != "none"
+
+    @property
+    def scores_old_logprobs(self) -> bool:
+        """Whether the trainer must compute `old_logprobs` before the batch's first update; else that update's are."""
+        return self.old_logprobs == "trainer" and self.updates_per_batch * self.minibatches > 1
+
+
+def grpo() -> Recipe:
+    """GRPO, DeepSeekMath (arXiv:2402.03300): rewards standardised in their group, PPO's clip, mean by sequence.
+
+    Differs: no KL (the paper: k3 at 0.04; set kl and kl_coef). The unbiased standard deviation (n - 1) and its eps of
+    1e-6 are our choice; the paper states neither. The ratio is to the sampler's own log-probabilities.
+    """
+    return Recipe(
+        name="grpo",
+        advantage=partial(group_advantages, std="group", std_ddof=1, std_eps=1e-6),
+        mean="sequence",
+    )
+
+
+def dr_grpo() -> Recipe:
+    """Dr. GRPO (arXiv:2503.20783): no standard deviation, and a constant divisor instead of the length.
+
+    Differs: the constant is `rollout.max_new_tokens`, whatever the batch is padded to.
+    """
+    return Recipe(
+        name="dr_grpo",
+        advantage=partial(group_advantages, std="none", std_ddof=1, std_eps=1e-6),
+        mean="constant",
+    )
+
+
+def dapo() -> Recipe:
+    """DAPO (arXiv:2503.14476): clip-higher, mean over tokens, dynamic sampling, overlong filtering.
+
+    Differs: dynamic sampling draws at most `max_refills` extra rounds. A group is refilled when its rewards are equal,
+    not when its accuracies are 0 or 1. Truncated completions are masked; the soft overlong punishment is a reward of
+    the task (`rewards: {length: 1.0}` with `grading.overlong_buffer_tokens`), and with it set `mask_truncated: false`,
+    or the longest completions escape it.
+    """
+    return Recipe(
+        name="dapo",
+        advantage=partial(group_advantages, std="group", std_ddof=1, std_eps=1e-6),
+        mean="token",
+        clip_high=0.28,
+        mask_truncated=True,
+        zero_variance="refill",
+    )
+
+
+def rloo() -> Recipe:
+    """RLOO (arXiv:2402.14740): the baseline of a completion is the mean of the group's others; no length bias.
+
+    Differs: the paper's KL in the reward is off (set `kl: k1_reward`), and its sum over tokens is divided by
+    `rollout.max_new_tokens`. The paper has no ratio; ours is PPO's, so that several updates of a batch are possible,
+    and differs from 1 in the first one only by the rounding between sampler and trainer.
+    """
+    return Recipe(name="rloo", advantage=partial(leave_one_out_advantages), mean="constant")
+
+
+def reinforce() -> Recipe:
+    """REINFORCE (Williams, 1992, doi:10.1007/BF00992696) with the batch's mean reward as the baseline.
+
+    Differs: the baseline contains the completion's own reward, which scales the gradient by 1 - 1 / B; the sum over
+    tokens is divided by `rollout.max_new_tokens`. One update per batch: there is no ratio.
+    """
+    return Recipe(
+        name="reinforce",
+        advantage=partial(batch_mean_advantages),
+        group_baseline=False,
+        loss="reinforce",
+        mean="constant",
+        old_logprobs="trainer",
+    )
+
+
+def reinforce_pp() -> Recipe:
+    """REINFORCE++ (arXiv:2501.03262): no group, returns whitened over all tokens of the batch, PPO's clip.
+
+    Differs: the paper's KL in the reward is off; `kl: k1_reward` charges the whole completion its KL, not each token
+    the KL from itself on. With minibatches the batch, not the minibatch, is whitened.
+    """
+    return Recipe(
+        name="reinforce_pp",
+        advantage=partial(whitened_advantages, group_baseline=False, std_eps=1e-6),
+        group_baseline=False,
+        mean="token",
+    )
+
+
+def reinforce_pp_baseline() -> Recipe:
+    """REINFORCE++-baseline (arXiv:2501.03262): rewards less their group's mean, whitened over the batch's tokens.
+
+    Differs: the paper's k2 loss to the reference is off (set `kl: k2` and kl_coef).
+    """
+    return Recipe(
+        name="reinforce_pp_baseline",
+        advantage=partial(whitened_advantages, group_baseline=True, std_eps=1e-6),
+        mean="token",
+    )
+
+
+def gspo() -> Recipe:
+    """GSPO (arXiv:2507.18071): GRPO with one ratio per sequence, the geometric mean of its tokens' ratios.
+
+    Differs: no KL; the standard deviation as in `grpo`. The sequence form, not GSPO-token. Its clip is narrower than
+    the usual rounding between two programs: with a bfloat16 sampler set `old_logprobs: trainer`.
+    """
+    return Recipe(
+        name="gspo",
+        advantage=partial(group_advantages, std="group", std_ddof=1, std_eps=1e-6),
+        loss="gspo",
+        mean="sequence",
+        clip_low=3e-4,
+        clip_high=4e-4,
+    )
+
+
+def cispo() -> Recipe:
+    """CISPO, MiniMax-M1 (arXiv:2506.13585): clipped ratios weigh the log-likelihood and stop no token's gradient.
+
+    Differs: weights are held in [0, 5] (clip_low 1, clip_high 4); the paper gives no value for its upper bound and, as
+    here, has no lower one.
+    """
+    return Recipe(
+        name="cispo",
+        advantage=partial(group_advantages, std="group", std_ddof=1, std_eps=1e-6),
+        loss="cispo",
+        mean="token",
+        clip_low=1.0,
+        clip_high=4.0,
+    )
+
+
+def maxrl() -> Recipe:
+    """MaxRL (arXiv:2602.02710): centred rewards over the group's mean, so that rarely solved prompts weigh most.
+
+    Differs: any rewards from 0 up, where the paper's are 0 or 1; PPO's clip guards later updates; the sum over tokens
+    is divided by `rollout.max_new_tokens`.
+    """
+    return Recipe(name="maxrl", advantage=partial(maxrl_advantages), mean="constant")
+
+
+_FUNCTIONS = (grpo, dr_grpo, dapo, rloo, reinforce, reinforce_pp, reinforce_pp_baseline, gspo, cispo, maxrl)
+RECIPES: dict[str, Recipe] = {function.__name__: function() for function in _FUNCTIONS}
+
+
+def make_recipe(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int) -> Recipe:
+    """The recipe that `algorithm:` names, with what it changes; ValueError that lists all `conflicts`."""
+    found = conflicts(config, group_size=group_size, prompts_per_step=prompts_per_step)
+    if found:
+        raise ValueError("\n".join(f"{key}: {message}" for key, message in found))
+    return _changed(config)
+
+
+def conflicts(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int) -> list[tuple[str, str]]:
+    """What cannot be combined: (the config's key, the rule and the way out) for each; empty if nothing is wrong."""
+    recipe = _changed(config)
+    rules = (
+        *_advantage_rules(config, recipe, group_size),
+        *_loss_rules(config, recipe),
+        *_kl_rules(config, recipe),
+        *_correction_rules(config, recipe),
+        *_update_rules(config, recipe, prompts_per_step),
+    )
+    return [(key, message) for broken, key, message in rules if broken]
+
+
+# A rule of `conflicts`: whether it is broken, the config's key, and the message.
+_Rule = tuple[bool, str, str]
+_STD_OPTIONS = ("std", "std_ddof", "std_eps")
+
+
+def _changed(config: AlgorithmConfig) -> Recipe:
+    """The recipe with every option that the config sets, but for those of a standard deviation that it lacks."""
+    recipe = RECIPES[config.recipe]
+    options = config.model_dump(exclude={"recipe"}, exclude_none=True)
+    std_options = {name: options.pop(name) for name in _STD_OPTIONS if name in options}
+    std_options = {name: value for name, value in std_options.items() if name in recipe.advantage.keywords}
+    return dataclasses.replace(recipe, advantage=partial(recipe.advantage, **std_options), **options)
+
+
+def _advantage_rules(config: AlgorithmConfig, recipe: Recipe, group_size: int) -> list[_Rule]:
+    keywords = recipe.advantage.keywords
+    unscaled = keywords.get("std") == "none"
+    unread = [
+        (
+            getattr(config, option) is not None and option not in keywords,
+            f"algorithm.{option}",
+            f"recipe {recipe.name} has no such option; leave it unset, or set algorithm.recipe to grpo",
+        )
+        for option in _STD_OPTIONS
+    ]
+    return [
+        *unread,
+        (
+            recipe.group_baseline and group_size < 2,
+            "group_size",
+            f"recipe {recipe.name} compares completions of one prompt and needs at least 2, got {group_size};"
+            " raise group_size, or set algorithm.recipe to reinforce or reinforce_pp",
+        ),
+        (
+            unscaled and config.std_ddof is not None,
+            "algorithm.std_ddof",
+            "std is none, so nothing reads it; set algorithm.std to group or batch, or leave std_ddof unset",
+        ),
+        (
+            unscaled and config.std_eps is not None,
+            "algorithm.std_eps",
+            "std is none, so nothing reads it; set algorithm.std to group or batch, or leave std_eps unset",
+        ),
+        (
+            recipe.zero_variance != "keep" and not recipe.group_baseline,
+            "algorithm.zero_variance",
+            f"recipe {recipe.name} has no group baseline, so a group of equal rewards still teaches;"
+            f" set it to keep, got {recipe.zero_variance}",
+        ),
+        (
+            recipe.zero_variance != "refill" and config.max_refills != AlgorithmConfig().max_refills,
+            "algorithm.max_refills",
+            f"only zero_variance: refill reads it and zero_variance is {recipe.zero_variance};"
+            " set zero_variance to refill, or leave max_refills unset",
+        ),
+    ]
+
+
+def _loss_rules(config: AlgorithmConfig, recipe: Recipe) -> list[_Rule]:
+    unread = [
+        (
+            recipe.loss == "reinforce" and getattr(config, option) is not None,
+            f"algorithm.{option}",
+            f"recipe {recipe.name} has no ratio to clip; leave it unset, or set algorithm.recipe to reinforce_pp",
+        )
+        for option in ("clip_low", "clip_high")
+    ]
+    return [
+        *unread,
+        (
+            recipe.clip_low > 1,
+            "algorithm.clip_low",
+            f"a ratio is never below 0, so 1 - clip_low must not be, got {recipe.clip_low:g}; set 1 for no lower bound",
+        ),
+        (
+            recipe.dual_clip is not None and recipe.loss != "clipped",
+            "algorithm.dual_clip",
+            f"it bounds PPO's token ratio, which recipe {recipe.name} does not have; leave it unset",
+        ),
+    ]
+
+
+def _kl_rules(config: AlgorithmConfig, recipe: Recipe) -> list[_Rule]:
+    in_reward = recipe.kl == "k1_reward"
+    return [
+        (
+            recipe.kl == "none" and recipe.kl_coef > 0,
+            "algorithm.kl_coef",
+            f"kl is none, so nothing reads the {recipe.kl_coef:g}; set algorithm.kl to k2, k3, k3+ or k1_reward",
+        ),
+        (
+            recipe.kl != "none" and not recipe.kl_coef,
+            "algorithm.kl",
+            f"{recipe.kl} needs a weight: set algorithm.kl_coef above 0 (1e-4 to 1e-3 is usual), or kl to none",
+        ),
+        (
+            in_reward and recipe.name == "maxrl",
+            "algorithm.kl",
+            "a KL in the reward can make it negative, and maxrl divides by its mean; set algorithm.kl to k2, k3 or k3+",
+        ),
+        (
+            in_reward and recipe.zero_variance != "keep",
+            "algorithm.kl",
+            "with its own KL in every reward no group has equal rewards, so zero_variance"
+            f" {recipe.zero_variance} would do nothing; set zero_variance to keep, or kl to k2, k3 or k3+",
+        ),
+    ]
+
+
+def _correction_rules(config: AlgorithmConfig, recipe: Recipe) -> list[_Rule]:
+    low, high = config.correction_low, config.correction_high
+    return [
+        (
+            recipe.correction == "none" and high is not None,
+            "algorithm.correction_high",
+            "correction is none, so nothing reads it; set algorithm.correction to truncate or mask",
+        ),
+        (
+            recipe.correction != "mask" and low is not None,
+            "algorithm.correction_low",
+            f"only correction: mask has a lower end and correction is {recipe.correction}; leave it unset",
+        ),
+        (
+            recipe.correction == "mask" and (low is None or high is None),
+            "algorithm.correction",
+            "mask needs its band: set correction_low and correction_high (0.5 and 2 are usual)",
+        ),
+        (
+            recipe.correction == "mask" and low is not None and high is not None and low >= high,
+            "algorithm.correction_low",
+            f"the band is empty: correction_low {low} must be below correction_high {high}",
+        ),
+        (
+            recipe.correction != "none" and recipe.old_logprobs == "sampler",
+            "algorithm.correction",
+            "the ratio is already taken to the sampler, so nothing is left to correct;"
+            " set algorithm.old_logprobs to trainer, or correction to none",
+        ),
+    ]
+
+
+def _update_rules(config: AlgorithmConfig, recipe: Recipe, prompts_per_step: int) -> list[_Rule]:
+    no_ratio = recipe.loss == "reinforce"
+    once = (
+        f"recipe {recipe.name} has no ratio and is wrong after a batch's first update; set it to 1, or algorithm.recipe"
+    )
+    return [
+        (no_ratio and recipe.updates_per_batch > 1, "algorithm.updates_per_batch", f"{once} to reinforce_pp"),
+        (no_ratio and recipe.minibatches > 1, "algorithm.minibatches", f"{once} to reinforce_pp"),
+        (
+            no_ratio and recipe.old_logprobs == "sampler",
+            "algorithm.old_logprobs",
+            f"recipe {recipe.name} has no ratio, so nothing reads the sampler's; leave it unset",
+        ),
+        (
+            prompts_per_step % recipe.minibatches != 0,
+            "algorithm.minibatches",
+            f"prompts_per_step {prompts_per_step} must be a multiple of it, got {recipe.minibatches}",
+        ),
+    ]

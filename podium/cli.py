@@ -1,0 +1,315 @@
+"""The `podium` command. Each command reads its settings and calls the function that does the work.
+
+Nothing heavy is imported before the settings are known to be right: `--help`, `podium config` and every error in a
+config come without jax. Exit status: 0 done, 1 failed, 2 wrong settings or usage, 130 stopped by Ctrl-C, 143 by
+SIGTERM (a training run stopped so is saved and can be continued), 78 where the workers of a job are not all there and
+alike. `podium plan` has its own.
+"""
+
+import importlib
+import inspect
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+import typer
+
+from podium import __version__
+from podium.cli_plan import PlanCommand, plan
+from podium.cli_pod import pod_app
+
+if TYPE_CHECKING:
+    from podium.config.load import Loaded, Override
+    from podium.observe.run_dir import Fork
+
+app = typer.Typer(
+    help="Reinforcement learning of language models in JAX.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+config_app = typer.Typer(help="Look at settings, get their schema, translate old ones.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+bench_app = typer.Typer(help="Measure what this machine does.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+app.add_typer(pod_app, name="pod")
+
+ConfigFiles = Annotated[list[Path], typer.Argument(metavar="CONFIG...", help="YAML files; later ones win.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="One setting, as rollout.max_new_tokens=64. Repeatable."),
+]
+
+
+def main() -> None:
+    """Run the command line; what a user can cause is told without a traceback."""
+    try:
+        app(prog_name="podium")
+    except (ValueError, OSError) as error:
+        from podium.config.errors import ConfigError
+        from podium.pods.records import exit_status
+
+        if isinstance(error, OSError | ConfigError) or _raised_here(error):
+            _fail(error, status=exit_status(error))
+        raise
+
+
+def _fail(error: Exception | str, *, status: int) -> NoReturn:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(status)
+
+
+def _raised_here(error: Exception) -> bool:
+    """Whether our own code raised it, which it does for what a user can cause; from a library it is a bug."""
+    innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+    return Path(innermost).is_relative_to(Path(__file__).parent)
+
+
+def load_settings(files: Sequence[Path], overrides: Sequence["str | Override"]) -> "Loaded":
+    """The settings, checked against tasks and model as far as that goes without a network."""
+    from podium.config.checks import check_model, check_tasks
+    from podium.config.load import load
+
+    loaded = load(files, overrides, os.environ)
+    check_tasks(loaded)
+    check_model(loaded)
+    return loaded
+
+
+def _run_at(text: str) -> "Fork | None":
+    """The run, and perhaps its step, that `RUN` or `RUN@STEP` names; None if it is no run's folder."""
+    from podium.observe.run_dir import parse_fork
+
+    try:
+        return parse_fork(text)
+    except ValueError:
+        return None
+
+
+@app.callback(invoke_without_command=True)
+def _podium(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        print(f"podium {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    config: ConfigFiles,
+    settings: Settings = None,
+    source: Annotated[
+        str | None, typer.Option("--from", metavar="RUN@STEP", help="Start from another run's checkpoint.")
+    ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Train also what `podium plan` says is far too large for the machine.")
+    ] = False,
+) -> None:
+    """Train. A run whose folder exists is continued if its settings agree."""
+    from podium.pods.member import member_of_job
+
+    with member_of_job(os.environ) as member:  # on several hosts, this one says at once that it is there
+        loaded = load_settings(config, settings or [])
+        fork = None
+        if source is not None:
+            from podium.observe.run_dir import parse_fork
+
+            try:
+                fork = parse_fork(source)
+            except ValueError as error:
+                _fail(error, status=2)
+        member.agree(loaded.config)
+        from podium.plan.check import RunCheck
+        from podium.train.loop import train as run
+
+        status = run(loaded.config, fork=fork, plain=plain, member=member, check=RunCheck(force=force))
+    raise typer.Exit(status)
+
+
+app.command(cls=PlanCommand)(plan)
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="RUN, RUN@STEP, or a model as in a config.")],
+    task: Annotated[str, typer.Option(help="Task to answer, as in `podium tasks`.")],
+    split: Annotated[str | None, typer.Option(help="Split of its questions; unset: the task's eval_split.")] = None,
+    path: Annotated[str | None, typer.Option(help="Local file or folder of the questions.")] = None,
+    questions: Annotated[int | None, typer.Option(min=1, help="The first so many questions; unset: all.")] = None,
+    samples: Annotated[int | None, typer.Option(min=0, help="Sampled answers per question.")] = None,
+    greedy: Annotated[bool | None, typer.Option(help="Answer once with the likeliest tokens.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    settings: Settings = None,
+) -> None:
+    """Answer a task's held-out questions with a run's weights or any model, and say how many are right."""
+    from podium.config.load import load
+
+    run = _run_at(target)
+    files = [Path(run.run) / "config.yaml"] if run else []
+    known = load(files, [], os.environ).config.tasks if run else ()
+    same = [each.model_dump(mode="json") for each in known if each.name == task]
+    chosen: dict[str, Any] = same[0] if same else {"name": task}
+    chosen["rewards"] = {"correct": 1.0}
+    if split is not None:
+        chosen["eval_split"] = split
+    if path is not None:
+        chosen["eval_path"] = path
+    options = {"eval.samples": samples, "eval.greedy": greedy, "eval.questions": questions}
+    loaded = load_settings(files, [*_evaluation_overrides(target, run, chosen, options), *(settings or [])])
+    from podium.train.evaluate import evaluate_command
+
+    raise typer.Exit(evaluate_command(loaded.config, run=run, as_json=as_json))
+
+
+def _evaluation_overrides(
+    target: str, run: "Fork | None", task: dict[str, Any], options: dict[str, Any]
+) -> list["Override"]:
+    """An evaluation's options as settings: one task, graded by its answers alone, on all questions if not told."""
+    from podium.config.load import Override
+
+    given = [Override(key, value, f"--{key.removeprefix('eval.')}") for key, value in options.items()]
+    return [
+        *([] if run else [Override("model", target, f"argument {target}")]),
+        Override("tasks", [task], f"--task {task['name']}"),
+        Override("grading.overlong_buffer_tokens", 0, "podium eval"),
+        *(override for override in given if override.value is not None or override.key == "eval.questions"),
+    ]
+
+
+@app.command()
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, as runs/demo.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the Hugging Face model goes.")],
+    step: Annotated[int | None, typer.Option(min=0, help="Which checkpoint; unset: the newest.")] = None,
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Number format.")] = "bfloat16",
+) -> None:
+    """Write a run's weights as a Hugging Face model, with config and tokenizer."""
+    if _run_at(run) is None:
+        _fail(f"{run} has no config.yaml, so it is not a run's folder; give one, as runs/demo", status=2)
+    from podium.train.export import export_run
+
+    raise typer.Exit(export_run(Path(run), folder, step=step, dtype=dtype))
+
+
+@config_app.command("show")
+def config_show(config: ConfigFiles, settings: Settings = None) -> None:
+    """Print all settings; those that are not defaults say where they come from."""
+    from podium.config.show import to_yaml
+
+    loaded = load_settings(config, settings or [])
+    print(to_yaml(loaded.config.model_dump(mode="json"), loaded.provenance), end="")
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON schema of config files, for editors."""
+    from podium.config.show import file_schema
+
+    print(json.dumps(file_schema(), indent=2))
+
+
+@config_app.command("migrate")
+def config_migrate(
+    old: Annotated[Path, typer.Argument(metavar="OLD.yaml", help="A config of the former system.")],
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="File to write; unset: stdout.")] = None,
+) -> None:
+    """Translate a config of the former system, and list what changed and what has no counterpart."""
+    from podium.config.migrate import migrate
+
+    migration = migrate(old, os.environ)
+    if out is None:
+        print(migration.text, end="")
+    elif out.exists():
+        _fail(f"{out} exists; give a new name, or delete it", status=2)
+    else:
+        out.write_text(migration.text, encoding="utf-8")
+    for title, lines in (("changed", migration.changed), ("no counterpart", migration.lost)):
+        if lines:
+            print(f"{title}:", *lines, sep="\n  ", file=sys.stderr)
+
+
+@bench_app.command("gather")
+def bench_gather(
+    mode: Annotated[Literal["sharded", "gather"], typer.Option(help="Split over fsdp, or whole on every device.")],
+    mesh_shape: Annotated[str, typer.Option(help="As mesh: in a config.")] = "auto",
+    dtype: Annotated[Literal["bf16", "f16", "f32"], typer.Option(help="Number format.")] = "bf16",
+    target_bytes_gib: Annotated[float, typer.Option(min=0.0, help="Size of the whole array.")] = 5.6,
+    cols: Annotated[int, typer.Option(min=1, help="Elements of a row.")] = 4096,
+    require_process_count: Annotated[int, typer.Option(min=0, help="Processes that there must be; 0: any.")] = 0,
+) -> None:
+    """Make one large array on the mesh, and say what each device then holds: one JSON object on stdout."""
+    from podium.train.gather_memory import bench
+
+    raise typer.Exit(
+        bench(
+            mode=mode,
+            mesh_shape=mesh_shape,
+            dtype=dtype,
+            target_bytes_gib=target_bytes_gib,
+            cols=cols,
+            require=require_process_count,
+        )
+    )
+
+
+@app.command()
+def tasks(name: Annotated[str | None, typer.Argument(help="One task, to see its options.")] = None) -> None:
+    """List the built-in tasks, or what one task takes."""
+    from podium.tasks.registry import TASKS
+
+    if name is not None:
+        print(_task_page(name))
+        return
+    width = max(map(len, TASKS))
+    for each in TASKS:
+        print(f"{each:{width}}  {_task_doc(each).partition(chr(10))[0]}")
+
+
+def _task_page(name: str) -> str:
+    """The task's description, its options with types and defaults, and its splits."""
+    from podium.config.schema import TaskConfig
+    from podium.tasks.registry import task_options
+
+    try:
+        options = task_options(name)
+    except ValueError as error:
+        _fail(error, status=2)
+    splits = {key: TaskConfig.model_fields[key].default for key in ("train_split", "eval_split")}
+    return "\n".join(
+        (
+            f"{name}: {_task_doc(name)}",
+            "\noptions:" if options else "\noptions: none",
+            *(f"  {_option_line(option)}" for option in options.values()),
+            "\nsplits: " + ", ".join(f"{key}: {split}" for key, split in splits.items()),
+        )
+    )
+
+
+def _option_line(option: inspect.Parameter) -> str:
+    from pydantic import TypeAdapter
+
+    from podium.config.document import dump_value
+    from podium.config.explain import rule_text
+
+    default = list(option.default) if isinstance(option.default, tuple) else option.default
+    use = "required" if default is option.empty else f"default {dump_value(default)}"
+    if option.annotation is option.empty or isinstance(option.annotation, str):
+        return f"{option.name}: {use}"
+    schema = TypeAdapter(option.annotation).json_schema()
+    return f"{option.name}: {rule_text(schema, schema)}, {use}"
+
+
+def _task_doc(name: str) -> str:
+    from podium.tasks.registry import TASKS
+
+    module, _, attribute = TASKS.get(name, name).partition(":")
+    return inspect.getdoc(getattr(importlib.import_module(module), attribute)) or "(no description)"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""YAML in and out, as this project reads it: every value knows its line, and `1e-6` is a number.
+
+The scalars are those of YAML 1.2: true and false, null, decimal, hexadecimal and octal integers, floats. PyYAML alone
+reads YAML 1.1, where `1e-6` is text, `no` is false and `12:30` is 750. Duplicate keys, several documents and custom
+tags are errors. What the keys mean is for `podium.config.load`.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from podium.config.errors import ConfigError, Problem
+
+_SCALARS = {
+    "null": (re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    "bool": (re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
+    "int": (re.compile(r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$"), list("-+0123456789")),
+    "float": (
+        re.compile(
+            r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+        ),
+        list("-+.0123456789"),
+    ),
+}
+_TAG = "tag:yaml.org,2002:"
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A value and where it was written; mappings and lists hold nodes."""
+
+    value: Any
+    origin: str
+    text: str | None = None
+    """The value as typed, where no quotes could say that a number is meant as text (environment, command line)."""
+
+    @classmethod
+    def of(cls, value: Any, origin: str) -> "Node":
+        """A plain value, all of it from one place."""
+        if isinstance(value, dict):
+            return cls({key: cls.of(child, origin) for key, child in value.items()}, origin)
+        if isinstance(value, list):
+            return cls([cls.of(child, origin) for child in value], origin)
+        return cls(value, origin)
+
+    def plain(self) -> Any:
+        """The value without origins."""
+        if isinstance(self.value, dict):
+            return {key: child.plain() for key, child in self.value.items()}
+        if isinstance(self.value, list):
+            return [child.plain() for child in self.value]
+        return self.value
+
+    def children(self) -> list[tuple[str | int, "Node"]]:
+        """Keys or indices, and what they hold; nothing for a scalar."""
+        if isinstance(self.value, dict):
+            return list(self.value.items())
+        return list(enumerate(self.value)) if isinstance(self.value, list) else []
+
+    def find(self, path: Sequence[str | int]) -> "Node | None":
+        """The node at a path of keys and indices, or None where nothing was written."""
+        node: Node | None = self
+        for key in path:
+            node = dict(node.children()).get(key) if node is not None else None
+        return node
+
+    def origins(self, path: str = "") -> dict[str, str]:
+        """Dotted path -> origin, of everything below."""
+        found: dict[str, str] = {}
+        for key, child in self.children():
+            inner = f"{path}.{key}" if path else str(key)
+            found |= {inner: child.origin} | child.origins(inner)
+        return found
+
+
+class _Loader(yaml.SafeLoader):
+    """Resolves YAML 1.2's scalars and no others."""
+
+    yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (PyYAML's own protocol)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what YAML 1.1 or 1.2 would take for something else than text."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Never write `&id001`: a reader would have to look the value up."""
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar(_TAG + "str", text, style='"' if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _represent_text)
+for _name, (_pattern, _first) in _SCALARS.items():
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_TAG + _name, _pattern, _first)
+
+
+def read_document(path: Path) -> Node:
+    """The mapping that a YAML file holds; an empty file is an empty mapping.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, is no mapping, or names a key twice.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise _problem(str(path), f"cannot be read: {error.strerror}; check the path") from None
+    except UnicodeDecodeError as error:
+        raise _problem(str(path), f"is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    try:
+        root = yaml.compose(text, _Loader)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise _problem(f"{path}:{line}", f"not YAML: the character {chr(error.character)!r}; remove it") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        told = ", ".join(part for part in (error.context, error.problem) if part)
+        raise _problem(f"{path}:{line}", f"not YAML: {told}") from None
+    if root is None:
+        return Node({}, str(path))
+    if not isinstance(root, yaml.MappingNode):
+        raise _problem(f"{path}:{root.start_mark.line + 1}", "expected `key: value` lines at the top of the file")
+    return _convert(root, str(path), root.start_mark.line + 1, ())
+
+
+def parse_text(text: str, origin: str) -> Node:
+    """A value of the environment or the command line: a scalar, `[...]` or `{...}`; anything else is text as typed."""
+    try:
+        root = yaml.compose(text, _Loader)
+    except yaml.YAMLError:
+        return Node(text, origin, text)
+    if root is None:
+        return Node(None, origin, text)
+    if isinstance(root, yaml.CollectionNode):
+        if not root.flow_style:
+            return Node(text, origin, text)
+        node = _convert(root, origin, None, ())
+        return Node(node.value, origin, text)
+    if root.tag.removeprefix(_TAG) not in _SCALARS and root.style is None:
+        return Node(text, origin, text)
+    return Node(_scalar(root, origin), origin, text)
+
+
+def dump_value(value: Any) -> str:
+    """A scalar, or a list or mapping in one line, as YAML that reads back as the same value."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _convert(node: yaml.Node, place: str, line: int | None, parents: tuple[int, ...]) -> Node:
+    """A composed node as ours; `line` is None where the whole value has one origin."""
+    origin = place if line is None else f"{place}:{line}"
+    if id(node) in parents:
+        raise _problem(origin, "an alias (*name) stands inside its own anchor (&name)")
+    inside = (*parents, id(node))
+    if isinstance(node, yaml.ScalarNode):
+        return Node(_scalar(node, origin), origin)
+    if isinstance(node, yaml.SequenceNode):
+        items = [_convert(item, place, line and item.start_mark.line + 1, inside) for item in node.value]
+        return Node(items, origin)
+    children: dict[str, Node] = {}
+    for key, value in node.value:
+        key_line = line and key.start_mark.line + 1
+        where = place if line is None else f"{place}:{key_line}"
+        if not isinstance(key, yaml.ScalarNode):
+            raise _problem(where, "a key must be plain text, not a list or a mapping")
+        if key.value in children:
+            raise _problem(key.value, "written twice in one section; keep one", children[key.value].origin, where)
+        children[key.value] = _convert(value, place, key_line, inside)
+    return Node(children, origin)
+
+
+def _scalar(node: yaml.ScalarNode, origin: str) -> Any:
+    kind, text = node.tag.removeprefix(_TAG), node.value
+    if kind == "str":
+        return text
+    if kind not in _SCALARS or not _SCALARS[kind][0].match(text):
+        raise _problem(origin, f"{text!r} has the tag {node.tag!r}; write a plain value")
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() == "true"
+    if kind == "int":
+        return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
+    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+def _problem(key: str, message: str, *places: str) -> ConfigError:
+    return ConfigError([Problem(key=key, message=message, places=places)])

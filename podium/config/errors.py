@@ -1,0 +1,46 @@
+"""How a wrong setting is told: the key, its value, the rule, the way out, and where the value was written."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that is wrong with the settings."""
+
+    key: str
+    """Dotted path of the setting, or what could not be read at all (a file, an argument)."""
+    message: str
+    """Value, rule and way out, in one line."""
+    places: tuple[str, ...] = ()
+    """Where the values were written: `file:line`, `environment NAME` or `--set key=value`."""
+    about: str | None = None
+    """What the setting does."""
+
+    def __str__(self) -> str:
+        """The problem in lines: what, where, and what the setting is for."""
+        about = (self.about,) if self.about else ()
+        return "\n    ".join((f"{self.key}: {self.message}", *self.places, *about))
+
+
+class ConfigError(ValueError):
+    """Settings that cannot be run: everything that is wrong with them, in one error."""
+
+    exit_status = 2
+
+    def __init__(self, problems: Sequence[Problem]):
+        self.problems = tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        """All problems, counted where there are several."""
+        if len(self.problems) == 1:
+            return str(self.problems[0])
+        return "\n".join((f"{len(self.problems)} errors in the settings", *map(str, self.problems)))
+
+
+def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The choice most like a misspelt word, transposed letters first; None where none is near."""
+    near = difflib.get_close_matches(word, list(choices), 5, cutoff)
+    return min(near, key=lambda choice: sorted(choice) != sorted(word), default=None)

@@ -1,0 +1,254 @@
+"""What pydantic found wrong, in words that help: the key, the value, the rule, where it was written, and the way out.
+
+The rule of a setting is read from the schema (the same that editors use), its purpose from the field's docstring.
+Contradictions between settings are told even when other settings are wrong, as far as they do not concern those.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from podium.config.document import Node, dump_value, parse_text
+from podium.config.errors import Problem, nearest
+from podium.config.former import SPELLINGS
+from podium.config.rules import Contradiction
+from podium.config.schema import Config
+
+_FROM_TRL = {
+    "beta": "algorithm.kl_coef",
+    "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "eval_steps": "eval.every_steps",
+    "gradient_accumulation_steps": "prompts_per_step",
+    "logging_dir": "runs_dir",
+    "loss_type": "algorithm.recipe",
+    "lr_scheduler_type": "train.optimizer.schedule",
+    "mask_truncated_completions": "algorithm.mask_truncated",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_grad_norm": "train.optimizer.clip_norm",
+    "max_prompt_length": "rollout.max_prompt_tokens",
+    "max_steps": "steps",
+    "model_name_or_path": "model",
+    "num_generations": "group_size",
+    "num_iterations": "algorithm.updates_per_batch",
+    "optim": "train.optimizer.name",
+    "output_dir": "runs_dir",
+    "per_device_train_batch_size": "train.rows_per_device",
+    "reward_weights": "tasks.0.rewards",
+    "run_name": "name",
+    "save_steps": "checkpoint.every_steps",
+    "scale_rewards": "algorithm.std",
+    "warmup_ratio": "train.optimizer.warmup_steps",
+}
+"""What users of TRL look for, and what it is called here."""
+
+Location = tuple[int | str, ...]
+
+
+def explain(error: ValidationError, tree: Node, files: Sequence[str]) -> list[Problem]:
+    """The problems behind a validation error of `Config`, each with its place.
+
+    Args:
+        error: what `Config.model_validate(tree.plain())` raised.
+        tree: the merged settings.
+        files: the config files, to say where a missing setting belongs.
+    """
+    schema = Config.model_json_schema()
+    details = error.errors(include_url=False)
+    problems = [_field_problem(each, tree, schema, files) for each in details if each["type"] != "contradiction"]
+    wrong = {dotted(each["loc"]) for each in details if each["type"] != "contradiction"}
+    for found in _contradictions(error, tree):
+        if not any(_overlap(key, bad) for key in found.keys + found.needs for bad in wrong):
+            problems.append(_contradiction_problem(found, tree))
+    return problems
+
+
+def dotted(location: Location) -> str:
+    """A path of keys and indices as it is written on the command line."""
+    return ".".join(str(key) for key in location)
+
+
+def setting_paths(schema: Mapping[str, Any]) -> list[Location]:
+    """Paths of all sections and settings of the schema, the first task standing for all."""
+    return list(_paths(schema, schema, ()))
+
+
+def _paths(node: Mapping[str, Any], schema: Mapping[str, Any], path: Location) -> Iterator[Location]:
+    for key, child in node.get("properties", {}).items():
+        inner = _resolve(child, schema)
+        yield (*path, key)
+        yield from _paths(inner, schema, (*path, key))
+        if "items" in inner:
+            yield from _paths(_resolve(inner["items"], schema), schema, (*path, key, 0))
+
+
+def _contradictions(error: ValidationError, tree: Node) -> list[Contradiction]:
+    """The rules that are broken; where fields are wrong, of the config that has defaults in their place."""
+    details = error.errors(include_url=False)
+    if any(each["type"] != "contradiction" for each in details):
+        try:
+            Config.model_validate(_repaired(tree.plain(), [each["loc"] for each in details]))
+        except ValidationError as rest:
+            details = rest.errors(include_url=False)
+        else:
+            return []
+    return [found for each in details for found in each.get("ctx", {}).get("contradictions", [])]
+
+
+def _repaired(plain: dict[str, Any], wrong: Sequence[Location]) -> dict[str, Any]:
+    """The settings without those that are wrong, and with placeholders for the two that every run needs."""
+    for location in wrong:
+        parent, keys = plain, [str(key) for key in location]
+        while len(keys) > 1 and isinstance(parent.get(keys[0]), dict):
+            parent = parent[keys.pop(0)]
+        parent.pop(keys[0], None)
+    return {"model": "demo", "tasks": [{"name": "arithmetic"}]} | plain
+
+
+def _overlap(path: str, other: str) -> bool:
+    return path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")
+
+
+def _contradiction_problem(found: Contradiction, tree: Node) -> Problem:
+    written = tree.origins()
+    keys = [key for key in found.keys if key in written]
+    places = [f"{written[key]} ({key})" for key in keys] if len(keys) > 1 else [written[key] for key in keys]
+    return Problem(key=found.keys[0], message=found.message, places=tuple(places))
+
+
+def _field_problem(detail: ErrorDetails, tree: Node, schema: Mapping[str, Any], files: Sequence[str]) -> Problem:
+    location, kind = detail["loc"], detail["type"]
+    key, node = dotted(location), tree.find(location)
+    places = (node.origin,) if node is not None else ()
+    if kind == "extra_forbidden":
+        return Problem(key=key, message=f"unknown key; {_way_out(location, schema, files)}", places=places)
+    if kind == "missing":
+        *section, last = location
+        message = f"missing, and it has no default; add `{last}: ...`"
+        inside = tree.find(section)
+        places = (inside.origin,) if section and inside is not None else tuple(files[-1:])
+    else:
+        rule = rule_text(_at(location, schema) or {}, schema)
+        if kind == "finite_number":
+            rule = rule.replace("a number", "a finite number")
+        message = f"expected {rule}, got {_shown(detail['input'])}{_hint(detail)}"
+    return Problem(key=key, message=message, places=places, about=_about(location, schema))
+
+
+def _hint(detail: ErrorDetails) -> str:
+    value, kind = detail["input"], detail["type"]
+    if kind == "literal_error" and isinstance(value, str):
+        choices = [choice.strip("'") for choice in detail.get("ctx", {})["expected"].replace(" or ", ", ").split(", ")]
+        near = nearest(value, choices)
+        return f"; did you mean {near}?" if near else ""
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
+        return f"; write {int(value)}"
+    if isinstance(value, str) and kind.endswith("_type") and not isinstance(parse_text(value, "").value, str):
+        return "; remove the quotes"
+    if kind == "string_type" and isinstance(value, bool | int | float):
+        return f'; write "{dump_value(value)}" with quotes'
+    if value is None:
+        return "; write a value, or remove the key for the default"
+    return ""
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a section"
+    if isinstance(value, list):
+        return "a list"
+    if value is None or isinstance(value, bool | int | float):
+        return "nothing (null)" if value is None else dump_value(value)
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _way_out(location: Location, schema: Mapping[str, Any], files: Sequence[str]) -> str:
+    *parents, last = location
+    key = str(last)
+    if "." in key:
+        first, _, rest = key.partition(".")
+        return f"dots are for the command line; in a file write `{first}:` and under it `{rest}:`"
+    if key in _FROM_TRL:
+        return f"what TRL calls {key} is {_FROM_TRL[key]} here"
+    if any(former == dotted(location) or former.startswith(f"{dotted(location)}.") for former in SPELLINGS):
+        file = files[-1] if files else "OLD.yaml"
+        return f"the former system had it; `podium config migrate {file}` translates the whole file"
+    siblings = list((_at(tuple(parents), schema) or {}).get("properties", {}))
+    paths = setting_paths(schema)
+    if near := nearest(key, siblings):
+        return f"did you mean {dotted((*parents, near))}?"
+    elsewhere = [dotted(path) for path in paths if path[-1] == key]
+    if elsewhere:
+        return f"did you mean {' or '.join(elsewhere)}?"
+    leaves = {str(path[-1]): dotted(path) for path in paths}
+    if near := nearest(key, leaves, cutoff=0.8):
+        return f"did you mean {leaves[near]}?"
+    return f"the keys here are {', '.join(sorted(siblings))}"
+
+
+def _resolve(node: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The node behind `$ref`, and the other half of `X | None`."""
+    if "anyOf" in node:
+        choices = [choice for choice in node["anyOf"] if choice.get("type") != "null"]
+        return _resolve(choices[0], schema)
+    if "$ref" in node:
+        return schema["$defs"][node["$ref"].rpartition("/")[2]]
+    return node
+
+
+def _at(location: Location, schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The schema's node of a path, resolved; None where no such setting exists."""
+    node: Mapping[str, Any] = schema
+    for key in location:
+        if isinstance(key, int):
+            child = node.get("items")
+        else:
+            child = node.get("properties", {}).get(key) or node.get("additionalProperties")
+        if not isinstance(child, Mapping):
+            return None
+        node = _resolve(child, schema)
+    return node
+
+
+def _about(location: Location, schema: Mapping[str, Any]) -> str | None:
+    *section, last = location
+    parent = _at(tuple(section), schema) or {}
+    return parent.get("properties", {}).get(last, {}).get("description")
+
+
+def rule_text(node: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    """What may stand at a node of a JSON schema, in words."""
+    node = _resolve(node, schema)
+    if "enum" in node:
+        return f"one of {', '.join(map(str, node['enum']))}"
+    kind = node.get("type")
+    if kind in ("integer", "number"):
+        return ("a whole number" if kind == "integer" else "a number") + _bounds(node)
+    if kind == "array":
+        inner = rule_text(node.get("items", {}), schema)
+        least = f" with at least {node['minItems']} element" if "minItems" in node else ""
+        return f"a list{least}, each {inner}"
+    if kind == "object" and "properties" in node:
+        return "a section (`key: value` lines)"
+    if kind == "object":
+        inner = node.get("additionalProperties")
+        return "a section" + (
+            f" whose values are each {rule_text(inner, schema)}" if isinstance(inner, Mapping) else ""
+        )
+    return {"boolean": "true or false", "string": "text"}.get(str(kind), "a value")
+
+
+def _bounds(node: Mapping[str, Any]) -> str:
+    low, high, above = node.get("minimum"), node.get("maximum"), node.get("exclusiveMinimum")
+    if low is not None and high is not None:
+        return f" from {_number(low)} to {_number(high)}"
+    if above is not None:
+        return f" above {_number(above)}" + (f" and at most {_number(high)}" if high is not None else "")
+    return f" of at least {_number(low)}" if low is not None else ""
+
+
+def _number(value: float) -> str:
+    return f"{value:g}"

@@ -1,0 +1,182 @@
+"""Settings from where they are written: defaults < YAML files < environment < `--set`, and who said what.
+
+Files merge left to right, each after the files that its `base:` names; sections merge key by key, lists and values are
+replaced whole. `PODIUM_ROLLOUT__MAX_NEW_TOKENS=64` and `--set rollout.max_new_tokens=64` set one value each, lists by
+index (`tasks.0.path`). What may stand in the tree is `podium.config.schema`; how errors are worded is
+`podium.config.explain`.
+
+The environment is read here in a few lines and not by pydantic-settings, whose sources hand over plain values: an
+error could not name the variable, nor a file's line.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from podium.config.document import Node, parse_text, read_document
+from podium.config.errors import ConfigError, Problem
+from podium.config.explain import explain
+from podium.config.schema import Config
+
+ENVIRONMENT_PREFIX = "PODIUM_"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """The settings of a run, and where each that is not a default was written."""
+
+    config: Config
+    provenance: Mapping[str, str]
+    """Dotted path -> `file:line`, `environment NAME` or `--set key=value`; sections and lists have entries too."""
+
+
+class Override(NamedTuple):
+    """A setting from the command line that has an option of its own, such as `--task`."""
+
+    key: str
+    """Dotted path."""
+    value: Any
+    origin: str
+
+
+def load(files: Sequence[str | Path], overrides: Sequence[str | Override], environ: Mapping[str, str]) -> Loaded:
+    """The settings that files, environment and command line make together.
+
+    Args:
+        files: YAML files, later ones win.
+        overrides: `key=value` texts of `--set`, or settings with an origin; later ones win, all over the environment.
+        environ: usually `os.environ`; names that start with `PODIUM_` are settings.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    tree = Node({}, "default")
+    problems: list[Problem] = []
+    for file in files:
+        try:
+            tree = merge(tree, _read_with_bases(Path(file), ()))
+        except ConfigError as error:
+            problems.extend(error.problems)
+    settings = [_environment_setting(name, environ[name]) for name in sorted(environ) if _is_setting(name)]
+    for override in overrides:
+        try:
+            settings.append(_override_setting(override))
+        except ConfigError as error:
+            problems.extend(error.problems)
+    for keys, node in settings:
+        try:
+            tree = assign(tree, keys, node)
+        except ConfigError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise ConfigError(problems)
+    return _validate(tree, files)
+
+
+def merge(below: Node, above: Node) -> Node:
+    """Two layers as one: mappings key by key, anything else as the upper layer has it."""
+    if not isinstance(below.value, dict) or not isinstance(above.value, dict):
+        return above
+    children = dict(below.value)
+    for key, child in above.value.items():
+        children[key] = merge(children[key], child) if key in children else child
+    return Node(children, above.origin)
+
+
+def assign(tree: Node, keys: Sequence[str], leaf: Node, path: str = "") -> Node:
+    """The tree with one value set, sections on the way made where they are missing."""
+    if not keys:
+        return leaf
+    key, rest = keys[0], keys[1:]
+    inner = f"{path}.{key}" if path else key
+    if isinstance(tree.value, list):
+        if not key.isascii() or not key.isdigit() or int(key) >= len(tree.value):
+            raise ConfigError(
+                [Problem(key=inner, message=_no_such_index(path, len(tree.value)), places=(leaf.origin,))]
+            )
+        items = list(tree.value)
+        items[int(key)] = assign(items[int(key)], rest, leaf, inner)
+        return Node(items, tree.origin)
+    children = dict(tree.value) if isinstance(tree.value, dict) else {}
+    children[key] = assign(children.get(key, Node({}, leaf.origin)), rest, leaf, inner)
+    return Node(children, tree.origin if isinstance(tree.value, dict) else leaf.origin)
+
+
+def _no_such_index(path: str, length: int) -> str:
+    known = f"0 to {length - 1}" if length > 1 else "0" if length else "none: it is empty"
+    return f"{path} is a list of {length}, index {known}; to set the whole list write {path}=[...]"
+
+
+def _is_setting(name: str) -> bool:
+    return name.startswith(ENVIRONMENT_PREFIX)
+
+
+def _environment_setting(name: str, text: str) -> tuple[list[str], Node]:
+    keys = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
+    return keys, parse_text(text, f"environment {name}")
+
+
+def _override_setting(text: str | Override) -> tuple[list[str], Node]:
+    if isinstance(text, Override):
+        return text.key.split("."), Node.of(text.value, text.origin)
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        message = "expected key=value, for example --set rollout.max_new_tokens=64"
+        raise ConfigError([Problem(key=f"--set {text}", message=message)])
+    return key.strip().split("."), parse_text(value, f"--set {text}")
+
+
+def _read_with_bases(path: Path, including: tuple[Path, ...]) -> Node:
+    """The file merged over the files that its `base:` names, which stand relative to it."""
+    resolved = path.resolve()
+    if resolved in including:
+        chain = " -> ".join(str(file) for file in (*including[including.index(resolved) :], resolved))
+        raise ConfigError([Problem(key="base", message=f"files include each other: {chain}; remove one base:")])
+    document = read_document(path)
+    bases = document.value.get("base")
+    if bases is None:
+        return document
+    names = bases.plain() if isinstance(bases.value, list) else [bases.value]
+    if not all(isinstance(name, str) for name in names):
+        message = f"expected a file name or a list of them, got {bases.plain()!r}"
+        raise ConfigError([Problem(key="base", message=message, places=(bases.origin,))])
+    tree = Node({}, str(path))
+    for name in names:
+        try:
+            tree = merge(tree, _read_with_bases(path.parent / name, (*including, resolved)))
+        except ConfigError as error:
+            raise ConfigError([_included_at(problem, bases.origin) for problem in error.problems]) from None
+    own = {key: child for key, child in document.value.items() if key != "base"}
+    return merge(tree, Node(own, document.origin))
+
+
+def _included_at(problem: Problem, origin: str) -> Problem:
+    return dataclasses.replace(problem, places=(*problem.places, f"included at {origin}"))
+
+
+def _validate(tree: Node, files: Sequence[str | Path]) -> Loaded:
+    if files and "name" not in tree.value:
+        named = Node(Path(files[-1]).stem, f"name of {files[-1]}")
+        tree = Node({**tree.value, "name": named}, tree.origin)
+    try:
+        config = Config.model_validate(tree.plain())
+    except ValidationError as first:
+        tree = _with_text_as_typed(tree, first)
+        try:
+            config = Config.model_validate(tree.plain())
+        except ValidationError as error:
+            raise ConfigError(explain(error, tree, [str(file) for file in files])) from None
+    return Loaded(config=config, provenance=tree.origins())
+
+
+def _with_text_as_typed(tree: Node, error: ValidationError) -> Node:
+    """The tree with values of the environment and command line as text where text is expected: `--set name=7`."""
+    for detail in error.errors(include_url=False):
+        node = tree.find(detail["loc"])
+        if detail["type"] == "string_type" and node is not None and node.text is not None:
+            keys = [str(key) for key in detail["loc"]]
+            tree = assign(tree, keys, Node(node.text, node.origin))
+    return tree

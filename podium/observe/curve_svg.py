@@ -1,0 +1,161 @@
+"""The reward curve of a run as a picture: an SVG that is legible on light and on dark pages."""
+
+import html
+from collections.abc import Sequence
+from pathlib import Path
+
+from podium.observe.chart import value_range
+from podium.observe.files import RunFileError, write_atomically
+from podium.observe.history import Point, read_history
+
+WIDTH, HEIGHT = 860, 380
+LEFT, RIGHT, TOP, BOTTOM = 64, 28, 84, 56
+SMOOTHING = 5
+"""Steps of the running mean that the bold line shows."""
+MOST_LABELS = 8
+"""With more evaluations than this only the first and the last have their value written."""
+
+STYLE = """
+text { font-family: -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif; font-size: 13px; fill: #57606a }
+.title { font-size: 18px; font-weight: 600; fill: #1f2328 }
+.card { fill: #ffffff; stroke: #d0d7de }
+.grid { stroke: #d0d7de; stroke-opacity: 0.7 }
+.raw { fill: none; stroke: #1a7f64; stroke-opacity: 0.35; stroke-width: 1.5 }
+.mean { fill: none; stroke: #1a7f64; stroke-width: 3; stroke-linejoin: round; stroke-linecap: round }
+.area { fill: #1a7f64; fill-opacity: 0.10 }
+.eval { fill: none; stroke: #8250df; stroke-width: 1.5; stroke-dasharray: 3 4; stroke-opacity: 0.7 }
+.mark { fill: #8250df; stroke: #ffffff; stroke-width: 2 }
+.value { font-weight: 600; fill: #8250df; stroke: #ffffff; stroke-width: 4; paint-order: stroke }
+@media (prefers-color-scheme: dark) {
+  text { fill: #9198a1 } .title { fill: #f0f6fc } .card { fill: #0d1117; stroke: #3d444d } .grid { stroke: #3d444d }
+  .raw, .mean { stroke: #3fb68b } .area { fill: #3fb68b } .eval { stroke: #b083f0 }
+  .mark { fill: #b083f0; stroke: #0d1117 } .value { fill: #b083f0; stroke: #0d1117 }
+}
+"""
+
+
+def save_curve(folder: Path, path: Path) -> None:
+    """Write the reward curve of the run in `folder` to the SVG file `path`.
+
+    Raises:
+        RunFileError: The run has no step yet, or `path` cannot be written.
+    """
+    history = read_history(folder)
+    if not history.rewards:
+        raise RunFileError(f"{folder} has no step with a reward in its metrics.jsonl; train it first")
+    write_atomically(path, curve_svg(folder.resolve().name, history.rewards, history.accuracies))
+
+
+def curve_svg(title: str, rewards: Sequence[Point], accuracies: Sequence[Point]) -> str:
+    """The picture: mean reward of each step (thin), its running mean (bold), accuracy at each evaluation (marks)."""
+    last = max(step for step, _ in [*rewards, *accuracies])
+    low, high = value_range([value for _, value in [*rewards, *accuracies]])
+
+    def place(point: Point) -> tuple[float, float]:
+        step, value = point
+        x = LEFT + step / max(1, last) * (WIDTH - LEFT - RIGHT)
+        return x, HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+    raw = [place(point) for point in rewards]
+    mean = [place(point) for point in running_mean(rewards)]
+    marks = [place(point) for point in accuracies]
+    floor = HEIGHT - BOTTOM
+    area = [(mean[0][0], floor), *mean, (mean[-1][0], floor)]
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+        f'role="img" aria-label="Reward of {html.escape(title)} over {last} steps">',
+        f"<style>{STYLE}</style>",
+        f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="10"/>',
+        f'<text class="title" x="{LEFT - 38}" y="36">{html.escape(_headline(title, accuracies, last))}</text>',
+        *_legend(with_accuracy=bool(accuracies)),
+        *_grid(low, high, last),
+        f'<polygon class="area" points="{_points(area)}"/>',
+        f'<polyline class="raw" points="{_points(raw)}"/>',
+        f'<polyline class="mean" points="{_points(mean)}"/>',
+        f'<polyline class="eval" points="{_points(marks)}"/>',
+        *(_diamond(x, y) for x, y in marks),
+        *_values(marks, [value for _, value in accuracies]),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def running_mean(points: Sequence[Point]) -> list[Point]:
+    """Each value replaced by the mean of those at most SMOOTHING // 2 points away."""
+    reach = SMOOTHING // 2
+    windows = [points[max(0, i - reach) : i + reach + 1] for i in range(len(points))]
+    return [
+        (step, sum(value for _, value in window) / len(window))
+        for (step, _), window in zip(points, windows, strict=True)
+    ]
+
+
+def _headline(title: str, accuracies: Sequence[Point], last: int) -> str:
+    if len(accuracies) < 2:
+        return title
+    return f"{title}: accuracy {accuracies[0][1]:.2f} to {accuracies[-1][1]:.2f} in {last} steps"
+
+
+def _legend(*, with_accuracy: bool) -> list[str]:
+    y = 60
+    entries = [
+        f'<line class="mean" x1="{LEFT - 38}" y1="{y - 4}" x2="{LEFT - 14}" y2="{y - 4}"/>',
+        f'<text x="{LEFT - 6}" y="{y}">mean reward of a step, and its running mean</text>',
+    ]
+    if with_accuracy:
+        x = LEFT + 290
+        entries += [_diamond(x, y - 4), f'<text x="{x + 14}" y="{y}">accuracy on held-out questions</text>']
+    return entries
+
+
+def _grid(low: float, high: float, last: int) -> list[str]:
+    lines = []
+    for i in range(5):
+        y = HEIGHT - BOTTOM - i / 4 * (HEIGHT - TOP - BOTTOM)
+        value = low + i / 4 * (high - low)
+        lines.append(f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}"/>')
+        lines.append(f'<text x="{LEFT - 10}" y="{y + 4:.1f}" text-anchor="end">{value:.2f}</text>')
+    for step in _ticks(last):
+        x = LEFT + step / max(1, last) * (WIDTH - LEFT - RIGHT)
+        lines.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 22}" text-anchor="middle">{step}</text>')
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    lines.append(f'<text x="{middle}" y="{HEIGHT - 12}" text-anchor="middle">step</text>')
+    return lines
+
+
+def _ticks(last: int) -> list[int]:
+    """About five round steps from 0 to the last one."""
+    magnitude = 10 ** max(0, len(str(last)) - 1)
+    candidates = [max(1, magnitude * factor // 10) for factor in (1, 2, 5, 10, 20, 50)]
+    width = next(candidate for candidate in candidates if last / candidate <= 6)
+    return list(range(0, last + 1, width))
+
+
+def _values(marks: Sequence[tuple[float, float]], values: Sequence[float]) -> list[str]:
+    """The numbers beside the marks."""
+    ends = (0, len(marks) - 1)
+    return [
+        _value(x, y, value)
+        for i, ((x, y), value) in enumerate(zip(marks, values, strict=True))
+        if len(marks) <= MOST_LABELS or i in ends
+    ]
+
+
+def _value(x: float, y: float, value: float) -> str:
+    above = y - 14 if y > TOP + 14 else y + 24
+    anchor, shift = "middle", 0
+    if x < LEFT + 20:
+        anchor, shift = "start", 8
+    elif x > WIDTH - RIGHT - 20:
+        anchor, shift = "end", 6
+    return f'<text class="value" x="{x + shift:.1f}" y="{above:.1f}" text-anchor="{anchor}">{value:.2f}</text>'
+
+
+def _diamond(x: float, y: float) -> str:
+    size = 7
+    corners = [(x, y - size), (x + size, y), (x, y + size), (x - size, y)]
+    return f'<polygon class="mark" points="{_points(corners)}"/>'
+
+
+def _points(corners: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)

@@ -1,0 +1,80 @@
+"""A run's course as its files tell it: rewards by step, accuracies by step, an answer before and after."""
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from podium.observe.files import read_lines
+from podium.observe.run_dir import METRICS, SAMPLES
+
+Point = tuple[int, float]
+"""Step and value."""
+
+
+class Answers(NamedTuple):
+    """What the model said to one held-out question, at the first and at the last evaluation."""
+
+    question: str
+    expected: str
+    before: str
+    after: str
+
+
+class History(NamedTuple):
+    """The course of a run."""
+
+    rewards: list[Point]
+    """`train-reward/total/mean` of each step."""
+    accuracies: list[Point]
+    """`eval/accuracy` of each evaluation; step 0 is the model that the run began with."""
+    steps: int
+    """Done."""
+    wall_s: float
+    cpu_s: float
+
+
+def read_history(folder: Path) -> History:
+    """The course of the run in `folder`, from its metrics.jsonl."""
+    lines = read_lines(folder / METRICS)
+    last: Mapping[str, Any] = lines[-1] if lines else {}
+    return History(
+        rewards=_points(lines, "train-reward/total/mean"),
+        accuracies=_points(lines, "eval/accuracy"),
+        steps=last.get("step", 0),
+        wall_s=last.get("time/wall_s", 0.0),
+        cpu_s=last.get("time/cpu_s", 0.0),
+    )
+
+
+def read_answers(folder: Path) -> Answers | None:
+    """A question that was asked at the first and at the last evaluation; of several, one whose answer became right.
+
+    None if there are not two evaluations with a common question in samples.jsonl.
+    """
+    records = [record for record in read_lines(folder / SAMPLES) if record["split"] == "eval"]
+    steps = [record["step"] for record in records]
+    if not records or min(steps) == max(steps):
+        return None
+    first, last = (
+        {(record["task"], record["prompt"]): record for record in records if record["step"] == step}
+        for step in (min(steps), max(steps))
+    )
+    common = [key for key in first if key in last]
+    if not common:
+        return None
+    key = max(common, key=lambda key: _reward(last[key]) - _reward(first[key]))
+    return Answers(first[key]["question"], first[key]["answer"], _text(first[key]), _text(last[key]))
+
+
+def _points(lines: Iterable[Mapping[str, Any]], name: str) -> list[Point]:
+    points = ((line["step"], line.get(name)) for line in lines)
+    return [(step, value) for step, value in points if value is not None and math.isfinite(value)]
+
+
+def _reward(record: Mapping[str, Any]) -> float:
+    return record["completions"][0]["reward"]
+
+
+def _text(record: Mapping[str, Any]) -> str:
+    return record["completions"][0]["text"]

@@ -1,0 +1,53 @@
+"""What a line of samples.jsonl and of lengths.jsonl holds, and which groups of a step are kept as samples."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from podium.rollout.request import Completion
+from podium.tasks.task import Prompt, Reward
+
+Split = Literal["train", "eval"]
+
+
+def sample_record(
+    step: int, split: Split, task: str, prompt: Prompt, completions: Sequence[Completion], rewards: Sequence[Reward]
+) -> dict[str, Any]:
+    """A line of samples.jsonl: one question with all its completions.
+
+    Args:
+        step: Steps done when the completions were recorded; for `eval`, of the evaluated weights.
+        split: Whether it was trained on.
+        task: Name of the task.
+        prompt: The question.
+        completions: Of that question, `G` of them (or as many as the evaluation made).
+        rewards: One per completion.
+    """
+    return {
+        "step": step,
+        "split": split,
+        "task": task,
+        "prompt": prompt.id,
+        "question": prompt.question,
+        "answer": prompt.answer,
+        "completions": [
+            {
+                "text": completion.text,
+                "reward": reward.total,
+                "parts": dict(reward.parts),
+                "finish_reason": completion.finish_reason,
+                "tokens": len(completion.tokens),
+            }
+            for completion, reward in zip(completions, rewards, strict=True)
+        ],
+    }
+
+
+def lengths_record(step: int, prompt_lengths: Sequence[int], completion_lengths: Sequence[int]) -> dict[str, Any]:
+    """A line of lengths.jsonl: the tokens of each prompt [N] and of each completion [N * G], for `podium plan`."""
+    return {"step": step, "prompt_lengths": list(prompt_lengths), "completion_lengths": list(completion_lengths)}
+
+
+def sampled_groups(step: int, *, prompts_per_step: int, samples_every: int) -> range:
+    """Indices of the groups of step `step` (counted from 1) that go to samples.jsonl: every k-th group of the run."""
+    first = -(step - 1) * prompts_per_step % samples_every
+    return range(first, prompts_per_step, samples_every)

@@ -1,0 +1,313 @@
+"""The folder of a run: who may write to it, whose config it holds, and its files.
+
+    config.yaml      the resolved config               metrics.jsonl   a line per step, and one per evaluation
+    summary.json     the run in one object             samples.jsonl   questions, completions, rewards
+    run.lock         process and host that write here  lengths.jsonl   tokens of each prompt and completion
+    fork.json        of which run's step this began, if it did
+    plan.json        what was planned for it (podium.plan.check), on TPU and GPU
+    checkpoints/     podium.train.checkpoint
+
+What the records hold is `podium.observe.records`. Nothing here imports jax.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import yaml
+from pydantic import ValidationError
+
+from podium.config.schema import Config
+from podium.config.show import to_yaml
+from podium.observe.files import (
+    JsonLines,
+    Record,
+    RunFileError,
+    drop_lines_after,
+    read_lines,
+    to_json,
+    write_atomically,
+)
+
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+LENGTHS = "lengths.jsonl"
+CONFIG = "config.yaml"
+SUMMARY = "summary.json"
+LOCK = "run.lock"
+CHECKPOINTS = "checkpoints"
+FORK = "fork.json"
+
+MAY_CHANGE = (
+    "name",
+    "runs_dir",
+    "mesh",
+    "eval",
+    "checkpoint",
+    "metrics",
+    "grading.workers",
+    "rollout.layout",
+    "rollout.slots",
+    "rollout.prefill_rows",
+    "rollout.refill_steps",
+    "train.rows_per_device",
+    "train.tokens_per_device",
+    "train.remat",
+    "train.head_chunk_tokens",
+)
+"""Keys (or whole sections) in which a continued run may differ from its stored config: they say where a run runs, how
+fast and how it is watched, not what it learns. `steps` may change too while `train.optimizer.schedule` is constant: the
+other schedules end at the last step."""
+
+
+class RunInUseError(RunFileError):
+    """Another process writes to this run's folder."""
+
+
+class Fork(NamedTuple):
+    """The run, and the step of it, that another run began from."""
+
+    run: str
+    step: int | None
+    """Unset: its newest checkpoint."""
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of that run's checkpoints."""
+        return Path(self.run) / CHECKPOINTS
+
+
+def parse_fork(text: str) -> Fork:
+    """The `RUN@STEP` (or `RUN`) of the command line.
+
+    Raises:
+        ValueError: RUN is not a run's folder, or STEP not a number.
+    """
+    folder, separator, step = text.rpartition("@")
+    if not separator:
+        folder, step = text, ""
+    if separator and not step.isdecimal():
+        raise ValueError(f"--from {text}: {step!r} is not a step; write RUN@STEP, such as runs/demo@20, or RUN")
+    if not (Path(folder) / CONFIG).is_file():
+        raise ValueError(
+            f"--from {text}: {folder} has no {CONFIG}, so it is not a run's folder; give one, as runs/demo"
+        )
+    return Fork(folder, int(step) if step else None)
+
+
+class RunDir:
+    """The folder of the run that this process trains; one process has it open and writes there, until `close`."""
+
+    def __init__(self, path: Path, lock: IO[str] | None, *, continued: bool, fork: Fork | None):
+        """Use `RunDir.open` or `RunDir.follow`."""
+        self.path = path
+        self.continued = continued
+        """The folder held this run already; it may or may not have a checkpoint."""
+        self.fork = fork
+        """Where the weights of the first step come from, if not from the config's model."""
+        self.opened = time.monotonic()
+        self._lock = lock
+        self._lines: dict[str, JsonLines] = {}
+
+    @classmethod
+    def open(cls, config: Config, *, fork: Fork | None = None) -> "RunDir":
+        """The folder `runs_dir/name`, made if it is not there, locked, with this config in it.
+
+        Args:
+            config: Resolved, with its name.
+            fork: Where a new run begins; a run that exists keeps the one it was made with.
+
+        Raises:
+            RunInUseError: Another process trains there.
+            RunFileError: The folder cannot be written, holds something else, or a run of another config.
+        """
+        path = Path(config.runs_dir) / _folder_name(config)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunFileError(f"run folder {path} cannot be made: {error.strerror}; set runs_dir or name") from error
+        if not (path / CONFIG).exists():
+            _check_empty(path)
+        lock = _take_lock(path)
+        try:
+            continued = (path / CONFIG).exists() and _has_begun(path)
+            if continued:
+                _check_agreement(path, config)
+                fork = _kept_fork(path, fork)
+            elif fork is not None:
+                write_atomically(path / FORK, to_json(fork._asdict()) + "\n")
+            else:
+                (path / FORK).unlink(missing_ok=True)
+            write_atomically(path / CONFIG, to_yaml(config.model_dump(mode="json"), {}))
+        except BaseException:
+            lock.close()
+            raise
+        return cls(path, lock, continued=continued, fork=fork)
+
+    @classmethod
+    def follow(cls, config: Config, *, continued: bool, fork: Fork | None) -> "RunDir":
+        """The same folder for another process of the run, which writes nothing to it: the one that opened it does.
+
+        Args:
+            config: The run's.
+            continued: What the one that opened it found.
+            fork: The same.
+        """
+        return cls(Path(config.runs_dir) / _folder_name(config), None, continued=continued, fork=fork)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process is the one that writes to it."""
+        return self._lock is not None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / CHECKPOINTS
+
+    def truncate(self, step: int) -> None:
+        """Forget what was recorded after `step`: training goes on from there and records it again."""
+        if not self.writes:
+            return
+        self._close_lines()
+        for name in (METRICS, SAMPLES, LENGTHS):
+            drop_lines_after(self.path / name, step)
+
+    def append(self, name: str, record: Record) -> None:
+        """Append a record to METRICS, SAMPLES or LENGTHS; it outlives a kill of this process."""
+        if not self.writes:
+            return
+        if name not in self._lines:
+            self._lines[name] = JsonLines(self.path / name)
+        self._lines[name].write(record)
+
+    def read(self, name: str) -> list[dict[str, Any]]:
+        """The records of METRICS, SAMPLES or LENGTHS, oldest first."""
+        return read_lines(self.path / name)
+
+    def write_summary(self, summary: Record) -> None:
+        """Replace summary.json."""
+        if self.writes:
+            write_atomically(self.path / SUMMARY, to_json(summary, indent=2) + "\n")
+
+    def close(self) -> None:
+        """Close the files and give up the lock; a second call does nothing."""
+        self._close_lines()
+        if self._lock is not None:
+            self._lock.close()
+
+    def _close_lines(self) -> None:
+        for lines in self._lines.values():
+            lines.close()
+        self._lines.clear()
+
+    def __enter__(self) -> "RunDir":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _folder_name(config: Config) -> str:
+    name = config.name
+    if not name or name in (".", "..") or Path(name).name != name:
+        raise RunFileError(f"name: {name!r} cannot be a folder in runs_dir; set a name without '/', such as name=demo")
+    return name
+
+
+def _take_lock(path: Path) -> IO[str]:
+    """The locked run.lock; the operating system unlocks it when this process ends, however it ends."""
+    try:
+        lock = (path / LOCK).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise RunFileError(f"run folder {path} cannot be written: {error.strerror}; set runs_dir") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        owner = lock.read().strip() or "another process"
+        lock.close()
+        raise RunInUseError(
+            f"run folder {path} is in use by {owner}; wait for it, stop it, or set another name"
+        ) from None
+    except OSError as error:
+        lock.close()
+        reason = errno.errorcode.get(error.errno or 0, str(error))
+        raise RunFileError(f"run folder {path} cannot be locked ({reason}); set runs_dir to a local disk") from error
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on host {socket.gethostname()}\n")
+    lock.flush()
+    return lock
+
+
+def _has_begun(path: Path) -> bool:
+    """Whether a run has left more than its config: one that failed before its first line may begin with another."""
+    return bool(read_lines(path / METRICS)) or any((path / CHECKPOINTS).glob("*"))
+
+
+def _check_empty(path: Path) -> None:
+    ours = (LOCK, FORK, CONFIG)  # what a kill while the folder was made may leave, with temporary files
+    strangers = sorted(item.name for item in path.iterdir() if item.name not in ours and item.suffix != ".tmp")
+    if strangers:
+        raise RunFileError(
+            f"run folder {path} holds {strangers[0]!r} but no {CONFIG}, so it is not a run's; "
+            "set another name, or delete the folder"
+        )
+
+
+def _kept_fork(path: Path, asked: Fork | None) -> Fork | None:
+    stored = Fork(**json.loads((path / FORK).read_text())) if (path / FORK).exists() else None
+    if asked is not None and asked != stored:
+        began = f"began from {stored.run}@{stored.step}" if stored else "did not begin from another run"
+        raise RunFileError(
+            f"run folder {path} exists and {began}, and --from asks for {asked.run}@{asked.step}; "
+            "leave --from out to continue it, or set another name"
+        )
+    return stored
+
+
+def _check_agreement(path: Path, config: Config) -> None:
+    """Refuse to continue a run under a config that would make it another run."""
+    stored = read_config(path)
+    free = MAY_CHANGE
+    if stored.train.optimizer.schedule == config.train.optimizer.schedule == "constant":
+        free = (*MAY_CHANGE, "steps")
+    differences = [
+        f"    {key}: {old!r} there, {new!r} now"
+        for key, (old, new) in _differences(stored.model_dump(mode="json"), config.model_dump(mode="json")).items()
+        if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in free)
+    ]
+    if differences:
+        listing = "\n".join(differences)
+        raise RunFileError(
+            f"run folder {path} holds a run of another config:\n{listing}\n"
+            f"set these as they were to continue it; to start anew set another name, or delete the folder {path}"
+        )
+
+
+def read_config(path: Path) -> Config:
+    """The config of the run in a folder. Raises RunFileError where there is none that this version reads."""
+    try:
+        return Config.model_validate(yaml.safe_load((path / CONFIG).read_text()))
+    except ValidationError as error:
+        problem = "; ".join(f"{'.'.join(map(str, part['loc']))}: {part['msg']}" for part in error.errors())
+    except (OSError, yaml.YAMLError) as error:
+        problem = str(error)
+    raise RunFileError(f"{path / CONFIG} is not a config ({problem}); set another name, or delete the folder {path}")
+
+
+def _differences(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
+    """The leaves in which two trees differ, by dotted key."""
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        old, new = dict(enumerate(old)), dict(enumerate(new))
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return {} if old == new else {key: (old, new)}
+    found = {}
+    for part in [*old, *(part for part in new if part not in old)]:
+        found |= _differences(old.get(part), new.get(part), f"{key}.{part}" if key else str(part))
+    return found

@@ -1,0 +1,193 @@
+"""Weights & Biases, TensorBoard and trackio as metric services: each imports its package only when it is made.
+
+The packages are extras: they may be missing where Podium is type-checked, so they are imported by name.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from podium.config.schema import Config, MetricsConfig
+from podium.observe.files import write_atomically
+from podium.observe.metrics import find_metric
+from podium.observe.run_dir import RunDir
+
+INIT_TIMEOUT_S = 30.0
+FINISH_TIMEOUT_S = 60.0
+
+Metrics = Mapping[str, int | float]
+
+
+class ServiceError(ValueError):
+    """A metric service that the config asks for and that cannot be used as things are."""
+
+
+class Service(Protocol):
+    """Where metrics go besides metrics.jsonl."""
+
+    name: str
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Record the metrics of a step; the same step may come again with other names."""
+        ...
+
+    def close(self, *, failed: bool) -> None:
+        """Hand over what is left; `failed` if the run ends by an exception."""
+        ...
+
+
+def service_names(config: MetricsConfig) -> list[str]:
+    """The services that the config asks for, by the name of their package and extra.
+
+    Raises:
+        ServiceError: A package is not installed.
+    """
+    wanted = {
+        "wandb": ("metrics.wandb.mode", config.wandb.mode != "disabled"),
+        "tensorboard": ("metrics.tensorboard", config.tensorboard),
+        "trackio": ("metrics.trackio", config.trackio is not None),
+    }
+    names = [name for name, (_, asked) in wanted.items() if asked]
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ServiceError(
+                f"{wanted[name][0]} asks for {name}, which is not installed; "
+                f"pip install 'podium-rl[{name}]', or leave the key unset"
+            )
+    return names
+
+
+def make_service(name: str, run: RunDir, config: Config, *, first_step: int) -> Service:
+    """The service of that name, connected.
+
+    Raises:
+        ServiceError: It cannot be used as configured (no API key).
+        Exception: Whatever its package raises when it cannot be reached.
+    """
+    if name == "wandb":
+        return WandbService(run, config)
+    if name == "tensorboard":
+        return TensorBoardService(run.path / "tensorboard", first_step=first_step)
+    return TrackioService(run, config)
+
+
+class WandbService:
+    """A W&B run with the id kept in the run's folder, so that a continued run goes on there."""
+
+    name = "wandb"
+
+    def __init__(self, run: RunDir, config: Config):
+        """Connect; raises ServiceError if credentials are missing or malformed."""
+        wandb = importlib.import_module("wandb")
+        errors = importlib.import_module("wandb.errors")
+        settings = config.metrics.wandb
+        wandb.setup(wandb.Settings(silent=True))
+        try:
+            if settings.mode == "online" and not wandb.login(prompt=False, verify=False):
+                raise errors.UsageError("no API key is configured")
+            self._run = wandb.init(
+                project=settings.project,
+                entity=settings.entity,
+                group=settings.group,
+                tags=settings.tags,
+                name=run.path.name,
+                id=_kept_id(run.path / "wandb_id"),
+                resume="allow",
+                mode="offline" if settings.mode == "offline" else "online",
+                dir=run.path,
+                config=config.model_dump(mode="json"),
+                settings=wandb.Settings(
+                    silent=True, console="off", init_timeout=INIT_TIMEOUT_S, finish_timeout=FINISH_TIMEOUT_S
+                ),
+            )
+        except (errors.UsageError, errors.AuthenticationError) as error:
+            raise ServiceError(
+                f"metrics.wandb.mode {settings.mode}: {error}; set WANDB_API_KEY, or metrics.wandb.mode=offline"
+            ) from error
+
+    @property
+    def url(self) -> str | None:
+        """The run's page; none offline."""
+        return self._run.url
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Queue the metrics; W&B's own process sends them."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self, *, failed: bool) -> None:
+        """Send what is left, for at most FINISH_TIMEOUT_S."""
+        self._run.finish(exit_code=int(failed))
+
+
+def _kept_id(path: Path) -> str:
+    """The id in the file; made if there is none."""
+    if not path.exists():
+        write_atomically(path, secrets.token_hex(4) + "\n")
+    return path.read_text().strip()
+
+
+class TensorBoardService:
+    """Event files with scalars, described by their definitions. Needs neither TensorFlow nor PyTorch."""
+
+    name = "tensorboard"
+
+    def __init__(self, folder: Path, *, first_step: int):
+        """Open a new event file; what older files of the folder hold from `first_step` on is void."""
+        event_file_writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
+        self._events = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        self._summaries = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+        self._described: set[str] = set()
+        self._writer = event_file_writer.EventFileWriter(str(folder))
+        start = self._events.SessionLog(status=self._events.SessionLog.START)
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=first_step, session_log=start))
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Write the scalars to the file's buffer and the buffer to the file."""
+        summary = self._summaries.Summary()
+        for name, value in metrics.items():
+            scalar = summary.value.add(tag=name, simple_value=value)
+            metric = find_metric(name) if name not in self._described else None
+            if metric is not None:
+                scalar.metadata.summary_description = f"{metric.definition} [{metric.unit}]"
+            self._described.add(name)
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
+        self._writer.flush()
+
+    def close(self, *, failed: bool) -> None:
+        """Close the file; TensorBoard knows no failed runs."""
+        self._writer.close()
+
+
+class TrackioService:
+    """A run in trackio's own local storage (`TRACKIO_DIR`), or in the Space or server of its environment variables."""
+
+    name = "trackio"
+
+    def __init__(self, run: RunDir, config: Config):
+        """Open the project; a run of this name goes on if it exists."""
+        with contextlib.redirect_stdout(sys.stderr):  # it prints, and stdout is for scripts
+            self._trackio = importlib.import_module("trackio")
+            self._run = self._trackio.init(
+                project=config.metrics.trackio or "",
+                name=run.path.name,
+                config=config.model_dump(mode="json"),
+                resume="allow",
+                embed=False,
+                auto_log_cpu=False,
+                auto_log_gpu=False,
+            )
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Queue the metrics; trackio's own thread writes them."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self, *, failed: bool) -> None:
+        """Write what is left; trackio knows no failed runs."""
+        with contextlib.redirect_stdout(sys.stderr):
+            self._trackio.finish()

@@ -1,0 +1,63 @@
+"""Text for terminals: what a model wrote made harmless, numbers as bars, seconds as clock time."""
+
+import itertools
+import math
+import unicodedata
+from collections.abc import Sequence
+
+BARS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+"""Nothing, and one to eight eighths of a cell."""
+LINE_END = "\u21b5"
+ELLIPSIS = " [...] "
+_HARMFUL = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+"""Unicode categories: control, format (bidirectional overrides), surrogate, private, unassigned, line separators."""
+
+
+def printable(text: str) -> str:
+    """The text with everything that could move, colour or confuse a terminal written as an escape."""
+    return "".join(_visible(character) for character in text)
+
+
+def _visible(character: str) -> str:
+    if character == "\n":
+        return LINE_END
+    if unicodedata.category(character) in _HARMFUL:
+        return character.encode("unicode_escape").decode("ascii")
+    return character
+
+
+def cut(text: str, length: int) -> str:
+    """The text in at most `length` characters: of a longer one, its beginning and its end."""
+    if len(text) <= length:
+        return text
+    head = (length - len(ELLIPSIS)) * 3 // 5
+    tail = length - len(ELLIPSIS) - head
+    return text[:head] + ELLIPSIS + text[len(text) - tail :]
+
+
+def shown(text: str, length: int) -> str:
+    """The text as one printable line of at most about `length` characters."""
+    return cut(printable(cut(text.strip(), 4 * length)), length)
+
+
+def bucket_means(values: Sequence[float], buckets: int) -> list[float]:
+    """The finite values in order, averaged down to at most `buckets` numbers."""
+    finite = [value for value in values if math.isfinite(value)]
+    count = min(buckets, len(finite))
+    edges = [len(finite) * i // count for i in range(count + 1)] if count else [0]
+    return [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The values as a line of at most `width` bars, from the least (lowest bar) to the largest."""
+    means = bucket_means(values, width)
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    span = high - low or 1.0
+    return "".join(BARS[1 + round((value - low) / span * 7)] for value in means)
+
+
+def clock(seconds: float) -> str:
+    """Seconds as `4:05` or `1:04:05`."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

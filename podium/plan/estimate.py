@@ -1,0 +1,375 @@
+"""The closed form: memory, operations and traffic of every phase, per device, from a config's numbers alone.
+
+It answers before the compiler does, and where there is none (GPUs). It describes the programs as they are written
+(`podium.train.step`, `podium.rollout.programs`) and as compilers were seen to treat them; the compiled programs are the
+truth. Multiply-adds count as two operations, attention without the saving that a causal mask allows.
+
+B rows and S slots below are a device's own; `a` is the size of an activation's number in bytes.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from podium.config.schema import Config
+from podium.models.architecture import DecoderConfig
+from podium.plan.sizes import (
+    F32,
+    RunSizes,
+    gathered_counts,
+    kv_bytes,
+    layer_matmul,
+    make_sizes,
+    own_count,
+    rollout_weight_bytes,
+    working_weights,
+)
+from podium.plan.topology import GIB, Accelerator
+from podium.plan.weights import local_count, optimizer_count, weights
+from podium.plan.wires import gathered_in_rollout, rollout_ici, tp_ici
+
+Parts = dict[str, int]
+
+MARGIN = 1.5
+"""Past so many times the memory there is, the closed form alone is enough to refuse."""
+BATCH_ARRAYS = 9  # of podium.train.batch.Batch, [K, B, T] of 4 bytes each, without old and reference log-probabilities
+# Times that the chunk of float32 logits lives at once: logits and their log-softmax; the gradient is fused.
+LOGITS_FORWARD, LOGITS_BACKWARD = 2, 1
+SAMPLER_LOGITS = 3  # logits, what is weighed of them, and their blocks
+MLP_FORWARD, MLP_BACKWARD = 2, 7  # arrays [B, T, F] alive at once
+MLP_SAVED, MLP_BACKWARD_SAVED = 6, 3  # the same of each layer, and at once, where nothing is made again
+RESIDUAL_BACKWARD = 2  # arrays [B, T, D] beside them
+# HBM traffic of a layer in arrays: [tokens, F] of `a` bytes, and float32 scores; fitted to compiled v6e programs.
+MLP_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 41}
+SCORE_TRAFFIC: Mapping[str, int] = {"forward": 1, "update": 5}
+LOGITS_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 12}
+OPTIMIZER_TRAFFIC = 4  # gradient: written, added to, read for its norm, read for the update
+VMEM = 128 * 2**20
+"""Of a TPU's core. Arrays under a quarter of it cost no HBM traffic, and scores that do not fit are made twice."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PhaseEstimate:
+    """What a phase needs of each device."""
+
+    name: str
+    parts: Parts
+    """Bytes that are alive at the peak, by what they are."""
+    flops: int
+    hbm_bytes: int
+    ici_bytes: int
+    """Bytes that a device sends to others."""
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak."""
+        return sum(self.parts.values())
+
+    def largest(self, count: int) -> list[tuple[str, int]]:
+        """The largest parts, largest first."""
+        return sorted(self.parts.items(), key=lambda part: -part[1])[:count]
+
+
+def estimate(run: RunSizes, *, micro_batches: int = 1) -> list[PhaseEstimate]:
+    """Every phase of a step, in its order; `score` only where the recipe needs it.
+
+    Work is that of one call: prefill and place of the largest bucket, one decode step of all slots, a score and an
+    update of so many micro-batches.
+    """
+    longest = max(run.buckets)
+    phases = [sync_phase(run), prefill_phase(run, longest), place_phase(run, longest), decode_phase(run)]
+    if run.recipe.needs_reference or run.recipe.scores_old_logprobs:
+        phases.append(score_phase(run, micro_batches))
+    return [*phases, update_phase(run, micro_batches), checkpoint_phase(run)]
+
+
+def far_too_large(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> str | None:
+    """Why a run should not even be tried: a phase needs more than 1.5 times the memory; None where none does.
+
+    Raises:
+        ValueError: the mesh does not fit the machine.
+    """
+    worst = max(estimate(make_sizes(config, decoder, accelerator)), key=lambda phase: phase.total)
+    if worst.total <= MARGIN * accelerator.hbm_bytes:
+        return None
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in worst.largest(3))
+    return (
+        f"{worst.name} needs about {worst.total / GIB:.1f} GiB on each device and {accelerator.name} has"
+        f" {accelerator.hbm_bytes / GIB:.1f}; the largest parts, in GiB: {parts}. `podium plan` says what would fit;"
+        " --force goes on all the same"
+    )
+
+
+def residents(run: RunSizes) -> Parts:
+    """What stays on a device through every phase, the rollout's weights included: the update keeps them too."""
+    parameters = F32 * own_count(run)
+    parts = {
+        "parameters": parameters,
+        "optimizer": F32 * optimizer_count(run.decoder, run.config.train.optimizer.name, run.train_shards),
+        "rollout_weights": rollout_weight_bytes(run),
+    }
+    return parts | ({"reference_weights": parameters} if run.recipe.needs_reference else {})
+
+
+def sync_phase(run: RunSizes) -> PhaseEstimate:
+    """The rollout's weights, made of the trainer's: all are gathered, then copied to where they stay."""
+    own, whole = own_count(run), rollout_weight_bytes(run)
+    # Stacked weights are gathered into their place, embedding and head beside it.
+    ends = (each for name, each in weights(run.decoder).items() if name in ("embed", "head"))
+    beside = sum(local_count(each, run.rollout_weight_shards) for each in ends) * run.rollout_activation
+    return PhaseEstimate(
+        name="sync",
+        parts=residents(run) | {"gathered_weights": beside if whole > own * run.rollout_activation else 0},
+        flops=0,
+        hbm_bytes=own * F32 + 2 * whole,
+        ici_bytes=whole - own * run.rollout_activation,
+    )
+
+
+def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
+    """One call for `prefill_rows` prompts of a bucket."""
+    rows, a, decoder = -(-run.config.rollout.prefill_rows // run.rollout_shards), run.rollout_activation, run.decoder
+    tokens = rows * bucket
+    logits = F32 * rows * decoder.vocab
+    flops = tokens * 2 * layer_matmul(decoder) * decoder.layers + 2 * rows * decoder.vocab * decoder.width
+    flops += _attention_flops(run, tokens, bucket, split=1)
+    traffic = _layers_traffic(run, "forward", rows, bucket, a, split=1)
+    return PhaseEstimate(
+        name="prefill",
+        parts=_rollout_residents(run)
+        | {"logits": logits, "gathered_weights": gathered_in_rollout(run)}
+        | _forward_peak(run, rows, bucket, a),
+        flops=flops,
+        hbm_bytes=rollout_weight_bytes(run) + traffic + kv_bytes(run, tokens) + logits,
+        ici_bytes=rollout_ici(run, tokens),
+    )
+
+
+def decode_phase(run: RunSizes) -> PhaseEstimate:
+    """One step of all slots; attention reads whole slots, however full they are."""
+    slots, a, decoder = -(-run.config.rollout.slots // run.rollout_shards), run.rollout_activation, run.decoder
+    cache, logits = kv_bytes(run, slots * run.cache_length), F32 * slots * decoder.vocab
+    scores = F32 * slots * decoder.heads * run.cache_length
+    matmul = layer_matmul(decoder) * decoder.layers + decoder.vocab * decoder.width
+    # The TPU's compiler lays the stacks of q, k and v out anew in each call.
+    stacks = (weights(decoder)[f"layers.{name}"] for name in ("q", "k", "v") if run.platform == "tpu")
+    relaid = a * sum(local_count(each, run.rollout_weight_shards) for each in stacks)
+    calls = 2 * relaid // run.config.rollout.refill_steps
+    return PhaseEstimate(
+        name="decode",
+        parts=_rollout_residents(run)
+        | {
+            "relaid_weights": relaid,
+            "attention_scores": scores,
+            "logits": SAMPLER_LOGITS * logits,
+            "gathered_weights": gathered_in_rollout(run),
+        },
+        flops=slots * 2 * matmul + _attention_flops(run, slots, run.cache_length, split=1),
+        hbm_bytes=matmul * a + cache + calls + 2 * SAMPLER_LOGITS * logits,
+        ici_bytes=rollout_ici(run, slots),
+    )
+
+
+def place_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
+    """One call that copies the prompts of a bucket to their slots; every device sees all of them."""
+    prompts = kv_bytes(run, run.config.rollout.prefill_rows * bucket)
+    gathered = prompts if run.rollout_shards > 1 else 0
+    return PhaseEstimate(
+        name="place",
+        parts=_rollout_residents(run) | {"gathered_prompts": gathered},
+        flops=0,
+        hbm_bytes=2 * prompts,
+        ici_bytes=gathered * (run.rollout_shards - 1) // run.rollout_shards,
+    )
+
+
+def score_phase(run: RunSizes, micro_batches: int = 1) -> PhaseEstimate:
+    """Log-probabilities of a batch under frozen weights: a forward pass."""
+    a, tokens = run.activation, run.rows * run.row_tokens
+    layers, head = gathered_counts(run)
+    passes = _passes(run, "forward")
+    return PhaseEstimate(
+        name="score",
+        parts=residents(run)
+        | _batch(run)
+        | {"working_weights": working_weights(run), "gathered_weights": _copied(run, head)}
+        | max(_logits(run, LOGITS_FORWARD), _forward_peak(run, run.rows, run.row_tokens, a), key=_total),
+        flops=micro_batches * _forward_flops(run),
+        hbm_bytes=micro_batches * passes + own_count(run) * (F32 + a),
+        ici_bytes=(micro_batches * layers + head) * a * (run.fsdp - 1) // run.fsdp
+        + micro_batches * 2 * tp_ici(run, tokens),
+    )
+
+
+def update_phase(run: RunSizes, micro_batches: int = 1) -> PhaseEstimate:
+    """One optimizer step: gradients of the micro-batches, summed, and the optimizer."""
+    a, tokens, decoder = run.activation, run.rows * run.row_tokens, run.decoder
+    layers, head = gathered_counts(run)
+    own = own_count(run)
+    optimizer = optimizer_count(decoder, run.config.train.optimizer.name, run.train_shards)
+    sends = (run.fsdp - 1) / run.fsdp
+    # Weights come as they compute; gradients go as float32, those of embedding and head to every device.
+    remat = run.config.train.remat
+    gathers = (1 if remat == "none" else 2) * layers * a + layers * F32 + head * 2 * F32
+    reduced = 2 * own * F32 * (run.dp - 1) // run.dp
+    return PhaseEstimate(
+        name="update",
+        parts=residents(run) | _batch(run) | _update_peak(run),
+        flops=micro_batches * _update_flops(run),
+        hbm_bytes=micro_batches * (_passes(run, "update") + OPTIMIZER_TRAFFIC * own * F32)
+        + 2 * F32 * (own + optimizer),
+        ici_bytes=int(micro_batches * gathers * sends + head * a * sends)
+        + micro_batches * (reduced + (6 if remat == "layer" else 4) * tp_ici(run, tokens)),
+    )
+
+
+def checkpoint_phase(run: RunSizes) -> PhaseEstimate:
+    """The state copied to the host; nothing is made on the device."""
+    parts = residents(run)
+    return PhaseEstimate(
+        name="checkpoint", parts=parts, flops=0, hbm_bytes=parts["parameters"] + parts["optimizer"], ici_bytes=0
+    )
+
+
+def _update_peak(run: RunSizes) -> Parts:
+    """What an update makes, at the worst of its moments: at the logits, in a layer's backward pass, or after both."""
+    a, decoder = run.activation, run.decoder
+    tokens = run.rows * run.row_tokens
+    layers, head = gathered_counts(run)
+    gradients = F32 * own_count(run)
+    always = {
+        "working_weights": working_weights(run),
+        "gathered_weights": _copied(run, head),
+        "layer_inputs": decoder.layers * tokens * decoder.width * a,
+    }
+    if saved := run.config.train.remat == "none":
+        always |= _saved(run)
+    elif run.config.train.remat == "products":
+        always |= _saved_products(run)
+    one_layer = layers // decoder.layers * a
+    head_forward = {"gradients": gradients} | _logits(run, LOGITS_FORWARD, all_tokens=saved)
+    head_backward = {"gradients": gradients + 2 * head * a} | _logits(run, LOGITS_BACKWARD, all_tokens=saved)
+    in_layers = {"gradients": 2 * gradients + head * a + one_layer} | _backward_peak(run)
+    in_layers["gathered_weights"] = _copied(run, head + layers // decoder.layers)
+    embedding = {"gradients": 2 * gradients + head * (F32 + a)}
+    return max((always | each for each in (head_forward, head_backward, in_layers, embedding)), key=_total)
+
+
+def _copied(run: RunSizes, count: int) -> int:
+    """Bytes of so many parameters as they compute; none where they compute as and where they are stored."""
+    return 0 if run.fsdp == 1 and run.activation == F32 else count * run.activation
+
+
+def _logits(run: RunSizes, copies: int, *, all_tokens: bool = False) -> Parts:
+    """Float32 logits of a chunk of tokens, or of all, so many times."""
+    tokens = run.rows * run.row_tokens
+    chunk = tokens if all_tokens else min(tokens, max(run.rows, run.config.train.head_chunk_tokens))
+    return {"logits": copies * chunk * run.decoder.vocab // run.tp * F32}
+
+
+def _forward_peak(run: RunSizes, rows: int, length: int, a: int) -> Parts:
+    """One layer of a forward pass: the scores of its attention, or its MLP, which begins when they are gone."""
+    decoder, tokens = run.decoder, rows * length
+    mask = {"attention_mask": tokens * length}
+    scores = mask | {"attention_scores": F32 * tokens * length * decoder.heads}
+    return max(scores, mask | {"layer_activations": MLP_FORWARD * tokens * decoder.mlp_width * a}, key=_total)
+
+
+def _backward_peak(run: RunSizes) -> Parts:
+    """One layer of a backward pass: its scores, made again, beside the MLP's gradients, or beside their own."""
+    tokens, decoder, a = run.rows * run.row_tokens, run.decoder, run.activation
+    scores = F32 * tokens * run.row_tokens * decoder.heads // run.tp
+    arrays = MLP_BACKWARD if run.config.train.remat == "layer" else MLP_BACKWARD_SAVED
+    mlp = arrays * tokens * decoder.mlp_width // run.tp * a
+    return {
+        "attention_mask": tokens * run.row_tokens,
+        "attention_scores": scores + (scores if scores > mlp else 0),
+        "layer_activations": RESIDUAL_BACKWARD * tokens * decoder.width * a + (0 if scores > mlp else mlp),
+    }
+
+
+def _saved(run: RunSizes) -> Parts:
+    """What `remat: none` keeps of every layer for the backward pass, its gathered weights and its scores among it."""
+    decoder, a, tokens = run.decoder, run.activation, run.rows * run.row_tokens
+    layers, _ = gathered_counts(run)
+    width = 4 * decoder.width + 2 * (decoder.heads + decoder.kv_heads) * decoder.head_dim // run.tp
+    return {
+        "saved_activations": decoder.layers * tokens * (width + MLP_SAVED * decoder.mlp_width // run.tp) * a,
+        "saved_scores": decoder.layers * tokens * run.row_tokens * decoder.heads // run.tp * (F32 + a),
+        "saved_weights": layers * a,
+    }
+
+
+def _saved_products(run: RunSizes) -> Parts:
+    """What `remat: products` keeps of every layer: the results of its products with weights."""
+    decoder, tokens = run.decoder, run.rows * run.row_tokens
+    split = (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim + 2 * decoder.mlp_width
+    width = 2 * decoder.width + split // run.tp
+    return {"saved_activations": decoder.layers * tokens * width * run.activation}
+
+
+def _batch(run: RunSizes) -> Parts:
+    """The batch of an optimizer step."""
+    arrays = BATCH_ARRAYS + run.recipe.scores_old_logprobs + (run.recipe.kl not in ("none", "k1_reward"))
+    return {"batch": arrays * run.max_micro_batches * run.rows * run.row_tokens * 4}
+
+
+def _rollout_residents(run: RunSizes) -> Parts:
+    """What stays through a rollout: besides the residents, the cache and the last prompts of each bucket."""
+    rollout = run.config.rollout
+    slots, rows = -(-rollout.slots // run.rollout_shards), -(-rollout.prefill_rows // run.rollout_shards)
+    held = kv_bytes(run, rows * sum(run.buckets)) + F32 * rows * len(run.buckets) * run.decoder.vocab
+    return residents(run) | {"kv_cache": kv_bytes(run, slots * run.cache_length), "prompts": held}
+
+
+def _attention_flops(run: RunSizes, queries: int, keys: int, *, split: int) -> int:
+    """Scores and weighted sums of all layers. Where the scores do not fit in VMEM, the softmax makes them again."""
+    decoder = run.decoder
+    again = run.platform == "tpu" and F32 * queries * keys * decoder.heads // split >= VMEM
+    return (6 if again else 4) * queries * keys * decoder.heads * decoder.head_dim * decoder.layers // split
+
+
+def _forward_flops(run: RunSizes) -> int:
+    """One forward pass of a micro-batch, logits included."""
+    attention = _attention_flops(run, run.rows * run.row_tokens, run.row_tokens, split=run.tp)
+    return _matmul_flops(run) // run.tp + attention
+
+
+def _matmul_flops(run: RunSizes) -> int:
+    """Of the forward pass's weights."""
+    decoder = run.decoder
+    matmul = layer_matmul(decoder) * decoder.layers + decoder.vocab * decoder.width
+    return 2 * run.rows * run.row_tokens * matmul
+
+
+def _update_flops(run: RunSizes) -> int:
+    """Forward, backward, and what is made again: of a whole layer all but its last product, which no gradient needs."""
+    decoder, tokens = run.decoder, run.rows * run.row_tokens
+    attention = 4 * tokens * run.row_tokens * decoder.heads * decoder.head_dim * decoder.layers
+    again = {
+        "none": 0,
+        "layer": _matmul_flops(run) + attention - 2 * tokens * decoder.width * decoder.mlp_width * decoder.layers,
+        "products": attention + 2 * tokens * decoder.vocab * decoder.width,
+    }[run.config.train.remat]
+    return _forward_flops(run) + (2 * (_matmul_flops(run) + attention) + again) // run.tp
+
+
+def _passes(run: RunSizes, kind: str) -> int:
+    """HBM traffic of all layers and the head for a micro-batch."""
+    decoder, tokens = run.decoder, run.rows * run.row_tokens
+    logits = LOGITS_TRAFFIC[kind] * F32 * tokens * decoder.vocab // run.tp
+    gathered = (2 if kind == "forward" else 4) * sum(gathered_counts(run)) * run.activation
+    layers = _layers_traffic(run, kind, run.rows, run.row_tokens, run.activation, split=run.tp)
+    return layers + logits + gathered
+
+
+def _layers_traffic(run: RunSizes, kind: str, rows: int, length: int, a: int, *, split: int) -> int:
+    """HBM traffic of all layers' activations; on a TPU what fits in VMEM stays there."""
+    free = VMEM // 4 if run.platform == "tpu" else 0
+    mlp = rows * length * run.decoder.mlp_width // split * a
+    scores = F32 * rows * length**2 * run.decoder.heads // split
+    traffic = MLP_TRAFFIC[kind] * (mlp if mlp > free else 0) + SCORE_TRAFFIC[kind] * (scores if scores > free else 0)
+    return run.decoder.layers * traffic
+
+
+def _total(parts: Parts) -> int:
+    return sum(parts.values())

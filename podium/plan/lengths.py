@@ -1,0 +1,224 @@
+"""How long prompts and completions are, and what a rollout of them is made of: calls, steps, occupied slots.
+
+Lengths are drawn from a distribution or from a former run's own; what they come to is found by running the engine's
+scheduler over them, without a model.
+"""
+
+import collections
+import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from podium.config.schema import Config
+from podium.config.sizes import prompt_buckets, row_tokens
+from podium.observe.files import read_lines
+from podium.observe.run_dir import LENGTHS
+from podium.rollout.scheduler import Scheduler
+from podium.train.packing import Sample, pack_rows
+
+# GSM8K's 7,473 training questions under SmolLM2's tokenizer and chat template with the task's system prompt: 38 tokens
+# of template, then a lognormal of median 57 and log-deviation 0.35 (percentiles 5, 50, 95, 99: 71, 94, 139, 175).
+TEMPLATE_TOKENS, QUESTION_MEDIAN, QUESTION_SIGMA = 38, 57, 0.35
+# Completions have mean 200 under their cap; a log-deviation of 0.6, half of its variance the question's own.
+COMPLETION_MEAN, COMPLETION_SIGMA = 200, 0.6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Tokens of the prompts and completions of one step."""
+
+    prompts: np.ndarray  # [N] int
+    completions: np.ndarray  # [N, G] int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Composition:
+    """What one rollout is made of, as the engine would count it."""
+
+    prefill_calls: dict[int, int]
+    """By bucket, the length that prompts are padded to."""
+    place_calls: dict[int, int]
+    """By bucket."""
+    decode_calls: int
+    """Looks of the host at the slots."""
+    decode_steps: int
+    occupied_slot_steps: int
+    """Slots in which a step made a token that counts, summed over steps."""
+    mean_context: float
+    """Tokens that an occupied slot attends to, its own included, on average over slots and steps."""
+    prompt_tokens: int
+    completion_tokens: int
+
+    def slot_utilisation(self, slots: int) -> float:
+        """Share of the slots that made tokens that count."""
+        return self.occupied_slot_steps / (self.decode_steps * slots) if self.decode_steps else 0.0
+
+
+def draw_lengths(source: str, config: Config, *, seed: int = 0) -> Lengths:
+    """Lengths of one step's prompts and completions; the same for the same seed.
+
+    Args:
+        source: `gsm8k`; `fixed:N` for completions of N tokens, with prompts as GSM8K's; or the path of a run or of its
+            lengths.jsonl, whose groups are drawn with replacement.
+        config: says how many, and the longest of each.
+        seed: of the draw.
+
+    Raises:
+        ValueError: the source is none of these, or cannot be used with the config.
+    """
+    rng = np.random.default_rng(seed)
+    if source == "gsm8k":
+        return Lengths(prompts=_gsm8k_prompts(rng, config), completions=_gsm8k_completions(rng, config))
+    if (fixed := re.fullmatch(r"fixed:(\d+)", source)) is not None:
+        tokens, longest = int(fixed[1]), config.rollout.max_new_tokens
+        if not 1 <= tokens <= longest:
+            raise ValueError(f"lengths {source!r}: must be 1 to rollout.max_new_tokens, {longest}; raise that")
+        shape = (config.prompts_per_step, config.group_size)
+        return Lengths(prompts=_gsm8k_prompts(rng, config), completions=np.full(shape, tokens))
+    path = Path(source)
+    if not path.exists():
+        raise ValueError(f"lengths {source!r}: no such file; write gsm8k, fixed:N, or the path of a run")
+    return _from_run(rng, path / LENGTHS if path.is_dir() else path, config)
+
+
+def compose(lengths: Lengths, config: Config) -> Composition:
+    """What the engine does for these lengths: its own scheduler, run without a model."""
+    return _Rollout(lengths, config).run()
+
+
+def packed_micro_batches(lengths: Lengths, config: Config, *, rows: int) -> int:
+    """Micro-batches that all of a step's completions fill, when none is dropped; packed as the trainer packs.
+
+    Args:
+        lengths: of the step.
+        config: says how rows are packed, and how many optimizer steps share the completions.
+        rows: of a micro-batch, over all devices.
+    """
+    count = 0
+    for part in np.array_split(np.arange(len(lengths.prompts)), config.algorithm.minibatches):
+        samples = [
+            Sample(group=int(n), prompt=(0,) * int(lengths.prompts[n]), tokens=blank, sampled_logprobs=blank)
+            for n in part
+            for blank in (np.zeros(tokens, np.int32) for tokens in lengths.completions[n])
+        ]
+        packed = pack_rows(samples, row_tokens=row_tokens(config), packing=config.train.packing)
+        count += -(-len(packed) // rows)
+    return count
+
+
+def _gsm8k_prompts(rng: np.random.Generator, config: Config) -> np.ndarray:
+    """[N]."""
+    questions = rng.lognormal(np.log(QUESTION_MEDIAN), QUESTION_SIGMA, config.prompts_per_step)
+    return np.clip(np.rint(TEMPLATE_TOKENS + questions), 1, config.rollout.max_prompt_tokens).astype(int)
+
+
+def _gsm8k_completions(rng: np.random.Generator, config: Config) -> np.ndarray:
+    """[N, G]."""
+    N, G, cap = config.prompts_per_step, config.group_size, config.rollout.max_new_tokens
+    shared, own = rng.standard_normal((N, 1)), rng.standard_normal((N, G))
+    logs = _log_median(cap) + COMPLETION_SIGMA * (shared + own) / np.sqrt(2)
+    return np.clip(np.rint(np.exp(logs)), 1, cap).astype(int)
+
+
+@functools.cache
+def _log_median(cap: int) -> float:
+    """Of the lognormal whose mean is COMPLETION_MEAN after cutting at `cap`; of a cap below that, as if uncut."""
+    uncut = float(np.log(COMPLETION_MEAN) - COMPLETION_SIGMA**2 / 2)
+    if cap <= COMPLETION_MEAN:
+        return uncut
+    draws = COMPLETION_SIGMA * np.random.default_rng(0).standard_normal(20_000)
+    low, high = uncut, uncut + 10
+    for _ in range(40):
+        middle = (low + high) / 2
+        below = np.minimum(np.exp(middle + draws), cap).mean() < COMPLETION_MEAN
+        low, high = (middle, high) if below else (low, middle)
+    return low
+
+
+def _from_run(rng: np.random.Generator, path: Path, config: Config) -> Lengths:
+    """Groups of a former run, cut to what the config allows."""
+    groups = [group for number, record in enumerate(read_lines(path), 1) for group in _groups(record, path, number)]
+    if not groups:
+        raise ValueError(f"lengths {path}: no lengths in it; name a run that has done a step")
+    G, rollout = config.group_size, config.rollout
+    drawn = [groups[i] for i in rng.integers(len(groups), size=config.prompts_per_step)]
+    prompts = np.array([prompt for prompt, _ in drawn])
+    completions = np.array([rng.choice(own, G, replace=len(own) < G) for _, own in drawn])
+    return Lengths(
+        prompts=np.clip(prompts, 1, rollout.max_prompt_tokens),
+        completions=np.clip(completions, 1, rollout.max_new_tokens),
+    )
+
+
+def _groups(record: dict[str, Any], path: Path, number: int) -> list[tuple[int, Sequence[int]]]:
+    """Each prompt's length and its completions' of a line."""
+    prompts, completions = record.get("prompt_lengths"), record.get("completion_lengths")
+    if not (isinstance(prompts, list) and isinstance(completions, list) and prompts and completions):
+        prompts, completions = [0, 0], [0]
+    size, rest = divmod(len(completions), len(prompts))
+    if rest:
+        raise ValueError(
+            f"{path}:{number}: as many completion_lengths for each of prompt_lengths are expected, as podium train"
+            " writes them"
+        )
+    return [(prompt, completions[i * size : (i + 1) * size]) for i, prompt in enumerate(prompts)]
+
+
+class _Rollout:
+    """One call of the engine's `generate` in which lengths are known beforehand."""
+
+    def __init__(self, lengths: Lengths, config: Config) -> None:
+        rollout = config.rollout
+        self.lengths, self.refill_steps = lengths, rollout.refill_steps
+        self.scheduler = Scheduler(num_slots=rollout.slots, prefill_rows=rollout.prefill_rows)
+        buckets = np.array(prompt_buckets(rollout.max_prompt_tokens))
+        members = lengths.completions.shape[1]
+        for group, bucket in enumerate(buckets[np.searchsorted(buckets, lengths.prompts)]):
+            self.scheduler.submit(group, bucket=int(bucket), members=members)
+        self.left = np.zeros(rollout.slots, int)  # tokens that each slot has yet to make
+        self.context = np.zeros(rollout.slots, int)  # tokens that each slot's next query sees, its own included
+        self.prefills: collections.Counter[int] = collections.Counter()
+        self.places: collections.Counter[int] = collections.Counter()
+        self.looks = self.steps = self.occupied = self.attended = 0
+
+    def run(self) -> Composition:
+        while self.scheduler.busy:
+            while (admission := self.scheduler.admit()) is not None:
+                self.prefills[admission.bucket] += bool(admission.prefill)
+                self.places[admission.bucket] += 1
+                for placement in admission.placements:  # the first token comes from the prefill
+                    self.left[placement.slot] = self.lengths.completions[placement.group, placement.member] - 1
+                    self.context[placement.slot] = self.lengths.prompts[placement.group] + 1
+                self._retire()
+            if self.scheduler.running:
+                self._look()
+        return Composition(
+            prefill_calls=dict(+self.prefills),
+            place_calls=dict(self.places),
+            decode_calls=self.looks,
+            decode_steps=self.steps,
+            occupied_slot_steps=self.occupied,
+            mean_context=self.attended / self.occupied if self.occupied else 0.0,
+            prompt_tokens=int(self.lengths.prompts.sum()),
+            completion_tokens=int(self.lengths.completions.sum()),
+        )
+
+    def _look(self) -> None:
+        """Decode until `refill_steps` are done or no slot has anything left."""
+        made = np.minimum(self.left, self.refill_steps)  # [S]
+        self.looks += 1
+        self.steps += int(made.max())
+        self.occupied += int(made.sum())
+        self.attended += int(np.sum(made * self.context + made * (made - 1) // 2))
+        self.left -= made
+        self.context += made
+        self._retire()
+
+    def _retire(self) -> None:
+        for slot in [slot for slot in self.scheduler.running if not self.left[slot]]:
+            self.scheduler.retire(slot)

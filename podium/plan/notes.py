@@ -1,0 +1,70 @@
+"""What a plan's numbers do not say by themselves, in sentences."""
+
+from collections.abc import Iterator, Sequence
+
+from podium.plan.lengths import Composition
+from podium.plan.result import TOO_CLOSE, Phase, judge
+from podium.plan.sizes import F32, RunSizes, own_count
+from podium.plan.topology import GIB, Accelerator
+from podium.plan.weights import optimizer_count
+
+MORE_OPERATIONS = 1.02
+"""Times the closed form's operations, from which on a program does something again."""
+LITTLE = 1e6
+"""Bytes per decode step that are not worth a sentence."""
+
+
+def notes_of(
+    run: RunSizes, accelerator: Accelerator, phases: Sequence[Phase], composition: Composition
+) -> tuple[str, ...]:
+    """The notes of a plan, most important first."""
+    found = [*_verdict(phases, accelerator), *_recomputation(phases), *_decode(phases, composition)]
+    return (*found, *_composition(run, composition), _checkpoint(run, accelerator))
+
+
+def _verdict(phases: Sequence[Phase], accelerator: Accelerator) -> Iterator[str]:
+    compiled = any(phase.compiled for phase in phases)
+    if judge((phase.bytes for phase in phases), accelerator.hbm_bytes) == "too_close":
+        yield f"within {TOO_CLOSE:.0%} of the memory: a device may say otherwise"
+    if not compiled and not accelerator.compiles:
+        yield f"nothing can be compiled for {accelerator.name} in advance: all of this is the closed form's estimate"
+
+
+def _recomputation(phases: Sequence[Phase]) -> Iterator[str]:
+    for phase in phases:
+        if phase.compiled and phase.flops > MORE_OPERATIONS * phase.closed_form_flops > 0:
+            more = phase.flops / phase.closed_form_flops - 1
+            yield f"{phase.name} does {more:.0%} more operations than are written: the compiler makes results again"
+
+
+def _decode(phases: Sequence[Phase], composition: Composition) -> Iterator[str]:
+    phase = next(phase for phase in phases if phase.name == "decode")
+    steps = composition.decode_steps
+    if not phase.compiled or not steps:
+        return
+    sent = sum(each.sent for each in phase.collectives) / steps
+    if sent < LITTLE:
+        yield "a decode step sends next to nothing between devices"
+        return
+    kinds = ", ".join(
+        f"{each.calls / steps:.0f} {each.kind} over {' and '.join(each.axes)}"
+        for each in phase.collectives
+        if each.sent / steps >= LITTLE
+    )
+    yield f"each decode step sends {sent / 1e9:.2f} GB from every device: {kinds}"
+
+
+def _composition(run: RunSizes, composition: Composition) -> Iterator[str]:
+    rollout, recipe = run.config.rollout, run.recipe
+    busy = composition.slot_utilisation(rollout.slots)
+    yield f"slots are {busy:.0%} busy over {composition.decode_steps} decode steps"
+    if recipe.zero_variance == "refill":
+        yield "groups of equal rewards are replaced: each refill makes more completions than are counted here"
+    elif recipe.zero_variance == "drop":
+        yield "groups of equal rewards are dropped from the update, which then takes less time than is counted here"
+
+
+def _checkpoint(run: RunSizes, accelerator: Accelerator) -> str:
+    state = own_count(run) + optimizer_count(run.decoder, run.config.train.optimizer.name, run.train_shards)
+    host = F32 * state * accelerator.devices_per_host
+    return f"a checkpoint copies {host / GIB:.1f} GiB to the memory of each host"

@@ -1,0 +1,156 @@
+"""What `podium plan` answers: a verdict, each phase's memory and seconds, and a step made of them. No jax.
+
+`podium.plan.planner` makes it; reports, comparisons and the trainer's own check read it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from podium.plan.lengths import Composition
+
+Verdict = Literal["fits", "does_not_fit", "too_close"]
+BoundBy = Literal["compute", "hbm", "ici", "latency", ""]
+TOO_CLOSE = 0.03
+"""Of the memory: as far as the compiler's figure and a device's own were seen to be apart."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """A time with its range; also used for rates."""
+
+    value: float
+    low: float
+    high: float
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(value=self.value + other.value, low=self.low + other.low, high=self.high + other.high)
+
+    def __mul__(self, times: float) -> "Seconds":
+        return Seconds(value=self.value * times, low=self.low * times, high=self.high * times)
+
+    def rate(self, amount: float) -> "Seconds":
+        """So much of something in this time, per second."""
+        return Seconds(value=amount / self.value, low=amount / self.high, high=amount / self.low)
+
+
+NO_TIME = Seconds(value=0.0, low=0.0, high=0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective:
+    """Transfers of one kind along the same axes of the mesh, in all calls of a phase's program in a step."""
+
+    kind: str
+    axes: tuple[str, ...]
+    group: int
+    """Devices that take part together."""
+    overlaps: bool
+    """Whether the device works on meanwhile."""
+    calls: float
+    """Per step of the run."""
+    sent: float
+    """Bytes that a device sends, per step of the run."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LargeArray:
+    """One of the arrays that are alive at a phase's peak."""
+
+    name: str
+    shape: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One program of a run, or the state at rest: what a device holds while it runs, and how long it takes."""
+
+    name: str
+    """init, sync, prefill, place, decode, score, update or checkpoint."""
+    bytes: int
+    """At the peak, per device: residents, arguments, temporaries, and the code of all programs."""
+    parts: Mapping[str, int]
+    """The same by our names; they add up to `bytes`."""
+    fits: bool
+    seconds: Seconds | None
+    """Of all its calls in a step, on the device; None: unknown, or not a part of a step."""
+    bound_by: BoundBy
+    """What most of `seconds` waits for."""
+    largest: tuple[LargeArray, ...]
+    """The largest arrays first, residents among them."""
+    calls: float
+    """Of its program in a step of the run."""
+    collectives: tuple[Collective, ...]
+    """What sends most comes first."""
+    flops: float
+    """Of one device in a step of the run."""
+    closed_form_flops: float
+    """What the closed form says of the same."""
+    compile_s: float | None
+    """How long the compiler took when it did; None where nothing was compiled."""
+    compiled: bool
+    """Whether `bytes` is the compiler's; the closed form's otherwise."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The answer for one config on one accelerator."""
+
+    config: str
+    """Name of the config."""
+    accelerator: str
+    devices: int
+    hbm_bytes: int
+    """Usable memory of a device."""
+    verdict: Verdict
+    spare_bytes: int
+    """Of the phase with the least head-room; negative: missing."""
+    phases: tuple[Phase, ...]
+    """In the order of a run."""
+    host: Seconds | None
+    """What the host does in a step while devices wait; in no phase's seconds."""
+    step: Seconds | None
+    tokens_per_s_per_device: Seconds | None
+    """Completion tokens of a step, per second and device."""
+    composition: Composition
+    """Of the rollout."""
+    micro_batches: int
+    """Of all updates of a step."""
+    notes: tuple[str, ...]
+    """What else a user should know, in sentences."""
+    estimate_only: bool
+    """Whether no phase was compiled."""
+    versions: Mapping[str, str]
+    """Of Podium and what compiled."""
+
+    @property
+    def worst(self) -> Phase:
+        """The phase with the least head-room."""
+        return max(self.phases, key=lambda phase: phase.bytes)
+
+    def phase(self, name: str) -> Phase:
+        """The phase of that name."""
+        return next(phase for phase in self.phases if phase.name == name)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values; tuples become lists."""
+        return dataclasses.asdict(self)
+
+
+def judge(phase_bytes: Iterable[int], hbm_bytes: int) -> Verdict:
+    """Whether phases fit: too close where the largest is within 3 % of the memory, on either side."""
+    worst = max(phase_bytes)
+    if abs(worst - hbm_bytes) <= TOO_CLOSE * hbm_bytes:
+        return "too_close"
+    return "fits" if worst < hbm_bytes else "does_not_fit"
+
+
+def total(times: Iterable[Seconds]) -> Seconds:
+    """The sum of times that are wrong independently: ranges add up as roots of squares."""
+    times = list(times)
+    value = math.fsum(each.value for each in times)
+    below = math.sqrt(math.fsum((each.value - each.low) ** 2 for each in times))
+    above = math.sqrt(math.fsum((each.high - each.value) ** 2 for each in times))
+    return Seconds(value=value, low=value - below, high=value + above)

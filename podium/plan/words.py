@@ -1,0 +1,125 @@
+"""A plan in words and numbers that people read; the terminal's report, the page and comparisons use the same."""
+
+import math
+from collections.abc import Sequence
+
+from podium.plan.result import Phase, Plan, Seconds, total
+from podium.plan.topology import GIB
+
+STEP_PARTS: dict[str, tuple[str, ...]] = {
+    "sync": ("sync",),
+    "rollout": ("prefill", "place", "decode"),
+    "score": ("score",),
+    "update": ("update",),
+}
+"""What users call the parts of a step, in its order, and the phases in each; `host` comes last."""
+HARDLY = 0.01
+"""Of a step: parts below this are not worth a word."""
+ESTIMATE = "by the closed form, nothing compiled"
+
+
+def number(value: float) -> str:
+    """Two digits and more where it matters: 1,234, 12.3, 3.1, 0.35, 0.0031."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    if value >= 1 or not value:
+        return f"{value:.1f}"
+    return f"{value:.{1 - math.floor(math.log10(value))}f}"
+
+
+def in_range(seconds: Seconds) -> str:
+    """As `3.1 (2.6-3.7)`."""
+    return f"{number(seconds.value)} ({number(seconds.low)}-{number(seconds.high)})"
+
+
+def duration(time: Seconds) -> str:
+    """With its unit: `3.1 s (2.6-3.7)`, `51 ms (39-81)`."""
+    unit, scale = ("s", 1) if time.value >= 0.1 else ("ms", 1000)
+    value, low, high = (number(scale * each) for each in (time.value, time.low, time.high))
+    return f"{value} {unit} ({low}-{high})"
+
+
+def gib(size: float) -> str:
+    """Memory, without its unit."""
+    return f"{size / GIB:.1f}" if abs(size) >= 0.05 * GIB else f"{size / GIB:.2g}"
+
+
+def limit_gib(size: int) -> str:
+    """The memory of a device, as exact as it is known: 31.25."""
+    return f"{size / GIB:.4g}"
+
+
+def transferred(size: float) -> str:
+    """Bytes on a wire, in powers of ten: `4.25 GB`."""
+    units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+    unit, scale = next(((unit, scale) for unit, scale in units if size >= scale), ("B", 1))
+    return f"{size / scale:.3g} {unit}"
+
+
+def spoken(name: str) -> str:
+    """One of our names, as people say it."""
+    return name.replace("_", " ")
+
+
+def step_parts(plan: Plan) -> list[tuple[str, Seconds]]:
+    """Seconds of a step by what users call its parts, in order; those that take no time are left out."""
+    known = {phase.name: phase.seconds for phase in plan.phases if phase.seconds is not None}
+    parts = []
+    for part, names in STEP_PARTS.items():
+        times = [known[name] for name in names if name in known]
+        if times and any(each.value for each in times):
+            parts.append((part, total(times)))
+    return [*parts, ("host", plan.host)] if plan.host is not None and plan.host.value else parts
+
+
+def largest_part(phase: Phase) -> tuple[str, int]:
+    """What takes most of a phase's memory, and its bytes."""
+    return max(phase.parts.items(), key=lambda part: part[1])
+
+
+def told_parts(phases: Sequence[Phase], most: int) -> list[str]:
+    """The parts of the memory that are largest in any phase, at most so many; what most phases have comes first."""
+    largest: dict[str, int] = {}
+    for part, size in (item for phase in phases for item in phase.parts.items() if item[1]):
+        largest[part] = max(largest.get(part, 0), size)
+    told = sorted(largest, key=lambda part: -largest[part])[:most]
+    return sorted(told, key=lambda part: (-sum(part in phase.parts for phase in phases), -largest[part]))
+
+
+def verdict_line(plan: Plan) -> str:
+    """The answer in one line: whether it fits, what binds, how long a step takes and what that is made of."""
+    worst, hbm = plan.worst, plan.hbm_bytes
+    part, size = largest_part(worst)
+    how = f" {ESTIMATE}," if plan.estimate_only else ""
+    needs = f"{worst.name} needs {gib(worst.bytes)} of {limit_gib(hbm)} GiB"
+    memory = {
+        "fits": f"fits {plan.accelerator}{how} with {gib(plan.spare_bytes)} GiB to spare",
+        "too_close": f"too close to call on {plan.accelerator}{how.rstrip(',')}: {needs}",
+        "does_not_fit": f"does not fit {plan.accelerator}{how.rstrip(',')}: {needs}, {gib(-plan.spare_bytes)} too many",
+    }[plan.verdict]
+    return f"{memory}; bound by {worst.name} ({spoken(part)} {gib(size)} GiB); {step_text(plan)}"
+
+
+def step_text(plan: Plan) -> str:
+    """The seconds of a step and their parts, longest first."""
+    if plan.step is None:
+        return "seconds per step unknown"
+    parts = sorted(step_parts(plan), key=lambda part: -part[1].value)
+    told = [f"{name} {number(time.value)}" for name, time in parts if time.value >= HARDLY * plan.step.value]
+    return f"{number(plan.step.value)} s per step ({number(plan.step.low)}-{number(plan.step.high)}): {', '.join(told)}"
+
+
+def made_by(plan: Plan) -> str:
+    """What of a plan is the compiler's, what is estimated."""
+    compiled = [phase.name for phase in plan.phases if phase.compiled]
+    estimated = [phase.name for phase in plan.phases if not phase.compiled]
+    ranges = "seconds are a roofline times calibration, so they are ranges"
+    if not compiled:
+        return f"estimated by the closed form: everything; {ranges}"
+    rest = f"; estimated by the closed form: {listed(estimated)}" if estimated else ""
+    return f"compiled for {plan.accelerator}: memory, operations and transfers of {listed(compiled)}{rest}; {ranges}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """As `a, b and c`."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))

@@ -1,0 +1,199 @@
+"""One compilation in a process of its own: `python -m podium.plan.worker JOB RESULT PID`, two JSON files and who waits.
+
+The compiler's environment must be there before jax is imported, and its memory is given back when the process ends.
+What is compiled stays on disk by what it is: the same program for the same devices is never compiled twice, while its
+text is read anew each time.
+"""
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import os
+import resource
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
+
+from podium.config.schema import Config
+from podium.models.architecture import DecoderConfig
+from podium.plan.compiled import CompiledPhase, looped_work, named_memory, named_refusal
+from podium.plan.cost import unknown_loops
+from podium.plan.hlo import parse
+from podium.plan.memory import Memory, OutOfMemory, measure, parse_out_of_memory
+from podium.plan.store import compiler_versions, write_file
+from podium.plan.topology import Accelerator, topology_devices
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from podium.plan.phases import PhaseProgram
+
+TPU_OPTIONS = {"xla_tpu_no_crash_on_oom": "true"}
+"""An analysis also of what does not fit: by how much, and of what."""
+WATCH_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """One program to compile."""
+
+    phase: str
+    config: Config
+    decoder: DecoderConfig
+    accelerator: Accelerator
+    programs: Path
+    """Folder of compiled programs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a job."""
+
+    compiled: CompiledPhase | None = None
+    refused: str = ""
+    """Why the config cannot be lowered for these devices."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Built:
+    """A compiled program as it is kept; its text lies beside it."""
+
+    memory: Memory
+    refusal: OutOfMemory | None
+    """Where the compiler would not make it for want of memory; there is no text then."""
+    compile_s: float
+    host_bytes: int
+    versions: dict[str, str]
+
+
+JOB, OUTCOME, BUILT = TypeAdapter(Job), TypeAdapter(Outcome), TypeAdapter(_Built)
+
+
+def main(job_file: str, result_file: str, parent: str) -> None:
+    """Do one job; what cannot be told in the result goes to stderr as a traceback, with exit status 1."""
+    threading.Thread(target=_end_with_parent, args=(int(parent),), daemon=True).start()
+    job = JOB.validate_json(Path(job_file).read_bytes())
+    try:
+        program, mesh = make_phase(job)
+        lowered = program.lower()
+    except ValueError as error:
+        if not _raised_here(error):
+            raise
+        outcome = Outcome(refused=str(error))
+    else:
+        outcome = Outcome(compiled=finish(job, program, mesh, lowered))
+    write_file(Path(result_file), OUTCOME.dump_json(outcome))
+
+
+def make_phase(job: Job) -> "tuple[PhaseProgram, Mesh]":
+    """The program of a job, and the mesh that it is for.
+
+    Raises:
+        ValueError: the config does not fit these devices.
+    """
+    from podium.plan.phases import phase_programs
+    from podium.sharding import make_mesh
+
+    mesh = make_mesh(job.config.mesh, _devices(job.accelerator))
+    return phase_programs(job.config, job.decoder, mesh)[job.phase], mesh
+
+
+def finish(job: Job, program: "PhaseProgram", mesh: "Mesh", lowered: Any) -> CompiledPhase:
+    """Compile what was lowered, unless that was done before, and read what came of it."""
+    built, text = _build(lowered, job)
+    if built.refusal:
+        parts, arrays = named_refusal(built.refusal)
+        work = loops = ()
+    else:
+        module = parse(text)
+        parts, arrays = named_memory(module, built.memory.peak)
+        work, loops = looped_work(module, dict(mesh.shape)), tuple(unknown_loops(module))
+    return CompiledPhase(
+        name=job.phase,
+        residents=program.residents,
+        memory=built.memory,
+        parts=parts,
+        largest=arrays,
+        work=work,
+        loops=loops,
+        compile_s=built.compile_s,
+        host_bytes=built.host_bytes,
+        versions=built.versions,
+    )
+
+
+def _raised_here(error: Exception) -> bool:
+    """Whether our own code raised it, which it does for what a config can cause."""
+    innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+    return Path(innermost).is_relative_to(Path(__file__).parents[1])
+
+
+def _devices(accelerator: Accelerator) -> list[Any]:
+    """What to compile for; a CPU's devices are this machine's."""
+    if accelerator.generation != "cpu":
+        return topology_devices(accelerator)
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", accelerator.devices)
+    return jax.devices()
+
+
+def _build(lowered: Any, job: Job) -> tuple[_Built, str]:
+    """The compiled program and its text, from disk if the same was compiled before."""
+    on_cpu = job.accelerator.generation == "cpu"
+    options = {} if on_cpu else TPU_OPTIONS
+    key = _program_key(lowered.as_text(), options, job.accelerator)
+    record, module = job.programs / f"{key}.json", job.programs / f"{key}.hlo.gz"
+    if record.exists():
+        return BUILT.validate_json(record.read_bytes()), gzip.decompress(module.read_bytes()).decode()
+    start = time.perf_counter()
+    memory, refusal, text = _compile(lowered, options, on_cpu)
+    built = _Built(
+        memory=memory,
+        refusal=refusal,
+        compile_s=time.perf_counter() - start,
+        host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        versions=compiler_versions(job.accelerator),
+    )
+    write_file(module, gzip.compress(text.encode(), 6))
+    write_file(record, BUILT.dump_json(built))  # last: what has it is whole
+    return built, text
+
+
+def _compile(lowered: Any, options: dict[str, str], on_cpu: bool) -> tuple[Memory, OutOfMemory | None, str]:
+    """The program's memory, the compiler's refusal of it, if any, and its text."""
+    import jax
+
+    try:
+        compiled = lowered.compile(compiler_options=options or None)
+    except jax.errors.JaxRuntimeError as error:
+        refusal = parse_out_of_memory(str(error))
+        if refusal is None:
+            raise
+        return Memory(refusal.needed, arguments=0, outputs=0, temporaries=0, aliased=0, code=0), refusal, ""
+    return measure(compiled, on_cpu=on_cpu), None, compiled.as_text()
+
+
+def _program_key(text: str, options: dict[str, str], accelerator: Accelerator) -> str:
+    """What decides the compiled program, as one name."""
+    flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+    target = [accelerator.topology, accelerator.topology_options, accelerator.devices]
+    decisive = json.dumps([text, options, target, compiler_versions(accelerator), flags])
+    return hashlib.sha256(decisive.encode()).hexdigest()[:32]
+
+
+def _end_with_parent(parent: int) -> None:
+    """End with the process that wants the result: a compiler cannot be asked to stop."""
+    while os.getppid() == parent:
+        time.sleep(WATCH_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,368 @@
+"""The gcloud command line, as thin as can be: exact arguments out, parsed JSON back, and failures by kind.
+
+Only the GA track is used. What gcloud 528 does wrong decides how it is called, and each point has a test that runs the
+real gcloud (tests/pods/test_gcloud.py):
+
+* a create whose reply was lost is sent again and fails with ALREADY_EXISTS, although the thing exists and costs money;
+* 429 is not retried, and the result of `--worker=2,3` is lost, so callers retry, and count workers, themselves;
+* the whole command line is written to gcloud's own log, so a secret may never stand in it.
+
+What is rented, and when it is deleted, is for `podium.pods.slices`; what runs on the workers for `podium.pods.remote`.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+Kind = Literal[
+    "missing",  # gcloud itself
+    "project",
+    "login",
+    "disabled",  # the API is not switched on
+    "denied",
+    "exists",
+    "not_found",
+    "quota",
+    "rate",  # too many requests: the same later
+    "stockout",
+    "invalid",
+    "precondition",
+    "unusable",  # the node has ended
+    "ssh_key",
+    "unavailable",  # the request may or may not have been done
+    "timeout",  # the same
+    "unknown",
+]
+UNCERTAIN: frozenset[Kind] = frozenset({"unavailable", "timeout"})
+"""After these nobody knows whether the request was done."""
+
+_CODES: Mapping[str, Kind] = {
+    "ALREADY_EXISTS": "exists",
+    "NOT_FOUND": "not_found",
+    "PERMISSION_DENIED": "denied",
+    "FAILED_PRECONDITION": "precondition",
+    "INVALID_ARGUMENT": "invalid",
+    "UNAUTHENTICATED": "login",
+    "UNAVAILABLE": "unavailable",
+    "INTERNAL": "unavailable",
+    "DEADLINE_EXCEEDED": "unavailable",
+    "RESOURCE_EXHAUSTED": "rate",
+}
+"""What the API's codes mean where the text says no more."""
+_TEXTS: tuple[tuple[Kind, str], ...] = (
+    ("project", r"property \[(core/)?project\] is not|attribute \[project\]"),
+    ("login", r"active account selected|gcloud auth login|reauthenticat|invalid authentication credentials"),
+    ("disabled", r"service_disabled|has not been used in project"),
+    ("ssh_key", r"not present in the ssh agent"),
+    ("unusable", r"this tpu has (terminal )?state"),
+    ("stockout", r"no more capacity|not enough (resources|capacity)|insufficient capacity|stockout"),
+    ("rate", r"per minute|rate.?limit|too many requests"),
+    ("quota", r"quota"),
+)
+"""Tried before the code."""
+_LOOSE_TEXTS: tuple[tuple[Kind, str], ...] = (
+    ("unavailable", r"unavailable|gcloud crashed|timed out|connection|unable to find the server|network connectivity"),
+    ("invalid", r"invalid|unrecognized arguments|argument --|must be specified"),
+)
+"""Tried after the code."""
+_WAYS_OUT: Mapping[Kind, str] = {
+    "missing": "install the Google Cloud CLI (cloud.google.com/sdk/docs/install) and run: gcloud auth login",
+    "project": "name a project with --project, or run: gcloud config set project PROJECT",
+    "login": "run: gcloud auth login",
+    "disabled": "run: gcloud services enable tpu.googleapis.com",
+    "denied": "check the zone's name, and that your account has the role TPU Admin (roles/tpu.admin) in the project",
+    "quota": "ask for quota for this type and zone at console.cloud.google.com/iam-admin/quotas, delete what holds it "
+    "(podium pod ls: a dead slice keeps its quota), or try another zone",
+    "rate": "wait a minute and give the same command again",
+    "stockout": "try another zone, or leave it queued for longer with --valid-until",
+    "invalid": "check accelerator type, zone and runtime version",
+    "ssh_key": "add the key to your ssh-agent as it says",
+    "unusable": "podium pod down NAME, and rent another",
+    "unavailable": "give the same command again; it first looks at what exists",
+    "timeout": "give the same command again; it first looks at what exists",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A command that ended, or was ended after its time."""
+
+    argv: tuple[str, ...]
+    returncode: int | None
+    """None: it did not end in time and was killed."""
+    stdout: str
+    stderr: str
+
+
+Runner = Callable[[Sequence[str], float], Finished]
+"""Runs a command for at most so many seconds."""
+
+
+class GcloudError(ValueError):
+    """A gcloud command that failed: why, in its own words, and what to do."""
+
+    def __init__(self, kind: Kind, text: str):
+        self.kind: Kind = kind
+        self.text = text
+        """What gcloud, or the API, said."""
+        way_out = _WAYS_OUT.get(kind)
+        super().__init__(f"gcloud: {text}{f'; {way_out}' if way_out else ''}")
+
+    @property
+    def uncertain(self) -> bool:
+        """Whether the request may have been done all the same."""
+        return self.kind in UNCERTAIN
+
+    @property
+    def transient(self) -> bool:
+        """Whether the same request may succeed soon."""
+        return self.kind in UNCERTAIN or self.kind == "rate"
+
+
+def run_process(argv: Sequence[str], timeout_s: float) -> Finished:
+    """Run a command without input, as a session of its own, which is killed whole when its time is over.
+
+    Raises:
+        GcloudError: there is no such program.
+    """
+    try:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except FileNotFoundError:
+        raise GcloudError("missing", f"{argv[0]} is not installed or not in PATH") from None
+    code: int | None = None
+    try:
+        stdout, stderr = process.communicate(timeout=timeout_s)
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        _kill_session(process)
+        stdout, stderr = process.communicate()
+    except BaseException:  # Ctrl-C: nothing is left behind
+        _kill_session(process)
+        process.communicate()
+        raise
+    return Finished(argv=tuple(argv), returncode=code, stdout=stdout, stderr=stderr)
+
+
+def _kill_session(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Order:
+    """What to rent: one slice."""
+
+    name: str
+    accelerator: str
+    runtime: str
+    """Software version of the machines."""
+    spot: bool
+    queued: bool
+    """As a queued resource, which Google fills when it can; otherwise a node now or never."""
+    valid_until_s: int
+    """Seconds after which a queued resource that got no machine expires by itself."""
+    labels: Mapping[str, str]
+    service_account: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Argv:
+    """The exact command lines for one project: `Gcloud` runs them and `--dry-run` prints them."""
+
+    project: str | None = None
+
+    def settings(self) -> tuple[str, ...]:
+        """Show whose gcloud this is: account, project, zone."""
+        return ("gcloud", "config", "list", "--format=json", "--quiet")
+
+    def nodes(self, zone: str = "-") -> tuple[str, ...]:
+        """List the nodes of a zone, or of all."""
+        return self._tpus("tpu-vm", "list", f"--zone={zone}")
+
+    def queued(self, zone: str) -> tuple[str, ...]:
+        """List the queued resources of a zone."""
+        return self._tpus("queued-resources", "list", f"--zone={zone}")
+
+    def zones(self) -> tuple[str, ...]:
+        """List the zones that have TPUs."""
+        return self._tpus("locations", "list")
+
+    def create(self, order: Order, zone: str) -> tuple[str, ...]:
+        """Rent a slice in a zone."""
+        common = (
+            f"--zone={zone}",
+            f"--accelerator-type={order.accelerator}",
+            f"--labels={','.join(f'{key}={value}' for key, value in sorted(order.labels.items()))}",
+            *(("--spot",) if order.spot else ()),
+            *((f"--service-account={order.service_account}",) if order.service_account else ()),
+        )
+        if not order.queued:
+            return self._tpus("tpu-vm", "create", order.name, f"--version={order.runtime}", *common)
+        return self._tpus(
+            "queued-resources",
+            "create",
+            order.name,
+            f"--node-id={order.name}",
+            f"--runtime-version={order.runtime}",
+            f"--valid-until-duration={order.valid_until_s}s",
+            *common,
+        )
+
+    def delete_queued(self, name: str, zone: str) -> tuple[str, ...]:
+        """Delete a queued resource and its node."""
+        return self._tpus("queued-resources", "delete", name, f"--zone={zone}", "--force")
+
+    def delete_node(self, name: str, zone: str) -> tuple[str, ...]:
+        """Delete a node that no queued resource made."""
+        return self._tpus("tpu-vm", "delete", name, f"--zone={zone}")
+
+    def label(self, name: str, zone: str, labels: Mapping[str, str]) -> tuple[str, ...]:
+        """Set labels of a node."""
+        text = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+        return self._tpus("tpu-vm", "update", name, f"--zone={zone}", f"--update-labels={text}")
+
+    def ssh(self, node: str, zone: str, worker: str, command: str | None) -> tuple[str, ...]:
+        """Run a command on one worker or `all`; without a command, a shell on one."""
+        flags = (f"--ssh-flag=-o {option}" for option in SSH_OPTIONS)
+        told = (f"--command={command}",) if command is not None else ()
+        return self._ssh("ssh", node, f"--zone={zone}", f"--worker={worker}", *flags, *told)
+
+    def scp(self, files: Sequence[str], node: str, zone: str, worker: str, folder: str) -> tuple[str, ...]:
+        """Copy files into a folder of one worker or `all`."""
+        flags = (f"--scp-flag=-o {option}" for option in SSH_OPTIONS)
+        return self._ssh("scp", *files, f"{node}:{folder}", f"--zone={zone}", f"--worker={worker}", *flags)
+
+    def _tpus(self, *words: str) -> tuple[str, ...]:
+        return ("gcloud", "compute", "tpus", *words, *self._project(), "--format=json", "--quiet")
+
+    def _ssh(self, *words: str) -> tuple[str, ...]:
+        return ("gcloud", "compute", "tpus", "tpu-vm", *words, *self._project(), "--quiet")
+
+    def _project(self) -> tuple[str, ...]:
+        return (f"--project={self.project}",) if self.project else ()
+
+
+SSH_OPTIONS = ("ConnectTimeout=10", "ServerAliveInterval=10", "ServerAliveCountMax=3")
+"""gcloud sets none of these, and would wait for ever for a host that is gone."""
+READ_S = 60.0
+CREATE_S = 900.0
+DELETE_S = 600.0
+"""Seconds that a command may take."""
+
+
+class Gcloud:
+    """One project's Cloud TPUs."""
+
+    def __init__(self, run: Runner = run_process, *, project: str | None = None, secrets: Sequence[str] = ()) -> None:
+        """`secrets` are values that no command may contain."""
+        self.argv = Argv(project)
+        self._run = run
+        self._secrets = tuple(secrets)
+
+    def settings(self) -> dict[str, dict[str, str]]:
+        """What gcloud itself is set to, by section: core.account, core.project, compute.zone."""
+        return json.loads(self.done(self.argv.settings(), READ_S).stdout or "{}")
+
+    def nodes(self, zone: str = "-") -> list[dict[str, Any]]:
+        """The nodes of a zone, or of all, as the API describes them."""
+        return self._list(self.argv.nodes(zone))
+
+    def queued(self, zone: str) -> list[dict[str, Any]]:
+        """The queued resources of a zone."""
+        return self._list(self.argv.queued(zone))
+
+    def zones(self) -> list[str]:
+        """The zones in which this project may ask for TPUs."""
+        return sorted(each["locationId"] for each in self._list(self.argv.zones()))
+
+    def create(self, order: Order, zone: str) -> None:
+        """Ask for a slice. A node comes at once or fails; a queued resource is only accepted."""
+        self.done(self.argv.create(order, zone), CREATE_S)
+
+    def delete_queued(self, name: str, zone: str) -> None:
+        """Delete a queued resource with its node."""
+        self.done(self.argv.delete_queued(name, zone), DELETE_S)
+
+    def delete_node(self, name: str, zone: str) -> None:
+        """Delete a node."""
+        self.done(self.argv.delete_node(name, zone), DELETE_S)
+
+    def label(self, name: str, zone: str, labels: Mapping[str, str]) -> None:
+        """Set labels of a node."""
+        self.done(self.argv.label(name, zone, labels), DELETE_S)
+
+    def done(self, argv: Sequence[str], timeout_s: float) -> Finished:
+        """Run a command that must succeed.
+
+        Raises:
+            GcloudError: it did not.
+        """
+        finished = self.tried(argv, timeout_s)
+        if finished.returncode != 0:
+            raise failure(finished)
+        return finished
+
+    def tried(self, argv: Sequence[str], timeout_s: float) -> Finished:
+        """Run a command, however it ends."""
+        assert not any(secret in word for secret in self._secrets for word in argv), "a secret in a command"
+        return self._run(argv, timeout_s)
+
+    def _list(self, argv: Sequence[str]) -> list[dict[str, Any]]:
+        finished = self.done(argv, READ_S)
+        try:
+            return json.loads(finished.stdout or "[]")
+        except ValueError:
+            raise GcloudError("unknown", f"{shlex.join(argv)} answered {finished.stdout[:200]!r}, not JSON") from None
+
+
+def failure(finished: Finished) -> GcloudError:
+    """What a command that failed means."""
+    command = f"{shlex.join(finished.argv[:6])} ..."
+    if finished.returncode is None:
+        return GcloudError("timeout", f"no answer in time: {command}")
+    text = _said(finished.stderr)
+    return GcloudError(_kind_of(text), text or f"exit status {finished.returncode}: {command}")
+
+
+def _kind_of(text: str) -> Kind:
+    lowered = text.lower()
+    for kind, pattern in _TEXTS:
+        if re.search(pattern, lowered):
+            return kind
+    code = text.partition(":")[0]
+    if code in _CODES:
+        return _CODES[code]
+    for kind, pattern in _LOOSE_TEXTS:
+        if re.search(pattern, lowered):
+            return kind
+    return "unknown"
+
+
+def _said(stderr: str) -> str:
+    """The error itself, in one line: what follows the last `ERROR:`, without the command's name and advice."""
+    start = stderr.rfind("ERROR: ")
+    if start < 0:
+        lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+        return lines[-1] if lines else ""
+    text = " ".join(stderr[start:].removeprefix("ERROR: ").split())
+    text = re.sub(r"^\([a-z.-]+\) ", "", text)
+    found = re.search(r'"message": "((?:[^"\\]|\\.)*)"', text)
+    if found:  # an operation, or a reply that gcloud did not expect, is told as JSON
+        status = re.search(r'"status": "([A-Z_]+)"', text)
+        text = (f"{status[1]}: " if status else "") + json.loads(f'"{found[1]}"')
+    return re.split(r" (?:This command is (?:un)?authenticated|If you would like to report this issue)", text)[0]

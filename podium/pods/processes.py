@@ -1,0 +1,69 @@
+"""Processes of this host by whom they descend from and by what their environment says. Linux; standard library only."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+POLL_S = 0.02
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Become the parent of whatever below this process loses its own."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def marked(variable: str, value: str) -> list[int]:
+    """The processes that have a variable in their environment, without this one and its parents."""
+    mark = f"{variable}={value}".encode()
+    own = {os.getpid(), *_ancestors(os.getpid())}
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) in own:
+            continue
+        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+            if mark in (entry / "environ").read_bytes().split(b"\0") and _lives(int(entry.name)):
+                found.append(int(entry.name))
+    return found
+
+
+def descendants(parent: int) -> list[int]:
+    """All processes below one that live, children of children included."""
+    below: list[int] = []
+    for children in Path(f"/proc/{parent}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, children.read_text().split()):
+                below += [child] * _lives(child) + descendants(child)
+    return below
+
+
+def kill(processes: Sequence[int], *, patience_s: float = 5.0) -> list[int]:
+    """SIGKILL to each; those that are still there after a while."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, signal.SIGKILL)
+    deadline = time.monotonic() + patience_s
+    left = list(processes)
+    while (left := [process for process in left if _lives(process)]) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return left
+
+
+def _lives(process: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody has asked after does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _ancestors(process: int) -> list[int]:
+    try:
+        parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return []
+    return [parent, *_ancestors(parent)] if parent > 0 else []

@@ -1,0 +1,201 @@
+"""Commands on the workers of a slice through gcloud's ssh: short, safe to repeat, and every worker counted by itself.
+
+gcloud runs a command again when its connection drops (up to ten times), forgets failures of `--worker=2,3`, gives up
+on no host that is gone, and mixes the workers' outputs. So a command goes to all workers or to one; each worker answers
+with one marked line that names it, holds its own exit status and its packed output; what gcloud itself returns is not
+looked at; and a worker without a valid line has not answered. Nothing that runs for long is ever a child of ssh:
+`podium.pods.agent` starts it on the worker.
+"""
+
+import base64
+import binascii
+import dataclasses
+import gzip
+import hashlib
+import json
+import re
+import secrets
+import shlex
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from podium.pods.gcloud import Gcloud, failure
+from podium.pods.inventory import Slice
+
+ANSWER_S = 45.0
+"""Seconds that workers have to answer; gcloud itself takes two, and five for each time a host refuses."""
+COPY_S = 600.0
+NOT_RUN = 255
+"""ssh's own failure, which no command of ours may return: gcloud would run it again."""
+
+
+class RemoteError(ValueError):
+    """Workers that did not do what they were asked, by number."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What one worker said."""
+
+    worker: int
+    status: int
+    text: str
+    """stdout and stderr of the command."""
+
+    def json(self) -> dict[str, Any]:
+        """The JSON object on the last line.
+
+        Raises:
+            RemoteError: there is none.
+        """
+        line = self.text.strip().rpartition("\n")[2]
+        try:
+            found = json.loads(line)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise RemoteError(f"worker {self.worker} answered {line[:300]!r} instead of a JSON object")
+        return found
+
+
+class Remote:
+    """The workers of one slice, whose machines are ready."""
+
+    def __init__(self, gcloud: Gcloud, one: Slice, redact: Callable[[str], str] = lambda text: text) -> None:
+        """`redact` takes secrets out of whatever a worker says."""
+        if not one.addresses:
+            raise RemoteError(f"{one.name} in {one.zone} lists no machines ({one.told}); podium pod status {one.name}")
+        self.gcloud, self.name, self.zone = gcloud, one.name, one.zone
+        self.addresses = one.addresses
+        self._redact = redact
+        self._last_words = ""
+
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return len(self.addresses)
+
+    def ask(self, command: str, *, worker: int | None = None, timeout_s: float = ANSWER_S) -> dict[int, Answer]:
+        """The answers of the workers that answered in time, by their numbers; the others are missing.
+
+        Args:
+            command: for a POSIX shell; `$worker` is the worker's number. It may run more than once.
+            worker: one worker; None: all.
+            timeout_s: after which those that did not answer are given up.
+
+        Raises:
+            GcloudError: gcloud refused before it asked anybody, as for a node that has ended.
+        """
+        mark = secrets.token_hex(6)
+        target = "all" if worker is None else str(worker)
+        argv = self.gcloud.argv.ssh(self.name, self.zone, target, wrapped(command, mark, self.addresses))
+        finished = self.gcloud.tried(argv, timeout_s)
+        self._last_words = _complaint(finished.stderr)
+        answers = {}
+        torn = set()
+        for found in re.finditer(rf"{mark} (\S+) (\d+) (\S*)", finished.stdout):
+            answer = self._unpacked(*found.groups())
+            if answer is None:
+                torn.add(int(found[1]))
+            else:
+                answers[answer.worker] = answer
+        if not answers and not torn and finished.returncode is not None:
+            error = failure(finished)
+            if error.kind not in ("unknown", "unavailable"):
+                raise error
+        if worker is None and torn:  # alone, nothing else can stand in its line, nor in one that the torn one hides
+            hidden = range(self.workers) if finished.returncode is not None else sorted(torn)
+            for each in hidden:
+                if each not in answers:
+                    answers |= self.ask(command, worker=each, timeout_s=timeout_s)
+        return answers
+
+    def ask_all(self, command: str, what: str, *, timeout_s: float = ANSWER_S) -> list[Answer]:
+        """The answers of all workers, in order; each must have succeeded.
+
+        Args:
+            command: for a POSIX shell; it may run more than once.
+            what: what the workers are asked to do, for the error.
+            timeout_s: for all of them together.
+
+        Raises:
+            RemoteError: with the workers that did not answer or failed, and what they said.
+        """
+        answers = self.ask(command, timeout_s=timeout_s)
+        self.check_all(answers, what)
+        return [answers[worker] for worker in range(self.workers)]
+
+    def check_all(self, answers: dict[int, Answer], what: str) -> None:
+        """Raises RemoteError unless every worker answered with status 0."""
+        missing = [worker for worker in range(self.workers) if worker not in answers]
+        failed = [answer for _, answer in sorted(answers.items()) if answer.status != 0]
+        if not missing and not failed:
+            return
+        done = self.workers - len(missing) - len(failed)
+        lines = [f"{self.name}: {what}: {done} of {self.workers} workers did it"]
+        why = f": {self._last_words}" if self._last_words else ""
+        lines += [f"    worker {worker} ({self.addresses[worker]}) did not answer{why}" for worker in missing]
+        lines += [f"    worker {each.worker}: status {each.status}: {_last_lines(each.text)}" for each in failed]
+        raise RemoteError("\n".join(lines))
+
+    def send(self, files: Sequence[Path], folder: str, *, worker: int | None = None) -> None:
+        """Copy files into a folder that exists on all workers, or on one.
+
+        Whether they arrived, gcloud does not say reliably: the next command must ask (`arrived`).
+        """
+        target = "all" if worker is None else str(worker)
+        argv = self.gcloud.argv.scp([str(file) for file in files], self.name, self.zone, target, f"{folder}/")
+        self._last_words = _complaint(self.gcloud.tried(argv, COPY_S).stderr)
+
+    def warm_up(self) -> None:
+        """One connection to one worker, before there are several: gcloud puts its key into the node's metadata first,
+        and calls at the same time would undo each other's.
+        """
+        answers = self.ask("true", worker=0, timeout_s=180.0)
+        if 0 not in answers:
+            why = self._last_words or "no answer"
+            raise RemoteError(f"{self.name}: worker 0 ({self.addresses[0]}) cannot be reached by ssh: {why}")
+
+    def _unpacked(self, worker: str, status: str, packed: str) -> Answer | None:
+        """The answer of a marked line; None where another worker's output tore it."""
+        try:
+            text = gzip.decompress(base64.b64decode(packed, validate=True)).decode(errors="replace")
+        except (binascii.Error, EOFError, OSError, zlib.error):
+            return None
+        if not worker.isdecimal():
+            raise RemoteError(f"{self.name}: a machine with none of the slice's addresses answered: {text[:300]!r}")
+        return Answer(worker=int(worker), status=int(status), text=self._redact(text))
+
+
+def wrapped(command: str, mark: str, addresses: Sequence[str]) -> str:
+    """The command for a worker's shell: it finds its number by its address, and answers in one marked line.
+
+    The line is written by one call, so that lines of several workers do not mix up to the size of a pipe's buffer;
+    longer ones may, and are seen to be torn by their checksum.
+    """
+    return (
+        f'worker=unknown; index=0; own=" $(hostname -I) "; for each in {" ".join(addresses)}; do '
+        'case "$own" in *" $each "*) worker=$index;; esac; index=$((index+1)); done; '
+        f"text=$( {{ {command}; }} 2>&1 ); status=$?; [ $status -ne {NOT_RUN} ] || status=254; "
+        f'echo "{mark} $worker $status $(printf \'%s\' "$text" | gzip -c | base64 -w0)"'
+    )
+
+
+def arrived(files: Sequence[Path], folder: str) -> str:
+    """A command for a worker that succeeds if it has the files whole."""
+    sums = " ".join(shlex.quote(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}") for file in files)
+    return f"(cd {folder} && printf '%s\\n' {sums} | sha256sum --check --quiet -)"
+
+
+def _last_lines(text: str, lines: int = 3) -> str:
+    kept = [line.strip() for line in text.splitlines() if line.strip()][-lines:]
+    return " | ".join(kept) or "(it said nothing)"
+
+
+def _complaint(stderr: str) -> str:
+    """The last line in which ssh says what is wrong."""
+    words = re.compile(r"^(ssh|scp|kex|client|Connection|.*[Pp]ermission denied|.*Host key)", re.MULTILINE)
+    found = [line.strip() for line in stderr.splitlines() if words.match(line) and "Attempting" not in line]
+    return found[-1] if found else ""

@@ -1,0 +1,354 @@
+"""A slice from asking for it to its verified end, whatever gets lost on the way.
+
+    nothing -> asked for in a zone -> waiting -> creating -> ready -> dead (preempted) or deleted
+                    |  refused, or expired: deleted there, and the next zone is asked
+
+Three rules hold after every step, and tests break every step to see that they do. A zone is left only when nothing of
+ours is in it, so there is never a second slice. What a lost reply created is found by its name and labels and taken
+on. Only what carries our owner's label is ever deleted, and deleted means that a list no longer shows it.
+
+Nothing is remembered here: what exists is asked for each time.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+from podium.pods.gcloud import Gcloud, GcloudError, Kind, Order
+from podium.pods.inventory import LEASE, Slice, read_slices
+
+T = TypeVar("T")
+
+PAUSES_S = (2.0, 5.0, 15.0, 30.0)
+"""Between tries of a request that may succeed soon."""
+POLL_S = 15.0
+SETTLE_S = 60.0
+"""How long a thing just asked for, or just deleted, may be missing from, or still be in, a list."""
+LATE_S = 10.0
+"""How much later than its lost reply a thing may appear."""
+NODE_S = 1800.0
+"""How long machines may take from being granted to being ready."""
+DELETE_S = 900.0
+NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+HOPELESS: frozenset[Kind] = frozenset({"missing", "project", "login", "disabled"})
+"""Failures that no other zone would change."""
+
+
+class Clock(Protocol):
+    """The time, and waiting; `time` itself is one."""
+
+    def time(self) -> float:
+        """Seconds since 1970."""
+        ...
+
+    def sleep(self, seconds: float, /) -> None:
+        """Wait."""
+        ...
+
+
+class SliceError(ValueError):
+    """A slice that cannot be had, or not be deleted; the message says what stands where."""
+
+
+class AskedWronglyError(SliceError):
+    """What a user asked for cannot be meant; nothing was done."""
+
+    exit_status = 2
+
+
+class NameTakenError(SliceError):
+    """The name belongs to something that is not ours."""
+
+
+class _RefusedError(Exception):
+    """A zone that will not give us the slice now, and why."""
+
+
+class Slices:
+    """The slices of one owner in one project."""
+
+    def __init__(
+        self,
+        gcloud: Gcloud,
+        *,
+        owner: str,
+        clock: Clock = time,
+        say: Callable[[str], None] = lambda line: None,
+        parallel: int = 4,
+    ) -> None:
+        """`say` hears what is done; `parallel` zones are listed at once."""
+        self.gcloud, self.owner = gcloud, owner
+        self.clock, self.say = clock, say
+        self._parallel = parallel
+        self._zones: list[str] | None = None
+
+    def survey(self, zones: Iterable[str] | None = None) -> list[Slice]:
+        """All slices of the project, ours and others', in these zones or in all.
+
+        A zone whose queue may not be read holds nothing of ours; it is named and left out.
+        """
+        wanted = list(zones) if zones is not None else self.zones()
+        nodes = self._patiently(self.gcloud.nodes)
+        if zones is not None:
+            nodes = [node for node in nodes if node["name"].split("/")[3] in wanted]
+        with ThreadPoolExecutor(self._parallel) as pool:
+            queued = [each for found in pool.map(self._queued, wanted) for each in found]
+        return read_slices(nodes, queued)
+
+    def zones(self) -> list[str]:
+        """The zones in which this project may ask for TPUs."""
+        if self._zones is None:
+            self._zones = self._patiently(self.gcloud.zones)
+        return self._zones
+
+    def find(self, name: str) -> list[Slice]:
+        """All slices of a name, in all zones."""
+        return [each for each in self.survey() if each.name == name]
+
+    def locate(self, name: str | None) -> Slice:
+        """Our slice of that name, or our only one; asks for nodes first, which is quick.
+
+        Raises:
+            SliceError: there is none, or there are several.
+        """
+        nodes = self._patiently(self.gcloud.nodes)
+        for look in (lambda: read_slices(nodes, []), self.survey):
+            ours = [each for each in look() if self.is_ours(each) and name in (None, each.name)]
+            names = sorted({each.name for each in ours})
+            if len(names) > 1:
+                raise SliceError(f"you have several slices: {', '.join(names)}; name one")
+            if ours:
+                return min(ours, key=lambda each: _preference(each, ()))
+        what = f"no slice of yours is named {name}" if name else "you have no slice"
+        raise SliceError(f"{what}; podium pod ls shows what there is, podium pod up rents one")
+
+    def now(self, one: Slice) -> Slice | None:
+        """The slice as it is now; None if it is gone."""
+        nodes = read_slices(self._patiently(lambda: self.gcloud.nodes(one.zone)), [])
+        ready = [each for each in nodes if each.name == one.name and self.is_ours(each) and each.state == "ready"]
+        return ready[0] if ready else self._mine(one.name, one.zone)
+
+    def is_ours(self, one: Slice) -> bool:
+        """Whether it carries our owner's label."""
+        return one.owner == self.owner
+
+    def up(self, order: Order, zones: Sequence[str]) -> Slice:
+        """The slice, ready: the one that exists, or the first that a zone gives, asked in order.
+
+        Raises:
+            NameTakenError: the name is somebody else's.
+            SliceError: no zone gives it; the message has each zone's reason.
+            GcloudError: gcloud cannot be used, or does not answer.
+        """
+        existing = self._existing(order, zones)
+        reasons: dict[str, str] = {}
+        if existing is not None:
+            self.say(f"{order.name} exists in {existing.zone} ({existing.told})")
+            zones = [existing.zone, *(zone for zone in zones if zone != existing.zone)]
+        for zone in zones:
+            try:
+                got = self._try_zone(order, zone, asked=existing is not None and zone == existing.zone)
+            except _RefusedError as refusal:
+                reasons[zone] = str(refusal)
+                self.say(f"{zone}: {refusal}")
+                self._clear(order.name, zone)
+            else:
+                self._sweep(order.name, reasons)
+                return got
+        self._sweep(order.name, reasons)
+        told = "".join(f"\n    {zone}: {reason}" for zone, reason in reasons.items())
+        raise SliceError(f"no zone gave {order.accelerator} for {order.name}, and nothing is left of it:{told}")
+
+    def down(self, name: str) -> list[Slice]:
+        """Delete every slice of ours with that name, in all zones, and see that they are gone; what was deleted.
+
+        Raises:
+            NameTakenError: only somebody else's has the name.
+            SliceError: something is still there.
+        """
+        found = self.find(name)
+        if not found:  # perhaps not yet: a request whose reply was lost may still be under way
+            self.clock.sleep(LATE_S)
+            found = self.find(name)
+        ours = [each for each in found if self.is_ours(each)]
+        if found and not ours:
+            raise self._taken(found[0])
+        for each in ours:
+            self._clear(name, each.zone)
+        left = [each for each in self.find(name) if self.is_ours(each)] if ours else []
+        if left:
+            raise SliceError(f"{name} is still in {', '.join(each.zone for each in left)}; give the same command again")
+        return ours
+
+    def reap(self, *, everyone: bool = False) -> list[Slice]:
+        """Delete what is past its lease: ours, or all that Podium made for anybody; what was deleted."""
+        now = self.clock.time()
+        past = [each for each in self.survey() if each.lease is not None and each.lease < now and each.owner]
+        past = [each for each in past if everyone or self.is_ours(each)]
+        for each in past:
+            self.say(f"deleting {each.name} in {each.zone}: past its lease, {each.told}")
+            self._clear(each.name, each.zone, owner=each.owner)
+        return past
+
+    def renew(self, one: Slice, lease: float) -> None:
+        """Let a slice stand until a time, seconds since 1970."""
+        self._patiently(lambda: self.gcloud.label(one.name, one.zone, {LEASE: str(int(lease))}))
+
+    def _existing(self, order: Order, zones: Sequence[str]) -> Slice | None:
+        """Our slice of that name that may still serve; every other one of ours is deleted."""
+        found = self.find(order.name)
+        for each in found:
+            if not self.is_ours(each) and each.zone in zones:
+                raise self._taken(each)
+        ours = [each for each in found if self.is_ours(each)]
+        alive = sorted((each for each in ours if each.alive), key=lambda each: _preference(each, zones))
+        for each in alive[:1]:
+            if (each.accelerator, each.spot) != (order.accelerator, order.spot):
+                kind = "spot" if each.spot else "on demand"
+                raise SliceError(
+                    f"{each.name} exists in {each.zone} as {each.accelerator}, {kind}; ask for that, "
+                    f"set another name, or delete it first: podium pod down {each.name}"
+                )
+        for each in ours:
+            if each not in alive[:1]:
+                self.say(f"deleting {each.name} in {each.zone}: {each.told}")
+                self._clear(each.name, each.zone)
+        return alive[0] if alive else None
+
+    def _try_zone(self, order: Order, zone: str, *, asked: bool) -> Slice:
+        """The slice, ready in this zone. Raises _RefusedError, also when something is left to be deleted."""
+        if not asked:
+            kind = "spot" if order.spot else "on demand"
+            self.say(f"{zone}: asking for {order.accelerator}, {kind}")
+            self._ask(order, zone)
+        return self._wait(order, zone)
+
+    def _ask(self, order: Order, zone: str) -> None:
+        """Ask until the zone is known to have the request, or to refuse it."""
+        error: GcloudError | None = None
+        for pause in (*PAUSES_S, None):
+            try:
+                return self.gcloud.create(order, zone)
+            except GcloudError as failed:
+                error = failed
+            if error.kind in HOPELESS:
+                raise error
+            if error.kind == "exists" or error.uncertain:
+                if self._mine(order.name, zone):
+                    self.say(f"{zone}: it exists already ({error.kind}); taken on")
+                    return None
+            elif error.kind != "rate":
+                raise _RefusedError(error)
+            if pause is not None:
+                self.clock.sleep(pause)
+        assert error is not None
+        if error.kind == "exists":
+            for each in self._look(order.name, zone):
+                raise self._taken(each)
+        if error.uncertain:
+            raise SliceError(
+                f"{order.name}: no telling whether {zone} made it ({error.text}); nothing else was asked for. "
+                f"Give the same command again, or delete what may be there: podium pod down {order.name}"
+            )
+        raise _RefusedError(error)
+
+    def _wait(self, order: Order, zone: str) -> Slice:
+        """Wait for machines. Raises _RefusedError when there will be none."""
+        began = self.clock.time()
+        until = began + NODE_S + (order.valid_until_s if order.queued else 0)
+        told = ""
+        while self.clock.time() < until:
+            mine = self._mine(order.name, zone)
+            if mine is None and self.clock.time() > began + SETTLE_S:
+                raise _RefusedError("it was deleted while it was being made")
+            if mine is not None and mine.told != told:
+                told = mine.told
+                self.say(f"{zone}: {told}")
+            if mine is not None and mine.state == "ready":
+                return mine
+            if mine is not None and not mine.alive:
+                raise _RefusedError(mine.told)
+            self.clock.sleep(min(POLL_S, 2.0 + (self.clock.time() - began) / 10))
+        raise _RefusedError(f"not ready after {until - began:.0f} s ({told or 'never seen'})")
+
+    def _sweep(self, name: str, refused: Iterable[str]) -> None:
+        """Clear zones that refused once more: gcloud hides that it sent a request twice, and the first may be late."""
+        for zone in refused:
+            self._clear(name, zone)
+
+    def _clear(self, name: str, zone: str, *, owner: str | None = None) -> None:
+        """Delete what is ours of that name in a zone, and wait until lists no longer show it."""
+        until = self.clock.time() + DELETE_S
+        while (mine := self._mine(name, zone, owner=owner)) is not None:
+            if self.clock.time() > until:
+                raise SliceError(f"{name} in {zone} is still there ({mine.told}); give podium pod down {name} again")
+            if mine.state == "deleting" or not self._delete(mine):
+                self.clock.sleep(POLL_S)
+
+    def _delete(self, one: Slice) -> bool:
+        """Ask for the end of a slice; whether that was done. What else there is, the next look will show."""
+        try:
+            if one.queued:
+                self.gcloud.delete_queued(one.name, one.zone)
+            else:
+                self.gcloud.delete_node(one.name, one.zone)
+        except GcloudError as error:
+            if not error.transient and error.kind not in ("not_found", "precondition"):
+                raise
+            return False
+        return True
+
+    def _mine(self, name: str, zone: str, *, owner: str | None = None) -> Slice | None:
+        found = [each for each in self._look(name, zone) if each.owner == (owner or self.owner)]
+        return found[0] if found else None
+
+    def _look(self, name: str, zone: str) -> list[Slice]:
+        """What has that name in a zone, a queued resource before a lone node."""
+        with ThreadPoolExecutor(self._parallel) as pool:
+            asked = [pool.submit(self._patiently, lambda: self.gcloud.nodes(zone)), pool.submit(self._queued, zone)]
+            nodes, queued = (each.result() for each in asked)
+        found = [each for each in read_slices(nodes, queued) if each.name == name]
+        return sorted(found, key=lambda each: not each.queued)
+
+    def _queued(self, zone: str) -> list[dict[str, Any]]:
+        try:
+            return self._patiently(lambda: self.gcloud.queued(zone))
+        except GcloudError as error:
+            if error.kind not in ("denied", "not_found", "invalid"):
+                raise
+            self.say(f"{zone}: its queue cannot be read ({error.text})")
+            return []
+
+    def _patiently(self, ask: Callable[[], T]) -> T:
+        """The answer of a request that may be made again."""
+        for pause in PAUSES_S:
+            try:
+                return ask()
+            except GcloudError as error:
+                if not error.transient:
+                    raise
+            self.clock.sleep(pause)
+        return ask()
+
+    def _taken(self, other: Slice) -> NameTakenError:
+        whose = f"podium's owner {other.owner!r}" if other.owner else "not made by podium"
+        return NameTakenError(
+            f"{other.name} in {other.zone} is not yours ({whose}; you are {self.owner!r}) and is left as it is; "
+            "set another name"
+        )
+
+
+def _preference(one: Slice, zones: Sequence[str]) -> tuple[int, int]:
+    """Least is best: ready before waiting, zones in the order asked for."""
+    states = ("ready", "creating", "waiting", "deleting", "dead", "failed")
+    return states.index(one.state), zones.index(one.zone) if one.zone in zones else len(zones)
+
+
+def check_name(name: str) -> None:
+    """Raises SliceError for a name that the API would refuse."""
+    if not NAME.fullmatch(name):
+        raise AskedWronglyError(
+            f"name {name!r}: use up to 40 lower case letters, digits and '-', beginning with a letter, as my-run"
+        )

@@ -1,0 +1,305 @@
+"""Completions of prompts by the current version of the policy: continuous batching over slots.
+
+The host decides who sits where (`scheduler`) and where stop strings end a completion; the device sees fixed shapes
+(`programs`). A request's tokens depend on its prompt, settings and seed alone: its prefill bucket follows from its own
+length, every row is computed for itself, and its random numbers follow from seed, completion and position.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podium.config.schema import RolloutConfig
+from podium.config.sizes import prompt_buckets
+from podium.models.architecture import DecoderConfig
+from podium.rollout.cache import Prompts, empty
+from podium.rollout.programs import (
+    MAX_STOP_TOKENS,
+    Drawn,
+    abstract_engine_cache,
+    idle_slots,
+    make_engine_programs,
+)
+from podium.rollout.request import Completion, FinishReason, Request
+from podium.rollout.sampling import fill_row
+from podium.rollout.scheduler import Admission, Scheduler
+from podium.sharding import Params, ShardingRules
+
+OnGroup = Callable[[int, list[Completion]], None]
+OnLook = Callable[[], None]
+
+
+class TextDecoder(Protocol):
+    """What the engine needs of a tokenizer."""
+
+    eos_tokens: tuple[int, ...]
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of tokens; special tokens are left out."""
+        ...
+
+
+class RolloutEngine:
+    """Answers requests with the version of the policy that was loaded last."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        decoder: DecoderConfig,
+        rules: ShardingRules,
+        tokenizer: TextDecoder,
+        *,
+        dtype: jnp.dtype,
+    ) -> None:
+        """Makes the programs; they are compiled when they are first used.
+
+        Args:
+            config: lengths, slots and rows of the programs; how tokens are drawn is each request's.
+            decoder: the model's numbers.
+            rules: ROLLOUT_AXES on the mesh.
+            tokenizer: makes text, for stop strings and for the grader; names the end-of-sequence tokens.
+            dtype: of the weights; activations and cache follow (`podium.models.linear`).
+
+        Raises:
+            ValueError: slots or prefill rows do not divide over the devices that split them.
+        """
+        self.config, self.decoder, self.rules, self.tokenizer, self.dtype = config, decoder, rules, tokenizer, dtype
+        self.version = 0  # how often params were loaded
+        self.sync, self.prefill, self.place, self.decode = make_engine_programs(config, decoder, rules, dtype)
+        self.params: Params | None = None
+        self._metrics: dict[str, float] = {}
+
+    def load(self, params: Params) -> None:
+        """Answer with these from now on; they are copied, and may be donated afterwards."""
+        self.params = None  # the old version goes before the new one comes
+        self.params = self.sync(params)
+        self.version += 1
+
+    def generate(
+        self, requests: Sequence[Request], on_group: OnGroup | None = None, on_look: OnLook | None = None
+    ) -> list[list[Completion]]:
+        """The completions of each request, in the requests' order.
+
+        Args:
+            requests: any number; they share the slots.
+            on_group: called with a request's index and its completions as soon as all of them have ended.
+            on_look: called before every `refill_steps` decode steps; what it raises ends the generation.
+
+        Raises:
+            ValueError: a request that the engine's shapes do not hold.
+            RuntimeError: nothing was loaded.
+        """
+        if self.params is None:
+            raise RuntimeError("the rollout engine has no parameters; call load(params) first")
+        for index, request in enumerate(requests):
+            self._check(index, request)
+        compiled, start = self.num_compiled(), time.perf_counter()
+        generation = _Generation(self, self.params, requests, on_group)
+        completions = generation.run(on_look)
+        wall_s = time.perf_counter() - start
+        tokens = sum(len(completion.tokens) for group in completions for completion in group)
+        busy = generation.decode_steps * self.config.slots
+        self._metrics = {
+            "rollout/prefill_s": generation.prefill_s,
+            "rollout/decode_s": generation.decode_s,
+            "rollout/decode_steps": generation.decode_steps,
+            "rollout/slot_utilisation": generation.decoded_tokens / busy if busy else 0.0,
+            "rollout/tokens_per_s": tokens / wall_s,
+            "rollout/compilations": self.num_compiled() - compiled,
+            "rollout/prompt_tokens": sum(len(request.prompt) for request in requests),
+            "rollout/completion_tokens": tokens,
+        }
+        return completions
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the last `generate`, as docs/metrics.md defines them; empty before the first."""
+        return dict(self._metrics)
+
+    def num_compiled(self) -> int:
+        """Compiled variants of the engine's programs so far."""
+        return sum(program._cache_size() for program in (self.sync, self.prefill, self.place, self.decode))
+
+    def close(self) -> None:
+        """Give the weights' memory back; `load` makes the engine usable again."""
+        self.params = None
+
+    def stop_tokens(self, request: Request) -> tuple[int, ...]:
+        """The tokens that end a completion of this request."""
+        return tuple(dict.fromkeys((*self.tokenizer.eos_tokens, *request.sampling.stop_tokens)))
+
+    def _check(self, index: int, request: Request) -> None:
+        config, prompt, sampling = self.config, request.prompt, request.sampling
+        rules = (
+            (len(prompt) >= 1, "prompt is empty; it needs at least one token"),
+            (
+                len(prompt) <= config.max_prompt_tokens,
+                f"prompt has {len(prompt)} tokens and rollout.max_prompt_tokens is {config.max_prompt_tokens};"
+                " raise it, or drop the prompt",
+            ),
+            (
+                all(0 <= token < self.decoder.vocab for token in prompt),
+                f"prompt has a token outside the model's vocabulary of {self.decoder.vocab}; is the tokenizer its own?",
+            ),
+            (
+                1 <= sampling.max_new_tokens <= config.max_new_tokens,
+                f"max_new_tokens is {sampling.max_new_tokens} and must be 1 to rollout.max_new_tokens,"
+                f" {config.max_new_tokens}; raise that, or ask for less",
+            ),
+            (request.completions >= 1, f"completions is {request.completions}; ask for at least one"),
+            (sampling.temperature >= 0, f"temperature is {sampling.temperature}; it must be 0 (greedy) or more"),
+            (
+                len(self.stop_tokens(request)) <= MAX_STOP_TOKENS,
+                f"there are {len(self.stop_tokens(request))} stop tokens, the model's own included, and at most"
+                f" {MAX_STOP_TOKENS} are possible; name fewer",
+            ),
+        )
+        for holds, message in rules:
+            if not holds:
+                raise ValueError(f"request {index}: {message}")
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Draft:
+    """A completion that is being made."""
+
+    request: Request
+    stop_tokens: tuple[int, ...]
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None  # None: not finished
+
+
+class _Generation:
+    """One call of `generate`: its queue, its slots and its cache."""
+
+    def __init__(
+        self, engine: RolloutEngine, params: Params, requests: Sequence[Request], on_group: OnGroup | None
+    ) -> None:
+        config = engine.config
+        self.engine, self.params, self.requests, self.on_group = engine, params, requests, on_group
+        self.slots = idle_slots(config.slots)
+        self.scheduler = Scheduler(num_slots=config.slots, prefill_rows=config.prefill_rows)
+        self.drafts = [
+            [_Draft(request=request, stop_tokens=engine.stop_tokens(request)) for _ in range(request.completions)]
+            for request in requests
+        ]
+        self.completed: list[list[Completion]] = [[] for _ in requests]  # all of a group at once
+        self.prompts: dict[int, Prompts] = {}  # by bucket, of its last prefill
+        buckets = prompt_buckets(config.max_prompt_tokens)
+        for group, request in enumerate(requests):
+            bucket = next(bucket for bucket in buckets if len(request.prompt) <= bucket)
+            self.scheduler.submit(group, bucket=bucket, members=request.completions)
+        self.cache = empty(abstract_engine_cache(config, engine.decoder, engine.rules, engine.dtype))
+        self.prefill_s = self.decode_s = 0.0
+        self.decode_steps = self.decoded_tokens = 0
+
+    def run(self, on_look: OnLook | None) -> list[list[Completion]]:
+        while self.scheduler.busy:
+            if on_look is not None:
+                on_look()
+            start = time.perf_counter()
+            while (admission := self.scheduler.admit()) is not None:
+                self._admit(admission)
+            self.prefill_s += (admitted := time.perf_counter()) - start
+            if self.scheduler.running:
+                self._look()
+            self.decode_s += time.perf_counter() - admitted
+        return self.completed
+
+    def _admit(self, admission: Admission) -> None:
+        """Prefill what needs it, copy prompts into slots and draw the first token of each member."""
+        if admission.prefill:
+            self.prompts[admission.bucket] = self._prefill(admission)
+        rows = np.full(self.engine.config.slots, -1, np.int32)
+        for placement in admission.placements:
+            rows[placement.slot] = placement.row
+            self._fill(placement.slot, self.requests[placement.group], placement.member)
+        rows_on_device, slots = self._on_device((rows, self.slots))
+        self.cache, drawn = self.engine.place(self.cache, self.prompts[admission.bucket], rows_on_device, slots)
+        self._take(jax.device_get(drawn))
+
+    def _prefill(self, admission: Admission) -> Prompts:
+        tokens = np.zeros((self.engine.config.prefill_rows, admission.bucket), np.int32)
+        lengths = np.ones(self.engine.config.prefill_rows, np.int32)  # a row without a prompt: one token, never used
+        for row, group in enumerate(admission.prefill):
+            prompt = self.requests[group].prompt
+            tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+        return self.engine.prefill(self.params, *self._on_device((tokens, lengths)))
+
+    def _look(self) -> None:
+        """Decode for `refill_steps` steps, and see who has ended."""
+        self.cache, drawn, steps = self.engine.decode(self.params, self.cache, self._on_device(self.slots))
+        drawn, steps = jax.device_get((drawn, steps))
+        self.decode_steps += int(steps)
+        self.decoded_tokens += int(np.sum(drawn.counts))
+        self.slots.lengths[:] += drawn.counts
+        self._take(drawn)
+
+    def _take(self, drawn: Drawn) -> None:
+        """Add what was drawn to the drafts, and retire those that have ended."""
+        for slot, (group, member) in list(self.scheduler.running.items()):
+            count = int(drawn.counts[slot])
+            if not count:
+                continue  # not placed by this admission
+            draft = self.drafts[group][member]
+            draft.tokens += drawn.tokens[slot, :count].tolist()
+            draft.logprobs += drawn.logprobs[slot, :count].tolist()
+            if not drawn.live[slot]:
+                draft.finish_reason = "stop" if draft.tokens[-1] in draft.stop_tokens else "length"
+            self._stop_at_string(draft, count)
+            self.slots.tokens[slot] = draft.tokens[-1]
+            self.slots.live[slot] = draft.finish_reason is None
+            if draft.finish_reason is not None:
+                self.scheduler.retire(slot)
+                self._complete(group)
+
+    def _complete(self, group: int) -> None:
+        """Hand over a group whose members have all ended."""
+        drafts = self.drafts[group]
+        if all(draft.finish_reason is not None for draft in drafts):
+            self.completed[group] = [self._completion(draft) for draft in drafts]
+            if self.on_group is not None:
+                self.on_group(group, self.completed[group])
+
+    def _stop_at_string(self, draft: _Draft, new: int) -> None:
+        """End the draft with the token that completes a stop string, if one of its `new` last tokens does."""
+        stops = draft.request.sampling.stop
+        if not stops:
+            return
+        longest = max(len(stop.encode()) for stop in stops)  # a token holds at least one byte of it
+        begin, end = max(0, len(draft.tokens) - new - longest), len(draft.tokens)
+        for length in range(end - new + 1, end + 1):
+            text = self.engine.tokenizer.decode(draft.tokens[begin:length])
+            if any(stop in text for stop in stops):
+                del draft.tokens[length:], draft.logprobs[length:]
+                draft.finish_reason = "stop"
+                return
+
+    def _fill(self, slot: int, request: Request, member: int) -> None:
+        """Describe a completion that enters a slot to the device."""
+        slots, settings = self.slots, request.sampling
+        fill_row(slots.sampling, slot, settings, seed=request.seed, completion=member)
+        stop_tokens = self.engine.stop_tokens(request)
+        slots.stop_tokens[slot] = -1
+        slots.stop_tokens[slot, : len(stop_tokens)] = stop_tokens
+        slots.lengths[slot] = len(request.prompt)
+        slots.last[slot] = len(request.prompt) + settings.max_new_tokens - 1
+        slots.live[slot] = True
+
+    def _on_device(self, tree: Any) -> Any:
+        """Host arrays of rows, split over the devices; copied, because the host goes on writing into its own."""
+        return jax.device_put(tree, self.engine.rules.sharding("batch"), may_alias=False)
+
+    def _completion(self, draft: _Draft) -> Completion:
+        assert draft.finish_reason is not None, "a completion was left unfinished"
+        return Completion(
+            tokens=np.array(draft.tokens, np.int32),
+            sampled_logprobs=np.array(draft.logprobs, np.float32),
+            text=self.engine.tokenizer.decode(draft.tokens),
+            finish_reason=draft.finish_reason,
+        )

@@ -1,0 +1,246 @@
+"""The compiled programs of the rollout engine, one factory each: sync, prefill, place, decode.
+
+The engine calls them, the planner lowers them on abstract arrays, the bench times them. All have fixed shapes: R
+prompts of a bucket's length, S slots, k steps.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podium.config.schema import RolloutConfig
+from podium.models.architecture import DecoderConfig
+from podium.models.attention import causal_attention
+from podium.models.decoder import LAYERS, forward, head_weights, param_specs
+from podium.models.linear import activation_dtype
+from podium.models.logprobs import logits_at
+from podium.rollout import cache as caches
+from podium.rollout.cache import Cache, Prompts
+from podium.rollout.sampling import SamplingRows, idle_rows, sample
+from podium.sharding import TRAIN_AXES, Params, ShardingRules, param_shardings
+
+MAX_STOP_TOKENS = 8
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slots:
+    """What a program is told of each slot."""
+
+    sampling: SamplingRows
+    stop_tokens: jax.Array  # [S, 8] int32, padded with -1
+    lengths: jax.Array  # [S] int32, tokens in the cache
+    tokens: jax.Array  # [S] int32, the last one drawn, not in the cache yet
+    last: jax.Array  # [S] int32, position of the last token that may be drawn
+    live: jax.Array  # [S] bool
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """The tokens that a program drew for each slot."""
+
+    tokens: jax.Array  # [S, k] int32
+    logprobs: jax.Array  # [S, k] float32
+    counts: jax.Array  # [S] int32, how many of the k are drawn
+    live: jax.Array  # [S] bool, whether the slot's sequence goes on
+
+
+def idle_slots(num_slots: int) -> Any:
+    """`Slots` of numpy arrays in which nothing runs, for the host to write into."""
+
+    def zeros(dtype: type, *dims: int) -> Any:
+        return np.zeros((num_slots, *dims), dtype)
+
+    return Slots(
+        sampling=idle_rows(num_slots),
+        stop_tokens=zeros(np.int32, MAX_STOP_TOKENS),
+        lengths=zeros(np.int32),
+        tokens=zeros(np.int32),
+        last=zeros(np.int32),
+        live=zeros(np.bool_),
+    )
+
+
+class EnginePrograms(NamedTuple):
+    """The compiled programs of an engine."""
+
+    sync: Any
+    prefill: Any
+    place: Any
+    decode: Any
+
+
+def make_engine_programs(
+    config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
+) -> EnginePrograms:
+    """The programs of the engine that a config means: one way to put them together, for engine and planner.
+
+    Raises:
+        ValueError: slots or prefill rows do not divide over the devices that split them.
+    """
+    shards = rules.num_shards("batch")
+    for name, value in (("slots", config.slots), ("prefill_rows", config.prefill_rows)):
+        if value % shards:
+            raise ValueError(
+                f"rollout.{name} is {value} and is split over {shards} devices; set it to a multiple of {shards}"
+            )
+    return EnginePrograms(
+        sync=make_sync(decoder, rules, dtype),
+        prefill=make_prefill(decoder, rules, dtype),
+        place=make_place(rules),
+        decode=make_decode(decoder, rules, dtype, steps=config.refill_steps),
+    )
+
+
+def abstract_engine_cache(
+    config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
+) -> Cache:
+    """The cache of all slots of an engine, each with room for the longest prompt and completion."""
+    return caches.abstract_cache(
+        decoder,
+        slots=config.slots,
+        length=config.max_prompt_tokens + config.max_new_tokens,
+        dtype=activation_dtype(rules, dtype),
+        rules=rules,
+    )
+
+
+def abstract_prompts(
+    config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *, bucket: int
+) -> Prompts:
+    """What a prefill of prompts of a bucket's length leaves."""
+    rows = config.prefill_rows
+    kv = caches.abstract_cache(decoder, slots=rows, length=bucket, dtype=activation_dtype(rules, dtype), rules=rules)
+    sharding = rules.sharding("batch", None)
+    logits: Any = jax.ShapeDtypeStruct((rows, decoder.vocab), jnp.float32, sharding=sharding)
+    return Prompts(kv=kv, logits=logits)
+
+
+def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> Any:
+    """The jitted `training params -> rollout params`: cast and laid out for decoding, in buffers of their own.
+
+    The copy is what lets the trainer donate its parameters to the next update. Where weights are gathered, layers go
+    one after the other: all at once, the TPU gathers them all before it puts any in its place, in twice their memory.
+    """
+    specs = param_specs(decoder)
+    stored, wanted = (param_shardings(specs, each) for each in (ShardingRules(rules.mesh, TRAIN_AXES), rules))
+    in_place = all(stored[name].is_equivalent_to(wanted[name], len(spec.shape)) for name, spec in specs.items())
+
+    def move(name: str, value: jax.Array) -> jax.Array:
+        axes = specs[name].axes
+        return jnp.copy(rules.constrain(value.astype(dtype), *axes[len(axes) - value.ndim :]))
+
+    def move_layer(carry: None, layer: Params) -> tuple[None, Params]:
+        return carry, {name: move(name, value) for name, value in layer.items()}
+
+    def sync(params: Params) -> Params:
+        layers = {name: value for name, value in params.items() if name.startswith(LAYERS) and not in_place}
+        moved = {name: move(name, value) for name, value in params.items() if name not in layers}
+        return moved | (jax.lax.scan(move_layer, None, layers)[1] if layers else {})
+
+    return jax.jit(sync, out_shardings=wanted)
+
+
+def make_prefill(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> Any:
+    """The jitted `(params, tokens [R, T], lengths [R]) -> Prompts`: one compiled variant per bucket T."""
+
+    def prefill(params: Params, tokens: jax.Array, lengths: jax.Array) -> Prompts:
+        R, T = tokens.shape
+        empty = caches.make_cache(decoder, slots=R, length=T, dtype=activation_dtype(rules, dtype), rules=rules)
+        mask = jnp.broadcast_to(jnp.tri(T, dtype=bool), (R, T, T))  # padding comes last: no prompt token sees it
+
+        def attend(kv: Cache, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Cache, jax.Array]:
+            return caches.fill(kv, layer, k, v), causal_attention(q, k, v, mask)
+
+        positions = jnp.broadcast_to(jnp.arange(T), (R, T))
+        hidden, kv = forward(params, tokens, positions, attend, empty, config=decoder, rules=rules, dtype=dtype)
+        last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]  # [R, D]
+        logits = logits_at(last, head_weights(params, rules, dtype), 1.0)
+        return Prompts(kv=kv, logits=rules.constrain(logits, "batch", None))
+
+    return jax.jit(prefill)
+
+
+def make_place(rules: ShardingRules) -> Any:
+    """The jitted `(cache, prompts, rows [S], slots) -> (cache, Drawn)`: prompts into slots, and their first tokens.
+
+    `rows` names the prompt of each slot, -1 for slots that stay as they are. The cache is donated.
+    """
+
+    def place(cache: Cache, prompts: Prompts, rows: jax.Array, slots: Slots) -> tuple[Cache, Drawn]:
+        placed = rows >= 0
+        logits = rules.constrain(prompts.logits, None, None)[jnp.maximum(rows, 0)]  # [S, V]
+        logits = rules.constrain(logits, "batch", None)
+        tokens, logprobs = sample(logits, slots.sampling, slots.lengths, placed)
+        return caches.insert(cache, prompts, rows, rules), Drawn(
+            tokens=tokens[:, None],
+            logprobs=logprobs[:, None],
+            counts=placed.astype(jnp.int32),
+            live=placed & ~_ends(slots, tokens, slots.lengths),
+        )
+
+    return jax.jit(place, donate_argnums=0, out_shardings=(rules.sharding(*caches.AXES), rules.sharding("batch")))
+
+
+def make_decode(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *, steps: int) -> Any:
+    """The jitted `(params, cache, slots) -> (cache, Drawn, steps [])`: up to `steps` tokens in each live slot.
+
+    It leaves early when no slot is live any more, and says how many steps it ran. The cache is donated.
+    """
+
+    def decode(params: Params, cache: Cache, slots: Slots) -> tuple[Cache, Drawn, jax.Array]:
+        S = len(slots.tokens)
+
+        def step(carry: tuple[Cache, Slots, Drawn, jax.Array]) -> tuple[Cache, Slots, Drawn, jax.Array]:
+            cache, slots, drawn, i = carry
+            logits, cache = _next_logits(params, cache, slots, decoder=decoder, rules=rules, dtype=dtype)
+            lengths = slots.lengths + slots.live
+            tokens, logprobs = sample(logits, slots.sampling, lengths, slots.live)
+            drawn = Drawn(
+                tokens=drawn.tokens.at[:, i].set(tokens),
+                logprobs=drawn.logprobs.at[:, i].set(logprobs),
+                counts=drawn.counts + slots.live,
+                live=slots.live & ~_ends(slots, tokens, lengths),
+            )
+            return cache, dataclasses.replace(slots, lengths=lengths, tokens=tokens, live=drawn.live), drawn, i + 1
+
+        def unfinished(carry: tuple[Cache, Slots, Drawn, jax.Array]) -> jax.Array:
+            _, _, drawn, i = carry
+            return (i < steps) & jnp.any(drawn.live)
+
+        nothing = Drawn(
+            tokens=jnp.zeros((S, steps), jnp.int32),
+            logprobs=jnp.zeros((S, steps), jnp.float32),
+            counts=jnp.zeros(S, jnp.int32),
+            live=slots.live,
+        )
+        cache, _, drawn, ran = jax.lax.while_loop(unfinished, step, (cache, slots, nothing, jnp.int32(0)))
+        return cache, drawn, ran
+
+    shardings = rules.sharding(*caches.AXES), rules.sharding("batch"), rules.sharding()
+    return jax.jit(decode, donate_argnums=1, out_shardings=shardings)
+
+
+def _next_logits(
+    params: Params, cache: Cache, slots: Slots, *, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
+) -> tuple[jax.Array, Cache]:
+    """Logits [S, V] float32 behind each slot's last token, which enters the cache."""
+    lengths = slots.lengths
+
+    def attend(cache: Cache, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Cache, jax.Array]:
+        cache = caches.append(cache, layer, lengths, k[:, 0], v[:, 0], rules)
+        return cache, caches.attend(cache, layer, lengths, q[:, 0])[:, None]
+
+    hidden, cache = forward(
+        params, slots.tokens[:, None], lengths[:, None], attend, cache, config=decoder, rules=rules, dtype=dtype
+    )
+    return logits_at(hidden[:, 0], head_weights(params, rules, dtype), 1.0), cache
+
+
+def _ends(slots: Slots, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    """Whether a token drawn for a position [S] is its sequence's last, [S]."""
+    return jnp.any(tokens[:, None] == slots.stop_tokens, axis=1) | (positions >= slots.last)

@@ -1,0 +1,186 @@
+"""How the next token is drawn from logits, and its log-probability under the distribution that it was drawn from.
+
+Pure functions of arrays; each row has settings of its own, so requests of any kind share one program. Which rows are
+live, and what a drawn token means, is the engine's.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podium.rollout.request import SamplingParams
+
+BLOCK = 128  # tokens of the vocabulary that one entry of the upper level of the draw stands for
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingRows:
+    """How each row draws: the settings of its request and what its random numbers follow from."""
+
+    seeds: jax.Array  # [S, 2] uint32, high and low half of the request's seed
+    completions: jax.Array  # [S] int32, index of the completion in its request
+    temperature: jax.Array  # [S] float32; 0: greedy
+    top_k: jax.Array  # [S] int32; 0: all tokens
+    top_p: jax.Array  # [S] float32
+    min_p: jax.Array  # [S] float32
+
+
+def idle_rows(num_rows: int) -> Any:
+    """`SamplingRows` of numpy arrays, for the host to fill."""
+
+    def zeros(dtype: type, *dims: int) -> Any:
+        return np.zeros((num_rows, *dims), dtype)
+
+    return SamplingRows(
+        seeds=zeros(np.uint32, 2),
+        completions=zeros(np.int32),
+        temperature=zeros(np.float32),
+        top_k=zeros(np.int32),
+        top_p=zeros(np.float32),
+        min_p=zeros(np.float32),
+    )
+
+
+def fill_row(rows: Any, row: int, settings: SamplingParams, *, seed: int, completion: int) -> None:
+    """Write the settings and the seed of a completion into a row of the host's `SamplingRows`."""
+    seed %= 2**64
+    rows.seeds[row] = seed >> 32, seed & 0xFFFFFFFF
+    rows.completions[row] = completion
+    rows.temperature[row] = settings.temperature
+    rows.top_k[row] = settings.top_k
+    rows.top_p[row] = settings.top_p
+    rows.min_p[row] = settings.min_p
+
+
+@jax.named_scope("sample")
+def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """One token of each row.
+
+    A row's distribution is its softmax at the temperature, cut to top-k, then top-p of what is left, then min-p, and
+    normalised again; tokens that tie with the last one kept are kept too. At temperature 0 the token is the likeliest
+    (the first of equals), and its log-probability is that of the full softmax at temperature 1. Random numbers follow
+    from the row's seed, completion and position alone, so that a row's draw does not depend on the others'.
+
+    Args:
+        logits: [S, V] float32.
+        rows: how each row draws.
+        positions: [S] int32, where in its sequence each token will stand.
+        live: [S] bool; rows that are not live draw something without meaning, and cost no search for their cut.
+
+    Returns:
+        Tokens [S] int32 and log-probabilities [S] float32.
+    """
+    S, V = logits.shape
+    greedy = rows.temperature == 0
+    highest = jnp.max(logits, axis=1)  # [S]
+    temperature = jnp.where(greedy, 1.0, rows.temperature)
+
+    def scale(x: jax.Array) -> jax.Array:  # [S, ...]; shifted, then divided: finite logits cannot overflow upwards
+        return (x - _beside(highest, x)) / _beside(temperature, x)
+
+    # Cuts are values of logits, which are compared as they came: what was rounded might differ between two uses.
+    lowest = jnp.maximum(
+        _lowest_kept(logits, lambda: jnp.exp(scale(logits)), rows, live & ~greedy),
+        jnp.where(greedy, highest, highest + temperature * jnp.log(rows.min_p)),
+    )  # [S]
+
+    def weigh(x: jax.Array) -> jax.Array:  # [S, ...]
+        return jnp.where(x >= _beside(lowest, x), jnp.exp(scale(x)), 0.0)
+
+    blocks = jnp.pad(logits, ((0, 0), (0, -V % BLOCK)), constant_values=-jnp.inf).reshape(S, -1, BLOCK)
+    block_weights = jnp.sum(weigh(blocks), axis=2)  # [S, V / BLOCK]
+    # A greedy row keeps its maxima alone, and the uniform 0 takes the first of them.
+    uniforms = jax.vmap(_uniforms)(rows.seeds, rows.completions, positions) * ~greedy[:, None]  # [S, 2]
+    block = _invert(block_weights, uniforms[:, 0])  # [S]
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]  # [S, BLOCK]
+    token = _invert(weigh(inside), uniforms[:, 1])  # [S]
+    chosen = scale(jnp.take_along_axis(inside, token[:, None], axis=1)[:, 0])
+    everything = jnp.sum(jnp.exp(scale(logits)), axis=1)
+    total = jnp.where(greedy, everything, jnp.sum(block_weights, axis=1))
+    return jnp.minimum(block * BLOCK + token, V - 1), chosen - jnp.log(total)
+
+
+def _beside(rows: jax.Array, x: jax.Array) -> jax.Array:
+    """Numbers of rows, [S], in a shape that broadcasts with `x`, [S, ...]."""
+    return jnp.expand_dims(rows, range(1, x.ndim))
+
+
+def _uniforms(seed: jax.Array, completion: jax.Array, position: jax.Array) -> jax.Array:
+    """Two numbers in [0, 1), multiples of 2^-24: one for the block, one inside it. `seed` is [2], the others []."""
+    key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+    key = jax.random.fold_in(jax.random.fold_in(key, completion), position)
+    return (jax.random.bits(key, (2,), jnp.uint32) >> 8).astype(jnp.float32) * 2.0**-24
+
+
+def _invert(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
+    """The inverse of each row's distribution function: an index of weight above 0, whatever sums round to.
+
+    Args:
+        weights: [S, N], at least 0, not normalised.
+        uniforms: [S] in [0, 1).
+
+    Returns:
+        [S] int32.
+    """
+    cumulative = jnp.cumsum(weights, axis=1)
+    possible = weights > 0
+    reached = possible & (cumulative > (uniforms * cumulative[:, -1])[:, None])
+    last = weights.shape[1] - 1 - jnp.argmax(possible[:, ::-1], axis=1)
+    return jnp.where(jnp.any(reached, axis=1), jnp.argmax(reached, axis=1), last).astype(jnp.int32)
+
+
+def _lowest_kept(logits: jax.Array, weigh: Callable[[], jax.Array], rows: SamplingRows, live: jax.Array) -> jax.Array:
+    """The least logit that top-k and top-p keep, [S]; the search is skipped where no live row is cut by it.
+
+    Args:
+        logits: [S, V] float32.
+        weigh: makes the weights that top-p adds up, [S, V].
+        rows: how each row draws.
+        live: [S] bool.
+    """
+    S, V = logits.shape
+    everything = jnp.full((S,), -jnp.inf, jnp.float32)
+
+    def top_k() -> jax.Array:
+        wanted = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, V), V).astype(jnp.float32)
+        return _threshold(logits, jnp.ones_like(logits), wanted)
+
+    kept = jax.lax.cond(jnp.any(live & (rows.top_k > 0)), top_k, lambda: everything)
+
+    def top_p() -> jax.Array:
+        weights = jnp.where(logits >= kept[:, None], weigh(), 0.0)
+        found = _threshold(logits, weights, rows.top_p * jnp.sum(weights, axis=1))
+        return jnp.where(rows.top_p < 1, jnp.maximum(found, kept), kept)
+
+    return jax.lax.cond(jnp.any(live & (rows.top_p < 1)), top_p, lambda: kept)
+
+
+def _threshold(values: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
+    """The largest number with at least the wanted weight on values not below it: a search over bits, no sort.
+
+    Args:
+        values: [S, V] float32.
+        weights: [S, V] float32, at least 0.
+        wanted: [S] float32.
+
+    Returns:
+        [S] float32, one of the row's values; -inf where all weights together do not reach what is wanted.
+    """
+    sign = jnp.uint32(0x80000000)
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    ordered = jnp.where(bits >= sign, ~bits, bits | sign)  # [S, V], in the order of the floats
+
+    def narrow(i: jax.Array, found: jax.Array) -> jax.Array:
+        candidate = found | (sign >> i.astype(jnp.uint32))
+        weight = jnp.sum(jnp.where(ordered >= candidate[:, None], weights, 0.0), axis=1)
+        return jnp.where(weight >= wanted, candidate, found)
+
+    found = jax.lax.fori_loop(0, 32, narrow, jnp.zeros(len(values), jnp.uint32))
+    least = jnp.uint32(0x007FFFFF)  # -inf in this order; below it are the NaNs
+    found = jnp.maximum(found, least)
+    return jax.lax.bitcast_convert_type(jnp.where(found >= sign, found ^ sign, ~found), jnp.float32)

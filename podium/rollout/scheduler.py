@@ -1,0 +1,98 @@
+"""Which completion sits in which slot, and which prompts are prefilled together: plain integers, no arrays, no jax.
+
+A group is a request: one prompt and its completions. Groups enter slots in the order they came, and so do the members
+of a group. A prompt is prefilled once, together with the next waiting prompts of its bucket (prompts of a bucket share
+one compiled shape), and its keys and values are held until its last member has a slot. At most one batch of prompts
+per bucket is held at a time: prompts of a bucket are prefilled in order, so when the first in the queue needs a
+prefill, every earlier prompt of its bucket has been placed.
+"""
+
+import collections
+import dataclasses
+import itertools
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """A member of a group that enters a slot now."""
+
+    slot: int
+    group: int
+    member: int
+    row: int
+    """Which row of its bucket's last prefill is its prompt."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Admission:
+    """Prompts to prefill, then members to place; all of one bucket."""
+
+    bucket: int
+    prefill: tuple[int, ...]
+    """Groups by row; empty where the prompts of the last prefill of this bucket are used further."""
+    placements: tuple[Placement, ...]
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Group:
+    id: int
+    bucket: int
+    members: int
+    placed: int = 0
+    row: int = -1  # -1: not prefilled yet
+
+
+class Scheduler:
+    """Queue and slots of one `generate`."""
+
+    def __init__(self, *, num_slots: int, prefill_rows: int) -> None:
+        self.prefill_rows = prefill_rows
+        self.free_slots = list(range(num_slots))
+        self.running: dict[int, tuple[int, int]] = {}  # slot -> (group, member)
+        self.num_prefills = 0  # prompts prefilled
+        self._waiting: collections.deque[_Group] = collections.deque()
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything waits or runs."""
+        return bool(self._waiting or self.running)
+
+    def submit(self, group: int, *, bucket: int, members: int) -> None:
+        """Queue the members of a group, whose prompt is prefilled in the shape of `bucket`."""
+        self._waiting.append(_Group(id=group, bucket=bucket, members=members))
+
+    def admit(self) -> Admission | None:
+        """What enters slots now, of the first group's bucket; None where nothing can. Call it until it says so."""
+        if not (self._waiting and self.free_slots):
+            return None
+        first = self._waiting[0]
+        prefill = [] if first.row >= 0 else self._next_prompts(first.bucket)
+        for row, group in enumerate(prefill):
+            group.row = row
+        self.num_prefills += len(prefill)
+        placements = []
+        while self.free_slots and self._waiting:
+            group = self._waiting[0]
+            if group.bucket != first.bucket or group.row < 0:
+                break
+            placements.append(self._place(group))
+        return Admission(
+            bucket=first.bucket, prefill=tuple(group.id for group in prefill), placements=tuple(placements)
+        )
+
+    def retire(self, slot: int) -> None:
+        """The member in `slot` has ended."""
+        del self.running[slot]
+        self.free_slots.append(slot)
+
+    def _next_prompts(self, bucket: int) -> list[_Group]:
+        same_shape = (group for group in self._waiting if group.bucket == bucket)
+        return list(itertools.islice(same_shape, self.prefill_rows))
+
+    def _place(self, group: _Group) -> Placement:
+        placement = Placement(slot=self.free_slots.pop(), group=group.id, member=group.placed, row=group.row)
+        self.running[placement.slot] = (group.id, group.placed)
+        group.placed += 1
+        if group.placed == group.members:
+            self._waiting.popleft()
+        return placement

@@ -1,0 +1,214 @@
+"""Where arrays live: a mesh of devices, and one table from logical axes to mesh axes.
+
+Parameters are declared once as `ParamSpec`s; initialisation, sharding, checkpoints and the planner's abstract arrays
+are readings of that declaration. Mesh axes are dp (copies), fsdp (parameters and batch split), tp (heads split).
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from podium.config.mesh import AXES, mesh_shape
+from podium.config.schema import RolloutLayout
+
+MeshAxes = str | tuple[str, ...] | None
+Params = dict[str, jax.Array]
+
+
+class ParamSpec(NamedTuple):
+    """One weight: its shape, the logical axis of each dimension, and how it starts."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]  # looked up in ShardingRules
+    std: float  # of the initial normal; 0: constant
+    mean: float = 0.0
+
+
+ParamSpecs = dict[str, ParamSpec]
+
+# Training: float32 master weights and optimizer state split over fsdp (and tp); the batch over dp and fsdp.
+# An activation whose width is split as the weights' is has its batch over the axes that are left: "batch_by_width".
+TRAIN_AXES: Mapping[str, MeshAxes] = {
+    "batch": ("dp", "fsdp"),
+    "batch_by_width": "dp",
+    "vocab": "tp",
+    "width": "fsdp",
+    "heads": "tp",
+    "kv_heads": "tp",
+    "mlp": "tp",
+}
+# While a layer computes, its weights are whole but for tp: "gathered" is what the layer asks for.
+GATHERED_AXES: Mapping[str, MeshAxes] = {**TRAIN_AXES, "batch_by_width": ("dp", "fsdp"), "width": None}
+# Rollout: every device holds all weights and its own share of the sequences.
+ROLLOUT_AXES: Mapping[str, MeshAxes] = {"batch": ("dp", "fsdp", "tp"), "batch_by_width": ("dp", "fsdp", "tp")}
+# The two layouts of the former system decode from weights split as in training. With the sequences over all devices
+# (legacy), the weights of each layer come over the interconnect for every token; with the sequences over dp alone
+# (maxtext), every device of a dp group does all its attention, and sums over the split width come instead.
+ROLLOUT_LAYOUTS: Mapping[RolloutLayout, Mapping[str, MeshAxes]] = {
+    "replicated": ROLLOUT_AXES,
+    "legacy": {**TRAIN_AXES, "batch": ("dp", "fsdp", "tp"), "batch_by_width": ("dp", "tp")},
+    "maxtext": {**TRAIN_AXES, "batch": "dp"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingRules:
+    """A mesh and the mesh axes that split each logical axis; an axis not named is not split."""
+
+    mesh: Mesh
+    axes: Mapping[str, MeshAxes]
+    stored: Mapping[str, MeshAxes] | None = None
+    """The same of weights where they are stored, and of their gradients; None: stored as they compute."""
+
+    def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
+        """The partition of an array with these logical axes."""
+        return PartitionSpec(*(None if axis is None else self.axes.get(axis) for axis in axes))
+
+    def sharding(self, *axes: str | None) -> NamedSharding:
+        """The same as a sharding on the mesh; no axes at all: replicated."""
+        return NamedSharding(self.mesh, self.spec(axes))
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """`x`, laid out so at this point of a traced function."""
+        return jax.lax.with_sharding_constraint(x, self.sharding(*axes))
+
+    @property
+    def storage(self) -> "ShardingRules":
+        """The rules by which weights are stored."""
+        return self if self.stored is None else ShardingRules(self.mesh, self.stored)
+
+    def constrain_weight(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """The same of a weight; its gradient goes where it is stored, summed and split in one exchange."""
+        return _constrain_weight(self.sharding(*axes), self.storage.sharding(*axes), x)
+
+    def weight_copies(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """The same of a stored weight once more for each of the n shards of the batch: [n, ...], each on its devices.
+
+        Who loops over parts of the batch uses it: the gradient of each copy stays where it is until the loop has ended.
+        """
+        return _weight_copies(self.mesh, self.storage.spec(axes), self.spec(("batch", *axes)), x)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the mesh is of CPUs."""
+        return self.mesh.devices.flat[0].platform == "cpu"
+
+    def num_shards(self, axis: str) -> int:
+        """Into how many parts a logical axis is split."""
+        return _size(self.mesh, self.axes.get(axis))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _constrain_weight(here: NamedSharding, gradient: NamedSharding, x: jax.Array) -> Any:
+    return jax.lax.with_sharding_constraint(x, here)
+
+
+_constrain_weight.defvjp(
+    lambda here, gradient, x: (_constrain_weight(here, gradient, x), None),
+    lambda here, gradient, _, dx: (jax.lax.with_sharding_constraint(dx, gradient),),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _weight_copies(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec, x: jax.Array) -> Any:
+    def gather(x: jax.Array) -> jax.Array:
+        for dim, axes in _gathered(mesh, stored, copies).items():
+            x = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+        return x[None]
+
+    return jax.shard_map(gather, mesh=mesh, in_specs=stored, out_specs=copies, check_vma=False)(x)
+
+
+def _sum_copies(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec, _: None, dx: jax.Array) -> tuple[jax.Array]:
+    """The gradient of a weight from those of its copies, [n, ...]."""
+    gathered = _gathered(mesh, stored, copies)
+    scattered = {name for axes in gathered.values() for name in _names(axes)}
+    others = tuple(name for name in _names(copies[0]) if name not in scattered and mesh.shape[name] > 1)
+
+    def add(dx: jax.Array) -> jax.Array:
+        dx = dx[0]
+        for dim, axes in gathered.items():
+            # The TPU sums shares of the first dimension alone; of another it would sum all, and keep a share.
+            first = 0 if dx.shape[0] % _size(mesh, axes) == 0 else dim
+            dx = jax.lax.psum_scatter(dx, axes, scatter_dimension=first, tiled=True)
+            if first != dim:
+                dx = jax.lax.all_to_all(dx, axes, split_axis=dim, concat_axis=first, tiled=True)
+        return jax.lax.psum(dx, others)
+
+    return (jax.shard_map(add, mesh=mesh, in_specs=copies, out_specs=stored, check_vma=False)(dx),)
+
+
+def _gathered(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec) -> dict[int, MeshAxes]:
+    """Dimensions of a weight that its copies have whole, and the mesh axes that split them where it is stored."""
+    pairs = enumerate(zip(stored, copies[1:], strict=True))
+    return {dim: axes for dim, (axes, here) in pairs if axes != here and _size(mesh, axes) > 1}
+
+
+_weight_copies.defvjp(lambda mesh, stored, copies, x: (_weight_copies(mesh, stored, copies, x), None), _sum_copies)
+
+
+def _names(axes: MeshAxes) -> tuple[str, ...]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else axes
+
+
+def _size(mesh: Mesh, axes: MeshAxes) -> int:
+    return math.prod(mesh.shape[name] for name in _names(axes))
+
+
+def make_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh that `mesh:` means on `devices` (all there are); those of a slice and of a host are contiguous in it."""
+    devices = sorted(devices or jax.devices(), key=lambda each: (_slice_of(each), each.process_index, each.id))
+    hosts = len({device.process_index for device in devices})
+    slices = len({_slice_of(device) for device in devices})
+    shape = mesh_shape(text, devices=len(devices), hosts=hosts, slices=slices)
+    return Mesh(np.array(devices, dtype=object).reshape(shape), AXES)
+
+
+def to_devices(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """An array that all hosts have, in its shards: each host copies its own, and asks no other whether they agree."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def _slice_of(device: Any) -> int:
+    """Which of several slices a device is in; 0 where there are none."""
+    return getattr(device, "slice_index", None) or 0
+
+
+def param_shardings(specs: ParamSpecs, rules: ShardingRules) -> dict[str, NamedSharding]:
+    """Where each parameter lives. Raises ValueError where a dimension does not divide by its mesh axes."""
+    for name, spec in specs.items():
+        for dim, axis in zip(spec.shape, spec.axes, strict=True):
+            if axis is not None and dim % rules.num_shards(axis):
+                raise ValueError(
+                    f"parameter {name}: axis {axis} of {dim} does not divide over {rules.num_shards(axis)} devices"
+                    f" ({rules.axes[axis]}); set mesh so that it does, for example 'dp:{rules.mesh.size}'"
+                )
+    return {name: rules.sharding(*spec.axes) for name, spec in specs.items()}
+
+
+def abstract_params(specs: ParamSpecs, dtype: jnp.dtype, rules: ShardingRules) -> dict[str, jax.ShapeDtypeStruct]:
+    """What the parameters will be, without making them: for checkpoints and for the planner."""
+    shardings = param_shardings(specs, rules)
+    return {name: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=shardings[name]) for name, spec in specs.items()}
+
+
+def init_params(seed: int, specs: ParamSpecs, rules: ShardingRules) -> Params:
+    """Random float32 parameters, each made in its own shards; the same numbers on any mesh."""
+
+    def init() -> Params:
+        keys = jax.random.split(jax.random.key(seed), len(specs))
+        return {
+            name: spec.mean + spec.std * jax.random.normal(key, spec.shape, jnp.float32)
+            for key, (name, spec) in zip(keys, specs.items(), strict=True)
+        }
+
+    return jax.jit(init, out_shardings=param_shardings(specs, rules))()

@@ -1,0 +1,164 @@
+"""Questions and answers out of files and data sets: every task that reads data reads it here.
+
+A local path is a .jsonl or .parquet file, or a folder with one per split; without a path, the hub is asked.
+"""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from podium.tasks.names import suggestion
+from podium.tasks.task import Prompt, TaskSource
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Where a data set keeps what a prompt needs."""
+
+    question: str
+    answer: str
+    reference: Callable[[str], str | None] = str.strip
+    """Reads the reference out of the answer column; None where there is none."""
+    rule: str = "is empty"
+    """What is wrong with an answer column without a reference, for the error."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HubDataset:
+    """A data set on the Hugging Face hub."""
+
+    name: str
+    subset: str | None = None
+
+
+def read_prompts(
+    task: str, split: str, source: TaskSource, columns: Columns, dataset: HubDataset | None
+) -> Sequence[Prompt]:
+    """All prompts of one split.
+
+    Args:
+        task: Name of the task, for ids and messages.
+        split: `train` or `eval`.
+        source: The config's paths and split names.
+        columns: Where question and answer are.
+        dataset: What to load where `source` has no path; None if a path is necessary.
+
+    Raises:
+        ValueError: No such file, split or column; a row without question or answer (named); no rows at all.
+    """
+    split_name = source.eval_split if split == "eval" else source.train_split
+    if source.path or (split == "eval" and source.eval_path):
+        rows = (row for file in _local_files(task, split, source) for row in _file_rows(file))
+        origin = str(source.eval_path if split == "eval" and source.eval_path else source.path)
+    elif dataset:
+        rows = _hub_rows(task, dataset, split_name)
+        origin = f"{dataset.name} ({split_name})"
+    else:
+        raise ValueError(f"{task}: path must be set: a .jsonl or .parquet file, or a folder with one per split")
+    prompts = [
+        _prompt(f"{task}/{split_name}/{index}", f"{task}: {place}", row, columns)
+        for index, (place, row) in enumerate(rows)
+    ]
+    if not prompts:
+        raise ValueError(f"{task}: {origin} has no questions; an empty data set cannot be trained or evaluated on")
+    return prompts
+
+
+def _prompt(prompt_id: str, place: str, row: dict[str, Any], columns: Columns) -> Prompt:
+    """The prompt of one row, or a ValueError that names the row."""
+    for column, option in ((columns.question, "question"), (columns.answer, "answer")):
+        if column not in row:
+            raise ValueError(
+                f"{place}: no column {column!r} (the {option}); {suggestion(column, row)}. "
+                f"The task's options name the columns (`podium tasks`)"
+            )
+    question, answer = row[columns.question], row[columns.answer]
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError(f"{place}: the question (column {columns.question!r}) is {question!r}, not a text")
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        answer = str(answer)
+    if not isinstance(answer, str):
+        raise ValueError(f"{place}: the answer (column {columns.answer!r}) is {answer!r}, not a text or a number")
+    reference = columns.reference(answer)
+    if not reference:
+        raise ValueError(f"{place}: the answer (column {columns.answer!r}) {columns.rule}: {answer[-80:]!r}")
+    return Prompt(id=prompt_id, question=question, answer=reference)
+
+
+def _local_files(task: str, split: str, source: TaskSource) -> list[Path]:
+    """The files of a split: the one named, the folder's, or the evaluation file beside the training file."""
+    own_path = source.eval_path if split == "eval" else None
+    path = Path(own_path or source.path or "").expanduser()
+    name = source.eval_split if split == "eval" else source.train_split
+    if path.is_dir():
+        files = [path / f"{name}{ending}" for ending in (".jsonl", ".parquet")]
+        found = [file for file in files if file.is_file()][:1] or sorted(path.glob(f"{name}-*.parquet"))
+        if not found:
+            there = ", ".join(sorted(file.name for file in path.iterdir())[:10]) or "nothing"
+            raise ValueError(f"{task}: {path} has no {name}.jsonl or {name}.parquet (it holds {there})")
+        return found
+    key = "eval_path" if own_path else "path"
+    if not path.is_file():
+        raise ValueError(f"{task}: {key}: there is no file or folder {path}")
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise ValueError(f"{task}: {key}: {path} is neither .jsonl nor .parquet")
+    if split == "eval" and not own_path:
+        beside = path.with_name(f"{name}{path.suffix}")
+        if path.stem == source.train_split and beside.is_file():
+            return [beside]
+        logger.warning("%s: %s is trained on and evaluated on; set eval_path for held-out questions", task, path)
+    return [path]
+
+
+def _file_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row of a file, and its place for messages."""
+    if path.suffix == ".parquet":
+        try:
+            from pyarrow import parquet
+        except ImportError as error:
+            raise ValueError(f"{path}: parquet files need pyarrow: pip install 'podium-rl[data]'") from error
+        try:
+            rows = parquet.read_table(path).to_pylist()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path}: not a parquet file that can be read: {error}") from error
+        yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, 1))
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield f"{path}:{number}", _json_row(f"{path}:{number}", line)
+
+
+def _json_row(place: str, line: bytes) -> dict[str, Any]:
+    """The JSON object of one line."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place}: not a line of JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}: expected a JSON object with columns, got {type(row).__name__}")
+    return row
+
+
+def _hub_rows(task: str, dataset: HubDataset, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row of a split of a data set of the hub (from the local cache where it is there)."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"{task}: data sets of the hub need `datasets`: pip install 'podium-rl[data]' (or set path to a local file)"
+        ) from error
+    try:
+        rows = datasets.load_dataset(dataset.name, dataset.subset, split=split)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{task}: could not load split {split!r} of {dataset.name} from the hub: {error}. "
+            f"Set path to a local .jsonl or .parquet file, or train_split and eval_split to splits that exist"
+        ) from error
+    for number, row in enumerate(rows, 1):
+        yield f"{dataset.name} ({split}) row {number}", dict(row)

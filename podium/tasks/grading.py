@@ -1,0 +1,234 @@
+"""Grades completions in other processes, off the step's critical path, with a hard time limit for each answer.
+
+Nothing that a model wrote stops a run: a worker that takes too long or dies over an answer is replaced, and the answer
+counts as wrong. A bug in a grader does stop it, with all that is needed to repeat it.
+"""
+
+import logging
+import os
+import queue
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from multiprocessing.connection import Pipe
+
+from podium.config.schema import GradingConfig, TaskConfig
+from podium.tasks.mixture import TaskPrompt
+from podium.tasks.registry import make_task, task_labels
+from podium.tasks.rewards import LengthLimits, check_rewards, make_reward
+from podium.tasks.task import Graded, Reward
+from podium.tasks.worker import Item, Outcome, grade_item
+
+logger = logging.getLogger(__name__)
+
+START_LIMIT_S = 300.0
+"""How long a worker may take to import and make its tasks."""
+CHUNK = 16
+"""Most items sent to a worker at once."""
+SHOWN_CHARS = 2_000
+"""How much of a question and a completion an error shows, from each end."""
+
+
+Answer = tuple[TaskPrompt, Graded]
+
+
+class GradingError(ValueError):
+    """A bug in a task's grader, with the task, the prompt, the completion and the traceback."""
+
+
+class Grading:
+    """Completions that are being graded."""
+
+    def __init__(self, chunks: Sequence[Future[list[Reward]]]) -> None:
+        self._chunks = chunks
+
+    def result(self) -> list[Reward]:
+        """The rewards, in the order of the items, when all are graded.
+
+        Raises:
+            GradingError: A grader has a bug.
+        """
+        try:
+            return [reward for chunk in self._chunks for reward in chunk.result()]
+        finally:
+            for chunk in self._chunks:
+                chunk.cancel()  # those that wait behind a bug
+
+
+class Grader:
+    """Grades completions of a mixture of tasks in `grading.workers` processes."""
+
+    def __init__(self, tasks: Sequence[TaskConfig], config: GradingConfig, *, max_new_tokens: int) -> None:
+        """Starts the processes; they import their tasks while the caller goes on.
+
+        Args:
+            tasks: The config's tasks, in the order that `TaskPrompt.task` counts.
+            config: Processes, time limit, overlong buffer.
+            max_new_tokens: `rollout.max_new_tokens`, for the `length` reward.
+
+        Raises:
+            ValueError: A reward that is not known or cannot be computed.
+        """
+        for task in tasks:
+            check_rewards(task, config, max_new_tokens=max_new_tokens)
+        self._configs = list(tasks)
+        self._labels = task_labels(tasks)
+        self._limits = LengthLimits(max_new_tokens, config.overlong_buffer_tokens)
+        self._timeout_s = config.timeout_s
+        self._warned = False
+        self._closed = False
+        self._own_tasks = [make_task(task) for task in tasks] if config.workers == 0 else []
+        self._threads = ThreadPoolExecutor(config.workers or 1, thread_name_prefix="grading")  # one for each worker
+        self._workers = {_Worker(self._configs, self._timeout_s) for _ in range(config.workers)}
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+
+    def grade(self, items: Sequence[Answer]) -> list[Reward]:
+        """The rewards of completions, in their order."""
+        return self.submit(items).result()
+
+    def submit(self, items: Sequence[Answer]) -> Grading:
+        """Starts to grade completions and returns at once; `.result()` of what it returns waits for the rewards."""
+        if self._own_tasks:
+            done: Future[list[Reward]] = Future()
+            outcomes = [grade_item(self._own_tasks[item.task], item) for item in map(_item, items)]
+            done.set_result([self._reward(*pair) for pair in zip(items, outcomes, strict=True)])
+            return Grading([done])
+        chunks = [items[start : start + CHUNK] for start in range(0, len(items), CHUNK)]
+        return Grading([self._threads.submit(self._grade_chunk, chunk) for chunk in chunks])
+
+    def close(self) -> None:
+        """Ends the processes at once; what is being graded is dropped."""
+        self._closed = True
+        for worker in list(self._workers):
+            worker.stop()
+        self._threads.shutdown(cancel_futures=True)
+        while not self._idle.empty():
+            self._idle.get().discard()
+
+    def _grade_chunk(self, answers: Sequence[Answer]) -> list[Reward]:
+        """The rewards of a chunk, from as many workers as it uses up. Runs in a thread."""
+        items = [_item(answer) for answer in answers]
+        outcomes: list[Outcome] = []
+        while len(outcomes) < len(items) and not self._closed:
+            worker = self._idle.get()
+            try:
+                outcomes += worker.grade(items[len(outcomes) :])
+            except BaseException:
+                worker.stop()  # what it still sends belongs to no one
+                if self._closed:  # `close` ended it, perhaps before it was ready
+                    break
+                raise
+            finally:
+                self._idle.put(worker if worker.alive() or self._closed else self._replaced(worker))
+        if self._closed:
+            raise CancelledError("the grader was closed before all answers were graded")
+        return [self._reward(*pair) for pair in zip(answers, outcomes, strict=True)]
+
+    def _replaced(self, worker: "_Worker") -> "_Worker":
+        """A new process in the place of one that ended."""
+        worker.discard()
+        self._workers.discard(worker)
+        replacement = _Worker(self._configs, self._timeout_s)
+        self._workers.add(replacement)
+        return replacement
+
+    def _reward(self, answer: Answer, outcome: Outcome) -> Reward:
+        """The reward of an outcome; a bug is raised."""
+        task_prompt, graded = answer
+        task, prompt = task_prompt.task, task_prompt.prompt
+        name = f"{self._labels[task]}, prompt {prompt.id}"
+        if outcome.kind == "bug":
+            raise GradingError(
+                f"the grader of {name} failed; fix it, then continue the run.\n"
+                f"--- question\n{_shown(prompt.question)}\n"
+                f"--- reference answer\n{_shown(prompt.answer)}\n--- completion\n{_shown(graded.text)}\n"
+                f"--- {outcome.message}"
+            )
+        stopped = outcome.kind == "stopped"
+        if stopped and not self._warned:
+            self._warned = True
+            logger.warning("grading of %s was stopped: %s; it counts as wrong, as will others", name, outcome.message)
+        return make_reward(self._configs[task], graded, self._limits, correct=outcome.correct, timed_out=stopped)
+
+
+class _Worker:
+    """A process that grades, and our end of its connection.
+
+    A plain subprocess rather than multiprocessing's: that would run the caller's main module again, which may well
+    import jax, and a fork of a process with jax in it may hang.
+    """
+
+    def __init__(self, configs: list[TaskConfig], timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._ready = False
+        self._connection, theirs = Pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", f"from podium.tasks.worker import main; main({theirs.fileno()})"],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what a grader prints must not mix with `podium eval --json`
+            start_new_session=True,
+        )
+        theirs.close()
+        self._connection.send((configs, timeout_s))
+
+    def grade(self, items: list[Item]) -> list[Outcome]:
+        """One outcome per item; fewer, the last of them `stopped`, if the worker had to be killed or died."""
+        self._wait_until_ready()
+        outcomes: list[Outcome] = []
+        try:
+            self._connection.send(items)
+            for _ in items:
+                if not self._connection.poll(self._timeout_s):
+                    self.stop()
+                    return [*outcomes, Outcome("stopped", message=f"it took longer than {self._timeout_s:g} s")]
+                outcomes.append(self._connection.recv())
+        except (EOFError, OSError):
+            self.stop()
+            message = f"its process ended with code {self._process.returncode}"
+            return [*outcomes, Outcome("stopped", message=message)]
+        return outcomes
+
+    def alive(self) -> bool:
+        """Whether it can grade more."""
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        """Ends the process, from any thread."""
+        self._process.kill()
+        self._process.wait()
+
+    def discard(self) -> None:
+        """Ends the process and closes our end of the connection."""
+        self.stop()
+        self._connection.close()
+
+    def _wait_until_ready(self) -> None:
+        if self._ready:
+            return
+        try:
+            self._ready = self._connection.poll(START_LIMIT_S) and self._connection.recv() == "ready"
+        except (EOFError, OSError):
+            self._ready = False
+        if not self._ready:
+            self.stop()
+            raise RuntimeError(
+                f"a grading process did not make its tasks: it ended (see above), or took {START_LIMIT_S:g} s"
+            )
+
+
+def _item(answer: Answer) -> Item:
+    """What a worker needs to know of an answer."""
+    prompt, graded = answer
+    return Item(prompt.task, prompt.prompt, graded.text)
+
+
+def _shown(text: str) -> str:
+    """A text for an error: printable, its middle left out if it is very long."""
+    if len(text) > 2 * SHOWN_CHARS:
+        text = f"{text[:SHOWN_CHARS]}\n[... {len(text) - 2 * SHOWN_CHARS} characters ...]\n{text[-SHOWN_CHARS:]}"
+    return text.encode("utf-8", "backslashreplace").decode()

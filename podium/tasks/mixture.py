@@ -1,0 +1,128 @@
+"""Which prompt comes when: a mixture of tasks by weight, each in a new seeded order every epoch.
+
+The n-th prompt of a run is a function of the seed and n alone, so that every host, and a resumed run, sees the same.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from podium.config.schema import TaskConfig
+from podium.tasks.registry import make_task, task_labels
+from podium.tasks.task import Prompt
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskPrompt:
+    """A prompt, and whose it is."""
+
+    task: int
+    """Index of its task in the config."""
+    prompt: Prompt
+    system_prompt: str | None
+
+
+class TaskMixture:
+    """The prompts of a run, in order.
+
+    After any number n of prompts, a task whose weight is the share p of all has been drawn n * p times, less than one
+    draw more or less for each task before it. A task's draws go through all its prompts before one comes again.
+    """
+
+    def __init__(self, tasks: Sequence[TaskConfig], *, seed: int) -> None:
+        self.labels = task_labels(tasks)
+        """A distinct short name for each task."""
+        self.cursor = 0
+        """How many prompts have been drawn; saved with the run, and set when it is resumed."""
+        self._seed = seed
+        self._tasks = [make_task(task) for task in tasks]
+        self._system_prompts = [
+            task.system_prompt if config.system_prompt is None else config.system_prompt or None
+            for config, task in zip(tasks, self._tasks, strict=True)
+        ]
+        self._shares = _shares([config.weight for config in tasks])
+        self._phases = [Fraction(_hash(seed, "phase", index) % 2**32, 2**32) for index in range(len(tasks))]
+        self._order = functools.lru_cache(maxsize=2 * len(tasks))(self._epoch_order)
+        self._prompts = functools.cache(self._read_prompts)
+
+    def num_prompts(self) -> dict[str, int]:
+        """How many training prompts each task has, by label; the data is read now if it was not before."""
+        return {label: len(self._prompts(task, "train")) for task, label in enumerate(self.labels)}
+
+    def next(self, n: int) -> list[TaskPrompt]:
+        """The next n prompts; the cursor moves past them."""
+        prompts = [self.prompt_at(self.cursor + offset) for offset in range(n)]
+        self.cursor += n
+        return prompts
+
+    def prompt_at(self, cursor: int) -> TaskPrompt:
+        """The prompt at a place in the run's order, counted from 0."""
+        task, draw = self._locate(cursor)
+        prompts = self._prompts(task, "train")
+        epoch, place = divmod(draw, len(prompts))
+        return self._task_prompt(task, prompts[self._order(task, epoch)[place]])
+
+    def eval_prompts(self, limit: int | None = None) -> dict[str, list[TaskPrompt]]:
+        """The evaluation prompts of each task, by label: the first `limit`, or all."""
+        return {
+            label: [self._task_prompt(task, prompt) for prompt in self._prompts(task, "eval")[:limit]]
+            for task, label in enumerate(self.labels)
+        }
+
+    def _locate(self, cursor: int) -> tuple[int, int]:
+        """The task that is drawn at a place, and how often it was drawn before.
+
+        The first task takes each place at which `place * share + phase` passes a whole number; the second does so
+        among the places that are left, with its share of what is left; and so on. The last takes the rest.
+        """
+        for task, (share, phase) in enumerate(zip(self._shares, self._phases, strict=True)):
+            before = _floor(cursor * share + phase)
+            if _floor((cursor + 1) * share + phase) > before:
+                return task, before
+            cursor -= before
+        raise AssertionError("the last task's share is 1")
+
+    def _epoch_order(self, task: int, epoch: int) -> np.ndarray:
+        """The order of a task's prompts in an epoch: a permutation, by sorting hashes. [prompts] int64."""
+        key = np.uint64(_hash(self._seed, "order", task, epoch))
+        indices = np.arange(len(self._prompts(task, "train")), dtype=np.uint64)
+        return np.argsort(_mixed(_mixed(indices) ^ key), kind="stable")
+
+    def _read_prompts(self, task: int, split: str) -> Sequence[Prompt]:
+        """A task's prompts; none is a ValueError."""
+        prompts = self._tasks[task].prompts(split)
+        if not prompts:
+            raise ValueError(f"{self.labels[task]}: it has no {split} prompts; an empty data set cannot be used")
+        return prompts
+
+    def _task_prompt(self, task: int, prompt: Prompt) -> TaskPrompt:
+        return TaskPrompt(task=task, prompt=prompt, system_prompt=self._system_prompts[task])
+
+
+def _shares(weights: Sequence[float]) -> list[Fraction]:
+    """Each task's weight as a fraction of its own and the following ones': exact, and 1 for the last."""
+    exact = [Fraction(weight) for weight in weights]
+    rest = list(itertools.accumulate(reversed(exact)))[::-1]
+    return [weight / total for weight, total in zip(exact, rest, strict=True)]
+
+
+def _floor(number: Fraction) -> int:
+    return number.numerator // number.denominator
+
+
+def _hash(*words: int | str) -> int:
+    """64 bits that depend on all words, the same on every machine and in every version of Python and numpy."""
+    return int.from_bytes(hashlib.sha256(repr(words).encode()).digest()[:8], "little")
+
+
+def _mixed(words: np.ndarray) -> np.ndarray:
+    """The finalizer of SplitMix64 on each of [n] uint64: a bijection without visible order."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

@@ -1,0 +1,14 @@
+"""What to say after a name that nobody knows: the nearest known one, or all of them."""
+
+from collections.abc import Iterable
+
+from podium.config.errors import nearest
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The end of an error message about an unknown name: `did you mean 'add'?`, or the list of what there is."""
+    names = sorted(known)
+    near = nearest(name, names)
+    if near:
+        return f"did you mean {near!r}?"
+    return f"there is {', '.join(names)}" if names else "there is none"

@@ -1,0 +1,95 @@
+"""Any generator of reasoning-gym (arXiv:2505.24760): endless made-up puzzles, each with its own scorer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from podium.tasks.names import suggestion
+from podium.tasks.task import Prompt, TaskSource
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class ReasoningGym:
+    """Puzzles of one generator: `options: {dataset: chain_sum, config: {max_terms: 4}}`.
+
+    Questions of the evaluation come from another seed and are left out of training. The scorer is the generator's own;
+    it may give part of a point.
+    """
+
+    system_prompt: str | None = "Think first, then write your final answer between <answer> and </answer>."
+
+    def __init__(
+        self,
+        source: TaskSource,
+        *,
+        dataset: str,
+        size: Count = 10_000,
+        eval_size: Count = 200,
+        seed: int = 0,
+        config: dict[str, Any] | None = None,
+    ) -> None:
+        if source.path or source.eval_path:
+            raise ValueError("reasoning_gym: path and eval_path: the questions are made, not read; unset them")
+        try:
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
+        except ImportError as error:
+            raise ValueError(
+                "reasoning_gym: the package is not installed: pip install 'podium-rl[gym]' (it builds a C extension)"
+            ) from error
+        if dataset not in DATASETS:
+            raise ValueError(f"reasoning_gym: options.dataset: no {dataset!r}; {suggestion(dataset, DATASETS)}")
+        config = config or {}
+        known = DATASETS[dataset][1].__dataclass_fields__.keys() - {"seed", "size"}
+        for name in config.keys() - known:
+            raise ValueError(f"reasoning_gym: options.config: {dataset} has no {name!r}; {suggestion(name, known)}")
+        self.dataset = dataset
+        try:
+            self._train = reasoning_gym.create_dataset(dataset, seed=2 * seed, size=size, **config)
+            self._eval = reasoning_gym.create_dataset(dataset, seed=2 * seed + 1, size=eval_size, **config)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ValueError(f"reasoning_gym: options.config: {dataset} refuses {config}: {error}") from error
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        """All puzzles of a split, each question once."""
+        evaluated = _by_question(self._eval)
+        if split == "eval":
+            entries = evaluated
+        else:
+            entries = {text: entry for text, entry in _by_question(self._train).items() if text not in evaluated}
+        if not entries:
+            raise ValueError(
+                f"reasoning_gym: {self.dataset} makes no {split} question besides the evaluation's; lower eval_size"
+            )
+        return [
+            Prompt(
+                id=f"reasoning_gym/{self.dataset}/{split}/{index}",
+                question=question,
+                answer=str(entry["answer"]),
+                metadata=entry,
+            )
+            for index, (question, entry) in enumerate(entries.items())
+        ]
+
+    def grade(self, prompt: Prompt, completion: str) -> float:
+        """What the generator's scorer gives the text in the last `<answer>` (or after `</think>`), 0 to 1."""
+        _, tag, rest = completion.rpartition("<answer>")
+        answer = rest.partition("</answer>")[0] if tag else completion.rpartition("</think>")[2]
+        entry = dict(prompt.metadata)
+        try:
+            score = self._eval.score_answer(answer.strip(), entry)
+        except Exception:  # scorers parse what a model wrote, not all with care
+            self._eval.score_answer(entry["answer"], entry)  # raises again if it is the scorer that is broken
+            return 0.0
+        return min(max(float(score), 0.0), 1.0)
+
+
+def _by_question(entries: Any) -> dict[str, Mapping[str, Any]]:
+    """The generator's entries by their text, the first of equals."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for index in range(len(entries)):
+        entry = entries[index]
+        found.setdefault(entry["question"], entry)
+    return found

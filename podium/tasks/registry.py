@@ -1,0 +1,103 @@
+"""From the name in the config to a task: built in, or imported from `package.module:Class`.
+
+Modules of tasks are imported when their task is made, so that listing names stays fast.
+"""
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from podium.config.schema import TaskConfig
+from podium.tasks.names import suggestion
+from podium.tasks.task import Task, TaskSource
+
+TASKS: dict[str, str] = {
+    "arithmetic": "podium.tasks.arithmetic:Arithmetic",
+    "gsm8k": "podium.tasks.gsm8k:Gsm8k",
+    "jsonl": "podium.tasks.jsonl:Jsonl",
+    "math": "podium.tasks.math:Math",
+    "math500": "podium.tasks.math:math500",
+    "reasoning_gym": "podium.tasks.reasoning_gym:ReasoningGym",
+}
+"""Built-in tasks: the name in the config, and where its class (or a function that makes it) is."""
+
+
+def make_task(config: TaskConfig) -> Task:
+    """The task that the config names, with its options checked and set.
+
+    Raises:
+        ValueError: The task or an option is not known, an option is missing or of a wrong type.
+    """
+    constructor = _constructor(config.name)
+    options = task_options(config.name)
+    for name in config.options:
+        if name not in options:
+            raise ValueError(f"{config.name}: options.{name}: no such option; {suggestion(name, options)}")
+    for name, parameter in options.items():
+        if parameter.default is parameter.empty and name not in config.options:
+            raise ValueError(f"{config.name}: options.{name}: must be set (it has no default)")
+    hints = get_type_hints(constructor.__init__ if inspect.isclass(constructor) else constructor, include_extras=True)
+    for name, value in config.options.items():
+        _check_type(f"{config.name}: options.{name}", value, hints.get(name, Any))
+    source = TaskSource(
+        path=config.path,
+        eval_path=config.eval_path,
+        train_split=config.train_split,
+        eval_split=config.eval_split,
+    )
+    return constructor(source, **config.options)
+
+
+def task_options(name: str) -> Mapping[str, inspect.Parameter]:
+    """The options of a task, as its constructor declares them (keyword arguments after `source`)."""
+    parameters = inspect.signature(_constructor(name)).parameters.values()
+    return {parameter.name: parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+
+
+def task_labels(tasks: Sequence[TaskConfig]) -> list[str]:
+    """A short name for each task of a mixture, for metrics and messages: `gsm8k`; a second one is `gsm8k-2`."""
+    labels: list[str] = []
+    for config in tasks:
+        name = config.name.rpartition(":")[2]
+        copies = (f"{name}-{number}" for number in range(2, len(tasks) + 2))
+        labels.append(next(label for label in (name, *copies) if label not in labels))
+    return labels
+
+
+def _constructor(name: str) -> Callable[..., Task]:
+    """What makes the task of this name, imported."""
+    path = TASKS.get(name, name)
+    module_name, colon, attribute = path.partition(":")
+    if not colon:
+        raise ValueError(
+            f"{name!r} is not a task; {suggestion(name, TASKS)} (your own class: write `package.module:Class`)"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a module beside the config, also for the installed `podium` command
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(
+            f"{name!r}: no module {error.name!r} here; install its package, or start podium in the folder that holds it"
+        ) from error
+    if not hasattr(module, attribute):
+        classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
+        raise ValueError(f"{name!r}: module {module_name} has no {attribute!r}; {suggestion(attribute, classes)}")
+    return getattr(module, attribute)
+
+
+def _check_type(key: str, value: Any, hint: Any) -> None:
+    """Raises ValueError unless the value is of the annotated type, in its annotated range."""
+    try:
+        TypeAdapter(hint).validate_python(value, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f"[{part!r}]" for part in first["loc"])
+        raise ValueError(f"{key}{place}: {first['msg']}, got {first['input']!r}") from None

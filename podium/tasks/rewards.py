@@ -1,0 +1,75 @@
+"""From a grade and a text to a reward: the parts that a config can weigh, and their weighted sum."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from podium.config.schema import GradingConfig, TaskConfig
+from podium.tasks.names import suggestion
+from podium.tasks.task import Graded, Reward
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+class LengthLimits(NamedTuple):
+    """What the length of a completion is measured against."""
+
+    max_new_tokens: int
+    overlong_buffer_tokens: int
+
+
+def format_reward(graded: Graded, limits: LengthLimits) -> float:
+    """1 if the text is `<think>...</think>` and then `<answer>...</answer>`, each tag once, nothing outside; else 0."""
+    text = graded.text.strip()
+    if any(text.count(tag) != 1 for tag in TAGS):
+        return 0.0
+    think, think_end, answer, answer_end = (text.index(tag) for tag in TAGS)
+    between = text[think_end + len("</think>") : answer]
+    whole = think == 0 and answer_end + len("</answer>") == len(text)
+    return float(whole and think < think_end < answer < answer_end and not between.strip())
+
+
+def tags_reward(graded: Graded, limits: LengthLimits) -> float:
+    """A quarter for each of the four tags that occurs exactly once."""
+    return 0.25 * sum(graded.text.count(tag) == 1 for tag in TAGS)
+
+
+def length_reward(graded: Graded, limits: LengthLimits) -> float:
+    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), -1 to 0.
+
+    0 up to `max_new_tokens - overlong_buffer_tokens`, then linear to -1 at `max_new_tokens`.
+    """
+    limit, buffer = limits
+    return max(-1.0, min(0.0, (limit - buffer - graded.num_tokens) / buffer))
+
+
+TEXT_REWARDS: dict[str, Callable[[Graded, LengthLimits], float]] = {
+    "format": format_reward,
+    "tags": tags_reward,
+    "length": length_reward,
+}
+"""Parts besides `correct`, which is the task's grade."""
+
+
+def check_rewards(task: TaskConfig, grading: GradingConfig, *, max_new_tokens: int) -> None:
+    """Raises ValueError for a reward that is not known or lacks the setting it needs."""
+    known = ("correct", *TEXT_REWARDS)
+    if not task.rewards:
+        raise ValueError(f"{task.name}: rewards is empty; name at least one of {', '.join(known)}")
+    for name in task.rewards:
+        if name not in known:
+            raise ValueError(f"{task.name}: rewards.{name}: no such reward; {suggestion(name, known)}")
+    if "length" in task.rewards and not 0 < grading.overlong_buffer_tokens <= max_new_tokens:
+        raise ValueError(
+            f"{task.name}: rewards.length needs grading.overlong_buffer_tokens between 1 and rollout.max_new_tokens "
+            f"({max_new_tokens}), got {grading.overlong_buffer_tokens}; a fifth of max_new_tokens is usual"
+        )
+
+
+def make_reward(
+    task: TaskConfig, graded: Graded, limits: LengthLimits, *, correct: float, timed_out: bool = False
+) -> Reward:
+    """The reward of a completion whose `correct` part is known; `correct` is always among the parts."""
+    names = [name for name in task.rewards if name != "correct"]
+    parts = {"correct": correct, **{name: TEXT_REWARDS[name](graded, limits) for name in names}}
+    total = sum(weight * parts[name] for name, weight in task.rewards.items())
+    return Reward(total=total, parts=parts, timed_out=timed_out)

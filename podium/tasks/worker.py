@@ -1,0 +1,85 @@
+"""The process in which completions are graded: `podium.tasks.grading` starts it and calls `main` in it.
+
+It reads task configs and then lists of items from its connection, and answers each item as soon as it is graded. It has
+no time limit of its own: the parent kills it.
+"""
+
+import contextlib
+import math
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Literal, NamedTuple
+
+from podium.tasks.registry import make_task
+from podium.tasks.task import Prompt, Task
+
+MEMORY_BYTES = 2 << 30
+"""What one grade may allocate beyond what the process has once its tasks are made."""
+ORPHAN_S = 60.0
+"""A worker that is still at one item this long after its time limit has lost its parent, and ends."""
+
+
+class Item(NamedTuple):
+    """One answer to grade."""
+
+    task: int
+    prompt: Prompt
+    completion: str
+
+
+class Outcome(NamedTuple):
+    """What came of grading it: a grade; stopped (time, memory), which is the model's fault; or a bug, which is not."""
+
+    kind: Literal["graded", "stopped", "bug"]
+    correct: float = 0.0
+    message: str = ""
+
+
+def grade_item(task: Task, item: Item) -> Outcome:
+    """The task's grade of one completion. Nothing is raised: a bug comes back as its traceback."""
+    try:
+        correct = task.grade(item.prompt, item.completion)
+    except MemoryError:
+        return Outcome("stopped", message=f"it took more than {MEMORY_BYTES >> 30} GiB of memory")
+    except (Exception, SystemExit):
+        return Outcome("bug", message=traceback.format_exc())
+    if not isinstance(correct, int | float) or not math.isfinite(correct) or not 0 <= correct <= 1:
+        return Outcome("bug", message=f"grade() returned {correct!r}; the rule is a number from 0 to 1")
+    return Outcome("graded", correct=float(correct))
+
+
+def main(file_descriptor: int) -> None:
+    """Grades until the parent closes the connection."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the parent finishes its step, and closes the connection
+    connection = Connection(file_descriptor)
+    configs, timeout_s = connection.recv()
+    tasks = [make_task(config) for config in configs]
+    symbolic = sys.modules.get("podium.tasks.symbolic")
+    if symbolic:  # imported by a task that compares formulas
+        symbolic.load()
+    _limit_memory()
+    connection.send("ready")
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            for item in connection.recv():
+                signal.setitimer(signal.ITIMER_REAL, timeout_s + ORPHAN_S)
+                outcome = grade_item(tasks[item.task], item)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                connection.send(outcome)
+
+
+def _limit_memory() -> None:
+    """Makes allocations fail (MemoryError) past MEMORY_BYTES more than now; where the system can tell (Linux)."""
+    import resource
+
+    try:
+        with open("/proc/self/statm") as file:
+            in_use = int(file.read().split()[0]) * resource.getpagesize()
+    except FileNotFoundError:
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = in_use + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))

@@ -1,0 +1,114 @@
+"""From completions to the arrays of an update: packed into rows, shifted, weighted, counted. Numpy only.
+
+Which completions share a row is `podium.train.packing`.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from podium.train.packing import Chunk, Packing, Sample, chunk_tokens, pack_rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The tokens of one optimizer step: K micro-batches of B rows of T tokens, of which the first few are used."""
+
+    tokens: jax.Array  # [K, B, T] int32, inputs
+    targets: jax.Array  # [K, B, T] int32, the token that follows in the same sequence
+    positions: jax.Array  # [K, B, T] int32, in the token's own sequence
+    segments: jax.Array  # [K, B, T] int32, 0 is padding
+    prompts: jax.Array  # [K, B, T] int32, the segment that holds the token's prompt
+    mask: jax.Array  # [K, B, T] float32, 1 where the target is a token of a completion
+    weights: jax.Array  # [K, B, T] float32, mask over the global denominator
+    advantages: jax.Array  # [K, B, T] float32
+    sampled_logprobs: jax.Array  # [K, B, T] float32, by the policy that wrote the tokens
+    old_logprobs: jax.Array | None  # [K, B, T] float32, by the trainer before the first update
+    reference_logprobs: jax.Array | None  # [K, B, T] float32, by the frozen model that anchors the KL
+    num_micro_batches: jax.Array  # [] int32, how many of K hold anything
+    num_tokens: jax.Array  # [] float32, sum of mask
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where the predictions of a sample's tokens stand in a batch."""
+
+    row: int
+    start: int
+    length: int
+
+
+def make_batch(
+    samples: Sequence[Sample], *, row_tokens: int, rows: int, max_rows: int, packing: Packing
+) -> tuple[Batch, list[Place]]:
+    """Pack samples into micro-batches.
+
+    Args:
+        samples: those of one optimizer step.
+        row_tokens: T; no prompt with its completion may be longer.
+        rows: B of a micro-batch, over all devices.
+        max_rows: rows that any step may need; K follows from it, so that shapes never change.
+        packing: what a row may hold.
+
+    Returns:
+        The batch (numpy arrays, old and reference log-probabilities None) and the place of each sample.
+    """
+    packed = pack_rows(samples, row_tokens=row_tokens, packing=packing)
+    shape = (-(-max_rows // rows) * rows, row_tokens)
+    arrays = {name: np.zeros(shape, dtype) for name, dtype in _ARRAYS.items()}
+    places: dict[int, Place] = {}
+    for row, row_chunks in enumerate(packed):
+        start, segment = 0, 1
+        for chunk in row_chunks:
+            for place, index in _write(chunk, samples, {name: x[row] for name, x in arrays.items()}, start, segment):
+                places[index] = Place(row, *place)
+            start += chunk_tokens(chunk, samples)
+            segment = int(arrays["segments"][row].max()) + 1
+    fields: dict[str, Any] = {name: x.reshape(-1, rows, row_tokens) for name, x in arrays.items()}
+    fields["num_micro_batches"] = np.int32(-(-len(packed) // rows))
+    fields["num_tokens"] = np.float32(arrays["mask"].sum())
+    batch = Batch(**fields, old_logprobs=None, reference_logprobs=None)
+    return batch, [places[index] for index in range(len(samples))]
+
+
+_ARRAYS = dict.fromkeys(("tokens", "targets", "positions", "segments", "prompts"), np.int32)
+_ARRAYS |= dict.fromkeys(("mask", "weights", "advantages", "sampled_logprobs"), np.float32)
+
+
+def take(x: np.ndarray, places: Sequence[Place]) -> list[np.ndarray]:
+    """What `x` [K, B, T] holds at each sample's tokens: a list of [n]."""
+    rows = np.concatenate(x)  # [K B, T]
+    return [rows[place.row, place.start : place.start + place.length] for place in places]
+
+
+def _write(
+    chunk: Chunk, samples: Sequence[Sample], row: dict[str, np.ndarray], start: int, segment: int
+) -> Iterator[tuple[tuple[int, int], int]]:
+    """Write a chunk into the arrays of its row; yields where each sample's tokens went: ((start, length), sample)."""
+    prompt = samples[chunk[0]].prompt
+    shown = len(prompt) - 1  # tokens of the prompt's own segment
+    span = slice(start, start + shown)
+    row["tokens"][span] = prompt[:-1]
+    row["positions"][span] = np.arange(shown)
+    row["segments"][span] = row["prompts"][span] = segment
+    start = span.stop
+    first = segment + 1 if len(chunk) > 1 and shown else segment  # a lone completion continues its prompt
+    for own, index in enumerate(chunk, start=first):
+        sample = samples[index]
+        length = len(sample.tokens)
+        span = slice(start, start + length)
+        row["tokens"][span] = (prompt[-1], *sample.tokens[:-1])
+        row["targets"][span] = sample.tokens
+        row["positions"][span] = np.arange(shown, shown + length)
+        row["segments"][span] = own
+        row["prompts"][span] = segment if shown else own
+        row["mask"][span] = 1.0
+        row["weights"][span] = sample.weight
+        row["advantages"][span] = sample.advantage
+        row["sampled_logprobs"][span] = sample.sampled_logprobs
+        yield (start, length), index
+        start += length

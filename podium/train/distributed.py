@@ -1,0 +1,283 @@
+"""One run on several hosts: a process on each, which all do the same but for their own share of the rollout.
+
+Settings, prompts and seeds are the same everywhere, so every process computes the same prompts, the same batch and the
+same decisions; updates are one program over the mesh of all devices. Completions are made by each host for its share of
+the prompts, on its own devices and at its own pace, and handed to all. Process 0 alone writes what is shared.
+"""
+
+import contextlib
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+
+from podium.models.architecture import DecoderConfig
+from podium.models.decoder import param_specs
+from podium.pods.cluster import Cluster, check_devices
+from podium.pods.member import Member
+from podium.sharding import TRAIN_AXES, Params, ShardingRules, param_shardings
+from podium.train.signals import StopSignal
+
+INITIALIZATION_S, HEARTBEAT_S, SHUTDOWN_S = 120, 30, 30
+CLEAN_UP_S = 10.0
+"""How long a process that failed may take to close its files: the others wait for it."""
+SMALLEST_MESSAGE = 4096  # bytes; messages are padded to powers of two, so that few programs are compiled
+STOP_KEY = "podium/stop/signal"
+LOOK_S = 1.0
+"""Between two looks at whether another process was told to stop: each asks the coordinator."""
+Value = TypeVar("Value")
+
+
+@contextlib.contextmanager
+def joined(member: Member) -> Iterator[None]:
+    """The processes of a job know each other inside; an exception ends this process at the end of the block.
+
+    It cannot go further: jax would wait for the others, and abort without the exit status.
+    """
+    if member.cluster is None:
+        yield
+        return
+    if member.guard is not None:
+        member.guard.close()  # jax takes its port
+    _initialize(member.cluster)
+    try:
+        yield
+        jax.distributed.shutdown()  # waits for all
+    except BaseException as error:
+        status = member.report.failed(error)
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(status)
+
+
+@contextlib.contextmanager
+def failing_fast(member: Member) -> Iterator[None]:
+    """An exception inside is recorded at once, and what then closes has little time: the others hang meanwhile."""
+    try:
+        yield
+    except BaseException as error:
+        status = member.report.failed(error)
+        if member.cluster is not None:
+            end = threading.Timer(CLEAN_UP_S, os._exit, (status,))
+            end.daemon = True
+            end.start()
+        raise
+
+
+def is_leader() -> bool:
+    """Whether this process writes what is shared."""
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+def gather(value: Value) -> list[Value]:
+    """What each process gives, in their order, for all; every process must call it. Any size, exact."""
+    if not jax.distributed.is_initialized():
+        return [value]
+    data = np.frombuffer(pickle.dumps(value), np.uint8)
+    words = np.array(divmod(len(data), 2**32), np.uint32)  # jax has no 64-bit integers
+    sizes = [(int(high) << 32) + int(low) for high, low in multihost_utils.process_allgather(words)]
+    message = np.zeros(max(SMALLEST_MESSAGE, 1 << (max(sizes) - 1).bit_length()), np.uint8)
+    message[: len(data)] = data
+    messages = np.asarray(multihost_utils.process_allgather(message))  # [processes, bytes]
+    return [pickle.loads(row[:size].tobytes()) for row, size in zip(messages, sizes, strict=True)]
+
+
+def from_leader(make: Callable[[], Value]) -> Value:
+    """What process 0 makes, for all; what it raises for a user to mend is raised in all."""
+    if not jax.distributed.is_initialized():
+        return make()
+    told: tuple[Any, Exception | None] = (None, None)
+    if is_leader():
+        try:
+            told = (make(), None)
+        except (ValueError, OSError) as error:
+            told = (None, error)
+    value, error = gather(told)[0]
+    if error is not None:
+        raise error
+    return value  # pyright: ignore[reportReturnType]  # None only beside an error
+
+
+def share(count: int) -> slice:
+    """The share of this process in so many things: contiguous, and at most one more than another's."""
+    hosts, host = (jax.process_count(), jax.process_index()) if jax.distributed.is_initialized() else (1, 0)
+    return slice(count * host // hosts, count * (host + 1) // hosts)
+
+
+def on_host(x: jax.Array) -> np.ndarray:
+    """A global array as numpy's, whole on every host; every process must call it."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def host_mesh(mesh: Mesh) -> Mesh:
+    """The part of a mesh that is this host's: its axes with the sizes that they have here; alone, the mesh itself."""
+    here = [device.process_index == jax.process_index() for device in mesh.devices.flat]
+    if all(here):
+        return mesh
+    places = np.argwhere(np.array(here).reshape(mesh.devices.shape))
+    box = tuple(slice(low, high + 1) for low, high in zip(places.min(0), places.max(0), strict=True))
+    devices = mesh.devices[box]
+    if devices.size != len(places):
+        raise ValueError(
+            f"mesh {dict(mesh.shape)}: the devices of a host are no box in it, so that it cannot roll out by itself;"
+            " set mesh to auto, or to sizes of which tp, or tp and a part of fsdp, fill a host"
+        )
+    return Mesh(devices, mesh.axis_names)
+
+
+def make_localize(decoder: DecoderConfig, mesh: Mesh, dtype: jnp.dtype) -> Callable[[Params], Params]:
+    """The function `training params -> the same as one host has them`: all hosts' shards, split over its own devices.
+
+    Args:
+        decoder: whose parameters.
+        mesh: of all hosts.
+        dtype: that they are cast to before they travel.
+    """
+    local = host_mesh(mesh)
+    if local is mesh:
+        return lambda params: params
+    specs = param_specs(decoder)
+    on_local = param_shardings(specs, ShardingRules(local, TRAIN_AXES))
+    hosts = mesh.size // local.size
+    # every host's box side by side, in the mesh's own order of devices, which is that of the hosts
+    devices = np.array(list(mesh.devices.flat), dtype=object).reshape(hosts, *local.devices.shape)
+    side_by_side = Mesh(devices, ("hosts", *mesh.axis_names))
+    everywhere = {name: NamedSharding(side_by_side, sharding.spec) for name, sharding in on_local.items()}
+
+    def copy(params: Params) -> Params:
+        return {name: value.astype(dtype) for name, value in params.items()}
+
+    gathered = jax.jit(copy, out_shardings=everywhere)
+
+    def localize(params: Params) -> Params:
+        return {
+            name: jax.make_array_from_single_device_arrays(
+                value.shape, on_local[name], [shard.data for shard in value.addressable_shards]
+            )
+            for name, value in gathered(params).items()
+        }
+
+    return localize
+
+
+class Interrupted(Exception):
+    """The rollout was given up because the run is to stop now; raised in all processes of the run."""
+
+
+class Stop:
+    """Whether the run is to stop, as all its processes know it: a signal comes to one of them, at any time.
+
+    jax has a point of agreement of its own, but it counts calls, and hosts that roll out at their own pace make
+    different numbers of them. Here whoever is told to stop posts it where the others look; they meet where they
+    exchange their completions, and there all learn the same.
+    """
+
+    def __init__(self, signals: StopSignal) -> None:
+        """Nothing is requested yet.
+
+        Args:
+            signals: of this process.
+        """
+        self._signals = signals
+        self._agreed: int | None = None
+        self._posted: int | None = None
+        self._looked = time.monotonic()
+
+    @property
+    def requested(self) -> int | None:
+        """Number of the signal by which the run is to stop, the same in all processes; None: it goes on."""
+        return self._agreed if jax.distributed.is_initialized() else self._signals.requested
+
+    @property
+    def exit_code(self) -> int:
+        """What the process exits with: 130 after Ctrl-C, 143 after SIGTERM, 0 if nothing was requested."""
+        return 128 + self.requested if self.requested else 0
+
+    def look(self) -> None:
+        """Raises Interrupted if SIGTERM came, here or to another process; to be called often while rolling out."""
+        number = self._signals.requested
+        if jax.distributed.is_initialized():
+            number = self._look_around(number)
+        if number == signal.SIGTERM:
+            raise Interrupted
+
+    def asked(self) -> int | None:
+        """What this process brings to the meeting."""
+        return self._signals.requested or self._posted
+
+    def agree(self, asked: Sequence[int | None]) -> None:
+        """Take what all processes brought, in their order."""
+        self._agreed = next((number for number in asked if number is not None), self._agreed)
+
+    def _look_around(self, number: int | None) -> int | None:
+        """The first signal that came to any process, as far as it is known here."""
+        client = _client()
+        if number is not None and self._posted is None:
+            self._posted = number
+            client.key_value_set(STOP_KEY, str(int(number)), allow_overwrite=True)
+        if self._posted is None and time.monotonic() - self._looked > LOOK_S:
+            self._looked = time.monotonic()
+            found = client.key_value_dir_get(STOP_KEY.rpartition("/")[0])
+            self._posted = int(found[0][1]) if found else None
+        return self._posted
+
+
+def _client() -> Any:
+    """The connection of jax to the coordinator, which keeps small values for all processes."""
+    from jax._src import distributed  # no public name leads to it
+
+    return distributed.global_state.client
+
+
+def _initialize(cluster: Cluster) -> None:
+    """Start jax's service and check that it found what the cluster has."""
+    from podium.train.setup import prepare_platform
+
+    prepare_platform()
+    # its handler of SIGTERM hides the signal from Python's; ours agree between hosts by StopBoard and `gather`
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        cluster.coordinator,
+        cluster.workers,
+        cluster.worker,
+        initialization_timeout=INITIALIZATION_S,
+        heartbeat_timeout_seconds=HEARTBEAT_S,
+        shutdown_timeout_seconds=SHUTDOWN_S,
+        coordinator_bind_address=cluster.coordinator,
+    )
+    check_devices(
+        cluster,
+        processes=jax.process_count(),
+        devices=jax.device_count(),
+        local_devices=jax.local_device_count(),
+    )
+
+
+def merged(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The engines' metrics of one generation on each host as if one engine had made them: they ran side by side."""
+    metrics = [each for each in metrics if each]
+    if len(metrics) <= 1:
+        return metrics[0] if metrics else {}
+    steps = [each["rollout/decode_steps"] for each in metrics]
+    total = {name: sum(each[name] for each in metrics) for name in metrics[0]}
+    slowest = ("rollout/prefill_s", "rollout/decode_s", "rollout/decode_steps", "rollout/compilations")
+    total |= {name: max(each[name] for each in metrics) for name in slowest}
+    busy = sum(each["rollout/slot_utilisation"] * n for each, n in zip(metrics, steps, strict=True))
+    total["rollout/slot_utilisation"] = busy / (max(steps) * len(metrics)) if max(steps) else 0.0
+    wall_s = max(each["rollout/completion_tokens"] / each["rollout/tokens_per_s"] for each in metrics)
+    total["rollout/tokens_per_s"] = total["rollout/completion_tokens"] / wall_s
+    return total

@@ -1,0 +1,30 @@
+"""A run's weights as a Hugging Face model, for everybody else."""
+
+from pathlib import Path
+from typing import Literal
+
+from podium.models.hf import save_model
+from podium.observe.run_dir import parse_fork, read_config
+from podium.train.checkpoint import saved_steps
+from podium.train.setup import load_weights, make_model
+
+
+def export_run(run: Path, folder: Path, *, step: int | None, dtype: Literal["bfloat16", "float32"]) -> int:
+    """Write config, tokenizer and safetensors of a run's checkpoint to `folder`; the exit status of `podium export`.
+
+    Args:
+        run: the run's folder, or `RUN@STEP`.
+        folder: where to; must be new or empty.
+        step: which checkpoint; None: that of `run`, or the newest.
+        dtype: of the written weights.
+
+    Raises:
+        ValueError: there is no such checkpoint, it is damaged, or `folder` holds something.
+    """
+    fork = parse_fork(str(run))
+    fork = fork if step is None else fork._replace(step=step)
+    model = make_model(read_config(Path(fork.run)))
+    save_model(load_weights(model, fork), model.decoder, model.tokenizer, folder, dtype=dtype)
+    written = fork.step if fork.step is not None else saved_steps(fork.checkpoints)[-1]
+    print(f"{fork.run}@{written} -> {folder}: AutoModelForCausalLM.from_pretrained({str(folder)!r}) loads it")
+    return 0

@@ -1,0 +1,112 @@
+"""What a mesh does to memory: one large array, split over fsdp as weights are, or gathered on every device.
+
+A mesh that is not what one thinks shows here in seconds, before a model does: split, an array takes the target over the
+size of fsdp on each device; gathered, the target whole.
+"""
+
+import json
+import math
+import os
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from podium.pods.member import member_of_job
+from podium.sharding import make_mesh
+from podium.train.distributed import gather, is_leader, joined
+from podium.train.setup import prepare_platform
+
+GIB = 2**30
+DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
+UNAVAILABLE = "unavailable"
+Mode = Literal["sharded", "gather"]
+
+
+def bench(*, mode: Mode, mesh_shape: str, dtype: str, target_bytes_gib: float, cols: int, require: int) -> int:
+    """Print the figures of all processes as one object of JSON; the exit status of `podium bench gather`.
+
+    Args:
+        mode: whether the array is gathered.
+        mesh_shape: as `mesh:` in a config.
+        dtype: bf16, f16 or f32.
+        target_bytes_gib: of the whole array; rounded up to whole rows on every device.
+        cols: elements of a row.
+        require: processes that there must be; 0: any number.
+    """
+    options = {"mode": mode, "mesh": mesh_shape, "dtype": dtype, "target": str(target_bytes_gib), "cols": str(cols)}
+    with member_of_job({**os.environ, **({"REQUIRE_JAX_PROCESS_COUNT": str(require)} if require else {})}) as member:
+        if member.guard is not None:
+            member.guard.agree(options, None)
+        prepare_platform()
+        with joined(member):
+            found = measure(make_mesh(mesh_shape), mode, dtype, target_bytes_gib=target_bytes_gib, cols=cols)
+            if is_leader():
+                print(json.dumps(found), flush=True)
+    return 0
+
+
+def measure(mesh: Mesh, mode: Mode, dtype: str, *, target_bytes_gib: float, cols: int) -> dict[str, Any]:
+    """Make the array, and look at what every device of every process then holds; all processes must call it."""
+    target = int(target_bytes_gib * GIB)
+    shape = buffer_shape(target, cols, dtype, fsdp=mesh.shape["fsdp"])
+    split = allocate(mesh, shape, dtype)()
+    array = gathered(mesh)(split) if mode == "gather" else split
+    jax.block_until_ready((split, array))
+    total = math.prod(shape) * jnp.dtype(DTYPES[dtype]).itemsize
+    return {
+        "jax_version": jax.__version__,
+        "backend": jax.default_backend(),
+        "process_count": jax.process_count(),
+        "local_device_count": jax.local_device_count(),
+        "device_count": jax.device_count(),
+        "mesh_shape": list(mesh.shape.values()),
+        "mesh_axes": list(mesh.axis_names),
+        "mode": mode,
+        "dtype": dtype,
+        "dtype_size": jnp.dtype(DTYPES[dtype]).itemsize,
+        "target_bytes": target,
+        "actual_total_bytes": total,
+        "actual_total_bytes_human": f"{total / GIB:.3f} GiB",
+        "buffer_shape": list(shape),
+        **_of_all("per_device_array_bytes", max(shard.data.nbytes for shard in array.addressable_shards)),
+        **_of_all("device_bytes_in_use", _memory("bytes_in_use")),
+        **_of_all("device_peak_bytes_in_use", _memory("peak_bytes_in_use")),
+    }
+
+
+def buffer_shape(target_bytes: int, cols: int, dtype: str, *, fsdp: int) -> tuple[int, int]:
+    """Rows and columns of an array of at least so many bytes whose rows divide over fsdp."""
+    elements = -(-target_bytes // jnp.dtype(DTYPES[dtype]).itemsize)
+    rows = -(-elements // cols)
+    return max(1, -(-rows // fsdp)) * fsdp, cols
+
+
+def allocate(mesh: Mesh, shape: tuple[int, int], dtype: str) -> Any:
+    """The jitted `() -> zeros`, split over fsdp."""
+    return jax.jit(
+        lambda: jnp.zeros(shape, DTYPES[dtype]), out_shardings=NamedSharding(mesh, PartitionSpec("fsdp", None))
+    )
+
+
+def gathered(mesh: Mesh) -> Any:
+    """The jitted `array -> the same, whole on every device`."""
+    return jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def _memory(name: str) -> int | None:
+    """The largest of a figure over this process's devices; None where they do not tell (on CPU)."""
+    stats = [stats for device in jax.local_devices() if (stats := device.memory_stats())]
+    return max(each[name] for each in stats) if stats else None
+
+
+def _of_all(name: str, local: int | None) -> dict[str, Any]:
+    """A figure of this process, of all in their order, and the largest."""
+    values = gather(local)
+    known = [value for value in values if value is not None]
+    return {
+        f"{name}_local_max": UNAVAILABLE if local is None else local,
+        f"{name}_all_processes": [UNAVAILABLE if value is None else value for value in values],
+        f"{name}_all_processes_max": max(known) if known else UNAVAILABLE,
+    }

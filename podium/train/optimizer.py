@@ -1,0 +1,156 @@
+"""The optimizer (optax) that a config means, and where its state lives.
+
+Every rule is optax's own. What is ours: which parameters are matrices, read from the logical axes of their specs, and
+the order. State is float32, as the parameters are.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+import optax.contrib
+from jax.sharding import NamedSharding, PartitionSpec
+
+from podium.config.schema import OptimizerConfig
+from podium.sharding import Params, ParamSpec, ParamSpecs
+
+ADAM_UPDATE_RMS = 0.2  # arXiv:2502.16982: Muon's updates scaled to it take AdamW's learning rates
+ADAFACTOR_CLIP_RMS = 1.0  # arXiv:1804.04235, section 6
+
+
+def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
+    """The learning rate of each optimizer step, counted from 0.
+
+    Warm-up reaches the peak with its last step and makes no step of size 0; what follows starts at the peak and has
+    `final_fraction` of it at the last step.
+
+    Args:
+        config: of the optimizer.
+        total_steps: optimizer steps of the whole run.
+    """
+    peak, warmup = config.learning_rate, config.warmup_steps
+    decay_steps = max(1, total_steps - 1 - warmup)
+    if config.schedule == "cosine":
+        main = optax.cosine_decay_schedule(peak, decay_steps, alpha=config.final_fraction)
+    elif config.schedule == "linear":
+        main = optax.linear_schedule(peak, peak * config.final_fraction, decay_steps)
+    else:
+        main = optax.constant_schedule(peak)
+    if not warmup:
+        return main
+    return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, warmup - 1), main], [warmup])
+
+
+def make_optimizer(config: OptimizerConfig, total_steps: int, specs: ParamSpecs) -> optax.GradientTransformation:
+    """The update that a config means: `clip -> rule -> decay of matrices -> learning rate`.
+
+    Decay is decoupled and multiplied by the learning rate, for every rule. Clipping is by the norm of all gradients
+    together.
+
+    Args:
+        config: of the optimizer.
+        total_steps: optimizer steps of the whole run, for the schedule.
+        specs: of the parameters: which are matrices, and along which dimensions.
+    """
+    matrices = {name: is_matrix(spec) for name, spec in specs.items()}
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
+        _rule(config, specs),
+        optax.add_decayed_weights(config.weight_decay, matrices) if config.weight_decay else optax.identity(),
+        optax.scale_by_learning_rate(learning_rate(config, total_steps)),
+    )
+
+
+def is_matrix(spec: ParamSpec) -> bool:
+    """Whether a parameter, layer by layer, maps one named axis to another; norm scales and biases do not."""
+    return sum(axis is not None for axis in spec.axes) > 1
+
+
+def init_opt_state(optimizer: optax.GradientTransformation, params: Params) -> optax.OptState:
+    """The optimizer's first state, each array made where `abstract_opt_state` says."""
+    abstract = {
+        name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding) for name, value in params.items()
+    }
+    return make_opt_init(optimizer, abstract)(params)
+
+
+def make_opt_init(
+    optimizer: optax.GradientTransformation, abstract_params: dict[str, jax.ShapeDtypeStruct]
+) -> Callable[[Params], optax.OptState]:
+    """The jitted `params -> the optimizer's first state`."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_opt_state(optimizer, abstract_params))
+
+    def init_optimizer(params: Params) -> optax.OptState:
+        return optimizer.init(params)
+
+    return jax.jit(init_optimizer, out_shardings=shardings)
+
+
+def abstract_opt_state(
+    optimizer: optax.GradientTransformation, abstract_params: dict[str, jax.ShapeDtypeStruct]
+) -> optax.OptState:
+    """What the optimizer's state will be, without making it.
+
+    An array with the name and shape of a parameter (a moment) lives where the parameter does; counts and Adafactor's
+    rows and columns are replicated.
+
+    Args:
+        optimizer: from `make_optimizer`.
+        abstract_params: with shardings on one mesh.
+    """
+    copied = replicated(abstract_params)
+
+    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        key = path[-1]
+        param = abstract_params.get(key.key) if isinstance(key, jax.tree_util.DictKey) else None
+        sharding = param.sharding if param is not None and param.shape == leaf.shape else copied
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, abstract_params))
+
+
+def replicated(params: Params | dict[str, jax.ShapeDtypeStruct]) -> NamedSharding:
+    """A copy on every device of the parameters' mesh: where scalars live."""
+    sharding = next(iter(params.values())).sharding
+    assert isinstance(sharding, NamedSharding)
+    return NamedSharding(sharding.mesh, PartitionSpec())
+
+
+def _rule(config: OptimizerConfig, specs: ParamSpecs) -> optax.GradientTransformation:
+    """From gradients to a direction that is uphill: the sign and the step size come later in the chain."""
+    if config.name == "adamw":
+        return optax.scale_by_adam(config.beta1, config.beta2, config.eps)
+    if config.name == "lion":
+        return optax.scale_by_lion(config.beta1, config.beta2)
+    if config.name == "sgd":
+        return optax.trace(config.beta1)  # momentum sums: steps are up to 1 / (1 - beta1) times the gradient's
+    if config.name == "adafactor":
+        # without the paper's scaling by the parameter's own size: the learning rate means what it means for adamw
+        return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(ADAFACTOR_CLIP_RMS))
+    dimensions: Any = {name: muon_dimensions(spec) for name, spec in specs.items()}  # optax's type has no None in it
+    muon = optax.contrib.muon(
+        learning_rate=1.0,
+        beta=config.beta1,
+        eps=config.eps,
+        adam_b1=config.beta1,
+        adam_b2=config.beta2,
+        consistent_rms=ADAM_UPDATE_RMS,
+        muon_weight_dimension_numbers=dimensions,
+    )
+    return optax.chain(muon, optax.scale(-1.0))  # optax's muon ends with the sign; ours comes later
+
+
+def muon_dimensions(spec: ParamSpec) -> optax.contrib.MuonDimensionNumbers | None:
+    """Which dimensions of a parameter Muon orthogonalises; None: Adam updates it.
+
+    Adam has the norms, the biases, and the embedding and head, whose rows are tokens. Of the others, [L, D, H, Q] is L
+    matrices from D to H * Q and [L, H, Q, D] is L matrices from H * Q to D: dimensions before the first named axis are
+    a batch of matrices, from it to the second named axis what is summed over, from there on what comes out.
+    """
+    if not is_matrix(spec) or "vocab" in spec.axes:
+        return None
+    first, second = (dim for dim, axis in enumerate(spec.axes) if axis is not None)
+    return optax.contrib.MuonDimensionNumbers(
+        reduction_axis=tuple(range(first, second)), output_axis=tuple(range(second, len(spec.axes)))
+    )

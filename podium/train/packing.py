@@ -1,0 +1,78 @@
+"""Which completions share a row of a batch. Numpy alone: the planner counts rows with it, without jax.
+
+A row holds segments. With `shared_prompts` the prompt of a group is one segment, without its last token, and each
+completion is another that sees it: first the prompt's last token, from which the completion's first token is
+predicted, then the completion without its last. So a prompt costs its length once per group, not once per completion.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+Packing = Literal["none", "sequences", "shared_prompts"]
+Chunk = list[int]
+"""Samples of one group that stay in one row, behind one copy of their prompt; by number."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One completion, ready to be trained on."""
+
+    group: int
+    """Which prompt of the step it answers."""
+    prompt: tuple[int, ...]
+    tokens: np.ndarray  # [n] int32
+    sampled_logprobs: np.ndarray  # [n] float32
+    advantage: float = 0.0
+    weight: float = 0.0
+    """What each of its token losses counts in the batch's loss: the denominator, already divided by."""
+
+
+def pack_rows(samples: Sequence[Sample], *, row_tokens: int, packing: Packing) -> list[list[Chunk]]:
+    """What each row holds.
+
+    Raises:
+        ValueError: a prompt with its completion is longer than a row.
+    """
+    chunks = _chunks(samples, row_tokens, packing == "shared_prompts")
+    return [[chunk] for chunk in chunks] if packing == "none" else _first_fit(chunks, samples, row_tokens)
+
+
+def chunk_tokens(chunk: Chunk, samples: Sequence[Sample]) -> int:
+    """Tokens that a chunk takes of a row."""
+    return len(samples[chunk[0]].prompt) - 1 + sum(len(samples[index].tokens) for index in chunk)
+
+
+def _chunks(samples: Sequence[Sample], row_tokens: int, shared: bool) -> list[Chunk]:
+    """Each group's samples in as few chunks as fit in rows, in order; without sharing, each sample alone."""
+    chunks: list[Chunk] = []
+    for index, sample in enumerate(samples):
+        if len(sample.prompt) - 1 + len(sample.tokens) > row_tokens:
+            raise ValueError(
+                f"a prompt of {len(sample.prompt)} tokens with a completion of {len(sample.tokens)} does not fit in a"
+                f" row of {row_tokens}; set train.row_tokens to rollout.max_prompt_tokens + rollout.max_new_tokens"
+            )
+        same = shared and chunks and samples[chunks[-1][0]].group == sample.group
+        if same and chunk_tokens(chunks[-1], samples) + len(sample.tokens) <= row_tokens:
+            chunks[-1].append(index)
+        else:
+            chunks.append([index])
+    return chunks
+
+
+def _first_fit(chunks: list[Chunk], samples: Sequence[Sample], row_tokens: int) -> list[list[Chunk]]:
+    """The chunks in rows: the longest first, each in the first row with room."""
+    rows: list[list[Chunk]] = []
+    free: list[int] = []
+    for chunk in sorted(chunks, key=lambda chunk: -chunk_tokens(chunk, samples)):
+        length = chunk_tokens(chunk, samples)
+        row = next((row for row, room in enumerate(free) if room >= length), None)
+        if row is None:
+            rows.append([chunk])
+            free.append(row_tokens - length)
+        else:
+            rows[row].append(chunk)
+            free[row] -= length
+    return rows

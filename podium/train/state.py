@@ -1,0 +1,51 @@
+"""What an update reads and replaces, and what it will be before it is made."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from podium.sharding import Params
+from podium.train.optimizer import abstract_opt_state, init_opt_state, replicated
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """All that an update reads and replaces. Saving this is saving the run."""
+
+    step: jax.Array  # [] int32, steps made so far
+    params: Params  # float32, as ParamSpecs declare them
+    opt_state: optax.OptState
+
+
+def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first update; `params` are taken, not copied."""
+    step = jax.device_put(jnp.zeros((), jnp.int32), replicated(params))
+    return TrainState(step=step, params=params, opt_state=init_opt_state(optimizer, params))
+
+
+def abstract_state(
+    abstract_params: dict[str, jax.ShapeDtypeStruct], optimizer: optax.GradientTransformation
+) -> TrainState:
+    """Shapes, dtypes and shardings of `init_state`'s result: for checkpoints and for the planner."""
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(abstract_params))
+    return TrainState(
+        step=step,  # pyright: ignore[reportArgumentType]  # an abstract state has the arrays' descriptions in their place
+        params=abstract_params,  # pyright: ignore[reportArgumentType]
+        opt_state=abstract_opt_state(optimizer, abstract_params),
+    )
+
+
+def restarted(state: TrainState) -> TrainState:
+    """The state as the first of another run: weights and moments stay, the schedule of the learning rate begins anew.
+
+    The schedule is the last link of `make_optimizer`'s chain.
+    """
+    links: Any = state.opt_state
+    *rules, schedule = links
+    count = jnp.zeros_like(schedule.count, device=schedule.count.sharding)
+    step = jnp.zeros_like(state.step, device=state.step.sharding)
+    return TrainState(step=step, params=state.params, opt_state=(*rules, schedule._replace(count=count)))

@@ -1,0 +1,175 @@
+"""The two compiled programs of the trainer: score a batch, and update on it. One definition each, for all who need it.
+
+The trainer calls what these factories return, the planner lowers it for a topology that it does not have, the benches
+time it. A batch's micro-batches are looped over on the device, as many as hold anything: their gradients are summed,
+with weights that already carry the denominators of the whole batch, so cutting a batch differently changes nothing.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+
+from podium.algorithms.losses import policy_loss
+from podium.algorithms.recipes import Recipe
+from podium.config.schema import Remat
+from podium.models.architecture import DecoderConfig
+from podium.models.attention import causal_attention, packed_mask
+from podium.models.decoder import forward, head_weights, param_specs
+from podium.models.logprobs import TokenLogprobs, token_logprobs
+from podium.sharding import GATHERED_AXES, TRAIN_AXES, Params, ShardingRules, abstract_params, to_devices
+from podium.train.batch import Batch
+from podium.train.state import TrainState, abstract_state
+
+Metrics = dict[str, jax.Array]
+
+
+class Program(NamedTuple):
+    """What the programs of one run have in common, fixed before they are traced."""
+
+    decoder: DecoderConfig
+    mesh: jax.sharding.Mesh
+    dtype: jnp.dtype
+    temperature: float  # of the softmax, the sampler's
+    remat: Remat
+    head_chunk_tokens: int
+
+    @property
+    def stored(self) -> ShardingRules:
+        """Where parameters, gradients and optimizer state are kept."""
+        return ShardingRules(self.mesh, TRAIN_AXES)
+
+    @property
+    def computing(self) -> ShardingRules:
+        """Where they are while a layer computes."""
+        return ShardingRules(self.mesh, GATHERED_AXES, stored=TRAIN_AXES)
+
+
+class TrainPrograms(NamedTuple):
+    """The compiled programs of an updater."""
+
+    score: Callable[[Params, Batch], jax.Array]
+    train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+
+
+def make_train_programs(program: Program, recipe: Recipe, optimizer: optax.GradientTransformation) -> TrainPrograms:
+    """The programs of the updater: one way to put them together, for trainer and planner."""
+    return TrainPrograms(make_score(program), make_train_step(program, recipe, optimizer))
+
+
+def make_score(program: Program) -> Callable[[Params, Batch], jax.Array]:
+    """The jitted `(params, batch) -> logprobs [K, B, T]` of the batch's targets, float32, without gradient."""
+
+    def score(params: Params, batch: Batch) -> jax.Array:
+        def one(index: jax.Array, logprobs: jax.Array) -> jax.Array:
+            scored = _logprobs(program, params, _micro_batch(batch, index))
+            return jax.lax.dynamic_update_index_in_dim(logprobs, scored.logprobs, index, 0)
+
+        return jax.lax.fori_loop(0, batch.num_micro_batches, one, jnp.zeros(batch.tokens.shape, jnp.float32))
+
+    return jax.jit(score, out_shardings=program.computing.sharding(None, "batch", None))
+
+
+def make_train_step(
+    program: Program, recipe: Recipe, optimizer: optax.GradientTransformation
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The jitted update `(state, batch) -> (state, metrics)`; `state` is donated.
+
+    Metrics are means over the batch's trained tokens, but for `loss`, norms and maxima.
+    """
+    abstract = abstract_params(param_specs(program.decoder), jnp.float32, program.stored)
+    state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(abstract, optimizer))
+    shardings = state_shardings.params
+
+    def micro_loss(params: Params, batch: Batch) -> tuple[jax.Array, tuple[Metrics, Metrics]]:
+        scored = _logprobs(program, params, batch)
+        losses, stats = policy_loss(
+            recipe,
+            scored.logprobs,
+            sampled_logprobs=batch.sampled_logprobs,
+            advantages=batch.advantages,
+            segments=batch.segments,
+            mask=batch.mask,
+            old_logprobs=batch.old_logprobs,
+            reference_logprobs=batch.reference_logprobs,
+            entropy=scored.entropy,
+        )
+        gap = jnp.abs(jax.lax.stop_gradient(scored.logprobs) - batch.sampled_logprobs) * batch.mask
+        stats = stats | {"entropy": jax.lax.stop_gradient(scored.entropy), "logprob_gap": gap}
+        sums = {name: jnp.sum(values * batch.mask) for name, values in stats.items()}
+        return jnp.sum(losses * batch.weights), (sums, {"logprob_gap_max": jnp.max(gap)})
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        def one(index: jax.Array, total: tuple) -> tuple:
+            (loss, (sums, maxima)), grads = gradient(state.params, _micro_batch(batch, index))
+            grads = {name: jax.lax.with_sharding_constraint(x, shardings[name]) for name, x in grads.items()}
+            summed = jax.tree.map(jnp.add, total[:3], (grads, loss, sums))
+            return *summed, jax.tree.map(jnp.maximum, total[3], maxima)
+
+        gradient = jax.value_and_grad(micro_loss, has_aux=True)
+        loss, (sums, maxima) = jax.eval_shape(micro_loss, state.params, _micro_batch(batch, jnp.int32(0)))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (state.params, loss, sums, maxima))
+        grads, loss, sums, maxima = jax.lax.fori_loop(0, batch.num_micro_batches, one, zeros)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        metrics = {name: value / jnp.maximum(batch.num_tokens, 1.0) for name, value in sums.items()} | maxima
+        metrics |= {"loss": loss, "gradient_norm": optax.tree.norm(grads), "update_norm": optax.tree.norm(updates)}
+        with jax.named_scope("optimizer"):
+            params: Params = jax.tree.map(jnp.add, state.params, updates)
+        return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
+
+    return jax.jit(train_step, donate_argnames="state", out_shardings=(state_shardings, None))
+
+
+def place_batch(batch: Batch, rules: ShardingRules) -> Batch:
+    """A batch of numpy arrays on the devices: rows split over the batch axes, counts everywhere."""
+    return jax.tree.map(lambda x: to_devices(x, batch_sharding(x, rules)), batch)
+
+
+def abstract_batch(batch: Batch, rules: ShardingRules) -> Batch:
+    """What `place_batch` would make of a batch of numpy arrays: for the planner."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(x, rules)), batch)
+
+
+def batch_sharding(x: jax.Array | np.ndarray, rules: ShardingRules) -> NamedSharding:
+    """Where an array of a batch lives."""
+    return rules.sharding(None, "batch", None) if x.ndim == 3 else rules.sharding()
+
+
+def _micro_batch(batch: Batch, index: jax.Array) -> Batch:
+    """Micro-batch `index`: the same fields, [B, T]."""
+    pick = lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False) if x.ndim == 3 else x  # noqa: E731
+    return jax.tree.map(pick, batch)
+
+
+def _logprobs(program: Program, params: Params, batch: Batch) -> TokenLogprobs:
+    """Log-probabilities and entropies of a micro-batch's targets."""
+    rules = program.computing
+    mask = rules.constrain(packed_mask(batch.segments, batch.prompts), "batch", None, None)  # [B, T, T]
+
+    def attend(kv: tuple, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[tuple, jax.Array]:
+        return kv, causal_attention(q, k, v, mask)
+
+    hidden, _ = forward(
+        params,
+        batch.tokens,
+        batch.positions,
+        attend,
+        config=program.decoder,
+        rules=rules,
+        dtype=program.dtype,
+        remat=program.remat,
+    )
+    return token_logprobs(
+        hidden,
+        head_weights(params, rules, program.dtype),
+        batch.targets,
+        temperature=program.temperature,
+        chunk=program.head_chunk_tokens,
+        rules=rules,
+        remat=program.remat != "none",
+    )

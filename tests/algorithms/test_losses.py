@@ -1,0 +1,403 @@
+"""Losses against numbers worked by hand, naive loops in float64 with finite differences, and exact expectations."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from podium.algorithms.losses import (
+    TokenLoss,
+    cispo_loss,
+    clipped_policy_loss,
+    correction_weights,
+    gspo_loss,
+    k3_estimate,
+    kl_loss,
+    make_loss,
+    policy_loss,
+    reinforce_loss,
+    segment_means,
+)
+from podium.algorithms.recipes import RECIPES, Recipe, make_recipe
+from podium.config.schema import AlgorithmConfig
+
+CLIPPED = partial(clipped_policy_loss, clip_low=0.2, clip_high=0.28, dual_clip=None)
+DUAL = partial(clipped_policy_loss, clip_low=0.2, clip_high=0.28, dual_clip=1.5)
+GSPO = partial(gspo_loss, clip_low=0.1, clip_high=0.15)
+CISPO = partial(cispo_loss, clip_low=0.3, clip_high=0.4)
+
+Batch = dict[str, Any]  # arrays [B, T] by the name of their argument
+
+Loss = Callable[..., TokenLoss]
+# A naive loss takes one sequence: log-probabilities, the same ones frozen, the old ones, and its advantage.
+Naive = Callable[..., list[float]]
+
+
+def naive_clipped(dual_clip: float | None, lp: list[float], frozen: list[float], old: list[float], A: float):
+    losses = []
+    for p, o in zip(lp, old, strict=True):
+        ratio = math.exp(p - o)
+        loss = -min(ratio * A, min(max(ratio, 0.8), 1.28) * A)
+        losses.append(min(loss, -dual_clip * A) if dual_clip is not None and A < 0 else loss)
+    return losses
+
+
+def naive_gspo(lp: list[float], frozen: list[float], old: list[float], A: float) -> list[float]:
+    ratio = math.exp(sum(p - o for p, o in zip(lp, old, strict=True)) / len(lp))
+    return [-min(ratio * A, min(max(ratio, 0.9), 1.15) * A)] * len(lp)
+
+
+def naive_cispo(lp: list[float], frozen: list[float], old: list[float], A: float) -> list[float]:
+    weights = [min(max(math.exp(f - o), 0.7), 1.4) for f, o in zip(frozen, old, strict=True)]
+    return [-weight * A * p for weight, p in zip(weights, lp, strict=True)]
+
+
+def naive_reinforce(lp: list[float], frozen: list[float], old: list[float], A: float) -> list[float]:
+    return [-A * p for p in lp]
+
+
+LOSSES = [
+    pytest.param(CLIPPED, partial(naive_clipped, None), id="clipped"),
+    pytest.param(DUAL, partial(naive_clipped, 1.5), id="dual"),
+    pytest.param(GSPO, naive_gspo, id="gspo"),
+    pytest.param(CISPO, naive_cispo, id="cispo"),
+    pytest.param(reinforce_loss, naive_reinforce, id="reinforce"),
+]
+LAYOUT = ((4, 3), (1,), (2, 2, 3), (8,))  # lengths of the sequences in each of B = 4 rows of T = 12 tokens
+
+
+def packed(seed: int = 0, spread: float = 0.4) -> Batch:
+    """Rows of sequences with an unmasked token (a prompt) before each, and noise wherever the mask is 0: [B, T]."""
+    random = np.random.default_rng(seed)
+    shape = (len(LAYOUT), 12)
+    lp = -random.exponential(1.0, shape)
+    segments, mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
+    advantages = random.normal(size=shape)
+    for row, lengths in enumerate(LAYOUT):
+        start = 0
+        for number, length in enumerate(lengths, start=1):
+            segments[row, start : start + length + 1] = number
+            mask[row, start + 1 : start + length + 1] = True
+            advantages[row, start : start + length + 1] = random.normal()
+            start += length + 1
+    old = lp + spread * random.normal(size=shape)
+    arrays = {"logprobs": lp, "old_logprobs": old, "advantages": advantages}
+    return {name: array.astype(np.float32) for name, array in arrays.items()} | {"segments": segments, "mask": mask}
+
+
+def sequences(batch: Batch) -> list[tuple[int, np.ndarray]]:
+    """(row, columns of its trained tokens) of each sequence."""
+    found = []
+    for row in range(len(LAYOUT)):
+        for number in range(1, len(LAYOUT[row]) + 1):
+            found.append((row, np.flatnonzero((batch["segments"][row] == number) & batch["mask"][row])))
+    return found
+
+
+def naive_values(naive: Naive, batch: Batch, lp: np.ndarray) -> np.ndarray:
+    values = np.zeros(lp.shape)
+    for row, columns in sequences(batch):
+        sequence = [array[row, columns].astype(float).tolist() for array in (lp, batch["logprobs"])]
+        old = batch["old_logprobs"][row, columns].astype(float).tolist()
+        values[row, columns] = naive(*sequence, old, float(batch["advantages"][row, columns[0]]))
+    return values
+
+
+def naive_gradient(naive: Naive, batch: Batch, weights: np.ndarray) -> np.ndarray:
+    gradient = np.zeros(weights.shape)
+    for index in np.ndindex(weights.shape):
+        step = np.zeros(weights.shape)
+        step[index] = 1e-6
+        lp = batch["logprobs"].astype(float)
+        ends = [(weights * naive_values(naive, batch, lp + sign * step)).sum() for sign in (1, -1)]
+        gradient[index] = (ends[0] - ends[1]) / 2e-6
+    return gradient
+
+
+def weighted(loss: Loss, weights: np.ndarray, batch: Batch, logprobs: jax.Array) -> jax.Array:
+    return jnp.sum(weights * loss(**{**batch, "logprobs": logprobs}).values)
+
+
+@pytest.mark.parametrize(("loss", "naive"), LOSSES)
+@pytest.mark.parametrize("seed", range(3))
+def test_values_and_gradients_equal_naive_loops(loss: Loss, naive: Naive, seed: int) -> None:
+    batch = packed(seed)
+    weights = np.random.default_rng(seed).uniform(0.5, 1.5, batch["mask"].shape).astype(np.float32) * batch["mask"]
+    values = np.asarray(jax.jit(loss)(**batch).values) * batch["mask"]
+    np.testing.assert_allclose(values, naive_values(naive, batch, batch["logprobs"]), rtol=2e-6, atol=2e-6)
+    gradient = jax.jit(jax.grad(partial(weighted, loss, weights, batch)))(batch["logprobs"])
+    np.testing.assert_allclose(gradient, naive_gradient(naive, batch, weights), rtol=1e-4, atol=1e-6)
+
+
+def one_token(loss: Loss, ratio: float, advantage: float, logprob: float = -2.0) -> tuple[float, float, float, float]:
+    """Loss, its derivative by the log-probability, and whether it was clipped low and high."""
+
+    def value(lp: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        old, A = jnp.full((1, 1), logprob - math.log(ratio)), jnp.full((1, 1), advantage)
+        result = loss(lp, old, A, jnp.ones((1, 1), jnp.int32), jnp.ones((1, 1), bool))
+        return result.values[0, 0], (result.clipped_low[0, 0], result.clipped_high[0, 0])
+
+    (value_, clips), gradient = jax.value_and_grad(value, has_aux=True)(jnp.full((1, 1), logprob))
+    return (float(value_), float(gradient[0, 0]), float(clips[0]), float(clips[1]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "ratio", "advantage", "expected"),
+    [
+        (CLIPPED, 1.0, 2.0, (-2.0, -2.0, 0, 0)),
+        (CLIPPED, 1.5, 1.0, (-1.28, 0.0, 0, 1)),  # likelier by more than 28 %: enough
+        (CLIPPED, 0.5, 1.0, (-0.5, -0.5, 0, 0)),
+        (CLIPPED, 1.5, -1.0, (1.5, 1.5, 0, 0)),  # a bad token that became likelier is always corrected
+        (CLIPPED, 0.5, -1.0, (0.8, 0.0, 1, 0)),
+        (CLIPPED, 5.0, -1.0, (5.0, 5.0, 0, 0)),
+        (DUAL, 5.0, -1.0, (1.5, 0.0, 0, 1)),
+        (DUAL, 1.4, -1.0, (1.4, 1.4, 0, 0)),
+        (DUAL, 5.0, 1.0, (-1.28, 0.0, 0, 1)),
+        (GSPO, 1.2, 1.0, (-1.15, 0.0, 0, 1)),
+        (GSPO, 0.8, -1.0, (0.9, 0.0, 1, 0)),
+        (CISPO, 1.0, 1.0, (2.0, -1.0, 0, 0)),  # the weight has no gradient: not -(1 + logprob)
+        (CISPO, 2.0, 1.0, (2.8, -1.4, 0, 1)),  # clipped, and still learned from
+        (CISPO, 0.5, -1.0, (-1.4, 0.7, 1, 0)),
+        (reinforce_loss, 3.0, 0.5, (1.0, -0.5, 0, 0)),
+    ],
+)
+def test_one_token_by_hand(loss: Loss, ratio: float, advantage: float, expected: tuple[float, ...]) -> None:
+    np.testing.assert_allclose(one_token(loss, ratio, advantage), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", [CLIPPED, DUAL, GSPO, CISPO])
+@pytest.mark.parametrize("ratio", [1e-200, 1e200])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_extreme_ratios_stay_finite(loss: Loss, ratio: float, advantage: float) -> None:
+    assert np.isfinite(one_token(loss, ratio, advantage)).all()
+
+
+@pytest.mark.parametrize(("loss", "naive"), LOSSES)
+@given(seed=st.integers(0, 10_000))
+@settings(deadline=None, max_examples=20)
+def test_packed_rows_equal_sequences_alone(loss: Loss, naive: Naive, seed: int) -> None:
+    batch = packed(seed)
+    together = jax.tree.map(np.asarray, loss(**batch))
+    for row, columns in sequences(batch):
+        T = 10  # padded with noise to the same length
+        alone = {name: np.full((1, T), 3, array.dtype) for name, array in batch.items()}
+        alone["segments"], alone["mask"] = np.zeros((1, T), np.int32), np.zeros((1, T), bool)
+        for name, array in batch.items():
+            alone[name][0, 2 : 2 + len(columns)] = array[row, columns]
+        for result, expected in zip(loss(**alone), together, strict=True):
+            np.testing.assert_allclose(result[0, 2 : 2 + len(columns)], expected[row, columns], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("loss", "naive"), LOSSES)
+def test_rows_and_padding_may_change_places(loss: Loss, naive: Naive) -> None:
+    batch = packed(1)
+    order = np.array([2, 0, 3, 1])
+    values = np.asarray(loss(**batch).values)
+    moved = loss(**{name: np.pad(array[order], ((0, 0), (0, 3))) for name, array in batch.items()}).values
+    np.testing.assert_allclose(moved[:, :-3], values[order], rtol=1e-6)
+
+
+def test_rows_split_over_devices_give_the_same_gradient() -> None:
+    batch = {name: np.tile(array, (2, 1)) for name, array in packed(2).items()}
+    weights = batch["mask"].astype(np.float32)
+    one = jax.grad(partial(weighted, GSPO, weights, batch))(batch["logprobs"])
+    mesh = jax.make_mesh((8,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
+    spread = {name: jax.device_put(array, split) for name, array in batch.items()}
+
+    @jax.jit
+    def gradient(batch: dict[str, jax.Array], logprobs: jax.Array) -> jax.Array:
+        return jax.grad(lambda lp: jnp.sum(weights * GSPO(**{**batch, "logprobs": lp}).values))(logprobs)
+
+    np.testing.assert_allclose(gradient(spread, spread["logprobs"]), one, rtol=1e-6)
+    assert "all-gather" not in str(gradient.lower(spread, spread["logprobs"]).compile().as_text())
+
+
+def test_segment_means_by_hand() -> None:
+    x = jnp.array([[1.0, 3.0, 5.0, 100.0, 7.0, 9.0]])
+    segments = jnp.array([[2, 2, 6, 6, 0, 1]], jnp.int32)
+    mask = jnp.array([[True, True, True, False, False, False]])
+    np.testing.assert_allclose(segment_means(x, segments, mask), [[2.0, 2.0, 5.0, 5.0, 0.0, 0.0]])
+
+
+# Exact expectations over a vocabulary of 8: the gradient by the logits of E_{a ~ policy}[loss(a)], sampling fixed.
+
+
+def softmax_pair(seed: int) -> tuple[jax.Array, jax.Array]:
+    random = np.random.default_rng(seed)
+    logits, reference = random.normal(size=(2, 8)).astype(np.float32)
+    return jnp.asarray(logits), jax.nn.log_softmax(reference)
+
+
+def expected_gradient(token_loss: Callable[[jax.Array], jax.Array], logits: jax.Array) -> np.ndarray:
+    """token_loss maps the log-probabilities of all 8 tokens [1, 8] to their losses [1, 8]."""
+    probabilities = jax.nn.softmax(logits)[None]
+    return np.asarray(jax.grad(lambda z: jnp.sum(probabilities * token_loss(jax.nn.log_softmax(z)[None])))(logits))
+
+
+def kl_gradient(logits: jax.Array, reference: jax.Array, *, reverse: bool) -> np.ndarray:
+    def kl(z: jax.Array) -> jax.Array:
+        lp = jax.nn.log_softmax(z)
+        return jnp.sum(jnp.exp(reference) * (reference - lp)) if reverse else jnp.sum(jnp.exp(lp) * (lp - reference))
+
+    return np.asarray(jax.grad(kl)(logits))
+
+
+@pytest.mark.parametrize(("kl", "reverse"), [("k2", False), ("k3+", False), ("k3", True)])
+@pytest.mark.parametrize("seed", range(3))
+def test_expected_gradient_of_a_kl_loss(kl: Literal["k2", "k3", "k3+"], reverse: bool, seed: int) -> None:
+    logits, reference = softmax_pair(seed)
+    gradient = expected_gradient(lambda lp: kl_loss(kl, lp, reference[None]), logits)
+    np.testing.assert_allclose(gradient, kl_gradient(logits, reference, reverse=reverse), atol=1e-6)
+    assert np.abs(gradient).max() > 1e-2
+
+
+def test_k1_as_a_loss_would_teach_nothing() -> None:
+    logits, reference = softmax_pair(0)
+    np.testing.assert_allclose(expected_gradient(lambda lp: lp - reference[None], logits), np.zeros(8), atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", [CLIPPED, DUAL, CISPO, GSPO, reinforce_loss])
+@pytest.mark.parametrize("seed", range(3))
+def test_on_policy_the_expected_gradient_is_that_of_the_expected_reward(loss: Loss, seed: int) -> None:
+    logits, _ = softmax_pair(seed)
+    advantages = jnp.asarray(np.random.default_rng(seed).normal(size=(1, 8)).astype(np.float32))
+    segments, mask = jnp.arange(1, 9, dtype=jnp.int32)[None], jnp.ones((1, 8), bool)  # 8 sequences of one token
+    gradient = expected_gradient(
+        lambda lp: loss(lp, jax.lax.stop_gradient(lp), advantages, segments, mask).values, logits
+    )
+    truth = jax.grad(lambda z: -jnp.sum(jax.nn.softmax(z)[None] * advantages))(logits)
+    np.testing.assert_allclose(gradient, truth, atol=1e-6)
+
+
+def test_kl_values_by_hand() -> None:
+    logprobs, reference = jnp.array([[-1.0, -1.0]]), jnp.array([[-1.5, -0.5]])
+    np.testing.assert_allclose(kl_loss("k2", logprobs, reference), [[0.125, 0.125]], rtol=1e-6)
+    k3 = [[math.exp(-0.5) - 0.5, math.exp(0.5) - 1.5]]
+    np.testing.assert_allclose(kl_loss("k3", logprobs, reference), k3, rtol=1e-5)
+    np.testing.assert_allclose(kl_loss("k3+", logprobs, reference), k3, rtol=1e-5)
+    np.testing.assert_allclose(k3_estimate(logprobs, reference), k3, rtol=1e-5)
+
+
+def test_k3_plus_reports_at_most_10_and_keeps_its_gradient() -> None:
+    value, gradient = jax.value_and_grad(lambda lp: kl_loss("k3+", lp, jnp.zeros((1, 1)))[0, 0])(jnp.array([[-30.0]]))
+    assert float(value) == pytest.approx(10.0)
+    assert float(gradient[0, 0]) == pytest.approx(-30.0)
+
+
+def test_the_mean_of_k3_is_the_exact_kl() -> None:
+    logits, reference = softmax_pair(5)
+    lp = jax.nn.log_softmax(logits)
+    exact = jnp.sum(jnp.exp(lp) * (lp - reference))
+    np.testing.assert_allclose(jnp.sum(jnp.exp(lp) * k3_estimate(lp, reference)), exact, rtol=1e-5)
+
+
+def test_correction_weights_by_hand() -> None:
+    old, sampled = jnp.log(jnp.array([[0.4, 0.1, 0.9]])), jnp.log(jnp.array([[0.4, 0.5, 0.3]]))
+    truncated = correction_weights("truncate", old, sampled, low=0.0, high=2.0)
+    np.testing.assert_allclose(truncated, [[1.0, 0.2, 2.0]], rtol=1e-5)
+    masked = correction_weights("mask", old, sampled, low=0.5, high=2.0)
+    np.testing.assert_allclose(masked, [[1.0, 0.0, 0.0]], rtol=1e-5)
+    wide = correction_weights("mask", old, sampled, low=0.1, high=4.0)
+    np.testing.assert_allclose(wide, [[1.0, 0.2, 3.0]], rtol=1e-5)
+
+
+# The whole of a recipe.
+
+
+def recipe_of(**options: Any) -> Recipe:
+    config = AlgorithmConfig.model_validate(options)
+    return make_recipe(config, group_size=4, prompts_per_step=4)
+
+
+def inputs(seed: int = 0) -> Batch:
+    batch = packed(seed)
+    noise = np.random.default_rng(seed + 100).normal(size=(3, *batch["mask"].shape)).astype(np.float32)
+    extra = {"sampled_logprobs": batch["old_logprobs"] + 0.5 * noise[0], "entropy": np.abs(noise[2])}
+    return batch | extra | {"reference_logprobs": batch["logprobs"] + 0.5 * noise[1]}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_recipe_is_its_loss_and_reports_it(name: str) -> None:
+    batch = inputs()
+    names = ("logprobs", "old_logprobs", "advantages", "segments", "mask")
+    expected = make_loss(RECIPES[name])(*(batch[key] for key in names))
+    values, stats = jax.jit(partial(policy_loss, RECIPES[name]))(**batch)
+    np.testing.assert_allclose(values, expected.values, rtol=1e-6)
+    np.testing.assert_array_equal(stats["clip_low"], expected.clipped_low)
+    np.testing.assert_array_equal(stats["clip_high"], expected.clipped_high)
+    np.testing.assert_allclose(stats["ratio"], np.exp(batch["logprobs"] - batch["old_logprobs"]), rtol=1e-5)
+    log_ratio = batch["logprobs"] - batch["sampled_logprobs"]
+    np.testing.assert_allclose(stats["kl_sampled"], np.exp(log_ratio) - log_ratio - 1, rtol=1e-4, atol=1e-6)
+    log_ratio = batch["reference_logprobs"] - batch["logprobs"]
+    np.testing.assert_allclose(stats["kl_reference"], np.exp(log_ratio) - log_ratio - 1, rtol=1e-4, atol=1e-6)
+    assert set(stats) == {"clip_low", "clip_high", "ratio", "kl_sampled", "kl_reference"}
+
+
+def test_correction_weighs_the_policy_term_and_not_the_kl() -> None:
+    batch = inputs()
+    options = {"recipe": "grpo", "old_logprobs": "trainer", "kl": "k2", "kl_coef": 0.1, "entropy_bonus": 0.01}
+    recipe = recipe_of(correction="truncate", correction_high=1.5, **options)
+    values, stats = policy_loss(recipe, **batch)
+    weight = np.minimum(np.exp(batch["old_logprobs"] - batch["sampled_logprobs"]), 1.5)
+    np.testing.assert_allclose(stats["correction_weight"], weight, rtol=1e-5)
+    ratio = np.exp(batch["logprobs"] - batch["old_logprobs"])
+    term = -np.minimum(ratio * batch["advantages"], np.clip(ratio, 0.8, 1.2) * batch["advantages"])
+    k2 = (batch["logprobs"] - batch["reference_logprobs"]) ** 2 / 2
+    np.testing.assert_allclose(values, weight * term + 0.1 * k2 - 0.01 * batch["entropy"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("anchor", ["sampler", "trainer"])
+def test_without_old_logprobs_the_ratio_is_to_the_recipes_anchor(anchor: str) -> None:
+    batch = inputs()
+    del batch["old_logprobs"]
+    _, stats = policy_loss(recipe_of(recipe="grpo", old_logprobs=anchor), **batch)
+    to_sampler = np.exp(batch["logprobs"] - batch["sampled_logprobs"])
+    expected = to_sampler if anchor == "sampler" else np.ones_like(to_sampler)
+    np.testing.assert_allclose(stats["ratio"], expected, rtol=1e-5)
+
+
+def test_own_logprobs_as_the_anchor_have_a_gradient() -> None:
+    batch = inputs()
+    del batch["old_logprobs"]
+    recipe = recipe_of(recipe="grpo", old_logprobs="trainer")
+    gradient = jax.grad(lambda lp: jnp.sum(policy_loss(recipe, **{**batch, "logprobs": lp})[0]))(batch["logprobs"])
+    np.testing.assert_allclose(gradient, -batch["advantages"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"old_logprobs": "trainer", "correction": "truncate"}])
+def test_nothing_but_the_policy_gets_a_gradient(options: dict[str, str]) -> None:
+    batch = inputs()
+    recipe = recipe_of(recipe="grpo", kl="k3+", kl_coef=0.1, **options)
+    frozen = {name: batch.pop(name) for name in ("old_logprobs", "sampled_logprobs", "reference_logprobs")}
+    gradients = jax.grad(lambda frozen: jnp.sum(policy_loss(recipe, **batch, **frozen)[0]))(frozen)
+    for gradient in gradients.values():
+        np.testing.assert_array_equal(gradient, np.zeros_like(gradient))
+
+
+def test_statistics_have_no_gradient() -> None:
+    batch = inputs()
+    recipe = recipe_of(recipe="grpo", old_logprobs="trainer", correction="truncate")
+
+    def total(lp: jax.Array) -> jax.Array:
+        _, stats = policy_loss(recipe, **{**batch, "logprobs": lp})
+        return sum(jax.tree.map(jnp.sum, list(stats.values())), jnp.zeros(()))
+
+    np.testing.assert_array_equal(jax.grad(total)(batch["logprobs"]), np.zeros_like(batch["logprobs"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "missing"), [({"kl": "k2", "kl_coef": 0.1}, "reference"), ({"entropy_bonus": 0.1}, "entropy")]
+)
+def test_a_missing_array_is_named(options: dict[str, Any], missing: str) -> None:
+    batch = inputs()
+    del batch["reference_logprobs"], batch["entropy"]
+    with pytest.raises(AssertionError, match=missing):
+        policy_loss(recipe_of(recipe="grpo", **options), **batch)

@@ -1,0 +1,204 @@
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from podium.algorithms import recipes
+from podium.algorithms.recipes import RECIPES, Recipe, conflicts, make_recipe
+from podium.config.schema import AlgorithmConfig, RecipeName
+
+DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
+
+
+def make(group_size: int = 8, prompts_per_step: int = 32, **options: Any) -> Recipe:
+    config = AlgorithmConfig.model_validate(options)
+    return make_recipe(config, group_size=group_size, prompts_per_step=prompts_per_step)
+
+
+def test_every_name_of_the_config_is_a_recipe() -> None:
+    assert tuple(RECIPES) == get_args(RecipeName)
+    assert all(recipe.name == name for name, recipe in RECIPES.items())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_cites_its_paper_and_says_how_it_differs(name: str) -> None:
+    text = getattr(recipes, name).__doc__
+    assert "arXiv:" in text or "doi:" in text
+    assert "Differs:" in text
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_without_options_is_itself(name: str) -> None:
+    recipe = make(recipe=name)
+    expected = RECIPES[name]
+    assert recipe.advantage.func is expected.advantage.func
+    assert recipe.advantage.keywords == expected.advantage.keywords
+    fields = [field for field in vars(expected) if field != "advantage"]
+    assert [getattr(recipe, field) for field in fields] == [getattr(expected, field) for field in fields]
+
+
+def test_recipes_import_no_jax() -> None:
+    code = "import podium.algorithms.recipes, sys; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "option", "value"),
+    [
+        ("grpo", "mean", "token"),
+        ("grpo", "clip_low", 0.1),
+        ("grpo", "clip_high", 0.4),
+        ("grpo", "dual_clip", 3.0),
+        ("grpo", "entropy_bonus", 0.01),
+        ("dapo", "mask_truncated", False),
+        ("grpo", "zero_variance", "drop"),
+        ("dapo", "max_refills", 5),
+        ("gspo", "old_logprobs", "trainer"),
+        ("rloo", "updates_per_batch", 2),
+        ("cispo", "minibatches", 4),
+    ],
+)
+def test_an_option_replaces_the_recipes(recipe: str, option: str, value: Any) -> None:
+    assert getattr(RECIPES[recipe], option) != value
+    assert getattr(make(recipe=recipe, **{option: value}), option) == value
+
+
+def test_every_option_of_the_config_is_a_recipes() -> None:
+    options = set(AlgorithmConfig.model_fields) - {"recipe", "std", "std_ddof", "std_eps"}
+    assert options <= set(vars(RECIPES["grpo"]))
+
+
+def test_options_of_the_standard_deviation_reach_the_advantage() -> None:
+    rewards, lengths = np.array([[1.0, 0.0, 0.0, 0.0]]), np.ones((1, 4))
+    changed = make(recipe="grpo", std_ddof=0, std_eps=0.5).advantage(rewards, lengths)
+    np.testing.assert_allclose(changed, (rewards - 0.25) / (rewards.std() + 0.5), rtol=1e-6)
+    plain = make(recipe="grpo", std="none").advantage(rewards, lengths)
+    np.testing.assert_allclose(plain, rewards - 0.25)
+    whitened = make(recipe="reinforce_pp", std_eps=0.5).advantage(rewards, lengths)
+    np.testing.assert_allclose(whitened, (rewards - 0.25) / (rewards.std() + 0.5), rtol=1e-6)
+
+
+def test_what_a_recipe_needs_of_the_trainer() -> None:
+    assert not make(recipe="grpo").needs_reference
+    assert make(recipe="grpo", kl="k1_reward", kl_coef=0.1).needs_reference
+    assert make(recipe="grpo", old_logprobs="trainer", minibatches=2).scores_old_logprobs
+    assert make(recipe="grpo", old_logprobs="trainer", updates_per_batch=2).scores_old_logprobs
+    assert not make(recipe="grpo", old_logprobs="trainer").scores_old_logprobs
+    assert not make(recipe="grpo", minibatches=2).scores_old_logprobs
+
+
+CONFLICTS = [
+    ("group_size", "at least 2, got 1", {"recipe": "grpo", "group_size": 1}),
+    ("group_size", "at least 2, got 1", {"recipe": "reinforce_pp_baseline", "group_size": 1}),
+    ("algorithm.std", "rloo has no such option", {"recipe": "rloo", "std": "group"}),
+    ("algorithm.std_ddof", "reinforce_pp has no such option", {"recipe": "reinforce_pp", "std_ddof": 1}),
+    ("algorithm.std_eps", "maxrl has no such option", {"recipe": "maxrl", "std_eps": 1e-4}),
+    ("algorithm.std_ddof", "std is none", {"recipe": "dr_grpo", "std_ddof": 0}),
+    ("algorithm.std_eps", "std is none", {"recipe": "grpo", "std": "none", "std_eps": 1e-4}),
+    ("algorithm.zero_variance", "still teaches", {"recipe": "reinforce", "zero_variance": "drop"}),
+    ("algorithm.zero_variance", "still teaches", {"recipe": "reinforce_pp", "zero_variance": "refill"}),
+    ("algorithm.max_refills", "zero_variance is keep", {"recipe": "grpo", "max_refills": 2}),
+    ("algorithm.clip_low", "no ratio to clip", {"recipe": "reinforce", "clip_low": 0.2}),
+    ("algorithm.clip_high", "no ratio to clip", {"recipe": "reinforce", "clip_high": 0.2}),
+    ("algorithm.clip_low", "got 1.5", {"recipe": "cispo", "clip_low": 1.5}),
+    ("algorithm.dual_clip", "recipe gspo does not have", {"recipe": "gspo", "dual_clip": 3.0}),
+    ("algorithm.dual_clip", "recipe cispo does not have", {"recipe": "cispo", "dual_clip": 3.0}),
+    ("algorithm.dual_clip", "recipe reinforce does not have", {"recipe": "reinforce", "dual_clip": 3.0}),
+    ("algorithm.kl_coef", "nothing reads the 0.1", {"recipe": "grpo", "kl_coef": 0.1}),
+    ("algorithm.kl", "k3 needs a weight", {"recipe": "grpo", "kl": "k3"}),
+    ("algorithm.kl", "k2 needs a weight", {"recipe": "grpo", "kl": "k2", "kl_coef": 0.0}),
+    ("algorithm.kl", "maxrl divides", {"recipe": "maxrl", "kl": "k1_reward", "kl_coef": 0.1}),
+    ("algorithm.kl", "no group has equal", {"recipe": "dapo", "kl": "k1_reward", "kl_coef": 0.1}),
+    ("algorithm.correction_high", "correction is none", {"recipe": "grpo", "correction_high": 2.0}),
+    ("algorithm.correction_low", "correction is none", {"recipe": "grpo", "correction_low": 0.5}),
+    (
+        "algorithm.correction_low",
+        "correction is truncate",
+        {"recipe": "grpo", "old_logprobs": "trainer", "correction": "truncate", "correction_low": 0.5},
+    ),
+    (
+        "algorithm.correction",
+        "mask needs its band",
+        {"recipe": "grpo", "old_logprobs": "trainer", "correction": "mask", "correction_high": 2.0},
+    ),
+    (
+        "algorithm.correction_low",
+        "2.0 must be below correction_high 2.0",
+        {
+            "recipe": "grpo",
+            "old_logprobs": "trainer",
+            "correction": "mask",
+            "correction_low": 2.0,
+            "correction_high": 2.0,
+        },
+    ),
+    ("algorithm.correction", "nothing is left to correct", {"recipe": "grpo", "correction": "truncate"}),
+    ("algorithm.updates_per_batch", "no ratio and is wrong", {"recipe": "reinforce", "updates_per_batch": 2}),
+    ("algorithm.minibatches", "no ratio and is wrong", {"recipe": "reinforce", "minibatches": 2}),
+    ("algorithm.old_logprobs", "nothing reads the sampler's", {"recipe": "reinforce", "old_logprobs": "sampler"}),
+    ("algorithm.minibatches", "32 must be a multiple of it, got 5", {"recipe": "grpo", "minibatches": 5}),
+]
+
+
+@pytest.mark.parametrize(("key", "rule", "options"), CONFLICTS)
+def test_what_cannot_be_combined_is_one_error_that_names_its_key(key: str, rule: str, options: dict[str, Any]) -> None:
+    options = dict(options)
+    group_size = options.pop("group_size", 8)
+    config = AlgorithmConfig.model_validate(options)
+    found = conflicts(config, group_size=group_size, prompts_per_step=32)
+    assert [entry[0] for entry in found] == [key]
+    assert rule in found[0][1]
+    with pytest.raises(ValueError, match=key):
+        make_recipe(config, group_size=group_size, prompts_per_step=32)
+
+
+def test_several_conflicts_are_reported_at_once() -> None:
+    config = AlgorithmConfig(recipe="rloo", std="group", kl_coef=0.1, correction_low=0.5)
+    found = conflicts(config, group_size=1, prompts_per_step=32)
+    assert [key for key, _ in found] == [
+        "algorithm.std",
+        "group_size",
+        "algorithm.kl_coef",
+        "algorithm.correction_low",
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recipe": "reinforce", "group_size": 1, "correction": "truncate"},
+        {"recipe": "reinforce_pp", "group_size": 1, "kl": "k1_reward", "kl_coef": 0.01},
+        {"recipe": "grpo", "std": "batch", "std_ddof": 0, "kl": "k3+", "kl_coef": 1e-3, "updates_per_batch": 2},
+        {
+            "recipe": "gspo",
+            "old_logprobs": "trainer",
+            "correction": "mask",
+            "correction_low": 0.5,
+            "correction_high": 2.0,
+        },
+        {"recipe": "cispo", "minibatches": 4, "zero_variance": "refill", "max_refills": 1},
+    ],
+)
+def test_what_can_be_combined_is_accepted(options: dict[str, Any]) -> None:
+    assert make(**options).name == options["recipe"]
+
+
+def table_of_recipes() -> dict[str, list[str]]:
+    """The rows of the table of recipes in docs/algorithms.md."""
+    rows = [line.strip("| ").split("|") for line in DOCS.read_text().splitlines() if line.startswith("| `")]
+    cells = [[cell.strip(" `") for cell in row] for row in rows]
+    return {row[0]: row[1:] for row in cells if row[0] in RECIPES}
+
+
+def test_the_table_of_recipes_is_that_of_the_code() -> None:
+    expected = {}
+    for name, recipe in RECIPES.items():
+        clip = "none" if recipe.loss == "reinforce" else f"{recipe.clip_low:g} / {recipe.clip_high:g}"
+        expected[name] = [recipe.loss, recipe.mean, clip, recipe.old_logprobs, recipe.zero_variance]
+    documented = table_of_recipes()
+    assert {name: row[-5:] for name, row in documented.items()} == expected
+    for name, recipe in RECIPES.items():
+        assert documented[name][1] == recipe.advantage.func.__name__

@@ -1,0 +1,85 @@
+"""Losses against TRL's GRPOTrainer: as tests/golden/record_losses.py recorded it, and live where TRL is installed."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podium.algorithms.advantages import token_weights
+from podium.algorithms.losses import policy_loss
+from podium.algorithms.recipes import make_recipe
+from podium.config.schema import AlgorithmConfig
+
+SCRIPT = Path(__file__).parents[1] / "golden" / "record_losses.py"
+_spec = importlib.util.spec_from_file_location("record_losses", SCRIPT)
+assert _spec is not None and _spec.loader is not None
+recorder = importlib.util.module_from_spec(_spec)
+sys.modules["record_losses"] = recorder
+_spec.loader.exec_module(recorder)
+
+GOLDEN = json.loads(recorder.GOLDEN.read_text())["cases"]
+TOLERANCE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-6}  # both are float32
+
+
+def podium_output(case: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same numbers as the recorder's `trl_output`, from a recipe: loss, gradient, clip fractions."""
+    recipe = make_recipe(AlgorithmConfig(**case.podium), group_size=2, prompts_per_step=2)
+    mask = inputs["mask"]
+    lengths = mask.sum(axis=1)
+    weights = token_weights(recipe.mean, lengths, num_sequences=len(lengths), max_new_tokens=recorder.MAX_NEW_TOKENS)
+    batch = {
+        "sampled_logprobs": inputs["sampled_logprobs" if case.trl.get("use_vllm") else "old_logprobs"],
+        "advantages": np.broadcast_to(inputs["advantages"][:, None], mask.shape),
+        "segments": mask.astype(np.int32),
+        "mask": mask,
+        "old_logprobs": inputs["old_logprobs"] if case.spread else None,
+        "reference_logprobs": inputs["reference_logprobs"],
+        "entropy": inputs["entropy"],
+    }
+
+    def loss(logprobs: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        values, stats = policy_loss(recipe, logprobs, **batch)
+        return jnp.sum(weights[:, None] * mask * values), stats
+
+    (value, stats), gradient = jax.value_and_grad(loss, has_aux=True)(inputs["logprobs"])
+    fractions = {end: float((stats[f"clip_{end}"] * mask).sum() / mask.sum()) for end in ("low", "high")}
+    return {"loss": float(value), "gradient": np.asarray(gradient), "clip": fractions}
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    np.testing.assert_allclose(ours["loss"], theirs["loss"], **TOLERANCE)
+    np.testing.assert_allclose(ours["gradient"], theirs["gradient"], **TOLERANCE)
+
+
+def golden_inputs(name: str) -> dict[str, Any]:
+    return {key: np.array(values, np.float32) for key, values in GOLDEN[name]["inputs"].items()}
+
+
+def test_every_case_is_recorded() -> None:
+    assert set(GOLDEN) == set(recorder.CASES)
+
+
+@pytest.mark.parametrize("name", recorder.CASES)
+def test_loss_and_gradient_equal_those_trl_recorded(name: str) -> None:
+    assert_same(podium_output(recorder.CASES[name], golden_inputs(name)), GOLDEN[name]["outputs"])
+
+
+@pytest.mark.parametrize("name", [name for name in recorder.CASES if "cispo" not in name and "gspo" not in name])
+def test_clip_fractions_equal_those_trl_recorded(name: str) -> None:
+    ours, theirs = podium_output(recorder.CASES[name], golden_inputs(name))["clip"], GOLDEN[name]["outputs"]["clip"]
+    np.testing.assert_allclose([ours["low"], ours["high"]], [theirs["low_mean"], theirs["high_mean"]], atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")  # whatever TRL's own imports warn of
+def test_losses_and_gradients_equal_those_of_trl_itself() -> None:
+    pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
+    for case in recorder.CASES.values():
+        for seed in (1000, 1001, 1002):
+            inputs = recorder.random_inputs(case.spread, seed)
+            assert_same(podium_output(case, inputs), recorder.trl_output(case, inputs))

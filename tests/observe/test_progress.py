@@ -1,0 +1,172 @@
+import io
+import os
+import pty
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from rich.console import Console
+
+from podium.observe.progress import Progress, Sample
+
+METRICS = {
+    "train-reward/total/mean": 0.75,
+    "train-seq_len/completion/mean": 12.5,
+    "throughput/train/valid_tokens_per_s": 1234.0,
+    "time/train/step_s": 4.2,
+    "time/train/rollout_s": 2.5,
+    "time/train/update_s": 1.5,
+}
+
+
+def plain_console():
+    return Console(file=io.StringIO(), force_terminal=False, width=200)
+
+
+def output(console):
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def view(progress, width=100):
+    """The live view as text."""
+    console = Console(file=io.StringIO(), width=width)
+    console.print(progress)
+    return output(console)
+
+
+def terminal_progress(width=100):
+    return Progress("demo", 40, Console(file=io.StringIO(), force_terminal=True, force_interactive=True, width=width))
+
+
+def test_without_a_terminal_there_is_one_line_a_step():
+    console = plain_console()
+    with Progress("demo", 40, console) as progress:
+        for step in (1, 2, 3):
+            progress.phase("rollout")
+            progress.step(step, METRICS)
+    lines = output(console).splitlines()
+    assert lines[0] == "rollout ..."
+    assert lines[1] == "step 1/40  reward 0.750  length 12.5  1,234 tokens/s  4.20 s  left ?"
+    assert [line[:9] for line in lines[2:]] == ["step 2/40", "step 3/40"]
+    assert lines[-1].endswith("left 0:00")
+
+
+def test_without_a_terminal_there_are_no_control_sequences():
+    console = plain_console()
+    with Progress("demo", 40, console) as progress:
+        progress.step(1, METRICS, Sample("7 + 5?", "\x1b[2J12", 1.0))
+        progress.evaluated(1, {"eval/accuracy": 0.5})
+        progress.message("checkpoint of step 1 saved")
+    assert "\x1b" not in output(console)
+    assert output(console).splitlines()[-2:] == ["evaluation at step 1  accuracy 0.500", "checkpoint of step 1 saved"]
+
+
+def test_the_default_console_is_stderr(capsys):
+    with Progress("demo", 40) as progress:
+        progress.message("hello")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "hello\n"
+
+
+def test_the_live_view_shows_phase_step_numbers_accuracy_and_the_last_sample():
+    progress = terminal_progress()
+    progress.evaluated(0, {"eval/accuracy": 0.25})
+    progress.step(1, METRICS | {"train-reward/total/mean": 0.25})
+    progress.step(2, METRICS, Sample("What is 7 + 5?", "It is 12.", 1.0))
+    progress.evaluated(2, {"eval/accuracy": 0.5})
+    progress.phase("rollout")
+    text = view(progress)
+    assert "podium demo" in text
+    assert "step 2/40" in text
+    assert "rollout 0 s" in text
+    assert "0:00 left" in text
+    assert "0.750  \u2581\u2588" in text
+    assert "rollout 2.5  update 1.5  1,234 tokens/s" in text
+    assert "0.500  0.25 > 0.50  (step 2)" in text
+    assert "What is 7 + 5?" in text
+    assert "It is 12." in text
+
+
+@pytest.mark.parametrize("width", [20, 60, 100, 300])
+def test_the_live_view_fits_the_terminal(width):
+    progress = terminal_progress(width)
+    progress.step(1, METRICS, Sample("question " * 500, "answer " * 5000, 0.0))
+    lines = view(progress, width).splitlines()
+    assert max(len(line) for line in lines) <= min(width, 100)
+    assert len(lines) < 25
+
+
+def test_what_a_model_wrote_cannot_move_the_terminal_or_be_read_as_markup():
+    progress = terminal_progress()
+    progress.step(1, METRICS, Sample("[bold]q[/bold]", "[/red] \x1b]0;title\x07 \x1b[2J\u202e[link=x]", 0.0))
+    text = view(progress)
+    assert "[bold]q[/bold]" in text
+    assert "[/red] \\x1b]0;title\\x07 \\x1b[2J\\u202e[link=x]" in text
+    assert "\x1b" not in text
+
+
+def test_a_message_is_not_read_as_markup():
+    console = plain_console()
+    Progress("demo", 40, console).message("[/bold] failed [red]x[/red]")
+    assert output(console) == "[/bold] failed [red]x[/red]\n"
+
+
+def test_the_time_left_leaves_the_first_step_out(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("podium.observe.progress.time.monotonic", lambda: now[0])
+    console = plain_console()
+    progress = Progress("demo", 10, console)
+    for step, seconds in ((1, 60.0), (2, 4.0), (3, 6.0)):  # the first step compiles
+        now[0] += seconds
+        progress.step(step, METRICS)
+    assert output(console).splitlines()[-1].endswith("left 0:35")  # 7 steps of 5 s
+
+
+def test_an_exception_inside_passes_and_ends_the_view():
+    progress = terminal_progress()
+    with pytest.raises(KeyError), progress:
+        progress.step(1, METRICS)
+        raise KeyError("bug")
+    text = output(progress.console)
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def test_ctrl_c_on_a_real_terminal_gives_the_cursor_back():
+    program = """
+        import os, signal, sys
+        from podium.observe.progress import Progress
+        with Progress("demo", 40) as progress:
+            progress.phase("rollout")
+            print("stray output of a library")
+            os.kill(os.getpid(), signal.SIGINT)
+            progress.phase("never")
+    """
+    master, terminal = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    done = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env=environment,
+    )
+    os.close(terminal)
+    shown = b""
+    while chunk := _read(master):
+        shown += chunk
+    assert done.wait(30) != 0
+    os.close(master)
+    assert b"stray output of a library" in shown
+    assert b"KeyboardInterrupt" in shown
+    assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
+    assert shown.index(b"\x1b[?25l") < shown.index(b"rollout")
+
+
+def _read(master):
+    try:
+        return os.read(master, 65536)
+    except OSError:  # Linux's way to say that the other end is closed
+        return b""

@@ -1,0 +1,232 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import yaml
+
+from podium.config.schema import Config
+from podium.observe.files import RunFileError
+from podium.observe.run_dir import LENGTHS, MAY_CHANGE, METRICS, SAMPLES, Fork, RunDir, RunInUseError, parse_fork
+
+
+def make_config(tmp_path, **changes):
+    tree = {"name": "demo", "runs_dir": str(tmp_path / "runs"), "model": "demo", "tasks": [{"name": "arithmetic"}]}
+    return Config.model_validate(tree | changes)
+
+
+def open_and_close(config, **options):
+    """A run that has begun: something is recorded."""
+    with RunDir.open(config, **options) as run:
+        run.append(METRICS, {"step": 0})
+        return run
+
+
+def test_a_new_run_holds_its_resolved_config(tmp_path):
+    config = make_config(tmp_path)
+    with RunDir.open(config) as run:
+        assert not run.continued
+        assert run.path == tmp_path / "runs" / "demo"
+        assert Config.model_validate(yaml.safe_load((run.path / "config.yaml").read_text())) == config
+
+
+def test_a_run_is_continued_if_the_config_agrees(tmp_path):
+    open_and_close(make_config(tmp_path))
+    assert open_and_close(make_config(tmp_path)).continued
+
+
+def test_a_run_that_recorded_nothing_may_begin_again_with_another_config(tmp_path):
+    with RunDir.open(make_config(tmp_path), fork=Fork("runs/other", 3)):
+        pass
+    with RunDir.open(make_config(tmp_path, seed=1)) as run:
+        assert not run.continued
+        assert run.fork is None
+    with RunDir.open(make_config(tmp_path, seed=1)) as run:
+        assert run.fork is None
+
+
+def test_a_different_config_is_an_error_that_names_each_key_and_the_ways_out(tmp_path):
+    open_and_close(make_config(tmp_path))
+    changed = make_config(
+        tmp_path, seed=1, rollout={"temperature": 0.5}, tasks=[{"name": "arithmetic", "options": {"digits": 3}}]
+    )
+    with pytest.raises(RunFileError) as error:
+        RunDir.open(changed)
+    message = str(error.value)
+    assert "seed: 0 there, 1 now" in message
+    assert "rollout.temperature: 1.0 there, 0.5 now" in message
+    assert "tasks.0.options.digits: None there, 3 now" in message
+    assert "set another name, or delete the folder" in message
+    assert message.count(" there, ") == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps": 200},
+        {"mesh": "1,-1,1"},
+        {"eval": {"every_steps": 5}},
+        {"checkpoint": {"every_steps": 7, "keep_last": 2}},
+        {"metrics": {"tensorboard": True}},
+        {"grading": {"workers": 0}},
+        {"rollout": {"slots": 8}},
+        {"train": {"rows_per_device": 2}},
+    ],
+)
+def test_keys_that_do_not_change_what_is_learned_may_differ_and_are_stored(tmp_path, change):
+    open_and_close(make_config(tmp_path))
+    changed = make_config(tmp_path, **change)
+    run = open_and_close(changed)
+    assert Config.model_validate(yaml.safe_load((run.path / "config.yaml").read_text())) == changed
+
+
+@pytest.mark.parametrize("key", MAY_CHANGE)
+def test_a_key_that_may_change_is_one_of_the_config(tmp_path, key):
+    tree = make_config(tmp_path).model_dump()
+    for part in key.split("."):
+        tree = tree[part]
+
+
+def test_steps_may_not_change_under_a_schedule_that_ends_at_the_last_step(tmp_path):
+    cosine = {"optimizer": {"schedule": "cosine"}}
+    open_and_close(make_config(tmp_path, train=cosine))
+    with pytest.raises(RunFileError, match="steps: 100 there, 200 now"):
+        RunDir.open(make_config(tmp_path, train=cosine, steps=200))
+
+
+def test_a_key_whose_name_begins_like_a_free_one_is_not_free(tmp_path):
+    open_and_close(make_config(tmp_path))
+    with pytest.raises(RunFileError, match="model: 'demo' there, 'other' now"):
+        RunDir.open(make_config(tmp_path, model="other"))
+    with pytest.raises(RunFileError, match=r"grading\.timeout_s: 5\.0 there, 6\.0 now"):
+        RunDir.open(make_config(tmp_path, grading={"timeout_s": 6.0}))
+
+
+def test_a_stored_config_that_cannot_be_read_is_an_error_with_a_way_out(tmp_path):
+    run = open_and_close(make_config(tmp_path))
+    (run.path / "config.yaml").write_text("model: demo\nrecipe: grpo\n")
+    with pytest.raises(RunFileError, match=r"is not a config \(tasks: Field required; recipe: Extra .*; set another"):
+        RunDir.open(make_config(tmp_path))
+
+
+def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
+    folder = tmp_path / "runs" / "demo"
+    folder.mkdir(parents=True)
+    (folder / "thesis.tex").write_text("")
+    with pytest.raises(RunFileError, match=r"holds 'thesis\.tex' but no config\.yaml"):
+        RunDir.open(make_config(tmp_path))
+    assert [item.name for item in folder.iterdir()] == ["thesis.tex"]
+
+
+def test_what_a_kill_during_creation_leaves_does_not_matter(tmp_path):
+    folder = tmp_path / "runs" / "demo"
+    folder.mkdir(parents=True)
+    (folder / "run.lock").write_text("process 1 on host x\n")
+    (folder / "config.yaml.1.tmp").write_text("model:")
+    assert not open_and_close(make_config(tmp_path)).continued
+
+
+@pytest.mark.parametrize("name", [None, "", "..", "a/b", "/etc"])
+def test_a_name_that_is_not_a_folder_name_is_an_error(tmp_path, name):
+    with pytest.raises(RunFileError, match=r"name: .* cannot be a folder"):
+        RunDir.open(make_config(tmp_path, name=name))
+
+
+def test_an_unwritable_place_is_an_error_that_names_the_key(tmp_path):
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(RunFileError, match=r"cannot be made: (Not a directory|File exists); set runs_dir"):
+        RunDir.open(make_config(tmp_path))
+
+
+def test_a_folder_that_cannot_be_locked_is_an_error_that_names_the_key(tmp_path):
+    (tmp_path / "runs" / "demo" / "run.lock").mkdir(parents=True)
+    with pytest.raises(RunFileError, match="demo cannot be written: Is a directory; set runs_dir"):
+        RunDir.open(make_config(tmp_path))
+
+
+def test_a_run_in_use_is_an_error_that_names_the_process(tmp_path):
+    config = make_config(tmp_path)
+    with RunDir.open(config) as run:
+        with pytest.raises(RunInUseError, match=rf"{run.path} is in use by process {os.getpid()} on host \S+; wait"):
+            RunDir.open(config)
+        with pytest.raises(RunInUseError):  # a refused process does not take the lock away
+            RunDir.open(config)
+    open_and_close(config)
+
+
+def test_the_lock_ends_with_its_process_however_it_ends(tmp_path):
+    config = make_config(tmp_path)
+    program = f"""
+        import sys, time
+        from podium.config.schema import Config
+        from podium.observe.run_dir import RunDir
+        run = RunDir.open(Config.model_validate({config.model_dump(mode="json")!r}))
+        print("locked", flush=True)
+        time.sleep(60)
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "locked\n"
+        with pytest.raises(RunInUseError, match=f"process {other.pid} "):
+            RunDir.open(config)
+        other.send_signal(signal.SIGKILL)
+    open_and_close(config)
+
+
+def test_a_failed_opening_gives_the_lock_up(tmp_path):
+    open_and_close(make_config(tmp_path))
+    with pytest.raises(RunFileError):
+        RunDir.open(make_config(tmp_path, seed=1))
+    assert open_and_close(make_config(tmp_path)).continued
+
+
+def test_truncating_forgets_what_came_after_the_step_in_all_three_files(tmp_path):
+    with RunDir.open(make_config(tmp_path)) as run:
+        for step in (1, 2, 3):
+            for name in (METRICS, SAMPLES, LENGTHS):
+                run.append(name, {"step": step})
+        run.truncate(1)
+        run.append(METRICS, {"step": 2, "again": True})
+        assert run.read(METRICS) == [{"step": 1}, {"step": 2, "again": True}]
+        assert run.read(SAMPLES) == run.read(LENGTHS) == [{"step": 1}]
+
+
+def test_the_summary_is_one_object(tmp_path):
+    with RunDir.open(make_config(tmp_path)) as run:
+        run.write_summary({"steps": 3, "eval": {"initial": {"accuracy": 0.25}}})
+        assert yaml.safe_load((run.path / "summary.json").read_text())["eval"]["initial"]["accuracy"] == 0.25
+
+
+def test_a_fork_is_remembered_by_the_run_that_began_with_it(tmp_path):
+    source = open_and_close(make_config(tmp_path)).path
+    fork = parse_fork(f"{source}@20")
+    assert fork == Fork(str(source), 20)
+    child = make_config(tmp_path, name="child", seed=1)
+    assert open_and_close(child, fork=fork).fork == fork
+    assert open_and_close(child).fork == fork
+    assert open_and_close(child, fork=fork).fork == fork
+
+
+def test_a_run_that_exists_cannot_begin_elsewhere(tmp_path):
+    source = open_and_close(make_config(tmp_path)).path
+    child = make_config(tmp_path, name="child")
+    open_and_close(child)
+    with pytest.raises(RunFileError, match=r"did not begin from another run, and --from asks for .*@20; leave --from"):
+        RunDir.open(child, fork=Fork(str(source), 20))
+
+
+def test_a_fork_without_step_means_the_newest_checkpoint(tmp_path):
+    source = open_and_close(make_config(tmp_path)).path
+    assert parse_fork(str(source)) == Fork(str(source), None)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [("{run}@x", "'x' is not a step"), ("{run}@-1", "'-1' is not a step"), ("nowhere@3", "nowhere has no config.yaml")],
+)
+def test_a_fork_of_nothing_is_an_error(tmp_path, text, rule):
+    source = open_and_close(make_config(tmp_path)).path
+    with pytest.raises(ValueError, match=f"--from .*{rule}"):
+        parse_fork(text.format(run=source))

@@ -1,0 +1,139 @@
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+from rich.console import Console
+
+from podium.config.schema import Config
+from podium.observe.history import Answers, read_answers, read_history
+from podium.observe.summary import commit, make_summary, print_summary, versions
+
+
+def sample(step, prompt, text, reward, split="eval"):
+    return {
+        "step": step,
+        "split": split,
+        "task": "arithmetic",
+        "prompt": prompt,
+        "question": f"question {prompt}",
+        "answer": "12",
+        "completions": [{"text": text, "reward": reward}],
+    }
+
+
+def make_run(tmp_path, *, lines=(), samples=(), **changes):
+    folder = tmp_path / "demo"
+    folder.mkdir()
+    config = Config.model_validate({"name": "demo", "model": "demo", "tasks": [{"name": "arithmetic"}]} | changes)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    times = [{"time/wall_s": 10.0 * i, "time/cpu_s": 15.0 * i} for i in range(1, len(lines) + 1)]
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(line | time) + "\n" for line, time in zip(lines, times, strict=True))
+    )
+    (folder / "samples.jsonl").write_text("".join(json.dumps(record) + "\n" for record in samples))
+    return folder
+
+
+LINES = (
+    {"step": 0, "eval/accuracy": 0.25},
+    {"step": 1, "train-reward/total/mean": 0.3},
+    {"step": 2, "train-reward/total/mean": None},
+    {"step": 3, "train-reward/total/mean": 0.9},
+    {"step": 3, "eval/accuracy": 0.75},
+)
+SAMPLES = (
+    sample(0, "a", "11", 0.0),
+    sample(0, "b", "12", 1.0),
+    sample(2, "a", "train", 1.0, split="train"),
+    sample(3, "a", "12", 1.0),
+    sample(3, "b", "12", 1.0),
+)
+
+
+def test_a_history_has_the_points_of_each_curve_and_the_last_times(tmp_path):
+    history = read_history(make_run(tmp_path, lines=LINES))
+    assert history.rewards == [(1, 0.3), (3, 0.9)]
+    assert history.accuracies == [(0, 0.25), (3, 0.75)]
+    assert (history.steps, history.wall_s, history.cpu_s) == (3, 50.0, 75.0)
+
+
+def test_the_answers_shown_are_to_the_question_that_gained_most(tmp_path):
+    assert read_answers(make_run(tmp_path, samples=SAMPLES)) == Answers("question a", "12", "11", "12")
+
+
+@pytest.mark.parametrize("samples", [(), SAMPLES[:3], (SAMPLES[0], SAMPLES[4])])
+def test_without_two_answers_to_a_question_there_is_none_to_show(tmp_path, samples):
+    assert read_answers(make_run(tmp_path, samples=samples)) is None
+
+
+def test_the_summary_has_what_scripts_read(tmp_path):
+    summary = make_summary(make_run(tmp_path, lines=LINES))
+    assert summary["steps"] == 3
+    assert summary["wall_s"] == 50.0
+    assert summary["cpu_s"] == 75.0
+    assert summary["reward"] == {"first": 0.3, "last": 0.9}
+    assert summary["eval"] == {"initial": {"step": 0, "accuracy": 0.25}, "final": {"step": 3, "accuracy": 0.75}}
+    assert summary["versions"]["python"].startswith("3.")
+    assert summary["versions"]["jax"] == versions()["jax"]
+    assert summary["commit"] == commit()
+
+
+def test_the_summary_of_a_run_that_was_stopped_early_has_nulls(tmp_path):
+    summary = make_summary(make_run(tmp_path))
+    assert summary["steps"] == 0
+    assert summary["reward"] == {"first": None, "last": None}
+    assert summary["eval"]["initial"] == summary["eval"]["final"] == {"step": None, "accuracy": None}
+
+
+def test_the_commit_is_the_checkouts(monkeypatch, tmp_path):
+    package = tmp_path / "podium" / "observe"
+    package.mkdir(parents=True)
+    monkeypatch.setattr("podium.observe.summary.__file__", str(package / "summary.py"))
+    assert commit() is None
+    (package / "summary.py").write_text("")
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "x"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    head = subprocess.run(["git", "-C", str(tmp_path), "rev-parse", "HEAD"], capture_output=True, text=True)
+    assert commit() == head.stdout.strip()
+    (package / "summary.py").write_text("changed")
+    assert commit() == head.stdout.strip() + "-dirty"
+
+
+def printed(folder):
+    file = io.StringIO()
+    print_summary(folder, Console(file=file, width=90))
+    return file.getvalue()
+
+
+def test_the_printed_summary_has_accuracy_answers_files_and_next_commands(tmp_path):
+    folder = make_run(tmp_path, lines=LINES, samples=(sample(0, "a", "\x1b[2J[b]11", 0.0), *SAMPLES[3:]))
+    text = printed(folder)
+    assert "0.250 (step 0) -> 0.750 (step 3)" in text
+    assert "3 steps in 0:50, 1:15 of CPU time" in text
+    assert "\\x1b[2J[b]11" in text
+    assert "metrics.jsonl   all numbers" in text
+    assert "summary.json" not in text
+    for command in ("podium eval", "podium export", "podium train"):
+        assert command in text
+    assert "--set steps=6" in text.replace("\n", "")
+
+
+def test_after_a_schedule_that_has_ended_more_steps_are_a_fork(tmp_path):
+    text = printed(make_run(tmp_path, lines=LINES, train={"optimizer": {"schedule": "cosine"}}))
+    assert "name=demo-more --from" in text
+
+
+def test_a_run_without_steps_can_be_summed_up_too(tmp_path):
+    assert "0 steps in 0:00" in printed(make_run(tmp_path))
+
+
+@pytest.mark.parametrize("module", ["run_dir", "writers", "progress", "curve_svg", "summary", "metrics_page"])
+def test_observing_imports_neither_jax_nor_a_service(module):
+    heavy = ("jax", "transformers", "wandb", "tensorboard", "trackio")
+    code = f"import podium.observe.{module}, sys; sys.exit(str([m for m in {heavy} if m in sys.modules] or ''))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.strip() == ""

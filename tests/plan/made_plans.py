@@ -1,0 +1,106 @@
+"""Plans made by hand, as the planner would make them."""
+
+import dataclasses
+from typing import Any
+
+from podium.plan.lengths import Composition
+from podium.plan.result import Collective, LargeArray, Phase, Plan, Seconds, judge, total
+
+GIB = 2**30
+HBM = int(31.25 * GIB)
+RESIDENTS = {"parameters": 1.5, "optimizer": 3.0, "rollout_weights": 5.75}
+
+
+def seconds(value: float, spread: float = 0.2) -> Seconds:
+    return Seconds(value=value, low=value * (1 - spread), high=value * (1 + spread))
+
+
+def gathers(sent: float, calls: float) -> Collective:
+    return Collective(kind="all-gather", axes=("fsdp",), group=8, overlaps=False, calls=calls, sent=sent)
+
+
+def phase(name: str, *, took: float | None = 1.0, hbm: int = HBM, compiled: bool = True, **changed: Any) -> Phase:
+    """A phase whose `gib` of other parts stand beside the residents."""
+    parts = {part: int(size * GIB) for part, size in (RESIDENTS | changed.pop("gib", {})).items()}
+    size = sum(parts.values())
+    largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
+    fields: dict[str, Any] = {
+        "bytes": size,
+        "parts": parts,
+        "fits": size <= hbm,
+        "seconds": None if took is None else seconds(took),
+        "bound_by": "compute",
+        "largest": tuple(LargeArray(name=part, shape="bf16[36,2048]", bytes=bytes) for part, bytes in largest),
+        "calls": 4.0,
+        "collectives": (),
+        "flops": 1e15,
+        "closed_form_flops": 0.98e15,
+        "compile_s": 60.0 if compiled else None,
+        "compiled": compiled,
+    }
+    return Phase(name=name, **{**fields, **changed})
+
+
+def phases(**update: Any) -> tuple[Phase, ...]:
+    """Of a run that fits, its update changed."""
+    return (
+        phase("init", took=None, calls=0.0),
+        phase("sync", took=0.05, calls=1.0, gib={"gathered_weights": 0.7}, bound_by="ici"),
+        phase("prefill", took=0.12, gib={"kv_cache": 2.4, "logits": 1.1}, calls=3.0),
+        phase("place", took=0.01, gib={"kv_cache": 2.4}, calls=30.0, bound_by="latency"),
+        phase("decode", took=1.77, gib={"kv_cache": 4.8, "logits": 0.6}, calls=150.0, bound_by="hbm"),
+        phase("update", **{"took": 1.1, "gib": {"layer_activations": 12.1, "logits": 2.0, "batch": 0.01}, **update}),
+        phase("checkpoint", took=None, calls=0.0, compiled=False),
+    )
+
+
+def plan(*, hbm: int = HBM, made: tuple[Phase, ...] | None = None, **changed: Any) -> Plan:
+    """A plan of these phases; its verdict, head-room and step follow from them."""
+    made = made or phases()
+    worst = max(each.bytes for each in made)
+    step = total(each.seconds for each in made if each.seconds is not None) + seconds(0.05)
+    fields: dict[str, Any] = {
+        "config": "gsm8k_qwen25_3b",
+        "accelerator": "v6e-8",
+        "devices": 8,
+        "hbm_bytes": hbm,
+        "verdict": judge([worst], hbm),
+        "spare_bytes": hbm - worst,
+        "phases": made,
+        "host": seconds(0.05),
+        "step": step,
+        "tokens_per_s_per_device": step.rate(25_600 / 8),
+        "composition": composition(),
+        "micro_batches": 4,
+        "notes": ("Lengths are gsm8k's: 200 tokens on average.",),
+        "estimate_only": not any(each.compiled for each in made),
+        "versions": {"podium": "0.1.0", "libtpu": "0.0.42.1"},
+    }
+    return Plan(**{**fields, **changed})
+
+
+def too_large() -> Plan:
+    return plan(made=phases(gib={"saved_activations": 24.2, "logits": 2.0}))
+
+
+def close() -> Plan:
+    return plan(made=phases(gib={"layer_activations": 20.6}))
+
+
+def estimated() -> Plan:
+    made = tuple(dataclasses.replace(each, compiled=False, compile_s=None) for each in phases())
+    return plan(made=made, versions={"podium": "0.1.0"})
+
+
+def composition(**changed: Any) -> Composition:
+    fields: dict[str, Any] = {
+        "prefill_calls": {128: 3},
+        "place_calls": {128: 30},
+        "decode_calls": 150,
+        "decode_steps": 600,
+        "occupied_slot_steps": 25_000,
+        "mean_context": 200.0,
+        "prompt_tokens": 1_600,
+        "completion_tokens": 25_600,
+    }
+    return Composition(**{**fields, **changed})

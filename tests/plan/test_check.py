@@ -1,0 +1,121 @@
+"""What training does about its plan, and the table of both afterwards."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.observe.files import RunFileError
+from podium.plan.check import Machine, RunCheck, accelerator_of, check_run, compare_with_measured, plan_at_start
+from podium.plan.topology import GIB
+from tests.plan.made_plans import plan
+from tests.plan.test_estimate import QWEN_3B
+from tests.plan.test_search import config as config_3b
+
+V6E_8 = Machine(kind="TPU v6 lite", devices=8, hosts=1, memory_bytes=None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "name"),
+    [
+        ("TPU v6 lite", 8, "v6e-8"),
+        ("TPU v5 lite", 16, "v5litepod-16"),
+        ("TPU v5p", 32, "v5p-64"),
+        ("TPU v5", 4, "v5p-8"),
+        ("TPU v4", 8, "v4-16"),
+        ("NVIDIA H100 80GB HBM3", 8, "h100-8"),
+        ("NVIDIA H200", 1, "h200-1"),
+    ],
+)
+def test_a_machine_is_recognised_by_its_devices(kind, devices, name):
+    found = accelerator_of(Machine(kind=kind, devices=devices, hosts=1, memory_bytes=None))
+    assert found is not None and found.name == name and found.devices == devices
+
+
+def test_a_machine_has_the_memory_that_it_says():
+    found = accelerator_of(dataclasses.replace(V6E_8, memory_bytes=30 * GIB))
+    assert found is not None and found.hbm_bytes == 30 * GIB
+
+
+@pytest.mark.parametrize("machine", [Machine(kind="cpu", devices=8, hosts=1, memory_bytes=None)])
+def test_nothing_is_planned_on_other_machines(machine, tmp_path):
+    assert plan_at_start(config_3b(), QWEN_3B, machine) is None
+    check = RunCheck(force=False)
+    assert check.begin(config_3b(), QWEN_3B, tmp_path, machine) is None
+    assert [check.after_step({"time/train/step_s": 1.0}) for _ in range(4)] == [({}, None)] * 4
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_is_far_too_large_is_refused_unless_forced(tmp_path):
+    small = dataclasses.replace(V6E_8, memory_bytes=8 * GIB)
+    with pytest.raises(ValueError, match=r"needs about .* GiB on each device .* `podium plan` .* --force goes on"):
+        RunCheck(force=False).begin(config_3b(), QWEN_3B, tmp_path, small)
+    assert list(tmp_path.iterdir()) == []
+    line = RunCheck(force=True).begin(config_3b(), QWEN_3B, tmp_path, small)
+    assert line is not None and line.startswith("plan: does not fit v6e-8 by the closed form")
+
+
+def test_measured_figures_stand_beside_the_plan_after_the_third_step(tmp_path):
+    check = RunCheck(force=False)
+    line = check.begin(config_3b(), QWEN_3B, tmp_path, V6E_8)
+    made = plan_at_start(config_3b(), QWEN_3B, V6E_8)
+    assert made is not None and made.step is not None
+    assert line is not None and line.startswith("plan: fits v6e-8 by the closed form")
+    peak, took = made.worst.bytes / 1.1, made.step.value / 0.5
+    metrics = {"time/train/step_s": took, "memory/train/peak_bytes_in_use_max_gib": peak / GIB}
+    assert check.after_step(metrics) == check.after_step(metrics) == ({}, None)
+    found, line = check.after_step(metrics)
+    assert found == pytest.approx({"plan/memory_error": 0.1, "plan/step_error": -0.5})
+    assert line is not None and "measured (+10.0%); " in line and line.endswith("measured (-50.0%)")
+    assert check.after_step(metrics) == ({}, None)
+
+
+def test_what_is_not_measured_is_left_out():
+    metrics, line = compare_with_measured(plan(), peak_bytes=None, step_seconds=3.1)
+    assert list(metrics) == ["plan/step_error"] and "GiB" not in line
+
+
+def write_run(folder: Path, steps: int = 5, **changed: Any) -> None:
+    """A run whose steps take 4 s, and long ones at first."""
+    RunCheck(force=False).begin(config_3b(), QWEN_3B, folder, V6E_8)
+    lines = [
+        {
+            "step": step,
+            "time/train/step_s": 60.0 if step < 3 else 4.0 + 0.1 * (step - 4),
+            "time/train/rollout_s": 2.5,
+            "time/train/update_s": 1.0,
+            "memory/train/peak_bytes_in_use_max_gib": 20.0 + step / 10,
+            "rollout/completion_tokens": 20_000,
+        }
+        | changed
+        for step in range(1, steps + 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_run_is_tabulated_with_the_median_of_its_settled_steps(tmp_path):
+    write_run(tmp_path)
+    rows = {row.name: row for row in check_run(tmp_path)}
+    made = plan_at_start(config_3b(), QWEN_3B, V6E_8)
+    assert made is not None and made.step is not None
+    assert rows["step"].measured == 4.0 and rows["step"].planned == made.step
+    assert rows["step"].error == pytest.approx(made.step.value / 4.0 - 1)
+    memory = rows[f"memory, {made.worst.name}"]
+    assert (memory.measured, memory.planned.value) == (20.5, pytest.approx(made.worst.bytes / GIB))
+    assert (rows["rollout"].measured, rows["update"].measured, rows["sync"].measured) == (2.5, 1.0, None)
+    assert rows["completion tokens"].planned.value == made.composition.completion_tokens
+
+
+def test_a_check_without_steps_or_with_a_broken_plan_is_told(tmp_path):
+    write_run(tmp_path, steps=2)
+    with pytest.raises(ValueError, match="3 steps at least are needed"):
+        check_run(tmp_path)
+    (tmp_path / "plan.json").write_text('{"phases": []}')
+    with pytest.raises(ValueError, match="is not a plan of podium train"):
+        check_run(tmp_path)
+    write_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("no json\n" * 3)
+    with pytest.raises(RunFileError):
+        check_run(tmp_path)

@@ -1,0 +1,266 @@
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_decoder import DECODER
+
+from podium.config.schema import Config
+from podium.plan import compile as compiling
+from podium.plan.compile import CompilerError, Progress, answer_key, compile_phases
+from podium.plan.compiled import looped_work, named_memory
+from podium.plan.cost import walk
+from podium.plan.hlo import parse
+from podium.plan.phases import phase_programs
+from podium.plan.store import cache_folder, write_file
+from podium.plan.topology import GIB, Accelerator, find_accelerator
+from podium.plan.worker import Job
+from podium.sharding import make_mesh
+
+CPU = Accelerator(name="cpu-8", generation="cpu", devices=8, hosts=1, hbm_bytes=GIB)
+SETTINGS: dict[str, Any] = {
+    "model": "none",
+    "tasks": [{"name": "arithmetic"}],
+    "prompts_per_step": 4,
+    "group_size": 4,
+    "rollout": {"max_prompt_tokens": 32, "max_new_tokens": 8, "slots": 16, "prefill_rows": 8},
+    "train": {"rows_per_device": 1},
+}
+GOLDEN = Path(__file__).parents[1] / "golden" / "plan"
+
+
+def config_of(**changes: Any) -> Config:
+    """SETTINGS with changes, section by section."""
+    sections = {key: {**SETTINGS.get(key, {}), **value} for key, value in changes.items() if isinstance(value, dict)}
+    return Config.model_validate({**SETTINGS, **changes, **sections})
+
+
+def job_of(phase: str, folder: Path, *, accelerator: Accelerator = CPU, **changes: Any) -> Job:
+    return Job(
+        phase=phase, config=config_of(**changes), decoder=DECODER, accelerator=accelerator, programs=folder / "programs"
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where this module's answers are kept; sync is among them."""
+    folder = tmp_path_factory.mktemp("plan")
+    compile_phases([job_of("sync", folder)], folder=folder)
+    return folder
+
+
+@pytest.fixture
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+
+
+@pytest.fixture
+def pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of all processes that are started."""
+    found, popen = [], subprocess.Popen
+
+    def start(*arguments: Any, **options: Any) -> Any:
+        process = popen(*arguments, **options)
+        found.append(process.pid)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    return found
+
+
+def is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+# What is kept
+
+
+def test_what_was_compiled_is_answered_from_disk(folder, no_process):
+    told: list[Progress] = []
+    compiled = compile_phases([job_of("sync", folder)], folder=folder, progress=told.append)["sync"]
+    assert [(each.phase, each.state, each.done, each.total) for each in told] == [("sync", "cached", 1, 1)]
+    mesh = make_mesh("auto")
+    here = phase_programs(config_of(), DECODER, mesh)["sync"]
+    stats = here.lower().compile().memory_analysis()
+    assert compiled.residents == here.residents
+    assert compiled.memory.arguments == stats.argument_size_in_bytes > 0
+    assert compiled.memory.outputs == stats.output_size_in_bytes
+    assert compiled.memory.temporaries == stats.temp_size_in_bytes
+    assert sum(compiled.parts.values()) == compiled.memory.peak
+    assert compiled.host_bytes > 100 * 2**20
+    assert compiled.versions["jax"]
+
+
+def test_the_same_program_is_not_compiled_again_under_other_settings(folder):
+    first = compile_phases([job_of("sync", folder)], folder=folder)["sync"]
+    lion = {"optimizer": {"name": "lion"}}
+    again = compile_phases([job_of("sync", folder, train=lion)], folder=folder)["sync"]
+    assert len(list((folder / "programs").glob("*.json"))) == 1
+    assert again.compile_s == first.compile_s  # the first's own
+    assert again.residents["optimizer"] < first.residents["optimizer"]
+
+
+def test_an_answer_is_for_one_machine_model_source_and_set_of_options(tmp_path, monkeypatch):
+    job = job_of("update", tmp_path)
+    other = [
+        dataclasses.replace(job, phase="score"),
+        dataclasses.replace(job, accelerator=dataclasses.replace(CPU, devices=4)),
+        dataclasses.replace(job, accelerator=find_accelerator("v6e-8")),
+        dataclasses.replace(job, decoder=dataclasses.replace(DECODER, vocab=301)),
+        job_of("update", tmp_path, train={"rows_per_device": 2}),
+    ]
+    keys = {answer_key(each) for each in (job, *other)}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_other=1")
+    keys.add(answer_key(job))
+    monkeypatch.setattr(compiling, "_source_hash", lambda: "other")
+    keys.add(answer_key(job))
+    assert len(keys) == len(other) + 3
+
+
+LEFT_OUT: list[dict[str, Any]] = [
+    {"name": "x", "seed": 3, "runs_dir": "elsewhere", "eval": {"questions": 7}, "metrics": {"samples_every": 3}},
+    {"checkpoint": {"every_steps": 3}, "grading": {"workers": 0}, "tasks": [{"name": "gsm8k"}]},
+    {"steps": 7, "prompts_per_step": 8, "group_size": 2},
+    {"train": {"rows_per_device": 2, "remat": "none", "head_chunk_tokens": 8, "packing": "none"}},
+    {"train": {"optimizer": {"learning_rate": 1.0, "warmup_steps": 3}}, "algorithm": {"clip_low": 0.1}},
+    {"rollout": {"slots": 32, "prefill_rows": 16, "refill_steps": 2}},
+]
+
+
+@pytest.mark.parametrize("changes", LEFT_OUT, ids=lambda changes: "-".join(changes))
+def test_what_an_answers_name_leaves_out_changes_nothing_of_it(changes, tmp_path):
+    before, after = (phase_programs(each, DECODER, make_mesh("auto")) for each in (config_of(), config_of(**changes)))
+    same = [
+        name for name in before if answer_key(job_of(name, tmp_path)) == answer_key(job_of(name, tmp_path, **changes))
+    ]
+    assert same
+    for name in same:
+        assert before[name].residents == after[name].residents
+        assert before[name].lower().as_text() == after[name].lower().as_text(), name
+
+
+def test_files_lie_below_the_users_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "podium" / "plan"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder() == tmp_path / "home" / ".cache" / "podium" / "plan"
+
+
+def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
+    path = tmp_path / "inner" / "file"
+    write_file(path, b"first")
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_file(path, b"second")
+    assert [each.read_bytes() for each in path.parent.iterdir()] == [b"first"]
+
+
+# What goes wrong
+
+
+def test_a_tpu_without_its_compiler_is_told_before_anything_starts(tmp_path, monkeypatch, no_process):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"v6e-8: the TPU compiler \(libtpu\) is not installed"):
+        compile_phases([job_of("sync", tmp_path, accelerator=find_accelerator("v6e-8"))], folder=tmp_path)
+
+
+def test_a_config_that_does_not_divide_is_the_users_error(tmp_path):
+    with pytest.raises(ValueError, match=r"rollout\.slots is 12 and is split over 8 devices; set it to a multiple"):
+        compile_phases([job_of("decode", tmp_path, rollout={"slots": 12})], folder=tmp_path)
+
+
+def test_a_crash_keeps_its_text_and_what_was_done_before(tmp_path):
+    with pytest.raises(
+        CompilerError, match=r"compiling nonsense for cpu-8: the compiler failed \(exit status 1\)"
+    ) as e:
+        compile_phases([job_of("sync", tmp_path), job_of("nonsense", tmp_path)], folder=tmp_path, at_once=1)
+    assert e.value.exit_code == 3
+    kept = Path(str(e.value).rpartition("Its whole text: ")[2])
+    assert kept.parent == tmp_path / "crashes"
+    assert "KeyError: 'nonsense'" in kept.read_text()
+    assert len(list((tmp_path / "answers").glob("*.json"))) == 1
+
+
+def test_a_compiler_that_is_killed_had_too_little_memory(tmp_path, monkeypatch):
+    killed = tmp_path / "python"
+    killed.write_text("#!/bin/sh\nsleep 0.3\nkill -9 $$\n")
+    killed.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(killed))
+    message = r"this machine has too little memory; the compiler had taken \d+\.\d of its \d+\.\d GiB"
+    with pytest.raises(CompilerError, match=message):
+        compile_phases([job_of("sync", tmp_path)], folder=tmp_path)
+
+
+def test_a_compilation_that_takes_too_long_is_ended(tmp_path, pids):
+    with pytest.raises(CompilerError, match=r"compiling sync for cpu-8 took longer than 0 s; .*--fast"):
+        compile_phases([job_of("sync", tmp_path)], folder=tmp_path, limit_s=0.01)
+    assert pids
+    assert all(map(is_gone, pids))
+
+
+def test_whoever_interrupts_leaves_no_process(tmp_path, pids):
+    def interrupt(progress: Progress) -> None:
+        if len(pids) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compile_phases([job_of(name, tmp_path) for name in ("sync", "init")], folder=tmp_path, progress=interrupt)
+    assert all(map(is_gone, pids))
+
+
+def test_a_process_ends_when_nobody_waits_for_it(tmp_path):
+    """Its parent dies without a word; it notices."""
+    code = (
+        "import os, subprocess, sys\n"
+        "command = [sys.executable, '-m', 'podium.plan.worker', sys.argv[1], 'none', str(os.getpid())]\n"
+        "process = subprocess.Popen(command)\n"
+        "print(process.pid, flush=True)\nos._exit(0)\n"
+    )
+    fifo = tmp_path / "job"
+    os.mkfifo(fifo)  # the worker waits for it to be written
+    done = subprocess.run([sys.executable, "-c", code, fifo], capture_output=True, text=True, check=True)
+    pid, patience = int(done.stdout), time.monotonic() + 20
+    while not is_gone(pid) and time.monotonic() < patience:
+        time.sleep(0.1)
+    assert is_gone(pid)
+
+
+# What a program's text says
+
+
+def test_rounds_of_a_loop_are_counted_when_they_are_known():
+    module = parse((GOLDEN / "decode.hlo").read_text())
+    works = looped_work(module, {"fsdp": 8})
+    (loop,) = json.loads(json.dumps([each for each in module.loops.values() if each.trips is None], default=vars))
+    for rounds in (1, 7):
+        whole = walk(module, {"fsdp": 8}, trips={loop["source"]: rounds})
+        flops = sum((each.once + rounds * each.each) * each.work.flops for each in works)
+        moved = sum((each.once + rounds * each.each) * each.work.hbm_bytes for each in works)
+        assert flops == pytest.approx(sum(work.times * work.flops for work in whole.works))
+        assert moved == pytest.approx(whole.hbm_bytes)
+    assert any(each.once for each in works)
+    assert any(each.each for each in works)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0, 2.0])
+def test_names_add_up_to_the_compilers_figure(share):
+    module = parse((GOLDEN / "decode.hlo").read_text())
+    parts, arrays = named_memory(module, 10**9)
+    peak = int((10**9 - parts["other"]) * share)
+    parts, _ = named_memory(module, peak)
+    assert sum(parts.values()) == peak
+    assert [each.bytes for each in arrays] == sorted((each.bytes for each in arrays), reverse=True)

@@ -1,0 +1,351 @@
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from podium.algorithms.recipes import make_recipe
+from podium.config.schema import Config, OptimizerConfig
+from podium.models.architecture import DecoderConfig
+from podium.models.decoder import param_specs
+from podium.plan.estimate import PhaseEstimate, estimate, far_too_large, residents, score_phase
+from podium.plan.sizes import RunSizes, kv_bytes, make_sizes
+from podium.plan.topology import Accelerator, find_accelerator
+from podium.plan.weights import local_count, optimizer_count, parameter_count, weights
+from podium.rollout.cache import abstract_cache
+from podium.rollout.programs import idle_slots, make_decode, make_prefill, make_sync
+from podium.sharding import ROLLOUT_AXES, TRAIN_AXES, ShardingRules, abstract_params, make_mesh, param_shardings
+from podium.train.batch import Batch
+from podium.train.optimizer import abstract_opt_state, make_optimizer
+from podium.train.state import abstract_state
+from podium.train.step import Program, make_score, make_train_step
+
+MIB, GIB = 2**20, 2**30
+CPU = Accelerator(name="cpu", generation="cpu", devices=8, hosts=1, hbm_bytes=GIB)
+
+
+def decoder(**changed: Any) -> DecoderConfig:
+    numbers: dict[str, Any] = {
+        "model_type": "qwen2",
+        "vocab": 32,
+        "width": 16,
+        "layers": 2,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 4,
+        "mlp_width": 24,
+        "max_positions": 4096,
+        "rope_theta": 1e6,
+        "rope_scaling": None,
+        "norm_eps": 1e-6,
+        "tied": True,
+        "qkv_bias": False,
+        "qk_norm": False,
+    }
+    return DecoderConfig(**{**numbers, **changed})
+
+
+SMALL = decoder()
+QWEN_3B = decoder(
+    vocab=151936, width=2048, layers=36, heads=16, kv_heads=2, head_dim=128, mlp_width=11008, qkv_bias=True
+)
+QWEN_7B = decoder(
+    vocab=152064, width=3584, layers=28, heads=28, kv_heads=4, head_dim=128, mlp_width=18944, qkv_bias=True, tied=False
+)
+QWEN3_8B = decoder(
+    vocab=151936, width=4096, layers=36, heads=32, kv_heads=8, head_dim=128, mlp_width=12288, qk_norm=True, tied=False
+)
+SMOLLM2 = decoder(vocab=49152, width=576, layers=30, heads=9, kv_heads=3, head_dim=64, mlp_width=1536)
+MODELS = {"small": SMALL, "3b": QWEN_3B, "7b": QWEN_7B, "qwen3-8b": QWEN3_8B, "smollm2": SMOLLM2}
+
+
+def config(**changed: Any) -> Config:
+    settings: dict[str, Any] = {
+        "model": "none",
+        "tasks": [{"name": "arithmetic"}],
+        "prompts_per_step": 2,
+        "group_size": 8,
+        "rollout": {"max_prompt_tokens": 8, "max_new_tokens": 8, "slots": 16, "prefill_rows": 8, "refill_steps": 2},
+        "train": {"rows_per_device": 2, "head_chunk_tokens": 16},
+    }
+    return Config.model_validate({**settings, **changed})
+
+
+def phase(run: RunSizes, name: str) -> PhaseEstimate:
+    return {each.name: each for each in (*estimate(run), score_phase(run))}[name]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_table_of_weights_is_the_decoders_own(model):
+    own = {name: (weight.shape, weight.axes) for name, weight in weights(MODELS[model]).items()}
+    assert own == {name: (spec.shape, spec.axes) for name, spec in param_specs(MODELS[model]).items()}
+
+
+def test_parameters_are_counted_as_their_owners_do():
+    assert parameter_count(QWEN_3B) == 3_085_938_688
+    assert parameter_count(QWEN_7B) == 7_615_616_512
+    assert parameter_count(QWEN3_8B) == 8_190_735_360
+    assert parameter_count(SMOLLM2) == 134_515_008
+
+
+def test_a_device_holds_its_part_of_what_is_split():
+    table = weights(SMALL)
+    assert local_count(table["layers.q"], {"width": 8, "heads": 1}) == 2 * 2 * 4 * 4
+    assert local_count(table["layers.attention_norm"], {"width": 8}) == 2 * 16
+    assert local_count(table["layers.gate"], {"width": 2, "mlp": 4}) == 2 * 8 * 6
+
+
+@pytest.mark.parametrize("mesh", ["fsdp:8", "fsdp:4,tp:2", "dp:2,fsdp:2,tp:2"])
+def test_local_counts_are_those_of_the_sharding_rules(mesh):
+    run = make_sizes(config(mesh=mesh), SMALL, CPU)
+    specs = param_specs(SMALL)
+    shardings = param_shardings(specs, ShardingRules(make_mesh(mesh), TRAIN_AXES))
+    own = {name: local_count(weight, run.train_shards) for name, weight in weights(SMALL).items()}
+    assert own == {name: math.prod(shardings[name].shard_shape(spec.shape)) for name, spec in specs.items()}
+
+
+@pytest.mark.parametrize("mesh", ["fsdp:8", "fsdp:4,tp:2"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "sgd", "adafactor"])
+def test_an_optimizers_state_is_counted_as_optax_makes_it(name, mesh):
+    model = decoder(width=256, mlp_width=384, vocab=512, qkv_bias=True)
+    specs = param_specs(model)
+    params = abstract_params(specs, jnp.dtype(jnp.float32), ShardingRules(make_mesh(mesh), TRAIN_AXES))
+    state = abstract_opt_state(make_optimizer(OptimizerConfig(name=name), 10, specs), params)
+    muons_coefficients = (3,)
+    floats = [x for x in jax.tree.leaves(state) if x.dtype == jnp.float32 and x.shape != muons_coefficients]
+    held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in floats)
+    shards = make_sizes(config(mesh=mesh), model, CPU).train_shards
+    assert optimizer_count(model, name, shards) == held
+
+
+def test_operations_of_a_small_model_by_hand():
+    run = make_sizes(config(mesh="fsdp:8"), SMALL, CPU)
+    attention_weights = 16 * (4 + 2 + 2) * 4 + 4 * 4 * 16
+    layer = attention_weights + 3 * 16 * 24
+    tokens = 2 * 16  # of a device
+    scores = 4 * tokens * 16 * (4 * 4) * 2  # both products, two layers
+    forward = 2 * tokens * (2 * layer + 32 * 16) + scores
+    assert phase(run, "score").flops == forward
+    assert phase(run, "update").flops == 4 * forward - 2 * tokens * (16 * 24) * 2
+    assert phase(run, "prefill").flops == 2 * 8 * 2 * layer + 2 * 32 * 16 + 4 * 8 * 8 * 16 * 2
+    assert phase(run, "decode").flops == 2 * (2 * (2 * layer + 32 * 16) + 4 * 16 * 16 * 2)
+
+
+class Programs:
+    """The trainer's and the engine's own programs for a run on 8 CPU devices, with abstract arguments."""
+
+    def __init__(self, config: Config, model: DecoderConfig) -> None:
+        self.mesh, specs = make_mesh(config.mesh), param_specs(model)
+        train, rollout = (ShardingRules(self.mesh, axes) for axes in (TRAIN_AXES, ROLLOUT_AXES))
+        run, dtype = make_sizes(config, model, CPU), jnp.dtype(jnp.float32)
+        program = Program(
+            decoder=model,
+            mesh=self.mesh,
+            dtype=dtype,
+            temperature=1.0,
+            remat=config.train.remat,
+            head_chunk_tokens=config.train.head_chunk_tokens,
+        )
+        recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
+        optimizer = make_optimizer(config.train.optimizer, 10, specs)
+        params = abstract_params(specs, dtype, train)
+        rows = program.computing.sharding(None, "batch", None)
+        shape = (run.max_micro_batches, run.rows * run.dp * run.fsdp, run.row_tokens)
+        ints, floats = (jax.ShapeDtypeStruct(shape, kind, sharding=rows) for kind in (jnp.int32, jnp.float32))
+        counts = (jax.ShapeDtypeStruct((), kind, sharding=program.computing.sharding()) for kind in "if")
+        names = ("tokens", "targets", "positions", "segments", "prompts")
+        fields: Any = dict.fromkeys(names, ints)
+        fields |= dict.fromkeys(("mask", "weights", "advantages", "sampled_logprobs"), floats)
+        fields |= zip(("num_micro_batches", "num_tokens"), counts, strict=True)
+        batch = Batch(**fields, old_logprobs=None, reference_logprobs=None)
+        slots = config.rollout.slots
+        cache = abstract_cache(model, slots=slots, length=run.cache_length, dtype=dtype, rules=rollout)
+        held = abstract_params(specs, dtype, rollout)
+        idle = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rollout.sharding("batch")), idle_slots(slots)
+        )
+        prompts, length = config.rollout.prefill_rows, max(run.buckets)
+        tokens, lengths = (
+            jax.ShapeDtypeStruct(dims, jnp.int32, sharding=rollout.sharding("batch"))
+            for dims in ((prompts, length), (prompts,))
+        )
+        self.calls: dict[str, tuple[Any, tuple]] = {
+            "update": (make_train_step(program, recipe, optimizer), (abstract_state(params, optimizer), batch)),
+            "score": (make_score(program), (params, batch)),
+            "sync": (make_sync(model, rollout, dtype), (params,)),
+            "prefill": (make_prefill(model, rollout, dtype), (held, tokens, lengths)),
+            "decode": (make_decode(model, rollout, dtype, steps=1), (held, cache, idle)),
+        }
+
+    def flops(self, name: str) -> int:
+        """Of all devices, as written: one round of loops whose count is not known."""
+        function, arguments = self.calls[name]
+        return dot_flops(jax.make_jaxpr(function)(*arguments).jaxpr)
+
+    def memory(self, name: str) -> Any:
+        """Of one device, as compiled."""
+        function, arguments = self.calls[name]
+        return function.lower(*arguments).compile().memory_analysis()
+
+
+def dot_flops(jaxpr: Any) -> int:
+    """Operations of the matrix products in a jaxpr."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+            total += 2 * math.prod(out) * math.prod(left[dim] for dim in contracted)
+        inner = [each for value in equation.params.values() for each in jax.tree.leaves(value, is_leaf=is_jaxpr)]
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        total += times * sum(dot_flops(getattr(each, "jaxpr", each)) for each in inner if is_jaxpr(each))
+    return total
+
+
+def is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns")
+
+
+@pytest.mark.parametrize("remat", ["layer", "products", "none"])
+@pytest.mark.parametrize("name", ["update", "score", "prefill", "decode"])
+def test_operations_are_those_of_the_programs_as_written(name, remat):
+    settings = config(mesh="fsdp:8", train={"rows_per_device": 2, "head_chunk_tokens": 16, "remat": remat})
+    model = decoder(layers=3, tied=False, qkv_bias=True)
+    estimated = phase(make_sizes(settings, model, CPU), name).flops
+    assert 8 * estimated == Programs(settings, model).flops(name)
+
+
+def test_what_programs_take_and_give_is_what_the_estimate_says():
+    settings = config(mesh="fsdp:8", train={"rows_per_device": 1})
+    model = decoder(width=128, mlp_width=256, vocab=512)
+    run, programs = make_sizes(settings, model, CPU), Programs(settings, model)
+    small = 2000  # bytes: counts, and what slots and prompts are described with
+    update, decode, sync = (programs.memory(name) for name in ("update", "decode", "sync"))
+    parts = phase(run, "update").parts
+    state = parts["parameters"] + parts["optimizer"]
+    assert 0 <= update.argument_size_in_bytes - state - parts["batch"] < small
+    assert 0 <= update.alias_size_in_bytes - state < small
+    parts = phase(run, "decode").parts
+    assert 0 <= decode.argument_size_in_bytes - parts["rollout_weights"] - parts["kv_cache"] < small
+    assert 0 <= sync.output_size_in_bytes - parts["rollout_weights"] < small
+    assert sync.argument_size_in_bytes == parts["parameters"]
+
+
+# Peak MiB of programs compiled for v6e-8 by libtpu 0.0.42.1 (jax 0.10.2, xla_tpu_no_crash_on_oom), arguments included.
+HALF_B_4_LAYERS = decoder(
+    vocab=151936, width=896, layers=4, heads=14, kv_heads=2, head_dim=64, mlp_width=4864, qkv_bias=True
+)
+WIDE = decoder(vocab=8192, width=1024, layers=4, heads=8, kv_heads=2, head_dim=128, mlp_width=4096, qkv_bias=True)
+COMPILED = [
+    ("3b", QWEN_3B, 512, 1024, 4, 128, 16, {"update": 11732, "score": 3940, "prefill": 5924, "decode": 7119}),
+    ("0.5b", HALF_B_4_LAYERS, 256, 256, 4, 64, 8, {"update": 1870, "score": 1561, "prefill": 375, "decode": 388}),
+    ("rows", WIDE, 512, 512, 8, 256, 64, {"update": 1075, "score": 321}),
+    ("long", WIDE, 1024, 1024, 2, 256, 64, {"update": 792, "score": 324, "prefill": 429, "decode": 391}),
+]
+ELSEWHERE = {
+    "update": ("rollout_weights",),
+    "score": ("rollout_weights", "optimizer"),
+    "prefill": ("parameters", "optimizer", "kv_cache", "prompts"),
+    "decode": ("parameters", "optimizer", "prompts"),
+}
+"""Parts that stay in memory beside a program and are no argument of it."""
+
+
+@pytest.mark.parametrize("case", COMPILED, ids=lambda case: case[0])
+def test_memory_is_near_what_the_tpus_compiler_said(case):
+    _, model, prompt, completion, rows, slots, prefill_rows, peaks = case
+    settings = config(
+        rollout={
+            "max_prompt_tokens": prompt, "max_new_tokens": completion, "slots": slots, "prefill_rows": prefill_rows
+        },
+        train={"rows_per_device": rows},
+    )  # fmt: skip
+    run = make_sizes(settings, model, find_accelerator("v6e-8"))
+    estimated = {
+        name: sum(size for part, size in phase(run, name).parts.items() if part not in ELSEWHERE[name]) / MIB
+        for name in peaks
+    }
+    if "prefill" in estimated:  # of the prompts that are held, only what this call makes
+        estimated["prefill"] += kv_bytes(run, prefill_rows // 8 * prompt) / MIB
+    assert estimated == pytest.approx(peaks, rel=0.08)
+
+
+def test_the_3b_runs_operations_and_wires_are_near_what_the_tpus_compiler_said():
+    settings = config(rollout={"max_prompt_tokens": 512, "max_new_tokens": 1024}, train={"rows_per_device": 4})
+    run = make_sizes(settings, QWEN_3B, find_accelerator("v6e-8"))
+    update, score = phase(run, "update"), phase(run, "score")
+    assert (update.flops, score.flops) == (pytest.approx(1.542e14, rel=1e-3), pytest.approx(4.209e13, rel=1e-3))
+    assert (update.ici_bytes, score.ici_bytes) == (pytest.approx(2.294e10, rel=0.05), pytest.approx(5.4e9, rel=0.01))
+    assert (update.hbm_bytes, score.hbm_bytes) == (pytest.approx(4.16e11, rel=0.1), pytest.approx(7.31e10, rel=0.1))
+    assert phase(run, "sync").ici_bytes == pytest.approx(5.4e9, rel=0.01)
+
+
+def test_micro_batches_multiply_the_work_and_not_the_memory():
+    run = make_sizes(config(mesh="fsdp:8"), SMALL, CPU)
+    one, three = ({each.name: each for each in estimate(run, micro_batches=n)}["update"] for n in (1, 3))
+    assert three.flops == 3 * one.flops
+    assert one.hbm_bytes < three.hbm_bytes < 3 * one.hbm_bytes
+    assert three.parts == one.parts
+
+
+def test_layouts_of_the_rollout_hold_and_send_what_they_say():
+    lengths, v6e = {"max_prompt_tokens": 512, "max_new_tokens": 1024}, find_accelerator("v6e-16")
+    runs = {
+        layout: make_sizes(config(mesh=mesh, rollout={**lengths, "layout": layout}), QWEN_3B, v6e)
+        for layout, mesh in (("replicated", "auto"), ("legacy", "auto"), ("maxtext", "host_local"))
+    }
+    whole = 2 * parameter_count(QWEN_3B)
+    held = {layout: residents(run)["rollout_weights"] / whole for layout, run in runs.items()}
+    assert held == pytest.approx({"replicated": 1.0, "legacy": 1 / 16, "maxtext": 1 / 4}, rel=2e-3)  # norms are whole
+    sent = {layout: phase(run, "decode").ici_bytes for layout, run in runs.items()}
+    assert sent["replicated"] == 0
+    assert sent["legacy"] == pytest.approx((36 * 100.7e6 + 622e6) * 15 / 16, rel=1e-3)  # as measured in the seed
+    assert 0 < sent["maxtext"] < sent["legacy"] / 20
+
+
+def test_a_reference_is_held_and_scored_with():
+    plain, anchored = (make_sizes(config(algorithm=kl), SMALL, CPU) for kl in ({}, {"kl": "k3", "kl_coef": 1e-3}))
+    assert [each.name for each in estimate(plain)] == ["sync", "prefill", "place", "decode", "update", "checkpoint"]
+    assert [each.name for each in estimate(anchored)] == [
+        "sync",
+        "prefill",
+        "place",
+        "decode",
+        "score",
+        "update",
+        "checkpoint",
+    ]
+    added = sum(residents(anchored).values()) - sum(residents(plain).values())
+    assert added == residents(plain)["parameters"]
+
+
+def test_auto_is_float32_on_cpu_and_bfloat16_elsewhere():
+    on_cpu, on_gpu = (make_sizes(config(), SMALL, machine) for machine in (CPU, find_accelerator("h100-8")))
+    assert (on_cpu.activation, on_cpu.rollout_activation) == (4, 4)
+    assert (on_gpu.activation, on_gpu.rollout_activation) == (2, 2)
+    assert on_gpu.platform == "gpu"
+
+
+def test_a_mesh_that_does_not_fit_the_machine_is_an_error():
+    with pytest.raises(ValueError, match="mesh 'fsdp:16' needs 16 devices"):
+        make_sizes(config(mesh="fsdp:16"), SMALL, CPU)
+
+
+def test_a_model_far_too_large_is_refused_by_name():
+    message = far_too_large(config(), QWEN_7B, find_accelerator("v6e-1"))
+    assert message is not None
+    assert message.startswith("update needs about ")
+    for part in ("v6e-1 has 31.2", "gradients", "`podium plan`", "--force"):
+        assert part in message
+
+
+def test_what_may_fit_is_not_refused():
+    assert far_too_large(config(), QWEN_3B, find_accelerator("v6e-8")) is None
+    needed = max(each.total for each in estimate(make_sizes(config(), SMALL, CPU)))
+    just_enough, too_little = (
+        Accelerator(name="cpu", generation="cpu", devices=8, hosts=1, hbm_bytes=int(needed / factor) + 1)
+        for factor in (1.5, 1.6)
+    )
+    assert far_too_large(config(), SMALL, just_enough) is None
+    assert far_too_large(config(), SMALL, too_little) is not None

@@ -1,0 +1,168 @@
+import html
+import html.parser
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from podium.plan.compare import Answer, Refused, ranked
+from podium.plan.html import check_html, write_html
+from podium.plan.prices import Price, cost_of
+from podium.plan.suggest import Candidate, Suggestion
+from podium.plan.words import verdict_line
+from tests.plan.made_plans import GIB, HBM, gathers, phase, phases, plan, too_large
+
+pytest.importorskip("plotly")
+
+PRICES = {"v6e": Price(usd_per_chip_hour=2.0, source="the <shop>", date="2026-01-02")}
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+
+
+class Page(html.parser.HTMLParser):
+    """Text, outside scripts and styles, and whether every element that begins ends."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.links: list[str] = []
+        self.feed(self.source)
+        assert not self.open
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag, attributes):
+        self.links += [value or "" for name, value in attributes if name in ("src", "href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not {"script", "style"} & set(self.open):
+            self.words.append(data)
+
+    @property
+    def charts(self) -> list[list[dict]]:
+        """The bars of each chart."""
+        decoder = json.JSONDecoder()
+        starts = re.finditer(r"Plotly\.newPlot\(\s*\"[^\"]*\",\s*", self.source)
+        return [decoder.raw_decode(self.source, start.end())[0] for start in starts]
+
+
+@pytest.fixture
+def one(tmp_path) -> Page:
+    made = plan(made=(*phases(collectives=(gathers(4e9, 36),)),))
+    change = Candidate(key="train.rows_per_device", value=8, old=4)
+    suggestion = Suggestion(change=change, plan=plan(made=phases(took=0.8)), reason="2 micro-batches against 4")
+    write_html(tmp_path / "plan.html", [Answer(plan=made, cost=cost_of(made, 100, PRICES))], [], [suggestion])
+    return Page(tmp_path / "plan.html")
+
+
+def test_the_page_needs_no_network(one):
+    assert one.links == []
+    own = re.sub(r"<script>/\*+\n\* plotly\.js.*?</script>", "", one.source, flags=re.DOTALL)
+    assert len(own) < 200_000 < 3_000_000 < len(one.source)
+    assert not re.search(r"(?:src|href)\s*=|@import|url\(|fetch\(", own)
+
+
+def test_the_page_says_what_the_terminal_says(one):
+    assert verdict_line(plan()) in one.text
+    for text in (
+        "0.69 (0.59-0.78) chip-hours",
+        "(the <shop>, 2026-01-02)",
+        "train.rows_per_device=8 instead of 4 (compiled)",
+    ):
+        assert text in one.text
+    assert "all-gather fsdp 8 36 4 GB no" in one.text
+    assert "Lengths are gsm8k's" in one.text and "libtpu 0.0.42.1" in one.text
+
+
+def test_the_bars_of_memory_add_up_to_the_phases(one):
+    memory, _ = one.charts
+    made = plan()
+    for index, each in enumerate(made.phases):
+        assert memory[0]["y"][index] == each.name
+        assert sum(bar["x"][index] for bar in memory) == pytest.approx(each.bytes / GIB)
+
+
+def test_the_timeline_goes_on_where_the_phase_before_ends(one):
+    _, timeline = one.charts
+    assert [bar["y"][0] for bar in timeline] == ["sync", "prefill", "place", "decode", "update", "host"]
+    ends = [bar["base"][0] + bar["x"][0] for bar in timeline]
+    assert [bar["base"][0] for bar in timeline[1:]] == pytest.approx(ends[:-1])
+    step = plan().step
+    assert step is not None and ends[-1] == pytest.approx(step.value)
+
+
+def test_several_plans_stand_beside_each_other_with_their_reasons(tmp_path):
+    made = [Answer(plan=each, setting=name, cost=None) for name, each in (("a=1", too_large()), ("a=2", plan()))]
+    refused = [Refused(accelerator="v6e-4", setting="a=3", error="3 < 4 & no")]
+    write_html(tmp_path / "plan.html", ranked(made), refused, [])
+    page = Page(tmp_path / "plan.html")
+    assert page.text.index("v6e-8 a=2") < page.text.index("v6e-8 a=1")
+    assert "v6e-4 a=3 : cannot be planned: 3 < 4 & no" in page.text
+    assert "saved activations 24.2 against 0" in page.text
+    assert page.charts[0][0]["y"] == ["v6e-8<br>a=2", "v6e-8<br>a=1"]
+    assert len(page.charts) == 1 + 2 * 2
+
+
+def test_names_cannot_break_the_page(tmp_path):
+    evil = phase("decode", gib={"<img src=x>": 1.0})
+    made = plan(config="</script><b>", made=(evil, phase("update")), notes=("<script>alert(1)</script>",))
+    write_html(tmp_path / "plan.html", [Answer(plan=made)], [], [])
+    page = Page(tmp_path / "plan.html")
+    assert "<script>alert(1)</script>" in page.text and "podium plan: </script><b>" in page.text
+    assert page.links == []
+
+
+def test_a_missing_plotly_is_told_before_any_work(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "plotly" else find(name))
+    with pytest.raises(ValueError, match=r"plotly is not installed; pip install 'podium-rl\[report\]'"):
+        check_html(tmp_path / "plan.html")
+
+
+@pytest.mark.parametrize(("name", "message"), [(".", "is a folder"), ("none/plan.html", "there is no folder")])
+def test_a_page_that_cannot_be_written_is_told_before_any_work(tmp_path, name, message):
+    with pytest.raises(ValueError, match=message):
+        check_html(tmp_path / name)
+    check_html(tmp_path / "plan.html")
+
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+MEASURE = """<script>addEventListener("load", () => setTimeout(() => {
+  const shown = document.createElement("pre"); shown.id = "measured";
+  shown.textContent = JSON.stringify({page: document.documentElement.scrollWidth, window: innerWidth,
+    bars: document.querySelectorAll(".bars path").length, charts: document.querySelectorAll(".main-svg").length});
+  document.body.append(shown); }, 500));</script></body>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser here")
+@pytest.mark.parametrize("width", [500, 1200])
+def test_a_browser_draws_the_page_at_any_width(one, tmp_path, width):
+    page = tmp_path / "measured.html"
+    page.write_text(one.source.replace("</body>", MEASURE), encoding="utf-8")
+    options = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=8000",
+        f"--window-size={width},900",
+    ]
+    command = [str(BROWSER), *options, f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = re.search(r'<pre id="measured">(.*?)</pre>', done.stdout)
+    assert found is not None, done.stderr[-2000:]
+    measured = json.loads(html.unescape(found[1]))
+    assert measured["page"] <= measured["window"]  # nothing sticks out sideways
+    assert measured["bars"] >= 7 * 6 and measured["charts"] >= 2
+
+
+def test_memory_ends_at_a_line(one):
+    assert f'"x0":{HBM / GIB}' in one.source

@@ -1,0 +1,188 @@
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from podium.config.schema import Config
+from podium.observe.records import lengths_record
+from podium.plan.lengths import Lengths, compose, draw_lengths, packed_micro_batches
+from tests.rollout.tiny_engine import CONFIG, make_engine, random_requests
+
+
+def config(*, prompts: int = 64, group: int = 8, **sections: Any) -> Config:
+    settings = {"model": "none", "tasks": [{"name": "gsm8k"}], "prompts_per_step": prompts, "group_size": group}
+    return Config.model_validate({**settings, **sections})
+
+
+def test_gsm8k_lengths_have_their_mean_under_their_cap():
+    lengths = draw_lengths("gsm8k", config(prompts=1024))
+    assert lengths.prompts.shape == (1024,)
+    assert lengths.completions.shape == (1024, 8)
+    assert lengths.completions.mean() == pytest.approx(200, rel=0.03)
+    assert (lengths.completions.min() >= 1, lengths.completions.max() <= 1024) == (True, True)
+    assert np.percentile(lengths.prompts, [5, 50, 95]) == pytest.approx([71, 94, 139], rel=0.03)
+
+
+def test_the_mean_holds_where_the_cap_cuts_many():
+    lengths = draw_lengths("gsm8k", config(prompts=1024, rollout={"max_new_tokens": 256}))
+    assert lengths.completions.mean() == pytest.approx(200, rel=0.03)
+    assert np.mean(lengths.completions == 256) > 0.3
+
+
+def test_completions_of_a_prompt_are_alike():
+    completions = np.log(draw_lengths("gsm8k", config(prompts=1024)).completions)
+    within, between = completions.var(axis=1, ddof=1).mean(), completions.mean(axis=1).var()
+    assert between / within == pytest.approx(1.0 + 1 / 8, rel=0.2)  # half the variance is shared; 1/8 is the noise
+
+
+def test_a_cap_below_the_mean_cuts_almost_all():
+    lengths = draw_lengths("gsm8k", config(rollout={"max_new_tokens": 32}))
+    assert np.mean(lengths.completions == 32) > 0.95
+
+
+def test_prompts_are_cut_to_the_longest():
+    assert draw_lengths("gsm8k", config(rollout={"max_prompt_tokens": 64})).prompts.max() == 64
+
+
+@pytest.mark.parametrize("source", ["gsm8k", "fixed:7"])
+def test_the_draw_follows_from_its_seed(source):
+    one, again, other = (draw_lengths(source, config(), seed=seed) for seed in (3, 3, 4))
+    assert np.array_equal(one.prompts, again.prompts)
+    assert np.array_equal(one.completions, again.completions)
+    assert not np.array_equal(one.prompts, other.prompts)
+
+
+def test_fixed_lengths_are_all_the_same():
+    assert np.unique(draw_lengths("fixed:17", config()).completions).tolist() == [17]
+
+
+def test_lengths_of_a_run_keep_prompts_with_their_completions(tmp_path):
+    lines = [lengths_record(1, [10, 20], [1, 2, 3, 4]), lengths_record(2, [30], [5, 6])]
+    (tmp_path / "lengths.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    own = {10: {1, 2}, 20: {3, 4}, 30: {5, 6}}
+    for source in (tmp_path, tmp_path / "lengths.jsonl"):
+        lengths = draw_lengths(str(source), config(group=2))
+        assert set(lengths.prompts) == set(own)
+        assert all(set(row) == own[prompt] for prompt, row in zip(lengths.prompts, lengths.completions, strict=True))
+    more = draw_lengths(str(tmp_path), config(group=5))
+    assert more.completions.shape == (64, 5)
+    assert all(set(row) <= own[prompt] for prompt, row in zip(more.prompts, more.completions, strict=True))
+
+
+def test_lengths_of_a_run_are_cut_to_the_config(tmp_path):
+    (tmp_path / "lengths.jsonl").write_text(json.dumps(lengths_record(1, [900], [2000, 3])) + "\n")
+    lengths = draw_lengths(str(tmp_path), config(group=2))
+    assert set(lengths.prompts) == {512}
+    assert set(lengths.completions.flat) == {1024, 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no lengths in it"),
+        ('{"step": 1}\n', r"lengths\.jsonl:1: as many completion_lengths"),
+        ('{"prompt_lengths": [1, 2], "completion_lengths": [1, 2, 3]}\n', "as many completion_lengths"),
+        ('{"prompt_lengths": 4, "completion_lengths": [1]}\n', "as many completion_lengths"),
+        ("not json\n{}\n", r"lengths\.jsonl:1"),
+    ],
+)
+def test_a_file_that_is_not_of_lengths_is_an_error(tmp_path, text, message):
+    path = tmp_path / "lengths.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        draw_lengths(str(path), config())
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("fixed:0", "must be 1 to rollout.max_new_tokens, 1024"),
+        ("fixed:1025", "must be 1 to rollout.max_new_tokens, 1024"),
+        ("gsm9k", "no such file; write gsm8k, fixed:N, or the path of a run"),
+    ],
+)
+def test_a_wrong_source_is_an_error(source, message):
+    with pytest.raises(ValueError, match=message):
+        draw_lengths(source, config())
+
+
+def test_composition_by_hand():
+    """Two slots, looks of two steps; prompts of 3 and 40 tokens (buckets 32 and 64), two completions each.
+
+    Placed: (4, 1). The one of 1 token ends at once and prompt 2's first (2 tokens) takes its slot. A look of 2 steps:
+    the 4 makes 2 of its 3, the 2 ends. Its slot takes prompt 2's second (3 tokens): a look of 2 ends both.
+    """
+    settings = config(
+        prompts=2,
+        group=2,
+        rollout={"max_prompt_tokens": 64, "max_new_tokens": 8, "slots": 2, "prefill_rows": 1, "refill_steps": 2},
+    )
+    lengths = Lengths(prompts=np.array([3, 40]), completions=np.array([[4, 1], [2, 3]]))
+    found = compose(lengths, settings)
+    assert found.prefill_calls == {32: 1, 64: 1}
+    assert found.place_calls == {32: 1, 64: 2}
+    assert (found.decode_calls, found.decode_steps) == (2, 4)
+    assert found.occupied_slot_steps == 3 + 1 + 2
+    assert found.mean_context == pytest.approx((4 + 5 + 6 + 41 + 41 + 42) / 6)
+    assert (found.prompt_tokens, found.completion_tokens) == (43, 10)
+    assert found.slot_utilisation(2) == pytest.approx(6 / 8)
+
+
+def test_a_rollout_of_single_tokens_needs_no_decode():
+    found = compose(Lengths(prompts=np.array([5]), completions=np.ones((1, 3), int)), config(prompts=1, group=3))
+    assert (found.decode_calls, found.decode_steps, found.mean_context, found.slot_utilisation(64)) == (0, 0, 0.0, 0.0)
+
+
+def test_the_composition_is_what_the_engine_counts():
+    requests = [
+        random_requests(1, seed=seed, completions=2, max_new_tokens=tokens)[0]
+        for seed, tokens in enumerate((12, 1, 7, 3, 9, 2, 12, 5))
+    ]
+    engine = make_engine(eos_tokens=())  # nothing but its limit ends a completion
+    completions = engine.generate(requests)
+    lengths = Lengths(
+        prompts=np.array([len(request.prompt) for request in requests]),
+        completions=np.array([[len(each.tokens) for each in group] for group in completions]),
+    )
+    found, counted = compose(lengths, config(rollout=CONFIG.model_dump())), engine.metrics()
+    assert found.decode_steps == counted["rollout/decode_steps"]
+    assert found.slot_utilisation(CONFIG.slots) == pytest.approx(counted["rollout/slot_utilisation"])
+    assert found.completion_tokens == counted["rollout/completion_tokens"]
+    assert found.prompt_tokens == counted["rollout/prompt_tokens"]
+
+
+def test_a_thousand_sequences_take_less_than_a_second():
+    settings = config(prompts=128, rollout={"slots": 256})
+    lengths = draw_lengths("gsm8k", settings)
+    compose(lengths, settings)  # imports
+    start = time.process_time()
+    compose(lengths, settings)
+    assert time.process_time() - start < 1
+
+
+def test_micro_batches_are_those_that_packing_fills():
+    """Rows of 20 tokens, two to a micro-batch: a group shares one prompt of 4 (less its last token)."""
+    rollout = {"max_prompt_tokens": 10, "max_new_tokens": 10}
+    lengths = Lengths(prompts=np.array([4, 4, 4]), completions=np.array([[8, 8], [8, 8], [2, 2]]))
+    counts = {
+        packing: packed_micro_batches(
+            lengths, config(prompts=3, group=2, rollout=rollout, train={"packing": packing}), rows=2
+        )
+        for packing in ("none", "sequences", "shared_prompts")
+    }
+    # none: 6 rows. sequences: four of 11, two of 5: 4 rows. shared prompts: 19, 19 and 7: 3 rows.
+    assert counts == {"none": 3, "sequences": 2, "shared_prompts": 2}
+
+
+def test_minibatches_are_packed_apart():
+    rollout = {"max_prompt_tokens": 10, "max_new_tokens": 10}
+    lengths = Lengths(prompts=np.array([2, 2]), completions=np.array([[2, 2], [2, 2]]))
+    together, apart = (
+        packed_micro_batches(
+            lengths, config(prompts=2, group=2, rollout=rollout, algorithm={"minibatches": parts}), rows=2
+        )
+        for parts in (1, 2)
+    )
+    assert (together, apart) == (1, 2)

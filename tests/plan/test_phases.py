@@ -1,0 +1,217 @@
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_decoder import DECODER
+
+from podium.algorithms.recipes import make_recipe
+from podium.config.schema import Config
+from podium.models.decoder import param_specs
+from podium.plan.estimate import residents
+from podium.plan.phases import PhaseProgram, device_bytes, phase_programs
+from podium.plan.sizes import make_sizes
+from podium.plan.topology import GIB, Accelerator
+from podium.rollout.engine import RolloutEngine
+from podium.rollout.request import Request, SamplingParams
+from podium.sharding import TRAIN_AXES, ShardingRules, init_params, make_mesh
+from podium.train.batch import Sample
+from podium.train.rollouts import as_dtype, rollout_rules
+from podium.train.setup import make_program, make_run_optimizer
+from podium.train.state import init_state
+from podium.train.step import place_batch
+from podium.train.update import Updater, pack, with_scores
+
+CPU = Accelerator(name="cpu", generation="cpu", devices=8, hosts=1, hbm_bytes=GIB)
+SETTINGS: dict[str, Any] = {
+    "model": "none",
+    "tasks": [{"name": "arithmetic"}],
+    "prompts_per_step": 4,
+    "group_size": 4,
+    "rollout": {"max_prompt_tokens": 40, "max_new_tokens": 8, "slots": 16, "prefill_rows": 8},
+    "algorithm": {"kl": "k3", "kl_coef": 0.1, "old_logprobs": "trainer", "minibatches": 2},
+    "train": {"rows_per_device": 1},
+}
+FACTORIES = {
+    "podium.rollout.programs": ("make_sync", "make_prefill", "make_place", "make_decode"),
+    "podium.train.step": ("make_score", "make_train_step"),
+}
+
+
+def config_of(**changes: Any) -> Config:
+    """SETTINGS with changes, section by section."""
+    sections = {key: {**SETTINGS.get(key, {}), **value} for key, value in changes.items() if isinstance(value, dict)}
+    return Config.model_validate({**SETTINGS, **changes, **sections})
+
+
+def planned(config: Config) -> dict[str, PhaseProgram]:
+    return phase_programs(config, DECODER, make_mesh(config.mesh))
+
+
+class Letters:
+    eos_tokens = (299,)
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(map(str, tokens))
+
+
+def make_engine(config: Config) -> RolloutEngine:
+    mesh = make_mesh(config.mesh)
+    rules, dtype = rollout_rules(config.rollout, mesh), as_dtype(config.rollout.dtype, mesh)
+    return RolloutEngine(config.rollout, DECODER, rules, Letters(), dtype=dtype)
+
+
+def make_updater(config: Config, reference: Any) -> Updater:
+    recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
+    program, optimizer = make_program(config, DECODER, make_mesh(config.mesh)), make_run_optimizer(config, DECODER)
+    return Updater(config, recipe, program, optimizer, reference=reference, folder=Path())
+
+
+@pytest.mark.parametrize(("module", "factory"), [(module, name) for module in FACTORIES for name in FACTORIES[module]])
+def test_trainer_and_planner_break_together_where_a_factory_does(module, factory, monkeypatch):
+    config = config_of()
+    make_engine(config), make_updater(config, None), planned(config)  # all is well before
+
+    def broken(*_: Any, **__: Any):
+        raise NotImplementedError(factory)
+
+    monkeypatch.setattr(f"{module}.{factory}", broken)
+    with pytest.raises(NotImplementedError, match=factory):
+        planned(config)
+    with pytest.raises(NotImplementedError, match=factory):
+        make_engine(config) if "rollout" in module else make_updater(config, None)
+
+
+class Recorded:
+    """A program that keeps what it is given, as shapes, dtypes and shardings."""
+
+    def __init__(self, calls: dict[str, tuple], name: str, program: Any) -> None:
+        self.calls, self.name, self.program = calls, name, program
+
+    def __call__(self, *arguments: Any) -> Any:
+        bucket = {"prefill": lambda _, tokens, __: tokens.shape[1], "place": lambda _, new, *__: new.kv.keys.shape[-1]}
+        name = f"{self.name}:{bucket[self.name](*arguments)}" if self.name in bucket else self.name
+        self.calls[name] = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arguments
+        )
+        return self.program(*arguments)
+
+    def _cache_size(self) -> int:
+        return self.program._cache_size()
+
+
+@pytest.fixture(scope="module")
+def run():
+    """One step of a real engine and a real updater: what their programs were called with, and what they hold."""
+    config, calls = config_of(), {}
+    rules = ShardingRules(make_mesh(config.mesh), TRAIN_AXES)
+    engine = make_engine(config)
+    for name in ("sync", "prefill", "place", "decode"):
+        setattr(engine, name, Recorded(calls, name, getattr(engine, name)))
+    params = init_params(0, param_specs(DECODER), rules)
+    updater = make_updater(config, init_params(0, param_specs(DECODER), rules))
+    optimizer = make_run_optimizer(config, DECODER)
+    state = init_state(params, optimizer)
+    engine.load(params)
+    sampling = SamplingParams(max_new_tokens=8)
+    prompts = [tuple(range(1, 1 + length)) for length in (3, 35)]
+    requests = [Request(prompt=prompt, sampling=sampling, seed=0, completions=4) for prompt in prompts]
+    engine.generate(requests)
+    blank = np.zeros(4, np.int32), np.zeros(4, np.float32)
+    samples = [Sample(group=n, prompt=(1, 2), tokens=blank[0], sampled_logprobs=blank[1]) for n in range(2)]
+    batch = place_batch(pack(samples, config, updater.program)[0], updater.program.computing)
+    score = Recorded(calls, "score", updater.score)
+    step = Recorded(calls, "update", updater.train_step)
+    sizes = {"optimizer": held((state.step, state.opt_state)), "rollout_weights": held(engine.params)}
+    batch = with_scores(batch, updater.recipe, score, state.params, updater.reference)
+    step(state, batch)
+    return SimpleNamespace(config=config, calls=calls, sizes=sizes, engine=engine, updater=updater)
+
+
+def held(tree: Any) -> int:
+    """Bytes of real arrays on the first device."""
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+def test_what_a_run_gives_its_programs_is_what_the_planner_lowers_them_with(run):
+    programs = planned(run.config)
+    assert set(run.calls) == set(programs) - {"init"}
+    for name, arguments in run.calls.items():
+        if name == "score":  # its second call has the old log-probabilities beside the batch; it does not read them
+            arguments = arguments[0], dataclasses.replace(arguments[1], old_logprobs=None)
+        leaves, expected = jax.tree.leaves(arguments), jax.tree.leaves(programs[name].arguments)
+        assert [(x.shape, x.dtype) for x in leaves] == [(x.shape, x.dtype) for x in expected], name
+        for given, wanted in zip(leaves, expected, strict=True):
+            assert given.sharding.is_equivalent_to(wanted.sharding, given.ndim), (name, given, wanted)
+
+
+def test_residents_are_what_is_held_beside_a_programs_own_arguments(run):
+    programs = planned(run.config)
+    parameters = held(run.updater.reference)
+    prompts = sum(device_bytes(program.arguments[1]) for name, program in programs.items() if "place" in name)
+    whole = {"parameters": parameters, "optimizer": run.sizes["optimizer"], "reference_weights": parameters}
+    cache, weights = device_bytes(run.calls["decode"][1]), run.sizes["rollout_weights"]
+    batch = device_bytes(run.calls["update"][1])
+    assert programs["init"].residents == {}
+    assert programs["sync"].residents == {name: whole[name] for name in ("optimizer", "reference_weights")}
+    assert programs["prefill:32"].residents == whole | {"kv_cache": cache, "prompts": prompts}
+    assert programs["prefill:40"].residents == programs["prefill:32"].residents
+    other = device_bytes(programs["place:32"].arguments[1])
+    assert programs["place:40"].residents == whole | {"rollout_weights": weights, "prompts": other}
+    assert programs["decode"].residents == whole | {"prompts": prompts}
+    anchor = {"reference_weights": parameters, "rollout_weights": weights}
+    assert programs["update"].residents == anchor | {"batch": batch}  # of the other of two minibatches
+    scored = 2 * batch - device_bytes(programs["score"].arguments[1])
+    assert programs["score"].residents == anchor | {"optimizer": whole["optimizer"], "batch": scored}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "adafactor"])
+def test_the_closed_form_says_the_same_of_what_stays(optimizer):
+    config = config_of(train={"optimizer": {"name": optimizer}})
+    programs, run = planned(config), make_sizes(config, DECODER, CPU)
+    estimated = residents(run)
+    update = programs["update"]
+    assert device_bytes(update.arguments[0].params) == estimated["parameters"]
+    counts = 200  # bytes of counters
+    assert 0 <= device_bytes(update.arguments[0].opt_state) - estimated["optimizer"] < counts
+    assert update.residents["rollout_weights"] == estimated["rollout_weights"]
+    assert update.residents["reference_weights"] == estimated["reference_weights"]
+
+
+def test_a_recipe_that_scores_nothing_has_no_such_phase():
+    config = config_of(algorithm={"kl": "none", "kl_coef": 0.0, "old_logprobs": "sampler", "minibatches": 1})
+    programs = planned(config)
+    assert list(programs) == ["init", "sync", "prefill:32", "place:32", "prefill:40", "place:40", "decode", "update"]
+    assert "reference_weights" not in programs["update"].residents
+    assert "batch" not in programs["update"].residents
+
+
+def texts(config: Config) -> dict[str, tuple]:
+    return {name: (each.lower().as_text(), dict(each.residents)) for name, each in planned(config).items()}
+
+
+def test_rows_change_the_update_and_the_score_alone():
+    few, many = texts(config_of()), texts(config_of(train={"rows_per_device": 2}))
+    assert {name for name in few if few[name] != many[name]} == {"update", "score"}
+
+
+def test_slots_change_decode_and_place_and_what_prefill_stands_beside():
+    few, many = texts(config_of()), texts(config_of(rollout={"slots": 32}))
+    assert {name for name in few if few[name][0] != many[name][0]} == {"decode", "place:32", "place:40"}
+    assert many["prefill:40"][1]["kv_cache"] == 2 * few["prefill:40"][1]["kv_cache"]
+
+
+def test_what_does_not_divide_is_the_engines_own_error():
+    with pytest.raises(ValueError, match=r"rollout\.slots is 12 and is split over 8 devices"):
+        planned(config_of(rollout={"slots": 12}))
+
+
+def test_bytes_are_those_of_one_device():
+    rules = ShardingRules(make_mesh("auto"), TRAIN_AXES)
+    whole = jax.ShapeDtypeStruct((16, 3), jnp.bfloat16, sharding=rules.sharding())
+    split = jax.ShapeDtypeStruct((16, 3), jnp.float32, sharding=rules.sharding("batch", None))
+    assert device_bytes({"whole": whole, "split": split}) == 16 * 3 * 2 + 2 * 3 * 4

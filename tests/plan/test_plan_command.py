@@ -1,0 +1,300 @@
+"""`podium plan` as a user meets it: what it prints, where, with which status."""
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium import cli
+from podium.config.schema import Config
+from podium.plan import command
+from podium.plan.compile import CompilerError, Progress
+from podium.plan.divides import MESH_AXES
+from podium.plan.result import Plan
+from podium.sharding import TRAIN_AXES
+from tests.plan.made_plans import close, estimated, plan, seconds, too_large
+from tests.plan.test_check import write_run
+
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+RUN = """\
+model: ./model
+tasks: [{name: arithmetic}]
+prompts_per_step: 8
+group_size: 4
+rollout: {max_prompt_tokens: 64, max_new_tokens: 64, slots: 32}
+"""
+
+
+@pytest.fixture
+def podium(tmp_path, monkeypatch, capsys):
+    """Runs a command line in this process, in a folder with a config and a model: (status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("run.yaml").write_text(RUN)
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps(MODEL))
+
+    def podium(*arguments: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["podium", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        return stopped.value.code or 0, *capsys.readouterr()
+
+    return podium
+
+
+@pytest.fixture
+def planner(monkeypatch):
+    """Puts plans in the place of the planner's; keeps what it was asked for. `answer` decides what a config gets."""
+
+    class Planner:
+        calls: list[tuple[Config, str, bool]] = []  # noqa: RUF012
+        compiled: Any = staticmethod(lambda config: plan())
+        closed_form: Any = staticmethod(lambda config: estimated())
+
+        def __call__(self, config, accelerator, *, fast=False, lengths="gsm8k", progress=None) -> Plan:
+            self.calls.append((config, accelerator.name, fast))
+            if not fast and progress is not None:
+                for state, done in (("compiling", 0), ("compiled", 1)):
+                    progress(Progress(phase="update", state=state, seconds=63.0, done=done, total=1))
+            made = self.closed_form(config) if fast else self.compiled(config)
+            return dataclasses.replace(made, accelerator=accelerator.name)
+
+    planner = Planner()
+    planner.calls = []
+    monkeypatch.setattr(command, "make_plan", planner)
+    monkeypatch.setattr(command, "_check_compiler", lambda machines: None)
+    return planner
+
+
+def test_the_closed_form_answers_by_itself(podium):
+    status, out, err = podium("plan", "run.yaml", "--tpu", "v6e-8", "--fast")
+    assert (status, err) == (0, "")
+    assert out.startswith("fits v6e-8 by the closed form, nothing compiled, with ")
+    assert "estimated by the closed form: everything" in out
+
+
+def test_json_is_one_object_and_nothing_else_on_stdout(podium):
+    status, out, err = podium("plan", "run.yaml", "--tpu", "v6e-8", "--fast", "--json", "--steps", "7")
+    value = json.loads(out)
+    assert (status, err) == (0, "")
+    assert (value["verdict"], value["tpu"], value["estimate_only"], value["cost"]["steps"]) == (
+        "fits",
+        "v6e-8",
+        True,
+        7,
+    )
+    assert {"sync", "prefill", "decode", "update", "checkpoint"} <= {phase["name"] for phase in value["phases"]}
+
+
+@pytest.mark.parametrize(("made", "status"), [(plan, 0), (close, 0), (too_large, 2)])
+def test_the_status_says_whether_it_fits(podium, planner, made, status):
+    planner.compiled = lambda config: made()
+    done, out, err = podium("plan", "run.yaml", "--tpu", "v6e-8", "--json", "--no-suggest")
+    assert done == status and json.loads(out)["verdict"] == made().verdict
+    assert ("warning: too close to call on v6e-8" in err) == (made is close)
+
+
+def test_what_the_compiler_does_is_told_on_stderr_after_an_estimate(podium, planner):
+    _, out, err = podium("plan", "run.yaml", "--tpu", "v6e-8", "--no-suggest")
+    lines = err.splitlines()
+    assert lines[0].startswith("while the compiler works: fits v6e-8 by the closed form")
+    assert lines[1] == "compiled update for v6e-8 in 63 s (1 of 1)" and len(lines) == 2
+    assert out.startswith("fits v6e-8 with 6.9 GiB to spare") and "while" not in out
+
+
+def test_a_crash_of_the_compiler_is_status_3(podium, planner):
+    def crash(config):
+        raise CompilerError("compiling update for v6e-8: the compiler failed (signal SIGSEGV): boom\nIts whole text: x")
+
+    planner.compiled = crash
+    status, out, err = podium("plan", "run.yaml", "--tpu", "v6e-8", "--json")
+    assert (status, out) == (3, "")
+    assert err.endswith(
+        "error: compiling update for v6e-8: the compiler failed (signal SIGSEGV): boom\nIts whole text: x\n"
+    )
+
+
+FAST = ("run.yaml", "--tpu", "v6e-8", "--fast")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give CONFIG and --tpu, as `podium plan run.yaml --tpu v6e-8`, or --check RUN alone"),
+        (("run.yaml",), "give CONFIG and --tpu, as `podium plan run.yaml --tpu v6e-8`, or --check RUN alone"),
+        (
+            ("--check", "runs/a", "--html", "plan.html"),
+            "give CONFIG and --tpu, as `podium plan run.yaml --tpu v6e-8`, or",
+        ),
+        ((*FAST, "--compare", "seed=1,2", "--suggest"), "--suggest: goes with one plan of one machine; leave it out"),
+        (("run.yaml", "--check", "runs/a"), "give CONFIG and --tpu, as `podium plan run.yaml --tpu v6e-8`, or"),
+        (("run.yaml", "--tpu", "v6e-9"), "no accelerator 'v6e-9' is known; nearest: v6e-8, v6e-4, v6e-16"),
+        (("run.yaml", "--tpu", "v6e-8,"), "no accelerator '' is known; nearest: "),
+        ((*FAST, "--set", "mesh=fsdp:3"), "mesh 'fsdp:3' needs 3 devices, and this machine has 8; set mesh to auto"),
+        (
+            (*FAST, "--set", "mesh=fsdp:2,tp:4"),
+            "mesh 'fsdp:2,tp:4': 6 query heads (./model) cannot be split evenly by tp:4; on 8 devices tp can be 1 and",
+        ),
+        ((*FAST, "--set", "rollout.slots=12"), "rollout.slots: 12 does not divide over the 8 devices that split the"),
+        ((*FAST, "--set", "rollout.prefill_rows=3"), "rollout.prefill_rows: 3 does not divide over the 8 devices"),
+        ((*FAST, "--lengths", "fixed:99"), "lengths 'fixed:99': must be 1 to rollout.max_new_tokens, 64; raise that"),
+        (
+            (*FAST, "--lengths", "nowhere"),
+            "lengths 'nowhere': no such file; write gsm8k, fixed:N, or the path of a run",
+        ),
+        ((*FAST, "--prices", "none.yaml"), "prices none.yaml: cannot be read (No such file or directory)"),
+        ((*FAST, "--html", "none/plan.html"), "--html none/plan.html: cannot be written: there is no folder none;"),
+        ((*FAST, "--search", "seed"), "--search seed: cannot be searched; search one of train.rows_per_device, "),
+        ((*FAST, "--search", "rollout.slots", "--compare", "seed=1,2"), "--search and --compare: one at a time"),
+        ((*FAST, "--compare", "seed"), "--compare seed: write KEY=a,b,c, as rollout.layout=replicated,legacy;"),
+        ((*FAST, "--compare", "seeed=1"), "v6e-8 seeed=1: seeed: unknown key; did you mean seed?"),
+        (("--check", "runs/none"), "--check runs/none: there is no plan.json; podium train leaves one in runs on TPU"),
+    ],
+)
+def test_a_wrong_question_is_status_1_in_a_line(podium, arguments, message):
+    status, out, err = podium("plan", *arguments)
+    assert (status, out) == (1, "")
+    assert err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--nope",), ("run.yaml", "--tpu", "v6e-8", "--steps", "0"), ("run.yaml", "--tpu")]
+)
+def test_wrong_usage_is_status_1_here(podium, arguments):
+    status, out, err = podium("plan", *arguments)
+    assert (status, out) == (1, "") and "Error" in err and "Traceback" not in err
+
+
+def test_a_wrong_setting_is_status_1_here(podium):
+    status, out, err = podium("plan", *FAST, "--set", "steps=0")
+    assert (status, out) == (1, "")
+    assert err.startswith("error: steps: expected a whole number of at least 1, got 0\n    --set steps=0\n")
+
+
+def test_a_missing_compiler_is_told_before_any_work(podium, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name))
+    status, out, err = podium("plan", "run.yaml", "--tpu", "v6e-8")
+    assert (status, out) == (1, "")
+    assert err.startswith(
+        "error: v6e-8: the TPU's compiler (libtpu) is not installed; pip install 'podium-rl[tpu]', or"
+    )
+    assert podium("plan", "run.yaml", "--tpu", "v6e-8", "--fast")[0] == 0
+    assert podium("plan", "run.yaml", "--tpu", "h100-8")[0] == 0  # there is nothing to compile for
+
+
+def test_changes_are_compiled_where_they_are_needed_or_asked_for(podium, planner):
+    faster = dataclasses.replace(estimated(), step=seconds(2.0))
+    planner.closed_form = lambda config: faster if config.rollout.slots == 16 else estimated()
+    planner.compiled = lambda config: dataclasses.replace(
+        plan(), step=seconds(2.5 if config.rollout.slots == 16 else 3.1)
+    )
+    _, out, _ = podium("plan", "run.yaml", "--tpu", "v6e-8")
+    assert "--suggest compiles what the closed form finds best: rollout.slots=16" in " ".join(out.split())
+    assert sum(not fast for _, _, fast in planner.calls) == 1
+    _, out, _ = podium("plan", "run.yaml", "--tpu", "v6e-8", "--suggest", "--json")
+    (found,) = json.loads(out)["suggestions"]
+    assert (found["key"], found["value"], found["old"], found["compiled"]) == ("rollout.slots", 16, 32, True)
+    assert podium("plan", "run.yaml", "--tpu", "v6e-8", "--no-suggest")[1].count("rollout.slots") == 0
+
+
+def test_a_run_that_does_not_fit_gets_a_way_out(podium, planner):
+    def fits(config) -> bool:
+        return config.rollout.slots == 16
+
+    planner.closed_form = lambda config: estimated() if fits(config) else too_large()
+    planner.compiled = lambda config: plan() if fits(config) else too_large()
+    status, out, _ = podium("plan", "run.yaml", "--tpu", "v6e-8")
+    assert status == 2
+    assert "rollout.slots=16 instead of 32: fits, 6.9 GiB to spare" in " ".join(out.split())
+
+
+def test_a_search_plans_few_values_and_answers_with_the_best(podium, planner):
+    planner.compiled = lambda config: plan() if config.rollout.slots <= 24 else too_large()
+    status, out, _ = podium("plan", "run.yaml", "--tpu", "v6e-8", "--search", "rollout.slots", "--json")
+    value = json.loads(out)
+    assert status == 0 and value["setting"] == "rollout.slots=24" and value["verdict"] == "fits"
+    assert (value["search"]["value"], value["search"]["too_large"], value["search"]["proven"]) == (24, 32, True)
+    planned = [config.rollout.slots for config, _, fast in planner.calls if not fast]
+    assert planned[0] == 32 and len(planned) <= 4  # the closed form sees no limit: the largest of use comes first
+
+
+def test_a_search_in_which_nothing_fits_is_status_2(podium, planner):
+    planner.compiled = lambda config: too_large()
+    status, out, _ = podium("plan", "run.yaml", "--tpu", "v6e-8", "--search", "rollout.slots")
+    assert status == 2 and out.startswith("rollout.slots: even 8 does not fit (36.4 GiB)\n")
+
+
+def test_settings_and_machines_are_compared_best_first(podium, planner):
+    planner.compiled = lambda config: plan() if config.rollout.layout == "replicated" else too_large()
+    arguments = ["--tpu", "v6e-8,v6e-4", "--compare", "rollout.layout=legacy,replicated"]
+    status, out, err = podium("plan", "run.yaml", *arguments, "--json")
+    plans = json.loads(out)["plans"]
+    assert status == 0 and err
+    assert [(each["tpu"], each["setting"]) for each in plans[:2]] == [
+        ("v6e-8", "rollout.layout=replicated"),
+        ("v6e-4", "rollout.layout=replicated"),
+    ]
+    assert len(plans) == 4 and all(each["reason"] for each in plans)
+
+
+def test_a_setting_that_cannot_be_planned_does_not_stop_the_others(podium):
+    status, out, _ = podium("plan", *FAST, "--compare", "mesh=auto;fsdp:4,tp:2;fsdp:3", "--json")
+    value = json.loads(out)
+    assert status == 0 and len(value["plans"]) == 2
+    (refused,) = value["refused"]
+    assert refused["setting"] == "mesh=fsdp:3" and refused["error"].startswith("mesh 'fsdp:3' needs 3 devices")
+
+
+def test_a_comparison_in_which_nothing_fits_is_status_2(podium, planner):
+    planner.compiled = lambda config: too_large()
+    assert podium("plan", "run.yaml", "--tpu", "v6e-8", "--compare", "seed=1,2")[0] == 2
+
+
+def test_the_page_is_written_beside_the_answer(podium):
+    pytest.importorskip("plotly")
+    status, out, _ = podium("plan", *FAST, "--html", "plan.html")
+    assert status == 0 and out.startswith("fits v6e-8")
+    assert "fits v6e-8 by the closed form" in Path("plan.html").read_text()
+
+
+def test_nothing_heavy_is_imported_before_the_question_is_right(tmp_path):
+    (tmp_path / "run.yaml").write_text(RUN)
+    code = (
+        "import sys\nfrom podium.cli import main\ntry:\n    main()\nexcept SystemExit as stopped:\n"
+        "    print(stopped.code or 0, *(name for name in ('jax', 'plotly', 'transformers') if name in sys.modules))\n"
+    )
+    for arguments, status in ((["--help"], "0"), (["run.yaml", "--tpu", "v6e-9"], "1"), (["--check", "none"], "1")):
+        command_line = [sys.executable, "-c", code, "plan", *arguments]
+        done = subprocess.run(command_line, cwd=tmp_path, capture_output=True, text=True)
+        assert done.stdout.splitlines()[-1] == status, done.stderr
+
+
+def test_the_check_is_printed_as_a_table_or_an_object(podium, tmp_path):
+    write_run(tmp_path)
+    status, out, _ = podium("plan", "--check", str(tmp_path))
+    line = next(line.split() for line in out.splitlines() if line.strip().startswith("update"))
+    assert status == 0 and line[-3:-1] == ["1.0", "s"] and line[-1].endswith("%")
+    value = json.loads(podium("plan", "--check", str(tmp_path), "--json")[1])
+    assert value["rows"][1]["name"] == "step" and value["rows"][1]["measured"] == 4.0
+
+
+def test_what_must_divide_is_what_the_trainers_mesh_splits():
+    assert {name: axis for name, axis in TRAIN_AXES.items() if not name.startswith("batch")} == MESH_AXES

@@ -1,0 +1,288 @@
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tiny_decoder import DECODER
+
+from podium.algorithms.recipes import make_recipe
+from podium.config.load import load
+from podium.config.schema import Config
+from podium.models.decoder import param_specs
+from podium.plan.cost import Roofline
+from podium.plan.estimate import residents
+from podium.plan.lengths import Composition
+from podium.plan.planner import calibrated, make_plan, step_calls
+from podium.plan.result import Plan, Seconds, judge, total
+from podium.plan.sizes import make_sizes
+from podium.plan.topology import GIB, Accelerator, Chip, Factor, find_accelerator, load_chip
+from podium.sharding import TRAIN_AXES, ShardingRules, init_params, make_mesh
+from podium.train.batch import Sample
+from podium.train.setup import make_program, make_run_optimizer
+from podium.train.state import init_state
+from podium.train.step import place_batch
+from podium.train.update import Updater, pack, with_scores
+
+ROOT = Path(__file__).parents[2]
+CPU = Accelerator(name="cpu-8", generation="cpu", devices=8, hosts=1, hbm_bytes=2**20)
+V6E = find_accelerator("v6e-8")
+SETTINGS: dict[str, Any] = {
+    "name": "tiny",
+    "model": "none",
+    "tasks": [{"name": "arithmetic"}],
+    "prompts_per_step": 4,
+    "group_size": 4,
+    "rollout": {"max_prompt_tokens": 32, "max_new_tokens": 8, "slots": 16, "prefill_rows": 8},
+    "algorithm": {"kl": "k3", "kl_coef": 0.1},
+    "train": {"rows_per_device": 1},
+}
+
+
+def config_of(**changes: Any) -> Config:
+    """SETTINGS with changes, section by section."""
+    sections = {key: {**SETTINGS.get(key, {}), **value} for key, value in changes.items() if isinstance(value, dict)}
+    return Config.model_validate({**SETTINGS, **changes, **sections})
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory):
+    """A cache folder of this module's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def plan(cache: None) -> Plan:
+    return make_plan(config_of(), CPU, decoder=DECODER, lengths="fixed:4", chip=load_chip("v6e"))
+
+
+class Trainer:
+    """The updater of a run with state and batch, as the trainer makes them."""
+
+    def __init__(self, config: Config) -> None:
+        mesh = make_mesh(config.mesh)
+        rules, recipe = ShardingRules(mesh, TRAIN_AXES), make_recipe(config.algorithm, group_size=4, prompts_per_step=4)
+        optimizer = make_run_optimizer(config, DECODER)
+        params, reference = (init_params(0, param_specs(DECODER), rules) for _ in range(2))
+        program = make_program(config, DECODER, mesh)
+        self.updater = Updater(config, recipe, program, optimizer, reference=reference, folder=Path())
+        self.state = init_state(params, optimizer)
+        sample = Sample(group=0, prompt=(1, 2), tokens=np.zeros(3, np.int32), sampled_logprobs=np.zeros(3, np.float32))
+        batch = place_batch(pack([sample], config, program)[0], program.computing)
+        self.batch = with_scores(batch, recipe, self.updater.score, params, reference)
+
+
+def test_planned_memory_is_that_of_the_programs_that_a_trainer_compiles(plan):
+    trainer = Trainer(config_of())
+    train_step: Any = trainer.updater.train_step
+    stats = train_step.lower(trainer.state, trainer.batch).compile().memory_analysis()
+    allocated = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    beside = residents(make_sizes(config_of(), DECODER, CPU))
+    stays = beside["rollout_weights"] + beside["reference_weights"]
+    phase = plan.phase("update")
+    assert phase.bytes == allocated + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes + stays
+    score: Any = trainer.updater.score
+    stats = score.lower(trainer.updater.reference, trainer.batch).compile().memory_analysis()
+    allocated = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+    held = stays + sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(trainer.state.opt_state))
+    assert plan.phase("score").bytes == allocated + held + trainer.state.step.addressable_shards[0].data.nbytes
+
+
+def test_a_plan_has_every_phase_in_the_order_of_a_run(plan):
+    names = ["init", "sync", "prefill", "place", "decode", "score", "update", "checkpoint"]
+    assert [phase.name for phase in plan.phases] == names
+    assert [phase.name for phase in plan.phases if phase.compiled] == names[:-1]
+    assert not plan.estimate_only
+    for phase in plan.phases:
+        assert sum(phase.parts.values()) == phase.bytes
+        assert (phase.seconds is None) == (phase.name in ("init", "checkpoint"))
+    assert plan.versions["jax"] == jax.__version__
+
+
+def test_what_programs_make_has_its_name_also_when_nobody_holds_it_yet(plan):
+    run = residents(make_sizes(config_of(), DECODER, CPU))
+    assert run["optimizer"] <= plan.phase("init").parts["optimizer"] < run["optimizer"] + 200
+    assert plan.phase("sync").parts["rollout_weights"] == run["rollout_weights"]
+    assert plan.phase("prefill").parts["prompts"] > 0
+    assert "gradients" in plan.phase("update").parts
+    assert not any("gradients" in phase.parts for phase in plan.phases if phase.name != "update")
+
+
+def test_operations_are_those_of_the_closed_form(plan):
+    for phase in plan.phases:
+        assert phase.flops == pytest.approx(phase.closed_form_flops, rel=0.05), phase.name
+    assert not any("more operations" in note for note in plan.notes)
+
+
+def test_a_plan_is_json(plan):
+    again = json.loads(json.dumps(plan.to_json()))
+    assert again["verdict"] == plan.verdict
+    assert again["phases"][-2]["name"] == "update"
+    assert again["phases"][-2]["parts"] == plan.phase("update").parts
+
+
+def test_rows_change_the_update_and_the_score_alone(plan):
+    more = make_plan(config_of(train={"rows_per_device": 2}), CPU, decoder=DECODER, lengths="fixed:4")
+    changed = {a.name for a, b in zip(plan.phases, more.phases, strict=True) if a.bytes != b.bytes}
+    assert changed == {"update", "score"}
+    assert more.phase("update").bytes > plan.phase("update").bytes
+    assert more.step is None  # a CPU has no constants of its own
+    assert all(phase.seconds is None for phase in more.phases)
+
+
+def test_calls_and_rounds_of_a_step_are_the_engines_and_the_updaters():
+    config = config_of(
+        algorithm={"minibatches": 2, "updates_per_batch": 3, "old_logprobs": "trainer"},
+        rollout={"max_prompt_tokens": 100, "slots": 8},
+    )
+    run = make_sizes(config, DECODER, CPU)
+    composition = Composition(
+        prefill_calls={32: 2},
+        place_calls={32: 3, 64: 1},
+        decode_calls=5,
+        decode_steps=15,
+        occupied_slot_steps=100,
+        mean_context=20.0,
+        prompt_tokens=100,
+        completion_tokens=100,
+    )
+    calls = {call.program: call for call in step_calls(run, composition, micro_batches=6)}
+    made = {name: (call.calls, call.rounds) for name, call in calls.items()}
+    placed = 16 / 4 / 8  # sequences over calls and devices
+    assert made == {
+        "init": (0, 0),
+        "sync": (1, 0),
+        "prefill:32": (2, 0),
+        "prefill:64": (0, 0),
+        "prefill:100": (0, 0),
+        "place:32": (3, placed),
+        "place:64": (1, placed),
+        "place:100": (0, placed),
+        "decode": (5, 3),
+        "score": (4, 3),
+        "update": (6, 3),
+    }
+    repeats = {name: call.repeats for name, call in calls.items() if call.repeats}
+    assert repeats == {
+        "sync": 1,
+        "prefill:32": 2,
+        "place:32": 3,
+        "place:64": 1,
+        "decode": 15,
+        "score": 12,
+        "update": 18,
+    }
+    form = calls["update"].closed_form
+    assert form is not None
+    assert calls["update"].closed_form_flops == 18 * form.flops
+
+
+def chip(**calibration: tuple[float, float, float]) -> Chip:
+    factors = {
+        name: Factor(value=value, low=low, high=high, source="") for name, (value, low, high) in calibration.items()
+    }
+    return Chip(
+        generation="made",
+        flops_bf16=1e12,
+        flops_f32=1e12,
+        hbm_bytes=1,
+        hbm_bandwidth=1e9,
+        link_bandwidth=1e9,
+        links=1,
+        clock_hz=1e9,
+        sources={},
+        calibration=factors,
+    )
+
+
+def test_shares_of_the_roofline_divide_its_parts():
+    made = chip(update=(0.5, 0.25, 1.0), ici=(0.8, 0.5, 1.0))
+    line = Roofline(compute=1.0, hbm=2.0, ici=4.0, latency=0.5, scheduled=0.0)
+    seconds, bound_by = calibrated([(2, line)], made, "update")
+    assert seconds == Seconds(value=2 * (3 / 0.5 + 4 / 0.8 + 0.5), low=2 * (3 + 4 + 0.5), high=2 * (12 + 8 + 0.5))
+    assert bound_by == "ici"
+    assert calibrated([(0, line)], made, "update") == (Seconds(value=0, low=0, high=0), "")
+
+
+def test_a_step_is_its_phases_and_the_host(plan):
+    phases = [phase.seconds for phase in plan.phases if phase.seconds]
+    assert plan.step is not None and plan.host is not None
+    assert plan.step.value == pytest.approx(sum(each.value for each in phases) + plan.host.value)
+    assert plan.host.value == pytest.approx(0.001 * sum(phase.calls for phase in plan.phases))
+    assert plan.tokens_per_s_per_device is not None
+    assert plan.tokens_per_s_per_device.value == pytest.approx(4 * 4 * 4 / plan.step.value / 8)
+
+
+def test_errors_of_several_times_are_independent():
+    parts = [Seconds(value=1.0, low=0.7, high=1.3), Seconds(value=2.0, low=1.6, high=2.4)]
+    assert total(parts) == Seconds(value=3.0, low=pytest.approx(2.5), high=pytest.approx(3.5))
+    assert Seconds(value=2.0, low=1.0, high=4.0).rate(8) == Seconds(value=4.0, low=2.0, high=8.0)
+
+
+@pytest.mark.parametrize(
+    ("worst", "verdict"),
+    [(969, "fits"), (970, "too_close"), (1000, "too_close"), (1030, "too_close"), (1031, "does_not_fit")],
+)
+def test_what_is_within_three_percent_of_the_memory_is_too_close(worst, verdict):
+    assert judge([10, worst, 20], 1000) == verdict
+
+
+# The closed form
+
+
+def test_a_fast_plan_takes_less_than_five_seconds_and_compiles_nothing():
+    code = (
+        "from podium.config.load import load\nfrom podium.plan.planner import make_plan\n"
+        "from podium.plan.topology import find_accelerator\n"
+        "config = load(['configs/gsm8k_qwen25_3b.yaml'], [], {}).config\n"
+        "plan = make_plan(config, find_accelerator('v6e-8'), fast=True)\n"
+        "assert plan.estimate_only and plan.verdict == 'fits'\n"
+        "import sys, time\nassert 'jax' not in sys.modules\nassert time.process_time() < 5\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_gpus_have_the_closed_form_only():
+    plan = make_plan(config_of(), find_accelerator("h100-8"), decoder=DECODER)
+    assert plan.estimate_only
+    assert "nothing can be compiled for h100-8 in advance" in plan.notes[0]
+    assert plan.step is not None
+    assert [phase.name for phase in plan.phases] == [
+        "sync",
+        "prefill",
+        "place",
+        "decode",
+        "score",
+        "update",
+        "checkpoint",
+    ]
+
+
+def test_a_config_that_does_not_fit_says_by_how_much():
+    config = load([ROOT / "configs" / "gsm8k_qwen3_8b.yaml"], [], {}).config
+    plan = make_plan(config, find_accelerator("v6e-4"), fast=True)
+    assert plan.verdict == "does_not_fit"
+    assert plan.spare_bytes == plan.hbm_bytes - plan.worst.bytes < 0
+    assert not plan.worst.fits
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU's compiler (libtpu) is not installed")
+def test_a_small_model_is_compiled_for_a_tpu_that_is_not_there(cache):
+    config = config_of(algorithm={"kl": "none", "kl_coef": 0.0})
+    plan = make_plan(config, V6E, decoder=DECODER, lengths="fixed:4")
+    assert plan.verdict == "fits"
+    assert plan.hbm_bytes == 31.25 * GIB
+    assert plan.versions["libtpu"]
+    update = plan.phase("update")
+    gathered = [each for each in update.collectives if each.axes == ("fsdp",) and each.group == 8]
+    assert gathered
+    assert update.parts["rollout_weights"] == residents(make_sizes(config, DECODER, V6E))["rollout_weights"]
+    assert plan.step is not None
+    assert 0 < plan.step.low < plan.step.value < plan.step.high

@@ -1,0 +1,278 @@
+import dataclasses
+import io
+import itertools
+import json
+import re
+
+import pytest
+from rich.console import Console
+
+from podium.plan.compare import Answer, Refused, ranked
+from podium.plan.objects import comparison_object, plan_object
+from podium.plan.prices import Cost, Price, cost_of, load_prices
+from podium.plan.report import print_comparison, print_plan, print_search, search_line
+from podium.plan.result import Plan, Seconds
+from podium.plan.search import Found, Range, Try
+from podium.plan.suggest import Candidate, Suggestion
+from podium.plan.words import duration, made_by, number, step_parts, verdict_line
+from tests.plan.made_plans import GIB, close, estimated, phases, plan, seconds, too_large
+
+PRICES = {"v6e": Price(usd_per_chip_hour=2.0, source="the shop", date="2026-01-02")}
+ROWS = Range(unit=1, most=16, why="all rows are there")
+
+
+def output(print_it, *arguments, width: int = 110, colours: bool = False, **options) -> str:
+    console = Console(
+        file=io.StringIO(), width=width, force_terminal=colours, color_system="truecolor" if colours else None
+    )
+    print_it(*arguments, console, **options)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def answer(made: Plan, **changed) -> Answer:
+    return Answer(plan=made, cost=cost_of(made, 100, PRICES), **changed)
+
+
+def test_the_first_line_is_the_verdict():
+    first = output(print_plan, answer(plan()), suggestions=None).splitlines()[0]
+    assert first == (
+        "fits v6e-8 with 6.9 GiB to spare; bound by update (layer activations 12.1 GiB); 3.1 s per step (2.7-3.5):"
+        " rollout 1.9, update 1.1, sync 0.050, host 0.050"
+    )
+
+
+def test_the_verdict_says_by_how_much_a_run_is_too_large():
+    line = verdict_line(too_large())
+    assert line.startswith("does not fit v6e-8: update needs 36.4 of 31.25 GiB, 5.2 too many; bound by update")
+    assert "(saved activations 24.2 GiB); 3.1 s per step" in line
+
+
+def test_a_close_verdict_is_no_yes():
+    assert verdict_line(close()).startswith(
+        "too close to call on v6e-8: update needs 30.8 of 31.25 GiB; bound by update"
+    )
+
+
+@pytest.mark.parametrize(
+    "made", [estimated(), dataclasses.replace(estimated(), verdict="does_not_fit", spare_bytes=-GIB)]
+)
+def test_an_estimate_says_so_in_its_verdict(made):
+    assert "by the closed form, nothing compiled" in verdict_line(made)
+
+
+def test_what_is_compiled_and_what_is_estimated_is_told():
+    text = output(print_plan, answer(plan()), suggestions=None)
+    assert (
+        "compiled for v6e-8: memory, operations and transfers of init, sync, prefill, place, decode and update" in text
+    )
+    assert "estimated by the closed form: checkpoint" in " ".join(text.split())
+    assert made_by(estimated()).startswith("estimated by the closed form: everything;")
+
+
+def bar_of(text: str, phase: str) -> str:
+    line = next(line for line in text.splitlines() if line.strip().startswith(f"{phase} "))
+    found = re.search(r"\d\.\d  (.*?\u2503[A-Z.]*)", line)
+    assert found is not None, line
+    return found[1]
+
+
+def letters_of(text: str) -> dict[str, str]:
+    """The letter of each part, by the key below the bars."""
+    key = " ".join(text[text.index("\n  R rollout weights") : text.index("where the memory ends")].split())
+    return {part.strip(): letter for letter, part in re.findall(r"([A-Z]) ([a-z][a-z ]+)", key)}
+
+
+def test_bars_are_as_long_as_the_memory_they_stand_for():
+    text = output(print_plan, answer(plan()), suggestions=None)
+    bar, letters = bar_of(text, "update"), letters_of(text)
+    cells = len(bar) - 1  # to the end of the memory
+    for part, size in (("layer activations", 12.1), ("optimizer", 3.0), ("rollout weights", 5.75)):
+        assert bar.count(letters[part]) / cells == pytest.approx(size / 31.25, abs=1 / cells)
+    assert len(bar.rstrip("\u2503").rstrip()) / cells == pytest.approx(24.36 / 31.25, abs=1 / cells)
+    assert letters["layer activations"] not in bar_of(text, "checkpoint")
+
+
+def test_what_most_phases_hold_comes_first():
+    bar = bar_of(output(print_plan, answer(plan()), suggestions=None), "update")
+    assert re.match(r"R+O+P+", bar)  # rollout weights, optimizer, parameters
+
+
+def test_a_bar_that_does_not_fit_goes_past_the_end_of_the_memory():
+    bar = bar_of(output(print_plan, answer(too_large()), suggestions=None), "update")
+    before, _, after = bar.partition("\u2503")
+    assert " " not in before and after.strip()
+    assert len(before) / (len(before) + 1 + len(after)) == pytest.approx(31.25 / 36.4, abs=0.03)
+
+
+def test_every_part_has_its_own_letter_or_colour():
+    letters = letters_of(output(print_plan, answer(plan()), suggestions=None))
+    assert set(letters) > {"rollout weights", "kv cache", "logits"} and len(letters) == len(set(letters.values()))
+    coloured = output(print_plan, answer(plan()), suggestions=None, colours=True)
+    assert "\x1b[34m\u2588" in coloured and "RRR" not in coloured
+
+
+def test_the_timeline_goes_on_where_the_phase_before_ends():
+    lines = output(print_plan, answer(plan()), suggestions=None).splitlines()
+    start = lines.index(next(line for line in lines if line.strip() == "a step"))
+    bars = [(line.index("\u2588"), line.rindex("\u2588")) for line in lines[start:] if "\u2588" in line]
+    assert len(bars) == 6  # sync, prefill, place, decode, update, host
+    assert all(after[0] in (before[1], before[1] + 1) for before, after in itertools.pairwise(bars))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_no_line_is_wider_than_the_terminal_but_the_verdict(width):
+    lines = output(print_plan, answer(plan()), suggestions=None, width=width).splitlines()
+    assert max(map(len, lines[1:])) <= width
+
+
+def test_the_cost_is_chips_times_hours_times_price():
+    cost = cost_of(plan(step=seconds(3.6)), 100, PRICES)
+    assert cost is not None and cost.usd is not None
+    assert (cost.chip_hours.value, cost.chip_hours.low) == pytest.approx((0.8, 0.64))  # 8 chips, 360 s
+    assert cost.usd.value == pytest.approx(1.6)
+    text = " ".join(output(print_plan, answer(plan(step=seconds(3.6))), suggestions=None).split())
+    assert (
+        "100 steps: 0.80 (0.64-0.96) chip-hours, 1.6 (1.3-1.9) US dollars at 2.00 per chip-hour (the shop, 2026-01-02)"
+        in text
+    )
+
+
+def test_without_a_price_there_are_chip_hours_and_the_way_to_set_one():
+    made = plan()
+    text = output(print_plan, Answer(plan=made, cost=cost_of(made, 100, {})), suggestions=None)
+    assert "no price of v6e-8 is known: set one with --prices FILE" in text and "dollars" not in text
+
+
+def test_a_plan_without_seconds_has_neither_timeline_nor_cost():
+    made = plan(step=None, tokens_per_s_per_device=None, host=None)
+    text = output(print_plan, Answer(plan=made, cost=cost_of(made, 100, PRICES)), suggestions=None)
+    assert "seconds per step unknown" in text and "a step" not in text and "cost" not in text
+
+
+def suggestion(made: Plan) -> Suggestion:
+    change = Candidate(key="train.rows_per_device", value=8, old=4)
+    return Suggestion(change=change, plan=made, reason="update 0.80 s against 1.1: 2 micro-batches against 4")
+
+
+def test_a_suggestion_says_what_it_makes_of_the_run_and_who_says_so():
+    better = plan(made=phases(took=0.8))
+    text = output(print_plan, answer(plan()), suggestions=[suggestion(better)])
+    assert "train.rows_per_device=8 instead of 4: fits, 6.9 GiB to spare, 2.8 (2.4-3.2) s per step (compiled)" in text
+    assert "2 micro-batches against 4" in text
+    assert "s per step (closed form)" in output(print_plan, answer(estimated()), suggestions=[suggestion(estimated())])
+    assert "None of the changes that were tried helps." in output(print_plan, answer(plan()), suggestions=[])
+
+
+def test_the_object_has_what_the_issue_promises():
+    value = json.loads(json.dumps(plan_object(answer(plan()), [suggestion(plan())])))
+    assert (value["verdict"], value["tpu"], value["hbm_gib"]) == ("fits", "v6e-8", 31.25)
+    assert value["step_seconds"]["low"] < value["step_seconds"]["value"] < value["step_seconds"]["high"]
+    assert value["tokens_per_s_per_chip"]["value"] == pytest.approx(3200 / value["step_seconds"]["value"])
+    assert [phase["name"] for phase in value["phases"]] == [
+        "init", "sync", "prefill", "place", "decode", "update", "checkpoint",
+    ]  # fmt: skip
+    update = value["phases"][5]
+    assert {"name", "gib", "fits", "seconds", "bound_by", "largest"} <= set(update)
+    assert update["gib"] == pytest.approx(sum(update["parts_gib"].values()))
+    assert update["largest"][0]["name"] == "layer_activations"
+    assert value["phases"][0]["seconds"] is None
+    assert value["suggestions"][0]["value"] == 8 and value["suggestions"][0]["compiled"] is True
+    assert value["cost"]["usd_per_chip_hour"] == 2.0
+
+
+def test_the_parts_of_a_step_add_up():
+    made = plan()
+    assert made.step is not None
+    assert sum(time.value for _, time in step_parts(made)) == pytest.approx(made.step.value)
+    assert [name for name, _ in step_parts(made)] == ["sync", "rollout", "update", "host"]
+
+
+def test_a_comparison_has_a_row_for_each_and_tells_what_could_not_be_planned():
+    answers = ranked([answer(too_large(), setting="a=1"), answer(plan(), setting="a=2")])
+    refused = [Refused(accelerator="v6e-4", setting="a=3", error="a does not divide")]
+    text = output(print_comparison, answers, refused)
+    assert text.startswith("v6e-8 a=2 is best (the least dollars per step): fits v6e-8 with")
+    rows = [line.split() for line in text.splitlines() if line.strip().startswith("v6e-8  ")]
+    assert [row[1] for row in rows] == ["2", "1"]
+    assert rows[1][2:6] == ["does", "not", "fit", "36.4/31.25"]
+    assert "v6e-4 a=3: cannot be planned: a does not divide" in text
+    value = comparison_object(answers, refused)
+    assert [each["setting"] for each in value["plans"]] == ["a=2", "a=1"]
+    assert value["refused"] == [{"tpu": "v6e-4", "setting": "a=3", "error": "a does not divide"}]
+
+
+def test_a_comparison_fits_eighty_columns():
+    answers = ranked([answer(too_large(), setting="a=1"), answer(plan(), setting="a=2")])
+    table = [line for line in output(print_comparison, answers, [], width=80).splitlines() if line.startswith(" v6e-8")]
+    assert len(table) == 2 and all("\u2026" not in line and len(line) <= 80 for line in table)
+
+
+@pytest.mark.parametrize(
+    ("tries", "proven", "says"),
+    [
+        ([(8, plan()), (9, close())], True, "k: 8 is the largest that fits; 9 is too close to call"),
+        ([(8, plan()), (9, too_large())], True, "k: 8 is the largest that fits; 9 does not"),
+        ([(8, plan()), (12, too_large())], False, "k: 8 fits, 12 does not; what lies between was not tried"),
+        ([(16, plan())], True, "k: 16 fits, and there is no use in more: all rows are there"),
+        ([(1, too_large())], True, "k: even 1 does not fit (36.4 GiB)"),
+    ],
+)
+def test_a_search_says_how_sure_it_is(tries, proven, says):
+    made = tuple(Try(value=value, plan=plan) for value, plan in tries)
+    found = Found(key="k", range=ROWS, tries=made, proven=proven)
+    assert search_line(found) == says
+    assert output(print_search, found).count("compiled") == len(tries)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0.0"), (1234.4, "1,234"), (12.34, "12.3"), (3.14, "3.1"), (0.354, "0.35"), (0.00312, "0.0031")],
+)
+def test_numbers_are_told_with_two_digits(value, text):
+    assert number(value) == text
+
+
+def test_short_times_are_told_in_milliseconds():
+    assert duration(Seconds(value=0.051, low=0.0394, high=0.081)) == "51.0 ms (39.4-81.0)"
+    assert duration(Seconds(value=3.1, low=2.6, high=3.7)) == "3.1 s (2.6-3.7)"
+
+
+def test_our_own_prices_name_their_source_and_day():
+    prices = load_prices(None)
+    assert {"v4", "v5e", "v5p", "v6e"} <= set(prices)
+    assert all(price.source and re.fullmatch(r"20\d\d-\d\d-\d\d", price.date) for price in prices.values())
+
+
+def test_a_users_prices_replace_ours(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("v6e: {usd_per_chip_hour: 1, source: a friend, date: 2026-03-04}\n")
+    assert load_prices(path) == {"v6e": Price(usd_per_chip_hour=1.0, source="a friend", date="2026-03-04")}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"cannot be read \(No such file"),
+        ("v6e: [", "cannot be read"),
+        ("- 1", "expected entries such as"),
+        ("v6e: 2.7", "expected entries such as"),
+        ("v7: {}", "'v7' is no kind of chip; write one of h100, h200, v4"),
+        ("v6e: {usd: 2}", "v6e: expected usd_per_chip_hour, source, date; found usd"),
+        ("v6e: {usd_per_chip_hour: free, source: a, date: 2026-01-01}", "expected a number above 0, got 'free'"),
+        ("v6e: {usd_per_chip_hour: -1, source: a, date: 2026-01-01}", "expected a number above 0, got -1"),
+        ("v6e: {usd_per_chip_hour: 1, source: '', date: 2026-01-01}", "v6e.source: expected where"),
+        ("v6e: {usd_per_chip_hour: 1, source: a, date: today}", "v6e.date: expected a day, as 2026-08-01, got 'today'"),
+    ],
+)
+def test_wrong_prices_are_told_in_a_line(tmp_path, text, message):
+    path = tmp_path / "mine.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        load_prices(path)
+    assert "\n" not in str(error.value) and str(error.value).startswith(f"prices {path}: ")
+
+
+def test_a_cost_without_a_price_is_no_money():
+    assert Cost(steps=1, chip_hours=seconds(1.0), price=None).usd is None

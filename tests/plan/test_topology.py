@@ -1,0 +1,157 @@
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from podium.plan.topology import (
+    accelerators,
+    compiler_environment,
+    find_accelerator,
+    load_chip,
+    topology_devices,
+)
+
+GIB = 2**30
+ROOT = Path(__file__).parents[2]
+COMPILED = [each for each in accelerators().values() if each.compiles]
+
+
+def shape(name: str) -> tuple:
+    each = find_accelerator(name)
+    return each.generation, each.devices, each.hosts, each.devices_per_host, each.torus
+
+
+def test_names_count_chips_of_v5e_and_v6e_and_cores_of_v4_and_v5p():
+    assert shape("v6e-8") == ("v6e", 8, 1, 8, (2, 4))
+    assert shape("v6e-16") == ("v6e", 16, 4, 4, (4, 4))
+    assert shape("v6e-256") == ("v6e", 256, 64, 4, (16, 16))
+    assert shape("v5litepod-32") == ("v5e", 32, 8, 4, (4, 8))
+    assert shape("v4-16") == ("v4", 8, 2, 4, (2, 2, 2))
+    assert shape("v4-512") == ("v4", 256, 64, 4, (4, 8, 8))
+    assert shape("v5p-64") == ("v5p", 32, 8, 4, (2, 4, 4))
+    assert shape("h100-8") == ("h100", 8, 1, 8, ())
+
+
+def test_the_range_of_each_kind_is_whole():
+    names = list(accelerators())
+    assert [name for name in names if name.startswith("v4")] == [f"v4-{8 * 2**k}" for k in range(7)]
+    assert [name for name in names if name.startswith("v6e")] == [f"v6e-{n}" for n in (1, 4, 8, 16, 32, 64, 128, 256)]
+    assert {"v5p-8", "v5p-1024", "v5litepod-1", "v5litepod-256", "h200-1"} <= set(names)
+
+
+def test_v5e_is_another_name_of_v5litepod():
+    assert find_accelerator("v5e-16") is find_accelerator("V5litepod-16")
+
+
+def test_topology_is_what_the_compiler_is_asked_for():
+    assert find_accelerator("v6e-8").topology == "v6e:2x4"
+    assert find_accelerator("v6e-8").topology_options == {"chips_per_host_bounds": (2, 4, 1)}
+    v4 = find_accelerator("v4-16")
+    assert (v4.topology, v4.topology_options) == (
+        "v4:2x2x2",
+        {"chips_per_host_bounds": (2, 2, 1), "chip_config_name": "megacore"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "links"),
+    [("v6e-1", 0), ("v6e-8", 2), ("v6e-16", 2), ("v6e-128", 3), ("v6e-256", 4), ("v4-16", 3), ("v4-128", 6)],
+)
+def test_the_worst_placed_chip_has_one_link_where_an_axis_ends(name, links):
+    assert find_accelerator(name).ici_links == links
+
+
+def test_usable_memory_is_the_compilers_figure():
+    gib = {kind: find_accelerator(f"{kind}-8").hbm_bytes / GIB for kind in ("v4", "v5e", "v5p", "v6e")}
+    assert gib == pytest.approx({"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25})
+
+
+def test_a_gpu_offers_the_share_that_jax_takes():
+    assert find_accelerator("h100-1").hbm_bytes / GIB == pytest.approx(0.75 * 79.647, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("v6e-12", "v6e-8, v6e-16"), ("v5e-24", "v5litepod-16, v5litepod-32"), ("a100-8", "h100-8")]
+)
+def test_an_unknown_name_is_told_its_nearest(name, near):
+    with pytest.raises(ValueError, match=f"no accelerator '{name}' is known; nearest: .*{near}"):
+        find_accelerator(name)
+
+
+def test_a_gpu_is_not_compiled_for():
+    with pytest.raises(ValueError, match=r"h200-8: .*--fast"):
+        topology_devices(find_accelerator("h200-8"))
+
+
+def test_a_missing_compiler_is_told_with_what_installs_it(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"v6e-8: .*pip install 'podium-rl\[tpu\]'"):
+        topology_devices(find_accelerator("v6e-8"))
+
+
+def test_the_compilers_environment_keeps_it_from_looking_for_a_tpu():
+    environment = compiler_environment(find_accelerator("v4-16"))
+    assert environment["TPU_SKIP_MDS_QUERY"] == "1"
+    assert environment["JAX_PLATFORMS"] == "cpu"
+    assert environment["TPU_ACCELERATOR_TYPE"] == "v4-16"
+
+
+DESCRIBE = """
+import json, sys
+from podium.plan.topology import find_accelerator, topology_devices
+from podium.sharding import make_mesh
+seen = {}
+for name in sys.argv[1:]:
+    devices = topology_devices(find_accelerator(name))
+    mesh = make_mesh("host_local", devices).devices
+    seen[name] = {
+        "ids": len({device.id for device in devices}),
+        "hosts": [sum(d.process_index == host for d in devices) for host in sorted({d.process_index for d in devices})],
+        "coords": [1 + max(device.coords[axis] for device in devices) for axis in range(3)],
+        "mesh": list(mesh.shape),
+        "rows_of_one_host": all(len({device.process_index for device in row.flat}) == 1 for row in mesh),
+    }
+print(json.dumps(seen))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU's compiler, is not installed")
+def test_the_compiler_has_the_devices_hosts_and_axes_of_the_table():
+    names = [each.name for each in COMPILED]
+    environment = {**os.environ, **compiler_environment(find_accelerator("v6e-8"))}
+    done = subprocess.run(
+        [sys.executable, "-c", DESCRIBE, *names], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    expected = {
+        each.name: {
+            "ids": each.devices,
+            "hosts": [each.devices_per_host] * each.hosts,
+            "coords": [*each.torus, 1][:3],
+            "mesh": [each.hosts, each.devices_per_host, 1],
+            "rows_of_one_host": True,
+        }
+        for each in COMPILED
+    }
+    assert seen == expected
+
+
+@pytest.mark.parametrize("generation", sorted({each.generation for each in accelerators().values()}))
+def test_every_generation_has_constants_with_sources_and_factors_with_ranges(generation):
+    chip = load_chip(generation)
+    assert all(chip.sources.values())
+    assert set(chip.calibration) == {"update", "prefill", "decode", "ici", "host_s"}
+    for factor in chip.calibration.values():
+        assert 0 < factor.low <= factor.value <= factor.high
+        assert factor.source
+    assert chip.hbm_bytes > find_accelerator(f"{generation}-8").hbm_bytes
+
+
+def test_v6e_has_the_published_constants():
+    chip = load_chip("v6e")
+    assert (chip.flops_bf16, chip.hbm_bandwidth, chip.link_bandwidth, chip.links) == (918e12, 1.638e12, 9e10, 4)

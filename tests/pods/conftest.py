@@ -1,0 +1,45 @@
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from podium import cli
+from tests.pods.pod_world import PodWorld, make_checkout
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clean git checkout of Podium's pods."""
+    return make_checkout(tmp_path_factory.mktemp("git") / "checkout")
+
+
+@pytest.fixture
+def make_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkout: Path):
+    """Makes worlds in which the commands run; what runs in them ends with the test."""
+    worlds: list[PodWorld] = []
+
+    def make(workers: int = 4) -> PodWorld:
+        folder = tmp_path / f"world{len(worlds)}"
+        folder.mkdir()
+        worlds.append(PodWorld(folder, workers=workers))
+        worlds[-1].install(monkeypatch)
+        monkeypatch.chdir(checkout)
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.hosts.close()
+
+
+@pytest.fixture
+def pod(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[object, str, str]]:
+    """Runs `podium pod ...` in this process: (status, stdout, stderr)."""
+
+    def pod(*arguments: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["podium", "pod", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        return stopped.value.code or 0, *capsys.readouterr()
+
+    return pod

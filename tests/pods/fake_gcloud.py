@@ -1,0 +1,177 @@
+"""gcloud without gcloud: the same commands, answers and bad habits, in this process, against `FakeTpu`.
+
+What the real one says was recorded (recorded_gcloud.json, by record_gcloud.py); test_gcloud.py holds this one to it.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from podium.pods.gcloud import Finished, GcloudError
+from tests.pods.fake_tpu import ApiError, FakeTpu, LostError
+
+ATTEMPTS = 3
+"""Of a request that got no reply, or 503."""
+SENT_AGAIN = 10
+"""Times that gcloud gives a command to a worker whose ssh ended with 255."""
+
+
+class Clock:
+    """Time that passes only when somebody waits."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000_000.0
+
+    def time(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float, /) -> None:
+        self.now += seconds
+
+
+class Hosts(Protocol):
+    """The machines of a node."""
+
+    def run(self, worker: int, command: str, timeout_s: float) -> tuple[int, str, str]:
+        """Status, stdout and stderr of a command on one machine; status 255: it could not be reached."""
+        ...
+
+    def copy(self, worker: int, files: Sequence[str], folder: str) -> int:
+        """Copy files to one machine; the status of scp."""
+        ...
+
+
+class FakeGcloud:
+    """A `podium.pods.gcloud.Runner`."""
+
+    def __init__(self, fake: FakeTpu, clock: Clock, hosts: Hosts | None = None, project: str | None = "p") -> None:
+        self.fake, self.clock, self.hosts, self.project = fake, clock, hosts, project
+        self.commands: list[tuple[str, ...]] = []
+        self.before: Callable[[tuple[str, ...]], None] = lambda argv: None
+        """Called before each command; may raise, as if the laptop was closed."""
+
+    def __call__(self, argv: Sequence[str], timeout_s: float) -> Finished:
+        argv = tuple(argv)
+        self.before(argv)
+        self.commands.append(argv)
+        if argv[:3] == ("gcloud", "config", "list"):
+            core = {"account": "ada@example.org"} | ({"project": self.project} if self.project else {})
+            return self._finished(argv, 0, json.dumps({"core": core}))
+        assert argv[:3] == ("gcloud", "compute", "tpus"), argv
+        group, verb = argv[3:5]
+        flags = dict(word.removeprefix("--").partition("=")[::2] for word in argv[5:] if word.startswith("--"))
+        words = [word for word in argv[5:] if not word.startswith("--")]
+        if not (flags.get("project") or self.project):
+            text = f"(gcloud.compute.tpus.{group}.{verb}) Error parsing [zone].\nFailed to find attribute [project]."
+            return self._finished(argv, 1, "", f"ERROR: {text}\n")
+        if verb in ("ssh", "scp"):
+            return self._on_hosts(argv, verb, words, flags, timeout_s)
+        try:
+            answer = self._api(group, verb, words, flags)
+        except ApiError as error:
+            told = f"ERROR: (gcloud.compute.tpus.{group}.{verb}) {error.status}: {error.message}\n"
+            return self._finished(argv, 1, "", told)
+        except LostError:
+            return self._finished(argv, 1, "", "ERROR: gcloud crashed (ConnectionError): ('Connection aborted.')\n")
+        return self._finished(argv, *answer)
+
+    def _finished(self, argv: tuple[str, ...], code: int | None, stdout: str, stderr: str = "") -> Finished:
+        return Finished(argv=argv, returncode=code, stdout=stdout, stderr=stderr)
+
+    def _api(self, group: str, verb: str, words: list[str], flags: dict[str, str]) -> tuple[int, str, str]:
+        if group == "locations":
+            return 0, json.dumps(self._request("GET", "/v1/projects/p/locations")["locations"]), ""
+        kind = "nodes" if group == "tpu-vm" else "queuedResources"
+        place = f"/v2/projects/p/locations/{flags['zone']}/{kind}"
+        if verb == "list":
+            return 0, json.dumps(self._request("GET", place).get(kind, [])), ""
+        name = words[0]
+        if verb == "create":
+            key = "nodeId" if kind == "nodes" else "queuedResourceId"
+            body = _node(flags) if kind == "nodes" else _queued(name, flags)
+            operation = self._request("POST", place, {key: name}, body)
+        elif verb == "delete":
+            operation = self._request("DELETE", f"{place}/{name}", {"force": "true"} if "force" in flags else {})
+        elif verb == "update":
+            node = self._request("GET", f"{place}/{name}")
+            labels = node.get("labels", {}) | dict(each.split("=") for each in flags["update-labels"].split(","))
+            operation = self._request("PATCH", f"{place}/{name}", {"updateMask": "labels"}, {"labels": labels})
+        else:
+            raise AssertionError(verb)
+        while not operation["done"]:
+            self.clock.sleep(2.0)
+            operation = self._request("GET", f"/v2/{operation['name']}")
+        if "error" in operation:
+            told = json.dumps(operation["error"], indent=2)
+            return 1, "", f"ERROR: (gcloud.compute.tpus.{group}.{verb}) {told}\n"
+        return 0, json.dumps(operation), ""
+
+    def _request(self, method: str, path: str, query: dict[str, str] | None = None, body: Any = None) -> dict[str, Any]:
+        for attempt in range(ATTEMPTS):
+            try:
+                return self.fake.handle(method, path, query or {}, body)
+            except LostError:
+                if attempt == ATTEMPTS - 1:
+                    raise
+            except ApiError as error:
+                if attempt == ATTEMPTS - 1 or error.http != 503:
+                    raise
+            self.clock.sleep(5.0)
+        raise AssertionError
+
+    def _on_hosts(
+        self, argv: tuple[str, ...], verb: str, words: list[str], flags: dict[str, str], timeout_s: float
+    ) -> Finished:
+        target = (words[0] if verb == "ssh" else words[-1].partition(":")[0]).rpartition("@")[2]
+        node = self._request("GET", f"/v2/projects/p/locations/{flags['zone']}/nodes/{target}")
+        if node["state"] in ("PREEMPTED", "TERMINATED"):
+            told = f'This TPU has terminal state "{node["state"]}", so it cannot be used anymore.'
+            return self._finished(argv, 1, "", f"ERROR: (gcloud.compute.tpus.tpu-vm.{verb}) {told}\n")
+        count = len(node["networkEndpoints"])
+        workers = range(count) if flags.get("worker", "0") == "all" else [int(flags.get("worker", "0"))]
+        assert self.hosts is not None
+        hosts = self.hosts
+
+        def of_worker(worker: int) -> tuple[int, str, str]:
+            said, told = "", ""
+            for _ in range(SENT_AGAIN):
+                if verb == "scp":
+                    status, out, err = hosts.copy(worker, words[:-1], words[-1].partition(":")[2]), "", ""
+                else:
+                    status, out, err = hosts.run(worker, flags["command"], timeout_s)
+                said, told = said + out, told + err
+                if status != 255:
+                    break
+                self.clock.sleep(5.0)
+            return status, said, told
+
+        with ThreadPoolExecutor(len(workers)) as pool:
+            done = list(pool.map(of_worker, workers))
+        statuses = [status for status, _, _ in done]
+        code = None if 255 in statuses else max(statuses)  # after ten times five seconds nobody waits any more
+        return self._finished(argv, code, "".join(out for _, out, _ in done), "".join(err for _, _, err in done))
+
+
+def _node(flags: dict[str, str]) -> dict[str, Any]:
+    return {
+        "acceleratorType": flags["accelerator-type"],
+        "runtimeVersion": flags["version"],
+        "labels": dict(each.split("=") for each in flags["labels"].split(",")),
+        "schedulingConfig": {"spot": "spot" in flags},
+    }
+
+
+def _queued(name: str, flags: dict[str, str]) -> dict[str, Any]:
+    node = _node({**flags, "version": flags["runtime-version"]})
+    del node["schedulingConfig"]
+    spec = {"parent": f"projects/p/locations/{flags['zone']}", "nodeId": flags["node-id"], "node": node}
+    policy = {"validUntilDuration": flags["valid-until-duration"]}
+    return {"tpu": {"nodeSpec": [spec]}, "queueingPolicy": policy} | ({"spot": {}} if "spot" in flags else {})
+
+
+class Closed(BaseException):
+    """The laptop was closed at this command."""
+
+
+__all__ = ["Clock", "Closed", "FakeGcloud", "GcloudError", "Hosts"]

@@ -1,0 +1,61 @@
+"""`podium train` for tests of what is around it: steps that only count, checkpoints that only remember the count.
+
+The config's `runs_dir` holds `plan.json`, which says how long a step takes and what goes wrong; the "metrics" are a
+chain of digests, so that one that went on from a checkpoint can be told from one that did not.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from podium.pods.records import Report, write_json
+
+
+def main() -> int:
+    """Train nothing, as told."""
+    text = Path(sys.argv[2]).read_text()
+    folder = Path(next(line for line in text.splitlines() if line.startswith("runs_dir: ")).partition(" ")[2])
+    worker, job = int(os.environ["PODRUN_WORKER"]), Path(os.environ["PODRUN_JOB_DIR"])
+    plan = json.loads((folder / "plan.json").read_text())
+    print(
+        f"worker {worker} began; its token is {os.environ.get('HF_TOKEN')}, its key {os.environ.get('WANDB_API_KEY')}"
+    )
+    stopping = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stopping.append(number))
+    report = Report(job, worker=worker)
+    saved = folder / "checkpoint.json"
+    step, chain = json.loads(saved.read_text()) if saved.exists() else (0, "")
+    report.update(steps=plan["steps"], run_dir=str(folder))
+    while step < plan["steps"]:
+        time.sleep(plan.get("step_s", 0.1))
+        step += 1
+        chain = hashlib.sha256(f"{chain}{step}".encode()).hexdigest()
+        report.update(step=step, metrics={"train-reward/total/mean": step / 10})
+        report.write_progress(time.time())
+        if worker == 0:
+            with (folder / "metrics.jsonl").open("a") as metrics:
+                metrics.write(json.dumps({"step": step, "chain": chain}) + "\n")
+            if step % plan.get("save_every", 2) == 0 or stopping:
+                write_json(saved, (step, chain))  # pyright: ignore[reportArgumentType]
+        print(f"step {step} of {plan['steps']}", flush=True)
+        if stopping:
+            report.end("stopped", f"stopped after step {step}", 143)
+            return 143
+        failing = folder / f"fail-{worker}-{step}"
+        if failing.exists():
+            status = int(failing.read_text())
+            failing.unlink()
+            report.end("guard" if status == 78 else "exception", f"told to fail at step {step}", status)
+            return status
+    report.end("done", "done", 0)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""A project with a fake API and hosts that are folders, in which `podium pod` runs in this process."""
+
+import itertools
+import json
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.pods import context
+from tests.pods.fake_gcloud import FakeGcloud
+from tests.pods.fake_tpu import FakeTpu
+from tests.pods.hosts import ROOT, LocalHosts, fake_python
+
+ZONES = ("us-east1-d", "us-east5-b", "europe-west4-a")
+CANARIES = {"HF_TOKEN": "hf_CANARYaaaaBBBBccccDDDD1234", "WANDB_API_KEY": "CANARY0123456789abcdef0123456789abcdef01"}
+_NETWORKS = itertools.count(os.getpid() % 200 + 1)
+
+
+class QuickClock:
+    """Waiting takes a fraction of its time, and the clock shows all of it."""
+
+    def __init__(self, longest_s: float = 0.1) -> None:
+        self._longest_s, self._skipped = longest_s, 0.0
+
+    def time(self) -> float:
+        return time.time() + self._skipped
+
+    def sleep(self, seconds: float, /) -> None:
+        real = min(seconds, self._longest_s)
+        time.sleep(real)
+        self._skipped += seconds - real
+
+
+class PodWorld:
+    """Ada's laptop, a project, and machines."""
+
+    def __init__(self, folder: Path, *, workers: int = 4) -> None:
+        network = f"127.{next(_NETWORKS) % 250 + 1}.{os.getpid() % 250 + 1}"
+        self.folder, self.workers = folder, workers
+        self.addresses = [f"{network}.{worker + 1}" for worker in range(workers)]
+        self.hosts = LocalHosts(folder, self.addresses)
+        self.clock = QuickClock()
+        self.fake = FakeTpu(
+            clock=self.clock.time,
+            zones=ZONES,
+            provision_s=6.0,
+            operation_s=1.0,
+            addresses=lambda name, count: self.addresses[:count],
+        )
+        self.gcloud = FakeGcloud(self.fake, self.clock, self.hosts)
+        self.shared = folder / "shared"
+        self.shared.mkdir()
+        self.python = fake_python(folder)
+        self.config = folder / "job.yaml"
+        self.config.write_text(f"model: demo\nruns_dir: {self.shared}\ntasks: [{{name: arithmetic}}]\n")
+        self.plan(steps=4)
+
+    @property
+    def type(self) -> str:
+        """A slice of so many machines."""
+        return {1: "v6e-8", 2: "v4-16", 4: "v6e-16"}[self.workers]
+
+    def plan(self, **plan: Any) -> None:
+        """What the fake training does."""
+        (self.shared / "plan.json").write_text(json.dumps({"step_s": 0.05, **plan}))
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Has the commands use this world."""
+        monkeypatch.setattr(context, "RUNNER", self.gcloud)
+        monkeypatch.setattr(context, "CLOCK", self.clock)
+        for name, value in CANARIES.items():
+            monkeypatch.setenv(name, value)
+
+    def run_arguments(self, *more: str) -> list[str]:
+        """`podium pod run` of this world's config."""
+        own = ["--python", str(self.python), "--env", "JAX_PLATFORMS=cpu"]
+        return ["run", str(self.config), *own, *more]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """What the fake training recorded."""
+        path = self.shared / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def log(self, worker: int) -> str:
+        """The log of a worker's latest job."""
+        return (self.hosts.homes[worker] / "podrun" / "latest.log").read_text()
+
+
+def make_checkout(folder: Path) -> Path:
+    """A small git checkout that has what the workers' side needs."""
+    folder.mkdir()
+    files = [*(ROOT / "podium" / "pods").glob("*.py"), ROOT / "podium" / "__init__.py"]
+    for file in files:
+        target = folder / file.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(file.read_bytes())
+    (folder / "constraints.txt").write_text("numpy==2.4.6\n")
+    git(folder, "init", "--quiet")
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "-m", "all")
+    return folder
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """What git says in a folder."""
+    who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    command: Sequence[str] = ("git", "-C", str(folder), *who, *arguments)
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,432 @@
+"""`podium pod` from renting to giving back, on a fake cloud and hosts that are folders; and every wrong request."""
+
+import json
+import re
+import shlex
+import threading
+import time
+
+import pytest
+
+from podium.pods import gcloud as gcloud_module
+from podium.pods.ideal import UNKNOWN_ZONE
+from tests.pods.fake_tpu import Fault
+from tests.pods.pod_world import ZONES, PodWorld, git
+
+
+def rent(world: PodWorld, pod, name: str = "demo") -> None:
+    assert pod("up", name, "--type", world.type, "--zone", ZONES[0])[0] == 0
+
+
+def test_one_command_each_from_renting_to_giving_back(make_world, pod):
+    world = make_world()
+    status, out, err = pod("up", "demo", "--type", "v6e-16", "--zone", ZONES[0])
+    assert (status, out) == (0, "demo is ready in us-east1-d: v6e-16, 4 machines\n")
+    status, out, err = pod(*world.run_arguments())
+    assert status == 0
+    assert "step 4 of 4" in out
+    assert "starting job-" in err
+    assert [line["step"] for line in world.metrics()] == [1, 2, 3, 4]
+    assert all(f"worker {worker} began" in world.log(worker) for worker in range(4))
+    status, out, err = pod("logs", "--worker", "3")
+    assert "worker 3 began" in out
+    status, out, err = pod("status")
+    assert re.search(r"3 +\S+ +job-\w+-1 +finished +0 +4/4", out), out
+    assert out.strip().endswith(": done")
+    assert pod("down", "demo")[:2] == (0, "deleted demo in us-east1-d; no list shows it any more\n")
+    assert world.fake.everything() == []
+    assert pod("ls")[:2] == (0, "you have no slice\n")
+
+
+def test_run_rents_when_a_type_is_given(make_world, pod):
+    world = make_world(workers=1)
+    status, _, err = pod(*world.run_arguments("--type", "v6e-8", "--zone", ZONES[1]))
+    assert (status, len(world.metrics())) == (0, 4)
+    assert "us-east5-b: asking for v6e-8, spot" in err
+    assert json.loads(pod("ls", "--json")[1])[0]["name"] == "job"
+
+
+def test_given_again_it_finds_what_it_started_and_then_what_it_finished(make_world, pod):
+    world = make_world(workers=2)
+    world.plan(steps=30, step_s=0.1)
+    rent(world, pod)
+    assert pod(*world.run_arguments("--detach"))[0] == 0
+    status, _out, err = pod(*world.run_arguments())
+    assert (status, len(world.metrics())) == (0, 30)
+    assert "runs already; following it" in err
+    assert pod(*world.run_arguments())[0] == 0
+    assert len(world.metrics()) == 30
+    for home in world.hosts.homes:
+        assert len(list((home / "podrun" / "jobs").iterdir())) == 1
+
+
+def test_another_config_does_not_disturb_a_job(make_world, pod):
+    world = make_world(workers=1)
+    world.plan(steps=100, step_s=0.1)
+    rent(world, pod)
+    assert pod(*world.run_arguments("--detach"))[0] == 0
+    status, _, err = pod(*world.run_arguments("--set", "seed=7"))
+    assert status == 1
+    assert re.search(r"demo is busy with job job-\w+-1; wait for it, or: podium pod stop demo", err)
+    status, out, _ = pod("stop")
+    assert status == 0
+    assert "has ended on all 1 workers (stopped); demo is still rented" in out
+    assert pod(*world.run_arguments("--detach", "--set", "seed=7"))[0] == 0
+
+
+def test_status_shows_a_running_job_and_what_the_slice_costs(make_world, pod):
+    world = make_world(workers=2)
+    world.plan(steps=100, step_s=0.1)
+    rent(world, pod)
+    assert pod(*world.run_arguments("--detach"))[0] == 0
+    time.sleep(0.5)
+    world.clock.sleep(3600)
+    found = json.loads(pod("status", "demo", "--json")[1])
+    assert (found["outcome"], len(found["workers"]), found["slice"]["state"]) == ("running", 2, "ready")
+    assert found["workers"][1]["progress"]["steps"] == 100
+    table = pod("status")[1]
+    assert re.search(r"demo +us-east1-d +v4-16 +spot +ready +2 +2\d\.\d h +1\.0 h, < \$25\.\d\d \(spot\)", table), table
+    assert re.search(r"0 +\S+ +job-\w+-1 +running +\d+/100 +start +train-reward/total/mean [\d.]+", table), table
+
+
+def test_logs_follow_until_the_job_has_ended(make_world, pod):
+    world = make_world(workers=2)
+    world.plan(steps=20, step_s=0.1)
+    rent(world, pod)
+    assert pod(*world.run_arguments("--detach"))[0] == 0
+    out = pod("logs", "-f", "--worker", "1")[1]
+    assert [int(line.split()[1]) for line in out.splitlines() if line.startswith("step ")] == list(range(1, 21))
+    assert pod("logs", "--tail", "2")[1].splitlines() == ["step 19 of 20", "step 20 of 20"]
+
+
+def test_a_failure_is_told_with_its_worker_and_ends_the_following(make_world, pod):
+    world = make_world()
+    world.plan(steps=50, step_s=0.1)
+    for worker, step, status in ((2, 2, 1), (0, 6, 134), (1, 6, 134), (3, 6, 134)):
+        (world.shared / f"fail-{worker}-{step}").write_text(str(status))
+    rent(world, pod)
+    status, _, err = pod(*world.run_arguments())
+    assert status == 1
+    assert re.search(r"worker 2 \(\S+\) failed first.*told to fail at step 2; workers 0, 1, 3 ended after it", err), err
+
+
+def test_a_guards_verdict_is_passed_on(make_world, pod):
+    world = make_world(workers=2)
+    for worker in range(2):
+        (world.shared / f"fail-{worker}-1").write_text("78")
+    rent(world, pod)
+    status, _, err = pod(*world.run_arguments("--keep-alive"))
+    assert status == 78
+    assert "never tried again" in err
+    assert world.metrics()[-1]["step"] == 1
+
+
+def test_stop_is_not_undone_by_who_keeps_the_run_alive(make_world, pod):
+    world = make_world(workers=2)
+    world.plan(steps=1000, step_s=0.1)
+    rent(world, pod)
+    results = []
+    keeper = threading.Thread(target=lambda: results.append(pod(*world.run_arguments("--keep-alive"))))
+    keeper.start()
+    deadline = time.monotonic() + 30
+    while not world.metrics():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    from podium.pods import commands
+    from podium.pods.context import Common
+
+    assert commands.stop("demo", Common()) == 0
+    keeper.join(60)
+    assert results[0][0] == 143
+    assert "stopped as asked" in results[0][2]
+
+
+def test_the_code_is_that_of_the_commit_on_all_workers(make_world, pod, checkout):
+    world = make_world(workers=2)
+    rent(world, pod)
+    assert pod(*world.run_arguments())[0] == 0
+    commit = git(checkout, "rev-parse", "HEAD").strip()
+    for home in world.hosts.homes:
+        (code,) = (home / "podrun" / "code").iterdir()
+        assert git(code, "rev-parse", "HEAD").strip() == commit
+        assert code.name.startswith(commit[:12])
+
+
+def test_changes_that_are_not_committed_are_refused_by_name_or_sent_and_kept(make_world, pod, tmp_path, monkeypatch):
+    from tests.pods.pod_world import make_checkout
+
+    world = make_world(workers=1)
+    dirty = make_checkout(tmp_path / "dirty")
+    monkeypatch.chdir(dirty)
+    rent(world, pod)
+    (dirty / "podium" / "__init__.py").write_text('__version__ = "0.0.0"\n')
+    (dirty / "new.bin").write_bytes(bytes(range(256)))
+    status, _, err = pod(*world.run_arguments())
+    assert status == 2
+    assert "not committed: podium/__init__.py, new.bin" in err
+    assert "--allow-dirty" in err
+    status, _, err = pod(*world.run_arguments("--allow-dirty"))
+    assert status == 0
+    assert "sent as a patch" in err
+    (code,) = (world.hosts.homes[0] / "podrun" / "code").iterdir()
+    assert (code / "new.bin").read_bytes() == bytes(range(256))
+    assert '"0.0.0"' in (code / "podium" / "__init__.py").read_text()
+    (sent,) = (world.hosts.homes[0] / "podrun" / "in").iterdir()
+    assert "new.bin" in (sent / "changes.patch").read_text()
+    assert git(dirty, "diff", "--cached") == ""
+
+
+def test_a_wheel_instead_of_a_checkout(make_world, pod, tmp_path, monkeypatch, checkout):
+    import zipfile
+
+    world = make_world(workers=1)
+    rent(world, pod)
+    monkeypatch.chdir(tmp_path)
+    status, _, err = pod(*world.run_arguments())
+    assert status == 2
+    assert "not in a git checkout of Podium; start there, or give --wheel FILE" in err
+    wheel = tmp_path / "podium_rl-0.1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for file in checkout.glob("podium/**/*.py"):
+            archive.write(file, file.relative_to(checkout))
+    assert pod(*world.run_arguments("--wheel", str(wheel)))[0] == 0
+    (code,) = (world.hosts.homes[0] / "podrun" / "code").iterdir()
+    assert code.name.startswith("wheel-")
+
+
+def test_a_script_prepares_the_machines_first(make_world, pod, tmp_path):
+    world = make_world(workers=2)
+    rent(world, pod)
+    script = tmp_path / "mount.sh"
+    script.write_text('echo prepared > "$HOME/prepared"\n')
+    assert pod(*world.run_arguments("--prepare", str(script)))[0] == 0
+    assert all((home / "prepared").exists() for home in world.hosts.homes)
+    script.write_text('echo no such share >&2; [ "$(hostname)" != t1v-n-fake-w-1 ]\n')
+    status, _, err = pod(*world.run_arguments("--prepare", str(script), "--set", "seed=1"))
+    assert status == 1
+    assert "the setup failed on worker(s) 1: no such share" in err
+
+
+def test_a_machine_without_its_chips_is_named_before_anything_starts(make_world, pod):
+    world = make_world(workers=2)
+    rent(world, pod)
+    arguments = [word for word in world.run_arguments() if word not in ("--env", "JAX_PLATFORMS=cpu")]
+    status, _, err = pod(*arguments)
+    assert status == 1
+    assert "worker 1: this host has 0 chips and should have 4; recreate the slice" in err
+    assert world.metrics() == []
+
+
+def test_a_worker_that_does_not_answer_is_named_and_nothing_starts(make_world, pod):
+    world = make_world()
+    rent(world, pod)
+    world.hosts.gone.add(2)
+    status, _, err = pod(*world.run_arguments())
+    assert status == 1
+    assert re.search(r"3 of 4 workers did it\n +worker 2 \(\S+\) did not answer", err), err
+    assert world.metrics() == []
+
+
+WRONG = {
+    "no type": (["up", "x", "--zone", ZONES[0]], 2, "which TPU\\? Give --type, as v6e-8"),
+    "no such type": (["up", "x", "--type", "v6e-7", "--zone", ZONES[0]], 2, "nearest: v6e-8, v6e-4"),
+    "no TPU": (["up", "x", "--type", "h100-8", "--zone", ZONES[0]], 2, "it is no TPU"),
+    "no zone": (["up", "x", "--type", "v6e-8"], 2, "in which zone\\? Give --zone"),
+    "no such zone": (["up", "x", "--type", "v6e-8", "--zone", "us-east1-e"], 2, "did you mean us-east1-d\\?"),
+    "no name": (["up", "My_Run", "--type", "v6e-8", "--zone", ZONES[0]], 2, "lower case letters, digits and '-'"),
+    "no time": (["up", "x", "--type", "v6e-8", "--zone", ZONES[0], "--lease", "soon"], 2, "as 90m or 4h"),
+    "no slice": (["status"], 1, "you have no slice; podium pod ls"),
+    "no such slice": (["logs", "x"], 1, "no slice of yours is named x"),
+    "no such worker": (["logs", "demo", "--worker", "9"], 2, "demo has workers 0 to 0"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_requests_are_told_and_nothing_is_rented(make_world, pod, case):
+    world = make_world(workers=1)
+    arguments, expected, message = WRONG[case]
+    if "demo" in arguments:
+        rent(world, pod)
+    before = world.fake.everything()
+    status, _, err = pod(*arguments)
+    assert (status, world.fake.everything()) == (expected, before)
+    assert re.search(message, err), err
+    assert "Traceback" not in err
+
+
+RUN_WRONG = {
+    "config": (["--set", "steps=0"], "steps: expected a whole number of at least 1"),
+    "runs_dir": (
+        ["--set", "runs_dir=runs"],
+        "runs_dir: 'runs' is below each machine's own home, and 4 workers need one",
+    ),
+    "secret in env": (["--env", "MY_TOKEN=x"], "secrets have no place in a command"),
+    "setting in env": (["--env", "PODIUM_STEPS=3"], "use --set"),
+    "secret in config": (
+        ["--set", "chat_template=hf_CANARYaaaaBBBBccccDDDD1234"],
+        "the settings hold the value of HF_TOKEN",
+    ),
+    "data": (["--set", "tasks=[{name: jsonl, path: here.jsonl}]"], "tasks.0.path: here.jsonl is on this machine only"),
+    "env file": (["--env-file", "none.env"], "--env-file none.env cannot be read"),
+    "wheel": (["--wheel", "none.whl"], "--wheel none.whl: no such file"),
+}
+
+
+@pytest.mark.parametrize("case", RUN_WRONG)
+def test_a_wrong_run_is_refused_before_anything_is_rented(make_world, pod, case, checkout):
+    world = make_world()
+    more, message = RUN_WRONG[case]
+    (checkout / ".git" / "info" / "exclude").write_text("here.jsonl\n")
+    (checkout / "here.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+    try:
+        status, _, err = pod(*world.run_arguments("--type", "v6e-16", "--zone", ZONES[0], *more))
+    finally:
+        (checkout / "here.jsonl").unlink()
+    assert status == 2, err
+    assert message in err
+    assert world.fake.everything() == []
+    assert world.gcloud.commands == []
+
+
+def test_keep_alive_asks_for_a_folder_that_outlives_the_machines(make_world, pod):
+    world = make_world(workers=1)
+    status, _, err = pod(*world.run_arguments("--keep-alive", "--set", "runs_dir=runs", "--type", "v6e-8"))
+    assert status == 2
+    assert "--keep-alive replaces machines with their disks" in err
+
+
+def test_without_gcloud_or_project_it_is_said_what_to_do(make_world, pod, monkeypatch, tmp_path):
+    world = make_world()
+    world.gcloud.project = None
+    status, _, err = pod("ls")
+    assert (status, err) == (
+        1,
+        "error: gcloud: no project is set; name a project with --project, or run: gcloud config set project PROJECT\n",
+    )
+    monkeypatch.setattr("podium.pods.context.RUNNER", gcloud_module.run_process)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    status, _, err = pod("ls")
+    assert status == 1
+    assert "gcloud is not installed" in err
+
+
+def test_no_quota_is_passed_on_with_what_to_do(make_world, pod):
+    world = make_world(workers=1)
+    world.fake.faults = [Fault("POST", "quota", times=9)]
+    status, _, err = pod("up", "x", "--type", "v6e-8", "--zone", ZONES[0], "--zone", ZONES[1])
+    assert status == 1
+    for zone in ZONES[:2]:
+        assert re.search(
+            rf"    {zone}: .*Quota limit .* has been exceeded. Limit: 0 in zone {zone}.*iam-admin/quotas", err
+        )
+    assert world.fake.everything() == []
+
+
+def test_somebody_elses_node_is_left_alone(make_world, pod):
+    world = make_world(workers=1)
+    node = world.fake.stranger(ZONES[0], "demo")
+    for command in (["down", "demo"], ["up", "demo", "--type", "v6e-8", "--zone", ZONES[0]], ["reap"]):
+        pod(*command)
+    assert world.fake.everything() == [node]
+    assert "demo is not yours" not in pod("ls", "--all")[1]
+    assert "demo (not podium's)" in pod("ls", "--all")[1]
+
+
+def test_reap_deletes_what_is_past_its_lease(make_world, pod):
+    world = make_world(workers=1)
+    assert pod("up", "demo", "--type", "v6e-8", "--zone", ZONES[0], "--lease", "2h")[0] == 0
+    assert pod("reap")[1] == "nothing is past its lease\n"
+    world.clock.sleep(7300)
+    assert re.search(r"demo +us-east1-d .* past +2\.0 h", pod("ls")[1])
+    assert pod("reap")[1] == "deleted demo\n"
+    assert world.fake.everything() == []
+
+
+def test_up_again_renews_the_lease(make_world, pod):
+    world = make_world(workers=1)
+    rent(world, pod)
+    world.clock.sleep(20 * 3600)
+    assert re.search(r" 4\.0 h ", pod("ls")[1])
+    rent(world, pod)
+    assert re.search(r" 24\.0 h ", pod("ls")[1])
+    assert len(world.fake.queued) == 1
+
+
+def normal(command: str) -> str:
+    """A command without what is made up when it is not run, or differs from time to time."""
+    command = re.sub(r"127\.\d+\.\d+\.\d+|ADDRESS\d", "ADDRESS", command)
+    command = re.sub(r"\b[0-9a-f]{12}\b(?= \$worker)|MARK", "MARK", command)
+    command = re.sub(r"podium-lease=\d+", "podium-lease=N", command)
+    command = re.sub(r"podium-owner=[\w-]+", "podium-owner=ME", command)
+    return re.sub(r"/\S*?/(?=podium-|[^/ ]+\.(yaml|sh|bundle)|all\b|worker0\b)|podium-\w{8}/", "", command)
+
+
+def test_a_dry_run_prints_exactly_what_would_be_run(make_world, pod):
+    world = make_world(workers=1)
+    commands = {
+        "up": ["up", "demo", "--type", "v6e-8", "--zone", ZONES[0]],
+        "run": world.run_arguments("--slice", "demo"),
+        "stop": ["stop", "demo"],
+        "down": ["down", "demo"],
+    }
+    printed = {}
+    for name, command in commands.items():
+        status, printed[name], _ = pod(*command, "--dry-run")
+        assert status == 0
+    assert world.gcloud.commands == []
+    assert world.fake.everything() == []
+    for name, command in commands.items():
+        world.gcloud.commands.clear()
+        assert pod(*command)[0] == 0
+        promised = {normal(line).replace(UNKNOWN_ZONE, ZONES[0]) for line in printed[name].splitlines()}
+        promised = (
+            {
+                re.sub(r"\bJOB\b", next((world.hosts.homes[0] / "podrun" / "jobs").glob("*"), world.shared).name, line)
+                for line in promised
+            }
+            if name == "stop"
+            else promised
+        )
+        done = [
+            shlex.join(argv) for argv in world.gcloud.commands if CHANGES & set(argv) and "agent logs" not in argv[-2]
+        ]
+        assert len(done) >= 1
+        for line in done:
+            assert normal(line) in promised or "agent status job-" in line, line
+
+
+CHANGES = {"create", "delete", "update", "scp", "ssh"}
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "stop", "ls", "reap", "ssh"])
+def test_every_command_has_a_dry_run(make_world, pod, command):
+    world = make_world()
+    status, out, _ = pod(command, "--dry-run")
+    assert status == 0
+    assert out.startswith("gcloud compute tpus ")
+    assert world.gcloud.commands == []
+
+
+def test_sky_writes_a_task_with_the_config_in_it(make_world, pod):
+    import yaml
+
+    world = make_world()
+    status, out, _ = pod("sky", str(world.config), "--type", "v6e-16", "--zone", ZONES[1])
+    task = yaml.safe_load(out)
+    assert status == 0
+    assert task["resources"]["accelerators"] == "tpu-v6e-16"
+    assert task["resources"]["infra"] == f"gcp/us-east5/{ZONES[1]}"
+    assert task["envs"] == {"JAX_COORDINATOR_PORT": "8476", "REQUIRE_JAX_PROCESS_COUNT": "4"}
+    written = task["run"].partition("<<'END_OF_CONFIG'\n")[2].partition("\nEND_OF_CONFIG")[0]
+    assert yaml.safe_load(written)["runs_dir"] == str(world.shared)
+    assert "CANARY" not in out
+
+
+def test_skypilots_own_parser_takes_the_task(make_world, pod, tmp_path):
+    sky = pytest.importorskip("sky", reason="skypilot is not installed")
+    world = make_world()
+    path = tmp_path / "task.yaml"
+    path.write_text(pod("sky", str(world.config), "--type", "v6e-16")[1])
+    task = sky.Task.from_yaml(str(path))
+    (resources,) = task.resources
+    assert (list(resources.accelerators), resources.use_spot) == (["tpu-v6e-16"], True)

@@ -1,0 +1,290 @@
+"""Keeping a run alive: the table of decisions, the loop around it, and machines that are taken away at random."""
+
+import dataclasses
+import hashlib
+import itertools
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from podium.pods.gcloud import GcloudError
+from podium.pods.inventory import Slice
+from podium.pods.launch import View
+from podium.pods.recover import RUNNING, Counts, Policy, Seen, decide, keep_alive
+from podium.pods.remote import RemoteError
+from podium.pods.slices import SliceError
+from tests.pods.fake_gcloud import Clock
+from tests.pods.pod_world import ZONES
+
+POLICY = Policy()
+SLICE = Slice(
+    name="demo",
+    zone="us-a",
+    state="ready",
+    told="READY",
+    accelerator="v6e-16",
+    runtime="image",
+    spot=True,
+    queued=True,
+    from_queue=True,
+    node=True,
+    addresses=("a", "b"),
+    labels={},
+    created=None,
+)
+
+
+def status(
+    state: str = "running", code: int | None = None, *, kind: str | None = None, step: int = 0
+) -> dict[str, Any]:
+    record = None
+    if kind:
+        record = {"kind": kind, "message": kind, "exit": code, "time": 1.0, "step": step, "phase": None, "position": 0}
+    progress = {"step": step, "position": 0}
+    return {
+        "host": "h",
+        "job": "j-1",
+        "state": state,
+        "exit": code,
+        "record": record,
+        "progress": progress,
+        "log_bytes": 0,
+    }
+
+
+def seen(*statuses: dict[str, Any] | None, asked: str | None = None, waited_s: float = 0.0, **of_slice: Any) -> Seen:
+    one = dataclasses.replace(SLICE, **of_slice)
+    return Seen(slice=one, view=View(statuses=statuses, asked_to_stop=asked), waited_s=waited_s)
+
+
+DONE = status("finished", 0, kind="done")
+STOPPED = status("finished", 143, kind="stopped")
+FAILED = status("finished", 1, kind="exception")
+LOST = status("finished", 134, kind="lost")
+GUARD = status("finished", 78, kind="guard")
+WRONG = status("finished", 2, kind="exit")
+NONE = {**status("none"), "job": None, "progress": None}
+TABLE: dict[str, tuple[Seen, str, int]] = {
+    "running": (seen(status(), status()), "wait", 0),
+    "one silent while running": (seen(status(), None), "wait", 0),
+    "nothing started": (seen(NONE, NONE), "start", 0),
+    "done": (seen(DONE, DONE), "end", 0),
+    "stopped as asked": (seen(STOPPED, STOPPED, asked="j-1"), "end", 143),
+    "stopped, machines may go": (seen(STOPPED, STOPPED), "wait", 0),
+    "stopped, machines stayed": (seen(STOPPED, STOPPED, waited_s=100.0), "restart", 0),
+    "an old job was asked to stop": (seen(STOPPED, STOPPED, asked="j-0", waited_s=100.0), "restart", 0),
+    "guard": (seen(GUARD, GUARD), "end", 78),
+    "guard on one": (seen(GUARD, LOST), "end", 78),
+    "wrong settings": (seen(WRONG, LOST), "end", 2),
+    "failed": (seen(LOST, FAILED), "restart", 0),
+    "failed and one silent": (seen(LOST, None), "wait", 0),
+    "failed and one silent for long": (seen(LOST, None, waited_s=301.0), "replace", 0),
+    "all silent": (seen(None, None), "wait", 0),
+    "all silent for long": (seen(None, None, waited_s=301.0), "replace", 0),
+    "preempted": (seen(status(), status(), state="dead", told="PREEMPTED"), "replace", 0),
+    "done before it was preempted": (seen(state="dead", told="PREEMPTED"), "replace", 0),
+    "gone": (Seen(slice=None, view=None), "replace", 0),
+    "being repaired": (
+        Seen(slice=dataclasses.replace(SLICE, state="creating", told="REPAIRING"), view=None),
+        "wait",
+        0,
+    ),
+    "being deleted": (
+        Seen(slice=dataclasses.replace(SLICE, state="deleting", told="DELETING"), view=None),
+        "replace",
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_what_is_done_about_what_is_seen(case):
+    look, act, code = TABLE[case]
+    decision = decide(look, Counts(), POLICY)
+    assert (decision.act, decision.status) == (act, code)
+    assert decision.why
+
+
+def test_restarts_and_replacements_are_bounded():
+    failed = decide(seen(LOST, FAILED), Counts(restarts=3), POLICY)
+    assert (failed.act, failed.status) == ("end", 1)
+    assert "3 more starts brought no further step" in failed.why
+    lost = decide(Seen(slice=None, view=None), Counts(replacements=20), POLICY)
+    assert (lost.act, lost.status) == ("end", 1)
+
+
+def test_without_keep_alive_nothing_is_replaced_and_it_is_said_what_would():
+    once = Policy(restarts=0, replacements=0)
+    decision = decide(seen(state="dead", told="PREEMPTED"), Counts(), once)
+    assert (decision.act, decision.status) == ("end", 1)
+    assert "the slice is lost (PREEMPTED); podium pod run --keep-alive" in decision.why
+    assert decide(seen(LOST, FAILED), Counts(), once).act == "end"
+    assert decide(seen(STOPPED, STOPPED, waited_s=100.0), Counts(), once).status == 143
+
+
+class Story:
+    """A world that is looked at in a row of looks, and keeps what was done to it."""
+
+    def __init__(self, *looks: Seen | Exception, fails: dict[str, Exception] | None = None) -> None:
+        self.looks, self.done, self.said = list(looks), [], []
+        self.fails = fails or {}
+        self.clock = Clock()
+
+    def look(self) -> Seen:
+        found = self.looks.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def start(self) -> None:
+        self._do("start")
+
+    def stop(self) -> None:
+        self._do("stop")
+
+    def replace(self) -> None:
+        self._do("replace")
+
+    def show(self, view: View) -> None:
+        pass
+
+    def _do(self, what: str) -> None:
+        self.done.append(what)
+        if what in self.fails:
+            raise self.fails.pop(what)
+
+    def told(self, policy: Policy = POLICY) -> int:
+        return keep_alive(self, policy, clock=self.clock, say=self.said.append)
+
+
+def test_a_preempted_run_goes_on_on_other_machines():
+    story = Story(
+        seen(status(), status()), seen(state="dead", told="PREEMPTED"), seen(status(), status()), seen(DONE, DONE)
+    )
+    assert story.told() == 0
+    assert story.done == ["replace", "start"]
+    assert story.said == ["replace: the slice is lost (PREEMPTED)", "done"]
+
+
+def test_a_failed_run_is_stopped_everywhere_and_started_again_after_a_pause():
+    story = Story(seen(LOST, FAILED), seen(status(), status()), seen(DONE, DONE))
+    began = story.clock.now
+    assert story.told() == 0
+    assert story.done == ["stop", "start"]
+    assert story.clock.now - began >= POLICY.pauses_s[0]
+
+
+def test_failures_without_progress_end_it_and_with_progress_do_not():
+    story = Story(*[seen(LOST, FAILED)] * 9)
+    assert story.told() == 1
+    assert story.done.count("start") == 3
+    going = [seen(LOST, {**FAILED, "record": FAILED["record"] | {"step": step}}) for step in range(1, 9)]
+    story = Story(*going, seen(DONE, DONE))
+    assert story.told() == 0
+    assert story.done.count("start") == 8
+
+
+def test_a_start_that_fails_is_tried_again_but_not_for_ever():
+    story = Story(*[seen(NONE, NONE)] * 3, seen(DONE, DONE), fails={"start": RemoteError("worker 1 did not answer")})
+    assert story.told() == 0
+    assert story.said[:2] == ["start: no job has been started", "worker 1 did not answer"]
+
+    class Never(Story):
+        def start(self) -> None:
+            self.done.append("start")
+            raise RemoteError("no")
+
+    never = Never(*[seen(NONE, NONE)] * 9)
+    assert never.told() == 1
+    assert never.done == ["start"] * 3
+
+
+def test_no_capacity_for_a_replacement_is_tried_again():
+    gone = Seen(slice=None, view=None)
+    story = Story(gone, gone, seen(DONE, DONE), fails={"replace": SliceError("no zone gave v6e-16")})
+    assert story.told() == 0
+    assert story.done == ["replace", "replace", "start"]
+
+
+def test_the_laptops_network_may_go_away():
+    down = GcloudError("unavailable", "gcloud crashed (ConnectionError)")
+    story = Story(seen(status(), status()), *[down] * 50, seen(DONE, DONE))
+    assert story.told() == 0
+    assert story.said[0] == "gcloud crashed (ConnectionError); the run goes on without this machine, trying again"
+    assert len(story.said) == 2
+
+
+def test_what_gcloud_will_not_do_however_often_it_is_asked_ends_the_following():
+    with pytest.raises(GcloudError, match="gcloud auth login"):
+        Story(GcloudError("login", "token expired")).told()
+
+
+def test_silence_is_waited_out_before_machines_are_replaced():
+    looks = [seen(LOST, None)] * 40 + [seen(status(), status())]
+    story = Story(*looks, seen(DONE, DONE))
+    began = story.clock.now
+    assert story.told() == 0
+    assert "replace" in story.done
+    assert story.clock.now - began >= POLICY.silence_s
+    assert story.said[0] == "worker 1 does not answer; worker 0 ended after it"
+    story = Story(*[seen(LOST, None)] * 20, seen(status(), status()), seen(DONE, DONE))
+    assert story.told() == 0
+    assert story.done == []
+
+
+def test_running_is_nothing_to_tell():
+    story = Story(*[seen(status(), status())] * 5, seen(DONE, DONE))
+    assert story.told() == 0
+    assert story.said == ["done"]
+    assert decide(seen(status(), status()), Counts(), POLICY).why == RUNNING
+
+
+STEPS, SAVE_EVERY, STEP_S = 24, 3, 0.06
+
+
+@pytest.mark.parametrize("instant", range(3))
+def test_machines_taken_at_random_instants_cost_at_most_two_save_intervals(make_world, pod, instant):
+    """Real supervisors and jobs on two hosts; the machines, with their disks, are taken and others given."""
+    rng = random.Random(instant)
+    world = make_world(workers=2)
+    world.plan(steps=STEPS, step_s=STEP_S, save_every=SAVE_EVERY)
+    assert pod("up", "demo", "--type", "v4-16", "--zone", ZONES[0], "--zone", ZONES[1])[0] == 0
+    lost_at = []
+
+    def take() -> None:
+        after = rng.randint(1, STEPS - 3)
+        deadline = time.monotonic() + 60
+        while len(world.metrics()) < after and time.monotonic() < deadline:
+            time.sleep(0.01)
+        world.fake.preempt("demo")
+        for worker in (0, 1):
+            world.hosts.lose(worker)
+        lost_at.append(world.metrics()[-1]["step"])
+        world.fake.capacity = {ZONES[0]: 0}
+        world.hosts.renew()
+
+    thief = threading.Thread(target=take)
+    thief.start()
+    result, _, err = pod(*world.run_arguments("--keep-alive", "--slice", "demo"))
+    thief.join()
+    assert result == 0, err
+    assert "replace: the slice is lost" in err
+    steps = [line["step"] for line in world.metrics()]
+    again = [step for step, following in itertools.pairwise(steps) if following <= step]
+    assert again in ([], lost_at), "one interruption"
+    repeated = len(steps) - STEPS
+    assert 0 <= repeated <= 2 * SAVE_EVERY
+    assert {line["step"]: line["chain"] for line in world.metrics()} == undisturbed()
+    assert [each.split("/")[3] for each in world.fake.queued] == [ZONES[1]], err
+
+
+def undisturbed() -> dict[int, str]:
+    """The chain of a run that nothing happened to."""
+    chain, found = "", {}
+    for step in range(1, STEPS + 1):
+        chain = hashlib.sha256(f"{chain}{step}".encode()).hexdigest()
+        found[step] = chain
+    return found

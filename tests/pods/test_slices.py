@@ -1,0 +1,356 @@
+"""Renting and giving back against a fake API that breaks every step: never two, never somebody else's, none left."""
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+import pytest
+
+from podium.pods.gcloud import Gcloud, GcloudError, Order
+from podium.pods.inventory import LABEL_LENGTH, LEASE, OWNER, Slice, label_text, read_slices, zones_label
+from podium.pods.slices import NameTakenError, SliceError, Slices, check_name
+from tests.pods import fake_gcloud
+from tests.pods.fake_gcloud import Clock, Closed, FakeGcloud
+from tests.pods.fake_tpu import FakeTpu, Fault
+
+ZONES = ("us-a", "us-b", "eu-c")
+ORDER = Order(
+    name="run",
+    accelerator="v6e-16",
+    runtime="image",
+    spot=True,
+    queued=True,
+    valid_until_s=3600,
+    labels={OWNER: "ada", LEASE: "2000000000"},
+)
+DIRECT = dataclasses.replace(ORDER, queued=False)
+
+
+class World:
+    """A fake project, and Ada's view of it."""
+
+    def __init__(self, **options):
+        self.clock = Clock()
+        self.fake = FakeTpu(clock=self.clock.time, zones=ZONES, **options)
+        self.gcloud = FakeGcloud(self.fake, self.clock)
+        self.said: list[str] = []
+        self.slices = self.owned_by("ada")
+
+    def owned_by(self, owner: str) -> Slices:
+        return Slices(Gcloud(self.gcloud), owner=owner, clock=self.clock, say=self.said.append, parallel=1)
+
+    def ours(self) -> set[str]:
+        """Zones in which the fake holds something of Ada's that is not being deleted."""
+        zones = set()
+        for full, node in self.fake.nodes.items():
+            if node.get("labels", {}).get(OWNER) == "ada" and node["state"] != "DELETING":
+                zones.add(full.split("/")[3])
+        for full, queued in self.fake.queued.items():
+            labels = queued["tpu"]["nodeSpec"][0]["node"].get("labels", {})
+            if labels.get(OWNER) == "ada" and queued["state"]["state"] != "DELETING":
+                zones.add(full.split("/")[3])
+        return zones
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+@pytest.mark.parametrize("order", [ORDER, DIRECT])
+def test_a_slice_comes_up_once_and_goes_down(world, order):
+    got = world.slices.up(order, ZONES)
+    assert (got.state, got.zone, got.accelerator, got.spot, len(got.addresses)) == ("ready", "us-a", "v6e-16", True, 4)
+    again = world.slices.up(order, ZONES)
+    assert (again.zone, world.ours()) == ("us-a", {"us-a"})
+    assert [each.zone for each in world.slices.down("run")] == ["us-a"]
+    assert world.fake.everything() == []
+    assert world.slices.down("run") == []
+
+
+def test_zones_are_asked_in_order_and_each_reason_is_told(world):
+    world.fake.capacity = {"us-a": 0, "us-b": 0}
+    got = world.slices.up(dataclasses.replace(ORDER, valid_until_s=300), ZONES)
+    assert got.zone == "eu-c"
+    assert world.ours() == {"eu-c"}
+    refused = [line for line in world.said if "not fulfilled" in line]
+    assert [line.partition(":")[0] for line in refused] == [
+        "us-a",
+        "us-a",
+        "us-b",
+        "us-b",
+    ]  # as it is seen, and as left
+
+
+def test_with_no_zone_left_nothing_stands_and_all_reasons_are_told(world):
+    world.fake.capacity = {"us-b": 0}
+    world.fake.faults = [Fault("POST us-a", "quota"), Fault("POST eu-c", "403")]
+    with pytest.raises(SliceError) as refused:
+        world.slices.up(DIRECT, ZONES)
+    told = str(refused.value)
+    assert "Limit: 0 in zone us-a" in told
+    assert "iam-admin/quotas" in told
+    assert 'no more capacity in the zone "us-b"' in told
+    assert "denied on 'eu-c'" in told
+    assert world.fake.everything() == []
+
+
+def test_what_a_lost_reply_created_is_taken_on(world):
+    world.fake.faults = [Fault("POST us-a queuedResources", "lost_reply")]
+    assert world.slices.up(ORDER, ZONES).zone == "us-a"
+    assert world.ours() == {"us-a"}
+
+
+def test_a_zone_that_may_have_made_it_is_not_left_for_another(world):
+    world.fake.faults = [Fault("POST us-a", "drop", times=1000)]
+    with pytest.raises(SliceError, match=r"no telling whether us-a made it.*podium pod down run"):
+        world.slices.up(ORDER, ZONES)
+    assert not any("us-b" in command for request in world.gcloud.commands for command in request if "create" in request)
+
+
+def test_a_request_that_is_done_after_its_zone_refused_is_undone(world):
+    world.fake.faults = [Fault("POST us-a", "late"), Fault("POST us-a", "quota")]
+    assert world.slices.up(ORDER, ZONES).zone == "us-b"
+    assert world.ours() == {"us-b"}
+
+
+def test_a_request_that_is_done_after_the_laptop_was_closed_is_undone(world, monkeypatch):
+    monkeypatch.setattr(fake_gcloud, "ATTEMPTS", 1)
+    world.fake.faults = [Fault("POST us-a", "late")]
+    close_when(world, lambda: any(method == "POST" for method, *_ in world.fake.requests))
+    with pytest.raises(Closed):
+        world.slices.up(ORDER, ZONES)
+    world.gcloud.before = lambda argv: None
+    assert world.fake.nodes == world.fake.queued == {}
+    world.slices.down("run")
+    assert world.fake.everything() == []
+
+
+def close_when(world: World, due: Callable[[], bool]) -> None:
+    """Close the laptop before the first command for which it is due."""
+
+    def close(argv):
+        if due():
+            raise Closed
+
+    world.gcloud.before = close
+
+
+def test_a_strangers_node_in_the_same_zone_outlives_our_request(world):
+    world.fake.capacity = {"us-a": 0}
+    close_when(world, lambda: len(world.gcloud.commands) > 12)
+    with pytest.raises(Closed):
+        world.slices.up(ORDER, ["us-a"])
+    world.gcloud.before = lambda argv: None
+    node = world.fake.stranger("us-a", "run")
+    assert len(world.slices.down("run")) == 1
+    assert world.fake.everything() == [node]
+
+
+def test_too_many_requests_are_made_again(world):
+    world.fake.faults = [Fault("POST us-a", "429", times=3)]
+    assert world.slices.up(ORDER, ZONES).zone == "us-a"
+
+
+@pytest.mark.parametrize("order", [ORDER, DIRECT])
+def test_somebody_elses_node_is_never_touched(world, order):
+    node = world.fake.stranger("us-a", "run")
+    for command in (lambda: world.slices.up(order, ZONES), lambda: world.slices.down("run")):
+        with pytest.raises(NameTakenError, match=r"run in us-a is not yours \(not made by podium"):
+            command()
+    assert world.fake.everything() == [node]
+
+
+def test_another_owner_of_podium_is_somebody_else(world):
+    world.owned_by("bob").up(dataclasses.replace(ORDER, labels={OWNER: "bob", LEASE: "1"}), ["us-b"])
+    with pytest.raises(NameTakenError, match="podium's owner 'bob'"):
+        world.slices.down("run")
+    with pytest.raises(NameTakenError):
+        world.slices.up(ORDER, ZONES)
+    assert world.slices.reap() == []
+    assert len(world.fake.everything()) == 2
+
+
+def test_a_name_taken_elsewhere_does_not_hinder(world):
+    node = world.fake.stranger("eu-c", "run")
+    assert world.slices.up(ORDER, ["us-a"]).zone == "us-a"
+    world.slices.down("run")
+    assert world.fake.everything() == [node]
+
+
+def test_a_preempted_slice_is_deleted_and_rented_again(world):
+    world.slices.up(ORDER, ZONES)
+    world.fake.preempt("run")
+    assert [(each.state, each.told) for each in world.slices.find("run")] == [("dead", "SUSPENDED")]
+    assert world.slices.up(ORDER, ZONES).state == "ready"
+    assert world.ours() == {"us-a"}
+
+
+def test_deleting_while_machines_are_being_made(world):
+    close_when(world, lambda: any(each["state"] == "CREATING" for each in world.fake.nodes.values()))
+    with pytest.raises(Closed):
+        world.slices.up(ORDER, ZONES)
+    world.gcloud.before = lambda argv: None
+    assert [each.state for each in world.slices.down("run")] == ["creating"]
+    assert world.fake.everything() == []
+
+
+def test_one_that_vanishes_while_it_is_made_is_asked_for_elsewhere(world):
+    world.fake.capacity = {"us-a": 0}
+    waits = iter(range(100))
+
+    def vanish(argv):
+        if "list" in argv and next(waits) == 12:
+            world.fake.vanish("run")
+
+    world.gcloud.before = vanish
+    assert world.slices.up(ORDER, ["us-a", "us-b"]).zone == "us-b"
+    assert any("deleted while it was being made" in line for line in world.said)
+
+
+def test_another_type_under_the_same_name_is_refused(world):
+    world.slices.up(ORDER, ZONES)
+    with pytest.raises(SliceError, match="exists in us-a as v6e-16, spot; ask for that"):
+        world.slices.up(dataclasses.replace(ORDER, accelerator="v6e-8"), ZONES)
+    with pytest.raises(SliceError, match="podium pod down run"):
+        world.slices.up(dataclasses.replace(ORDER, spot=False), ZONES)
+
+
+def test_two_of_ours_become_one(world):
+    world.slices.up(ORDER, ["us-b"])
+    second = world.owned_by("ada")
+    second.find = lambda name: []  # a second laptop that looked before the first one asked
+    second.up(ORDER, ["us-a"])
+    assert world.ours() == {"us-a", "us-b"}
+    assert world.slices.up(ORDER, ["us-b", "us-a"]).zone == "us-b"
+    assert world.ours() == {"us-b"}
+
+
+def test_reap_deletes_what_is_past_its_lease_and_nothing_else(world):
+    world.slices.up(ORDER, ZONES)
+    short = {OWNER: "ada", LEASE: str(int(world.clock.now) + 600)}
+    world.slices.up(dataclasses.replace(ORDER, name="old", labels=short), ZONES)
+    world.fake.stranger("us-b", "theirs", {LEASE: "1"})
+    world.clock.sleep(3600)
+    assert [each.name for each in world.slices.reap()] == ["old"]
+    assert sorted({each.rpartition("/")[2] for each in world.fake.everything()}) == ["run", "theirs"]
+
+
+def test_a_renewed_lease_counts(world):
+    short = dataclasses.replace(ORDER, labels={OWNER: "ada", LEASE: "1"})
+    got = world.slices.up(short, ZONES)
+    world.slices.renew(got, world.clock.now + 999)
+    assert world.slices.reap() == []
+    world.clock.sleep(1000)
+    assert [each.name for each in world.slices.reap()] == ["run"]
+
+
+def test_reap_for_everyone_keeps_to_podiums_own(world):
+    world.owned_by("bob").up(dataclasses.replace(ORDER, labels={OWNER: "bob", LEASE: "1"}), ["us-b"])
+    node = world.fake.stranger("us-a", "theirs", {LEASE: "1"})
+    assert [each.owner for each in world.slices.reap(everyone=True)] == ["bob"]
+    assert world.fake.everything() == [node]
+
+
+@pytest.mark.parametrize("kind", ["403", "503"])
+def test_a_zone_whose_queue_cannot_be_read_is_named(world, kind):
+    world.slices.up(ORDER, ["us-a"])
+    world.fake.faults = [Fault("GET us-b queuedResources", kind, times=1000)]
+    if kind == "403":
+        assert [each.zone for each in world.slices.survey()] == ["us-a"]
+        assert any("us-b: its queue cannot be read" in line for line in world.said)
+    else:
+        with pytest.raises(GcloudError, match="currently unavailable"):
+            world.slices.survey()
+
+
+def test_a_node_is_found_without_reading_queues(world):
+    world.slices.up(ORDER, ["us-b"])
+    world.gcloud.commands.clear()
+    assert (world.slices.locate("run").zone, world.slices.locate(None).name) == ("us-b", "run")
+    assert len(world.gcloud.commands) == 2
+    with pytest.raises(SliceError, match="no slice of yours is named other"):
+        world.slices.locate("other")
+    world.slices.up(dataclasses.replace(ORDER, name="second"), ["us-a"])
+    with pytest.raises(SliceError, match="several slices: run, second; name one"):
+        world.slices.locate(None)
+
+
+def test_labels_fit_their_rules():
+    assert label_text("Ada.Lovelace@Example.org") == "ada-lovelace-example-org"
+    assert zones_label(ZONES) == "us-a_us-b_eu-c"
+    assert len(zones_label([f"europe-west{index}-a" for index in range(9)])) <= LABEL_LENGTH
+    assert read_slices([], []) == []
+
+
+@pytest.mark.parametrize("name", ["", "Run", "1run", "run_1", "run-", "a" * 41])
+def test_names_that_the_api_refuses_are_refused_here(name):
+    with pytest.raises(SliceError, match="lower case letters"):
+        check_name(name)
+
+
+FAULTS = ("429", "503", "403", "quota", "drop", "lost_reply", "late", "operation")
+
+
+def one_story(seed: int) -> None:
+    """A few commands while things break, with the laptop closed now and then; then all is well again."""
+    rng = random.Random(seed)
+    world = World(provision_s=rng.choice([10.0, 60.0, 200.0]), operation_s=rng.choice([1.0, 20.0]))
+    stranger = world.fake.stranger(rng.choice(ZONES), rng.choice(["run", "theirs"]))
+    order = dataclasses.replace(rng.choice([ORDER, DIRECT]), valid_until_s=rng.choice([120, 600]))
+    for _ in range(rng.randint(2, 5)):
+        world.fake.capacity = {zone: rng.choice([0, 1, 9]) for zone in ZONES if rng.random() < 0.5}
+        world.fake.faults = [
+            Fault(f"{rng.choice(['GET', 'POST', 'DELETE', ''])}.*{zone}", rng.choice(FAULTS), rng.choice([1, 2, 9]))
+            for zone in ZONES
+            if rng.random() < 0.6
+        ]
+        close_at = len(world.gcloud.commands) + rng.randint(1, 40) if rng.random() < 0.4 else None
+
+        def watch(argv, close_at=close_at):
+            assert len(world.ours()) <= 1, world.gcloud.commands[-5:]
+            if len(world.gcloud.commands) == close_at:
+                raise Closed
+
+        world.gcloud.before = watch
+        command = rng.choice(["up", "up", "down", "preempt", "vanish"])
+        try:
+            if command == "up":
+                got = world.slices.up(order, rng.sample(ZONES, 3))
+                assert world.ours() == {got.zone}
+            elif command == "down":
+                world.slices.down("run")
+                assert not world.ours()
+            elif command == "preempt":
+                world.fake.preempt("run")
+            elif not stranger.endswith("/run"):
+                world.fake.vanish("run")
+        except (SliceError, GcloudError, Closed):
+            pass
+        agrees_with_the_ledger(world)
+    world.fake.faults, world.gcloud.before = [], lambda argv: None
+    if stranger.endswith("/run"):
+        for each in world.slices.find("run"):
+            if world.slices.is_ours(each):
+                world.slices.down("run")
+                break
+    else:
+        world.slices.down("run")
+    assert world.fake.everything() == [stranger]
+
+
+def agrees_with_the_ledger(world: World) -> None:
+    """What `podium pod ls` would show is what the fake holds."""
+    faults, before = world.fake.faults, world.gcloud.before
+    world.fake.faults, world.gcloud.before = [], lambda argv: None
+    shown: list[Slice] = world.slices.survey()
+    listed = {(each.zone, each.name) for each in shown}
+    held = {(full.split("/")[3], full.rpartition("/")[2]) for full in (*world.fake.nodes, *world.fake.queued)}
+    assert listed == held
+    world.fake.faults, world.gcloud.before = faults, before
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_random_faults_leave_nothing_behind(block):
+    for seed in range(20 * block, 20 * block + 20):
+        one_story(seed)

@@ -1,0 +1,349 @@
+"""One job per host, by the agent's own commands; each test is a host with a home of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.pods import supervisor
+from podium.pods.processes import marked
+from podium.pods.supervisor import Host, Spec, StartError, read_env_file, redact, unit_command
+
+ROOT = Path(__file__).parents[2]
+SLEEP = ("--", "sleep", "100")
+
+
+class Agent:
+    """A host, by what the laptop can ask of it."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+
+    def run(self, *arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *python, "-m", "podium.pods.agent", "--home", str(self.home), *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    def ask(self, *arguments: str) -> tuple[int, dict[str, Any]]:
+        """Exit status and answer."""
+        done = self.run(*arguments)
+        assert done.stderr == ""
+        (line,) = done.stdout.splitlines()
+        return done.returncode, json.loads(line)
+
+    def state(self, job: str) -> str:
+        return self.ask("status", job)[1]["state"]
+
+    def ended(self, job: str) -> dict[str, Any]:
+        """The status of a job when it has ended."""
+        return wait_for(lambda: (found := self.ask("status", job)[1])["state"] not in ("running", "starting") and found)
+
+    def file(self, job: str, name: str) -> Path:
+        return self.home / "jobs" / job / name
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    agent = Agent(tmp_path / "home")
+    yield agent
+    host = Host(agent.home)
+    for folder in (agent.home / "jobs").glob("*"):
+        assert host.stop(folder.name, 0.0) == []
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 30
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.05)
+    return found
+
+
+def shell(script: str) -> tuple[str, ...]:
+    return ("--", "bash", "-c", script)
+
+
+def test_a_job_runs_to_its_end_and_leaves_its_files(agent):
+    status, found = agent.ask("start", "a-1", *shell("echo out; echo err >&2; pwd; echo $PODRUN_JOB; exit 3"))
+    assert (status, found["state"], found["job"], found["worker"], found["workers"]) == (0, "started", "a-1", 0, 1)
+    found = agent.ended("a-1")
+    assert (found["state"], found["exit"]) == ("finished", 3)
+    assert found["record"]["kind"] == "exit"
+    assert found["record"]["message"] == "exit status 3; the log ends with: a-1"
+    assert agent.run("logs").stdout == f"out\nerr\n{ROOT}\na-1\n"
+    assert (agent.home / "latest.exit").read_text() == "3\n"
+    assert (agent.home / "latest.log").read_text().startswith("out\n")
+    assert int((agent.home / "latest.pid").read_text()) == found["pid"]
+    assert os.readlink(agent.home / "latest") == "jobs/a-1"
+    assert agent.home.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_same_job_is_started_once_and_another_not_at_all(agent):
+    assert agent.ask("start", "a-1", *SLEEP)[1]["state"] == "started"
+    status, found = agent.ask("start", "a-1", *SLEEP)
+    assert (status, found["state"]) == (0, "running")
+    status, found = agent.ask("start", "b-1", *SLEEP)
+    assert (status, found["state"], found["job"]) == (75, "busy", "a-1")
+    assert "job a-1 runs on this host; stop it first" in found["error"]
+    assert agent.state("b-1") == "none"
+
+
+def test_a_job_that_has_ended_is_told_and_not_run_again(agent):
+    agent.ask("start", "a-1", *shell(f"echo x >> {agent.home}/runs; exit 7"))
+    agent.ended("a-1")
+    status, found = agent.ask("start", "a-1", *shell("exit 0"))
+    assert (status, found["state"], found["exit"]) == (0, "finished", 7)
+    assert (agent.home / "runs").read_text() == "x\n"
+    assert agent.ask("start", "a-2", *SLEEP)[1]["state"] == "started"  # the host is free at once
+
+
+def test_many_starts_at_once_make_one_copy(agent):
+    """gcloud runs a command again after a lost connection, up to ten times."""
+    command = [sys.executable, "-m", "podium.pods.agent", "--home", str(agent.home), "start", "a-1"]
+    command += shell(f"echo x >> {agent.home}/runs; sleep 100")
+    starts = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(6)]
+    states = [json.loads(start.communicate(timeout=60)[0])["state"] for start in starts]
+    assert sorted(states) == ["running"] * 5 + ["started"]
+    wait_for((agent.home / "runs").exists)
+    assert (agent.home / "runs").read_text() == "x\n"
+
+
+def test_exit_255_is_kept_and_never_the_agent_s_own(agent):
+    status, _ = agent.ask("start", "a-1", *shell("exit 255"))
+    assert status == 0
+    assert agent.ended("a-1")["exit"] == 255
+    assert agent.ask("status", "a-1")[0] == 0
+
+
+def test_kill_9_of_the_command_is_told_by_its_supervisor(agent):
+    agent.ask("start", "a-1", *shell("exec sleep 100"))
+    (process,) = [each for each in marked("PODRUN_JOB", "a-1") if "sleep" in name_of(each)]
+    os.kill(process, signal.SIGKILL)
+    found = agent.ended("a-1")
+    assert (found["state"], found["exit"], found["record"]["kind"]) == ("finished", 137, "signal")
+    assert found["record"]["message"] == "signal 9 (SIGKILL): kill -9, or the host was out of memory"
+
+
+def name_of(process: int) -> str:
+    return Path(f"/proc/{process}/comm").read_text()
+
+
+def test_kill_9_of_the_supervisor_leaves_the_host_taken_until_the_job_is_gone(agent):
+    found = agent.ask("start", "a-1", *SLEEP)[1]
+    os.kill(found["pid"], signal.SIGKILL)
+    wait_for(lambda: found["pid"] not in Host(agent.home).processes("a-1"))
+    assert agent.state("a-1") == "running"
+    assert agent.ask("start", "b-1", *SLEEP)[0] == 75
+    status, found = agent.ask("stop", "a-1", "--grace", "5")
+    assert (status, found["state"], found["left"]) == (0, "killed", [])
+    assert agent.ask("start", "a-1", *SLEEP)[1]["state"] == "killed"
+    assert agent.ask("start", "b-1", *SLEEP)[1]["state"] == "started"
+
+
+def test_kill_9_of_all_is_a_state_of_its_own(agent):
+    agent.ask("start", "a-1", *SLEEP)
+    for process in Host(agent.home).processes("a-1"):
+        os.kill(process, signal.SIGKILL)
+    found = agent.ended("a-1")
+    assert (found["state"], found["exit"], found["record"]) == ("killed", None, None)
+
+
+def test_stop_lets_a_job_save(agent):
+    script = "trap 'echo saved; exit 143' TERM; echo ready; while :; do sleep 0.05; done"
+    agent.ask("start", "a-1", *shell(script))
+    wait_for(lambda: "ready" in agent.run("logs").stdout)
+    status, found = agent.ask("stop", "--grace", "20")
+    assert (status, found["state"], found["exit"], found["left"]) == (0, "finished", 143, [])
+    assert agent.run("logs").stdout == "ready\nsaved\n"
+    assert agent.ask("stop")[0] == 0  # again: nothing is left to stop
+
+
+def test_stop_ends_what_ignores_it_and_what_has_run_away(agent):
+    """A child in a session of its own, whose parents are gone, and which ignores SIGTERM, is still the job's."""
+    stubborn = "trap '' TERM; echo $$; while :; do sleep 1; done"
+    script = f'(setsid bash -c "{stubborn}" &); {stubborn}'
+    agent.ask("start", "a-1", *shell(script))
+    wait_for(lambda: agent.run("logs").stdout)
+    before = Host(agent.home).processes("a-1")
+    assert len(before) >= 3
+    status, found = agent.ask("stop", "a-1", "--grace", "0.3")
+    assert (status, found["left"], found["exit"]) == (0, [], 137)
+    assert found["record"]["message"] == "signal 9 (SIGKILL): it did not end when it was told to stop"
+    assert Host(agent.home).processes("a-1") == []
+
+
+def test_a_job_that_ends_takes_its_children_with_it(agent):
+    agent.ask("start", "a-1", *shell("(setsid sleep 100 &); sleep 0.2; exit 0"))
+    found = agent.ended("a-1")
+    assert (found["exit"], found["record"]["kind"]) == (0, "done")
+    assert wait_for(lambda: not Host(agent.home).processes("a-1"))
+
+
+def test_processes_of_others_are_left_alone(agent, tmp_path):
+    other = subprocess.Popen(["sleep", "100"], env={**os.environ, "PODRUN_JOB_DIR": str(tmp_path / "elsewhere")})
+    try:
+        agent.ask("start", "a-1", *SLEEP)
+        agent.ask("stop", "a-1", "--grace", "0.1")
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_record_that_the_job_wrote_stays(agent):
+    agent.ask("start", "a-1", *shell('echo \'{"kind": "exception"}\' > $PODRUN_JOB_DIR/record.json; exit 1'))
+    assert agent.ended("a-1")["record"] == {"kind": "exception"}
+
+
+def test_each_worker_is_told_its_place(agent):
+    arguments = ("--worker", "2", "--peers", "10.0.0.1,10.0.0.2,10.0.0.3", "--accelerator", "v4-24")
+    script = "env | grep -E '^(PODRUN|JAX|MODE)_?' | sort"
+    agent.ask("start", "a-1", *arguments, "--env", "MODE=fast", "--cwd", str(agent.home.parent), *shell(script))
+    agent.ended("a-1")
+    assert agent.run("logs").stdout.splitlines() == [
+        "JAX_COORDINATOR_PORT=8476",
+        *([f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}"] if "JAX_PLATFORMS" in os.environ else []),
+        "MODE=fast",
+        "PODRUN_ACCELERATOR=v4-24",
+        "PODRUN_COORDINATOR=10.0.0.1:8476",
+        "PODRUN_JOB=a-1",
+        f"PODRUN_JOB_DIR={agent.home}/jobs/a-1",
+        "PODRUN_WORKER=2",
+        "PODRUN_WORKERS=3",
+    ]
+
+
+def test_secrets_reach_the_job_and_nothing_else(agent, tmp_path):
+    secret = tmp_path / "secrets"
+    secret.write_text("# keys\nWANDB_API_KEY=s3cr3t-value-1\nHF_TOKEN=hf_canary\n")
+    secret.chmod(0o600)
+    script = 'rm ../secrets 2>/dev/null; echo "key $WANDB_API_KEY $WANDB_API_KEY and ${#HF_TOKEN}"; exit 1'
+    assert agent.ask("start", "a-1", "--env-file", str(secret), *shell(script))[0] == 0
+    secret.unlink()  # as soon as the job has started
+    agent.ended("a-1")
+    assert agent.run("logs").stdout == "key [redacted] [redacted] and 9\n"
+    for path in agent.home.rglob("*"):
+        if path.is_file():
+            assert b"s3cr3t-value-1" not in path.read_bytes(), path
+            assert b"hf_canary" not in path.read_bytes(), path
+
+
+def test_secrets_that_others_can_read_are_refused(agent, tmp_path):
+    secret = tmp_path / "secrets"
+    secret.write_text("HF_TOKEN=hf_canary\n")
+    secret.chmod(0o644)
+    status, found = agent.ask("start", "a-1", "--env-file", str(secret), *SLEEP)
+    assert status == 1
+    assert "has mode 644" in found["error"]
+    assert agent.ask("status", "a-1")[1]["exit"] == 1
+    secret.chmod(0o600)
+    secret.write_text("HF_TOKEN\n")
+    with pytest.raises(StartError, match="setting 1 is not NAME=VALUE"):
+        read_env_file(secret)
+
+
+def test_the_longest_secret_is_hidden_first():
+    assert redact(b"a token-long and a token", [b"token", b"token-long"]) == b"a [redacted] and a [redacted]"
+
+
+def test_a_command_that_does_not_exist_is_an_error_of_the_start(agent):
+    status, found = agent.ask("start", "a-1", "--", "no-such-command")
+    assert status == 1
+    assert "job a-1 did not start" in found["error"]
+    assert "no-such-command" in found["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("start", "a-1"), "no command was given; write it behind --"),
+        (("start", "../a", *SLEEP), "'../a' is no name of a job"),
+        (("start", "a", "--env", "PODRUN_WORKER=1", *SLEEP), "--env PODRUN_WORKER"),
+        (("start", "a", "--env", "HF_TOKEN=x", *SLEEP), "secrets into --env-file"),
+        (("start", "a", "--peers", "198.51.100.1,198.51.100.2", *SLEEP), "not exactly one of --peers"),
+        (("start", "a", "--peers", "198.51.100.1", "--worker", "1", *SLEEP), "not exactly one of --peers"),
+        (("dance",), "invalid choice: 'dance'"),
+    ],
+)
+def test_wrong_usage_is_told_as_json(agent, arguments, error):
+    status, found = agent.ask(*arguments)
+    assert status == 2
+    assert error in found["error"]
+    assert "hf" not in found["error"]
+
+
+def test_the_log_can_be_followed_and_cut(agent):
+    agent.ask("start", "a-1", *shell("for i in 1 2 3; do echo line $i; sleep 0.2; done"))
+    assert agent.run("logs", "-f").stdout == "line 1\nline 2\nline 3\n"
+    assert agent.run("logs", "--tail", "1").stdout == "line 3\n"
+    assert agent.run("logs", "--from-byte", "14").stdout == "line 3\n"
+    missing = agent.run("logs", "b-1")
+    assert (missing.returncode, missing.stderr) == (1, "error: no job b-1 on this host\n")
+
+
+def test_a_host_is_probed_with_the_standard_library_alone(agent):
+    """Nothing is installed yet when it is."""
+    done = agent.run("probe", python=("-S", "-E"))
+    found = json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert (found["lock"], found["job"], found["problems"]) == ("free", None, [])
+    assert found["python"].startswith("3.")
+    assert abs(found["time"] - time.time()) < 60
+
+
+def test_a_probe_tells_what_is_wrong(agent):
+    agent.ask("start", "a-1", *SLEEP)
+    status, found = agent.ask("probe", "--expect-devices", "64")
+    assert status == 1
+    assert (found["lock"], found["job"]) == ("held", "a-1")
+    assert found["problems"][0].endswith("and should have 64; recreate the slice")
+    assert found["problems"][1] == "job a-1 runs here"
+
+
+def test_nothing_was_ever_started(agent):
+    status, found = agent.ask("status")
+    assert (status, found["state"], found["job"], found["exit"]) == (0, "none", None, None)
+    assert agent.ask("stop")[0] == 0
+    assert agent.run("logs").stderr == "error: no job was ever started on this host\n"
+
+
+def test_a_unit_of_systemd_holds_the_job_where_there_is_one(tmp_path, monkeypatch):
+    """A stand-in for systemd-run, which does as that does: it starts the command elsewhere and ends."""
+    stand_in = tmp_path / "bin" / "systemd-run"
+    stand_in.parent.mkdir()
+    stand_in.write_text(
+        f'#!/bin/bash\necho "$@" > {tmp_path}/arguments\nwhile [ "$1" != -- ]; do shift; done; shift\n'
+        'setsid "$@" >/dev/null 2>&1 < /dev/null &\n'
+    )
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{stand_in.parent}:{os.environ['PATH']}")
+    assert unit_command("a-1") == []  # no systemd yet
+    monkeypatch.setattr(supervisor, "SYSTEMD", tmp_path)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert unit_command("a-1") == []  # not ours to use
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    host = Host(tmp_path / "home")
+    spec = Spec(
+        job="a-1",
+        command=("bash", "-c", "echo done"),
+        worker=0,
+        workers=1,
+        coordinator=None,
+        accelerator=None,
+        cwd=str(tmp_path),
+        env={},
+        env_file=None,
+    )
+    assert host.start(spec) == "started"
+    wait_for(lambda: host.state("a-1") == "finished")
+    assert host.status("a-1")["exit"] == 0
+    arguments = (tmp_path / "arguments").read_text()
+    assert arguments.startswith("--unit=podrun-a-1 --collect --quiet --property=KillMode=mixed")
+    assert f"--property=WorkingDirectory={ROOT}" in arguments
+    assert "--setenv=PODRUN_JOB_DIR" in arguments

@@ -1,0 +1,75 @@
+"""What one decode step of each rollout layout sends, compiled for 8 CPU devices or, as a program, for v6e-8.
+
+python tests/rollout/layout_traffic.py        needs libtpu and `compiler_environment`; one JSON object on stdout
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from podium.config.schema import RolloutConfig, RolloutLayout
+from podium.models.architecture import DecoderConfig
+from podium.models.decoder import param_specs
+from podium.plan.cost import unknown_loops, walk
+from podium.plan.hlo import parse
+from podium.plan.topology import find_accelerator, topology_devices
+from podium.rollout.programs import abstract_engine_cache, idle_slots, make_decode
+from podium.sharding import ROLLOUT_LAYOUTS, ShardingRules, abstract_params, make_mesh
+
+CONFIG = RolloutConfig(max_prompt_tokens=128, max_new_tokens=128, slots=32)
+DECODER = DecoderConfig(
+    model_type="qwen2",
+    vocab=4096,
+    width=512,
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    head_dim=128,
+    mlp_width=1024,
+    max_positions=512,
+    rope_theta=1e4,
+    rope_scaling=None,
+    norm_eps=1e-6,
+    tied=True,
+    qkv_bias=True,
+    qk_norm=False,
+)
+
+
+def traffic(layout: RolloutLayout, mesh: Mesh, dtype: jnp.dtype) -> dict[str, float]:
+    """Bytes that a device sends in one decode step, by kind of collective; those of a few numbers are left out."""
+    rules = ShardingRules(mesh, ROLLOUT_LAYOUTS[layout])
+    weights = abstract_params(param_specs(DECODER), dtype, rules)
+    cache = abstract_engine_cache(CONFIG, DECODER, rules, dtype)
+    slots: Any = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rules.sharding("batch")), idle_slots(CONFIG.slots)
+    )
+    decode = make_decode(DECODER, rules, dtype, steps=1)
+    module = parse(decode.lower(weights, cache, slots).compile().as_text())
+    cost = walk(module, mesh.shape, trips=dict.fromkeys(unknown_loops(module), 1))
+    sent: dict[str, float] = {}
+    for each in cost.collectives:
+        if each.sent / each.calls > 1000:
+            sent[each.kind] = sent.get(each.kind, 0) + each.sent
+    return sent
+
+
+def layers_weights(*names: str) -> int:
+    """Elements of these weights of all layers."""
+    D, H, K, Q, F = DECODER.width, DECODER.heads, DECODER.kv_heads, DECODER.head_dim, DECODER.mlp_width
+    sizes = {"q": D * H * Q, "k": D * K * Q, "v": D * K * Q, "o": H * Q * D, "gate": D * F, "up": D * F, "down": F * D}
+    return DECODER.layers * sum(sizes[name] for name in names)
+
+
+def all_layouts(mesh: Mesh, dtype: jnp.dtype) -> Mapping[str, dict[str, float]]:
+    """The traffic of every layout."""
+    return {layout: traffic(layout, mesh, dtype) for layout in ROLLOUT_LAYOUTS}
+
+
+if __name__ == "__main__":
+    v6e = make_mesh("fsdp:8", topology_devices(find_accelerator("v6e-8")))
+    print(json.dumps(all_layouts(v6e, jnp.dtype("bfloat16"))))

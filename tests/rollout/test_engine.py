@@ -1,0 +1,308 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_engine import (
+    ALL_DEVICES_CONFIG,
+    CONFIG,
+    DECODER,
+    EOS,
+    Letters,
+    make_engine,
+    mesh_of,
+    plain_logits,
+    random_requests,
+    same,
+    tiny_params,
+)
+
+from podium.config.sizes import prompt_buckets
+from podium.rollout.cache import make_cache
+from podium.rollout.engine import RolloutEngine
+from podium.rollout.programs import idle_slots
+from podium.rollout.request import Request, SamplingParams
+from podium.sharding import ROLLOUT_AXES, ShardingRules
+
+MIXED = [
+    *random_requests(6, seed=1),
+    *random_requests(3, seed=2, temperature=0.6, top_k=7),
+    *random_requests(3, seed=3, top_p=0.8, min_p=0.01),
+    *random_requests(2, seed=4, temperature=0.0),
+    *random_requests(3, seed=5, max_new_tokens=1),
+]
+
+
+@functools.cache
+def shared_engine():
+    """One engine for the tests that do not ask for another: its programs are compiled once."""
+    return make_engine()
+
+
+@functools.cache
+def mixed_answers():
+    return shared_engine().generate(MIXED)
+
+
+def test_every_request_gets_its_completions_in_order():
+    answers = mixed_answers()
+    assert [len(group) for group in answers] == [request.completions for request in MIXED]
+    for request, group in zip(MIXED, answers, strict=True):
+        for completion in group:
+            assert 1 <= len(completion.tokens) <= request.sampling.max_new_tokens
+            assert completion.tokens.dtype == np.int32
+            assert completion.sampled_logprobs.dtype == np.float32
+            assert len(completion.sampled_logprobs) == len(completion.tokens)
+            assert (completion.sampled_logprobs <= 0).all()
+            assert completion.text == shared_engine().tokenizer.decode(completion.tokens.tolist())
+            ended = completion.tokens[-1] == EOS
+            assert completion.finish_reason == ("stop" if ended else "length")
+            assert ended or len(completion.tokens) == request.sampling.max_new_tokens
+            assert EOS not in completion.tokens[:-1]
+
+
+def test_a_request_gives_the_same_bits_alone_and_in_company():
+    together = mixed_answers()
+    for index in (0, 7, 10, 13, 15):
+        assert same(shared_engine().generate([MIXED[index]]), [together[index]])
+
+
+def test_a_request_gives_the_same_bits_in_any_order_and_slot():
+    order = np.random.default_rng(0).permutation(len(MIXED))
+    shuffled = shared_engine().generate([MIXED[i] for i in order])
+    assert same(shuffled, [mixed_answers()[i] for i in order])
+
+
+def test_a_request_gives_the_same_bits_with_fewer_completions():
+    fewer = shared_engine().generate([dataclasses.replace(MIXED[0], completions=1)])
+    assert same(fewer, [mixed_answers()[0][:1]])
+
+
+def test_completions_differ_and_follow_from_the_seed():
+    request = random_requests(1, seed=9, completions=4)[0]
+    once, again, other = shared_engine().generate([request, request, dataclasses.replace(request, seed=1)])
+    assert same([once], [again])
+    assert len({tuple(completion.tokens.tolist()) for completion in [*once, *other]}) == 8
+
+
+def test_eight_devices_give_the_tokens_of_one():
+    eight = make_engine(ALL_DEVICES_CONFIG, devices=8).generate(MIXED)
+    for group, expected in zip(eight, mixed_answers(), strict=True):
+        for completion, other in zip(group, expected, strict=True):
+            assert completion.tokens.tolist() == other.tokens.tolist()
+            np.testing.assert_allclose(completion.sampled_logprobs, other.sampled_logprobs, atol=2e-5)
+
+
+def test_programs_on_eight_devices_move_no_keys_between_slots():
+    engine = make_engine(ALL_DEVICES_CONFIG, devices=8)
+    cache = make_cache(DECODER, slots=16, length=60, dtype=jnp.float32, rules=engine.rules)
+    slots = jax.device_put(idle_slots(16), engine.rules.sharding("batch"))
+    text = engine.decode.lower(engine.params, cache, slots).compile().as_text()
+    assert "all-gather" not in text
+    assert "all-to-all" not in text
+    assert "collective-permute" not in text
+
+
+def gaps(requests, answers, params, dtype):
+    """How far sampled log-probabilities are from those of a plain pass over the whole sequence."""
+    found = []
+    for request, group in zip(requests, answers, strict=True):
+        sampling = request.sampling
+        if sampling.top_p < 1:
+            continue  # where rounding decides whether one more token is kept, the two differ by more than rounding
+        for completion in group:
+            logits = plain_logits(params, [*request.prompt, *completion.tokens.tolist()], dtype)
+            logits = logits[len(request.prompt) - 1 : -1] / (sampling.temperature or 1.0)
+            if sampling.top_k:
+                logits[logits < np.sort(logits, axis=1)[:, [-sampling.top_k]]] = -np.inf
+            logprobs = jax.nn.log_softmax(jnp.asarray(logits), axis=-1)
+            expected = np.take_along_axis(np.asarray(logprobs), completion.tokens[:, None], axis=1)[:, 0]
+            found.append(np.max(np.abs(expected - completion.sampled_logprobs)) / max(1.0, np.max(np.abs(expected))))
+    return found
+
+
+def test_sampled_log_probabilities_are_those_of_a_plain_pass():
+    assert max(gaps(MIXED, mixed_answers(), tiny_params(), jnp.float32)) <= 1e-5
+
+
+def test_sampled_log_probabilities_are_near_those_of_a_plain_pass_in_bfloat16():
+    free = [request for request in MIXED if not request.sampling.top_k]
+    answers = make_engine(dtype=jnp.bfloat16).generate(free)
+    assert max(gaps(free, answers, tiny_params(), jnp.bfloat16)) <= 2e-3
+
+
+def test_greedy_is_the_argmax_of_a_plain_pass():
+    requests = random_requests(2, seed=4, temperature=0.0, completions=2)
+    for request, group in zip(requests, shared_engine().generate(requests), strict=True):
+        for completion in group:
+            logits = plain_logits(tiny_params(), [*request.prompt, *completion.tokens.tolist()])
+            assert completion.tokens.tolist() == logits[len(request.prompt) - 1 : -1].argmax(axis=1).tolist()
+
+
+def test_an_immediate_end_of_sequence_is_a_completion_of_one_token():
+    greedy = random_requests(1, seed=6, temperature=0.0, completions=2)
+    first = int(shared_engine().generate(greedy)[0][0].tokens[0])
+    request = dataclasses.replace(greedy[0], sampling=dataclasses.replace(greedy[0].sampling, stop_tokens=(first,)))
+    for completion in shared_engine().generate([request])[0]:
+        assert completion.tokens.tolist() == [first]
+        assert completion.finish_reason == "stop"
+
+
+def test_the_tokenizers_end_of_sequence_tokens_all_end():
+    request = random_requests(1, seed=6, temperature=0.0, completions=1)[0]
+    tokens = shared_engine().generate([request])[0][0].tokens.tolist()
+    end = next(i for i in range(1, len(tokens)) if tokens[i] not in tokens[:i])
+    engine = make_engine(eos_tokens=(EOS, tokens[end]))
+    completion = engine.generate([request])[0][0]
+    assert completion.tokens.tolist() == tokens[: end + 1]
+    assert completion.text == Letters(tokens[end]).decode(tokens[: end + 1])
+
+
+@pytest.mark.parametrize(("begin", "length"), [(0, 1), (0, 3), (2, 3), (4, 5), (9, 2)])
+def test_a_stop_string_ends_with_the_token_that_completes_it(begin, length):
+    free = random_requests(1, seed=8, completions=1)[0]
+    whole = shared_engine().generate([free])[0][0]
+    stop = whole.text[begin : begin + length]
+    end = whole.text.index(stop) + length  # it may come up earlier than where it was taken from
+    request = dataclasses.replace(free, sampling=dataclasses.replace(free.sampling, stop=("not there", stop)))
+    completion = shared_engine().generate([request])[0][0]
+    assert completion.tokens.tolist() == whole.tokens[:end].tolist()
+    assert np.array_equal(completion.sampled_logprobs, whole.sampled_logprobs[:end])
+    assert completion.text.endswith(stop)
+    assert completion.finish_reason == "stop"
+
+
+def test_a_stop_string_frees_the_slot_without_disturbing_others():
+    stops = [dataclasses.replace(one, sampling=dataclasses.replace(one.sampling, stop=("a", "b"))) for one in MIXED[:4]]
+    answers = shared_engine().generate([*stops, *MIXED])
+    assert same(answers[4:], mixed_answers())
+    assert all(
+        "a" in one.text or "b" in one.text or one.tokens[-1] == EOS or len(one.tokens) == 12 for one in answers[0]
+    )
+
+
+def test_a_stop_string_in_the_prompt_does_not_count():
+    letter = 3
+    sampling = SamplingParams(max_new_tokens=4, temperature=0.0, stop=(Letters().decode([letter]),))
+    request = Request(prompt=(letter,) * 5, sampling=sampling, seed=0)
+    free = dataclasses.replace(request, sampling=dataclasses.replace(sampling, stop=()))
+    with_stop, without = shared_engine().generate([request, free])
+    expected = next((i + 1 for i, token in enumerate(without[0].tokens) if token % 52 == letter), 4)
+    assert len(with_stop[0].tokens) == expected
+
+
+def test_no_requests_give_no_completions():
+    assert shared_engine().generate([]) == []
+    assert shared_engine().metrics()["rollout/completion_tokens"] == 0
+
+
+def test_new_parameters_change_the_answers_and_the_version():
+    engine = shared_engine()
+    old, version = engine.generate(MIXED[:3]), engine.version
+    engine.load(tiny_params(seed=1))
+    assert engine.version == version + 1
+    new = engine.generate(MIXED[:3])
+    assert not same(old, new)
+    engine.load(tiny_params(seed=0))
+    assert same(engine.generate(MIXED[:3]), old)
+
+
+def test_loaded_parameters_survive_the_donation_of_the_trainers():
+    engine, params = shared_engine(), tiny_params()
+    engine.load(params)
+    for value in params.values():
+        value.delete()
+    assert same(engine.generate(MIXED[:2]), mixed_answers()[:2])
+
+
+def test_nothing_is_compiled_after_the_first_time():
+    engine = make_engine()
+    engine.generate(MIXED)
+    assert engine.metrics()["rollout/compilations"] > 0
+    engine.load(tiny_params(seed=1))
+    engine.generate(random_requests(20, seed=11, completions=5, top_k=3))
+    assert engine.metrics()["rollout/compilations"] == 0
+
+
+def test_metrics_count_what_was_done():
+    answers = shared_engine().generate(MIXED)
+    metrics = shared_engine().metrics()
+    tokens = sum(len(completion.tokens) for group in answers for completion in group)
+    assert metrics["rollout/completion_tokens"] == tokens
+    assert metrics["rollout/prompt_tokens"] == sum(len(request.prompt) for request in MIXED)
+    first = sum(request.completions for request in MIXED)  # a first token comes from the prompt's prefill
+    expected = (tokens - first) / (metrics["rollout/decode_steps"] * CONFIG.slots)
+    assert metrics["rollout/slot_utilisation"] == pytest.approx(expected)
+    assert metrics["rollout/prefill_s"] > 0
+    assert metrics["rollout/decode_s"] > 0
+    assert metrics["rollout/tokens_per_s"] > 0
+
+
+def test_decoding_stops_when_nobody_is_live():
+    request = random_requests(1, seed=12, completions=1, max_new_tokens=3, temperature=0.0)[0]
+    engine = make_engine(CONFIG.model_copy(update={"refill_steps": 50}))
+    tokens = len(engine.generate([request])[0][0].tokens)
+    assert engine.metrics()["rollout/decode_steps"] == tokens - 1
+
+
+def test_a_sequence_of_the_greatest_length_fits():
+    sampling = SamplingParams(max_new_tokens=12, temperature=0.0)
+    request = Request(prompt=tuple(range(100, 148)), sampling=sampling, seed=0)
+    completion = shared_engine().generate([request])[0][0]
+    logits = plain_logits(tiny_params(), [*request.prompt, *completion.tokens.tolist()])
+    assert completion.tokens.tolist() == logits[47:-1].argmax(axis=1).tolist()
+    assert len(completion.tokens) == 12
+
+
+@pytest.mark.parametrize(
+    ("longest", "buckets"), [(1, [1]), (32, [32]), (33, [32, 33]), (100, [32, 64, 100]), (256, [32, 64, 128, 256])]
+)
+def test_buckets_reach_the_longest_prompt_and_no_further(longest, buckets):
+    assert prompt_buckets(longest) == buckets
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": ()}, "prompt is empty"),
+        ({"prompt": (1,) * 49}, "prompt has 49 tokens and rollout.max_prompt_tokens is 48"),
+        ({"prompt": (300,)}, "outside the model's vocabulary of 300"),
+        ({"completions": 0}, "completions is 0"),
+        ({"sampling": SamplingParams(max_new_tokens=13)}, "max_new_tokens is 13 and must be 1 to"),
+        ({"sampling": SamplingParams(max_new_tokens=0)}, "max_new_tokens is 0 and must be 1 to"),
+        ({"sampling": SamplingParams(max_new_tokens=1, temperature=-1.0)}, "temperature is -1.0"),
+        ({"sampling": SamplingParams(max_new_tokens=1, stop_tokens=tuple(range(8)))}, "there are 9 stop tokens"),
+    ],
+)
+def test_a_request_that_does_not_fit_is_an_error_that_says_why(changes, message):
+    good = Request(prompt=(1,), sampling=SamplingParams(max_new_tokens=1), seed=0)
+    with pytest.raises(ValueError, match=rf"request 1: .*{message}"):
+        shared_engine().generate([good, dataclasses.replace(good, **changes)])
+
+
+@pytest.mark.parametrize(("name", "value"), [("slots", 12), ("prefill_rows", 4)])
+def test_what_does_not_divide_over_the_devices_is_an_error_by_name(name, value):
+    config = ALL_DEVICES_CONFIG.model_copy(update={name: value})
+    rules = ShardingRules(mesh_of(8), ROLLOUT_AXES)
+    with pytest.raises(ValueError, match=rf"rollout\.{name} is {value} and is split over 8 devices; .* multiple of 8"):
+        RolloutEngine(config, DECODER, rules, Letters(EOS), dtype=jnp.float32)
+
+
+def test_an_engine_without_parameters_says_so():
+    engine = make_engine()
+    engine.close()
+    with pytest.raises(RuntimeError, match=r"call load\(params\) first"):
+        engine.generate(MIXED)
+
+
+def test_decoding_keeps_one_copy_of_the_cache():
+    config = CONFIG.model_copy(update={"max_prompt_tokens": 4096})
+    engine = make_engine(config)
+    cache = make_cache(DECODER, slots=8, length=4108, dtype=jnp.float32, rules=engine.rules)
+    slots = jax.device_put(idle_slots(8), engine.rules.sharding("batch"))
+    memory = engine.decode.lower(engine.params, cache, slots).compile().memory_analysis()
+    nbytes = cache.keys.nbytes + cache.values.nbytes
+    assert memory.alias_size_in_bytes >= nbytes, "the cache is not donated"
+    assert memory.temp_size_in_bytes < 0.8 * nbytes  # one layer of two is sliced out, and no more

@@ -1,0 +1,125 @@
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from layout_traffic import CONFIG, DECODER, all_layouts, layers_weights
+from tiny_engine import ALL_DEVICES_CONFIG, EOS, Letters, make_engine, random_requests, tiny_params
+from tiny_engine import DECODER as TINY
+
+from podium.models.decoder import param_specs
+from podium.plan.topology import compiler_environment, find_accelerator
+from podium.rollout.engine import RolloutEngine
+from podium.rollout.programs import make_sync
+from podium.sharding import ROLLOUT_LAYOUTS, TRAIN_AXES, ShardingRules, abstract_params, make_mesh, param_shardings
+
+MESHES = ("fsdp:8", "dp:2,fsdp:4", "fsdp:4,tp:2")
+REQUESTS = [
+    *random_requests(4, seed=1),
+    *random_requests(2, seed=2, temperature=0.6, top_k=7),
+    *random_requests(2, seed=3, top_p=0.8, min_p=0.01),
+    *random_requests(1, seed=4, temperature=0.0),
+]
+
+
+def rules_of(layout, mesh):
+    return ShardingRules(make_mesh(mesh), ROLLOUT_LAYOUTS[layout])
+
+
+def trained_params(mesh):
+    """The weights that one device has, split over 8 as in training."""
+    shardings = param_shardings(param_specs(TINY), ShardingRules(make_mesh(mesh), TRAIN_AXES))
+    return {name: jax.device_put(value, shardings[name]) for name, value in tiny_params().items()}
+
+
+@functools.cache
+def expected_answers():
+    return make_engine().generate(REQUESTS)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("layout", ROLLOUT_LAYOUTS)
+def test_every_layout_gives_the_tokens_and_log_probabilities_of_one_device(layout, mesh):
+    engine = RolloutEngine(ALL_DEVICES_CONFIG, TINY, rules_of(layout, mesh), Letters(EOS), dtype=jnp.float32)
+    engine.load(trained_params(mesh))
+    for group, expected in zip(engine.generate(REQUESTS), expected_answers(), strict=True):
+        for completion, other in zip(group, expected, strict=True):
+            assert completion.tokens.tolist() == other.tokens.tolist()
+            np.testing.assert_allclose(completion.sampled_logprobs, other.sampled_logprobs, atol=2e-5)
+
+
+@pytest.mark.parametrize(("layout", "mesh", "shards"), [("legacy", "dp:2,fsdp:4", 8), ("maxtext", "dp:2,fsdp:4", 2)])
+def test_slots_must_divide_over_the_devices_that_a_layout_splits_them_over(layout, mesh, shards):
+    config = ALL_DEVICES_CONFIG.model_copy(update={"slots": shards + 1})
+    message = rf"rollout\.slots is {shards + 1} and is split over {shards} devices; .* multiple of {shards}"
+    with pytest.raises(ValueError, match=message):
+        RolloutEngine(config, TINY, rules_of(layout, mesh), Letters(EOS), dtype=jnp.float32)
+    fitting = config.model_copy(update={"slots": shards, "prefill_rows": shards})
+    RolloutEngine(fitting, TINY, rules_of(layout, mesh), Letters(EOS), dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("layout", ROLLOUT_LAYOUTS)
+def test_sync_casts_and_lays_out_as_the_layout_says_in_buffers_of_its_own(layout):
+    params, rules = trained_params("fsdp:4,tp:2"), rules_of(layout, "fsdp:4,tp:2")
+    expected = {name: np.asarray(value.astype(jnp.bfloat16)) for name, value in params.items()}
+    for dtype in (jnp.bfloat16, jnp.float32):
+        synced = make_sync(TINY, rules, jnp.dtype(dtype))(params)
+        assert {name: value.sharding for name, value in synced.items()} == param_shardings(param_specs(TINY), rules)
+        assert all(value.dtype == dtype for value in synced.values())
+    for value in params.values():
+        value.delete()
+    for name, value in synced.items():
+        assert np.array_equal(np.asarray(value.astype(jnp.bfloat16)), expected[name]), name
+
+
+def test_sync_needs_room_for_little_besides_its_result():
+    """All layers at once are there twice: as they come and as they stay."""
+    decoder = dataclasses.replace(DECODER, layers=16)
+    params = abstract_params(
+        param_specs(decoder), jnp.dtype(jnp.float32), ShardingRules(make_mesh("fsdp:8"), TRAIN_AXES)
+    )
+    sync = make_sync(decoder, rules_of("replicated", "fsdp:8"), jnp.dtype(jnp.bfloat16))
+    memory = sync.lower(params).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 0.3 * memory.output_size_in_bytes
+
+
+# What a decode step sends, by seed: sequences over all devices bring the weights that read the width and the head over
+# the wire for every token, and exchange the results of the other two; sequences over dp alone bring sums instead.
+
+
+def check_traffic(sent, itemsize):
+    """Bytes that one of 8 devices sends, against counts by hand."""
+    S, L, F, V = CONFIG.slots, DECODER.layers, DECODER.mlp_width, DECODER.vocab
+    heads, kv_heads = DECODER.heads * DECODER.head_dim, DECODER.kv_heads * DECODER.head_dim
+    read = layers_weights("q", "k", "v", "gate", "up") + V * DECODER.width
+    inputs = S * L * (heads + F)  # of o and down, whole for every device
+    sums = S * L * (heads + 2 * kv_heads + 2 * F) * itemsize + S * V * 4  # logits are float32
+    assert sent["replicated"] == {}
+    assert sent["legacy"]["all-gather"] == pytest.approx(itemsize * (read + inputs) * 7 / 8, rel=0.01)
+    assert sent["legacy"].keys() == {"all-gather", "all-to-all"}
+    assert sent["legacy"]["all-to-all"] < itemsize * S * (2 * L + 1) * DECODER.width
+    assert sent["maxtext"]["all-reduce"] == pytest.approx(2 * sums * 7 / 8, rel=0.01)
+    assert sent["maxtext"].keys() == {"all-reduce", "all-gather"}
+    assert sent["maxtext"]["all-gather"] < itemsize * S * (4 * L + 2) * DECODER.width
+
+
+def test_a_decode_step_sends_what_its_layout_says():
+    check_traffic(all_layouts(make_mesh("fsdp:8"), jnp.dtype(jnp.float32)), itemsize=4)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU's compiler, is not installed")
+def test_a_decode_step_sends_what_its_layout_says_on_a_tpu():
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, **compiler_environment(find_accelerator("v6e-8")), "PYTHONPATH": str(root)}
+    command = [sys.executable, str(Path(__file__).with_name("layout_traffic.py"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    check_traffic(json.loads(done.stdout.splitlines()[-1]), itemsize=2)

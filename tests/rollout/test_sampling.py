@@ -1,0 +1,200 @@
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podium.rollout import sampling
+from podium.rollout.request import SamplingParams
+from podium.rollout.sampling import fill_row, idle_rows, sample
+
+draw = jax.jit(sample)
+
+
+def rows_of(settings, *, seeds=None, completions=None):
+    rows = idle_rows(len(settings))
+    for row, one in enumerate(settings):
+        seed = row if seeds is None else seeds[row]
+        fill_row(rows, row, one, seed=seed, completion=0 if completions is None else completions[row])
+    return rows
+
+
+def params(**changes):
+    return SamplingParams(max_new_tokens=1, **changes)
+
+
+def draw_rows(logits, settings, *, positions=None, **row_settings):
+    S = len(settings)
+    positions = np.zeros(S, np.int32) if positions is None else np.asarray(positions, np.int32)
+    rows = rows_of(settings, **row_settings)
+    tokens, logprobs = draw(jnp.asarray(logits, jnp.float32), rows, positions, jnp.ones(S, bool))
+    return np.asarray(tokens), np.asarray(logprobs)
+
+
+def naive_distribution(logits, settings):
+    """The distribution of one row, by sorting, in float64."""
+    scaled = logits.astype(np.float64) / settings.temperature
+    order = np.argsort(-scaled, kind="stable")
+    p = np.exp(scaled - scaled.max())
+    keep = np.ones(len(p), bool)
+    if settings.top_k:
+        keep &= scaled >= scaled[order[min(settings.top_k, len(p)) - 1]]
+    p = np.where(keep, p, 0.0) / p[keep].sum()
+    if settings.top_p < 1:
+        before = np.cumsum(p[order]) - p[order]
+        last = order[np.flatnonzero(before < settings.top_p)[-1]]
+        keep &= scaled >= scaled[last]
+    keep &= p >= settings.min_p * p.max()
+    p = np.where(keep, p, 0.0)
+    return p / p.sum()
+
+
+SETTINGS = [
+    params(),
+    params(temperature=0.7),
+    params(temperature=1.7, top_k=5),
+    params(top_k=1),
+    params(top_k=10_000),
+    params(top_p=0.5),
+    params(top_p=0.9, temperature=0.5),
+    params(min_p=0.2),
+    params(top_k=20, top_p=0.8, min_p=0.05),
+]
+
+
+@pytest.mark.parametrize("vocab", [7, 128, 300])
+def test_log_probabilities_are_those_of_the_distribution_drawn_from(vocab):
+    rng = np.random.default_rng(vocab)
+    logits = rng.normal(0, 2, (50 * len(SETTINGS), vocab)).astype(np.float32)
+    settings = SETTINGS * 50
+    tokens, logprobs = draw_rows(logits, settings)
+    for row, one in enumerate(settings):
+        expected = naive_distribution(logits[row], one)
+        assert expected[tokens[row]] > 0, f"row {row}: {one} drew a token outside its support"
+        assert logprobs[row] == pytest.approx(math.log(expected[tokens[row]]), abs=2e-6)
+
+
+@functools.cache
+def chi_square_bound(freedom):
+    """About the 1 - 1e-5 quantile (Wilson-Hilferty): seeds are fixed, so this only says how good is good enough."""
+    return freedom * (1 - 2 / (9 * freedom) + 4.27 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+@pytest.mark.parametrize("settings", [SETTINGS[0], SETTINGS[1], SETTINGS[2], SETTINGS[5], SETTINGS[7], SETTINGS[8]])
+def test_tokens_are_distributed_as_they_should_be(settings):
+    draws, vocab = 20_000, 150  # two blocks, the second one not full
+    logits = np.random.default_rng(1).normal(0, 1.5, vocab).astype(np.float32)
+    tokens, _ = draw_rows(np.tile(logits, (draws, 1)), [settings] * draws)
+    expected = draws * naive_distribution(logits, settings)
+    counts = np.bincount(tokens, minlength=vocab)
+    assert not counts[expected == 0].any()
+    large = expected >= 5
+    rest = expected[~large].sum(), counts[~large].sum()  # what is rare, as one cell
+    observed, wanted = np.append(counts[large], rest[1]), np.append(expected[large], max(rest[0], 1e-9))
+    chi_square = float(np.sum((observed - wanted) ** 2 / wanted))
+    assert chi_square < chi_square_bound(len(wanted))
+
+
+def test_positions_and_completions_draw_anew():
+    draws, logits = 4000, np.zeros((4000, 10), np.float32)
+    by_position, _ = draw_rows(logits, [params()] * draws, seeds=[5] * draws, positions=np.arange(draws))
+    by_completion, _ = draw_rows(logits, [params()] * draws, seeds=[5] * draws, completions=np.arange(draws))
+    for tokens in (by_position, by_completion):
+        counts = np.bincount(tokens, minlength=10)
+        assert np.sum((counts - 400) ** 2 / 400) < chi_square_bound(9)
+    assert np.mean(by_position == by_completion) < 0.2
+
+
+def test_seeds_that_differ_above_32_bits_draw_differently():
+    seeds = [7 + (high << 32) for high in range(64)]
+    tokens, _ = draw_rows(np.zeros((64, 1000), np.float32), [params()] * 64, seeds=seeds)
+    assert len(set(tokens.tolist())) > 50
+
+
+def test_a_negative_seed_is_a_seed():
+    tokens, _ = draw_rows(np.zeros((2, 1000), np.float32), [params()] * 2, seeds=[-1, 2**64 - 1])
+    assert tokens[0] == tokens[1]
+
+
+def test_a_row_draws_the_same_whatever_stands_beside_it():
+    logits = np.random.default_rng(2).normal(0, 2, (len(SETTINGS), 300)).astype(np.float32)
+    together = draw_rows(logits, SETTINGS)
+    for row, one in enumerate(SETTINGS):
+        crowd = [params(temperature=0.0)] * len(SETTINGS)
+        crowd[-1] = one
+        others = np.zeros_like(logits)
+        others[-1] = logits[row]
+        tokens, logprobs = draw_rows(others, crowd, seeds=[row] * len(crowd))
+        assert (tokens[-1], logprobs[-1]) == (together[0][row], together[1][row])
+
+
+def test_rows_that_are_not_live_cost_no_search_and_disturb_nobody():
+    logits = np.random.default_rng(3).normal(0, 2, (2, 300)).astype(np.float32)
+    rows = rows_of([params(), params(top_k=3)])
+    both, _ = draw(logits, rows, np.zeros(2, np.int32), jnp.array([True, True]))
+    one, _ = draw(logits, rows, np.zeros(2, np.int32), jnp.array([True, False]))
+    assert both[0] == one[0]
+    jaxpr = str(jax.make_jaxpr(sample)(logits, rows, np.zeros(2, np.int32), np.ones(2, bool)))
+    assert " sort[" not in jaxpr.replace("argsort", "")
+    assert jaxpr.count("cond[") == 2  # top-k and top-p are searched for only where a live row asks
+
+
+def test_greedy_takes_the_first_of_the_likeliest_with_its_full_log_probability():
+    logits = np.random.default_rng(4).normal(0, 2, (3, 300)).astype(np.float32)
+    logits[1, [40, 41, 260]] = 9.0
+    tokens, logprobs = draw_rows(logits, [params(temperature=0.0)] * 3)
+    assert tokens.tolist() == np.argmax(logits, axis=1).tolist()
+    assert tokens[1] == 40
+    full = logits - np.log(np.sum(np.exp(logits.astype(np.float64)), axis=1, keepdims=True))
+    np.testing.assert_allclose(logprobs, full[np.arange(3), tokens], atol=2e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-9, 1e-3, 1.0, 1e6])
+def test_extreme_logits_give_possible_tokens_and_finite_log_probabilities(temperature):
+    logits = np.full((4, 300), -1e30, np.float32)
+    logits[0, 299] = 0.0  # one possible token, the last
+    logits[1, [3, 200]] = 1e30
+    logits[2] = 5.0  # all equal
+    logits[3] = -1e30  # all equally impossible: equally likely
+    tokens, logprobs = draw_rows(logits, [params(temperature=temperature)] * 4)
+    assert np.isfinite(logprobs).all()
+    if temperature <= 1:
+        assert tokens[0] == 299
+        assert tokens[1] in (3, 200)
+    if temperature > 0:
+        np.testing.assert_allclose(logprobs[2:], -math.log(300), atol=2e-6)
+
+
+def test_ties_with_the_last_token_kept_are_kept():
+    logits = np.zeros((400, 6), np.float32)
+    logits[:, :2] = 3.0, 1.0
+    logits[:, 5] = -2.0
+    tokens, _ = draw_rows(logits, [params(top_k=3)] * 400)
+    assert set(tokens.tolist()) == {0, 1, 2, 3, 4}
+
+
+def test_not_a_number_still_gives_a_token_of_the_vocabulary():
+    tokens, _ = draw_rows(np.full((2, 130), np.nan, np.float32), [params(), params(temperature=0.0)])
+    assert all(0 <= token < 130 for token in tokens)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 2.0**-24, 0.5, 1 - 2.0**-24])
+def test_the_inverse_never_lands_on_a_weight_of_zero(uniform):
+    rng = np.random.default_rng(5)
+    weights = np.where(rng.random((500, 97)) < 0.7, 0.0, rng.random((500, 97))).astype(np.float32)
+    weights[:, 96] = 0.0
+    weights[np.arange(500), rng.integers(0, 96, 500)] = 1e-30  # at least one, perhaps a tiny one, in each row
+    index = np.asarray(jax.jit(sampling._invert)(weights, jnp.full(500, uniform, jnp.float32)))
+    assert (weights[np.arange(500), index] > 0).all()
+
+
+def test_the_threshold_is_the_kth_largest_value():
+    values = np.random.default_rng(6).normal(0, 3, (20, 513)).astype(np.float32)
+    wanted = np.arange(1, 21, dtype=np.float32) * 25
+    found = np.asarray(jax.jit(sampling._threshold)(values, np.ones_like(values), wanted))
+    expected = [np.sort(row)[::-1][int(k) - 1] for row, k in zip(values, wanted, strict=True)]
+    assert found.tolist() == expected
+    everything = jax.jit(sampling._threshold)(values, np.ones_like(values), np.full(20, 514, np.float32))
+    assert np.isneginf(everything).all()

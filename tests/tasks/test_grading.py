@@ -1,0 +1,167 @@
+import os
+import time
+from concurrent.futures import CancelledError
+
+import pytest
+
+from podium.config.schema import GradingConfig, TaskConfig
+from podium.tasks.grading import CHUNK, Answer, Grader, GradingError
+from podium.tasks.mixture import TaskPrompt
+from podium.tasks.task import Graded, Prompt
+
+ECHO = TaskConfig(name="sample_tasks:Echo")
+
+
+def answers(*texts: str, task: int = 0) -> list[Answer]:
+    prompt = Prompt(id="a/train/7", question="Say 7", answer="7")
+    return [
+        (
+            TaskPrompt(task=task, prompt=prompt, system_prompt=None),
+            Graded(text=text, num_tokens=len(text), truncated=False),
+        )
+        for text in texts
+    ]
+
+
+def make_grader(*tasks: TaskConfig, workers: int = 1, timeout_s: float = 20.0) -> Grader:
+    return Grader(tasks or (ECHO,), GradingConfig(workers=workers, timeout_s=timeout_s), max_new_tokens=64)
+
+
+@pytest.fixture
+def closed():
+    """Makes graders and closes them."""
+    graders: list[Grader] = []
+
+    def make(*tasks: TaskConfig, **options) -> Grader:
+        graders.append(make_grader(*tasks, **options))
+        return graders[-1]
+
+    yield make
+    for grader in graders:
+        grader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_rewards_come_in_the_order_of_the_answers_for_any_number_of_workers(closed, workers):
+    texts = ["7" if i % 3 == 0 else f"{i}x" for i in range(5 * CHUNK + 1)]
+    rewards = closed(workers=workers).grade(answers(*texts))
+    assert [reward.total for reward in rewards] == [float(text == "7") for text in texts]
+    assert not any(reward.timed_out for reward in rewards)
+
+
+def test_nothing_to_grade_gives_no_rewards(closed):
+    assert closed().grade([]) == []
+
+
+def test_each_task_of_the_mixture_grades_its_own(closed):
+    grader = closed(ECHO, TaskConfig(name="arithmetic", rewards={"correct": 2.0}))
+    rewards = grader.grade(answers("7") + answers("it is 7", task=1))
+    assert [reward.total for reward in rewards] == [1, 2]
+
+
+def test_submit_returns_before_the_answers_are_graded(closed):
+    grader = closed(timeout_s=1.0)
+    grader.grade(answers("7"))
+    start = time.monotonic()
+    grading = grader.submit(answers("sleep", "7"))
+    assert time.monotonic() - start < 0.5
+    assert [reward.total for reward in grading.result()] == [0, 1]
+
+
+def test_an_answer_past_its_limit_is_wrong_and_told_once(closed, caplog):
+    rewards = closed(timeout_s=0.5).grade(answers("7", "sleep", "7", "sleep", "7"))
+    assert [reward.total for reward in rewards] == [1, 0, 1, 0, 1]
+    assert [reward.timed_out for reward in rewards] == [False, True, False, True, False]
+    assert [record.message for record in caplog.records] == [
+        "grading of Echo, prompt a/train/7 was stopped: it took longer than 0.5 s; it counts as wrong, as will others"
+    ]
+
+
+@pytest.mark.parametrize(("text", "message"), [("crash", "ended with code 3"), ("memory", "2 GiB of memory")])
+def test_an_answer_that_kills_its_process_or_fills_memory_is_wrong(closed, caplog, text, message):
+    rewards = closed().grade(answers("7", text, "7"))
+    assert [(reward.total, reward.timed_out) for reward in rewards] == [(1, False), (0, True), (1, False)]
+    assert message in caplog.text
+
+
+def test_parts_that_need_no_grader_are_kept_when_grading_is_stopped(closed):
+    task = TaskConfig(name="sample_tasks:Echo", rewards={"correct": 1.0, "tags": 1.0})
+    (reward,) = closed(task).grade(answers("crash"))
+    assert reward.parts == {"correct": 0.0, "tags": 0.0}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("bug", "KeyError: 'a bug'"), ("exit", "SystemExit"), ("too much", "returned 2.0; the rule is")],
+)
+def test_a_bug_in_a_grader_is_an_error_that_shows_everything(closed, workers, text, message):
+    grader = closed(workers=workers)
+    with pytest.raises(GradingError) as error:
+        grader.grade(answers(*["7"] * 3, text, *["7"] * 3 * CHUNK))
+    for part in ("Echo, prompt a/train/7", "Say 7", f"--- completion\n{text}", message, "--- reference answer\n7"):
+        assert part in str(error.value)
+    assert [reward.total for reward in grader.grade(answers("7", "8"))] == [1, 0]
+
+
+def test_a_long_completion_is_shortened_and_made_printable_in_the_error(closed):
+    class Broken:
+        system_prompt = None
+
+        def prompts(self, split):
+            return []
+
+        def grade(self, prompt, completion):
+            raise ValueError("broken")
+
+    grader = closed(workers=0)
+    grader._own_tasks = [Broken()]
+    with pytest.raises(GradingError) as error:
+        grader.grade(answers("\ud800" + "a" * 50_000 + "end"))
+    assert len(str(error.value)) < 10_000
+    assert "\\ud800aaa" in str(error.value)
+    assert "aaaend" in str(error.value)
+    assert "[... 46004 characters ...]" in str(error.value)
+
+
+def test_a_task_that_cannot_be_made_in_a_worker_is_an_error(closed, capfd):
+    with pytest.raises(RuntimeError, match="did not make its tasks"):
+        closed(TaskConfig(name="sample_tasks:CannotStart")).grade(answers("7"))
+    assert "no such device" in capfd.readouterr().err
+
+
+def test_what_a_grader_prints_goes_to_stderr(closed, capfd):
+    grader = closed()
+    grader.grade(answers("print"))
+    grader.close()
+    assert capfd.readouterr().out == ""
+
+
+def test_an_unknown_reward_is_found_before_a_process_starts():
+    with pytest.raises(ValueError, match="no such reward"):
+        make_grader(TaskConfig(name="sample_tasks:Echo", rewards={"lenght": 1.0}))
+
+
+def test_close_ends_the_processes_at_once_even_while_they_grade():
+    grader = make_grader(timeout_s=60.0, workers=2)
+    grader.grade(answers("7"))
+    processes = [worker._process for worker in grader._workers]
+    grading = grader.submit(answers(*["sleep"] * 40))
+    start = time.monotonic()
+    grader.close()
+    assert time.monotonic() - start < 10
+    assert all(process.poll() is not None for process in processes)
+    assert len(processes) == 2
+    with pytest.raises(CancelledError):
+        grading.result()
+
+
+def test_a_worker_imports_no_jax(closed):
+    grader = closed()
+    grader.grade(answers("7"))
+    (worker,) = grader._workers
+    maps = f"/proc/{worker._process.pid}/maps"
+    if not os.path.exists(maps):
+        pytest.skip("needs /proc")
+    with open(maps) as file:
+        assert "jaxlib" not in file.read()

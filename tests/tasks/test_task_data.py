@@ -1,0 +1,168 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from podium.config.schema import TaskConfig
+from podium.tasks.registry import make_task
+from podium.tasks.task import Prompt
+
+SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+
+
+def write(path: Path, *rows) -> str:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def qa(question="1+1?", answer="2") -> dict:
+    return {"question": question, "answer": answer}
+
+
+def read(split: str = "train", **config) -> list[Prompt]:
+    return list(make_task(TaskConfig(**{"name": "jsonl", **config})).prompts(split))
+
+
+def test_rows_become_prompts_with_stable_ids_and_blank_lines_do_not_count(tmp_path):
+    path = write(tmp_path / "train.jsonl", qa(), "\n", qa("2+2?", 4))
+    assert read(path=path) == [
+        Prompt(id="jsonl/train/0", question="1+1?", answer="2"),
+        Prompt(id="jsonl/train/1", question="2+2?", answer="4"),
+    ]
+
+
+def test_options_name_the_columns(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"q": "1+1?", "a": 2})
+    (prompt,) = read(path=path, options={"question": "q", "answer": "a"})
+    assert (prompt.question, prompt.answer) == ("1+1?", "2")
+
+
+def test_a_folder_has_one_file_for_each_split(tmp_path):
+    write(tmp_path / "train.jsonl", qa("train"))
+    write(tmp_path / "test.jsonl", qa("test"))
+    assert [prompt.question for prompt in read(path=str(tmp_path))] == ["train"]
+    assert [prompt.question for prompt in read("eval", path=str(tmp_path))] == ["test"]
+    with pytest.raises(ValueError, match=r"has no dev.jsonl or dev.parquet \(it holds test.jsonl, train.jsonl\)"):
+        read("eval", path=str(tmp_path), eval_split="dev")
+
+
+def test_eval_path_is_read_for_evaluation_only(tmp_path):
+    train, held_out = write(tmp_path / "a.jsonl", qa("a")), write(tmp_path / "b.jsonl", qa("b"))
+    assert [prompt.question for prompt in read(path=train, eval_path=held_out)] == ["a"]
+    assert [prompt.question for prompt in read("eval", path=train, eval_path=held_out)] == ["b"]
+
+
+def test_the_test_file_beside_the_train_file_is_used(tmp_path, caplog):
+    train = write(tmp_path / "train.jsonl", qa("train"))
+    write(tmp_path / "test.jsonl", qa("test"))
+    assert [prompt.question for prompt in read("eval", path=train)] == ["test"]
+    assert not caplog.records
+
+
+def test_one_file_for_both_is_said(tmp_path, caplog):
+    path = write(tmp_path / "all.jsonl", qa("all"))
+    assert [prompt.question for prompt in read("eval", path=path)] == ["all"]
+    assert "trained on and evaluated on; set eval_path" in caplog.text
+
+
+def test_parquet_is_read_like_jsonl(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    for shard in (0, 1):
+        table = pyarrow.Table.from_pylist([qa(f"{shard}/{i}", str(i)) for i in range(3)])
+        parquet.write_table(table, tmp_path / f"train-0000{shard}-of-00002.parquet")
+    prompts = read(path=str(tmp_path))
+    assert [prompt.question for prompt in prompts] == ["0/0", "0/1", "0/2", "1/0", "1/1", "1/2"]
+    assert prompts[-1].id == "jsonl/train/5"
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1 torn")
+    with pytest.raises(ValueError, match="not a parquet file that can be read"):
+        read(path=str(tmp_path / "torn.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ((), "has no questions; an empty data set"),
+        (("\n\n",), "has no questions; an empty data set"),
+        ((qa(), qa(answer="")), "data.jsonl:2: the answer .column 'answer'. is empty"),
+        ((qa(), qa(answer=None)), "data.jsonl:2: the answer .* is None, not a text or a number"),
+        ((qa(), qa(answer=True)), "data.jsonl:2: the answer .* is True"),
+        ((qa(question=" "),), "data.jsonl:1: the question .* not a text"),
+        ((qa(), {"question": "?"}), "data.jsonl:2: no column 'answer' .*there is question"),
+        (({"questions": "?", "answer": "1"},), "no column 'question' .*did you mean 'questions'"),
+        ((qa(), "{'a': 1}\n"), "data.jsonl:2: not a line of JSON"),
+        ((qa(), "[1]\n"), "data.jsonl:2: expected a JSON object with columns, got list"),
+    ],
+)
+def test_a_bad_row_is_an_error_that_names_file_and_line(tmp_path, rows, message):
+    with pytest.raises(ValueError, match=message):
+        read(path=write(tmp_path / "data.jsonl", *rows))
+
+
+def test_bytes_that_are_not_text_are_an_error(tmp_path):
+    (tmp_path / "data.jsonl").write_bytes(b'{"question": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"data\.jsonl:1: not a line of JSON"):
+        read(path=str(tmp_path / "data.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "jsonl: path must be set"),
+        ({"path": "no/such.jsonl"}, "jsonl: path: there is no file or folder no/such.jsonl"),
+        ({"path": __file__}, "is neither .jsonl nor .parquet"),
+    ],
+)
+def test_a_path_that_is_wrong_or_missing_is_an_error(config, message):
+    with pytest.raises(ValueError, match=message):
+        read(**config)
+
+
+def test_a_gsm8k_answer_without_hashes_is_an_error(tmp_path):
+    path = write(tmp_path / "train.jsonl", qa(answer="2+2 #### 4"), qa(answer="four"))
+    with pytest.raises(ValueError, match=r"train\.jsonl:2: the answer .* has no '#### result' line: 'four'"):
+        read(name="gsm8k", path=path)
+
+
+def test_a_math_reference_may_be_a_boxed_solution(tmp_path):
+    path = write(tmp_path / "train.jsonl", {"problem": "?", "solution": "so \\boxed{\\frac{1}{2}}."})
+    (prompt,) = read(name="math", path=path, options={"answer": "solution"})
+    assert prompt.answer == "\\frac{1}{2}"
+    path = write(tmp_path / "train.jsonl", {"problem": "?", "solution": "so \\boxed{1"})
+    with pytest.raises(ValueError, match="holds no answer"):
+        read(name="math", path=path, options={"answer": "solution"})
+
+
+def test_text_answers_are_compared_as_words():
+    task = make_task(TaskConfig(name="jsonl", options={"match": "text"}))
+    prompt = Prompt(id="0", question="?", answer="New York")
+    texts = ["new  york.", "<answer>New York</answer>", "The answer is New York.", "York", "<think>New York</think>"]
+    assert [task.grade(prompt, text) for text in texts] == [1, 1, 1, 0, 0]
+
+
+def test_a_data_set_that_cannot_be_loaded_is_an_error_with_a_way_out(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def load_dataset(name, subset, *, split):
+        raise FileNotFoundError(f"Couldn't reach {name!r} on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match=r"could not load split 'train' of openai/gsm8k from the hub: .*Set path"):
+        read(name="gsm8k")
+
+
+def test_a_data_set_of_the_hub_is_read_by_split(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    rows = {"train": [qa("t", "#### 1")], "test": [qa("e", "x #### 2"), qa("e2", "3")]}
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, *, split: rows[split])
+    assert read(name="gsm8k") == [Prompt(id="gsm8k/train/0", question="t", answer="1")]
+    with pytest.raises(ValueError, match=r"openai/gsm8k \(test\) row 2: the answer .* has no '#### result' line"):
+        read("eval", name="gsm8k")
+
+
+@pytest.mark.parametrize(("name", "count"), [("gsm8k", 1319), ("math500", 500)])
+def test_the_real_test_sets_are_read_whole(name, count):
+    if not (SHARED / name / "test.jsonl").is_file():
+        pytest.skip(f"needs ../shared/data/{name}")
+    prompts = read("eval", name=name, path=str(SHARED / name))
+    assert len({prompt.id for prompt in prompts}) == count

@@ -1,0 +1,76 @@
+"""On an accelerator the engine and the update compute what they do on the CPU; `benches/gpu.sh` runs this there."""
+
+import argparse
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benches.decode import SMOLLM2_135M, NoText
+from benches.update import random_batch
+from podium.algorithms.recipes import RECIPES
+from podium.config.schema import OptimizerConfig, RolloutConfig
+from podium.models.decoder import param_specs
+from podium.rollout.engine import RolloutEngine
+from podium.rollout.request import Request, SamplingParams
+from podium.sharding import GATHERED_AXES, ROLLOUT_AXES, TRAIN_AXES, ShardingRules, init_params, make_mesh
+from podium.train.optimizer import make_optimizer
+from podium.train.state import init_state
+from podium.train.step import Program, make_train_step, place_batch
+
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() == "cpu", reason="no accelerator: benches/gpu.sh runs this on a machine that has one"
+)
+DECODER = dataclasses.replace(
+    SMOLLM2_135M, vocab=512, width=64, layers=3, heads=4, kv_heads=2, head_dim=16, mlp_width=96, max_positions=256
+)
+BATCH = argparse.Namespace(prompts=4, completions=4, prompt_tokens=12, new_tokens=16, row_tokens=64)
+TOLERANCE = 1e-4
+
+
+def mesh_of(platform: str | None):
+    return make_mesh("auto", jax.devices(platform)[:1])
+
+
+def completions(platform: str | None, dtype=jnp.float32):
+    config = RolloutConfig(max_prompt_tokens=32, max_new_tokens=16, slots=8, prefill_rows=4)
+    mesh = mesh_of(platform)
+    engine = RolloutEngine(config, DECODER, ShardingRules(mesh, ROLLOUT_AXES), NoText(), dtype=jnp.dtype(dtype))
+    params = init_params(0, param_specs(DECODER), ShardingRules(mesh, TRAIN_AXES))
+    engine.load({name: value if "norm" in name else 5 * value for name, value in params.items()})
+    prompts = np.random.default_rng(0).integers(0, DECODER.vocab, (6, 20)).tolist()
+    sampling = SamplingParams(max_new_tokens=16)
+    return engine.generate(
+        [Request(prompt=tuple(prompt), sampling=sampling, seed=n, completions=3) for n, prompt in enumerate(prompts)]
+    )
+
+
+def updated(platform: str | None):
+    mesh, specs = mesh_of(platform), param_specs(DECODER)
+    optimizer = make_optimizer(OptimizerConfig(name="sgd", learning_rate=1.0, clip_norm=0.0), 10, specs)
+    program = Program(
+        decoder=DECODER, mesh=mesh, dtype=jnp.dtype("float32"), temperature=1.0, remat="layer", head_chunk_tokens=32
+    )
+    state = init_state(init_params(0, specs, ShardingRules(mesh, TRAIN_AXES)), optimizer)
+    batch = place_batch(random_batch(BATCH, DECODER.vocab, 2), ShardingRules(mesh, GATHERED_AXES))
+    state, metrics = make_train_step(program, RECIPES["grpo"], optimizer)(state, batch)
+    return {name: np.asarray(value) for name, value in {**state.params, **metrics}.items()}
+
+
+def test_accelerator_draws_the_tokens_that_the_cpu_draws():
+    with jax.default_matmul_precision("highest"):
+        ours, theirs = completions(None), completions("cpu")
+    for group, expected in zip(ours, theirs, strict=True):
+        for completion, other in zip(group, expected, strict=True):
+            np.testing.assert_array_equal(completion.tokens, other.tokens)
+            np.testing.assert_allclose(completion.sampled_logprobs, other.sampled_logprobs, atol=TOLERANCE)
+
+
+def test_update_on_the_accelerator_is_that_on_the_cpu():
+    with jax.default_matmul_precision("highest"):
+        ours, theirs = updated(None), updated("cpu")
+    for name, expected in theirs.items():
+        scale = max(1.0, float(np.abs(expected).max()))
+        np.testing.assert_allclose(ours[name], expected, atol=TOLERANCE * scale, err_msg=name)

@@ -1,0 +1,124 @@
+"""The benches run: each says what it takes, small ones go through, and what judges their numbers is right."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benches.demo import RandomArithmetic, meets_bar
+from benches.gsm8k import check_grader
+from benches.record import record
+from podium.config.schema import TaskConfig
+from podium.tasks.registry import make_task
+
+ROOT = Path(__file__).parents[1]
+NO_BENCH = ("record", "torch_peer", "recipes")  # recipes takes no options, and its tests run what it runs
+BENCHES = sorted(path.stem for path in (ROOT / "benches").glob("*.py") if path.stem not in NO_BENCH)
+NEED_TORCH = ("logits_parity",)
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_bench_says_what_it_is_for(name: str):
+    if name in NEED_TORCH:
+        pytest.importorskip("torch", reason="torch is not installed; only parity benches use it")
+    finished = run(sys.executable, "-m", f"benches.{name}", "--help")
+    assert finished.returncode == 0, finished.stderr
+    assert f"python -m benches.{name}" in finished.stdout
+    assert "--results" in finished.stdout
+
+
+def test_gpu_script_goes_through_on_a_cpu():
+    finished = run("sh", "benches/gpu.sh", "--tiny")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    decode, update = (json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{"))
+    assert decode["rollout/completion_tokens"] == 2 * 4 * 4
+    assert update["tokens/prompt"] == 2 * (8 - 1)
+    assert 0 < update["tokens/completion"] <= 2 * 2 * 8
+
+
+def test_gpu_script_says_how_it_is_used():
+    finished = run("sh", "benches/gpu.sh", "--help")
+    assert finished.returncode == 2
+    assert "--tiny" in finished.stdout
+
+
+def test_record_says_how_a_number_came_about(tmp_path: Path):
+    said = json.loads(record("question-cpu", {"answer": 42}, tmp_path / "new", packages=("pytest",)).read_text())
+    assert said["answer"] == 42
+    assert said["versions"]["pytest"] == pytest.__version__
+    assert said["machine"]["cores"] >= 1
+    assert {"command", "commit", "date"} <= set(said)
+
+
+def test_random_rewards_do_not_depend_on_the_answer_and_evaluation_is_honest():
+    task = make_task(TaskConfig(name="benches.demo:RandomArithmetic"))
+    assert isinstance(task, RandomArithmetic)
+    prompt, held_out = task.prompts("train")[0], task.prompts("eval")[0]
+    right = [task.grade(prompt, prompt.answer) for _ in range(400)]
+    wrong = [task.grade(prompt, "no number") for _ in range(400)]
+    assert 0.4 < np.mean(right) < 0.6
+    assert 0.4 < np.mean(wrong) < 0.6
+    assert (task.grade(held_out, held_out.answer), task.grade(held_out, "no number")) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("after", "wall_s", "control", "expected"),
+    [
+        (0.95, 400.0, False, True),
+        (0.85, 400.0, False, False),
+        (0.95, 500.0, False, False),
+        (0.30, 600.0, True, True),  # answers stay long, which takes time
+        (0.45, 400.0, True, False),
+    ],
+)
+def test_demo_run_is_held_to_its_bar(after: float, wall_s: float, control: bool, expected: bool):
+    row = {"before": {"accuracy": 0.5, "avg_at_k": 0.25}, "after": {"accuracy": 1.0, "avg_at_k": after}}
+    assert meets_bar({**row, "wall_s": wall_s}, control) is expected
+
+
+def test_grader_check_counts_what_is_graded_wrongly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    answers = ["#### 18", "16 - 19 = -3\n#### -3", "#### 1,200", "#### 0"]
+    rows = [json.dumps({"question": f"question {n}", "answer": answer}) for n, answer in enumerate(answers)]
+    (tmp_path / "test.jsonl").write_text("\n".join(rows))
+    task = make_task(TaskConfig(name="gsm8k", path=str(tmp_path)))
+    found = check_grader(task)
+    assert (found["questions"], found["own_answer_missed"], found["different_number_accepted"]) == (4, 0, 0)
+    monkeypatch.setattr(task, "grade", lambda prompt, completion: float("18" in completion))
+    found = check_grader(task)
+    assert found["own_answer_missed"] == 3 * len(found["forms"])
+    assert found["different_number_accepted"] > 0
+
+
+def test_torch_peer_computes_the_models_logits_and_gradient():
+    torch = pytest.importorskip("torch", reason="torch is not installed; only benches.torch_step uses it")
+    import transformers
+
+    from benches.torch_peer import Sampler
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model("llama", **sizes, **heads)
+    ).eval()
+    sampler, prompts = Sampler(model, 16), [[5, 6, 7, 8], [9, 10]]
+    logits, cache, padding = sampler._prefill(prompts, 4, 2)
+    again = sampler._logits(torch.tensor([[3], [3]]), (4 - padding)[:, None], seen_by(torch, padding), cache, 4)
+    with torch.no_grad():
+        for row, prompt in enumerate(prompts):
+            for found, tokens in ((logits[row], prompt), (again[row], [*prompt, 3])):
+                expected = model(input_ids=torch.tensor([tokens])).logits[0, -1]
+                assert float((found - expected).abs().max()) < 0.03 * float(expected.abs().max())
+
+
+def seen_by(torch, padding):
+    """The bias of a fifth token: it sees all but the padding."""
+    seen = torch.arange(5)[None] >= padding[:, None]
+    return torch.zeros(seen.shape).masked_fill(~seen, -1e30)[:, None, None, None]

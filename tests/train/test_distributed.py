@@ -1,0 +1,256 @@
+"""Real processes of jax.distributed on loopback: they train as one process does, stop together, and say who failed."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from host_process import COUNT, ROWS
+from tiny_runs import make_config, read_records
+
+from podium.pods.records import first_failure, outcome, read_json
+from podium.train.checkpoint import saved_steps
+from podium.train.distributed import merged
+from podium.train.loop import train
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 300.0
+SETTINGS: dict[str, Any] = {
+    "prompts_per_step": 6,
+    "rollout": {"slots": 16, "prefill_rows": 8},
+    "train": {"rows_per_device": 2, "optimizer": {"name": "sgd", "learning_rate": 1e-2}},
+    "eval": {"questions": 6, "every_steps": 3, "at_start": False, "at_end": False},
+    "checkpoint": {"every_steps": 2},
+}
+MESHES = {4: {"full": "auto"}, 2: {"full": "host_local", "named": "dp:2,fsdp:2,tp:2"}}
+"""Name of the run -> mesh, by the number of hosts; together they have eight devices."""
+EXACT = ("train-other/loss", "train-reward/total/mean", "eval/accuracy", "rollout/completion_tokens")
+LOCAL = ("time/", "throughput/", "memory/", "rollout/prefill_s", "rollout/decode_s", "rollout/tokens_per_s")
+
+
+class Hosts:
+    """Processes that are one job, each with a folder of its own."""
+
+    def __init__(self, folder: Path, order: dict[str, Any], *, hosts: int, devices: int) -> None:
+        self.folders = [folder / f"worker-{worker}" for worker in range(hosts)]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "order.json").write_text(json.dumps(order))
+        port = free_port()
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for worker, job in enumerate(self.folders):
+            job.mkdir()
+            told = {
+                "PODRUN_JOB_DIR": str(job),
+                "PODRUN_WORKER": str(worker),
+                "PODRUN_WORKERS": str(hosts),
+                "PODRUN_COORDINATOR": f"127.0.0.1:{port}",
+                "PODRUN_ARRIVAL_S": "60",
+                "JAX_NUM_CPU_DEVICES": str(devices),
+                "PYTHONPATH": str(ROOT),
+            }
+            command = [sys.executable, str(ROOT / "tests/train/host_process.py"), str(folder / "order.json")]
+            with (job / "log").open("wb") as log:
+                environment = {**os.environ, **told}
+                self.processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+
+    def statuses(self) -> list[int]:
+        """The exit status of each, when all have ended."""
+        return [process.wait(LIMIT_S) for process in self.processes]
+
+    def logs(self) -> str:
+        """What they printed."""
+        return "\n".join((job / "log").read_text()[-3000:] for job in self.folders)
+
+    def ends(self) -> list[dict[str, Any]]:
+        """What their supervisors would say of them."""
+        return [
+            {
+                "host": f"host-{worker}",
+                "state": "finished",
+                "exit": process.returncode,
+                "record": read_json(job / "record.json")
+                or {
+                    "kind": "signal",
+                    "exit": 128 - (process.returncode or 0),
+                    "message": "SIGABRT",
+                    "time": time.time(),
+                }
+                | dict.fromkeys(("step", "phase", "position")),
+                "progress": read_json(job / "progress.json"),
+            }
+            for worker, (process, job) in enumerate(zip(self.processes, self.folders, strict=True))
+        ]
+
+    def close(self) -> None:
+        """End those that still run."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def shared_by_all(metrics: dict[str, Any]) -> dict[str, float]:
+    """What does not depend on a process's clock."""
+    names = [name for name in metrics if not name.startswith(LOCAL) and name != "rollout/compilations"]
+    return {name: metrics[name] for name in names}
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model, tmp_path_factory) -> Path:
+    """The run of one process with all eight devices, a step longer than the others."""
+    config = make_config(tiny_model, tmp_path_factory.mktemp("alone"), **{**SETTINGS, "steps": 4})
+    assert train(config, plain=True) == 0
+    return Path(config.runs_dir) / "run"
+
+
+@pytest.fixture(scope="module", params=MESHES, ids=["4x2", "2x4"])
+def together(request, tiny_model, tmp_path_factory) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
+    """The folder of the same run on several meshes, by several processes; what each of them saw."""
+    number = request.param
+    folder = tmp_path_factory.mktemp(f"hosts-{number}")
+    configs = [
+        make_config(tiny_model, folder / "runs", name=name, mesh=mesh, **SETTINGS)
+        for name, mesh in MESHES[number].items()
+    ]
+    order = {"configs": [config.model_dump(mode="json") for config in configs]}
+    job = Hosts(folder / "job", order, hosts=number, devices=8 // number)
+    try:
+        assert job.statuses() == [0] * number, job.logs()
+    finally:
+        job.close()
+    yield folder / "runs", [read_json(each / "found.json") or {} for each in job.folders]
+
+
+def test_hosts_train_as_one_process_does(together, alone):
+    """On every mesh: the same metrics on all hosts, and to 1e-6 those of one process."""
+    folder, found = together
+    expected = [shared_by_all(record) for record in read_records(alone / "metrics.jsonl")]
+    for name in MESHES[len(found)]:
+        written = [shared_by_all(record) for record in read_records(folder / name / "metrics.jsonl")]
+        assert [record["step"] for record in written] == [1, 2, 3, 3]
+        for each in found:
+            assert [shared_by_all(record) for record in each["metrics"][name]] == written
+        for record, reference in zip(written, expected[:-1], strict=True):
+            assert record == pytest.approx(reference, rel=1e-5, abs=1e-5)
+            assert {name: record.get(name) for name in EXACT} == pytest.approx(
+                {name: reference.get(name) for name in EXACT}, rel=1e-6, abs=1e-6
+            )
+
+
+def test_one_process_writes_what_is_shared(together):
+    folder, found = together
+    for name in MESHES[len(found)]:
+        assert [record["step"] for record in read_records(folder / name / "lengths.jsonl")] == [1, 2, 3]
+        assert saved_steps(folder / name / "checkpoints") == [2, 3]
+        assert json.loads((folder / name / "summary.json").read_text())["steps"] == 3
+
+
+def test_rows_of_a_host_are_contiguous(together):
+    _, found = together
+    for mesh in MESHES[len(found)].values():
+        for each in found:
+            rows = each["rows"][mesh]
+            assert rows == list(range(rows[0], rows[-1] + 1))
+        assert sorted({row for each in found for row in each["rows"][mesh]}) == list(range(ROWS))
+
+
+def test_counts_of_terabytes_and_messages_of_any_length_are_exact(together):
+    _, found = together
+    for each in found:
+        assert sum(each["counts"]) == sum(COUNT + worker for worker in range(len(found)))
+        assert each["sizes"] == [10 ** (worker + 2) for worker in range(len(found))]
+        assert each["whole"] == list(range(ROWS))
+        assert each["failure"] == "the folder is in use"
+    assert [index for each in found for index in each["share"]] == list(range(10))
+
+
+def test_a_run_of_several_hosts_goes_on_in_one_process(together, alone, tiny_model, tmp_path):
+    """The checkpoint of all hosts is read by one."""
+    folder, _ = together
+    shutil.copytree(folder / "full", tmp_path / "full")
+    config = make_config(tiny_model, tmp_path, name="full", **{**SETTINGS, "steps": 4})
+    assert train(config, plain=True) == 0
+    found, expected = (shared_by_all(read_records(run / "metrics.jsonl")[-1]) for run in (tmp_path / "full", alone))
+    assert found["step"] == 4
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert found["train-other/loss"] == pytest.approx(expected["train-other/loss"], rel=1e-6, abs=1e-6)
+
+
+def wait_for(job: Hosts, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert all(process.poll() is None for process in job.processes), job.logs()
+        assert time.monotonic() < deadline, job.logs()
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
+    """Starts two processes of one device; they are ended with the test."""
+    started: list[Hosts] = []
+
+    def start(order: dict[str, Any]) -> Hosts:
+        started.append(Hosts(tmp_path / f"job-{len(started)}", order, hosts=2, devices=1))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+def test_sigterm_to_one_host_in_a_long_rollout_saves_on_all_and_ends_all(start, tiny_model, tmp_path):
+    """A step takes many seconds here; they stop in the middle of one, with the step before it saved."""
+    config = make_config(tiny_model, tmp_path, steps=50, eval={"at_start": False}, rollout={"refill_steps": 1})
+    job = start({"slow": config.model_dump(mode="json"), "look_s": 3.0})
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_for(job, lambda: metrics.exists() and len(metrics.read_bytes().splitlines()) == 1)
+    job.processes[1].send_signal(signal.SIGTERM)
+    assert job.statuses() == [143, 143], job.logs()
+    ends = job.ends()
+    assert [each["record"]["kind"] for each in ends] == ["stopped", "stopped"]
+    assert [each["record"]["message"] for each in ends] == ["stopped by signal 15 after step 1, which is saved"] * 2
+    assert (outcome(ends), first_failure(ends)) == ("stopped", None)
+    assert saved_steps(tmp_path / "run" / "checkpoints") == [1]
+    assert len(read_records(metrics)) == 1
+
+
+def test_the_host_that_failed_first_is_named(start):
+    """Although all end: jax aborts the others, or they lose its connection."""
+    job = start({"fails": 1})
+    assert 0 not in job.statuses(), job.logs()
+    assert first_failure(job.ends()) == (
+        "worker 1 (host-1) failed first in sums: RuntimeError: a bug of one host; worker 0 ended after it"
+    )
+
+
+def test_metrics_of_hosts_that_ran_side_by_side():
+    one = {
+        "rollout/prefill_s": 1.0,
+        "rollout/decode_s": 3.0,
+        "rollout/decode_steps": 10,
+        "rollout/slot_utilisation": 0.5,
+        "rollout/tokens_per_s": 20.0,
+        "rollout/compilations": 1,
+        "rollout/prompt_tokens": 7,
+        "rollout/completion_tokens": 80,
+    }
+    other = {**one, "rollout/decode_steps": 20, "rollout/slot_utilisation": 0.75, "rollout/tokens_per_s": 10.0}
+    assert merged([one, {}]) == one
+    both = merged([one, other])
+    assert both["rollout/decode_steps"] == 20
+    assert both["rollout/slot_utilisation"] == pytest.approx((0.5 * 10 + 0.75 * 20) / 40)  # of both hosts' slots
+    assert both["rollout/completion_tokens"] == 160
+    assert both["rollout/tokens_per_s"] == pytest.approx(160 / 8.0)
+    assert both["rollout/decode_s"] == 3.0

@@ -1,0 +1,111 @@
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_runs import make_config
+
+from podium.models.hf import load_params
+from podium.models.source import read_architecture, resolve
+from podium.models.tokenizer import load_tokenizer
+from podium.observe.run_dir import Fork, read_config
+from podium.train.checkpoint import CheckpointError
+from podium.train.export import export_run
+from podium.train.loop import train
+from podium.train.setup import load_weights, make_model
+
+pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model, tmp_path_factory, one_device, compiled_once) -> Path:
+    """A run with checkpoints of its steps 1 and 2."""
+    runs = tmp_path_factory.mktemp("runs")
+    checkpoint = {"every_steps": 1, "keep_last": 2}
+    train(make_config(tiny_model, runs, steps=2, eval={"at_start": False}, checkpoint=checkpoint), plain=True)
+    return runs / "run"
+
+
+def weights(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
+    found = load_weights(make_model(read_config(run)), Fork(str(run), step))
+    return {name: np.asarray(value) for name, value in found.items()}
+
+
+def exported(folder: Path) -> dict[str, np.ndarray]:
+    source = resolve(str(folder))
+    config = read_architecture(source)
+    found = load_params(source, config, make_model(make_config(folder)).rules, jnp.float32)
+    return {name: np.asarray(value) for name, value in found.items()}
+
+
+@pytest.mark.parametrize("step", [None, 1, 2])
+def test_a_float32_export_is_the_checkpoint_bit_for_bit(run, tmp_path, step):
+    assert export_run(run, tmp_path / "out", step=step, dtype="float32") == 0
+    found, expected = exported(tmp_path / "out"), weights(run, step or 2)
+    assert found.keys() == expected.keys()
+    assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
+
+
+def test_a_step_can_be_named_with_the_run(run, tmp_path, capsys):
+    export_run(Path(f"{run}@1"), tmp_path / "out", step=None, dtype="float32")
+    found, expected = exported(tmp_path / "out"), weights(run, 1)
+    assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
+    assert capsys.readouterr().out.startswith(f"{run}@1 -> ")
+
+
+def test_steps_differ_so_that_the_test_above_can_fail(run):
+    assert any(not np.array_equal(weights(run, 1)[name], x) for name, x in weights(run, 2).items())
+
+
+def test_a_bfloat16_export_is_the_checkpoint_rounded(run, tmp_path):
+    export_run(run, tmp_path / "out", step=None, dtype="bfloat16")
+    for name, found in exported(tmp_path / "out").items():
+        assert np.array_equal(found, np.asarray(jnp.asarray(weights(run)[name], jnp.bfloat16), np.float32)), name
+
+
+def test_an_export_has_the_tokenizer_and_its_chat_template(run, tmp_path, tiny_model):
+    export_run(run, tmp_path / "out", step=None, dtype="float32")
+    ours, theirs = load_tokenizer(resolve(str(tiny_model))), load_tokenizer(resolve(str(tmp_path / "out")))
+    assert theirs.encode_chat("What is 3 + 4?", None) == ours.encode_chat("What is 3 + 4?", None)
+    assert theirs.eos_tokens == ours.eos_tokens
+
+
+def test_an_export_says_what_it_wrote_and_how_to_load_it(run, tmp_path, capsys):
+    export_run(run, tmp_path / "out", step=None, dtype="float32")
+    assert capsys.readouterr().out.startswith(f"{run}@2 -> {tmp_path / 'out'}: AutoModelForCausalLM.from_pretrained(")
+
+
+def test_transformers_computes_the_same_logits_of_an_export(run, tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from podium.models.attention import causal_attention
+    from podium.models.decoder import forward, head_weights
+    from podium.models.logprobs import logits_at
+
+    export_run(run, tmp_path / "out", step=None, dtype="float32")
+    tokens = np.random.default_rng(0).integers(0, 32, (2, 12)).astype(np.int32)
+    model = make_model(read_config(run))
+    params, mask, dtype = load_weights(model, Fork(str(run), None)), jnp.tri(12, dtype=bool)[None], jnp.dtype("float32")
+
+    def attend(kv, layer, q, k, v):
+        return kv, causal_attention(q, k, v, mask)
+
+    positions = jnp.broadcast_to(jnp.arange(12)[None], (2, 12))
+    hidden, _ = forward(params, tokens, positions, attend, config=model.decoder, rules=model.rules, dtype=dtype)
+    ours = np.asarray(logits_at(hidden, head_weights(params, model.rules, dtype), 1.0))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens.astype(np.int64))).logits.numpy()
+    assert np.abs(ours - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+def test_a_step_that_was_not_saved_is_an_error_that_names_those_that_were(run, tmp_path):
+    with pytest.raises(CheckpointError, match="1, 2"):
+        export_run(run, tmp_path / "out", step=7, dtype="float32")
+
+
+def test_a_folder_that_holds_something_is_left_alone(run, tmp_path):
+    (tmp_path / "mine.json").write_text(json.dumps("mine"))
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        export_run(run, tmp_path, step=None, dtype="float32")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]

@@ -1,0 +1,37 @@
+"""A run plans itself at its start and compares after its third step, where it has a machine that can be planned for."""
+
+import json
+
+import pytest
+from tiny_runs import make_config, read_records
+
+from podium.plan import check
+from podium.plan.check import Machine, RunCheck, check_run
+from podium.train.loop import train
+
+pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
+
+
+def on(monkeypatch, **changed) -> None:
+    """Has this process take itself for a machine with one chip."""
+    machine = Machine(**{"kind": "TPU v6 lite", "devices": 1, "hosts": 1, "memory_bytes": None, **changed})
+    monkeypatch.setattr(check, "this_machine", lambda: machine)
+
+
+def test_a_run_leaves_its_plan_and_how_wrong_it_was(tiny_model, tmp_path, monkeypatch, capsys):
+    on(monkeypatch)
+    config = make_config(tiny_model, tmp_path)
+    assert train(config, plain=True, check=RunCheck(force=False)) == 0
+    (run,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert json.loads((run / "plan.json").read_text())["tpu"] == "v6e-1"
+    steps = [line for line in read_records(run / "metrics.jsonl") if "time/train/step_s" in line]
+    assert ["plan/step_error" in line for line in steps] == [False, False, True]
+    error = capsys.readouterr().err
+    assert "plan: fits v6e-1 by the closed form" in error and "s per step planned" in error
+    assert {"step", "rollout", "update"} <= {row.name for row in check_run(run)}
+
+
+def test_a_run_that_is_far_too_large_does_not_begin(tiny_model, tmp_path, monkeypatch):
+    on(monkeypatch, memory_bytes=1000)
+    with pytest.raises(ValueError, match="`podium plan` says what would fit; --force goes on all the same"):
+        train(make_config(tiny_model, tmp_path), plain=True, check=RunCheck(force=False))

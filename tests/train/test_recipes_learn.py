@@ -1,0 +1,13 @@
+import pytest
+from tiny_runs import RISE, first_and_last, learn
+
+from podium.algorithms.recipes import RECIPES
+
+pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_teaches_a_random_model_one_digit_sums(recipe, tmp_path):
+    first, last = first_and_last(learn(recipe, tmp_path))
+    assert first < 0.15  # it knew nothing
+    assert last - first >= RISE

@@ -1,0 +1,100 @@
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from podium.train.signals import StopSignal
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    """The code in a process of its own, where it may send signals to itself."""
+    header = "import os, signal, sys\nfrom podium.train.signals import StopSignal\n"
+    return subprocess.run([sys.executable, "-c", header + code], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_is_a_request_and_the_step_is_finished(number, code):
+    done = run(
+        f"""
+with StopSignal() as stop:
+    for step in range(5):
+        before = stop.requested
+        if step == 2:
+            os.kill(os.getpid(), {int(number)})
+        print(step, before, stop.requested)
+        if stop.requested:
+            break
+sys.exit(stop.exit_code)
+"""
+    )
+    assert done.returncode == code
+    assert done.stdout.splitlines() == ["0 None None", "1 None None", f"2 None {int(number)}"]
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("first", ["SIGINT", "SIGTERM"])
+def test_a_ctrl_c_after_a_request_stops_at_once(first):
+    done = run(
+        f"""
+with StopSignal() as stop:
+    os.kill(os.getpid(), signal.{first})
+    print("still here", flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    print("never reached", flush=True)
+"""
+    )
+    assert done.returncode != 0
+    assert done.stdout == "still here\n"
+    assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
+
+
+def test_a_second_sigterm_leaves_the_step_its_time():
+    done = run(
+        """
+with StopSignal() as stop:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("saved")
+sys.exit(stop.exit_code)
+"""
+    )
+    assert (done.returncode, done.stdout) == (143, "saved\n")
+
+
+def test_handlers_are_what_they_were_after_leaving():
+    def mine(number, frame):
+        raise AssertionError
+
+    former = signal.signal(signal.SIGTERM, mine)
+    try:
+        with pytest.raises(RuntimeError, match="of the loop"), StopSignal():
+            assert signal.getsignal(signal.SIGTERM) is not mine
+            raise RuntimeError("an error of the loop")
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def test_nothing_requested_exits_with_0():
+    with StopSignal() as stop:
+        pass
+    assert stop.exit_code == 0
+
+
+def test_only_the_main_thread_can_listen():
+    errors = []
+
+    def enter():
+        try:
+            StopSignal().__enter__()
+        except ValueError as error:
+            errors.append(str(error))
+
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert "main thread" in errors[0]
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,259 @@
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_runs import DECODER, host, make_config, make_params, make_program, make_samples, recipe_of, rules_of, sgd
+
+from podium.models.attention import causal_attention
+from podium.models.decoder import forward, head_weights
+from podium.models.logprobs import logits_at
+from podium.train.batch import Sample, make_batch, take
+from podium.train.state import init_state
+from podium.train.step import Program, make_score, make_train_step, place_batch
+
+GRADIENT_TOLERANCE = 1e-5  # of a gradient's norm, float32; bar f of the issue
+BF16_TOLERANCE = 0.05  # of a gradient's norm, and nat of a log-probability: bfloat16 has 8 bits
+SCALE_TOLERANCE = 1e-5  # of the largest log-probability
+SAMPLES = make_samples(groups=4, completions=4)
+ROW_TOKENS = 24
+MESHES = {1: ("dp:1",), 2: ("fsdp:2", "dp:2", "tp:2"), 8: ("1,8,1", "2,4,1", "2,2,2", "8,1,1")}
+
+
+def batch_of(samples=SAMPLES, *, rows=8, packing="shared_prompts", row_tokens=ROW_TOKENS):
+    return make_batch(samples, row_tokens=row_tokens, rows=rows, max_rows=16, packing=packing)
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    """SAMPLES with log-probabilities near those of the model: ratios about 1, some of them clipped."""
+    random = np.random.default_rng(1)
+    return [
+        dataclasses.replace(each, sampled_logprobs=(x + random.normal(0, 0.15, x.shape)).astype(np.float32))
+        for each, x in zip(SAMPLES, naive_logprobs(), strict=True)
+    ]
+
+
+@functools.cache
+def compiled(mesh: str, devices: int, algorithm: str, changes: tuple) -> tuple[Program, Callable]:
+    """A program and its update by plain descent at rate 1, made once: packing and contents compile nothing anew."""
+    program = make_program(rules_of(mesh, devices), **dict(changes))
+    return program, make_train_step(program, recipe_of(make_config(algorithm=json.loads(algorithm))), sgd(1.0))
+
+
+def update(state, batch, *, mesh="dp:1", devices=1, algorithm=None, **changes):
+    program, step = compiled(mesh, devices, json.dumps(algorithm or {}), tuple(changes.items()))
+    state, metrics = step(state, place_batch(batch, program.computing))
+    return state, {name: float(value) for name, value in metrics.items()}
+
+
+def gradient(samples, *, rows=8, packing="shared_prompts", mesh="dp:1", devices=1, batch=None, **changes):
+    """One update by plain descent at rate 1: the gradient by parameter, and the metrics."""
+    params = make_params(rules_of(mesh, devices))
+    before = host(params)
+    batch = batch or batch_of(samples, rows=rows, packing=packing)[0]
+    state, metrics = update(init_state(params, sgd()), batch, mesh=mesh, devices=devices, **changes)
+    after = host(state.params)
+    return {name: before[name] - after[name] for name in before}, metrics
+
+
+def distance(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    """Norm of the difference over the norm, of the worst parameter."""
+    return max(float(np.linalg.norm(found[name] - x) / np.linalg.norm(x)) for name, x in expected.items())
+
+
+@functools.cache
+def naive_logits() -> list[np.ndarray]:
+    """Logits [n, V] float64 from which each sample's tokens are predicted: one sequence per row, no packing."""
+    rules = rules_of()
+    tokens = np.zeros((len(SAMPLES), ROW_TOKENS), np.int32)
+    for row, each in zip(tokens, SAMPLES, strict=True):
+        row[: len(each.prompt) + len(each.tokens)] = (*each.prompt, *each.tokens)
+    mask = jnp.tri(ROW_TOKENS, dtype=bool)[None]
+
+    def attend(kv, layer, q, k, v):
+        return kv, causal_attention(q, k, v, mask)
+
+    @jax.jit
+    def compute(params):
+        positions, dtype = jnp.broadcast_to(jnp.arange(ROW_TOKENS)[None], tokens.shape), jnp.dtype("float32")
+        hidden, _ = forward(params, jnp.array(tokens), positions, attend, config=DECODER, rules=rules, dtype=dtype)
+        return logits_at(hidden, head_weights(params, rules, dtype), 1.0)
+
+    logits = np.asarray(compute(make_params(rules)), np.float64)
+    starts = [len(each.prompt) - 1 for each in SAMPLES]
+    return [x[start : start + len(each.tokens)] for x, start, each in zip(logits, starts, SAMPLES, strict=True)]
+
+
+def naive_softmax(temperature: float = 1.0) -> list[np.ndarray]:
+    """The logarithm of the full softmax of each sample's logits, [n, V]."""
+    shifted = [(x - x.max(axis=-1, keepdims=True)) / temperature for x in naive_logits()]
+    return [x - np.log(np.exp(x).sum(axis=-1, keepdims=True)) for x in shifted]
+
+
+def naive_logprobs(temperature: float = 1.0) -> list[np.ndarray]:
+    """Of each sample's tokens, [n]."""
+    tables = naive_softmax(temperature)
+    return [table[np.arange(len(each.tokens)), each.tokens] for table, each in zip(tables, SAMPLES, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def expected(samples):
+    """The gradient on one device, one row per sample, everything at once."""
+    return gradient(samples, rows=16, packing="none")
+
+
+@pytest.mark.parametrize("packing", ["none", "sequences", "shared_prompts"])
+@pytest.mark.parametrize(("devices", "mesh"), [(n, mesh) for n, meshes in MESHES.items() for mesh in meshes])
+def test_gradients_do_not_depend_on_devices_and_packing(samples, expected, devices, mesh, packing):
+    found, metrics = gradient(samples, mesh=mesh, devices=devices, packing=packing)
+    assert distance(found, expected[0]) <= GRADIENT_TOLERANCE
+    for name, value in expected[1].items():
+        assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("packing", ["none", "shared_prompts"])
+@pytest.mark.parametrize(("rows", "micro_batches"), [(16, 1), (8, 2), (4, 4)])
+def test_gradients_do_not_depend_on_how_many_micro_batches_there_are(samples, expected, rows, micro_batches, packing):
+    batch, _ = batch_of(samples, rows=rows, packing=packing)
+    assert batch.tokens.shape[0] == micro_batches
+    assert packing != "none" or int(batch.num_micro_batches) == micro_batches
+    found, metrics = gradient(samples, batch=batch)
+    assert distance(found, expected[0]) <= GRADIENT_TOLERANCE
+    assert metrics["gradient_norm"] == pytest.approx(expected[1]["gradient_norm"], rel=1e-5)
+    assert metrics["logprob_gap_max"] == pytest.approx(expected[1]["logprob_gap_max"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("devices", "mesh", "program"),
+    [
+        (1, "dp:1", {"remat": "layer"}),
+        (1, "dp:1", {"head_chunk_tokens": 8}),
+        (8, "2,2,2", {"remat": "layer", "head_chunk_tokens": 56}),  # 28 of 24 columns: the last chunk is padded
+    ],
+)
+def test_memory_settings_do_not_change_gradients(samples, expected, devices, mesh, program):
+    found, _ = gradient(samples, mesh=mesh, devices=devices, rows=8, **program)
+    assert distance(found, expected[0]) <= GRADIENT_TOLERANCE
+
+
+@pytest.mark.parametrize("algorithm", [{"recipe": "gspo", "clip_high": 0.05, "clip_low": 0.05}, {"entropy_bonus": 0.1}])
+def test_gradients_of_sequence_ratios_and_entropy_do_not_depend_on_the_packing(samples, algorithm):
+    same_advantages = samples
+    alone, _ = gradient(same_advantages, rows=16, packing="none", algorithm=algorithm)
+    found, _ = gradient(same_advantages, mesh="2,2,2", devices=8, rows=8, algorithm=algorithm)
+    assert distance(found, alone) <= GRADIENT_TOLERANCE
+
+
+def test_bfloat16_gradients_are_near_those_of_float32(samples):
+    """Of a loss without clip: there a rounding decides whether a token has a gradient at all."""
+    settings = {"rows": 8, "algorithm": {"recipe": "reinforce"}}
+    expected, exact = gradient(samples, **settings)
+    found, metrics = gradient(samples, **settings, dtype=jnp.dtype("bfloat16"))
+    error = np.sqrt(sum(np.sum(np.square(found[name] - x)) for name, x in expected.items()))
+    print("BF16", error / exact["gradient_norm"], distance(found, expected), metrics["entropy"] - exact["entropy"])
+    assert 1e-4 < error / exact["gradient_norm"] <= BF16_TOLERANCE
+    assert metrics["entropy"] == pytest.approx(exact["entropy"], abs=BF16_TOLERANCE)
+
+
+def test_the_gradient_is_that_of_a_loss_written_down_naively(samples):
+    """REINFORCE: sum of weight x advantage x log-probability, by finite differences along the gradient."""
+    algorithm = {"recipe": "reinforce"}
+    found, metrics = gradient(samples, rows=8, algorithm=algorithm)
+    loss = -sum(
+        each.weight * each.advantage * logprobs.sum() for each, logprobs in zip(samples, naive_logprobs(), strict=True)
+    )
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    norm = np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in found.values()))
+    assert metrics["gradient_norm"] == pytest.approx(norm, rel=1e-4)
+    assert metrics["update_norm"] == pytest.approx(norm, rel=1e-4)
+    moved = loss_after(samples, found, 1e-2 / norm, algorithm) - loss_after(samples, found, -1e-2 / norm, algorithm)
+    assert moved / 2e-2 == pytest.approx(-norm, rel=1e-2)
+
+
+def loss_after(samples, direction, size, algorithm) -> float:
+    """The loss at the parameters moved by `-size * direction`."""
+    params = {name: value - size * direction[name] for name, value in make_params(rules_of()).items()}
+    _, metrics = update(init_state(params, sgd()), batch_of(samples)[0], algorithm=algorithm)
+    return metrics["loss"]
+
+
+@functools.cache
+def scorer(mesh: str, devices: int, chunk: int) -> tuple[Program, Callable]:
+    program = make_program(rules_of(mesh, devices), head_chunk_tokens=chunk)
+    return program, make_score(program)
+
+
+@pytest.mark.parametrize("packing", ["none", "sequences", "shared_prompts"])
+@pytest.mark.parametrize(("devices", "mesh", "chunk"), [(1, "dp:1", 1024), (8, "2,2,2", 8)])
+def test_scores_are_those_of_a_full_softmax_of_every_sequence_alone(packing, devices, mesh, chunk):
+    program, score = scorer(mesh, devices, chunk)
+    batch, places = batch_of(packing=packing)
+    scored = score(make_params(rules_of(mesh, devices)), place_batch(batch, program.computing))
+    for found, expected in zip(take(np.asarray(scored), places), naive_logprobs(), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=SCALE_TOLERANCE * np.abs(expected).max())
+
+
+def test_scores_are_under_the_sampling_temperature():
+    rules = rules_of()
+    batch, places = batch_of(packing="sequences")
+    program = make_program(rules, temperature=0.5)
+    scored = make_score(program)(make_params(rules), place_batch(batch, program.computing))
+    for found, expected in zip(take(np.asarray(scored), places), naive_logprobs(0.5), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=SCALE_TOLERANCE * np.abs(expected).max())
+
+
+def test_entropy_and_gap_are_means_over_the_trained_tokens(samples):
+    _, metrics = gradient(samples, rows=4)
+    entropy = np.concatenate([-np.sum(np.exp(table) * table, axis=-1) for table in naive_softmax()])
+    pairs = zip(naive_logprobs(), samples, strict=True)
+    gaps = np.concatenate([np.abs(logprobs - each.sampled_logprobs) for logprobs, each in pairs])
+    assert metrics["entropy"] == pytest.approx(entropy.mean(), rel=1e-5)
+    assert metrics["logprob_gap"] == pytest.approx(gaps.mean(), rel=1e-4)
+    assert metrics["logprob_gap_max"] == pytest.approx(gaps.max(), rel=1e-4)
+
+
+def test_padding_contributes_nothing(samples, expected):
+    """Twice the room, and padding tokens that would be far from their targets if anything read them."""
+    batch, _ = make_batch(samples, row_tokens=2 * ROW_TOKENS, rows=16, max_rows=32, packing="none")
+    padding = np.asarray(batch.segments) == 0
+    changes = {"tokens": 7, "targets": 9, "positions": 3, "sampled_logprobs": -1e3, "advantages": 1e3}
+    fields = {name: np.asarray(getattr(batch, name)) for name in changes}
+    filled = {name: np.where(padding, x.dtype.type(changes[name]), x) for name, x in fields.items()}
+    found, metrics = gradient(samples, batch=dataclasses.replace(batch, **filled))
+    assert distance(found, expected[0]) <= GRADIENT_TOLERANCE
+    assert metrics == pytest.approx(expected[1], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(("devices", "mesh"), [(1, "dp:1"), (8, "2,2,2"), (8, "1,8,1")])
+def test_programs_are_traced_once_whatever_the_batch_holds(devices, mesh):
+    program, step = compiled.__wrapped__(mesh, devices, "{}", ())  # one that no other test has called
+    score = make_score(program)
+    state = init_state(make_params(rules_of(mesh, devices)), sgd())
+    shardings = {name: value.sharding for name, value in state.params.items()}
+    for count in (16, 5, 1):
+        batch = place_batch(batch_of(SAMPLES[:count], rows=8)[0], program.computing)
+        score(state.params, batch)
+        state, _ = step(state, batch)
+    assert (score._cache_size(), step._cache_size()) == (1, 1)
+    assert int(state.step) == 3
+    assert {name: value.sharding for name, value in state.params.items()} == shardings
+
+
+def test_a_step_donates_its_state():
+    state = init_state(make_params(rules_of()), sgd())
+    update(state, batch_of()[0])
+    assert all(value.is_deleted() for value in state.params.values())
+
+
+def test_a_batch_s_rows_are_split_over_the_devices_and_its_counts_are_everywhere():
+    rules = rules_of("2,2,2", 8)
+    placed = place_batch(batch_of(rows=8)[0], make_program(rules).computing)
+    assert placed.tokens.sharding.spec == jax.sharding.PartitionSpec(None, ("dp", "fsdp"), None)
+    assert placed.tokens.addressable_shards[0].data.shape == (2, 2, ROW_TOKENS)
+    assert placed.num_tokens.sharding.is_fully_replicated
+    assert placed.old_logprobs is None

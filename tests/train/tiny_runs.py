@@ -1,0 +1,201 @@
+"""A tiny random model on disk, configs of runs over it, and what a run left behind: what the trainer's tests share."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tiny_decoder import DECODER
+
+from benches.recipes import RISE, first_and_last, learn, write_tiny_model
+from podium.algorithms.recipes import Recipe, make_recipe
+from podium.config.schema import Config, OptimizerConfig
+from podium.config.sizes import optimizer_steps
+from podium.models.decoder import param_specs
+from podium.rollout.request import Completion
+from podium.sharding import TRAIN_AXES, Params, ShardingRules, make_mesh, param_shardings
+from podium.tasks.mixture import TaskPrompt
+from podium.tasks.task import Prompt, Reward
+from podium.train.batch import Sample
+from podium.train.optimizer import make_optimizer
+from podium.train.rollouts import Group
+from podium.train.state import TrainState, init_state
+from podium.train.step import Program
+from podium.train.update import Updater
+
+__all__ = ["RISE", "first_and_last", "learn", "write_tiny_model"]
+
+TINY: dict[str, Any] = {
+    "name": "run",
+    "steps": 3,
+    "prompts_per_step": 4,
+    "group_size": 4,
+    "tasks": [{"name": "arithmetic"}],
+    "grading": {"workers": 0},
+    "rollout": {"max_prompt_tokens": 16, "max_new_tokens": 3, "slots": 16, "prefill_rows": 8},
+    "train": {"rows_per_device": 2, "optimizer": {"learning_rate": 1e-2}},
+    "eval": {"questions": 8},
+    "metrics": {"samples_every": 2},
+}
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` laid over it, section by section."""
+    inner = {
+        key: merged(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+        for key, value in changes.items()
+    }
+    return {**base, **inner}
+
+
+def make_config(model: Path | str = "none", runs: Path | str = "runs", **changes: Any) -> Config:
+    """TINY with changes, section by section: `make_config(model, tmp_path, eval={"samples": 2})`."""
+    return Config.model_validate(merged({"model": str(model), "runs_dir": str(runs), **TINY}, changes))
+
+
+def rules_of(mesh: str = "auto", devices: int = 1) -> ShardingRules:
+    """Where the trainer keeps things, on so many of the test's devices."""
+    return ShardingRules(make_mesh(mesh, jax.devices()[:devices]), TRAIN_AXES)
+
+
+def make_params(rules: ShardingRules, *, seed: int = 0) -> Params:
+    """Random weights of DECODER, large enough that the model has opinions; the same on any mesh."""
+    shardings = param_shardings(param_specs(DECODER), rules)
+    return {name: jax.device_put(value, shardings[name], may_alias=False) for name, value in _weights(seed).items()}
+
+
+@functools.cache
+def _weights(seed: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return {
+        name: (spec.mean + 10 * spec.std * random.standard_normal(spec.shape)).astype(np.float32)
+        for name, spec in param_specs(DECODER).items()
+    }
+
+
+def make_program(rules: ShardingRules, **changes: Any) -> Program:
+    """A program in float32 over the tiny decoder."""
+    settings = {"decoder": DECODER, "dtype": jnp.dtype("float32"), "temperature": 1.0}
+    return Program(**{**settings, "mesh": rules.mesh, "remat": "none", "head_chunk_tokens": 1024, **changes})
+
+
+def make_samples(
+    *,
+    groups: int = 3,
+    completions: int = 4,
+    longest_prompt: int = 12,
+    longest: int = 10,
+    vocab: int = 300,
+    seed: int = 0,
+) -> list[Sample]:
+    """Random samples, some with prompts or completions of one token; advantages and weights are random too."""
+    random = np.random.default_rng(seed)
+    samples = []
+    for group in range(groups):
+        length = 1 if group == 1 else int(random.integers(1, longest_prompt + 1))
+        prompt = tuple(random.integers(0, vocab, length).tolist())
+        for index in range(completions):
+            n = 1 if index == 1 else int(random.integers(1, longest + 1))
+            samples.append(
+                Sample(
+                    group=group,
+                    prompt=prompt,
+                    tokens=random.integers(0, vocab, n).astype(np.int32),
+                    sampled_logprobs=random.normal(-5.0, 1.0, n).astype(np.float32),
+                    advantage=float(random.normal()),
+                    weight=float(random.uniform(0.01, 0.1)),
+                )
+            )
+    return samples
+
+
+def make_group(
+    rewards: list[float],
+    *,
+    seed: int = 0,
+    lengths: list[int] | None = None,
+    finish: str | list[str] = "stop",
+    sampled_logprobs: list[np.ndarray] | None = None,
+) -> Group:
+    """A group of random completions with these rewards."""
+    random = np.random.default_rng(seed)
+    tokens = tuple(random.integers(0, DECODER.vocab, 6).tolist())
+    lengths = lengths or [int(random.integers(1, 9)) for _ in rewards]
+    finishes = [finish] * len(rewards) if isinstance(finish, str) else finish
+    completions = [
+        Completion(
+            tokens=random.integers(0, DECODER.vocab, n).astype(np.int32),
+            sampled_logprobs=np.full(n, -5.0, np.float32) if sampled_logprobs is None else sampled_logprobs[index],
+            text="text",
+            finish_reason=finishes[index],  # pyright: ignore[reportArgumentType]
+        )
+        for index, n in enumerate(lengths)
+    ]
+    return Group(
+        prompt=TaskPrompt(task=0, prompt=Prompt(id=f"{seed}", question="?", answer="!"), system_prompt=None),
+        tokens=tokens,
+        completions=completions,
+        rewards=[Reward(total=reward, parts={"correct": reward}) for reward in rewards],
+    )
+
+
+def make_updater(
+    *, devices: int = 1, reference: bool = False, temperature: float = 1.0, **changes: Any
+) -> tuple[Updater, TrainState]:
+    """An updater over the tiny decoder with the config's changes, and a first state; equal ones compile once.
+
+    Its learning rate is 0.1 of plain descent without clipping, unless told otherwise.
+    """
+    updater = _updater(devices, reference, temperature, json.dumps(changes))
+    rules = rules_of(devices=devices)
+    return updater, init_state(make_params(rules), _optimizer(updater.config))
+
+
+@functools.cache
+def _updater(devices: int, reference: bool, temperature: float, changes: str) -> Updater:
+    plain = {"optimizer": {"name": "sgd", "learning_rate": 0.1, "beta1": 0.0, "clip_norm": 0.0}}
+    defaults = {"steps": 10, "rollout": {"max_prompt_tokens": 8, "max_new_tokens": 8}, "train": plain}
+    config = make_config(**merged(defaults, json.loads(changes)))
+    rules = rules_of(devices=devices)
+    program = make_program(rules, temperature=temperature)
+    first = make_params(rules) if reference else None
+    return Updater(config, recipe_of(config), program, _optimizer(config), reference=first, folder=Path())
+
+
+def _optimizer(config: Config) -> optax.GradientTransformation:
+    return make_optimizer(config.train.optimizer, optimizer_steps(config), param_specs(DECODER))
+
+
+def recipe_of(config: Config) -> Recipe:
+    """What a config's algorithm means."""
+    return make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
+
+
+@functools.cache
+def sgd(learning_rate: float = 1.0):
+    """Plain gradient descent: the step of the parameters is the gradient."""
+    config = OptimizerConfig(name="sgd", learning_rate=learning_rate, beta1=0.0, clip_norm=0.0)
+    return make_optimizer(config, 10, param_specs(DECODER))
+
+
+def host(params: Params) -> dict[str, np.ndarray]:
+    """The parameters as numpy arrays."""
+    return {name: np.array(value) for name, value in params.items()}
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The lines of a .jsonl file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def cache_settings(folder: Path) -> dict[str, Any]:
+    """What has jax keep every compiled program in a folder; upper case, they are environment variables."""
+    return {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
