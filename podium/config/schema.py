@@ -83,7 +83,7 @@ class RolloutConfig(Section):
     layout: RolloutLayout = "replicated"
     """Where weights and sequences are while they decode. replicated: all weights on every device, sequences over all
     devices; the others keep weights split as in training, as the former system did: legacy splits sequences over all
-    devices, maxtext over dp alone."""
+    devices (and makes the logits of all prompt tokens, as it did), maxtext over dp alone."""
     dtype: Dtype = "auto"
     """Number format of the rollout's weights and, but on CPU, of its KV cache. auto: bfloat16, on CPU float32. There
     bfloat16 is faster if the CPU has AVX512-BF16, and slower otherwise."""

@@ -129,8 +129,9 @@ def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
     """One call for `prefill_rows` prompts of a bucket."""
     rows, a, decoder = -(-run.config.rollout.prefill_rows // run.rollout_shards), run.rollout_activation, run.decoder
     tokens = rows * bucket
-    logits = F32 * rows * decoder.vocab
-    flops = tokens * 2 * layer_matmul(decoder) * decoder.layers + 2 * rows * decoder.vocab * decoder.width
+    scored = tokens if run.config.rollout.layout == "legacy" else rows
+    logits = F32 * scored * decoder.vocab
+    flops = tokens * 2 * layer_matmul(decoder) * decoder.layers + 2 * scored * decoder.vocab * decoder.width
     flops += _attention_flops(run, tokens, bucket, split=1)
     traffic = _layers_traffic(run, "forward", rows, bucket, a, split=1)
     return PhaseEstimate(

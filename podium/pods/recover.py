@@ -31,6 +31,8 @@ class Policy:
     poll_s: float = 10.0
     silence_s: float = 300.0
     """After which workers that do not answer are given up, though their node is said to be ready."""
+    ends_s: float = 20.0
+    """How long after a failure the other workers may take to end: who failed first is known when all have."""
     settle_s: float = 90.0
     """How long after SIGTERM a node may still be said to be ready that is being taken away."""
     pauses_s: tuple[float, ...] = (10.0, 30.0, 60.0)
@@ -100,6 +102,8 @@ def _after_failure(seen: Seen, view: View, counts: Counts, policy: Policy) -> De
             return Decision(act="wait", why=why)
         return _replace(f"{why}, for {seen.waited_s:.0f} s", counts, policy)
     ends = [status["exit"] for status in view.statuses if status and status["exit"] is not None]
+    if len(ends) < len(view.statuses) and seen.waited_s < policy.ends_s:
+        return Decision(act="wait", why=why)
     if WRONG_SETTINGS in ends:
         return Decision(act="end", why=why, status=WRONG_SETTINGS)
     causes = [end for end in ends if end not in (0, ABORTED)]
@@ -167,6 +171,8 @@ def keep_alive(verbs: Verbs, policy: Policy, *, clock: Clock, say: Callable[[str
             say(decision.why if decision.act in ("wait", "end") else f"{decision.act}: {decision.why}")
         told = decision.why
         if decision.act == "end":
+            if seen.view is not None and seen.view.outcome in ("failed", "guard"):
+                _stop_the_others(verbs, say)
             return decision.status
         if decision.act == "wait":
             clock.sleep(policy.poll_s)
@@ -197,6 +203,14 @@ def _act(
         if decision.act == "start":
             counts = dataclasses.replace(counts, restarts=counts.restarts + 1)
     return counts
+
+
+def _stop_the_others(verbs: Verbs, say: Callable[[str], None]) -> None:
+    """Leave no process behind on workers that did not notice that another has failed."""
+    try:
+        verbs.stop()
+    except (RemoteError, SliceError, GcloudError) as error:
+        say(str(error))
 
 
 def _patiently(look: Callable[[], Seen], clock: Clock, say: Callable[[str], None]) -> Seen:

@@ -90,7 +90,7 @@ def make_engine_programs(
             )
     return EnginePrograms(
         sync=make_sync(decoder, rules, dtype),
-        prefill=make_prefill(decoder, rules, dtype),
+        prefill=make_prefill(decoder, rules, dtype, all_logits=config.layout == "legacy"),
         place=make_place(rules),
         decode=make_decode(decoder, rules, dtype, steps=config.refill_steps),
     )
@@ -145,8 +145,12 @@ def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) ->
     return jax.jit(sync, out_shardings=wanted)
 
 
-def make_prefill(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> Any:
-    """The jitted `(params, tokens [R, T], lengths [R]) -> Prompts`: one compiled variant per bucket T."""
+def make_prefill(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *, all_logits: bool = False) -> Any:
+    """The jitted `(params, tokens [R, T], lengths [R]) -> Prompts`: one compiled variant per bucket T.
+
+    `all_logits` makes those of every prompt token, [R, T, V], and keeps the last: what the former system ran out of
+    memory with, and nobody else wants.
+    """
 
     def prefill(params: Params, tokens: jax.Array, lengths: jax.Array) -> Prompts:
         R, T = tokens.shape
@@ -158,11 +162,19 @@ def make_prefill(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype)
 
         positions = jnp.broadcast_to(jnp.arange(T), (R, T))
         hidden, kv = forward(params, tokens, positions, attend, empty, config=decoder, rules=rules, dtype=dtype)
-        last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]  # [R, D]
-        logits = logits_at(last, head_weights(params, rules, dtype), 1.0)
+        head = head_weights(params, rules, dtype)
+        if all_logits:
+            logits = _last(logits_at(hidden, head, 1.0), lengths)
+        else:
+            logits = logits_at(_last(hidden, lengths), head, 1.0)
         return Prompts(kv=kv, logits=rules.constrain(logits, "batch", None))
 
     return jax.jit(prefill)
+
+
+def _last(x: jax.Array, lengths: jax.Array) -> jax.Array:
+    """What belongs to each row's last token: [R, T, n] to [R, n]."""
+    return jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
 
 
 def make_place(rules: ShardingRules) -> Any:

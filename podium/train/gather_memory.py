@@ -76,6 +76,15 @@ def measure(mesh: Mesh, mode: Mode, dtype: str, *, target_bytes_gib: float, cols
     }
 
 
+def planned(mesh: Mesh, mode: Mode, dtype: str, *, target_bytes_gib: float, cols: int) -> int:
+    """Bytes of the array on a device of a mesh that may not be there, as its programs are lowered."""
+    shape = buffer_shape(int(target_bytes_gib * GIB), cols, dtype, fsdp=mesh.shape["fsdp"])
+    make = allocate(mesh, shape, dtype)
+    array = jax.eval_shape(make)
+    made = (make.trace() if mode == "sharded" else gathered(mesh).trace(array)).lower().out_info
+    return math.prod(made.sharding.shard_shape(made.shape)) * made.dtype.itemsize
+
+
 def buffer_shape(target_bytes: int, cols: int, dtype: str, *, fsdp: int) -> tuple[int, int]:
     """Rows and columns of an array of at least so many bytes whose rows divide over fsdp."""
     elements = -(-target_bytes // jnp.dtype(DTYPES[dtype]).itemsize)

@@ -19,10 +19,10 @@ def make_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkout: Path):
     """Makes worlds in which the commands run; what runs in them ends with the test."""
     worlds: list[PodWorld] = []
 
-    def make(workers: int = 4) -> PodWorld:
+    def make(workers: int = 4, longest_s: float = 0.1) -> PodWorld:
         folder = tmp_path / f"world{len(worlds)}"
         folder.mkdir()
-        worlds.append(PodWorld(folder, workers=workers))
+        worlds.append(PodWorld(folder, workers=workers, longest_s=longest_s))
         worlds[-1].install(monkeypatch)
         monkeypatch.chdir(checkout)
         return worlds[-1]

@@ -39,12 +39,12 @@ class QuickClock:
 class PodWorld:
     """Ada's laptop, a project, and machines."""
 
-    def __init__(self, folder: Path, *, workers: int = 4) -> None:
+    def __init__(self, folder: Path, *, workers: int = 4, longest_s: float = 0.1) -> None:
         network = f"127.{next(_NETWORKS) % 250 + 1}.{os.getpid() % 250 + 1}"
         self.folder, self.workers = folder, workers
         self.addresses = [f"{network}.{worker + 1}" for worker in range(workers)]
         self.hosts = LocalHosts(folder, self.addresses)
-        self.clock = QuickClock()
+        self.clock = QuickClock(longest_s)
         self.fake = FakeTpu(
             clock=self.clock.time,
             zones=ZONES,

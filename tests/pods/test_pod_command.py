@@ -100,7 +100,7 @@ def test_logs_follow_until_the_job_has_ended(make_world, pod):
 
 
 def test_a_failure_is_told_with_its_worker_and_ends_the_following(make_world, pod):
-    world = make_world()
+    world = make_world(longest_s=1.0)
     world.plan(steps=50, step_s=0.1)
     for worker, step, status in ((2, 2, 1), (0, 6, 134), (1, 6, 134), (3, 6, 134)):
         (world.shared / f"fail-{worker}-{step}").write_text(str(status))

@@ -268,7 +268,7 @@ def test_machines_taken_at_random_instants_cost_at_most_two_save_intervals(make_
 
     thief = threading.Thread(target=take)
     thief.start()
-    result, _, err = pod(*world.run_arguments("--keep-alive", "--slice", "demo"))
+    result, _, err = pod(*world.run_arguments("--keep-alive", "--slice", "demo", "--valid-until", "2m"))
     thief.join()
     assert result == 0, err
     assert "replace: the slice is lost" in err

@@ -1,0 +1,258 @@
+"""What the former system's owners measured on rented TPUs, beside what the plan says of the same runs here.
+
+    make seeds                             (about an hour on two cores; a minute when all is compiled)
+    python -m benches.seeds --skip-ours    (half of it, and no page)
+
+Each experiment is a config of `configs/seeds/`, planned twice: in its own layout, and in ours. Writes
+benches/results/seeds-planned.json and, when nothing is left out, docs/seeds.md. No figure here went into a constant.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benches.gather import plan as plan_gather
+from benches.record import arguments, record
+from podium.config.load import load
+from podium.models.presets import find_architecture
+from podium.plan.compare import difference
+from podium.plan.compile import Progress
+from podium.plan.planner import make_plan
+from podium.plan.result import Plan
+from podium.plan.topology import GIB, find_accelerator
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs" / "seeds"
+PAGE = ROOT / "docs" / "seeds.md"
+OURS = (
+    "rollout.layout=replicated",
+    "rollout.refill_steps=16",
+    "train.remat=layer",
+    "train.packing=shared_prompts",
+    "train.head_chunk_tokens=2048",
+)
+"""What a user of Podium would leave as it is, or set, where these experiments follow the former system."""
+GATHERED = {("auto", "sharded"): 0.350, ("auto", "gather"): 5.600, ("host_local", "sharded"): 1.400}
+GATHERED |= {("host_local", "gather"): 5.600}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One published figure, and the plan's."""
+
+    experiment: str
+    measured: str
+    must: str
+    planned: str
+    met: bool | None
+    """None: it cannot be asked yet."""
+    ours: str = ""
+    """The same of our own layout."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Planner:
+    """Makes the plans, each once."""
+
+    skip_ours: bool
+
+    @functools.cached_property
+    def _plans(self) -> dict[tuple[str, str, bool], Plan]:
+        return {}
+
+    def own(self, name: str, tpu: str = "v6e-8") -> Plan:
+        """In the layout of the former system, whose models had a head apart from the embedding."""
+        return self._plan(name, tpu, ours=False)
+
+    def ours(self, name: str, tpu: str = "v6e-8") -> Plan | None:
+        """In our own layout; None where it was not asked for."""
+        return None if self.skip_ours else self._plan(name, tpu, ours=True)
+
+    def _plan(self, name: str, tpu: str, *, ours: bool) -> Plan:
+        key = name, tpu, ours
+        if key not in self._plans:
+            config = load([CONFIGS / f"{name}.yaml"], OURS if ours else (), {}).config
+            decoder = find_architecture(config.model)
+            decoder = decoder if ours else dataclasses.replace(decoder, tied=False)
+            print(f"{name} on {tpu}{', our layout' if ours else ''}", flush=True)
+            self._plans[key] = make_plan(config, find_accelerator(tpu), decoder=decoder, progress=_tell)
+        return self._plans[key]
+
+
+def _tell(progress: Progress) -> None:
+    if progress.state != "compiling":
+        print(f"  {progress.phase}: {progress.state}, {progress.seconds:.0f} s", flush=True)
+
+
+def fits(planner: Planner, name: str, tpu: str, measured: str, *, fits: bool) -> Row:
+    """Whether a run fits."""
+    plan = planner.own(name, tpu)
+    return Row(
+        experiment=name,
+        measured=measured,
+        must="fits" if fits else "does not fit",
+        planned=_memory(plan),
+        met=plan.verdict == ("fits" if fits else "does_not_fit"),
+        ours=_memory(planner.ours(name, tpu)),
+    )
+
+
+def excess(planner: Planner) -> Row:
+    """By how much the run does not fit that its owners could not fit either."""
+    plan, measured = planner.own("3b_v6e8_2560_rows4"), 3.58
+    found = -plan.spare_bytes / GIB
+    return Row(
+        experiment="3b_v6e8_2560_rows4",
+        measured=f"out of memory by {measured} G",
+        must="does not fit, the excess within 2.5 GiB",
+        planned=f"{_memory(plan)}, {abs(found - measured):.2f} from the measured",
+        met=plan.verdict == "does_not_fit" and abs(found - measured) <= 2.5,
+        ours=_memory(planner.ours("3b_v6e8_2560_rows4")),
+    )
+
+
+def prefill(planner: Planner) -> Row:
+    """A prefill of too many sequences, and of what."""
+    name = "7b_v6e8_1024_sequences"
+    phase = planner.own(name).phase("prefill")
+    largest = phase.largest[0].name
+    ours = planner.ours(name)
+    return Row(
+        experiment=name,
+        measured="out of memory in prefill",
+        must="does not fit, and names the logits of prefill",
+        planned=f"prefill needs {phase.bytes / GIB:.1f} GiB, most of it {largest} {phase.largest[0].bytes / GIB:.1f}",
+        met=not phase.fits and largest == "logits",
+        ours=f"prefill needs {ours.phase('prefill').bytes / GIB:.1f} GiB; all: {_memory(ours)}" if ours else "",
+    )
+
+
+def gathered(_: Planner) -> list[Row]:
+    """The bench that gathers an array of 5.6 GiB."""
+    found = plan_gather("v6e-16", ["auto", "host_local"], "bf16", target_bytes_gib=5.6, cols=4096)
+    return [
+        Row(
+            experiment=f"`podium bench gather`, v6e-16, {row['mesh']}, {row['mode']}",
+            measured=f"{GATHERED[row['mesh'], row['mode']]:.3f} GiB per chip",
+            must="the same, exactly",
+            planned=f"{row['gib']:.3f} GiB per chip",
+            met=row["gib"] == GATHERED[row["mesh"], row["mode"]],
+        )
+        for row in found
+    ]
+
+
+def ratio(planner: Planner, one: tuple[str, str], other: tuple[str, str], measured: float, within: float) -> Row:
+    """How much longer one run's step takes than another's, at equal lengths."""
+    plan, base = planner.own(*one), planner.own(*other)
+    found = _seconds(plan) / _seconds(base)
+    mine, mine_base = planner.ours(*one), planner.ours(*other)
+    return Row(
+        experiment=f"{_on(*one)} against {_on(*other)}",
+        measured=f"{measured:.2f} times the seconds",
+        must=f"the same within {within:.0%}",
+        planned=f"{_seconds(plan):.1f} s against {_seconds(base):.1f}, {found:.2f} times: {difference(plan, base)}",
+        met=abs(found / measured - 1) <= within,
+        ours=f"{_seconds(mine):.1f} s against {_seconds(mine_base):.1f}" if mine and mine_base else "",
+    )
+
+
+def update(planner: Planner) -> Row:
+    """The seconds of an update of 196,608 padded tokens."""
+    name, measured = "3b_v6e8_1536", 3.9
+    time, ours = planner.own(name).phase("update").seconds, planner.ours(name)
+    mine = ours.phase("update").seconds if ours else None
+    assert time is not None
+    return Row(
+        experiment=f"{name}, its update",
+        measured=f"{measured} s",
+        must="the same within 15%",
+        planned=f"{time.value:.2f} s ({time.low:.2f} to {time.high:.2f})",
+        met=abs(time.value / measured - 1) <= 0.15,
+        ours=f"{mine.value:.2f} s ({mine.low:.2f} to {mine.high:.2f})" if mine else "",
+    )
+
+
+def _memory(plan: Plan | None) -> str:
+    if plan is None:
+        return ""
+    spare = plan.spare_bytes / GIB
+    told = f"{spare:.2f} to spare" if spare >= 0 else f"{-spare:.2f} too many"
+    verdict = plan.verdict.replace("_", " ")
+    return f"{verdict}: {plan.worst.name} {plan.worst.bytes / GIB:.2f} of {plan.hbm_bytes / GIB:.2f} GiB, {told}"
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.step is not None
+    return plan.step.value
+
+
+def _on(name: str, tpu: str) -> str:
+    return f"{name} on {tpu}"
+
+
+ONE, TWO = ("3b_v6e8_1536", "v6e-8"), ("3b_v6e16_auto", "v6e-16")
+LOCAL = ("3b_v6e16_host_local", "v6e-16")
+LEGACY, MAXTEXT = ("3b_v6e16_legacy_64", "v6e-16"), ("3b_v6e16_maxtext_64", "v6e-16")
+ROWS: tuple[Callable[[Planner], Row | list[Row]], ...] = (
+    lambda planner: fits(planner, "3b_v6e8_2560_rows3", "v6e-8", "fits", fits=True),
+    excess,
+    lambda _: Row(
+        experiment="the same with the fused loss kernel",
+        measured="out of memory by 18.8 MB",
+        must="within 1 GiB of the limit, too close to call",
+        planned="waits until Podium has that kernel",
+        met=None,
+    ),
+    lambda planner: fits(planner, "3b_v6e8_1536_rows8", "v6e-8", "out of memory", fits=False),
+    lambda planner: fits(planner, "7b_v4_16_2176_rows1", "v4-16", "fits", fits=True),
+    lambda planner: fits(planner, "7b_v4_16_2176_rows2", "v4-16", "out of memory", fits=False),
+    prefill,
+    gathered,
+    lambda planner: ratio(planner, ONE, TWO, 1.51, 0.15),
+    lambda planner: ratio(planner, LOCAL, TWO, 18.63 / 10.04, 0.30),
+    lambda planner: ratio(planner, MAXTEXT, LEGACY, 13.44 / 12.78, 0.15),
+    update,
+)
+
+
+def page(rows: Sequence[Row], notes: str) -> str:
+    """The page in docs/."""
+    lines = [
+        "# The former system's experiments, planned",
+        "",
+        "What was measured on rented TPUs by the owners of the system that Podium follows, beside what `podium plan`",
+        "says of the same runs, compiled here without a TPU. `make seeds` writes this page. The configs are in",
+        "`configs/seeds/`, in the former system's own layout: weights and sequences split over all devices while it",
+        "decodes, the logits of all prompt tokens, every product's result kept for the backward pass, whole logits,",
+        "Lion, a head apart from the embedding. No figure of this page went into a constant of the planner.",
+        "",
+        "| experiment | measured | the plan must say | the plan says | | in our layout |",
+        "|---|---|---|---|---|---|",
+    ]
+    marks = {True: "yes", False: "**no**", None: "waits"}
+    lines += [
+        f"| {row.experiment} | {row.measured} | {row.must} | {row.planned} | {marks[row.met]} | {row.ours} |"
+        for row in rows
+    ]
+    return "\n".join([*lines, "", notes.strip(), ""])
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--skip-ours", action="store_true", help="plan the former layout alone")
+    args = parser.parse_args()
+    planner = Planner(args.skip_ours)
+    rows: list[Row] = []
+    for make in ROWS:
+        made = make(planner)
+        rows += made if isinstance(made, list) else [made]
+        print(f"{rows[-1].experiment}: {rows[-1].planned} ({rows[-1].measured}) {rows[-1].met}", flush=True)
+    record("seeds-planned", {"rows": [dataclasses.asdict(row) for row in rows]}, args.results)
+    if not args.skip_ours:
+        PAGE.write_text(page(rows, (Path(__file__).parent / "seeds_notes.md").read_text()))
+
+
+if __name__ == "__main__":
+    main()
