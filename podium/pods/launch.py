@@ -39,6 +39,8 @@ NOTHING_STARTED: Status = {
 UNPACK_S = 300.0
 SETUP_S = 3600.0
 SETUP_POLL_S = 10.0
+LOOK_S, LOOK_WORKER_S = 15.0, 0.5
+"""Seconds that all workers, and each more, have to say how they are: a host that is gone is to be named soon."""
 START_S = 90.0
 STOP_S = 60.0
 SKEW_S = 60.0
@@ -106,7 +108,7 @@ class View:
 def look(remote: Remote, job: str | None = None) -> View:
     """What all workers say of a job, or of the latest."""
     command = f"cat {ASKED_TO_STOP} 2>/dev/null; echo; [ -x {AGENT} ] || exit {NO_AGENT}; {AGENT} status {job or ''}"
-    answers = remote.ask(f"({command.strip()})")
+    answers = remote.ask(f"({command.strip()})", timeout_s=LOOK_S + LOOK_WORKER_S * remote.workers)
     statuses: list[Status | None] = [None] * remote.workers
     asked = None
     for worker, answer in answers.items():

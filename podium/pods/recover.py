@@ -79,8 +79,10 @@ def decide(seen: Seen, counts: Counts, policy: Policy) -> Decision:
     match view.outcome:
         case "none":
             return _restart("no job has been started", counts, policy, 1, act="start")
-        case "running" if not view.silent or seen.waited_s < policy.silence_s:
+        case "running" if not view.silent:
             return Decision(act="wait", why=RUNNING)
+        case "running" if seen.waited_s < policy.silence_s:
+            return Decision(act="wait", why=f"{_silence(view)}; nobody has failed yet")
         case "done":
             return Decision(act="end", why="done")
         case "stopped" if view.asked_to_stop == view.job:
@@ -96,7 +98,7 @@ def decide(seen: Seen, counts: Counts, policy: Policy) -> Decision:
 
 
 def _after_failure(seen: Seen, view: View, counts: Counts, policy: Policy) -> Decision:
-    why = first_failure(view.statuses) or f"workers {view.silent} do not answer"
+    why = first_failure(view.statuses) or _silence(view)
     if view.silent:
         if seen.waited_s < policy.silence_s:
             return Decision(act="wait", why=why)
@@ -108,6 +110,11 @@ def _after_failure(seen: Seen, view: View, counts: Counts, policy: Policy) -> De
         return Decision(act="end", why=why, status=WRONG_SETTINGS)
     causes = [end for end in ends if end not in (0, ABORTED)]
     return _restart(why, counts, policy, causes[0] if causes else 1)
+
+
+def _silence(view: View) -> str:
+    workers = ", ".join(map(str, view.silent))
+    return f"worker {workers} does not answer" if len(view.silent) == 1 else f"workers {workers} do not answer"
 
 
 def _restart(why: str, counts: Counts, policy: Policy, status: int, act: Act = "restart") -> Decision:
