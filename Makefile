@@ -23,7 +23,7 @@ check: $(VENV)/dev.installed
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 # What the former system measured on rented TPUs, beside the plan of the same runs: docs/seeds.md. About an hour.
-seeds: $(VENV)/tpu.installed
+seeds: $(VENV)/dev.installed
 	$(BIN)/python -m benches.seeds
 
 # Planned memory and seconds beside measured ones on this CPU. A quarter of an hour.
@@ -49,8 +49,4 @@ $(VENV)/demo.installed: pyproject.toml constraints.txt
 $(VENV)/dev.installed: $(VENV)/demo.installed
 	@echo "installing the development tools into $(VENV)"
 	@$(PIP) -e '.[demo,data,wandb,tensorboard,trackio,gym,report,dev]'
-	@touch $@
-
-$(VENV)/tpu.installed: $(VENV)/dev.installed
-	@$(PIP) -e '.[tpu]'
 	@touch $@

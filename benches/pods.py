@@ -18,7 +18,6 @@ Prints a line per case and writes benches/results/pods-BAR-cpu.json; exit status
 """
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
@@ -41,7 +40,7 @@ from benches.record import arguments, record
 from podium.observe.run_dir import CHECKPOINTS, METRICS
 from podium.pods.gcloud import Gcloud, Order, run_process
 from podium.pods.inventory import LEASE, OWNER, read_slices
-from podium.pods.launch import AGENT, look, stop
+from podium.pods.launch import AGENT, look
 from podium.pods.records import GUARD, first_failure
 from podium.pods.remote import Remote
 from podium.pods.slices import Slices
@@ -61,7 +60,7 @@ SETTINGS: dict[str, Any] = {
     "group_size": 2,
     "tasks": [{"name": "tests.pods.unreliable:Unreliable"}],
     "grading": {"workers": 0},
-    "rollout": {"max_prompt_tokens": 16, "max_new_tokens": 3, "slots": 8, "prefill_rows": 8},
+    "rollout": {"max_prompt_tokens": 16, "max_new_tokens": 3, "slots": 16, "prefill_rows": 16},
     "train": {"rows_per_device": 1},
     "eval": {"at_start": False, "at_end": False},
     "checkpoint": {"every_steps": 0},
@@ -214,56 +213,387 @@ def bar_a(bench: Bench) -> Iterator[Row]:
     }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Unlike:
-    """A machine that is not as the others, and how it must be told."""
+@contextlib.contextmanager
+def rented(bench: Bench, type_name: str = TYPE, *more: str) -> Iterator[None]:
+    """A slice, given back after the block."""
+    bench.pod("up", "demo", "--type", type_name, "--zone", ZONES[0], *more)
+    try:
+        yield
+    finally:
+        bench.pod("down", "demo")
 
-    name: str
-    guilty: int
-    named: str
-    shell: str
-    """Said to that machine, before it starts: it may change `$code`, `$more`, `$folder` and `$start`."""
 
-
-UNLIKE = (
-    Unlike(name="missing", guilty=2, named="worker 2 is missing", shell="start="),
-    Unlike(name="there twice", guilty=1, named="worker 1 was started twice", shell='$start --home "$HOME/again" $words'),
-    Unlike(name="other config", guilty=2, named=r"learning_rate is '0\.5' on worker 2", shell='more="$set=0.5"'),
-    Unlike(
-        name="other commit",
-        guilty=3,
-        named=r"commit is 'None' on worker 3",
-        shell="cp -r $code $HOME/copy; rm -rf $HOME/copy/.git; code=$HOME/copy",
-    ),
-    Unlike(name="unshared folder", guilty=3, named=r"worker 3 \(.*does not see what worker 0 writes", shell="folder=$HOME"),
-)
+UNLIKE = {
+    "missing": (2, "worker 2 is missing"),
+    "there twice": (1, "worker 1 was started twice"),
+    "other config": (2, r"learning_rate is '0\.5' on worker 2"),
+    "other commit": (3, "commit is 'None' on worker 3"),
+    "unshared folder": (3, r"worker 3 \(.*does not see what worker 0 writes"),
+}
+"""Which machine is not like the others, and how that must be told."""
 
 
 def bar_b(bench: Bench) -> Iterator[Row]:
-    """The guard names who is not like the others."""
+    """The guard names the machine that is not like the others."""
+    config = bench.config("guarded", runs_dir="runs", steps=1)
     with rented(bench):
-        config = bench.config("guarded", runs_dir="runs", steps=1, checkpoint={"every_steps": 0})
-        bench.pod(*bench.run_words(bench.config("first", steps=1)))  # leaves code and agent on the machines
+        bench.pod(*bench.run_words(bench.config("before", steps=1)))  # leaves code and agent on the machines
         remote = bench.remote()
-        for unlike in UNLIKE:
-            yield guarded(bench, remote, config, unlike)
+        for what, (guilty, named) in UNLIKE.items():
+            job = f"guard-{what.replace(' ', '-')}"
+            commands = guard_commands(bench, remote, config, job, what, guilty)
+            cases = " ".join(f"{worker}) {command};;" for worker, command in enumerate(commands))
+            begun = time.monotonic()
+            remote.ask_all(f"case $worker in {cases} esac", "starting", timeout_s=60.0)
+            line = wait(lambda job=job: first_failure(look(remote, job).statuses), 60.0)
+            named_s = seconds_since(begun)
+            started = [worker for worker in range(WORKERS) if what != "missing" or worker != guilty]
+            ends = wait(lambda job=job, started=started: exits(remote, job, started), 60.0)
+            left = wait(lambda: bench.left() == 0, 10.0) is None
+            yield {
+                "case": what,
+                "named_s": named_s,
+                "line": line,
+                "exits": ends,
+                "good": bool(line and re.search(named, line) and named_s < GUARD_S and set(ends or ()) == {GUARD})
+                and not left,
+            }
 
 
-def guarded(bench: Bench, remote: Remote, config: Path, unlike: Unlike) -> Row:
-    """A job of which one machine is not like the others."""
-    job = f"guard-{unlike.name.replace(' ', '-')}"
-    settings = {**on_cpu(DEVICES), SIGNS: bench.signs, "PYTHONPATH": "$code"}
-    lines = (
-        f"code=$(ls -d $HOME/podrun/code/*); folder={bench.world.shared}; start={AGENT}; more=",
-        "set='--set train.optimizer.learning_rate'",
-        f"words='start {job} --peers {','.join(remote.addresses)}'",
-        f'if [ $worker = {unlike.guilty} ]; then start="$start"; fi',
+def guard_commands(bench: Bench, remote: Remote, config: Path, job: str, what: str, guilty: int) -> list[str]:
+    """What starts the job on each machine, where one is not like the others."""
+
+    def start(worker: int, *, agent: str = AGENT, code: str = "$HOME/podrun/code/*", more: str = "") -> str:
+        folder = "$HOME" if (what, worker) == ("unshared folder", guilty) else str(bench.world.shared)
+        told = " ".join(options({**on_cpu(DEVICES), SIGNS: bench.signs, "PYTHONPATH": "$code"}))
+        train = f"{sys.executable} -m podium.cli train {config} --plain{more}"
+        place = f"--worker {worker} --peers {','.join(remote.addresses)} --cwd {folder}"
+        return f"code=$(echo {code}); {agent} start {job} {place} {told} -- {train}"
+
+    commands = [start(worker) for worker in range(WORKERS)]
+    if what == "missing":
+        commands[guilty] = "true"
+    elif what == "there twice":
+        commands[guilty + 1] += f"; {start(guilty, agent=f'{AGENT} --home $HOME/again')}"
+    elif what == "other config":
+        commands[guilty] = start(guilty, more=" --set train.optimizer.learning_rate=0.5")
+    elif what == "other commit":
+        copied = "cp -rT $HOME/podrun/code/* $HOME/copy && rm -rf $HOME/copy/.git"
+        commands[guilty] = f"{copied}; {start(guilty, code='$HOME/copy')}"
+    return commands
+
+
+def exits(remote: Remote, job: str, workers: Sequence[int]) -> list[int] | None:
+    """Of these workers, once all have ended."""
+    statuses = look(remote, job).statuses
+    found = [(statuses[worker] or {}).get("exit") for worker in workers]
+    return None if None in found else [int(each or 0) for each in found]
+
+
+FAILURES = {
+    "kill -9 of a worker": (2, r"worker 2 \(.*signal 9 \(SIGKILL\)"),
+    "kill -9 of worker 0": (0, r"worker 0 \(.*signal 9 \(SIGKILL\)"),
+    "kill -9 of all of a machine's": (1, r"worker 1 \(.*was killed with all its processes"),
+    "cut cable": (2, "worker 2 does not answer"),
+    "exception": (1, r"worker 1 \(.*a bug that one host alone meets"),
+    "hang": (3, r"worker 3 \(.*was stuck in rollout"),
+}
+"""On which machine something goes wrong, and how that must be told."""
+
+
+def bar_c(bench: Bench) -> Iterator[Row]:
+    """The laptop that follows a run is told who failed first, and of what."""
+    with rented(bench):
+        for number, (what, (guilty, named)) in enumerate(FAILURES.items()):
+            name = f"failing-{number}"
+            with bench.following(*bench.run_words(bench.config(name))) as (laptop, out):
+                if not wait(lambda name=name: len(bench.metrics(name)) >= 3):
+                    raise RuntimeError(f"the run did not begin:\n{out.read_text()[-3000:]}")
+                time.sleep(10.0)  # the laptop has looked at it running
+                begun = time.monotonic()
+                fail(bench, what, guilty)
+                found = wait(lambda out=out, named=named: re.search(named + ".*", out.read_text()), LIMIT_S)
+                named_s = seconds_since(begun)
+                ended = wait(lambda: bench.left() == 0, 120.0) is not None
+                ended_s = seconds_since(begun) if ended else None
+                if what == "cut cable":
+                    bench.world.hosts.mend(guilty)
+                status = wait(lambda laptop=laptop: laptop.poll() is not None) and laptop.returncode
+            for sign in bench.signs.iterdir():
+                sign.unlink()
+            limit_s = NAMED_S + (HANG_S if what == "hang" else 0.0)
+            yield {
+                "case": what,
+                "named_s": named_s,
+                "line": found and found[0],
+                "all_ended_s": ended_s,
+                "status": status,
+                "good": bool(found and named_s < limit_s and ended and status),
+            }
+
+
+def fail(bench: Bench, what: str, guilty: int) -> None:
+    """Have it happen to a machine."""
+    if what == "cut cable":
+        bench.world.hosts.cut(guilty)
+    elif what in ("exception", "hang"):
+        (bench.signs / str(guilty)).write_text("raise" if what == "exception" else "hang")
+    else:
+        home = bench.world.hosts.homes[guilty]
+        everything = "all of" in what
+        for process in job_processes(home):
+            supervises = b"\0supervise\0" in Path(f"/proc/{process}/cmdline").read_bytes()
+            if everything or not supervises:
+                os.kill(process, 9)
+
+
+def bar_d(bench: Bench, instants: int = 10) -> Iterator[Row]:
+    """Machines that are taken away at random, with their disks; the run goes on on others."""
+    settings = {"steps": KEPT_STEPS, "checkpoint": {"every_steps": SAVE_EVERY}}
+    runs, draw = bench.world.shared / "runs", random.Random(0)
+    with rented(bench, SMALL_TYPE):
+        bench.pod(*bench.run_words(bench.config("undisturbed", **settings)))
+    for number in range(instants):
+        name, after, later_s = f"taken-{number}", draw.randrange(KEPT_STEPS - 2), draw.uniform(0.0, 0.5)
+        with rented(bench, SMALL_TYPE):
+            words = bench.run_words(bench.config(name, **settings), "--keep-alive")
+            begun = time.monotonic()
+            with bench.following(*words) as (laptop, _):
+                reached = wait(lambda name=name, after=after: len(bench.metrics(name)) >= max(after, 1))
+                time.sleep(later_s)
+                done = len(bench.metrics(name))
+                bench.world.fake.preempt("demo")
+                bench.world.hosts.renew()
+                kept = max(saved_steps(runs / name / CHECKPOINTS), default=0)
+                status = wait(lambda laptop=laptop: laptop.poll() is not None, LIMIT_S) and laptop.returncode
+            differs = differences(runs / name, runs / "undisturbed") if status == 0 else ["it did not end well"]
+            yield {
+                "case": f"taken after step {done}",
+                "continued_from": kept,
+                "lost_steps": done - kept,
+                "seconds": seconds_since(begun),
+                "status": status,
+                "differences": differs,
+                "good": bool(reached) and status == 0 and not differs and done - kept <= 2 * SAVE_EVERY,
+            }
+
+
+def bar_e(bench: Bench) -> Iterator[Row]:
+    """However often the transport repeats what it was told, one copy of the job is started."""
+    with rented(bench):
+        yield once(bench, "ended-with-255", None, fails=True)
+        yield once(bench, "dropped", lambda laptop: drop_sessions(bench, laptop))
+        for number, after_s in enumerate((4.0, 8.0, 12.0, 16.0)):
+            yield once(bench, f"laptop-killed-{number}", lambda laptop, after_s=after_s: kill_after(laptop, after_s))
+
+
+def once(bench: Bench, name: str, disturb: Callable[..., dict[str, Any]] | None, *, fails: bool = False) -> Row:
+    """A job of which steps only are counted, disturbed while it is started, then asked for again."""
+    folder = bench.world.shared / name
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps({"steps": 40, "step_s": 0.2}))
+    if fails:
+        (folder / "fail-1-20").write_text("255")
+    config = bench.config(name, runs_dir=str(folder))
+    words = ["run", str(config), "--python", str(fake_python(bench.folder)), *options(on_cpu(1))]
+    before = [len(jobs) for jobs in bench.world.jobs()]
+    happened: dict[str, Any] = {}
+    if disturb is not None:
+        with bench.following(*words) as (laptop, _):
+            happened = disturb(laptop)
+    done = bench.world.podium(*words)
+    bench.outputs.append(done.stdout + done.stderr)
+    copies = [len(jobs) - old for jobs, old in zip(bench.world.jobs(), before, strict=True)]
+    steps = [json.loads(line)["step"] for line in (folder / METRICS).read_text().splitlines()]
+    ended = wait(lambda: bench.left() == 0, 30.0) is not None
+    return {
+        "case": name.replace("-", " "),
+        **happened,
+        "status": done.returncode,
+        "copies": copies,
+        "steps": len(steps),
+        "good": copies == [1] * WORKERS
+        and steps == list(range(1, len(steps) + 1))
+        and ended
+        and (done.returncode == 255 if fails else (done.returncode, len(steps)) == (0, 40)),
+    }
+
+
+def drop_sessions(bench: Bench, laptop: "subprocess.Popen[bytes]") -> dict[str, Any]:
+    """End ssh sessions on a machine, each time another, until the laptop has what it wants."""
+    dropped = 0
+    for worker in itertools.cycle(range(WORKERS)):
+        if laptop.poll() is not None or dropped >= 8:
+            break
+        dropped += bench.world.hosts.drop_connections(worker)
+        time.sleep(0.3)
+    wait(lambda: laptop.poll() is not None)
+    return {"sessions_dropped": dropped}
+
+
+def kill_after(laptop: "subprocess.Popen[bytes]", after_s: float) -> dict[str, Any]:
+    """End the laptop's command."""
+    time.sleep(after_s)
+    laptop.kill()
+    return {"after_s": after_s}
+
+
+RENTED_FAULTS: dict[str, list[Fault]] = {
+    "lost reply": [Fault("POST", "lost_reply")],
+    "429": [Fault("POST", "429", times=2)],
+    "stock-out in two of three zones": [Fault("POST us-a nodes", "operation"), Fault("POST us-b nodes", "operation")],
+    "no fault": [],
+}
+
+
+def bar_f(bench: Bench) -> Iterator[Row]:
+    """Renting and giving back while the API breaks: by the real gcloud, then 200 times by the fake one."""
+    for case, faults in RENTED_FAULTS.items():
+        begun = time.monotonic()
+        fake = FakeTpu(provision_s=0.6, operation_s=0.1)
+        folder = bench.folder / case.replace(" ", "-")
+        folder.mkdir()
+        with serve(fake) as api:
+            slices = of_real_gcloud(folder, api)
+            queued = "stock-out" not in case
+            fake.faults = faults
+            order = an_order(queued=queued)
+            if case == "no fault":  # deleted while its machines are being made
+                slices.gcloud.create(order, "us-a")
+                wait(lambda fake=fake: fake.tick() or fake.nodes, 10.0)
+                got = "deleted while being made"
+            else:
+                got = slices.up(order, ["us-a", "us-b", "eu-c"]).zone
+            held = {(each.split("/")[3], each.rpartition("/")[2]) for each in (*fake.nodes, *fake.queued)}
+            listed = {(each.zone, each.name) for each in slices.survey()}
+            slices.down("demo")
+            left = fake.everything()
+        yield {
+            "case": f"{case}, real gcloud",
+            "got": got,
+            "seconds": seconds_since(begun),
+            "left": left,
+            "good": not left and len(held) == 1 and listed == held,
+        }
+    begun = time.monotonic()
+    for seed in range(STORIES):
+        one_story(seed)
+    yield {"case": f"{STORIES} random fault sequences", "seconds": seconds_since(begun), "good": True}
+
+
+def of_real_gcloud(folder: Path, api: str) -> Slices:
+    """Ada's slices, by the real gcloud."""
+    settings = [f"{name}={value}" for name, value in gcloud_environment(folder, api).items()]
+    gcloud = Gcloud(lambda argv, timeout_s: run_process(("env", *settings, *argv), timeout_s))
+    return Slices(gcloud, owner="ada")
+
+
+def an_order(*, queued: bool) -> Order:
+    """What is rented in bar f."""
+    labels = {OWNER: "ada", LEASE: "2000000000"}
+    return Order(
+        name="demo",
+        accelerator=TYPE,
+        runtime="image",
+        spot=True,
+        queued=queued,
+        valid_until_s=3600,
+        labels=labels,
     )
-    train = f"{sys.executable} -m podium.cli train {config} --plain $more"
-    command = (
-        f'{"; ".join(lines[:3])}; words="$words --worker $worker"; '
-        f'words="$words --cwd $folder {" ".join(options(settings))} -- {train}"; '
-        f"if [ $worker = {unlike.guilty} ]; then GUILTY; fi; "
-        '[ -z "$start" ] || $start $words'
-    )
-    return {"command": command, "good": False}
+
+
+def bar_g(bench: Bench) -> Iterator[Row]:
+    """A run with a failure in it, with W&B's files, and then a search for what was planted."""
+    secrets = bench.folder / "secrets.env"
+    secrets.write_text(f"HF_TOKEN={IN_FILE}\nAWS_SECRET_ACCESS_KEY={PLANTED['AWS_SECRET_ACCESS_KEY']}\n")
+    secrets.chmod(0o600)
+    with rented(bench):
+        metrics = {"wandb": {"mode": "offline", "project": "p"}}
+        config = bench.config("secret", steps=6, checkpoint={"every_steps": 2}, metrics=metrics)
+        words = bench.run_words(config, "--keep-alive", "--env-file", str(secrets))
+        refused = bench.world.podium(*words, "--env", f"SOME_API_KEY={IN_OPTION}")
+        with bench.following(*words) as (laptop, out):
+            wait(lambda: len(bench.metrics("secret")) >= 2)
+            (bench.signs / "1").write_text("raise")
+            wait(lambda: "restart:" in out.read_text())
+            (bench.signs / "1").unlink()
+            status = wait(lambda: laptop.poll() is not None) and laptop.returncode
+        for words in (["status", "--json"], ["logs"], ["logs", "--worker", "1"]):
+            bench.pod(*words)
+    bench.outputs.append(refused.stdout + refused.stderr)
+    secrets.unlink()
+    planted = [*PLANTED.values(), IN_FILE, IN_OPTION]
+    places = [str(path) for path in files_below(bench.folder) if holds(path.read_bytes(), planted)]
+    told = [word for word in bench.outputs if holds(word.encode(), planted)]
+    asked = [str(request)[:80] for request in bench.world.fake.requests if holds(str(request).encode(), planted)]
+    yield {
+        "case": f"{len(planted)} secrets, {len(list(files_below(bench.folder)))} files",
+        "status": status,
+        "found_in_files": places,
+        "found_in_outputs": len(told),
+        "found_in_requests": asked,
+        "good": (status, refused.returncode) == (0, 2) and not (places or told or asked),
+    }
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """All files, once each."""
+    return (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def holds(data: bytes, texts: Sequence[str]) -> bool:
+    """Whether there is one of the texts in it."""
+    return any(text.encode() in data for text in texts)
+
+
+def make_checkout(folder: Path) -> Path:
+    """What is measured, as a clean git checkout."""
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "podium", "tests/pods", "*.toml", "*.txt"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    for name in listed.splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    for words in (["init", "--quiet"], ["add", "--all"], [*who, "commit", "--quiet", "-m", "all"]):
+        subprocess.run(["git", "-C", str(folder), *words], check=True)
+    return folder
+
+
+BARS = {"a": bar_a, "b": bar_b, "c": bar_c, "d": bar_d, "e": bar_e, "f": bar_f, "g": bar_g}
+
+
+def main() -> None:
+    """Prints a line per case and writes a file per bar."""
+    parser = arguments(__doc__)
+    parser.add_argument("--bar", action="append", choices=list(BARS), help="only this one; repeatable")
+    parser.add_argument("--instants", type=int, default=10, help="of bar d")
+    args = parser.parse_args()
+    if (why := why_no_network()) is not None:
+        sys.exit(f"no bench of pods here: {why}")
+    os.environ |= {"JAX_PLATFORMS": "cpu"}
+    prepare_platform()
+    missed = 0
+    for bar in args.bar or BARS:
+        begun = time.monotonic()
+        rows = []
+        workers = SMALL_WORKERS if bar == "d" else WORKERS
+        with tempfile.TemporaryDirectory() as name:
+            (Path(name) / "checkout").mkdir()
+            with network_world(Path(name), make_checkout(Path(name) / "checkout"), workers=workers) as world:
+                world.environment |= PLANTED
+                bench = Bench(Path(name), world)
+                for row in bar_d(bench, args.instants) if bar == "d" else BARS[bar](bench):
+                    rows.append(row)
+                    print(f"{bar} {'good' if row['good'] else 'MISSED'} {json.dumps(row)}", flush=True)
+        record(f"pods-{bar}-cpu", {"bar": bar, "seconds": seconds_since(begun), "rows": rows}, args.results)
+        missed += sum(not row["good"] for row in rows)
+    sys.exit(missed > 0)
+
+
+if __name__ == "__main__":
+    main()
