@@ -210,12 +210,13 @@ def plan_of(name: str, folder: Path, machine: Chip) -> Plan:
 
 
 def memory_rows(name: str) -> list[dict[str, Any]]:
-    """Memory of the largest programs of a setting, planned and measured."""
+    """Memory of the largest programs of a setting that its settings change, planned and measured."""
     config = config_of(SETTINGS[name])
-    jobs = make_jobs(config, find_architecture(config.model), this_cpu(), MEMORY_PROGRAMS)
-    planned = compile_phases(jobs)
+    decoding = not SETTINGS[name] or any(setting.startswith("rollout.") for setting in SETTINGS[name])
+    programs = MEMORY_PROGRAMS if decoding else MEMORY_PROGRAMS[:1]
+    planned = compile_phases(make_jobs(config, find_architecture(config.model), this_cpu(), programs))
     rows = []
-    for program in MEMORY_PROGRAMS:
+    for program in programs:
         command = [sys.executable, "-m", "benches.plan_accuracy", "--measure", program, "--setting", name]
         out = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
         measured, expected = json.loads(out.splitlines()[-1]), planned[program].memory.peak
@@ -290,10 +291,11 @@ def main() -> None:
             seconds, step_s = measured_steps(SETTINGS[name], folder / name)
             plan = plan_of(name, folder, chip(found, uncalibrated()))
             points.append(Point(name, plan, seconds, step_s))
-            memory += memory_rows(name)
+            own = memory_rows(name)
+            memory += own
             shares = {kind: round(points[-1].share(kind), 3) for kind in MEASURED}
             print(f"{name}: step {step_s:.2f} s, shares of the roofline {shares}", flush=True)
-            for row in memory[-len(MEMORY_PROGRAMS) :]:
+            for row in own:
                 print(f"  {row['program']}: {row['planned_gib']} GiB planned, {row['measured_gib']}", flush=True)
         rows = seconds_rows(points, found, folder)
     for row in rows:

@@ -99,15 +99,19 @@ def far_too_large(config: Config, decoder: DecoderConfig, accelerator: Accelerat
     )
 
 
-def residents(run: RunSizes) -> Parts:
-    """What stays on a device through every phase, the rollout's weights included: the update keeps them too."""
+def trainers(run: RunSizes) -> Parts:
+    """What the trainer holds on a device through every phase."""
     parameters = F32 * own_count(run)
     parts = {
         "parameters": parameters,
         "optimizer": F32 * optimizer_count(run.decoder, run.config.train.optimizer.name, run.train_shards),
-        "rollout_weights": rollout_weight_bytes(run),
     }
     return parts | ({"reference_weights": parameters} if run.recipe.needs_reference else {})
+
+
+def residents(run: RunSizes) -> Parts:
+    """What stays on a device between an update and the next: the rollout's weights too, which the update is without."""
+    return trainers(run) | {"rollout_weights": rollout_weight_bytes(run)}
 
 
 def sync_phase(run: RunSizes) -> PhaseEstimate:
@@ -190,7 +194,7 @@ def score_phase(run: RunSizes, micro_batches: int = 1) -> PhaseEstimate:
     passes = _passes(run, "forward")
     return PhaseEstimate(
         name="score",
-        parts=residents(run)
+        parts=trainers(run)
         | _batch(run)
         | {"working_weights": working_weights(run), "gathered_weights": _copied(run, head)}
         | max(_logits(run, LOGITS_FORWARD), _forward_peak(run, run.rows, run.row_tokens, a), key=_total),
@@ -214,7 +218,7 @@ def update_phase(run: RunSizes, micro_batches: int = 1) -> PhaseEstimate:
     reduced = 2 * own * F32 * (run.dp - 1) // run.dp
     return PhaseEstimate(
         name="update",
-        parts=residents(run) | _batch(run) | _update_peak(run),
+        parts=trainers(run) | _batch(run) | _update_peak(run),
         flops=micro_batches * _update_flops(run),
         hbm_bytes=micro_batches * (_passes(run, "update") + OPTIMIZER_TRAFFIC * own * F32)
         + 2 * F32 * (own + optimizer),

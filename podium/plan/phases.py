@@ -69,13 +69,12 @@ def phase_programs(config: Config, decoder: DecoderConfig, mesh: Mesh) -> dict[s
     moments = {"optimizer": device_bytes((state.step, state.opt_state))}
     anchor = {"reference_weights": device_bytes(reference)} if recipe.needs_reference else {}
     rollout = _rollout_programs(config, decoder, mesh, params, own | moments | anchor, moments | anchor)
-    weights = {"rollout_weights": device_bytes(rollout["decode"].arguments[0])}
     waiting = config.algorithm.minibatches * device_bytes(scored)
     found = {"init": _phase("init", make_opt_init(optimizer, params), (params,), {}), **rollout}
     if recipe.scores_old_logprobs or recipe.needs_reference:
-        beside = moments | anchor | weights | {"batch": waiting - device_bytes(batch)}
+        beside = moments | anchor | {"batch": waiting - device_bytes(batch)}
         found["score"] = _phase("score", score, (params, batch), beside)
-    beside = anchor | weights | {"batch": waiting - device_bytes(scored)}
+    beside = anchor | {"batch": waiting - device_bytes(scored)}
     return found | {"update": _phase("update", train_step, (state, scored), beside)}
 
 

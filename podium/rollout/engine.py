@@ -124,7 +124,7 @@ class RolloutEngine:
         """Compiled variants of the engine's programs so far."""
         return sum(program._cache_size() for program in (self.sync, self.prefill, self.place, self.decode))
 
-    def close(self) -> None:
+    def unload(self) -> None:
         """Give the weights' memory back; `load` makes the engine usable again."""
         self.params = None
 

@@ -218,6 +218,7 @@ class Run:
     def update(self, groups: list[Group]) -> dict[str, float]:
         """Train on the groups, and hand the new weights to the engine; the metrics of the step."""
         self.phase("update")
+        self.rollouts.unload()  # these weights are done with: the update has their memory
         self.state, metrics = self.updater(self.state, groups)
         self.done, self._cursor = self.done + 1, self.rollouts.tasks.cursor
         synced = time.perf_counter()

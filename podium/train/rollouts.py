@@ -106,6 +106,10 @@ class Rollouts:
         """Complete with these weights from now on."""
         self.engine.load(self._localize(params))
 
+    def unload(self) -> None:
+        """Give their memory back until the next `load`."""
+        self.engine.unload()
+
     def collect(self, prompts: int) -> list[Group]:
         """The next prompts of the run, each completed `group_size` times and graded."""
         start = time.perf_counter()
@@ -191,7 +195,7 @@ class Rollouts:
     def close(self) -> None:
         """Stop the graders and give the engine's memory back."""
         self.grader.close()
-        self.engine.close()
+        self.engine.unload()
 
     def _draw(self, count: int) -> list[Drawn]:
         """The next `count` prompts that fit."""

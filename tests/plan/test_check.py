@@ -49,7 +49,7 @@ def test_nothing_is_planned_on_other_machines(machine, tmp_path):
 
 
 def test_a_run_that_is_far_too_large_is_refused_unless_forced(tmp_path):
-    small = dataclasses.replace(V6E_8, memory_bytes=8 * GIB)
+    small = dataclasses.replace(V6E_8, memory_bytes=6 * GIB)
     with pytest.raises(ValueError, match=r"needs about .* GiB on each device .* `podium plan` .* --force goes on"):
         RunCheck(force=False).begin(config_3b(), QWEN_3B, tmp_path, small)
     assert list(tmp_path.iterdir()) == []

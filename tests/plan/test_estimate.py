@@ -244,8 +244,8 @@ COMPILED = [
     ("long", WIDE, 1024, 1024, 2, 256, 64, {"update": 792, "score": 324, "prefill": 429, "decode": 391}),
 ]
 ELSEWHERE = {
-    "update": ("rollout_weights",),
-    "score": ("rollout_weights", "optimizer"),
+    "update": (),
+    "score": ("optimizer",),
     "prefill": ("parameters", "optimizer", "kv_cache", "prompts"),
     "decode": ("parameters", "optimizer", "prompts"),
 }

@@ -292,7 +292,7 @@ def test_what_does_not_divide_over_the_devices_is_an_error_by_name(name, value):
 
 def test_an_engine_without_parameters_says_so():
     engine = make_engine()
-    engine.close()
+    engine.unload()
     with pytest.raises(RuntimeError, match=r"call load\(params\) first"):
         engine.generate(MIXED)
 
