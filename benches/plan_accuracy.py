@@ -6,7 +6,7 @@ The demo's model does a few steps with each of the settings below, and its large
 their own, whose memory the kernel counts. The plan of each is made by the compiler for CPU, as for a TPU. A CPU has no
 published constants: products and copies are timed here, and what share of that roofline prefill, decoding and updates
 reach comes from all *other* settings (leave one out), its range from how much those differ. Writes
-benches/results/plan-accuracy-cpu.json; exit status 1 where a bar is missed.
+benches/results/plan-accuracy-cpu.json and its part of docs/planner.md; exit status 1 where a bar is missed.
 """
 
 import ctypes
@@ -19,11 +19,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benches.record import arguments, record
+from benches.record import arguments, record, write_section
 from podium.config.load import load
 from podium.config.schema import Config
 from podium.models.presets import find_architecture
@@ -271,6 +271,23 @@ def summary(memory: Sequence[Mapping[str, Any]], seconds: Sequence[Mapping[str, 
     }
 
 
+def tables(
+    figures: Mapping[str, float], memory: Sequence[Mapping[str, Any]], seconds: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """Both tables for docs/planner.md."""
+    yield f"Memory: {figures['memory_mean']:.1%} off on average, {figures['memory_worst']:.1%} at worst. Seconds:"
+    yield f"{figures['seconds_mean']:.1%} off on average, {figures['inside']:.0%} inside their range."
+    yield from ("", "| settings | step planned, s | range | measured, s | error |", "|---|---|---|---|---|")
+    for row in seconds:
+        low, high = row["range_s"]
+        name, planned, measured, error = (row[key] for key in ("name", "planned_s", "measured_s", "error"))
+        yield f"| {name} | {planned:.2f} | {low:.2f} to {high:.2f} | {measured:.2f} | {error:+.1%} |"
+    yield from ("", "| settings | program | planned, GiB | measured, GiB | error |", "|---|---|---|---|---|")
+    for row in memory:
+        name, program, planned, measured = (row[key] for key in ("name", "program", "planned_gib", "measured_gib"))
+        yield f"| {name} | {program} | {planned:.3f} | {measured:.3f} | {row['error']:+.1%} |"
+
+
 def main() -> None:
     """Prints and writes both tables; exit status 1 where a bar is missed."""
     parser = arguments(__doc__)
@@ -306,6 +323,8 @@ def main() -> None:
     print(figures)
     settings = {name: list(SETTINGS[name]) for name in names}
     details = {"bars": BARS, "figures": figures, "constants": found, "seconds": rows, "memory": memory}
+    if not args.setting:
+        write_section(ROOT / "docs" / "planner.md", "plan-accuracy", list(tables(figures, memory, rows)))
     record("plan-accuracy-cpu", {"base": list(BASE), "settings": settings, **details}, args.results)
     below = all(figures[name] <= bar for name, bar in BARS.items() if name != "inside")
     sys.exit(not (below and figures["inside"] >= BARS["inside"]))

@@ -57,16 +57,18 @@ Row = dict[str, Any]
 SETTINGS: dict[str, Any] = {
     "steps": 100_000,
     "prompts_per_step": 8,
-    "group_size": 2,
+    "group_size": 4,
+    "algorithm": {"recipe": "dr_grpo"},
     "tasks": [{"name": "tests.pods.unreliable:Unreliable"}],
     "grading": {"workers": 0},
     "rollout": {"max_prompt_tokens": 16, "max_new_tokens": 3, "slots": 16, "prefill_rows": 16},
-    "train": {"rows_per_device": 1},
+    "train": {"rows_per_device": 2, "optimizer": {"learning_rate": 1e-2}},
     "eval": {"at_start": False, "at_end": False},
     "checkpoint": {"every_steps": 0},
 }
 TYPE, WORKERS, DEVICES = "v6e-16", 4, 4
-SMALL_TYPE, SMALL_WORKERS = "v4-16", 2
+TAKEN, TAKEN_DEVICES = {"v6e-1": 8, "v4-16": 2}, {"v6e-1": 1, "v4-16": 4}
+"""Of bar d: instants, and devices of a machine, by the slice: one machine, or two."""
 HANG_S = 8
 NAMED_S, GUARD_S, WHOLE_S = 40.0, 10.0, 180.0
 """The bars: seconds until a cause, or the guard's, is named, and for all commands of bar a."""
@@ -85,10 +87,13 @@ IN_FILE, IN_OPTION = "hf_CANARYofTheFile/+45678901234", "CANARYinAnOption4567890
 class Bench:
     """A project with a checkout of what is measured, and a model, in a folder of its own."""
 
-    def __init__(self, folder: Path, world: NetworkWorld) -> None:
+    def __init__(self, folder: Path, world: NetworkWorld, compiled: Path) -> None:
         self.folder, self.world = folder, world
         self.signs = world.shared / "signs"
         self.signs.mkdir()
+        cache = {"JAX_COMPILATION_CACHE_DIR": compiled, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0}
+        self.compiled_once: dict[str, Any] = cache
+        """Variables with which runs find the programs of those before them."""
         self.outputs: list[str] = []
         self._model = world.shared / "model"
         self._model.mkdir()
@@ -115,10 +120,18 @@ class Bench:
             raise RuntimeError(f"podium pod {' '.join(words)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
         return done
 
-    def run_words(self, config: Path, *more: str) -> list[str]:
+    def run_words(self, config: Path, *more: str, devices: int = DEVICES) -> list[str]:
         """`run` of a config, on CPU."""
-        settings = {**on_cpu(DEVICES), SIGNS: self.signs, "PODRUN_HANG_S": HANG_S}
+        settings = {**on_cpu(devices), **self.compiled_once, SIGNS: self.signs}
         return ["run", str(config), "--python", sys.executable, *options(settings), *more]
+
+    def counting_words(self, name: str, **plan: Any) -> list[str]:
+        """`run` of a job that only counts steps (tests/pods/fake_job.py), in `shared/NAME`."""
+        folder = self.world.shared / name
+        folder.mkdir()
+        (folder / "plan.json").write_text(json.dumps(plan))
+        config = self.config(name, runs_dir=str(folder))
+        return ["run", str(config), "--python", str(fake_python(self.folder)), *options(on_cpu(1))]
 
     @contextlib.contextmanager
     def following(self, *words: str) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
@@ -165,9 +178,9 @@ def seconds_since(begun: float) -> float:
     return round(time.monotonic() - begun, 1)
 
 
-def loss(metrics: dict[str, Any]) -> float:
-    """Of a step."""
-    return metrics["train-other/loss"]
+def figures(metrics: dict[str, Any]) -> list[float]:
+    """What a step must have in common on all machines and in one process: its loss and its reward."""
+    return [metrics["train-other/loss"], metrics["train-reward/total/mean"]]
 
 
 def bar_a(bench: Bench) -> Iterator[Row]:
@@ -186,31 +199,33 @@ def bar_a(bench: Bench) -> Iterator[Row]:
         said[name] = bench.pod(*words).stdout
         took[name] = seconds_since(at)
     took["all"] = seconds_since(begun)
-    of_hosts = [loss(each["progress"]["metrics"]) for each in json.loads(said["status"])["workers"]]
-    together = [loss(line) for line in bench.metrics("whole")]
-    alone = bench.config("alone", steps=3)
-    environment = {**os.environ, SIGNS: str(bench.signs), "PODRUN_WORKER": "0"}
-    environment |= {name: str(value) for name, value in on_cpu(WORKERS * DEVICES).items()}
-    command = [sys.executable, "-m", "podium.cli", "train", str(alone), "--plain"]
-    subprocess.run(command, cwd=bench.world.checkout, env=environment, check=True, stdout=subprocess.DEVNULL)
-    expected = [loss(line) for line in bench.metrics("alone")]
-    furthest = max(abs(one - other) for one, other in zip(together, expected, strict=True))
-    left = [*bench.world.fake.everything()]
+    workers = json.loads(said["status"])["workers"]
+    together = [figures(line) for line in bench.metrics("whole")]
+    expected = one_process(bench)
+    pairs = zip(itertools.chain(*together), itertools.chain(*expected), strict=True)
+    furthest = max(abs(one - other) for one, other in pairs)
+    of_hosts = [figures(each["progress"]["metrics"]) for each in workers]
+    left = bench.world.fake.everything()
+    equal = of_hosts == [together[-1]] * WORKERS and len(together) == 3 and all(map(all, together))
     yield {
         "case": "up, run, status, logs, down",
         "seconds": took,
-        "losses": together,
-        "losses_of_one_process": expected,
+        "losses_and_rewards": together,
+        "of_one_process": expected,
         "furthest": furthest,
-        "last_loss_of_each_host": of_hosts,
+        "last_of_each_host": of_hosts,
         "left": left,
-        "good": took["all"] < WHOLE_S
-        and len(together) == 3
-        and len(of_hosts) == WORKERS
-        and set(of_hosts) == {together[-1]}
-        and furthest <= 1e-6
-        and not left,
+        "good": equal and took["all"] < WHOLE_S and furthest <= 1e-6 and not left,
     }
+
+
+def one_process(bench: Bench) -> list[list[float]]:
+    """The same run in one process with as many devices."""
+    variables = {**on_cpu(WORKERS * DEVICES), SIGNS: bench.signs, "PODRUN_WORKER": 0}
+    environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+    command = [sys.executable, "-m", "podium.cli", "train", str(bench.config("alone", steps=3)), "--plain"]
+    subprocess.run(command, cwd=bench.world.checkout, env=environment, check=True, stdout=subprocess.DEVNULL)
+    return [figures(line) for line in bench.metrics("alone")]
 
 
 @contextlib.contextmanager
@@ -237,7 +252,7 @@ def bar_b(bench: Bench) -> Iterator[Row]:
     """The guard names the machine that is not like the others."""
     config = bench.config("guarded", runs_dir="runs", steps=1)
     with rented(bench):
-        bench.pod(*bench.run_words(bench.config("before", steps=1)))  # leaves code and agent on the machines
+        bench.pod(*bench.counting_words("before", steps=1))  # leaves code and agent on the machines
         remote = bench.remote()
         for what, (guilty, named) in UNLIKE.items():
             job = f"guard-{what.replace(' ', '-')}"
@@ -247,15 +262,17 @@ def bar_b(bench: Bench) -> Iterator[Row]:
             remote.ask_all(f"case $worker in {cases} esac", "starting", timeout_s=60.0)
             line = wait(lambda job=job: first_failure(look(remote, job).statuses), 60.0)
             named_s = seconds_since(begun)
+            guard_s = guards_seconds(remote, job)
             started = [worker for worker in range(WORKERS) if what != "missing" or worker != guilty]
             ends = wait(lambda job=job, started=started: exits(remote, job, started), 60.0)
             left = wait(lambda: bench.left() == 0, 10.0) is None
             yield {
                 "case": what,
-                "named_s": named_s,
+                "guard_s": guard_s,
+                "named_on_laptop_s": named_s,
                 "line": line,
                 "exits": ends,
-                "good": bool(line and re.search(named, line) and named_s < GUARD_S and set(ends or ()) == {GUARD})
+                "good": bool(line and re.search(named, line) and guard_s < GUARD_S and set(ends or ()) == {GUARD})
                 and not left,
             }
 
@@ -274,13 +291,21 @@ def guard_commands(bench: Bench, remote: Remote, config: Path, job: str, what: s
     if what == "missing":
         commands[guilty] = "true"
     elif what == "there twice":
-        commands[guilty + 1] += f"; {start(guilty, agent=f'{AGENT} --home $HOME/again')}"
+        again = start(guilty, agent=f"{AGENT} --home $HOME/again")  # first: one that comes late ends alone
+        commands[guilty + 1] = f"{again}; {commands[guilty + 1]}"
     elif what == "other config":
         commands[guilty] = start(guilty, more=" --set train.optimizer.learning_rate=0.5")
     elif what == "other commit":
         copied = "cp -rT $HOME/podrun/code/* $HOME/copy && rm -rf $HOME/copy/.git"
         commands[guilty] = f"{copied}; {start(guilty, code='$HOME/copy')}"
     return commands
+
+
+def guards_seconds(remote: Remote, job: str) -> float:
+    """From the first worker's start to the first verdict of the guard, by the machines' clocks."""
+    statuses = [status for status in look(remote, job).statuses if status and status["job"]]
+    verdicts = [status["record"]["time"] for status in statuses if status["record"]]
+    return round(min(verdicts) - min(status["created"] for status in statuses), 1) if verdicts else LIMIT_S
 
 
 def exits(remote: Remote, job: str, workers: Sequence[int]) -> list[int] | None:
@@ -306,7 +331,8 @@ def bar_c(bench: Bench) -> Iterator[Row]:
     with rented(bench):
         for number, (what, (guilty, named)) in enumerate(FAILURES.items()):
             name = f"failing-{number}"
-            with bench.following(*bench.run_words(bench.config(name))) as (laptop, out):
+            impatient = options({"PODRUN_HANG_S": HANG_S} if what == "hang" else {})
+            with bench.following(*bench.run_words(bench.config(name), *impatient)) as (laptop, out):
                 if not wait(lambda name=name: len(bench.metrics(name)) >= 3):
                     raise RuntimeError(f"the run did not begin:\n{out.read_text()[-3000:]}")
                 time.sleep(10.0)  # the laptop has looked at it running
@@ -347,35 +373,43 @@ def fail(bench: Bench, what: str, guilty: int) -> None:
                 os.kill(process, 9)
 
 
-def bar_d(bench: Bench, instants: int = 10) -> Iterator[Row]:
+def bar_d(bench: Bench) -> Iterator[Row]:
     """Machines that are taken away at random, with their disks; the run goes on on others."""
-    settings = {"steps": KEPT_STEPS, "checkpoint": {"every_steps": SAVE_EVERY}}
-    runs, draw = bench.world.shared / "runs", random.Random(0)
-    with rented(bench, SMALL_TYPE):
-        bench.pod(*bench.run_words(bench.config("undisturbed", **settings)))
-    for number in range(instants):
-        name, after, later_s = f"taken-{number}", draw.randrange(KEPT_STEPS - 2), draw.uniform(0.0, 0.5)
-        with rented(bench, SMALL_TYPE):
-            words = bench.run_words(bench.config(name, **settings), "--keep-alive")
-            begun = time.monotonic()
-            with bench.following(*words) as (laptop, _):
-                reached = wait(lambda name=name, after=after: len(bench.metrics(name)) >= max(after, 1))
-                time.sleep(later_s)
-                done = len(bench.metrics(name))
-                bench.world.fake.preempt("demo")
-                bench.world.hosts.renew()
-                kept = max(saved_steps(runs / name / CHECKPOINTS), default=0)
-                status = wait(lambda laptop=laptop: laptop.poll() is not None, LIMIT_S) and laptop.returncode
-            differs = differences(runs / name, runs / "undisturbed") if status == 0 else ["it did not end well"]
-            yield {
-                "case": f"taken after step {done}",
-                "continued_from": kept,
-                "lost_steps": done - kept,
-                "seconds": seconds_since(begun),
-                "status": status,
-                "differences": differs,
-                "good": bool(reached) and status == 0 and not differs and done - kept <= 2 * SAVE_EVERY,
-            }
+    draw = random.Random(0)
+    for kind, instants in TAKEN.items():
+        settings = {"steps": KEPT_STEPS, "checkpoint": {"every_steps": SAVE_EVERY}}
+        with rented(bench, kind):
+            words = bench.run_words(bench.config(f"undisturbed-{kind}", **settings), devices=TAKEN_DEVICES[kind])
+            bench.pod(*words)
+        for number in range(instants):
+            config = bench.config(f"taken-{kind}-{number}", **settings)
+            with rented(bench, kind):
+                yield taken(bench, config, kind, draw.randrange(KEPT_STEPS - 2), draw.uniform(0.0, 1.0))
+
+
+def taken(bench: Bench, config: Path, kind: str, after: int, later_s: float) -> Row:
+    """A run whose machines are taken a while after it has done so many steps, or none: while it starts."""
+    name, runs = config.stem, bench.world.shared / "runs"
+    words, begun = bench.run_words(config, "--keep-alive", devices=TAKEN_DEVICES[kind]), time.monotonic()
+    with bench.following(*words) as (laptop, out):
+        reached = wait(lambda: bench.left() > 0 and len(bench.metrics(name)) >= after)
+        time.sleep(later_s if after else 10 * later_s)
+        bench.world.fake.preempt("demo")
+        bench.world.hosts.renew()
+        done = len(bench.metrics(name))
+        kept = max(saved_steps(runs / name / CHECKPOINTS), default=0)
+        status = wait(lambda: laptop.poll() is not None) and laptop.returncode
+        replaced = "replace: the slice is lost" in out.read_text()
+    differs = differences(runs / name, runs / f"undisturbed-{kind}") if status == 0 else ["it did not end well"]
+    return {
+        "case": f"{kind}, taken after step {done}",
+        "continued_from": kept,
+        "lost_steps": done - kept,
+        "seconds": seconds_since(begun),
+        "status": status,
+        "differences": differs,
+        "good": bool(reached and replaced) and status == 0 and not differs and done - kept <= 2 * SAVE_EVERY,
+    }
 
 
 def bar_e(bench: Bench) -> Iterator[Row]:
@@ -389,13 +423,9 @@ def bar_e(bench: Bench) -> Iterator[Row]:
 
 def once(bench: Bench, name: str, disturb: Callable[..., dict[str, Any]] | None, *, fails: bool = False) -> Row:
     """A job of which steps only are counted, disturbed while it is started, then asked for again."""
-    folder = bench.world.shared / name
-    folder.mkdir()
-    (folder / "plan.json").write_text(json.dumps({"steps": 40, "step_s": 0.2}))
+    words, folder = bench.counting_words(name, steps=40, step_s=0.2), bench.world.shared / name
     if fails:
         (folder / "fail-1-20").write_text("255")
-    config = bench.config(name, runs_dir=str(folder))
-    words = ["run", str(config), "--python", str(fake_python(bench.folder)), *options(on_cpu(1))]
     before = [len(jobs) for jobs in bench.world.jobs()]
     happened: dict[str, Any] = {}
     if disturb is not None:
@@ -571,7 +601,7 @@ def main() -> None:
     """Prints a line per case and writes a file per bar."""
     parser = arguments(__doc__)
     parser.add_argument("--bar", action="append", choices=list(BARS), help="only this one; repeatable")
-    parser.add_argument("--instants", type=int, default=10, help="of bar d")
+    parser.add_argument("--compiled", type=Path, metavar="FOLDER", help="programs that an earlier bench compiled")
     args = parser.parse_args()
     if (why := why_no_network()) is not None:
         sys.exit(f"no bench of pods here: {why}")
@@ -581,13 +611,12 @@ def main() -> None:
     for bar in args.bar or BARS:
         begun = time.monotonic()
         rows = []
-        workers = SMALL_WORKERS if bar == "d" else WORKERS
         with tempfile.TemporaryDirectory() as name:
             (Path(name) / "checkout").mkdir()
-            with network_world(Path(name), make_checkout(Path(name) / "checkout"), workers=workers) as world:
+            with network_world(Path(name), make_checkout(Path(name) / "checkout"), workers=WORKERS) as world:
                 world.environment |= PLANTED
-                bench = Bench(Path(name), world)
-                for row in bar_d(bench, args.instants) if bar == "d" else BARS[bar](bench):
+                bench = Bench(Path(name), world, args.compiled or Path(name) / "compiled")
+                for row in BARS[bar](bench):
                     rows.append(row)
                     print(f"{bar} {'good' if row['good'] else 'MISSED'} {json.dumps(row)}", flush=True)
         record(f"pods-{bar}-cpu", {"bar": bar, "seconds": seconds_since(begun), "rows": rows}, args.results)

@@ -50,6 +50,16 @@ def record(name: str, result: Mapping[str, Any], folder: Path = RESULTS, *, pack
     return path
 
 
+def write_section(page: Path, name: str, lines: Sequence[str]) -> None:
+    """Replace what stands between `<!-- name -->` and `<!-- end of name -->` of a page."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"{page} has no lines {begin.strip()} and {end}; put them where the numbers belong")
+    page.write_text("".join([before, begin, *(f"{line}\n" for line in lines), end, after]), encoding="utf-8")
+
+
 def _commit() -> str | None:
     """The commit of what is measured: results that benches wrote before do not make it dirty."""
     found = commit()

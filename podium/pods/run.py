@@ -1,11 +1,12 @@
 """`podium pod run`: a config on a slice, followed to its end and kept alive if asked."""
 
+import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from podium.config.errors import ConfigError, Problem
 from podium.config.show import to_yaml
@@ -13,9 +14,10 @@ from podium.plan.topology import find_accelerator
 from podium.pods.context import Common, Pod, open_pod
 from podium.pods.gcloud import GcloudError
 from podium.pods.inventory import Slice, label_text
-from podium.pods.launch import Run, View, launch, look, read_log, stop
+from podium.pods.launch import NOTHING_STARTED, Run, View, launch, look, read_log, stop
 from podium.pods.push import Package, pack
 from podium.pods.recover import Policy, Seen, keep_alive
+from podium.pods.remote import RemoteError
 from podium.pods.rental import Rent, rent_again, rent_slice, tpu
 from podium.pods.secrets import Secrets, gather
 from podium.pods.slices import AskedWronglyError, SliceError
@@ -76,7 +78,7 @@ def run(loaded: "Loaded", options: RunOptions, common: Common) -> int:
         one = _slice_for(pod, loaded, options)
         _check_runs_dir(loaded, options, len(one.addresses))
         session = Session(pod, one, options, lambda at: _make_run(loaded, text, package, secrets, at, environment))
-        session.start()
+        _begin(pod, session, options)
         if options.detach or common.dry_run:
             pod.say(f"podium pod logs -f {one.name} follows it")
             return 0
@@ -97,6 +99,8 @@ class Session:
         now = self._pod.slices.now(self.one)
         if now is None or now.state != "ready":
             return Seen(slice=now, view=None)
+        if self._job is None:  # jobs of others are none of its business
+            return Seen(slice=now, view=View(statuses=[NOTHING_STARTED] * len(now.addresses)))
         try:
             return Seen(slice=now, view=look(self._pod.remote(now), self._job))
         except GcloudError as error:
@@ -120,10 +124,13 @@ class Session:
         self.one = rent_again(self._pod.slices, self.one, self._options.rent)
 
     def show(self, view: View) -> None:
-        """Print what worker 0's log has got since."""
+        """Print what worker 0's log has got since; if its machine has gone meanwhile, the next look will tell."""
         first = view.statuses[0] if view.statuses else None
-        if not first or not first.get("job"):
-            return
+        if first and first.get("job"):
+            with contextlib.suppress(RemoteError, GcloudError):
+                self._show(first)
+
+    def _show(self, first: Mapping[str, Any]) -> None:
         job = first["job"]
         place, further = self._shown.get(job, 0), -1
         while place < first["log_bytes"] and further != place:
@@ -199,6 +206,17 @@ def _check_runs_dir(loaded: "Loaded", options: RunOptions, workers: int) -> None
     )
     places = (loaded.provenance["runs_dir"],) if "runs_dir" in loaded.provenance else ()
     raise ConfigError([Problem(key="runs_dir", message=message, places=places)])
+
+
+def _begin(pod: Pod, session: Session, options: RunOptions) -> None:
+    """Start the run. What fails then is with --keep-alive seen, and tried again, like any later failure."""
+    try:
+        session.start()
+    except (RemoteError, GcloudError) as error:
+        hopeless = isinstance(error, GcloudError) and not error.transient and error.kind != "unusable"
+        if hopeless or not options.keep_alive or options.detach:
+            raise
+        pod.say(str(error))
 
 
 def _follow(pod: Pod, session: Session, options: RunOptions) -> int:

@@ -242,6 +242,16 @@ def test_running_is_nothing_to_tell():
     assert decide(seen(status(), status()), Counts(), POLICY).why == RUNNING
 
 
+def test_a_worker_that_falls_silent_is_named_before_the_others_notice():
+    story = Story(seen(status(), status()), *[seen(status(), None)] * 3, seen(LOST, None), seen(DONE, DONE))
+    assert story.told() == 0
+    assert story.said == [
+        "worker 1 does not answer; nobody has failed yet",
+        "worker 1 does not answer; worker 0 ended after it",
+        "done",
+    ]
+
+
 STEPS, SAVE_EVERY, STEP_S = 24, 3, 0.06
 
 
@@ -279,6 +289,27 @@ def test_machines_taken_at_random_instants_cost_at_most_two_save_intervals(make_
     assert 0 <= repeated <= 2 * SAVE_EVERY
     assert {line["step"]: line["chain"] for line in world.metrics()} == undisturbed()
     assert [each.split("/")[3] for each in world.fake.queued] == [ZONES[1]], err
+
+
+@pytest.mark.parametrize("word", ["scp", "agent start", "agent logs"])
+def test_machines_taken_at_any_command_of_the_laptop_are_replaced(make_world, pod, word):
+    """While the run is sent, as it is started, and between a look at it and its log."""
+    world = make_world(workers=1)
+    world.plan(steps=120, save_every=SAVE_EVERY)  # longer than the laptop takes to look
+    assert pod("up", "demo", "--type", "v6e-8", "--zone", ZONES[0])[0] == 0
+
+    def take(argv: tuple[str, ...]) -> None:
+        if any(word in part for part in argv):
+            world.gcloud.before = lambda argv: None
+            world.fake.preempt("demo")
+            world.hosts.lose(0)
+            world.hosts.renew()
+
+    world.gcloud.before = take
+    result, _, err = pod(*world.run_arguments("--keep-alive", "--slice", "demo"))
+    assert result == 0, err
+    assert "replace: the slice is lost" in err
+    assert world.metrics()[-1]["step"] == 120
 
 
 def undisturbed() -> dict[int, str]:

@@ -90,13 +90,18 @@ def files_with(folders: list[Path], texts: list[str]) -> list[str]:
 
 
 def test_planted_secrets_are_found_nowhere_after_a_run_with_failures(make_world, pod, tmp_path, monkeypatch):
-    """Five kinds: of the environment, of a .env file, printed by the job, asked for in --env, and in a config."""
+    """Five kinds: of the environment, of a .env file, of a name that is not allowed, in --env, and in a setting.
+
+    The job prints what it is given.
+    """
     world = make_world()
     third = "hf_CANARYfromTheFile0123456789"
     file = tmp_path / "secret.env"
-    file.write_text(f"HF_TOKEN={third}\n")
+    unknown = "CANARYofAnotherService0123456789"
+    file.write_text(f"HF_TOKEN={third}\nAWS_SECRET_ACCESS_KEY={unknown}\n")
     file.chmod(0o600)
-    texts = [third, "CANARY0123456789abcdef0123456789abcdef01", "CANARYinEnv12345"]
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", unknown)
+    texts = [third, unknown, *CANARIES.values(), "CANARYinEnv12345"]
     world.plan(steps=12)
     world.fake.faults = [Fault("POST", "lost_reply")]
     (world.shared / "fail-1-3").write_text("1")
