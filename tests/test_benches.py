@@ -1,6 +1,7 @@
 """The benches run: each says what it takes, small ones go through, and what judges their numbers is right."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,8 @@ NEED_TORCH = ("logits_parity",)
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, "PYTHON": sys.executable}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("name", BENCHES)

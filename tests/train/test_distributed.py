@@ -33,7 +33,15 @@ SETTINGS: dict[str, Any] = {
 MESHES = {4: {"full": "auto"}, 2: {"full": "host_local", "named": "dp:2,fsdp:2,tp:2"}}
 """Name of the run -> mesh, by the number of hosts; together they have eight devices."""
 EXACT = ("train-other/loss", "train-reward/total/mean", "eval/accuracy", "rollout/completion_tokens")
-LOCAL = ("time/", "throughput/", "memory/", "rollout/prefill_s", "rollout/decode_s", "rollout/tokens_per_s")
+LOCAL = (
+    "time/",
+    "throughput/",
+    "memory/",
+    "tokens/padding",
+    "rollout/prefill_s",
+    "rollout/decode_s",
+    "rollout/tokens_per_s",
+)
 
 
 class Hosts:
@@ -102,7 +110,7 @@ def free_port() -> int:
 
 
 def shared_by_all(metrics: dict[str, Any]) -> dict[str, float]:
-    """What does not depend on a process's clock."""
+    """What depends neither on a process's clock nor on how many rows of a batch are left over."""
     names = [name for name in metrics if not name.startswith(LOCAL) and name != "rollout/compilations"]
     return {name: metrics[name] for name in names}
 
