@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from podium.config.errors import ConfigError, Problem
 from podium.config.show import to_yaml
-from podium.plan.topology import find_accelerator
+from podium.models.architecture import ModelError
+from podium.models.presets import find_architecture
+from podium.plan.divides import check_divides
+from podium.plan.sizes import make_sizes
+from podium.plan.topology import Accelerator, find_accelerator
 from podium.pods.context import Common, Pod, open_pod
 from podium.pods.gcloud import GcloudError
 from podium.pods.inventory import Slice, label_text
@@ -24,6 +28,7 @@ from podium.pods.slices import AskedWronglyError, SliceError
 
 if TYPE_CHECKING:
     from podium.config.load import Loaded
+    from podium.config.schema import Config
 
 INTERRUPTED = 130
 
@@ -61,6 +66,8 @@ def run(loaded: "Loaded", options: RunOptions, common: Common) -> int:
         message = f"the settings hold the value of {held[0]}; take it out, it travels by itself"
         raise ConfigError([Problem(key="secrets", message=message)])
     _check_runs_dir(loaded, options, tpu(options.rent.type).hosts if options.rent.type else 1)
+    if options.rent.type:
+        _check_divides(loaded.config, tpu(options.rent.type), environment)
     with tempfile.TemporaryDirectory(prefix="podium-") as scratch:
         package = pack(
             loaded.config,
@@ -77,6 +84,7 @@ def run(loaded: "Loaded", options: RunOptions, common: Common) -> int:
             pod.say("changes that are not committed are sent as a patch, kept beside the code on the workers")
         one = _slice_for(pod, loaded, options)
         _check_runs_dir(loaded, options, len(one.addresses))
+        _check_divides(loaded.config, find_accelerator(one.accelerator), environment)
         session = Session(pod, one, options, lambda at: _make_run(loaded, text, package, secrets, at, environment))
         _begin(pod, session, options)
         if options.detach or common.dry_run:
@@ -165,13 +173,12 @@ def _slice_for(pod: Pod, loaded: "Loaded", options: RunOptions) -> Slice:
 def _make_run(
     loaded: "Loaded", text: str, package: Package, secrets: Secrets, one: Slice, environment: dict[str, str]
 ) -> Run:
-    without_tpu = environment.get("JAX_PLATFORMS") == "cpu"
     return Run(
         name=str(loaded.config.name),
         config=text,
         package=package,
         accelerator=one.accelerator,
-        devices_per_worker=None if without_tpu else find_accelerator(one.accelerator).devices_per_host,
+        devices_per_worker=None if _without_tpu(environment) else find_accelerator(one.accelerator).devices_per_host,
         secrets=secrets,
         environment=environment,
     )
@@ -217,6 +224,24 @@ def _begin(pod: Pod, session: Session, options: RunOptions) -> None:
         if hopeless or not options.keep_alive or options.detach:
             raise
         pod.say(str(error))
+
+
+def _check_divides(config: "Config", accelerator: Accelerator, environment: dict[str, str]) -> None:
+    """Raises AskedWronglyError where weights or sequences do not divide over a slice; not of models unknown here."""
+    if _without_tpu(environment):
+        return
+    try:
+        decoder = find_architecture(config.model)
+    except ModelError:
+        return
+    try:
+        check_divides(make_sizes(config, decoder, accelerator))
+    except ValueError as error:
+        raise AskedWronglyError(f"on {accelerator.name}: {error}") from None
+
+
+def _without_tpu(environment: dict[str, str]) -> bool:
+    return environment.get("JAX_PLATFORMS") == "cpu"
 
 
 def _follow(pod: Pod, session: Session, options: RunOptions) -> int:

@@ -268,6 +268,10 @@ RUN_WRONG = {
     ),
     "data": (["--set", "tasks=[{name: jsonl, path: here.jsonl}]"], "tasks.0.path: here.jsonl is on this machine only"),
     "env file": (["--env-file", "none.env"], "--env-file none.env cannot be read"),
+    "slots": (
+        ["--env", "JAX_PLATFORMS=tpu", "--set", "rollout.slots=40"],
+        "on v6e-16: rollout.slots: 40 does not divide over the 16 devices",
+    ),
     "wheel": (["--wheel", "none.whl"], "--wheel none.whl: no such file"),
 }
 
