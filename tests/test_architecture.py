@@ -52,11 +52,12 @@ DATA = {"podium.rollout.request", "podium.models.architecture", "podium.plan.top
 """Plain data without jax, for all parts."""
 BELOW_IN_FUNCTIONS = {
     "config": {"tasks", "models", "algorithms"},
+    "pods": {"models", "plan"},
     "cli": set(BELOW) - {"cli"},
     "cli_plan": {"cli", "config", "plan"},
     "cli_pod": {"cli", "pods"},
 }
-"""What it may import besides, inside functions: checks of a config ask tasks, models and recipes."""
+"""What it may import besides, inside functions: checks of a config ask tasks, models, recipes, and the planner."""
 
 
 def module_name(path: Path) -> str:

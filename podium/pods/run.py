@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Any
 from podium.config.errors import ConfigError, Problem
 from podium.config.show import to_yaml
 from podium.models.architecture import ModelError
-from podium.models.presets import find_architecture
-from podium.plan.divides import check_divides
-from podium.plan.sizes import make_sizes
 from podium.plan.topology import Accelerator, find_accelerator
 from podium.pods.context import Common, Pod, open_pod
 from podium.pods.gcloud import GcloudError
@@ -228,6 +225,10 @@ def _begin(pod: Pod, session: Session, options: RunOptions) -> None:
 
 def _check_divides(config: "Config", accelerator: Accelerator, environment: dict[str, str]) -> None:
     """Raises AskedWronglyError where weights or sequences do not divide over a slice; not of models unknown here."""
+    from podium.models.presets import find_architecture
+    from podium.plan.divides import check_divides
+    from podium.plan.sizes import make_sizes
+
     if _without_tpu(environment):
         return
     try:

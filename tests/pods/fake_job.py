@@ -31,7 +31,8 @@ def main() -> int:
     report = Report(job, worker=worker)
     saved = folder / "checkpoint.json"
     step, chain = json.loads(saved.read_text()) if saved.exists() else (0, "")
-    report.update(steps=plan["steps"], run_dir=str(folder))
+    report.update(steps=plan["steps"], run_dir=str(folder), step=step)
+    report.write_progress(time.time())
     while step < plan["steps"]:
         time.sleep(plan.get("step_s", 0.1))
         step += 1
