@@ -217,7 +217,7 @@ ROWS: tuple[Callable[[Planner], Row | list[Row]], ...] = (
 )
 
 
-def page(rows: Sequence[Row], notes: str) -> str:
+def page(rows: Sequence[Row]) -> str:
     """The page in docs/."""
     lines = [
         "# The former system's experiments, planned",
@@ -236,7 +236,7 @@ def page(rows: Sequence[Row], notes: str) -> str:
         f"| {row.experiment} | {row.measured} | {row.must} | {row.planned} | {marks[row.met]} | {row.ours} |"
         for row in rows
     ]
-    return "\n".join([*lines, "", notes.strip(), ""])
+    return "\n".join([*lines, ""])
 
 
 def main() -> None:
@@ -251,7 +251,7 @@ def main() -> None:
         print(f"{rows[-1].experiment}: {rows[-1].planned} ({rows[-1].measured}) {rows[-1].met}", flush=True)
     record("seeds-planned", {"rows": [dataclasses.asdict(row) for row in rows]}, args.results)
     if not args.skip_ours:
-        PAGE.write_text(page(rows, (Path(__file__).parent / "seeds_notes.md").read_text()))
+        PAGE.write_text(page(rows))
 
 
 if __name__ == "__main__":
