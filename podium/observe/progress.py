@@ -66,6 +66,10 @@ class Progress:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the live view as it is; what is printed from now on stands below it."""
         if self._live is not None:
             self._live.stop()
 

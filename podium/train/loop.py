@@ -98,6 +98,9 @@ def train(
             progress.message(f"stopped and saved; to go on: podium train {run_dir.path}/config.yaml")
         if run_dir.writes:
             run_dir.write_summary(make_summary(run_dir.path))
+        run.close()  # waits for the last checkpoint, which the view shows until the summary takes its place
+        progress.close()
+        if run_dir.writes:
             print_summary(run_dir.path, console)
         status = stop.exit_code  # of all processes, which know each other until here
     stopped = f"stopped by signal {status - 128} after step {run.done}, which is saved"
