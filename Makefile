@@ -22,11 +22,11 @@ check: $(VENV)/dev.installed
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
-# What the former system measured on rented TPUs, beside the plan of the same runs: docs/seeds.md. About an hour.
+# What the former system measured on rented TPUs, beside the plan of the same runs: docs/seeds.md. Long: dozens of compilations.
 seeds: $(VENV)/dev.installed
 	$(BIN)/python -m benches.seeds
 
-# Planned memory and seconds beside measured ones on this CPU. A quarter of an hour.
+# Planned memory and seconds beside measured ones on this CPU. Wants a quiet machine.
 plan-accuracy: $(VENV)/dev.installed
 	$(BIN)/python -m benches.plan_accuracy
 

@@ -1,6 +1,6 @@
 """How far the plan is from what happens, on this machine: memory of programs, and seconds of steps.
 
-    make plan-accuracy                     (CPU; a quarter of an hour on two cores)
+    make plan-accuracy                     (CPU; wants a quiet machine)
     python -m benches.plan_accuracy --setting demo --setting "rows 4" --setting bfloat16
 
 The demo's model does a few steps with each of the settings below, and its largest programs run alone in processes of

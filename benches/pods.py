@@ -1,6 +1,6 @@
 """`podium pod` when things go wrong: who is named as the cause, how soon, and what is left; all but Google is real.
 
-    python -m benches.pods                 (Linux, as root, with gcloud, sshd and ip; half an hour on two cores)
+    python -m benches.pods                 (Linux, as root, with gcloud, sshd and ip; a quiet machine)
     python -m benches.pods --bar a --bar f
 
 Four machines are network namespaces with an sshd; Google's API is tests/pods/fake_tpu.py, to which the real gcloud

@@ -1,6 +1,6 @@
 """What the former system's owners measured on rented TPUs, beside what the plan says of the same runs here.
 
-    make seeds                             (about an hour on two cores; a minute when all is compiled)
+    make seeds                             (long: dozens of compilations, each kept)
     python -m benches.seeds --skip-ours    (half of it, and no page)
 
 Each experiment is a config of `configs/seeds/`, planned twice: in its own layout, and in ours. Writes
