@@ -15,6 +15,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -23,6 +24,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from scipy.stats import t as student
 
 from benches.record import arguments, record, write_section
 from podium.config.load import load
@@ -40,6 +43,8 @@ WARM = 2
 """First steps that are left out: they compile."""
 BASE = (
     f"steps={STEPS}",
+    "prompts_per_step=4",
+    "rollout.slots=32",
     "eval.at_start=false",
     "eval.at_end=false",
     "eval.every_steps=0",
@@ -58,10 +63,10 @@ SETTINGS: Mapping[str, Sequence[str]] = {
     "long rows": ("train.row_tokens=512",),
     "a row each": ("train.packing=none", "train.row_tokens=84", "train.rows_per_device=8"),
     "packed without sharing": ("train.packing=sequences",),
-    "4 prompts": ("prompts_per_step=4", "rollout.slots=32"),
-    "16 prompts": ("prompts_per_step=16",),
-    "groups of 4": ("group_size=4", "rollout.slots=32"),
-    "16 slots": ("rollout.slots=16",),
+    "2 prompts": ("prompts_per_step=2", "rollout.slots=16"),
+    "12 prompts": ("prompts_per_step=12", "rollout.slots=64"),
+    "groups of 4": ("group_size=4", "rollout.slots=16"),
+    "8 slots": ("rollout.slots=8",),
     "a reference": ("algorithm.kl=k3", "algorithm.kl_coef=0.01"),
     "2 updates": ("algorithm.updates_per_batch=2",),
 }
@@ -74,8 +79,10 @@ MEASURED = {
 """What the trainer measures of each kind of phase."""
 STEP = "time/train/step_s"
 BARS = {"memory_mean": 0.03, "memory_worst": 0.08, "seconds_mean": 0.15, "inside": 0.9}
-LIKELY = 1.645
-"""Standard deviations that hold nine tenths."""
+LIKELY = 0.9
+"""Share of further settings that a range is to hold."""
+SAME = 1e-3
+"""Programs whose planned memory differs by less are one point, not two."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +130,7 @@ def measured_steps(settings: Sequence[str], folder: Path) -> tuple[dict[str, flo
     for each in (*BASE, *settings):
         command += ["--set", each]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    shutil.rmtree(folder / "run" / "checkpoints")
     steps = list(read_lines(folder / "run" / "metrics.jsonl"))[WARM:]
 
     def median(names: Iterable[str]) -> float:
@@ -132,27 +140,26 @@ def measured_steps(settings: Sequence[str], folder: Path) -> tuple[dict[str, flo
 
 
 def constants() -> dict[str, float]:
-    """Products and copies of the machine that this runs on, timed."""
+    """Products and copies of the machine that this runs on, timed; copies go into memory that is there already."""
     import jax
     import jax.numpy as jnp
 
-    def seconds(make: Any, *operands: Any) -> float:
-        run = jax.jit(make)
-        jax.block_until_ready(run(*operands))
+    def seconds(run: Any, operand: Any) -> float:
         times = []
-        for _ in range(5):
+        for _ in range(6):
             start = time.perf_counter()
-            jax.block_until_ready(run(*operands))
+            result = jax.block_until_ready(run(operand))
             times.append(time.perf_counter() - start)
+            operand = result if operand.is_deleted() else operand  # donated
         return min(times)
 
     found = {}
     for name, dtype in (("flops_f32", jnp.float32), ("flops_bf16", jnp.bfloat16)):
         x = jnp.ones((2048, 2048), dtype)
         product = lambda a: jnp.einsum("ij,jk->ik", a, a, preferred_element_type=jnp.float32)  # noqa: E731
-        found[name] = 2 * 2048**3 / seconds(product, x)
+        found[name] = 2 * 2048**3 / seconds(jax.jit(product), x)
     big = jnp.ones(2**26, jnp.float32)
-    return found | {"hbm_bandwidth": 2 * big.nbytes / seconds(lambda a: a + 1, big)}
+    return found | {"hbm_bandwidth": 2 * big.nbytes / seconds(jax.jit(lambda a: a + 1, donate_argnums=0), big)}
 
 
 def chip(found: Mapping[str, float], calibration: Mapping[str, Factor]) -> Chip:
@@ -179,7 +186,8 @@ def calibration_of(points: Sequence[Point]) -> dict[str, Factor]:
 def _middle(shares: Sequence[float]) -> Factor:
     logs = [math.log(share) for share in shares]
     middle, spread = statistics.mean(logs), statistics.stdev(logs) * math.sqrt(1 + 1 / len(logs))
-    low, high = math.exp(middle - LIKELY * spread), math.exp(middle + LIKELY * spread)
+    wide = float(student.ppf((1 + LIKELY) / 2, len(logs) - 1)) * spread
+    low, high = math.exp(middle - wide), math.exp(middle + wide)
     return Factor(value=math.exp(middle), low=low, high=high, source="")
 
 
@@ -210,14 +218,15 @@ def plan_of(name: str, folder: Path, machine: Chip) -> Plan:
     return make_plan(config_of(SETTINGS[name]), this_cpu(), lengths=str(run), chip=machine)
 
 
-def memory_rows(name: str) -> list[dict[str, Any]]:
-    """Memory of the largest programs of a setting that its settings change, planned and measured."""
+def memory_rows(name: str, known: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Memory of the largest programs of a setting that other settings did not have alike, planned and measured."""
     config = config_of(SETTINGS[name])
-    decoding = not SETTINGS[name] or any(setting.startswith("rollout.") for setting in SETTINGS[name])
-    programs = MEMORY_PROGRAMS if decoding else MEMORY_PROGRAMS[:1]
-    planned = compile_phases(make_jobs(config, find_architecture(config.model), this_cpu(), programs))
+    planned = compile_phases(make_jobs(config, find_architecture(config.model), this_cpu(), MEMORY_PROGRAMS))
     rows = []
-    for program in programs:
+    for program in MEMORY_PROGRAMS:
+        gib = planned[program].memory.peak / 2**30
+        if any(row["program"] == program and abs(row["planned_gib"] / gib - 1) < SAME for row in known):
+            continue
         command = [sys.executable, "-m", "benches.plan_accuracy", "--measure", program, "--setting", name]
         out = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
         measured, expected = json.loads(out.splitlines()[-1]), planned[program].memory.peak
@@ -309,7 +318,7 @@ def main() -> None:
             seconds, step_s = measured_steps(SETTINGS[name], folder / name)
             plan = plan_of(name, folder, chip(found, uncalibrated()))
             points.append(Point(name, plan, seconds, step_s))
-            own = memory_rows(name)
+            own = memory_rows(name, memory)
             memory += own
             shares = {kind: round(points[-1].share(kind), 3) for kind in MEASURED}
             print(f"{name}: step {step_s:.2f} s, shares of the roofline {shares}", flush=True)

@@ -20,6 +20,7 @@ from podium.plan.sizes import (
     layer_matmul,
     make_sizes,
     own_count,
+    own_layers,
     rollout_weight_bytes,
     working_weights,
 )
@@ -32,10 +33,8 @@ Parts = dict[str, int]
 MARGIN = 1.5
 """Past so many times the memory there is, the closed form alone is enough to refuse."""
 BATCH_ARRAYS = 9  # of podium.train.batch.Batch, [K, B, T] of 4 bytes each, without old and reference log-probabilities
-# Times that the chunk of float32 logits lives at once: logits and their log-softmax; the gradient is fused.
-LOGITS_FORWARD, LOGITS_BACKWARD = 2, 1
 SAMPLER_LOGITS = 3  # logits, what is weighed of them, and their blocks
-MLP_FORWARD, MLP_BACKWARD = 2, 7  # arrays [B, T, F] alive at once
+MLP_FORWARD, MLP_BACKWARD = 2, 6  # arrays [B, T, F] alive at once
 MLP_SAVED, MLP_BACKWARD_SAVED = 6, 3  # the same of each layer, and at once, where nothing is made again
 RESIDUAL_BACKWARD = 2  # arrays [B, T, D] beside them
 # HBM traffic of a layer in arrays: [tokens, F] of `a` bytes, and float32 scores; fitted to compiled v6e programs.
@@ -175,12 +174,12 @@ def decode_phase(run: RunSizes) -> PhaseEstimate:
 
 
 def place_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
-    """One call that copies the prompts of a bucket to their slots; every device sees all of them."""
+    """One call that copies the prompts of a bucket to their slots; every device sees all of them, a layer at a time."""
     prompts = kv_bytes(run, run.config.rollout.prefill_rows * bucket)
     gathered = prompts if run.rollout_shards > 1 else 0
     return PhaseEstimate(
         name="place",
-        parts=_rollout_residents(run) | {"gathered_prompts": gathered},
+        parts=_rollout_residents(run) | {"gathered_prompts": gathered // run.decoder.layers},
         flops=0,
         hbm_bytes=2 * prompts,
         ici_bytes=gathered * (run.rollout_shards - 1) // run.rollout_shards,
@@ -197,7 +196,7 @@ def score_phase(run: RunSizes, micro_batches: int = 1) -> PhaseEstimate:
         parts=trainers(run)
         | _batch(run)
         | {"working_weights": working_weights(run), "gathered_weights": _copied(run, head)}
-        | max(_logits(run, LOGITS_FORWARD), _forward_peak(run, run.rows, run.row_tokens, a), key=_total),
+        | max(_logits(run), _forward_peak(run, run.rows, run.row_tokens, a), key=_total),
         flops=micro_batches * _forward_flops(run),
         hbm_bytes=micro_batches * passes + own_count(run) * (F32 + a),
         ici_bytes=(micro_batches * layers + head) * a * (run.fsdp - 1) // run.fsdp
@@ -241,22 +240,17 @@ def _update_peak(run: RunSizes) -> Parts:
     tokens = run.rows * run.row_tokens
     layers, head = gathered_counts(run)
     gradients = F32 * own_count(run)
-    always = {
-        "working_weights": working_weights(run),
-        "gathered_weights": _copied(run, head),
-        "layer_inputs": decoder.layers * tokens * decoder.width * a,
-    }
+    always = {"working_weights": working_weights(run), "gathered_weights": _copied(run, head)}
+    kept = {"layer_inputs": decoder.layers * tokens * decoder.width * a}
     if saved := run.config.train.remat == "none":
-        always |= _saved(run)
+        kept |= _saved(run)
     elif run.config.train.remat == "products":
-        always |= _saved_products(run)
-    one_layer = layers // decoder.layers * a
-    head_forward = {"gradients": gradients} | _logits(run, LOGITS_FORWARD, all_tokens=saved)
-    head_backward = {"gradients": gradients + 2 * head * a} | _logits(run, LOGITS_BACKWARD, all_tokens=saved)
-    in_layers = {"gradients": 2 * gradients + head * a + one_layer} | _backward_peak(run)
-    in_layers["gathered_weights"] = _copied(run, head + layers // decoder.layers)
-    embedding = {"gradients": 2 * gradients + head * (F32 + a)}
-    return max((always | each for each in (head_forward, head_backward, in_layers, embedding)), key=_total)
+        kept |= _saved_products(run)
+    at_head = kept | {"gradients": gradients + head * a} | _logits(run, all_tokens=saved)
+    in_layers = kept | {"gradients": gradients + F32 * own_layers(run)} | _backward_peak(run)
+    in_layers["gathered_weights"] = _copied(run, layers // decoder.layers)
+    at_embedding = {"gradients": 2 * gradients + head * (F32 + a)}  # the layers' activations are gone by then
+    return max((always | each for each in (at_head, in_layers, at_embedding)), key=_total)
 
 
 def _copied(run: RunSizes, count: int) -> int:
@@ -264,11 +258,11 @@ def _copied(run: RunSizes, count: int) -> int:
     return 0 if run.fsdp == 1 and run.activation == F32 else count * run.activation
 
 
-def _logits(run: RunSizes, copies: int, *, all_tokens: bool = False) -> Parts:
-    """Float32 logits of a chunk of tokens, or of all, so many times."""
+def _logits(run: RunSizes, *, all_tokens: bool = False) -> Parts:
+    """Float32 logits of a chunk of tokens, or of all."""
     tokens = run.rows * run.row_tokens
     chunk = tokens if all_tokens else min(tokens, max(run.rows, run.config.train.head_chunk_tokens))
-    return {"logits": copies * chunk * run.decoder.vocab // run.tp * F32}
+    return {"logits": chunk * run.decoder.vocab // run.tp * F32}
 
 
 def _forward_peak(run: RunSizes, rows: int, length: int, a: int) -> Parts:

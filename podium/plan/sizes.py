@@ -115,9 +115,14 @@ def own_count(run: RunSizes) -> int:
     return sum(local_count(weight, run.train_shards) for weight in weights(run.decoder).values())
 
 
+def own_layers(run: RunSizes) -> int:
+    """The same without embedding and head."""
+    return own_count(run) - _ends(run, run.train_shards)
+
+
 def working_weights(run: RunSizes) -> int:
-    """The layers' shards in the format of the products, cast once per batch; nothing where they are float32."""
-    return run.activation * (own_count(run) - _ends(run, run.train_shards)) if run.activation < F32 else 0
+    """A device's parameters in the format of the products, cast once per batch; nothing where they are float32."""
+    return run.activation * own_count(run) if run.activation < F32 else 0
 
 
 def gathered_counts(run: RunSizes) -> tuple[int, int]:

@@ -121,6 +121,9 @@ def attend(cache: Cache, layer: jax.Array, lengths: jax.Array, q: jax.Array) -> 
 def insert(cache: Cache, prompts: Prompts, rows: jax.Array, rules: ShardingRules) -> Cache:
     """The cache with prompts copied to the front of slots; every device copies to its own slots, and only those named.
 
+    A slot may want any device's prompt. All prompts of a layer are gathered at a time: of all layers they would be the
+    largest array of a large pod.
+
     Args:
         cache: of S slots.
         prompts: of R prompts.
@@ -128,22 +131,28 @@ def insert(cache: Cache, prompts: Prompts, rows: jax.Array, rules: ShardingRules
         rules: how slots are split over devices.
     """
 
+    axes = rules.spec(("batch",))[0] if rules.num_shards("batch") > 1 else ()
+
     def copy(cache: Cache, prompts: Cache, rows: jax.Array) -> Cache:
         order = jnp.argsort(rows < 0, stable=True)  # slots that get a prompt come first
 
-        def copy_one(i: jax.Array, cache: Cache) -> Cache:
-            slot = order[i]
+        def copy_layer(layer: jax.Array, cache: Cache) -> Cache:
+            own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer), prompts)  # [1, R, ...]
+            here = jax.tree.map(lambda x: jax.lax.all_gather(x, axes, axis=1, tiled=True), own) if axes else own
 
-            def put(into: jax.Array, source: jax.Array) -> jax.Array:
-                prompt = jax.lax.dynamic_index_in_dim(source, rows[slot], axis=1)  # [L, 1, ...]
-                return jax.lax.dynamic_update_slice(into, prompt, (0, slot, 0, 0, 0))
+            def copy_one(i: jax.Array, cache: Cache) -> Cache:
+                slot = order[i]
 
-            return jax.tree.map(put, cache, prompts)
+                def put(into: jax.Array, source: jax.Array) -> jax.Array:
+                    prompt = jax.lax.dynamic_index_in_dim(source, rows[slot], axis=1)  # [1, 1, ...]
+                    return jax.lax.dynamic_update_slice(into, prompt, (layer, slot, 0, 0, 0))
 
-        return jax.lax.fori_loop(0, jnp.sum(rows >= 0), copy_one, cache)
+                return jax.tree.map(put, cache, here)
+
+            return jax.lax.fori_loop(0, jnp.sum(rows >= 0), copy_one, cache)
+
+        return jax.lax.fori_loop(0, len(cache.keys), copy_layer, cache)
 
     split = rules.spec(AXES)
-    copy_to_own = jax.shard_map(
-        copy, mesh=rules.mesh, in_specs=(split, PartitionSpec(), rules.spec(("batch",))), out_specs=split
-    )
+    copy_to_own = jax.shard_map(copy, mesh=rules.mesh, in_specs=(split, split, rules.spec(("batch",))), out_specs=split)
     return copy_to_own(cache, prompts.kv, rows)

@@ -238,10 +238,10 @@ HALF_B_4_LAYERS = decoder(
 )
 WIDE = decoder(vocab=8192, width=1024, layers=4, heads=8, kv_heads=2, head_dim=128, mlp_width=4096, qkv_bias=True)
 COMPILED = [
-    ("3b", QWEN_3B, 512, 1024, 4, 128, 16, {"update": 11732, "score": 3940, "prefill": 5924, "decode": 7119}),
-    ("0.5b", HALF_B_4_LAYERS, 256, 256, 4, 64, 8, {"update": 1870, "score": 1561, "prefill": 375, "decode": 388}),
-    ("rows", WIDE, 512, 512, 8, 256, 64, {"update": 1075, "score": 321}),
-    ("long", WIDE, 1024, 1024, 2, 256, 64, {"update": 792, "score": 324, "prefill": 429, "decode": 391}),
+    ("3b", QWEN_3B, 512, 1024, 4, 128, 16, {"update": 10681, "score": 3420, "prefill": 5924, "decode": 7119}),
+    ("0.5b", HALF_B_4_LAYERS, 256, 256, 4, 64, 8, {"update": 1611, "score": 1000, "prefill": 375, "decode": 388}),
+    ("rows", WIDE, 512, 512, 8, 256, 64, {"update": 883, "score": 321}),
+    ("long", WIDE, 1024, 1024, 2, 256, 64, {"update": 745, "score": 310, "prefill": 429, "decode": 391}),
 ]
 ELSEWHERE = {
     "update": (),

@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,15 @@ def test_insert_copies_prompts_to_the_named_slots_and_leaves_the_others(devices)
             keys[:, slot, :, :, :12], values[:, slot, :, :12] = prompts.keys[:, row], prompts.values[:, row]
     assert np.array_equal(got.keys, keys)
     assert np.array_equal(got.values, values)
+
+
+def test_insert_gathers_the_prompts_of_one_layer_at_a_time():
+    rules = rules_on(8)
+    cache, prompts = random_cache(16, 20, rules), random_cache(8, 12, rules)
+    put = jax.jit(lambda cache, prompts, rows: caches.insert(cache, prompts, rows, rules))
+    text = put.lower(cache, Prompts(kv=prompts, logits=jnp.zeros((8, 1))), np.zeros(16, np.int32)).compile().as_text()
+    gathered = re.findall(r"f32\[(\d+),8,\S+ all-gather", text)
+    assert gathered == ["1", "1"]  # keys and values
 
 
 @pytest.mark.parametrize("devices", [1, 8])

@@ -1,0 +1,160 @@
+"""How far `podium plan --fast` is from the compiler, in memory: random configurations, each compiled.
+
+    python -m benches.closed_form          (an hour on two cores the first time; each program is kept)
+    python -m benches.closed_form --count 4
+
+Models, machines, meshes, batches, recipes and lengths are drawn with a fixed seed; a draw counts where the closed form
+needs 0.4 to 1.4 times the memory, since elsewhere the answer is plain. Of each, the programs that may bind are
+compiled: those of which the closed form says at least three quarters of the worst. Writes
+benches/results/closed-form-planned.json and its part of docs/planner.md; exit status 1 where a bar is missed.
+"""
+
+import random
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benches.record import arguments, record, write_section
+from podium.config.load import load
+from podium.config.schema import Config
+from podium.models.presets import find_architecture
+from podium.plan.compile import compile_phases
+from podium.plan.estimate import PhaseEstimate, estimate
+from podium.plan.planner import make_jobs
+from podium.plan.result import judge
+from podium.plan.sizes import make_sizes
+from podium.plan.topology import GIB, Accelerator, find_accelerator
+
+ROOT = Path(__file__).parents[1]
+COUNT = 40
+NEAR = 0.4, 1.4
+"""Of the memory: what the closed form must say of a configuration that is asked about."""
+MAY_BIND = 0.75
+"""Of the worst phase."""
+PROGRAMS = ("update", "decode", "prefill", "score")
+"""Phases that make large arrays; what the others hold, these hold too."""
+BARS = {"mean_error": 0.10, "false_fits": 0}
+SLACK = 1.05
+"""Past so many times the memory a run does not fit beyond doubt."""
+MODELS = (
+    "Qwen/Qwen2.5-0.5B-Instruct",
+    "Qwen/Qwen2.5-1.5B-Instruct",
+    "Qwen/Qwen2.5-3B-Instruct",
+    "Qwen/Qwen2.5-7B-Instruct",
+    "Qwen/Qwen3-0.6B",
+    "Qwen/Qwen3-1.7B",
+    "Qwen/Qwen3-4B",
+    "Qwen/Qwen3-8B",
+    "meta-llama/Llama-3.2-1B-Instruct",
+)
+MACHINES = ("v6e-1", "v6e-4", "v6e-8", "v6e-16", "v5p-8", "v5p-16", "v5litepod-8", "v5litepod-16", "v4-8", "v4-16")
+CHOICES: Mapping[str, Sequence[Any]] = {
+    "group_size": (8, 16),
+    "rollout.max_prompt_tokens": (128, 256, 512),
+    "rollout.max_new_tokens": (256, 512, 1024, 2048),
+    "train.rows_per_device": (1, 2, 4, 8, 16),
+    "train.remat": ("layer", "layer", "products", "none"),
+    "train.head_chunk_tokens": (512, 1024, 4096),
+    "train.packing": ("shared_prompts", "sequences", "none"),
+    "train.optimizer.name": ("adamw", "adamw", "lion", "sgd"),
+    "algorithm.kl": ("none", "none", "k3"),
+}
+
+
+def draws(count: int) -> Iterator[tuple[dict[str, Any], Config, Accelerator]]:
+    """Settings, the config they make, and the machine: the first so many that count."""
+    source = random.Random(1)
+    while count:
+        accelerator = find_accelerator(source.choice(MACHINES))
+        settings = {"model": source.choice(MODELS), **{key: source.choice(of) for key, of in CHOICES.items()}}
+        devices = accelerator.devices
+        settings["mesh"] = source.choice(["auto", "auto", f"fsdp:{devices // 2},tp:2"]) if devices > 1 else "auto"
+        settings["rollout.slots"] = devices * source.choice((8, 16, 32, 64))
+        settings["rollout.prefill_rows"] = devices * source.choice((1, 2, 4, 8))
+        settings["prompts_per_step"] = devices * 2
+        if settings["algorithm.kl"] != "none":
+            settings["algorithm.kl_coef"] = 0.01
+        base = ROOT / "configs" / "gsm8k_qwen25_3b.yaml"
+        config = load([base], [f"{key}={value}" for key, value in settings.items()], {}).config
+        low, high = (share * accelerator.hbm_bytes for share in NEAR)
+        if low <= max(each.total for each in _closed_form(config, accelerator)) <= high:
+            yield settings, config, accelerator
+            count -= 1
+
+
+def _closed_form(config: Config, accelerator: Accelerator) -> list[PhaseEstimate]:
+    return estimate(make_sizes(config, find_architecture(config.model), accelerator))
+
+
+def ask(settings: Mapping[str, Any], config: Config, accelerator: Accelerator) -> dict[str, Any]:
+    """One configuration: bytes by the closed form and by the compiler."""
+    decoder = find_architecture(config.model)
+    forms = {each.name: each.total for each in _closed_form(config, accelerator)}
+    bucket = max(make_sizes(config, decoder, accelerator).buckets)
+    worst = max(forms.values())
+    asked = {name: size for name, size in forms.items() if name in PROGRAMS and size >= MAY_BIND * worst}
+    programs = {name: f"{name}:{bucket}" if name == "prefill" else name for name in asked}
+    compiled = compile_phases(make_jobs(config, decoder, accelerator, list(programs.values())))
+    code = sum(each.memory.code for each in compiled.values())
+    found = {name: compiled[program].device_bytes + code for name, program in programs.items()}
+    truth = max(found.values())
+    return {
+        "tpu": accelerator.name,
+        "settings": dict(settings),
+        "closed_form_gib": {name: round(size / GIB, 3) for name, size in asked.items()},
+        "compiled_gib": {name: round(size / GIB, 3) for name, size in found.items()},
+        "hbm_gib": round(accelerator.hbm_bytes / GIB, 3),
+        "error": round(worst / truth - 1, 4),
+        "verdicts": [judge([worst], accelerator.hbm_bytes), judge([truth], accelerator.hbm_bytes)],
+        "false_fit": judge([worst], accelerator.hbm_bytes) == "fits" and truth > SLACK * accelerator.hbm_bytes,
+    }
+
+
+def lines(rows: Sequence[Mapping[str, Any]], figures: Mapping[str, float]) -> Iterator[str]:
+    """The table for docs/planner.md."""
+    yield (
+        f"{len(rows)} configurations drawn at random: {figures['mean_error']:.1%} off on average,"
+        f" {figures['worst_error']:.1%} at worst; {figures['false_fits']:.0f} of them said to fit that the compiler"
+        f" says do not; the same verdict for {figures['same_verdict']:.0f}."
+    )
+    yield from (
+        "",
+        "| | TPU | model, mesh | binds | closed form, GiB | compiled, GiB | error |",
+        "|---|---|---|---|---|---|---|",
+    )
+    for number, row in enumerate(rows, 1):
+        binds = max(row["compiled_gib"], key=row["compiled_gib"].get)
+        form, truth = max(row["closed_form_gib"].values()), max(row["compiled_gib"].values())
+        run = f"{row['tpu']} | {row['settings']['model'].partition('/')[2]}, {row['settings']['mesh']}"
+        yield f"| {number} | {run} | {binds} | {form:.1f} | {truth:.1f} | {row['error']:+.1%} |"
+
+
+def main() -> None:
+    """Prints every configuration, then the figures; exit status 1 where a bar is missed."""
+    parser = arguments(__doc__)
+    parser.add_argument("--count", type=int, default=COUNT, help="of configurations")
+    args = parser.parse_args()
+    rows = []
+    for number, (settings, config, accelerator) in enumerate(draws(args.count), 1):
+        row = ask(settings, config, accelerator)
+        rows.append(row)
+        print(f"{number}: {row['tpu']} {settings}", flush=True)
+        print(f"   {row['closed_form_gib']} compiled {row['compiled_gib']} {row['error']:+.1%}", flush=True)
+    errors = [abs(row["error"]) for row in rows]
+    figures = {
+        "mean_error": round(statistics.mean(errors), 4),
+        "worst_error": round(max(errors), 4),
+        "false_fits": sum(row["false_fit"] for row in rows),
+        "same_verdict": sum(len(set(row["verdicts"])) == 1 for row in rows),
+    }
+    print(figures)
+    record("closed-form-planned", {"bars": BARS, "figures": figures, "rows": rows}, args.results)
+    if args.count == COUNT:
+        write_section(ROOT / "docs" / "planner.md", "closed-form", list(lines(rows, figures)))
+    sys.exit(any(figures[name] > bar for name, bar in BARS.items()))
+
+
+if __name__ == "__main__":
+    main()

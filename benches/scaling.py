@@ -1,0 +1,97 @@
+"""Tokens per second and chip of larger models on 8 to 256 chips, planned: every program compiled for each machine.
+
+    python -m benches.scaling              (long: some forty compilations of large models, each kept)
+
+The work grows with the chips: one prompt of eight completions for each. Writes benches/results/scaling-planned.json and
+its part of docs/planner.md.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benches.record import arguments, record, write_section
+from podium.config.load import load
+from podium.plan.compile import Progress
+from podium.plan.planner import make_plan
+from podium.plan.result import Plan
+from podium.plan.topology import GIB, find_accelerator
+
+ROOT = Path(__file__).parents[1]
+MODELS = ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-8B")
+MACHINES = ("v6e-8", "v6e-16", "v6e-64", "v6e-256", "v5p-64")
+GROUP = 8
+
+
+def plan(model: str, tpu: str) -> Plan:
+    """Of as many prompts as chips."""
+    accelerator = find_accelerator(tpu)
+    devices = accelerator.devices
+    settings = [
+        f"model={model}",
+        f"prompts_per_step={devices}",
+        f"group_size={GROUP}",
+        f"rollout.slots={GROUP * devices}",
+        f"rollout.prefill_rows={devices}",
+        "rollout.max_prompt_tokens=256",
+    ]
+    config = load([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], settings, {}).config
+    return make_plan(config, accelerator, progress=_tell)
+
+
+def _tell(progress: Progress) -> None:
+    if progress.state != "compiling":
+        print(f"  {progress.phase}: {progress.state}, {progress.seconds:.0f} s", flush=True)
+
+
+def row(model: str, tpu: str, found: Plan) -> dict[str, Any]:
+    """What the table says of one plan."""
+    assert found.step is not None
+    assert found.tokens_per_s_per_device is not None
+    timed = {phase.name: phase for phase in found.phases if phase.seconds is not None}
+    longest = max(timed.values(), key=lambda phase: phase.seconds.value if phase.seconds else 0.0)
+    return {
+        "model": model,
+        "tpu": tpu,
+        "devices": found.devices,
+        "verdict": found.verdict,
+        "worst_phase": found.worst.name,
+        "gib": round(found.worst.bytes / GIB, 2),
+        "hbm_gib": round(found.hbm_bytes / GIB, 2),
+        "step_s": [round(each, 2) for each in (found.step.value, found.step.low, found.step.high)],
+        "phases_s": {name: round(phase.seconds.value, 3) for name, phase in timed.items() if phase.seconds},
+        "longest": longest.name,
+        "bound_by": longest.bound_by,
+        "tokens_per_s_per_chip": round(found.tokens_per_s_per_device.value),
+    }
+
+
+def lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The table for docs/planner.md."""
+    yield "| model | TPU | chips | memory | step, s | longest phase, waits for | tokens/s per chip |"
+    yield "|---|---|---|---|---|---|---|"
+    for each in rows:
+        value, low, high = each["step_s"]
+        model, verdict = each["model"].partition("/")[2], each["verdict"].replace("_", " ")
+        longest = f"{each['longest']} {each['phases_s'][each['longest']]:.1f} s, {each['bound_by']}"
+        yield (
+            f"| {model} | {each['tpu']} | {each['devices']} | {verdict}: {each['worst_phase']} {each['gib']:.1f} of"
+            f" {each['hbm_gib']:.1f} GiB | {value:.1f} ({low:.1f} to {high:.1f}) | {longest} |"
+            f" {each['tokens_per_s_per_chip']:,} |"
+        )
+
+
+def main() -> None:
+    args = arguments(__doc__).parse_args()
+    rows = []
+    for model in MODELS:
+        for tpu in MACHINES:
+            print(f"{model} on {tpu}", flush=True)
+            rows.append(row(model, tpu, plan(model, tpu)))
+            print(f"  {rows[-1]}", flush=True)
+    record("scaling-planned", {"rows": rows}, args.results)
+    write_section(ROOT / "docs" / "planner.md", "scaling", list(lines(rows)))
+
+
+if __name__ == "__main__":
+    main()
