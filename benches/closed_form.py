@@ -79,19 +79,20 @@ def draws(count: int) -> Iterator[tuple[dict[str, Any], Config, Accelerator]]:
         base = ROOT / "configs" / "gsm8k_qwen25_3b.yaml"
         config = load([base], [f"{key}={value}" for key, value in settings.items()], {}).config
         low, high = (share * accelerator.hbm_bytes for share in NEAR)
-        if low <= max(each.total for each in _closed_form(config, accelerator)) <= high:
+        if low <= max(each.total for each in estimates(config, accelerator)) <= high:
             yield settings, config, accelerator
             count -= 1
 
 
-def _closed_form(config: Config, accelerator: Accelerator) -> list[PhaseEstimate]:
+def estimates(config: Config, accelerator: Accelerator) -> list[PhaseEstimate]:
+    """Every phase of a run by the closed form."""
     return estimate(make_sizes(config, find_architecture(config.model), accelerator))
 
 
 def ask(settings: Mapping[str, Any], config: Config, accelerator: Accelerator) -> dict[str, Any]:
     """One configuration: bytes by the closed form and by the compiler."""
     decoder = find_architecture(config.model)
-    forms = {each.name: each.total for each in _closed_form(config, accelerator)}
+    forms = {each.name: each.total for each in estimates(config, accelerator)}
     bucket = max(make_sizes(config, decoder, accelerator).buckets)
     worst = max(forms.values())
     asked = {name: size for name, size in forms.items() if name in PROGRAMS and size >= MAY_BIND * worst}

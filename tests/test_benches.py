@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benches import closed_form
 from benches.demo import RandomArithmetic, meets_bar
 from benches.gsm8k import check_grader
 from benches.record import record
 from podium.config.schema import TaskConfig
+from podium.plan.memory import Memory
 from podium.tasks.registry import make_task
 
 ROOT = Path(__file__).parents[1]
@@ -83,6 +85,41 @@ def test_random_rewards_do_not_depend_on_the_answer_and_evaluation_is_honest():
 def test_demo_run_is_held_to_its_bar(after: float, wall_s: float, control: bool, expected: bool):
     row = {"before": {"accuracy": 0.5, "avg_at_k": 0.25}, "after": {"accuracy": 1.0, "avg_at_k": after}}
     assert meets_bar({**row, "wall_s": wall_s}, control) is expected
+
+
+def test_random_configurations_are_the_same_each_time_and_near_what_devices_have():
+    (first, config, accelerator), _ = drawn = list(closed_form.draws(2))
+    assert [settings for settings, _, _ in closed_form.draws(2)] == [settings for settings, _, _ in drawn]
+    assert (config.model, config.mesh) == (first["model"], first["mesh"])
+    needed = max(each.total for each in closed_form.estimates(config, accelerator))
+    low, high = closed_form.NEAR
+    assert low <= needed / accelerator.hbm_bytes <= high
+
+
+@pytest.mark.parametrize(("form", "truth", "error", "false"), [(0.9, 1.2, -0.25, True), (0.9, 1.02, -0.1176, False)])
+def test_a_run_said_to_fit_that_does_not_is_counted(monkeypatch, form: float, truth: float, error: float, false: bool):
+    settings, config, accelerator = next(closed_form.draws(1))
+    hbm = accelerator.hbm_bytes
+    sizes = {"update": int(form * hbm), "decode": int(0.9 * form * hbm), "prefill": 0, "score": 0}
+    monkeypatch.setattr(closed_form, "estimates", lambda *_: [Sized(name, size) for name, size in sizes.items()])
+    asked = []
+
+    def compiled(jobs):
+        asked.extend(job.phase for job in jobs)
+        return {job.phase: Sized(job.phase, int(truth * hbm)) for job in jobs}
+
+    monkeypatch.setattr(closed_form, "compile_phases", compiled)
+    row = closed_form.ask(settings, config, accelerator)
+    assert asked == ["update", "decode"]
+    assert (row["error"], row["false_fit"]) == (pytest.approx(error, abs=1e-3), false)
+
+
+class Sized:
+    """Stands for an estimate and for a compiled phase."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self.total, self.device_bytes = name, size, size
+        self.memory = Memory(peak=size, arguments=0, outputs=0, temporaries=0, code=0, aliased=0)
 
 
 def test_grader_check_counts_what_is_graded_wrongly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

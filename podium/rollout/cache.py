@@ -130,7 +130,6 @@ def insert(cache: Cache, prompts: Prompts, rows: jax.Array, rules: ShardingRules
         rows: [S] int32, which prompt each slot gets; -1: none, the slot stays as it is.
         rules: how slots are split over devices.
     """
-
     axes = rules.spec(("batch",))[0] if rules.num_shards("batch") > 1 else ()
 
     def copy(cache: Cache, prompts: Cache, rows: jax.Array) -> Cache:

@@ -207,6 +207,14 @@ def test_scores_are_under_the_sampling_temperature():
         np.testing.assert_allclose(found, expected, rtol=0, atol=SCALE_TOLERANCE * np.abs(expected).max())
 
 
+@pytest.mark.parametrize(("rows", "loops"), [(2, True), (16, False)])
+def test_a_single_micro_batch_is_scored_without_a_loop_that_xla_would_run_half_of_twice(rows, loops):
+    _, score = scorer("dp:1", 1, 1024)
+    batch, _ = batch_of(rows=rows, packing="none")
+    assert (len(batch.tokens) > 1) is loops
+    assert ("while" in str(jax.make_jaxpr(score)(make_params(rules_of()), batch))) is loops
+
+
 def test_entropy_and_gap_are_means_over_the_trained_tokens(samples):
     _, metrics = gradient(samples, rows=4)
     entropy = np.concatenate([-np.sum(np.exp(table) * table, axis=-1) for table in naive_softmax()])
