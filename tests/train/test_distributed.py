@@ -30,7 +30,11 @@ SETTINGS: dict[str, Any] = {
     "eval": {"questions": 6, "every_steps": 3, "at_start": False, "at_end": False},
     "checkpoint": {"every_steps": 2},
 }
-MESHES = {4: {"full": "auto"}, 2: {"full": "host_local", "named": "dp:2,fsdp:2,tp:2"}}
+NAMED = "dp:2,fsdp:2,tp:2"
+MESHES = {
+    4: {"full": "auto", "local": "host_local", "named": NAMED},
+    2: {"full": "host_local", "auto": "auto", "named": NAMED},
+}
 """Name of the run -> mesh, by the number of hosts; together they have eight devices."""
 EXACT = ("train-other/loss", "train-reward/total/mean", "eval/accuracy", "rollout/completion_tokens")
 LOCAL = (
@@ -147,13 +151,26 @@ def test_hosts_train_as_one_process_does(together, alone):
     expected = [shared_by_all(record) for record in read_records(alone / "metrics.jsonl")]
     for name in MESHES[len(found)]:
         written = [shared_by_all(record) for record in read_records(folder / name / "metrics.jsonl")]
-        assert [record["step"] for record in written] == [1, 2, 3, 3]
         for each in found:
             assert [shared_by_all(record) for record in each["metrics"][name]] == written
-        for record, reference in zip(written, expected[:-1], strict=True):
-            assert record == pytest.approx(reference, rel=1e-5, abs=1e-5)
-            exact = {name: reference[name] for name in EXACT if name in reference}
-            assert {name: record[name] for name in exact} == pytest.approx(exact, rel=1e-6, abs=1e-6)
+        assert_equal_runs(written, expected[:-1])
+
+
+@pytest.mark.parametrize("mesh", ["host_local", NAMED])
+def test_one_process_trains_the_same_on_every_mesh(mesh, alone, tiny_model, tmp_path):
+    config = make_config(tiny_model, tmp_path, mesh=mesh, **SETTINGS)
+    assert train(config, plain=True) == 0
+    written, expected = (read_records(run / "metrics.jsonl") for run in (tmp_path / "run", alone))
+    assert_equal_runs(*([shared_by_all(record) for record in records] for records in (written, expected[:-1])))
+
+
+def assert_equal_runs(written: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    """Losses and rewards to 1e-6, all else to 1e-5."""
+    assert [record["step"] for record in written] == [1, 2, 3, 3]
+    for record, reference in zip(written, expected, strict=True):
+        assert record == pytest.approx(reference, rel=1e-5, abs=1e-5)
+        exact = {name: reference[name] for name in EXACT if name in reference}
+        assert {name: record[name] for name in exact} == pytest.approx(exact, rel=1e-6, abs=1e-6)
 
 
 def test_one_process_writes_what_is_shared(together):
