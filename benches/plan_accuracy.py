@@ -165,7 +165,7 @@ def constants() -> dict[str, float]:
 def chip(found: Mapping[str, float], calibration: Mapping[str, Factor]) -> Chip:
     """The CPU with these shares; it has no links."""
     none = Factor(value=1.0, low=1.0, high=1.0, source="")
-    nothing = {"hbm_bytes": 0, "link_bandwidth": 1.0, "links": 1, "clock_hz": 1e9}
+    nothing = {"hbm_bytes": 0, "link_bandwidth": 1.0, "links": 1}
     known = {"ici": none, **calibration}
     return Chip(generation="cpu", **nothing, **found, sources={}, calibration=known)  # pyright: ignore[reportArgumentType]
 

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from podium.plan.collectives import Transfer, kind_of, transfer
 from podium.plan.hlo import Computation, Instruction, Module
@@ -36,8 +36,6 @@ class Work:
     """Of products whose operands are not both float32."""
     flops_f32: float = 0
     hbm_bytes: float = 0
-    cycles: float = 0
-    """The TPU compiler's own guess; it makes none for collectives and Pallas kernels."""
     transfers: tuple[Transfer, ...] = ()
     kernel: str = ""
 
@@ -72,11 +70,6 @@ class Cost:
         return sum(work.times * work.hbm_bytes for work in self.works)
 
     @property
-    def cycles(self) -> float:
-        """The TPU compiler's own guess of everything but collectives and Pallas kernels."""
-        return sum(work.times * work.cycles for work in self.works)
-
-    @property
     def kernels(self) -> dict[str, float]:
         """How often each Pallas kernel runs."""
         calls: Counter[str] = Counter()
@@ -97,23 +90,6 @@ class Cost:
                 sent[key] = sent.get(key, 0) + work.times * each.sent
         order = sorted(calls, key=lambda key: (-sent[key], key))
         return tuple(CollectiveTotal(*key, calls=calls[key], sent=sent[key]) for key in order)
-
-    def by(self, name: Callable[[Work], str]) -> dict[str, "Cost"]:
-        """The same cost in parts, as a function names them."""
-        parts: dict[str, list[Work]] = {}
-        for work in self.works:
-            parts.setdefault(name(work), []).append(work)
-        return {part: Cost(tuple(works)) for part, works in parts.items()}
-
-    def by_scope(self, scopes: Iterable[str]) -> dict[str, "Cost"]:
-        """Parts by the innermost of these names in an instruction's source; "" is the rest."""
-        wanted = set(scopes)
-        return self.by(lambda work: innermost(work.source, wanted))
-
-
-def innermost(source: str, scopes: set[str]) -> str:
-    """The last of these names in a source's path; jax writes a scope's gradient as transpose(jvp(scope))."""
-    return next((name for name in reversed(re.split(r"[/()]+", source)) if name in scopes), "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,12 +183,11 @@ def _work(context: _Context, each: Instruction, computation: Computation, times:
         flops=sum(products(part, where) for part, where in inside) - float32,
         flops_f32=float32,
         hbm_bytes=hbm_traffic(each, computation, context.module),
-        cycles=sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', each.attributes))),
         transfers=tuple(_transfers(context, inside)),
     )
     if each.attribute("custom_call_target") == f'"{KERNEL}"':
         work = dataclasses.replace(work, kernel=re.sub(r"[.\d]+$", "", each.name), flops=_declared(each, "flops"))
-    costs = (work.flops, work.flops_f32, work.hbm_bytes, work.cycles, work.transfers, work.kernel)
+    costs = (work.flops, work.flops_f32, work.hbm_bytes, work.transfers, work.kernel)
     return work if any(costs) else None
 
 
@@ -259,8 +234,6 @@ class Roofline:
     """Transfers while nothing else runs."""
     latency: float
     """What small transfers take for their hops, beyond their bytes."""
-    scheduled: float
-    """The TPU compiler's own guess of the work, plus the last two: another estimate of the total."""
 
     @property
     def total(self) -> float:
@@ -297,7 +270,7 @@ def estimate(cost: Cost, chip: Chip, *, links: int) -> Roofline:
             beside += work.times * wire * each.overlaps
             latency += work.times * max(0.0, _hops(each) * HOP_S - wire) * (not each.overlaps)
     ici = waited + max(0.0, beside - compute - hbm)
-    return Roofline(compute, hbm, ici, latency, scheduled=cost.cycles / chip.clock_hz + ici + latency)
+    return Roofline(compute, hbm, ici, latency)
 
 
 def _hops(each: Transfer) -> float:

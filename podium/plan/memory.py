@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from podium.plan.cost import innermost
 from podium.plan.hlo import Computation, Module, Shape
 from podium.plan.liveness import Buffer, live_at_peak
 
@@ -163,7 +162,7 @@ def _named(buffer: Buffer, module: Module, arguments: Mapping[str, str], known: 
 
 def _name(shape: Shape, source: str, known: _Known) -> str:
     """The name of what is no argument: by its scope where that is the optimizer's, then by its shape, then by scope."""
-    scope = innermost(source, set(SCOPES))
+    scope = _scope(source)
     backward, dims = "transpose(" in source and scope != "weights", _essence(shape.dims)
     if SCOPES.get(scope) == "optimizer":
         return "optimizer"
@@ -196,7 +195,12 @@ def _source(members: list[tuple[Computation, str]]) -> str:
     ]
     sources = [where.instructions[name].source for where, name in (*fill, *beside, *members)]
     paths = [source for source in sources if "/" in source]
-    return next((path for path in paths if innermost(path, set(SCOPES))), paths[0] if paths else "")
+    return next((path for path in paths if _scope(path)), paths[0] if paths else "")
+
+
+def _scope(source: str) -> str:
+    """The last of SCOPES in a source's path; jax writes a scope's gradient as transpose(jvp(scope))."""
+    return next((name for name in reversed(re.split(r"[/()]+", source)) if name in SCOPES), "")
 
 
 def _essence(dims: tuple[int, ...]) -> tuple[int, ...]:

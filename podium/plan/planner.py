@@ -259,7 +259,7 @@ class _Device:
         assert self.chip is not None
         compute = form.flops / (self.chip.flops_f32 if float32 else self.chip.flops_bf16)
         hbm, ici = form.hbm_bytes / self.chip.hbm_bandwidth, form.ici_bytes / (self.links * self.chip.link_bandwidth)
-        return Roofline(compute * (compute >= hbm), hbm * (hbm > compute), ici, latency=0.0, scheduled=0.0)
+        return Roofline(compute * (compute >= hbm), hbm * (hbm > compute), ici, latency=0.0)
 
     @property
     def links(self) -> int:

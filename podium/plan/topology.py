@@ -182,7 +182,6 @@ class Chip:
     """Bytes/s of one link to another device in one direction."""
     links: int
     """Links of a device, where every one is connected."""
-    clock_hz: float
     sources: dict[str, str]
     """Of each constant."""
     calibration: dict[str, Factor]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from podium.plan.collectives import Transfer, group_of
-from podium.plan.cost import Cost, UnknownTrips, Work, estimate, innermost, unknown_loops, walk
+from podium.plan.cost import Cost, UnknownTrips, Work, estimate, unknown_loops, walk
 from podium.plan.hlo import parse
 from podium.plan.liveness import live_at_peak
 from podium.plan.topology import load_chip
@@ -149,18 +149,6 @@ def test_a_stack_of_weights_is_read_layer_by_layer():
     activations = LAYERS * TOKENS * (WIDTH * 12 + HIDDEN * 6) * 2  # generous: each is moved a few times per layer
     gathered = weights * 2 * 3  # each gathered weight is read by the products of the passes
     assert recorded("stack").hbm_bytes < cast + gradients_and_step + activations + gathered
-    whole_stack_each_time = LAYERS * weights // 8 * 4
-    assert recorded("stack").by_scope(["weights"])["weights"].hbm_bytes < whole_stack_each_time
-
-
-def test_scopes_share_out_the_cost():
-    cost = recorded("stack")
-    parts = cost.by_scope(["weights", "mlp", "layers"])
-    assert parts["mlp"].flops == cost.flops
-    assert {each.kind for each in parts["weights"].collectives} == {"all-gather"}
-    assert sum(part.hbm_bytes for part in parts.values()) == pytest.approx(cost.hbm_bytes)
-    assert innermost("jit(step)/transpose(jvp(layers))/while/body/mlp/dot", {"layers", "mlp"}) == "mlp"
-    assert innermost("jit(step)/transpose(jvp(layers))/while", {"layers", "mlp"}) == "layers"
 
 
 def test_kernels_are_counted_by_name_with_what_they_declare():
@@ -355,9 +343,7 @@ def test_products_of_a_dilated_convolution_leave_out_its_holes():
 
 # Seconds
 
-CHIP = dataclasses.replace(
-    load_chip("v6e"), flops_bf16=1e12, flops_f32=5e11, hbm_bandwidth=1e11, link_bandwidth=1e9, clock_hz=1e9
-)
+CHIP = dataclasses.replace(load_chip("v6e"), flops_bf16=1e12, flops_f32=5e11, hbm_bandwidth=1e11, link_bandwidth=1e9)
 
 
 def a_transfer(sent, *, overlaps=False, group=8, kind="all-gather"):
@@ -368,11 +354,11 @@ def test_each_instruction_takes_the_longer_of_its_products_and_its_traffic():
     works = (
         Work("a", "", 3.0, flops=2e9, hbm_bytes=1e8),  # 2 ms against 1 ms
         Work("b", "", 1.0, flops=1e9, flops_f32=1e9, hbm_bytes=1e8),  # 3 ms against 1 ms
-        Work("c", "", 2.0, flops=1e9, hbm_bytes=5e8, cycles=7e6),  # 1 ms against 5 ms
+        Work("c", "", 2.0, flops=1e9, hbm_bytes=5e8),  # 1 ms against 5 ms
     )
     times = estimate(Cost(works), CHIP, links=2)
     assert (times.compute, times.hbm, times.total) == pytest.approx((0.009, 0.010, 0.019))
-    assert (times.bound_by, times.scheduled) == ("hbm", pytest.approx(0.014))
+    assert times.bound_by == "hbm"
 
 
 @pytest.mark.parametrize(("overlaps", "ici"), [(False, 0.005), (True, 0.003)])

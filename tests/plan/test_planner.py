@@ -194,7 +194,6 @@ def chip(**calibration: tuple[float, float, float]) -> Chip:
         hbm_bandwidth=1e9,
         link_bandwidth=1e9,
         links=1,
-        clock_hz=1e9,
         sources={},
         calibration=factors,
     )
@@ -202,7 +201,7 @@ def chip(**calibration: tuple[float, float, float]) -> Chip:
 
 def test_shares_of_the_roofline_divide_its_parts():
     made = chip(update=(0.5, 0.25, 1.0), ici=(0.8, 0.5, 1.0))
-    line = Roofline(compute=1.0, hbm=2.0, ici=4.0, latency=0.5, scheduled=0.0)
+    line = Roofline(compute=1.0, hbm=2.0, ici=4.0, latency=0.5)
     seconds, bound_by = calibrated([(2, line)], made, "update")
     assert seconds == Seconds(value=2 * (3 / 0.5 + 4 / 0.8 + 0.5), low=2 * (3 + 4 + 0.5), high=2 * (12 + 8 + 0.5))
     assert bound_by == "ici"
