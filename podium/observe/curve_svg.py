@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from podium.observe.chart import value_range
-from podium.observe.files import RunFileError, write_atomically
+from podium.observe.files import write_atomically
 from podium.observe.history import Point, read_history
+from podium.observe.run_dir import CURVE
 
 WIDTH, HEIGHT = 860, 380
 LEFT, RIGHT, TOP, BOTTOM = 64, 28, 84, 56
@@ -34,16 +35,11 @@ text { font-family: -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif; fon
 """
 
 
-def save_curve(folder: Path, path: Path) -> None:
-    """Write the reward curve of the run in `folder` to the SVG file `path`.
-
-    Raises:
-        RunFileError: The run has no step yet, or `path` cannot be written.
-    """
+def save_curve(folder: Path) -> None:
+    """Write the reward curve of the run in `folder` to its curve.svg; none where it has no step yet."""
     history = read_history(folder)
-    if not history.rewards:
-        raise RunFileError(f"{folder} has no step with a reward in its metrics.jsonl; train it first")
-    write_atomically(path, curve_svg(folder.resolve().name, history.rewards, history.accuracies))
+    if history.rewards:
+        write_atomically(folder / CURVE, curve_svg(folder.resolve().name, history.rewards, history.accuracies))
 
 
 def curve_svg(title: str, rewards: Sequence[Point], accuracies: Sequence[Point]) -> str:

@@ -39,6 +39,7 @@ the run, and the first questions of each evaluation. |
 `eval.initial.{{step,accuracy}}`, `eval.final.{{step,accuracy}}` (null if there was no such evaluation), `versions`, \
 `commit` (of the checkout; null for an installed package). |
 | `config.yaml` | The resolved config. |
+| `curve.svg` | Reward of each step and accuracy of each evaluation, written at the end. |
 
 A run is continued only with the config it has. These keys and sections may differ, since they do not change what is
 learned (beyond the rounding of another order of sums); the stored config then takes the new values: \

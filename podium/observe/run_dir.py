@@ -4,6 +4,7 @@
     summary.json     the run in one object             samples.jsonl   questions, completions, rewards
     run.lock         process and host that write here  lengths.jsonl   tokens of each prompt and completion
     fork.json        of which run's step this began, if it did
+    curve.svg        reward and accuracy, to look at
     plan.json        what was planned for it (podium.plan.check), on TPU and GPU
     checkpoints/     podium.train.checkpoint
 
@@ -39,6 +40,7 @@ SAMPLES = "samples.jsonl"
 LENGTHS = "lengths.jsonl"
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
+CURVE = "curve.svg"
 LOCK = "run.lock"
 CHECKPOINTS = "checkpoints"
 FORK = "fork.json"

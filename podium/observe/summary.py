@@ -15,7 +15,7 @@ from rich.text import Text
 
 from podium.observe.chart import MARK, reward_curve
 from podium.observe.history import Answers, History, Point, read_answers, read_history
-from podium.observe.run_dir import CONFIG, LENGTHS, METRICS, SAMPLES, SUMMARY
+from podium.observe.run_dir import CONFIG, CURVE, LENGTHS, METRICS, SAMPLES, SUMMARY
 from podium.observe.text import clock, shown
 
 PACKAGES = ("podium-rl", "jax", "jaxlib", "optax", "orbax-checkpoint", "transformers", "numpy")
@@ -121,6 +121,7 @@ def _before_and_after(answers: Answers) -> Table:
 
 def _files(folder: Path) -> Table:
     kinds = {
+        CURVE: "reward and accuracy, to look at",
         METRICS: "all numbers, a line per step",
         SAMPLES: "what the model wrote, and what it earned",
         LENGTHS: "tokens per prompt and completion",

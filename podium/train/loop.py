@@ -17,6 +17,7 @@ from podium.algorithms.recipes import make_recipe
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
 from podium.models.decoder import param_specs
+from podium.observe.curve_svg import save_curve
 from podium.observe.progress import Progress, Sample
 from podium.observe.records import lengths_record, sample_record, sampled_groups
 from podium.observe.run_dir import LENGTHS, METRICS, SAMPLES, Fork, RunDir
@@ -98,6 +99,7 @@ def train(
             progress.message(f"stopped and saved; to go on: podium train {run_dir.path}/config.yaml")
         if run_dir.writes:
             run_dir.write_summary(make_summary(run_dir.path))
+            save_curve(run_dir.path)
         run.close()  # waits for the last checkpoint, which the view shows until the summary takes its place
         progress.close()
         if run_dir.writes:
