@@ -264,8 +264,8 @@ def reasons(planner: Planner) -> list[str]:
         f" for {short.composition.decode_steps}. So either their compiler gathered less, or such a slice has more links"
         " than published (none that wraps around below 16 chips to a side). The ratios of steps follow from it: they"
         " are mostly this traffic. Commands and lengths of the three runs on v6e-16 were not recorded.",
-        "**Layouts.** The former attention repeated keys and values for each of 16 heads and went over the whole cache"
-        " in float32, which took most of a step; in its maxtext layout each chip did four times as much of that.",
+        "**Layouts.** The former attention repeated keys and values for each of 16 heads and multiplied them in float32"
+        " over the whole cache; in its maxtext layout each chip did four times as much of that. Podium's does neither.",
         "**Seconds of the update.** The former program left its weights to the partitioner; Podium's gathers each"
         " layer's by itself. A sketch of the 4 rows of 2,560 tokens, compiled both ways, computed 1.6 times as much in"
         f" the former and sent 12 times as much. The plan's range is {seconds.low:.1f} to {seconds.high:.1f} s.",
