@@ -2,8 +2,8 @@
 
     python -m benches.scaling              (long: some forty compilations of large models, each kept)
 
-The work grows with the chips: one prompt of eight completions for each. Writes benches/results/scaling-planned.json and
-its part of docs/planner.md.
+The work grows with the chips: four prompts of eight completions for each. Writes
+benches/results/scaling-planned.json and its part of docs/planner.md.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,18 +20,19 @@ from podium.plan.topology import GIB, find_accelerator
 ROOT = Path(__file__).parents[1]
 MODELS = ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-8B")
 MACHINES = ("v6e-8", "v6e-16", "v6e-64", "v6e-256", "v5p-64")
-GROUP = 8
+PROMPTS, GROUP = 4, 8
+"""Prompts for each chip, and completions of each."""
 
 
 def plan(model: str, tpu: str) -> Plan:
-    """Of as many prompts as chips."""
+    """Of a step whose work grows with the chips."""
     accelerator = find_accelerator(tpu)
     devices = accelerator.devices
     settings = [
         f"model={model}",
-        f"prompts_per_step={devices}",
+        f"prompts_per_step={PROMPTS * devices}",
         f"group_size={GROUP}",
-        f"rollout.slots={GROUP * devices}",
+        f"rollout.slots={PROMPTS * GROUP * devices}",
         f"rollout.prefill_rows={devices}",
         "rollout.max_prompt_tokens=256",
     ]
