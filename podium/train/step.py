@@ -70,9 +70,7 @@ def make_score(program: Program) -> Callable[[Params, Batch], jax.Array]:
             return jax.lax.dynamic_update_index_in_dim(logprobs, scored.logprobs, index, 0)
 
         nothing = jnp.zeros(batch.tokens.shape, jnp.float32)
-        if (
-            len(batch.tokens) == 1
-        ):  # in a loop over one the layers change nothing: XLA would run them before it and in it
+        if len(batch.tokens) == 1:  # nothing changes in a loop over one: XLA would run the layers before it and in it
             return one(jnp.int32(0), nothing)
         return jax.lax.fori_loop(0, batch.num_micro_batches, one, nothing)
 
