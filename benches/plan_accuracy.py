@@ -65,7 +65,6 @@ SETTINGS: Mapping[str, Sequence[str]] = {
     "packed without sharing": ("train.packing=sequences",),
     "2 prompts": ("prompts_per_step=2", "rollout.slots=16"),
     "12 prompts": ("prompts_per_step=12", "rollout.slots=64"),
-    "groups of 4": ("group_size=4", "rollout.slots=16"),
     "8 slots": ("rollout.slots=8",),
     "a reference": ("algorithm.kl=k3", "algorithm.kl_coef=0.01"),
     "2 updates": ("algorithm.updates_per_batch=2",),
@@ -202,6 +201,7 @@ def seconds_rows(points: Sequence[Point], found: Mapping[str, float], folder: Pa
         rows.append(
             {
                 "name": point.name,
+                "shares": {kind: round(point.share(kind), 3) for kind in MEASURED},
                 "planned_s": round(value, 3),
                 "range_s": [round(low, 3), round(high, 3)],
                 "measured_s": round(point.step_s, 3),

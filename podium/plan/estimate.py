@@ -38,8 +38,8 @@ MLP_FORWARD, MLP_BACKWARD = 2, 6  # arrays [B, T, F] alive at once
 MLP_SAVED, MLP_BACKWARD_SAVED = 6, 3  # the same of each layer, and at once, where nothing is made again
 RESIDUAL_BACKWARD = 2  # arrays [B, T, D] beside them
 # HBM traffic of a layer in arrays: [tokens, F] of `a` bytes, and float32 scores; fitted to compiled v6e programs.
-MLP_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 41}
-SCORE_TRAFFIC: Mapping[str, int] = {"forward": 1, "update": 5}
+MLP_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 30}
+SCORE_TRAFFIC: Mapping[str, int] = {"forward": 1, "update": 11}
 LOGITS_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 12}
 OPTIMIZER_TRAFFIC = 4  # gradient: written, added to, read for its norm, read for the update
 VMEM = 128 * 2**20
@@ -211,9 +211,9 @@ def update_phase(run: RunSizes, micro_batches: int = 1) -> PhaseEstimate:
     own = own_count(run)
     optimizer = optimizer_count(decoder, run.config.train.optimizer.name, run.train_shards)
     sends = (run.fsdp - 1) / run.fsdp
-    # Weights come as they compute; gradients go as float32, those of embedding and head to every device.
+    # Weights come as they compute, and gradients go as they do.
     remat = run.config.train.remat
-    gathers = (1 if remat == "none" else 2) * layers * a + layers * F32 + head * 2 * F32
+    gathers = (2 if remat == "none" else 3) * layers * a + head * 2 * a
     reduced = 2 * own * F32 * (run.dp - 1) // run.dp
     return PhaseEstimate(
         name="update",
