@@ -36,6 +36,7 @@ BATCH_ARRAYS = 9  # of podium.train.batch.Batch, [K, B, T] of 4 bytes each, with
 SAMPLER_LOGITS = 3  # logits, what is weighed of them, and their blocks
 MLP_FORWARD, MLP_BACKWARD = 2, 6  # arrays [B, T, F] alive at once
 MLP_SAVED, MLP_BACKWARD_SAVED = 6, 3  # the same of each layer, and at once, where nothing is made again
+SCORES_SAVED = 2  # float32 arrays [B, H, T, T] of each layer, there too
 RESIDUAL_BACKWARD = 2  # arrays [B, T, D] beside them
 # HBM traffic of a layer in arrays: [tokens, F] of `a` bytes, and float32 scores; fitted to compiled v6e programs.
 MLP_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 30}
@@ -249,7 +250,9 @@ def _update_peak(run: RunSizes) -> Parts:
     at_head = kept | {"gradients": gradients + head * a} | _logits(run, all_tokens=saved)
     in_layers = kept | {"gradients": gradients + F32 * own_layers(run)} | _backward_peak(run)
     in_layers["gathered_weights"] = _copied(run, layers // decoder.layers)
-    at_embedding = {"gradients": 2 * gradients + head * (F32 + a)}  # the layers' activations are gone by then
+    embedding = head if decoder.tied else head // 2
+    # The layers' activations are gone by then, and what was gathered.
+    at_embedding = {"gradients": gradients + F32 * (own_layers(run) + embedding), "gathered_weights": 0}
     return max((always | each for each in (at_head, in_layers, at_embedding)), key=_total)
 
 
@@ -293,7 +296,7 @@ def _saved(run: RunSizes) -> Parts:
     width = 4 * decoder.width + 2 * (decoder.heads + decoder.kv_heads) * decoder.head_dim // run.tp
     return {
         "saved_activations": decoder.layers * tokens * (width + MLP_SAVED * decoder.mlp_width // run.tp) * a,
-        "saved_scores": decoder.layers * tokens * run.row_tokens * decoder.heads // run.tp * (F32 + a),
+        "saved_scores": decoder.layers * tokens * run.row_tokens * decoder.heads // run.tp * SCORES_SAVED * F32,
         "saved_weights": layers * a,
     }
 

@@ -74,7 +74,7 @@ def test_the_page_needs_no_network(one):
 def test_the_page_says_what_the_terminal_says(one):
     assert verdict_line(plan()) in one.text
     for text in (
-        "0.69 (0.59-0.78) chip-hours",
+        "0.69 (0.55-0.83) chip-hours",
         "(the <shop>, 2026-01-02)",
         "train.rows_per_device=8 instead of 4 (compiled)",
     ):

@@ -37,7 +37,7 @@ def answer(made: Plan, **changed) -> Answer:
 def test_the_first_line_is_the_verdict():
     first = output(print_plan, answer(plan()), suggestions=None).splitlines()[0]
     assert first == (
-        "fits v6e-8 with 6.9 GiB to spare; bound by update (layer activations 12.1 GiB); 3.1 s per step (2.7-3.5):"
+        "fits v6e-8 with 6.9 GiB to spare; bound by update (layer activations 12.1 GiB); 3.1 s per step (2.5-3.7):"
         " rollout 1.9, update 1.1, sync 0.050, host 0.050"
     )
 
@@ -158,7 +158,7 @@ def suggestion(made: Plan) -> Suggestion:
 def test_a_suggestion_says_what_it_makes_of_the_run_and_who_says_so():
     better = plan(made=phases(took=0.8))
     text = output(print_plan, answer(plan()), suggestions=[suggestion(better)])
-    assert "train.rows_per_device=8 instead of 4: fits, 6.9 GiB to spare, 2.8 (2.4-3.2) s per step (compiled)" in text
+    assert "train.rows_per_device=8 instead of 4: fits, 6.9 GiB to spare, 2.8 (2.2-3.4) s per step (compiled)" in text
     assert "2 micro-batches against 4" in text
     assert "s per step (closed form)" in output(print_plan, answer(estimated()), suggestions=[suggestion(estimated())])
     assert "None of the changes that were tried helps." in output(print_plan, answer(plan()), suggestions=[])
