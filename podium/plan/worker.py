@@ -173,11 +173,22 @@ def _compile(lowered: Any, options: dict[str, str], on_cpu: bool) -> tuple[Memor
     try:
         compiled = lowered.compile(compiler_options=options or None)
     except jax.errors.JaxRuntimeError as error:
-        refusal = parse_out_of_memory(str(error))
+        refusal = parse_out_of_memory(str(error)) or (_plain_refusal(lowered) if options else None)
         if refusal is None:
             raise
         return Memory(refusal.needed, arguments=0, outputs=0, temporaries=0, aliased=0, code=0), refusal, ""
     return measure(compiled, on_cpu=on_cpu), None, compiled.as_text()
+
+
+def _plain_refusal(lowered: Any) -> OutOfMemory | None:
+    """What the compiler says without our options, with which it fails at programs far too large for a v4."""
+    import jax
+
+    try:
+        lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        return parse_out_of_memory(str(error))
+    return None
 
 
 def _program_key(text: str, options: dict[str, str], accelerator: Accelerator) -> str:

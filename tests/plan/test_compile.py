@@ -8,11 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from tiny_decoder import DECODER
 
 from podium.config.schema import Config
 from podium.plan import compile as compiling
+from podium.plan import worker
 from podium.plan.compile import CompilerError, Progress, answer_key, compile_phases
 from podium.plan.compiled import looped_work, named_memory
 from podium.plan.cost import walk
@@ -32,6 +34,10 @@ SETTINGS: dict[str, Any] = {
     "rollout": {"max_prompt_tokens": 32, "max_new_tokens": 8, "slots": 16, "prefill_rows": 8},
     "train": {"rows_per_device": 1},
 }
+OUT_OF_MEMORY = (
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (37.46G) exceeds"
+    " available HBM (30.75G)."
+)
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan"
 
 
@@ -107,6 +113,17 @@ def test_the_same_program_is_not_compiled_again_under_other_settings(folder):
     assert len(list((folder / "programs").glob("*.json"))) == 1
     assert again.compile_s == first.compile_s  # the first's own
     assert again.residents["optimizer"] < first.residents["optimizer"]
+
+
+def test_a_program_that_only_the_options_make_invalid_is_refused_by_what_the_compiler_says_without_them():
+    class Lowered:
+        def compile(self, compiler_options=None):
+            text = "INVALID_ARGUMENT: Invalid TPU program." if compiler_options else OUT_OF_MEMORY
+            raise jax.errors.JaxRuntimeError(text)
+
+    memory, refusal, text = worker._compile(Lowered(), worker.TPU_OPTIONS, on_cpu=False)
+    assert refusal is not None and text == ""
+    assert memory.peak == refusal.needed == pytest.approx(37.46 * GIB)
 
 
 def test_an_answer_is_for_one_machine_model_source_and_set_of_options(tmp_path, monkeypatch):
