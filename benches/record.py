@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
     """A parser with the module's docstring as its help, and `--results`."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(program(), description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="where the numbers are written")
     return parser
 
@@ -69,11 +69,16 @@ def _commit() -> str | None:
     return found.removesuffix("-dirty")
 
 
+def program() -> str:
+    """What this process runs, as one types it in the root of the checkout."""
+    spec = sys.modules["__main__"].__spec__
+    module = spec.name.removesuffix(".__main__") if spec is not None else ""
+    return f"python -m {module}" if module else shlex.join(["python", Path(sys.argv[0]).name])
+
+
 def command() -> str:
-    """How this process was started, as one types it in the root of the checkout."""
-    main = sys.modules["__main__"].__spec__
-    program = f"python -m {main.name}" if main is not None else shlex.join(["python", Path(sys.argv[0]).name])
-    return " ".join([program, *map(shlex.quote, sys.argv[1:])])
+    """The same with its words."""
+    return " ".join([program(), *map(shlex.quote, sys.argv[1:])])
 
 
 def machine() -> dict[str, Any]:

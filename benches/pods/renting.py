@@ -1,0 +1,127 @@
+"""Bars f and g: nothing stays rented whatever the API does, and secrets are nowhere."""
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benches.pods.bench import TYPE, Bench, Row, rented, seconds_since, wait
+from podium.pods.gcloud import Gcloud, Order, run_process
+from podium.pods.inventory import LEASE, OWNER
+from podium.pods.slices import Slices
+from tests.pods.fake_tpu import FakeTpu, Fault, serve
+from tests.pods.hosts import gcloud_environment
+from tests.pods.test_slices import one_story
+
+STORIES = 200
+PLANTED = {
+    "HF_TOKEN": "hf_CANARYofTheEnvironment0123",
+    "WANDB_API_KEY": "CANARY0123456789abcdef0123456789abcdef02",
+    "AWS_SECRET_ACCESS_KEY": "CANARYnotAllowed0123456789abcdefghij0003",
+}
+IN_FILE, IN_OPTION = "hf_CANARYofTheFile/+45678901234", "CANARYinAnOption456789012345"
+RENTED_FAULTS: dict[str, list[Fault]] = {
+    "lost reply": [Fault("POST", "lost_reply")],
+    "429": [Fault("POST", "429", times=2)],
+    "stock-out in two of three zones": [Fault("POST us-a nodes", "operation"), Fault("POST us-b nodes", "operation")],
+    "no fault": [],
+}
+
+
+def bar_f(bench: Bench) -> Iterator[Row]:
+    """Renting and giving back while the API breaks: by the real gcloud, then 200 times by the fake one."""
+    for case, faults in RENTED_FAULTS.items():
+        begun = time.monotonic()
+        fake = FakeTpu(provision_s=0.6, operation_s=0.1)
+        folder = bench.folder / case.replace(" ", "-")
+        folder.mkdir()
+        with serve(fake) as api:
+            slices = of_real_gcloud(folder, api)
+            queued = "stock-out" not in case
+            fake.faults = faults
+            order = an_order(queued=queued)
+            if case == "no fault":  # deleted while its machines are being made
+                slices.gcloud.create(order, "us-a")
+                wait(lambda fake=fake: fake.tick() or fake.nodes, 10.0)
+                got = "deleted while being made"
+            else:
+                got = slices.up(order, ["us-a", "us-b", "eu-c"]).zone
+            held = {(each.split("/")[3], each.rpartition("/")[2]) for each in (*fake.nodes, *fake.queued)}
+            listed = {(each.zone, each.name) for each in slices.survey()}
+            slices.down("demo")
+            left = fake.everything()
+        yield {
+            "case": f"{case}, real gcloud",
+            "got": got,
+            "seconds": seconds_since(begun),
+            "left": left,
+            "good": not left and len(held) == 1 and listed == held,
+        }
+    begun = time.monotonic()
+    for seed in range(STORIES):
+        one_story(seed)
+    yield {"case": f"{STORIES} random fault sequences", "seconds": seconds_since(begun), "good": True}
+
+
+def of_real_gcloud(folder: Path, api: str) -> Slices:
+    """Ada's slices, by the real gcloud."""
+    settings = [f"{name}={value}" for name, value in gcloud_environment(folder, api).items()]
+    gcloud = Gcloud(lambda argv, timeout_s: run_process(("env", *settings, *argv), timeout_s))
+    return Slices(gcloud, owner="ada")
+
+
+def an_order(*, queued: bool) -> Order:
+    """What is rented in bar f."""
+    labels = {OWNER: "ada", LEASE: "2000000000"}
+    return Order(
+        name="demo",
+        accelerator=TYPE,
+        runtime="image",
+        spot=True,
+        queued=queued,
+        valid_until_s=3600,
+        labels=labels,
+    )
+
+
+def bar_g(bench: Bench) -> Iterator[Row]:
+    """A run with a failure in it, with W&B's files, and then a search for what was planted."""
+    secrets = bench.folder / "secrets.env"
+    secrets.write_text(f"HF_TOKEN={IN_FILE}\nAWS_SECRET_ACCESS_KEY={PLANTED['AWS_SECRET_ACCESS_KEY']}\n")
+    secrets.chmod(0o600)
+    with rented(bench):
+        metrics = {"wandb": {"mode": "offline", "project": "p"}}
+        config = bench.config("secret", steps=6, checkpoint={"every_steps": 2}, metrics=metrics)
+        words = bench.run_words(config, "--keep-alive", "--env-file", str(secrets))
+        refused = bench.world.podium(*words, "--env", f"SOME_API_KEY={IN_OPTION}")
+        with bench.following(*words) as (laptop, out):
+            wait(lambda: len(bench.metrics("secret")) >= 2)
+            (bench.signs / "1").write_text("raise")
+            wait(lambda: "restart:" in out.read_text())
+            (bench.signs / "1").unlink()
+            status = wait(lambda: laptop.poll() is not None) and laptop.returncode
+        for words in (["status", "--json"], ["logs"], ["logs", "--worker", "1"]):
+            bench.pod(*words)
+    bench.outputs.append(refused.stdout + refused.stderr)
+    secrets.unlink()
+    planted = [*PLANTED.values(), IN_FILE, IN_OPTION]
+    places = [str(path) for path in files_below(bench.folder) if holds(path.read_bytes(), planted)]
+    told = [word for word in bench.outputs if holds(word.encode(), planted)]
+    asked = [str(request)[:80] for request in bench.world.fake.requests if holds(str(request).encode(), planted)]
+    yield {
+        "case": f"{len(planted)} secrets, {len(list(files_below(bench.folder)))} files",
+        "status": status,
+        "found_in_files": places,
+        "found_in_outputs": len(told),
+        "found_in_requests": asked,
+        "good": (status, refused.returncode) == (0, 2) and not (places or told or asked),
+    }
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """All files, once each."""
+    return (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def holds(data: bytes, texts: Sequence[str]) -> bool:
+    """Whether there is one of the texts in it."""
+    return any(text.encode() in data for text in texts)
