@@ -9,6 +9,7 @@ compiled: those of which the closed form says at least three quarters of the wor
 benches/results/closed-form-planned.json and its part of docs/planner.md; exit status 1 where a bar is missed.
 """
 
+import math
 import random
 import statistics
 import sys
@@ -29,6 +30,8 @@ from podium.plan.topology import GIB, Accelerator, find_accelerator
 
 ROOT = Path(__file__).parents[1]
 COUNT = 40
+SEEN = 20
+"""Of these: the first, by which the closed form was last mended; the others say how far off it is elsewhere."""
 NEAR = 0.4, 1.4
 """Of the memory: what the closed form must say of a configuration that is asked about."""
 MAY_BIND = 0.75
@@ -118,7 +121,8 @@ def lines(rows: Sequence[Mapping[str, Any]], figures: Mapping[str, float]) -> It
     yield (
         f"{len(rows)} configurations drawn at random: {figures['mean_error']:.1%} off on average,"
         f" {figures['worst_error']:.1%} at worst; {figures['false_fits']:.0f} of them said to fit that the compiler"
-        f" says do not; the same verdict for {figures['same_verdict']:.0f}."
+        f" says do not; the same verdict for {figures['same_verdict']:.0f}. The first {SEEN} were looked at when the"
+        f" closed form was last mended; the others are {figures['mean_error_of_others']:.1%} off on average."
     )
     yield from (
         "",
@@ -146,6 +150,7 @@ def main() -> None:
     errors = [abs(row["error"]) for row in rows]
     figures = {
         "mean_error": round(statistics.mean(errors), 4),
+        "mean_error_of_others": round(statistics.mean(errors[SEEN:]), 4) if errors[SEEN:] else math.nan,
         "worst_error": round(max(errors), 4),
         "false_fits": sum(row["false_fit"] for row in rows),
         "same_verdict": sum(len(set(row["verdicts"])) == 1 for row in rows),
