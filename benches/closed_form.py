@@ -13,6 +13,7 @@ import math
 import random
 import statistics
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -118,12 +119,13 @@ def ask(settings: Mapping[str, Any], config: Config, accelerator: Accelerator) -
 
 def lines(rows: Sequence[Mapping[str, Any]], figures: Mapping[str, float]) -> Iterator[str]:
     """The table for docs/planner.md."""
-    yield (
+    told = (
         f"{len(rows)} configurations drawn at random: {figures['mean_error']:.1%} off on average,"
         f" {figures['worst_error']:.1%} at worst; {figures['false_fits']:.0f} of them said to fit that the compiler"
         f" says do not; the same verdict for {figures['same_verdict']:.0f}. The first {SEEN} were looked at when the"
         f" closed form was last mended; the others are {figures['mean_error_of_others']:.1%} off on average."
     )
+    yield from textwrap.wrap(told, 118)
     yield from (
         "",
         "| | TPU | model, mesh | binds | closed form, GiB | compiled, GiB | error |",
