@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from podium.config.load import load
 from podium.config.schema import Config
 from podium.models.presets import find_architecture
 from podium.observe.files import read_lines
+from podium.observe.run_dir import LENGTHS, METRICS
 from podium.plan.compile import compile_phases
 from podium.plan.planner import KINDS, make_jobs, make_plan
 from podium.plan.result import Plan
@@ -122,20 +123,22 @@ def this_cpu() -> Accelerator:
     return Accelerator(name="cpu-1", generation="cpu", devices=1, hosts=1, hbm_bytes=memory)
 
 
-def measured_steps(settings: Sequence[str], folder: Path) -> tuple[dict[str, float], float]:
-    """Train in a process of its own; medians over the steps that did not compile."""
+def measured_step(settings: Sequence[str], folder: Path) -> tuple[dict[str, float], float]:
+    """Train in a process of its own: the middle one, by its seconds, of the steps that did not compile.
+
+    Its lengths are kept in `folder`: of a step with few prompts, how many micro-batches they fill depends on them.
+    """
     config = [str(ROOT / "configs" / "demo.yaml"), "--set", f"runs_dir={folder}", "--set", "name=run"]
     command = [sys.executable, "-m", "podium.cli", "train", *config]
     for each in (*BASE, *settings):
         command += ["--set", each]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     shutil.rmtree(folder / "run" / "checkpoints")
-    steps = list(read_lines(folder / "run" / "metrics.jsonl"))[WARM:]
-
-    def median(names: Iterable[str]) -> float:
-        return sum(statistics.median(step[name] for step in steps) for name in names)
-
-    return {kind: median(names) for kind, names in MEASURED.items()}, median([STEP])
+    steps = sorted(list(read_lines(folder / "run" / METRICS))[WARM:], key=lambda step: step[STEP])
+    middle = steps[len(steps) // 2]
+    (lengths,) = (line for line in read_lines(folder / "run" / LENGTHS) if line["step"] == middle["step"])
+    (folder / LENGTHS).write_text(json.dumps(lengths) + "\n")
+    return {kind: sum(middle[name] for name in names) for kind, names in MEASURED.items()}, middle[STEP]
 
 
 def constants() -> dict[str, float]:
@@ -213,9 +216,9 @@ def seconds_rows(points: Sequence[Point], found: Mapping[str, float], folder: Pa
 
 
 def plan_of(name: str, folder: Path, machine: Chip) -> Plan:
-    """The plan of a setting for the lengths that its run had."""
-    run = folder / name / "run"
-    return make_plan(config_of(SETTINGS[name]), this_cpu(), lengths=str(run), chip=machine)
+    """The plan of a setting for the lengths that its measured step had."""
+    lengths = str(folder / name / LENGTHS)
+    return make_plan(config_of(SETTINGS[name]), this_cpu(), lengths=lengths, chip=machine)
 
 
 def memory_rows(name: str, known: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -315,7 +318,7 @@ def main() -> None:
         folder = Path(temporary)
         for name in names:
             (folder / name).mkdir()
-            seconds, step_s = measured_steps(SETTINGS[name], folder / name)
+            seconds, step_s = measured_step(SETTINGS[name], folder / name)
             plan = plan_of(name, folder, chip(found, uncalibrated()))
             points.append(Point(name, plan, seconds, step_s))
             own = memory_rows(name, memory)

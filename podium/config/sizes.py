@@ -1,6 +1,6 @@
 """Shapes that follow from a config's numbers alone; the trainer, the engine and the planner take them from here."""
 
-from podium.config.schema import Config
+from podium.config.schema import Config, RolloutConfig
 
 DEFAULT_ROWS_PER_DEVICE = 4
 SMALLEST_BUCKET = 32
@@ -26,6 +26,15 @@ def optimizer_steps(config: Config) -> int:
 def batch_sequences(config: Config) -> int:
     """The most completions that one optimizer step may get."""
     return -(-config.prompts_per_step // config.algorithm.minibatches) * config.group_size
+
+
+def check_split(rollout: RolloutConfig, shards: int) -> None:
+    """Raises ValueError where slots or prefill rows do not divide over the devices that split them."""
+    for name, value in (("slots", rollout.slots), ("prefill_rows", rollout.prefill_rows)):
+        if value % shards:
+            raise ValueError(
+                f"rollout.{name} is {value} and is split over {shards} devices; set it to a multiple of {shards}"
+            )
 
 
 def prompt_buckets(max_prompt_tokens: int) -> list[int]:

@@ -45,7 +45,7 @@ ELSEWHERE = {"name", "runs_dir", "model", "chat_template", "seed", "tasks", "gra
 """Settings that no program depends on; the model's numbers are asked for themselves."""
 OF_TRAINING = {"steps", "prompts_per_step", "group_size", "algorithm", "train"}
 OF_ENGINE = {"slots", "refill_steps", "prefill_rows"}
-PHASES_OF_ENGINE = ("sync", "prefill", "place", "decode")
+PHASES_OF_ENGINE = ("sync", "prefill", "place", "place_across", "decode")
 _ANSWER = TypeAdapter(CompiledPhase)
 
 

@@ -174,15 +174,18 @@ def decode_phase(run: RunSizes) -> PhaseEstimate:
     )
 
 
-def place_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
-    """One call that copies the prompts of a bucket to their slots; every device sees all of them, a layer at a time."""
+def place_phase(run: RunSizes, bucket: int, *, crosses: bool = True) -> PhaseEstimate:
+    """One call that copies the prompts of a bucket to their slots.
+
+    Where some go to another device than the one that has prefilled them, every device sees all, a layer at a time.
+    """
     prompts = kv_bytes(run, run.config.rollout.prefill_rows * bucket)
-    gathered = prompts if run.rollout_shards > 1 else 0
+    gathered = prompts if crosses and run.rollout_shards > 1 else 0
     return PhaseEstimate(
         name="place",
         parts=_rollout_residents(run) | {"gathered_prompts": gathered // run.decoder.layers},
         flops=0,
-        hbm_bytes=2 * prompts,
+        hbm_bytes=2 * (gathered or prompts // run.rollout_shards),
         ici_bytes=gathered * (run.rollout_shards - 1) // run.rollout_shards,
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from podium.config.schema import Config
-from podium.config.sizes import prompt_buckets, row_tokens
+from podium.config.sizes import check_split, prompt_buckets, row_tokens
 from podium.observe.files import read_lines
 from podium.observe.run_dir import LENGTHS
 from podium.rollout.scheduler import Scheduler
@@ -43,7 +43,9 @@ class Composition:
     prefill_calls: dict[int, int]
     """By bucket, the length that prompts are padded to."""
     place_calls: dict[int, int]
-    """By bucket."""
+    """By bucket: where all prompts stay on the device that has prefilled them."""
+    place_across_calls: dict[int, int]
+    """By bucket: where some do not."""
     decode_calls: int
     """Looks of the host at the slots."""
     decode_steps: int
@@ -64,7 +66,7 @@ def draw_lengths(source: str, config: Config, *, seed: int = 0) -> Lengths:
 
     Args:
         source: `gsm8k`; `fixed:N` for completions of N tokens, with prompts as GSM8K's; or the path of a run or of its
-            lengths.jsonl, whose groups are drawn with replacement.
+            lengths.jsonl, whose groups are drawn, with replacement only where there are too few.
         config: says how many, and the longest of each.
         seed: of the draw.
 
@@ -86,9 +88,14 @@ def draw_lengths(source: str, config: Config, *, seed: int = 0) -> Lengths:
     return _from_run(rng, path / LENGTHS if path.is_dir() else path, config)
 
 
-def compose(lengths: Lengths, config: Config) -> Composition:
-    """What the engine does for these lengths: its own scheduler, run without a model."""
-    return _Rollout(lengths, config).run()
+def compose(lengths: Lengths, config: Config, *, shards: int = 1) -> Composition:
+    """What the engine does for these lengths, its slots on so many devices: its own scheduler, run without a model.
+
+    Raises:
+        ValueError: slots or prefill rows do not divide over these devices.
+    """
+    check_split(config.rollout, shards)
+    return _Rollout(lengths, config, shards).run()
 
 
 def packed_micro_batches(lengths: Lengths, config: Config, *, rows: int) -> int:
@@ -146,7 +153,8 @@ def _from_run(rng: np.random.Generator, path: Path, config: Config) -> Lengths:
     if not groups:
         raise ValueError(f"lengths {path}: no lengths in it; name a run that has done a step")
     G, rollout = config.group_size, config.rollout
-    drawn = [groups[i] for i in rng.integers(len(groups), size=config.prompts_per_step)]
+    N = config.prompts_per_step
+    drawn = [groups[i] for i in rng.choice(len(groups), N, replace=len(groups) < N)]
     prompts = np.array([prompt for prompt, _ in drawn])
     completions = np.array([rng.choice(own, G, replace=len(own) < G) for _, own in drawn])
     return Lengths(
@@ -172,10 +180,10 @@ def _groups(record: dict[str, Any], path: Path, number: int) -> list[tuple[int, 
 class _Rollout:
     """One call of the engine's `generate` in which lengths are known beforehand."""
 
-    def __init__(self, lengths: Lengths, config: Config) -> None:
+    def __init__(self, lengths: Lengths, config: Config, shards: int) -> None:
         rollout = config.rollout
         self.lengths, self.refill_steps = lengths, rollout.refill_steps
-        self.scheduler = Scheduler(num_slots=rollout.slots, prefill_rows=rollout.prefill_rows)
+        self.scheduler = Scheduler(num_slots=rollout.slots, prefill_rows=rollout.prefill_rows, shards=shards)
         buckets = np.array(prompt_buckets(rollout.max_prompt_tokens))
         members = lengths.completions.shape[1]
         for group, bucket in enumerate(buckets[np.searchsorted(buckets, lengths.prompts)]):
@@ -184,13 +192,14 @@ class _Rollout:
         self.context = np.zeros(rollout.slots, int)  # tokens that each slot's next query sees, its own included
         self.prefills: collections.Counter[int] = collections.Counter()
         self.places: collections.Counter[int] = collections.Counter()
+        self.places_across: collections.Counter[int] = collections.Counter()
         self.looks = self.steps = self.occupied = self.attended = 0
 
     def run(self) -> Composition:
         while self.scheduler.busy:
             while (admission := self.scheduler.admit()) is not None:
                 self.prefills[admission.bucket] += bool(admission.prefill)
-                self.places[admission.bucket] += 1
+                (self.places_across if admission.crosses else self.places)[admission.bucket] += 1
                 for placement in admission.placements:  # the first token comes from the prefill
                     self.left[placement.slot] = self.lengths.completions[placement.group, placement.member] - 1
                     self.context[placement.slot] = self.lengths.prompts[placement.group] + 1
@@ -200,6 +209,7 @@ class _Rollout:
         return Composition(
             prefill_calls=dict(+self.prefills),
             place_calls=dict(self.places),
+            place_across_calls=dict(self.places_across),
             decode_calls=self.looks,
             decode_steps=self.steps,
             occupied_slot_steps=self.occupied,

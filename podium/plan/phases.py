@@ -39,7 +39,7 @@ class PhaseProgram:
     """One compiled program of a run."""
 
     name: str
-    """init, sync, prefill:T and place:T by bucket, decode, score, update."""
+    """init, sync, prefill:T, place:T and place_across:T by bucket, decode, score, update."""
     lower: Callable[[], jax.stages.Lowered]
     """Traces it with its arguments."""
     arguments: tuple[Any, ...]
@@ -117,8 +117,9 @@ def _rollout_programs(
         name = f"prefill:{bucket}"
         found[name] = _phase(name, programs.prefill, (weights, tokens, lengths), beside)
         others = {"rollout_weights": device_bytes(weights), "prompts": held["prompts"] - device_bytes(own)}
-        name = f"place:{bucket}"
-        found[name] = _phase(name, programs.place, (cache, own, rows, slots), {**trainers, **others})
+        for kind, program in (("place", programs.place), ("place_across", programs.place_across)):
+            name = f"{kind}:{bucket}"
+            found[name] = _phase(name, program, (cache, own, rows, slots), {**trainers, **others})
     found["decode"] = _phase("decode", programs.decode, (weights, cache, slots), {**trainers, **held})
     return found
 

@@ -92,7 +92,7 @@ def make_plan(
     is_cpu = accelerator.generation == "cpu"
     device = _Device(accelerator, chip or (None if is_cpu else load_chip(accelerator.generation)))
     drawn = draw_lengths(lengths, config)
-    composition = compose(drawn, config)
+    composition = compose(drawn, config, shards=run.rollout_shards)
     micro_batches = packed_micro_batches(drawn, config, rows=run.rows * run.dp * run.fsdp)
     calls = step_calls(run, composition, micro_batches)
     compiled: dict[str, CompiledPhase] = {}
@@ -134,23 +134,31 @@ def step_calls(run: RunSizes, composition: Composition, micro_batches: int) -> l
     """
     algorithm, recipe = run.config.algorithm, run.recipe
     sequences = run.config.prompts_per_step * run.config.group_size
-    placed = sequences / sum(composition.place_calls.values()) / run.rollout_shards
-    buckets = sorted({*composition.prefill_calls, *composition.place_calls, max(run.buckets)})
+    prefills, places, across = composition.prefill_calls, composition.place_calls, composition.place_across_calls
+    placed = sequences / sum([*places.values(), *across.values()]) / run.rollout_shards
+    buckets = sorted({*prefills, *places, *across, max(run.buckets)})
     looks, steps = composition.decode_calls, composition.decode_steps
     batches, own = algorithm.minibatches, micro_batches / algorithm.minibatches
     scores = batches * (recipe.scores_old_logprobs + recipe.needs_reference)
     updates = batches * algorithm.updates_per_batch
 
-    def call(phase: str, form: PhaseEstimate, calls: float, rounds: float, repeats: float, bucket: int = 0) -> Call:
-        program = f"{phase}:{bucket}" if bucket else phase
-        return Call(phase=phase, program=program, calls=calls, rounds=rounds, closed_form=form, repeats=repeats)
+    def call(phase: str, form: PhaseEstimate, calls: float, rounds: float, repeats: float, program: str = "") -> Call:
+        own = program or phase
+        return Call(phase=phase, program=own, calls=calls, rounds=rounds, closed_form=form, repeats=repeats)
 
-    prefills, places = composition.prefill_calls, composition.place_calls
+    def place(T: int, calls: int, *, crosses: bool) -> Call:
+        program = f"place_across:{T}" if crosses else f"place:{T}"
+        return call("place", place_phase(run, T, crosses=crosses), calls, placed, calls, program)
+
     found = [
         Call(phase="init", program="init", calls=0, rounds=0),
         call("sync", sync_phase(run), 1, 0, 1),
-        *(call("prefill", prefill_phase(run, T), n, 0, n, T) for T in buckets for n in [prefills.get(T, 0)]),
-        *(call("place", place_phase(run, T), n, placed, n, T) for T in buckets for n in [places.get(T, 0)]),
+        *(
+            call("prefill", prefill_phase(run, T), prefills.get(T, 0), 0, prefills.get(T, 0), f"prefill:{T}")
+            for T in buckets
+        ),
+        *(place(T, n, crosses=False) for T in buckets if (n := places.get(T, 0)) or run.rollout_shards == 1),
+        *(place(T, across.get(T, 0), crosses=True) for T in buckets if run.rollout_shards > 1),
         call("decode", decode_phase(run), looks, steps / looks if looks else 0.0, steps),
     ]
     if scores:

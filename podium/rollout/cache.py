@@ -118,19 +118,20 @@ def attend(cache: Cache, layer: jax.Array, lengths: jax.Array, q: jax.Array) -> 
 
 
 @jax.named_scope("cache")
-def insert(cache: Cache, prompts: Prompts, rows: jax.Array, rules: ShardingRules) -> Cache:
+def insert(cache: Cache, prompts: Prompts, rows: jax.Array, rules: ShardingRules, *, crosses: bool = True) -> Cache:
     """The cache with prompts copied to the front of slots; every device copies to its own slots, and only those named.
 
-    A slot may want any device's prompt. All prompts of a layer are gathered at a time: of all layers they would be the
-    largest array of a large pod.
+    Where a slot may want any device's prompt, all prompts of a layer are gathered at a time: of all layers they would
+    be the largest array of a large pod.
 
     Args:
         cache: of S slots.
         prompts: of R prompts.
         rows: [S] int32, which prompt each slot gets; -1: none, the slot stays as it is.
-        rules: how slots are split over devices.
+        rules: how slots and prompts are split over devices.
+        crosses: whether a slot may want a prompt of another device; nothing is exchanged otherwise.
     """
-    axes = rules.spec(("batch",))[0] if rules.num_shards("batch") > 1 else ()
+    axes = rules.spec(("batch",))[0] if crosses and rules.num_shards("batch") > 1 else ()
 
     def copy(cache: Cache, prompts: Cache, rows: jax.Array) -> Cache:
         order = jnp.argsort(rows < 0, stable=True)  # slots that get a prompt come first
@@ -143,7 +144,8 @@ def insert(cache: Cache, prompts: Prompts, rows: jax.Array, rules: ShardingRules
                 slot = order[i]
 
                 def put(into: jax.Array, source: jax.Array) -> jax.Array:
-                    prompt = jax.lax.dynamic_index_in_dim(source, rows[slot], axis=1)  # [1, 1, ...]
+                    row = rows[slot] % source.shape[1]  # of those that are here
+                    prompt = jax.lax.dynamic_index_in_dim(source, row, axis=1)  # [1, 1, ...]
                     return jax.lax.dynamic_update_slice(into, prompt, (layer, slot, 0, 0, 0))
 
                 return jax.tree.map(put, cache, here)

@@ -70,14 +70,14 @@ class RolloutEngine:
         """
         self.config, self.decoder, self.rules, self.tokenizer, self.dtype = config, decoder, rules, tokenizer, dtype
         self.version = 0  # how often params were loaded
-        self.sync, self.prefill, self.place, self.decode = make_engine_programs(config, decoder, rules, dtype)
+        self.programs = make_engine_programs(config, decoder, rules, dtype)
         self.params: Params | None = None
         self._metrics: dict[str, float] = {}
 
     def load(self, params: Params) -> None:
         """Answer with these from now on; they are copied, and may be donated afterwards."""
         self.params = None  # the old version goes before the new one comes
-        self.params = self.sync(params)
+        self.params = self.programs.sync(params)
         self.version += 1
 
     def generate(
@@ -122,7 +122,7 @@ class RolloutEngine:
 
     def num_compiled(self) -> int:
         """Compiled variants of the engine's programs so far."""
-        return sum(program._cache_size() for program in (self.sync, self.prefill, self.place, self.decode))
+        return sum(program._cache_size() for program in self.programs)
 
     def unload(self) -> None:
         """Give the weights' memory back; `load` makes the engine usable again."""
@@ -183,7 +183,8 @@ class _Generation:
         config = engine.config
         self.engine, self.params, self.requests, self.on_group = engine, params, requests, on_group
         self.slots = idle_slots(config.slots)
-        self.scheduler = Scheduler(num_slots=config.slots, prefill_rows=config.prefill_rows)
+        shards = engine.rules.num_shards("batch")
+        self.scheduler = Scheduler(num_slots=config.slots, prefill_rows=config.prefill_rows, shards=shards)
         self.drafts = [
             [_Draft(request=request, stop_tokens=engine.stop_tokens(request)) for _ in range(request.completions)]
             for request in requests
@@ -220,7 +221,8 @@ class _Generation:
             rows[placement.slot] = placement.row
             self._fill(placement.slot, self.requests[placement.group], placement.member)
         rows_on_device, slots = self._on_device((rows, self.slots))
-        self.cache, drawn = self.engine.place(self.cache, self.prompts[admission.bucket], rows_on_device, slots)
+        place = self.engine.programs.place_across if admission.crosses else self.engine.programs.place
+        self.cache, drawn = place(self.cache, self.prompts[admission.bucket], rows_on_device, slots)
         self._take(jax.device_get(drawn))
 
     def _prefill(self, admission: Admission) -> Prompts:
@@ -229,11 +231,11 @@ class _Generation:
         for row, group in enumerate(admission.prefill):
             prompt = self.requests[group].prompt
             tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-        return self.engine.prefill(self.params, *self._on_device((tokens, lengths)))
+        return self.engine.programs.prefill(self.params, *self._on_device((tokens, lengths)))
 
     def _look(self) -> None:
         """Decode for `refill_steps` steps, and see who has ended."""
-        self.cache, drawn, steps = self.engine.decode(self.params, self.cache, self._on_device(self.slots))
+        self.cache, drawn, steps = self.engine.programs.decode(self.params, self.cache, self._on_device(self.slots))
         drawn, steps = jax.device_get((drawn, steps))
         self.decode_steps += int(steps)
         self.decoded_tokens += int(np.sum(drawn.counts))

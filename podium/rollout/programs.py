@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podium.config.schema import RolloutConfig
+from podium.config.sizes import check_split
 from podium.models.architecture import DecoderConfig
 from podium.models.attention import causal_attention
 from podium.models.decoder import LAYERS, forward, head_weights, param_specs
@@ -71,6 +72,8 @@ class EnginePrograms(NamedTuple):
     sync: Any
     prefill: Any
     place: Any
+    place_across: Any
+    """`place` where a slot may want another device's prompt."""
     decode: Any
 
 
@@ -82,16 +85,12 @@ def make_engine_programs(
     Raises:
         ValueError: slots or prefill rows do not divide over the devices that split them.
     """
-    shards = rules.num_shards("batch")
-    for name, value in (("slots", config.slots), ("prefill_rows", config.prefill_rows)):
-        if value % shards:
-            raise ValueError(
-                f"rollout.{name} is {value} and is split over {shards} devices; set it to a multiple of {shards}"
-            )
+    check_split(config, rules.num_shards("batch"))
     return EnginePrograms(
         sync=make_sync(decoder, rules, dtype),
         prefill=make_prefill(decoder, rules, dtype, all_logits=config.layout == "legacy"),
-        place=make_place(rules),
+        place=make_place(rules, crosses=False),
+        place_across=make_place(rules, crosses=True),
         decode=make_decode(decoder, rules, dtype, steps=config.refill_steps),
     )
 
@@ -177,18 +176,27 @@ def _last(x: jax.Array, lengths: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
 
 
-def make_place(rules: ShardingRules) -> Any:
+def make_place(rules: ShardingRules, *, crosses: bool) -> Any:
     """The jitted `(cache, prompts, rows [S], slots) -> (cache, Drawn)`: prompts into slots, and their first tokens.
 
-    `rows` names the prompt of each slot, -1 for slots that stay as they are. The cache is donated.
+    `rows` names the prompt of each slot, -1 for slots that stay as they are. The cache is donated. Without `crosses`
+    each slot's prompt is on the slot's own device, and nothing is sent.
     """
+    split = rules.spec(("batch",))
+
+    def pick(logits: jax.Array, rows: jax.Array) -> jax.Array:
+        return logits[jnp.maximum(rows, 0) % len(logits)]
+
+    pick_own = jax.shard_map(pick, mesh=rules.mesh, in_specs=(split, split), out_specs=split)
 
     def place(cache: Cache, prompts: Prompts, rows: jax.Array, slots: Slots) -> tuple[Cache, Drawn]:
         placed = rows >= 0
-        logits = rules.constrain(prompts.logits, None, None)[jnp.maximum(rows, 0)]  # [S, V]
-        logits = rules.constrain(logits, "batch", None)
+        if crosses:
+            logits = rules.constrain(pick(rules.constrain(prompts.logits, None, None), rows), "batch", None)  # [S, V]
+        else:
+            logits = pick_own(prompts.logits, rows)
         tokens, logprobs = sample(logits, slots.sampling, slots.lengths, placed)
-        return caches.insert(cache, prompts, rows, rules), Drawn(
+        return caches.insert(cache, prompts, rows, rules, crosses=crosses), Drawn(
             tokens=tokens[:, None],
             logprobs=logprobs[:, None],
             counts=placed.astype(jnp.int32),

@@ -31,6 +31,8 @@ class Admission:
     prefill: tuple[int, ...]
     """Groups by row; empty where the prompts of the last prefill of this bucket are used further."""
     placements: tuple[Placement, ...]
+    crosses: bool
+    """Whether a prompt goes to slots of another device than the one that has prefilled it."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -45,12 +47,19 @@ class _Group:
 class Scheduler:
     """Queue and slots of one `generate`."""
 
-    def __init__(self, *, num_slots: int, prefill_rows: int) -> None:
+    def __init__(self, *, num_slots: int, prefill_rows: int, shards: int = 1) -> None:
+        """Nothing waits and all slots are free; `shards` devices have as many slots and rows each, in order."""
         self.prefill_rows = prefill_rows
-        self.free_slots = list(range(num_slots))
+        self._slots_each, self._rows_each = num_slots // shards, prefill_rows // shards
+        self._free = [list(range(i, i + self._slots_each)) for i in range(0, num_slots, self._slots_each)]
         self.running: dict[int, tuple[int, int]] = {}  # slot -> (group, member)
         self.num_prefills = 0  # prompts prefilled
         self._waiting: collections.deque[_Group] = collections.deque()
+
+    @property
+    def free_slots(self) -> list[int]:
+        """Slots in which nothing runs."""
+        return [slot for own in self._free for slot in own]
 
     @property
     def busy(self) -> bool:
@@ -63,7 +72,7 @@ class Scheduler:
 
     def admit(self) -> Admission | None:
         """What enters slots now, of the first group's bucket; None where nothing can. Call it until it says so."""
-        if not (self._waiting and self.free_slots):
+        if not (self._waiting and any(self._free)):
             return None
         first = self._waiting[0]
         prefill = [] if first.row >= 0 else self._next_prompts(first.bucket)
@@ -71,26 +80,33 @@ class Scheduler:
             group.row = row
         self.num_prefills += len(prefill)
         placements = []
-        while self.free_slots and self._waiting:
+        while any(self._free) and self._waiting:
             group = self._waiting[0]
             if group.bucket != first.bucket or group.row < 0:
                 break
             placements.append(self._place(group))
         return Admission(
-            bucket=first.bucket, prefill=tuple(group.id for group in prefill), placements=tuple(placements)
+            bucket=first.bucket,
+            prefill=tuple(group.id for group in prefill),
+            placements=tuple(placements),
+            crosses=any(self._shard(each.slot) != each.row // self._rows_each for each in placements),
         )
 
     def retire(self, slot: int) -> None:
         """The member in `slot` has ended."""
         del self.running[slot]
-        self.free_slots.append(slot)
+        self._free[self._shard(slot)].append(slot)
+
+    def _shard(self, slot: int) -> int:
+        return slot // self._slots_each
 
     def _next_prompts(self, bucket: int) -> list[_Group]:
         same_shape = (group for group in self._waiting if group.bucket == bucket)
         return list(itertools.islice(same_shape, self.prefill_rows))
 
     def _place(self, group: _Group) -> Placement:
-        placement = Placement(slot=self.free_slots.pop(), group=group.id, member=group.placed, row=group.row)
+        own = self._free[group.row // self._rows_each] or max(self._free, key=len)  # its prompt's device, if it can be
+        placement = Placement(slot=own.pop(), group=group.id, member=group.placed, row=group.row)
         self.running[placement.slot] = (group.id, group.placed)
         group.placed += 1
         if group.placed == group.members:

@@ -96,6 +96,7 @@ def composition(**changed: Any) -> Composition:
     fields: dict[str, Any] = {
         "prefill_calls": {128: 3},
         "place_calls": {128: 30},
+        "place_across_calls": {},
         "decode_calls": 150,
         "decode_steps": 600,
         "occupied_slot_steps": 25_000,

@@ -122,12 +122,21 @@ def test_composition_by_hand():
     lengths = Lengths(prompts=np.array([3, 40]), completions=np.array([[4, 1], [2, 3]]))
     found = compose(lengths, settings)
     assert found.prefill_calls == {32: 1, 64: 1}
-    assert found.place_calls == {32: 1, 64: 2}
+    assert (found.place_calls, found.place_across_calls) == ({32: 1, 64: 2}, {})
     assert (found.decode_calls, found.decode_steps) == (2, 4)
     assert found.occupied_slot_steps == 3 + 1 + 2
     assert found.mean_context == pytest.approx((4 + 5 + 6 + 41 + 41 + 42) / 6)
     assert (found.prompt_tokens, found.completion_tokens) == (43, 10)
     assert found.slot_utilisation(2) == pytest.approx(6 / 8)
+
+
+def test_completions_enter_slots_of_the_device_that_has_their_prompt_while_there_are_any():
+    """Four devices of two slots and a row each: four prompts of two completions; of three, each device lacks a slot."""
+    shape = {"max_prompt_tokens": 32, "max_new_tokens": 8, "slots": 8, "prefill_rows": 4, "refill_steps": 2}
+    for group, crosses in ((2, False), (3, True)):
+        lengths = Lengths(prompts=np.full(4, 3), completions=np.full((4, group), 4))
+        found = compose(lengths, config(prompts=4, group=group, rollout=shape), shards=4)
+        assert bool(found.place_across_calls) is crosses
 
 
 def test_a_rollout_of_single_tokens_needs_no_decode():

@@ -17,6 +17,7 @@ from podium.plan.phases import PhaseProgram, device_bytes, phase_programs
 from podium.plan.sizes import make_sizes
 from podium.plan.topology import GIB, Accelerator
 from podium.rollout.engine import RolloutEngine
+from podium.rollout.programs import EnginePrograms
 from podium.rollout.request import Request, SamplingParams
 from podium.sharding import TRAIN_AXES, ShardingRules, init_params, make_mesh
 from podium.train.batch import Sample
@@ -93,7 +94,8 @@ class Recorded:
         self.calls, self.name, self.program = calls, name, program
 
     def __call__(self, *arguments: Any) -> Any:
-        bucket = {"prefill": lambda _, tokens, __: tokens.shape[1], "place": lambda _, new, *__: new.kv.keys.shape[-1]}
+        bucket = {"prefill": lambda _, tokens, __: tokens.shape[1]}
+        bucket |= dict.fromkeys(("place", "place_across"), lambda _, new, *__: new.kv.keys.shape[-1])
         name = f"{self.name}:{bucket[self.name](*arguments)}" if self.name in bucket else self.name
         self.calls[name] = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arguments
@@ -110,8 +112,8 @@ def run():
     config, calls = config_of(), {}
     rules = ShardingRules(make_mesh(config.mesh), TRAIN_AXES)
     engine = make_engine(config)
-    for name in ("sync", "prefill", "place", "decode"):
-        setattr(engine, name, Recorded(calls, name, getattr(engine, name)))
+    made = engine.programs._asdict()
+    engine.programs = EnginePrograms(**{name: Recorded(calls, name, program) for name, program in made.items()})
     params = init_params(0, param_specs(DECODER), rules)
     updater = make_updater(config, init_params(0, param_specs(DECODER), rules))
     optimizer = make_run_optimizer(config, DECODER)
@@ -121,6 +123,8 @@ def run():
     prompts = [tuple(range(1, 1 + length)) for length in (3, 35)]
     requests = [Request(prompt=prompt, sampling=sampling, seed=0, completions=4) for prompt in prompts]
     engine.generate(requests)
+    for request in requests:  # few enough to stay on the device that has their prompt
+        engine.generate([dataclasses.replace(request, completions=2)])
     blank = np.zeros(4, np.int32), np.zeros(4, np.float32)
     samples = [Sample(group=n, prompt=(1, 2), tokens=blank[0], sampled_logprobs=blank[1]) for n in range(2)]
     batch = place_batch(pack(samples, config, updater.program)[0], updater.program.computing)
@@ -152,7 +156,7 @@ def test_what_a_run_gives_its_programs_is_what_the_planner_lowers_them_with(run)
 def test_residents_are_what_is_held_beside_a_programs_own_arguments(run):
     programs = planned(run.config)
     parameters = held(run.updater.reference)
-    prompts = sum(device_bytes(program.arguments[1]) for name, program in programs.items() if "place" in name)
+    prompts = sum(device_bytes(program.arguments[1]) for name, program in programs.items() if "place:" in name)
     whole = {"parameters": parameters, "optimizer": run.sizes["optimizer"], "reference_weights": parameters}
     cache, weights = device_bytes(run.calls["decode"][1]), run.sizes["rollout_weights"]
     batch = device_bytes(run.calls["update"][1])
@@ -162,6 +166,7 @@ def test_residents_are_what_is_held_beside_a_programs_own_arguments(run):
     assert programs["prefill:40"].residents == programs["prefill:32"].residents
     other = device_bytes(programs["place:32"].arguments[1])
     assert programs["place:40"].residents == whole | {"rollout_weights": weights, "prompts": other}
+    assert programs["place_across:40"].residents == programs["place:40"].residents
     assert programs["decode"].residents == whole | {"prompts": prompts}
     anchor = {"reference_weights": parameters}
     assert programs["update"].residents == anchor | {"batch": batch}  # of the other of two minibatches
@@ -185,7 +190,8 @@ def test_the_closed_form_says_the_same_of_what_stays(optimizer):
 def test_a_recipe_that_scores_nothing_has_no_such_phase():
     config = config_of(algorithm={"kl": "none", "kl_coef": 0.0, "old_logprobs": "sampler", "minibatches": 1})
     programs = planned(config)
-    assert list(programs) == ["init", "sync", "prefill:32", "place:32", "prefill:40", "place:40", "decode", "update"]
+    of_buckets = [f"{phase}:{T}" for T in (32, 40) for phase in ("prefill", "place", "place_across")]
+    assert list(programs) == ["init", "sync", *of_buckets, "decode", "update"]
     assert "reference_weights" not in programs["update"].residents
     assert "batch" not in programs["update"].residents
 
@@ -201,7 +207,10 @@ def test_rows_change_the_update_and_the_score_alone():
 
 def test_slots_change_decode_and_place_and_what_prefill_stands_beside():
     few, many = texts(config_of()), texts(config_of(rollout={"slots": 32}))
-    assert {name for name in few if few[name][0] != many[name][0]} == {"decode", "place:32", "place:40"}
+    assert {name for name in few if few[name][0] != many[name][0]} == {
+        "decode",
+        *(f"{phase}:{T}" for phase in ("place", "place_across") for T in (32, 40)),
+    }
     assert many["prefill:40"][1]["kv_cache"] == 2 * few["prefill:40"][1]["kv_cache"]
 
 

@@ -38,6 +38,21 @@ def test_insert_copies_prompts_to_the_named_slots_and_leaves_the_others(devices)
     assert np.array_equal(got.values, values)
 
 
+def test_prompts_that_stay_on_their_device_are_not_sent():
+    rules = rules_on(8)
+    cache, prompts = random_cache(16, 20, rules), random_cache(16, 12, rules, seed=1)
+    rows = np.array([-1, 0, 2, 3, -1, -1, 7, 7, -1, -1, 11, 10, 12, -1, -1, 14], np.int32)  # two slots to a device
+    given = cache, Prompts(kv=prompts, logits=jnp.zeros((16, 1))), rows
+    across, own = (
+        jax.jit(lambda *given, crosses=crosses: caches.insert(*given, rules, crosses=crosses))
+        for crosses in (True, False)
+    )
+    for one, other in zip(jax.tree.leaves(own(*given)), jax.tree.leaves(across(*given)), strict=True):
+        assert np.array_equal(one, other)
+    assert "all-gather" in across.lower(*given).compile().as_text()
+    assert "all-gather" not in own.lower(*given).compile().as_text()
+
+
 def test_insert_gathers_the_prompts_of_one_layer_at_a_time():
     rules = rules_on(8)
     cache, prompts = random_cache(16, 20, rules), random_cache(8, 12, rules)

@@ -99,7 +99,7 @@ def test_programs_on_eight_devices_move_no_keys_between_slots():
     engine = make_engine(ALL_DEVICES_CONFIG, devices=8)
     cache = make_cache(DECODER, slots=16, length=60, dtype=jnp.float32, rules=engine.rules)
     slots = jax.device_put(idle_slots(16), engine.rules.sharding("batch"))
-    text = engine.decode.lower(engine.params, cache, slots).compile().as_text()
+    text = engine.programs.decode.lower(engine.params, cache, slots).compile().as_text()
     assert "all-gather" not in text
     assert "all-to-all" not in text
     assert "collective-permute" not in text
@@ -302,7 +302,7 @@ def test_decoding_keeps_one_copy_of_the_cache():
     engine = make_engine(config)
     cache = make_cache(DECODER, slots=8, length=4108, dtype=jnp.float32, rules=engine.rules)
     slots = jax.device_put(idle_slots(8), engine.rules.sharding("batch"))
-    memory = engine.decode.lower(engine.params, cache, slots).compile().memory_analysis()
+    memory = engine.programs.decode.lower(engine.params, cache, slots).compile().memory_analysis()
     nbytes = cache.keys.nbytes + cache.values.nbytes
     assert memory.alias_size_in_bytes >= nbytes, "the cache is not donated"
     assert memory.temp_size_in_bytes < 0.8 * nbytes  # one layer of two is sliced out, and no more

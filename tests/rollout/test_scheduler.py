@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from podium.rollout.scheduler import Scheduler
 
 
-def run_to_the_end(groups, *, num_slots, prefill_rows, seed):
+def run_to_the_end(groups, *, num_slots, prefill_rows, seed, shards=1):
     """Admit and retire at random until nothing is left; every rule is checked from outside, on the way.
 
     Args:
@@ -17,12 +17,13 @@ def run_to_the_end(groups, *, num_slots, prefill_rows, seed):
         num_slots: of the scheduler.
         prefill_rows: of the scheduler.
         seed: of who ends when.
+        shards: of the scheduler.
 
     Returns:
         The scheduler and the number of prefill calls.
     """
     rng = random.Random(seed)
-    scheduler = Scheduler(num_slots=num_slots, prefill_rows=prefill_rows)
+    scheduler = Scheduler(num_slots=num_slots, prefill_rows=prefill_rows, shards=shards)
     for group, (bucket, members) in enumerate(groups):
         scheduler.submit(group, bucket=bucket, members=members)
     held = {}  # bucket -> groups of its last prefill
@@ -39,6 +40,10 @@ def run_to_the_end(groups, *, num_slots, prefill_rows, seed):
                 assert held[admission.bucket][placement.row] == placement.group, "another group's prompt"
                 running[placement.slot] = (placement.group, placement.member)
                 order.append((placement.group, placement.member))
+            homes = [
+                (each.slot * shards // num_slots, each.row * shards // prefill_rows) for each in admission.placements
+            ]
+            assert admission.crosses == any(here != there for here, there in homes)
         assert scheduler.running == running
         assert sorted([*scheduler.free_slots, *running]) == list(range(num_slots)), "slot lost"
         assert running, "no progress"
@@ -59,9 +64,11 @@ def run_to_the_end(groups, *, num_slots, prefill_rows, seed):
     num_slots=st.integers(1, 12),
     prefill_rows=st.integers(1, 6),
     seed=st.integers(0, 2**16),
+    shards=st.integers(1, 4),
 )
-def test_slots_and_prompts_are_never_lost_nor_owned_twice(groups, num_slots, prefill_rows, seed):
-    run_to_the_end(groups, num_slots=num_slots, prefill_rows=prefill_rows, seed=seed)
+def test_slots_and_prompts_are_never_lost_nor_owned_twice(groups, num_slots, prefill_rows, seed, shards):
+    rows, slots = shards * prefill_rows, shards * num_slots
+    run_to_the_end(groups, num_slots=slots, prefill_rows=rows, seed=seed, shards=shards)
 
 
 def test_two_thousand_random_requests_all_finish_in_order():
