@@ -1,5 +1,10 @@
 import os
+import signal
+import threading
 
+if threading.current_thread() is threading.main_thread():
+    # What a shell runs in the background ignores Ctrl-C, and so would all processes that tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

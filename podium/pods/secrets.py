@@ -127,7 +127,8 @@ def _read(path: Path) -> dict[str, str]:
 def written(secrets: Secrets, name: str) -> Iterator[Path]:
     """A file of that name and mode 0600 with the secrets, in memory where this machine can, gone after the block."""
     memory = Path("/dev/shm")
-    folder = tempfile.mkdtemp(prefix="podium-", dir=memory if memory.is_dir() else None)
+    _delete_of_the_dead(memory)
+    folder = tempfile.mkdtemp(prefix=f"podium-{os.getpid()}-", dir=memory if memory.is_dir() else None)
     try:
         path = Path(folder) / name
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
@@ -135,3 +136,11 @@ def written(secrets: Secrets, name: str) -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(folder)
+
+
+def _delete_of_the_dead(memory: Path) -> None:
+    """What commands of this user left that were killed: each folder has the number of its process in its name."""
+    for folder in memory.glob("podium-*-*"):
+        process = folder.name.split("-")[1]
+        if process.isdigit() and not Path("/proc", process).exists():
+            shutil.rmtree(folder, ignore_errors=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from podium.pods.secrets import LAST_LINE, SecretError, Secrets, gather, written
+from podium.pods.secrets import LAST_LINE, SecretError, Secrets, _delete_of_the_dead, gather, written
 from tests.pods.fake_tpu import Fault
 from tests.pods.pod_world import CANARIES, ZONES, PodWorld
 
@@ -133,6 +133,19 @@ def test_planted_secrets_are_found_nowhere_after_a_run_with_failures(make_world,
 def left_in_memory() -> list[Path]:
     """Files with secrets of this user that this machine still has."""
     return [path for path in Path("/dev/shm").glob("podium-*") if path.owner() == Path("/proc/self").owner()]
+
+
+def test_what_a_killed_command_left_is_deleted_by_the_next(tmp_path):
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    left, used, other = (tmp_path / name for name in (f"podium-{killed.pid}-a", f"podium-{os.getpid()}-b", "podium-c"))
+    for folder in (left, used, other):
+        folder.mkdir()
+        (folder / "secrets.env").write_text(f"HF_TOKEN={TOKEN}")
+    _delete_of_the_dead(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted((used, other))
+    with written(Secrets({"HF_TOKEN": TOKEN}), "secrets.env") as path:
+        assert path.parent.name.startswith(f"podium-{os.getpid()}-")
 
 
 def test_the_job_has_its_secrets_and_only_the_first_worker_has_them_all(make_world, pod):
