@@ -128,7 +128,7 @@ def written(secrets: Secrets, name: str) -> Iterator[Path]:
     """A file of that name and mode 0600 with the secrets, in memory where this machine can, gone after the block."""
     memory = Path("/dev/shm")
     _delete_of_the_dead(memory)
-    folder = tempfile.mkdtemp(prefix=f"podium-{os.getpid()}-", dir=memory if memory.is_dir() else None)
+    folder = tempfile.mkdtemp(prefix=f"podium-{os.getpid()}_", dir=memory if memory.is_dir() else None)
     try:
         path = Path(folder) / name
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
@@ -140,7 +140,7 @@ def written(secrets: Secrets, name: str) -> Iterator[Path]:
 
 def _delete_of_the_dead(memory: Path) -> None:
     """What commands of this user left that were killed: each folder has the number of its process in its name."""
-    for folder in memory.glob("podium-*-*"):
-        process = folder.name.split("-")[1]
+    for folder in memory.glob("podium-*_*"):
+        process = folder.name.removeprefix("podium-").partition("_")[0]
         if process.isdigit() and not Path("/proc", process).exists():
             shutil.rmtree(folder, ignore_errors=True)

@@ -138,14 +138,14 @@ def left_in_memory() -> list[Path]:
 def test_what_a_killed_command_left_is_deleted_by_the_next(tmp_path):
     killed = subprocess.Popen(["true"])
     killed.wait()
-    left, used, other = (tmp_path / name for name in (f"podium-{killed.pid}-a", f"podium-{os.getpid()}-b", "podium-c"))
+    left, used, other = (tmp_path / name for name in (f"podium-{killed.pid}_a", f"podium-{os.getpid()}_b", "podium-c"))
     for folder in (left, used, other):
         folder.mkdir()
         (folder / "secrets.env").write_text(f"HF_TOKEN={TOKEN}")
     _delete_of_the_dead(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted((used, other))
     with written(Secrets({"HF_TOKEN": TOKEN}), "secrets.env") as path:
-        assert path.parent.name.startswith(f"podium-{os.getpid()}-")
+        assert path.parent.name.startswith(f"podium-{os.getpid()}_")
 
 
 def test_the_job_has_its_secrets_and_only_the_first_worker_has_them_all(make_world, pod):
