@@ -166,7 +166,7 @@ def test_the_job_has_its_secrets_and_only_the_first_worker_has_them_all(make_wor
 def environment_of_job(world: PodWorld, worker: int) -> dict[str, str]:
     """The environment of a worker's training process."""
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and entry.owner() == Path("/proc/self").owner():
+        if entry.name.isdigit():
             try:
                 command = (entry / "cmdline").read_bytes()
                 pairs = (entry / "environ").read_bytes().decode().split("\0")
