@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benches.record import arguments, record, write_section
+from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.config.load import load
 from podium.config.schema import Config
 from podium.models.presets import find_architecture
@@ -27,7 +28,6 @@ from podium.plan.estimate import PhaseEstimate, estimate
 from podium.plan.planner import make_jobs
 from podium.plan.result import judge
 from podium.plan.sizes import make_sizes
-from podium.plan.topology import GIB, Accelerator, find_accelerator
 
 ROOT = Path(__file__).parents[1]
 COUNT = 40

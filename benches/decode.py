@@ -20,12 +20,13 @@ import numpy as np
 from benches.record import arguments, record
 from podium.config.schema import RolloutConfig
 from podium.models.architecture import DecoderConfig
-from podium.models.decoder import head_weights, param_specs
+from podium.models.decoder import head_weights
 from podium.models.logprobs import logits_at
+from podium.models.params import ROLLOUT_AXES, param_specs
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.rollout.sampling import fill_row, idle_rows, sample
-from podium.sharding import ROLLOUT_AXES, ShardingRules, init_params, make_mesh
+from podium.sharding import ShardingRules, init_params, make_mesh
 
 SMOLLM2_135M = DecoderConfig(
     model_type="llama",

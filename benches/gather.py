@@ -14,7 +14,8 @@ from typing import Any
 import jax
 
 from benches.record import arguments, record
-from podium.plan.topology import compiler_environment, find_accelerator, topology_devices
+from podium.accelerators import find_accelerator
+from podium.plan.topology import compiler_environment, topology_devices
 from podium.sharding import make_mesh
 from podium.train.gather_memory import DTYPES, GIB, measure, planned
 from podium.train.setup import prepare_platform

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from benches.decode import SMOLLM2_135M
 from benches.record import arguments, record
 from podium.models import decoder
-from podium.sharding import GATHERED_AXES, TRAIN_AXES, ShardingRules, init_params, make_mesh
+from podium.models.params import GATHERED_AXES, TRAIN_AXES
+from podium.sharding import ShardingRules, init_params, make_mesh
 
 ROWS, TOKENS, REPEATS = 4, 256, 5
 SMOLLM2 = dataclasses.replace(SMOLLM2_135M, vocab=64)  # the embedding is not what is measured

@@ -23,9 +23,10 @@ from podium.models.attention import causal_attention
 from podium.models.decoder import forward, head_weights
 from podium.models.hf import load_params, save_model
 from podium.models.logprobs import logits_at
+from podium.models.params import TRAIN_AXES
 from podium.models.source import ModelSource, read_architecture, resolve
 from podium.models.tokenizer import load_tokenizer
-from podium.sharding import TRAIN_AXES, Params, ShardingRules, make_mesh
+from podium.sharding import Params, ShardingRules, make_mesh
 
 BAR = 1e-4  # of the largest logit
 SIZES = {

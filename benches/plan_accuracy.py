@@ -28,15 +28,16 @@ from typing import Any
 from scipy.stats import t as student
 
 from benches.record import arguments, record, write_section
+from podium.accelerators import Accelerator
 from podium.config.load import load
 from podium.config.schema import Config
+from podium.files import read_lines
 from podium.models.presets import find_architecture
-from podium.observe.files import read_lines
 from podium.observe.run_dir import LENGTHS, METRICS
+from podium.plan.calibration import Chip, Factor
 from podium.plan.compile import compile_phases
 from podium.plan.planner import KINDS, make_jobs, make_plan
 from podium.plan.result import Plan
-from podium.plan.topology import Accelerator, Chip, Factor
 
 ROOT = Path(__file__).parents[1]
 STEPS = 5

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from benches.record import arguments, record, write_section
+from podium.accelerators import GIB, find_accelerator
 from podium.config.load import load
 from podium.plan.compile import Progress
 from podium.plan.planner import make_plan
 from podium.plan.result import Plan
-from podium.plan.topology import GIB, find_accelerator
 
 ROOT = Path(__file__).parents[1]
 MODELS = ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-8B")

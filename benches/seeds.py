@@ -16,13 +16,14 @@ from pathlib import Path
 
 from benches.gather import plan as plan_gather
 from benches.record import arguments, record
+from podium.accelerators import GIB, find_accelerator
 from podium.config.load import load
 from podium.models.presets import find_architecture
+from podium.plan.calibration import load_chip
 from podium.plan.compare import difference
 from podium.plan.compile import Progress
 from podium.plan.planner import make_plan
 from podium.plan.result import Plan
-from podium.plan.topology import GIB, find_accelerator, load_chip
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "seeds"

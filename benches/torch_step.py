@@ -31,16 +31,16 @@ from podium.algorithms.recipes import make_recipe
 from podium.config.load import load
 from podium.config.schema import Config
 from podium.config.sizes import optimizer_steps
-from podium.models.decoder import param_specs
 from podium.models.hf import save_model
+from podium.models.params import param_specs
 from podium.tasks.registry import make_task
 from podium.train.batch import Batch
+from podium.train.generate import Group, Rollouts
 from podium.train.optimizer import make_optimizer
-from podium.train.rollouts import Group, Rollouts
 from podium.train.setup import load_weights, make_model, make_program
 from podium.train.state import TrainState, init_state
 from podium.train.step import make_score
-from podium.train.update import Updater
+from podium.train.trainer import Updater
 
 if TYPE_CHECKING:
     from benches.torch_peer import Row

@@ -19,8 +19,8 @@ from benches.decode import SMOLLM2_135M, best
 from benches.record import arguments, record
 from podium.algorithms.recipes import RECIPES
 from podium.config.schema import OptimizerConfig
-from podium.models.decoder import param_specs
-from podium.sharding import GATHERED_AXES, TRAIN_AXES, ShardingRules, init_params, make_mesh
+from podium.models.params import GATHERED_AXES, TRAIN_AXES, param_specs
+from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batch import Batch, Sample, make_batch
 from podium.train.optimizer import make_optimizer
 from podium.train.setup import keep_freed_memory, only_cpu

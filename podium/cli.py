@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 from podium import __version__
-from podium.cli_plan import PlanCommand, plan
-from podium.cli_pod import pod_app
+from podium.plan.cli import PlanCommand, plan
+from podium.pods.cli import pod_app
 
 if TYPE_CHECKING:
     from podium.config.load import Loaded, Override
@@ -52,7 +52,7 @@ def main() -> None:
         app(prog_name="podium")
     except (ValueError, OSError) as error:
         from podium.config.errors import ConfigError
-        from podium.pods.records import exit_status
+        from podium.job.records import exit_status
 
         if isinstance(error, OSError | ConfigError) or _raised_here(error):
             _fail(error, status=exit_status(error))
@@ -111,7 +111,7 @@ def train(
     ] = False,
 ) -> None:
     """Train. A run whose folder exists is continued if its settings agree."""
-    from podium.pods.member import member_of_job
+    from podium.job.context import member_of_job
 
     with member_of_job(os.environ) as member:  # on several hosts, this one says at once that it is there
         loaded = load_settings(config, settings or [])
@@ -219,7 +219,7 @@ def config_migrate(
     out: Annotated[Path | None, typer.Option("-o", "--out", help="File to write; unset: stdout.")] = None,
 ) -> None:
     """Translate a config of the former system, and list what changed and what has no counterpart."""
-    from podium.config.migrate import migrate
+    from podium.tools.migrate import migrate
 
     migration = migrate(old, os.environ)
     if out is None:

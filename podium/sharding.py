@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,46 +16,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from podium.config.mesh import AXES, mesh_shape
-from podium.config.schema import RolloutLayout
+from podium.models.params import MeshAxes, ParamSpecs
 
-MeshAxes = str | tuple[str, ...] | None
 Params = dict[str, jax.Array]
-
-
-class ParamSpec(NamedTuple):
-    """One weight: its shape, the logical axis of each dimension, and how it starts."""
-
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]  # looked up in ShardingRules
-    std: float  # of the initial normal; 0: constant
-    mean: float = 0.0
-
-
-ParamSpecs = dict[str, ParamSpec]
-
-# Training: float32 master weights and optimizer state split over fsdp (and tp); the batch over dp and fsdp.
-# An activation whose width is split as the weights' is has its batch over the axes that are left: "batch_by_width".
-TRAIN_AXES: Mapping[str, MeshAxes] = {
-    "batch": ("dp", "fsdp"),
-    "batch_by_width": "dp",
-    "vocab": "tp",
-    "width": "fsdp",
-    "heads": "tp",
-    "kv_heads": "tp",
-    "mlp": "tp",
-}
-# While a layer computes, its weights are whole but for tp: "gathered" is what the layer asks for.
-GATHERED_AXES: Mapping[str, MeshAxes] = {**TRAIN_AXES, "batch_by_width": ("dp", "fsdp"), "width": None}
-# Rollout: every device holds all weights and its own share of the sequences.
-ROLLOUT_AXES: Mapping[str, MeshAxes] = {"batch": ("dp", "fsdp", "tp"), "batch_by_width": ("dp", "fsdp", "tp")}
-# The two layouts of the former system decode from weights split as in training. With the sequences over all devices
-# (legacy), the weights of each layer come over the interconnect for every token; with the sequences over dp alone
-# (maxtext), every device of a dp group does all its attention, and sums over the split width come instead.
-ROLLOUT_LAYOUTS: Mapping[RolloutLayout, Mapping[str, MeshAxes]] = {
-    "replicated": ROLLOUT_AXES,
-    "legacy": {**TRAIN_AXES, "batch": ("dp", "fsdp", "tp"), "batch_by_width": ("dp", "tp")},
-    "maxtext": {**TRAIN_AXES, "batch": "dp"},
-}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,10 @@ from benches.decode import SMOLLM2_135M, NoText
 from benches.update import random_batch
 from podium.algorithms.recipes import RECIPES
 from podium.config.schema import OptimizerConfig, RolloutConfig
-from podium.models.decoder import param_specs
+from podium.models.params import GATHERED_AXES, ROLLOUT_AXES, TRAIN_AXES, param_specs
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
-from podium.sharding import GATHERED_AXES, ROLLOUT_AXES, TRAIN_AXES, ShardingRules, init_params, make_mesh
+from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.optimizer import make_optimizer
 from podium.train.state import init_state
 from podium.train.step import Program, make_train_step, place_batch

@@ -14,7 +14,7 @@ from benches.demo import RandomArithmetic, meets_bar
 from benches.gsm8k import check_grader
 from benches.record import record
 from podium.config.schema import TaskConfig
-from podium.plan.memory import Memory
+from podium.hlo.memory import Memory
 from podium.tasks.registry import make_task
 
 ROOT = Path(__file__).parents[1]

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benches.pods.bench import DEVICES, LIMIT_S, WORKERS, Bench, Row, on_cpu, options, rented, seconds_since, wait
+from podium.job.records import GUARD, first_failure
 from podium.pods.launch import AGENT, look
-from podium.pods.records import GUARD, first_failure
 from podium.pods.remote import Remote
 from tests.pods.network_world import job_processes
 from tests.pods.unreliable import SIGNS

@@ -12,9 +12,9 @@ from pydantic_core import ErrorDetails
 
 from podium.config.document import Node, dump_value, parse_text
 from podium.config.errors import Problem, nearest
-from podium.config.former import SPELLINGS
 from podium.config.rules import Contradiction
 from podium.config.schema import Config
+from podium.tools.seed_keys import SPELLINGS
 
 _FROM_TRL = {
     "beta": "algorithm.kl_coef",

@@ -4,7 +4,6 @@
 whether keys and values are kept, is the caller's: training brings a mask over packed rows, the engine its cache.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,43 +14,11 @@ import numpy as np
 from podium.config.schema import Remat
 from podium.models.architecture import DecoderConfig
 from podium.models.linear import Linear, activation_dtype, make_linear
-from podium.sharding import Params, ParamSpec, ParamSpecs, ShardingRules
+from podium.models.params import LAYERS, param_specs
+from podium.sharding import Params, ShardingRules
 
-LAYERS = "layers."
 Attend = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array], tuple[Any, jax.Array]]
 """`(kv, layer [], q [B, T, H, Q], k [B, T, K, Q], v [B, T, K, Q]) -> (kv, attended [B, T, H, Q])`."""
-
-
-def param_specs(config: DecoderConfig) -> ParamSpecs:
-    """All weights of the decoder; those of the layers are stacked on a first dimension [L, ...]."""
-    D, F, Q, V = config.width, config.mlp_width, config.head_dim, config.vocab
-    H, K = config.heads, config.kv_heads
-    std, out_std = 0.02, 0.02 / math.sqrt(2 * config.layers)  # GPT-2's: residual branches start small
-    one_layer = {
-        "attention_norm": ParamSpec((D,), (None,), 0.0, 1.0),
-        "q": ParamSpec((D, H, Q), ("width", "heads", None), std),
-        "k": ParamSpec((D, K, Q), ("width", "kv_heads", None), std),
-        "v": ParamSpec((D, K, Q), ("width", "kv_heads", None), std),
-        "o": ParamSpec((H, Q, D), ("heads", None, "width"), out_std),
-        "mlp_norm": ParamSpec((D,), (None,), 0.0, 1.0),
-        "gate": ParamSpec((D, F), ("width", "mlp"), std),
-        "up": ParamSpec((D, F), ("width", "mlp"), std),
-        "down": ParamSpec((F, D), ("mlp", "width"), out_std),
-    }
-    if config.qkv_bias:
-        one_layer["q_bias"] = ParamSpec((H, Q), ("heads", None), 0.0)
-        one_layer["k_bias"] = ParamSpec((K, Q), ("kv_heads", None), 0.0)
-        one_layer["v_bias"] = ParamSpec((K, Q), ("kv_heads", None), 0.0)
-    if config.qk_norm:
-        one_layer["q_norm"] = ParamSpec((Q,), (None,), 0.0, 1.0)
-        one_layer["k_norm"] = ParamSpec((Q,), (None,), 0.0, 1.0)
-    specs = {"embed": ParamSpec((V, D), ("vocab", "width"), std)}
-    for name, spec in one_layer.items():
-        specs[LAYERS + name] = ParamSpec((config.layers, *spec.shape), (None, *spec.axes), spec.std, spec.mean)
-    specs["final_norm"] = ParamSpec((D,), (None,), 0.0, 1.0)
-    if not config.tied:
-        specs["head"] = ParamSpec((V, D), ("vocab", "width"), std)
-    return specs
 
 
 def forward(

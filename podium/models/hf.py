@@ -21,11 +21,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from podium.models.architecture import DecoderConfig, ModelError, to_hf_config
-from podium.models.decoder import param_specs, rope_frequencies
+from podium.models.decoder import rope_frequencies
 from podium.models.gguf import GgufHeader, GgufTensors, read_header, rope_divisors
 from podium.models.names import IGNORED_SUFFIXES, NAMES, Layout, StoredTensor, Tensors, layers_of
+from podium.models.params import ParamSpec, ParamSpecs, param_specs
 from podium.models.source import ModelSource, read_json
-from podium.sharding import Params, ParamSpec, ParamSpecs, ShardingRules, param_shardings
+from podium.sharding import Params, ShardingRules, param_shardings
 
 PIECE_BYTES = 8 * 2**20
 MAX_SHARD_BYTES = 5_000_000_000

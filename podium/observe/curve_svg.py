@@ -4,8 +4,8 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
+from podium.files import write_atomically
 from podium.observe.chart import value_range
-from podium.observe.files import write_atomically
 from podium.observe.history import Point, read_history
 from podium.observe.run_dir import CURVE
 

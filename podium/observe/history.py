@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from podium.observe.files import read_lines
+from podium.files import read_lines
 from podium.observe.run_dir import METRICS, SAMPLES
 
 Point = tuple[int, float]

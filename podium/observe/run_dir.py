@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from podium.config.schema import Config
 from podium.config.show import to_yaml
-from podium.observe.files import (
+from podium.files import (
     JsonLines,
     Record,
     RunFileError,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from podium.config.schema import Config, MetricsConfig
-from podium.observe.files import write_atomically
+from podium.files import write_atomically
 from podium.observe.metrics import find_metric
 from podium.observe.run_dir import RunDir
 

@@ -10,16 +10,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from podium.accelerators import GIB, Accelerator, accelerators
 from podium.config.schema import Config
+from podium.files import read_lines, to_json, write_atomically
 from podium.models.architecture import DecoderConfig
-from podium.observe.files import read_lines, to_json, write_atomically
 from podium.observe.run_dir import METRICS
 from podium.plan.compare import Answer
 from podium.plan.estimate import far_too_large
 from podium.plan.objects import plan_object
 from podium.plan.planner import make_plan
 from podium.plan.result import Plan, Seconds
-from podium.plan.topology import GIB, Accelerator, accelerators
 from podium.plan.words import in_range, number, verdict_line
 
 PLAN = "plan.json"

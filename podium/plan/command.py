@@ -14,10 +14,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from podium.accelerators import Accelerator, find_accelerator
 from podium.config.load import Loaded, Override
 from podium.config.schema import Config
+from podium.files import to_json
 from podium.models.presets import find_architecture
-from podium.observe.files import to_json
 from podium.plan.check import check_object, check_run
 from podium.plan.compare import Answer, Refused, ranked
 from podium.plan.compile import Progress
@@ -32,7 +33,6 @@ from podium.plan.result import Plan
 from podium.plan.search import Found, search, search_range
 from podium.plan.sizes import RunSizes, make_sizes
 from podium.plan.suggest import PROVEN, Change, Suggestion, promising, proven
-from podium.plan.topology import Accelerator, find_accelerator
 from podium.plan.words import verdict_line
 
 FITS, TOO_LARGE = 0, 2

@@ -22,11 +22,12 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 import podium
+from podium.accelerators import GIB, Accelerator
 from podium.algorithms.recipes import Recipe, make_recipe
 from podium.config.schema import Config
 from podium.plan.compiled import CompiledPhase
 from podium.plan.store import cache_folder, compiler_versions, write_file
-from podium.plan.topology import GIB, Accelerator, check_compiler, compiler_environment
+from podium.plan.topology import check_compiler, compiler_environment
 from podium.plan.worker import JOB, OUTCOME, Job
 
 AT_ONCE = 2

@@ -7,9 +7,9 @@ number of rounds: `CompiledPhase.cost`.
 import dataclasses
 from collections.abc import Mapping
 
-from podium.plan.cost import Cost, Work, unknown_loops, walk
-from podium.plan.hlo import Module
-from podium.plan.memory import OTHER, Memory, NamedPeak, OutOfMemory, largest
+from podium.hlo.cost import Cost, Work, unknown_loops, walk
+from podium.hlo.memory import OTHER, Memory, NamedPeak, OutOfMemory, largest
+from podium.hlo.text import Module
 from podium.plan.result import LargeArray
 
 KEPT_ARRAYS = 12

@@ -10,6 +10,7 @@ B rows and S slots below are a device's own; `a` is the size of an activation's 
 import dataclasses
 from collections.abc import Mapping
 
+from podium.accelerators import GIB, Accelerator
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
 from podium.plan.sizes import (
@@ -24,7 +25,6 @@ from podium.plan.sizes import (
     rollout_weight_bytes,
     working_weights,
 )
-from podium.plan.topology import GIB, Accelerator
 from podium.plan.weights import local_count, optimizer_count, weights
 from podium.plan.wires import gathered_in_rollout, rollout_ici, tp_ici
 

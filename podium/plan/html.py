@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from podium import __version__
-from podium.observe.files import write_atomically
+from podium.accelerators import GIB
+from podium.files import write_atomically
 from podium.plan.compare import LIMITS, Answer, Refused, by_price
 from podium.plan.prices import Cost
 from podium.plan.result import Phase, Plan
 from podium.plan.suggest import Suggestion
-from podium.plan.topology import GIB
 from podium.plan.words import (
     duration,
     gib,

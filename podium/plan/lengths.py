@@ -16,7 +16,7 @@ import numpy as np
 
 from podium.config.schema import Config
 from podium.config.sizes import check_split, prompt_buckets, row_tokens
-from podium.observe.files import read_lines
+from podium.files import read_lines
 from podium.observe.run_dir import LENGTHS
 from podium.rollout.scheduler import Scheduler
 from podium.train.packing import Sample, pack_rows

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
+from podium.accelerators import GIB, Accelerator
 from podium.plan.lengths import Composition
 from podium.plan.result import TOO_CLOSE, Phase, judge
 from podium.plan.sizes import F32, RunSizes, own_count
-from podium.plan.topology import GIB, Accelerator
 from podium.plan.weights import optimizer_count
 
 MORE_OPERATIONS = 1.02

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+from podium.accelerators import GIB
 from podium.plan.compare import Answer, Refused
 from podium.plan.prices import Cost
 from podium.plan.result import Collective, Phase, Seconds
 from podium.plan.search import Found
 from podium.plan.suggest import Suggestion
-from podium.plan.topology import GIB
 from podium.plan.words import step_parts, verdict_line
 
 Object = dict[str, Any]

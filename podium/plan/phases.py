@@ -18,7 +18,7 @@ from podium.algorithms.recipes import make_recipe
 from podium.config.schema import Config
 from podium.config.sizes import prompt_buckets
 from podium.models.architecture import DecoderConfig
-from podium.models.decoder import param_specs
+from podium.models.params import param_specs
 from podium.rollout.programs import (
     abstract_engine_cache,
     abstract_prompts,
@@ -26,12 +26,12 @@ from podium.rollout.programs import (
     make_engine_programs,
 )
 from podium.sharding import abstract_params
+from podium.train.generate import as_dtype, rollout_rules
 from podium.train.optimizer import make_opt_init
-from podium.train.rollouts import as_dtype, rollout_rules
 from podium.train.setup import make_program, make_run_optimizer
 from podium.train.state import abstract_state
 from podium.train.step import abstract_batch, make_train_programs
-from podium.train.update import pack, with_scores
+from podium.train.trainer import pack, with_scores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,13 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from podium import __version__
+from podium.accelerators import Accelerator
 from podium.config.schema import Config
+from podium.hlo.cost import Cost, Roofline
+from podium.hlo.cost import estimate as roofline_of
 from podium.models.architecture import DecoderConfig
 from podium.models.presets import find_architecture
+from podium.plan.calibration import Chip, Factor, load_chip
 from podium.plan.compile import LIMIT_S, OnProgress, compile_phases
 from podium.plan.compiled import CompiledPhase
-from podium.plan.cost import Cost, Roofline
-from podium.plan.cost import estimate as roofline_of
 from podium.plan.estimate import (
     PhaseEstimate,
     checkpoint_phase,
@@ -32,7 +34,6 @@ from podium.plan.notes import notes_of
 from podium.plan.result import NO_TIME, BoundBy, Collective, LargeArray, Phase, Plan, Seconds, judge, total
 from podium.plan.sizes import F32, RunSizes, make_sizes
 from podium.plan.store import cache_folder, compiler_versions
-from podium.plan.topology import Accelerator, Chip, Factor, load_chip
 from podium.plan.worker import Job
 
 KINDS: Mapping[str, str] = {"prefill": "prefill", "score": "update", "update": "update"}

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
+from podium.accelerators import accelerators, find_accelerator
 from podium.plan.result import Plan, Seconds
-from podium.plan.topology import accelerators, find_accelerator
 
 HOUR_S = 3600
 KEYS = ("usd_per_chip_hour", "source", "date")
@@ -43,14 +43,14 @@ class Cost:
 
 
 def load_prices(path: Path | None) -> dict[str, Price]:
-    """Prices by kind of chip (v6e, h100, ...), from a file like `podium/plan/prices.yaml`, or from that one.
+    """Prices by kind of chip (v6e, h100, ...), from a file like `podium/prices.yaml`, or from that one.
 
     Raises:
         ValueError: the file cannot be read, or is not such a list; the message says where and what is expected.
     """
     name = str(path) if path else "prices.yaml"
     try:
-        text = (path or resources.files("podium.plan").joinpath("prices.yaml")).read_text(encoding="utf-8")
+        text = (path or resources.files("podium").joinpath("prices.yaml")).read_text(encoding="utf-8")
         table = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())

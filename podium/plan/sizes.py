@@ -8,12 +8,12 @@ and splits sequences over dp alone.
 import dataclasses
 from collections.abc import Mapping
 
+from podium.accelerators import Accelerator
 from podium.algorithms.recipes import Recipe, make_recipe
 from podium.config.mesh import mesh_shape
 from podium.config.schema import Config, Dtype, RolloutLayout
 from podium.config.sizes import batch_sequences, prompt_buckets, row_tokens, rows_per_device
 from podium.models.architecture import DecoderConfig
-from podium.plan.topology import Accelerator
 from podium.plan.weights import local_count, weights
 
 F32 = 4
@@ -138,5 +138,5 @@ def _ends(run: RunSizes, shards: Mapping[str, int]) -> int:
 
 
 def _itemsize(dtype: Dtype, accelerator: Accelerator) -> int:
-    """Bytes of a number that a config's `dtype` means, as `podium.train.rollouts.as_dtype`."""
+    """Bytes of a number that a config's `dtype` means, as `podium.train.generate.as_dtype`."""
     return 4 if dtype == "float32" or (dtype == "auto" and accelerator.generation == "cpu") else 2

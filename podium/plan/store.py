@@ -5,7 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from podium.plan.topology import Accelerator
+from podium.accelerators import Accelerator
 
 
 def cache_folder() -> Path:

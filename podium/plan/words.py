@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
+from podium.accelerators import GIB
 from podium.plan.result import Phase, Plan, Seconds, total
-from podium.plan.topology import GIB
 
 STEP_PARTS: dict[str, tuple[str, ...]] = {
     "sync": ("sync",),

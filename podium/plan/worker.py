@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from podium.accelerators import Accelerator
 from podium.config.schema import Config
+from podium.hlo.cost import unknown_loops
+from podium.hlo.memory import Memory, OutOfMemory, measure, parse_out_of_memory
+from podium.hlo.text import parse
 from podium.models.architecture import DecoderConfig
 from podium.plan.compiled import CompiledPhase, looped_work, named_memory, named_refusal
-from podium.plan.cost import unknown_loops
-from podium.plan.hlo import parse
-from podium.plan.memory import Memory, OutOfMemory, measure, parse_out_of_memory
 from podium.plan.store import compiler_versions, write_file
-from podium.plan.topology import Accelerator, topology_devices
+from podium.plan.topology import topology_devices
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

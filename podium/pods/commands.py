@@ -8,10 +8,10 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 
+from podium.job.records import first_failure
 from podium.pods.context import Common, open_pod
 from podium.pods.launch import View, look, read_log
 from podium.pods.launch import stop as stop_job
-from podium.pods.records import first_failure
 from podium.pods.rental import Rent, rent_slice, tpu
 from podium.pods.slices import AskedWronglyError
 from podium.pods.tables import slice_json, slice_table, worker_table

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from podium.job.records import Outcome, outcome
 from podium.pods.push import HOME, Package
-from podium.pods.records import Outcome, outcome
 from podium.pods.remote import Answer, Remote, RemoteError, arrived
 from podium.pods.secrets import LAST_LINE, Secrets, written
 from podium.pods.slices import Clock

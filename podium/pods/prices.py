@@ -1,11 +1,11 @@
-"""What a slice costs by the list prices that Podium comes with (podium/plan/prices.yaml); nothing is fetched."""
+"""What a slice costs by the list prices that Podium comes with (podium/prices.yaml); nothing is fetched."""
 
 from importlib import resources
 from typing import Any
 
 import yaml
 
-from podium.plan.topology import find_accelerator
+from podium.accelerators import find_accelerator
 from podium.pods.inventory import Slice
 
 HOUR_S = 3600.0
@@ -17,7 +17,7 @@ def usd_per_hour(one: Slice) -> float | None:
         accelerator = find_accelerator(one.accelerator)
     except ValueError:
         return None
-    text = resources.files("podium.plan").joinpath("prices.yaml").read_text(encoding="utf-8")
+    text = resources.files("podium").joinpath("prices.yaml").read_text(encoding="utf-8")
     table: dict[str, dict[str, Any]] = yaml.safe_load(text)
     price = table.get(accelerator.generation)
     return price["usd_per_chip_hour"] * accelerator.chips if price else None

@@ -2,7 +2,7 @@
 
 A commit travels as a git bundle, so that the workers need no account with whoever hosts the repository. Changes that
 are not committed travel only when asked for, as a patch that is kept beside the code. Everything on a worker stands
-below ~/podrun, which `podium.pods.agent` shares:
+below ~/podrun, which `podium.pods.host.agent` shares:
 
     podrun/in/KEY/        what was sent       podrun/venvs/ENVIRONMENT/   dependencies, pinned
     podrun/code/KEY/      unpacked            podrun/agent                runs the agent with this code
@@ -335,7 +335,7 @@ unpack() {
         done
         mv -T "$new" "$code" 2>/dev/null || rm -rf "$new"   # another one of us was faster
     fi
-    printf '#!/bin/sh\ncd "%s" && exec "%s" -m podium.pods.agent --home "%s" "$@"\n' \
+    printf '#!/bin/sh\ncd "%s" && exec "%s" -m podium.pods.host.agent --home "%s" "$@"\n' \
         "$code" "$1" "$home" > "$home/agent.$$"
     chmod 700 "$home/agent.$$"
     mv "$home/agent.$$" "$home/agent"

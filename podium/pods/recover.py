@@ -8,10 +8,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal, Protocol
 
+from podium.job.records import ABORTED, GUARD, STOPPED, first_failure
 from podium.pods.gcloud import GcloudError
 from podium.pods.inventory import Slice
 from podium.pods.launch import View
-from podium.pods.records import ABORTED, GUARD, STOPPED, first_failure
 from podium.pods.remote import RemoteError
 from podium.pods.slices import Clock, SliceError
 

@@ -4,7 +4,7 @@ gcloud runs a command again when its connection drops (up to ten times), forgets
 on no host that is gone, and mixes the workers' outputs. So a command goes to all workers or to one; each worker answers
 with one marked line that names it, holds its own exit status and its packed output; what gcloud itself returns is not
 looked at; and a worker without a valid line has not answered. Nothing that runs for long is ever a child of ssh:
-`podium.pods.agent` starts it on the worker.
+`podium.pods.host.agent` starts it on the worker.
 """
 
 import base64

@@ -4,8 +4,8 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
+from podium.accelerators import Accelerator, find_accelerator
 from podium.config.errors import nearest
-from podium.plan.topology import Accelerator, find_accelerator
 from podium.pods.gcloud import Order
 from podium.pods.inventory import LEASE, OWNER, ZONES, Slice, zones_label
 from podium.pods.slices import AskedWronglyError, Slices, check_name

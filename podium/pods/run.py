@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from podium.accelerators import Accelerator, find_accelerator
 from podium.config.errors import ConfigError, Problem
 from podium.config.show import to_yaml
 from podium.models.architecture import ModelError
-from podium.plan.topology import Accelerator, find_accelerator
 from podium.pods.context import Common, Pod, open_pod
 from podium.pods.gcloud import GcloudError
 from podium.pods.inventory import Slice, label_text

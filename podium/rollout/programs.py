@@ -15,13 +15,14 @@ from podium.config.schema import RolloutConfig
 from podium.config.sizes import check_split
 from podium.models.architecture import DecoderConfig
 from podium.models.attention import causal_attention
-from podium.models.decoder import LAYERS, forward, head_weights, param_specs
+from podium.models.decoder import forward, head_weights
 from podium.models.linear import activation_dtype
 from podium.models.logprobs import logits_at
+from podium.models.params import LAYERS, TRAIN_AXES, param_specs
 from podium.rollout import cache as caches
 from podium.rollout.cache import Cache, Prompts
 from podium.rollout.sampling import SamplingRows, idle_rows, sample
-from podium.sharding import TRAIN_AXES, Params, ShardingRules, param_shardings
+from podium.sharding import Params, ShardingRules, param_shardings
 
 MAX_STOP_TOKENS = 8
 

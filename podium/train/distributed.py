@@ -22,11 +22,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
+from podium.job.cluster import Cluster, check_devices
+from podium.job.context import Member
 from podium.models.architecture import DecoderConfig
-from podium.models.decoder import param_specs
-from podium.pods.cluster import Cluster, check_devices
-from podium.pods.member import Member
-from podium.sharding import TRAIN_AXES, Params, ShardingRules, param_shardings
+from podium.models.params import TRAIN_AXES, param_specs
+from podium.sharding import Params, ShardingRules, param_shardings
 from podium.train.signals import StopSignal
 
 INITIALIZATION_S, HEARTBEAT_S, SHUTDOWN_S = 120, 30, 30

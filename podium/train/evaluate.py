@@ -12,7 +12,7 @@ import numpy as np
 from podium.config.schema import Config
 from podium.observe.records import sample_record
 from podium.tasks.mixture import TaskPrompt
-from podium.train.rollouts import Group, Rollouts, request_seed, sampling_params
+from podium.train.generate import Group, Rollouts, request_seed, sampling_params
 
 if TYPE_CHECKING:
     from podium.observe.run_dir import Fork

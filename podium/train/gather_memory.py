@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from podium.pods.member import member_of_job
+from podium.job.context import member_of_job
 from podium.sharding import make_mesh
 from podium.train.distributed import gather, is_leader, joined
 from podium.train.setup import prepare_platform

@@ -15,24 +15,24 @@ from rich.console import Console
 from podium.algorithms.advantages import equal_reward_groups
 from podium.algorithms.recipes import make_recipe
 from podium.config.schema import Config
+from podium.job.context import Member, alone
 from podium.models.architecture import DecoderConfig
-from podium.models.decoder import param_specs
+from podium.models.params import param_specs
 from podium.observe.curve_svg import save_curve
 from podium.observe.progress import Progress, Sample
 from podium.observe.records import lengths_record, sample_record, sampled_groups
 from podium.observe.run_dir import LENGTHS, METRICS, SAMPLES, Fork, RunDir
 from podium.observe.summary import make_summary, print_summary, versions
 from podium.observe.writers import MetricWriter
-from podium.pods.member import Member, alone
 from podium.sharding import abstract_params
 from podium.train.checkpoint import Checkpointer, restore_state
 from podium.train.distributed import Interrupted, Stop, failing_fast, from_leader, gather, joined
 from podium.train.evaluate import Evaluation, evaluate
-from podium.train.rollouts import Group, Rollouts
+from podium.train.generate import Group, Rollouts
 from podium.train.setup import load_weights, make_model, make_program, make_run_optimizer
 from podium.train.signals import StopSignal
 from podium.train.state import TrainState, abstract_state, init_state, restarted
-from podium.train.update import Updater, completion_metrics
+from podium.train.trainer import Updater, completion_metrics
 
 STEPS_AVERAGED = 10
 REPORTED = ("train-reward/total/mean", "train-other/loss", "eval/accuracy", "time/train/step_s")

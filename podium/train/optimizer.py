@@ -13,7 +13,8 @@ import optax.contrib
 from jax.sharding import NamedSharding, PartitionSpec
 
 from podium.config.schema import OptimizerConfig
-from podium.sharding import Params, ParamSpec, ParamSpecs
+from podium.models.params import ParamSpec, ParamSpecs
+from podium.sharding import Params
 
 ADAM_UPDATE_RMS = 0.2  # arXiv:2502.16982: Muon's updates scaled to it take AdamW's learning rates
 ADAFACTOR_CLIP_RMS = 1.0  # arXiv:1804.04235, section 6

@@ -14,14 +14,14 @@ from jax.sharding import Mesh
 from podium.config.schema import Config
 from podium.config.sizes import optimizer_steps
 from podium.models.architecture import DecoderConfig
-from podium.models.decoder import param_specs
 from podium.models.hf import load_params
+from podium.models.params import TRAIN_AXES, param_specs
 from podium.models.source import ModelSource, read_architecture, resolve
 from podium.models.tokenizer import Tokenizer, load_tokenizer
-from podium.sharding import TRAIN_AXES, Params, ShardingRules, abstract_params, make_mesh
+from podium.sharding import Params, ShardingRules, abstract_params, make_mesh
 from podium.train.checkpoint import restore_params
+from podium.train.generate import as_dtype
 from podium.train.optimizer import make_optimizer
-from podium.train.rollouts import as_dtype
 from podium.train.step import Program
 
 if TYPE_CHECKING:

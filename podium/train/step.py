@@ -19,9 +19,10 @@ from podium.algorithms.recipes import Recipe
 from podium.config.schema import Remat
 from podium.models.architecture import DecoderConfig
 from podium.models.attention import causal_attention, packed_mask
-from podium.models.decoder import forward, head_weights, param_specs
+from podium.models.decoder import forward, head_weights
 from podium.models.logprobs import TokenLogprobs, token_logprobs
-from podium.sharding import GATHERED_AXES, TRAIN_AXES, Params, ShardingRules, abstract_params, to_devices
+from podium.models.params import GATHERED_AXES, TRAIN_AXES, param_specs
+from podium.sharding import Params, ShardingRules, abstract_params, to_devices
 from podium.train.batch import Batch
 from podium.train.state import TrainState, abstract_state
 

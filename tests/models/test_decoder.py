@@ -10,16 +10,9 @@ from tiny_models import rules_on
 
 from podium.models.architecture import DecoderConfig, RopeScaling
 from podium.models.attention import causal_attention, packed_mask
-from podium.models.decoder import (
-    forward,
-    head_weights,
-    param_specs,
-    rms_norm,
-    rope_frequencies,
-    rope_tables,
-    rotate,
-)
+from podium.models.decoder import forward, head_weights, rms_norm, rope_frequencies, rope_tables, rotate
 from podium.models.linear import activation_dtype
+from podium.models.params import param_specs
 
 CONFIG = dataclasses.replace(
     DECODER, model_type="qwen2", vocab=64, max_positions=128, tied=False, qkv_bias=True, qk_norm=True

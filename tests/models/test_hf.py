@@ -22,8 +22,8 @@ from tiny_models import (
 
 from podium.models import hf
 from podium.models.architecture import ModelError
-from podium.models.decoder import param_specs
 from podium.models.hf import load_params, save_model
+from podium.models.params import param_specs
 from podium.models.source import ModelSource, read_architecture, resolve
 from podium.sharding import Params
 
@@ -282,7 +282,8 @@ import sys
 import jax, jax.numpy as jnp
 from podium.models.hf import load_params
 from podium.models.source import read_architecture, resolve
-from podium.sharding import TRAIN_AXES, ShardingRules, make_mesh
+from podium.models.params import TRAIN_AXES
+from podium.sharding import ShardingRules, make_mesh
 
 def status(key):
     with open("/proc/self/status") as file:

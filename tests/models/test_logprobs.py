@@ -5,7 +5,8 @@ import pytest
 from tiny_models import rules_on
 
 from podium.models.logprobs import logits_at, token_logprobs
-from podium.sharding import GATHERED_AXES, ShardingRules
+from podium.models.params import GATHERED_AXES
+from podium.sharding import ShardingRules
 
 B, T, D, V = 4, 10, 16, 24
 TOLERANCE = 1e-4  # logits are up to 22: the entropy is a difference of two such numbers

@@ -17,8 +17,9 @@ from podium.models.attention import causal_attention
 from podium.models.decoder import forward, head_weights
 from podium.models.hf import load_params
 from podium.models.logprobs import logits_at
+from podium.models.params import TRAIN_AXES
 from podium.models.source import ModelSource, read_architecture, resolve
-from podium.sharding import TRAIN_AXES, Params, ShardingRules, make_mesh
+from podium.sharding import Params, ShardingRules, make_mesh
 
 
 def _has_demo() -> bool:

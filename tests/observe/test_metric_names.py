@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from podium.observe.metrics import METRICS, find_metric, mean_max, spread
-from podium.observe.metrics_page import find_sources, metrics_page
+from tools.metrics_page import find_sources, metrics_page
 
 ALL = [metric for metrics in METRICS.values() for metric in metrics]
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_in_docs_is_made_from_the_list():
-    again = "python -m podium.observe.metrics_page > docs/metrics.md"
+    again = "python -m tools.metrics_page > docs/metrics.md"
     assert (ROOT / "docs" / "metrics.md").read_text() == metrics_page(), f"run {again}"
 
 

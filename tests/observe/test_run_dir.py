@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from podium.config.schema import Config
-from podium.observe.files import RunFileError
+from podium.files import RunFileError
 from podium.observe.run_dir import LENGTHS, MAY_CHANGE, METRICS, SAMPLES, Fork, RunDir, RunInUseError, parse_fork
 
 

@@ -131,7 +131,7 @@ def test_a_run_without_steps_can_be_summed_up_too(tmp_path):
     assert "0 steps in 0:00" in printed(make_run(tmp_path))
 
 
-@pytest.mark.parametrize("module", ["run_dir", "writers", "progress", "curve_svg", "summary", "metrics_page"])
+@pytest.mark.parametrize("module", ["run_dir", "writers", "progress", "curve_svg", "summary"])
 def test_observing_imports_neither_jax_nor_a_service(module):
     heavy = ("jax", "transformers", "wandb", "tensorboard", "trackio")
     code = f"import podium.observe.{module}, sys; sys.exit(str([m for m in {heavy} if m in sys.modules] or ''))"

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from podium.observe.files import to_json
+from podium.files import to_json
 from podium.observe.records import lengths_record, sample_record, sampled_groups
 from podium.rollout.request import Completion
 from podium.tasks.task import Prompt, Reward

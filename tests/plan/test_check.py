@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from podium.observe.files import RunFileError
+from podium.accelerators import GIB
+from podium.files import RunFileError
 from podium.plan.check import Machine, RunCheck, accelerator_of, check_run, compare_with_measured, plan_at_start
-from podium.plan.topology import GIB
 from tests.plan.made_plans import plan
 from tests.plan.test_estimate import QWEN_3B
 from tests.plan.test_search import config as config_3b

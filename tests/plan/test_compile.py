@@ -12,16 +12,16 @@ import jax
 import pytest
 from tiny_decoder import DECODER
 
+from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.config.schema import Config
+from podium.hlo.cost import walk
+from podium.hlo.text import parse
 from podium.plan import compile as compiling
 from podium.plan import worker
 from podium.plan.compile import CompilerError, Progress, answer_key, compile_phases
 from podium.plan.compiled import looped_work, named_memory
-from podium.plan.cost import walk
-from podium.plan.hlo import parse
 from podium.plan.phases import phase_programs
 from podium.plan.store import cache_folder, write_file
-from podium.plan.topology import GIB, Accelerator, find_accelerator
 from podium.plan.worker import Job
 from podium.sharding import make_mesh
 

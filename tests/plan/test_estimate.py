@@ -5,17 +5,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from podium.accelerators import Accelerator, find_accelerator
 from podium.algorithms.recipes import make_recipe
 from podium.config.schema import Config, OptimizerConfig
 from podium.models.architecture import DecoderConfig
-from podium.models.decoder import param_specs
+from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, param_specs
 from podium.plan.estimate import PhaseEstimate, estimate, far_too_large, residents, score_phase
 from podium.plan.sizes import RunSizes, kv_bytes, make_sizes
-from podium.plan.topology import Accelerator, find_accelerator
 from podium.plan.weights import local_count, optimizer_count, parameter_count, weights
 from podium.rollout.cache import abstract_cache
 from podium.rollout.programs import idle_slots, make_decode, make_prefill, make_sync
-from podium.sharding import ROLLOUT_AXES, TRAIN_AXES, ShardingRules, abstract_params, make_mesh, param_shardings
+from podium.sharding import ShardingRules, abstract_params, make_mesh, param_shardings
 from podium.train.batch import Batch
 from podium.train.optimizer import abstract_opt_state, make_optimizer
 from podium.train.state import abstract_state

@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 from tiny_decoder import DECODER
 
+from podium.accelerators import GIB, Accelerator
 from podium.algorithms.recipes import make_recipe
 from podium.config.schema import Config
-from podium.models.decoder import param_specs
+from podium.models.params import TRAIN_AXES, param_specs
 from podium.plan.estimate import residents
 from podium.plan.phases import PhaseProgram, device_bytes, phase_programs
 from podium.plan.sizes import make_sizes
-from podium.plan.topology import GIB, Accelerator
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.programs import EnginePrograms
 from podium.rollout.request import Request, SamplingParams
-from podium.sharding import TRAIN_AXES, ShardingRules, init_params, make_mesh
+from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batch import Sample
-from podium.train.rollouts import as_dtype, rollout_rules
+from podium.train.generate import as_dtype, rollout_rules
 from podium.train.setup import make_program, make_run_optimizer
 from podium.train.state import init_state
 from podium.train.step import place_batch
-from podium.train.update import Updater, pack, with_scores
+from podium.train.trainer import Updater, pack, with_scores
 
 CPU = Accelerator(name="cpu", generation="cpu", devices=8, hosts=1, hbm_bytes=GIB)
 SETTINGS: dict[str, Any] = {

@@ -12,11 +12,11 @@ import pytest
 
 from podium import cli
 from podium.config.schema import Config
+from podium.models.params import TRAIN_AXES
 from podium.plan import command
 from podium.plan.compile import CompilerError, Progress
 from podium.plan.divides import MESH_AXES
 from podium.plan.result import Plan
-from podium.sharding import TRAIN_AXES
 from tests.plan.made_plans import close, estimated, plan, seconds, too_large
 from tests.plan.test_check import write_run
 

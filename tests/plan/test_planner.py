@@ -10,23 +10,24 @@ import numpy as np
 import pytest
 from tiny_decoder import DECODER
 
+from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.algorithms.recipes import make_recipe
 from podium.config.load import load
 from podium.config.schema import Config
-from podium.models.decoder import param_specs
-from podium.plan.cost import Roofline
+from podium.hlo.cost import Roofline
+from podium.models.params import TRAIN_AXES, param_specs
+from podium.plan.calibration import Chip, Factor, load_chip
 from podium.plan.estimate import residents, trainers
 from podium.plan.lengths import Composition
 from podium.plan.planner import calibrated, make_plan, step_calls
 from podium.plan.result import Plan, Seconds, judge, total
 from podium.plan.sizes import make_sizes
-from podium.plan.topology import GIB, Accelerator, Chip, Factor, find_accelerator, load_chip
-from podium.sharding import TRAIN_AXES, ShardingRules, init_params, make_mesh
+from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batch import Sample
 from podium.train.setup import make_program, make_run_optimizer
 from podium.train.state import init_state
 from podium.train.step import place_batch
-from podium.train.update import Updater, pack, with_scores
+from podium.train.trainer import Updater, pack, with_scores
 
 ROOT = Path(__file__).parents[2]
 CPU = Accelerator(name="cpu-8", generation="cpu", devices=8, hosts=1, hbm_bytes=2**20)
@@ -240,7 +241,7 @@ def test_what_is_within_three_percent_of_the_memory_is_too_close(worst, verdict)
 def test_a_fast_plan_takes_less_than_five_seconds_and_compiles_nothing():
     code = (
         "from podium.config.load import load\nfrom podium.plan.planner import make_plan\n"
-        "from podium.plan.topology import find_accelerator\n"
+        "from podium.accelerators import find_accelerator\n"
         "config = load(['configs/gsm8k_qwen25_3b.yaml'], [], {}).config\n"
         "plan = make_plan(config, find_accelerator('v6e-8'), fast=True)\n"
         "assert plan.estimate_only and plan.verdict == 'fits'\n"

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from podium.accelerators import find_accelerator
 from podium.config.schema import Config
 from podium.plan.compare import Answer, difference, ranked
 from podium.plan.prices import Price, cost_of
@@ -10,7 +11,6 @@ from podium.plan.result import Plan
 from podium.plan.search import MOST_PLANS, Found, Range, search, search_range
 from podium.plan.sizes import RunSizes, make_sizes
 from podium.plan.suggest import Candidate, candidates, helps, promising, proven
-from podium.plan.topology import find_accelerator
 from tests.plan.made_plans import GIB, HBM, composition, estimated, gathers, phase, phases, plan, seconds, too_large
 from tests.plan.test_estimate import QWEN_3B
 

@@ -7,13 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from podium.plan.topology import (
-    accelerators,
-    compiler_environment,
-    find_accelerator,
-    load_chip,
-    topology_devices,
-)
+from podium.accelerators import accelerators, find_accelerator
+from podium.plan.calibration import load_chip
+from podium.plan.topology import compiler_environment, topology_devices
 
 GIB = 2**30
 ROOT = Path(__file__).parents[2]
@@ -102,7 +98,8 @@ def test_the_compilers_environment_keeps_it_from_looking_for_a_tpu():
 
 DESCRIBE = """
 import json, sys
-from podium.plan.topology import find_accelerator, topology_devices
+from podium.accelerators import find_accelerator
+from podium.plan.topology import topology_devices
 from podium.sharding import make_mesh
 seen = {}
 for name in sys.argv[1:]:

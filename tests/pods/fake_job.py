@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from podium.pods.records import Report, write_json
+from podium.job.records import Report, write_json
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from podium.cli_pod import pod_app
+from podium.pods.cli import pod_app
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "pods.md").read_text(encoding="utf-8")

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from podium.pods import supervisor
-from podium.pods.processes import marked
-from podium.pods.supervisor import Host, Spec, StartError, read_env_file, redact, unit_command
+from podium.pods.host import supervisor
+from podium.pods.host.processes import marked
+from podium.pods.host.supervisor import Host, Spec, StartError, read_env_file, redact, unit_command
 
 ROOT = Path(__file__).parents[2]
 SLEEP = ("--", "sleep", "100")
@@ -27,7 +27,7 @@ class Agent:
         self.home = home
 
     def run(self, *arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, *python, "-m", "podium.pods.agent", "--home", str(self.home), *arguments]
+        command = [sys.executable, *python, "-m", "podium.pods.host.agent", "--home", str(self.home), *arguments]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
     def ask(self, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -105,7 +105,7 @@ def test_a_job_that_has_ended_is_told_and_not_run_again(agent):
 
 def test_many_starts_at_once_make_one_copy(agent):
     """gcloud runs a command again after a lost connection, up to ten times."""
-    command = [sys.executable, "-m", "podium.pods.agent", "--home", str(agent.home), "start", "a-1"]
+    command = [sys.executable, "-m", "podium.pods.host.agent", "--home", str(agent.home), "start", "a-1"]
     command += shell(f"echo x >> {agent.home}/runs; sleep 100")
     starts = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(6)]
     states = [json.loads(start.communicate(timeout=60)[0])["state"] for start in starts]

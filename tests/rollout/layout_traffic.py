@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from podium.accelerators import find_accelerator
 from podium.config.schema import RolloutConfig, RolloutLayout
+from podium.hlo.cost import unknown_loops, walk
+from podium.hlo.text import parse
 from podium.models.architecture import DecoderConfig
-from podium.models.decoder import param_specs
-from podium.plan.cost import unknown_loops, walk
-from podium.plan.hlo import parse
-from podium.plan.topology import find_accelerator, topology_devices
+from podium.models.params import ROLLOUT_LAYOUTS, param_specs
+from podium.plan.topology import topology_devices
 from podium.rollout.programs import abstract_engine_cache, idle_slots, make_decode
-from podium.sharding import ROLLOUT_LAYOUTS, ShardingRules, abstract_params, make_mesh
+from podium.sharding import ShardingRules, abstract_params, make_mesh
 
 CONFIG = RolloutConfig(max_prompt_tokens=128, max_new_tokens=128, slots=32)
 DECODER = DecoderConfig(

@@ -8,9 +8,10 @@ import pytest
 from tiny_engine import DECODER, mesh_of
 
 from podium.models.attention import causal_attention
+from podium.models.params import ROLLOUT_AXES
 from podium.rollout import cache as caches
 from podium.rollout.cache import Cache, Prompts
-from podium.sharding import ROLLOUT_AXES, ShardingRules
+from podium.sharding import ShardingRules
 
 
 def rules_on(devices):

@@ -20,11 +20,12 @@ from tiny_engine import (
 )
 
 from podium.config.sizes import prompt_buckets
+from podium.models.params import ROLLOUT_AXES
 from podium.rollout.cache import make_cache
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.programs import idle_slots
 from podium.rollout.request import Request, SamplingParams
-from podium.sharding import ROLLOUT_AXES, ShardingRules
+from podium.sharding import ShardingRules
 
 MIXED = [
     *random_requests(6, seed=1),

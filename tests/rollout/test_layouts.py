@@ -15,11 +15,12 @@ from layout_traffic import CONFIG, DECODER, all_layouts, layers_weights
 from tiny_engine import ALL_DEVICES_CONFIG, EOS, Letters, make_engine, random_requests, tiny_params
 from tiny_engine import DECODER as TINY
 
-from podium.models.decoder import param_specs
-from podium.plan.topology import compiler_environment, find_accelerator
+from podium.accelerators import find_accelerator
+from podium.models.params import ROLLOUT_LAYOUTS, TRAIN_AXES, param_specs
+from podium.plan.topology import compiler_environment
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.programs import make_sync
-from podium.sharding import ROLLOUT_LAYOUTS, TRAIN_AXES, ShardingRules, abstract_params, make_mesh, param_shardings
+from podium.sharding import ShardingRules, abstract_params, make_mesh, param_shardings
 
 MESHES = ("fsdp:8", "dp:2,fsdp:4", "fsdp:4,tp:2")
 REQUESTS = [

@@ -10,11 +10,12 @@ from tiny_decoder import DECODER
 
 from podium.config.schema import RolloutConfig
 from podium.models.attention import causal_attention
-from podium.models.decoder import forward, head_weights, param_specs
+from podium.models.decoder import forward, head_weights
 from podium.models.logprobs import logits_at
+from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, param_specs
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
-from podium.sharding import ROLLOUT_AXES, TRAIN_AXES, ShardingRules, init_params, make_mesh
+from podium.sharding import ShardingRules, init_params, make_mesh
 
 EOS = 299
 CONFIG = RolloutConfig(max_prompt_tokens=48, max_new_tokens=12, slots=8, refill_steps=3, prefill_rows=4)

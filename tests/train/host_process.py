@@ -11,10 +11,11 @@ import jax
 import numpy as np
 
 from podium.config.schema import Config
+from podium.job.context import alone, member_of_job
+from podium.models.params import GATHERED_AXES
 from podium.observe.writers import MetricWriter
-from podium.pods.member import alone, member_of_job
 from podium.rollout.engine import RolloutEngine
-from podium.sharding import GATHERED_AXES, ShardingRules, make_mesh
+from podium.sharding import ShardingRules, make_mesh
 from podium.train import distributed, loop
 
 COUNT = 5 * 10**12

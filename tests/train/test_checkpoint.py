@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from podium.config.schema import CheckpointConfig, OptimizerConfig
-from podium.sharding import TRAIN_AXES, ParamSpec, ShardingRules, abstract_params, make_mesh
+from podium.models.params import TRAIN_AXES, ParamSpec
+from podium.sharding import ShardingRules, abstract_params, make_mesh
 from podium.train.checkpoint import Checkpointer, CheckpointError, restore_params, restore_state, saved_steps
 from podium.train.optimizer import make_optimizer
 from podium.train.state import TrainState, abstract_state

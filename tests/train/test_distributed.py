@@ -16,7 +16,7 @@ import pytest
 from host_process import COUNT, ROWS
 from tiny_runs import make_config, read_records
 
-from podium.pods.records import first_failure, outcome, read_json
+from podium.job.records import first_failure, outcome, read_json
 from podium.train.checkpoint import saved_steps
 from podium.train.distributed import merged
 from podium.train.loop import train

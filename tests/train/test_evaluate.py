@@ -4,7 +4,7 @@ import pytest
 from tiny_runs import make_group
 
 from podium.train.evaluate import Evaluation, task_metrics, wilson_interval
-from podium.train.rollouts import request_seed
+from podium.train.generate import request_seed
 
 
 def test_wilson_interval_by_hand():

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import pytest
 
-from podium.plan.topology import compiler_environment, find_accelerator
+from podium.accelerators import find_accelerator
+from podium.plan.topology import compiler_environment
 from podium.sharding import make_mesh
 from podium.train.gather_memory import buffer_shape, measure
 
@@ -84,7 +85,8 @@ def test_processes_that_are_required_and_missing_are_an_error():
 
 PLAN = """
 import json, math
-from podium.plan.topology import find_accelerator, topology_devices
+from podium.accelerators import find_accelerator
+from podium.plan.topology import topology_devices
 from podium.sharding import make_mesh
 from podium.train.gather_memory import GIB, allocate, buffer_shape, gathered
 

@@ -22,10 +22,10 @@ from podium.rollout.scheduler import Scheduler
 from podium.train import loop
 from podium.train.checkpoint import CheckpointError, saved_steps
 from podium.train.evaluate import evaluate_command
+from podium.train.generate import Rollouts
 from podium.train.loop import train
-from podium.train.rollouts import Rollouts
 from podium.train.setup import load_weights, make_model
-from podium.train.update import DivergedError
+from podium.train.trainer import DivergedError
 
 pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
 

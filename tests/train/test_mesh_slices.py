@@ -5,14 +5,16 @@ import sys
 
 import pytest
 
-from podium.plan.topology import compiler_environment, find_accelerator
+from podium.accelerators import find_accelerator
+from podium.plan.topology import compiler_environment
 
 PROGRAM = """
 import json, re
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
-from podium.plan.topology import find_accelerator
-from podium.sharding import GATHERED_AXES, TRAIN_AXES, ShardingRules, make_mesh
+from podium.accelerators import find_accelerator
+from podium.models.params import GATHERED_AXES, TRAIN_AXES
+from podium.sharding import ShardingRules, make_mesh
 
 each = find_accelerator("v6e-8")
 options = {**each.topology_options, "num_slices": 2}

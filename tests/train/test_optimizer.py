@@ -8,8 +8,8 @@ import pytest
 
 from podium.config.schema import OptimizerConfig
 from podium.models.architecture import DecoderConfig
-from podium.models.decoder import param_specs
-from podium.sharding import TRAIN_AXES, ParamSpec, ShardingRules, abstract_params, init_params, make_mesh
+from podium.models.params import TRAIN_AXES, ParamSpec, param_specs
+from podium.sharding import ShardingRules, abstract_params, init_params, make_mesh
 from podium.train.optimizer import abstract_opt_state, is_matrix, learning_rate, make_optimizer, muon_dimensions
 from podium.train.state import TrainState, abstract_state, init_state
 

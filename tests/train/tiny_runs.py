@@ -15,17 +15,17 @@ from benches.recipes import RISE, first_and_last, learn, write_tiny_model
 from podium.algorithms.recipes import Recipe, make_recipe
 from podium.config.schema import Config, OptimizerConfig
 from podium.config.sizes import optimizer_steps
-from podium.models.decoder import param_specs
+from podium.models.params import TRAIN_AXES, param_specs
 from podium.rollout.request import Completion
-from podium.sharding import TRAIN_AXES, Params, ShardingRules, make_mesh, param_shardings
+from podium.sharding import Params, ShardingRules, make_mesh, param_shardings
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import Prompt, Reward
 from podium.train.batch import Sample
+from podium.train.generate import Group
 from podium.train.optimizer import make_optimizer
-from podium.train.rollouts import Group
 from podium.train.state import TrainState, init_state
 from podium.train.step import Program
-from podium.train.update import Updater
+from podium.train.trainer import Updater
 
 __all__ = ["RISE", "first_and_last", "learn", "write_tiny_model"]
 

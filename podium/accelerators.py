@@ -1,0 +1,169 @@
+"""What machines there are: sizes, hosts, memory, interconnect. One table for config, plan, pods and train; no jax.
+
+Sizes follow rules of Cloud TPU's documentation (docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, "Configurations"):
+v5e and v6e count chips in their names, v4 and v5p count TensorCores, two to a chip, which a program sees as one device.
+Hosts are what jax.distributed would see: one process per virtual machine.
+"""
+
+import dataclasses
+import difflib
+import functools
+import math
+from typing import Any
+
+GIB = 2**30
+GPU_POOL = 0.75  # of a GPU's memory that jax takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """A machine, or a slice of a pod, to rent as a whole."""
+
+    name: str
+    """The cloud's accelerator type, as v6e-8; of a GPU machine, kind and number, as h100-8."""
+    generation: str
+    """Names the file of constants in `chips`."""
+    devices: int
+    """As jax counts them, over all hosts."""
+    hosts: int
+    """Processes of jax.distributed."""
+    hbm_bytes: int
+    """Usable memory of a device: for TPUs, what their compiler calls available."""
+    torus: tuple[int, ...] = ()
+    """Chips along each axis of the interconnect; empty where a switch connects all, or nothing does."""
+    wrapped: tuple[bool, ...] = ()
+    """Of each axis, whether its ends are connected too."""
+    host_bounds: tuple[int, int, int] | None = None
+    """Chips of a host along each axis; None: the compiler does not know this machine."""
+    chip_config: str | None = None
+    """The compiler's name of how a chip's cores are used; None: there is one way."""
+
+    @property
+    def chips(self) -> int:
+        """Chips, which are the devices: two TensorCores of a v4 or v5p chip are one device."""
+        return self.devices
+
+    @property
+    def devices_per_host(self) -> int:
+        """Devices that each process has."""
+        return self.devices // self.hosts
+
+    @property
+    def compiles(self) -> bool:
+        """Whether programs can be compiled for it without having it; otherwise there is only the closed form."""
+        return self.host_bounds is not None
+
+    @property
+    def topology(self) -> str:
+        """The compiler's name of the slice, as `v6e:2x4`."""
+        return f"{self.generation}:{'x'.join(map(str, self.torus))}"
+
+    @property
+    def topology_options(self) -> dict[str, Any]:
+        """Keyword arguments of jax's `get_topology_desc`, besides name and platform."""
+        options: dict[str, Any] = {"chips_per_host_bounds": self.host_bounds}
+        return options | ({"chip_config_name": self.chip_config} if self.chip_config else {})
+
+    @property
+    def ici_links(self) -> int:
+        """Interconnect links of the worst placed chip: on an axis without wrap-around the ends have one, not two."""
+        return sum((2 if wraps and size > 2 else 1) for size, wraps in self._axes if size > 1)
+
+    @property
+    def _axes(self) -> list[tuple[int, bool]]:
+        return list(zip(self.torus, self.wrapped, strict=True))
+
+
+# Available HBM in the compiler's own refusals (libtpu 0.0.42.1): "exceeds available HBM (31.25G)".
+HBM_GIB = {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25}
+# Total memory by nvidia-smi: 81,559 MiB and 143,771 MiB.
+GPU_GIB = {"h100": 81559 / 1024, "h200": 143771 / 1024}
+CHIPS_2D = (1, 4, 8, 16, 32, 64, 128, 256)  # v5e and v6e: 1x1, 2x2, 2x4, 4x4, ..., 16x16
+CORES_3D = {"v4": (8, 16, 32, 64, 128, 256, 512), "v5p": (8, 16, 32, 64, 128, 256, 512, 1024)}
+GPUS = (1, 2, 4, 8)
+ALIASES = {"v5e": "v5litepod"}  # the cloud's own name of the second
+
+
+def find_accelerator(name: str) -> Accelerator:
+    """The accelerator of that name, as v6e-8, v5litepod-16 (or v5e-16), v5p-64, h100-8.
+
+    Raises:
+        ValueError: there is none; the message has the nearest names.
+    """
+    table = accelerators()
+    kind, _, size = name.strip().lower().partition("-")
+    known = f"{ALIASES.get(kind, kind)}-{size}"
+    if known not in table:
+        near = _nearest(known, table)
+        raise ValueError(f"no accelerator {name!r} is known; nearest: {', '.join(near)}")
+    return table[known]
+
+
+@functools.cache
+def accelerators() -> dict[str, Accelerator]:
+    """Every accelerator by name, small to large within its kind."""
+    slices = [_flat_slice(generation, chips) for generation in ("v5e", "v6e") for chips in CHIPS_2D]
+    slices += [_cubic_slice(generation, cores) for generation, sizes in CORES_3D.items() for cores in sizes]
+    gpus = [_gpus(generation, count) for generation in GPU_GIB for count in GPUS]
+    return {each.name: each for each in (*slices, *gpus)}
+
+
+def _flat_slice(generation: str, chips: int) -> Accelerator:
+    """A slice of v5e or v6e: up to 8 chips are one machine, more are machines of 2x2; only axes of 16 are closed."""
+    rows = 2 ** (int(math.log2(chips)) // 2)
+    torus = (rows, chips // rows)
+    bounds = (*torus, 1) if chips <= 8 else (2, 2, 1)
+    return Accelerator(
+        name=f"{ALIASES.get(generation, generation)}-{chips}",
+        generation=generation,
+        devices=chips,
+        hosts=max(1, chips // math.prod(bounds)),
+        hbm_bytes=int(HBM_GIB[generation] * GIB),
+        torus=torus,
+        wrapped=tuple(size == 16 for size in torus),
+        host_bounds=bounds,
+    )
+
+
+def _cubic_slice(generation: str, cores: int) -> Accelerator:
+    """A slice of v4 or v5p: machines of 2x2x1, as near to a cube as can be; closed from 4x4x4 on."""
+    chips = cores // 2
+    torus = [2, 2, 1]
+    while math.prod(torus) < chips:
+        torus[_to_double(torus)] *= 2
+    return Accelerator(
+        name=f"{generation}-{cores}",
+        generation=generation,
+        devices=chips,
+        hosts=chips // 4,
+        hbm_bytes=int(HBM_GIB[generation] * GIB),
+        torus=tuple(torus),
+        wrapped=(min(torus) >= 4,) * 3,
+        host_bounds=(2, 2, 1),
+        chip_config="megacore" if generation == "v4" else None,
+    )
+
+
+def _to_double(torus: list[int]) -> int:
+    """Which axis the next larger slice doubles: 2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 4x8x8, 8x8x8."""
+    return max(axis for axis, size in enumerate(torus) if size == min(torus))
+
+
+def _gpus(generation: str, count: int) -> Accelerator:
+    """GPUs of one machine behind one switch."""
+    return Accelerator(
+        name=f"{generation}-{count}",
+        generation=generation,
+        devices=count,
+        hosts=1,
+        hbm_bytes=int(GPU_POOL * GPU_GIB[generation] * GIB),
+    )
+
+
+def _nearest(name: str, table: dict[str, Accelerator]) -> list[str]:
+    """Up to three names most like a wrong one: of its kind the nearest in size, else those spelt alike."""
+    kind, _, size = name.partition("-")
+    same_kind = [each for each in table if each.startswith(f"{kind}-")]
+    if same_kind and size.isdigit():
+        return sorted(same_kind, key=lambda each: abs(int(each.partition("-")[2]) - int(size)))[:3]
+    return difflib.get_close_matches(name, table, 3, cutoff=0.0)

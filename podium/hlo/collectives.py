@@ -1,0 +1,125 @@
+"""Collectives of a compiled program: who takes part, along which axes of the mesh, and what each device sends."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from podium.hlo.text import Computation, Instruction
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """One collective as one device sees it."""
+
+    kind: str
+    axes: tuple[str, ...]
+    """Mesh axes along which the devices of a group differ."""
+    group: int
+    """Devices that take part together; of a permute, 2."""
+    sent: int
+    """Bytes that this device sends, as around a ring."""
+    overlaps: bool
+    """Whether the device works on while it is under way."""
+
+
+def kind_of(instruction: Instruction) -> str | None:
+    """The collective that an instruction is or starts; None: it is none, or the end of one already counted."""
+    kind = instruction.opcode.removesuffix("-start")
+    return kind if kind in KINDS else None
+
+
+def transfer(
+    instruction: Instruction, kind: str, computation: Computation, mesh: Mapping[str, int], *, overlaps: bool
+) -> Transfer:
+    """What a collective sends.
+
+    Args:
+        instruction: the collective.
+        kind: from `kind_of`.
+        computation: where it stands: all-reduces of which each device keeps a slice are reduce-scatters to the TPU.
+        mesh: sizes of the mesh's axes, major first; devices are numbered in that order.
+        overlaps: whether something else runs meanwhile.
+    """
+    if kind == "all-reduce" and _only_sliced(instruction, computation):
+        kind = "reduce-scatter"
+    given = sum(shape.size for name in instruction.operands for shape in computation.instructions[name].shapes)
+    if instruction.opcode == "all-reduce":  # its operand may be float32 where bfloat16 is sent
+        given = min(given, sum(shape.size for shape in instruction.shapes))
+    if kind == "collective-permute":
+        pairs = [_numbers(pair) for pair in _listed(instruction, "source_target_pairs")]
+        axes = {axis for pair in pairs for axis in _differing(pair, mesh)}
+        return Transfer(kind, tuple(axis for axis in mesh if axis in axes), 2, given if pairs else 0, overlaps)
+    devices = group_of(instruction, math.prod(mesh.values()))
+    size = len(devices)
+    share = {"all-gather": size - 1, "all-reduce": 2 * (size - 1) / size}.get(kind, (size - 1) / size)
+    return Transfer(kind, _differing(devices, mesh), size, round(given * share), overlaps)
+
+
+def group_of(instruction: Instruction, num_devices: int) -> list[int]:
+    """The first of the groups of devices among which a collective runs.
+
+    XLA writes groups in three ways: `{{0,1},{2,3}}`; `[4,2]<=[2,4]T(1,0)`, devices counted, transposed and cut into
+    rows; and `mesh['a'=4,'b'=2] {'b'}`, axes of a mesh of XLA's own. No groups: all devices.
+    """
+    _, _, text = instruction.attributes.partition("replica_groups=")
+    if found := _MESH.match(text):
+        return _mesh_group(*found.groups(default=""))
+    if found := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape, counted, order = found.groups(default="")
+        return _transposed(counted, order).reshape(_numbers(shape))[0].tolist()
+    listed = _listed(instruction, "replica_groups")
+    return _numbers(listed[0]) if listed else list(range(num_devices))
+
+
+_MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((?:\[([\d,]+)\]T\(([\d,]+)\)|([\d,]+))\))? \{([^}]*)\}")
+
+
+def _mesh_group(axes: str, counted: str, order: str, listed: str, inside: str) -> list[int]:
+    """Devices that differ from the first along the axes `inside` alone; `'a':(2)4` is a part of an axis.
+
+    Such a part has the size 4, behind a more major part of the size 2.
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'?(\w+)'?=(\d+)", axes)}
+    devices = _numbers(listed) or range(math.prod(sizes.values()))
+    ids = _transposed(counted, order) if counted else np.array(devices)
+    ids = ids.reshape(tuple(sizes.values()))
+    wanted = {name: (before, size) for name, before, size in re.findall(r"'?(\w+)'?(?::\((\d+)\)(\d+))?", inside)}
+    for dim, (name, whole) in enumerate(sizes.items()):
+        before, size = wanted.get(name, ("", "1"))
+        parts = ids.reshape(*ids.shape[:dim], int(before or 1), int(size or whole), -1, *ids.shape[dim + 1 :])
+        ids = parts.take(0, axis=dim + 2).take(0, axis=dim)  # keeps the middle one
+    return ids.flatten().tolist()
+
+
+def _transposed(counted: str, order: str) -> np.ndarray:
+    """Devices counted in an array of these dimensions, with its dimensions in another order."""
+    dims = _numbers(counted)
+    return np.arange(math.prod(dims)).reshape(dims).transpose(_numbers(order) or None)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+def _listed(instruction: Instruction, attribute: str) -> list[str]:
+    """The inner lists of `attribute={{..},{..}}`."""
+    return re.findall(r"\{([\d,]+)\}", instruction.attribute(attribute))
+
+
+def _differing(devices: Sequence[int], mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of the mesh along which not all of these devices have the same coordinate."""
+    coordinates = np.unravel_index(list(devices), tuple(mesh.values()))
+    return tuple(axis for axis, places in zip(mesh, coordinates, strict=True) if len(set(places.tolist())) > 1)
+
+
+def _only_sliced(instruction: Instruction, computation: Computation) -> bool:
+    """Whether nothing but slices is taken of a result."""
+    users = computation.users[instruction.name]
+    passed = [each for each in users if each.opcode in ("get-tuple-element", "bitcast")]
+    sliced = [each for each in users if each.opcode == "dynamic-slice"]
+    return bool(users) and len(passed) + len(sliced) == len(users) and all(_only_sliced(e, computation) for e in passed)

@@ -1,0 +1,279 @@
+"""What one run of a compiled program costs a device: products, memory traffic, transfers, and seconds from those.
+
+`walk` follows a module from its entry, the bodies of loops as often as they run. XLA's own `cost_analysis` is no use
+here: it counts the body of a loop once. The inside of a Pallas kernel is not in the text: kernels are counted by name,
+with what they declare. `estimate` is the roofline; factors that were measured are the caller's to apply. No jax.
+"""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from podium.hlo.collectives import Transfer, kind_of, transfer
+from podium.hlo.text import Computation, Instruction, Module
+from podium.hlo.traffic import ASYNC_STARTS, hbm_traffic, products
+from podium.plan.calibration import Chip
+
+HOP_S = 1e-6  # of a message to the neighbouring chip: jax-ml.github.io/scaling-book/sharding
+KERNEL = "tpu_custom_call"
+
+
+class UnknownTrips(ValueError):
+    """A loop runs a number of times that the program's text does not say, and nobody else said."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One instruction, as often as it runs; the other numbers are of one time."""
+
+    name: str
+    source: str
+    """The path of names under which jax traced it."""
+    times: float
+    flops: float = 0
+    """Of products whose operands are not both float32."""
+    flops_f32: float = 0
+    hbm_bytes: float = 0
+    transfers: tuple[Transfer, ...] = ()
+    kernel: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveTotal:
+    """All collectives of one kind along the same axes."""
+
+    kind: str
+    axes: tuple[str, ...]
+    group: int
+    overlaps: bool
+    calls: float
+    sent: float
+    """Bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What one run of a program costs a device."""
+
+    works: tuple[Work, ...]
+
+    @property
+    def flops(self) -> float:
+        """Of all products, twice the multiply-adds."""
+        return sum(work.times * (work.flops + work.flops_f32) for work in self.works)
+
+    @property
+    def hbm_bytes(self) -> float:
+        """Read from and written to main memory."""
+        return sum(work.times * work.hbm_bytes for work in self.works)
+
+    @property
+    def kernels(self) -> dict[str, float]:
+        """How often each Pallas kernel runs."""
+        calls: Counter[str] = Counter()
+        for work in self.works:
+            if work.kernel:
+                calls[work.kernel] += work.times  # pyright: ignore[reportArgumentType]  # counts may be averages
+        return dict(calls)
+
+    @property
+    def collectives(self) -> tuple[CollectiveTotal, ...]:
+        """By kind, axes, size of the group and whether the device works meanwhile; what sends most comes first."""
+        calls: dict[tuple, float] = {}
+        sent: dict[tuple, float] = {}
+        for work in self.works:
+            for each in work.transfers:
+                key = (each.kind, each.axes, each.group, each.overlaps)
+                calls[key] = calls.get(key, 0) + work.times
+                sent[key] = sent.get(key, 0) + work.times * each.sent
+        order = sorted(calls, key=lambda key: (-sent[key], key))
+        return tuple(CollectiveTotal(*key, calls=calls[key], sent=sent[key]) for key in order)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Context:
+    """What holds for a whole walk."""
+
+    module: Module
+    mesh: Mapping[str, int]
+    trips: Mapping[str, float]
+    branches: Mapping[str, int]
+
+
+def walk(
+    module: Module,
+    mesh: Mapping[str, int],
+    *,
+    trips: Mapping[str, float] | None = None,
+    branches: Mapping[str, int] | None = None,
+) -> Cost:
+    """The cost of one run on one device.
+
+    Args:
+        module: the compiled program.
+        mesh: sizes of the mesh's axes, major first, as its devices are numbered.
+        trips: by source, how often loops run whose count is not in the text; `unknown_loops` names them.
+        branches: by source, the branch that a conditional takes (0: the predicate is false); without, the costliest.
+
+    Raises:
+        UnknownTrips: a loop has no count here or there.
+        ValueError: the program was compiled for another number of devices.
+    """
+    if math.prod(mesh.values()) != module.num_partitions:
+        raise ValueError(
+            f"{module.name} is compiled for {module.num_partitions} devices, not for the {math.prod(mesh.values())} of"
+            f" mesh {dict(mesh)}; give the mesh that it was lowered on"
+        )
+    context = _Context(module, mesh, trips or {}, branches or {})
+    if missing := [source for source in unknown_loops(module) if source not in context.trips]:
+        raise UnknownTrips(
+            f"{module.name}: how often {' and '.join(map(repr, missing))} runs is not in the program's text;"
+            f" say it, as trips={{{missing[0]!r}: 4}}"
+        )
+    return Cost(tuple(_walk(context, module.entry, 1.0)))
+
+
+def unknown_loops(module: Module) -> list[str]:
+    """Sources of the loops whose count depends on what the program is given."""
+    return list(dict.fromkeys(loop.source for loop in module.loops.values() if loop.trips is None))
+
+
+def _walk(context: _Context, computation: Computation, times: float) -> Iterator[Work]:
+    for each in computation.instructions.values():
+        inner = [context.module.computations[name] for role in _RUN for name in each.callees.get(role, ())]
+        if each.opcode == "while":
+            loop = context.module.loops[each.name]
+            again = context.trips[loop.source] if loop.trips is None else loop.trips
+            for part in inner:
+                yield from _walk(context, part, times * again)
+        elif each.opcode == "conditional":
+            branches = [tuple(_walk(context, part, times)) for part in _in_order(each, inner)]
+            yield from branches[context.branches.get(each.source, _costliest(branches))]
+        elif each.opcode in ("call", *ASYNC_STARTS):
+            for part in inner:
+                yield from _walk(context, part, times)
+        elif work := _work(context, each, computation, times):
+            yield work
+
+
+_RUN = ("condition", "body", "calls", "to_apply", "branch_computations", "true_computation", "false_computation")
+
+
+def _in_order(conditional: Instruction, branches: list[Computation]) -> list[Computation]:
+    """Branches by index; those of a predicate are written true first, and true is 1."""
+    return branches[::-1] if "true_computation" in conditional.callees else branches
+
+
+def _costliest(branches: list[tuple[Work, ...]]) -> int:
+    """The branch that moves most, products counted at 100 flops per byte: chips differ, the order seldom."""
+    weights = [Cost(branch).hbm_bytes + Cost(branch).flops / 100 for branch in branches]
+    return weights.index(max(weights))
+
+
+def _work(context: _Context, each: Instruction, computation: Computation, times: float) -> Work | None:
+    """The work of an instruction that stands by itself; None: it costs nothing."""
+    inside = list(_fused(context.module, each, computation))
+    float32 = sum(products(part, where) for part, where in inside if _is_float32(part, where))
+    work = Work(
+        name=each.name,
+        source=next((part.source for part, where in inside if products(part, where)), each.source),
+        times=times,
+        flops=sum(products(part, where) for part, where in inside) - float32,
+        flops_f32=float32,
+        hbm_bytes=hbm_traffic(each, computation, context.module),
+        transfers=tuple(_transfers(context, inside)),
+    )
+    if each.attribute("custom_call_target") == f'"{KERNEL}"':
+        work = dataclasses.replace(work, kernel=re.sub(r"[.\d]+$", "", each.name), flops=_declared(each, "flops"))
+    costs = (work.flops, work.flops_f32, work.hbm_bytes, work.transfers, work.kernel)
+    return work if any(costs) else None
+
+
+def _declared(kernel: Instruction, what: str) -> float:
+    """What the author of a Pallas kernel said that it costs; 0 where nothing is said."""
+    found = re.search(rf'"cost_estimate":\s*\{{[^}}]*"{what}":\s*"?(\d+)', kernel.attributes)
+    return float(found[1]) if found else 0.0
+
+
+def _fused(module: Module, each: Instruction, computation: Computation) -> Iterator[tuple[Instruction, Computation]]:
+    """An instruction, or all of a fusion's, with where they stand."""
+    if each.opcode != "fusion":
+        yield each, computation
+        return
+    inner = module.computations[each.callees["calls"][0]]
+    for part in inner.instructions.values():
+        yield from _fused(module, part, inner)
+
+
+def _is_float32(product: Instruction, computation: Computation) -> bool:
+    operands = [computation.instructions[name] for name in product.operands]
+    return product.opcode in ("dot", "convolution") and all(each.shapes[0].dtype == "f32" for each in operands)
+
+
+def _transfers(context: _Context, inside: list[tuple[Instruction, Computation]]) -> Iterator[Transfer]:
+    """The collectives of an instruction; a gather that runs under several fusions is counted where it starts."""
+    starts = any('"AsyncCollectiveStart"' in part.attributes for part, _ in inside)
+    for part, computation in inside:
+        chained = "chain_id" in part.attribute("frontend_attributes")
+        if (kind := kind_of(part)) and (starts or not chained):
+            overlaps = starts or part.opcode.endswith("-start")
+            yield transfer(part, kind, computation, context.mesh, overlaps=overlaps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """Seconds of one run, in parts that add up."""
+
+    compute: float
+    """In instructions whose products take longer than their memory traffic."""
+    hbm: float
+    """In instructions whose memory traffic takes longer."""
+    ici: float
+    """Transfers while nothing else runs."""
+    latency: float
+    """What small transfers take for their hops, beyond their bytes."""
+
+    @property
+    def total(self) -> float:
+        """Of all parts."""
+        return self.compute + self.hbm + self.ici + self.latency
+
+    @property
+    def bound_by(self) -> str:
+        """The name of the largest part."""
+        return max(("compute", "hbm", "ici", "latency"), key=lambda part: getattr(self, part))
+
+
+def estimate(cost: Cost, chip: Chip, *, links: int) -> Roofline:
+    """The least time that one run takes.
+
+    Every instruction takes its products or its memory traffic, whichever is longer, one after the other. A transfer
+    that the program waits for comes on top; one that overlaps, only as far as all others together last longer than
+    the work.
+
+    Args:
+        cost: of the program.
+        chip: constants of the device.
+        links: wires that a ring uses at once; 2 where it goes both ways round.
+    """
+    compute = hbm = waited = beside = latency = 0.0
+    for work in cost.works:
+        multiplying = work.flops / chip.flops_bf16 + work.flops_f32 / chip.flops_f32
+        moving = work.hbm_bytes / chip.hbm_bandwidth
+        compute += work.times * multiplying * (multiplying >= moving)
+        hbm += work.times * moving * (moving > multiplying)
+        for each in work.transfers:
+            wire = each.sent / (links * chip.link_bandwidth)
+            waited += work.times * wire * (not each.overlaps)
+            beside += work.times * wire * each.overlaps
+            latency += work.times * max(0.0, _hops(each) * HOP_S - wire) * (not each.overlaps)
+    ici = waited + max(0.0, beside - compute - hbm)
+    return Roofline(compute, hbm, ici, latency)
+
+
+def _hops(each: Transfer) -> float:
+    """Steps from chip to chip, one after the other, of a ring that goes both ways round."""
+    rounds = 2 if each.kind == "all-reduce" else 1
+    return rounds * max(1, each.group // 2)

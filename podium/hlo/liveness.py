@@ -1,0 +1,237 @@
+"""Which arrays of a compiled program are in main memory at its peak, found again from its text.
+
+XLA says how much a program needs, not for what. In a scheduled module instructions run in the order of the text, so an
+array lives from where it is made to where it is used last. Arrays that share memory are one buffer here: elements of
+tuples, carries of loops, donated arguments and their outputs, what is updated in place. No jax.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from podium.hlo.text import HBM, Computation, Instruction, Module, Shape, Type, leaves
+from podium.hlo.traffic import ASYNC_STARTS, updates
+
+
+class Place(NamedTuple):
+    """One array of one instruction's result."""
+
+    computation: str
+    instruction: str
+    leaf: int
+
+
+@dataclasses.dataclass
+class Buffer:
+    """Memory that one or several instructions use for their results."""
+
+    size: int
+    shape: Shape
+    """Of the largest array in it."""
+    places: list[Place]
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The moment at which a program's arrays need most."""
+
+    size: int
+    """Bytes; code, and holes between arrays, are not in it."""
+    instruction: str
+    """That runs then."""
+    buffers: tuple[Buffer, ...]
+    """Largest first."""
+
+
+class _Aliases:
+    """Sets of places that share memory."""
+
+    def __init__(self) -> None:
+        self._above: dict[Place, Place] = {}
+
+    def find(self, place: Place) -> Place:
+        while (above := self._above.get(place)) is not None:
+            further = self._above.get(above)
+            if further is not None:
+                self._above[place] = further  # halve the path for the next time
+            place = above
+        return place
+
+    def join(self, first: Place, second: Place) -> None:
+        first, second = self.find(first), self.find(second)
+        if first != second:
+            self._above[second] = first
+
+
+def live_at_peak(module: Module) -> Peak:
+    """The buffers in main memory at the peak. Arguments count throughout: the caller holds them."""
+    aliases = _aliases(module)
+    buffers = _buffers(module, aliases)
+    lives = {name: _lives(module, name, aliases, buffers) for name in _run_by(module, module.entry.name)}
+    size, moment, found = _peak(module, module.entry, lives, buffers, frozenset())
+    order = sorted((buffers[root] for root in found), key=lambda buffer: -buffer.size)
+    return Peak(size, moment, tuple(order))
+
+
+def _peak(
+    module: Module,
+    computation: Computation,
+    lives: Mapping[str, Mapping[Place, tuple[int, int]]],
+    buffers: Mapping[Place, Buffer],
+    outer: frozenset[Place],
+) -> tuple[int, str, frozenset[Place]]:
+    """The largest sum of sizes while a computation runs; `outer` are the buffers alive around it."""
+    starts: dict[int, list[Place]] = {}
+    ends: dict[int, list[Place]] = {}
+    for root, (first, last) in lives[computation.name].items():
+        if root not in outer:
+            starts.setdefault(first, []).append(root)
+            ends.setdefault(last, []).append(root)
+    live = set(outer)
+    size = sum(buffers[root].size for root in live)
+    best = (size, computation.name, outer)
+    for index, each in enumerate(computation.instructions.values()):
+        live.update(starts.get(index, ()))
+        size += sum(buffers[root].size for root in starts.get(index, ()))
+        if size > best[0]:
+            best = (size, each.name, frozenset(live))
+        for name in _runs(each):
+            inner = _peak(module, module.computations[name], lives, buffers, frozenset(live))
+            best = max(best, inner, key=lambda peak: peak[0])
+        live.difference_update(ends.get(index, ()))
+        size -= sum(buffers[root].size for root in ends.get(index, ()))
+    return best
+
+
+def _runs(each: Instruction) -> tuple[str, ...]:
+    """Computations that an instruction runs with memory of their own; what is fused has none."""
+    roles = {
+        "while": ("condition", "body"),
+        "conditional": ("branch_computations", "true_computation", "false_computation"),
+        "call": ("to_apply",),
+        "async-start": ("calls",),
+        "call-start": ("to_apply",),
+    }
+    return tuple(name for role in roles.get(each.opcode, ()) for name in each.callees.get(role, ()))
+
+
+def _run_by(module: Module, name: str) -> Iterator[str]:
+    yield name
+    for each in module.computations[name].instructions.values():
+        for inner in _runs(each):
+            yield from _run_by(module, inner)
+
+
+def _buffers(module: Module, aliases: _Aliases) -> dict[Place, Buffer]:
+    """Every buffer in main memory by its representative. Constants are part of the program."""
+    buffers: dict[Place, Buffer] = {}
+    for name in dict.fromkeys(_run_by(module, module.entry.name)):
+        for each in module.computations[name].instructions.values():
+            for leaf, shape in enumerate(each.shapes):
+                if shape.space != HBM or each.opcode == "constant":
+                    continue
+                place = Place(name, each.name, leaf)
+                buffer = buffers.setdefault(aliases.find(place), Buffer(0, shape, []))
+                buffer.places.append(place)
+                if shape.padded_size > buffer.size:
+                    buffer.size, buffer.shape = shape.padded_size, shape
+    return buffers
+
+
+def _lives(
+    module: Module, name: str, aliases: _Aliases, buffers: Mapping[Place, Buffer]
+) -> dict[Place, tuple[int, int]]:
+    """First and last instruction of a computation between which each of its buffers is in use."""
+    computation = module.computations[name]
+    end = len(computation.instructions)
+    found: dict[Place, tuple[int, int]] = {}
+
+    def use(place: Place, index: int) -> None:
+        root = aliases.find(place)
+        if root in buffers:
+            first, last = found.get(root, (index, index))
+            found[root] = min(first, index), max(last, index)
+
+    for index, each in enumerate(computation.instructions.values()):
+        for leaf in range(len(each.shapes)):
+            use(Place(name, each.name, leaf), 0 if each.opcode == "parameter" else index)
+            if each.is_root or (each.opcode == "parameter" and name == module.entry.name):
+                use(Place(name, each.name, leaf), end)
+        if each.opcode not in ("tuple", "get-tuple-element"):  # these only name what others use
+            for operand in each.operands:
+                for leaf in range(len(computation.instructions[operand].shapes)):
+                    use(Place(name, operand, leaf), index)
+    return found
+
+
+def _aliases(module: Module) -> _Aliases:
+    """All places that share memory."""
+    aliases = _Aliases()
+    for name in dict.fromkeys(_run_by(module, module.entry.name)):
+        computation = module.computations[name]
+        for each in computation.instructions.values():
+            for leaf, operand, of_operand in _shared(each, computation, module):
+                aliases.join(Place(name, operand, of_operand), Place(name, each.name, leaf))
+            for first, second in _handed_over(each, computation, module):
+                aliases.join(first, second)
+    root, entry = module.entry.root, module.entry.name
+    for output, parameter in module.aliases:
+        leaf = _offset(root.type, output)
+        aliases.join(Place(entry, module.entry.parameters[parameter].name, 0), Place(entry, root.name, leaf))
+    return aliases
+
+
+def _offset(kind: Type, path: tuple[int, ...]) -> int:
+    """The number of the first leaf of a part of a type."""
+    total = 0
+    for index in path:
+        assert not isinstance(kind, Shape)
+        total += sum(1 for part in kind[:index] for _ in leaves(part))
+        kind = kind[index]
+    return total
+
+
+def _shared(each: Instruction, computation: Computation, module: Module) -> Iterator[tuple[int, str, int]]:
+    """(leaf of the result, operand, leaf of the operand) that share memory."""
+    operands = [computation.instructions[name] for name in each.operands]
+    if each.opcode in ("bitcast", "opt-barrier", "add-dependency", "while"):
+        yield from ((leaf, each.operands[0], leaf) for leaf in range(len(each.shapes)))
+    elif each.opcode == "tuple":
+        places = ((operand.name, leaf) for operand in operands for leaf in range(len(operand.shapes)))
+        yield from ((number, name, leaf) for number, (name, leaf) in enumerate(places))
+    elif each.opcode == "get-tuple-element":
+        first = _offset(operands[0].type, (int(each.attribute("index")),))
+        yield from ((leaf, each.operands[0], first + leaf) for leaf in range(len(each.shapes)))
+    elif each.opcode == "copy-start":  # (to, from, context)
+        yield 1, each.operands[0], 0
+    elif each.opcode.endswith("-start") and each.opcode != "all-reduce-start":  # (operands, results, context)
+        yield from ((number, operand.name, 0) for number, operand in enumerate(operands))
+    elif each.opcode.endswith("-done"):
+        start = operands[0]
+        skipped = 0 if start.opcode in ("copy-start", "all-reduce-start") else len(start.operands)
+        yield from ((leaf, start.name, skipped + leaf) for leaf in range(len(each.shapes)))
+    elif each.opcode in ("dynamic-update-slice", "scatter"):
+        yield 0, each.operands[0], 0
+    elif each.opcode == "fusion":
+        for leaf, update in enumerate(updates(module.computations[each.callees["calls"][0]], module)):
+            if update:
+                yield leaf, each.operands[update.parameter], 0
+        for output, number in re.findall(r"\{(\d*)\}: \((\d+), \{", each.attribute("output_to_operand_aliasing")):
+            yield int(output or 0), each.operands[int(number)], 0
+
+
+def _handed_over(each: Instruction, computation: Computation, module: Module) -> Iterator[tuple[Place, Place]]:
+    """What an instruction shares with the computations that it runs: arguments and results."""
+    here = computation.name
+    for number, name in enumerate(_runs(each)):
+        inner = module.computations[name]
+        given = each.operands[number + 1 : number + 2] if each.opcode == "conditional" else each.operands
+        for place, operand in enumerate(given):
+            for leaf in range(len(computation.instructions[operand].shapes)):
+                yield Place(here, operand, leaf), Place(name, inner.parameters[place].name, leaf)
+        is_condition = name in each.callees.get("condition", ())
+        if not is_condition:
+            first = len(each.operands) if each.opcode in ASYNC_STARTS else 0  # (operands, results, context)
+            for leaf in range(len(inner.root.shapes)):
+                yield Place(here, each.name, first + leaf), Place(name, inner.root.name, leaf)

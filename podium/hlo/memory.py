@@ -1,0 +1,281 @@
+"""What a compiled program needs of a device's memory, what it says when that is not there, and whose arrays they are.
+
+The figure is the compiler's. `largest` gives its parts the names that users know (parameters, kv_cache, logits, ...),
+from the names of arguments, from the shapes of parameters, and from the scopes under which the programs are traced.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from podium.hlo.liveness import Buffer, live_at_peak
+from podium.hlo.text import Computation, Module, Shape
+
+# What the arguments of the programs are, by the beginning of their path.
+ARGUMENTS: Mapping[str, str] = {
+    "state.params": "parameters",
+    "state.opt_state": "optimizer",
+    "state": "optimizer",
+    "params": "parameters",
+    "batch": "batch",
+    "cache": "kv_cache",
+    "prompts.kv": "kv_cache",
+    "prompts.logits": "logits",
+}
+ROLLOUT_PROGRAMS = ("jit_prefill", "jit_place", "jit_decode")
+"""Whose `params` are the rollout's copy."""
+WITHOUT_GRADIENTS = ("jit_init_optimizer", "jit_sync", "jit_score", *ROLLOUT_PROGRAMS)
+
+RESULTS: Mapping[str, str] = {
+    "jit_init_optimizer": "optimizer",
+    "jit_sync": "rollout_weights",
+    "jit_prefill": "prompts",
+}
+"""What programs make anew, and hand on."""
+
+# What is made under a scope of the programs (`jax.named_scope`), the innermost one counting.
+SCOPES: Mapping[str, str] = {
+    "embed": "embedding",
+    "weights": "gathered_weights",
+    "layers": "layer_activations",
+    "attention": "layer_activations",
+    "mlp": "layer_activations",
+    "scores": "attention_scores",
+    "cache": "kv_cache",
+    "logits": "logits",
+    "sample": "logits",
+    "optimizer": "optimizer",
+}
+OTHER = "other"
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of a device that one program takes, by the compiler's account."""
+
+    peak: int
+    """All arrays at the moment of most need, arguments and results among them; donated ones once."""
+    arguments: int
+    outputs: int
+    temporaries: int
+    """An upper bound: not all of them are there at once."""
+    aliased: int
+    """Of the outputs, what takes the place of donated arguments."""
+    code: int
+
+
+def measure(compiled: Any, *, on_cpu: bool = False) -> Memory:
+    """The memory of a compiled program.
+
+    The compiler's own peak counts what lies in the chip's cache too, which shows where a program has few temporaries:
+    nothing can take more than arguments, results and temporaries together. On CPU it leaves temporaries out, which are
+    in one piece there, for as long as the program runs.
+
+    Args:
+        compiled: `jax.stages.Compiled`.
+        on_cpu: whether it is compiled for CPU.
+    """
+    stats = compiled.memory_analysis()
+    arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
+    temporaries, aliased = stats.temp_size_in_bytes, stats.alias_size_in_bytes
+    allocated = arguments + outputs - aliased + temporaries
+    return Memory(
+        peak=allocated if on_cpu else min(stats.peak_memory_in_bytes or allocated, allocated),
+        arguments=arguments,
+        outputs=outputs,
+        temporaries=temporaries,
+        aliased=aliased,
+        code=stats.generated_code_size_in_bytes,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedBuffer:
+    """One buffer at the peak."""
+
+    name: str
+    shape: str
+    size: int
+    """Bytes."""
+    source: str
+    """The argument's path, or the path of names under which it was traced."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedPeak:
+    """What lies in memory when a program needs most."""
+
+    size: int
+    """Bytes of all buffers; `Memory.peak` is the compiler's figure of the same."""
+    buffers: tuple[NamedBuffer, ...]
+    """Largest first."""
+
+    @property
+    def by_name(self) -> dict[str, int]:
+        """Bytes under each name, largest first."""
+        total: dict[str, int] = {}
+        for buffer in self.buffers:
+            total[buffer.name] = total.get(buffer.name, 0) + buffer.size
+        return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+
+def largest(module: Module, arguments: Mapping[str, str] | None = None) -> NamedPeak:
+    """The buffers at a program's peak, under names that users know.
+
+    Args:
+        module: the compiled program.
+        arguments: names by the beginning of an argument's path; without, those of Podium's own programs.
+    """
+    rollout = {"params": "rollout_weights"} if module.name in ROLLOUT_PROGRAMS else {}
+    names = {**ARGUMENTS, **rollout} if arguments is None else arguments
+    known = _known(module, names)
+    peak = live_at_peak(module)
+    return NamedPeak(peak.size, tuple(_named(buffer, module, names, known) for buffer in peak.buffers))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """Names of arrays by their dimensions, sorted and without ones: what is made of them has other layouts."""
+
+    shards: Mapping[tuple[int, ...], str]
+    """Arguments as they are stored."""
+    trained: bool
+    """Whether there are gradients, which are float32, besides weights as they compute."""
+    whole: frozenset[tuple[int, ...]]
+    """Parameters over all devices; of stacked ones also one layer."""
+
+
+def _named(buffer: Buffer, module: Module, arguments: Mapping[str, str], known: _Known) -> NamedBuffer:
+    members = [(module.computations[place.computation], place.instruction) for place in buffer.places]
+    given = [where.instructions[name] for where, name in members if where is module.entry]
+    for each in given:
+        if each.opcode == "parameter":
+            name = _argument_name(each.source, arguments)
+            return NamedBuffer(name, str(buffer.shape), buffer.size, each.source)
+    source = _source(members)
+    if module.name in RESULTS and any(each.is_root for each in given):
+        return NamedBuffer(RESULTS[module.name], str(buffer.shape), buffer.size, source)
+    return NamedBuffer(_name(buffer.shape, source, known), str(buffer.shape), buffer.size, source)
+
+
+def _name(shape: Shape, source: str, known: _Known) -> str:
+    """The name of what is no argument: by its scope where that is the optimizer's, then by its shape, then by scope."""
+    scope = _scope(source)
+    backward, dims = "transpose(" in source and scope != "weights", _essence(shape.dims)
+    if SCOPES.get(scope) == "optimizer":
+        return "optimizer"
+    gradient = known.trained and (shape.dtype == "f32" or backward)
+    if argument := known.shards.get(dims):
+        if argument != "parameters":
+            return argument
+        return "gradients" if gradient else "cast_weights"
+    if any(_fits(dims, whole) for whole in known.whole):
+        return "gradients" if gradient else "gathered_weights"
+    return SCOPES.get(scope, OTHER)
+
+
+def _argument_name(path: str, arguments: Mapping[str, str]) -> str:
+    """The name of the longest beginning of a path; paths go on with `.field` or `['key']`."""
+    fitting = [start for start in arguments if re.match(rf"{re.escape(start)}(?!\w)", path)]
+    return arguments[max(fitting, key=len)] if fitting else OTHER
+
+
+_NAMING = ("tuple", "get-tuple-element", "bitcast", "parameter", "while", "opt-barrier", "custom-call")
+
+
+def _source(members: list[tuple[Computation, str]]) -> str:
+    """Where a buffer's content is made: of the instructions that fill it, else of those next to them."""
+    fill = [(where, name) for where, name in members if where.instructions[name].opcode not in _NAMING]
+    beside = [
+        (where, near)
+        for where, name in members
+        for near in (*where.instructions[name].operands, *(user.name for user in where.users[name]))
+    ]
+    sources = [where.instructions[name].source for where, name in (*fill, *beside, *members)]
+    paths = [source for source in sources if "/" in source]
+    return next((path for path in paths if _scope(path)), paths[0] if paths else "")
+
+
+def _scope(source: str) -> str:
+    """The last of SCOPES in a source's path; jax writes a scope's gradient as transpose(jvp(scope))."""
+    return next((name for name in reversed(re.split(r"[/()]+", source)) if name in SCOPES), "")
+
+
+def _essence(dims: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(dim for dim in dims if dim != 1))
+
+
+def _fits(dims: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether an array can be a parameter's, padded by a little: a vocabulary is, to a round number."""
+    return len(dims) == len(whole) and all(b <= a <= 1.01 * b for a, b in zip(dims, whole, strict=True))
+
+
+def _known(module: Module, arguments: Mapping[str, str]) -> _Known:
+    """What the program's parameters and cache look like: those of two dimensions at least."""
+    shards: dict[tuple[int, ...], str] = {}
+    whole: set[tuple[int, ...]] = set()
+    for each in module.entry.parameters.values():
+        (shape,), name = each.shapes, _argument_name(each.source, arguments)
+        if name not in ("parameters", "rollout_weights", "kv_cache") or len(_essence(shape.dims)) < 2:
+            continue
+        shards[_essence(shape.dims)] = name
+        split = re.search(r"devices=\[([\d,]+)\]", each.attribute("sharding"))
+        parts = [int(part) for part in split[1].split(",")] if split else []
+        if name == "parameters" and parts:
+            dims = tuple(dim * part for dim, part in zip(shape.dims, parts, strict=False))
+            whole |= {_essence(dims), _essence(dims[1:])}
+    trained = module.name not in WITHOUT_GRADIENTS
+    return _Known(shards, trained, frozenset(dims for dims in whole if len(dims) > 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Allocation:
+    """One entry of the compiler's list of what is largest."""
+
+    size: int
+    shape: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class OutOfMemory:
+    """What was needed and what there was, in bytes; texts round to two decimals of their unit."""
+
+    needed: int
+    available: int
+    largest: tuple[Allocation, ...]
+
+
+_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = r"([\d.]+)([BKMGT]?)(?:iB|B)?"
+# The compiler of temporaries alone; of a whole program, with its largest allocations; the runtime of one allocation.
+_OUT_OF_MEMORY = (
+    re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
+    re.compile(rf"Used {_SIZE} of {_SIZE} hbm", re.IGNORECASE),
+    re.compile(rf"Allocation \(size={_SIZE}\) would exceed memory \(size={_SIZE}\)"),
+)
+_ENTRY = re.compile(rf"^\s*\d+\.\s+Size:\s+{_SIZE}(.*?)(?=^\s*\d+\.\s+Size:|\Z)", re.DOTALL | re.MULTILINE)
+
+
+def parse_out_of_memory(text: str) -> OutOfMemory | None:
+    """What a message of the TPU's compiler or runtime says of memory; None: it is about something else."""
+    found = next(filter(None, (pattern.search(text) for pattern in _OUT_OF_MEMORY)), None)
+    if found is None:
+        return None
+    number, unit, limit, limit_unit = found.groups()
+    return OutOfMemory(_bytes(number, unit), _bytes(limit, limit_unit), _allocations(text))
+
+
+def _allocations(text: str) -> tuple[Allocation, ...]:
+    """Entries of "Largest program allocations", largest first; often there are none."""
+    found = []
+    for number, unit, rest in _ENTRY.findall(text):
+        shape, source = re.search(r"Shape:\s+(\S+)", rest), re.search(r'op_name="([^"]*)"', rest)
+        found.append(Allocation(_bytes(number, unit), shape[1] if shape else "", source[1] if source else ""))
+    return tuple(sorted(found, key=lambda allocation: -allocation.size))
+
+
+def _bytes(number: str, unit: str) -> int:
+    return math.ceil(float(number) * _UNITS[unit.upper()])

@@ -1,0 +1,355 @@
+"""The text of a compiled program, read: computations, instructions, shapes, and how often its loops run.
+
+It reads what XLA prints of an optimised module (`compiled.as_text()`), for TPU and for CPU. What the instructions cost
+is `podium.hlo.cost`, what they hold is `podium.hlo.memory`. No jax.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+
+HBM = 0
+"""The memory space of arrays in a device's main memory; others are caches inside the chip, or the host."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One array: what it holds and how it lies in memory."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    minor_to_major: tuple[int, ...] = ()
+    tile: tuple[int, ...] = ()
+    """Of the minor-most dimensions, which are padded to multiples of it."""
+    space: int = HBM
+    """XLA's number of the memory that it lies in."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of its elements."""
+        return math.ceil(math.prod(self.dims) * item_bits(self.dtype) / 8)
+
+    @property
+    def padded_size(self) -> int:
+        """Bytes that it takes up, its last dimensions padded to whole tiles."""
+        order = self.minor_to_major or tuple(reversed(range(len(self.dims))))
+        dims = [self.dims[dim] for dim in reversed(order)]  # most major first
+        dims = [1] * (len(self.tile) - len(dims)) + dims
+        start = len(dims) - len(self.tile)
+        padded = [-(-dim // side) * side for dim, side in zip(dims[start:], self.tile, strict=True)]
+        return math.ceil(math.prod(dims[:start] + padded) * item_bits(self.dtype) / 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+Type = Shape | tuple["Type", ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One operation and where it is from."""
+
+    name: str
+    type: Type
+    opcode: str
+    operands: tuple[str, ...]
+    literal: str
+    """What the brackets hold where that is no operand: a parameter's number, a constant's value."""
+    attributes: str
+    is_root: bool
+
+    @cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The arrays of its result, flat."""
+        return tuple(leaves(self.type))
+
+    @cached_property
+    def source(self) -> str:
+        """The path of names under which jax traced it, as `jit(step)/while/body/mlp/dot_general`."""
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return found[1].replace("\\'", "'") if found else ""
+
+    @cached_property
+    def callees(self) -> Mapping[str, tuple[str, ...]]:
+        """Names of the computations that it runs, by role: calls, body, condition, branch_computations, ..."""
+        found = _CALLEES.findall(self.attributes)
+        return {role: tuple(name.strip(" %") for name in names.strip("{}").split(",")) for role, names in found}
+
+    def attribute(self, name: str) -> str:
+        """The text of an attribute up to the next one; empty where there is none."""
+        found = re.search(rf"\b{name}=(\{{\{{.*?\}}\}}|\{{[^}}]*\}}|[^,]*)", self.attributes)
+        return found[1] if found else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """Instructions in the order in which they run, by name."""
+
+    name: str
+    instructions: Mapping[str, Instruction]
+
+    @cached_property
+    def root(self) -> Instruction:
+        """The instruction whose result is the computation's."""
+        return next(each for each in self.instructions.values() if each.is_root)
+
+    @cached_property
+    def parameters(self) -> Mapping[int, Instruction]:
+        """Its arguments by number."""
+        found = [each for each in self.instructions.values() if each.opcode == "parameter"]
+        return {int(each.literal): each for each in found}
+
+    @cached_property
+    def users(self) -> Mapping[str, tuple[Instruction, ...]]:
+        """Of every instruction, those that take its result."""
+        users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
+        for each in self.instructions.values():
+            for operand in dict.fromkeys(each.operands):
+                users[operand].append(each)
+        return {name: tuple(found) for name, found in users.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A compiled program of one device."""
+
+    name: str
+    entry: Computation
+    computations: Mapping[str, Computation]
+    aliases: tuple[tuple[tuple[int, ...], int], ...]
+    """Outputs, by their place in the result, that take the memory of a donated parameter."""
+    num_partitions: int
+
+    @cached_property
+    def loops(self) -> Mapping[str, "Loop"]:
+        """Every while loop, by the name of its instruction."""
+        found = [
+            Loop(each.name, each.source, _trip_count(self, computation, each))
+            for computation in self.computations.values()
+            for each in computation.instructions.values()
+            if each.opcode == "while"
+        ]
+        return {loop.name: loop for loop in found}
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A while loop; None trips: their number is known when the program runs, or is not understood."""
+
+    name: str
+    source: str
+    trips: int | None
+
+
+def item_bits(dtype: str) -> int:
+    """Bits of an element: the number in its type's name, but for pred and token."""
+    if dtype in ("pred", "token"):
+        return 8 if dtype == "pred" else 0
+    found = re.search(r"\d+", dtype)
+    assert found, dtype
+    return int(found[0])
+
+
+def leaves(kind: Type) -> Iterator[Shape]:
+    """The arrays of a type, in order."""
+    if isinstance(kind, Shape):
+        yield kind
+    else:
+        for part in kind:
+            yield from leaves(part)
+
+
+def parse(text: str) -> Module:
+    """The module that XLA printed.
+
+    Raises:
+        ValueError: the text is not that of a module.
+    """
+    header = _MODULE.match(text)
+    if not header:
+        raise ValueError(f"this is no text of a compiled program: it begins with {text[:40]!r}, not with 'HloModule'")
+    first_line = text.partition("\n")[0]
+    computations: dict[str, Computation] = {}
+    entry = ""
+    for title, lines in _blocks(text):
+        instructions = {each.name: each for each in map(_instruction, lines)}
+        computations[title[2]] = Computation(title[2], instructions)
+        entry = title[2] if title[1] else entry
+    if not entry:
+        raise ValueError(f"module {header[1]} has no entry computation: its text is not whole")
+    partitions = re.search(r"num_partitions=(\d+)", first_line)
+    return Module(
+        name=header[1],
+        entry=computations[entry],
+        computations=computations,
+        aliases=tuple((_numbers(place), int(number)) for place, number in _ALIAS.findall(first_line)),
+        num_partitions=int(partitions[1]) if partitions else 1,
+    )
+
+
+_MODULE = re.compile(r"HloModule ([\w.-]+)")
+_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
+_TITLE = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
+_START = re.compile(r"\s+(ROOT )?%?([\w.-]+) = (?=\(|[a-z]\w*\[)")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_CALLEES = re.compile(
+    r"\b(calls|to_apply|condition|body|branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.-]+)"
+)
+
+
+def _blocks(text: str) -> Iterator[tuple[re.Match[str], list[str]]]:
+    """The title line and the instructions of each computation, what runs over several lines joined."""
+    title: re.Match[str] | None = None
+    lines: list[str] = []
+    for line in text.splitlines():
+        if title is None:
+            title, lines = _TITLE.match(line), []
+        elif line == "}" or line.startswith("}, execution_thread="):
+            yield title, lines
+            title = None
+        elif _START.match(line):
+            lines.append(line)
+        elif lines:
+            lines[-1] += " " + line
+
+
+def _instruction(line: str) -> Instruction:
+    """One line, as `ROOT %name = type opcode(operands), attributes`."""
+    start = _START.match(line)
+    assert start, line
+    head, quote, metadata = _COMMENT.sub("", line[start.end() :]).partition("metadata=")
+    kind, end = _type(head, 0)
+    opcode, _, rest = head[end:].strip().partition("(")
+    close = _closing(rest)
+    inside = rest[:close]
+    operands = () if opcode in ("parameter", "constant") else tuple(_OPERAND.findall(inside))
+    return Instruction(
+        name=start[2],
+        type=kind,
+        opcode=opcode,
+        operands=operands,
+        literal="" if operands else inside,
+        attributes=rest[close + 1 :] + quote + metadata,
+        is_root=start[1] is not None,
+    )
+
+
+_OPERAND = re.compile(r"%([\w.-]+)")
+
+
+def _type(text: str, at: int) -> tuple[Type, int]:
+    """The type that begins at a place, and where it ends."""
+    if text[at] != "(":
+        found = _ARRAY.match(text, at)
+        assert found, text[at : at + 80]
+        return _shape(*found.groups(default="")), found.end()
+    parts: list[Type] = []
+    at += 1
+    while text[at] != ")":
+        if text[at] in ", ":
+            at += 1
+        else:
+            part, at = _type(text, at)
+            parts.append(part)
+    return tuple(parts), at + 1
+
+
+def _shape(dtype: str, dims: str, layout: str) -> Shape:
+    order, _, rest = layout.partition(":")
+    tile, space = re.search(r"T\(([\d,]+)\)", rest), re.search(r"S\((\d+)\)", rest)
+    return Shape(
+        dtype=dtype,
+        dims=_numbers(dims.replace("<=", "")),
+        minor_to_major=_numbers(order),
+        tile=_numbers(tile[1]) if tile else (),
+        space=int(space[1]) if space else HBM,
+    )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number.strip())
+
+
+def _closing(text: str) -> int:
+    """Where the bracket closes that was opened just before the text."""
+    depth = 1
+    for found in re.finditer(r"[()]", text):
+        depth += 1 if found[0] == "(" else -1
+        if not depth:
+            return found.start()
+    raise ValueError(f"unbalanced brackets in the text of a compiled program: {text[:120]!r}")
+
+
+def _trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    """How often a while loop runs: as XLA says, else from its `counter < limit`; None where that cannot be read.
+
+    A scan counts from 0 to the constant in its condition. Start and step are looked up, not assumed: a condition that
+    tests anything else besides, as the one of decoding does, or a limit that comes from outside, has no count.
+    """
+    if known := re.search(r'known_trip_count"?:\s*\{"n":"(\d+)"', loop.attributes):
+        return int(known[1])
+    condition, body = (module.computations[loop.callees[role][0]] for role in ("condition", "body"))
+    test = condition.root
+    if test.opcode == "fusion":  # of the compare alone: its operands are the fusion's, in whatever order
+        inner = module.computations[test.callees["calls"][0]]
+        arguments = tuple(_counted(module, condition, name) for name in test.operands)
+        sides = [_counted(module, inner, name, arguments) for name in inner.root.operands]
+        test = inner.root
+    else:
+        sides = [_counted(module, condition, name) for name in test.operands]
+    if test.opcode != "compare" or test.attribute("direction") != "LT" or len(sides) != 2:
+        return None
+    counter, limit = sides
+    if counter is None or counter.place is None or limit is None or limit.place is not None:
+        return None
+    first = _operand(computation, loop.operands[0], counter.place)
+    start = _counted(module, computation, first) if first else None
+    after = _counted(module, body, body.root.operands[counter.place]) if body.root.opcode == "tuple" else None
+    if start is None or start.place is not None or after is None or after.place != counter.place or after.offset < 1:
+        return None
+    return max(0, -(-(limit.offset - counter.offset - start.offset) // after.offset))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Counted:
+    """An integer: element `place` of a loop's carry, if any, plus a constant."""
+
+    place: int | None
+    offset: int
+
+
+def _operand(computation: Computation, name: str, place: int) -> str | None:
+    """The name of one element of a tuple, where the tuple is made in the same computation."""
+    made = computation.instructions[name]
+    return made.operands[place] if made.opcode == "tuple" else None
+
+
+def _counted(
+    module: Module, computation: Computation, name: str, arguments: tuple[_Counted | None, ...] | None = None
+) -> _Counted | None:
+    """What an integer is in terms of the carry; `arguments` are those of a fusion. None: not understood."""
+    each = computation.instructions[name]
+    if each.opcode == "constant":
+        return _Counted(None, int(each.literal)) if re.fullmatch(r"-?\d+", each.literal) else None
+    if each.opcode == "parameter":
+        return arguments[int(each.literal)] if arguments else None
+    if each.opcode == "get-tuple-element":
+        is_carry = computation.instructions[each.operands[0]].opcode == "parameter"
+        return _Counted(int(each.attribute("index")), 0) if is_carry else None
+    parts = tuple(_counted(module, computation, operand, arguments) for operand in each.operands)
+    if each.opcode in _PASSING:
+        return parts[0]
+    if each.opcode == "fusion":
+        callee = module.computations[each.callees["calls"][0]]
+        return _counted(module, callee, callee.root.name, parts)
+    if each.opcode == "add" and parts[0] and parts[1] and None in (parts[0].place, parts[1].place):
+        place = parts[1].place if parts[0].place is None else parts[0].place
+        return _Counted(place, parts[0].offset + parts[1].offset)
+    return None
+
+
+_PASSING = ("bitcast", "copy", "convert", "reshape", "copy-start", "copy-done")

@@ -1,0 +1,185 @@
+"""What one instruction of a compiled program computes, and what it moves between a device and its main memory."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from podium.hlo.collectives import kind_of
+from podium.hlo.text import HBM, Computation, Instruction, Module, Shape
+
+# They move nothing themselves: what they name is moved by others, or stays where it lies.
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
+FREE |= {"while", "conditional", "call", "async-update", "opt-barrier", "add-dependency"}
+ASYNC_STARTS = ("async-start", "call-start")
+"""Instructions that run a computation while others go on, perhaps on another core."""
+FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked")
+SLICES = ("dynamic-slice", "slice", "gather")
+IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
+"""Instructions that replace a part of their operand 0, and which operand is that part."""
+
+
+def products(instruction: Instruction, computation: Computation) -> int:
+    """Twice the multiply-adds of a dot or a convolution, 0 of anything else.
+
+    The TPU's programs hold matrix products as convolutions in which a batch or the heads are a spatial dimension,
+    padded, dilated or strided so that each output meets its own inputs alone: holes and padding are no products.
+    """
+    if instruction.opcode not in ("dot", "convolution"):
+        return 0
+    lhs, rhs = (computation.instructions[name].shapes[0].dims for name in instruction.operands)
+    out = instruction.shapes[0].dims
+    if instruction.opcode == "dot":
+        contracted = re.findall(r"\d+", instruction.attribute("lhs_contracting_dims"))
+        return 2 * math.prod(out) * math.prod(lhs[int(dim)] for dim in contracted)
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
+    assert labels, instruction.attributes
+    of_lhs, of_rhs, of_out = labels.groups()
+    total = 2 * out[of_out.index("b")] * out[of_out.index("f")] * rhs[of_rhs.index("i")]
+    for dim, window in enumerate(_windows(instruction, len(out) - 2)):
+        label = str(dim)
+        total *= _meetings(out[of_out.index(label)], rhs[of_rhs.index(label)], lhs[of_lhs.index(label)], *window)
+    return total
+
+
+def hbm_traffic(instruction: Instruction, computation: Computation, module: Module) -> int:
+    """Bytes that an instruction reads from and writes to main memory.
+
+    Collectives are left out: their memory traffic goes on beside their transfer, which takes longer.
+    """
+    opcode = instruction.opcode
+    if opcode in (*FREE, *ASYNC_STARTS) or opcode.endswith("-done") or kind_of(instruction):
+        return 0
+    if opcode == "custom-call" and instruction.attribute("custom_call_target").strip('"') in FREE_CALLS:
+        return 0
+    operands = [computation.instructions[name] for name in instruction.operands]
+    if opcode == "fusion":
+        return _fusion_traffic(instruction, operands, module)
+    if opcode in IN_PLACE:
+        return _replaced(instruction, computation) if instruction.shapes[0].space == HBM else 0
+    if opcode == "copy-start":  # (to, from, context): either may lie in the chip's cache
+        return sum(_in_hbm(shape) for shape in instruction.shapes[:2])
+    if opcode == "slice-start":  # ((whole), slice, context)
+        whole, part = instruction.shapes[:2]
+        return part.padded_size * ((whole.space == HBM) + (part.space == HBM))
+    if opcode in SLICES:
+        ends = (instruction.shapes[0], operands[0].shapes[0])
+        return instruction.shapes[0].padded_size * sum(shape.space == HBM for shape in ends)
+    distinct = {each.name: each for each in operands}.values()
+    return sum(_in_hbm(shape) for each in (*distinct, instruction) for shape in each.shapes)
+
+
+def _windows(instruction: Instruction, spatial_dims: int) -> Iterator[tuple[int, int, int, int]]:
+    """(stride, low padding, dilation of the input, dilation of the kernel) of each spatial dimension."""
+    given = dict(re.findall(r"(\w+)=([\dx_-]+)", instruction.attribute("window")))
+    settings = [
+        [int(part.split("_")[0]) for part in given[key].split("x")] if key in given else [default] * spatial_dims
+        for key, default in (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
+    ]
+    yield from zip(*settings, strict=True)  # pyright: ignore[reportReturnType]  # there are four
+
+
+@functools.cache
+def _meetings(out: int, kernel: int, inputs: int, stride: int, low: int, dilation: int, kernel_dilation: int) -> int:
+    """Pairs of an output and a kernel position, along one dimension, that meet an element of the input."""
+    places = np.add.outer(np.arange(out) * stride, np.arange(kernel) * kernel_dilation) - low
+    return int(np.sum((places % dilation == 0) & (places >= 0) & (places < inputs * dilation)))
+
+
+def _in_hbm(shape: Shape) -> int:
+    return shape.padded_size if shape.space == HBM else 0
+
+
+def _replaced(instruction: Instruction, computation: Computation) -> int:
+    """Traffic of an update in place: the part is read and written; a scatter may add, so it reads what was there."""
+    part = computation.instructions[instruction.operands[IN_PLACE[instruction.opcode]]].shapes[0].padded_size
+    return part * (3 if instruction.opcode == "scatter" else 2)
+
+
+def _fusion_traffic(fusion: Instruction, operands: list[Instruction], module: Module) -> int:
+    """What a fusion reads and writes, slices of large arrays as slices."""
+    inner = module.computations[fusion.callees["calls"][0]]
+    aliasing = fusion.attribute("output_to_operand_aliasing")
+    handed_on = {int(number) for number in re.findall(r"\((\d+), \{", aliasing)}  # through steps of a gather under way
+    handed_to = {int(number) for number in re.findall(r"\{(\d*)\}: \(", aliasing) if number}
+    if re.search(r"\{\}: \(", aliasing):
+        handed_to = set(range(len(fusion.shapes)))
+    total = 0
+    for number, operand in enumerate(operands):
+        if number not in handed_on:
+            whole = sum(_in_hbm(shape) for shape in operand.shapes)
+            total += min(whole, _read(inner, number, module))
+    for place, (shape, update) in enumerate(zip(fusion.shapes, updates(inner, module), strict=True)):
+        if place not in handed_to and shape.space == HBM:
+            total += update.written if update else shape.padded_size
+    return total
+
+
+EVERYTHING = 2**62  # no bound
+
+
+def _read(computation: Computation, number: int, module: Module) -> int:
+    """Upper bound of the bytes that a fused computation reads of a parameter."""
+    read, handed_on = _read_inside(computation, number, module)
+    return EVERYTHING if handed_on else read
+
+
+def _read_inside(computation: Computation, number: int, module: Module) -> tuple[int, bool]:
+    """The same, and whether the parameter itself, reshaped at most, is the result: then its users are outside."""
+    names, total = {computation.parameters[number].name}, 0
+    for user in computation.instructions.values():  # defined before used
+        for place in (place for place, name in enumerate(user.operands) if name in names):
+            if user.opcode == "bitcast":
+                names.add(user.name)
+            elif user.opcode == "fusion":
+                read, handed_on = _read_inside(module.computations[user.callees["calls"][0]], place, module)
+                total += read
+                names |= {user.name} if handed_on else set()
+            elif user.opcode in SLICES and place == 0:
+                total += user.shapes[0].padded_size
+            elif user.opcode not in IN_PLACE or place > 0:  # operand 0 of those is replaced, not read
+                return EVERYTHING, False
+    return total, computation.root.name in names
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """An output of a fusion that is one of its parameters with a part replaced, in the same memory."""
+
+    parameter: int
+    written: int
+    """Bytes."""
+
+
+def updates(computation: Computation, module: Module) -> list[Update | None]:
+    """Of each output of a fused computation, what it updates in place; None: all of it is made anew."""
+    root = computation.root
+    if root.opcode != "tuple":
+        return [_update(root, computation, module)] if len(root.shapes) == 1 else [None] * len(root.shapes)
+    return [_update(computation.instructions[name], computation, module) for name in root.operands]
+
+
+def _update(output: Instruction, computation: Computation, module: Module) -> Update | None:
+    output = _behind_bitcasts(output, computation)
+    if output.opcode == "fusion" and len(output.shapes) == 1:
+        inner = updates(module.computations[output.callees["calls"][0]], module)[0]
+        replaced, written = (inner.parameter, inner.written) if inner else (None, 0)
+    elif output.opcode in IN_PLACE:
+        part = computation.instructions[output.operands[IN_PLACE[output.opcode]]].shapes[0].padded_size
+        replaced, written = 0, part * (2 if output.opcode == "scatter" else 1)
+    else:
+        return None
+    if replaced is None:
+        return None
+    target = _behind_bitcasts(computation.instructions[output.operands[replaced]], computation)
+    # an update of something that is made here is written whole
+    return Update(int(target.literal), written) if target.opcode == "parameter" else None
+
+
+def _behind_bitcasts(instruction: Instruction, computation: Computation) -> Instruction:
+    while instruction.opcode == "bitcast":
+        instruction = computation.instructions[instruction.operands[0]]
+    return instruction

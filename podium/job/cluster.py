@@ -1,0 +1,190 @@
+"""Which processes make up a job, as this one is told: by our launcher, by jax's own variables, or by a TPU's metadata.
+
+Standard library only, so that it is known before anything is imported that takes time.
+"""
+
+import contextlib
+import dataclasses
+import glob
+import os
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+
+COORDINATOR_PORT = 8476  # Google's automatic firewall rule opens it; jax's own choice, 8482, it does not (jax#35905)
+METADATA_S = 2.0
+CHIPS = ("/dev/accel*", "/dev/vfio/[0-9]*")
+
+
+class ClusterError(ValueError):
+    """A process that is not one of the processes that it should be one of."""
+
+    exit_status = 78
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The processes of a job, one per host, and which of them this one is."""
+
+    worker: int
+    workers: int
+    coordinator: str
+    """HOST:PORT of worker 0, where the guard and then jax meet."""
+    accelerator: str | None = None
+    """The type of a slice, such as v6e-16, where it is known."""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the coordinator."""
+        host, _, port = self.coordinator.rpartition(":")
+        return host, int(port)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TpuMetadata:
+    """What a TPU virtual machine knows of its slice."""
+
+    accelerator: str
+    worker: int
+    addresses: tuple[str, ...]
+
+
+def find_cluster(environ: Mapping[str, str]) -> Cluster | None:
+    """The processes of this job; None: this one alone.
+
+    Raises:
+        ClusterError: the variables contradict each other, or REQUIRE_MULTIHOST, REQUIRE_JAX_PROCESS_COUNT or the
+            accelerator's number of hosts ask for other processes.
+    """
+    accelerator = environ.get("PODRUN_ACCELERATOR")
+    if "PODRUN_WORKERS" in environ:
+        names = ("PODRUN_WORKER", "PODRUN_WORKERS", "PODRUN_COORDINATOR")
+        cluster = _from_variables(environ, names, accelerator)
+    elif "JAX_NUM_PROCESSES" in environ:
+        names = ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS")
+        cluster = _from_variables(environ, names, accelerator)
+    elif (found := tpu_metadata(environ)) is not None:
+        port = environ.get("JAX_COORDINATOR_PORT", COORDINATOR_PORT)
+        cluster = Cluster(
+            worker=found.worker,
+            workers=len(found.addresses),
+            coordinator=f"{found.addresses[0]}:{port}",
+            accelerator=found.accelerator,
+        )
+    else:
+        cluster = None
+    workers = cluster.workers if cluster else 1
+    _check_required(environ, workers)
+    _check_hosts(cluster.accelerator if cluster else accelerator, workers)
+    return cluster if workers > 1 else None
+
+
+def tpu_metadata(environ: Mapping[str, str]) -> TpuMetadata | None:
+    """What Google's metadata server says of this TPU virtual machine; None elsewhere."""
+    if environ.get("TPU_SKIP_MDS_QUERY") or not any(glob.glob(pattern) for pattern in CHIPS):
+        return None
+    server = environ.get("GCE_METADATA_IP", "metadata.google.internal")
+    try:
+        accelerator, worker, endpoints = (
+            _metadata(server, key) for key in ("accelerator-type", "agent-worker-number", "worker-network-endpoints")
+        )
+        addresses = tuple(endpoint.split(":")[2] for endpoint in endpoints.split(","))
+        return TpuMetadata(accelerator=accelerator, worker=int(worker), addresses=addresses)
+    except (OSError, urllib.error.URLError, ValueError, IndexError):
+        return None
+
+
+def check_devices(cluster: Cluster, *, processes: int, devices: int, local_devices: int) -> None:
+    """Raises ClusterError where jax found other processes or devices than the cluster and its accelerator have."""
+    if processes != cluster.workers:
+        raise ClusterError(f"jax has {processes} processes and the job has {cluster.workers} workers; start it anew")
+    if devices != local_devices * processes:
+        raise ClusterError(
+            f"worker {cluster.worker} has {local_devices} devices of {devices} and there are {processes} workers;"
+            " all must have as many: a chip is missing, or another process has it"
+        )
+    if cluster.accelerator is None:
+        return
+    from podium.accelerators import find_accelerator
+
+    expected = find_accelerator(cluster.accelerator).devices_per_host
+    if local_devices != expected:
+        raise ClusterError(
+            f"worker {cluster.worker} has {local_devices} devices and a host of {cluster.accelerator} has {expected};"
+            " a chip is missing, or another process has it"
+        )
+
+
+def _from_variables(environ: Mapping[str, str], names: tuple[str, str, str], accelerator: str | None) -> Cluster:
+    """The cluster that three variables describe: index, number and coordinator."""
+    missing = [name for name in names if not environ.get(name)]
+    if missing:
+        raise ClusterError(f"{names[1]} is set and {missing[0]} is not; set {', '.join(names)}, or none of them")
+    worker, workers, coordinator = (environ[name] for name in names)
+    host, _, port = coordinator.rpartition(":")
+    rules = (
+        (workers.isdecimal() and int(workers) >= 1, f"{names[1]} is {workers!r}; it is the number of workers"),
+        (worker.isdecimal(), f"{names[0]} is {worker!r}; it is the index of this worker, from 0"),
+        (bool(host) and port.isdecimal(), f"{names[2]} is {coordinator!r}; write HOST:{COORDINATOR_PORT}, of worker 0"),
+    )
+    for holds, message in rules:
+        if not holds:
+            raise ClusterError(message)
+    if int(worker) >= int(workers):
+        raise ClusterError(f"{names[0]} is {worker} and {names[1]} is {workers}; workers are counted from 0")
+    return Cluster(worker=int(worker), workers=int(workers), coordinator=coordinator, accelerator=accelerator)
+
+
+def _check_required(environ: Mapping[str, str], workers: int) -> None:
+    """The seed system's guards, under its names."""
+    way_out = "start the same command on all workers (--worker=all)"
+    if environ.get("REQUIRE_MULTIHOST") in ("1", "true") and workers == 1:
+        raise ClusterError(f"REQUIRE_MULTIHOST is set and this process is alone; {way_out}")
+    required = environ.get("REQUIRE_JAX_PROCESS_COUNT") or "0"
+    if not required.isdecimal():
+        raise ClusterError(f"REQUIRE_JAX_PROCESS_COUNT is {required!r}; it is a number of processes")
+    if int(required) not in (0, workers):
+        raise ClusterError(f"REQUIRE_JAX_PROCESS_COUNT is {required} and this job has {workers}; {way_out}")
+
+
+def _check_hosts(accelerator: str | None, workers: int) -> None:
+    """Raises ClusterError where the job's processes are not whole slices."""
+    if accelerator is None:
+        return
+    from podium.accelerators import find_accelerator
+
+    try:
+        hosts = find_accelerator(accelerator).hosts
+    except ValueError as error:
+        raise ClusterError(str(error)) from None
+    if workers % hosts:
+        raise ClusterError(
+            f"{accelerator} has {hosts} hosts and this job has {workers} workers;"
+            " start the same command on all workers (--worker=all)"
+        )
+
+
+def _metadata(server: str, key: str) -> str:
+    request = urllib.request.Request(
+        f"http://{server}/computeMetadata/v1/instance/attributes/{key}", headers={"Metadata-Flavor": "Google"}
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=METADATA_S) as reply:
+        return reply.read().decode().strip()
+
+
+def local_worker(addresses: tuple[str, ...]) -> int | None:
+    """The index of the one address that belongs to this host; None where none or several do."""
+    local = []
+    for index, address in enumerate(addresses):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind((address, 0))
+            local.append(index)
+    return local[0] if len(local) == 1 else None
+
+
+def chips() -> int:
+    """TPU chips that this host has, by their device files."""
+    return max(len([path for path in glob.glob(pattern) if os.path.exists(path)]) for pattern in CHIPS)

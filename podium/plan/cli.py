@@ -1,0 +1,113 @@
+"""The `podium plan` command. What it does is `podium.plan.command`, which is not imported before the command is given.
+
+Its exit status is its own: 0 the run fits, 2 it does not, 1 wrong settings or usage, 3 the compiler failed.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperCommand
+
+ConfigFiles = Annotated[
+    list[Path] | None, typer.Argument(metavar="CONFIG...", help="YAML files; later ones win.", show_default=False)
+]
+Machines = Annotated[
+    str | None, typer.Option(metavar="NAME[,NAME]", help="Machines to plan for: v6e-8, v5litepod-16, h100-8, ...")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="One setting, as rollout.max_new_tokens=64. Repeatable."),
+]
+Fast = Annotated[bool, typer.Option("--fast", help="Closed form only: seconds, and an estimate.")]
+Lengths = Annotated[str, typer.Option(metavar="gsm8k|fixed:N|RUN", help="How long prompts and completions are.")]
+SEARCHED = "train.rows_per_device, prompts_per_step, rollout.max_new_tokens or rollout.slots"
+Search = Annotated[str | None, typer.Option(metavar="KEY", help=f"Find the largest that fits of {SEARCHED}.")]
+Compare = Annotated[
+    str | None, typer.Option(metavar="KEY=A,B,C", help="Compare values, best first; 'KEY=A;B' where they have commas.")
+]
+Suggest = Annotated[
+    bool | None,
+    typer.Option(
+        "--suggest/--no-suggest",
+        help="Compile the changes most likely to help. Unset: only where the run does not fit, or with --fast.",
+    ),
+]
+Steps = Annotated[int | None, typer.Option(min=1, help="Steps whose cost is told; unset: the config's.")]
+Prices = Annotated[Path | None, typer.Option(metavar="FILE", help="YAML of prices, as podium/prices.yaml.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+Page = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page too (extra `report`).")]
+Check = Annotated[
+    Path | None, typer.Option(metavar="RUN", help="Instead: planned beside measured, of a run on TPU or GPU.")
+]
+UsageError: Any = typer.BadParameter.__base__
+"""What typer calls wrong usage; it has no public name for it."""
+
+
+class PlanCommand(TyperCommand):
+    """Wrong usage is status 1 here: 2 says that a run does not fit."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        """As typer does, but for the status of an error."""
+        try:
+            return super().make_context(*arguments, **options)
+        except UsageError as error:
+            error.exit_code = 1
+            raise
+
+
+def plan(
+    config: ConfigFiles = None,
+    tpu: Machines = None,
+    settings: Settings = None,
+    fast: Fast = False,
+    lengths: Lengths = "gsm8k",
+    search: Search = None,
+    compare: Compare = None,
+    suggest: Suggest = None,
+    steps: Steps = None,
+    prices: Prices = None,
+    as_json: AsJson = False,
+    html: Page = None,
+    check: Check = None,
+) -> None:
+    """Say whether a run fits a machine that nobody has rented yet, what binds it, how fast it goes, what it costs.
+
+    Exit status: 0 it fits (or is too close to call), 2 it does not fit, 1 wrong settings or usage, 3 the compiler
+    failed.
+    """
+    from podium.cli import load_settings
+    from podium.config.errors import ConfigError
+    from podium.plan.command import Question, check_command, plan_command
+    from podium.plan.compile import CompilerError
+
+    others = (config, tpu, settings, fast, search, compare, suggest, steps, prices, html)
+    if check is not None and not any(others):
+        raise typer.Exit(check_command(check, as_json=as_json))
+    if check is not None or not config or tpu is None:
+        _fail("give CONFIG and --tpu, as `podium plan run.yaml --tpu v6e-8`, or --check RUN alone", status=1)
+    question = Question(
+        tpu=tpu,
+        fast=fast,
+        lengths=lengths,
+        steps=steps,
+        prices=prices,
+        as_json=as_json,
+        html=html,
+        search=search,
+        compare=compare,
+        suggest=suggest,
+    )
+    try:
+        status = plan_command(question, lambda more: load_settings(config, [*(settings or []), *more]))
+    except ConfigError as error:
+        _fail(error, status=1)
+    except CompilerError as error:
+        _fail(error, status=CompilerError.exit_code)
+    raise typer.Exit(status)
+
+
+def _fail(error: Exception | str, *, status: int) -> NoReturn:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(status)

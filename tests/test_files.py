@@ -1,0 +1,100 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from podium.files import JsonLines, RunFileError, drop_lines_after, read_lines, to_json, write_atomically
+
+
+def write_lines(path, steps, tail=b""):
+    path.write_bytes(b"".join(b'{"step": %d, "loss": 0.5}\n' % step for step in steps) + tail)
+
+
+def test_a_record_is_on_disk_as_soon_as_it_is_written(tmp_path):
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    lines.write({"step": 1, "loss": np.float32(0.25), "lengths": np.array([3, 4])})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.25, "lengths": [3, 4]}\n'
+    lines.close()
+
+
+def test_records_are_appended_to_those_of_an_earlier_process(tmp_path):
+    for step in (1, 2):
+        lines = JsonLines(tmp_path / "metrics.jsonl")
+        lines.write({"step": step})
+        lines.close()
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
+
+
+def test_what_is_not_finite_is_null():
+    assert to_json({"a": float("nan"), "b": [np.inf, 1.0]}) == '{"a": null, "b": [null, 1.0]}'
+
+
+def test_a_lone_surrogate_of_a_model_does_not_break_the_file(tmp_path):
+    lines = JsonLines(tmp_path / "samples.jsonl")
+    lines.write({"text": "a\ud800b\u2028c"})
+    lines.close()
+    assert read_lines(tmp_path / "samples.jsonl") == [{"text": "a\\ud800b\u2028c"}]
+
+
+def test_no_file_has_no_records(tmp_path):
+    assert read_lines(tmp_path / "metrics.jsonl") == []
+
+
+@pytest.mark.parametrize("tail", [b'{"step": 3, "lo', b"{", b'{"step": 3, "x": "\xe2\x82', b"\x00\x00\x00"])
+def test_a_torn_last_line_is_left_out(tmp_path, tail):
+    write_lines(tmp_path / "metrics.jsonl", [1, 2], tail)
+    assert [record["step"] for record in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_last_line_that_lacks_only_its_end_is_kept(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", [1], b'{"step": 2}')
+    assert [record["step"] for record in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize("broken", [b"nonsense\n", b"[1]\n"])
+def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path, broken):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + broken + b'{"step": 2}\n')
+    with pytest.raises(RunFileError, match=r"metrics\.jsonl:2 .*repair it"):
+        read_lines(path)
+
+
+def test_dropping_lines_keeps_those_up_to_the_step_and_repairs_the_end(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_lines(path, [0, 1, 2, 2, 3, 4], b'{"step": 5, "lo')
+    drop_lines_after(path, 2)
+    lines = JsonLines(path)
+    lines.write({"step": 3})
+    lines.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 2, 3]
+
+
+def test_an_atomic_write_replaces_the_file_and_leaves_nothing_else(tmp_path):
+    path = tmp_path / "summary.json"
+    write_atomically(path, "old")
+    write_atomically(path, "new")
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_atomic_write_keeps_the_old_file_and_leaves_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "summary.json"
+    write_atomically(path, "old")
+
+    def full_disk(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full_disk)
+    with pytest.raises(RunFileError, match=r"summary\.json cannot be written: No space left on device"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_named_with_the_way_out():
+    full = JsonLines(Path("/dev/full"))
+    with pytest.raises(RunFileError, match=r"/dev/full cannot be written: No space left on device; make room"):
+        full.write({"step": 1})
+    with pytest.raises(OSError, match="No space"):  # what is left in the buffer
+        full.close()
