@@ -3,8 +3,8 @@
     python tests/golden/record_behaviour.py          # writes tests/golden/behaviour/*.json
     python tests/golden/record_behaviour.py --check  # compares, exactly, and lists what differs
 
-Numbers of a run are equal to the last bit on one machine; another CPU may round otherwise. Plans are the compiler's: they
-need libtpu, and minutes the first time.
+Numbers of a run are equal to the last bit on one machine; another CPU may round otherwise. Plans are the compiler's:
+they need libtpu, and minutes the first time.
 """
 
 import argparse
