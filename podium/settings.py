@@ -14,12 +14,13 @@ from podium.config.errors import ConfigError, Contradiction, Problem, nearest
 from podium.config.load import Loaded, Override, load
 from podium.config.schema import Config
 from podium.models.architecture import ModelError
+from podium.models.params import ROLLOUT_LAYOUTS
 from podium.models.source import on_disk, read_architecture, resolve
 from podium.tasks.registry import make_task
 from podium.tasks.rewards import TEXT_REWARDS
 from podium.tools.seed_keys import SPELLINGS
 
-NAMES: Mapping[str, Mapping[str, object]] = {"algorithm.recipe": RECIPES}
+NAMES: Mapping[str, Mapping[str, object]] = {"algorithm.recipe": RECIPES, "rollout.layout": ROLLOUT_LAYOUTS}
 """Settings that name an entry of a table: whoever adds an entry there adds a value here."""
 
 

@@ -15,7 +15,6 @@ from podium.config.errors import Contradiction
 from podium.config.mesh import mesh_sizes
 
 Dtype = Literal["auto", "float32", "bfloat16"]
-RolloutLayout = Literal["replicated", "legacy", "maxtext"]
 Remat = Literal["none", "layer", "products"]
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -80,9 +79,9 @@ class RolloutConfig(Section):
     """Decode steps between two looks at which finished slots are refilled. Few: less idling; many: less host work."""
     prefill_rows: Positive = 8
     """Prompts prefilled by one call, over all devices."""
-    layout: RolloutLayout = "replicated"
+    layout: str = "replicated"
     """Where weights and sequences are while they decode. replicated: all weights on every device, sequences over all
-    devices; the others keep weights split as in training, as the former system did: legacy splits sequences over all
+    devices; the others keep weights split as in training, as the seed system did: legacy splits sequences over all
     devices (and makes the logits of all prompt tokens, as it did), maxtext over dp alone."""
     dtype: Dtype = "auto"
     """Number format of the rollout's weights and, but on CPU, of its KV cache. auto: bfloat16, on CPU float32. There
@@ -156,7 +155,7 @@ class OptimizerConfig(Section):
     final_fraction: Fraction = 0.0
     """Where cosine and linear end, as a fraction of the peak."""
     warmup_steps: NotNegative = 0
-    """Optimizer steps over which the learning rate rises linearly from 0."""
+    """Optimizer steps over which the learning rate rises linearly to its peak: peak/warmup_steps at the first."""
     weight_decay: NotNegativeFloat = 0.0
     """Decoupled weight decay of matrices; norms and biases have none."""
     beta1: Fraction = 0.9

@@ -7,8 +7,8 @@ import pytest
 
 from podium.config.load import load
 from podium.config.schema import Config, Section
-from podium.settings import NAMES
 from podium.config.show import file_schema, to_yaml
+from podium.settings import NAMES
 
 TASKS = [
     {"name": "arithmetic", "options": {"operations": ["add"], "deep": {"a": None}}},
