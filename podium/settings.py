@@ -18,7 +18,7 @@ from podium.models.params import ROLLOUT_LAYOUTS
 from podium.models.source import on_disk, read_architecture, resolve
 from podium.tasks.registry import make_task
 from podium.tasks.rewards import TEXT_REWARDS
-from podium.tools.seed_keys import SPELLINGS
+from podium.tools.seed_keys import spellings
 
 NAMES: Mapping[str, Mapping[str, object]] = {"algorithm.recipe": RECIPES, "rollout.layout": ROLLOUT_LAYOUTS}
 """Settings that name an entry of a table: whoever adds an entry there adds a value here."""
@@ -107,7 +107,7 @@ RULES = (_names, _algorithm, _rewards)
 
 def _seed_hint(key: str, file: str) -> str | None:
     """The way out for a key of the seed system."""
-    if any(spelling == key or spelling.startswith(f"{key}.") for spelling in SPELLINGS):
+    if any(spelling == key or spelling.startswith(f"{key}.") for spelling in spellings()):
         return f"it is a key of the seed system; `podium config migrate {file}` translates the whole file"
     return None
 
