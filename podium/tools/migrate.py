@@ -164,7 +164,7 @@ _LAYOUTS = {"legacy": "legacy"} | dict.fromkeys(
 
 
 def _sampling(old: _Translation) -> None:
-    """Lengths, and the layout where the file chose one: completions are the same in each, its default is the slowest."""
+    """Lengths, and the layout where the file chose one: all make the same completions, and its default is slowest."""
     prompt, key = old.get("rollout.global_length"), "rollout.sharding_style"
     why = "the least padding there, the longest prompt here: longer ones are dropped and counted"
     if prompt < 512:
