@@ -1,4 +1,4 @@
-"""YAML files of the former system become ours, and say what changed."""
+"""YAML files of the seed system become ours, and say what changed."""
 
 from pathlib import Path
 
@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from podium.config.errors import ConfigError
 from podium.config.load import load
+from podium.settings import RULES
 from podium.tools.migrate import migrate
-from podium.tools.seed_keys import DEFAULTS, LOST, REJECTED, SPELLINGS
+from podium.tools.seed_keys import seed_keys, spellings
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def translate(tmp_path, monkeypatch):
         Path("old.yaml").write_text(text)
         migration = migrate(Path("old.yaml"), environ)
         Path("new.yaml").write_text(migration.text)
-        return load(["new.yaml"], [], {}).config, "\n".join(migration.changed), "\n".join(migration.lost)
+        return load(["new.yaml"], [], {}, rules=RULES).config, "\n".join(migration.changed), "\n".join(migration.lost)
 
     return translate
 
@@ -33,7 +34,7 @@ def refused(translate, text: str) -> str:
     return str(error.value)
 
 
-def test_an_empty_file_becomes_the_former_defaults(translate):
+def test_an_empty_file_becomes_the_seed_systems_defaults(translate):
     config, changed, lost = translate("")
     assert (config.model, config.steps, config.prompts_per_step, config.group_size) == (
         "Qwen/Qwen2.5-3B-Instruct", 100, 16, 8,
@@ -141,10 +142,11 @@ def test_a_layout_that_nobody_knows_is_an_error(translate):
         translate("rollout: {sharding_style: sideways}")
 
 
-@pytest.mark.parametrize("key", SPELLINGS)
+@pytest.mark.parametrize("key", spellings())
 def test_every_spelling_is_known(translate, key):
-    full = SPELLINGS[key]
-    value = DEFAULTS.get(full)
+    full = spellings()[key]
+    about = seed_keys()[full]
+    value = about.default
     lines = yaml.safe_dump({key: 1 if value is None else value}) if "." not in key else ""
     if not lines:
         *sections, last = key.split(".")
@@ -157,7 +159,7 @@ def test_every_spelling_is_known(translate, key):
     _, _, lost = translate(lines)
     assert "did not know it" not in lost
     used_instead = full == "rollout.prompt_batch_size" or full.startswith("rollout.global_prompt")
-    assert (f"{key}: " in lost) == (full in LOST or (full in REJECTED and not used_instead))
+    assert (f"{key}: " in lost) == (bool(about.gone) and not used_instead)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +228,7 @@ def test_short_prompts_get_room(translate):
 def test_an_unknown_key_is_listed(translate):
     _, _, lost = translate("rollout: {batchsize: 3}\n")
     assert lost == (
-        "rollout.batchsize: 3 (old.yaml:1): the former system did not know it; it may have meant rollout.batch_size"
+        "rollout.batchsize: 3 (old.yaml:1): the seed system did not know it; it may have meant rollout.batch_size"
     )
 
 

@@ -19,7 +19,7 @@ from podium.algorithms.advantages import (
     maxrl_advantages,
     whitened_advantages,
 )
-from podium.config.schema import AlgorithmConfig, RecipeName
+from podium.config.schema import AlgorithmConfig
 
 LossName = Literal["clipped", "gspo", "cispo", "reinforce"]
 
@@ -28,7 +28,7 @@ LossName = Literal["clipped", "gspo", "cispo", "reinforce"]
 class Recipe:
     """What the trainer does between rewards and gradient. Fields named as in `AlgorithmConfig` mean the same."""
 
-    name: RecipeName
+    name: str
     advantage: partial[np.ndarray]
     """(rewards [N, G], lengths [N, G]) -> [N, G]. A config may change those of std, std_ddof, std_eps that it binds."""
     group_baseline: bool = True

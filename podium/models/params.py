@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from podium.config.schema import RolloutLayout
 from podium.models.architecture import DecoderConfig
 
 LAYERS = "layers."
@@ -40,10 +39,10 @@ TRAIN_AXES: Mapping[str, MeshAxes] = {
 GATHERED_AXES: Mapping[str, MeshAxes] = {**TRAIN_AXES, "batch_by_width": ("dp", "fsdp"), "width": None}
 # Rollout: every device holds all weights and its own share of the sequences.
 ROLLOUT_AXES: Mapping[str, MeshAxes] = {"batch": ("dp", "fsdp", "tp"), "batch_by_width": ("dp", "fsdp", "tp")}
-# The two layouts of the former system decode from weights split as in training. With the sequences over all devices
+# The two layouts of the seed system decode from weights split as in training. With the sequences over all devices
 # (legacy), the weights of each layer come over the interconnect for every token; with the sequences over dp alone
 # (maxtext), every device of a dp group does all its attention, and sums over the split width come instead.
-ROLLOUT_LAYOUTS: Mapping[RolloutLayout, Mapping[str, MeshAxes]] = {
+ROLLOUT_LAYOUTS: Mapping[str, Mapping[str, MeshAxes]] = {
     "replicated": ROLLOUT_AXES,
     "legacy": {**TRAIN_AXES, "batch": ("dp", "fsdp", "tp"), "batch_by_width": ("dp", "tp")},
     "maxtext": {**TRAIN_AXES, "batch": "dp"},

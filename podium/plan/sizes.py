@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from podium.accelerators import Accelerator
 from podium.algorithms.recipes import Recipe, make_recipe
 from podium.config.mesh import mesh_shape
-from podium.config.schema import Config, Dtype, RolloutLayout
+from podium.config.schema import Config, Dtype
 from podium.config.sizes import batch_sequences, prompt_buckets, row_tokens, rows_per_device
 from podium.models.architecture import DecoderConfig
 from podium.plan.weights import local_count, weights
@@ -26,7 +26,7 @@ class RunSizes:
     decoder: DecoderConfig
     config: Config
     recipe: Recipe
-    layout: RolloutLayout
+    layout: str
     platform: str
     dp: int
     fsdp: int

@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import get_args
 
-from podium.config.schema import Config, Remat, RolloutLayout
+from podium.config.schema import Config, Remat
 from podium.config.sizes import batch_sequences, row_tokens, rows_per_device
+from podium.models.params import ROLLOUT_LAYOUTS
 from podium.plan.compare import ORDER, difference
 from podium.plan.result import Plan
 from podium.plan.sizes import RunSizes
@@ -67,7 +68,7 @@ def candidates(config: Config, run: RunSizes) -> Iterator[tuple[Change, int | st
     for slots in (rollout.slots // 2, 2 * rollout.slots):
         if slots % run.rollout_shards == 0 and 1 <= slots < 2 * sequences:
             yield ("rollout.slots", slots), rollout.slots
-    for layout in get_args(RolloutLayout):
+    for layout in ROLLOUT_LAYOUTS:
         if layout != rollout.layout:
             yield ("rollout.layout", layout), rollout.layout
     yield ("rollout.refill_steps", 2 * rollout.refill_steps), rollout.refill_steps

@@ -1,8 +1,8 @@
-"""A YAML file of the former system, as one of ours, with a list of what changed and of what has no counterpart.
+"""A YAML file of the seed system as one of ours, with a list of what changed and of what has no counterpart.
 
 Settings keep what they did there, not what they were called: defaults that differ are written out, and so are numbers
-that were fixed in its code. The former system's own rules (aliases must agree, `$NAME` in a value is the environment's)
-hold while reading. Its keys and defaults are in `podium.tools.seed_keys`.
+that were fixed in its code. The seed system's own rules (aliases must agree, `$NAME` in a value is the environment's)
+hold while reading. Its keys and defaults, and the settings that take a value as it is, are in `seed_keys.yaml`.
 """
 
 import dataclasses
@@ -11,15 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from podium.config.document import Node, dump_value, parse_text
 from podium.config.errors import ConfigError, Problem, nearest
-from podium.config.explain import explain
+from podium.config.load import validate
 from podium.config.mesh import mesh_sizes
-from podium.config.schema import Config
 from podium.config.show import to_yaml
-from podium.tools.seed_keys import DEFAULTS, LOST, REJECTED, SPELLINGS, ZERO_MEANT, read_former
+from podium.settings import RULES
+from podium.tools.seed_keys import read_seed, seed_keys, spellings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +33,7 @@ class Migration:
 
 
 def migrate(path: Path, environ: Mapping[str, str]) -> Migration:
-    """The former system's file as ours.
+    """The seed system's file as ours.
 
     Args:
         path: the old file.
@@ -44,26 +42,27 @@ def migrate(path: Path, environ: Mapping[str, str]) -> Migration:
     Raises:
         ConfigError: the file cannot be read, its aliases disagree, or a value makes no sense.
     """
-    old = _Former(read_former(path, environ))
-    for translate in (_model, _batch, _lengths, _layout, _update, _optimizer, _algorithm, _mesh, _evaluation, _metrics):
+    old = _Translation(read_seed(path, environ))
+    old.fix("tasks.0.name", "gsm8k", "it had no other task; the system prompt is this task's own")
+    for key, about in seed_keys().items():
+        if about.becomes and (value := old.get(key)) is not None:
+            old.put(key, about.becomes, value, about.why)
+    for translate in (_rewards, _prompts, _sampling, _update, _optimizer, _schedule, _algorithm, _evaluation):
         translate(old)
+    old.put("mesh_shape", "mesh", *_mesh(old))
     old.lose_the_rest()
-    settings = {"model": None, "steps": None, "prompts_per_step": None, "group_size": None, "mesh": None} | _nested(
-        old.new
-    )
-    try:
-        Config.model_validate(settings)
-    except ValidationError as error:
-        raise ConfigError(explain(error, Node.of(settings, str(path)), [])) from None
-    head = f"# Translated from the former system's {path.name} by `podium config migrate`.\n"
+    first = dict.fromkeys(("model", "steps", "prompts_per_step", "group_size", "mesh"))
+    settings = first | _nested(old.new)
+    validate(Node.of(settings, str(path)), [], rules=RULES)
+    head = f"# Translated from the seed system's {path.name} by `podium config migrate`.\n"
     return Migration(text=head + to_yaml(settings, old.comments), changed=tuple(old.changed), lost=tuple(old.lost))
 
 
 _TRUE, _FALSE = ("true", "1", "yes", "on", "t", "y"), ("false", "0", "no", "off", "f", "n")
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "text": "text", "list": "a list"}
 
 
-class _Former:
+class _Translation:
     """The old settings by full name, and the new ones as they are made."""
 
     def __init__(self, written: dict[str, tuple[str, Node]]):
@@ -72,27 +71,30 @@ class _Former:
         self.comments: dict[str, str] = {}
         self.changed: list[str] = []
         self.lost: list[str] = []
-        self.used = set(DEFAULTS)
+        self.used = {key for key, about in seed_keys().items() if not about.gone}
 
-    def get(self, key: str, kind: type = str) -> Any:
-        """What the former system took the setting to be: the file's value, or its default."""
+    def get(self, key: str) -> Any:
+        """What the seed system took the setting to be: the file's value, or its default."""
+        about = seed_keys()[key]
         if key not in self.written or self.written[key][1].value in (None, ""):
-            return DEFAULTS[key]
-        value = self.convert(key, kind)
-        return ZERO_MEANT[key] if value == 0 and key in ZERO_MEANT else value
+            return about.default
+        value = self.convert(key, about.kind)
+        return about.zero if value == 0 and about.zero is not None else value
 
-    def convert(self, key: str, kind: type) -> Any:
-        """A value of the file as the former system's parsers read it: "8" is 8, and yes is true."""
+    def convert(self, key: str, kind: str) -> Any:
+        """A value of the file as the seed system's parsers read it: "8" is 8, and yes is true."""
         value = self.written[key][1].plain()
-        value = parse_text(value, "").plain() if isinstance(value, str) and kind not in (str, list) else value
-        words = str(value).lower()
-        if kind is bool and words in _TRUE + _FALSE:
-            return words in _TRUE
+        value = parse_text(value, "").plain() if isinstance(value, str) and kind not in ("text", "list") else value
+        text = str(value).lower()
+        if kind == "bool" and text in _TRUE + _FALSE:
+            return text in _TRUE
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if (kind is float and number) or (kind is int and number and value == int(value)):
-            return kind(value)
-        if (kind is str and not isinstance(value, dict | list)) or (kind is list and isinstance(value, list | str)):
-            return value if kind is list else str(value)
+        if (kind == "float" and number) or (kind == "int" and number and value == int(value)):
+            return int(value) if kind == "int" else float(value)
+        if (kind == "text" and not isinstance(value, dict | list)) or (
+            kind == "list" and isinstance(value, list | str)
+        ):
+            return value if kind == "list" else str(value)
         raise self.wrong(key, f"expected {_KINDS[kind]}")
 
     def wrong(self, key: str, rule: str) -> ConfigError:
@@ -104,7 +106,7 @@ class _Former:
         """Sets a new setting that stands for an old one."""
         self.new[path] = value
         self.used.add(key)
-        self.comments[path] = f"the former default of {key}"
+        self.comments[path] = f"the seed system's default of {key}"
         if key in self.written:
             spelling, node = self.written[key]
             was, now = f"{spelling}: {dump_value(node.plain())}", f"{path}: {dump_value(value)}"
@@ -113,7 +115,7 @@ class _Former:
                 self.changed.append(f"{was} -> {now}" + (f" ({why})" if why else ""))
 
     def fix(self, path: str, value: Any, why: str) -> None:
-        """Sets a new setting for what was fixed in the former system's code."""
+        """Sets a new setting for what was fixed in the seed system's code."""
         self.new[path] = value
         self.comments[path] = why
         self.changed.append(f"{path}: {dump_value(value)} ({why})")
@@ -127,62 +129,33 @@ class _Former:
     def lose_the_rest(self) -> None:
         """Says so of all settings that have no counterpart."""
         for key in self.written:
-            if key not in self.used:
-                near = nearest(key, SPELLINGS)
-                unknown = "the former system did not know it" + (f"; it may have meant {near}" if near else "")
-                self.lose(key, LOST.get(key) or REJECTED.get(key) or unknown)
+            if key in seed_keys() and key not in self.used:
+                self.lose(key, seed_keys()[key].gone)
+            elif key not in seed_keys():
+                near = nearest(key, spellings())
+                self.lose(key, "the seed system did not know it" + (f"; it may have meant {near}" if near else ""))
 
 
-def _model(old: _Former) -> None:
-    old.put("model_path", "model", old.get("model_path"))
-    old.put("steps", "steps", old.get("steps", int))
-    old.fix("tasks.0.name", "gsm8k", "it had no other task; the system prompt is this task's own")
-    weights = old.get("reward_weights", list)
-    if (
-        not isinstance(weights, list)
-        or len(weights) != 3
-        or not all(isinstance(weight, int | float) for weight in weights)
-    ):
+def _rewards(old: _Translation) -> None:
+    weights = old.get("reward_weights")
+    if len(weights) != 3 or not all(isinstance(weight, int | float) for weight in weights):
         raise old.wrong("reward_weights", "expected three numbers (correct, format, tags)")
-    names = ("correct", "format", "tags")
-    rewards = {name: float(weight) for name, weight in zip(names, weights, strict=True)}
+    rewards = dict(zip(("correct", "format", "tags"), map(float, weights), strict=True))
     old.put("reward_weights", "tasks.0.rewards", rewards, "numbers are graded with signs and thousands separators now")
-    old.put("eval_split", "tasks.0.eval_split", old.get("eval_split"))
 
 
-def _batch(old: _Former) -> None:
-    size = old.get("rollout.n", int)
-    old.put("rollout.n", "group_size", size)
-    key, prompts = _prompts_per_step(old, size)
+def _prompts(old: _Translation) -> None:
+    """The global number of prompts: of the batch size, or of another setting that gives it; that is not lost then."""
+    key, prompts = "rollout.batch_size", old.get("rollout.batch_size")
+    others = ("global_prompt_batch_size", "prompt_batch_size", "global_sequence_batch_size")
+    written = [f"rollout.{name}" for name in others if f"rollout.{name}" in old.written]
+    for other in () if key in old.written else written:
+        share, rest = divmod(old.convert(other, "int"), old.new["group_size"] if "sequence" in other else 1)
+        if share and not rest:
+            key, prompts = other, share
+            break
     why = "prompts of a step over all hosts; early branches counted sequences, or prompts of one process"
     old.put(key, "prompts_per_step", prompts, why)
-
-
-def _prompts_per_step(old: _Former, group_size: int) -> tuple[str, int]:
-    """Which old setting gives the global number of prompts, and the number; a setting used here is not lost."""
-    if "rollout.batch_size" not in old.written:
-        for key in (
-            "rollout.global_prompt_batch_size",
-            "rollout.prompt_batch_size",
-            "rollout.global_sequence_batch_size",
-        ):
-            if key in old.written:
-                number = old.convert(key, int)
-                prompts, rest = divmod(number, group_size) if "sequence" in key else (number, 0)
-                if prompts and not rest:
-                    return key, prompts
-    return "rollout.batch_size", old.get("rollout.batch_size", int)
-
-
-def _lengths(old: _Former) -> None:
-    prompt, sample = old.get("rollout.global_length", int), old.get("rollout.max_length_sample", int)
-    why = "the least padding there, the longest prompt here: longer ones are dropped and counted"
-    if prompt < 512:
-        why += "; raised to 512 because the former system took any prompt, and those of GSM8K have up to 400 tokens"
-    old.put("rollout.global_length", "rollout.max_prompt_tokens", max(prompt, 512), why)
-    why = "an exact limit; there it was rounded up to 128, 256, 512, ..."
-    old.put("rollout.max_length_sample", "rollout.max_new_tokens", sample, why)
-    old.fix("rollout.top_k", 0, "it sampled among the 50 likeliest tokens, which biases the gradient; 50 does so here")
 
 
 _LAYOUTS = {"legacy": "legacy"} | dict.fromkeys(
@@ -190,12 +163,16 @@ _LAYOUTS = {"legacy": "legacy"} | dict.fromkeys(
 )
 
 
-def _layout(old: _Former) -> None:
-    """Only where the file chose one: completions are the same in each, and the former default is the slowest."""
-    key = "rollout.sharding_style"
+def _sampling(old: _Translation) -> None:
+    """Lengths, and the layout where the file chose one: all make the same completions, and its default is slowest."""
+    prompt, key = old.get("rollout.global_length"), "rollout.sharding_style"
+    why = "the least padding there, the longest prompt here: longer ones are dropped and counted"
+    if prompt < 512:
+        why += "; raised to 512 because the seed system took any prompt, and those of GSM8K have up to 400 tokens"
+    old.put("rollout.global_length", "rollout.max_prompt_tokens", max(prompt, 512), why)
+    old.fix("rollout.top_k", 0, "it sampled among the 50 likeliest tokens, which biases the gradient; 50 does so here")
     if key in old.written:
-        style = old.get(key).lower()
-        if style not in _LAYOUTS:
+        if (style := old.get(key).lower()) not in _LAYOUTS:
             raise old.wrong(key, f"expected one of {', '.join(_LAYOUTS)}")
         why = "replicated, the default here, makes the same completions sooner where a device holds the whole model"
         old.put(key, "rollout.layout", _LAYOUTS[style], why)
@@ -204,53 +181,44 @@ def _layout(old: _Former) -> None:
 _REMAT = {"everything_saveable": "none", "dots_with_no_batch_dims": "products"}
 
 
-def _update(old: _Former) -> None:
-    rows = old.get("train.micro_batch_size_per_device", int)
-    why = "rows of a micro-batch on a device; a row may hold several completions (train.packing)"
-    old.put("train.micro_batch_size_per_device", "train.rows_per_device", rows, why)
+def _update(old: _Translation) -> None:
     if "train.remat_policy" in old.written:  # its default kept the results of all products
         remat = _REMAT.get(old.get("train.remat_policy"), "layer")
         why = "" if remat == "none" else "layer, the default here, makes each layer again from its input: least memory"
         old.put("train.remat_policy", "train.remat", remat, why)
-    old.put("train.ppo_epochs", "algorithm.updates_per_batch", old.get("train.ppo_epochs", int))
-    if beta := old.get("train.beta", float):
+    if beta := old.get("train.beta"):
         why = "its KL was never added to the loss, so none is set; to have one: "
         old.lose("train.beta", f"{why}algorithm.kl: k3, algorithm.kl_coef: {dump_value(beta)}")
-
-
-def _optimizer(old: _Former) -> None:
-    name, schedule = old.get("train.optimizer.name").lower(), "train.optimizer.lr_schedule"
-    old.put("train.optimizer.name", "train.optimizer.name", name)
-    if name in _OPTAX_BETA2:
-        old.fix("train.optimizer.beta2", _OPTAX_BETA2[name], f"optax's own for {name}; it could not be set")
-    peak, end = old.get(f"{schedule}.peak_value", float), old.get(f"{schedule}.end_value", float)
-    old.put(f"{schedule}.peak_value", "train.optimizer.learning_rate", peak)
-    kind = old.get(f"{schedule}.type").lower()
-    shape = {"constant": "constant", "warmup_linear": "linear"}.get(kind, "cosine")
-    old.put(f"{schedule}.type", "train.optimizer.schedule", shape)
-    if kind != "constant":
-        fraction = min(1.0, end / peak) if peak else 0.0
-        old.put(f"{schedule}.end_value", "train.optimizer.final_fraction", fraction, "a fraction of the peak")
-        old.put(*_warmup(old, schedule))
-    if old.get(f"{schedule}.init_value", float):
-        old.lose(f"{schedule}.init_value", "warm-up starts at 0")
-    clip = old.get("train.optimizer.clip_norm", float)
-    old.put("train.optimizer.clip_norm", "train.optimizer.clip_norm", max(clip, 0.0))
-    old.put(
-        "train.optimizer.weight_decay", "train.optimizer.weight_decay", old.get("train.optimizer.weight_decay", float)
-    )
 
 
 _OPTAX_BETA2 = {"lion": 0.99, "adamw": 0.999}
 
 
-def _warmup(old: _Former, schedule: str) -> tuple[str, str, int, str]:
-    steps = old.get("steps", int)
-    if (warmup := old.get(f"{schedule}.warmup_steps", int)) is not None:
-        return f"{schedule}.warmup_steps", "train.optimizer.warmup_steps", min(warmup, steps), "at most all steps"
-    warmup = round(steps * old.get(f"{schedule}.warmup_ratio", float))
-    why = f"a number of optimizer steps: {steps} steps x the ratio"
-    return f"{schedule}.warmup_ratio", "train.optimizer.warmup_steps", min(warmup, steps), why
+def _optimizer(old: _Translation) -> None:
+    name, clip = old.get("train.optimizer.name").lower(), old.get("train.optimizer.clip_norm")
+    old.put("train.optimizer.name", "train.optimizer.name", name)
+    old.put("train.optimizer.clip_norm", "train.optimizer.clip_norm", max(clip, 0.0))
+    if name in _OPTAX_BETA2:
+        old.fix("train.optimizer.beta2", _OPTAX_BETA2[name], f"optax's own for {name}; it could not be set")
+
+
+def _schedule(old: _Translation) -> None:
+    schedule, steps = "train.optimizer.lr_schedule", old.get("steps")
+    peak, end = old.get(f"{schedule}.peak_value"), old.get(f"{schedule}.end_value")
+    kind = old.get(f"{schedule}.type").lower()
+    shape = {"constant": "constant", "warmup_linear": "linear"}.get(kind, "cosine")
+    old.put(f"{schedule}.type", "train.optimizer.schedule", shape)
+    if old.get(f"{schedule}.init_value"):
+        old.lose(f"{schedule}.init_value", "warm-up starts at the peak divided by warmup_steps")
+    if kind == "constant":
+        return
+    fraction = min(1.0, end / peak) if peak else 0.0
+    old.put(f"{schedule}.end_value", "train.optimizer.final_fraction", fraction, "a fraction of the peak")
+    key, why = f"{schedule}.warmup_steps", "at most all steps"
+    if (warmup := old.get(key)) is None:
+        key, why = f"{schedule}.warmup_ratio", f"a number of optimizer steps: {steps} steps x the ratio"
+        warmup = round(steps * old.get(key))
+    old.put(key, "train.optimizer.warmup_steps", min(warmup, steps), why)
 
 
 _RECIPES = {
@@ -265,74 +233,61 @@ _OTHER_NAMES = {"reinforcepp": "reinforce++", "reinforce_plus_plus": "reinforce+
 _OTHER_NAMES |= {"pg": "reinforce", "policy_gradient": "reinforce"}
 
 
-def _algorithm(old: _Former) -> None:
-    name, key = old.get("algo.name").lower(), "algo.name"
+def _algorithm(old: _Translation) -> None:
+    name, key = old.get("algo.name"), "algo.name"
     if (estimator := old.get("algo.estimator.name")) not in (None, "auto"):
-        name, key = estimator.lower(), "algo.estimator.name"
-    name = _OTHER_NAMES.get(name, name)
+        name, key = estimator, "algo.estimator.name"
+        old.lose("algo.name", f"algo.estimator.name decided: {estimator}")
+    name = _OTHER_NAMES.get(name.lower(), name.lower())
     if name not in _RECIPES:
         raise old.wrong(key, f"expected one of {', '.join(_RECIPES)}, ppo")
     recipe, why = _RECIPES[name]
-    if name == "rloo" and not old.get("algo.estimator.rloo_whiten", bool):
+    if name == "rloo" and not old.get("algo.estimator.rloo_whiten"):
         recipe, why = "rloo", "without whitening"
     if old.new["group_size"] < 2 and recipe != "reinforce_pp":
         recipe, why = "reinforce_pp", "one completion per prompt gave every advantage 0 there; this learns from it"
-    if (
-        key == "algo.name"
-        and "algo.name" in old.written
-        and old.written["algo.name"][0] == "algo.name"
-        and name != "grpo"
-    ):
+    if key == "algo.name" and name != "grpo" and old.written["algo.name"][0] == "algo.name":
         why += "; written as a section it ran grpo's estimator there"
     old.put(key, "algorithm.recipe", recipe, why)
-    if key != "algo.name":
-        old.lose("algo.name", f"algo.estimator.name decided: {estimator}")
     if recipe == "grpo":
         old.fix("algorithm.std", "group", "as there")
         old.fix("algorithm.std_ddof", 0, "population standard deviation, as there")
     if recipe != "rloo":
-        old.put("algo.estimator.eps", "algorithm.std_eps", old.get("algo.estimator.eps", float))
+        old.put("algo.estimator.eps", "algorithm.std_eps", old.get("algo.estimator.eps"))
     old.fix("algorithm.mean", "token", "its loss was the mean over all tokens of the batch")
     old.fix("algorithm.clip_low", 0.2, "fixed in its code")
     old.fix("algorithm.clip_high", 0.3, "fixed in its code")
     old.fix("algorithm.old_logprobs", "trainer", "its ratio was to the trainer's own log-probabilities")
 
 
-def _mesh(old: _Former) -> None:
-    value = old.get("mesh_shape", list)
+def _mesh(old: _Translation) -> tuple[str, str]:
+    """`mesh:`, and what is not the same."""
+    value = old.get("mesh_shape")
     text = ",".join(map(str, value)) if isinstance(value, list) else str(value).lower()
     mesh = re.sub(r"\s", "", text).lstrip("!")
     mesh = "host_local" if mesh in ("host_local", "host-local", "auto_host_local") else mesh or "auto"
-    why = []
     try:
         sizes = mesh_sizes(mesh)
     except ValueError as error:
         raise old.wrong("mesh_shape", str(error).partition(": ")[2]) from None
-    if mesh == "auto":
-        why.append("all devices in fsdp; on the branches main, test_rl and feat-kernel auto was host_local")
-    if text.startswith("!"):
-        why.append("devices are always ordered by their topology")
-    if re.findall(r"[a-z]+(?=:)", mesh) != sorted(re.findall(r"[a-z]+(?=:)", mesh)):
-        why.append("the order of axes is always dp, fsdp, tp")
-    if sizes[2] != 1:
-        why.append("with tp above 1 it sampled wrong tokens")
-    old.put("mesh_shape", "mesh", mesh, "; ".join(why))
+    axes = re.findall(r"[a-z]+(?=:)", mesh)
+    reasons = {
+        "all devices in fsdp; on the branches main, test_rl and feat-kernel auto was host_local": mesh == "auto",
+        "devices are always ordered by their topology": text.startswith("!"),
+        "the order of axes is always dp, fsdp, tp": axes != sorted(axes),
+        "with tp above 1 it sampled wrong tokens": sizes[2] != 1,
+    }
+    return mesh, "; ".join(reason for reason, holds in reasons.items() if holds)
 
 
-def _evaluation(old: _Former) -> None:
-    every, batches = old.get("eval_every_steps", int), old.get("eval_batches_per_process", int)
-    old.put("eval_every_steps", "eval.every_steps", max(every, 0))
-    questions = max(1, batches) * old.new["prompts_per_step"]
+def _evaluation(old: _Translation) -> None:
+    old.put("eval_every_steps", "eval.every_steps", max(old.get("eval_every_steps"), 0))
+    questions = max(1, old.get("eval_batches_per_process")) * old.new["prompts_per_step"]
     why = "a number of questions, the same ones each time; there, batches of each process, other ones each time"
     old.put("eval_batches_per_process", "eval.questions", questions, why)
     old.fix("eval.samples", old.new["group_size"], "it sampled as many answers per question as the rollout")
     old.fix("eval.greedy", False, "its evaluation during training was sampled")
     old.fix("eval.at_start", False, "it did not evaluate before the first step")
-
-
-def _metrics(old: _Former) -> None:
-    if (name := old.get("wandb_name")) is not None:
-        old.put("wandb_name", "name", name, "the run's name everywhere")
     mode = old.get("wandb_mode").lower()
     if mode not in ("online", "offline", "disabled"):
         old.lose("wandb_mode", "expected online, offline or disabled")
@@ -340,7 +295,6 @@ def _metrics(old: _Former) -> None:
     if "wandb_mode" in old.written and old.written["wandb_mode"][1].value in (None, ""):
         mode = "disabled"
     old.put("wandb_mode", "metrics.wandb.mode", mode, "an empty mode was online where WANDB_API_KEY was set")
-    old.put("wandb_project", "metrics.wandb.project", old.get("wandb_project"))
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,14 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 
 from podium.algorithms import recipes
 from podium.algorithms.recipes import RECIPES, Recipe, conflicts, make_recipe
-from podium.config.schema import AlgorithmConfig, RecipeName
+from podium.config.schema import AlgorithmConfig
 
 DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
 
@@ -18,8 +18,7 @@ def make(group_size: int = 8, prompts_per_step: int = 32, **options: Any) -> Rec
     return make_recipe(config, group_size=group_size, prompts_per_step=prompts_per_step)
 
 
-def test_every_name_of_the_config_is_a_recipe() -> None:
-    assert tuple(RECIPES) == get_args(RecipeName)
+def test_a_recipe_is_named_as_its_entry() -> None:
     assert all(recipe.name == name for name, recipe in RECIPES.items())
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from podium.accelerators import find_accelerator
-from podium.config.schema import RolloutConfig, RolloutLayout
+from podium.config.schema import RolloutConfig
 from podium.hlo.cost import unknown_loops, walk
 from podium.hlo.text import parse
 from podium.models.architecture import DecoderConfig
@@ -41,7 +41,7 @@ DECODER = DecoderConfig(
 )
 
 
-def traffic(layout: RolloutLayout, mesh: Mesh, dtype: jnp.dtype) -> dict[str, float]:
+def traffic(layout: str, mesh: Mesh, dtype: jnp.dtype) -> dict[str, float]:
     """Bytes that a device sends in one decode step, by kind of collective; those of a few numbers are left out."""
     rules = ShardingRules(mesh, ROLLOUT_LAYOUTS[layout])
     weights = abstract_params(param_specs(DECODER), dtype, rules)

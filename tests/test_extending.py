@@ -1,0 +1,100 @@
+"""What it takes to add something: each test adds one by the smallest change, and uses it.
+
+An algorithm is added in tests/algorithms/test_add_algorithm.py.
+"""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rollout.tiny_engine import ALL_DEVICES_CONFIG, EOS, Letters, make_engine, random_requests, tiny_params
+from tiny_decoder import DECODER
+
+from podium import accelerators
+from podium.accelerators import find_accelerator
+from podium.config.errors import ConfigError
+from podium.config.show import file_schema
+from podium.models.params import ROLLOUT_LAYOUTS, TRAIN_AXES, param_specs
+from podium.models.presets import PRESETS, find_architecture
+from podium.observe import metrics
+from podium.observe.metrics import METRICS, Metric, find_metric
+from podium.plan.planner import make_plan
+from podium.rollout.engine import RolloutEngine
+from podium.settings import NAMES, load_settings
+from podium.sharding import ShardingRules, make_mesh, param_shardings
+from podium.tasks.arithmetic import Arithmetic
+from podium.tasks.mixture import TaskMixture
+from podium.tasks.registry import TASKS
+from podium.tasks.task import TaskSource
+from tools.metrics_page import metrics_page
+
+RUN = ("model=Qwen/Qwen3-0.6B", "tasks=[{name: arithmetic}]")
+
+
+def large_sums(source: TaskSource) -> Arithmetic:
+    """Sums of two numbers of three digits."""
+    return Arithmetic(source, digits=3)
+
+
+@pytest.fixture
+def new_accelerators():
+    """The table is made anew before and after."""
+    accelerators.accelerators.cache_clear()
+    yield
+    accelerators.accelerators.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["test_extending:large_sums", "large_sums"])
+def test_a_task_is_a_function_and_a_name_in_the_config_or_an_entry(monkeypatch, name):
+    monkeypatch.setitem(TASKS, "large_sums", "test_extending:large_sums")
+    config = load_settings([], [RUN[0], f"tasks=[{{name: {name}}}]"], {}).config
+    (drawn,) = TaskMixture(config.tasks, seed=0).next(1)
+    assert 100 <= int(drawn.prompt.answer) < 2000
+
+
+def test_a_model_is_an_entry(monkeypatch):
+    preset = dataclasses.replace(PRESETS["Qwen/Qwen3-0.6B"], layers=2)
+    monkeypatch.setitem(PRESETS, "mine/small", preset)
+    config = load_settings([], ["model=mine/small", RUN[1]], {}).config
+    assert find_architecture("mine/small") == preset
+    small, whole = (
+        make_plan(each, find_accelerator("v6e-8"), fast=True) for each in (config, load_settings([], RUN, {}).config)
+    )
+    assert small.spare_bytes > whole.spare_bytes
+
+
+def test_an_accelerator_is_an_entry(monkeypatch, new_accelerators):
+    monkeypatch.setitem(accelerators.GPU_GIB, "b200", 180.0)
+    monkeypatch.setattr(accelerators, "GPUS", (*accelerators.GPUS, 16))
+    assert find_accelerator("b200-8").hbm_bytes == int(0.75 * 180 * 2**30)
+    config = load_settings([], [*RUN, "rollout.prefill_rows=16"], {}).config
+    plan = make_plan(config, find_accelerator("h200-16"), fast=True)
+    assert (plan.devices, plan.verdict) == (16, "fits")
+
+
+def test_a_rollout_layout_is_an_entry(monkeypatch):
+    """Weights split as in training, sequences over dp and tp: nothing else knows of it, and it decodes the same."""
+    setting = [*RUN, "rollout.layout=mixed"]
+    with pytest.raises(ConfigError, match=r"rollout\.layout: expected one of replicated, legacy, maxtext, got 'mixed'"):
+        load_settings([], setting, {})
+    monkeypatch.setitem(ROLLOUT_LAYOUTS, "mixed", {**TRAIN_AXES, "batch": ("dp", "tp")})
+    layout = load_settings([], setting, {}).config.rollout.layout
+    assert "mixed" in json.dumps(file_schema(NAMES))
+    mesh = make_mesh("dp:2,fsdp:2,tp:2")
+    engine = RolloutEngine(
+        ALL_DEVICES_CONFIG, DECODER, ShardingRules(mesh, ROLLOUT_LAYOUTS[layout]), Letters(EOS), dtype=jnp.float32
+    )
+    shardings = param_shardings(param_specs(DECODER), ShardingRules(mesh, TRAIN_AXES))
+    engine.load({name: jax.device_put(value, shardings[name]) for name, value in tiny_params().items()})
+    requests = random_requests(3)
+    for found, expected in zip(engine.generate(requests), make_engine().generate(requests), strict=True):
+        assert [each.tokens.tolist() for each in found] == [each.tokens.tolist() for each in expected]
+
+
+def test_a_metric_is_an_entry(monkeypatch):
+    added = Metric("policy/new", "1", "A new one.")
+    monkeypatch.setitem(metrics.METRICS, "Policy", (*METRICS.get("Policy", ()), added))
+    assert find_metric("policy/new") == added
+    assert "| `policy/new` | 1 | A new one. |" in metrics_page()
