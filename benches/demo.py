@@ -50,8 +50,7 @@ def train(folder: Path, name: str, seed: int, settings: list[str], isa: str | No
     command = [sys.executable, "-m", "podium.cli", "train", str(CONFIG), "--plain"]
     for change in changes:
         command += ["--set", change]
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa={isa}" if isa else os.environ.get("XLA_FLAGS", "")
-    env = os.environ | {"XLA_FLAGS": flags.strip()}
+    env = os.environ | (older_cpu(isa) if isa else {})
     start, cpu = time.perf_counter(), _children_cpu_s()
     with (folder / f"{name}.log").open("w") as log:
         status = subprocess.run(command, cwd=ROOT, env=env, stdout=log, stderr=log).returncode
@@ -75,6 +74,13 @@ def train(folder: Path, name: str, seed: int, settings: list[str], isa: str | No
         "step_s": [round(line["time/train/step_s"], 2) for line in steps],
         "step_cpu_s": [round(line["time/train/step_cpu_s"], 2) for line in steps],
     }
+
+
+def older_cpu(isa: str) -> dict[str, str]:
+    """The environment in which XLA and its matrix libraries use no newer instructions than these (as AVX2)."""
+    no_ynnpack = "--xla_cpu_experimental_ynn_fusion_type="  # it asks the CPU itself
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa={isa} {no_ynnpack}"
+    return {"XLA_FLAGS": flags.strip(), "ONEDNN_MAX_CPU_ISA": isa}
 
 
 def evaluation(line: dict[str, Any]) -> dict[str, float]:

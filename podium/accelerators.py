@@ -128,7 +128,10 @@ def auto_dtype(platform: str, flags: Set[str]) -> Literal["float32", "bfloat16"]
 
 
 def cpu_flags() -> frozenset[str]:
-    """Instruction sets of this machine's CPU that XLA may use, as Linux names them; of bfloat16's, none elsewhere."""
+    """Instruction sets of this machine's CPU, as Linux names them; empty where the system is another.
+
+    Where XLA_FLAGS has xla_cpu_max_isa, those of bfloat16 that it excludes are left out.
+    """
     try:
         lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # macOS, say

