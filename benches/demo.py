@@ -1,6 +1,7 @@
 """The demo learns, for several seeds, and learns nothing from rewards that say nothing.
 
     python -m benches.demo --seeds 0,1,2 --control-seeds 0        (CPU; up to 8 minutes per seed)
+    python -m benches.demo --seeds 0 --control-seeds "" --isa AVX2   (as on a CPU without AVX512-BF16, in float32)
 
 Trains configs/demo.yaml once per seed. The control is the same run with a coin's reward: what it gains in accuracy is
 what rewards alone, whatever they say, would give. Its evaluation is honest. Prints a table and writes
@@ -9,7 +10,9 @@ no more than 0.1 above its start. `--set` reaches every run, for a quick trial o
 """
 
 import json
+import os
 import random
+import re
 import resource
 import subprocess
 import sys
@@ -41,24 +44,27 @@ class RandomArithmetic(Arithmetic):
         return float(self.coin.random() < 0.5)
 
 
-def train(folder: Path, name: str, seed: int, settings: list[str]) -> dict[str, Any]:
-    """A row of the table: the run's accuracies and rewards, and what it cost from start to exit."""
+def train(folder: Path, name: str, seed: int, settings: list[str], isa: str | None) -> dict[str, Any]:
+    """A row of the table: the run's accuracies and rewards, its number formats, and what it cost from start to exit."""
     changes = [f"name={name}", f"runs_dir={folder}", f"seed={seed}", *settings]
     command = [sys.executable, "-m", "podium.cli", "train", str(CONFIG), "--plain"]
     for change in changes:
         command += ["--set", change]
+    env = os.environ | (older_cpu(isa) if isa else {})
     start, cpu = time.perf_counter(), _children_cpu_s()
     with (folder / f"{name}.log").open("w") as log:
-        status = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log).returncode
+        status = subprocess.run(command, cwd=ROOT, env=env, stdout=log, stderr=log).returncode
     if status:
         sys.exit(f"{name} ended with status {status}:\n{(folder / f'{name}.log').read_text()[-4000:]}")
     wall_s, cpu_s = time.perf_counter() - start, _children_cpu_s() - cpu
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    formats = re.search(r"number formats: (.*)", (folder / f"{name}.log").read_text())
     steps = [line for line in lines if "train-reward/total/mean" in line]
     evaluations = [evaluation(line) for line in lines if "eval/accuracy" in line]
     return {
         "name": name,
         "seed": seed,
+        "number_formats": formats[1] if formats else "not said",
         "wall_s": round(wall_s, 1),
         "cpu_s": round(cpu_s, 1),
         "before": evaluations[0],
@@ -68,6 +74,13 @@ def train(folder: Path, name: str, seed: int, settings: list[str]) -> dict[str, 
         "step_s": [round(line["time/train/step_s"], 2) for line in steps],
         "step_cpu_s": [round(line["time/train/step_cpu_s"], 2) for line in steps],
     }
+
+
+def older_cpu(isa: str) -> dict[str, str]:
+    """The environment in which XLA and its matrix libraries use no newer instructions than these (as AVX2)."""
+    no_ynnpack = "--xla_cpu_experimental_ynn_fusion_type="  # it asks the CPU itself
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa={isa} {no_ynnpack}"
+    return {"XLA_FLAGS": flags.strip(), "ONEDNN_MAX_CPU_ISA": isa}
 
 
 def evaluation(line: dict[str, Any]) -> dict[str, float]:
@@ -105,6 +118,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=_seeds, default=[0, 1, 2], help="comma-separated")
     parser.add_argument("--control-seeds", type=_seeds, default=[0], help="of the runs with random rewards")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE", help="as in podium")
+    parser.add_argument("--isa", help="newest instruction set that XLA may use, as AVX2; unset: all that the CPU has")
     parser.add_argument("--runs", type=Path, help="keep the runs in this folder")
     args = parser.parse_args()
     rows: dict[str, list[dict[str, Any]]] = {"runs": [], "control": []}
@@ -115,17 +129,18 @@ def main() -> None:
         for kind, seeds in (("runs", args.seeds), ("control", args.control_seeds)):
             for seed in seeds:
                 settings = [*([CONTROL] if kind == "control" else []), *args.settings]
-                row = train(folder.absolute(), f"{kind}-{seed}", seed, settings)
+                row = train(folder.absolute(), f"{kind}-{seed}", seed, settings, args.isa)
                 row["meets_bar"] = meets_bar(row, kind == "control")
                 rows[kind].append(row)
                 before, after = sampled(row["before"]), sampled(row["after"])
                 print(
                     f"{row['name']:12} sampled accuracy {before:.3f} -> {after:.3f}  {row['wall_s']:.0f} s"
-                    f"  {row['cpu_s']:.0f} CPU s  {'ok' if row['meets_bar'] else 'MISSED'}",
+                    f"  {row['cpu_s']:.0f} CPU s  {row['number_formats']}  {'ok' if row['meets_bar'] else 'MISSED'}",
                     flush=True,
                 )
                 # After each run: an interrupted bench keeps what it has measured.
-                record("demo-cpu", {"settings": args.settings, "bars": bars, **rows}, args.results)
+                result = {"settings": args.settings, "isa": args.isa, "bars": bars, **rows}
+                record(f"demo-cpu{f'-{args.isa.lower()}' if args.isa else ''}", result, args.results)
     sys.exit(not all(row["meets_bar"] for kind in rows.values() for row in kind))
 
 

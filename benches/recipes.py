@@ -99,9 +99,13 @@ def make_config(model: Path, runs: Path, recipe: str) -> Config:
         group_size=16,
         tasks=[TaskConfig(name="arithmetic")],
         grading=GradingConfig(workers=0),
-        rollout=RolloutConfig(max_prompt_tokens=16, max_new_tokens=2, slots=512, prefill_rows=32, refill_steps=2),
+        rollout=RolloutConfig(
+            dtype="float32", max_prompt_tokens=16, max_new_tokens=2, slots=512, prefill_rows=32, refill_steps=2
+        ),
         algorithm=AlgorithmConfig(recipe=recipe, mask_truncated=False, entropy_bonus=0.01),
-        train=TrainConfig(rows_per_device=64, remat="none", optimizer=OptimizerConfig(learning_rate=3e-3)),
+        train=TrainConfig(
+            dtype="float32", rows_per_device=64, remat="none", optimizer=OptimizerConfig(learning_rate=3e-3)
+        ),
         eval=EvalConfig(at_start=False, at_end=False),
         checkpoint=CheckpointConfig(every_steps=0),
     )

@@ -9,7 +9,11 @@ import dataclasses
 import difflib
 import functools
 import math
-from typing import Any
+import os
+import re
+from collections.abc import Set
+from pathlib import Path
+from typing import Any, Literal
 
 GIB = 2**30
 GPU_POOL = 0.75  # of a GPU's memory that jax takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
@@ -82,6 +86,11 @@ CHIPS_2D = (1, 4, 8, 16, 32, 64, 128, 256)  # v5e and v6e: 1x1, 2x2, 2x4, 4x4, .
 CORES_3D = {"v4": (8, 16, 32, 64, 128, 256, 512), "v5p": (8, 16, 32, 64, 128, 256, 512, 1024)}
 GPUS = (1, 2, 4, 8)
 ALIASES = {"v5e": "v5litepod"}  # the cloud's own name of the second
+CPU_INFO = Path("/proc/cpuinfo")
+CPU_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})
+"""What a CPU has that multiplies bfloat16 faster than float32, as Linux names it."""
+XLA_BFLOAT16 = frozenset({"AVX512_BF16", "AMX", "AMX_FP16"})
+"""Values of XLA's flag xla_cpu_max_isa that leave one of them in use."""
 
 
 def find_accelerator(name: str) -> Accelerator:
@@ -106,6 +115,31 @@ def accelerators() -> dict[str, Accelerator]:
     slices += [_cubic_slice(generation, cores) for generation, sizes in CORES_3D.items() for cores in sizes]
     gpus = [_gpus(generation, count) for generation in GPU_GIB for count in GPUS]
     return {each.name: each for each in (*slices, *gpus)}
+
+
+def auto_dtype(platform: str, flags: Set[str]) -> Literal["float32", "bfloat16"]:
+    """The number format that `dtype: auto` of a config means: the faster one.
+
+    Args:
+        platform: cpu, gpu or tpu.
+        flags: of the CPU, as `cpu_flags` reads them; without CPU_BFLOAT16 bfloat16 is slower there than float32.
+    """
+    return "float32" if platform == "cpu" and not CPU_BFLOAT16 & flags else "bfloat16"
+
+
+def cpu_flags() -> frozenset[str]:
+    """Instruction sets of this machine's CPU, as Linux names them; empty where the system is another.
+
+    Where XLA_FLAGS has xla_cpu_max_isa, those of bfloat16 that it excludes are left out.
+    """
+    try:
+        lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # macOS, say
+        lines = []
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
+    limit = re.search(r"--xla_cpu_max_isa=(\w+)", os.environ.get("XLA_FLAGS", ""))
+    hidden = CPU_BFLOAT16 if limit and limit[1].upper() not in XLA_BFLOAT16 else frozenset()
+    return frozenset(flags) - hidden
 
 
 def _flat_slice(generation: str, chips: int) -> Accelerator:

@@ -1,6 +1,12 @@
 import os
 import signal
+import sys
 import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 if threading.current_thread() is threading.main_thread():
     # What a shell runs in the background ignores Ctrl-C, and so would all processes that tests start.
@@ -10,9 +16,48 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tests compile many small programs and run each once: without LLVM's optimizations they take less than half the time.
 QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}".strip()
+# `dtype: auto` is float32 in tests, whatever the CPU can do.
+NO_BFLOAT16 = "--xla_cpu_max_isa=AVX512_VNNI"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION} {NO_BFLOAT16}".strip()
+# Every process that tests start inherits this, whoever its parent is later.
+MARK = "PODIUM_TEST_SESSION"
+os.environ[MARK] = str(os.getpid())
 
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+GRACE_S = 10.0
+PYTHON_S_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # end with this process
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_is_left_behind() -> Iterator[None]:
+    """After the last test: ends what outlived its test, and fails with its command and the test that started it."""
+    yield
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()  # one service for all runs of a process: it ends with the process, not a run
+    deadline = time.monotonic() + GRACE_S
+    while (left := processes_of_this_session()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, "tests left processes behind:\n" + "\n".join(f"{pid}: {said}" for pid, said in left.items())
+
+
+def processes_of_this_session() -> dict[int, str]:
+    """Processes that tests of this process started and that still run: their command, and which test it was."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            environment = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:  # ended meanwhile, or somebody else's
+            continue
+        if int(folder.name) == os.getpid() or f"{MARK}={os.getpid()}".encode() not in environment:
+            continue
+        if not any(each in command for each in PYTHON_S_OWN):
+            test = next((x for x in environment if x.startswith(b"PYTEST_CURRENT_TEST=")), b"")
+            found[int(folder.name)] = f"{command[:200]} ({test.decode(errors='replace')})"
+    return found

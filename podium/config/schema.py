@@ -84,8 +84,8 @@ class RolloutConfig(Section):
     devices; the others keep weights split as in training, as the seed system did: legacy splits sequences over all
     devices (and makes the logits of all prompt tokens, as it did), maxtext over dp alone."""
     dtype: Dtype = "auto"
-    """Number format of the rollout's weights and, but on CPU, of its KV cache. auto: bfloat16, on CPU float32. There
-    bfloat16 is faster if the CPU has AVX512-BF16, and slower otherwise."""
+    """Number format of the rollout's weights and, but on CPU, of its KV cache. auto: the faster one, which is bfloat16,
+    but float32 on a CPU that has neither AVX512-BF16 nor AMX."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer's log-probabilities use the same value. Greedy answers are `eval.greedy`'s."""
     top_k: NotNegative = 0

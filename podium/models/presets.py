@@ -5,11 +5,10 @@ publish (a test counts them). No jax. Weights come from `podium.models.source` a
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from podium.models.architecture import DecoderConfig, ModelError, RopeScaling, from_hf_config
-from podium.models.source import on_disk, read_architecture, read_json, resolve
+from podium.models.source import from_hub, on_disk, read_architecture, read_json, resolve
 
 _QWEN25: Mapping[str, Any] = {
     "model_type": "qwen2",
@@ -114,15 +113,11 @@ def find_architecture(model: str) -> DecoderConfig:
         return read_architecture(resolve(folder))
     if model in PRESETS:
         return PRESETS[model]
-    import httpx
-    from huggingface_hub import errors, hf_hub_download
-
     try:
-        path = Path(hf_hub_download(model, "config.json"))
-    except (errors.HfHubHTTPError, errors.EntryNotFoundError, httpx.HTTPError, OSError) as error:
+        folder = from_hub(model, ["config.json"])
+    except ModelError as error:
         raise ModelError(
-            f"model {model!r}: not on this machine's disk, and its config.json cannot be had from the hub"
-            f" ({type(error).__name__}); give a folder that holds its config.json as model, or one of"
-            f" {', '.join(PRESETS)}, which are known without"
+            f"{error}; its config.json is enough for a plan, and these models are known without: {', '.join(PRESETS)}"
         ) from error
+    path = folder / "config.json"
     return from_hf_config(read_json(path), str(path))

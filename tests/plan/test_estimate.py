@@ -320,9 +320,11 @@ def test_a_reference_is_held_and_scored_with():
     assert added == residents(plain)["parameters"]
 
 
-def test_auto_is_float32_on_cpu_and_bfloat16_elsewhere():
+@pytest.mark.parametrize(("flags", "size"), [({"avx2"}, 4), ({"avx2", "avx512_bf16"}, 2)])
+def test_auto_is_the_faster_format_of_this_cpu_and_bfloat16_elsewhere(flags, size, monkeypatch):
+    monkeypatch.setattr("podium.plan.sizes.cpu_flags", lambda: flags)
     on_cpu, on_gpu = (make_sizes(config(), SMALL, machine) for machine in (CPU, find_accelerator("h100-8")))
-    assert (on_cpu.activation, on_cpu.rollout_activation) == (4, 4)
+    assert (on_cpu.activation, on_cpu.rollout_activation) == (size, size)
     assert (on_gpu.activation, on_gpu.rollout_activation) == (2, 2)
     assert on_gpu.platform == "gpu"
 

@@ -1,0 +1,120 @@
+"""Models of the hub, from a hub on loopback: what comes from it, and what is said when nothing does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_hub import ANSWERS, CUT, MODEL, SILENT, fake_hub
+from tiny_models import hf_config, write_model
+
+from podium.models.architecture import from_hf_config
+
+FAST_S = 2.0
+ASK = """
+import dataclasses, json, sys, time
+from podium.models import source
+from podium.models.presets import find_architecture
+source.HUB_TIMEOUT_S = 0.3
+found = {}
+for model in sys.argv[1:]:
+    for ask in (find_architecture, lambda model: source.read_architecture(source.resolve(model))):
+        start = time.perf_counter()
+        try:
+            answer = dataclasses.asdict(ask(model))
+        except source.ModelError as error:
+            answer = str(error)
+        found.setdefault(model, []).append((answer, time.perf_counter() - start))
+print(json.dumps(found))
+"""
+
+
+def ask(cache: Path, *models: str, **environment: str) -> dict[str, list[tuple[Any, float]]]:
+    """What a plan and a run each have of models, or its error, and in how many seconds."""
+    env = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
+    env |= {"HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1", **environment}
+    done = subprocess.run([sys.executable, "-c", ASK, *models], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Any, float]]]:
+    """What one process is told of every model of the fake hub."""
+    folder, cache = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("cache")
+    write_model(folder, "llama")
+    with fake_hub(folder) as address:
+        return ask(cache, MODEL, SILENT, CUT, *ANSWERS, "not--valid", HF_ENDPOINT=address)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("podium/absent", "check the name, or set HF_TOKEN if it is private"),
+        ("podium/gated", "accept the terms on its hub page and set HF_TOKEN"),
+        ("podium/token", "does not give it (HfHubHTTPError: Client error '401"),
+        ("podium/forbidden", "does not give it (HfHubHTTPError: "),
+        ("podium/broken", "does not give it (HfHubHTTPError: Server error '500"),
+        ("podium/portal", "does not give it (JSONDecodeError: "),
+        (SILENT, "does not give it (ReadTimeout: "),
+        (CUT, "does not give it (RemoteProtocolError: "),
+        ("not--valid", "neither a local folder nor a possible hub id"),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_one_clear_error_and_soon(answers, model: str, message: str):
+    for error, seconds in answers[model]:
+        assert error.startswith(f"model '{model}': ")
+        assert message in error
+        assert "\n" not in error
+        assert seconds < FAST_S
+
+
+def test_a_plan_names_the_models_that_it_needs_no_hub_for(answers):
+    (planned, _), (run, _) = answers["podium/broken"]
+    assert "Qwen/Qwen2.5-3B-Instruct" in planned
+    assert "Qwen" not in run
+
+
+def test_a_model_of_the_hub_is_read(answers):
+    expected = from_hf_config(hf_config("llama"), "config.json")
+    for decoder, _ in answers[MODEL]:
+        assert decoder["width"] == expected.width
+        assert decoder["layers"] == expected.layers
+
+
+def test_a_plan_downloads_one_small_file_and_a_run_the_weights(tmp_path: Path):
+    write_model(tmp_path / "model", "llama")
+    code = (
+        "from podium.models.presets import find_architecture; from podium.models.source import resolve;"
+        f"find_architecture({MODEL!r}); import glob, os;"
+        "names = lambda: sorted(os.path.basename(p) for p in glob.glob(os.environ['HF_HOME'] + '/**/snapshots/*/*',"
+        " recursive=True)); planned = names(); import json;"
+        f"print(json.dumps([planned, sorted(os.listdir(resolve({MODEL!r}).path))]))"
+    )
+    with fake_hub(tmp_path / "model") as address:
+        env = os.environ | {"HF_HOME": str(tmp_path / "cache"), "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout) == [["config.json"], ["config.json", "model.safetensors"]], done.stderr
+
+
+def test_offline_is_said_and_at_once(tmp_path: Path):
+    for error, seconds in ask(tmp_path, "podium/absent", HF_HUB_OFFLINE="1")["podium/absent"]:
+        assert "does not give it (HF_HUB_OFFLINE is set)" in error
+        assert seconds < FAST_S
+
+
+def test_without_a_network_it_is_said_at_once(tmp_path: Path):
+    (answer, _), *_ = found = ask(tmp_path, "podium/absent", HF_ENDPOINT="http://127.0.0.1:9")["podium/absent"]
+    assert "does not give it (ConnectError: " in answer
+    assert all(seconds < FAST_S for _, seconds in found)
+
+
+def test_what_was_downloaded_serves_when_the_hub_is_gone(tmp_path: Path):
+    write_model(tmp_path / "model", "llama")
+    with fake_hub(tmp_path / "model") as address:
+        ask(tmp_path / "cache", MODEL, HF_ENDPOINT=address)
+    for answer, _ in ask(tmp_path / "cache", MODEL, HF_ENDPOINT="http://127.0.0.1:9")[MODEL]:
+        assert answer["layers"] == 3

@@ -1,0 +1,52 @@
+"""Which number format `auto` means, from what the CPU says of itself."""
+
+from pathlib import Path
+
+import pytest
+
+from podium import accelerators
+from podium.accelerators import auto_dtype, cpu_flags
+
+OLD = "fpu sse4_2 avx avx2 fma avx512f avx512_vnni"
+NEW = f"{OLD} avx512_bf16"
+
+
+@pytest.fixture
+def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Have Linux describe the CPU by these flags, and XLA's by these options."""
+
+    def say(flags: str, xla_flags: str = "") -> None:
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t: spectre\n\n" * 2)
+        monkeypatch.setattr(accelerators, "CPU_INFO", tmp_path / "cpuinfo")
+        monkeypatch.setenv("XLA_FLAGS", xla_flags)
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("flags", "xla_flags", "dtype"),
+    [
+        (OLD, "", "float32"),
+        (NEW, "", "bfloat16"),
+        (f"{OLD} amx_bf16 amx_tile", "", "bfloat16"),
+        (NEW, "--xla_cpu_max_isa=AVX2", "float32"),
+        (NEW, "--xla_a=1 --xla_cpu_max_isa=AVX512_VNNI --xla_b=2", "float32"),
+        (NEW, "--xla_cpu_max_isa=AVX512_BF16", "bfloat16"),
+        (NEW, "--xla_cpu_max_isa=amx", "bfloat16"),
+    ],
+)
+def test_auto_on_a_cpu_is_bfloat16_where_it_is_faster(say, flags: str, xla_flags: str, dtype: str):
+    say(flags, xla_flags)
+    assert auto_dtype("cpu", cpu_flags()) == dtype
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_auto_is_bfloat16_on_accelerators(platform: str):
+    assert auto_dtype(platform, frozenset()) == "bfloat16"
+
+
+def test_a_machine_that_is_no_linux_says_nothing_of_its_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(accelerators, "CPU_INFO", tmp_path / "absent")
+    assert cpu_flags() == frozenset()
+    (tmp_path / "absent").write_text("processor : 0\nFeatures : fp asimd bf16\n")  # ARM
+    assert auto_dtype("cpu", cpu_flags()) == "float32"
