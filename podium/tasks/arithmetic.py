@@ -1,4 +1,4 @@
-"""Sums, differences and products of whole numbers, made here: the task of the demo and of the tests."""
+"""Generated sums, differences and products of whole numbers: the task of the demo and of the tests."""
 
 import hashlib
 import random
@@ -17,7 +17,7 @@ MAX_PAIRS = 10_000
 
 
 class Arithmetic:
-    """`What is 3 + 4?` with numbers of so many digits, none of them 0 and no difference negative.
+    """Questions like `What is 3 + 4?`: operands have `digits` digits and do not begin with 0; no result is negative.
 
     A quarter of the questions is held out for evaluation, always the same.
     """
