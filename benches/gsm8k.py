@@ -2,13 +2,15 @@ r"""GSM8K end to end on this machine, and its grader on all of its test answers.
 
     python -m benches.gsm8k --data FOLDER        (train.jsonl and test.jsonl of GSM8K; CPU, some minutes)
 
-Each answer of the test set, written in four ways, must be graded correct against its own question, and numbers that
-differ from it, written the same, must not. Then configs/gsm8k_smollm2.yaml is trained: three steps of SmolLM2-135M and
-an evaluation on 64 test questions. Prints both and writes benches/results/gsm8k-cpu.json; exit status 1 where an answer
-is graded wrongly. `--set` reaches the run.
+Each answer of the test set, written in four ways, must be graded correct for its own question; numbers that differ
+from it, written in the same ways, must not; and no solution's last calculation (`16-3`) may be accepted for its
+result. Then configs/gsm8k_smollm2.yaml is trained: three steps of SmolLM2-135M and an evaluation on 64 test
+questions. Prints the results and writes benches/results/gsm8k-cpu.json; exit status 1 where a grade is wrong.
+`--set` reaches the run.
 """
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -68,6 +70,29 @@ def different_numbers(prompt: Prompt, following: Prompt) -> list[str]:
     return [text for text, kept in zip(candidates, differ, strict=True) if kept]
 
 
+def check_calculations(task: Task, file: Path) -> dict[str, Any]:
+    """How many solutions' last calculation, boxed before it is evaluated, is graded correct for the final result."""
+    references = {prompt.question: prompt for prompt in task.prompts("eval")}
+    annotated = calculations = 0
+    accepted: list[str] = []
+    for row in map(json.loads, file.read_text().splitlines()):
+        if not (annotations := re.findall(r"<<([^<>=]*)=", row["answer"])):
+            continue
+        annotated += 1
+        prompt, calculation = references[row["question"]], annotations[-1]
+        if not re.search(r"[-+*/]", calculation[1:]):
+            continue  # <<5=5>>: nothing to calculate
+        calculations += 1
+        if task.grade(prompt, rf"\boxed{{{calculation}}}") != 0.0:
+            accepted.append(f"{prompt.id}: {calculation} for {prompt.answer}")
+    return {
+        "annotated_solutions": annotated,
+        "calculations": calculations,
+        "accepted": len(accepted),
+        "shown": accepted[:5],
+    }
+
+
 def train(data: Path, folder: Path, settings: list[str]) -> dict[str, Any]:
     """The run's summary, the time from start to exit, and its steps."""
     changes = [f"tasks.0.path={data}", "name=gsm8k", f"runs_dir={folder}", *settings]
@@ -99,13 +124,16 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help="with train.jsonl and test.jsonl")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE", help="as in podium")
     args = parser.parse_args()
-    grader = check_grader(make_task(TaskConfig(name="gsm8k", path=str(args.data))))
+    task = make_task(TaskConfig(name="gsm8k", path=str(args.data)))
+    grader, calculations = check_grader(task), check_calculations(task, args.data / "test.jsonl")
     print("grader:", grader)
+    print("calculations:", calculations)
     with tempfile.TemporaryDirectory() as folder:
         run = train(args.data.absolute(), Path(folder), args.settings)
     print(f"run: {run['wall_s']} s, steps {run['steps']}, evaluation {run['evaluation']}")
-    record("gsm8k-cpu", {"grader": grader, "settings": args.settings, "run": run}, args.results)
-    sys.exit(bool(grader["own_answer_missed"] or grader["different_number_accepted"]))
+    results = {"grader": grader, "calculations": calculations, "settings": args.settings, "run": run}
+    record("gsm8k-cpu", results, args.results)
+    sys.exit(bool(grader["own_answer_missed"] or grader["different_number_accepted"] or calculations["accepted"]))
 
 
 if __name__ == "__main__":

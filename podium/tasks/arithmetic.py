@@ -1,4 +1,4 @@
-"""Sums, differences and products of whole numbers, made here: the task of the demo and of the tests."""
+"""Generated sums, differences and products of whole numbers: the task of the demo and of the tests."""
 
 import hashlib
 import random
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from podium.tasks.numbers import last_number
+from podium.tasks.final_answer import final_number
 from podium.tasks.task import Prompt, TaskSource
 
 Operation = Literal["add", "sub", "mul"]
@@ -17,9 +17,9 @@ MAX_PAIRS = 10_000
 
 
 class Arithmetic:
-    """`What is 3 + 4?` with numbers of so many digits, none of them 0 and no difference negative.
+    """Questions like `What is 3 + 4?`: operands have `digits` digits and do not begin with 0; no result is negative.
 
-    A quarter of the questions is held out for evaluation, always the same. An answer is correct if its last number is.
+    A quarter of the questions is held out for evaluation, always the same.
     """
 
     system_prompt: str | None = None
@@ -54,9 +54,9 @@ class Arithmetic:
         ]
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        """1 if the last number of the text is the answer."""
-        number = last_number(completion)
-        return float(number is not None and not number.percent and number.value == int(prompt.answer))
+        """1 if the number that the completion states, or else ends in, is the answer; 0 for a calculation not done."""
+        number = final_number(completion)
+        return float(number is not None and number.value == int(prompt.answer))
 
     def _questions(self, operation: Operation) -> list[tuple[str, int]]:
         """Expressions and their values, each expression once."""

@@ -1,4 +1,4 @@
-"""Questions and answers out of files and data sets: every task that reads data reads it here.
+"""Reads questions and answers from files and data sets, for every task that reads data.
 
 A local path is a .jsonl or .parquet file, or a folder with one per split; without a path, the hub is asked.
 """
@@ -23,9 +23,9 @@ class Columns:
     question: str
     answer: str
     reference: Callable[[str], str | None] = str.strip
-    """Reads the reference out of the answer column; None where there is none."""
+    """Reads the reference from the answer column; None where there is none."""
     rule: str = "is empty"
-    """What is wrong with an answer column without a reference, for the error."""
+    """What the error says of an answer column without a reference."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,32 +61,32 @@ def read_prompts(
     else:
         raise ValueError(f"{task}: path must be set: a .jsonl or .parquet file, or a folder with one per split")
     prompts = [
-        _prompt(f"{task}/{split_name}/{index}", f"{task}: {place}", row, columns)
-        for index, (place, row) in enumerate(rows)
+        _prompt(f"{task}/{split_name}/{index}", f"{task}: {location}", row, columns)
+        for index, (location, row) in enumerate(rows)
     ]
     if not prompts:
         raise ValueError(f"{task}: {origin} has no questions; an empty data set cannot be trained or evaluated on")
     return prompts
 
 
-def _prompt(prompt_id: str, place: str, row: dict[str, Any], columns: Columns) -> Prompt:
+def _prompt(prompt_id: str, location: str, row: dict[str, Any], columns: Columns) -> Prompt:
     """The prompt of one row, or a ValueError that names the row."""
     for column, option in ((columns.question, "question"), (columns.answer, "answer")):
         if column not in row:
             raise ValueError(
-                f"{place}: no column {column!r} (the {option}); {suggestion(column, row)}. "
+                f"{location}: no column {column!r} (the {option}); {suggestion(column, row)}. "
                 f"The task's options name the columns (`podium tasks`)"
             )
     question, answer = row[columns.question], row[columns.answer]
     if not isinstance(question, str) or not question.strip():
-        raise ValueError(f"{place}: the question (column {columns.question!r}) is {question!r}, not a text")
+        raise ValueError(f"{location}: the question (column {columns.question!r}) is {question!r}, not a text")
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
     if not isinstance(answer, str):
-        raise ValueError(f"{place}: the answer (column {columns.answer!r}) is {answer!r}, not a text or a number")
+        raise ValueError(f"{location}: the answer (column {columns.answer!r}) is {answer!r}, not a text or a number")
     reference = columns.reference(answer)
     if not reference:
-        raise ValueError(f"{place}: the answer (column {columns.answer!r}) {columns.rule}: {answer[-80:]!r}")
+        raise ValueError(f"{location}: the answer (column {columns.answer!r}) {columns.rule}: {answer[-80:]!r}")
     return Prompt(id=prompt_id, question=question, answer=reference)
 
 
@@ -116,7 +116,7 @@ def _local_files(task: str, split: str, source: TaskSource) -> list[Path]:
 
 
 def _file_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row of a file, and its place for messages."""
+    """Each row of a file, and its location for messages: file and line."""
     if path.suffix == ".parquet":
         try:
             from pyarrow import parquet
@@ -134,14 +134,14 @@ def _file_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{path}:{number}", _json_row(f"{path}:{number}", line)
 
 
-def _json_row(place: str, line: bytes) -> dict[str, Any]:
+def _json_row(location: str, line: bytes) -> dict[str, Any]:
     """The JSON object of one line."""
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{place}: not a line of JSON: {error}") from error
+        raise ValueError(f"{location}: not a line of JSON: {error}") from error
     if not isinstance(row, dict):
-        raise ValueError(f"{place}: expected a JSON object with columns, got {type(row).__name__}")
+        raise ValueError(f"{location}: expected a JSON object with columns, got {type(row).__name__}")
     return row
 
 

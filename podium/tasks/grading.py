@@ -1,7 +1,7 @@
 """Grades completions in other processes, off the step's critical path, with a hard time limit for each answer.
 
-Nothing that a model wrote stops a run: a worker that takes too long or dies over an answer is replaced, and the answer
-counts as wrong. A bug in a grader does stop it, with all that is needed to repeat it.
+Nothing that a model wrote stops a run: a worker that takes too long or dies on an answer is replaced, and the answer
+counts as wrong. A bug in a grader does stop the run, with an error that has all that is needed to repeat it.
 """
 
 import logging
@@ -30,7 +30,8 @@ SHOWN_CHARS = 2_000
 """How much of a question and a completion an error shows, from each end."""
 
 
-Answer = tuple[TaskPrompt, Graded]
+Submission = tuple[TaskPrompt, Graded]
+"""A completion to grade, with the prompt that it answers."""
 
 
 class GradingError(ValueError):
@@ -85,11 +86,11 @@ class Grader:
         for worker in self._workers:
             self._idle.put(worker)
 
-    def grade(self, items: Sequence[Answer]) -> list[Reward]:
+    def grade(self, items: Sequence[Submission]) -> list[Reward]:
         """The rewards of completions, in their order."""
         return self.submit(items).result()
 
-    def submit(self, items: Sequence[Answer]) -> Grading:
+    def submit(self, items: Sequence[Submission]) -> Grading:
         """Starts to grade completions and returns at once; `.result()` of what it returns waits for the rewards."""
         if self._own_tasks:
             done: Future[list[Reward]] = Future()
@@ -108,36 +109,36 @@ class Grader:
         while not self._idle.empty():
             self._idle.get().discard()
 
-    def _grade_chunk(self, answers: Sequence[Answer]) -> list[Reward]:
-        """The rewards of a chunk, from as many workers as it uses up. Runs in a thread."""
-        items = [_item(answer) for answer in answers]
+    def _grade_chunk(self, submissions: Sequence[Submission]) -> list[Reward]:
+        """The rewards of a chunk, which goes to the next worker where one is lost. Runs in a thread."""
+        items = [_item(submission) for submission in submissions]
         outcomes: list[Outcome] = []
         while len(outcomes) < len(items) and not self._closed:
             worker = self._idle.get()
             try:
                 outcomes += worker.grade(items[len(outcomes) :])
             except BaseException:
-                worker.stop()  # what it still sends belongs to no one
-                if self._closed:  # `close` ended it, perhaps before it was ready
+                worker.stop()  # nobody would read what it still sends
+                if self._closed:  # `close` ended the worker, perhaps before it was ready
                     break
                 raise
             finally:
                 self._idle.put(worker if worker.alive() or self._closed else self._replaced(worker))
         if self._closed:
             raise CancelledError("the grader was closed before all answers were graded")
-        return [self._reward(*pair) for pair in zip(answers, outcomes, strict=True)]
+        return [self._reward(*pair) for pair in zip(submissions, outcomes, strict=True)]
 
     def _replaced(self, worker: "_Worker") -> "_Worker":
-        """A new process in the place of one that ended."""
+        """A new process instead of one that ended."""
         worker.discard()
         self._workers.discard(worker)
         replacement = _Worker(self._configs, self._timeout_s)
         self._workers.add(replacement)
         return replacement
 
-    def _reward(self, answer: Answer, outcome: Outcome) -> Reward:
+    def _reward(self, submission: Submission, outcome: Outcome) -> Reward:
         """The reward of an outcome; a bug is raised."""
-        task_prompt, graded = answer
+        task_prompt, graded = submission
         task, prompt = task_prompt.task, task_prompt.prompt
         name = f"{self._labels[task]}, prompt {prompt.id}"
         if outcome.kind == "bug":
@@ -221,9 +222,9 @@ class _Worker:
             )
 
 
-def _item(answer: Answer) -> Item:
-    """What a worker needs to know of an answer."""
-    prompt, graded = answer
+def _item(submission: Submission) -> Item:
+    """The part of a submission that a worker needs."""
+    prompt, graded = submission
     return Item(prompt.task, prompt.prompt, graded.text)
 
 

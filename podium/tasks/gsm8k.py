@@ -8,7 +8,7 @@ from podium.tasks.task import Prompt, TaskSource
 
 
 class Gsm8k:
-    """Problems whose reference answer stands after `####`, from the hub (`openai/gsm8k`) or a local path."""
+    """Problems whose reference answer follows `####`, from the hub (`openai/gsm8k`) or a local path."""
 
     system_prompt: str | None = (
         r"Solve the problem step by step. Then write the result, a single number, as \boxed{number}."

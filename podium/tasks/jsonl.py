@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from podium.tasks.answers import final_answer, is_correct
+from podium.tasks.answers import is_correct
 from podium.tasks.data import Columns, HubDataset, read_prompts
+from podium.tasks.final_answer import answer_text, final_answer
 from podium.tasks.task import Prompt, TaskSource
 
 
@@ -39,7 +40,7 @@ class Jsonl:
         """1 if the final answer equals the row's answer."""
         if self.match == "math":
             return float(is_correct(completion, prompt.answer))
-        text = completion.rpartition("</think>")[2]
+        text = answer_text(completion)
         answer = final_answer(text)
         return float(_words(text if answer is None else answer) == _words(prompt.answer))
 

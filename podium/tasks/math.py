@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from podium.tasks.answers import final_answer, is_correct
+from podium.tasks.answers import is_correct
 from podium.tasks.data import Columns, HubDataset, read_prompts
+from podium.tasks.final_answer import final_answer
 from podium.tasks.task import Prompt, TaskSource
 
 

@@ -19,7 +19,7 @@ from podium.tasks.task import Prompt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskPrompt:
-    """A prompt, and whose it is."""
+    """A prompt and the task that it belongs to."""
 
     task: int
     """Index of its task in the config."""
@@ -61,11 +61,11 @@ class TaskMixture:
         return prompts
 
     def prompt_at(self, cursor: int) -> TaskPrompt:
-        """The prompt at a place in the run's order, counted from 0."""
+        """The prompt with this index in the run's order, counted from 0."""
         task, draw = self._locate(cursor)
         prompts = self._prompts(task, "train")
-        epoch, place = divmod(draw, len(prompts))
-        return self._task_prompt(task, prompts[self._order(task, epoch)[place]])
+        epoch, index = divmod(draw, len(prompts))
+        return self._task_prompt(task, prompts[self._order(task, epoch)[index]])
 
     def eval_prompts(self, limit: int | None = None) -> dict[str, list[TaskPrompt]]:
         """The evaluation prompts of each task, by label: the first `limit`, or all."""
@@ -75,10 +75,10 @@ class TaskMixture:
         }
 
     def _locate(self, cursor: int) -> tuple[int, int]:
-        """The task that is drawn at a place, and how often it was drawn before.
+        """The task that is drawn at a cursor, and how often it was drawn before.
 
-        The first task takes each place at which `place * share + phase` passes a whole number; the second does so
-        among the places that are left, with its share of what is left; and so on. The last takes the rest.
+        The first task takes each cursor at which `cursor * share + phase` passes a whole number; the second does so
+        among the cursors that are left, with its share of what is left; and so on. The last takes the rest.
         """
         for task, (share, phase) in enumerate(zip(self._shares, self._phases, strict=True)):
             before = _floor(cursor * share + phase)
@@ -115,14 +115,14 @@ def _floor(number: Fraction) -> int:
     return number.numerator // number.denominator
 
 
-def _hash(*words: int | str) -> int:
-    """64 bits that depend on all words, the same on every machine and in every version of Python and numpy."""
-    return int.from_bytes(hashlib.sha256(repr(words).encode()).digest()[:8], "little")
+def _hash(*values: int | str) -> int:
+    """64 bits that depend on all values, the same on every machine and in every version of Python and numpy."""
+    return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "little")
 
 
-def _mixed(words: np.ndarray) -> np.ndarray:
+def _mixed(values: np.ndarray) -> np.ndarray:
     """The finalizer of SplitMix64 on each of [n] uint64: a bijection without visible order."""
-    words = words + np.uint64(0x9E3779B97F4A7C15)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

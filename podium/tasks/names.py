@@ -1,4 +1,4 @@
-"""What to say after a name that nobody knows: the nearest known one, or all of them."""
+"""The way out of an unknown name, for error messages: the nearest known name, or the list of all."""
 
 from collections.abc import Iterable
 

@@ -1,158 +1,182 @@
-"""Numbers as models and data sets write them: signs, thousands separators, decimals, fractions, percent, units.
+r"""Numbers as models and data sets write them: signs, separators, decimals, fractions, powers of ten, units.
 
-Everything here is exact (fractions), linear in the length of the text, and never raises.
+What counts as a number is one that is written out. `16-3`, `2^{10}`, `\sqrt{25}` and `26/2` are calculations still to
+be done, whatever they come to; `13/2` and `1 1/2` are numbers. Units, currencies and the percent sign say what is
+counted and do not change the number: `50%` is 50, and not 0.5. Everything here is exact, linear in the length of the
+text, and never raises.
 """
 
-import dataclasses
 import re
 from fractions import Fraction
+from typing import NamedTuple
+
+from podium.tasks.notation import plain_notation
 
 TAIL_CHARS = 2_000
 """How much of the end of a text is searched for its last number."""
 MAX_NUMBER_CHARS = 400
 """A longer run of digits is no number."""
 
-_DIGITS = r"(?:[0-9]{1,3}+(?:,[0-9]{3})++(?!,?[0-9])|[0-9]++)"
-_UNSIGNED = rf"(?:{_DIGITS}(?:\.[0-9]++)?|\.[0-9]++)"
-_SIGN = r"(?:(?<![\w)\]}.%])[-+]|(?<=[=:(])\s{0,3}[-+]\s)"  # not the minus of `16-3` or of a list item `- 3`
+_WHOLE = r"(?:[0-9]{1,3}+(?:,[0-9]{3})++(?!,?[0-9])|[0-9]++)"
+_TIMES_TEN = r"\s?(?:[xX*]|\\times|\\cdot)\s{0,3}10\s?\^\s?\{?(?P<power>[-+]?[0-9]{1,3}+)\}?"
 _NUMBER = re.compile(
-    rf"(?P<sign>{_SIGN})?\$?(?<![A-Za-z0-9_])(?<![0-9]\.)"
-    rf"(?:(?:(?P<whole>{_DIGITS})\s{{0,3}})?\\frac\{{(?P<top>-?{_UNSIGNED})\}}\{{(?P<bottom>{_UNSIGNED})\}}"
-    rf"|(?P<whole2>{_DIGITS})\s(?P<top2>[0-9]++)/(?P<bottom2>[0-9]++)"
-    rf"|(?P<top3>{_UNSIGNED})\s?/\s?(?P<bottom3>{_UNSIGNED})"
-    rf"|(?P<plain>{_UNSIGNED}))"
-    r"(?P<percent>\s?(?:%|percent(?:age)?\b))?"
+    r"(?P<sign>(?<![\w)\]}.%])[-+])?(?<![A-Za-z0-9_])(?<![0-9]\.)(?:"
+    rf"(?:(?P<whole>{_WHOLE})\s{{0,3}})?\\frac\{{(?P<top>-?{_WHOLE})\}}\{{(?P<bottom>-?{_WHOLE})\}}"
+    rf"|(?:(?P<whole2>{_WHOLE})\s)?(?P<top2>{_WHOLE})\s?/\s?(?P<bottom2>{_WHOLE})(?![.][0-9])"
+    rf"|(?P<decimal>{_WHOLE}(?:\.[0-9]++)?|\.[0-9]++)(?:[eE](?P<e>[-+]?[0-9]{{1,3}}+)(?![0-9A-Za-z])|{_TIMES_TEN})?)"
 )
 
-_REPLACEMENTS = (
-    *((dash, "-") for dash in "\u2212\u2012\u2013\u2014\uff0d\ufe63"),
-    *((space, " ") for space in "\u00a0\u2007\u2009\u202f"),
-    (r"{,}", ","),
-    (r"\$", "$"),
-    (r"\%", "%"),
-    (r"\!", ""),
+_LETTER_UNIT = re.compile(  # inside \text a letter is a unit; outside it is a variable
+    r"\\(?:text|mbox|textrm|mathrm)\s?\{\s*[a-z]?[ACFJLNVWcghlms](?:/(?:h|hr|min|s))?\s*\}(?:\s?\^\s?\{?[-0-9]{1,2}\}?)?"
 )
-_SMALL_SPACE = re.compile(r"(?<!\\)\\[,;: ]|~")
-_SPLIT_THOUSANDS = re.compile(r"(?<=[0-9]),\\! ?(?=[0-9]{3})")
-_FRACTION_COMMAND = re.compile(r"\\[dt]frac(?![A-Za-z])")
-_BARE_FRACTION = re.compile(r"\\frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))")
-
-_TEXT_COMMAND = re.compile(r"\\(?:text|mbox|textbf|textit|mathrm|mathbf|textrm|rm)\s?\{([^{}]*)\}")
+_TEXT_COMMAND = re.compile(r"\\(?:text|mbox|textrm|mathrm)\s?\{([^{}]*)\}")
+_DEGREES = re.compile(r"(?:\s?\^\s?\{?\s?\\circ\s?\}?|\s?\u00b0)(?:\s?[CFK]\b)?")
+_CURRENCY = re.compile(r"([-+]?)[$\u00a3\u20ac\u20b9\u00a5]\s?")
 _UNIT_POWER = re.compile(r"(?<![A-Za-z\\])([A-Za-z]{2,20})\s?\^\s?\{?[23]\}?")
-_DEGREES = re.compile(r"\s?\^\s?\{?\s?\\circ\s?\}?|\u00b0")
+_SPELLED_OUT = re.compile(  # `5 (five)`
+    r"\(\s*(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
+    r"|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety)\b[a-z\s-]{0,60}\)",
+    re.IGNORECASE,
+)
+
 _COMMAND = re.compile(r"\\[A-Za-z]{1,20}")
+_NAME = re.compile(r"\s*[A-Za-z]\w{0,20}\s*")
 _NAME_OR_SUM = re.compile(r"\s*(?:[A-Za-z]\w{0,20}\s*(?:\(\w*\)\s*)?|[^A-Za-z]*)")  # left of the last `=`
 _LEADING_SIGN = re.compile(r"^\s*([-+])\s+")
-_WORDS_ONLY = re.compile(r"[A-Za-z\s.,:;'\"$/()-]*")
-_SHORT_UNITS = (
-    "am cm cl dl ft gb hr hrs in kb kg kl km kw lb lbs mb mg mi ml mm mph ms oz pm pt qt sec sq st nd rd th yd"
+_PROSE = re.compile(r"[A-Za-z\s.,:;'\"/()-]*")
+_NO_HYPHEN = re.compile(r"-(?![A-Za-z]{2})|\s-")
+_SHORT_UNIT_LIST = (
+    "am cm cl dl ft gb hr hrs in kb kg kl km kw lb lbs mb mg mi ml mm mph ms oz pm pt qt rs sec sq us st nd rd th yd"
     " a an at by is it of on"
 )
-_NOT_UNITS = (
-    "and or not nor plus minus times over divided multiplied base to pi sqrt sin cos tan log exp infty infinity"
-    " squared cubed factorial half halves third thirds quarter quarters fourth fourths fifth fifths tenth tenths"
-    " dozen hundred hundreds thousand thousands million millions billion billions trillion trillions"
-    " two three four five six seven eight nine ten mod modulo power root between negative except maybe either unknown"
+_SCALE_LIST = (
+    "dozen hundred hundreds thousand thousands million millions billion billions trillion trillions half halves third"
+    " thirds quarter quarters fourth fourths fifth fifths tenth tenths hundredths thousandths squared cubed"
 )
-_SHORT_UNIT_SET, _NOT_UNIT_SET = frozenset(_SHORT_UNITS.split()), frozenset(_NOT_UNITS.split())
+_NO_UNIT_LIST = (
+    "and or not nor plus minus times over divided multiplied base to pi sqrt sin cos tan log exp infty infinity"
+    " factorial twice double triple choose two three four five six seven eight nine ten mod modulo power root between"
+    " negative except maybe either unknown"
+)
+_SHORT_UNITS, _SCALES = frozenset(_SHORT_UNIT_LIST.split()), frozenset(_SCALE_LIST.split())
+_NO_UNITS = _SCALES | frozenset(_NO_UNIT_LIST.split())
+_OPERATORS = frozenset(("+", "-", "*", "/", "^", r"\times", r"\cdot"))
+_LETTERS = frozenset("bcdefghjklmnopqrstuvwxyzBCDEFGHJKLMNOPQRSTUVWXYZ")  # `a`, `A` and `I` are words
+_JOINS = _SCALES | _OPERATORS | _LETTERS | {"=", "(", ")", "or"}
+"""Words that continue a formula: `16 - 3`, `x = 5`, `3 million`, `5 or 6`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Number:
+class Number(NamedTuple):
     """A number as it was written."""
 
     value: Fraction
-    """Without its percent sign: 50 for `50%`."""
-    percent: bool
     places: int
-    """Decimal places that were written; 0 for whole numbers and fractions."""
-
-
-def clean_latex(text: str) -> str:
-    r"""The text with plain signs and spaces, and with every fraction as `\frac{a}{b}`."""
-    text = _SPLIT_THOUSANDS.sub(",", text)
-    for old, new in _REPLACEMENTS:
-        text = text.replace(old, new)
-    text = _FRACTION_COMMAND.sub(r"\\frac", _SMALL_SPACE.sub(" ", text))
-    return _BARE_FRACTION.sub(
-        lambda found: rf"\frac{{{(found[1] or found[2] or '').strip()}}}{{{(found[3] or found[4] or '').strip()}}}",
-        text,
-    )
-
-
-def last_number(text: str) -> Number | None:
-    """The last number of a text, wherever it stands; None if there is none."""
-    found = list(_NUMBER.finditer(clean_latex(text[-TAIL_CHARS:])))
-    return _value(found[-1]) if found else None
+    """Decimal places that were written; 0 for whole numbers, fractions and powers of ten."""
 
 
 def read_number(text: str) -> Number | None:
-    r"""The number that an answer is: `-1,200`, `\frac{3}{4}`, `5.4 \text{ cents}`, `x = 5`, `$18 per day`, `50%`.
+    r"""The number that an answer is: `-1,200`, `\frac{3}{4}`, `1.2e3`, `5.4 \text{ cents}`, `x = 5`, `$5 a day`, `50%`.
 
     Returns:
-        None where the answer is something else: an expression, several numbers, words that change the value.
+        None where the answer is something else: a calculation, several numbers, words that change the value.
     """
-    left, _, text = clean_latex(text).rpartition("=")
-    if not _NAME_OR_SUM.fullmatch(_COMMAND.sub(" ", left)):
-        return None
-    text = _TEXT_COMMAND.sub(r" \1", _DEGREES.sub(" ", text))
-    text = _LEADING_SIGN.sub(r"\1", _UNIT_POWER.sub(r"\1", text))
-    found = list(_NUMBER.finditer(text))
-    if len(found) != 1:
-        return None
-    before, after = text[: found[0].start()], text[found[0].end() :]
-    return _value(found[0]) if _is_unit(before, after) else None
+    return _read(_without_units(text))
+
+
+def last_number(text: str) -> Number | None:
+    """The number at the end of a text that states no answer; None where the last figures are a formula, not a number.
+
+    `She sells 9 * 2 = 18 eggs.` ends in 18; `So 16 - 3.` in no number, neither 13 nor 3.
+    """
+    for line in reversed(_without_units(text[-TAIL_CHARS:]).splitlines()):
+        if figures := _last_figures(line.split()):
+            return None if figures[0] in _OPERATORS else _read(" ".join(figures))  # 18 eggs - 3
+    return None
 
 
 def same_number(reference: Number, answer: Number) -> bool:
-    """Whether two numbers are equal.
+    """Whether two numbers are equal: exactly, or a decimal of 4 or more places that cuts or rounds a fraction.
 
-    Exactly equal, with two allowances. A percent sign on one side only may mean either reading: 50% equals 50 (a
-    question for percent) and 0.5. A decimal of four or more places equals the fraction that it cuts or rounds: 0.3333
-    equals 1/3.
+    0.3333 equals 1/3; 0.33 does not, and 17.9999 is not 18.
     """
-    if reference.percent == answer.percent:
-        return _equal(reference, answer)
-    hundredth = Fraction(1, 100)
-    percent, other = (reference, answer) if reference.percent else (answer, reference)
-    as_fraction = Number(percent.value * hundredth, False, percent.places + 2 if percent.places else 0)
-    return _equal(percent, other) or _equal(as_fraction, other)
-
-
-def _equal(a: Number, b: Number) -> bool:
-    if a.value == b.value:
+    if reference.value == answer.value:
         return True
-    rounded, exact = (a, b) if a.places else (b, a)
+    rounded, exact = (reference, answer) if reference.places else (answer, reference)
     if rounded.places < 4 or exact.places or exact.value.denominator == 1:
         return False
     return abs(rounded.value - exact.value) < Fraction(1, 10**rounded.places)
 
 
-def _is_unit(before: str, after: str) -> bool:
-    """Whether what stands around a number leaves its value alone: units, currency, plain words."""
-    if not (_WORDS_ONLY.fullmatch(before) and _WORDS_ONLY.fullmatch(after)):
+def _without_units(text: str) -> str:
+    """The text in plain notation, without the units and currencies that are not words."""
+    text = _LETTER_UNIT.sub(" ", plain_notation(text))
+    text = _DEGREES.sub(" ", _TEXT_COMMAND.sub(r" \1 ", text)).replace("%", " ").replace(r"\approx", "=")
+    return _SPELLED_OUT.sub("", _UNIT_POWER.sub(r"\1", _CURRENCY.sub(r" \1", text)))
+
+
+def _read(text: str) -> Number | None:
+    """The one number of a text in which nothing else changes its value."""
+    left, equals, right = text.rpartition("=")
+    if equals and _NAME.fullmatch(right):  # 5 = x
+        left, right = right, left
+    if not _NAME_OR_SUM.fullmatch(_COMMAND.sub(" ", left)):
+        return None
+    right = _LEADING_SIGN.sub(r"\1", right)
+    found = list(_NUMBER.finditer(right))
+    if len(found) != 1:
+        return None
+    before, after = right[: found[0].start()], right[found[0].end() :]
+    return _value(found[0]) if _are_units(before, after) else None
+
+
+def _last_figures(words: list[str]) -> list[str]:
+    """The last words of a line that belong to one formula or number; empty if the line has no digit."""
+    last: list[str] = []
+    formula: list[str] = []
+    if words and words[0] in ("-", "+", "*"):
+        words = words[1:]  # the item of a list
+    for word in [*words, "."]:
+        figures = any(character.isdigit() for character in word)
+        bare = word.rstrip(",;:.!?")
+        if figures or bare in _JOINS:
+            formula.append(bare)
+        if bare != word or not (figures or bare in _JOINS):
+            last = formula if any(character.isdigit() for word in formula for character in word) else last
+            formula = []
+    while last and last[-1] == "-":  # a dash: 18 - she sells them
+        last.pop()
+    return last
+
+
+def _are_units(before: str, after: str) -> bool:
+    """Whether what stands around a number leaves its value alone: units, plain words, punctuation."""
+    if not (_PROSE.fullmatch(before) and _PROSE.fullmatch(after)) or "/" in before:
         return False
-    if before[-1:].isalpha() or before.strip()[-1:] in tuple("-/)"):
+    if _NO_HYPHEN.search(f"{before}|{after}") or before[-1:].isalpha() or before.rstrip()[-1:] in ("-", ")"):
         return False
+    if re.search(r"[A-Za-z]\($", before):
+        return False  # a function: f(5)
     attached = re.match(r"[A-Za-z]*", after)
-    if attached and attached[0] and attached[0].lower() not in _SHORT_UNIT_SET:
+    if attached and attached[0] and attached[0].lower() not in _SHORT_UNITS:
         return False
     words = [word.lower() for word in re.findall(r"[A-Za-z]+", f"{before} {after}")]
-    return all(word not in _NOT_UNIT_SET and (len(word) > 2 or word in _SHORT_UNIT_SET) for word in words)
+    return all(word not in _NO_UNITS and (len(word) > 2 or word in _SHORT_UNITS) for word in words)
 
 
 def _value(found: re.Match[str]) -> Number | None:
-    """The number that the pattern found; None if it is too long or divides by 0."""
+    """The number that the pattern found; None if it is too long, divides by 0, or is a division that comes out even."""
     if len(found[0]) > MAX_NUMBER_CHARS:
         return None
-    whole = _fraction(found["whole"] or found["whole2"] or "0")
-    top = _fraction(found["top"] or found["top2"] or found["top3"] or found["plain"])
-    bottom = _fraction(found["bottom"] or found["bottom2"] or found["bottom3"] or "1")
-    if bottom == 0:
+    sign = -1 if found["sign"] == "-" else 1
+    if found["decimal"]:
+        power = int(found["e"] or found["power"] or 0)
+        places = 0 if power else len(found["decimal"].partition(".")[2])
+        return Number(sign * _fraction(found["decimal"]) * Fraction(10) ** power, places)
+    whole = found["whole"] or found["whole2"]
+    top, bottom = _fraction(found["top"] or found["top2"]), _fraction(found["bottom"] or found["bottom2"])
+    if bottom == 0 or (top / bottom).denominator == 1 or (whole and not 0 < top < bottom):
         return None
-    sign = -1 if found["sign"] and "-" in found["sign"] else 1
-    places = len((found["plain"] or "").partition(".")[2])
-    return Number(sign * (whole + top / bottom), bool(found["percent"]), places)
+    return Number(sign * (_fraction(whole or "0") + top / bottom), 0)
 
 
 def _fraction(text: str) -> Fraction:

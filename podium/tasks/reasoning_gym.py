@@ -1,4 +1,4 @@
-"""Any generator of reasoning-gym (arXiv:2505.24760): endless made-up puzzles, each with its own scorer."""
+"""Any generator of reasoning-gym (arXiv:2505.24760): endless generated puzzles, each with its own scorer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any

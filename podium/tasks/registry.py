@@ -1,4 +1,4 @@
-"""From the name in the config to a task: built in, or imported from `package.module:Class`.
+"""Makes the task that a config names: built in, or imported from `package.module:Class`.
 
 Modules of tasks are imported when their task is made, so that listing names stays fast.
 """
@@ -99,5 +99,5 @@ def _check_type(key: str, value: Any, hint: Any) -> None:
         TypeAdapter(hint).validate_python(value, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        place = "".join(f"[{part!r}]" for part in first["loc"])
-        raise ValueError(f"{key}{place}: {first['msg']}, got {first['input']!r}") from None
+        index = "".join(f"[{part!r}]" for part in first["loc"])
+        raise ValueError(f"{key}{index}: {first['msg']}, got {first['input']!r}") from None

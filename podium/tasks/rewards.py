@@ -1,4 +1,4 @@
-"""From a grade and a text to a reward: the parts that a config can weigh, and their weighted sum."""
+"""Rewards: the parts that a config can weigh (the grade, the format, the length), and their weighted sum."""
 
 from collections.abc import Callable
 from typing import NamedTuple

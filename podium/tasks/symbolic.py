@@ -27,7 +27,7 @@ _TOO_LARGE = re.compile(
     r"|[)}\]]\s*(?:\^|\*\*)\s*[{(]?\s*-?[0-9]{3,}"  # of what is in brackets
     r"|(?:\^|\*\*)\s*[{(]?\s*[0-9.]+\s*[})]?\s*(?:\^|\*\*)|(?:(?:\^|\*\*)\s*[{(]?\s*[A-Za-z0-9.]+\s*){3}"  # towers
 )
-_NOT_MATH = re.compile(r"__|['\"`#@]")
+_NOT_MATH = re.compile(r"__|['\"`#@]|[0-9]\s+[0-9]")  # math-verify would read `5 6` as 56
 _UNEVALUATED = re.compile(
     r"\\(?:i{0,3}int|oint|sum|prod|lim|det|gcd|lcm)(?![a-z])|zeros|ones|diag|stack|orth|rank|binom\s*\{[0-9]{4}"
 )

@@ -10,8 +10,8 @@
         def grade(self, prompt: Prompt, completion: str) -> float: ...
 
 and name it in the config by import path (`tasks: [{name: mypackage.tasks:Spelling, options: {length: 6}}]`) or by
-one line in `podium/tasks/registry.py`. Whatever `grade` needs is best imported in the constructor: grading has a time
-limit, making a task has none. Nothing here imports jax.
+one line in `podium/tasks/registry.py`. Import what `grade` needs in the constructor: grading has a time limit, making a
+task has none. Nothing here imports jax.
 """
 
 import dataclasses

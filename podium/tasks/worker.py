@@ -1,4 +1,4 @@
-"""The process in which completions are graded: `podium.tasks.grading` starts it and calls `main` in it.
+"""Runs in a grading process: `podium.tasks.grading` starts the process and calls `main` in it.
 
 It reads task configs and then lists of items from its connection, and answers each item as soon as it is graded. It has
 no time limit of its own: the parent kills it.
@@ -30,7 +30,7 @@ class Item(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of grading it: a grade; stopped (time, memory), which is the model's fault; or a bug, which is not."""
+    """How grading ended: with a grade; stopped (time, memory), which is the model's fault; or a bug, which is not."""
 
     kind: Literal["graded", "stopped", "bug"]
     correct: float = 0.0

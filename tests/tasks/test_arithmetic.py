@@ -65,12 +65,16 @@ def test_operations_are_mixed_in_both_splits():
         ("3", "-3", 0),
         ("-3", "5-3", 0),
         ("12", "12 or 13", 0),
-        ("12", "12%", 0),
+        ("13", "12 or 13", 0),
+        ("12", "7 + 5", 0),
+        ("5", "7 + 5", 0),
+        ("12", "\\boxed{12} for 3 bags", 1),
+        ("12", "\\boxed{7+5}", 0),
         ("12", "twelve", 0),
         ("12", "", 0),
     ],
 )
-def test_the_last_number_decides(answer, completion, reward):
+def test_the_number_that_is_stated_or_ends_the_text_decides(answer, completion, reward):
     assert make().grade(Prompt(id="0", question="?", answer=answer), completion) == reward
 
 

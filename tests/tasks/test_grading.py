@@ -5,14 +5,14 @@ from concurrent.futures import CancelledError
 import pytest
 
 from podium.config.schema import GradingConfig, TaskConfig
-from podium.tasks.grading import CHUNK, Answer, Grader, GradingError
+from podium.tasks.grading import CHUNK, Grader, GradingError, Submission
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import Graded, Prompt
 
 ECHO = TaskConfig(name="sample_tasks:Echo")
 
 
-def answers(*texts: str, task: int = 0) -> list[Answer]:
+def answers(*texts: str, task: int = 0) -> list[Submission]:
     prompt = Prompt(id="a/train/7", question="Say 7", answer="7")
     return [
         (
@@ -68,7 +68,7 @@ def test_submit_returns_before_the_answers_are_graded(closed):
     assert [reward.total for reward in grading.result()] == [0, 1]
 
 
-def test_an_answer_past_its_limit_is_wrong_and_told_once(closed, caplog):
+def test_an_answer_past_its_limit_is_wrong_and_warned_of_once(closed, caplog):
     rewards = closed(timeout_s=0.5).grade(answers("7", "sleep", "7", "sleep", "7"))
     assert [reward.total for reward in rewards] == [1, 0, 1, 0, 1]
     assert [reward.timed_out for reward in rewards] == [False, True, False, True, False]
