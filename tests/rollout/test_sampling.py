@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from podium.algorithms.losses import policy_loss
+from podium.algorithms.recipes import RECIPES
 from podium.rollout import sampling
 from podium.rollout.request import SamplingParams
 from podium.rollout.sampling import fill_row, idle_rows, sample
@@ -101,6 +103,28 @@ def test_both_log_probabilities_of_a_known_distribution_cut_to_two_tokens():
     assert set(sampled.tokens.tolist()) == {0, 1}
     np.testing.assert_allclose(np.exp(sampled.logprobs), np.array([0.625, 0.375])[sampled.tokens], rtol=1e-5)
     np.testing.assert_allclose(np.exp(sampled.full_logprobs), np.array([0.5, 0.3])[sampled.tokens], rtol=1e-5)
+
+
+def test_a_negative_token_of_an_unchanged_policy_has_its_gradient_under_truncation():
+    """To the truncated log-probability the ratio would be the share kept, below 1 - clip_low: clipped for good."""
+    logits = jnp.tile(jnp.linspace(0.0, 0.1, 50), (20, 1))
+    sampled = draw_all(logits, [params(top_p=0.5)] * 20)
+    tokens, segments, mask = sampled.tokens[None], np.ones((1, 20), np.int32), np.ones((1, 20), bool)
+
+    def stopped(sampled_logprobs):
+        def loss(logits):
+            logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits)[None], tokens[..., None], axis=2)[..., 0]
+            batch = {"advantages": jnp.full((1, 20), -1.0), "segments": segments, "mask": mask}
+            values, stats = policy_loss(RECIPES["grpo"], logprobs, sampled_logprobs=sampled_logprobs[None], **batch)
+            return jnp.sum(values), (values, stats["clip_low"])
+
+        (_, (values, clipped)), gradient = jax.value_and_grad(loss, has_aux=True)(logits)
+        return np.asarray(values), np.asarray(clipped), np.all(np.asarray(gradient) == 0, axis=1)
+
+    values, clipped, no_gradient = stopped(sampled.full_logprobs)
+    np.testing.assert_allclose(values, 1.0, rtol=1e-5)  # -ratio x advantage
+    assert not clipped.any() and not no_gradient.any()
+    assert stopped(sampled.logprobs)[2].all()
 
 
 @functools.cache
