@@ -89,7 +89,7 @@ class RolloutConfig(Section):
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer's log-probabilities use the same value. Greedy answers are `eval.greedy`'s."""
     top_k: NotNegative = 0
-    """Sample among the k likeliest tokens; 0: all. Biases the gradient: the trainer's softmax is over all tokens."""
+    """Sample among the k likeliest tokens; 0: all. Biases the gradient: the other tokens are never tried."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Sample among the likeliest tokens that hold this much probability; 1: all. Biases the gradient as top_k does."""
     min_p: Fraction = 0.0
@@ -128,9 +128,10 @@ class AlgorithmConfig(Section):
     correction_high: PositiveFloat | None = None
     """Cap of `correction: truncate`, upper end of the band of `correction: mask`."""
     old_logprobs: Literal["sampler", "trainer"] | None = None
-    """Whose log-probabilities the ratio is taken to: the sampler's, or the trainer's before the first update."""
+    """Whose log-probabilities the ratio is taken to: the sampler's (before top-k, top-p and min-p), or the trainer's
+    before the first update, which costs a forward pass if there are several updates per batch."""
     entropy_bonus: NotNegativeFloat | None = None
-    """Weight of the entropy added to the objective."""
+    """Weight of the entropy added to the objective; a mean over tokens, whatever `mean` is."""
     mask_truncated: bool | None = None
     """Leave completions cut by `max_new_tokens` out of the loss."""
     zero_variance: Literal["keep", "drop", "refill"] | None = None
