@@ -23,7 +23,7 @@ from podium.models.params import GATHERED_AXES, TRAIN_AXES, param_specs
 from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batch import Batch, Sample, make_batch
 from podium.train.optimizer import make_optimizer
-from podium.train.setup import keep_freed_memory, only_cpu
+from podium.train.platform import keep_freed_memory, only_cpu
 from podium.train.state import init_state
 from podium.train.step import Program, make_train_step, place_batch
 

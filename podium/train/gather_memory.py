@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from podium.job.context import member_of_job
 from podium.sharding import make_mesh
 from podium.train.distributed import gather, is_leader, joined
-from podium.train.setup import prepare_platform
+from podium.train.platform import prepare_platform
 
 GIB = 2**30
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}

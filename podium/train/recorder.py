@@ -1,0 +1,135 @@
+"""What a run writes down and shows of its steps and evaluations."""
+
+import collections
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from podium.config.schema import Config
+from podium.job.records import Report
+from podium.models.architecture import DecoderConfig
+from podium.observe.metrics import STEP_REPORT, evaluation_metrics, step_metrics
+from podium.observe.progress import Progress, ShownCompletion
+from podium.observe.records import lengths_record, sample_record, sampled_groups
+from podium.observe.run_dir import LENGTHS, SAMPLES, RunDir
+from podium.observe.stats import BatchStats, CompletionStats, DeviceMemory, StepStats, StepTimes, UpdateStats
+from podium.observe.writers import MetricWriter
+from podium.rollout.request import RolloutStats
+from podium.train.distributed import gather
+from podium.train.evaluate import Evaluation
+from podium.train.generate import Group
+
+STEPS_AVERAGED = 10
+
+
+class PlanCheck(Protocol):
+    """Plans a run and measures the plan: `podium.plan.check`, passed down, since the planner imports the trainer."""
+
+    def begin(self, config: Config, decoder: DecoderConfig, folder: Path | None) -> str | None:
+        """Before the first step: a line to print. Raises ValueError where the run is far too large."""
+        ...
+
+    def after_step(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], str | None]:
+        """After each step: metrics to add, and a line to print."""
+        ...
+
+
+class StepClock:
+    """Wall and CPU time of a step, from when it is made."""
+
+    def __init__(self, checkpoint_s: float | None) -> None:
+        """Starts; `checkpoint_s` is what the loop waited for the checkpoint of the step before, None without one."""
+        self._checkpoint_s = checkpoint_s
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
+        self._rolled_out = self._updated = self._start
+
+    def rolled_out(self) -> None:
+        """The completions are graded."""
+        self._rolled_out = time.perf_counter()
+
+    def updated(self) -> None:
+        """The weights are new."""
+        self._updated = time.perf_counter()
+
+    def stop(self) -> StepTimes:
+        """The seconds so far; the step ends with the new weights in the engine."""
+        end = time.perf_counter()
+        return StepTimes(
+            step_s=end - self._start,
+            cpu_s=time.process_time() - self._cpu_start,
+            rollout_s=self._rolled_out - self._start,
+            sync_s=end - self._updated,
+            checkpoint_s=self._checkpoint_s,
+        )
+
+
+class Recorder:
+    """Writes metrics, samples and lengths of a run, shows them, and reports to who waits for the job."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: RunDir,
+        writer: MetricWriter,
+        progress: Progress,
+        *,
+        report: Report,
+        task_labels: list[str],
+        check: PlanCheck | None,
+    ) -> None:
+        """Nothing is written yet.
+
+        Args:
+            config: of the run.
+            run_dir: of the run, cut back to the step that it continues from.
+            writer: of its metrics.
+            progress: what the user sees.
+            report: what the launcher of the job sees.
+            task_labels: short names of the tasks, in the config's order.
+            check: compares steps with the plan; None: nothing does.
+        """
+        self.config, self.run_dir, self.writer, self.progress = config, run_dir, writer, progress
+        self._report, self._labels, self._check = report, task_labels, check
+        self._step_seconds: collections.deque[float] = collections.deque(maxlen=STEPS_AVERAGED)
+
+    def write(
+        self,
+        step: int,
+        groups: list[Group],
+        rolled: RolloutStats,
+        batched: BatchStats,
+        updated: UpdateStats,
+        clock: StepClock,
+    ) -> None:
+        """Record a step; on several hosts all must call it.
+
+        Args:
+            step: steps done.
+            groups: completed and graded in it.
+            rolled: what that took.
+            batched: what became of the groups.
+            updated: what the updates did.
+            clock: of the step.
+        """
+        stats = StepStats(
+            completions=completion_stats(groups),
+            rolled=rolled,
+            batched=batched,
+            updated=updated,
+            times=clock.stop(),
+            memory=device_memory(),
+        )
+        metrics = step_metrics(stats)
+        self.writer.write(step, metrics)
+
+    def write_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Record the evaluation of the weights after `step` steps."""
+        metrics = evaluation_metrics(evaluation.stats)
+        self.writer.write(step, metrics)
+        for record in evaluation.records(step):
+            self.run_dir.append(SAMPLES, record)
+        self.progress.evaluated(step, metrics)
