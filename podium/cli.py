@@ -127,7 +127,7 @@ def train(
         from podium.plan.check import RunCheck
         from podium.train.loop import train as run
 
-        status = run(loaded.config, fork=fork, plain=plain, member=job, check=RunCheck(force=force))
+        status = run(loaded.config, fork=fork, plain=plain, job=job, check=RunCheck(force=force))
     raise typer.Exit(status)
 
 

@@ -17,7 +17,7 @@ from podium.observe.step_metrics import STEP_METRICS
 
 METRICS = STEP_METRICS | EVALUATION_METRICS
 """All metrics, by the sections of docs/metrics.md."""
-REWARD, ACCURACY = "train-reward/total/mean", "eval/accuracy"
+REWARD, ACCURACY, UPDATES = "train-reward/total/mean", "eval/accuracy", "optimizer/updates"
 STEP_REPORT = (REWARD, "train-other/loss", ACCURACY, "time/train/step_s")
 """What a status on a worker shows of the last step."""
 STATISTICS: Mapping[str, Callable[[np.ndarray], Any]] = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
@@ -26,23 +26,23 @@ STATISTICS: Mapping[str, Callable[[np.ndarray], Any]] = {"mean": np.mean, "std":
 
 def step_metrics(stats: StepStats) -> dict[str, float]:
     """The metrics of a step by their names."""
-    return _named((metric, metric.step and metric.step(stats)) for metric in _all_metrics())
+    return named((metric, metric.step and metric.step(stats)) for metric in _all_metrics())
 
 
 def evaluation_metrics(stats: EvaluationStats) -> dict[str, float]:
     """The metrics of an evaluation by their names: those of its tasks, then its own."""
     found: dict[str, float] = {}
     for task, scores in stats.tasks.items():
-        values = _named((metric, metric.task and metric.task(scores)) for metric in _all_metrics())
+        values = named((metric, metric.task and metric.task(scores)) for metric in _all_metrics())
         found |= {name.replace("<task>", task): value for name, value in values.items()}
-    return found | _named((metric, metric.evaluation and metric.evaluation(stats)) for metric in _all_metrics())
+    return found | named((metric, metric.evaluation and metric.evaluation(stats)) for metric in _all_metrics())
 
 
 def _all_metrics() -> Iterator[Metric]:
     return itertools.chain.from_iterable(METRICS.values())
 
 
-def _named(values: Iterable[tuple[Metric, Value]]) -> dict[str, float]:
+def named(values: Iterable[tuple[Metric, Value]]) -> dict[str, float]:
     """The values under complete names; None has none."""
     found: dict[str, float] = {}
     for metric, value in values:

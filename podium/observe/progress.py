@@ -21,7 +21,7 @@ RECENT_STEPS = 10
 WIDTH = 100
 
 
-class Sample(NamedTuple):
+class ShownCompletion(NamedTuple):
     """A completion to show."""
 
     prompt: str
@@ -54,7 +54,7 @@ class Progress:
         self._lengths: list[float] = []
         self._metrics: Mapping[str, float] = {}
         self._evaluations: list[tuple[int, float]] = []
-        self._sample: Sample | None = None
+        self._sample: ShownCompletion | None = None
         self._notice: str | None = None
         self._live: Live | None = None
         if self.console.is_interactive:
@@ -83,7 +83,7 @@ class Progress:
             self._line(f"{name} ...")
         self._phases_seen.add(name)
 
-    def step(self, step: int, metrics: Mapping[str, float], sample: Sample | None = None) -> None:
+    def step(self, step: int, metrics: Mapping[str, float], sample: ShownCompletion | None = None) -> None:
         """Show a step that is done.
 
         Args:
@@ -183,7 +183,7 @@ class Progress:
         spent = {phase: self._metrics.get(f"time/train/{phase}_s", 0.0) for phase in PHASES}
         return "  ".join([*(f"{phase} {value:.1f}" for phase, value in spent.items() if value), self._speed()])
 
-    def _last_sample(self, sample: Sample) -> RenderableType:
+    def _last_sample(self, sample: ShownCompletion) -> RenderableType:
         room = 2 * (self._width() - 16)
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim", no_wrap=True)

@@ -41,22 +41,22 @@ Value = TypeVar("Value")
 
 
 @contextlib.contextmanager
-def joined(member: JobContext) -> Iterator[None]:
+def joined(job: JobContext) -> Iterator[None]:
     """The processes of a job know each other inside; an exception ends this process at the end of the block.
 
     It cannot go further: jax would wait for the others, and abort without the exit status.
     """
-    if member.cluster is None:
+    if job.cluster is None:
         yield
         return
-    if member.guard is not None:
-        member.guard.close()  # jax takes its port
-    _initialize(member.cluster)
+    if job.guard is not None:
+        job.guard.close()  # jax takes its port
+    _initialize(job.cluster)
     try:
         yield
         jax.distributed.shutdown()  # waits for all
     except BaseException as error:
-        status = member.report.failed(error)
+        status = job.report.failed(error)
         traceback.print_exception(error)
         sys.stderr.flush()
         sys.stdout.flush()
@@ -64,13 +64,13 @@ def joined(member: JobContext) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def failing_fast(member: JobContext) -> Iterator[None]:
+def failing_fast(job: JobContext) -> Iterator[None]:
     """An exception inside is recorded at once, and what then closes has little time: the others hang meanwhile."""
     try:
         yield
     except BaseException as error:
-        status = member.report.failed(error)
-        if member.cluster is not None:
+        status = job.report.failed(error)
+        if job.cluster is not None:
             end = threading.Timer(CLEAN_UP_S, os._exit, (status,))
             end.daemon = True
             end.start()

@@ -36,11 +36,11 @@ def bench(*, mode: Mode, mesh_shape: str, dtype: str, target_bytes_gib: float, c
         require: processes that there must be; 0: any number.
     """
     options = {"mode": mode, "mesh": mesh_shape, "dtype": dtype, "target": str(target_bytes_gib), "cols": str(cols)}
-    with join_job({**os.environ, **({"REQUIRE_JAX_PROCESS_COUNT": str(require)} if require else {})}) as member:
-        if member.guard is not None:
-            member.guard.agree(options, None)
+    with join_job({**os.environ, **({"REQUIRE_JAX_PROCESS_COUNT": str(require)} if require else {})}) as job:
+        if job.guard is not None:
+            job.guard.agree(options, None)
         prepare_platform()
-        with joined(member):
+        with joined(job):
             found = measure(make_mesh(mesh_shape), mode, dtype, target_bytes_gib=target_bytes_gib, cols=cols)
             if is_leader():
                 print(json.dumps(found), flush=True)

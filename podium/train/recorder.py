@@ -1,8 +1,9 @@
 """What a run writes down and shows of its steps and evaluations."""
 
 import collections
+import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 
 from podium.config.schema import Config
-from podium.job.records import Report
+from podium.job.records import ProgressReport
 from podium.models.architecture import DecoderConfig
 from podium.observe.metrics import STEP_REPORT, evaluation_metrics, step_metrics
 from podium.observe.progress import Progress, ShownCompletion
@@ -77,7 +78,7 @@ class Recorder:
         writer: MetricWriter,
         progress: Progress,
         *,
-        report: Report,
+        report: ProgressReport,
         task_labels: list[str],
         check: PlanCheck | None,
     ) -> None:
@@ -103,7 +104,7 @@ class Recorder:
         rolled: RolloutStats,
         batched: BatchStats,
         updated: UpdateStats,
-        clock: StepClock,
+        times: StepTimes,
     ) -> None:
         """Record a step; on several hosts all must call it.
 
@@ -113,18 +114,43 @@ class Recorder:
             rolled: what that took.
             batched: what became of the groups.
             updated: what the updates did.
-            clock: of the step.
+            times: of the step.
         """
+        self._step_seconds.append(times.step_s)
+        if len(self._step_seconds) == STEPS_AVERAGED:
+            times = dataclasses.replace(times, mean_step_s=float(np.mean(self._step_seconds)))
         stats = StepStats(
             completions=completion_stats(groups),
             rolled=rolled,
             batched=batched,
             updated=updated,
-            times=clock.stop(),
+            times=times,
             memory=device_memory(),
         )
         metrics = step_metrics(stats)
+        if self._check is not None:
+            more, line = self._check.after_step(metrics)
+            metrics |= more
+            if line is not None:
+                self.progress.message(line)
         self.writer.write(step, metrics)
+        self._report.update(step=step, metrics={name: metrics[name] for name in STEP_REPORT if name in metrics})
+        self._write_completions(step, groups)
+        first = groups[0]
+        shown = ShownCompletion(first.prompt.prompt.question, first.completions[0].text, first.rewards[0].total)
+        self.progress.step(step, metrics, shown)
+
+    def _write_completions(self, step: int, groups: list[Group]) -> None:
+        """Samples of the step's groups, and the lengths of all."""
+        every = self.config.metrics.samples_every
+        for index in sampled_groups(step, prompts_per_step=self.config.prompts_per_step, samples_every=every):
+            group = groups[index]
+            task = self._labels[group.prompt.task]
+            record = sample_record(step, "train", task, group.prompt.prompt, group.completions, group.rewards)
+            self.run_dir.append(SAMPLES, record)
+        prompts = [len(group.tokens) for group in groups]
+        completions = [len(completion.tokens) for group in groups for completion in group.completions]
+        self.run_dir.append(LENGTHS, lengths_record(step, prompts, completions))
 
     def write_evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Record the evaluation of the weights after `step` steps."""
@@ -133,3 +159,32 @@ class Recorder:
         for record in evaluation.records(step):
             self.run_dir.append(SAMPLES, record)
         self.progress.evaluated(step, metrics)
+
+
+def completion_stats(groups: Sequence[Group]) -> CompletionStats:
+    """Rewards and lengths of a step's completions."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = np.array([len(completion.tokens) for completion in completions])
+    prompts = np.array([len(group.tokens) for group in groups])
+    names = dict.fromkeys(part for reward in rewards for part in reward.parts)
+    return CompletionStats(
+        rewards=np.array([reward.total for reward in rewards]),
+        parts={name: np.array([each.parts[name] for each in rewards if name in each.parts]) for name in names},
+        prompt_tokens=prompts,
+        completion_tokens=lengths,
+        total_tokens=lengths + np.repeat(prompts, [len(group.completions) for group in groups]),
+        truncated=sum(completion.finish_reason == "length" for completion in completions),
+        timeouts=sum(reward.timed_out for reward in rewards),
+        entropy=-float(np.mean(np.concatenate([each.sampled_logprobs for each in completions]), dtype=np.float64)),
+    )
+
+
+def device_memory() -> DeviceMemory | None:
+    """Memory of the device that has most in use, of all hosts; None where devices do not say (CPU)."""
+    stats = [found for device in jax.local_devices() if (found := device.memory_stats())]
+    if not stats:
+        return None
+    used, peak = (max(each[name] for each in stats) for name in ("bytes_in_use", "peak_bytes_in_use"))
+    all_used, all_peak = zip(*gather((used, peak)), strict=True)
+    return DeviceMemory(in_use=max(all_used), peak=max(all_peak))

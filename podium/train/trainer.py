@@ -47,8 +47,10 @@ def make_batches(
     equal = equal_reward_groups(rewards)  # [N]
     paid = rewards if reward_kl is None else penalised_rewards(rewards, reward_kl.sums, recipe.kl_coef)
     kept = np.flatnonzero(~equal if recipe.zero_variance != "keep" else np.ones_like(equal))
-    samples = [group_samples(groups[n], n, recipe) for n in kept]
-    lengths = np.array([[len(sample.tokens) for sample in group] for group in samples]).reshape(len(kept), rewards.shape[1])
+    samples = [group_samples(groups[n], n, recipe) for n in kept.tolist()]
+    lengths = np.array([[len(sample.tokens) for sample in group] for group in samples]).reshape(
+        len(kept), rewards.shape[1]
+    )
     advantages = recipe.advantage(paid[kept], lengths) if len(kept) else np.zeros((0, rewards.shape[1]), np.float32)
     advantages_s, start = time.perf_counter() - start, time.perf_counter()
     parts = np.array_split(np.arange(len(kept)), recipe.minibatches)
