@@ -37,7 +37,7 @@ RECORDS = f"""
 list of `text`, `reward`, `parts`, `finish_reason` (stop, length), `tokens`. Every `metrics.samples_every`-th group of \
 the run, and the first questions of each evaluation. |
 | `lengths.jsonl` | `step`, `prompt_lengths` (N), `completion_lengths` (N x G), in tokens. |
-| `summary.json` | `name`, `model`, `steps`, `steps_without_update` (there was nothing to train on), `wall_s`, `cpu_s`, \
+| `summary.json` | `name`, `model`, `steps`, `steps_without_update` (nothing to train on), `wall_s`, `cpu_s`, \
 `reward.first`, `reward.last`, `eval.initial.{{step,accuracy}}`, `eval.final.{{step,accuracy}}` (null if there was no \
 such evaluation), `versions`, `commit` (of the checkout; null for an installed package). |
 | `config.yaml` | The resolved config. |
