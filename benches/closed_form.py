@@ -20,7 +20,6 @@ from typing import Any
 
 from benches.record import arguments, record, write_section
 from podium.accelerators import GIB, Accelerator, find_accelerator
-from podium.config.load import load
 from podium.config.schema import Config
 from podium.models.presets import find_architecture
 from podium.plan.compile import compile_phases
@@ -28,6 +27,7 @@ from podium.plan.estimate import PhaseEstimate, estimate
 from podium.plan.planner import make_jobs
 from podium.plan.result import judge
 from podium.plan.sizes import make_sizes
+from podium.settings import load_settings
 
 ROOT = Path(__file__).parents[1]
 COUNT = 40
@@ -81,7 +81,7 @@ def draws(count: int) -> Iterator[tuple[dict[str, Any], Config, Accelerator]]:
         if settings["algorithm.kl"] != "none":
             settings["algorithm.kl_coef"] = 0.01
         base = ROOT / "configs" / "gsm8k_qwen25_3b.yaml"
-        config = load([base], [f"{key}={value}" for key, value in settings.items()], {}).config
+        config = load_settings([base], [f"{key}={value}" for key, value in settings.items()], {}).config
         low, high = (share * accelerator.hbm_bytes for share in NEAR)
         if low <= max(each.total for each in estimates(config, accelerator)) <= high:
             yield settings, config, accelerator

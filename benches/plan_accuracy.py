@@ -29,7 +29,6 @@ from scipy.stats import t as student
 
 from benches.record import arguments, record, write_section
 from podium.accelerators import Accelerator
-from podium.config.load import load
 from podium.config.schema import Config
 from podium.files import read_lines
 from podium.models.presets import find_architecture
@@ -38,6 +37,7 @@ from podium.plan.calibration import Chip, Factor
 from podium.plan.compile import compile_phases
 from podium.plan.planner import KINDS, make_jobs, make_plan
 from podium.plan.result import Plan
+from podium.settings import load_settings
 
 ROOT = Path(__file__).parents[1]
 STEPS = 5
@@ -115,7 +115,7 @@ class Point:
 
 def config_of(settings: Sequence[str], *more: str) -> Config:
     """The demo's config, with changes."""
-    return load([ROOT / "configs" / "demo.yaml"], [*BASE, *settings, *more], {}).config
+    return load_settings([ROOT / "configs" / "demo.yaml"], [*BASE, *settings, *more], {}).config
 
 
 def this_cpu() -> Accelerator:

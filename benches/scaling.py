@@ -12,10 +12,10 @@ from typing import Any
 
 from benches.record import arguments, record, write_section
 from podium.accelerators import GIB, find_accelerator
-from podium.config.load import load
 from podium.plan.compile import Progress
 from podium.plan.planner import make_plan
 from podium.plan.result import Plan
+from podium.settings import load_settings
 
 ROOT = Path(__file__).parents[1]
 MODELS = ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-8B")
@@ -36,7 +36,7 @@ def plan(model: str, tpu: str) -> Plan:
         f"rollout.prefill_rows={devices}",
         "rollout.max_prompt_tokens=256",
     ]
-    config = load([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], settings, {}).config
+    config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], settings, {}).config
     return make_plan(config, accelerator, progress=_tell)
 
 

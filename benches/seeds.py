@@ -17,13 +17,13 @@ from pathlib import Path
 from benches.gather import plan as plan_gather
 from benches.record import arguments, record
 from podium.accelerators import GIB, find_accelerator
-from podium.config.load import load
 from podium.models.presets import find_architecture
 from podium.plan.calibration import load_chip
 from podium.plan.compare import difference
 from podium.plan.compile import Progress
 from podium.plan.planner import make_plan
 from podium.plan.result import Plan
+from podium.settings import load_settings
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "seeds"
@@ -75,7 +75,7 @@ class Planner:
     def _plan(self, name: str, tpu: str, *, ours: bool) -> Plan:
         key = name, tpu, ours
         if key not in self._plans:
-            config = load([CONFIGS / f"{name}.yaml"], OURS if ours else (), {}).config
+            config = load_settings([CONFIGS / f"{name}.yaml"], OURS if ours else (), {}).config
             decoder = find_architecture(config.model)
             decoder = decoder if ours else dataclasses.replace(decoder, tied=False)
             print(f"{name} on {tpu}{', our layout' if ours else ''}", flush=True)

@@ -28,12 +28,12 @@ import numpy as np
 from benches.record import arguments, record
 from podium.algorithms.advantages import equal_reward_groups, token_weights
 from podium.algorithms.recipes import make_recipe
-from podium.config.load import load
 from podium.config.schema import Config
 from podium.config.sizes import optimizer_steps
 from podium.models.hf import save_model
 from podium.models.params import param_specs
 from podium.observe.stats import UpdateStats
+from podium.settings import load_settings
 from podium.tasks.registry import make_task
 from podium.train.batch import Batch
 from podium.train.generate import Group, Rollouts
@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch's threads")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE", help="as in podium")
     args = parser.parse_args()
-    config = load([CONFIG], [*SAME_WORK, *args.settings], {}).config
+    config = load_settings([CONFIG], [*SAME_WORK, *args.settings], {}).config
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         podium = Podium(config, folder)

@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -23,7 +22,7 @@ from podium.plan.cli import PlanCommand, plan
 from podium.pods.cli import pod_app
 
 if TYPE_CHECKING:
-    from podium.config.load import Loaded, Override
+    from podium.config.load import Override
     from podium.observe.run_dir import Fork
 
 app = typer.Typer(
@@ -70,17 +69,6 @@ def _raised_here(error: Exception) -> bool:
     return Path(innermost).is_relative_to(Path(__file__).parent)
 
 
-def load_settings(files: Sequence[Path], overrides: Sequence["str | Override"]) -> "Loaded":
-    """The settings, checked against tasks and model as far as that goes without a network."""
-    from podium.config.checks import check_model, check_tasks
-    from podium.config.load import load
-
-    loaded = load(files, overrides, os.environ)
-    check_tasks(loaded)
-    check_model(loaded)
-    return loaded
-
-
 def _run_at(text: str) -> "Fork | None":
     """The run, and perhaps its step, that `RUN` or `RUN@STEP` names; None if it is no run's folder."""
     from podium.observe.run_dir import parse_fork
@@ -112,6 +100,7 @@ def train(
 ) -> None:
     """Train. A run whose folder exists is continued if its settings agree."""
     from podium.job.context import join_job
+    from podium.settings import load_settings
 
     with join_job(os.environ) as job:  # on several hosts, this one says at once that it is there
         loaded = load_settings(config, settings or [])
@@ -148,6 +137,7 @@ def evaluate(
 ) -> None:
     """Answer a task's held-out questions with a run's weights or any model, and say how many are right."""
     from podium.config.load import load
+    from podium.settings import load_settings
 
     run = _run_at(target)
     files = [Path(run.run) / "config.yaml"] if run else []
@@ -200,6 +190,7 @@ def export(
 def config_show(config: ConfigFiles, settings: Settings = None) -> None:
     """Print all settings; those that are not defaults say where they come from."""
     from podium.config.show import to_yaml
+    from podium.settings import load_settings
 
     loaded = load_settings(config, settings or [])
     print(to_yaml(loaded.config.model_dump(mode="json"), loaded.provenance), end="")
@@ -209,8 +200,9 @@ def config_show(config: ConfigFiles, settings: Settings = None) -> None:
 def config_schema() -> None:
     """Print the JSON schema of config files, for editors."""
     from podium.config.show import file_schema
+    from podium.settings import NAMES
 
-    print(json.dumps(file_schema(), indent=2))
+    print(json.dumps(file_schema(NAMES), indent=2))
 
 
 @config_app.command("migrate")

@@ -228,7 +228,7 @@ def correction_weights(
     Args:
         correction: "truncate": min(w, high); "mask": w where low <= w <= high, else 0.
         old_logprobs: [B, T] that the trainer computed with the weights that sampled.
-        sampled_logprobs: [B, T] that the sampler recorded.
+        sampled_logprobs: [B, T] that the sampler recorded, of its softmax before top-k, top-p and min-p.
         low: Lower end of the band; only "mask" uses it.
         high: The cap, or the upper end of the band.
 
@@ -251,25 +251,23 @@ def policy_loss(
     mask: jax.Array,
     old_logprobs: jax.Array | None = None,
     reference_logprobs: jax.Array | None = None,
-    entropy: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """All that a recipe minimises for each token: correction x policy term + kl_coef KL - entropy_bonus entropy.
+    """What a recipe minimises for each token: correction x policy term + kl_coef KL, without `entropy_loss`.
 
     Args:
         recipe: Which terms, with which options.
         logprobs: [B, T] of the policy being trained.
-        sampled_logprobs: [B, T] that the sampler recorded.
+        sampled_logprobs: [B, T] that the sampler recorded, of its softmax before top-k, top-p and min-p.
         advantages: [B, T].
         segments: [B, T] int32.
         mask: [B, T].
         old_logprobs: [B, T] that the trainer computed before the batch's first update (`recipe.scores_old_logprobs`).
             None: the sampler's, or with `old_logprobs: trainer` those of this very update.
         reference_logprobs: [B, T] of the frozen first model; the k2, k3 and k3+ terms need it.
-        entropy: [B, T] of the policy at each token; an entropy bonus needs it.
 
     Returns:
-        The loss [B, T], not masked and not averaged, and statistics [B, T] without gradient: `clip_low`, `clip_high`,
-        `ratio` and `kl_sampled` always, `correction_weight` and `kl_reference` where the recipe has them.
+        The loss [B, T], not masked and not averaged, and statistics [B, T] without gradient: `clip_low`, `clip_high`
+        and `kl_sampled` always, `correction_weight` and `kl_reference` where the recipe has them.
     """
     if old_logprobs is None:
         old_logprobs = sampled_logprobs if recipe.old_logprobs == "sampler" else logprobs
@@ -279,7 +277,6 @@ def policy_loss(
     stats = {
         "clip_low": policy.clipped_low,
         "clip_high": policy.clipped_high,
-        "ratio": token_ratio(logprobs, old_logprobs),
         "kl_sampled": k3_estimate(sampled_logprobs, logprobs),
     }
     if recipe.correction != "none":
@@ -287,15 +284,44 @@ def policy_loss(
         weights = correction_weights(recipe.correction, old_logprobs, sampled_logprobs, low=low, high=high)
         stats["correction_weight"] = weights
         loss = loss * weights
-    if reference_logprobs is not None:
-        stats["kl_reference"] = k3_estimate(logprobs, reference_logprobs)
     if recipe.kl in ("k2", "k3", "k3+"):
         assert reference_logprobs is not None, f"kl {recipe.kl} needs reference_logprobs"
-        loss = loss + recipe.kl_coef * kl_loss(recipe.kl, logprobs, reference_logprobs)
-    if recipe.entropy_bonus:
-        assert entropy is not None, "entropy_bonus needs entropy"
-        loss = loss - recipe.entropy_bonus * entropy
+        stats["kl_reference"] = kl_loss(recipe.kl, logprobs, reference_logprobs)
+        loss = loss + recipe.kl_coef * stats["kl_reference"]
     return loss, jax.tree.map(stop_gradient, stats)
+
+
+def entropy_loss(entropy: jax.Array, mask: jax.Array, *, num_tokens: jax.Array, entropy_bonus: float) -> jax.Array:
+    """The entropy bonus as a loss: -entropy_bonus times the mean entropy of the trained tokens, whatever `mean` is.
+
+    Args:
+        entropy: [B, T] of the policy at each token.
+        mask: [B, T], the tokens that are trained on.
+        num_tokens: [], trained tokens of the optimizer step, over all micro-batches and hosts.
+        entropy_bonus: Weight of the mean.
+
+    Returns:
+        [], this micro-batch's share; the shares of all micro-batches add up to the step's.
+    """
+    return -entropy_bonus * jnp.sum(entropy * mask) / jnp.maximum(num_tokens, 1.0)
+
+
+def narrow_clip_warning(recipe: Recipe, logprob_gap: float) -> str | None:
+    """What to say where the difference between two programs is enough to clip a token; None where it is not.
+
+    Args:
+        recipe: With its clip, and whose log-probabilities its ratio is taken to.
+        logprob_gap: Mean of |trainer's - sampler's log-probability| before the first update, in nat.
+    """
+    narrow = min(("clip_low", "clip_high"), key=lambda option: getattr(recipe, option))
+    width = getattr(recipe, narrow)
+    if recipe.loss == "reinforce" or recipe.old_logprobs == "trainer" or logprob_gap <= width:
+        return None
+    return (
+        f"algorithm.{narrow} is {width:g}, and the sampler's log-probabilities differ from the trainer's by"
+        f" {logprob_gap:.2g} on average, so rounding alone clips tokens; set algorithm.old_logprobs to trainer,"
+        f" or widen algorithm.{narrow}"
+    )
 
 
 def token_ratio(logprobs: jax.Array, old_logprobs: jax.Array) -> jax.Array:

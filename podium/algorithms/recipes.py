@@ -1,8 +1,8 @@
 """Algorithms as data: which advantage, which loss, which mean, and what a config may change of them.
 
-A recipe is a small function with its paper and how ours differs; `RECIPES` names them. `make_recipe` applies a config
-and `conflicts` lists what cannot be combined. Nothing here imports jax, so that a wrong combination is an error of the
-config; the losses that recipes name are in `podium.algorithms.losses`.
+A recipe is a function that cites its paper and says how ours differs from it; `RECIPES` is the table of them.
+`make_recipe` applies a config to one, and `conflicts` lists what cannot be combined. Nothing here imports jax, so that
+a wrong combination is an error of the config; the losses that recipes name are in `podium.algorithms.losses`.
 """
 
 import dataclasses
@@ -19,7 +19,8 @@ from podium.algorithms.advantages import (
     maxrl_advantages,
     whitened_advantages,
 )
-from podium.config.schema import AlgorithmConfig, RecipeName
+from podium.config.errors import nearest
+from podium.config.schema import AlgorithmConfig
 
 LossName = Literal["clipped", "gspo", "cispo", "reinforce"]
 
@@ -28,7 +29,6 @@ LossName = Literal["clipped", "gspo", "cispo", "reinforce"]
 class Recipe:
     """What the trainer does between rewards and gradient. Fields named as in `AlgorithmConfig` mean the same."""
 
-    name: RecipeName
     advantage: partial[np.ndarray]
     """(rewards [N, G], lengths [N, G]) -> [N, G]. A config may change those of std, std_ddof, std_eps that it binds."""
     group_baseline: bool = True
@@ -70,7 +70,6 @@ def grpo() -> Recipe:
     1e-6 are our choice; the paper states neither. The ratio is to the sampler's own log-probabilities.
     """
     return Recipe(
-        name="grpo",
         advantage=partial(group_advantages, std="group", std_ddof=1, std_eps=1e-6),
         mean="sequence",
     )
@@ -82,7 +81,6 @@ def dr_grpo() -> Recipe:
     Differs: the constant is `rollout.max_new_tokens`, whatever the batch is padded to.
     """
     return Recipe(
-        name="dr_grpo",
         advantage=partial(group_advantages, std="none", std_ddof=1, std_eps=1e-6),
         mean="constant",
     )
@@ -97,7 +95,6 @@ def dapo() -> Recipe:
     or the longest completions escape it.
     """
     return Recipe(
-        name="dapo",
         advantage=partial(group_advantages, std="group", std_ddof=1, std_eps=1e-6),
         mean="token",
         clip_high=0.28,
@@ -113,7 +110,7 @@ def rloo() -> Recipe:
     `rollout.max_new_tokens`. The paper has no ratio; ours is PPO's, so that several updates of a batch are possible,
     and differs from 1 in the first one only by the rounding between sampler and trainer.
     """
-    return Recipe(name="rloo", advantage=partial(leave_one_out_advantages), mean="constant")
+    return Recipe(advantage=partial(leave_one_out_advantages), mean="constant")
 
 
 def reinforce() -> Recipe:
@@ -123,7 +120,6 @@ def reinforce() -> Recipe:
     tokens is divided by `rollout.max_new_tokens`. One update per batch: there is no ratio.
     """
     return Recipe(
-        name="reinforce",
         advantage=partial(batch_mean_advantages),
         group_baseline=False,
         loss="reinforce",
@@ -139,7 +135,6 @@ def reinforce_pp() -> Recipe:
     the KL from itself on. With minibatches the batch, not the minibatch, is whitened.
     """
     return Recipe(
-        name="reinforce_pp",
         advantage=partial(whitened_advantages, group_baseline=False, std_eps=1e-6),
         group_baseline=False,
         mean="token",
@@ -152,7 +147,6 @@ def reinforce_pp_baseline() -> Recipe:
     Differs: the paper's k2 loss to the reference is off (set `kl: k2` and kl_coef).
     """
     return Recipe(
-        name="reinforce_pp_baseline",
         advantage=partial(whitened_advantages, group_baseline=True, std_eps=1e-6),
         mean="token",
     )
@@ -161,16 +155,17 @@ def reinforce_pp_baseline() -> Recipe:
 def gspo() -> Recipe:
     """GSPO (arXiv:2507.18071): GRPO with one ratio per sequence, the geometric mean of its tokens' ratios.
 
-    Differs: no KL; the standard deviation as in `grpo`. The sequence form, not GSPO-token. Its clip is narrower than
-    the usual rounding between two programs: with a bfloat16 sampler set `old_logprobs: trainer`.
+    Differs: no KL; the standard deviation as in `grpo`. The sequence form, not GSPO-token. The ratio is to the
+    trainer's own log-probabilities before the batch's first update, since the clip is narrower than the rounding
+    between two programs: the ratio to a bfloat16 sampler would be clipped before anything is learned.
     """
     return Recipe(
-        name="gspo",
         advantage=partial(group_advantages, std="group", std_ddof=1, std_eps=1e-6),
         loss="gspo",
         mean="sequence",
         clip_low=3e-4,
         clip_high=4e-4,
+        old_logprobs="trainer",
     )
 
 
@@ -181,7 +176,6 @@ def cispo() -> Recipe:
     here, has no lower one.
     """
     return Recipe(
-        name="cispo",
         advantage=partial(group_advantages, std="group", std_ddof=1, std_eps=1e-6),
         loss="cispo",
         mean="token",
@@ -196,11 +190,22 @@ def maxrl() -> Recipe:
     Differs: any rewards from 0 up, where the paper's are 0 or 1; PPO's clip guards later updates; the sum over tokens
     is divided by `rollout.max_new_tokens`.
     """
-    return Recipe(name="maxrl", advantage=partial(maxrl_advantages), mean="constant")
+    return Recipe(advantage=partial(maxrl_advantages), mean="constant")
 
 
-_FUNCTIONS = (grpo, dr_grpo, dapo, rloo, reinforce, reinforce_pp, reinforce_pp_baseline, gspo, cispo, maxrl)
-RECIPES: dict[str, Recipe] = {function.__name__: function() for function in _FUNCTIONS}
+RECIPES: dict[str, Recipe] = {
+    "grpo": grpo(),
+    "dr_grpo": dr_grpo(),
+    "dapo": dapo(),
+    "rloo": rloo(),
+    "reinforce": reinforce(),
+    "reinforce_pp": reinforce_pp(),
+    "reinforce_pp_baseline": reinforce_pp_baseline(),
+    "gspo": gspo(),
+    "cispo": cispo(),
+    "maxrl": maxrl(),
+}
+"""What `algorithm.recipe` may be. A new recipe is a function above and its line here."""
 
 
 def make_recipe(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int) -> Recipe:
@@ -212,7 +217,11 @@ def make_recipe(config: AlgorithmConfig, *, group_size: int, prompts_per_step: i
 
 
 def conflicts(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int) -> list[tuple[str, str]]:
-    """What cannot be combined: (the config's key, the rule and the way out) for each; empty if nothing is wrong."""
+    """What is wrong with `algorithm:`, as pairs of the config's key and a message: the rule and the way out."""
+    if config.recipe not in RECIPES:
+        near = nearest(config.recipe, RECIPES)
+        message = f"expected one of {', '.join(RECIPES)}, got {config.recipe!r}"
+        return [("algorithm.recipe", f"{message}; did you mean {near}?" if near else message)]
     recipe = _changed(config)
     rules = (
         *_advantage_rules(config, recipe, group_size),
@@ -240,37 +249,35 @@ def _changed(config: AlgorithmConfig) -> Recipe:
 
 def _advantage_rules(config: AlgorithmConfig, recipe: Recipe, group_size: int) -> list[_Rule]:
     keywords = recipe.advantage.keywords
-    unscaled = keywords.get("std") == "none"
     unread = [
         (
             getattr(config, option) is not None and option not in keywords,
             f"algorithm.{option}",
-            f"recipe {recipe.name} has no such option; leave it unset, or set algorithm.recipe to grpo",
+            f"recipe {config.recipe} has no such option; leave it unset, or set algorithm.recipe to grpo",
         )
         for option in _STD_OPTIONS
+    ]
+    unscaled = [
+        (
+            keywords.get("std") == "none" and getattr(config, option) is not None,
+            f"algorithm.{option}",
+            f"std is none, so nothing reads it; set algorithm.std to group or batch, or leave {option} unset",
+        )
+        for option in ("std_ddof", "std_eps")
     ]
     return [
         *unread,
         (
             recipe.group_baseline and group_size < 2,
             "group_size",
-            f"recipe {recipe.name} compares completions of one prompt and needs at least 2, got {group_size};"
+            f"recipe {config.recipe} compares completions of one prompt and needs at least 2, got {group_size};"
             " raise group_size, or set algorithm.recipe to reinforce or reinforce_pp",
         ),
-        (
-            unscaled and config.std_ddof is not None,
-            "algorithm.std_ddof",
-            "std is none, so nothing reads it; set algorithm.std to group or batch, or leave std_ddof unset",
-        ),
-        (
-            unscaled and config.std_eps is not None,
-            "algorithm.std_eps",
-            "std is none, so nothing reads it; set algorithm.std to group or batch, or leave std_eps unset",
-        ),
+        *unscaled,
         (
             recipe.zero_variance != "keep" and not recipe.group_baseline,
             "algorithm.zero_variance",
-            f"recipe {recipe.name} has no group baseline, so a group of equal rewards still teaches;"
+            f"recipe {config.recipe} has no group baseline, so a group of equal rewards still teaches;"
             f" set it to keep, got {recipe.zero_variance}",
         ),
         (
@@ -287,7 +294,7 @@ def _loss_rules(config: AlgorithmConfig, recipe: Recipe) -> list[_Rule]:
         (
             recipe.loss == "reinforce" and getattr(config, option) is not None,
             f"algorithm.{option}",
-            f"recipe {recipe.name} has no ratio to clip; leave it unset, or set algorithm.recipe to reinforce_pp",
+            f"recipe {config.recipe} has no ratio to clip; leave it unset, or set algorithm.recipe to reinforce_pp",
         )
         for option in ("clip_low", "clip_high")
     ]
@@ -301,7 +308,7 @@ def _loss_rules(config: AlgorithmConfig, recipe: Recipe) -> list[_Rule]:
         (
             recipe.dual_clip is not None and recipe.loss != "clipped",
             "algorithm.dual_clip",
-            f"it bounds PPO's token ratio, which recipe {recipe.name} does not have; leave it unset",
+            f"it bounds PPO's token ratio, which recipe {config.recipe} does not have; leave it unset",
         ),
     ]
 
@@ -320,7 +327,7 @@ def _kl_rules(config: AlgorithmConfig, recipe: Recipe) -> list[_Rule]:
             f"{recipe.kl} needs a weight: set algorithm.kl_coef above 0 (1e-4 to 1e-3 is usual), or kl to none",
         ),
         (
-            in_reward and recipe.name == "maxrl",
+            in_reward and recipe.advantage.func is maxrl_advantages,
             "algorithm.kl",
             "a KL in the reward can make it negative, and maxrl divides by its mean; set algorithm.kl to k2, k3 or k3+",
         ),
@@ -368,15 +375,16 @@ def _correction_rules(config: AlgorithmConfig, recipe: Recipe) -> list[_Rule]:
 def _update_rules(config: AlgorithmConfig, recipe: Recipe, prompts_per_step: int) -> list[_Rule]:
     no_ratio = recipe.loss == "reinforce"
     once = (
-        f"recipe {recipe.name} has no ratio and is wrong after a batch's first update; set it to 1, or algorithm.recipe"
+        f"recipe {config.recipe} has no ratio and is wrong after a batch's first update;"
+        " set it to 1, or algorithm.recipe to reinforce_pp"
     )
     return [
-        (no_ratio and recipe.updates_per_batch > 1, "algorithm.updates_per_batch", f"{once} to reinforce_pp"),
-        (no_ratio and recipe.minibatches > 1, "algorithm.minibatches", f"{once} to reinforce_pp"),
+        (no_ratio and recipe.updates_per_batch > 1, "algorithm.updates_per_batch", once),
+        (no_ratio and recipe.minibatches > 1, "algorithm.minibatches", once),
         (
             no_ratio and recipe.old_logprobs == "sampler",
             "algorithm.old_logprobs",
-            f"recipe {recipe.name} has no ratio, so nothing reads the sampler's; leave it unset",
+            f"recipe {config.recipe} has no ratio, so nothing reads the sampler's; leave it unset",
         ),
         (
             prompts_per_step % recipe.minibatches != 0,

@@ -1,4 +1,4 @@
-"""How a wrong setting is told: the key, its value, the rule, the way out, and where the value was written."""
+"""What is wrong with settings: the key, its value, the rule, the way out, and where the value was written."""
 
 import dataclasses
 import difflib
@@ -22,6 +22,20 @@ class Problem:
         """The problem in lines: what, where, and what the setting is for."""
         about = (self.about,) if self.about else ()
         return "\n    ".join((f"{self.key}: {self.message}", *self.places, *about))
+
+
+@dataclasses.dataclass(frozen=True)
+class Contradiction:
+    """Settings that do not go together, or a value that another part of Podium does not know."""
+
+    keys: tuple[str, ...]
+    """Dotted paths of all that the rule compares; the first is the one to blame."""
+    message: str
+    """Values, rule and way out."""
+    needs: tuple[str, ...] = ()
+    """More that the rule reads: while one of these is wrong in itself, the rule says nothing."""
+    about: str | None = None
+    """What the setting does."""
 
 
 class ConfigError(ValueError):

@@ -4,17 +4,15 @@ The rule of a setting is read from the schema (the same that editors use), its p
 Contradictions between settings are told even when other settings are wrong, as far as they do not concern those.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from podium.config.document import Node, dump_value, parse_text
-from podium.config.errors import Problem, nearest
-from podium.config.rules import Contradiction
-from podium.config.schema import Config
-from podium.tools.seed_keys import SPELLINGS
+from podium.config.errors import Contradiction, Problem, nearest
+from podium.config.schema import Config, Rule
 
 _FROM_TRL = {
     "beta": "algorithm.kl_coef",
@@ -45,21 +43,27 @@ _FROM_TRL = {
 """What users of TRL look for, and what it is called here."""
 
 Location = tuple[int | str, ...]
+Hint = Callable[[str, str], str | None]
+"""(unknown key, config file) -> the way out for whoever comes from another system; None where the key is not its."""
 
 
-def explain(error: ValidationError, tree: Node, files: Sequence[str]) -> list[Problem]:
+def explain(
+    error: ValidationError, tree: Node, files: Sequence[str], rules: Sequence[Rule], hint: Hint | None
+) -> list[Problem]:
     """The problems behind a validation error of `Config`, each with its place.
 
     Args:
-        error: what `Config.model_validate(tree.plain())` raised.
+        error: what `Config.model_validate(tree.plain(), context=rules)` raised.
         tree: the merged settings.
         files: the config files, to say where a missing setting belongs.
+        rules: rules of other parts, as the validation had them.
+        hint: for keys of another system.
     """
     schema = Config.model_json_schema()
-    details = error.errors(include_url=False)
-    problems = [_field_problem(each, tree, schema, files) for each in details if each["type"] != "contradiction"]
-    wrong = {dotted(each["loc"]) for each in details if each["type"] != "contradiction"}
-    for found in _contradictions(error, tree):
+    details = [each for each in error.errors(include_url=False) if each["type"] != "contradiction"]
+    problems = [_field_problem(each, tree, schema, files, hint) for each in details]
+    wrong = {dotted(each["loc"]) for each in details}
+    for found in _contradictions(error, tree, rules):
         if not any(_overlap(key, bad) for key in found.keys + found.needs for bad in wrong):
             problems.append(_contradiction_problem(found, tree))
     return problems
@@ -84,12 +88,12 @@ def _paths(node: Mapping[str, Any], schema: Mapping[str, Any], path: Location) -
             yield from _paths(_resolve(inner["items"], schema), schema, (*path, key, 0))
 
 
-def _contradictions(error: ValidationError, tree: Node) -> list[Contradiction]:
+def _contradictions(error: ValidationError, tree: Node, rules: Sequence[Rule]) -> list[Contradiction]:
     """The rules that are broken; where fields are wrong, of the config that has defaults in their place."""
     details = error.errors(include_url=False)
     if any(each["type"] != "contradiction" for each in details):
         try:
-            Config.model_validate(_repaired(tree.plain(), [each["loc"] for each in details]))
+            Config.model_validate(_repaired(tree.plain(), [each["loc"] for each in details]), context=rules)
         except ValidationError as rest:
             details = rest.errors(include_url=False)
         else:
@@ -115,15 +119,17 @@ def _contradiction_problem(found: Contradiction, tree: Node) -> Problem:
     written = tree.origins()
     keys = [key for key in found.keys if key in written]
     places = [f"{written[key]} ({key})" for key in keys] if len(keys) > 1 else [written[key] for key in keys]
-    return Problem(key=found.keys[0], message=found.message, places=tuple(places))
+    return Problem(key=found.keys[0], message=found.message, places=tuple(places), about=found.about)
 
 
-def _field_problem(detail: ErrorDetails, tree: Node, schema: Mapping[str, Any], files: Sequence[str]) -> Problem:
+def _field_problem(
+    detail: ErrorDetails, tree: Node, schema: Mapping[str, Any], files: Sequence[str], hint: Hint | None
+) -> Problem:
     location, kind = detail["loc"], detail["type"]
     key, node = dotted(location), tree.find(location)
     places = (node.origin,) if node is not None else ()
     if kind == "extra_forbidden":
-        return Problem(key=key, message=f"unknown key; {_way_out(location, schema, files)}", places=places)
+        return Problem(key=key, message=f"unknown key; {_way_out(location, schema, files, hint)}", places=places)
     if kind == "missing":
         *section, last = location
         message = f"missing, and it has no default; add `{last}: ...`"
@@ -165,7 +171,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _way_out(location: Location, schema: Mapping[str, Any], files: Sequence[str]) -> str:
+def _way_out(location: Location, schema: Mapping[str, Any], files: Sequence[str], hint: Hint | None) -> str:
     *parents, last = location
     key = str(last)
     if "." in key:
@@ -173,9 +179,8 @@ def _way_out(location: Location, schema: Mapping[str, Any], files: Sequence[str]
         return f"dots are for the command line; in a file write `{first}:` and under it `{rest}:`"
     if key in _FROM_TRL:
         return f"what TRL calls {key} is {_FROM_TRL[key]} here"
-    if any(former == dotted(location) or former.startswith(f"{dotted(location)}.") for former in SPELLINGS):
-        file = files[-1] if files else "OLD.yaml"
-        return f"the former system had it; `podium config migrate {file}` translates the whole file"
+    if hint is not None and (text := hint(dotted(location), files[-1] if files else "OLD.yaml")):
+        return text
     siblings = list((_at(tuple(parents), schema) or {}).get("properties", {}))
     paths = setting_paths(schema)
     if near := nearest(key, siblings):

@@ -18,8 +18,8 @@ from pydantic import ValidationError
 
 from podium.config.document import Node, parse_text, read_document
 from podium.config.errors import ConfigError, Problem
-from podium.config.explain import explain
-from podium.config.schema import Config
+from podium.config.explain import Hint, explain
+from podium.config.schema import Config, Rule
 
 ENVIRONMENT_PREFIX = "PODIUM_"
 
@@ -42,13 +42,24 @@ class Override(NamedTuple):
     origin: str
 
 
-def load(files: Sequence[str | Path], overrides: Sequence[str | Override], environ: Mapping[str, str]) -> Loaded:
+def load(
+    files: Sequence[str | Path],
+    overrides: Sequence[str | Override],
+    environ: Mapping[str, str],
+    *,
+    rules: Sequence[Rule] = (),
+    hint: Hint | None = None,
+) -> Loaded:
     """The settings that files, environment and command line make together.
+
+    `podium.settings` calls it with the rules of recipes, tasks and layouts; without them only the config's own hold.
 
     Args:
         files: YAML files, later ones win.
         overrides: `key=value` texts of `--set`, or settings with an origin; later ones win, all over the environment.
         environ: usually `os.environ`; names that start with `PODIUM_` are settings.
+        rules: more that must hold, told together with all else that is wrong.
+        hint: the way out for keys of another system.
 
     Raises:
         ConfigError: with everything that is wrong.
@@ -73,7 +84,7 @@ def load(files: Sequence[str | Path], overrides: Sequence[str | Override], envir
             problems.extend(error.problems)
     if problems:
         raise ConfigError(problems)
-    return _validate(tree, files)
+    return validate(tree, files, rules=rules, hint=hint)
 
 
 def merge(below: Node, above: Node) -> Node:
@@ -157,18 +168,21 @@ def _included_at(problem: Problem, origin: str) -> Problem:
     return dataclasses.replace(problem, places=(*problem.places, f"included at {origin}"))
 
 
-def _validate(tree: Node, files: Sequence[str | Path]) -> Loaded:
+def validate(
+    tree: Node, files: Sequence[str | Path], *, rules: Sequence[Rule] = (), hint: Hint | None = None
+) -> Loaded:
+    """The config of a merged tree; `load` says what the arguments are. Raises ConfigError with all that is wrong."""
     if files and "name" not in tree.value:
         named = Node(Path(files[-1]).stem, f"name of {files[-1]}")
         tree = Node({**tree.value, "name": named}, tree.origin)
     try:
-        config = Config.model_validate(tree.plain())
+        config = Config.model_validate(tree.plain(), context=rules)
     except ValidationError as first:
         tree = _with_text_as_typed(tree, first)
         try:
-            config = Config.model_validate(tree.plain())
+            config = Config.model_validate(tree.plain(), context=rules)
         except ValidationError as error:
-            raise ConfigError(explain(error, tree, [str(file) for file in files])) from None
+            raise ConfigError(explain(error, tree, [str(file) for file in files], rules, hint)) from None
     return Loaded(config=config, provenance=tree.origins())
 
 

@@ -1,22 +1,22 @@
 """The tree of settings that a YAML file describes: every field with its unit, its range and what it changes.
 
-Here stand types and defaults; rules between fields are in `podium.config.rules`, and a `Config` that breaks one cannot
-be made. Where values come from (files, environment, command line) is `podium.config.load`. Nothing here imports jax.
+Types and defaults come first, rules between fields last; a `Config` that breaks one cannot be made. Rules that need
+other parts of Podium (recipes, tasks, the model) are in `podium.settings`. Where values come from (files, environment,
+command line) is `podium.config.load`.
 """
 
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from podium.config.rules import contradictions
+from podium.config.errors import Contradiction
+from podium.config.mesh import mesh_sizes
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 RolloutLayout = Literal["replicated", "legacy", "maxtext"]
 Remat = Literal["none", "layer", "products"]
-RecipeName = Literal[
-    "grpo", "dr_grpo", "dapo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo", "maxrl"
-]
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -90,7 +90,7 @@ class RolloutConfig(Section):
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer's log-probabilities use the same value. Greedy answers are `eval.greedy`'s."""
     top_k: NotNegative = 0
-    """Sample among the k likeliest tokens; 0: all. Biases the gradient: the trainer's softmax is over all tokens."""
+    """Sample among the k likeliest tokens; 0: all. Biases the gradient: the other tokens are never tried."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Sample among the likeliest tokens that hold this much probability; 1: all. Biases the gradient as top_k does."""
     min_p: Fraction = 0.0
@@ -102,7 +102,7 @@ class RolloutConfig(Section):
 class AlgorithmConfig(Section):
     """The recipe, and what this run changes of it. An unset option is the recipe's own (docs/algorithms.md)."""
 
-    recipe: RecipeName = "grpo"
+    recipe: str = "grpo"
     """Which published algorithm to start from."""
     mean: Literal["token", "sequence", "constant"] | None = None
     """How token losses become one number: over all tokens, by sequence, or over a constant length (Dr. GRPO)."""
@@ -129,9 +129,10 @@ class AlgorithmConfig(Section):
     correction_high: PositiveFloat | None = None
     """Cap of `correction: truncate`, upper end of the band of `correction: mask`."""
     old_logprobs: Literal["sampler", "trainer"] | None = None
-    """Whose log-probabilities the ratio is taken to: the sampler's, or the trainer's before the first update."""
+    """Whose log-probabilities the ratio is taken to: the sampler's (before top-k, top-p and min-p), or the trainer's
+    before the first update, which costs a forward pass if there are several updates per batch."""
     entropy_bonus: NotNegativeFloat | None = None
-    """Weight of the entropy added to the objective."""
+    """Weight of the entropy added to the objective; a mean over tokens, whatever `mean` is."""
     mask_truncated: bool | None = None
     """Leave completions cut by `max_new_tokens` out of the loss."""
     zero_variance: Literal["keep", "drop", "refill"] | None = None
@@ -282,8 +283,88 @@ class Config(Section):
     metrics: MetricsConfig = MetricsConfig()
 
     @model_validator(mode="after")
-    def _holds_together(self) -> "Config":
-        if found := contradictions(self):
+    def _holds_together(self, info: ValidationInfo) -> "Config":
+        """Every rule holds: those below, and those that `podium.config.load` hands over as the validation's context."""
+        found = [each for rule in (*RULES, *(info.context or ())) for each in rule(self)]
+        if found:
             text = "; ".join(f"{each.keys[0]}: {each.message}" for each in found)
             raise PydanticCustomError("contradiction", "{text}", {"text": text, "contradictions": found})
         return self
+
+
+def _mesh(config: Config) -> Iterator[Contradiction]:
+    try:
+        mesh_sizes(config.mesh)
+    except ValueError as error:
+        yield Contradiction(("mesh",), str(error).removeprefix("mesh "))
+
+
+def _rows(config: Config) -> Iterator[Contradiction]:
+    train, rollout = config.train, config.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    lengths = ("rollout.max_prompt_tokens", "rollout.max_new_tokens")
+    summed = f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}"
+    if train.row_tokens is not None and train.row_tokens < longest:
+        yield Contradiction(
+            ("train.row_tokens", *lengths),
+            f"{train.row_tokens} is less than {summed}, so the longest sequence has no row; "
+            f"set {longest} or more, or leave it unset",
+        )
+    row = train.row_tokens or longest
+    if train.tokens_per_device is not None and train.tokens_per_device < row:
+        rule = f"train.row_tokens {row}" if train.row_tokens else f"one row of {summed}"
+        yield Contradiction(
+            ("train.tokens_per_device", *(("train.row_tokens",) if train.row_tokens else lengths)),
+            f"{train.tokens_per_device} is less than {rule}; set {row} or more, or shorten the rows",
+        )
+    if train.tokens_per_device is not None and train.rows_per_device is not None:
+        yield Contradiction(
+            ("train.rows_per_device", "train.tokens_per_device"),
+            "both set the size of a micro-batch; keep one",
+        )
+
+
+def _schedule(config: Config) -> Iterator[Contradiction]:
+    algorithm, warmup = config.algorithm, config.train.optimizer.warmup_steps
+    updates = config.steps * algorithm.updates_per_batch * algorithm.minibatches
+    if warmup > updates:
+        yield Contradiction(
+            ("train.optimizer.warmup_steps", "steps", "algorithm.updates_per_batch", "algorithm.minibatches"),
+            f"{warmup} is more than the run's {updates} optimizer steps "
+            "(steps x updates_per_batch x minibatches); lower it, or raise steps",
+        )
+
+
+def _evaluation(config: Config) -> Iterator[Contradiction]:
+    if not config.eval.greedy and not config.eval.samples:
+        yield Contradiction(
+            ("eval.samples", "eval.greedy"),
+            "0, and eval.greedy is false: no question would be answered; set samples to 1 or more, or greedy to true",
+        )
+
+
+def _checkpoints(config: Config) -> Iterator[Contradiction]:
+    checkpoint, eval_every = config.checkpoint, config.eval.every_steps
+    for name, value in (("keep_best", checkpoint.keep_best), ("keep_every", checkpoint.keep_every)):
+        if value and not checkpoint.every_steps:
+            yield Contradiction(
+                (f"checkpoint.{name}", "checkpoint.every_steps"),
+                f"{value} chooses among checkpoints, and checkpoint.every_steps 0 makes only the last; set every_steps",
+            )
+    if checkpoint.keep_best and not eval_every:
+        yield Contradiction(
+            ("checkpoint.keep_best", "eval.every_steps"),
+            f"{checkpoint.keep_best} needs scores to choose by, and eval.every_steps is 0; "
+            f"set eval.every_steps, for example to {checkpoint.every_steps or 20}",
+        )
+    if checkpoint.every_steps and checkpoint.keep_every % checkpoint.every_steps:
+        yield Contradiction(
+            ("checkpoint.keep_every", "checkpoint.every_steps"),
+            f"{checkpoint.keep_every} is no multiple of checkpoint.every_steps {checkpoint.every_steps}, so most of "
+            f"its steps have no checkpoint; set a multiple, for example {2 * checkpoint.every_steps}",
+        )
+
+
+Rule = Callable[[Config], Iterator[Contradiction]]
+"""Yields what it finds wrong. It names the settings that it compares, so that an error can show where they are."""
+RULES: tuple[Rule, ...] = (_mesh, _rows, _schedule, _evaluation, _checkpoints)

@@ -1,6 +1,6 @@
 """Settings as YAML text that loads again (`podium config show`, migrated files), and the JSON schema of such files."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from podium.config.document import dump_value
@@ -45,9 +45,18 @@ def _line(text: str, comment: str | None) -> str:
     return f"{text}  # {' '.join(comment.split())}" if comment else text
 
 
-def file_schema() -> dict[str, Any]:
-    """The JSON schema of a config file; files that include others need not be whole, so nothing is required."""
+def file_schema(names: Mapping[str, Iterable[str]]) -> dict[str, Any]:
+    """The JSON schema of a config file; files that include others need not be whole, so nothing is required.
+
+    Args:
+        names: dotted path of a text setting -> the values that it may have.
+    """
     schema = Config.model_json_schema()
+    for path, values in names.items():
+        section, _, name = path.partition(".")
+        owner = schema["properties"][section]["$ref"].rpartition("/")[2]
+        field = schema["$defs"][owner]["properties"][name]
+        schema["$defs"][owner]["properties"][name] = dict(sorted({**field, "enum": list(values)}.items()))
     texts = {"type": "string"}
     base = {
         "anyOf": [texts, {"type": "array", "items": texts}],

@@ -77,10 +77,10 @@ def plan(
     Exit status: 0 it fits (or is too close to call), 2 it does not fit, 1 wrong settings or usage, 3 the compiler
     failed.
     """
-    from podium.cli import load_settings
     from podium.config.errors import ConfigError
     from podium.plan.command import Question, check_command, plan_command
     from podium.plan.compile import CompilerError
+    from podium.settings import load_settings
 
     others = (config, tpu, settings, fast, search, compare, suggest, steps, prices, html)
     if check is not None and not any(others):

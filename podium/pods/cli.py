@@ -127,7 +127,7 @@ def run(
     Given again it finds what it started, from any laptop. Exit status: the run's own; 130 after Ctrl-C, which ends
     only the following.
     """
-    from podium.cli import load_settings
+    from podium.settings import load_settings
 
     loaded = load_settings(config, settings or [])
     from podium.pods.run import RunOptions
@@ -241,7 +241,7 @@ def sky(
     runtime: Runtime = None,
 ) -> None:
     """Print the config as a SkyPilot task, for `sky launch` or `sky jobs launch`."""
-    from podium.cli import load_settings
+    from podium.settings import load_settings
 
     loaded = load_settings(config, settings or [])
     from podium.pods.sky import sky_task

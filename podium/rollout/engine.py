@@ -179,6 +179,7 @@ class _Draft:
     stop_tokens: tuple[int, ...]
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    full_logprobs: list[float] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None  # None: not finished
 
 
@@ -240,6 +241,7 @@ class _Generation:
             draft = self.drafts[group][member]
             draft.tokens += drawn.tokens[slot, :count].tolist()
             draft.logprobs += drawn.logprobs[slot, :count].tolist()
+            draft.full_logprobs += drawn.full_logprobs[slot, :count].tolist()
             if not drawn.live[slot]:
                 draft.finish_reason = "stop" if draft.tokens[-1] in draft.stop_tokens else "length"
             self._stop_at_string(draft, count)
@@ -267,7 +269,7 @@ class _Generation:
         for length in range(end - new + 1, end + 1):
             text = self.engine.tokenizer.decode(draft.tokens[begin:length])
             if any(stop in text for stop in stops):
-                del draft.tokens[length:], draft.logprobs[length:]
+                del draft.tokens[length:], draft.logprobs[length:], draft.full_logprobs[length:]
                 draft.finish_reason = "stop"
                 return
 
@@ -291,6 +293,7 @@ class _Generation:
         return Completion(
             tokens=np.array(draft.tokens, np.int32),
             sampled_logprobs=np.array(draft.logprobs, np.float32),
+            full_logprobs=np.array(draft.full_logprobs, np.float32),
             text=self.engine.tokenizer.decode(draft.tokens),
             finish_reason=draft.finish_reason,
         )

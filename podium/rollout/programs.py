@@ -30,7 +30,7 @@ MAX_STOP_TOKENS = 8
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slots:
-    """What a program is told of each slot."""
+    """What a program needs to know of each slot."""
 
     sampling: SamplingRows
     stop_tokens: jax.Array  # [S, 8] int32, padded with -1
@@ -46,7 +46,8 @@ class Drawn:
     """The tokens that a program drew for each slot."""
 
     tokens: jax.Array  # [S, k] int32
-    logprobs: jax.Array  # [S, k] float32
+    logprobs: jax.Array  # [S, k] float32, under the distribution that they were drawn from
+    full_logprobs: jax.Array  # [S, k] float32, before top-k, top-p and min-p
     counts: jax.Array  # [S] int32, how many of the k are drawn
     live: jax.Array  # [S] bool, whether the slot's sequence goes on
 
@@ -81,7 +82,7 @@ class EnginePrograms(NamedTuple):
 def make_engine_programs(
     config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
 ) -> EnginePrograms:
-    """The programs of the engine that a config means: one way to put them together, for engine and planner.
+    """The programs of the engine that a config describes; the engine runs them and the planner compiles them.
 
     Raises:
         ValueError: slots or prefill rows do not divide over the devices that split them.
@@ -148,8 +149,8 @@ def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) ->
 def make_prefill(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *, all_logits: bool = False) -> Any:
     """The jitted `(params, tokens [R, T], lengths [R]) -> Prompts`: one compiled variant per bucket T.
 
-    `all_logits` makes those of every prompt token, [R, T, V], and keeps the last: what the former system ran out of
-    memory with, and nobody else wants.
+    `all_logits` makes those of every prompt token, [R, T, V], and keeps the last: the seed ran out of memory with
+    them, and only its layout asks for them.
     """
 
     def prefill(params: Params, tokens: jax.Array, lengths: jax.Array) -> Prompts:
@@ -196,12 +197,13 @@ def make_place(rules: ShardingRules, *, crosses: bool) -> Any:
             logits = rules.constrain(pick(rules.constrain(prompts.logits, None, None), rows), "batch", None)  # [S, V]
         else:
             logits = pick_own(prompts.logits, rows)
-        tokens, logprobs = sample(logits, slots.sampling, slots.lengths, placed)
+        sampled = sample(logits, slots.sampling, slots.lengths, placed)
         return caches.insert(cache, prompts, rows, rules, crosses=crosses), Drawn(
-            tokens=tokens[:, None],
-            logprobs=logprobs[:, None],
+            tokens=sampled.tokens[:, None],
+            logprobs=sampled.logprobs[:, None],
+            full_logprobs=sampled.full_logprobs[:, None],
             counts=placed.astype(jnp.int32),
-            live=placed & ~_ends(slots, tokens, slots.lengths),
+            live=placed & ~_ends(slots, sampled.tokens, slots.lengths),
         )
 
     return jax.jit(place, donate_argnums=0, out_shardings=(rules.sharding(*caches.AXES), rules.sharding("batch")))
@@ -220,14 +222,16 @@ def make_decode(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, 
             cache, slots, drawn, i = carry
             logits, cache = _next_logits(params, cache, slots, decoder=decoder, rules=rules, dtype=dtype)
             lengths = slots.lengths + slots.live
-            tokens, logprobs = sample(logits, slots.sampling, lengths, slots.live)
+            sampled = sample(logits, slots.sampling, lengths, slots.live)
             drawn = Drawn(
-                tokens=drawn.tokens.at[:, i].set(tokens),
-                logprobs=drawn.logprobs.at[:, i].set(logprobs),
+                tokens=drawn.tokens.at[:, i].set(sampled.tokens),
+                logprobs=drawn.logprobs.at[:, i].set(sampled.logprobs),
+                full_logprobs=drawn.full_logprobs.at[:, i].set(sampled.full_logprobs),
                 counts=drawn.counts + slots.live,
-                live=slots.live & ~_ends(slots, tokens, lengths),
+                live=slots.live & ~_ends(slots, sampled.tokens, lengths),
             )
-            return cache, dataclasses.replace(slots, lengths=lengths, tokens=tokens, live=drawn.live), drawn, i + 1
+            slots = dataclasses.replace(slots, lengths=lengths, tokens=sampled.tokens, live=drawn.live)
+            return cache, slots, drawn, i + 1
 
         def unfinished(carry: tuple[Cache, Slots, Drawn, jax.Array]) -> jax.Array:
             _, _, drawn, i = carry
@@ -236,6 +240,7 @@ def make_decode(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, 
         nothing = Drawn(
             tokens=jnp.zeros((S, steps), jnp.int32),
             logprobs=jnp.zeros((S, steps), jnp.float32),
+            full_logprobs=jnp.zeros((S, steps), jnp.float32),
             counts=jnp.zeros(S, jnp.int32),
             live=slots.live,
         )

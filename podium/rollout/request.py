@@ -44,6 +44,9 @@ class Completion:
     """[n] int32, the end-of-sequence token included; n >= 1."""
     sampled_logprobs: np.ndarray
     """[n] float32, of each token under the distribution it was drawn from."""
+    full_logprobs: np.ndarray
+    """[n] float32, of each token under the softmax at the request's temperature (1 where it is greedy), before top-k,
+    top-p and min-p: what a trainer's log-probabilities are compared with. Equal to `sampled_logprobs` without those."""
     text: str
     """Without special tokens."""
     finish_reason: FinishReason

@@ -1,4 +1,4 @@
-"""How the next token is drawn from logits, and its log-probability under the distribution that it was drawn from.
+"""How the next token is drawn from logits, and its log-probability before and after the distribution is truncated.
 
 Pure functions of arrays; each row has settings of its own, so requests of any kind share one program. Which rows are
 live, and what a drawn token means, is the engine's.
@@ -6,7 +6,7 @@ live, and what a drawn token means, is the engine's.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,14 @@ class SamplingRows:
     top_k: jax.Array  # [S] int32; 0: all tokens
     top_p: jax.Array  # [S] float32
     min_p: jax.Array  # [S] float32
+
+
+class Sampled(NamedTuple):
+    """One token of each row, and its log-probabilities."""
+
+    tokens: jax.Array  # [S] int32
+    logprobs: jax.Array  # [S] float32, under the distribution that the token was drawn from
+    full_logprobs: jax.Array  # [S] float32, before top-k, top-p, min-p; the same bits where none is set
 
 
 def idle_rows(num_rows: int) -> Any:
@@ -58,22 +66,19 @@ def fill_row(rows: Any, row: int, settings: SamplingParams, *, seed: int, comple
 
 
 @jax.named_scope("sample")
-def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
+def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array, live: jax.Array) -> Sampled:
     """One token of each row.
 
     A row's distribution is its softmax at the temperature, cut to top-k, then top-p of what is left, then min-p, and
     normalised again; tokens that tie with the last one kept are kept too. At temperature 0 the token is the likeliest
-    (the first of equals), and its log-probability is that of the full softmax at temperature 1. Random numbers follow
-    from the row's seed, completion and position alone, so that a row's draw does not depend on the others'.
+    (the first of equals), and both its log-probabilities are those of the full softmax at temperature 1. Random numbers
+    follow from the row's seed, completion and position alone, so that a row's draw does not depend on the others'.
 
     Args:
         logits: [S, V] float32.
         rows: how each row draws.
         positions: [S] int32, where in its sequence each token will stand.
         live: [S] bool; rows that are not live draw something without meaning, and cost no search for their cut.
-
-    Returns:
-        Tokens [S] int32 and log-probabilities [S] float32.
     """
     S, V = logits.shape
     greedy = rows.temperature == 0
@@ -100,9 +105,13 @@ def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array, live: ja
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]  # [S, BLOCK]
     token = _invert(weigh(inside), uniforms[:, 1])  # [S]
     chosen = scale(jnp.take_along_axis(inside, token[:, None], axis=1)[:, 0])
-    everything = jnp.sum(jnp.exp(scale(logits)), axis=1)
-    total = jnp.where(greedy, everything, jnp.sum(block_weights, axis=1))
-    return jnp.minimum(block * BLOCK + token, V - 1), chosen - jnp.log(total)
+    kept, everything = jnp.sum(block_weights, axis=1), jnp.sum(jnp.exp(scale(logits)), axis=1)  # [S]
+    cut = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)  # elsewhere the two are equal but for their rounding
+    return Sampled(
+        tokens=jnp.minimum(block * BLOCK + token, V - 1),
+        logprobs=chosen - jnp.log(jnp.where(greedy, everything, kept)),
+        full_logprobs=chosen - jnp.log(jnp.where(greedy | cut, everything, kept)),
+    )
 
 
 def _beside(rows: jax.Array, x: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ A group is a request: one prompt and its completions. Groups enter slots in the 
 of a group. A prompt is prefilled once, together with the next waiting prompts of its bucket (prompts of a bucket share
 one compiled shape), and its keys and values are held until its last member has a slot. At most one batch of prompts
 per bucket is held at a time: prompts of a bucket are prefilled in order, so when the first in the queue needs a
-prefill, every earlier prompt of its bucket has been placed.
+prefill, every earlier prompt of its bucket has all its members in slots.
 """
 
 import collections
@@ -25,7 +25,7 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Admission:
-    """Prompts to prefill, then members to place; all of one bucket."""
+    """Prompts to prefill, then members that enter slots; all of one bucket."""
 
     bucket: int
     prefill: tuple[int, ...]
@@ -53,13 +53,7 @@ class Scheduler:
         self._slots_each, self._rows_each = num_slots // shards, prefill_rows // shards
         self._free = [list(range(i, i + self._slots_each)) for i in range(0, num_slots, self._slots_each)]
         self.running: dict[int, tuple[int, int]] = {}  # slot -> (group, member)
-        self.num_prefills = 0  # prompts prefilled
         self._waiting: collections.deque[_Group] = collections.deque()
-
-    @property
-    def free_slots(self) -> list[int]:
-        """Slots in which nothing runs."""
-        return [slot for own in self._free for slot in own]
 
     @property
     def busy(self) -> bool:
@@ -78,13 +72,12 @@ class Scheduler:
         prefill = [] if first.row >= 0 else self._next_prompts(first.bucket)
         for row, group in enumerate(prefill):
             group.row = row
-        self.num_prefills += len(prefill)
         placements = []
         while any(self._free) and self._waiting:
             group = self._waiting[0]
             if group.bucket != first.bucket or group.row < 0:
                 break
-            placements.append(self._place(group))
+            placements.append(self._assign_slot(group))
         return Admission(
             bucket=first.bucket,
             prefill=tuple(group.id for group in prefill),
@@ -104,7 +97,7 @@ class Scheduler:
         same_shape = (group for group in self._waiting if group.bucket == bucket)
         return list(itertools.islice(same_shape, self.prefill_rows))
 
-    def _place(self, group: _Group) -> Placement:
+    def _assign_slot(self, group: _Group) -> Placement:
         own = self._free[group.row // self._rows_each] or max(self._free, key=len)  # its prompt's device, if it can be
         placement = Placement(slot=own.pop(), group=group.id, member=group.placed, row=group.row)
         self.running[placement.slot] = (group.id, group.placed)

@@ -11,14 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from podium.config.document import Node, dump_value, parse_text
 from podium.config.errors import ConfigError, Problem, nearest
-from podium.config.explain import explain
+from podium.config.load import validate
 from podium.config.mesh import mesh_sizes
-from podium.config.schema import Config
 from podium.config.show import to_yaml
+from podium.settings import RULES
 from podium.tools.seed_keys import DEFAULTS, LOST, REJECTED, SPELLINGS, ZERO_MEANT, read_former
 
 
@@ -51,10 +49,7 @@ def migrate(path: Path, environ: Mapping[str, str]) -> Migration:
     settings = {"model": None, "steps": None, "prompts_per_step": None, "group_size": None, "mesh": None} | _nested(
         old.new
     )
-    try:
-        Config.model_validate(settings)
-    except ValidationError as error:
-        raise ConfigError(explain(error, Node.of(settings, str(path)), [])) from None
+    validate(Node.of(settings, str(path)), [], rules=RULES)
     head = f"# Translated from the former system's {path.name} by `podium config migrate`.\n"
     return Migration(text=head + to_yaml(settings, old.comments), changed=tuple(old.changed), lost=tuple(old.lost))
 

@@ -29,7 +29,7 @@ class Batch:
     mask: jax.Array  # [K, B, T] float32, 1 where the target is a token of a completion
     weights: jax.Array  # [K, B, T] float32, mask over the global denominator
     advantages: jax.Array  # [K, B, T] float32
-    sampled_logprobs: jax.Array  # [K, B, T] float32, by the policy that wrote the tokens
+    sampled_logprobs: jax.Array  # [K, B, T] float32, by the policy that wrote the tokens, before any truncation
     old_logprobs: jax.Array | None  # [K, B, T] float32, by the trainer before the first update
     reference_logprobs: jax.Array | None  # [K, B, T] float32, by the frozen model that anchors the KL
     num_micro_batches: jax.Array  # [] int32, how many of K hold anything

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from podium.algorithms.losses import policy_loss
+from podium.algorithms.losses import entropy_loss, policy_loss
 from podium.algorithms.recipes import Recipe
 from podium.config.schema import Remat
 from podium.models.architecture import DecoderConfig
@@ -102,12 +102,14 @@ def make_train_step(
             mask=batch.mask,
             old_logprobs=batch.old_logprobs,
             reference_logprobs=batch.reference_logprobs,
-            entropy=scored.entropy,
         )
+        loss = jnp.sum(losses * batch.weights)
+        if bonus := recipe.entropy_bonus:
+            loss += entropy_loss(scored.entropy, batch.mask, num_tokens=batch.num_tokens, entropy_bonus=bonus)
         gap = jnp.abs(jax.lax.stop_gradient(scored.logprobs) - batch.sampled_logprobs) * batch.mask
         stats = stats | {"entropy": jax.lax.stop_gradient(scored.entropy), "logprob_gap": gap}
         sums = {name: jnp.sum(values * batch.mask) for name, values in stats.items()}
-        return jnp.sum(losses * batch.weights), (sums, {"logprob_gap_max": jnp.max(gap)})
+        return loss, (sums, {"logprob_gap_max": jnp.max(gap)})
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         def one(index: jax.Array, total: tuple) -> tuple:

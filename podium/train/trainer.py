@@ -87,7 +87,7 @@ def group_samples(group: Group, index: int, recipe: Recipe) -> list[Sample]:
                 group=index,
                 prompt=group.tokens,
                 tokens=completion.tokens[:end],
-                sampled_logprobs=completion.sampled_logprobs[:end],
+                sampled_logprobs=completion.full_logprobs[:end],
             )
         )
     return samples

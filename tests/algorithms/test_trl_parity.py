@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from podium.algorithms.advantages import token_weights
-from podium.algorithms.losses import policy_loss
+from podium.algorithms.losses import entropy_loss, policy_loss
 from podium.algorithms.recipes import make_recipe
 from podium.config.schema import AlgorithmConfig
 
@@ -40,12 +40,12 @@ def podium_output(case: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         "mask": mask,
         "old_logprobs": inputs["old_logprobs"] if case.spread else None,
         "reference_logprobs": inputs["reference_logprobs"],
-        "entropy": inputs["entropy"],
     }
 
     def loss(logprobs: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         values, stats = policy_loss(recipe, logprobs, **batch)
-        return jnp.sum(weights[:, None] * mask * values), stats
+        bonus = {"num_tokens": mask.sum(), "entropy_bonus": recipe.entropy_bonus}
+        return jnp.sum(weights[:, None] * mask * values) + entropy_loss(inputs["entropy"], mask, **bonus), stats
 
     (value, stats), gradient = jax.value_and_grad(loss, has_aux=True)(inputs["logprobs"])
     fractions = {end: float((stats[f"clip_{end}"] * mask).sum() / mask.sum()) for end in ("low", "high")}

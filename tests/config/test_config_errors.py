@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from podium.config.checks import check_model, check_tasks
 from podium.config.errors import ConfigError, nearest
-from podium.config.load import load
 from podium.config.schema import Config
+from podium.settings import load_settings
 
 BASE = "model: demo\ntasks: [{name: arithmetic}]\n"
 
@@ -21,7 +20,7 @@ def errors(tmp_path, monkeypatch):
     def errors(text: str, *overrides: str, base: str = BASE, **environ: str) -> list[str]:
         Path("a.yaml").write_text(base + text)
         with pytest.raises(ConfigError) as error:
-            load(["a.yaml"], overrides, environ)
+            load_settings(["a.yaml"], overrides, environ)
         return [str(problem) for problem in error.value.problems]
 
     return errors
@@ -58,7 +57,7 @@ def test_all_errors_come_at_once(errors, tmp_path):
     found = errors(text, "seed=one", PODIUM_STEPSS="3")
     assert [each.partition(":")[0] for each in found] == ["seed", "steps", "stepss", "mesh", "algorithm.minibatches"]
     with pytest.raises(ConfigError) as error:
-        load(["a.yaml"], ["seed=one"], {"PODIUM_STEPSS": "3"})
+        load_settings(["a.yaml"], ["seed=one"], {"PODIUM_STEPSS": "3"})
     assert str(error.value) == "5 errors in the settings\n" + "\n".join(found)
 
 
@@ -78,9 +77,9 @@ def test_nothing_at_all_asks_for_model_and_tasks(errors):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("batch_size: 8", "batch_size: unknown key; the former system had it; "
+        ("batch_size: 8", "batch_size: unknown key; it is a key of the seed system; "
          "`podium config migrate a.yaml` translates the whole file"),
-        ("algo: {name: rloo}", "algo: unknown key; the former system had it; "
+        ("algo: {name: rloo}", "algo: unknown key; it is a key of the seed system; "
          "`podium config migrate a.yaml` translates the whole file"),
         ("num_generations: 8", "num_generations: unknown key; what TRL calls num_generations is group_size here"),
         ("learning_rate: 1e-6", "learning_rate: unknown key; did you mean train.optimizer.learning_rate?"),
@@ -114,6 +113,8 @@ def test_an_unknown_key_says_the_way_out(errors, text, message):
          "got 'bf16'; did you mean bfloat16?"),
         ("rollout: 3", "rollout: expected a section (`key: value` lines), got 3"),
         ("eval: {greedy: yes}", "eval.greedy: expected true or false, got 'yes'"),
+        ("algorithm: {recipe: gpro}", "algorithm.recipe: expected one of grpo, dr_grpo, dapo, rloo, reinforce, "
+         "reinforce_pp, reinforce_pp_baseline, gspo, cispo, maxrl, got 'gpro'; did you mean grpo?"),
         ("algorithm: {std_ddof: 2}", "algorithm.std_ddof: expected a whole number from 0 to 1, got 2"),
     ],
 )  # fmt: skip
@@ -170,8 +171,8 @@ def test_an_override_without_key_or_value_is_an_error(errors, text):
 
 
 def test_a_config_made_in_code_keeps_the_rules_too():
-    with pytest.raises(ValidationError, match=r"algorithm\.kl_coef: kl is none"):
-        Config.model_validate({"model": "demo", "tasks": [{"name": "math"}], "algorithm": {"kl_coef": 1.0}})
+    with pytest.raises(ValidationError, match=r"eval\.samples: 0, and eval\.greedy is false"):
+        Config.model_validate({"model": "demo", "tasks": [{"name": "math"}], "eval": {"greedy": False}})
 
 
 def test_unknown_tasks_and_options_name_their_lines(tmp_path, monkeypatch):
@@ -180,7 +181,7 @@ def test_unknown_tasks_and_options_name_their_lines(tmp_path, monkeypatch):
         "model: demo\ntasks:\n- name: arithmetic\n  options:\n    digit: 2\n- name: arithmetik\n- name: arithmetic\n"
     )
     with pytest.raises(ConfigError) as error:
-        check_tasks(load(["a.yaml"], [], {}))
+        load_settings(["a.yaml"], [], {})
     unknown_option, unknown_task = map(str, error.value.problems)
     assert unknown_option.startswith("tasks.0: ") and unknown_option.endswith("\n    a.yaml:5")
     assert "did you mean 'digits'?" in unknown_option
@@ -199,12 +200,12 @@ def tiny_model(tmp_path):
 
 def test_sequences_longer_than_the_model_are_an_error(tiny_model):
     overrides = [f"model={tiny_model}", "tasks=[{name: arithmetic}]", "rollout.max_prompt_tokens=64"]
-    check_model(load([], [*overrides, "rollout.max_new_tokens=64"], {}))
+    load_settings([], [*overrides, "rollout.max_new_tokens=64"], {})
     with pytest.raises(ConfigError) as error:
-        check_model(load([], [*overrides, "rollout.max_new_tokens=65"], {}))
+        load_settings([], [*overrides, "rollout.max_new_tokens=65"], {})
     assert str(error.value) == (
         "rollout.max_new_tokens: 65, with rollout.max_prompt_tokens 64, makes sequences of 129 tokens, and "
-        f"{tiny_model} knows 128 positions; lower one by 1\n"
+        f"{tiny_model} has 128 positions; lower one by 1\n"
         "    --set rollout.max_new_tokens=65\n    --set rollout.max_prompt_tokens=64"
     )
 
@@ -212,11 +213,11 @@ def test_sequences_longer_than_the_model_are_an_error(tiny_model):
 def test_a_model_that_is_not_there_is_an_error(tmp_path):
     overrides = [f"model={tmp_path}/none.gguf", "tasks=[{name: arithmetic}]"]
     with pytest.raises(ConfigError, match=r"^model: .*none\.gguf.*\n    --set model="):
-        check_model(load([], overrides, {}))
+        load_settings([], overrides, {})
 
 
 def test_a_model_of_the_hub_that_is_not_on_disk_is_not_checked():
-    check_model(load([], ["model=nobody/nothing", "tasks=[{name: arithmetic}]"], {}))
+    load_settings([], ["model=nobody/nothing", "tasks=[{name: arithmetic}]"], {})
 
 
 def test_a_transposed_word_is_nearer_than_another():

@@ -8,6 +8,7 @@ import pytest
 from podium.config.load import load
 from podium.config.schema import Config, Section
 from podium.config.show import file_schema, to_yaml
+from podium.settings import NAMES
 
 TASKS = [
     {"name": "arithmetic", "options": {"operations": ["add"], "deep": {"a": None}}},
@@ -67,7 +68,7 @@ def test_every_setting_has_a_description(name):
 
 
 def test_the_schema_describes_files_that_include_others():
-    schema = json.loads(json.dumps(file_schema()))
+    schema = json.loads(json.dumps(file_schema(NAMES)))
     assert "base" in schema["properties"] and "required" not in schema
     assert schema["properties"]["steps"] == {
         "default": 100,

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from podium.config.load import load
 from podium.models.architecture import ModelError, from_hf_config, to_hf_config
 from podium.models.presets import PRESETS, find_architecture
 from podium.plan.weights import parameter_count
+from podium.settings import load_settings
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("**/*.yaml"))
 # As the models' makers count them, a tied head once.
@@ -38,7 +38,7 @@ def test_a_preset_is_a_config_that_could_have_been_read(model):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_of_ours_can_be_planned_without_a_network(path):
-    model = load([path], [], {}).config.model
+    model = load_settings([path], [], {}).config.model
     if model != "demo":
         assert model in PRESETS
 

@@ -11,7 +11,11 @@ from podium.tasks.task import Prompt, Reward
 
 def test_a_sample_has_the_question_and_all_its_completions():
     completion = Completion(
-        tokens=np.array([5, 6, 2], np.int32), sampled_logprobs=np.zeros(3, np.float32), text="12", finish_reason="stop"
+        tokens=np.array([5, 6, 2], np.int32),
+        sampled_logprobs=np.zeros(3, np.float32),
+        full_logprobs=np.zeros(3, np.float32),
+        text="12",
+        finish_reason="stop",
     )
     record = sample_record(
         3,

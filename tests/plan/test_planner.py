@@ -12,7 +12,6 @@ from tiny_decoder import DECODER
 
 from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.algorithms.recipes import make_recipe
-from podium.config.load import load
 from podium.config.schema import Config
 from podium.hlo.cost import Roofline
 from podium.models.params import TRAIN_AXES, param_specs
@@ -22,6 +21,7 @@ from podium.plan.lengths import Composition
 from podium.plan.planner import calibrated, make_plan, step_calls
 from podium.plan.result import Plan, Seconds, judge, total
 from podium.plan.sizes import make_sizes
+from podium.settings import load_settings
 from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batch import Sample, make_batch
 from podium.train.setup import make_run_optimizer, make_train_settings
@@ -242,7 +242,7 @@ def test_a_fast_plan_takes_less_than_five_seconds_and_compiles_nothing():
     code = (
         "from podium.config.load import load\nfrom podium.plan.planner import make_plan\n"
         "from podium.accelerators import find_accelerator\n"
-        "config = load(['configs/gsm8k_qwen25_3b.yaml'], [], {}).config\n"
+        "config = load_settings(['configs/gsm8k_qwen25_3b.yaml'], [], {}).config\n"
         "plan = make_plan(config, find_accelerator('v6e-8'), fast=True)\n"
         "assert plan.estimate_only and plan.verdict == 'fits'\n"
         "import sys, time\nassert 'jax' not in sys.modules\nassert time.process_time() < 5\n"
@@ -268,7 +268,7 @@ def test_gpus_have_the_closed_form_only():
 
 
 def test_a_config_that_does_not_fit_says_by_how_much():
-    config = load([ROOT / "configs" / "gsm8k_qwen3_8b.yaml"], [], {}).config
+    config = load_settings([ROOT / "configs" / "gsm8k_qwen3_8b.yaml"], [], {}).config
     plan = make_plan(config, find_accelerator("v6e-4"), fast=True)
     assert plan.verdict == "does_not_fit"
     assert plan.spare_bytes == plan.hbm_bytes - plan.worst.bytes < 0

@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from podium.algorithms.losses import policy_loss
+from podium.algorithms.recipes import RECIPES
 from podium.rollout import sampling
 from podium.rollout.request import SamplingParams
 from podium.rollout.sampling import fill_row, idle_rows, sample
@@ -25,16 +27,22 @@ def params(**changes):
     return SamplingParams(max_new_tokens=1, **changes)
 
 
-def draw_rows(logits, settings, *, positions=None, **row_settings):
+def draw_all(logits, settings, *, positions=None, **row_settings):
+    """Tokens, log-probabilities and full log-probabilities, [S] each."""
     S = len(settings)
     positions = np.zeros(S, np.int32) if positions is None else np.asarray(positions, np.int32)
     rows = rows_of(settings, **row_settings)
-    tokens, logprobs = draw(jnp.asarray(logits, jnp.float32), rows, positions, jnp.ones(S, bool))
-    return np.asarray(tokens), np.asarray(logprobs)
+    return jax.device_get(draw(jnp.asarray(logits, jnp.float32), rows, positions, jnp.ones(S, bool)))
+
+
+def draw_rows(logits, settings, **row_settings):
+    """Tokens and log-probabilities, [S] each."""
+    sampled = draw_all(logits, settings, **row_settings)
+    return sampled.tokens, sampled.logprobs
 
 
 def naive_distribution(logits, settings):
-    """The distribution of one row, by sorting, in float64."""
+    """The distribution of a row, by sorting, in float64."""
     scaled = logits.astype(np.float64) / settings.temperature
     order = np.argsort(-scaled, kind="stable")
     p = np.exp(scaled - scaled.max())
@@ -74,6 +82,49 @@ def test_log_probabilities_are_those_of_the_distribution_drawn_from(vocab):
         expected = naive_distribution(logits[row], one)
         assert expected[tokens[row]] > 0, f"row {row}: {one} drew a token outside its support"
         assert logprobs[row] == pytest.approx(math.log(expected[tokens[row]]), abs=2e-6)
+
+
+@pytest.mark.parametrize("vocab", [7, 128, 300])
+def test_full_log_probabilities_are_those_before_truncation(vocab):
+    rng = np.random.default_rng(vocab)
+    logits = rng.normal(0, 2, (50 * len(SETTINGS), vocab)).astype(np.float32)
+    settings = SETTINGS * 50
+    sampled = draw_all(logits, settings)
+    for row, each in enumerate(settings):
+        full = naive_distribution(logits[row], params(temperature=each.temperature))
+        assert sampled.full_logprobs[row] == pytest.approx(math.log(full[sampled.tokens[row]]), abs=2e-6)
+        if (each.top_k, each.top_p, each.min_p) == (0, 1.0, 0.0):
+            assert sampled.full_logprobs[row] == sampled.logprobs[row]
+
+
+def test_both_log_probabilities_of_a_known_distribution_cut_to_two_tokens():
+    logits = np.tile(np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32)), (100, 1))
+    sampled = draw_all(logits, [params(top_k=2)] * 100)
+    assert set(sampled.tokens.tolist()) == {0, 1}
+    np.testing.assert_allclose(np.exp(sampled.logprobs), np.array([0.625, 0.375])[sampled.tokens], rtol=1e-5)
+    np.testing.assert_allclose(np.exp(sampled.full_logprobs), np.array([0.5, 0.3])[sampled.tokens], rtol=1e-5)
+
+
+def test_a_negative_token_of_an_unchanged_policy_has_its_gradient_under_truncation():
+    """To the truncated log-probability the ratio would be the share kept, below 1 - clip_low: clipped for good."""
+    logits = jnp.tile(jnp.linspace(0.0, 0.1, 50), (20, 1))
+    sampled = draw_all(logits, [params(top_p=0.5)] * 20)
+    tokens, segments, mask = sampled.tokens[None], np.ones((1, 20), np.int32), np.ones((1, 20), bool)
+
+    def stopped(sampled_logprobs):
+        def loss(logits):
+            logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits)[None], tokens[..., None], axis=2)[..., 0]
+            batch = {"advantages": jnp.full((1, 20), -1.0), "segments": segments, "mask": mask}
+            values, stats = policy_loss(RECIPES["grpo"], logprobs, sampled_logprobs=sampled_logprobs[None], **batch)
+            return jnp.sum(values), (values, stats["clip_low"])
+
+        (_, (values, clipped)), gradient = jax.value_and_grad(loss, has_aux=True)(logits)
+        return np.asarray(values), np.asarray(clipped), np.all(np.asarray(gradient) == 0, axis=1)
+
+    values, clipped, no_gradient = stopped(sampled.full_logprobs)
+    np.testing.assert_allclose(values, 1.0, rtol=1e-5)  # -ratio x advantage
+    assert not clipped.any() and not no_gradient.any()
+    assert stopped(sampled.logprobs)[2].all()
 
 
 @functools.cache
@@ -120,22 +171,22 @@ def test_a_negative_seed_is_a_seed():
 
 def test_a_row_draws_the_same_whatever_stands_beside_it():
     logits = np.random.default_rng(2).normal(0, 2, (len(SETTINGS), 300)).astype(np.float32)
-    together = draw_rows(logits, SETTINGS)
+    together = draw_all(logits, SETTINGS)
     for row, one in enumerate(SETTINGS):
         crowd = [params(temperature=0.0)] * len(SETTINGS)
         crowd[-1] = one
         others = np.zeros_like(logits)
         others[-1] = logits[row]
-        tokens, logprobs = draw_rows(others, crowd, seeds=[row] * len(crowd))
-        assert (tokens[-1], logprobs[-1]) == (together[0][row], together[1][row])
+        alone = draw_all(others, crowd, seeds=[row] * len(crowd))
+        assert [x[-1] for x in alone] == [x[row] for x in together]
 
 
 def test_rows_that_are_not_live_cost_no_search_and_disturb_nobody():
     logits = np.random.default_rng(3).normal(0, 2, (2, 300)).astype(np.float32)
     rows = rows_of([params(), params(top_k=3)])
-    both, _ = draw(logits, rows, np.zeros(2, np.int32), jnp.array([True, True]))
-    one, _ = draw(logits, rows, np.zeros(2, np.int32), jnp.array([True, False]))
-    assert both[0] == one[0]
+    both = draw(logits, rows, np.zeros(2, np.int32), jnp.array([True, True]))
+    one = draw(logits, rows, np.zeros(2, np.int32), jnp.array([True, False]))
+    assert both.tokens[0] == one.tokens[0]
     jaxpr = str(jax.make_jaxpr(sample)(logits, rows, np.zeros(2, np.int32), np.ones(2, bool)))
     assert " sort[" not in jaxpr.replace("argsort", "")
     assert jaxpr.count("cond[") == 2  # top-k and top-p are searched for only where a live row asks
@@ -144,7 +195,8 @@ def test_rows_that_are_not_live_cost_no_search_and_disturb_nobody():
 def test_greedy_takes_the_first_of_the_likeliest_with_its_full_log_probability():
     logits = np.random.default_rng(4).normal(0, 2, (3, 300)).astype(np.float32)
     logits[1, [40, 41, 260]] = 9.0
-    tokens, logprobs = draw_rows(logits, [params(temperature=0.0)] * 3)
+    tokens, logprobs, full_logprobs = draw_all(logits, [params(temperature=0.0)] * 3)
+    assert full_logprobs.tolist() == logprobs.tolist()
     assert tokens.tolist() == np.argmax(logits, axis=1).tolist()
     assert tokens[1] == 40
     full = logits - np.log(np.sum(np.exp(logits.astype(np.float64)), axis=1, keepdims=True))

@@ -97,6 +97,7 @@ def same(left, right) -> bool:
     return all(
         np.array_equal(a.tokens, b.tokens)
         and np.array_equal(a.sampled_logprobs, b.sampled_logprobs)
+        and np.array_equal(a.full_logprobs, b.full_logprobs)
         and (a.text, a.finish_reason) == (b.text, b.finish_reason)
         for a, b in pairs
     )

@@ -160,6 +160,17 @@ def test_gradients_of_sequence_ratios_and_entropy_do_not_depend_on_the_packing(s
     assert distance(found, alone) <= GRADIENT_TOLERANCE
 
 
+@pytest.mark.parametrize("rows", [2, 16])
+def test_the_entropy_bonus_is_a_mean_over_tokens_whatever_the_weights_and_the_micro_batches(samples, rows):
+    without, plain = gradient(samples, rows=rows)
+    found, metrics = gradient(samples, rows=rows, algorithm={"entropy_bonus": 0.5})
+    assert metrics["loss"] - plain["loss"] == pytest.approx(-0.5 * plain["entropy"], rel=1e-4)
+    heavier = [dataclasses.replace(each, weight=2 * each.weight) for each in samples]
+    other = [gradient(heavier, rows=rows, algorithm=algorithm)[0] for algorithm in ({"entropy_bonus": 0.5}, {})]
+    bonus = {name: found[name] - without[name] for name in found}
+    assert distance({name: other[0][name] - other[1][name] for name in found}, bonus) <= 1e-3
+
+
 def test_bfloat16_gradients_are_near_those_of_float32(samples):
     """Of a loss without clip: there a rounding decides whether a token has a gradient at all."""
     settings = {"rows": 8, "algorithm": {"recipe": "reinforce"}}

@@ -35,7 +35,7 @@ def with_logprobs(trainer, state, groups, shift: float = 0.0) -> list[Group]:
     return [
         dataclasses.replace(
             group,
-            completions=[dataclasses.replace(each, sampled_logprobs=next(found) + shift) for each in group.completions],
+            completions=[dataclasses.replace(each, full_logprobs=next(found) + shift) for each in group.completions],
         )
         for group in groups
     ]
@@ -91,7 +91,7 @@ def test_kl_in_the_reward_is_subtracted_before_the_advantage():
         dataclasses.replace(
             group,
             completions=[
-                dataclasses.replace(each, sampled_logprobs=each.sampled_logprobs + np.float32(shift))
+                dataclasses.replace(each, full_logprobs=each.full_logprobs + np.float32(shift))
                 for each, shift in zip(group.completions, row, strict=True)
             ],
         )
@@ -334,7 +334,7 @@ class NoText:
         return ""
 
 
-def sampled_groups(params, dtype: str, temperature: float) -> list[Group]:
+def sampled_groups(params, dtype: str, **settings: float) -> list[Group]:
     """What the engine makes of four prompts with these weights, a group of 4 each."""
     config = make_config(rollout={"max_prompt_tokens": 8, "max_new_tokens": 8}).rollout
     engine = RolloutEngine(
@@ -342,7 +342,7 @@ def sampled_groups(params, dtype: str, temperature: float) -> list[Group]:
     )
     engine.load(params)
     groups = groups_of()
-    sampling = SamplingParams(max_new_tokens=8, temperature=temperature)
+    sampling = SamplingParams(max_new_tokens=8, **settings)
     requests = [
         Request(prompt=group.tokens, sampling=sampling, seed=n, completions=4) for n, group in enumerate(groups)
     ]
@@ -350,19 +350,20 @@ def sampled_groups(params, dtype: str, temperature: float) -> list[Group]:
     return [dataclasses.replace(group, completions=each) for group, each in zip(groups, answers, strict=True)]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_the_sampler_s_log_probabilities_are_the_trainer_s(temperature):
-    trainer, state = make_trainer(temperature=temperature)
-    groups = sampled_groups(make_params(rules_of()), "float32", temperature)
-    scale = max(float(np.abs(each.sampled_logprobs).max()) for group in groups for each in group.completions)
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.6}, {"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}])
+def test_the_sampler_s_log_probabilities_are_the_trainer_s(settings):
+    trainer, state = make_trainer(temperature=settings.get("temperature", 1.0))
+    groups = sampled_groups(make_params(rules_of()), "float32", **settings)
+    scale = max(float(np.abs(each.full_logprobs).max()) for group in groups for each in group.completions)
     _, metrics = train_on(trainer, state, groups)
     assert metrics["policy/logprob_gap/max"] <= GAP_TOLERANCE * scale
     assert metrics["policy/kl_sampled"] == pytest.approx(0, abs=1e-6)
+    assert metrics["policy/clip_fraction/low"] == metrics["policy/clip_fraction/high"] == 0
 
 
 def test_a_bfloat16_sampler_is_near_the_float32_trainer():
     trainer, state = make_trainer()
-    groups = sampled_groups(make_params(rules_of()), "bfloat16", 1.0)
+    groups = sampled_groups(make_params(rules_of()), "bfloat16")
     _, metrics = train_on(trainer, state, groups)
     assert 1e-4 < metrics["policy/logprob_gap/max"] <= BF16_GAP
 

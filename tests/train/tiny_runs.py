@@ -127,7 +127,7 @@ def make_group(
     seed: int = 0,
     lengths: list[int] | None = None,
     finish: str | list[str] = "stop",
-    sampled_logprobs: list[np.ndarray] | None = None,
+    full_logprobs: list[np.ndarray] | None = None,
 ) -> Group:
     """A group of random completions with these rewards."""
     random = np.random.default_rng(seed)
@@ -137,7 +137,8 @@ def make_group(
     completions = [
         Completion(
             tokens=random.integers(0, DECODER.vocab, n).astype(np.int32),
-            sampled_logprobs=np.full(n, -5.0, np.float32) if sampled_logprobs is None else sampled_logprobs[index],
+            sampled_logprobs=np.full(n, -4.0, np.float32),
+            full_logprobs=np.full(n, -5.0, np.float32) if full_logprobs is None else full_logprobs[index],
             text="text",
             finish_reason=finishes[index],  # pyright: ignore[reportArgumentType]
         )

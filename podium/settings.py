@@ -1,0 +1,150 @@
+"""The settings of a run, checked against what Podium has: recipes, rewards, layouts, tasks, and the model if on disk.
+
+`podium.config` knows the settings and the rules between them; this adds the rules that other parts make. Nothing is
+downloaded, and nothing here imports jax, so that every error in a config comes before anything heavy starts.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from podium.algorithms.recipes import RECIPES, conflicts
+from podium.config.errors import ConfigError, Contradiction, Problem, nearest
+from podium.config.load import Loaded, Override, load
+from podium.config.schema import Config
+from podium.models.architecture import ModelError
+from podium.models.source import on_disk, read_architecture, resolve
+from podium.tasks.registry import make_task
+from podium.tasks.rewards import TEXT_REWARDS
+from podium.tools.seed_keys import SPELLINGS
+
+NAMES: Mapping[str, Mapping[str, object]] = {"algorithm.recipe": RECIPES}
+"""Settings that name an entry of a table: whoever adds an entry there adds a value here."""
+
+
+def load_settings(
+    files: Sequence[str | Path], overrides: Sequence[str | Override], environ: Mapping[str, str] = os.environ
+) -> Loaded:
+    """The settings, checked against tasks and model as far as that goes without a network.
+
+    Args:
+        files: YAML files, later ones win.
+        overrides: `key=value` texts of `--set`, or settings with an origin; later ones win, all over the environment.
+        environ: names that start with `PODIUM_` are settings.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    loaded = load(files, overrides, environ, rules=RULES, hint=_seed_hint)
+    if problems := [*_task_problems(loaded), *_model_problems(loaded)]:
+        raise ConfigError(problems)
+    return loaded
+
+
+def _names(config: Config) -> Iterator[Contradiction]:
+    for key, table in NAMES.items():
+        section, _, name = key.partition(".")
+        part = getattr(config, section)
+        value = getattr(part, name)
+        if value not in table:
+            near = nearest(value, table)
+            message = f"expected one of {', '.join(table)}, got {value!r}" + (f"; did you mean {near}?" if near else "")
+            yield Contradiction((key,), message, about=type(part).model_fields[name].description)
+
+
+def _algorithm(config: Config) -> Iterator[Contradiction]:
+    """What the recipes say of themselves; the settings that a message names are shown with it."""
+    if config.algorithm.recipe not in RECIPES:
+        return
+    scope = ("algorithm", "group_size", "prompts_per_step")
+    settings = [f"algorithm.{name}" for name in type(config.algorithm).model_fields] + list(scope[1:])
+    for key, message in conflicts(
+        config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step
+    ):
+        words = set(re.findall(r"\w+", message))
+        named = [other for other in settings if other != key and other.rpartition(".")[2] in words]
+        yield Contradiction((key, *named), message, scope)
+
+
+def _rewards(config: Config) -> Iterator[Contradiction]:
+    known = ("correct", *TEXT_REWARDS)
+    buffer, longest = config.grading.overlong_buffer_tokens, config.rollout.max_new_tokens
+    buffer_key, shaped = "grading.overlong_buffer_tokens", []
+    for index, task in enumerate(config.tasks):
+        for part in task.rewards:
+            if part not in known:
+                near = nearest(part, known)
+                way_out = f"did you mean {near}?" if near else f"the parts are {', '.join(known)}"
+                yield Contradiction((f"tasks.{index}.rewards.{part}",), f"no part of the reward; {way_out}")
+        if "length" in task.rewards:
+            shaped.append(f"tasks.{index}.rewards.length")
+    if shaped and not buffer:
+        yield Contradiction(
+            (shaped[0], buffer_key),
+            f"the length reward falls over the last {buffer_key} tokens, and that is 0; "
+            f"set {buffer_key}, for example to {max(1, longest // 5)}, or remove the reward",
+        )
+    if shaped and buffer >= longest:
+        yield Contradiction(
+            (buffer_key, "rollout.max_new_tokens"),
+            f"{buffer} is not less than rollout.max_new_tokens {longest}: every completion would be overlong; lower it",
+        )
+    if buffer and not shaped:
+        yield Contradiction(
+            (buffer_key,), f"{buffer} has no effect: no task has a length reward; add `length: 1.0` to its rewards"
+        )
+    if not any(weight for task in config.tasks for weight in task.rewards.values()):
+        yield Contradiction(
+            ("tasks.0.rewards",), "every weight is 0: nothing would be rewarded; set one, as `correct: 1.0`"
+        )
+
+
+RULES = (_names, _algorithm, _rewards)
+"""What recipes and rewards add to the rules of `podium.config.schema`."""
+
+
+def _seed_hint(key: str, file: str) -> str | None:
+    """The way out for a key of the seed system."""
+    if any(spelling == key or spelling.startswith(f"{key}.") for spelling in SPELLINGS):
+        return f"it is a key of the seed system; `podium config migrate {file}` translates the whole file"
+    return None
+
+
+def _task_problems(loaded: Loaded) -> Iterator[Problem]:
+    """Tasks that are not known, or do not take their options or their data."""
+    for index, task in enumerate(loaded.config.tasks):
+        try:
+            make_task(task)
+        except (ValueError, OSError) as error:
+            key = f"tasks.{index}"
+            named = [option for option in task.options if f"options.{option}:" in str(error)]
+            path = f"{key}.options.{named[0]}" if named else f"{key}.name"
+            yield Problem(key=key, message=str(error), places=_places(loaded, path))
+
+
+def _model_problems(loaded: Loaded) -> Iterator[Problem]:
+    """A model that is on disk and cannot be used, or is too short for the rollout's lengths."""
+    folder = on_disk(loaded.config.model)
+    if folder is None:
+        return
+    try:
+        longest = read_architecture(resolve(folder)).max_positions
+    except ModelError as error:
+        yield Problem(key="model", message=str(error), places=_places(loaded, "model"))
+        return
+    rollout = loaded.config.rollout
+    asked = rollout.max_prompt_tokens + rollout.max_new_tokens
+    if asked > longest:
+        keys = ("rollout.max_new_tokens", "rollout.max_prompt_tokens")
+        yield Problem(
+            key=keys[0],
+            message=f"{rollout.max_new_tokens}, with rollout.max_prompt_tokens {rollout.max_prompt_tokens}, makes "
+            f"sequences of {asked} tokens, and {loaded.config.model} has {longest} positions; "
+            f"lower one by {asked - longest}",
+            places=tuple(place for key in keys for place in _places(loaded, key)),
+        )
+
+
+def _places(loaded: Loaded, key: str) -> tuple[str, ...]:
+    return (loaded.provenance[key],) if key in loaded.provenance else ()
