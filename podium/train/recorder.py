@@ -10,6 +10,8 @@ from typing import Protocol
 import jax
 import numpy as np
 
+from podium.algorithms.losses import narrow_clip_warning
+from podium.algorithms.recipes import Recipe
 from podium.config.schema import Config
 from podium.job.records import ProgressReport
 from podium.models.architecture import DecoderConfig
@@ -78,6 +80,7 @@ class Recorder:
         writer: MetricWriter,
         progress: Progress,
         *,
+        recipe: Recipe,
         report: ProgressReport,
         task_labels: list[str],
         check: PlanCheck | None,
@@ -89,12 +92,14 @@ class Recorder:
             run_dir: of the run, cut back to the step that it continues from.
             writer: of its metrics.
             progress: what the user sees.
+            recipe: of the run, for a warning where its clip is narrower than what rounding does.
             report: what the launcher of the job sees.
             task_labels: short names of the tasks, in the config's order.
             check: compares steps with the plan; None: nothing does.
         """
         self.config, self.run_dir, self.writer, self.progress = config, run_dir, writer, progress
-        self._report, self._labels, self._check = report, task_labels, check
+        self._recipe, self._report, self._labels, self._check = recipe, report, task_labels, check
+        self._warned = False
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=STEPS_AVERAGED)
 
     def write(
@@ -133,12 +138,20 @@ class Recorder:
             metrics |= more
             if line is not None:
                 self.progress.message(line)
+        self._warn_of_narrow_clip(updated)
         self.writer.write(step, metrics)
         self._report.update(step=step, metrics={name: metrics[name] for name in STEP_REPORT if name in metrics})
         self._write_completions(step, groups)
         first = groups[0]
         shown = ShownCompletion(first.prompt.prompt.question, first.completions[0].text, first.rewards[0].total)
         self.progress.step(step, metrics, shown)
+
+    def _warn_of_narrow_clip(self, updated: UpdateStats) -> None:
+        """Say once that rounding alone clips tokens, where it does."""
+        warning = narrow_clip_warning(self._recipe, updated.logprob_gap) if updated.updates else None
+        if warning is not None and not self._warned:
+            self._warned = True
+            self.progress.message(warning)
 
     def _write_completions(self, step: int, groups: list[Group]) -> None:
         """Samples of the step's groups, and the lengths of all."""

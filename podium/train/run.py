@@ -140,7 +140,14 @@ def _make_parts(outside: _Outside, check: PlanCheck | None) -> tuple[RunParts, T
     trainer = Trainer(config, recipe, settings, optimizer, reference=reference, folder=run_dir.path)
     rollouts.load(state.params)
     recorder = Recorder(
-        config, run_dir, writer, progress, report=job.report, task_labels=list(tasks.labels), check=check
+        config,
+        run_dir,
+        writer,
+        progress,
+        recipe=recipe,
+        report=job.report,
+        task_labels=list(tasks.labels),
+        check=check,
     )
     parts = RunParts(
         **outside._asdict(),

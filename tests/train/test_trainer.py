@@ -41,6 +41,20 @@ def with_logprobs(trainer, state, groups, shift: float = 0.0) -> list[Group]:
     ]
 
 
+def shifted(trainer, state, groups, shifts: np.ndarray) -> list[Group]:
+    """The groups as if the sampler had found its tokens likelier than the trainer, by so many nat [N, G] each."""
+    return [
+        dataclasses.replace(
+            group,
+            completions=[
+                dataclasses.replace(each, full_logprobs=each.full_logprobs + np.float32(shift))
+                for each, shift in zip(group.completions, row, strict=True)
+            ],
+        )
+        for group, row in zip(with_logprobs(trainer, state, groups), shifts, strict=True)
+    ]
+
+
 def changed(trainer, state, groups) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """What an update adds to the parameters, and its metrics."""
     before = host(state.params)
@@ -87,16 +101,7 @@ def test_kl_in_the_reward_is_subtracted_before_the_advantage():
     algorithm = {"recipe": "dr_grpo", "kl": "k1_reward", "kl_coef": 0.5}
     trainer, state = make_trainer(reference=True, algorithm=algorithm)
     shifts = np.array([[0.1, 0.2, 0.3, 0.4]] * 4)  # nat per token above the reference
-    groups = [
-        dataclasses.replace(
-            group,
-            completions=[
-                dataclasses.replace(each, full_logprobs=each.full_logprobs + np.float32(shift))
-                for each, shift in zip(group.completions, row, strict=True)
-            ],
-        )
-        for group, row in zip(with_logprobs(trainer, state, groups_of()), shifts, strict=True)
-    ]
+    groups = shifted(trainer, state, groups_of(), shifts)
     lengths = np.array([[len(each.tokens) for each in group.completions] for group in groups])
     penalised = np.array(REWARDS) - 0.5 * shifts * lengths
     expected = penalised - penalised.mean(axis=1, keepdims=True)
@@ -379,3 +384,90 @@ def test_an_update_on_several_devices_is_that_of_one(devices):
     for name in ("train-other/loss", "policy/entropy", "policy/kl_reference", "optimizer/gradient_norm"):
         assert results[1][1][name] == pytest.approx(results[0][1][name], rel=1e-3, abs=1e-6)
     assert len(jax.tree.leaves(trainer.reference)[0].devices()) == devices
+
+
+def test_a_kl_in_the_reward_is_reported_and_leaves_the_task_s_rewards_as_they_are():
+    """Two groups earn the same; only the penalty makes their completions differ."""
+    rewards = [REWARDS[0], [1.0] * 4, REWARDS[2], [0.0] * 4]
+    trainer, state = make_trainer(reference=True, algorithm={"recipe": "dr_grpo", "kl": "k1_reward", "kl_coef": 0.5})
+    shifts = np.array([[0.1, 0.2, 0.3, 0.4]] * 4)
+    groups = shifted(trainer, state, groups_of(rewards), shifts)
+    sums = shifts * np.array(_lengths(groups))
+    _, metrics = train_on(trainer, state, groups)
+    assert metrics["policy/kl_reference"] == pytest.approx(sums.sum() / np.sum(_lengths(groups)), rel=1e-4)
+    assert metrics["train-reward/total/mean"] == pytest.approx(np.mean(rewards))
+    assert metrics["train-reward/penalised/mean"] == pytest.approx(np.mean(rewards - 0.5 * sums), rel=1e-5)
+    assert metrics["train-reward/kl_penalty/max"] == pytest.approx(0.5 * sums.max(), rel=1e-4)
+    assert metrics["group/equal_rewards_fraction"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("kl", "value"),
+    [("k2", lambda d: d**2 / 2), ("k3", lambda d: np.expm1(-d) + d), ("k3+", lambda d: np.expm1(-d) + d)],
+)
+def test_the_reported_kl_is_the_estimator_of_the_loss(kl, value):
+    """After steps away from the reference: the mean of k2 or k3 over the tokens, by hand from log-probabilities."""
+    trainer, state = make_trainer(reference=True, algorithm={"kl": kl, "kl_coef": 1e-6})
+    groups = with_logprobs(trainer, state, groups_of())
+    for _ in range(2):
+        state, _ = train_on(trainer, state, groups)
+    ours, reference = (
+        np.concatenate(
+            [each.full_logprobs for group in with_logprobs(trainer, by, groups) for each in group.completions]
+        )
+        for by in (state, dataclasses.replace(state, params=trainer.reference))
+    )
+    _, metrics = train_on(trainer, state, groups)
+    assert np.abs(ours - reference).max() > 0.05
+    assert metrics["policy/kl_reference"] == pytest.approx(np.mean(value(ours - reference)), rel=1e-3)
+
+
+def test_the_sampler_s_entropy_is_of_all_tokens_also_where_nothing_is_trained_on():
+    groups = [make_group([1.0] * 4, seed=seed, finish="length") for seed in range(4)]
+    trainer, state = make_trainer(algorithm={"zero_variance": "drop"})
+    _, metrics = train_on(trainer, state, groups)
+    assert metrics["rollout/entropy"] == pytest.approx(4.0)  # each token has -4 nat under its distribution
+    assert metrics["optimizer/updates"] == 0
+    assert "policy/entropy" not in metrics
+
+
+def test_statistics_of_minibatches_are_weighted_by_their_tokens():
+    """One minibatch of 24 tokens, 1 nat off, another of 4 that is exact."""
+    algorithm, train = {"minibatches": 2}, {"optimizer": {"learning_rate": 1e-12}}
+    trainer, state = make_trainer(prompts_per_step=2, algorithm=algorithm, train=train)
+    groups = [make_group(REWARDS[0], lengths=[6] * 4), make_group(REWARDS[1], seed=1, lengths=[1] * 4)]
+    groups = shifted(trainer, state, groups, np.array([[1.0] * 4, [0.0] * 4]))
+    _, metrics = train_on(trainer, state, groups)
+    assert metrics["policy/kl_sampled"] == pytest.approx((24 * np.exp(-1) + 4 * 0) / 28, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [{"recipe": "reinforce_pp_baseline"}, {"recipe": "grpo", "std": "batch", "std_ddof": 0}]
+)
+def test_dropped_groups_are_no_part_of_the_batch_s_standard_deviation(algorithm):
+    trainer, state = make_trainer(algorithm={**algorithm, "zero_variance": "drop"})
+    groups = [
+        make_group(rewards, seed=seed, lengths=[5] * 4)
+        for seed, rewards in enumerate([[1.0, 0.0, 0.0, 1.0], [1.0] * 4, [0.0, 1.0, 1.0, 0.0], [0.0] * 4])
+    ]
+    _, metrics = train_on(trainer, state, groups)
+    assert metrics["group/dropped"] == 2
+    assert metrics["train-reward/advantage/std"] == pytest.approx(1.0, rel=1e-4)
+
+
+def test_the_learning_rate_follows_the_run_and_not_the_updates():
+    """Steps 0 and 2 of 5 make no update, step 3 one of its two: its rate is the last of the step's share."""
+    optimizer = {"optimizer": {"learning_rate": 0.9, "schedule": "linear"}}
+    algorithm = {"zero_variance": "drop", "minibatches": 2}
+    trainer, state = make_trainer(steps=5, prompts_per_step=2, algorithm=algorithm, train=optimizer)
+    nothing, half, full = [[1.0] * 4] * 2, [REWARDS[0], [1.0] * 4], REWARDS[:2]
+    seen = []
+    for step, rewards in enumerate((nothing, full, nothing, half, full)):
+        state, metrics = train_on(trainer, state, groups_of(rewards), step=step)
+        seen.append((metrics["optimizer/updates"], metrics["optimizer/learning_rate"]))
+    rates = np.linspace(0.9, 0.0, 10)[1::2]  # of the second update of each step
+    assert [updates for updates, _ in seen] == [0, 2, 0, 1, 2]
+    assert [rate for _, rate in seen] == pytest.approx(rates, abs=1e-6)
+    assert int(state.step) == 5
+    assert metrics["optimizer/update_norm"] < metrics["optimizer/gradient_norm"] * 0.9 / 9  # rates 0.1 and 0
+    assert int(state.opt_state[-1].count) == 10
