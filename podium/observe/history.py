@@ -32,7 +32,7 @@ class History(NamedTuple):
     steps: int
     """Done."""
     steps_without_update: int
-    """Of those, the ones that had nothing to train on."""
+    """Steps that had nothing to train on."""
     wall_s: float
     cpu_s: float
 

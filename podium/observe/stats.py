@@ -70,12 +70,12 @@ class UpdateStats:
     """Mean over the updates, as `update_norm`."""
     update_norm: float = 0.0
     logprob_gap: float = 0.0
-    """Of the first update, as `logprob_gap_max`: later ones have other weights than the sampler."""
+    """As `logprob_gap_max` of the first update: later ones have other weights than the sampler."""
     logprob_gap_max: float = 0.0
     token_means: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Means over the tokens of every other statistic of `train_step`, by its name there."""
     learning_rate: float = 0.0
-    """Of the last update; without any, what it would have been."""
+    """At the last update; without any, what it would have been."""
     place_s: float = 0.0
     """Batches to the devices."""
     score_s: float = 0.0
@@ -123,7 +123,7 @@ class StepTimes:
     checkpoint_s: float | None
     """What the loop waited for the checkpoint of the step before; None: that step saved none."""
     mean_step_s: float | None = None
-    """Of the last ten steps; None before the tenth."""
+    """Mean of the last ten steps; None before the tenth."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

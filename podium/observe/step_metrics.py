@@ -1,4 +1,4 @@
-"""The metrics of a step: the only place that names them, and says how their values follow from its statistics.
+"""The metrics of a step: the only place that names them, and how their values follow from its statistics.
 
 A new metric is one entry here; `<part>` stands for a part of the reward. docs/metrics.md is made from this list.
 """

@@ -124,7 +124,7 @@ def _before_and_after(answers: Answers) -> Table:
 
 def _files(folder: Path) -> Table:
     kinds = {
-        CURVE: "reward and accuracy, to look at",
+        CURVE: "reward and accuracy as a picture",
         METRICS: "all numbers, a line per step",
         SAMPLES: "what the model wrote, and what it earned",
         LENGTHS: "tokens per prompt and completion",

@@ -3,7 +3,7 @@
     RUN/checkpoints/20/params/       the model, alone, so that evaluation and export read nothing else
     RUN/checkpoints/20/optimizer/    the optimizer's state and the step
     RUN/checkpoints/20/host/         what the loop wants back, as JSON
-    RUN/checkpoints/20/sizes.json    bytes of every file above, written last: how a damaged step is told
+    RUN/checkpoints/20/sizes.json    bytes of every file above, written last: a damaged step differs from it
 
 A step is written to a temporary folder and renamed when complete (orbax); a kill leaves only such a folder, and the
 next `Checkpointer` of the run removes it. Arrays are stored by name, `layers.q` or `opt_state.1.mu.layers.q`, exactly,

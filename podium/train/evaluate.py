@@ -22,7 +22,7 @@ from podium.train.setup import load_weights, make_model
 
 Z_95 = 1.959963984540054
 SHOWN_QUESTIONS = 8
-"""Of each task, so many evaluated questions go to samples.jsonl."""
+"""Evaluated questions of each task that go to samples.jsonl."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ def bench(*, mode: Mode, mesh_shape: str, dtype: str, target_bytes_gib: float, c
 
 
 def measure(mesh: Mesh, mode: Mode, dtype: str, *, target_bytes_gib: float, cols: int) -> dict[str, Any]:
-    """Make the array, and look at what every device of every process then holds; all processes must call it."""
+    """Make the array, and say what every device of every process then holds; all processes must call it."""
     target = int(target_bytes_gib * GIB)
     shape = buffer_shape(target, cols, dtype, fsdp=mesh.shape["fsdp"])
     split = allocate(mesh, shape, dtype)()

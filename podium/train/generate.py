@@ -56,7 +56,7 @@ class AnswerSettings:
 
     sampling: SamplingParams
     completions: int
-    """Of each prompt."""
+    """For each prompt."""
     max_refills: int = 0
     """How often prompts whose group has equal rewards are replaced by the next ones of the run."""
 

@@ -1,4 +1,4 @@
-"""What has to be settled before jax starts: which platform it looks for, and how memory is kept on CPU."""
+"""What has to be settled before jax starts: which platform it starts, and how memory is kept on CPU."""
 
 import ctypes
 import glob
@@ -10,7 +10,7 @@ import jax
 def prepare_platform() -> None:
     """Have jax start on the CPU alone where there is nothing else; a second call does nothing new."""
     if only_cpu():
-        jax.config.update("jax_platforms", "cpu")  # libtpu, where it is installed, would look for chips, at length
+        jax.config.update("jax_platforms", "cpu")  # an installed libtpu would search for chips for a long time
         keep_freed_memory()
 
 
