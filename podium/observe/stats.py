@@ -82,15 +82,17 @@ class UpdateStats:
     update_s: float = 0.0
 
     def then(self, later: "UpdateStats") -> "UpdateStats":
-        """Both, one after the other: means are weighted by tokens, or by updates where they are of the weights."""
+        """Both, one after the other, of at least one update each.
+
+        Means over tokens are weighted by tokens, means over weights by updates.
+        """
         updates, tokens = self.updates + later.updates, self.tokens + later.tokens
-        first, last = (self if self.updates else later), (later if later.updates else self)
 
         def by_tokens(mine: float, other: float) -> float:
-            return (mine * self.tokens + other * later.tokens) / tokens if tokens else 0.0
+            return (mine * self.tokens + other * later.tokens) / tokens
 
         def by_updates(mine: float, other: float) -> float:
-            return (mine * self.updates + other * later.updates) / updates if updates else 0.0
+            return (mine * self.updates + other * later.updates) / updates
 
         names = dict.fromkeys((*self.token_means, *later.token_means))
         return UpdateStats(
@@ -99,12 +101,12 @@ class UpdateStats:
             loss=by_tokens(self.loss, later.loss),
             gradient_norm=by_updates(self.gradient_norm, later.gradient_norm),
             update_norm=by_updates(self.update_norm, later.update_norm),
-            logprob_gap=first.logprob_gap,
-            logprob_gap_max=first.logprob_gap_max,
+            logprob_gap=self.logprob_gap,
+            logprob_gap_max=self.logprob_gap_max,
             token_means={
                 name: by_tokens(self.token_means.get(name, 0.0), later.token_means.get(name, 0.0)) for name in names
             },
-            learning_rate=last.learning_rate,
+            learning_rate=later.learning_rate,
             place_s=self.place_s + later.place_s,
             score_s=self.score_s + later.score_s,
             update_s=self.update_s + later.update_s,

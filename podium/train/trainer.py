@@ -1,6 +1,7 @@
 """From graded groups to a new state: advantages, batches, log-probabilities, optimizer steps."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -178,15 +179,16 @@ class Trainer:
         scored = time.perf_counter()
         end = (step + 1) * self.updates_per_step  # of the step's share of the schedule
         todo = [batch for _ in range(self.recipe.updates_per_batch) for batch in batches]
-        stats = UpdateStats(learning_rate=float(np.asarray(self.learning_rate(end - 1))))
+        rate = float(np.asarray(self.learning_rate(end - 1)))
+        made: list[UpdateStats] = []
         for position, batch in enumerate(todo, start=end - len(todo)):
             state, metrics = self.train_step(at_schedule_step(state, position), batch)
-            made = _update_stats(jax.device_get(metrics), float(batch.num_tokens), stats.learning_rate)
-            stats = stats.then(made)
-            if not np.isfinite([made.loss, made.gradient_norm]).all():
-                raise DivergedError(self._diverged(int(state.step), batch, made))
+            made.append(_update_stats(jax.device_get(metrics), float(batch.num_tokens), rate))
+            if not np.isfinite([made[-1].loss, made[-1].gradient_norm]).all():
+                raise DivergedError(self._diverged(int(state.step), batch, made[-1]))
         state = at_schedule_step(state, end)
         seconds = {"place_s": placed - start, "score_s": scored - placed, "update_s": time.perf_counter() - scored}
+        stats = functools.reduce(UpdateStats.then, made) if made else UpdateStats(learning_rate=rate)
         return state, dataclasses.replace(stats, **seconds)
 
     def _diverged(self, step: int, batch: Batch, stats: UpdateStats) -> str:
