@@ -121,15 +121,22 @@ def main() -> None:
     runs = []
     for _ in range(args.repeats):
         cpu = time.process_time()
-        engine.generate(requests)
-        runs.append(engine.metrics() | {"cpu_s": time.process_time() - cpu})
-    run = min(runs, key=lambda run: run["cpu_s"])
-    steps = run["rollout/decode_steps"]
+        _, stats = engine.generate(requests)
+        runs.append((time.process_time() - cpu, stats))
+    cpu_s, run = min(runs, key=lambda run: run[0])
     result = {
         **{name: value for name, value in vars(args).items() if name != "results"},
-        **run,
-        "wall_s": run["rollout/completion_tokens"] / run["rollout/tokens_per_s"],
-        "decode_step_ms": 1e3 * run["rollout/decode_s"] / steps if steps else 0.0,
+        "rollout/prefill_s": run.prefill_s,
+        "rollout/decode_s": run.decode_s,
+        "rollout/decode_steps": run.decode_steps,
+        "rollout/slot_utilisation": run.slot_utilisation,
+        "rollout/tokens_per_s": run.tokens_per_s,
+        "rollout/compilations": run.compilations,
+        "rollout/prompt_tokens": run.prompt_tokens,
+        "rollout/completion_tokens": run.completion_tokens,
+        "cpu_s": cpu_s,
+        "wall_s": run.generate_s,
+        "decode_step_ms": 1e3 * run.decode_s / run.decode_steps if run.decode_steps else 0.0,
         **parts(engine, args.repeats),
     }
     print(json.dumps(result))

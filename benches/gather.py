@@ -18,7 +18,7 @@ from podium.accelerators import find_accelerator
 from podium.plan.topology import compiler_environment, topology_devices
 from podium.sharding import make_mesh
 from podium.train.gather_memory import DTYPES, GIB, measure, planned
-from podium.train.setup import prepare_platform
+from podium.train.platform import prepare_platform
 
 MODES = ("sharded", "gather")
 

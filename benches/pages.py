@@ -1,4 +1,4 @@
-"""What does malloc's habit of giving memory back cost the update on CPU? See `podium.train.setup.keep_freed_memory`.
+"""What does malloc's habit of giving memory back cost the update on CPU? See `podium.train.platform.keep_freed_memory`.
 
     python -m benches.pages
 

@@ -85,7 +85,7 @@ def machine() -> dict[str, Any]:
     """The processor, how busy it was, and the accelerators that jax sees."""
     import jax
 
-    from podium.train.setup import prepare_platform
+    from podium.train.platform import prepare_platform
 
     prepare_platform()
     accelerators = [device.device_kind for device in jax.devices() if device.platform != "cpu"]

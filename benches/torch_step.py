@@ -32,15 +32,16 @@ from podium.config.schema import Config
 from podium.config.sizes import optimizer_steps
 from podium.models.hf import save_model
 from podium.models.params import param_specs
+from podium.observe.stats import UpdateStats
 from podium.settings import load_settings
 from podium.tasks.registry import make_task
 from podium.train.batch import Batch
 from podium.train.generate import Group, Rollouts
 from podium.train.optimizer import make_optimizer
-from podium.train.setup import load_weights, make_model, make_program
+from podium.train.setup import load_weights, make_model, make_train_settings
 from podium.train.state import TrainState, init_state
 from podium.train.step import make_score
-from podium.train.trainer import Updater
+from podium.train.trainer import Trainer, make_batches
 
 if TYPE_CHECKING:
     from benches.torch_peer import Row
@@ -84,38 +85,40 @@ class Podium:
     """Podium's own step, as podium.train.loop makes it, with a clock around its parts."""
 
     def __init__(self, config: Config, folder: Path) -> None:
-        self.config, self.clock = config, Clock()
+        self.config, self.clock, self.steps = config, Clock(), 0
         self.model = make_model(config)
         self.recipe = make_recipe(
             config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step
         )
         specs = param_specs(self.model.decoder)
         self.optimizer = make_optimizer(config.train.optimizer, optimizer_steps(config), specs)
-        self.program = make_program(config, self.model.decoder, self.model.mesh)
+        self.settings = make_train_settings(config, self.model.decoder, self.model.mesh)
         self.rollouts = Rollouts(config, self.model.decoder, self.model.tokenizer, self.model.mesh)
-        self.updater = Updater(config, self.recipe, self.program, self.optimizer, reference=None, folder=folder)
+        self.trainer = Trainer(config, self.recipe, self.settings, self.optimizer, reference=None, folder=folder)
         self.state = init_state(load_weights(self.model, None), self.optimizer)
         self.rollouts.load(self.state.params)
         engine = self.rollouts.engine
         for name in ("prefill", "place", "decode"):
             setattr(engine, name, self._timed(f"rollout/{name}", getattr(engine, name)))
         self.batch: Batch | None = None
-        self.updater.train_step = self._keeping_batch(self._timed("update/train_step", self.updater.train_step))
+        self.trainer.train_step = self._keeping_batch(self._timed("update/train_step", self.trainer.train_step))
 
-    def step(self) -> tuple[list[Group], dict[str, float]]:
-        """Complete, grade, update, hand over: the groups and the update's metrics."""
+    def step(self) -> tuple[list[Group], UpdateStats]:
+        """Complete, grade, update, hand over: the groups, and what the update did."""
         with self.clock("rollout"):
-            groups = self.rollouts.collect(self.config.prompts_per_step)
+            groups, _ = self.rollouts.answer(self.rollouts.feed.next(self.config.prompts_per_step))
         with self.clock("update"):
-            self.state, metrics = self.updater(self.state, groups)
+            batches, _ = make_batches(groups, self.recipe, self.trainer.sizes)
+            self.state, updated = self.trainer.update(self.state, batches, self.steps)
+            self.steps += 1
         with self.clock("sync"):
             self.rollouts.load(self.state.params)
             jax.block_until_ready(self.rollouts.engine.params)
-        return groups, metrics
+        return groups, updated
 
     def parts(self, repeats: int) -> dict[str, dict[str, float]]:
         """The update's programs alone, on the last batch: forward with log-probabilities, and the optimizer."""
-        score, batch = make_score(self.program), self.batch
+        score, batch = make_score(self.settings), self.batch
 
         @jax.jit
         def optimize(state: TrainState) -> Any:
@@ -217,14 +220,14 @@ def kept_rows(podium: Podium, groups: list[Group]) -> list["Row"]:
 
 def one_step(podium: Podium, torch_: Torch) -> dict[str, Any]:
     """A step of both: their seconds by part, and what shows that they did the same."""
-    groups, metrics = podium.step()
+    groups, updated = podium.step()
     drawn, norm = torch_.step(groups)
     ours = sum(len(completion.tokens) for group in groups for completion in group.completions)
     return {
         "podium": podium.clock.read(),
         "torch": torch_.clock.read(),
         "completion_tokens": {"podium": ours, "torch": drawn},
-        "gradient_norm": {"podium": metrics.get("optimizer/gradient_norm"), "torch": norm},
+        "gradient_norm": {"podium": updated.gradient_norm, "torch": norm},
         "load_1_min": round(os.getloadavg()[0], 2),
     }
 

@@ -21,11 +21,11 @@ from podium.algorithms.recipes import RECIPES
 from podium.config.schema import OptimizerConfig
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, param_specs
 from podium.sharding import ShardingRules, init_params, make_mesh
-from podium.train.batch import Batch, Sample, make_batch
+from podium.train.batch import Batch, BatchSizes, Sample, make_batch
 from podium.train.optimizer import make_optimizer
-from podium.train.setup import keep_freed_memory, only_cpu
+from podium.train.platform import keep_freed_memory, only_cpu
 from podium.train.state import init_state
-from podium.train.step import Program, make_train_step, place_batch
+from podium.train.step import TrainSettings, make_train_step, place_batch
 
 
 def random_batch(args: argparse.Namespace, vocab: int, rows: int) -> Batch:
@@ -44,7 +44,14 @@ def random_batch(args: argparse.Namespace, vocab: int, rows: int) -> Batch:
         for sample, advantage in zip(samples, random.standard_normal(len(samples)), strict=True)
     ]
     batch, _ = make_batch(
-        samples, row_tokens=args.row_tokens, rows=rows, max_rows=len(samples), packing="shared_prompts"
+        samples,
+        BatchSizes(
+            row_tokens=args.row_tokens,
+            rows=rows,
+            max_rows=len(samples),
+            packing="shared_prompts",
+            max_new_tokens=args.new_tokens,
+        ),
     )
     return batch
 
@@ -54,7 +61,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     decoder = dataclasses.replace(SMOLLM2_135M, layers=args.layers, vocab=args.vocab)
     mesh, specs = make_mesh("auto"), param_specs(decoder)
     optimizer = make_optimizer(OptimizerConfig(), 100, specs)
-    program = Program(
+    settings = TrainSettings(
         decoder=decoder,
         mesh=mesh,
         dtype=jnp.dtype(args.dtype),
@@ -62,9 +69,9 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         remat=args.remat,
         head_chunk_tokens=args.head_chunk_tokens,
     )
-    train_step = make_train_step(program, RECIPES["grpo"], optimizer)
+    train_step = make_train_step(settings, RECIPES["grpo"], optimizer)
     state = init_state(init_params(0, specs, ShardingRules(mesh, TRAIN_AXES)), optimizer)
-    batch = random_batch(args, decoder.vocab, args.rows * program.computing.num_shards("batch"))
+    batch = random_batch(args, decoder.vocab, args.rows * settings.computing.num_shards("batch"))
     batch = place_batch(batch, ShardingRules(mesh, GATHERED_AXES))
 
     def step() -> dict[str, jax.Array]:

@@ -18,7 +18,7 @@ from podium.rollout.request import Request, SamplingParams
 from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.optimizer import make_optimizer
 from podium.train.state import init_state
-from podium.train.step import Program, make_train_step, place_batch
+from podium.train.step import TrainSettings, make_train_step, place_batch
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() == "cpu", reason="no accelerator: benches/gpu.sh runs this on a machine that has one"
@@ -42,20 +42,21 @@ def completions(platform: str | None, dtype=jnp.float32):
     engine.load({name: value if "norm" in name else 5 * value for name, value in params.items()})
     prompts = np.random.default_rng(0).integers(0, DECODER.vocab, (6, 20)).tolist()
     sampling = SamplingParams(max_new_tokens=16)
-    return engine.generate(
+    completions, _ = engine.generate(
         [Request(prompt=tuple(prompt), sampling=sampling, seed=n, completions=3) for n, prompt in enumerate(prompts)]
     )
+    return completions
 
 
 def updated(platform: str | None):
     mesh, specs = mesh_of(platform), param_specs(DECODER)
     optimizer = make_optimizer(OptimizerConfig(name="sgd", learning_rate=1.0, clip_norm=0.0), 10, specs)
-    program = Program(
+    settings = TrainSettings(
         decoder=DECODER, mesh=mesh, dtype=jnp.dtype("float32"), temperature=1.0, remat="layer", head_chunk_tokens=32
     )
     state = init_state(init_params(0, specs, ShardingRules(mesh, TRAIN_AXES)), optimizer)
     batch = place_batch(random_batch(BATCH, DECODER.vocab, 2), ShardingRules(mesh, GATHERED_AXES))
-    state, metrics = make_train_step(program, RECIPES["grpo"], optimizer)(state, batch)
+    state, metrics = make_train_step(settings, RECIPES["grpo"], optimizer)(state, batch)
     return {name: np.asarray(value) for name, value in {**state.params, **metrics}.items()}
 
 

@@ -107,7 +107,7 @@ def test_train_hands_over_the_settings(podium, stub):
     ((config,), options) = calls[0]
     assert (config.steps, config.name) == (3, "run")
     assert {name: options[name] for name in ("fork", "plain")} == {"fork": None, "plain": True}
-    assert not options["member"].watched
+    assert not options["job"].watched
     assert options["check"].force is False
 
 

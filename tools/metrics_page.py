@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from podium.observe.metrics import METRICS, Metric
+from podium.observe.metric import Metric
+from podium.observe.metrics import METRICS
 from podium.observe.run_dir import MAY_CHANGE
 
 PACKAGE = Path(__file__).parents[1] / "podium"
@@ -21,9 +22,10 @@ A run that is continued from step k drops the lines after k and writes them agai
 the steps that were trained twice keep their first values.
 
 `<task>` is a task's name, `<part>` a part of the reward (`correct`, `format`, ...). `{mean,max}` stands for two
-metrics. The last column is where Podium computes it.
+metrics. The last column is where Podium measures it.
 
-This page is made from `podium/observe/metrics.py` by `python -m tools.metrics_page > docs/metrics.md`.
+This page is made from `podium/observe/step_metrics.py` and `evaluation_metrics.py` by
+`python -m tools.metrics_page > docs/metrics.md`.
 """
 
 RECORDS = f"""
@@ -35,9 +37,9 @@ RECORDS = f"""
 list of `text`, `reward`, `parts`, `finish_reason` (stop, length), `tokens`. Every `metrics.samples_every`-th group of \
 the run, and the first questions of each evaluation. |
 | `lengths.jsonl` | `step`, `prompt_lengths` (N), `completion_lengths` (N x G), in tokens. |
-| `summary.json` | `name`, `model`, `steps`, `wall_s`, `cpu_s`, `reward.first`, `reward.last`, \
-`eval.initial.{{step,accuracy}}`, `eval.final.{{step,accuracy}}` (null if there was no such evaluation), `versions`, \
-`commit` (of the checkout; null for an installed package). |
+| `summary.json` | `name`, `model`, `steps`, `steps_without_update` (nothing to train on), `wall_s`, `cpu_s`, \
+`reward.first`, `reward.last`, `eval.initial.{{step,accuracy}}`, `eval.final.{{step,accuracy}}` (null if there was no \
+such evaluation), `versions`, `commit` (of the checkout; null for an installed package). |
 | `config.yaml` | The resolved config. |
 | `curve.svg` | Reward of each step and accuracy of each evaluation, written at the end. |
 
@@ -46,7 +48,7 @@ learned (beyond the rounding of another order of sums); the stored config then t
 {", ".join(f"`{key}`" for key in MAY_CHANGE)}, and `steps` while `train.optimizer.schedule` is constant.
 """
 
-FORMER = (
+SEED = (
     ("time/train/rollout_generate_s", "time/train/rollout_s", "one pass per step"),
     ("time/train/rollout_sync_s", "time/train/sync_s", "once per step, after the update"),
     ("time/train/rollout_flush_s, time/train/rollout_release_s", "none", "the engine keeps its cache"),
@@ -69,7 +71,7 @@ FORMER = (
     ("eval_full/{enabled,split,epoch,samples_per_question}", "config.yaml", "settings are not metrics"),
     ("time/eval/rollout_*_s, time/eval_full/*", "time/eval/{rollout_s,reward_s,step_s}", "one kind of evaluation"),
 )
-"""Name in the former system, ours, and why."""
+"""Name in the seed, ours, and why."""
 
 
 def metrics_page() -> str:
@@ -79,17 +81,36 @@ def metrics_page() -> str:
         lines += [f"## {section}\n", "| name | unit | definition | computed in |", "|---|---|---|---|"]
         lines += [_row(metric) for metric in entries]
         lines.append("")
-    lines += ["## Names in the former system\n", "Names that are not here are the same and mean the same.\n"]
+    lines += ["## Names in the seed\n", "Names that are not here are the same and mean the same.\n"]
     lines += ["| there | here | why |", "|---|---|---|"]
-    lines += [f"| `{there}` | {_code(here)} | {why} |" for there, here, why in FORMER]
+    lines += [f"| `{there}` | {_code(here)} | {why} |" for there, here, why in SEED]
     return "\n".join(lines) + "\n" + RECORDS
 
 
+SOURCES = {
+    "completions": "podium/train/recorder.py",
+    "rolled": "podium/rollout/engine.py, podium/train/generate.py",
+    "batched": "podium/train/trainer.py",
+    "updated": "podium/train/trainer.py, podium/train/step.py",
+    "times": "podium/train/loop.py",
+    "memory": "podium/train/recorder.py",
+}
+"""Who measures each part of `podium.observe.stats.StepStats`."""
+
+
 def find_sources(metric: Metric) -> list[str]:
-    """The modules of Podium that compute this metric: those that hold its name, without those that only show it."""
-    written = re.compile(r"[\"']" + re.sub(r"<\w+>", r"\\{[^}]+\\}", metric.name) + r"[\"'/]")
-    observe = PACKAGE / "observe"
-    files = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != observe or path.name == "writers.py")
+    """The modules of Podium that compute this metric.
+
+    A reader of a step's statistics tells by the parts that it reads; what has no reader is where its name is written.
+    """
+    if metric.evaluation or metric.task:
+        return ["podium/train/evaluate.py"]
+    if metric.step:
+        parts = [part for part in metric.step.__code__.co_names if part in SOURCES]
+        return list(dict.fromkeys(path for part in parts for path in SOURCES[part].split(", ")))
+    written = re.compile(f"[\"']{re.escape(metric.name)}[\"']")
+    tables = (PACKAGE / "observe" / "step_metrics.py", PACKAGE / "observe" / "evaluation_metrics.py")
+    files = sorted(path for path in PACKAGE.rglob("*.py") if path not in tables)
     return [str(path.relative_to(PACKAGE.parent)) for path in files if written.search(path.read_text())]
 
 

@@ -31,7 +31,7 @@ from benches.pods.failures import bar_b, bar_c
 from benches.pods.renting import PLANTED, bar_f, bar_g
 from benches.pods.runs import bar_a, bar_d, bar_e
 from benches.record import arguments, record
-from podium.train.setup import prepare_platform
+from podium.train.platform import prepare_platform
 from tests.pods.hosts import ROOT
 from tests.pods.network_world import network_world, why_no_network
 

@@ -284,11 +284,10 @@ def policy_loss(
         weights = correction_weights(recipe.correction, old_logprobs, sampled_logprobs, low=low, high=high)
         stats["correction_weight"] = weights
         loss = loss * weights
-    if reference_logprobs is not None:
-        stats["kl_reference"] = k3_estimate(logprobs, reference_logprobs)
     if recipe.kl in ("k2", "k3", "k3+"):
         assert reference_logprobs is not None, f"kl {recipe.kl} needs reference_logprobs"
-        loss = loss + recipe.kl_coef * kl_loss(recipe.kl, logprobs, reference_logprobs)
+        stats["kl_reference"] = kl_loss(recipe.kl, logprobs, reference_logprobs)
+        loss = loss + recipe.kl_coef * stats["kl_reference"]
     return loss, jax.tree.map(stop_gradient, stats)
 
 

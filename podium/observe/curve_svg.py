@@ -47,14 +47,14 @@ def curve_svg(title: str, rewards: Sequence[Point], accuracies: Sequence[Point])
     last = max(step for step, _ in [*rewards, *accuracies])
     low, high = value_range([value for _, value in [*rewards, *accuracies]])
 
-    def place(point: Point) -> tuple[float, float]:
+    def scaled(point: Point) -> tuple[float, float]:
         step, value = point
         x = LEFT + step / max(1, last) * (WIDTH - LEFT - RIGHT)
         return x, HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
-    raw = [place(point) for point in rewards]
-    mean = [place(point) for point in running_mean(rewards)]
-    marks = [place(point) for point in accuracies]
+    raw = [scaled(point) for point in rewards]
+    mean = [scaled(point) for point in running_mean(rewards)]
+    marks = [scaled(point) for point in accuracies]
     floor = HEIGHT - BOTTOM
     area = [(mean[0][0], floor), *mean, (mean[-1][0], floor)]
     parts = [

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from podium.files import read_lines
+from podium.observe.metrics import ACCURACY, REWARD, UPDATES
 from podium.observe.run_dir import METRICS, SAMPLES
 
 Point = tuple[int, float]
@@ -30,6 +31,8 @@ class History(NamedTuple):
     """`eval/accuracy` of each evaluation; step 0 is the model that the run began with."""
     steps: int
     """Done."""
+    steps_without_update: int
+    """Steps that had nothing to train on."""
     wall_s: float
     cpu_s: float
 
@@ -39,9 +42,10 @@ def read_history(folder: Path) -> History:
     lines = read_lines(folder / METRICS)
     last: Mapping[str, Any] = lines[-1] if lines else {}
     return History(
-        rewards=_points(lines, "train-reward/total/mean"),
-        accuracies=_points(lines, "eval/accuracy"),
+        rewards=_points(lines, REWARD),
+        accuracies=_points(lines, ACCURACY),
         steps=last.get("step", 0),
+        steps_without_update=sum(line.get(UPDATES) == 0 for line in lines),
         wall_s=last.get("time/wall_s", 0.0),
         cpu_s=last.get("time/cpu_s", 0.0),
     )

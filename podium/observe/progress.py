@@ -21,7 +21,7 @@ RECENT_STEPS = 10
 WIDTH = 100
 
 
-class Sample(NamedTuple):
+class ShownCompletion(NamedTuple):
     """A completion to show."""
 
     prompt: str
@@ -54,7 +54,7 @@ class Progress:
         self._lengths: list[float] = []
         self._metrics: Mapping[str, float] = {}
         self._evaluations: list[tuple[int, float]] = []
-        self._sample: Sample | None = None
+        self._sample: ShownCompletion | None = None
         self._notice: str | None = None
         self._live: Live | None = None
         if self.console.is_interactive:
@@ -83,7 +83,7 @@ class Progress:
             self._line(f"{name} ...")
         self._phases_seen.add(name)
 
-    def step(self, step: int, metrics: Mapping[str, float], sample: Sample | None = None) -> None:
+    def step(self, step: int, metrics: Mapping[str, float], sample: ShownCompletion | None = None) -> None:
         """Show a step that is done.
 
         Args:
@@ -101,7 +101,7 @@ class Progress:
         if self._live is None:
             self._line(
                 f"step {step}/{self._steps}  reward {self._rewards[-1]:.3f}  length {self._lengths[-1]:.1f}  "
-                f"{self._speed()}  {self._step_s():.2f} s  left {self._left()}"
+                f"{_speed(self._metrics)}  {self._step_s():.2f} s  left {self._left()}"
             )
 
     def evaluated(self, step: int, results: Mapping[str, float]) -> None:
@@ -132,15 +132,12 @@ class Progress:
     def _step_s(self) -> float:
         return float(self._metrics.get("time/train/step_s", 0.0))
 
-    def _speed(self) -> str:
-        return f"{self._metrics.get('throughput/train/valid_tokens_per_s', 0.0):,.0f} tokens/s"
-
     def __rich__(self) -> RenderableType:
         """The live view, drawn anew four times a second."""
         now = time.monotonic()
         rows: list[RenderableType] = [self._bar(now), Text(), self._numbers()]
         if self._sample is not None:
-            rows += [Text(), self._last_sample(self._sample)]
+            rows += [Text(), _last_sample(self._sample, self._width())]
         title = Text.assemble(("podium ", "bold"), f"{shown(self._name, 40)} ", (clock(now - self._started), "dim"))
         if self._notice is not None:
             rows += [Text(), Text(self._notice, style="bold yellow")]
@@ -171,7 +168,7 @@ class Progress:
         if self._rewards:
             grid.add_row("reward", f"{self._rewards[-1]:.3f}", Text(sparkline(self._rewards, width), style="green"))
             grid.add_row("length", f"{self._lengths[-1]:.1f}", Text(sparkline(self._lengths, width), style="blue"))
-            grid.add_row("step", f"{self._step_s():.1f} s", Text(self._seconds()))
+            grid.add_row("step", f"{self._step_s():.1f} s", Text(_seconds(self._metrics)))
         if self._evaluations:
             values = [accuracy for _, accuracy in self._evaluations]
             steps = " > ".join(f"{value:.2f}" for value in values[-6:])
@@ -179,16 +176,22 @@ class Progress:
             grid.add_row("accuracy", f"{values[-1]:.3f}", Text(note, style="magenta"))
         return grid
 
-    def _seconds(self) -> str:
-        spent = {phase: self._metrics.get(f"time/train/{phase}_s", 0.0) for phase in PHASES}
-        return "  ".join([*(f"{phase} {value:.1f}" for phase, value in spent.items() if value), self._speed()])
 
-    def _last_sample(self, sample: Sample) -> RenderableType:
-        room = 2 * (self._width() - 16)
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="dim", no_wrap=True)
-        grid.add_column(overflow="fold")
-        grid.add_row("prompt", Text(shown(sample.prompt, room)))
-        grid.add_row("answer", Text(shown(sample.completion, room), style="italic"))
-        grid.add_row("reward", Text(f"{sample.reward:.2f}", style="green" if sample.reward > 0 else "red"))
-        return grid
+def _speed(metrics: Mapping[str, float]) -> str:
+    return f"{metrics.get('throughput/train/valid_tokens_per_s', 0.0):,.0f} tokens/s"
+
+
+def _seconds(metrics: Mapping[str, float]) -> str:
+    spent = {phase: metrics.get(f"time/train/{phase}_s", 0.0) for phase in PHASES}
+    return "  ".join([*(f"{phase} {value:.1f}" for phase, value in spent.items() if value), _speed(metrics)])
+
+
+def _last_sample(sample: ShownCompletion, width: int) -> RenderableType:
+    room = 2 * (width - 16)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row("prompt", Text(shown(sample.prompt, room)))
+    grid.add_row("answer", Text(shown(sample.completion, room), style="italic"))
+    grid.add_row("reward", Text(f"{sample.reward:.2f}", style="green" if sample.reward > 0 else "red"))
+    return grid

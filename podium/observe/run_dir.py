@@ -4,7 +4,7 @@
     summary.json     the run in one object             samples.jsonl   questions, completions, rewards
     run.lock         process and host that write here  lengths.jsonl   tokens of each prompt and completion
     fork.json        of which run's step this began, if it did
-    curve.svg        reward and accuracy, to look at
+    curve.svg        reward and accuracy as a picture
     plan.json        what was planned for it (podium.plan.check), on TPU and GPU
     checkpoints/     podium.train.checkpoint
 
@@ -153,12 +153,12 @@ class RunDir:
 
     @classmethod
     def follow(cls, config: Config, *, continued: bool, fork: Fork | None) -> "RunDir":
-        """The same folder for another process of the run, which writes nothing to it: the one that opened it does.
+        """The folder as another process of the run has it, which writes nothing there; the process that opened it does.
 
         Args:
-            config: The run's.
-            continued: What the one that opened it found.
-            fork: The same.
+            config: Of the run.
+            continued: As the process that opened it found it.
+            fork: As the process that opened it found it.
         """
         return cls(Path(config.runs_dir) / _folder_name(config), None, continued=continued, fork=fork)
 

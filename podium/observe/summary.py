@@ -33,6 +33,7 @@ def make_summary(folder: Path) -> dict[str, Any]:
         "name": config["name"],
         "model": config["model"],
         "steps": history.steps,
+        "steps_without_update": history.steps_without_update,
         "wall_s": history.wall_s,
         "cpu_s": history.cpu_s,
         "reward": {
@@ -106,7 +107,9 @@ def _headline(history: History) -> Text:
             text.append(f"{last[1]:.3f}", style="bold green" if last[1] > first[1] else "bold red")
             text.append(f" (step {last[0]})")
         text.append("\n")
-    text.append(f"{history.steps} steps in {clock(history.wall_s)}, {clock(history.cpu_s)} of CPU time", style="dim")
+    idle = f" ({history.steps_without_update} without an update)" if history.steps_without_update else ""
+    took = f"{clock(history.wall_s)}, {clock(history.cpu_s)} of CPU time"
+    text.append(f"{history.steps} steps{idle} in {took}", style="dim")
     return text
 
 
@@ -121,7 +124,7 @@ def _before_and_after(answers: Answers) -> Table:
 
 def _files(folder: Path) -> Table:
     kinds = {
-        CURVE: "reward and accuracy, to look at",
+        CURVE: "reward and accuracy as a picture",
         METRICS: "all numbers, a line per step",
         SAMPLES: "what the model wrote, and what it earned",
         LENGTHS: "tokens per prompt and completion",

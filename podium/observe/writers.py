@@ -23,7 +23,7 @@ class MetricWriter:
         Args:
             run: The run's folder, already truncated to the step that it continues from.
             config: The run's config.
-            announce: Gets one line about each service that can be looked at, or has failed.
+            announce: Gets one line about each service that has a page, or has failed.
 
         Raises:
             ServiceError: A service's package or credentials are missing.

@@ -26,12 +26,13 @@ from podium.rollout.programs import (
     make_engine_programs,
 )
 from podium.sharding import abstract_params
+from podium.train.batch import batch_sizes, make_batch
 from podium.train.generate import as_dtype, rollout_rules
 from podium.train.optimizer import make_opt_init
-from podium.train.setup import make_program, make_run_optimizer
+from podium.train.setup import make_run_optimizer, make_train_settings
 from podium.train.state import abstract_state
 from podium.train.step import abstract_batch, make_train_programs
-from podium.train.trainer import pack, with_scores
+from podium.train.trainer import with_scores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,11 +57,11 @@ def phase_programs(config: Config, decoder: DecoderConfig, mesh: Mesh) -> dict[s
     """
     recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
     specs, optimizer = param_specs(decoder), make_run_optimizer(config, decoder)
-    program = make_program(config, decoder, mesh)
-    params: Any = abstract_params(specs, jnp.dtype(jnp.float32), program.stored)
+    settings = make_train_settings(config, decoder, mesh)
+    params: Any = abstract_params(specs, jnp.dtype(jnp.float32), settings.stored)
     state = abstract_state(params, optimizer)
-    score, train_step = make_train_programs(program, recipe, optimizer)
-    batch = abstract_batch(pack([], config, program)[0], program.computing)
+    score, train_step = make_train_programs(settings, recipe, optimizer)
+    batch = abstract_batch(make_batch([], batch_sizes(config, settings.computing))[0], settings.computing)
     logprobs: Any = jax.ShapeDtypeStruct(batch.tokens.shape, jnp.float32, sharding=batch.tokens.sharding)
     reference = params if recipe.needs_reference else None
     scored = with_scores(batch, recipe, lambda *_: logprobs, params, reference)

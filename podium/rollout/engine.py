@@ -25,13 +25,13 @@ from podium.rollout.programs import (
     idle_slots,
     make_engine_programs,
 )
-from podium.rollout.request import Completion, FinishReason, Request
+from podium.rollout.request import Completion, FinishReason, Request, RolloutStats
 from podium.rollout.sampling import fill_row
 from podium.rollout.scheduler import Admission, Scheduler
 from podium.sharding import Params, ShardingRules
 
 OnGroup = Callable[[int, list[Completion]], None]
-OnLook = Callable[[], None]
+OnPoll = Callable[[], None]
 
 
 class TextDecoder(Protocol):
@@ -69,26 +69,23 @@ class RolloutEngine:
             ValueError: slots or prefill rows do not divide over the devices that split them.
         """
         self.config, self.decoder, self.rules, self.tokenizer, self.dtype = config, decoder, rules, tokenizer, dtype
-        self.version = 0  # how often params were loaded
         self.programs = make_engine_programs(config, decoder, rules, dtype)
         self.params: Params | None = None
-        self._metrics: dict[str, float] = {}
 
     def load(self, params: Params) -> None:
         """Answer with these from now on; they are copied, and may be donated afterwards."""
         self.params = None  # the old version goes before the new one comes
         self.params = self.programs.sync(params)
-        self.version += 1
 
     def generate(
-        self, requests: Sequence[Request], on_group: OnGroup | None = None, on_look: OnLook | None = None
-    ) -> list[list[Completion]]:
-        """The completions of each request, in the requests' order.
+        self, requests: Sequence[Request], on_group: OnGroup | None = None, on_poll: OnPoll | None = None
+    ) -> tuple[list[list[Completion]], RolloutStats]:
+        """The completions of each request, in the requests' order, and what they took.
 
         Args:
             requests: any number; they share the slots.
             on_group: called with a request's index and its completions as soon as all of them have ended.
-            on_look: called before every `refill_steps` decode steps; what it raises ends the generation.
+            on_poll: called before every `refill_steps` decode steps; what it raises ends the generation.
 
         Raises:
             ValueError: a request that the engine's shapes do not hold.
@@ -100,25 +97,36 @@ class RolloutEngine:
             self._check(index, request)
         compiled, start = self.num_compiled(), time.perf_counter()
         generation = _Generation(self, self.params, requests, on_group)
-        completions = generation.run(on_look)
-        wall_s = time.perf_counter() - start
-        tokens = sum(len(completion.tokens) for group in completions for completion in group)
-        busy = generation.decode_steps * self.config.slots
-        self._metrics = {
-            "rollout/prefill_s": generation.prefill_s,
-            "rollout/decode_s": generation.decode_s,
-            "rollout/decode_steps": generation.decode_steps,
-            "rollout/slot_utilisation": generation.decoded_tokens / busy if busy else 0.0,
-            "rollout/tokens_per_s": tokens / wall_s,
-            "rollout/compilations": self.num_compiled() - compiled,
-            "rollout/prompt_tokens": sum(len(request.prompt) for request in requests),
-            "rollout/completion_tokens": tokens,
-        }
-        return completions
-
-    def metrics(self) -> dict[str, float]:
-        """Numbers of the last `generate`, as docs/metrics.md defines them; empty before the first."""
-        return dict(self._metrics)
+        prefill_s = decode_s = 0.0
+        decode_steps = decoded_tokens = 0
+        while generation.scheduler.busy:
+            if on_poll is not None:
+                on_poll()
+            admitting = time.perf_counter()
+            generation.admit()
+            decoding = time.perf_counter()
+            if generation.scheduler.running:
+                slots = generation.on_device(generation.slots)
+                generation.cache, drawn, steps = self.programs.decode(self.params, generation.cache, slots)
+                drawn, steps = jax.device_get((drawn, steps))
+                generation.slots.lengths[:] += drawn.counts
+                generation.take(drawn)
+                decode_steps += int(steps)
+                decoded_tokens += int(np.sum(drawn.counts))
+            prefill_s += decoding - admitting
+            decode_s += time.perf_counter() - decoding
+        return generation.completed, RolloutStats(
+            prompt_tokens=sum(len(request.prompt) for request in requests),
+            completion_tokens=sum(len(each.tokens) for group in generation.completed for each in group),
+            decoded_tokens=decoded_tokens,
+            decode_steps=decode_steps,
+            slots=self.config.slots,
+            slot_steps=decode_steps * self.config.slots,
+            compilations=self.num_compiled() - compiled,
+            prefill_s=prefill_s,
+            decode_s=decode_s,
+            generate_s=time.perf_counter() - start,
+        )
 
     def num_compiled(self) -> int:
         """Compiled variants of the engine's programs so far."""
@@ -197,21 +205,11 @@ class _Generation:
             bucket = next(bucket for bucket in buckets if len(request.prompt) <= bucket)
             self.scheduler.submit(group, bucket=bucket, members=request.completions)
         self.cache = empty(abstract_engine_cache(config, engine.decoder, engine.rules, engine.dtype))
-        self.prefill_s = self.decode_s = 0.0
-        self.decode_steps = self.decoded_tokens = 0
 
-    def run(self, on_look: OnLook | None) -> list[list[Completion]]:
-        while self.scheduler.busy:
-            if on_look is not None:
-                on_look()
-            start = time.perf_counter()
-            while (admission := self.scheduler.admit()) is not None:
-                self._admit(admission)
-            self.prefill_s += (admitted := time.perf_counter()) - start
-            if self.scheduler.running:
-                self._look()
-            self.decode_s += time.perf_counter() - admitted
-        return self.completed
+    def admit(self) -> None:
+        """Put waiting completions into free slots, as many as there is room for, and draw their first tokens."""
+        while (admission := self.scheduler.admit()) is not None:
+            self._admit(admission)
 
     def _admit(self, admission: Admission) -> None:
         """Prefill what needs it, copy prompts into slots and draw the first token of each member."""
@@ -221,10 +219,10 @@ class _Generation:
         for placement in admission.placements:
             rows[placement.slot] = placement.row
             self._fill(placement.slot, self.requests[placement.group], placement.member)
-        rows_on_device, slots = self._on_device((rows, self.slots))
+        rows_on_device, slots = self.on_device((rows, self.slots))
         place = self.engine.programs.place_across if admission.crosses else self.engine.programs.place
         self.cache, drawn = place(self.cache, self.prompts[admission.bucket], rows_on_device, slots)
-        self._take(jax.device_get(drawn))
+        self.take(jax.device_get(drawn))
 
     def _prefill(self, admission: Admission) -> Prompts:
         tokens = np.zeros((self.engine.config.prefill_rows, admission.bucket), np.int32)
@@ -232,18 +230,9 @@ class _Generation:
         for row, group in enumerate(admission.prefill):
             prompt = self.requests[group].prompt
             tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-        return self.engine.programs.prefill(self.params, *self._on_device((tokens, lengths)))
+        return self.engine.programs.prefill(self.params, *self.on_device((tokens, lengths)))
 
-    def _look(self) -> None:
-        """Decode for `refill_steps` steps, and see who has ended."""
-        self.cache, drawn, steps = self.engine.programs.decode(self.params, self.cache, self._on_device(self.slots))
-        drawn, steps = jax.device_get((drawn, steps))
-        self.decode_steps += int(steps)
-        self.decoded_tokens += int(np.sum(drawn.counts))
-        self.slots.lengths[:] += drawn.counts
-        self._take(drawn)
-
-    def _take(self, drawn: Drawn) -> None:
+    def take(self, drawn: Drawn) -> None:
         """Add what was drawn to the drafts, and retire those that have ended."""
         for slot, (group, member) in list(self.scheduler.running.items()):
             count = int(drawn.counts[slot])
@@ -295,7 +284,7 @@ class _Generation:
         slots.last[slot] = len(request.prompt) + settings.max_new_tokens - 1
         slots.live[slot] = True
 
-    def _on_device(self, tree: Any) -> Any:
+    def on_device(self, tree: Any) -> Any:
         """Host arrays of rows, split over the devices; copied, because the host goes on writing into its own."""
         return jax.device_put(tree, self.engine.rules.sharding("batch"), may_alias=False)
 

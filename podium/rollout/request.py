@@ -1,4 +1,4 @@
-"""What goes into the rollout engine and what comes out: plain data, no jax."""
+"""What goes into the rollout engine and what comes out, with what it took: plain data, no jax."""
 
 import dataclasses
 from typing import Literal
@@ -50,3 +50,55 @@ class Completion:
     text: str
     """Without special tokens."""
     finish_reason: FinishReason
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutStats:
+    """What it took to answer prompts: counts and seconds, of one call or of several."""
+
+    prompt_tokens: int = 0
+    """Prefilled, one copy per group."""
+    completion_tokens: int = 0
+    decoded_tokens: int = 0
+    """Made by decode steps: not the first of each completion, but also those that a stop string then cut off."""
+    decode_steps: int = 0
+    slots: int = 0
+    slot_steps: int = 0
+    """Decode steps x slots: the most tokens that could have been decoded."""
+    compilations: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    generate_s: float = 0.0
+    """Prefill, decode, and what the host does between them."""
+    reward_s: float = 0.0
+    """Waiting for grades after the last completion."""
+    answer_s: float = 0.0
+    """From prompts to graded completions of all hosts."""
+    dropped_prompts: int = 0
+    """Longer than `rollout.max_prompt_tokens`, replaced by the next ones."""
+    refill_rounds: int = 0
+
+    @property
+    def slot_utilisation(self) -> float:
+        """Share of the slot-steps that made a token; 0 without any."""
+        return self.decoded_tokens / self.slot_steps if self.slot_steps else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Completion tokens per second of `generate`; 0 without any."""
+        return self.completion_tokens / self.generate_s if self.generate_s else 0.0
+
+    def then(self, later: "RolloutStats") -> "RolloutStats":
+        """Both calls, one after the other on the same slots."""
+        total = {each.name: getattr(self, each.name) + getattr(later, each.name) for each in dataclasses.fields(self)}
+        return RolloutStats(**{**total, "slots": max(self.slots, later.slots)})
+
+    def beside(self, other: "RolloutStats") -> "RolloutStats":
+        """Both calls as if one engine had made them: they ran at the same time, on different hosts.
+
+        A host that had nothing to do (no slots) leaves the other's unchanged.
+        """
+        total = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in dataclasses.fields(self)}
+        for name in ("decode_steps", "compilations", "prefill_s", "decode_s", "generate_s", "reward_s", "answer_s"):
+            total[name] = max(getattr(self, name), getattr(other, name))
+        return RolloutStats(**{**total, "slot_steps": total["decode_steps"] * total["slots"]})

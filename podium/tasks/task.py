@@ -33,12 +33,10 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Graded:
-    """What is graded: the text of one completion, and how it ended."""
+    """What is graded: the text of one completion, and its length."""
 
     text: str
     num_tokens: int
-    truncated: bool
-    """Cut at `rollout.max_new_tokens`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

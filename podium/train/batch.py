@@ -1,4 +1,4 @@
-"""From completions to the arrays of an update: packed into rows, shifted, weighted, counted. Numpy only.
+"""From completions to the arrays of an update: packed into rows, shifted, weighted, counted, in numpy.
 
 Which completions share a row is `podium.train.packing`.
 """
@@ -10,6 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from podium.config.schema import Config
+from podium.config.sizes import batch_sequences, row_tokens, rows_per_device
+from podium.sharding import ShardingRules
 from podium.train.packing import Chunk, Packing, Sample, chunk_tokens, pack_rows
 
 
@@ -33,56 +36,74 @@ class Batch:
     num_tokens: jax.Array  # [] float32, sum of mask
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchSizes:
+    """The shapes of a run's batches, which no step changes, and how rows are filled."""
+
+    row_tokens: int
+    """T; no prompt with its completion may be longer."""
+    rows: int
+    """B of a micro-batch, over all devices."""
+    max_rows: int
+    """Rows that any optimizer step may need; K follows from it."""
+    packing: Packing
+    max_new_tokens: int
+    """The longest that a completion may be: the denominator of `mean: constant`."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where the predictions of a sample's tokens stand in a batch."""
+class TokenSpan:
+    """Where the predictions of a sample's tokens are in a batch."""
 
     row: int
     start: int
     length: int
 
 
-def make_batch(
-    samples: Sequence[Sample], *, row_tokens: int, rows: int, max_rows: int, packing: Packing
-) -> tuple[Batch, list[Place]]:
-    """Pack samples into micro-batches.
+def batch_sizes(config: Config, rules: ShardingRules) -> BatchSizes:
+    """The sizes that a config means on the mesh of these rules."""
+    return BatchSizes(
+        row_tokens=row_tokens(config),
+        rows=rows_per_device(config) * rules.num_shards("batch"),
+        max_rows=batch_sequences(config),
+        packing=config.train.packing,
+        max_new_tokens=config.rollout.max_new_tokens,
+    )
 
-    Args:
-        samples: those of one optimizer step.
-        row_tokens: T; no prompt with its completion may be longer.
-        rows: B of a micro-batch, over all devices.
-        max_rows: rows that any step may need; K follows from it, so that shapes never change.
-        packing: what a row may hold.
+
+def make_batch(samples: Sequence[Sample], sizes: BatchSizes) -> tuple[Batch, list[TokenSpan]]:
+    """Pack the samples of one optimizer step into micro-batches.
 
     Returns:
-        The batch (numpy arrays, old and reference log-probabilities None) and the place of each sample.
+        The batch (numpy arrays, old and reference log-probabilities None) and the span of each sample.
     """
-    packed = pack_rows(samples, row_tokens=row_tokens, packing=packing)
-    shape = (-(-max_rows // rows) * rows, row_tokens)
+    rows, T = sizes.rows, sizes.row_tokens
+    packed = pack_rows(samples, row_tokens=T, packing=sizes.packing)
+    shape = (-(-sizes.max_rows // rows) * rows, T)
     arrays = {name: np.zeros(shape, dtype) for name, dtype in _ARRAYS.items()}
-    places: dict[int, Place] = {}
+    spans: dict[int, TokenSpan] = {}
     for row, row_chunks in enumerate(packed):
         start, segment = 0, 1
         for chunk in row_chunks:
-            for place, index in _write(chunk, samples, {name: x[row] for name, x in arrays.items()}, start, segment):
-                places[index] = Place(row, *place)
+            for span, index in _write(chunk, samples, {name: x[row] for name, x in arrays.items()}, start, segment):
+                spans[index] = TokenSpan(row, *span)
             start += chunk_tokens(chunk, samples)
             segment = int(arrays["segments"][row].max()) + 1
-    fields: dict[str, Any] = {name: x.reshape(-1, rows, row_tokens) for name, x in arrays.items()}
+    fields: dict[str, Any] = {name: x.reshape(-1, rows, T) for name, x in arrays.items()}
     fields["num_micro_batches"] = np.int32(-(-len(packed) // rows))
     fields["num_tokens"] = np.float32(arrays["mask"].sum())
     batch = Batch(**fields, old_logprobs=None, reference_logprobs=None)
-    return batch, [places[index] for index in range(len(samples))]
+    return batch, [spans[index] for index in range(len(samples))]
 
 
 _ARRAYS = dict.fromkeys(("tokens", "targets", "positions", "segments", "prompts"), np.int32)
 _ARRAYS |= dict.fromkeys(("mask", "weights", "advantages", "sampled_logprobs"), np.float32)
 
 
-def take(x: np.ndarray, places: Sequence[Place]) -> list[np.ndarray]:
+def take(x: np.ndarray, spans: Sequence[TokenSpan]) -> list[np.ndarray]:
     """What `x` [K, B, T] holds at each sample's tokens: a list of [n]."""
     rows = np.concatenate(x)  # [K B, T]
-    return [rows[place.row, place.start : place.start + place.length] for place in places]
+    return [rows[span.row, span.start : span.start + span.length] for span in spans]
 
 
 def _write(

@@ -3,7 +3,7 @@
     RUN/checkpoints/20/params/       the model, alone, so that evaluation and export read nothing else
     RUN/checkpoints/20/optimizer/    the optimizer's state and the step
     RUN/checkpoints/20/host/         what the loop wants back, as JSON
-    RUN/checkpoints/20/sizes.json    bytes of every file above, written last: how a damaged step is told
+    RUN/checkpoints/20/sizes.json    bytes of every file above, written last: a damaged step differs from it
 
 A step is written to a temporary folder and renamed when complete (orbax); a kill leaves only such a folder, and the
 next `Checkpointer` of the run removes it. Arrays are stored by name, `layers.q` or `opt_state.1.mu.layers.q`, exactly,
@@ -16,7 +16,8 @@ import logging
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from podium.config.schema import CheckpointConfig
+from podium.observe.summary import versions
 from podium.sharding import Params
 from podium.train.state import TrainState
 
@@ -62,14 +64,15 @@ class Checkpointer:
 
     Args:
         folder: `checkpoints` of the run directory; made if it is not there. Only the run itself may write to it.
-        config: which steps are kept.
+        config: which steps are saved and kept.
+        on_save: called when `maybe_save` begins to save.
 
     Raises:
         CheckpointError: if the folder cannot be made or written to.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig) -> None:
-        self._folder = folder.absolute()
+    def __init__(self, folder: Path, config: CheckpointConfig, *, on_save: Callable[[], None] = lambda: None) -> None:
+        self._folder, self._config, self._on_save = folder.absolute(), config, on_save
         self._step: int | None = None  # last handed to orbax, whether or not it is whole yet
         self._failed = False  # what became of it
         self._bytes = 0  # of the arrays of that step
@@ -89,6 +92,24 @@ class Checkpointer:
                 f"checkpoints cannot be kept in {self._folder}: {_first_line(error)}; make it writable,"
                 " or write the run elsewhere with runs_dir"
             ) from error
+
+    def maybe_save(self, step: int, state: TrainState, cursor: int, *, score: float | None, last: bool) -> float | None:
+        """Save a step where the config says so, and the last one; the seconds that this took, None without a save.
+
+        Args:
+            step: steps done.
+            state: on any mesh.
+            cursor: of the feed: how many prompts have been drawn.
+            score: of the step's evaluation, for `keep_best`; None: was not evaluated.
+            last: nothing comes after it; returns when it is whole on disk.
+        """
+        every, best = self._config.every_steps, self._config.keep_best and score is not None
+        if not (last or best or (every and step % every == 0)):
+            return None
+        self._on_save()
+        start = time.perf_counter()
+        self.save(step, state, {"cursor": cursor, "versions": versions()}, score=score, wait=last)
+        return time.perf_counter() - start
 
     def save(
         self, step: int, state: TrainState, host_state: dict[str, Any], *, score: float | None, wait: bool = False

@@ -23,10 +23,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from podium.job.cluster import Cluster, check_devices
-from podium.job.context import Member
+from podium.job.context import JobContext
 from podium.models.architecture import DecoderConfig
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.sharding import Params, ShardingRules, param_shardings
+from podium.train.platform import prepare_platform
 from podium.train.signals import StopSignal
 
 INITIALIZATION_S, HEARTBEAT_S, SHUTDOWN_S = 120, 30, 30
@@ -34,28 +35,28 @@ CLEAN_UP_S = 10.0
 """How long a process that failed may take to close its files: the others wait for it."""
 SMALLEST_MESSAGE = 4096  # bytes; messages are padded to powers of two, so that few programs are compiled
 STOP_KEY = "podium/stop/signal"
-LOOK_S = 1.0
-"""Between two looks at whether another process was told to stop: each asks the coordinator."""
+POLL_S = 1.0
+"""Between two requests to the coordinator, whether a signal came to another process."""
 Value = TypeVar("Value")
 
 
 @contextlib.contextmanager
-def joined(member: Member) -> Iterator[None]:
+def joined(job: JobContext) -> Iterator[None]:
     """The processes of a job know each other inside; an exception ends this process at the end of the block.
 
     It cannot go further: jax would wait for the others, and abort without the exit status.
     """
-    if member.cluster is None:
+    if job.cluster is None:
         yield
         return
-    if member.guard is not None:
-        member.guard.close()  # jax takes its port
-    _initialize(member.cluster)
+    if job.guard is not None:
+        job.guard.close()  # jax takes its port
+    _initialize(job.cluster)
     try:
         yield
         jax.distributed.shutdown()  # waits for all
     except BaseException as error:
-        status = member.report.failed(error)
+        status = job.report.failed(error)
         traceback.print_exception(error)
         sys.stderr.flush()
         sys.stdout.flush()
@@ -63,13 +64,13 @@ def joined(member: Member) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def failing_fast(member: Member) -> Iterator[None]:
+def failing_fast(job: JobContext) -> Iterator[None]:
     """An exception inside is recorded at once, and what then closes has little time: the others hang meanwhile."""
     try:
         yield
     except BaseException as error:
-        status = member.report.failed(error)
-        if member.cluster is not None:
+        status = job.report.failed(error)
+        if job.cluster is not None:
             end = threading.Timer(CLEAN_UP_S, os._exit, (status,))
             end.daemon = True
             end.start()
@@ -86,8 +87,8 @@ def gather(value: Value) -> list[Value]:
     if not jax.distributed.is_initialized():
         return [value]
     data = np.frombuffer(pickle.dumps(value), np.uint8)
-    words = np.array(divmod(len(data), 2**32), np.uint32)  # jax has no 64-bit integers
-    sizes = [(int(high) << 32) + int(low) for high, low in multihost_utils.process_allgather(words)]
+    size = np.array(divmod(len(data), 2**32), np.uint32)  # high and low half: jax has no 64-bit integers
+    sizes = [(int(high) << 32) + int(low) for high, low in multihost_utils.process_allgather(size)]
     message = np.zeros(max(SMALLEST_MESSAGE, 1 << (max(sizes) - 1).bit_length()), np.uint8)
     message[: len(data)] = data
     messages = np.asarray(multihost_utils.process_allgather(message))  # [processes, bytes]
@@ -98,13 +99,13 @@ def from_leader(make: Callable[[], Value]) -> Value:
     """What process 0 makes, for all; what it raises for a user to mend is raised in all."""
     if not jax.distributed.is_initialized():
         return make()
-    told: tuple[Any, Exception | None] = (None, None)
+    made: tuple[Any, Exception | None] = (None, None)
     if is_leader():
         try:
-            told = (make(), None)
+            made = (make(), None)
         except (ValueError, OSError) as error:
-            told = (None, error)
-    value, error = gather(told)[0]
+            made = (None, error)
+    value, error = gather(made)[0]
     if error is not None:
         raise error
     return value  # pyright: ignore[reportReturnType]  # None only beside an error
@@ -128,10 +129,10 @@ def host_mesh(mesh: Mesh) -> Mesh:
     here = [device.process_index == jax.process_index() for device in mesh.devices.flat]
     if all(here):
         return mesh
-    places = np.argwhere(np.array(here).reshape(mesh.devices.shape))
-    box = tuple(slice(low, high + 1) for low, high in zip(places.min(0), places.max(0), strict=True))
+    indices = np.argwhere(np.array(here).reshape(mesh.devices.shape))
+    box = tuple(slice(low, high + 1) for low, high in zip(indices.min(0), indices.max(0), strict=True))
     devices = mesh.devices[box]
-    if devices.size != len(places):
+    if devices.size != len(indices):
         raise ValueError(
             f"mesh {dict(mesh.shape)}: the devices of a host are no box in it, so that it cannot roll out by itself;"
             " set mesh to auto, or to sizes of which tp, or tp and a part of fsdp, fill a host"
@@ -178,12 +179,12 @@ class Interrupted(Exception):
     """The rollout was given up because the run is to stop now; raised in all processes of the run."""
 
 
-class Stop:
+class AgreedStop:
     """Whether the run is to stop, as all its processes know it: a signal comes to one of them, at any time.
 
     jax has a point of agreement of its own, but it counts calls, and hosts that roll out at their own pace make
-    different numbers of them. Here whoever is told to stop posts it where the others look; they meet where they
-    exchange their completions, and there all learn the same.
+    different numbers of them. Here the process that gets the signal posts it with the coordinator, which the others
+    poll; all agree where they exchange their completions.
     """
 
     def __init__(self, signals: StopSignal) -> None:
@@ -195,7 +196,7 @@ class Stop:
         self._signals = signals
         self._agreed: int | None = None
         self._posted: int | None = None
-        self._looked = time.monotonic()
+        self._polled = time.monotonic()
 
     @property
     def requested(self) -> int | None:
@@ -207,30 +208,30 @@ class Stop:
         """What the process exits with: 130 after Ctrl-C, 143 after SIGTERM, 0 if nothing was requested."""
         return 128 + self.requested if self.requested else 0
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Raises Interrupted if SIGTERM came, here or to another process; to be called often while rolling out."""
         number = self._signals.requested
         if jax.distributed.is_initialized():
-            number = self._look_around(number)
+            number = self._poll_others(number)
         if number == signal.SIGTERM:
             raise Interrupted
 
     def asked(self) -> int | None:
-        """What this process brings to the meeting."""
+        """The signal that this process knows of, to be exchanged with the others' before `agree`."""
         return self._signals.requested or self._posted
 
     def agree(self, asked: Sequence[int | None]) -> None:
-        """Take what all processes brought, in their order."""
+        """Settle on the first of what all processes asked, in their order."""
         self._agreed = next((number for number in asked if number is not None), self._agreed)
 
-    def _look_around(self, number: int | None) -> int | None:
+    def _poll_others(self, number: int | None) -> int | None:
         """The first signal that came to any process, as far as it is known here."""
         client = _client()
         if number is not None and self._posted is None:
             self._posted = number
             client.key_value_set(STOP_KEY, str(int(number)), allow_overwrite=True)
-        if self._posted is None and time.monotonic() - self._looked > LOOK_S:
-            self._looked = time.monotonic()
+        if self._posted is None and time.monotonic() - self._polled > POLL_S:
+            self._polled = time.monotonic()
             found = client.key_value_dir_get(STOP_KEY.rpartition("/")[0])
             self._posted = int(found[0][1]) if found else None
         return self._posted
@@ -245,10 +246,8 @@ def _client() -> Any:
 
 def _initialize(cluster: Cluster) -> None:
     """Start jax's service and check that it found what the cluster has."""
-    from podium.train.setup import prepare_platform
-
     prepare_platform()
-    # its handler of SIGTERM hides the signal from Python's; ours agree between hosts by StopBoard and `gather`
+    # its handler of SIGTERM hides the signal from Python's; `AgreedStop` and `gather` agree on ours
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         cluster.coordinator,
@@ -265,19 +264,3 @@ def _initialize(cluster: Cluster) -> None:
         devices=jax.device_count(),
         local_devices=jax.local_device_count(),
     )
-
-
-def merged(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The engines' metrics of one generation on each host as if one engine had made them: they ran side by side."""
-    metrics = [each for each in metrics if each]
-    if len(metrics) <= 1:
-        return metrics[0] if metrics else {}
-    steps = [each["rollout/decode_steps"] for each in metrics]
-    total = {name: sum(each[name] for each in metrics) for name in metrics[0]}
-    slowest = ("rollout/prefill_s", "rollout/decode_s", "rollout/decode_steps", "rollout/compilations")
-    total |= {name: max(each[name] for each in metrics) for name in slowest}
-    busy = sum(each["rollout/slot_utilisation"] * n for each, n in zip(metrics, steps, strict=True))
-    total["rollout/slot_utilisation"] = busy / (max(steps) * len(metrics)) if max(steps) else 0.0
-    wall_s = max(each["rollout/completion_tokens"] / each["rollout/tokens_per_s"] for each in metrics)
-    total["rollout/tokens_per_s"] = total["rollout/completion_tokens"] / wall_s
-    return total

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from podium.job.context import member_of_job
+from podium.job.context import join_job
 from podium.sharding import make_mesh
 from podium.train.distributed import gather, is_leader, joined
-from podium.train.setup import prepare_platform
+from podium.train.platform import prepare_platform
 
 GIB = 2**30
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
@@ -36,11 +36,11 @@ def bench(*, mode: Mode, mesh_shape: str, dtype: str, target_bytes_gib: float, c
         require: processes that there must be; 0: any number.
     """
     options = {"mode": mode, "mesh": mesh_shape, "dtype": dtype, "target": str(target_bytes_gib), "cols": str(cols)}
-    with member_of_job({**os.environ, **({"REQUIRE_JAX_PROCESS_COUNT": str(require)} if require else {})}) as member:
-        if member.guard is not None:
-            member.guard.agree(options, None)
+    with join_job({**os.environ, **({"REQUIRE_JAX_PROCESS_COUNT": str(require)} if require else {})}) as job:
+        if job.guard is not None:
+            job.guard.agree(options, None)
         prepare_platform()
-        with joined(member):
+        with joined(job):
             found = measure(make_mesh(mesh_shape), mode, dtype, target_bytes_gib=target_bytes_gib, cols=cols)
             if is_leader():
                 print(json.dumps(found), flush=True)
@@ -48,7 +48,7 @@ def bench(*, mode: Mode, mesh_shape: str, dtype: str, target_bytes_gib: float, c
 
 
 def measure(mesh: Mesh, mode: Mode, dtype: str, *, target_bytes_gib: float, cols: int) -> dict[str, Any]:
-    """Make the array, and look at what every device of every process then holds; all processes must call it."""
+    """Make the array, and say what every device of every process then holds; all processes must call it."""
     target = int(target_bytes_gib * GIB)
     shape = buffer_shape(target, cols, dtype, fsdp=mesh.shape["fsdp"])
     split = allocate(mesh, shape, dtype)()

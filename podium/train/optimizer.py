@@ -102,13 +102,13 @@ def abstract_opt_state(
     """
     copied = replicated(abstract_params)
 
-    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def described(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         key = path[-1]
         param = abstract_params.get(key.key) if isinstance(key, jax.tree_util.DictKey) else None
         sharding = param.sharding if param is not None and param.shape == leaf.shape else copied
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, abstract_params))
+    return jax.tree_util.tree_map_with_path(described, jax.eval_shape(optimizer.init, abstract_params))
 
 
 def replicated(params: Params | dict[str, jax.ShapeDtypeStruct]) -> NamedSharding:

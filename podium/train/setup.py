@@ -1,12 +1,7 @@
 """What a run needs before its first step: the model on its mesh, and weights from wherever they begin."""
 
-import ctypes
 import dataclasses
-import glob
-import os
-from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
@@ -18,14 +13,13 @@ from podium.models.hf import load_params
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.models.source import ModelSource, read_architecture, resolve
 from podium.models.tokenizer import Tokenizer, load_tokenizer
+from podium.observe.run_dir import Fork
 from podium.sharding import Params, ShardingRules, abstract_params, make_mesh
 from podium.train.checkpoint import restore_params
 from podium.train.generate import as_dtype
 from podium.train.optimizer import make_optimizer
-from podium.train.step import Program
-
-if TYPE_CHECKING:
-    from podium.observe.run_dir import Fork
+from podium.train.platform import prepare_platform
+from podium.train.step import TrainSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,37 +53,9 @@ def make_model(config: Config) -> Model:
     )
 
 
-def prepare_platform() -> None:
-    """Have jax start on the CPU alone where there is nothing else; a second call does nothing new."""
-    if only_cpu():
-        jax.config.update("jax_platforms", "cpu")  # libtpu, where it is installed, would look for chips, at length
-        keep_freed_memory()
-
-
-def keep_freed_memory() -> None:
-    """Have malloc keep the memory that XLA's programs free on CPU, for the next one to use.
-
-    glibc gives it back to the kernel, which then has to clear every page again: a sixth of the CPU time of the demo's
-    update (benches/results/pages-cpu.json). Only threads that start later use it, so it comes before jax's backend.
-    Does nothing where the C library is another.
-    """
-    m_trim_threshold, m_mmap_max, m_arena_max = -1, -4, -8  # malloc.h
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for parameter, value in ((m_arena_max, 1), (m_mmap_max, 0), (m_trim_threshold, -1)):
-            mallopt(parameter, value)
-
-
-def only_cpu() -> bool:
-    """Whether jax will find nothing but the CPU; known without starting it."""
-    if platforms := os.environ.get("JAX_PLATFORMS"):
-        return platforms == "cpu"
-    return not any(glob.glob(pattern) for pattern in ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*"))
-
-
-def make_program(config: Config, decoder: DecoderConfig, mesh: Mesh) -> Program:
-    """What the compiled programs of a run have in common."""
-    return Program(
+def make_train_settings(config: Config, decoder: DecoderConfig, mesh: Mesh) -> TrainSettings:
+    """What the trainer's compiled programs have in common in this run."""
+    return TrainSettings(
         decoder=decoder,
         mesh=mesh,
         dtype=as_dtype(config.train.dtype, mesh),
@@ -104,8 +70,8 @@ def make_run_optimizer(config: Config, decoder: DecoderConfig) -> optax.Gradient
     return make_optimizer(config.train.optimizer, optimizer_steps(config), param_specs(decoder))
 
 
-def load_weights(model: Model, run: "Fork | None") -> Params:
-    """Float32 weights in their shards: the model's own, or those of a run's checkpoint."""
+def load_weights(model: Model, run: Fork | None) -> Params:
+    """Float32 weights, sharded: the model's own, or those of a run's checkpoint."""
     if run is None:
         return load_params(model.source, model.decoder, model.rules, jnp.float32)
     specs = param_specs(model.decoder)

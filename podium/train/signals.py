@@ -1,7 +1,7 @@
 """Stopping a run: the first Ctrl-C or SIGTERM is a request that the loop reads, the second Ctrl-C is an order.
 
 After a Ctrl-C the step is finished. SIGTERM comes from a machine that goes away, in half a minute perhaps: what is done
-is saved and a rollout that is under way is given up (`podium.train.distributed.Stop`), to be made again.
+is saved, and a rollout that is under way is given up (`podium.train.distributed.AgreedStop`) and repeated later.
 """
 
 import signal
@@ -14,7 +14,7 @@ class StopSignal:
     """Inside `with StopSignal() as stop:`, `stop.requested` tells the loop to finish its step, save and leave.
 
     A Ctrl-C after that raises KeyboardInterrupt where the program is. Works in the main thread only, as Python's
-    signals do; on leaving, the former handlers are back. Child processes must ignore Ctrl-C by themselves: a terminal
+    signals do; on leaving, the previous handlers are back. Child processes must ignore Ctrl-C by themselves: a terminal
     sends it to all.
     """
 
@@ -23,7 +23,7 @@ class StopSignal:
         self._announce = announce
         self.requested: int | None = None
         """Number of the first signal, SIGINT or SIGTERM; None until one comes."""
-        self._former: dict[int, Any] = {}
+        self._previous: dict[int, Any] = {}
 
     @property
     def exit_code(self) -> int:
@@ -32,13 +32,13 @@ class StopSignal:
 
     def __enter__(self) -> "StopSignal":
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._former[number] = signal.signal(number, self._receive)
+            self._previous[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._former.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

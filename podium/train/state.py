@@ -16,7 +16,7 @@ from podium.train.optimizer import abstract_opt_state, init_opt_state, replicate
 class TrainState:
     """All that an update reads and replaces. Saving this is saving the run."""
 
-    step: jax.Array  # [] int32, steps made so far
+    step: jax.Array  # [] int32, updates made so far
     params: Params  # float32, as ParamSpecs declare them
     opt_state: optax.OptState
 
@@ -33,19 +33,27 @@ def abstract_state(
     """Shapes, dtypes and shardings of `init_state`'s result: for checkpoints and for the planner."""
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(abstract_params))
     return TrainState(
-        step=step,  # pyright: ignore[reportArgumentType]  # an abstract state has the arrays' descriptions in their place
+        step=step,  # pyright: ignore[reportArgumentType]  # an abstract state holds descriptions of arrays
         params=abstract_params,  # pyright: ignore[reportArgumentType]
         opt_state=abstract_opt_state(optimizer, abstract_params),
     )
 
 
-def restarted(state: TrainState) -> TrainState:
-    """The state as the first of another run: weights and moments stay, the schedule of the learning rate begins anew.
+def at_schedule_step(state: TrainState, position: int) -> TrainState:
+    """The state whose next update has the learning rate of optimizer step `position` of the run, counted from 0.
 
-    The schedule is the last link of `make_optimizer`'s chain.
+    The optimizer counts its updates itself, as the last link of `make_optimizer`'s chain, and would fall behind the run
+    wherever a step makes none.
     """
     links: Any = state.opt_state
     *rules, schedule = links
-    count = jnp.zeros_like(schedule.count, device=schedule.count.sharding)
+    if int(schedule.count) == position:
+        return state
+    count = jnp.full_like(schedule.count, position, device=schedule.count.sharding)
+    return dataclasses.replace(state, opt_state=(*rules, schedule._replace(count=count)))
+
+
+def restarted(state: TrainState) -> TrainState:
+    """The state as the first of another run: weights and moments stay, the learning rate's schedule begins anew."""
     step = jnp.zeros_like(state.step, device=state.step.sharding)
-    return TrainState(step=step, params=state.params, opt_state=(*rules, schedule._replace(count=count)))
+    return dataclasses.replace(at_schedule_step(state, 0), step=step)

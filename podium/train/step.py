@@ -29,8 +29,8 @@ from podium.train.state import TrainState, abstract_state
 Metrics = dict[str, jax.Array]
 
 
-class Program(NamedTuple):
-    """What the programs of one run have in common, fixed before they are traced."""
+class TrainSettings(NamedTuple):
+    """What the compiled programs of one run have in common, fixed before they are traced."""
 
     decoder: DecoderConfig
     mesh: jax.sharding.Mesh
@@ -51,23 +51,25 @@ class Program(NamedTuple):
 
 
 class TrainPrograms(NamedTuple):
-    """The compiled programs of an updater."""
+    """The compiled programs of a trainer."""
 
     score: Callable[[Params, Batch], jax.Array]
     train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
-def make_train_programs(program: Program, recipe: Recipe, optimizer: optax.GradientTransformation) -> TrainPrograms:
-    """The programs of the updater: one way to put them together, for trainer and planner."""
-    return TrainPrograms(make_score(program), make_train_step(program, recipe, optimizer))
+def make_train_programs(
+    settings: TrainSettings, recipe: Recipe, optimizer: optax.GradientTransformation
+) -> TrainPrograms:
+    """The programs of a run, put together in one way for trainer and planner."""
+    return TrainPrograms(make_score(settings), make_train_step(settings, recipe, optimizer))
 
 
-def make_score(program: Program) -> Callable[[Params, Batch], jax.Array]:
+def make_score(settings: TrainSettings) -> Callable[[Params, Batch], jax.Array]:
     """The jitted `(params, batch) -> logprobs [K, B, T]` of the batch's targets, float32, without gradient."""
 
     def score(params: Params, batch: Batch) -> jax.Array:
         def one(index: jax.Array, logprobs: jax.Array) -> jax.Array:
-            scored = _logprobs(program, params, _micro_batch(batch, index))
+            scored = _logprobs(settings, params, _micro_batch(batch, index))
             return jax.lax.dynamic_update_index_in_dim(logprobs, scored.logprobs, index, 0)
 
         nothing = jnp.zeros(batch.tokens.shape, jnp.float32)
@@ -75,22 +77,22 @@ def make_score(program: Program) -> Callable[[Params, Batch], jax.Array]:
             return one(jnp.int32(0), nothing)
         return jax.lax.fori_loop(0, batch.num_micro_batches, one, nothing)
 
-    return jax.jit(score, out_shardings=program.computing.sharding(None, "batch", None))
+    return jax.jit(score, out_shardings=settings.computing.sharding(None, "batch", None))
 
 
 def make_train_step(
-    program: Program, recipe: Recipe, optimizer: optax.GradientTransformation
+    settings: TrainSettings, recipe: Recipe, optimizer: optax.GradientTransformation
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The jitted update `(state, batch) -> (state, metrics)`; `state` is donated.
 
     Metrics are means over the batch's trained tokens, but for `loss`, norms and maxima.
     """
-    abstract = abstract_params(param_specs(program.decoder), jnp.float32, program.stored)
+    abstract = abstract_params(param_specs(settings.decoder), jnp.float32, settings.stored)
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(abstract, optimizer))
     shardings = state_shardings.params
 
     def micro_loss(params: Params, batch: Batch) -> tuple[jax.Array, tuple[Metrics, Metrics]]:
-        scored = _logprobs(program, params, batch)
+        scored = _logprobs(settings, params, batch)
         losses, stats = policy_loss(
             recipe,
             scored.logprobs,
@@ -152,9 +154,9 @@ def _micro_batch(batch: Batch, index: jax.Array) -> Batch:
     return jax.tree.map(pick, batch)
 
 
-def _logprobs(program: Program, params: Params, batch: Batch) -> TokenLogprobs:
+def _logprobs(settings: TrainSettings, params: Params, batch: Batch) -> TokenLogprobs:
     """Log-probabilities and entropies of a micro-batch's targets."""
-    rules = program.computing
+    rules = settings.computing
     mask = rules.constrain(packed_mask(batch.segments, batch.prompts), "batch", None, None)  # [B, T, T]
 
     def attend(kv: tuple, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[tuple, jax.Array]:
@@ -165,17 +167,17 @@ def _logprobs(program: Program, params: Params, batch: Batch) -> TokenLogprobs:
         batch.tokens,
         batch.positions,
         attend,
-        config=program.decoder,
+        config=settings.decoder,
         rules=rules,
-        dtype=program.dtype,
-        remat=program.remat,
+        dtype=settings.dtype,
+        remat=settings.remat,
     )
     return token_logprobs(
         hidden,
-        head_weights(params, rules, program.dtype),
+        head_weights(params, rules, settings.dtype),
         batch.targets,
-        temperature=program.temperature,
-        chunk=program.head_chunk_tokens,
+        temperature=settings.temperature,
+        chunk=settings.head_chunk_tokens,
         rules=rules,
-        remat=program.remat != "none",
+        remat=settings.remat != "none",
     )

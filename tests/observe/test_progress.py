@@ -8,7 +8,7 @@ import textwrap
 import pytest
 from rich.console import Console
 
-from podium.observe.progress import Progress, Sample
+from podium.observe.progress import Progress, ShownCompletion
 
 METRICS = {
     "train-reward/total/mean": 0.75,
@@ -56,7 +56,7 @@ def test_without_a_terminal_there_is_one_line_a_step():
 def test_without_a_terminal_there_are_no_control_sequences():
     console = plain_console()
     with Progress("demo", 40, console) as progress:
-        progress.step(1, METRICS, Sample("7 + 5?", "\x1b[2J12", 1.0))
+        progress.step(1, METRICS, ShownCompletion("7 + 5?", "\x1b[2J12", 1.0))
         progress.evaluated(1, {"eval/accuracy": 0.5})
         progress.message("checkpoint of step 1 saved")
     assert "\x1b" not in output(console)
@@ -75,7 +75,7 @@ def test_the_live_view_shows_phase_step_numbers_accuracy_and_the_last_sample():
     progress = terminal_progress()
     progress.evaluated(0, {"eval/accuracy": 0.25})
     progress.step(1, METRICS | {"train-reward/total/mean": 0.25})
-    progress.step(2, METRICS, Sample("What is 7 + 5?", "It is 12.", 1.0))
+    progress.step(2, METRICS, ShownCompletion("What is 7 + 5?", "It is 12.", 1.0))
     progress.evaluated(2, {"eval/accuracy": 0.5})
     progress.phase("rollout")
     text = view(progress)
@@ -93,7 +93,7 @@ def test_the_live_view_shows_phase_step_numbers_accuracy_and_the_last_sample():
 @pytest.mark.parametrize("width", [20, 60, 100, 300])
 def test_the_live_view_fits_the_terminal(width):
     progress = terminal_progress(width)
-    progress.step(1, METRICS, Sample("question " * 500, "answer " * 5000, 0.0))
+    progress.step(1, METRICS, ShownCompletion("question " * 500, "answer " * 5000, 0.0))
     lines = view(progress, width).splitlines()
     assert max(len(line) for line in lines) <= min(width, 100)
     assert len(lines) < 25
@@ -101,7 +101,7 @@ def test_the_live_view_fits_the_terminal(width):
 
 def test_what_a_model_wrote_cannot_move_the_terminal_or_be_read_as_markup():
     progress = terminal_progress()
-    progress.step(1, METRICS, Sample("[bold]q[/bold]", "[/red] \x1b]0;title\x07 \x1b[2J\u202e[link=x]", 0.0))
+    progress.step(1, METRICS, ShownCompletion("[bold]q[/bold]", "[/red] \x1b]0;title\x07 \x1b[2J\u202e[link=x]", 0.0))
     text = view(progress)
     assert "[bold]q[/bold]" in text
     assert "[/red] \\x1b]0;title\\x07 \\x1b[2J\\u202e[link=x]" in text

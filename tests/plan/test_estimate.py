@@ -19,7 +19,7 @@ from podium.sharding import ShardingRules, abstract_params, make_mesh, param_sha
 from podium.train.batch import Batch
 from podium.train.optimizer import abstract_opt_state, make_optimizer
 from podium.train.state import abstract_state
-from podium.train.step import Program, make_score, make_train_step
+from podium.train.step import TrainSettings, make_score, make_train_step
 
 MIB, GIB = 2**20, 2**30
 CPU = Accelerator(name="cpu", generation="cpu", devices=8, hosts=1, hbm_bytes=GIB)
@@ -139,7 +139,7 @@ class Programs:
         self.mesh, specs = make_mesh(config.mesh), param_specs(model)
         train, rollout = (ShardingRules(self.mesh, axes) for axes in (TRAIN_AXES, ROLLOUT_AXES))
         run, dtype = make_sizes(config, model, CPU), jnp.dtype(jnp.float32)
-        program = Program(
+        settings = TrainSettings(
             decoder=model,
             mesh=self.mesh,
             dtype=dtype,
@@ -150,10 +150,10 @@ class Programs:
         recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
         optimizer = make_optimizer(config.train.optimizer, 10, specs)
         params = abstract_params(specs, dtype, train)
-        rows = program.computing.sharding(None, "batch", None)
+        rows = settings.computing.sharding(None, "batch", None)
         shape = (run.max_micro_batches, run.rows * run.dp * run.fsdp, run.row_tokens)
         ints, floats = (jax.ShapeDtypeStruct(shape, kind, sharding=rows) for kind in (jnp.int32, jnp.float32))
-        counts = (jax.ShapeDtypeStruct((), kind, sharding=program.computing.sharding()) for kind in "if")
+        counts = (jax.ShapeDtypeStruct((), kind, sharding=settings.computing.sharding()) for kind in "if")
         names = ("tokens", "targets", "positions", "segments", "prompts")
         fields: Any = dict.fromkeys(names, ints)
         fields |= dict.fromkeys(("mask", "weights", "advantages", "sampled_logprobs"), floats)
@@ -171,8 +171,8 @@ class Programs:
             for dims in ((prompts, length), (prompts,))
         )
         self.calls: dict[str, tuple[Any, tuple]] = {
-            "update": (make_train_step(program, recipe, optimizer), (abstract_state(params, optimizer), batch)),
-            "score": (make_score(program), (params, batch)),
+            "update": (make_train_step(settings, recipe, optimizer), (abstract_state(params, optimizer), batch)),
+            "score": (make_score(settings), (params, batch)),
             "sync": (make_sync(model, rollout, dtype), (params,)),
             "prefill": (make_prefill(model, rollout, dtype), (held, tokens, lengths)),
             "decode": (make_decode(model, rollout, dtype, steps=1), (held, cache, idle)),

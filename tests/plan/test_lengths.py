@@ -150,16 +150,16 @@ def test_the_composition_is_what_the_engine_counts():
         for seed, tokens in enumerate((12, 1, 7, 3, 9, 2, 12, 5))
     ]
     engine = make_engine(eos_tokens=())  # nothing but its limit ends a completion
-    completions = engine.generate(requests)
+    completions, counted = engine.generate(requests)
     lengths = Lengths(
         prompts=np.array([len(request.prompt) for request in requests]),
         completions=np.array([[len(each.tokens) for each in group] for group in completions]),
     )
-    found, counted = compose(lengths, config(rollout=CONFIG.model_dump())), engine.metrics()
-    assert found.decode_steps == counted["rollout/decode_steps"]
-    assert found.slot_utilisation(CONFIG.slots) == pytest.approx(counted["rollout/slot_utilisation"])
-    assert found.completion_tokens == counted["rollout/completion_tokens"]
-    assert found.prompt_tokens == counted["rollout/prompt_tokens"]
+    found = compose(lengths, config(rollout=CONFIG.model_dump()))
+    assert found.decode_steps == counted.decode_steps
+    assert found.slot_utilisation(CONFIG.slots) == pytest.approx(counted.slot_utilisation)
+    assert found.completion_tokens == counted.completion_tokens
+    assert found.prompt_tokens == counted.prompt_tokens
 
 
 def test_a_thousand_sequences_take_less_than_a_second():

@@ -20,12 +20,12 @@ from podium.rollout.engine import RolloutEngine
 from podium.rollout.programs import EnginePrograms
 from podium.rollout.request import Request, SamplingParams
 from podium.sharding import ShardingRules, init_params, make_mesh
-from podium.train.batch import Sample
+from podium.train.batch import Sample, make_batch
 from podium.train.generate import as_dtype, rollout_rules
-from podium.train.setup import make_program, make_run_optimizer
+from podium.train.setup import make_run_optimizer, make_train_settings
 from podium.train.state import init_state
 from podium.train.step import place_batch
-from podium.train.trainer import Updater, pack, with_scores
+from podium.train.trainer import Trainer, with_scores
 
 CPU = Accelerator(name="cpu", generation="cpu", devices=8, hosts=1, hbm_bytes=GIB)
 SETTINGS: dict[str, Any] = {
@@ -66,16 +66,17 @@ def make_engine(config: Config) -> RolloutEngine:
     return RolloutEngine(config.rollout, DECODER, rules, Letters(), dtype=dtype)
 
 
-def make_updater(config: Config, reference: Any) -> Updater:
+def make_trainer(config: Config, reference: Any) -> Trainer:
     recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
-    program, optimizer = make_program(config, DECODER, make_mesh(config.mesh)), make_run_optimizer(config, DECODER)
-    return Updater(config, recipe, program, optimizer, reference=reference, folder=Path())
+    settings = make_train_settings(config, DECODER, make_mesh(config.mesh))
+    optimizer = make_run_optimizer(config, DECODER)
+    return Trainer(config, recipe, settings, optimizer, reference=reference, folder=Path())
 
 
 @pytest.mark.parametrize(("module", "factory"), [(module, name) for module in FACTORIES for name in FACTORIES[module]])
 def test_trainer_and_planner_break_together_where_a_factory_does(module, factory, monkeypatch):
     config = config_of()
-    make_engine(config), make_updater(config, None), planned(config)  # all is well before
+    make_engine(config), make_trainer(config, None), planned(config)  # all is well before
 
     def broken(*_: Any, **__: Any):
         raise NotImplementedError(factory)
@@ -84,7 +85,7 @@ def test_trainer_and_planner_break_together_where_a_factory_does(module, factory
     with pytest.raises(NotImplementedError, match=factory):
         planned(config)
     with pytest.raises(NotImplementedError, match=factory):
-        make_engine(config) if "rollout" in module else make_updater(config, None)
+        make_engine(config) if "rollout" in module else make_trainer(config, None)
 
 
 class Recorded:
@@ -108,14 +109,14 @@ class Recorded:
 
 @pytest.fixture(scope="module")
 def run():
-    """One step of a real engine and a real updater: what their programs were called with, and what they hold."""
+    """One step of a real engine and a real trainer: what their programs were called with, and what they hold."""
     config, calls = config_of(), {}
     rules = ShardingRules(make_mesh(config.mesh), TRAIN_AXES)
     engine = make_engine(config)
     made = engine.programs._asdict()
     engine.programs = EnginePrograms(**{name: Recorded(calls, name, program) for name, program in made.items()})
     params = init_params(0, param_specs(DECODER), rules)
-    updater = make_updater(config, init_params(0, param_specs(DECODER), rules))
+    trainer = make_trainer(config, init_params(0, param_specs(DECODER), rules))
     optimizer = make_run_optimizer(config, DECODER)
     state = init_state(params, optimizer)
     engine.load(params)
@@ -127,13 +128,13 @@ def run():
         engine.generate([dataclasses.replace(request, completions=2)])
     blank = np.zeros(4, np.int32), np.zeros(4, np.float32)
     samples = [Sample(group=n, prompt=(1, 2), tokens=blank[0], sampled_logprobs=blank[1]) for n in range(2)]
-    batch = place_batch(pack(samples, config, updater.program)[0], updater.program.computing)
-    score = Recorded(calls, "score", updater.score)
-    step = Recorded(calls, "update", updater.train_step)
+    batch = place_batch(make_batch(samples, trainer.sizes)[0], trainer.settings.computing)
+    score = Recorded(calls, "score", trainer.score)
+    step = Recorded(calls, "update", trainer.train_step)
     sizes = {"optimizer": held((state.step, state.opt_state)), "rollout_weights": held(engine.params)}
-    batch = with_scores(batch, updater.recipe, score, state.params, updater.reference)
+    batch = with_scores(batch, trainer.recipe, score, state.params, trainer.reference)
     step(state, batch)
-    return SimpleNamespace(config=config, calls=calls, sizes=sizes, engine=engine, updater=updater)
+    return SimpleNamespace(config=config, calls=calls, sizes=sizes, engine=engine, trainer=trainer)
 
 
 def held(tree: Any) -> int:
@@ -155,7 +156,7 @@ def test_what_a_run_gives_its_programs_is_what_the_planner_lowers_them_with(run)
 
 def test_residents_are_what_is_held_beside_a_programs_own_arguments(run):
     programs = planned(run.config)
-    parameters = held(run.updater.reference)
+    parameters = held(run.trainer.reference)
     prompts = sum(device_bytes(program.arguments[1]) for name, program in programs.items() if "place:" in name)
     whole = {"parameters": parameters, "optimizer": run.sizes["optimizer"], "reference_weights": parameters}
     cache, weights = device_bytes(run.calls["decode"][1]), run.sizes["rollout_weights"]

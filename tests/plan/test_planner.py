@@ -23,11 +23,11 @@ from podium.plan.result import Plan, Seconds, judge, total
 from podium.plan.sizes import make_sizes
 from podium.settings import load_settings
 from podium.sharding import ShardingRules, init_params, make_mesh
-from podium.train.batch import Sample
-from podium.train.setup import make_program, make_run_optimizer
+from podium.train.batch import Sample, make_batch
+from podium.train.setup import make_run_optimizer, make_train_settings
 from podium.train.state import init_state
 from podium.train.step import place_batch
-from podium.train.trainer import Updater, pack, with_scores
+from podium.train.trainer import Trainer, with_scores
 
 ROOT = Path(__file__).parents[2]
 CPU = Accelerator(name="cpu-8", generation="cpu", devices=8, hosts=1, hbm_bytes=2**20)
@@ -63,35 +63,35 @@ def plan(cache: None) -> Plan:
     return make_plan(config_of(), CPU, decoder=DECODER, lengths="fixed:4", chip=load_chip("v6e"))
 
 
-class Trainer:
-    """The updater of a run with state and batch, as the trainer makes them."""
+class TrainerAndBatch:
+    """The trainer of a run with state and batch, as the loop makes them."""
 
     def __init__(self, config: Config) -> None:
         mesh = make_mesh(config.mesh)
         rules, recipe = ShardingRules(mesh, TRAIN_AXES), make_recipe(config.algorithm, group_size=4, prompts_per_step=4)
         optimizer = make_run_optimizer(config, DECODER)
         params, reference = (init_params(0, param_specs(DECODER), rules) for _ in range(2))
-        program = make_program(config, DECODER, mesh)
-        self.updater = Updater(config, recipe, program, optimizer, reference=reference, folder=Path())
+        settings = make_train_settings(config, DECODER, mesh)
+        self.trainer = Trainer(config, recipe, settings, optimizer, reference=reference, folder=Path())
         self.state = init_state(params, optimizer)
         sample = Sample(group=0, prompt=(1, 2), tokens=np.zeros(3, np.int32), sampled_logprobs=np.zeros(3, np.float32))
-        batch = place_batch(pack([sample], config, program)[0], program.computing)
-        self.batch = with_scores(batch, recipe, self.updater.score, params, reference)
+        batch = place_batch(make_batch([sample], self.trainer.sizes)[0], settings.computing)
+        self.batch = with_scores(batch, recipe, self.trainer.score, params, reference)
 
 
 def test_planned_memory_is_that_of_the_programs_that_a_trainer_compiles(plan):
-    trainer = Trainer(config_of())
-    train_step: Any = trainer.updater.train_step
-    stats = train_step.lower(trainer.state, trainer.batch).compile().memory_analysis()
+    made = TrainerAndBatch(config_of())
+    train_step: Any = made.trainer.train_step
+    stats = train_step.lower(made.state, made.batch).compile().memory_analysis()
     allocated = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     stays = trainers(make_sizes(config_of(), DECODER, CPU))["reference_weights"]
     phase = plan.phase("update")
     assert phase.bytes == allocated + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes + stays
-    score: Any = trainer.updater.score
-    stats = score.lower(trainer.updater.reference, trainer.batch).compile().memory_analysis()
+    score: Any = made.trainer.score
+    stats = score.lower(made.trainer.reference, made.batch).compile().memory_analysis()
     allocated = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
-    held = stays + sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(trainer.state.opt_state))
-    assert plan.phase("score").bytes == allocated + held + trainer.state.step.addressable_shards[0].data.nbytes
+    held = stays + sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(made.state.opt_state))
+    assert plan.phase("score").bytes == allocated + held + made.state.step.addressable_shards[0].data.nbytes
 
 
 def test_a_plan_has_every_phase_in_the_order_of_a_run(plan):

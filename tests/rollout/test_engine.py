@@ -11,6 +11,7 @@ from tiny_engine import (
     DECODER,
     EOS,
     Letters,
+    answers_of,
     make_engine,
     mesh_of,
     plain_logits,
@@ -24,7 +25,7 @@ from podium.models.params import ROLLOUT_AXES
 from podium.rollout.cache import make_cache
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.programs import idle_slots
-from podium.rollout.request import Request, SamplingParams
+from podium.rollout.request import Request, RolloutStats, SamplingParams
 from podium.sharding import ShardingRules
 
 MIXED = [
@@ -44,7 +45,7 @@ def shared_engine():
 
 @functools.cache
 def mixed_answers():
-    return shared_engine().generate(MIXED)
+    return answers_of(shared_engine(), MIXED)
 
 
 def test_every_request_gets_its_completions_in_order():
@@ -67,29 +68,29 @@ def test_every_request_gets_its_completions_in_order():
 def test_a_request_gives_the_same_bits_alone_and_in_company():
     together = mixed_answers()
     for index in (0, 7, 10, 13, 15):
-        assert same(shared_engine().generate([MIXED[index]]), [together[index]])
+        assert same(answers_of(shared_engine(), [MIXED[index]]), [together[index]])
 
 
 def test_a_request_gives_the_same_bits_in_any_order_and_slot():
     order = np.random.default_rng(0).permutation(len(MIXED))
-    shuffled = shared_engine().generate([MIXED[i] for i in order])
+    shuffled = answers_of(shared_engine(), [MIXED[i] for i in order])
     assert same(shuffled, [mixed_answers()[i] for i in order])
 
 
 def test_a_request_gives_the_same_bits_with_fewer_completions():
-    fewer = shared_engine().generate([dataclasses.replace(MIXED[0], completions=1)])
+    fewer = answers_of(shared_engine(), [dataclasses.replace(MIXED[0], completions=1)])
     assert same(fewer, [mixed_answers()[0][:1]])
 
 
 def test_completions_differ_and_follow_from_the_seed():
     request = random_requests(1, seed=9, completions=4)[0]
-    once, again, other = shared_engine().generate([request, request, dataclasses.replace(request, seed=1)])
+    once, again, other = answers_of(shared_engine(), [request, request, dataclasses.replace(request, seed=1)])
     assert same([once], [again])
     assert len({tuple(completion.tokens.tolist()) for completion in [*once, *other]}) == 8
 
 
 def test_eight_devices_give_the_tokens_of_one():
-    eight = make_engine(ALL_DEVICES_CONFIG, devices=8).generate(MIXED)
+    eight = answers_of(make_engine(ALL_DEVICES_CONFIG, devices=8), MIXED)
     for group, expected in zip(eight, mixed_answers(), strict=True):
         for completion, other in zip(group, expected, strict=True):
             assert completion.tokens.tolist() == other.tokens.tolist()
@@ -130,13 +131,13 @@ def test_sampled_log_probabilities_are_those_of_a_plain_pass():
 
 def test_sampled_log_probabilities_are_near_those_of_a_plain_pass_in_bfloat16():
     free = [request for request in MIXED if not request.sampling.top_k]
-    answers = make_engine(dtype=jnp.bfloat16).generate(free)
+    answers = answers_of(make_engine(dtype=jnp.bfloat16), free)
     assert max(gaps(free, answers, tiny_params(), jnp.bfloat16)) <= 2e-3
 
 
 def test_greedy_is_the_argmax_of_a_plain_pass():
     requests = random_requests(2, seed=4, temperature=0.0, completions=2)
-    for request, group in zip(requests, shared_engine().generate(requests), strict=True):
+    for request, group in zip(requests, answers_of(shared_engine(), requests), strict=True):
         for completion in group:
             logits = plain_logits(tiny_params(), [*request.prompt, *completion.tokens.tolist()])
             assert completion.tokens.tolist() == logits[len(request.prompt) - 1 : -1].argmax(axis=1).tolist()
@@ -144,19 +145,19 @@ def test_greedy_is_the_argmax_of_a_plain_pass():
 
 def test_an_immediate_end_of_sequence_is_a_completion_of_one_token():
     greedy = random_requests(1, seed=6, temperature=0.0, completions=2)
-    first = int(shared_engine().generate(greedy)[0][0].tokens[0])
+    first = int(answers_of(shared_engine(), greedy)[0][0].tokens[0])
     request = dataclasses.replace(greedy[0], sampling=dataclasses.replace(greedy[0].sampling, stop_tokens=(first,)))
-    for completion in shared_engine().generate([request])[0]:
+    for completion in answers_of(shared_engine(), [request])[0]:
         assert completion.tokens.tolist() == [first]
         assert completion.finish_reason == "stop"
 
 
 def test_the_tokenizers_end_of_sequence_tokens_all_end():
     request = random_requests(1, seed=6, temperature=0.0, completions=1)[0]
-    tokens = shared_engine().generate([request])[0][0].tokens.tolist()
+    tokens = answers_of(shared_engine(), [request])[0][0].tokens.tolist()
     end = next(i for i in range(1, len(tokens)) if tokens[i] not in tokens[:i])
     engine = make_engine(eos_tokens=(EOS, tokens[end]))
-    completion = engine.generate([request])[0][0]
+    completion = answers_of(engine, [request])[0][0]
     assert completion.tokens.tolist() == tokens[: end + 1]
     assert completion.text == Letters(tokens[end]).decode(tokens[: end + 1])
 
@@ -164,11 +165,11 @@ def test_the_tokenizers_end_of_sequence_tokens_all_end():
 @pytest.mark.parametrize(("begin", "length"), [(0, 1), (0, 3), (2, 3), (4, 5), (9, 2)])
 def test_a_stop_string_ends_with_the_token_that_completes_it(begin, length):
     free = random_requests(1, seed=8, completions=1)[0]
-    whole = shared_engine().generate([free])[0][0]
+    whole = answers_of(shared_engine(), [free])[0][0]
     stop = whole.text[begin : begin + length]
     end = whole.text.index(stop) + length  # it may come up earlier than where it was taken from
     request = dataclasses.replace(free, sampling=dataclasses.replace(free.sampling, stop=("not there", stop)))
-    completion = shared_engine().generate([request])[0][0]
+    completion = answers_of(shared_engine(), [request])[0][0]
     assert completion.tokens.tolist() == whole.tokens[:end].tolist()
     assert np.array_equal(completion.sampled_logprobs, whole.sampled_logprobs[:end])
     assert completion.text.endswith(stop)
@@ -177,7 +178,7 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(begin, length):
 
 def test_a_stop_string_frees_the_slot_without_disturbing_others():
     stops = [dataclasses.replace(one, sampling=dataclasses.replace(one.sampling, stop=("a", "b"))) for one in MIXED[:4]]
-    answers = shared_engine().generate([*stops, *MIXED])
+    answers = answers_of(shared_engine(), [*stops, *MIXED])
     assert same(answers[4:], mixed_answers())
     assert all(
         "a" in one.text or "b" in one.text or one.tokens[-1] == EOS or len(one.tokens) == 12 for one in answers[0]
@@ -189,25 +190,24 @@ def test_a_stop_string_in_the_prompt_does_not_count():
     sampling = SamplingParams(max_new_tokens=4, temperature=0.0, stop=(Letters().decode([letter]),))
     request = Request(prompt=(letter,) * 5, sampling=sampling, seed=0)
     free = dataclasses.replace(request, sampling=dataclasses.replace(sampling, stop=()))
-    with_stop, without = shared_engine().generate([request, free])
+    with_stop, without = answers_of(shared_engine(), [request, free])
     expected = next((i + 1 for i, token in enumerate(without[0].tokens) if token % 52 == letter), 4)
     assert len(with_stop[0].tokens) == expected
 
 
 def test_no_requests_give_no_completions():
-    assert shared_engine().generate([]) == []
-    assert shared_engine().metrics()["rollout/completion_tokens"] == 0
+    assert answers_of(shared_engine(), []) == []
+    assert shared_engine().generate([])[1].completion_tokens == 0
 
 
-def test_new_parameters_change_the_answers_and_the_version():
+def test_new_parameters_change_the_answers():
     engine = shared_engine()
-    old, version = engine.generate(MIXED[:3]), engine.version
+    old = answers_of(engine, MIXED[:3])
     engine.load(tiny_params(seed=1))
-    assert engine.version == version + 1
-    new = engine.generate(MIXED[:3])
+    new = answers_of(engine, MIXED[:3])
     assert not same(old, new)
     engine.load(tiny_params(seed=0))
-    assert same(engine.generate(MIXED[:3]), old)
+    assert same(answers_of(engine, MIXED[:3]), old)
 
 
 def test_loaded_parameters_survive_the_donation_of_the_trainers():
@@ -215,43 +215,62 @@ def test_loaded_parameters_survive_the_donation_of_the_trainers():
     engine.load(params)
     for value in params.values():
         value.delete()
-    assert same(engine.generate(MIXED[:2]), mixed_answers()[:2])
+    assert same(answers_of(engine, MIXED[:2]), mixed_answers()[:2])
 
 
 def test_nothing_is_compiled_after_the_first_time():
     engine = make_engine()
-    engine.generate(MIXED)
-    assert engine.metrics()["rollout/compilations"] > 0
+    assert engine.generate(MIXED)[1].compilations > 0
     engine.load(tiny_params(seed=1))
-    engine.generate(random_requests(20, seed=11, completions=5, top_k=3))
-    assert engine.metrics()["rollout/compilations"] == 0
+    assert engine.generate(random_requests(20, seed=11, completions=5, top_k=3))[1].compilations == 0
 
 
-def test_metrics_count_what_was_done():
-    answers = shared_engine().generate(MIXED)
-    metrics = shared_engine().metrics()
+def test_stats_count_what_was_done():
+    answers, stats = shared_engine().generate(MIXED)
     tokens = sum(len(completion.tokens) for group in answers for completion in group)
-    assert metrics["rollout/completion_tokens"] == tokens
-    assert metrics["rollout/prompt_tokens"] == sum(len(request.prompt) for request in MIXED)
+    assert stats.completion_tokens == tokens
+    assert stats.prompt_tokens == sum(len(request.prompt) for request in MIXED)
     first = sum(request.completions for request in MIXED)  # a first token comes from the prompt's prefill
-    expected = (tokens - first) / (metrics["rollout/decode_steps"] * CONFIG.slots)
-    assert metrics["rollout/slot_utilisation"] == pytest.approx(expected)
-    assert metrics["rollout/prefill_s"] > 0
-    assert metrics["rollout/decode_s"] > 0
-    assert metrics["rollout/tokens_per_s"] > 0
+    assert stats.slot_utilisation == pytest.approx((tokens - first) / (stats.decode_steps * CONFIG.slots))
+    assert stats.prefill_s > 0
+    assert stats.decode_s > 0
+    assert stats.tokens_per_s > 0
+
+
+def test_stats_of_calls_one_after_the_other_add_up():
+    one = RolloutStats(completion_tokens=8, decoded_tokens=6, decode_steps=3, slots=4, slot_steps=12, generate_s=2.0)
+    other = RolloutStats(completion_tokens=2, decoded_tokens=2, decode_steps=1, slots=4, slot_steps=4, generate_s=3.0)
+    both = one.then(other)
+    assert (both.decode_steps, both.slots, both.slot_utilisation, both.tokens_per_s) == (4, 4, 0.5, 2.0)
+    assert RolloutStats().then(one) == one.then(RolloutStats()) == one
+
+
+def test_stats_of_hosts_side_by_side_are_those_of_one_engine_with_all_their_slots():
+    one = RolloutStats(
+        prefill_s=1.0, decode_s=3.0, decode_steps=10, slots=4, slot_steps=40, decoded_tokens=20,
+        generate_s=4.0, compilations=1, prompt_tokens=7, completion_tokens=80,
+    )  # fmt: skip
+    other = dataclasses.replace(one, decode_steps=20, slot_steps=80, decoded_tokens=60, generate_s=8.0)
+    assert one.beside(RolloutStats()) == RolloutStats().beside(one) == one  # a host without a prompt
+    both = one.beside(other)
+    assert both == other.beside(one)
+    assert both.decode_steps == 20
+    assert both.slot_utilisation == 80 / (20 * 8)  # of both hosts' slots, as long as the slower one ran
+    assert (both.completion_tokens, both.tokens_per_s) == (160, 160 / 8.0)
+    assert (both.decode_s, both.compilations, both.prompt_tokens) == (3.0, 1, 14)
 
 
 def test_decoding_stops_when_nobody_is_live():
     request = random_requests(1, seed=12, completions=1, max_new_tokens=3, temperature=0.0)[0]
     engine = make_engine(CONFIG.model_copy(update={"refill_steps": 50}))
-    tokens = len(engine.generate([request])[0][0].tokens)
-    assert engine.metrics()["rollout/decode_steps"] == tokens - 1
+    answers, stats = engine.generate([request])
+    assert stats.decode_steps == len(answers[0][0].tokens) - 1
 
 
 def test_a_sequence_of_the_greatest_length_fits():
     sampling = SamplingParams(max_new_tokens=12, temperature=0.0)
     request = Request(prompt=tuple(range(100, 148)), sampling=sampling, seed=0)
-    completion = shared_engine().generate([request])[0][0]
+    completion = answers_of(shared_engine(), [request])[0][0]
     logits = plain_logits(tiny_params(), [*request.prompt, *completion.tokens.tolist()])
     assert completion.tokens.tolist() == logits[47:-1].argmax(axis=1).tolist()
     assert len(completion.tokens) == 12
@@ -280,7 +299,7 @@ def test_buckets_reach_the_longest_prompt_and_no_further(longest, buckets):
 def test_a_request_that_does_not_fit_is_an_error_that_says_why(changes, message):
     good = Request(prompt=(1,), sampling=SamplingParams(max_new_tokens=1), seed=0)
     with pytest.raises(ValueError, match=rf"request 1: .*{message}"):
-        shared_engine().generate([good, dataclasses.replace(good, **changes)])
+        answers_of(shared_engine(), [good, dataclasses.replace(good, **changes)])
 
 
 @pytest.mark.parametrize(("name", "value"), [("slots", 12), ("prefill_rows", 4)])
@@ -295,7 +314,7 @@ def test_an_engine_without_parameters_says_so():
     engine = make_engine()
     engine.unload()
     with pytest.raises(RuntimeError, match=r"call load\(params\) first"):
-        engine.generate(MIXED)
+        answers_of(engine, MIXED)
 
 
 def test_decoding_keeps_one_copy_of_the_cache():

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from layout_traffic import CONFIG, DECODER, all_layouts, layers_weights
-from tiny_engine import ALL_DEVICES_CONFIG, EOS, Letters, make_engine, random_requests, tiny_params
+from tiny_engine import ALL_DEVICES_CONFIG, EOS, Letters, answers_of, make_engine, random_requests, tiny_params
 from tiny_engine import DECODER as TINY
 
 from podium.accelerators import find_accelerator
@@ -43,7 +43,7 @@ def trained_params(mesh):
 
 @functools.cache
 def expected_answers():
-    return make_engine().generate(REQUESTS)
+    return answers_of(make_engine(), REQUESTS)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -51,7 +51,7 @@ def expected_answers():
 def test_every_layout_gives_the_tokens_and_log_probabilities_of_one_device(layout, mesh):
     engine = RolloutEngine(ALL_DEVICES_CONFIG, TINY, rules_of(layout, mesh), Letters(EOS), dtype=jnp.float32)
     engine.load(trained_params(mesh))
-    for group, expected in zip(engine.generate(REQUESTS), expected_answers(), strict=True):
+    for group, expected in zip(answers_of(engine, REQUESTS), expected_answers(), strict=True):
         for completion, other in zip(group, expected, strict=True):
             assert completion.tokens.tolist() == other.tokens.tolist()
             np.testing.assert_allclose(completion.sampled_logprobs, other.sampled_logprobs, atol=2e-5)

@@ -50,6 +50,11 @@ def make_engine(config=CONFIG, *, devices=1, dtype=jnp.float32, eos_tokens=(EOS,
     return engine
 
 
+def answers_of(engine, requests):
+    """The completions of each request, without what they took."""
+    return engine.generate(requests)[0]
+
+
 def random_requests(count: int, *, seed: int = 0, completions: int = 3, max_new_tokens: int = 12, **settings):
     rng = np.random.default_rng(seed)
     return [

@@ -17,7 +17,7 @@ def answers(*texts: str, task: int = 0) -> list[Submission]:
     return [
         (
             TaskPrompt(task=task, prompt=prompt, system_prompt=None),
-            Graded(text=text, num_tokens=len(text), truncated=False),
+            Graded(text=text, num_tokens=len(text)),
         )
         for text in texts
     ]

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from podium.config.schema import Config
-from podium.job.context import alone, member_of_job
+from podium.job.context import alone, join_job
 from podium.models.params import GATHERED_AXES
 from podium.observe.writers import MetricWriter
 from podium.rollout.engine import RolloutEngine
@@ -40,7 +40,7 @@ def losses(config: Config) -> list[dict[str, Any]]:
 
     MetricWriter.write = keep
     try:
-        status = loop.train(config, plain=True, member=alone())
+        status = loop.train(config, plain=True, job=alone())
     finally:
         MetricWriter.write = write
     assert status == 0, status
@@ -62,10 +62,10 @@ def failure_in_all() -> str:
 
 def equal_runs(order: dict[str, Any]) -> dict[str, Any]:
     """Train each config that is ordered, in the same processes."""
-    with member_of_job(os.environ) as member:
+    with join_job(os.environ) as job:
         configs = [Config.model_validate(config) for config in order["configs"]]
-        member.agree(configs[0])
-        with distributed.joined(member):
+        job.agree(configs[0])
+        with distributed.joined(job):
             found = {
                 "counts": distributed.gather(COUNT + jax.process_index()),
                 "sizes": [len(text) for text in distributed.gather("x" * 10 ** (jax.process_index() + 2))],
@@ -84,21 +84,21 @@ def slow_run(order: dict[str, Any]) -> int:
     """Train as the command does, but slowly."""
     generate = RolloutEngine.generate
 
-    def slowly(self: RolloutEngine, requests: Any, on_group: Any, on_look: Any) -> Any:
-        return generate(self, requests, on_group, lambda: (time.sleep(order["look_s"]), on_look())[1])
+    def slowly(self: RolloutEngine, requests: Any, on_group: Any, on_poll: Any) -> Any:
+        return generate(self, requests, on_group, lambda: (time.sleep(order["poll_s"]), on_poll())[1])
 
     RolloutEngine.generate = slowly
     config = Config.model_validate(order["slow"])
-    with member_of_job(os.environ) as member:
-        member.agree(config)
-        return loop.train(config, plain=True, member=member)
+    with join_job(os.environ) as job:
+        job.agree(config)
+        return loop.train(config, plain=True, job=job)
 
 
 def failure(order: dict[str, Any]) -> None:
     """Work together; then one process fails and the others wait for it."""
     distributed.HEARTBEAT_S = 2
-    with member_of_job(os.environ) as member, distributed.joined(member), distributed.failing_fast(member):
-        member.watchdog.phase("sums")
+    with join_job(os.environ) as job, distributed.joined(job), distributed.failing_fast(job):
+        job.watchdog.phase("sums")
         assert sum(distributed.gather(1)) == jax.process_count()
         if jax.process_index() == order["fails"]:
             raise RuntimeError("a bug of one host")

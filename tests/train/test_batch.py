@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_runs import sizes
 
-from podium.train.batch import Batch, Place, Sample, make_batch, take
+from podium.train.batch import Batch, Sample, TokenSpan, make_batch, take
 
 PACKINGS = ("none", "sequences", "shared_prompts")
 ROW_TOKENS = 24
@@ -44,8 +45,8 @@ def samples_in_groups(draw) -> list[Sample]:
     return samples
 
 
-def batch_of(samples, packing, rows=3, row_tokens=ROW_TOKENS) -> tuple[Batch, list[Place]]:
-    return make_batch(samples, row_tokens=row_tokens, rows=rows, max_rows=max(1, len(samples)), packing=packing)
+def batch_of(samples, packing, rows=3, row_tokens=ROW_TOKENS) -> tuple[Batch, list[TokenSpan]]:
+    return make_batch(samples, sizes(row_tokens=row_tokens, rows=rows, max_rows=max(1, len(samples)), packing=packing))
 
 
 @settings(max_examples=60, deadline=None)
@@ -75,9 +76,9 @@ def test_every_prediction_of_every_sample_is_in_the_batch_exactly_once(samples, 
 @settings(max_examples=60, deadline=None)
 @given(samples=samples_in_groups(), packing=st.sampled_from(PACKINGS), rows=st.integers(1, 4))
 def test_a_prediction_sees_its_prompt_and_the_completion_before_it_and_nothing_else(samples, packing, rows):
-    batch, places = batch_of(samples, packing, rows)
+    batch, spans = batch_of(samples, packing, rows)
     fields = rows_of(batch)
-    for each, place in zip(samples, places, strict=True):
+    for each, place in zip(samples, spans, strict=True):
         tokens, segments, prompts, positions = (
             fields[name][place.row] for name in ("tokens", "segments", "prompts", "positions")
         )
@@ -95,14 +96,14 @@ def test_a_prediction_sees_its_prompt_and_the_completion_before_it_and_nothing_e
 @settings(max_examples=60, deadline=None)
 @given(samples=samples_in_groups(), packing=st.sampled_from(PACKINGS), rows=st.integers(1, 4))
 def test_segments_are_numbered_from_1_to_at_most_T_and_name_one_sequence_each(samples, packing, rows):
-    batch, places = batch_of(samples, packing, rows)
+    batch, spans = batch_of(samples, packing, rows)
     fields = rows_of(batch)
     assert fields["segments"].min() >= 0
     assert fields["segments"].max() <= ROW_TOKENS
-    trained = [(place.row, int(fields["segments"][place.row, place.start])) for place in places]
+    trained = [(place.row, int(fields["segments"][place.row, place.start])) for place in spans]
     assert len(set(trained)) == len(samples)
     assert all(segment > 0 for _, segment in trained)
-    for place, (row, segment) in zip(places, trained, strict=True):
+    for place, (row, segment) in zip(spans, trained, strict=True):
         own = np.flatnonzero((fields["segments"][row] == segment) & (fields["mask"][row] == 1.0))
         assert own.tolist() == list(range(place.start, place.start + place.length))
     padding = fields["segments"] == 0
@@ -113,8 +114,8 @@ def test_segments_are_numbered_from_1_to_at_most_T_and_name_one_sequence_each(sa
 @settings(max_examples=60, deadline=None)
 @given(samples=samples_in_groups(), packing=st.sampled_from(PACKINGS), rows=st.integers(1, 4))
 def test_places_point_at_the_samples_predictions(samples, packing, rows):
-    batch, places = batch_of(samples, packing, rows)
-    for each, found in zip(samples, take(np.asarray(batch.targets), places), strict=True):
+    batch, spans = batch_of(samples, packing, rows)
+    for each, found in zip(samples, take(np.asarray(batch.targets), spans), strict=True):
         assert found.tolist() == each.tokens.tolist()
 
 
@@ -130,7 +131,7 @@ def test_used_micro_batches_come_first_and_shapes_do_not_depend_on_how_much_is_u
 
 def test_a_group_shares_one_copy_of_its_prompt():
     group = [sample([10, 11, 12], [20, 21]), sample([10, 11, 12], [30]), sample([10, 11, 12], [40, 41, 42])]
-    batch, places = make_batch(group, row_tokens=9, rows=1, max_rows=3, packing="shared_prompts")
+    batch, spans = make_batch(group, sizes(row_tokens=9, rows=1, max_rows=3, packing="shared_prompts"))
     row = {name: values[0].tolist() for name, values in rows_of(batch).items()}
     assert row["tokens"] == [10, 11, 12, 20, 12, 12, 40, 41, 0]
     assert row["targets"] == [0, 0, 20, 21, 30, 40, 41, 42, 0]
@@ -139,72 +140,74 @@ def test_a_group_shares_one_copy_of_its_prompt():
     assert row["prompts"] == [1, 1, 1, 1, 1, 1, 1, 1, 0]
     assert row["mask"] == [0, 0, 1, 1, 1, 1, 1, 1, 0]
     assert row["sampled_logprobs"] == [0, 0, -1, -2, -1, -1, -2, -3, 0]
-    assert places == [Place(0, 2, 2), Place(0, 4, 1), Place(0, 5, 3)]
+    assert spans == [TokenSpan(0, 2, 2), TokenSpan(0, 4, 1), TokenSpan(0, 5, 3)]
     assert (int(batch.num_micro_batches), float(batch.num_tokens)) == (1, 6.0)
 
 
 def test_sequences_are_packed_whole_the_longest_first():
     samples = [sample([1], [2, 3]), sample([4, 5], [6, 7, 8]), sample([9], [10])]
-    batch, places = make_batch(samples, row_tokens=6, rows=1, max_rows=3, packing="sequences")
+    batch, spans = make_batch(samples, sizes(row_tokens=6, rows=1, max_rows=3, packing="sequences"))
     rows = rows_of(batch)
     assert rows["tokens"].tolist() == [[4, 5, 6, 7, 1, 2], [9, 0, 0, 0, 0, 0], [0] * 6]
     assert rows["segments"].tolist() == [[1, 1, 1, 1, 2, 2], [1, 0, 0, 0, 0, 0], [0] * 6]
     assert rows["prompts"].tolist() == rows["segments"].tolist()
-    assert places == [Place(0, 4, 2), Place(0, 1, 3), Place(1, 0, 1)]
+    assert spans == [TokenSpan(0, 4, 2), TokenSpan(0, 1, 3), TokenSpan(1, 0, 1)]
 
 
 def test_without_packing_every_sample_has_a_row():
     samples = [sample([1], [2]), sample([1], [3]), sample([4, 5], [6])]
-    batch, places = make_batch(samples, row_tokens=6, rows=2, max_rows=3, packing="none")
-    assert [place.row for place in places] == [0, 1, 2]
+    batch, spans = make_batch(samples, sizes(row_tokens=6, rows=2, max_rows=3, packing="none"))
+    assert [place.row for place in spans] == [0, 1, 2]
     assert batch.tokens.shape == (2, 2, 6)
     assert int(batch.num_micro_batches) == 2
 
 
 def test_a_prompt_of_one_token_leaves_nothing_to_share():
-    batch, places = make_batch(
-        [sample([7], [20, 21]), sample([7], [30])], row_tokens=4, rows=1, max_rows=2, packing="shared_prompts"
+    batch, spans = make_batch(
+        [sample([7], [20, 21]), sample([7], [30])], sizes(row_tokens=4, rows=1, max_rows=2, packing="shared_prompts")
     )
     row = {name: values[0].tolist() for name, values in rows_of(batch).items()}
     assert row["tokens"] == [7, 20, 7, 0]
     assert row["segments"] == [1, 1, 2, 0]
     assert row["prompts"] == [1, 1, 2, 0]
-    assert places == [Place(0, 0, 2), Place(0, 2, 1)]
+    assert spans == [TokenSpan(0, 0, 2), TokenSpan(0, 2, 1)]
 
 
 def test_a_group_that_fills_more_than_a_row_repeats_its_prompt():
     group = [sample([1, 2, 3], [10 * n, 10 * n + 1]) for n in range(1, 5)]
-    batch, places = make_batch(group, row_tokens=6, rows=1, max_rows=4, packing="shared_prompts")
+    batch, spans = make_batch(group, sizes(row_tokens=6, rows=1, max_rows=4, packing="shared_prompts"))
     assert int(batch.num_micro_batches) == 2
-    assert [place.row for place in places] == [0, 0, 1, 1]
+    assert [place.row for place in spans] == [0, 0, 1, 1]
     assert rows_of(batch)["tokens"][:2, :2].tolist() == [[1, 2], [1, 2]]
 
 
 def test_groups_with_equal_prompts_are_not_mixed_up():
     samples = [sample([1, 2], [3], group=0), sample([1, 2], [4], group=1)]
-    batch, _ = make_batch(samples, row_tokens=8, rows=1, max_rows=2, packing="shared_prompts")
+    batch, _ = make_batch(samples, sizes(row_tokens=8, rows=1, max_rows=2, packing="shared_prompts"))
     assert rows_of(batch)["segments"][0].tolist() == [1, 1, 2, 2, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_a_sample_that_fits_no_row_is_an_error_with_the_way_out(packing):
     fits = sample([1, 2, 3], [4, 5, 6])
-    make_batch([fits], row_tokens=5, rows=1, max_rows=1, packing=packing)
+    make_batch([fits], sizes(row_tokens=5, rows=1, max_rows=1, packing=packing))
     message = (
         r"a prompt of 3 tokens with a completion of 3 does not fit in a row of 4; "
         r"set train\.row_tokens to rollout\.max_prompt_tokens \+ rollout\.max_new_tokens"
     )
     with pytest.raises(ValueError, match=message):
-        make_batch([fits], row_tokens=4, rows=1, max_rows=1, packing=packing)
+        make_batch([fits], sizes(row_tokens=4, rows=1, max_rows=1, packing=packing))
 
 
 def test_sharing_prompts_takes_fewer_rows_than_packing_and_that_fewer_than_none():
     samples = [sample(range(13), [1, 2, 3, 4], group=group) for group in range(4) for _ in range(4)]
-    batches = [make_batch(samples, row_tokens=32, rows=1, max_rows=16, packing=packing)[0] for packing in PACKINGS]
+    batches = [
+        make_batch(samples, sizes(row_tokens=32, rows=1, max_rows=16, packing=packing))[0] for packing in PACKINGS
+    ]
     assert [int(batch.num_micro_batches) for batch in batches] == [16, 8, 4]
 
 
 def test_no_samples_are_no_micro_batches():
-    batch, places = make_batch([], row_tokens=4, rows=2, max_rows=4, packing="shared_prompts")
-    assert (places, int(batch.num_micro_batches), float(batch.num_tokens)) == ([], 0, 0.0)
+    batch, spans = make_batch([], sizes(row_tokens=4, rows=2, max_rows=4, packing="shared_prompts"))
+    assert (spans, int(batch.num_micro_batches), float(batch.num_tokens)) == ([], 0, 0.0)
     assert batch.tokens.shape == (2, 2, 4)

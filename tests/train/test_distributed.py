@@ -18,7 +18,6 @@ from tiny_runs import make_config, read_records
 
 from podium.job.records import first_failure, outcome, read_json
 from podium.train.checkpoint import saved_steps
-from podium.train.distributed import merged
 from podium.train.loop import train
 
 ROOT = Path(__file__).parents[2]
@@ -241,7 +240,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
 def test_sigterm_to_one_host_in_a_long_rollout_saves_on_all_and_ends_all(start, tiny_model, tmp_path):
     """A step takes many seconds here; they stop in the middle of one, with the step before it saved."""
     config = make_config(tiny_model, tmp_path, steps=50, eval={"at_start": False}, rollout={"refill_steps": 1})
-    job = start({"slow": config.model_dump(mode="json"), "look_s": 3.0})
+    job = start({"slow": config.model_dump(mode="json"), "poll_s": 3.0})
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_for(job, lambda: metrics.exists() and len(metrics.read_bytes().splitlines()) == 1)
     job.processes[1].send_signal(signal.SIGTERM)
@@ -261,24 +260,3 @@ def test_the_host_that_failed_first_is_named(start):
     assert first_failure(job.ends()) == (
         "worker 1 (host-1) failed first in sums: RuntimeError: a bug of one host; worker 0 ended after it"
     )
-
-
-def test_metrics_of_hosts_that_ran_side_by_side():
-    one = {
-        "rollout/prefill_s": 1.0,
-        "rollout/decode_s": 3.0,
-        "rollout/decode_steps": 10,
-        "rollout/slot_utilisation": 0.5,
-        "rollout/tokens_per_s": 20.0,
-        "rollout/compilations": 1,
-        "rollout/prompt_tokens": 7,
-        "rollout/completion_tokens": 80,
-    }
-    other = {**one, "rollout/decode_steps": 20, "rollout/slot_utilisation": 0.75, "rollout/tokens_per_s": 10.0}
-    assert merged([one, {}]) == one
-    both = merged([one, other])
-    assert both["rollout/decode_steps"] == 20
-    assert both["rollout/slot_utilisation"] == pytest.approx((0.5 * 10 + 0.75 * 20) / 40)  # of both hosts' slots
-    assert both["rollout/completion_tokens"] == 160
-    assert both["rollout/tokens_per_s"] == pytest.approx(160 / 8.0)
-    assert both["rollout/decode_s"] == 3.0

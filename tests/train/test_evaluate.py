@@ -3,8 +3,16 @@ import math
 import pytest
 from tiny_runs import make_group
 
-from podium.train.evaluate import Evaluation, task_metrics, wilson_interval
-from podium.train.generate import request_seed
+from podium.observe.metrics import evaluation_metrics
+from podium.observe.stats import EvaluationStats
+from podium.train.evaluate import Evaluation, task_scores, wilson_interval
+from podium.train.feed import request_seed
+
+
+def task_metrics(greedy, sampled, *, too_long=0) -> dict[str, float]:
+    """The metrics of a task `sums` with these answers, and of so many questions that could not be asked."""
+    scores = task_scores(greedy, sampled, questions=len(greedy or sampled) + too_long)
+    return evaluation_metrics(EvaluationStats(tasks={"sums": scores}, rollout_s=0.0, reward_s=0.0, step_s=0.0))
 
 
 def test_wilson_interval_by_hand():
@@ -28,7 +36,7 @@ def test_wilson_interval_is_narrow_where_much_was_seen():
 def test_sampled_answers_give_avg_and_pass_at_k_by_hand():
     sampled = [make_group([1, 0, 0, 1]), make_group([0, 0, 0, 0]), make_group([0, 1, 0, 0]), make_group([0, 0.5, 0, 0])]
     greedy = [make_group([1]), make_group([0]), make_group([1]), make_group([0])]
-    metrics = task_metrics("sums", greedy, sampled)
+    metrics = task_metrics(greedy, sampled)
     assert metrics["eval/sums/avg_at_k"] == 3.5 / 16
     assert metrics["eval/sums/pass_at_k"] == 0.5  # half a point is not a correct answer
     assert (
@@ -40,10 +48,10 @@ def test_sampled_answers_give_avg_and_pass_at_k_by_hand():
 
 
 def test_accuracy_is_of_the_greedy_answers_and_without_them_of_the_sampled():
-    greedy = task_metrics("sums", [make_group([1]), make_group([0]), make_group([0])], [])
+    greedy = task_metrics([make_group([1]), make_group([0]), make_group([0])], [])
     assert greedy["eval/sums/accuracy"] == pytest.approx(1 / 3)
     assert "eval/sums/avg_at_k" not in greedy
-    sampled = task_metrics("sums", [], [make_group([1, 0]), make_group([1, 1])])
+    sampled = task_metrics([], [make_group([1, 0]), make_group([1, 1])])
     assert sampled["eval/sums/accuracy"] == sampled["eval/sums/avg_at_k"] == 0.75
     assert (sampled["eval/sums/accuracy_interval/low"], sampled["eval/sums/accuracy_interval/high"]) == wilson_interval(
         0.75, 2
@@ -56,16 +64,33 @@ def test_lengths_and_truncation_are_of_the_answers_that_accuracy_is_of():
         make_group([1], lengths=[7], finish="length"),
         make_group([0], lengths=[8], finish="length"),
     ]
-    metrics = task_metrics("sums", answers, [make_group([0, 0], lengths=[1, 1])])
+    metrics = task_metrics(answers, [make_group([0, 0], lengths=[1, 1])])
     assert (metrics["eval/sums/completion_tokens"], metrics["eval/sums/truncated_fraction"]) == (
         6.0,
         pytest.approx(2 / 3),
     )
 
 
+def test_questions_that_are_too_long_count_as_wrong_and_are_reported():
+    sampled = [make_group([1, 1]), make_group([1, 0])]
+    metrics = task_metrics([make_group([1]), make_group([1])], sampled, too_long=2)
+    assert (metrics["eval/sums/accuracy"], metrics["eval/accuracy"]) == (0.5, 0.5)
+    assert (metrics["eval/sums/avg_at_k"], metrics["eval/sums/pass_at_k"]) == (3 / 8, 0.5)
+    assert (metrics["eval/sums/questions"], metrics["eval/sums/too_long"]) == (4, 2)
+    interval = metrics["eval/sums/accuracy_interval/low"], metrics["eval/sums/accuracy_interval/high"]
+    assert interval == wilson_interval(0.5, 4)
+
+
+def test_an_answer_that_was_cut_is_right_but_not_completed():
+    answers = [make_group([1]), make_group([1], finish="length"), make_group([0]), make_group([0], finish="length")]
+    metrics = task_metrics(answers, [])
+    assert (metrics["eval/sums/accuracy"], metrics["eval/sums/completed_accuracy"]) == (0.5, 0.25)
+
+
 def test_the_first_questions_of_each_task_are_recorded():
     groups = {"one": [make_group([1], seed=n) for n in range(20)], "two": [make_group([0, 1], seed=30)]}
-    records = Evaluation(metrics={"eval/accuracy": 0.75}, groups=groups).records(5)
+    stats = EvaluationStats(tasks={}, rollout_s=0.0, reward_s=0.0, step_s=0.0)
+    records = Evaluation(stats=stats, groups=groups).records(5)
     assert [record["task"] for record in records] == ["one"] * 8 + ["two"]
     assert {(record["step"], record["split"]) for record in records} == {(5, "eval")}
     assert [len(record["completions"]) for record in records] == [1] * 8 + [2]

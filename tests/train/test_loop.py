@@ -1,4 +1,6 @@
 import contextlib
+import dataclasses
+import inspect
 import json
 import os
 import shutil
@@ -12,20 +14,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 import yaml
 from tiny_runs import cache_settings, make_config, read_records
 
+from podium import cli
 from podium.config.schema import Config
 from podium.observe.metrics import find_metric
 from podium.observe.run_dir import Fork, RunDir, RunInUseError, read_config
+from podium.rollout.engine import RolloutEngine
 from podium.rollout.scheduler import Scheduler
-from podium.train import loop
 from podium.train.checkpoint import CheckpointError, saved_steps
 from podium.train.evaluate import evaluate_command
 from podium.train.generate import Rollouts
 from podium.train.loop import train
+from podium.train.recorder import Recorder
 from podium.train.setup import load_weights, make_model
-from podium.train.trainer import DivergedError
+from podium.train.trainer import DivergedError, Trainer
 
 pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
 
@@ -155,13 +160,13 @@ def test_a_signal_ends_the_run_after_its_step_saved_and_to_be_continued(
 ):
     """Also where no checkpoint is due: after step 1 here."""
     config = make_config(tiny_model, tmp_path, **STEPWISE)
-    run, record = tmp_path / "run", loop.Run.record
+    run, write = tmp_path / "run", Recorder.write
 
-    def record_and_signal(self, step, *rest):
+    def write_and_signal(self, *arguments):
         os.kill(os.getpid(), number)
-        record(self, step, *rest)
+        write(self, *arguments)
 
-    monkeypatch.setattr(loop.Run, "record", record_and_signal)
+    monkeypatch.setattr(Recorder, "write", write_and_signal)
     assert train(config, plain=True) == status
     monkeypatch.undo()
     assert f"podium train {run}/config.yaml" in capfd.readouterr().err
@@ -174,14 +179,14 @@ def test_a_signal_ends_the_run_after_its_step_saved_and_to_be_continued(
 def test_what_was_recorded_after_the_last_checkpoint_is_recorded_again(tiny_model, tmp_path, undisturbed, monkeypatch):
     """As after a kill in step 4: the checkpoint is of step 2, metrics are there up to step 3."""
     config = make_config(tiny_model, tmp_path, **STEPWISE)
-    update = loop.Run.update
+    update = Trainer.update
 
-    def fail_in_step_4(self, groups):
-        if int(self.state.step) == 3:
+    def fail_in_step_4(self, state, batches, step):
+        if step == 3:
             raise KeyboardInterrupt
-        return update(self, groups)
+        return update(self, state, batches, step)
 
-    monkeypatch.setattr(loop.Run, "update", fail_in_step_4)
+    monkeypatch.setattr(Trainer, "update", fail_in_step_4)
     with pytest.raises(KeyboardInterrupt):
         train(config, plain=True)
     monkeypatch.undo()
@@ -239,7 +244,7 @@ def test_a_group_is_graded_while_others_are_still_decoded(tiny_model, tmp_path, 
         submit = rollouts.grader.submit
         monkeypatch.setattr(rollouts.grader, "submit", lambda items: (events.append("graded"), submit(items))[1])
         rollouts.load(load_weights(model, None))
-        groups = rollouts.collect(4)
+        groups, _ = rollouts.answer(rollouts.feed.next(4))
     graded = [index for index, event in enumerate(events) if event == "graded"]
     assert len(graded) == 4
     assert events[graded[0] :].count("ended") == 12
@@ -387,3 +392,72 @@ def test_a_fork_begins_its_own_schedule(tiny_model, tmp_path):
     lines = read_records(tmp_path / "second" / "metrics.jsonl")
     rates = [line["optimizer/learning_rate"] for line in lines if "optimizer/learning_rate" in line]
     assert rates == pytest.approx([1e-3, 5e-4, 0.0], abs=1e-9)
+
+
+def test_the_schedule_follows_the_run_where_steps_have_nothing_to_train_on(tiny_model, tmp_path, monkeypatch):
+    """Steps 2 and 4 of 5 earn equal rewards: no update, and the last step's rate is the schedule's last."""
+    answer, steps = Rollouts.answer, iter([1, 0, 1, 0, 1])
+
+    def some_without_difference(self, prompts, settings=None):
+        groups, stats = answer(self, prompts, settings)
+        if settings is None:
+            earned = [1.0, 0.0, 0.0, 0.0] if next(steps) else [0.0] * 4
+            groups = [
+                dataclasses.replace(
+                    group,
+                    rewards=[dataclasses.replace(each, total=x) for each, x in zip(group.rewards, earned, strict=True)],
+                )
+                for group in groups
+            ]
+        return groups, stats
+
+    monkeypatch.setattr(Rollouts, "answer", some_without_difference)
+    settings: dict[str, Any] = {
+        "steps": 5,
+        "algorithm": {"zero_variance": "drop"},
+        "eval": {"at_start": False, "at_end": False},
+        "train": {"optimizer": {"learning_rate": 1e-3, "schedule": "linear"}},
+    }
+    train(make_config(tiny_model, tmp_path, **settings), plain=True)
+    lines = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert [line["optimizer/updates"] for line in lines] == [1, 0, 1, 0, 1]
+    rates = [line["optimizer/learning_rate"] for line in lines]
+    assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4, 0.0], abs=1e-9)
+    moved = [line.get("optimizer/update_norm") for line in lines]
+    assert moved[2] is not None and moved[2] > 0
+    assert moved[-1] == 0.0  # the rate that the optimizer itself used
+    assert all("rollout/entropy" in line for line in lines)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps_without_update"] == 2
+
+
+def test_from_the_command_to_the_compiled_decode_there_are_at_most_five_calls(tiny_model, tmp_path, monkeypatch):
+    """Podium's own functions on the stack below `podium.cli.train`, itself included, each time a decode is called."""
+    depths: list[list[str]] = []
+    init = RolloutEngine.__init__
+
+    def with_watched_decode(self, *arguments, **options):
+        init(self, *arguments, **options)
+        decode = self.programs.decode
+
+        def watched(*call):
+            frames = [
+                frame.frame.f_code.co_qualname
+                for frame in inspect.stack(context=0)[1:]
+                if str(frame.frame.f_globals.get("__name__", "")).startswith("podium.")
+            ]
+            depths.append(frames[: frames.index("train", frames.index("train") + 1) + 1])
+            return decode(*call)
+
+        watched._cache_size = decode._cache_size  # pyright: ignore[reportFunctionMemberAccess]
+        self.programs = self.programs._replace(decode=watched)
+
+    monkeypatch.setattr(RolloutEngine, "__init__", with_watched_decode)
+    config = make_config(tiny_model, tmp_path, steps=1, eval={"at_start": False, "at_end": False})
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    with pytest.raises(typer.Exit):
+        cli.train([file], plain=True)
+    assert depths
+    assert {tuple(frames) for frames in depths} == {
+        ("RolloutEngine.generate", "Rollouts.answer", "run_steps", "train", "train")
+    }

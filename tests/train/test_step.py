@@ -7,14 +7,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import DECODER, host, make_config, make_params, make_program, make_samples, recipe_of, rules_of, sgd
+from tiny_runs import (
+    DECODER,
+    host,
+    make_config,
+    make_params,
+    make_samples,
+    make_train_settings,
+    recipe_of,
+    rules_of,
+    sgd,
+    sizes,
+)
 
 from podium.models.attention import causal_attention
 from podium.models.decoder import forward, head_weights
 from podium.models.logprobs import logits_at
 from podium.train.batch import Sample, make_batch, take
 from podium.train.state import init_state
-from podium.train.step import Program, make_score, make_train_step, place_batch
+from podium.train.step import TrainSettings, make_score, make_train_step, place_batch
 
 GRADIENT_TOLERANCE = 1e-5  # of a gradient's norm, float32; bar f of the issue
 BF16_TOLERANCE = 0.05  # of a gradient's norm, and nat of a log-probability: bfloat16 has 8 bits
@@ -25,7 +36,7 @@ MESHES = {1: ("dp:1",), 2: ("fsdp:2", "dp:2", "tp:2"), 8: ("1,8,1", "2,4,1", "2,
 
 
 def batch_of(samples=SAMPLES, *, rows=8, packing="shared_prompts", row_tokens=ROW_TOKENS):
-    return make_batch(samples, row_tokens=row_tokens, rows=rows, max_rows=16, packing=packing)
+    return make_batch(samples, sizes(row_tokens=row_tokens, rows=rows, max_rows=16, packing=packing))
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +50,15 @@ def samples() -> list[Sample]:
 
 
 @functools.cache
-def compiled(mesh: str, devices: int, algorithm: str, changes: tuple) -> tuple[Program, Callable]:
-    """A program and its update by plain descent at rate 1, made once: packing and contents compile nothing anew."""
-    program = make_program(rules_of(mesh, devices), **dict(changes))
-    return program, make_train_step(program, recipe_of(make_config(algorithm=json.loads(algorithm))), sgd(1.0))
+def compiled(mesh: str, devices: int, algorithm: str, changes: tuple) -> tuple[TrainSettings, Callable]:
+    """Settings and the update by plain descent at rate 1, made once: packing and contents compile nothing anew."""
+    settings = make_train_settings(rules_of(mesh, devices), **dict(changes))
+    return settings, make_train_step(settings, recipe_of(make_config(algorithm=json.loads(algorithm))), sgd(1.0))
 
 
 def update(state, batch, *, mesh="dp:1", devices=1, algorithm=None, **changes):
-    program, step = compiled(mesh, devices, json.dumps(algorithm or {}), tuple(changes.items()))
-    state, metrics = step(state, place_batch(batch, program.computing))
+    settings, step = compiled(mesh, devices, json.dumps(algorithm or {}), tuple(changes.items()))
+    state, metrics = step(state, place_batch(batch, settings.computing))
     return state, {name: float(value) for name, value in metrics.items()}
 
 
@@ -194,17 +205,17 @@ def loss_after(samples, direction, size, algorithm) -> float:
 
 
 @functools.cache
-def scorer(mesh: str, devices: int, chunk: int) -> tuple[Program, Callable]:
-    program = make_program(rules_of(mesh, devices), head_chunk_tokens=chunk)
-    return program, make_score(program)
+def scorer(mesh: str, devices: int, chunk: int) -> tuple[TrainSettings, Callable]:
+    settings = make_train_settings(rules_of(mesh, devices), head_chunk_tokens=chunk)
+    return settings, make_score(settings)
 
 
 @pytest.mark.parametrize("packing", ["none", "sequences", "shared_prompts"])
 @pytest.mark.parametrize(("devices", "mesh", "chunk"), [(1, "dp:1", 1024), (8, "2,2,2", 8)])
 def test_scores_are_those_of_a_full_softmax_of_every_sequence_alone(packing, devices, mesh, chunk):
-    program, score = scorer(mesh, devices, chunk)
+    settings, score = scorer(mesh, devices, chunk)
     batch, places = batch_of(packing=packing)
-    scored = score(make_params(rules_of(mesh, devices)), place_batch(batch, program.computing))
+    scored = score(make_params(rules_of(mesh, devices)), place_batch(batch, settings.computing))
     for found, expected in zip(take(np.asarray(scored), places), naive_logprobs(), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=SCALE_TOLERANCE * np.abs(expected).max())
 
@@ -212,8 +223,8 @@ def test_scores_are_those_of_a_full_softmax_of_every_sequence_alone(packing, dev
 def test_scores_are_under_the_sampling_temperature():
     rules = rules_of()
     batch, places = batch_of(packing="sequences")
-    program = make_program(rules, temperature=0.5)
-    scored = make_score(program)(make_params(rules), place_batch(batch, program.computing))
+    settings = make_train_settings(rules, temperature=0.5)
+    scored = make_score(settings)(make_params(rules), place_batch(batch, settings.computing))
     for found, expected in zip(take(np.asarray(scored), places), naive_logprobs(0.5), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=SCALE_TOLERANCE * np.abs(expected).max())
 
@@ -238,7 +249,7 @@ def test_entropy_and_gap_are_means_over_the_trained_tokens(samples):
 
 def test_padding_contributes_nothing(samples, expected):
     """Twice the room, and padding tokens that would be far from their targets if anything read them."""
-    batch, _ = make_batch(samples, row_tokens=2 * ROW_TOKENS, rows=16, max_rows=32, packing="none")
+    batch, _ = make_batch(samples, sizes(row_tokens=2 * ROW_TOKENS, rows=16, max_rows=32, packing="none"))
     padding = np.asarray(batch.segments) == 0
     changes = {"tokens": 7, "targets": 9, "positions": 3, "sampled_logprobs": -1e3, "advantages": 1e3}
     fields = {name: np.asarray(getattr(batch, name)) for name in changes}
@@ -250,12 +261,12 @@ def test_padding_contributes_nothing(samples, expected):
 
 @pytest.mark.parametrize(("devices", "mesh"), [(1, "dp:1"), (8, "2,2,2"), (8, "1,8,1")])
 def test_programs_are_traced_once_whatever_the_batch_holds(devices, mesh):
-    program, step = compiled.__wrapped__(mesh, devices, "{}", ())  # one that no other test has called
-    score = make_score(program)
+    settings, step = compiled.__wrapped__(mesh, devices, "{}", ())  # one that no other test has called
+    score = make_score(settings)
     state = init_state(make_params(rules_of(mesh, devices)), sgd())
     shardings = {name: value.sharding for name, value in state.params.items()}
     for count in (16, 5, 1):
-        batch = place_batch(batch_of(SAMPLES[:count], rows=8)[0], program.computing)
+        batch = place_batch(batch_of(SAMPLES[:count], rows=8)[0], settings.computing)
         score(state.params, batch)
         state, _ = step(state, batch)
     assert (score._cache_size(), step._cache_size()) == (1, 1)
@@ -271,7 +282,7 @@ def test_a_step_donates_its_state():
 
 def test_a_batch_s_rows_are_split_over_the_devices_and_its_counts_are_everywhere():
     rules = rules_of("2,2,2", 8)
-    placed = place_batch(batch_of(rows=8)[0], make_program(rules).computing)
+    placed = place_batch(batch_of(rows=8)[0], make_train_settings(rules).computing)
     assert placed.tokens.sharding.spec == jax.sharding.PartitionSpec(None, ("dp", "fsdp"), None)
     assert placed.tokens.addressable_shards[0].data.shape == (2, 2, ROW_TOKENS)
     assert placed.num_tokens.sharding.is_fully_replicated

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import DECODER, host, make_config, make_group, make_params, make_updater, rules_of
+from tiny_runs import DECODER, host, make_config, make_group, make_params, make_trainer, rules_of, train_on
 
 from podium.config.sizes import row_tokens, rows_per_device
 from podium.models.params import ROLLOUT_AXES
@@ -12,10 +12,10 @@ from podium.observe.metrics import find_metric
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.sharding import ShardingRules
-from podium.train.batch import take
+from podium.train.batch import make_batch, take
 from podium.train.generate import Group
 from podium.train.step import place_batch
-from podium.train.trainer import DivergedError, completion_metrics, group_samples, pack
+from podium.train.trainer import DivergedError, group_samples, make_batches
 
 GAP_TOLERANCE = 1e-5  # of the largest log-probability, float32; bar d of the issue
 BF16_GAP = 0.25  # nat, the largest of some hundred tokens
@@ -26,11 +26,11 @@ def groups_of(rewards=REWARDS, **settings) -> list[Group]:
     return [make_group(each, seed=seed, **settings) for seed, each in enumerate(rewards)]
 
 
-def with_logprobs(updater, state, groups, shift: float = 0.0) -> list[Group]:
+def with_logprobs(trainer, state, groups, shift: float = 0.0) -> list[Group]:
     """The groups as a sampler with the state's weights would have made them; log-probabilities plus `shift`."""
-    samples = [each for n, group in enumerate(groups) for each in group_samples(group, n, updater.recipe)]
-    batch, places = pack(samples, updater.config, updater.program)
-    scored = updater.score(state.params, place_batch(batch, updater.program.computing))
+    samples = [each for n, group in enumerate(groups) for each in group_samples(group, n, trainer.recipe)]
+    batch, places = make_batch(samples, trainer.sizes)
+    scored = trainer.score(state.params, place_batch(batch, trainer.settings.computing))
     found = iter(take(np.asarray(scored), places))
     return [
         dataclasses.replace(
@@ -41,10 +41,24 @@ def with_logprobs(updater, state, groups, shift: float = 0.0) -> list[Group]:
     ]
 
 
-def changed(updater, state, groups) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+def shifted(trainer, state, groups, shifts: np.ndarray) -> list[Group]:
+    """The groups as if the sampler had found its tokens likelier than the trainer, by so many nat [N, G] each."""
+    return [
+        dataclasses.replace(
+            group,
+            completions=[
+                dataclasses.replace(each, full_logprobs=each.full_logprobs + np.float32(shift))
+                for each, shift in zip(group.completions, row, strict=True)
+            ],
+        )
+        for group, row in zip(with_logprobs(trainer, state, groups), shifts, strict=True)
+    ]
+
+
+def changed(trainer, state, groups) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """What an update adds to the parameters, and its metrics."""
     before = host(state.params)
-    state, metrics = updater(state, groups)
+    state, metrics = train_on(trainer, state, groups)
     return {name: np.array(value) - before[name] for name, value in state.params.items()}, metrics
 
 
@@ -55,9 +69,9 @@ def assert_same(found, expected, rtol=1e-4):
 
 
 def test_an_update_on_its_own_samples_has_ratio_1_and_moves_every_weight():
-    updater, state = make_updater()
-    groups = with_logprobs(updater, state, groups_of())
-    moved, metrics = changed(updater, state, groups)
+    trainer, state = make_trainer()
+    groups = with_logprobs(trainer, state, groups_of())
+    moved, metrics = changed(trainer, state, groups)
     assert all(np.abs(x).max() > 0 for x in moved.values())
     assert metrics["policy/logprob_gap/max"] < 1e-4
     assert metrics["policy/clip_fraction/low"] == metrics["policy/clip_fraction/high"] == 0
@@ -67,17 +81,17 @@ def test_an_update_on_its_own_samples_has_ratio_1_and_moves_every_weight():
 
 def test_every_metric_of_an_update_is_documented():
     algorithm = {"old_logprobs": "trainer", "correction": "truncate", "kl": "k3", "kl_coef": 0.1}
-    updater, state = make_updater(reference=True, algorithm=algorithm)
+    trainer, state = make_trainer(reference=True, algorithm=algorithm)
     groups = groups_of()
-    names = {*updater(state, groups)[1], *completion_metrics(groups)}
+    names = {*train_on(trainer, state, groups)[1]}
     assert [name for name in sorted(names) if find_metric(name) is None] == []
 
 
 def test_tokens_are_counted_by_kind():
     """Groups of 2 with a prompt of 6: 5 + 3 + 2 and 5 + 8 + 1 tokens, each in a row of 16 of a micro-batch of 2."""
-    updater, state = make_updater(prompts_per_step=2, group_size=2)
+    trainer, state = make_trainer(prompts_per_step=2, group_size=2)
     groups = [make_group([0.0, 1.0], lengths=[3, 2]), make_group([0.0, 1.0], seed=1, lengths=[8, 1])]
-    _, metrics = updater(state, groups)
+    _, metrics = train_on(trainer, state, groups)
     assert metrics["train-other/total_valid_token_count"] == metrics["tokens/completion"] == 14
     assert metrics["tokens/prompt"] == 10
     assert metrics["tokens/padding"] == 32 - 24
@@ -85,22 +99,13 @@ def test_tokens_are_counted_by_kind():
 
 def test_kl_in_the_reward_is_subtracted_before_the_advantage():
     algorithm = {"recipe": "dr_grpo", "kl": "k1_reward", "kl_coef": 0.5}
-    updater, state = make_updater(reference=True, algorithm=algorithm)
+    trainer, state = make_trainer(reference=True, algorithm=algorithm)
     shifts = np.array([[0.1, 0.2, 0.3, 0.4]] * 4)  # nat per token above the reference
-    groups = [
-        dataclasses.replace(
-            group,
-            completions=[
-                dataclasses.replace(each, full_logprobs=each.full_logprobs + np.float32(shift))
-                for each, shift in zip(group.completions, row, strict=True)
-            ],
-        )
-        for group, row in zip(with_logprobs(updater, state, groups_of()), shifts, strict=True)
-    ]
+    groups = shifted(trainer, state, groups_of(), shifts)
     lengths = np.array([[len(each.tokens) for each in group.completions] for group in groups])
     penalised = np.array(REWARDS) - 0.5 * shifts * lengths
     expected = penalised - penalised.mean(axis=1, keepdims=True)
-    _, metrics = updater(state, groups)
+    _, metrics = train_on(trainer, state, groups)
     assert metrics["train-reward/advantage/min"] == pytest.approx(expected.min(), abs=1e-4)
     assert metrics["train-reward/advantage/max"] == pytest.approx(expected.max(), abs=1e-4)
     assert metrics["train-reward/advantage/std"] == pytest.approx(expected.std(), abs=1e-4)
@@ -110,25 +115,25 @@ def test_kl_in_the_reward_is_subtracted_before_the_advantage():
 @pytest.mark.parametrize("kl", ["k2", "k3", "k3+"])
 def test_kl_to_the_reference_is_0_at_first_and_grows_with_the_updates(kl):
     algorithm, train = {"kl": kl, "kl_coef": 0.01}, {"optimizer": {"learning_rate": 1e-3}}
-    updater, state = make_updater(reference=True, algorithm=algorithm, train=train)
-    groups = with_logprobs(updater, state, groups_of())
+    trainer, state = make_trainer(reference=True, algorithm=algorithm, train=train)
+    groups = with_logprobs(trainer, state, groups_of())
     seen = []
     for _ in range(4):
-        state, metrics = updater(state, groups)
+        state, metrics = train_on(trainer, state, groups)
         seen.append(metrics["policy/kl_reference"])
     assert seen[0] == pytest.approx(0, abs=1e-7)
     assert seen[3] > seen[1] > 1e-5
-    assert {name: bool(x.is_deleted()) for name, x in updater.reference.items() if x.is_deleted()} == {}
+    assert {name: bool(x.is_deleted()) for name, x in trainer.reference.items() if x.is_deleted()} == {}
 
 
 def test_a_strong_kl_holds_the_policy_at_the_reference():
     def distance(kl_coef: float) -> float:
         algorithm = {"kl": "k2", "kl_coef": kl_coef}
         train = {"optimizer": {"learning_rate": 1e-2}}
-        updater, state = make_updater(reference=True, algorithm=algorithm, train=train)
-        groups = with_logprobs(updater, state, groups_of())
+        trainer, state = make_trainer(reference=True, algorithm=algorithm, train=train)
+        groups = with_logprobs(trainer, state, groups_of())
         for _ in range(8):
-            state, metrics = updater(state, groups)
+            state, metrics = train_on(trainer, state, groups)
         return metrics["policy/kl_reference"]
 
     assert distance(5.0) < distance(1e-6) / 2
@@ -138,9 +143,9 @@ def test_ratios_to_the_trainer_do_not_depend_on_what_the_sampler_recorded():
     algorithm = {"old_logprobs": "trainer", "updates_per_batch": 2, "minibatches": 2}
     moved = []
     for shift in (0.0, -3.0):
-        updater, state = make_updater(algorithm=algorithm)
-        groups = with_logprobs(updater, state, groups_of(), shift)
-        moved.append(changed(updater, state, groups))
+        trainer, state = make_trainer(algorithm=algorithm)
+        groups = with_logprobs(trainer, state, groups_of(), shift)
+        moved.append(changed(trainer, state, groups))
     assert_same(moved[1][0], moved[0][0], rtol=0)
     assert moved[0][1]["policy/logprob_gap/mean"] < 1e-4
     assert moved[1][1]["policy/logprob_gap/mean"] == pytest.approx(3.0, rel=1e-4)
@@ -148,32 +153,31 @@ def test_ratios_to_the_trainer_do_not_depend_on_what_the_sampler_recorded():
 
 def test_two_passes_over_two_minibatches_are_four_steps_with_ratios_to_the_first_weights():
     algorithm = {"old_logprobs": "trainer", "updates_per_batch": 2, "minibatches": 2}
-    updater, state = make_updater(algorithm=algorithm)
+    trainer, state = make_trainer(algorithm=algorithm)
     groups = groups_of()
-    rewards = np.array(REWARDS, np.float32)
-    advantages = updater.recipe.advantage(rewards, np.ones_like(rewards))
-    samples = [group_samples(group, n, updater.recipe) for n, group in enumerate(groups)]
-    halves = [updater._batch(samples[part], advantages[part]) for part in (slice(0, 2), slice(2, 4))]
-    placed = [place_batch(half, updater.program.computing) for half in halves]
+    halves, _ = make_batches(groups, trainer.recipe, trainer.sizes)
+    placed = [place_batch(half, trainer.settings.computing) for half in halves]
     scored = [
-        dataclasses.replace(half, old_logprobs=updater.score(state.params, half)) for half in placed
+        dataclasses.replace(half, old_logprobs=trainer.score(state.params, half)) for half in placed
     ]  # of both, before either is trained on
     expected, losses = state, []
+    tokens = [float(half.num_tokens) for half in scored * 2]
+    assert tokens[0] != tokens[1]
     for half in scored * 2:
-        expected, metrics = updater.train_step(expected, half)
+        expected, metrics = trainer.train_step(expected, half)
         losses.append(float(metrics["loss"]))
-    other, state = make_updater(algorithm=algorithm)
-    state, metrics = other(state, groups)
+    other, state = make_trainer(algorithm=algorithm)
+    state, metrics = train_on(other, state, groups)
     assert int(state.step) == 4
     assert_same(host(state.params), host(expected.params), rtol=0)
-    assert metrics["train-other/loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert metrics["train-other/loss"] == pytest.approx(np.average(losses, weights=tokens), rel=1e-5)
     assert (other.score._cache_size(), other.train_step._cache_size()) == (1, 1)
 
 
 def test_the_sampler_s_log_probabilities_are_the_old_ones_where_the_recipe_says_so():
     """Twice as likely as recorded: every ratio is 2, and those of positive advantages are clipped."""
-    updater, state = make_updater()
-    groups = with_logprobs(updater, state, groups_of(), -np.log(2).astype(np.float32))
+    trainer, state = make_trainer()
+    groups = with_logprobs(trainer, state, groups_of(), -np.log(2).astype(np.float32))
     positive = np.concatenate(
         [
             [reward > np.mean(row)] * n
@@ -181,7 +185,7 @@ def test_the_sampler_s_log_probabilities_are_the_old_ones_where_the_recipe_says_
             for reward, n in zip(row, lengths, strict=True)
         ]
     )
-    _, metrics = updater(state, groups)
+    _, metrics = train_on(trainer, state, groups)
     assert metrics["policy/clip_fraction/high"] == pytest.approx(positive.mean(), rel=1e-5)
     assert metrics["policy/kl_sampled"] == pytest.approx(2 - 1 - np.log(2), rel=1e-3)
 
@@ -200,9 +204,9 @@ def test_the_correction_weighs_tokens_by_how_much_likelier_the_trainer_finds_the
         ("whole", {**plain, "correction": "truncate", "correction_high": 5.0}),
         ("mask", {**plain, "correction": "mask", "correction_low": 0.5, "correction_high": 2.0}),
     ):
-        updater, state = make_updater(algorithm=algorithm)
-        groups = with_logprobs(updater, state, groups_of(), -np.log(4).astype(np.float32))
-        results[name] = changed(updater, state, groups)
+        trainer, state = make_trainer(algorithm=algorithm)
+        groups = with_logprobs(trainer, state, groups_of(), -np.log(4).astype(np.float32))
+        results[name] = changed(trainer, state, groups)
     plain_move = results["none"][0]
     for name, factor in (("truncate", 2.0), ("whole", 4.0), ("mask", 0.0)):
         moved, metrics = results[name]
@@ -214,8 +218,8 @@ def test_the_correction_weighs_tokens_by_how_much_likelier_the_trainer_finds_the
 def test_truncated_completions_are_left_out_of_the_loss_but_not_of_the_baseline():
     """A masked completion counts as one of the batch's sequences, with no token."""
     finish = ["stop", "length", "stop", "length"]
-    updater, state = make_updater(algorithm={"mask_truncated": True})
-    groups = with_logprobs(updater, state, groups_of())
+    trainer, state = make_trainer(algorithm={"mask_truncated": True})
+    groups = with_logprobs(trainer, state, groups_of())
     cut = [
         dataclasses.replace(
             group,
@@ -226,10 +230,10 @@ def test_truncated_completions_are_left_out_of_the_loss_but_not_of_the_baseline(
         )
         for group in groups
     ]
-    moved, metrics = changed(updater, state, cut)
+    moved, metrics = changed(trainer, state, cut)
     kept = sum(lengths[0] + lengths[2] for lengths in _lengths(groups))
     assert metrics["train-other/total_valid_token_count"] == kept
-    plain, state = make_updater()
+    plain, state = make_trainer()
     rewards = np.array(REWARDS)
     standardised = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-6)
     samples = [
@@ -239,15 +243,15 @@ def test_truncated_completions_are_left_out_of_the_loss_but_not_of_the_baseline(
         if finish[index] == "stop"
     ]
     before = host(state.params)
-    batch, _ = pack(samples, plain.config, plain.program)
-    state, _ = plain.train_step(state, place_batch(batch, plain.program.computing))
+    batch, _ = make_batch(samples, plain.sizes)
+    state, _ = plain.train_step(state, place_batch(batch, plain.settings.computing))
     assert_same(moved, {name: np.array(x) - before[name] for name, x in state.params.items()})
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "dapo", "reinforce_pp"])
 def test_a_step_of_truncated_completions_alone_changes_nothing(recipe):
-    updater, state = make_updater(algorithm={"recipe": recipe, "mask_truncated": True})
-    moved, metrics = changed(updater, state, groups_of(finish="length"))
+    trainer, state = make_trainer(algorithm={"recipe": recipe, "mask_truncated": True})
+    moved, metrics = changed(trainer, state, groups_of(finish="length"))
     assert all(not x.any() for x in moved.values())
     assert metrics["train-other/total_valid_token_count"] == 0
     assert "train-other/loss" not in metrics
@@ -257,31 +261,31 @@ def test_a_step_of_truncated_completions_alone_changes_nothing(recipe):
 def test_groups_of_equal_rewards_are_dropped_where_the_recipe_says_so():
     rewards = [REWARDS[0], [1.0] * 4, REWARDS[2], [0.0] * 4]
     algorithm = {"zero_variance": "drop"}
-    updater, state = make_updater(algorithm=algorithm)
-    groups = with_logprobs(updater, state, groups_of(rewards))
-    moved, metrics = changed(updater, state, groups)
+    trainer, state = make_trainer(algorithm=algorithm)
+    groups = with_logprobs(trainer, state, groups_of(rewards))
+    moved, metrics = changed(trainer, state, groups)
     assert (metrics["group/equal_rewards_fraction"], metrics["group/dropped"]) == (0.5, 2)
-    other, state = make_updater(algorithm=algorithm)
+    other, state = make_trainer(algorithm=algorithm)
     alone, _ = changed(other, state, [groups[0], groups[2]])
     assert_same(moved, alone, rtol=0)
-    kept, state = make_updater()
+    kept, state = make_trainer()
     halved, metrics = changed(kept, state, groups)
     assert (metrics["group/equal_rewards_fraction"], metrics["group/dropped"]) == (0.5, 0)
     assert_same(halved, {name: x / 2 for name, x in moved.items()})  # the mean is over 16 sequences, not 8
 
 
 def test_a_step_of_equal_rewards_alone_changes_nothing_where_they_are_dropped():
-    updater, state = make_updater(algorithm={"zero_variance": "drop"})
+    trainer, state = make_trainer(algorithm={"zero_variance": "drop"})
     step = int(state.step)
-    moved, metrics = changed(updater, state, groups_of([[1.0] * 4] * 4))
+    moved, metrics = changed(trainer, state, groups_of([[1.0] * 4] * 4))
     assert all(not x.any() for x in moved.values())
     assert (metrics["group/dropped"], metrics["group/equal_rewards_fraction"], step) == (4, 1.0, 0)
     assert np.isfinite(list(metrics.values())).all()
 
 
 def test_numbers_that_are_not_finite_stop_the_run_and_their_batch_is_saved(tmp_path, monkeypatch):
-    updater, state = make_updater()
-    monkeypatch.setattr(updater, "folder", tmp_path)
+    trainer, state = make_trainer()
+    monkeypatch.setattr(trainer, "folder", tmp_path)
     broken = state.params["layers.up"].at[0, 0, 0].set(jnp.nan)
     state = dataclasses.replace(state, params={**state.params, "layers.up": broken})
     groups = groups_of()
@@ -289,7 +293,7 @@ def test_numbers_that_are_not_finite_stop_the_run_and_their_batch_is_saved(tmp_p
     with pytest.raises(
         DivergedError, match=r"update 1 diverged: loss nan, .* lower train.optimizer.learning_rate"
     ) as error:
-        updater(state, groups)
+        train_on(trainer, state, groups)
     assert str(path) in str(error.value)
     with np.load(path) as saved:
         assert saved["mask"].sum() == sum(map(sum, _lengths(groups)))
@@ -301,7 +305,8 @@ def test_rewards_and_lengths_of_a_step_by_hand():
         make_group([1.0, 0.0], lengths=[2, 4], finish=["stop", "length"]),
         make_group([0.5, 0.5], seed=1, lengths=[6, 8]),
     ]
-    metrics = completion_metrics(groups)
+    trainer, state = make_trainer(prompts_per_step=2, group_size=2)
+    _, metrics = train_on(trainer, state, groups)
     assert metrics["train-reward/total/mean"] == metrics["train-reward/func/correct/mean"] == 0.5
     assert metrics["train-reward/total/std"] == pytest.approx(np.sqrt(0.125))
     assert (metrics["train-reward/total/min"], metrics["train-reward/total/max"]) == (0.0, 1.0)
@@ -346,25 +351,25 @@ def sampled_groups(params, dtype: str, **settings: float) -> list[Group]:
     requests = [
         Request(prompt=group.tokens, sampling=sampling, seed=n, completions=4) for n, group in enumerate(groups)
     ]
-    answers = engine.generate(requests)
+    answers, _ = engine.generate(requests)
     return [dataclasses.replace(group, completions=each) for group, each in zip(groups, answers, strict=True)]
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.6}, {"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}])
 def test_the_sampler_s_log_probabilities_are_the_trainer_s(settings):
-    updater, state = make_updater(temperature=settings.get("temperature", 1.0))
+    trainer, state = make_trainer(temperature=settings.get("temperature", 1.0))
     groups = sampled_groups(make_params(rules_of()), "float32", **settings)
     scale = max(float(np.abs(each.full_logprobs).max()) for group in groups for each in group.completions)
-    _, metrics = updater(state, groups)
+    _, metrics = train_on(trainer, state, groups)
     assert metrics["policy/logprob_gap/max"] <= GAP_TOLERANCE * scale
     assert metrics["policy/kl_sampled"] == pytest.approx(0, abs=1e-6)
     assert metrics["policy/clip_fraction/low"] == metrics["policy/clip_fraction/high"] == 0
 
 
 def test_a_bfloat16_sampler_is_near_the_float32_trainer():
-    updater, state = make_updater()
+    trainer, state = make_trainer()
     groups = sampled_groups(make_params(rules_of()), "bfloat16")
-    _, metrics = updater(state, groups)
+    _, metrics = train_on(trainer, state, groups)
     assert 1e-4 < metrics["policy/logprob_gap/max"] <= BF16_GAP
 
 
@@ -373,9 +378,96 @@ def test_an_update_on_several_devices_is_that_of_one(devices):
     algorithm = {"kl": "k3", "kl_coef": 0.1, "old_logprobs": "trainer", "minibatches": 2}
     results = []
     for count in (1, devices):
-        updater, state = make_updater(devices=count, reference=True, algorithm=algorithm)
-        results.append(changed(updater, state, groups_of()))
+        trainer, state = make_trainer(devices=count, reference=True, algorithm=algorithm)
+        results.append(changed(trainer, state, groups_of()))
     assert_same(results[1][0], results[0][0])
     for name in ("train-other/loss", "policy/entropy", "policy/kl_reference", "optimizer/gradient_norm"):
         assert results[1][1][name] == pytest.approx(results[0][1][name], rel=1e-3, abs=1e-6)
-    assert len(jax.tree.leaves(updater.reference)[0].devices()) == devices
+    assert len(jax.tree.leaves(trainer.reference)[0].devices()) == devices
+
+
+def test_a_kl_in_the_reward_is_reported_and_leaves_the_task_s_rewards_as_they_are():
+    """Two groups earn the same; only the penalty makes their completions differ."""
+    rewards = [REWARDS[0], [1.0] * 4, REWARDS[2], [0.0] * 4]
+    trainer, state = make_trainer(reference=True, algorithm={"recipe": "dr_grpo", "kl": "k1_reward", "kl_coef": 0.5})
+    shifts = np.array([[0.1, 0.2, 0.3, 0.4]] * 4)
+    groups = shifted(trainer, state, groups_of(rewards), shifts)
+    sums = shifts * np.array(_lengths(groups))
+    _, metrics = train_on(trainer, state, groups)
+    assert metrics["policy/kl_reference"] == pytest.approx(sums.sum() / np.sum(_lengths(groups)), rel=1e-4)
+    assert metrics["train-reward/total/mean"] == pytest.approx(np.mean(rewards))
+    assert metrics["train-reward/penalised/mean"] == pytest.approx(np.mean(rewards - 0.5 * sums), rel=1e-5)
+    assert metrics["train-reward/kl_penalty/max"] == pytest.approx(0.5 * sums.max(), rel=1e-4)
+    assert metrics["group/equal_rewards_fraction"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("kl", "value"),
+    [("k2", lambda d: d**2 / 2), ("k3", lambda d: np.expm1(-d) + d), ("k3+", lambda d: np.expm1(-d) + d)],
+)
+def test_the_reported_kl_is_the_estimator_of_the_loss(kl, value):
+    """After steps away from the reference: the mean of k2 or k3 over the tokens, by hand from log-probabilities."""
+    trainer, state = make_trainer(reference=True, algorithm={"kl": kl, "kl_coef": 1e-6})
+    groups = with_logprobs(trainer, state, groups_of())
+    for _ in range(2):
+        state, _ = train_on(trainer, state, groups)
+    ours, reference = (
+        np.concatenate(
+            [each.full_logprobs for group in with_logprobs(trainer, by, groups) for each in group.completions]
+        )
+        for by in (state, dataclasses.replace(state, params=trainer.reference))
+    )
+    _, metrics = train_on(trainer, state, groups)
+    assert np.abs(ours - reference).max() > 0.05
+    assert metrics["policy/kl_reference"] == pytest.approx(np.mean(value(ours - reference)), rel=1e-3)
+
+
+def test_the_sampler_s_entropy_is_of_all_tokens_also_where_nothing_is_trained_on():
+    groups = [make_group([1.0] * 4, seed=seed, finish="length") for seed in range(4)]
+    trainer, state = make_trainer(algorithm={"zero_variance": "drop"})
+    _, metrics = train_on(trainer, state, groups)
+    assert metrics["rollout/entropy"] == pytest.approx(4.0)  # each token has -4 nat under its distribution
+    assert metrics["optimizer/updates"] == 0
+    assert "policy/entropy" not in metrics
+
+
+def test_statistics_of_minibatches_are_weighted_by_their_tokens():
+    """One minibatch of 24 tokens, 1 nat off, another of 4 that is exact."""
+    algorithm, train = {"minibatches": 2}, {"optimizer": {"learning_rate": 1e-12}}
+    trainer, state = make_trainer(prompts_per_step=2, algorithm=algorithm, train=train)
+    groups = [make_group(REWARDS[0], lengths=[6] * 4), make_group(REWARDS[1], seed=1, lengths=[1] * 4)]
+    groups = shifted(trainer, state, groups, np.array([[1.0] * 4, [0.0] * 4]))
+    _, metrics = train_on(trainer, state, groups)
+    assert metrics["policy/kl_sampled"] == pytest.approx((24 * np.exp(-1) + 4 * 0) / 28, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [{"recipe": "reinforce_pp_baseline"}, {"recipe": "grpo", "std": "batch", "std_ddof": 0}]
+)
+def test_dropped_groups_are_no_part_of_the_batch_s_standard_deviation(algorithm):
+    trainer, state = make_trainer(algorithm={**algorithm, "zero_variance": "drop"})
+    groups = [
+        make_group(rewards, seed=seed, lengths=[5] * 4)
+        for seed, rewards in enumerate([[1.0, 0.0, 0.0, 1.0], [1.0] * 4, [0.0, 1.0, 1.0, 0.0], [0.0] * 4])
+    ]
+    _, metrics = train_on(trainer, state, groups)
+    assert metrics["group/dropped"] == 2
+    assert metrics["train-reward/advantage/std"] == pytest.approx(1.0, rel=1e-4)
+
+
+def test_the_learning_rate_follows_the_run_and_not_the_updates():
+    """Steps 0 and 2 of 5 make no update, step 3 one of its two: its rate is the last of the step's share."""
+    optimizer = {"optimizer": {"learning_rate": 0.9, "schedule": "linear"}}
+    algorithm = {"zero_variance": "drop", "minibatches": 2}
+    trainer, state = make_trainer(steps=5, prompts_per_step=2, algorithm=algorithm, train=optimizer)
+    nothing, half, full = [[1.0] * 4] * 2, [REWARDS[0], [1.0] * 4], REWARDS[:2]
+    seen = []
+    for step, rewards in enumerate((nothing, full, nothing, half, full)):
+        state, metrics = train_on(trainer, state, groups_of(rewards), step=step)
+        seen.append((metrics["optimizer/updates"], metrics["optimizer/learning_rate"]))
+    rates = np.linspace(0.9, 0.0, 10)[1::2]  # of the second update of each step
+    assert [updates for updates, _ in seen] == [0, 2, 0, 1, 2]
+    assert [rate for _, rate in seen] == pytest.approx(rates, abs=1e-6)
+    assert int(state.step) == 5
+    assert metrics["optimizer/update_norm"] < metrics["optimizer/gradient_norm"] * 0.9 / 9  # rates 0.1 and 0
+    assert int(state.opt_state[-1].count) == 10

@@ -16,16 +16,19 @@ from podium.algorithms.recipes import Recipe, make_recipe
 from podium.config.schema import Config, OptimizerConfig
 from podium.config.sizes import optimizer_steps
 from podium.models.params import TRAIN_AXES, param_specs
-from podium.rollout.request import Completion
+from podium.observe.metrics import step_metrics
+from podium.observe.stats import StepStats, StepTimes
+from podium.rollout.request import Completion, RolloutStats
 from podium.sharding import Params, ShardingRules, make_mesh, param_shardings
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import Prompt, Reward
-from podium.train.batch import Sample
+from podium.train.batch import BatchSizes, Sample
 from podium.train.generate import Group
 from podium.train.optimizer import make_optimizer
+from podium.train.recorder import completion_stats
 from podium.train.state import TrainState, init_state
-from podium.train.step import Program
-from podium.train.trainer import Updater
+from podium.train.step import TrainSettings
+from podium.train.trainer import Trainer, make_batches
 
 __all__ = ["RISE", "first_and_last", "learn", "write_tiny_model"]
 
@@ -77,10 +80,15 @@ def _weights(seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def make_program(rules: ShardingRules, **changes: Any) -> Program:
-    """A program in float32 over the tiny decoder."""
+def make_train_settings(rules: ShardingRules, **changes: Any) -> TrainSettings:
+    """Settings in float32 over the tiny decoder."""
     settings = {"decoder": DECODER, "dtype": jnp.dtype("float32"), "temperature": 1.0}
-    return Program(**{**settings, "mesh": rules.mesh, "remat": "none", "head_chunk_tokens": 1024, **changes})
+    return TrainSettings(**{**settings, "mesh": rules.mesh, "remat": "none", "head_chunk_tokens": 1024, **changes})
+
+
+def sizes(**changes: Any) -> BatchSizes:
+    """Sizes of a batch in which no completion is longer than a row."""
+    return BatchSizes(**changes, max_new_tokens=changes["row_tokens"])
 
 
 def make_samples(
@@ -144,27 +152,48 @@ def make_group(
     )
 
 
-def make_updater(
+def make_trainer(
     *, devices: int = 1, reference: bool = False, temperature: float = 1.0, **changes: Any
-) -> tuple[Updater, TrainState]:
-    """An updater over the tiny decoder with the config's changes, and a first state; equal ones compile once.
+) -> tuple[Trainer, TrainState]:
+    """A trainer over the tiny decoder with the config's changes, and a first state; equal ones compile once.
 
     Its learning rate is 0.1 of plain descent without clipping, unless told otherwise.
     """
-    updater = _updater(devices, reference, temperature, json.dumps(changes))
+    text = json.dumps(changes)
     rules = rules_of(devices=devices)
-    return updater, init_state(make_params(rules), _optimizer(updater.config))
+    return _trainer(devices, reference, temperature, text), init_state(make_params(rules), _optimizer(_config(text)))
+
+
+def _config(changes: str) -> Config:
+    plain = {"optimizer": {"name": "sgd", "learning_rate": 0.1, "beta1": 0.0, "clip_norm": 0.0}}
+    defaults = {"steps": 10, "rollout": {"max_prompt_tokens": 8, "max_new_tokens": 8}, "train": plain}
+    return make_config(**merged(defaults, json.loads(changes)))
 
 
 @functools.cache
-def _updater(devices: int, reference: bool, temperature: float, changes: str) -> Updater:
-    plain = {"optimizer": {"name": "sgd", "learning_rate": 0.1, "beta1": 0.0, "clip_norm": 0.0}}
-    defaults = {"steps": 10, "rollout": {"max_prompt_tokens": 8, "max_new_tokens": 8}, "train": plain}
-    config = make_config(**merged(defaults, json.loads(changes)))
-    rules = rules_of(devices=devices)
-    program = make_program(rules, temperature=temperature)
+def _trainer(devices: int, reference: bool, temperature: float, changes: str) -> Trainer:
+    config, rules = _config(changes), rules_of(devices=devices)
+    settings = make_train_settings(rules, temperature=temperature)
     first = make_params(rules) if reference else None
-    return Updater(config, recipe_of(config), program, _optimizer(config), reference=first, folder=Path())
+    return Trainer(config, recipe_of(config), settings, _optimizer(config), reference=first, folder=Path())
+
+
+def train_on(
+    trainer: Trainer, state: TrainState, groups: list[Group], *, step: int = 0
+) -> tuple[TrainState, dict[str, float]]:
+    """The rest of a step behind its rollout, as the loop does it: the new state, and the step's metrics."""
+    batches, batched = make_batches(groups, trainer.recipe, trainer.sizes, trainer.reward_kl(groups))
+    state, updated = trainer.update(state, batches, step)
+    return state, step_metrics(
+        StepStats(
+            completions=completion_stats(groups),
+            rolled=RolloutStats(),
+            batched=batched,
+            updated=updated,
+            times=StepTimes(step_s=1.0, cpu_s=1.0, rollout_s=0.0, sync_s=0.0, checkpoint_s=None),
+            memory=None,
+        )
+    )
 
 
 def _optimizer(config: Config) -> optax.GradientTransformation:

@@ -1,0 +1,182 @@
+"""What a step and an evaluation leave behind, typed; `podium.observe.metrics` gives the numbers their names.
+
+What the engine counts of itself is `podium.rollout.request.RolloutStats`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from podium.rollout.request import RolloutStats
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompletionStats:
+    """The completions of a step, over all hosts: also those that are not trained on."""
+
+    rewards: np.ndarray  # [n], weighted sums of the parts, as the task gave them
+    parts: Mapping[str, np.ndarray]
+    """By part of the reward, those of the completions that have it."""
+    prompt_tokens: np.ndarray  # [N]
+    completion_tokens: np.ndarray  # [n]
+    total_tokens: np.ndarray  # [n]
+    truncated: int
+    timeouts: int
+    entropy: float
+    """Nat per token, estimated by the mean of -log p of the sampled tokens."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardKl:
+    """The KL to the reference that `kl: k1_reward` charges to each completion."""
+
+    sums: np.ndarray  # [N, G], sampled - reference log-probability, summed over the completion's tokens
+    num_tokens: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchStats:
+    """What became of the groups of a step on their way into batches."""
+
+    groups: int
+    equal_groups: int
+    """Whose completions all earned the same, before any penalty."""
+    dropped_groups: int
+    sequences: int
+    """Completions in the update."""
+    trained_tokens: int
+    prompt_tokens: int
+    padding_tokens: int
+    advantages: np.ndarray  # [n], of the completions in groups that were kept
+    penalties: np.ndarray | None  # [N G], what `kl: k1_reward` took off the rewards
+    penalised_rewards: np.ndarray | None  # [N G], what it left
+    reward_kl: RewardKl | None
+    advantages_s: float
+    batch_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateStats:
+    """What one optimizer step, or several, did to the weights."""
+
+    updates: int = 0
+    tokens: float = 0.0
+    """Tokens in the losses, a token once per update."""
+    loss: float = 0.0
+    """Mean over the updates, weighted by their tokens."""
+    gradient_norm: float = 0.0
+    """Mean over the updates, as `update_norm`."""
+    update_norm: float = 0.0
+    logprob_gap: float = 0.0
+    """As `logprob_gap_max` of the first update: later ones have other weights than the sampler."""
+    logprob_gap_max: float = 0.0
+    token_means: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Means over the tokens of every other statistic of `train_step`, by its name there."""
+    learning_rate: float = 0.0
+    """At the last update; without any, what it would have been."""
+    place_s: float = 0.0
+    """Batches to the devices."""
+    score_s: float = 0.0
+    update_s: float = 0.0
+
+    def then(self, later: "UpdateStats") -> "UpdateStats":
+        """Both, one after the other, of at least one update each.
+
+        Means over tokens are weighted by tokens, means over weights by updates.
+        """
+        updates, tokens = self.updates + later.updates, self.tokens + later.tokens
+
+        def by_tokens(mine: float, other: float) -> float:
+            return (mine * self.tokens + other * later.tokens) / tokens
+
+        def by_updates(mine: float, other: float) -> float:
+            return (mine * self.updates + other * later.updates) / updates
+
+        names = dict.fromkeys((*self.token_means, *later.token_means))
+        return UpdateStats(
+            updates=updates,
+            tokens=tokens,
+            loss=by_tokens(self.loss, later.loss),
+            gradient_norm=by_updates(self.gradient_norm, later.gradient_norm),
+            update_norm=by_updates(self.update_norm, later.update_norm),
+            logprob_gap=self.logprob_gap,
+            logprob_gap_max=self.logprob_gap_max,
+            token_means={
+                name: by_tokens(self.token_means.get(name, 0.0), later.token_means.get(name, 0.0)) for name in names
+            },
+            learning_rate=later.learning_rate,
+            place_s=self.place_s + later.place_s,
+            score_s=self.score_s + later.score_s,
+            update_s=self.update_s + later.update_s,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Seconds of a step."""
+
+    step_s: float
+    cpu_s: float
+    rollout_s: float
+    """From the first prompt drawn to graded completions."""
+    sync_s: float
+    checkpoint_s: float | None
+    """What the loop waited for the checkpoint of the step before; None: that step saved none."""
+    mean_step_s: float | None = None
+    """Mean of the last ten steps; None before the tenth."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """Bytes of the device that has most in use, of all hosts."""
+
+    in_use: int
+    peak: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepStats:
+    """Everything that a step left behind."""
+
+    completions: CompletionStats
+    rolled: RolloutStats
+    batched: BatchStats
+    updated: UpdateStats
+    times: StepTimes
+    memory: DeviceMemory | None
+    """None where devices do not say (CPU)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskScores:
+    """How a task's evaluation questions were answered; shares are of all of them, 0 to 1."""
+
+    accuracy: float
+    accuracy_interval: tuple[float, float]
+    completed_accuracy: float
+    avg_at_k: float | None
+    """None without sampled answers, as the two below."""
+    pass_at_k: float | None
+    pass_at_k_interval: tuple[float, float] | None
+    questions: int
+    too_long: int
+    """Questions that could not be asked, and count as wrong."""
+    completion_tokens: float
+    truncated_fraction: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationStats:
+    """What one evaluation found, and how long it took."""
+
+    tasks: Mapping[str, TaskScores]
+    rollout_s: float
+    reward_s: float
+    step_s: float
+
+    @property
+    def accuracy(self) -> float:
+        """The mean over tasks, 0 to 1."""
+        return float(np.mean([scores.accuracy for scores in self.tasks.values()]))

@@ -1,0 +1,80 @@
+"""Which prompts a run answers next, as the model reads them, each with the seed of its completions."""
+
+import dataclasses
+import hashlib
+
+from podium.config.schema import Config
+from podium.models.tokenizer import Tokenizer
+from podium.tasks.mixture import TaskMixture, TaskPrompt
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncodedPrompt:
+    """A prompt that fits, and the seed of its completions."""
+
+    prompt: TaskPrompt
+    tokens: tuple[int, ...]
+    seed: int
+    skipped: int = 0
+    """Prompts before it that were too long."""
+
+
+class Feed:
+    """The prompts of a run in their order; its cursor is saved with the run."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
+        """Makes the tasks; data is read when it is first asked for.
+
+        Raises:
+            ValueError: a task is wrong.
+        """
+        self.config, self.tokenizer = config, tokenizer
+        self.tasks = TaskMixture(config.tasks, seed=config.seed)
+
+    @property
+    def cursor(self) -> int:
+        """How many prompts have been drawn, too long ones included."""
+        return self.tasks.cursor
+
+    @cursor.setter
+    def cursor(self, drawn: int) -> None:
+        self.tasks.cursor = drawn
+
+    def next(self, count: int) -> list[EncodedPrompt]:
+        """The next `count` prompts that fit. Raises ValueError where none of the tasks' prompts does."""
+        prompts: list[EncodedPrompt] = []
+        too_long: set[tuple[int, str]] = set()  # task and id of what was skipped
+        skipped = 0
+        while len(prompts) < count:
+            seed = request_seed(self.config.seed, "train", self.cursor)
+            (prompt,) = self.tasks.next(1)
+            encoded = self.encode(prompt, seed)
+            if encoded is not None:
+                prompts.append(dataclasses.replace(encoded, skipped=skipped))
+                skipped = 0
+                continue
+            skipped += 1
+            too_long.add((prompt.task, prompt.prompt.id))
+            if len(too_long) == sum(self.tasks.num_prompts().values()):
+                limit = self.config.rollout.max_prompt_tokens
+                raise ValueError(f"no prompt fits in rollout.max_prompt_tokens {limit}; raise it")
+        return prompts
+
+    def encode(self, prompt: TaskPrompt, seed: int) -> EncodedPrompt | None:
+        """The prompt as the model reads it; None if it is too long and such prompts are dropped."""
+        tokens = tuple(self.tokenizer.encode_chat(prompt.prompt.question, prompt.system_prompt))
+        rollout = self.config.rollout
+        if len(tokens) <= rollout.max_prompt_tokens:
+            return EncodedPrompt(prompt=prompt, tokens=tokens, seed=seed)
+        if rollout.long_prompts == "error":
+            raise ValueError(
+                f"prompt {prompt.prompt.id} has {len(tokens)} tokens and rollout.max_prompt_tokens is"
+                f" {rollout.max_prompt_tokens}; raise it, or set rollout.long_prompts to drop"
+            )
+        return None
+
+
+def request_seed(seed: int, purpose: str, index: int) -> int:
+    """The seed of a request, 31 bits: a function of the run's seed, the request's purpose, and its number."""
+    digest = hashlib.sha256(f"{seed} {purpose} {index}".encode()).digest()
+    return int.from_bytes(digest[:4], "little") >> 1

@@ -1,0 +1,203 @@
+"""What a run writes down and shows of its steps and evaluations."""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from podium.algorithms.losses import narrow_clip_warning
+from podium.algorithms.recipes import Recipe
+from podium.config.schema import Config
+from podium.job.records import ProgressReport
+from podium.models.architecture import DecoderConfig
+from podium.observe.metrics import STEP_REPORT, evaluation_metrics, step_metrics
+from podium.observe.progress import Progress, ShownCompletion
+from podium.observe.records import lengths_record, sample_record, sampled_groups
+from podium.observe.run_dir import LENGTHS, SAMPLES, RunDir
+from podium.observe.stats import BatchStats, CompletionStats, DeviceMemory, StepStats, StepTimes, UpdateStats
+from podium.observe.writers import MetricWriter
+from podium.rollout.request import RolloutStats
+from podium.train.distributed import gather
+from podium.train.evaluate import Evaluation
+from podium.train.generate import Group
+
+STEPS_AVERAGED = 10
+
+
+class PlanCheck(Protocol):
+    """Plans a run and measures the plan: `podium.plan.check`, passed down, since the planner imports the trainer."""
+
+    def begin(self, config: Config, decoder: DecoderConfig, folder: Path | None) -> str | None:
+        """Before the first step: a line to print. Raises ValueError where the run is far too large."""
+        ...
+
+    def after_step(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], str | None]:
+        """After each step: metrics to add, and a line to print."""
+        ...
+
+
+class StepClock:
+    """Wall and CPU time of a step, from when it is made."""
+
+    def __init__(self, checkpoint_s: float | None) -> None:
+        """Starts; `checkpoint_s` is what the loop waited for the checkpoint of the step before, None without one."""
+        self._checkpoint_s = checkpoint_s
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
+        self._rolled_out = self._updated = self._start
+
+    def rolled_out(self) -> None:
+        """The completions are graded."""
+        self._rolled_out = time.perf_counter()
+
+    def updated(self) -> None:
+        """The weights are new."""
+        self._updated = time.perf_counter()
+
+    def stop(self) -> StepTimes:
+        """The seconds so far; the step ends with the new weights in the engine."""
+        end = time.perf_counter()
+        return StepTimes(
+            step_s=end - self._start,
+            cpu_s=time.process_time() - self._cpu_start,
+            rollout_s=self._rolled_out - self._start,
+            sync_s=end - self._updated,
+            checkpoint_s=self._checkpoint_s,
+        )
+
+
+class Recorder:
+    """Writes metrics, samples and lengths of a run, shows them, and reports to who waits for the job."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: RunDir,
+        writer: MetricWriter,
+        progress: Progress,
+        *,
+        recipe: Recipe,
+        report: ProgressReport,
+        task_labels: list[str],
+        check: PlanCheck | None,
+    ) -> None:
+        """Nothing is written yet.
+
+        Args:
+            config: of the run.
+            run_dir: of the run, cut back to the step that it continues from.
+            writer: of its metrics.
+            progress: what the user sees.
+            recipe: of the run, for a warning where its clip is narrower than what rounding does.
+            report: what the launcher of the job sees.
+            task_labels: short names of the tasks, in the config's order.
+            check: compares steps with the plan; None: nothing does.
+        """
+        self.config, self.run_dir, self.writer, self.progress = config, run_dir, writer, progress
+        self._recipe, self._report, self._labels, self._check = recipe, report, task_labels, check
+        self._warned = False
+        self._step_seconds: collections.deque[float] = collections.deque(maxlen=STEPS_AVERAGED)
+
+    def write(
+        self,
+        step: int,
+        groups: list[Group],
+        rolled: RolloutStats,
+        batched: BatchStats,
+        updated: UpdateStats,
+        times: StepTimes,
+    ) -> None:
+        """Record a step; on several hosts all must call it.
+
+        Args:
+            step: steps done.
+            groups: completed and graded in it.
+            rolled: what that took.
+            batched: what became of the groups.
+            updated: what the updates did.
+            times: of the step.
+        """
+        self._step_seconds.append(times.step_s)
+        if len(self._step_seconds) == STEPS_AVERAGED:
+            times = dataclasses.replace(times, mean_step_s=float(np.mean(self._step_seconds)))
+        stats = StepStats(
+            completions=completion_stats(groups),
+            rolled=rolled,
+            batched=batched,
+            updated=updated,
+            times=times,
+            memory=device_memory(),
+        )
+        metrics = step_metrics(stats)
+        if self._check is not None:
+            more, line = self._check.after_step(metrics)
+            metrics |= more
+            if line is not None:
+                self.progress.message(line)
+        self._warn_of_narrow_clip(updated)
+        self.writer.write(step, metrics)
+        self._report.update(step=step, metrics={name: metrics[name] for name in STEP_REPORT if name in metrics})
+        self._write_completions(step, groups)
+        first = groups[0]
+        shown = ShownCompletion(first.prompt.prompt.question, first.completions[0].text, first.rewards[0].total)
+        self.progress.step(step, metrics, shown)
+
+    def _warn_of_narrow_clip(self, updated: UpdateStats) -> None:
+        """Say once that rounding alone clips tokens, where it does."""
+        warning = narrow_clip_warning(self._recipe, updated.logprob_gap) if updated.updates else None
+        if warning is not None and not self._warned:
+            self._warned = True
+            self.progress.message(warning)
+
+    def _write_completions(self, step: int, groups: list[Group]) -> None:
+        """Samples of the step's groups, and the lengths of all."""
+        every = self.config.metrics.samples_every
+        for index in sampled_groups(step, prompts_per_step=self.config.prompts_per_step, samples_every=every):
+            group = groups[index]
+            task = self._labels[group.prompt.task]
+            record = sample_record(step, "train", task, group.prompt.prompt, group.completions, group.rewards)
+            self.run_dir.append(SAMPLES, record)
+        prompts = [len(group.tokens) for group in groups]
+        completions = [len(completion.tokens) for group in groups for completion in group.completions]
+        self.run_dir.append(LENGTHS, lengths_record(step, prompts, completions))
+
+    def write_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Record the evaluation of the weights after `step` steps."""
+        metrics = evaluation_metrics(evaluation.stats)
+        self.writer.write(step, metrics)
+        for record in evaluation.records(step):
+            self.run_dir.append(SAMPLES, record)
+        self.progress.evaluated(step, metrics)
+
+
+def completion_stats(groups: Sequence[Group]) -> CompletionStats:
+    """Rewards and lengths of a step's completions."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = np.array([len(completion.tokens) for completion in completions])
+    prompts = np.array([len(group.tokens) for group in groups])
+    names = dict.fromkeys(part for reward in rewards for part in reward.parts)
+    return CompletionStats(
+        rewards=np.array([reward.total for reward in rewards]),
+        parts={name: np.array([each.parts[name] for each in rewards if name in each.parts]) for name in names},
+        prompt_tokens=prompts,
+        completion_tokens=lengths,
+        total_tokens=lengths + np.repeat(prompts, [len(group.completions) for group in groups]),
+        truncated=sum(completion.finish_reason == "length" for completion in completions),
+        timeouts=sum(reward.timed_out for reward in rewards),
+        entropy=-float(np.mean(np.concatenate([each.sampled_logprobs for each in completions]), dtype=np.float64)),
+    )
+
+
+def device_memory() -> DeviceMemory | None:
+    """Memory of the device that has most in use, of all hosts; None where devices do not say (CPU)."""
+    stats = [found for device in jax.local_devices() if (found := device.memory_stats())]
+    if not stats:
+        return None
+    used, peak = (max(each[name] for each in stats) for name in ("bytes_in_use", "peak_bytes_in_use"))
+    all_used, all_peak = zip(*gather((used, peak)), strict=True)
+    return DeviceMemory(in_use=max(all_used), peak=max(all_peak))
