@@ -99,10 +99,10 @@ def train(
     ] = False,
 ) -> None:
     """Train. A run whose folder exists is continued if its settings agree."""
-    from podium.job.context import member_of_job
+    from podium.job.context import join_job
     from podium.settings import load_settings
 
-    with member_of_job(os.environ) as member:  # on several hosts, this one says at once that it is there
+    with join_job(os.environ) as job:  # on several hosts, this one says at once that it is there
         loaded = load_settings(config, settings or [])
         fork = None
         if source is not None:
@@ -112,11 +112,11 @@ def train(
                 fork = parse_fork(source)
             except ValueError as error:
                 _fail(error, status=2)
-        member.agree(loaded.config)
+        job.agree(loaded.config)
         from podium.plan.check import RunCheck
         from podium.train.loop import train as run
 
-        status = run(loaded.config, fork=fork, plain=plain, member=member, check=RunCheck(force=force))
+        status = run(loaded.config, fork=fork, plain=plain, member=job, check=RunCheck(force=force))
     raise typer.Exit(status)
 
 

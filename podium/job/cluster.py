@@ -1,6 +1,6 @@
-"""Which processes make up a job, as this one is told: by our launcher, by jax's own variables, or by a TPU's metadata.
+"""Which processes make up a job: from our launcher's variables, jax's own variables, or a TPU machine's metadata.
 
-Standard library only, so that it is known before anything is imported that takes time.
+Imports nothing but the standard library and the table of accelerators: it runs before anything that takes time.
 """
 
 import contextlib
@@ -12,13 +12,15 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 
+from podium.accelerators import find_accelerator
+
 COORDINATOR_PORT = 8476  # Google's automatic firewall rule opens it; jax's own choice, 8482, it does not (jax#35905)
 METADATA_S = 2.0
 CHIPS = ("/dev/accel*", "/dev/vfio/[0-9]*")
 
 
 class ClusterError(ValueError):
-    """A process that is not one of the processes that it should be one of."""
+    """The processes of a job are not those that were asked for."""
 
     exit_status = 78
 
@@ -30,9 +32,9 @@ class Cluster:
     worker: int
     workers: int
     coordinator: str
-    """HOST:PORT of worker 0, where the guard and then jax meet."""
+    """HOST:PORT of worker 0, where the guard and then jax listen."""
     accelerator: str | None = None
-    """The type of a slice, such as v6e-16, where it is known."""
+    """Type of the slice, as v6e-16; None: unknown."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -43,7 +45,7 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TpuMetadata:
-    """What a TPU virtual machine knows of its slice."""
+    """What Google's metadata server tells a TPU virtual machine about its slice."""
 
     accelerator: str
     worker: int
@@ -51,11 +53,11 @@ class TpuMetadata:
 
 
 def find_cluster(environ: Mapping[str, str]) -> Cluster | None:
-    """The processes of this job; None: this one alone.
+    """The processes of this job; None: there is only this one.
 
     Raises:
         ClusterError: the variables contradict each other, or REQUIRE_MULTIHOST, REQUIRE_JAX_PROCESS_COUNT or the
-            accelerator's number of hosts ask for other processes.
+            accelerator's number of hosts ask for another number of processes.
     """
     accelerator = environ.get("PODRUN_ACCELERATOR")
     if "PODRUN_WORKERS" in environ:
@@ -81,7 +83,7 @@ def find_cluster(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def tpu_metadata(environ: Mapping[str, str]) -> TpuMetadata | None:
-    """What Google's metadata server says of this TPU virtual machine; None elsewhere."""
+    """The metadata of this TPU virtual machine; None on any other machine."""
     if environ.get("TPU_SKIP_MDS_QUERY") or not any(glob.glob(pattern) for pattern in CHIPS):
         return None
     server = environ.get("GCE_METADATA_IP", "metadata.google.internal")
@@ -98,16 +100,14 @@ def tpu_metadata(environ: Mapping[str, str]) -> TpuMetadata | None:
 def check_devices(cluster: Cluster, *, processes: int, devices: int, local_devices: int) -> None:
     """Raises ClusterError where jax found other processes or devices than the cluster and its accelerator have."""
     if processes != cluster.workers:
-        raise ClusterError(f"jax has {processes} processes and the job has {cluster.workers} workers; start it anew")
+        raise ClusterError(f"jax has {processes} processes and the job has {cluster.workers} workers; start it again")
     if devices != local_devices * processes:
         raise ClusterError(
             f"worker {cluster.worker} has {local_devices} devices of {devices} and there are {processes} workers;"
-            " all must have as many: a chip is missing, or another process has it"
+            " all must have the same number: a chip is missing, or another process has it"
         )
     if cluster.accelerator is None:
         return
-    from podium.accelerators import find_accelerator
-
     expected = find_accelerator(cluster.accelerator).devices_per_host
     if local_devices != expected:
         raise ClusterError(
@@ -137,7 +137,7 @@ def _from_variables(environ: Mapping[str, str], names: tuple[str, str, str], acc
 
 
 def _check_required(environ: Mapping[str, str], workers: int) -> None:
-    """The seed system's guards, under its names."""
+    """The checks of the seed system, under its names of variables."""
     way_out = "start the same command on all workers (--worker=all)"
     if environ.get("REQUIRE_MULTIHOST") in ("1", "true") and workers == 1:
         raise ClusterError(f"REQUIRE_MULTIHOST is set and this process is alone; {way_out}")
@@ -149,11 +149,9 @@ def _check_required(environ: Mapping[str, str], workers: int) -> None:
 
 
 def _check_hosts(accelerator: str | None, workers: int) -> None:
-    """Raises ClusterError where the job's processes are not whole slices."""
+    """Raises ClusterError where the job's processes do not make up whole slices."""
     if accelerator is None:
         return
-    from podium.accelerators import find_accelerator
-
     try:
         hosts = find_accelerator(accelerator).hosts
     except ValueError as error:

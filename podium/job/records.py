@@ -1,8 +1,8 @@
-"""What each process of a job leaves behind: how far it is, and why it ended; and who failed first of all of them.
+"""What each process of a job leaves behind: how far it came and why it ended; and which of them failed first.
 
-When one process of a job ends, jax ends the others, by abort and without a word: all have exit status 134, also the
-guilty one. So each writes why it ends while it still can (`Report`), its supervisor writes what only a parent sees, and
-the cause is read from all records together (`first_failure`). Standard library only.
+When one process of a job ends, jax aborts the others without a message: all exit with status 134, the guilty one too.
+So each process writes why it ends while it still can (`ProgressReport`), its supervisor writes what only a parent can
+see, and `first_failure` finds the cause in all records together. Standard library only.
 """
 
 import dataclasses
@@ -17,22 +17,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from podium.files import write_atomically
+
 Kind = Literal["exception", "lost", "hang", "guard", "signal", "stopped", "done", "exit"]
 RECORD = "record.json"
 PROGRESS = "progress.json"
 GUARD, HANG, STOPPED, ABORTED = 78, 124, 143, 134
-"""Exit statuses: workers missing or not alike, stuck, stopped and resumable, ended by jax because another was lost."""
+"""Exit statuses: workers missing, duplicated or mismatched; stuck; stopped and resumable; aborted by jax because
+another worker was lost."""
 PEER_LOST = re.compile(
     r"(?-i:UNAVAILABLE): "
     r"|(?-i:[A-Z][A-Z_]{4,}): .*(Gloo|by peer|heartbeat|coordination (service|agent)|unhealthy|barrier|preempt)",
     re.IGNORECASE | re.DOTALL,
 )
-"""What an error of jax begins with that is the consequence of another process's end."""
+"""How an error of jax begins that is the consequence of another process's end."""
 SHOWN = 300  # characters of a message
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Record:
+class EndRecord:
     """Why a process ended."""
 
     kind: Kind
@@ -45,76 +48,63 @@ class Record:
     time: float
     """Unix seconds of its own clock."""
     step: int | None = None
-    """Steps done; unset: it had not begun."""
+    """Steps done; None: training had not begun."""
     phase: str | None = None
     position: int | None = None
-    """Phases begun: the same for all workers at the same point of the program."""
+    """Number of phases begun: equal in all workers at the same point of the program."""
 
 
-class Report:
-    """What a process says of itself in the folder of its job; says nothing where there is none.
+class ProgressReport:
+    """Where this process is, written to the folder of its job; without a folder, nothing is written.
 
-    Used from two threads: the loop's and the watchdog's.
+    Used from two threads: the training loop's and the watchdog's.
     """
 
     def __init__(self, folder: Path | None, *, worker: int = 0) -> None:
         self.folder = folder
         self.worker = worker
         self._lock = threading.Lock()
-        self._progress: dict[str, Any] = {
-            "phase": "start",
-            "phase_since": time.time(),
-            "step": None,
-            "steps": None,
-            "position": 0,
-            "run_dir": None,
-            "metrics": {},
-        }
+        self._progress: dict[str, Any] = dict.fromkeys(("step", "steps", "run_dir"))
+        self._progress |= {"phase": "start", "phase_since": time.time(), "position": 0, "metrics": {}}
 
     def phase(self, name: str) -> None:
-        """Say what is being done from now on."""
+        """Begin a phase."""
         position = self._progress["position"] + 1
         self.update(phase=name, phase_since=time.time(), position=position)
 
     def update(self, **values: Any) -> None:
-        """Say more: `step`, `steps`, `run_dir`, `metrics`."""
+        """Set `step`, `steps`, `run_dir` or `metrics`."""
         with self._lock:
             self._progress |= values
 
     def write_progress(self, beat: float) -> None:
-        """Replace progress.json; `beat` is when the loop was last heard of."""
+        """Replace progress.json; `beat` is the time of the loop's last sign of life, in Unix seconds.
+
+        Raises:
+            RunFileError: the folder cannot be written.
+        """
         if self.folder is None:
             return
         with self._lock:
             progress = {"time": time.time(), "beat": beat, **self._progress}
-        write_json(self.folder / PROGRESS, progress)
+        write_atomically(self.folder / PROGRESS, json.dumps(progress))
 
     def end(self, kind: Kind, message: str, status: int) -> None:
-        """Write why this process ends. The first record stays: what follows an end is not its cause."""
+        """Write why this process ends. The first record stays: what comes later is not the cause."""
         if self.folder is None:
             return
         with self._lock:
-            known = {name: self._progress[name] for name in ("step", "phase", "position")}
-        record = Record(
-            kind=kind,
-            message=one_line(message),
-            exit=status,
-            worker=self.worker,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            time=time.time(),
-            **known,
-        )
-        write_record(self.folder, record)
+            progress = dict(self._progress)
+        write_record(self.folder, end_record(kind, message, status, worker=self.worker, progress=progress))
 
     def failed(self, error: BaseException) -> int:
-        """Write that an exception ends this process; the exit status that it ends with."""
+        """Record the exception that ends this process; returns the exit status to end with."""
         status = exit_status(error)
         kind = _kind_of(error)
         self.end(kind, str(error) if kind == "guard" else f"{type(error).__name__}: {error}", status)
         return status
 
-    def __enter__(self) -> "Report":
+    def __enter__(self) -> "ProgressReport":
         return self
 
     def __exit__(
@@ -124,8 +114,24 @@ class Report:
             self.failed(error)
 
 
+def end_record(
+    kind: Kind, message: str, status: int, *, worker: int, progress: Mapping[str, Any], host: str | None = None
+) -> EndRecord:
+    """The record of an end that comes now, with where the process was by its `progress`."""
+    return EndRecord(
+        kind=kind,
+        message=one_line(message),
+        exit=status,
+        worker=worker,
+        host=host or socket.gethostname(),
+        pid=os.getpid(),
+        time=time.time(),
+        **{name: progress.get(name) for name in ("step", "phase", "position")},
+    )
+
+
 def exit_status(error: BaseException) -> int:
-    """What a process exits with that an exception ends; an exception may carry it as `exit_status`."""
+    """The status that a process exits with when this exception ends it; an exception may have its own `exit_status`."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(bool(error.code))
     if isinstance(error, KeyboardInterrupt):
@@ -139,7 +145,7 @@ def _kind_of(error: BaseException) -> Kind:
     return "lost" if PEER_LOST.match(str(error)) else "exception"
 
 
-def write_record(folder: Path, record: Record) -> None:
+def write_record(folder: Path, record: EndRecord) -> None:
     """Write record.json unless there is one."""
     unnamed = folder / f"{RECORD}.{os.getpid()}.{threading.get_ident()}.tmp"
     unnamed.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
@@ -151,15 +157,8 @@ def write_record(folder: Path, record: Record) -> None:
         unnamed.unlink()
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Replace a file: a reader sees the old content or the new."""
-    unnamed = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    unnamed.write_text(json.dumps(value), encoding="utf-8")
-    os.replace(unnamed, path)
-
-
 def read_json(path: Path) -> dict[str, Any] | None:
-    """What `write_json` wrote; None where there is nothing."""
+    """The JSON object of a file; None where there is no file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -167,19 +166,19 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def one_line(text: str) -> str:
-    """A text without line ends, its middle left out where it is long: an error's last words name its cause."""
+    """A text in one line of at most `SHOWN` characters, cut in its middle: the end of an error names the cause."""
     line = " ".join(text.split())
     return line if len(line) <= SHOWN else f"{line[: SHOWN // 2 - 3]} ... {line[-SHOWN // 2 + 2 :]}"
 
 
 Status = Mapping[str, Any]
-Outcome = Literal["none", "running", "done", "stopped", "guard", "failed"]
+JobOutcome = Literal["none", "running", "done", "stopped", "guard", "failed"]
 
 
-def outcome(statuses: Sequence[Status | None]) -> Outcome:
-    """What has become of a job, from what `status` says of each of its workers (None: it does not answer).
+def outcome(statuses: Sequence[Status | None]) -> JobOutcome:
+    """The state of a job, from the `status` answer of each of its workers (None: the worker does not answer).
 
-    `running` is a job of which nobody has failed yet, `stopped` one that was saved and can be continued.
+    `running`: no worker has failed yet. `stopped`: the job was saved and can be continued.
     """
     if (first := _first_end(statuses)) is not None:
         return "guard" if first.blame == _GUARD else "failed"
@@ -193,10 +192,10 @@ def outcome(statuses: Sequence[Status | None]) -> Outcome:
 
 
 def first_failure(statuses: Sequence[Status | None]) -> str | None:
-    """One line: which worker failed first, and of what; None if none has.
+    """One line: which worker failed first and why; None if none has failed.
 
     Args:
-        statuses: of all workers, in order, as the agent's `status` prints them; None: it does not answer.
+        statuses: the `status` answers of all workers, in order; None: the worker does not answer.
     """
     first = _first_end(statuses)
     if first is None or first.blame == _GUARD:
@@ -210,10 +209,10 @@ def first_failure(statuses: Sequence[Status | None]) -> str | None:
 
 
 def _first_end(statuses: Sequence[Status | None]) -> "_End | None":
-    """The end that is the cause of the others; None: nobody has failed."""
+    """The end that caused the others; None: no worker has failed."""
     ends = _ends(statuses)
     if not ends or (all(end.blame == _UNREACHABLE for end in ends) and len(ends) < len(statuses)):
-        return None  # or a network between us and them: the others go on
+        return None  # the network between us and them may be at fault: the others go on
     return min(ends, key=lambda end: (end.blame, *end.order))
 
 
@@ -223,7 +222,7 @@ def _ends(statuses: Sequence[Status | None]) -> list["_End"]:
 
 
 _CAUSE, _GUARD, _UNREACHABLE, _KILLED, _CONSEQUENCE = range(5)
-"""Whom to blame before whom: jax takes all the others down, so that their ends say nothing."""
+"""Who is to blame before whom: jax aborts all the others, so their ends mean nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +235,7 @@ class _End:
 
 
 def _end_of(worker: int, status: Status | None) -> _End | None:
-    """How a worker's job failed; None: it has not."""
+    """How a worker's job failed; None: it has not failed."""
     if status is None:
         return _End(worker, _UNREACHABLE, (0.0, worker), f"worker {worker} does not answer")
     name = f"worker {worker} ({status['host']})"
@@ -249,11 +248,11 @@ def _end_of(worker: int, status: Status | None) -> _End | None:
     kind, hang = record["kind"], record["kind"] == "hang"
     blame = _CONSEQUENCE if kind == "lost" or record["exit"] == ABORTED else _GUARD if kind == "guard" else _CAUSE
     position = record["position"] if hang and record["position"] is not None else 0
-    order = (position, worker if kind == "guard" else record["time"])  # the guard tells all the same
-    return _End(worker, blame, order, f"{name} {_told(record)}", hang)
+    order = (position, worker if kind == "guard" else record["time"])  # the guard gives all workers the same message
+    return _End(worker, blame, order, f"{name} {_sentence(record)}", hang)
 
 
-def _told(record: Mapping[str, Any]) -> str:
+def _sentence(record: Mapping[str, Any]) -> str:
     where = "" if record["phase"] is None else f" in {record['phase']}"
     where += "" if record["step"] is None else f" after step {record['step']}"
     verb = {
@@ -267,7 +266,7 @@ def _told(record: Mapping[str, Any]) -> str:
 
 
 def _most_behind(statuses: Sequence[Status | None]) -> tuple[int, str] | None:
-    """The worker that had begun the fewest phases, which the others wait for; None where all are equally far."""
+    """The worker that the others wait for: it has begun the fewest phases; None where all have begun as many."""
     known = [
         (status["progress"]["position"], worker, status["progress"])
         for worker, status in enumerate(statuses)
@@ -278,7 +277,7 @@ def _most_behind(statuses: Sequence[Status | None]) -> tuple[int, str] | None:
         return None
     _, worker, progress = min(known, key=lambda each: each[:2])
     silent = max(0.0, progress["time"] - progress["beat"])
-    return worker, f"worker {worker} is behind, in {progress['phase']} without a sign for {silent:.0f} s"
+    return worker, f"worker {worker} is behind, in {progress['phase']} without a sign of life for {silent:.0f} s"
 
 
 def _workers(workers: Sequence[int]) -> str:

@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from podium.job.cluster import Cluster, check_devices
-from podium.job.context import Member
+from podium.job.context import JobContext
 from podium.models.architecture import DecoderConfig
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.sharding import Params, ShardingRules, param_shardings
@@ -40,7 +40,7 @@ Value = TypeVar("Value")
 
 
 @contextlib.contextmanager
-def joined(member: Member) -> Iterator[None]:
+def joined(member: JobContext) -> Iterator[None]:
     """The processes of a job know each other inside; an exception ends this process at the end of the block.
 
     It cannot go further: jax would wait for the others, and abort without the exit status.
@@ -63,7 +63,7 @@ def joined(member: Member) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def failing_fast(member: Member) -> Iterator[None]:
+def failing_fast(member: JobContext) -> Iterator[None]:
     """An exception inside is recorded at once, and what then closes has little time: the others hang meanwhile."""
     try:
         yield

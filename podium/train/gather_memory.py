@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from podium.job.context import member_of_job
+from podium.job.context import join_job
 from podium.sharding import make_mesh
 from podium.train.distributed import gather, is_leader, joined
 from podium.train.setup import prepare_platform
@@ -36,7 +36,7 @@ def bench(*, mode: Mode, mesh_shape: str, dtype: str, target_bytes_gib: float, c
         require: processes that there must be; 0: any number.
     """
     options = {"mode": mode, "mesh": mesh_shape, "dtype": dtype, "target": str(target_bytes_gib), "cols": str(cols)}
-    with member_of_job({**os.environ, **({"REQUIRE_JAX_PROCESS_COUNT": str(require)} if require else {})}) as member:
+    with join_job({**os.environ, **({"REQUIRE_JAX_PROCESS_COUNT": str(require)} if require else {})}) as member:
         if member.guard is not None:
             member.guard.agree(options, None)
         prepare_platform()

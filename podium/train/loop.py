@@ -15,7 +15,7 @@ from rich.console import Console
 from podium.algorithms.advantages import equal_reward_groups
 from podium.algorithms.recipes import make_recipe
 from podium.config.schema import Config
-from podium.job.context import Member, alone
+from podium.job.context import JobContext, alone
 from podium.models.architecture import DecoderConfig
 from podium.models.params import param_specs
 from podium.observe.curve_svg import save_curve
@@ -57,7 +57,7 @@ def train(
     *,
     fork: Fork | None = None,
     plain: bool = False,
-    member: Member | None = None,
+    member: JobContext | None = None,
     check: PlanCheck | None = None,
 ) -> int:
     """Train, or go on with a run that was stopped; the exit status of `podium train`.
@@ -132,7 +132,7 @@ class Run:
         progress: Progress,
         *,
         stop: Stop,
-        member: Member,
+        member: JobContext,
         check: PlanCheck | None = None,
     ) -> None:
         """Makes everything but the weights; `begin` loads them."""

@@ -3,70 +3,91 @@
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from podium.job.cluster import ClusterError
-from podium.job.records import Record, Report, exit_status, first_failure, outcome, read_json, write_record
+from podium.job.records import EndRecord, ProgressReport, exit_status, first_failure, outcome, read_json, write_record
 from podium.job.watchdog import Watchdog
 
 
-def make_watchdog(folder: Path | None, **settings: Any) -> tuple[Watchdog, list[int]]:
+class FakeClock:
+    """Seconds that pass only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def make_watchdog(folder: Path | None, **settings: Any) -> tuple[Watchdog, FakeClock, list[int]]:
     ended: list[int] = []
-    settings = {"hang_s": 0.2, "compile_s": 0.2, "poll_s": 0.02, "end": ended.append, **settings}
-    return Watchdog(Report(folder, worker=2), **settings), ended
+    clock = FakeClock()
+    settings = {"hang_s": 50.0, "compile_s": 100.0, "clock": clock, "end": ended.append, **settings}
+    return Watchdog(ProgressReport(folder, worker=2), **settings), clock, ended
 
 
 def test_silence_longer_than_the_allowance_ends_the_process_with_a_record(tmp_path, capfd):
-    watchdog, ended = make_watchdog(tmp_path)
+    watchdog, clock, ended = make_watchdog(tmp_path)
     watchdog.phase("update")
-    with watchdog.watching():
-        deadline = time.monotonic() + 10
-        while not ended and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert ended == [124]
+    clock.sleep(100.0)
+    assert (watchdog.check(), ended) == (0.0, [])
+    clock.sleep(1.0)
+    assert (watchdog.check(), ended) == (-1.0, [124])
     record = read_json(tmp_path / "record.json")
     assert record is not None
     assert (record["kind"], record["exit"], record["worker"], record["phase"]) == ("hang", 124, 2, "update")
-    assert record["message"].startswith("no sign of life in update for ")
+    assert record["message"] == "no sign of life in update for 101 s"
     error = capfd.readouterr().err
     assert "all stacks follow" in error
     assert "test_silence_longer_than_the_allowance" in error  # where the loop stands
 
 
-def test_signs_of_life_keep_a_long_phase_alive(tmp_path):
-    watchdog, ended = make_watchdog(tmp_path)
-    watchdog.phase("rollout")
+def test_a_thread_checks_the_loop_while_it_is_watched(tmp_path, capfd):
+    hung = threading.Event()
+    watchdog, clock, _ = make_watchdog(tmp_path, poll_s=0.001, end=lambda status: hung.set())
     with watchdog.watching():
-        for _ in range(20):
-            time.sleep(0.03)
-            watchdog.beat()
+        assert not hung.wait(0.02)
+        clock.sleep(101.0)
+        assert hung.wait(60)
+    assert "watchdog: no sign of life in start for 101 s" in capfd.readouterr().err
+
+
+def test_signs_of_life_keep_a_long_phase_alive(tmp_path):
+    watchdog, clock, ended = make_watchdog(tmp_path)
+    watchdog.phase("rollout")
+    for _ in range(20):
+        clock.sleep(99.0)
+        watchdog.check()
+        watchdog.beat()
     assert ended == []
     assert not (tmp_path / "record.json").exists()
 
 
 def test_the_first_of_a_kind_may_compile_and_later_ones_may_take_five_times_the_median():
-    watchdog, _ = make_watchdog(None, hang_s=0.01, compile_s=100.0)
+    watchdog, clock, _ = make_watchdog(None)
     watchdog.phase("update")
     assert watchdog.allowance() == 100.0
-    for _ in range(3):
+    for duration in (90.0, 20.0, 30.0):
+        clock.sleep(duration)
         watchdog.phase("update")
-        time.sleep(0.02)
+    assert watchdog.allowance() == 150.0
     watchdog.phase("rollout")
     assert watchdog.allowance() == 100.0
-    watchdog.phase("update")
-    assert 0.1 <= watchdog.allowance() < 5.0
-    many, _ = make_watchdog(None, hang_s=50.0, compile_s=100.0)
-    many.phase("update")
-    many.phase("update")
-    assert many.allowance() == 50.0
+    quick, _, _ = make_watchdog(None)
+    quick.phase("update")
+    quick.phase("update")
+    assert quick.allowance() == 50.0
 
 
 def test_who_waits_for_others_is_more_patient_than_they_are():
-    watchdog, _ = make_watchdog(None, hang_s=50.0, compile_s=100.0)
+    watchdog, _, _ = make_watchdog(None)
     for _ in range(2):
         watchdog.phase("rollout")
         with watchdog.waiting():
@@ -76,38 +97,41 @@ def test_who_waits_for_others_is_more_patient_than_they_are():
 
 
 def test_progress_is_written_while_it_is_watched(tmp_path):
-    watchdog, _ = make_watchdog(tmp_path, hang_s=100.0, compile_s=100.0)
+    watchdog, clock, _ = make_watchdog(tmp_path)
     report = watchdog._report
     report.update(steps=3, run_dir="/runs/a")
     with watchdog.watching():
         watchdog.phase("rollout")
         report.update(step=1, metrics={"train-reward/total/mean": 0.5})
+        clock.sleep(7.0)
     progress = read_json(tmp_path / "progress.json")
     assert progress is not None
     assert (progress["phase"], progress["step"], progress["steps"], progress["position"]) == ("rollout", 1, 3, 1)
     assert progress["metrics"] == {"train-reward/total/mean": 0.5}
-    assert 0 <= time.time() - progress["beat"] < 10
+    assert progress["time"] - progress["beat"] == pytest.approx(7.0, abs=1.0)
 
 
 def test_a_process_that_lets_no_thread_run_is_ended_all_the_same(tmp_path):
     """A regular expression that backtracks for ages holds the interpreter: only faulthandler's own thread is left."""
     code = (
-        "import re, pathlib, podium.job.watchdog as w\n"
-        "from podium.job.records import Report\n"
-        "w.STUCK_TOO_S = 0.2\n"
-        f"dog = w.Watchdog(Report(pathlib.Path({str(tmp_path)!r})), hang_s=0.3, compile_s=0.3, poll_s=0.05)\n"
+        "import pathlib, re, threading, podium.job.watchdog as w\n"
+        "from podium.job.records import ProgressReport\n"
+        "w.BACKUP_S = 0.2\n"
+        f"dog = w.Watchdog(ProgressReport(pathlib.Path({str(tmp_path)!r})), hang_s=0.3, compile_s=0.3, poll_s=0.05)\n"
+        "armed, arm = threading.Event(), w.faulthandler.dump_traceback_later\n"
+        "w.faulthandler.dump_traceback_later = lambda *a, **k: (arm(*a, **k), armed.set())\n"
         "with dog.watching():\n"
-        "    import time; time.sleep(0.2)\n"
+        "    while not armed.wait(0.01): dog.beat()\n"
         "    re.match('(a+)+$', 'a' * 40 + 'b')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "Timeout (" in done.stderr
     assert "<module>" in done.stderr
 
 
 def test_an_exception_is_recorded_with_where_it_was(tmp_path):
-    report = Report(tmp_path, worker=1)
+    report = ProgressReport(tmp_path, worker=1)
     report.update(step=7)
     report.phase("update")
     with pytest.raises(ZeroDivisionError), report:
@@ -119,7 +143,7 @@ def test_an_exception_is_recorded_with_where_it_was(tmp_path):
 
 
 def test_the_first_record_stays(tmp_path):
-    report = Report(tmp_path)
+    report = ProgressReport(tmp_path)
     report.end("exception", "the cause", 1)
     report.end("signal", "what followed", 134)
     assert (read_json(tmp_path / "record.json") or {})["message"] == "the cause"
@@ -127,7 +151,7 @@ def test_the_first_record_stays(tmp_path):
 
 
 def test_a_message_is_one_line_of_bounded_length(tmp_path):
-    Report(tmp_path).end("exception", "first\nsecond " + "x" * 1000 + " last", 1)
+    ProgressReport(tmp_path).end("exception", "first\nsecond " + "x" * 1000 + " last", 1)
     message = (read_json(tmp_path / "record.json") or {})["message"]
     assert message.startswith("first second xxx")
     assert message.endswith("xxx last")
@@ -151,23 +175,23 @@ def test_a_message_is_one_line_of_bounded_length(tmp_path):
 )
 def test_errors_are_told_apart_by_whose_they_are(tmp_path, error, status, kind):
     assert exit_status(error) == status
-    assert Report(tmp_path).failed(error) == status
+    assert ProgressReport(tmp_path).failed(error) == status
     assert (read_json(tmp_path / "record.json") or {})["kind"] == kind
 
 
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    watchdog, _ = make_watchdog(None)
+    watchdog, _, _ = make_watchdog(None)
     with watchdog.watching():
         watchdog.phase("rollout")
-        time.sleep(0.05)
-    Report(None).end("done", "done", 0)
+        watchdog.check()
+    ProgressReport(None).end("done", "done", 0)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_writers_at_once_leave_one_record(tmp_path):
     def write(index: int) -> None:
-        write_record(tmp_path, Record(kind="exit", message=f"{index}", exit=1, worker=0, host="h", pid=1, time=1.0))
+        write_record(tmp_path, EndRecord(kind="exit", message=f"{index}", exit=1, worker=0, host="h", pid=1, time=1.0))
 
     threads = [threading.Thread(target=write, args=(index,)) for index in range(8)]
     for thread in threads:
@@ -271,5 +295,5 @@ def test_a_worker_that_is_behind_is_named_where_another_only_waited_for_it():
     ]
     assert first_failure(statuses) == (
         "worker 0 (h0) was stuck in update after step 7: the end of 0;"
-        " worker 1 is behind, in rollout without a sign for 300 s; worker 1 ended after it"
+        " worker 1 is behind, in rollout without a sign of life for 300 s; worker 1 ended after it"
     )

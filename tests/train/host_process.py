@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from podium.config.schema import Config
-from podium.job.context import alone, member_of_job
+from podium.job.context import alone, join_job
 from podium.models.params import GATHERED_AXES
 from podium.observe.writers import MetricWriter
 from podium.rollout.engine import RolloutEngine
@@ -62,7 +62,7 @@ def failure_in_all() -> str:
 
 def equal_runs(order: dict[str, Any]) -> dict[str, Any]:
     """Train each config that is ordered, in the same processes."""
-    with member_of_job(os.environ) as member:
+    with join_job(os.environ) as member:
         configs = [Config.model_validate(config) for config in order["configs"]]
         member.agree(configs[0])
         with distributed.joined(member):
@@ -89,7 +89,7 @@ def slow_run(order: dict[str, Any]) -> int:
 
     RolloutEngine.generate = slowly
     config = Config.model_validate(order["slow"])
-    with member_of_job(os.environ) as member:
+    with join_job(os.environ) as member:
         member.agree(config)
         return loop.train(config, plain=True, member=member)
 
@@ -97,7 +97,7 @@ def slow_run(order: dict[str, Any]) -> int:
 def failure(order: dict[str, Any]) -> None:
     """Work together; then one process fails and the others wait for it."""
     distributed.HEARTBEAT_S = 2
-    with member_of_job(os.environ) as member, distributed.joined(member), distributed.failing_fast(member):
+    with join_job(os.environ) as member, distributed.joined(member), distributed.failing_fast(member):
         member.watchdog.phase("sums")
         assert sum(distributed.gather(1)) == jax.process_count()
         if jax.process_index() == order["fails"]:
