@@ -38,9 +38,7 @@ bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 app.add_typer(pod_app, name="pod")
 
-ConfigFiles = Annotated[
-    list[Path], typer.Argument(metavar="CONFIG...", help="YAML files; later ones override.")
-]
+ConfigFiles = Annotated[list[Path], typer.Argument(metavar="CONFIG...", help="YAML files; later ones override.")]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in rollout.max_new_tokens=64. Repeatable."),
@@ -230,16 +228,12 @@ def config_migrate(
 
 @bench_app.command("gather")
 def bench_gather(
-    mode: Annotated[
-        Literal["sharded", "gather"], typer.Option(help="Shard over fsdp, or gather on every device.")
-    ],
+    mode: Annotated[Literal["sharded", "gather"], typer.Option(help="Shard over fsdp, or gather on every device.")],
     mesh_shape: Annotated[str, typer.Option(help="Mesh, written as in a config.")] = "auto",
     dtype: Annotated[Literal["bf16", "f16", "f32"], typer.Option(help="Number format.")] = "bf16",
     target_bytes_gib: Annotated[float, typer.Option(min=0.0, help="Size of the whole array in GiB.")] = 5.6,
     cols: Annotated[int, typer.Option(min=1, help="Elements per row.")] = 4096,
-    require_process_count: Annotated[
-        int, typer.Option(min=0, help="Fail with another number of processes.")
-    ] = 0,
+    require_process_count: Annotated[int, typer.Option(min=0, help="Fail with another number of processes.")] = 0,
 ) -> None:
     """Allocate one large array on the mesh and print the memory of each device as JSON."""
     from podium.train.gather_memory import bench
