@@ -1,9 +1,9 @@
 """The `podium` command. Each command reads its settings and calls the function that does the work.
 
-Nothing heavy is imported before the settings are known to be right: `--help`, `podium config` and every error in a
-config come without jax. Exit status: 0 done, 1 failed, 2 wrong settings or usage, 130 stopped by Ctrl-C, 143 by
-SIGTERM (a training run stopped so is saved and can be continued), 78 where the workers of a job are not all there and
-alike. `podium plan` has its own.
+Nothing heavy is imported before the settings are checked: `--help`, `podium config` and every error in a config come
+without jax. Exit status: 0 done, 1 failed, 2 wrong settings or usage, 78 workers of a job are missing or disagree, 130
+stopped by Ctrl-C, 143 stopped by SIGTERM; a training run that is stopped saves a checkpoint first and can be continued.
+`podium plan` has its own.
 """
 
 import importlib
@@ -32,21 +32,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-config_app = typer.Typer(help="Look at settings, get their schema, translate old ones.", no_args_is_help=True)
+config_app = typer.Typer(help="Show settings, print their schema, translate old ones.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
-bench_app = typer.Typer(help="Measure what this machine does.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 app.add_typer(pod_app, name="pod")
 
-ConfigFiles = Annotated[list[Path], typer.Argument(metavar="CONFIG...", help="YAML files; later ones win.")]
+ConfigFiles = Annotated[list[Path], typer.Argument(metavar="CONFIG...", help="YAML files; later ones override.")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="One setting, as rollout.max_new_tokens=64. Repeatable."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in rollout.max_new_tokens=64. Repeatable."),
 ]
 
 
 def main() -> None:
-    """Run the command line; what a user can cause is told without a traceback."""
+    """Run the command line; errors that a user can cause are printed without a traceback."""
     try:
         app(prog_name="podium")
     except (ValueError, OSError) as error:
@@ -95,14 +95,15 @@ def train(
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Train also what `podium plan` says is far too large for the machine.")
+        bool,
+        typer.Option("--force", help="Train even if the plan says that the run is far too large."),
     ] = False,
 ) -> None:
-    """Train. A run whose folder exists is continued if its settings agree."""
+    """Train a model. If the run's folder exists and its settings agree, the run is continued."""
     from podium.job.context import join_job
     from podium.settings import load_settings
 
-    with join_job(os.environ) as job:  # on several hosts, this one says at once that it is there
+    with join_job(os.environ) as job:  # on several hosts, this tells the others at once that this one has started
         loaded = load_settings(config, settings or [])
         fork = None
         if source is not None:
@@ -125,17 +126,17 @@ app.command(cls=PlanCommand)(plan)
 
 @app.command("eval")
 def evaluate(
-    target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="RUN, RUN@STEP, or a model as in a config.")],
-    task: Annotated[str, typer.Option(help="Task to answer, as in `podium tasks`.")],
-    split: Annotated[str | None, typer.Option(help="Split of its questions; unset: the task's eval_split.")] = None,
-    path: Annotated[str | None, typer.Option(help="Local file or folder of the questions.")] = None,
-    questions: Annotated[int | None, typer.Option(min=1, help="The first so many questions; unset: all.")] = None,
+    target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run, RUN@STEP, or a model as in a config.")],
+    task: Annotated[str, typer.Option(help="Task to evaluate; `podium tasks` lists them.")],
+    split: Annotated[str | None, typer.Option(help="Split of its questions; default: the task's eval_split.")] = None,
+    path: Annotated[str | None, typer.Option(help="Local file or folder with the questions.")] = None,
+    questions: Annotated[int | None, typer.Option(min=1, help="Use only the first questions; default: all.")] = None,
     samples: Annotated[int | None, typer.Option(min=0, help="Sampled answers per question.")] = None,
-    greedy: Annotated[bool | None, typer.Option(help="Answer once with the likeliest tokens.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    greedy: Annotated[bool | None, typer.Option(help="Answer each question once, greedily.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     settings: Settings = None,
 ) -> None:
-    """Answer a task's held-out questions with a run's weights or any model, and say how many are right."""
+    """Evaluate a run's weights, or any model, on a task's held-out questions."""
     from podium.config.load import load
     from podium.settings import load_settings
 
@@ -159,7 +160,7 @@ def evaluate(
 def _evaluation_overrides(
     target: str, run: "Fork | None", task: dict[str, Any], options: dict[str, Any]
 ) -> list["Override"]:
-    """An evaluation's options as settings: one task, graded by its answers alone, on all questions if not told."""
+    """An evaluation's options as settings: one task, graded by its answers alone, on all questions unless limited."""
     from podium.config.load import Override
 
     given = [Override(key, value, f"--{key.removeprefix('eval.')}") for key, value in options.items()]
@@ -173,14 +174,14 @@ def _evaluation_overrides(
 
 @app.command()
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, as runs/demo.")],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the Hugging Face model goes.")],
-    step: Annotated[int | None, typer.Option(min=0, help="Which checkpoint; unset: the newest.")] = None,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, such as runs/demo.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write the Hugging Face model to.")],
+    step: Annotated[int | None, typer.Option(min=0, help="Step of the checkpoint; default: the newest.")] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Number format.")] = "bfloat16",
 ) -> None:
-    """Write a run's weights as a Hugging Face model, with config and tokenizer."""
+    """Export a run's weights as a Hugging Face model, with config and tokenizer."""
     if _run_at(run) is None:
-        _fail(f"{run} has no config.yaml, so it is not a run's folder; give one, as runs/demo", status=2)
+        _fail(f"{run} has no config.yaml, so it is not a run's folder; give one, such as runs/demo", status=2)
     from podium.train.export import export_run
 
     raise typer.Exit(export_run(Path(run), folder, step=step, dtype=dtype))
@@ -188,7 +189,7 @@ def export(
 
 @config_app.command("show")
 def config_show(config: ConfigFiles, settings: Settings = None) -> None:
-    """Print all settings; those that are not defaults say where they come from."""
+    """Print all settings, and where those that are not defaults were set."""
     from podium.config.show import to_yaml
     from podium.settings import load_settings
 
@@ -207,10 +208,10 @@ def config_schema() -> None:
 
 @config_app.command("migrate")
 def config_migrate(
-    old: Annotated[Path, typer.Argument(metavar="OLD.yaml", help="A config of the former system.")],
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="File to write; unset: stdout.")] = None,
+    old: Annotated[Path, typer.Argument(metavar="OLD.yaml", help="A config of the seed system.")],
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="File to write; default: stdout.")] = None,
 ) -> None:
-    """Translate a config of the former system, and list what changed and what has no counterpart."""
+    """Translate a config of the seed system, the TPU trainer that Podium succeeds, and list what changed or is lost."""
     from podium.tools.migrate import migrate
 
     migration = migrate(old, os.environ)
@@ -227,14 +228,14 @@ def config_migrate(
 
 @bench_app.command("gather")
 def bench_gather(
-    mode: Annotated[Literal["sharded", "gather"], typer.Option(help="Split over fsdp, or whole on every device.")],
-    mesh_shape: Annotated[str, typer.Option(help="As mesh: in a config.")] = "auto",
+    mode: Annotated[Literal["sharded", "gather"], typer.Option(help="Shard over fsdp, or gather on every device.")],
+    mesh_shape: Annotated[str, typer.Option(help="Mesh, written as in a config.")] = "auto",
     dtype: Annotated[Literal["bf16", "f16", "f32"], typer.Option(help="Number format.")] = "bf16",
-    target_bytes_gib: Annotated[float, typer.Option(min=0.0, help="Size of the whole array.")] = 5.6,
-    cols: Annotated[int, typer.Option(min=1, help="Elements of a row.")] = 4096,
-    require_process_count: Annotated[int, typer.Option(min=0, help="Processes that there must be; 0: any.")] = 0,
+    target_bytes_gib: Annotated[float, typer.Option(min=0.0, help="Size of the whole array in GiB.")] = 5.6,
+    cols: Annotated[int, typer.Option(min=1, help="Elements per row.")] = 4096,
+    require_process_count: Annotated[int, typer.Option(min=0, help="Fail with another number of processes.")] = 0,
 ) -> None:
-    """Make one large array on the mesh, and say what each device then holds: one JSON object on stdout."""
+    """Allocate one large array on the mesh and print the memory of each device as JSON."""
     from podium.train.gather_memory import bench
 
     raise typer.Exit(
@@ -250,8 +251,8 @@ def bench_gather(
 
 
 @app.command()
-def tasks(name: Annotated[str | None, typer.Argument(help="One task, to see its options.")] = None) -> None:
-    """List the built-in tasks, or what one task takes."""
+def tasks(name: Annotated[str | None, typer.Argument(help="Task to describe.")] = None) -> None:
+    """List the built-in tasks, or describe one task and its options."""
     from podium.tasks.registry import TASKS
 
     if name is not None:

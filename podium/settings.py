@@ -18,7 +18,7 @@ from podium.models.params import ROLLOUT_LAYOUTS
 from podium.models.source import on_disk, read_architecture, resolve
 from podium.tasks.registry import make_task
 from podium.tasks.rewards import TEXT_REWARDS
-from podium.tools.seed_keys import spellings
+from podium.tools.seed_keys import spellings, trl_keys
 
 NAMES: Mapping[str, Mapping[str, object]] = {"algorithm.recipe": RECIPES, "rollout.layout": ROLLOUT_LAYOUTS}
 """Settings that name an entry of a table: whoever adds an entry there adds a value here."""
@@ -37,7 +37,7 @@ def load_settings(
     Raises:
         ConfigError: with everything that is wrong.
     """
-    loaded = load(files, overrides, environ, rules=RULES, hint=_seed_hint)
+    loaded = load(files, overrides, environ, rules=RULES, hint=_hint)
     if problems := [*_task_problems(loaded), *_model_problems(loaded)]:
         raise ConfigError(problems)
     return loaded
@@ -55,7 +55,7 @@ def _names(config: Config) -> Iterator[Contradiction]:
 
 
 def _algorithm(config: Config) -> Iterator[Contradiction]:
-    """What the recipes say of themselves; the settings that a message names are shown with it."""
+    """The recipe's conflicts; the settings that a message names are shown with it."""
     if config.algorithm.recipe not in RECIPES:
         return
     scope = ("algorithm", "group_size", "prompts_per_step")
@@ -63,8 +63,8 @@ def _algorithm(config: Config) -> Iterator[Contradiction]:
     for key, message in conflicts(
         config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step
     ):
-        words = set(re.findall(r"\w+", message))
-        named = [other for other in settings if other != key and other.rpartition(".")[2] in words]
+        mentioned = set(re.findall(r"\w+", message))
+        named = [other for other in settings if other != key and other.rpartition(".")[2] in mentioned]
         yield Contradiction((key, *named), message, scope)
 
 
@@ -105,8 +105,11 @@ RULES = (_names, _algorithm, _rewards)
 """What recipes and rewards add to the rules of `podium.config.schema`."""
 
 
-def _seed_hint(key: str, file: str) -> str | None:
-    """The way out for a key of the seed system."""
+def _hint(key: str, file: str) -> str | None:
+    """What to write instead of a key of TRL or of the seed system."""
+    name = key.rpartition(".")[2]
+    if name in trl_keys():
+        return f"what TRL calls {name} is {trl_keys()[name]} here"
     if any(spelling == key or spelling.startswith(f"{key}.") for spelling in spellings()):
         return f"it is a key of the seed system; `podium config migrate {file}` translates the whole file"
     return None
@@ -121,7 +124,7 @@ def _task_problems(loaded: Loaded) -> Iterator[Problem]:
             key = f"tasks.{index}"
             named = [option for option in task.options if f"options.{option}:" in str(error)]
             path = f"{key}.options.{named[0]}" if named else f"{key}.name"
-            yield Problem(key=key, message=str(error), places=_places(loaded, path))
+            yield Problem(key=key, message=str(error), origins=_origins(loaded, path))
 
 
 def _model_problems(loaded: Loaded) -> Iterator[Problem]:
@@ -132,7 +135,7 @@ def _model_problems(loaded: Loaded) -> Iterator[Problem]:
     try:
         longest = read_architecture(resolve(folder)).max_positions
     except ModelError as error:
-        yield Problem(key="model", message=str(error), places=_places(loaded, "model"))
+        yield Problem(key="model", message=str(error), origins=_origins(loaded, "model"))
         return
     rollout = loaded.config.rollout
     asked = rollout.max_prompt_tokens + rollout.max_new_tokens
@@ -143,9 +146,9 @@ def _model_problems(loaded: Loaded) -> Iterator[Problem]:
             message=f"{rollout.max_new_tokens}, with rollout.max_prompt_tokens {rollout.max_prompt_tokens}, makes "
             f"sequences of {asked} tokens, and {loaded.config.model} has {longest} positions; "
             f"lower one by {asked - longest}",
-            places=tuple(place for key in keys for place in _places(loaded, key)),
+            origins=tuple(origin for key in keys for origin in _origins(loaded, key)),
         )
 
 
-def _places(loaded: Loaded, key: str) -> tuple[str, ...]:
+def _origins(loaded: Loaded, key: str) -> tuple[str, ...]:
     return (loaded.provenance[key],) if key in loaded.provenance else ()

@@ -40,7 +40,7 @@ class Node:
 
     @classmethod
     def of(cls, value: Any, origin: str) -> "Node":
-        """A plain value, all of it from one place."""
+        """A plain value, all of it from one origin."""
         if isinstance(value, dict):
             return cls({key: cls.of(child, origin) for key, child in value.items()}, origin)
         if isinstance(value, list):
@@ -87,7 +87,7 @@ class _Dumper(yaml.SafeDumper):
     """Quotes what YAML 1.1 or 1.2 would take for something else than text."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Never write `&id001`: a reader would have to look the value up."""
+        """Never write `&id001`: a reader would have to search for the value."""
         return True
 
 
@@ -120,8 +120,8 @@ def read_document(path: Path) -> Node:
         raise _problem(f"{path}:{line}", f"not YAML: the character {chr(error.character)!r}; remove it") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        told = ", ".join(part for part in (error.context, error.problem) if part)
-        raise _problem(f"{path}:{line}", f"not YAML: {told}") from None
+        reason = ", ".join(part for part in (error.context, error.problem) if part)
+        raise _problem(f"{path}:{line}", f"not YAML: {reason}") from None
     if root is None:
         return Node({}, str(path))
     if not isinstance(root, yaml.MappingNode):
@@ -153,26 +153,26 @@ def dump_value(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def _convert(node: yaml.Node, place: str, line: int | None, parents: tuple[int, ...]) -> Node:
-    """A composed node as ours; `line` is None where the whole value has one origin."""
-    origin = place if line is None else f"{place}:{line}"
+def _convert(node: yaml.Node, source: str, line: int | None, parents: tuple[int, ...]) -> Node:
+    """A composed node as a `Node`; `line` is None where the whole value has one origin."""
+    origin = source if line is None else f"{source}:{line}"
     if id(node) in parents:
         raise _problem(origin, "an alias (*name) stands inside its own anchor (&name)")
     inside = (*parents, id(node))
     if isinstance(node, yaml.ScalarNode):
         return Node(_scalar(node, origin), origin)
     if isinstance(node, yaml.SequenceNode):
-        items = [_convert(item, place, line and item.start_mark.line + 1, inside) for item in node.value]
+        items = [_convert(item, source, line and item.start_mark.line + 1, inside) for item in node.value]
         return Node(items, origin)
     children: dict[str, Node] = {}
     for key, value in node.value:
         key_line = line and key.start_mark.line + 1
-        where = place if line is None else f"{place}:{key_line}"
+        where = source if line is None else f"{source}:{key_line}"
         if not isinstance(key, yaml.ScalarNode):
             raise _problem(where, "a key must be plain text, not a list or a mapping")
         if key.value in children:
             raise _problem(key.value, "written twice in one section; keep one", children[key.value].origin, where)
-        children[key.value] = _convert(value, place, key_line, inside)
+        children[key.value] = _convert(value, source, key_line, inside)
     return Node(children, origin)
 
 
@@ -191,5 +191,5 @@ def _scalar(node: yaml.ScalarNode, origin: str) -> Any:
     return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
 
 
-def _problem(key: str, message: str, *places: str) -> ConfigError:
-    return ConfigError([Problem(key=key, message=message, places=places)])
+def _problem(key: str, message: str, *origins: str) -> ConfigError:
+    return ConfigError([Problem(key=key, message=message, origins=origins)])

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that is wrong with the settings."""
+    """Something that is wrong with the settings."""
 
     key: str
     """Dotted path of the setting, or what could not be read at all (a file, an argument)."""
     message: str
     """Value, rule and way out, in one line."""
-    places: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
     """Where the values were written: `file:line`, `environment NAME` or `--set key=value`."""
     about: str | None = None
     """What the setting does."""
@@ -21,7 +21,7 @@ class Problem:
     def __str__(self) -> str:
         """The problem in lines: what, where, and what the setting is for."""
         about = (self.about,) if self.about else ()
-        return "\n    ".join((f"{self.key}: {self.message}", *self.places, *about))
+        return "\n    ".join((f"{self.key}: {self.message}", *self.origins, *about))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Contradiction:
     """Settings that do not go together, or a value that another part of Podium does not know."""
 
     keys: tuple[str, ...]
-    """Dotted paths of all that the rule compares; the first is the one to blame."""
+    """Dotted paths of all that the rule compares; the first is to blame."""
     message: str
     """Values, rule and way out."""
     needs: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class ConfigError(ValueError):
         return "\n".join((f"{len(self.problems)} errors in the settings", *map(str, self.problems)))
 
 
-def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The choice most like a misspelt word, transposed letters first; None where none is near."""
-    near = difflib.get_close_matches(word, list(choices), 5, cutoff)
-    return min(near, key=lambda choice: sorted(choice) != sorted(word), default=None)
+def nearest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The choice most like a misspelt name, transposed letters first; None where none is near."""
+    near = difflib.get_close_matches(name, list(choices), 5, cutoff)
+    return min(near, key=lambda choice: sorted(choice) != sorted(name), default=None)

@@ -1,7 +1,7 @@
-"""What pydantic found wrong, in words that help: the key, the value, the rule, where it was written, and the way out.
+"""What pydantic found wrong as errors that help: the key, the value, the rule, where it was written, and the way out.
 
-The rule of a setting is read from the schema (the same that editors use), its purpose from the field's docstring.
-Contradictions between settings are told even when other settings are wrong, as far as they do not concern those.
+The rule of a setting is read from the schema that editors use, its purpose from the field's docstring. Contradictions
+between settings are reported together with wrong values, unless they concern a setting that is wrong in itself.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,43 +14,15 @@ from podium.config.document import Node, dump_value, parse_text
 from podium.config.errors import Contradiction, Problem, nearest
 from podium.config.schema import Config, Rule
 
-_FROM_TRL = {
-    "beta": "algorithm.kl_coef",
-    "epsilon": "algorithm.clip_low",
-    "epsilon_high": "algorithm.clip_high",
-    "eval_steps": "eval.every_steps",
-    "gradient_accumulation_steps": "prompts_per_step",
-    "logging_dir": "runs_dir",
-    "loss_type": "algorithm.recipe",
-    "lr_scheduler_type": "train.optimizer.schedule",
-    "mask_truncated_completions": "algorithm.mask_truncated",
-    "max_completion_length": "rollout.max_new_tokens",
-    "max_grad_norm": "train.optimizer.clip_norm",
-    "max_prompt_length": "rollout.max_prompt_tokens",
-    "max_steps": "steps",
-    "model_name_or_path": "model",
-    "num_generations": "group_size",
-    "num_iterations": "algorithm.updates_per_batch",
-    "optim": "train.optimizer.name",
-    "output_dir": "runs_dir",
-    "per_device_train_batch_size": "train.rows_per_device",
-    "reward_weights": "tasks.0.rewards",
-    "run_name": "name",
-    "save_steps": "checkpoint.every_steps",
-    "scale_rewards": "algorithm.std",
-    "warmup_ratio": "train.optimizer.warmup_steps",
-}
-"""What users of TRL look for, and what it is called here."""
-
 Location = tuple[int | str, ...]
 Hint = Callable[[str, str], str | None]
-"""(unknown key, config file) -> the way out for whoever comes from another system; None where the key is not its."""
+"""(unknown key, config file) -> what to write instead of another system's key; None where it is no such key."""
 
 
 def explain(
     error: ValidationError, tree: Node, files: Sequence[str], rules: Sequence[Rule], hint: Hint | None
 ) -> list[Problem]:
-    """The problems behind a validation error of `Config`, each with its place.
+    """The problems behind a validation error of `Config`, each with where it was written.
 
     Args:
         error: what `Config.model_validate(tree.plain(), context=rules)` raised.
@@ -89,7 +61,7 @@ def _paths(node: Mapping[str, Any], schema: Mapping[str, Any], path: Location) -
 
 
 def _contradictions(error: ValidationError, tree: Node, rules: Sequence[Rule]) -> list[Contradiction]:
-    """The rules that are broken; where fields are wrong, of the config that has defaults in their place."""
+    """The rules that are broken; where fields are wrong, of the config with defaults instead."""
     details = error.errors(include_url=False)
     if any(each["type"] != "contradiction" for each in details):
         try:
@@ -118,8 +90,8 @@ def _overlap(path: str, other: str) -> bool:
 def _contradiction_problem(found: Contradiction, tree: Node) -> Problem:
     written = tree.origins()
     keys = [key for key in found.keys if key in written]
-    places = [f"{written[key]} ({key})" for key in keys] if len(keys) > 1 else [written[key] for key in keys]
-    return Problem(key=found.keys[0], message=found.message, places=tuple(places), about=found.about)
+    origins = [f"{written[key]} ({key})" for key in keys] if len(keys) > 1 else [written[key] for key in keys]
+    return Problem(key=found.keys[0], message=found.message, origins=tuple(origins), about=found.about)
 
 
 def _field_problem(
@@ -127,20 +99,20 @@ def _field_problem(
 ) -> Problem:
     location, kind = detail["loc"], detail["type"]
     key, node = dotted(location), tree.find(location)
-    places = (node.origin,) if node is not None else ()
+    origins = (node.origin,) if node is not None else ()
     if kind == "extra_forbidden":
-        return Problem(key=key, message=f"unknown key; {_way_out(location, schema, files, hint)}", places=places)
+        return Problem(key=key, message=f"unknown key; {_way_out(location, schema, files, hint)}", origins=origins)
     if kind == "missing":
         *section, last = location
         message = f"missing, and it has no default; add `{last}: ...`"
         inside = tree.find(section)
-        places = (inside.origin,) if section and inside is not None else tuple(files[-1:])
+        origins = (inside.origin,) if section and inside is not None else tuple(files[-1:])
     else:
         rule = rule_text(_at(location, schema) or {}, schema)
         if kind == "finite_number":
             rule = rule.replace("a number", "a finite number")
         message = f"expected {rule}, got {_shown(detail['input'])}{_hint(detail)}"
-    return Problem(key=key, message=message, places=places, about=_about(location, schema))
+    return Problem(key=key, message=message, origins=origins, about=_about(location, schema))
 
 
 def _hint(detail: ErrorDetails) -> str:
@@ -177,8 +149,6 @@ def _way_out(location: Location, schema: Mapping[str, Any], files: Sequence[str]
     if "." in key:
         first, _, rest = key.partition(".")
         return f"dots are for the command line; in a file write `{first}:` and under it `{rest}:`"
-    if key in _FROM_TRL:
-        return f"what TRL calls {key} is {_FROM_TRL[key]} here"
     if hint is not None and (text := hint(dotted(location), files[-1] if files else "OLD.yaml")):
         return text
     siblings = list((_at(tuple(parents), schema) or {}).get("properties", {}))
@@ -225,7 +195,7 @@ def _about(location: Location, schema: Mapping[str, Any]) -> str | None:
 
 
 def rule_text(node: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
-    """What may stand at a node of a JSON schema, in words."""
+    """What may stand at a node of a JSON schema, as `a whole number of at least 1`."""
     node = _resolve(node, schema)
     if "enum" in node:
         return f"one of {', '.join(map(str, node['enum']))}"

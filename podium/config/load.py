@@ -58,8 +58,8 @@ def load(
         files: YAML files, later ones win.
         overrides: `key=value` texts of `--set`, or settings with an origin; later ones win, all over the environment.
         environ: usually `os.environ`; names that start with `PODIUM_` are settings.
-        rules: more that must hold, told together with all else that is wrong.
-        hint: the way out for keys of another system.
+        rules: more that must hold, reported together with all else that is wrong.
+        hint: what to write instead of keys of another system.
 
     Raises:
         ConfigError: with everything that is wrong.
@@ -106,7 +106,7 @@ def assign(tree: Node, keys: Sequence[str], leaf: Node, path: str = "") -> Node:
     if isinstance(tree.value, list):
         if not key.isascii() or not key.isdigit() or int(key) >= len(tree.value):
             raise ConfigError(
-                [Problem(key=inner, message=_no_such_index(path, len(tree.value)), places=(leaf.origin,))]
+                [Problem(key=inner, message=_no_such_index(path, len(tree.value)), origins=(leaf.origin,))]
             )
         items = list(tree.value)
         items[int(key)] = assign(items[int(key)], rest, leaf, inner)
@@ -153,7 +153,7 @@ def _read_with_bases(path: Path, including: tuple[Path, ...]) -> Node:
     names = bases.plain() if isinstance(bases.value, list) else [bases.value]
     if not all(isinstance(name, str) for name in names):
         message = f"expected a file name or a list of them, got {bases.plain()!r}"
-        raise ConfigError([Problem(key="base", message=message, places=(bases.origin,))])
+        raise ConfigError([Problem(key="base", message=message, origins=(bases.origin,))])
     tree = Node({}, str(path))
     for name in names:
         try:
@@ -165,7 +165,7 @@ def _read_with_bases(path: Path, including: tuple[Path, ...]) -> Node:
 
 
 def _included_at(problem: Problem, origin: str) -> Problem:
-    return dataclasses.replace(problem, places=(*problem.places, f"included at {origin}"))
+    return dataclasses.replace(problem, origins=(*problem.origins, f"included at {origin}"))
 
 
 def validate(

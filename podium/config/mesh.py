@@ -1,7 +1,8 @@
 """What `mesh:` means on so many devices, hosts and slices: sizes of dp, fsdp and tp. No jax: errors come before it.
 
-Several slices are joined by the data center's network (DCN), a hundred times slower than the wires within a slice. They
-are the outermost part of dp: `dcn:2,fsdp:8` copies the weights to two slices and splits them over 8 devices in each.
+Several slices are joined by the data center's network (DCN), a hundred times slower than the interconnect within a
+slice. They are the outermost part of dp: `dcn:2,fsdp:8` copies the weights to two slices and splits them over 8 devices
+in each.
 """
 
 import math

@@ -1,128 +1,219 @@
-"""What `podium pod ...` does, but for `run` (`podium.pods.run`): each command returns its exit status.
+"""The `podium pod` commands: from renting a slice to giving it back.
 
-Nothing is kept on this machine: every command asks what there is, so that any laptop of the same owner can give it.
+Nothing is kept on this machine: every command asks Google what exists, so it can be given on any laptop of the owner.
+Results go to stdout, progress to stderr.
 """
 
+import dataclasses
 import json
-import shlex
 import subprocess
-from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from podium.job.records import first_failure
-from podium.pods.context import Common, open_pod
-from podium.pods.launch import View, look, read_log
-from podium.pods.launch import stop as stop_job
-from podium.pods.rental import Rent, rent_slice, tpu
-from podium.pods.slices import AskedWronglyError
-from podium.pods.tables import slice_json, slice_table, worker_table
+from podium.pods import dry_run
+from podium.pods.launch import JobStatus, poll, read_log, stop_job
+from podium.pods.options import Common, Rent, RunOptions, flattened
+from podium.pods.project import open_project
+from podium.pods.rental import rent_slice
+from podium.pods.run import run_config
+from podium.pods.sky import sky_task
+from podium.pods.slices import BadRequestError
+from podium.pods.tables import slice_facts, slice_table, worker_table
+from podium.settings import load_settings
 
 POLL_S = 5.0
 LINE_BYTES = 300
-"""Of a log line, at the most, when the last so many are asked for."""
-SOME = "NAME"
-"""For --dry-run, a slice that was not named."""
+"""Assumed length of a log line, at the most, when the last N lines are asked for."""
+
+app = typer.Typer()
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the slice.")]
+AnyName = Annotated[
+    str | None, typer.Argument(metavar="NAME", help="Name of the slice; unset: your only one.", show_default=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+ConfigFiles = Annotated[list[Path], typer.Argument(metavar="CONFIG...", help="YAML files; later ones win.")]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting. Repeatable.")]
 
 
-def up(name: str, rent: Rent, common: Common) -> int:
-    """Rent a slice, or take on the one of that name; it is ready then."""
-    pod = open_pod(common, zones=rent.zones, workers=tpu(rent.type).hosts)
-    one = rent_slice(pod.slices, name, rent, default_zone=pod.zone)
-    machines = f"{len(one.addresses)} machine{'s' if len(one.addresses) > 1 else ''}"
-    pod.answer(f"{one.name} is ready in {one.zone}: {one.accelerator}, {machines}")
-    pod.say(f"next: podium pod run CONFIG --slice {one.name}; when done: podium pod down {one.name}")
-    return 0
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StatusAnswer:
+    """What `podium pod status --json` prints."""
+
+    slice: dict[str, Any]
+    outcome: str
+    workers: list[Any]
+    """The agents' own answers, in order; null: the worker does not answer."""
 
 
-def status(name: str | None, common: Common, *, as_json: bool = False) -> int:
-    """Show a slice, its workers, and how far the run is."""
-    pod = open_pod(common, exists=name or SOME)
-    one = pod.slices.locate(name)
-    view = look(pod.remote(one)) if one.state == "ready" else View(statuses=())
-    now = pod.clock.time()
-    if as_json:
-        found = {"slice": slice_json(one, now), "outcome": view.outcome, "workers": list(view.statuses)}
-        pod.answer(json.dumps(found))
-        return 0
-    pod.answer(slice_table([one], pod.slices.owner, now))
-    if view.statuses:
-        pod.answer(worker_table(view.statuses))
-        pod.answer(first_failure(view.statuses) or f"{view.job or 'no job'}: {view.outcome}")
-    return 0
-
-
-def logs(name: str | None, common: Common, *, worker: int = 0, follow: bool = False, tail: int = 200) -> int:
-    """Print the end of a worker's log, and go on with it while the job runs."""
-    pod = open_pod(common, exists=name or SOME, workers=worker + 1)
-    remote = pod.remote(pod.slices.locate(name))
-    if not 0 <= worker < remote.workers:
-        raise AskedWronglyError(f"--worker {worker}: {remote.name} has workers 0 to {remote.workers - 1}")
-    view = look(remote)
-    if view.job is None and not view.silent and not common.dry_run:
-        pod.answer(f"nothing was ever started on {remote.name}")
-        return 0
-    size = (view.statuses[worker] or {}).get("log_bytes") or 0
-    text, place = read_log(remote, worker, view.job, max(0, size - LINE_BYTES * tail))
-    pod.answer("".join(text.splitlines(keepends=True)[-tail:]), end="")
-    while follow and (view.outcome == "running" or view.silent):
-        pod.clock.sleep(POLL_S)
-        view = look(remote, view.job)
-        text, place = read_log(remote, worker, view.job, place)
-        pod.answer(text, end="")
-    return 0
-
-
-def stop(name: str | None, common: Common) -> int:
-    """End the job of a slice, which saves first and can be continued. The machines stay, and cost."""
-    pod = open_pod(common, exists=name or SOME)
-    one = pod.slices.locate(name)
-    remote = pod.remote(one)
-    before = look(remote)
-    job = before.job or ("JOB" if common.dry_run else None)
-    if job is None:
-        pod.answer(f"nothing was ever started on {one.name}")
-        return 0
-    view = stop_job(remote, job, remember=before.outcome == "running")
-    pod.answer(f"{job} has ended on all {remote.workers} workers ({view.outcome}); {one.name} is still rented")
-    return 0
-
-
-def down(name: str, common: Common) -> int:
-    """Delete a slice, and see that it is gone."""
-    pod = open_pod(common, exists=name)
-    gone = pod.slices.down(name)
-    listed = ", ".join(f"{each.name} in {each.zone}" for each in gone)
-    pod.answer(f"deleted {listed}; no list shows it any more" if gone else f"no slice of yours is named {name}")
-    return 0
-
-
-def ls(common: Common, *, zones: Sequence[str] = (), everyone: bool = False, as_json: bool = False) -> int:
-    """List what is rented or asked for."""
-    pod = open_pod(common, zones=zones)
-    found = [each for each in pod.slices.survey(zones or None) if everyone or pod.slices.is_ours(each)]
-    now = pod.clock.time()
-    if as_json:
-        pod.answer(json.dumps([slice_json(each, now) for each in found]))
-    elif found:
-        pod.answer(slice_table(found, pod.slices.owner, now))
-    else:
-        pod.answer("the project has no slice" if everyone else "you have no slice")
-    return 0
-
-
-def reap(common: Common, *, everyone: bool = False) -> int:
-    """Delete what is past its lease."""
-    pod = open_pod(common, exists=SOME, lease_s=-1)
-    gone = pod.slices.reap(everyone=everyone)
-    pod.answer(f"deleted {', '.join(each.name for each in gone)}" if gone else "nothing is past its lease")
-    return 0
-
-
-def ssh(name: str | None, common: Common, *, worker: str = "0", command: str | None = None) -> int:
-    """Open a shell on a worker, or run a command on one or all; gcloud's exit status, which is not to be trusted."""
-    pod = open_pod(common, exists=name or SOME)
-    one = pod.slices.locate(name)
-    argv = pod.gcloud.argv.ssh(one.name, one.zone, worker, command)
+@app.command()
+@flattened
+def up(name: Name, rent: Rent, common: Common) -> None:
+    """Rent a slice and wait until it is ready. If you already have one of that name, renew its lease."""
     if common.dry_run:
-        print(shlex.join(argv))
-        return 0
-    return subprocess.call(argv)
+        return dry_run.show(dry_run.up(common, name, rent))
+    project = open_project(common)
+    tpu_slice = rent_slice(project.slices, name, rent, default_zone=project.zone)
+    machines = f"{len(tpu_slice.addresses)} machine{'s' if len(tpu_slice.addresses) > 1 else ''}"
+    project.answer(f"{name} is ready in {tpu_slice.zone}: {tpu_slice.accelerator}, {machines}")
+    project.say(f"next: podium pod run CONFIG --slice {name}; when done: podium pod down {name}")
+
+
+@app.command()
+@flattened
+def run(config: ConfigFiles, rent: Rent, options: RunOptions, common: Common, settings: Settings = None) -> None:
+    """Send code and config, start on all machines and follow to the end. With --type, rent a slice first.
+
+    The same command again, from any laptop, follows the run that it started. Ctrl-C stops following; the run
+    continues. Exit status: the run's own, or 130 after Ctrl-C.
+    """
+    raise typer.Exit(run_config(load_settings(config, settings or []), rent, options, common))
+
+
+@app.command()
+@flattened
+def status(common: Common, name: AnyName = None, as_json: AsJson = False) -> None:
+    """Show a slice, its workers, the run's progress, and what the slice has cost."""
+    if common.dry_run:
+        return dry_run.show(dry_run.status(common, name))
+    project = open_project(common)
+    tpu_slice = project.slices.locate(name)
+    job = poll(project.remote(tpu_slice)) if tpu_slice.state == "ready" else JobStatus(workers=())
+    now = project.clock.time()
+    if as_json:
+        facts = dataclasses.asdict(slice_facts(tpu_slice, now))
+        found = StatusAnswer(slice=facts, outcome=job.outcome, workers=list(job.workers))
+        return project.answer(json.dumps(dataclasses.asdict(found)))
+    project.answer(slice_table([tpu_slice], project.slices.owner, now))
+    if job.workers:
+        project.answer(worker_table(job.workers))
+        project.answer(first_failure(job.workers) or f"{job.name or 'no job'}: {job.outcome}")
+
+
+@app.command()
+@flattened
+def logs(
+    common: Common,
+    name: AnyName = None,
+    worker: Annotated[int, typer.Option(min=0, help="Number of the worker.")] = 0,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines while the job runs.")] = False,
+    tail: Annotated[int, typer.Option(min=1, help="How many of the last lines to print.")] = 200,
+) -> None:
+    """Print a worker's log."""
+    if common.dry_run:
+        return dry_run.show(dry_run.logs(common, name, worker))
+    project = open_project(common)
+    remote = project.remote(project.slices.locate(name))
+    if worker >= remote.workers:
+        raise BadRequestError(f"--worker {worker}: {remote.name} has workers 0 to {remote.workers - 1}")
+    job = poll(remote)
+    if job.name is None and not job.silent:
+        return project.answer(f"no job was ever started on {remote.name}")
+    size = (job.workers[worker] or {}).get("log_bytes") or 0
+    text, offset = read_log(remote, worker, job.name, max(0, size - LINE_BYTES * tail))
+    project.answer("".join(text.splitlines(keepends=True)[-tail:]), end="")
+    while follow and (job.outcome == "running" or job.silent):
+        project.clock.sleep(POLL_S)
+        job = poll(remote, job.name)
+        text, offset = read_log(remote, worker, job.name, offset)
+        project.answer(text, end="")
+
+
+@app.command()
+@flattened
+def stop(common: Common, name: AnyName = None) -> None:
+    """Stop the run: it saves and can be continued. The machines are kept and still cost money."""
+    if common.dry_run:
+        return dry_run.show(dry_run.stop(common, name))
+    project = open_project(common)
+    remote = project.remote(project.slices.locate(name))
+    before = poll(remote)
+    if before.name is None:
+        return project.answer(f"no job was ever started on {remote.name}")
+    after = stop_job(remote, before.name, remember=before.outcome == "running")
+    project.answer(
+        f"{before.name} has ended on all {remote.workers} workers ({after.outcome}); {remote.name} is still rented"
+    )
+
+
+@app.command()
+@flattened
+def down(name: Name, common: Common) -> None:
+    """Delete a slice of yours and verify that it is gone."""
+    if common.dry_run:
+        return dry_run.show(dry_run.down(common, name))
+    project = open_project(common)
+    deleted = project.slices.down(name)
+    listed = ", ".join(f"{each.name} in {each.zone}" for each in deleted)
+    project.answer(f"deleted {listed}; it is no longer listed" if deleted else f"no slice of yours is named {name}")
+
+
+@app.command()
+@flattened
+def ls(
+    common: Common,
+    zones: Annotated[list[str] | None, typer.Option("--zone", metavar="ZONE", help="Unset: all. Repeatable.")] = None,
+    everyone: Annotated[bool, typer.Option("--all", help="Other people's slices too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List slices that are rented or requested, with their cost."""
+    if common.dry_run:
+        return dry_run.show(dry_run.survey(common, zones))
+    project = open_project(common)
+    found = [each for each in project.slices.survey(zones or None) if everyone or project.slices.is_ours(each)]
+    now = project.clock.time()
+    if as_json:
+        project.answer(json.dumps([dataclasses.asdict(slice_facts(each, now)) for each in found]))
+    elif found:
+        project.answer(slice_table(found, project.slices.owner, now))
+    else:
+        project.answer("the project has no slice" if everyone else "you have no slice")
+
+
+@app.command()
+@flattened
+def reap(
+    common: Common,
+    everyone: Annotated[bool, typer.Option("--all", help="Also what Podium rented for other people.")] = False,
+) -> None:
+    """Delete slices whose lease has expired."""
+    if common.dry_run:
+        return dry_run.show(dry_run.reap(common))
+    project = open_project(common)
+    deleted = project.slices.reap(everyone=everyone)
+    project.answer(f"deleted {', '.join(each.name for each in deleted)}" if deleted else "no lease has expired")
+
+
+@app.command()
+@flattened
+def ssh(
+    common: Common,
+    name: AnyName = None,
+    worker: Annotated[str, typer.Option(metavar="N|all", help="Number of the worker, or all.")] = "0",
+    command: Annotated[str | None, typer.Option(metavar="COMMAND", help="Command to run; unset: a shell.")] = None,
+) -> None:
+    """Open a shell on a machine, or run a command there; the exit status is gcloud's, which hides some failures."""
+    if common.dry_run:
+        return dry_run.show(dry_run.ssh(common, name, worker, command))
+    project = open_project(common)
+    tpu_slice = project.slices.locate(name)
+    raise typer.Exit(subprocess.call(project.gcloud.argv.ssh(tpu_slice.name, tpu_slice.zone, worker, command)))
+
+
+@app.command()
+def sky(
+    config: ConfigFiles,
+    type: Annotated[str, typer.Option(metavar="TYPE", help="Accelerator type, as v6e-16.")],
+    settings: Settings = None,
+    zone: Annotated[str | None, typer.Option(metavar="ZONE", help="Unset: SkyPilot finds one.")] = None,
+    spot: Annotated[bool, typer.Option("--spot/--on-demand", help="Cheaper but preemptible, or not.")] = True,
+    runtime: Annotated[
+        str | None, typer.Option("--runtime-version", metavar="VERSION", help="TPU software version; unset: by type.")
+    ] = None,
+) -> None:
+    """Print the config as a SkyPilot task, for `sky launch` or `sky jobs launch`."""
+    loaded = load_settings(config, settings or [])
+    print(sky_task(loaded.config, type, zone=zone, spot=spot, runtime=runtime), end="")

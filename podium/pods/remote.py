@@ -1,9 +1,9 @@
-"""Commands on the workers of a slice through gcloud's ssh: short, safe to repeat, and every worker counted by itself.
+"""Short commands on the workers of a slice through gcloud's ssh, safe to repeat; every worker answers for itself.
 
-gcloud runs a command again when its connection drops (up to ten times), forgets failures of `--worker=2,3`, gives up
-on no host that is gone, and mixes the workers' outputs. So a command goes to all workers or to one; each worker answers
-with one marked line that names it, holds its own exit status and its packed output; what gcloud itself returns is not
-looked at; and a worker without a valid line has not answered. Nothing that runs for long is ever a child of ssh:
+gcloud runs a command again when its connection drops (up to ten times), forgets failures of `--worker=2,3`, never gives
+up on a host that is gone, and mixes the workers' outputs. So a command goes to all workers or to one; each worker
+replies with one marked line with its number, its exit status and its packed output; gcloud's own exit status is
+ignored; and a worker without a valid line has not answered. Nothing that runs for long is a child of ssh:
 `podium.pods.host.agent` starts it on the worker.
 """
 
@@ -24,20 +24,20 @@ from typing import Any
 from podium.pods.gcloud import Gcloud, failure
 from podium.pods.inventory import Slice
 
-ANSWER_S = 45.0
-"""Seconds that workers have to answer; gcloud itself takes two, and five for each time a host refuses."""
+REPLY_S = 45.0
+"""Seconds for workers to reply; gcloud itself takes two, and five for each refused connection."""
 COPY_S = 600.0
 NOT_RUN = 255
-"""ssh's own failure, which no command of ours may return: gcloud would run it again."""
+"""ssh's own failure; no command of ours may return it, or gcloud would run it again."""
 
 
 class RemoteError(ValueError):
-    """Workers that did not do what they were asked, by number."""
+    """Workers that did not do what they were asked; the message names them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What one worker said."""
+class WorkerReply:
+    """The reply of one worker."""
 
     worker: int
     status: int
@@ -63,22 +63,23 @@ class Answer:
 class Remote:
     """The workers of one slice, whose machines are ready."""
 
-    def __init__(self, gcloud: Gcloud, one: Slice, redact: Callable[[str], str] = lambda text: text) -> None:
-        """`redact` takes secrets out of whatever a worker says."""
-        if not one.addresses:
-            raise RemoteError(f"{one.name} in {one.zone} lists no machines ({one.told}); podium pod status {one.name}")
-        self.gcloud, self.name, self.zone = gcloud, one.name, one.zone
-        self.addresses = one.addresses
+    def __init__(self, gcloud: Gcloud, tpu_slice: Slice, redact: Callable[[str], str] = lambda text: text) -> None:
+        """`redact` removes secrets from replies."""
+        if not tpu_slice.addresses:
+            name, zone = tpu_slice.name, tpu_slice.zone
+            raise RemoteError(f"{name} in {zone} lists no machines ({tpu_slice.detail}); podium pod status {name}")
+        self.gcloud, self.name, self.zone = gcloud, tpu_slice.name, tpu_slice.zone
+        self.addresses = tpu_slice.addresses
         self._redact = redact
-        self._last_words = ""
+        self._complaint = ""
 
     @property
     def workers(self) -> int:
         """How many there are."""
         return len(self.addresses)
 
-    def ask(self, command: str, *, worker: int | None = None, timeout_s: float = ANSWER_S) -> dict[int, Answer]:
-        """The answers of the workers that answered in time, by their numbers; the others are missing.
+    def ask(self, command: str, *, worker: int | None = None, timeout_s: float = REPLY_S) -> dict[int, WorkerReply]:
+        """The replies of the workers that replied in time, by worker number.
 
         Args:
             command: for a POSIX shell; `$worker` is the worker's number. It may run more than once.
@@ -91,8 +92,8 @@ class Remote:
         mark = secrets.token_hex(6)
         target = "all" if worker is None else str(worker)
         argv = self.gcloud.argv.ssh(self.name, self.zone, target, wrapped(command, mark, self.addresses))
-        finished = self.gcloud.tried(argv, timeout_s)
-        self._last_words = _complaint(finished.stderr)
+        finished = self.gcloud.run(argv, timeout_s)
+        self._complaint = _last_complaint(finished.stderr)
         answers = {}
         torn = set()
         for found in re.finditer(rf"{mark} (\S+) (\d+) (\S*)", finished.stdout):
@@ -105,15 +106,15 @@ class Remote:
             error = failure(finished)
             if error.kind not in ("unknown", "unavailable"):
                 raise error
-        if worker is None and torn:  # alone, nothing else can stand in its line, nor in one that the torn one hides
+        if worker is None and torn:  # asked alone, no other worker's output can tear its line
             hidden = range(self.workers) if finished.returncode is not None else sorted(torn)
             for each in hidden:
                 if each not in answers:
                     answers |= self.ask(command, worker=each, timeout_s=timeout_s)
         return answers
 
-    def ask_all(self, command: str, what: str, *, timeout_s: float = ANSWER_S) -> list[Answer]:
-        """The answers of all workers, in order; each must have succeeded.
+    def ask_all(self, command: str, what: str, *, timeout_s: float = REPLY_S) -> list[WorkerReply]:
+        """The replies of all workers, in order; each must have succeeded.
 
         Args:
             command: for a POSIX shell; it may run more than once.
@@ -121,44 +122,42 @@ class Remote:
             timeout_s: for all of them together.
 
         Raises:
-            RemoteError: with the workers that did not answer or failed, and what they said.
+            RemoteError: it names the workers that did not answer or failed, with their output.
         """
         answers = self.ask(command, timeout_s=timeout_s)
         self.check_all(answers, what)
         return [answers[worker] for worker in range(self.workers)]
 
-    def check_all(self, answers: dict[int, Answer], what: str) -> None:
+    def check_all(self, answers: dict[int, WorkerReply], what: str) -> None:
         """Raises RemoteError unless every worker answered with status 0."""
         missing = [worker for worker in range(self.workers) if worker not in answers]
         failed = [answer for _, answer in sorted(answers.items()) if answer.status != 0]
         if not missing and not failed:
             return
         done = self.workers - len(missing) - len(failed)
-        lines = [f"{self.name}: {what}: {done} of {self.workers} workers did it"]
-        why = f": {self._last_words}" if self._last_words else ""
+        lines = [f"{self.name}: {what}: {done} of {self.workers} workers succeeded"]
+        why = f": {self._complaint}" if self._complaint else ""
         lines += [f"    worker {worker} ({self.addresses[worker]}) did not answer{why}" for worker in missing]
         lines += [f"    worker {each.worker}: status {each.status}: {_last_lines(each.text)}" for each in failed]
         raise RemoteError("\n".join(lines))
 
     def send(self, files: Sequence[Path], folder: str, *, worker: int | None = None) -> None:
-        """Copy files into a folder that exists on all workers, or on one.
+        """Copy files into an existing folder of all workers, or of one.
 
-        Whether they arrived, gcloud does not say reliably: the next command must ask (`arrived`).
+        gcloud does not report reliably whether they arrived: the next command must check (`arrived`).
         """
         target = "all" if worker is None else str(worker)
         argv = self.gcloud.argv.scp([str(file) for file in files], self.name, self.zone, target, f"{folder}/")
-        self._last_words = _complaint(self.gcloud.tried(argv, COPY_S).stderr)
+        self._complaint = _last_complaint(self.gcloud.run(argv, COPY_S).stderr)
 
     def warm_up(self) -> None:
-        """One connection to one worker, before there are several: gcloud puts its key into the node's metadata first,
-        and calls at the same time would undo each other's.
-        """
+        """Connect to one worker first: gcloud puts its key into the node's metadata, which parallel calls break."""
         answers = self.ask("true", worker=0, timeout_s=180.0)
         if 0 not in answers:
-            why = self._last_words or "no answer"
+            why = self._complaint or "no answer"
             raise RemoteError(f"{self.name}: worker 0 ({self.addresses[0]}) cannot be reached by ssh: {why}")
 
-    def _unpacked(self, worker: str, status: str, packed: str) -> Answer | None:
+    def _unpacked(self, worker: str, status: str, packed: str) -> WorkerReply | None:
         """The answer of a marked line; None where another worker's output tore it."""
         try:
             text = gzip.decompress(base64.b64decode(packed, validate=True)).decode(errors="replace")
@@ -166,14 +165,14 @@ class Remote:
             return None
         if not worker.isdecimal():
             raise RemoteError(f"{self.name}: a machine with none of the slice's addresses answered: {text[:300]!r}")
-        return Answer(worker=int(worker), status=int(status), text=self._redact(text))
+        return WorkerReply(worker=int(worker), status=int(status), text=self._redact(text))
 
 
 def wrapped(command: str, mark: str, addresses: Sequence[str]) -> str:
-    """The command for a worker's shell: it finds its number by its address, and answers in one marked line.
+    """The command for a worker's shell: it finds the worker's number by its address and replies with one marked line.
 
-    The line is written by one call, so that lines of several workers do not mix up to the size of a pipe's buffer;
-    longer ones may, and are seen to be torn by their checksum.
+    The line is written by one call, so lines of several workers do not mix up to the size of a pipe's buffer; longer
+    ones may, and their checksum shows it.
     """
     return (
         f'worker=unknown; index=0; own=" $(hostname -I) "; for each in {" ".join(addresses)}; do '
@@ -184,18 +183,18 @@ def wrapped(command: str, mark: str, addresses: Sequence[str]) -> str:
 
 
 def arrived(files: Sequence[Path], folder: str) -> str:
-    """A command for a worker that succeeds if it has the files whole."""
+    """A command that succeeds where the files have arrived complete."""
     sums = " ".join(shlex.quote(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}") for file in files)
     return f"(cd {folder} && printf '%s\\n' {sums} | sha256sum --check --quiet -)"
 
 
 def _last_lines(text: str, lines: int = 3) -> str:
     kept = [line.strip() for line in text.splitlines() if line.strip()][-lines:]
-    return " | ".join(kept) or "(it said nothing)"
+    return " | ".join(kept) or "(no output)"
 
 
-def _complaint(stderr: str) -> str:
-    """The last line in which ssh says what is wrong."""
-    words = re.compile(r"^(ssh|scp|kex|client|Connection|.*[Pp]ermission denied|.*Host key)", re.MULTILINE)
-    found = [line.strip() for line in stderr.splitlines() if words.match(line) and "Attempting" not in line]
+def _last_complaint(stderr: str) -> str:
+    """The last line in which ssh says what is wrong; empty if there is none."""
+    starts = re.compile(r"^(ssh|scp|kex|client|Connection|.*[Pp]ermission denied|.*Host key)", re.MULTILINE)
+    found = [line.strip() for line in stderr.splitlines() if starts.match(line) and "Attempting" not in line]
     return found[-1] if found else ""

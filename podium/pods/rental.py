@@ -1,6 +1,5 @@
-"""What to rent: as a user asks for it, and as the cloud is asked."""
+"""From what a user asks for to an order for Google Cloud."""
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +7,8 @@ from podium.accelerators import Accelerator, find_accelerator
 from podium.config.errors import nearest
 from podium.pods.gcloud import Order
 from podium.pods.inventory import LEASE, OWNER, ZONES, Slice, zones_label
-from podium.pods.slices import AskedWronglyError, Slices, check_name
+from podium.pods.options import Rent
+from podium.pods.slices import BadRequestError, Slices, check_name
 
 RUNTIMES: Mapping[str, str] = {
     "v4": "tpu-ubuntu2204-base",
@@ -16,42 +16,24 @@ RUNTIMES: Mapping[str, str] = {
     "v5p": "v2-alpha-tpuv5",
     "v6e": "v6e-ubuntu-2404",
 }
-"""Software of the machines, where none is named."""
+"""Default TPU software version by generation."""
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rent:
-    """What a user asks for."""
-
-    type: str | None = None
-    """Accelerator type, as v6e-16."""
-    zones: tuple[str, ...] = ()
-    """In the order in which they are asked; empty: gcloud's own."""
-    spot: bool = True
-    queued: bool = True
-    valid_until: str = "4h"
-    """How long each zone may keep us waiting."""
-    lease: str = "24h"
-    """After which `podium pod reap` deletes it."""
-    runtime: str | None = None
-    service_account: str | None = None
 
 
 def tpu(name: str | None) -> Accelerator:
     """The TPU slice of that name.
 
     Raises:
-        AskedWronglyError: it is none that can be rented here; the message has the nearest ones.
+        BadRequestError: no such slice can be rented; the message has the nearest ones.
     """
     if name is None:
-        raise AskedWronglyError("which TPU? Give --type, as v6e-8 (one machine) or v6e-16 (four)")
+        raise BadRequestError("which TPU? Give --type, as v6e-8 (one machine) or v6e-16 (four)")
     try:
         accelerator = find_accelerator(name)
     except ValueError as error:
-        raise AskedWronglyError(f"--type {name}: {error}") from None
+        raise BadRequestError(f"--type {name}: {error}") from None
     if accelerator.generation not in RUNTIMES:
-        raise AskedWronglyError(f"--type {name}: it is no TPU; podium pod rents {', '.join(RUNTIMES)}, as v6e-8")
+        raise BadRequestError(f"--type {name}: this is not a TPU; podium pod rents {', '.join(RUNTIMES)}, as v6e-8")
     return accelerator
 
 
@@ -59,54 +41,63 @@ def seconds(text: str, option: str) -> int:
     """The seconds of `90m`, `4h`, `2d`.
 
     Raises:
-        AskedWronglyError: it is no such text.
+        BadRequestError: the text is something else.
     """
     found = re.fullmatch(r"([1-9]\d*)([smhd])", text)
     if not found:
-        raise AskedWronglyError(f"{option} {text!r}: write a whole number and s, m, h or d, as 90m or 4h")
+        raise BadRequestError(f"{option} {text!r}: write a whole number and s, m, h or d, as 90m or 4h")
     return int(found[1]) * _UNITS[found[2]]
 
 
 def rent_slice(slices: Slices, name: str, rent: Rent, *, default_zone: str | None) -> Slice:
-    """The slice of that name, ready: the one that exists, with its lease renewed, or a new one.
+    """The slice of that name, ready: an existing one, with its lease renewed, or a new one.
 
     Raises:
-        AskedWronglyError: type, zone, time or name cannot be meant.
-        SliceError: it cannot be had; nothing is rented then.
+        BadRequestError: type, zone, time or name is invalid.
+        SliceError: it cannot be rented; nothing is left of it.
     """
-    accelerator = tpu(rent.type)
-    check_name(name)
-    zones = rent.zones or ((default_zone,) if default_zone else ())
+    zones = rent.zones or ([default_zone] if default_zone else [])
     if not zones:
-        raise AskedWronglyError("in which zone? Give --zone, one or more in order: those in which you have quota")
+        raise BadRequestError("in which zone? Give --zone, once or more in order: zones in which you have quota")
+    order = new_order(name, rent, slices.owner, zones, slices.clock.time())
     known = slices.zones()
     for zone in zones:
         if zone not in known:
             near = nearest(zone, known)
-            hint = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
-            raise AskedWronglyError(f"--zone {zone}: no TPU zone of this project; {hint}")
-    order = Order(
+            hint = f"did you mean {near}?" if near else f"zones: {', '.join(known)}"
+            raise BadRequestError(f"--zone {zone}: not a TPU zone of this project; {hint}")
+    tpu_slice = slices.up(order, zones)
+    lease = float(order.labels[LEASE])
+    if (tpu_slice.lease or 0.0) < lease:
+        slices.renew(tpu_slice, lease)
+    return tpu_slice
+
+
+def new_order(name: str, rent: Rent, owner: str, zones: Sequence[str], now: float) -> Order:
+    """The order for a new slice.
+
+    Raises:
+        BadRequestError: type, time or name is invalid.
+    """
+    accelerator = tpu(rent.type)
+    check_name(name)
+    return Order(
         name=name,
         accelerator=accelerator.name,
         runtime=rent.runtime or RUNTIMES[accelerator.generation],
         spot=rent.spot,
         queued=rent.queued,
         valid_until_s=seconds(rent.valid_until, "--valid-until"),
-        labels=_labels(slices, rent, zones),
+        labels=_labels(owner, rent, zones, now),
         service_account=rent.service_account,
     )
-    one = slices.up(order, zones)
-    lease = float(order.labels[LEASE])
-    if (one.lease or 0.0) < lease:
-        slices.renew(one, lease)
-    return one
 
 
 def rent_again(slices: Slices, old: Slice, rent: Rent) -> Slice:
-    """Another slice like one that was lost, which is deleted first; in the zones that it was asked for in, unless told.
+    """Delete a slice that was lost and rent another like it, in the same zones unless others are given.
 
     Raises:
-        SliceError: it cannot be had.
+        SliceError: no zone gives one.
     """
     zones = rent.zones or old.zones
     order = Order(
@@ -116,13 +107,12 @@ def rent_again(slices: Slices, old: Slice, rent: Rent) -> Slice:
         spot=old.spot,
         queued=old.from_queue,
         valid_until_s=seconds(rent.valid_until, "--valid-until"),
-        labels=_labels(slices, rent, zones),
+        labels=_labels(slices.owner, rent, zones, slices.clock.time()),
         service_account=rent.service_account or old.service_account,
     )
     slices.down(old.name)
     return slices.up(order, zones)
 
 
-def _labels(slices: Slices, rent: Rent, zones: Sequence[str]) -> dict[str, str]:
-    lease = int(slices.clock.time()) + seconds(rent.lease, "--lease")
-    return {OWNER: slices.owner, LEASE: str(lease), ZONES: zones_label(zones)}
+def _labels(owner: str, rent: Rent, zones: Sequence[str], now: float) -> dict[str, str]:
+    return {OWNER: owner, LEASE: str(int(now) + seconds(rent.lease, "--lease")), ZONES: zones_label(zones)}

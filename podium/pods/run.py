@@ -1,4 +1,4 @@
-"""`podium pod run`: a config on a slice, followed to its end and kept alive if asked."""
+"""`podium pod run`: a config on a slice, followed to its end and kept alive on request."""
 
 import contextlib
 import dataclasses
@@ -6,227 +6,199 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from podium.accelerators import Accelerator, find_accelerator
 from podium.config.errors import ConfigError, Problem
+from podium.config.load import Loaded
+from podium.config.schema import Config
 from podium.config.show import to_yaml
 from podium.models.architecture import ModelError
-from podium.pods.context import Common, Pod, open_pod
+from podium.models.presets import find_architecture
+from podium.pods import dry_run
 from podium.pods.gcloud import GcloudError
 from podium.pods.inventory import Slice, label_text
-from podium.pods.launch import NOTHING_STARTED, Run, View, launch, look, read_log, stop
-from podium.pods.push import Package, pack
-from podium.pods.recover import Policy, Seen, keep_alive
+from podium.pods.launch import NOTHING_STARTED, JobStatus, RunSpec, launch, poll, read_log, stop_job
+from podium.pods.options import Common, Rent, RunOptions
+from podium.pods.project import Project, open_project
+from podium.pods.push import pack
+from podium.pods.recover import Observation, Policy, keep_alive
 from podium.pods.remote import RemoteError
-from podium.pods.rental import Rent, rent_again, rent_slice, tpu
-from podium.pods.secrets import Secrets, gather
-from podium.pods.slices import AskedWronglyError, SliceError
-
-if TYPE_CHECKING:
-    from podium.config.load import Loaded
-    from podium.config.schema import Config
+from podium.pods.rental import rent_again, rent_slice, tpu
+from podium.pods.secrets import gather, is_secret_name
+from podium.pods.slices import BadRequestError, SliceError
 
 INTERRUPTED = 130
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """What `podium pod run` takes besides a config."""
-
-    slice: str | None = None
-    """None: the only one there is, or, with a type, one with the config's name."""
-    rent: Rent = dataclasses.field(default_factory=Rent)
-    """What to rent if it is not there."""
-    keep_alive: bool = False
-    restarts: int = 3
-    replacements: int = 20
-    wheel: Path | None = None
-    allow_dirty: bool = False
-    env_file: Path | None = None
-    env: tuple[str, ...] = ()
-    python: str | None = None
-    prepare: Path | None = None
-    detach: bool = False
-
-
-def run(loaded: "Loaded", options: RunOptions, common: Common) -> int:
-    """Run a config on a slice to its end; the run's exit status.
+def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) -> int:
+    """Run a config on a slice to its end; returns the run's exit status.
 
     Raises:
-        ValueError: something is wrong that is seen before anything is rented, or on the way; the message says what.
+        ValueError: something is wrong, before anything is rented or later; the message says what.
     """
     secrets = gather(os.environ, options.env_file)
     environment = _environment(options)
     text = to_yaml(loaded.config.model_dump(mode="json"))
     if held := secrets.found_in(text):
-        message = f"the settings hold the value of {held[0]}; take it out, it travels by itself"
+        message = f"the settings contain the value of {held[0]}; remove it, it is sent separately"
         raise ConfigError([Problem(key="secrets", message=message)])
-    _check_runs_dir(loaded, options, tpu(options.rent.type).hosts if options.rent.type else 1)
-    if options.rent.type:
-        _check_divides(loaded.config, tpu(options.rent.type), environment)
+    wanted = tpu(rent.type) if rent.type else None
+    _check_runs_dir(loaded, options, wanted.hosts if wanted else 1)
+    if wanted:
+        _check_divides(loaded.config, wanted, environment)
+    name = options.slice or (_slice_name(loaded.config) if wanted else None)
     with tempfile.TemporaryDirectory(prefix="podium-") as scratch:
-        package = pack(
-            loaded.config,
-            Path(scratch),
-            here=Path.cwd(),
-            wheel=options.wheel,
-            allow_dirty=options.allow_dirty,
-            python=options.python,
-            prepare=options.prepare,
-            secrets=secrets,
-        )
-        pod = _open(options, common, secrets)
-        if package.patched:
-            pod.say("changes that are not committed are sent as a patch, kept beside the code on the workers")
-        one = _slice_for(pod, loaded, options)
-        _check_runs_dir(loaded, options, len(one.addresses))
-        _check_divides(loaded.config, find_accelerator(one.accelerator), environment)
-        session = Session(pod, one, options, lambda at: _make_run(loaded, text, package, secrets, at, environment))
-        _begin(pod, session, options)
-        if options.detach or common.dry_run:
-            pod.say(f"podium pod logs -f {one.name} follows it")
+        package = pack(loaded.config, Path(scratch), here=Path.cwd(), options=options, secrets=secrets)
+
+        def spec_for(accelerator: str) -> RunSpec:
+            devices = None if _without_tpu(environment) else find_accelerator(accelerator).devices_per_host
+            return RunSpec(
+                name=str(loaded.config.name),
+                config=text,
+                package=package,
+                accelerator=accelerator,
+                devices_per_worker=devices,
+                secrets=secrets,
+                environment=environment,
+            )
+
+        if common.dry_run:
+            dry_run.show(dry_run.run(common, name, rent, spec_for(wanted.name if wanted else "v6e-8")))
             return 0
-        return _follow(pod, session, options)
+        project = open_project(common, secrets)
+        if package.patched:
+            project.say("uncommitted changes are sent as a patch, which is kept beside the code on the workers")
+        tpu_slice = _find_slice(project, name, rent, options)
+        _check_runs_dir(loaded, options, len(tpu_slice.addresses))
+        _check_divides(loaded.config, find_accelerator(tpu_slice.accelerator), environment)
+        session = Session(project, tpu_slice, rent, spec_for)
+        _begin(project, session, options)
+        if options.detach:
+            project.say(f"to follow it: podium pod logs -f {tpu_slice.name}")
+            return 0
+        return _follow(project, session, options)
 
 
 class Session:
-    """A run on a slice: the verbs of `podium.pods.recover`."""
+    """A run on a slice: the actions that `podium.pods.recover` decides on."""
 
-    def __init__(self, pod: Pod, one: Slice, options: RunOptions, make_run: Callable[[Slice], Run]) -> None:
-        self.one = one
-        self._pod, self._options, self._make_run = pod, options, make_run
+    def __init__(self, project: Project, tpu_slice: Slice, rent: Rent, spec_for: Callable[[str], RunSpec]) -> None:
+        """`spec_for` makes the run for a type of slice; `rent` is for replacements."""
+        self.slice = tpu_slice
+        self._project, self._rent, self._spec_for = project, rent, spec_for
         self._shown: dict[str, int] = {}  # job -> bytes of its log
         self._job: str | None = None
 
-    def look(self) -> Seen:
+    def observe(self) -> Observation:
         """The slice and its workers, now."""
-        now = self._pod.slices.now(self.one)
+        now = self._project.slices.now(self.slice)
         if now is None or now.state != "ready":
-            return Seen(slice=now, view=None)
-        if self._job is None:  # jobs of others are none of its business
-            return Seen(slice=now, view=View(statuses=[NOTHING_STARTED] * len(now.addresses)))
+            return Observation(slice=now, job=None)
+        if self._job is None:  # other jobs are ignored
+            return Observation(slice=now, job=JobStatus(workers=[NOTHING_STARTED] * len(now.addresses)))
         try:
-            return Seen(slice=now, view=look(self._pod.remote(now), self._job))
+            return Observation(slice=now, job=poll(self._project.remote(now), self._job))
         except GcloudError as error:
-            if error.kind != "unusable":  # it ended since
+            if error.kind != "unusable":  # the node has ended since
                 raise
-            return Seen(slice=now, view=None)
+            return Observation(slice=now, job=None)
 
     def start(self) -> None:
         """Start the run where it is not running."""
-        run = self._make_run(self.one)
-        self._job = launch(self._pod.remote(self.one), run, clock=self._pod.clock, say=self._pod.say)
+        spec, project = self._spec_for(self.slice.accelerator), self._project
+        self._job = launch(project.remote(self.slice), spec, clock=project.clock, say=project.say)
 
     def stop(self) -> None:
         """End what is left of the job, on all workers."""
         if self._job is not None:
-            stop(self._pod.remote(self.one), self._job, remember=False)
+            stop_job(self._project.remote(self.slice), self._job, remember=False)
 
     def replace(self) -> None:
         """Delete the slice and rent another like it."""
         self._job = None
-        self.one = rent_again(self._pod.slices, self.one, self._options.rent)
+        self.slice = rent_again(self._project.slices, self.slice, self._rent)
 
-    def show(self, view: View) -> None:
-        """Print what worker 0's log has got since; if its machine has gone meanwhile, the next look will tell."""
-        first = view.statuses[0] if view.statuses else None
+    def show(self, job: JobStatus) -> None:
+        """Print new lines of worker 0's log; if its machine is gone, the next observation shows it."""
+        first = job.workers[0] if job.workers else None
         if first and first.get("job"):
             with contextlib.suppress(RemoteError, GcloudError):
                 self._show(first)
 
     def _show(self, first: Mapping[str, Any]) -> None:
         job = first["job"]
-        place, further = self._shown.get(job, 0), -1
-        while place < first["log_bytes"] and further != place:
-            further = place
-            text, place = read_log(self._pod.remote(self.one), 0, job, place)
-            self._pod.answer(text, end="")
-        self._shown[job] = place
+        offset, before = self._shown.get(job, 0), -1
+        while offset < first["log_bytes"] and before != offset:
+            before = offset
+            text, offset = read_log(self._project.remote(self.slice), 0, job, offset)
+            self._project.answer(text, end="")
+        self._shown[job] = offset
 
 
-def _open(options: RunOptions, common: Common, secrets: Secrets) -> Pod:
-    workers = tpu(options.rent.type).hosts if options.rent.type else 1
-    exists = None if options.rent.type else options.slice or "NAME"
-    return open_pod(common, secrets=secrets, zones=options.rent.zones, workers=workers, exists=exists)
+def _slice_name(config: Config) -> str:
+    return label_text(str(config.name)).replace("_", "-")[:40].strip("-")
 
 
-def _slice_for(pod: Pod, loaded: "Loaded", options: RunOptions) -> Slice:
-    """The slice to run on: the one that is there, or a new one where a type is given."""
-    if options.rent.type is not None:
-        name = options.slice or label_text(str(loaded.config.name)).replace("_", "-")[:40].strip("-")
-        return rent_slice(pod.slices, name, options.rent, default_zone=pod.zone)
-    one = pod.slices.locate(options.slice)
-    if one.state == "ready":
-        return one
+def _find_slice(project: Project, name: str | None, rent: Rent, options: RunOptions) -> Slice:
+    """The slice to run on: an existing one, or a new one where a type is given."""
+    if rent.type is not None:
+        assert name is not None
+        return rent_slice(project.slices, name, rent, default_zone=project.zone)
+    tpu_slice = project.slices.locate(name)
+    if tpu_slice.state == "ready":
+        return tpu_slice
     if options.keep_alive:
-        return rent_again(pod.slices, one, options.rent)
+        return rent_again(project.slices, tpu_slice, rent)
     raise SliceError(
-        f"{one.name} in {one.zone} is not ready ({one.told}); wait for it with podium pod up {one.name} --type "
-        f"{one.accelerator} --zone {one.zone}, or have it replaced with --keep-alive"
-    )
-
-
-def _make_run(
-    loaded: "Loaded", text: str, package: Package, secrets: Secrets, one: Slice, environment: dict[str, str]
-) -> Run:
-    return Run(
-        name=str(loaded.config.name),
-        config=text,
-        package=package,
-        accelerator=one.accelerator,
-        devices_per_worker=None if _without_tpu(environment) else find_accelerator(one.accelerator).devices_per_host,
-        secrets=secrets,
-        environment=environment,
+        f"{tpu_slice.name} in {tpu_slice.zone} is not ready ({tpu_slice.detail}); wait for it with podium pod up "
+        f"{tpu_slice.name} --type {tpu_slice.accelerator} --zone {tpu_slice.zone}, or replace it with --keep-alive"
     )
 
 
 def _environment(options: RunOptions) -> dict[str, str]:
-    """The variables of --env. Raises AskedWronglyError where one is not NAME=VALUE, or looks like a secret."""
+    """The variables of --env. Raises BadRequestError where one is not NAME=VALUE, or is a secret by its name."""
     found = {}
-    for pair in options.env:
+    for pair in options.env or ():
         name, equals, value = pair.partition("=")
         if not equals or not name:
-            raise AskedWronglyError(f"--env {pair}: write NAME=VALUE")
+            raise BadRequestError(f"--env {pair}: write NAME=VALUE")
         if name.startswith("PODIUM_"):
-            raise AskedWronglyError(f"--env {name}: settings go into the config; use --set")
-        if name.upper().endswith(("KEY", "TOKEN", "SECRET", "PASSWORD")):
-            raise AskedWronglyError(
-                f"--env {name}: secrets have no place in a command; put it into a file for --env-file"
-            )
+            raise BadRequestError(f"--env {name}: this is a setting; use --set")
+        if is_secret_name(name):
+            raise BadRequestError(f"--env {name}: secrets must not be in a command; put it into a file for --env-file")
         found[name] = value
     return found
 
 
-def _check_runs_dir(loaded: "Loaded", options: RunOptions, workers: int) -> None:
-    """Raises ConfigError where the run's folder would be another one on every machine, or lost with the machines."""
+def _check_runs_dir(loaded: Loaded, options: RunOptions, workers: int) -> None:
+    """Raises ConfigError where every machine would have a run folder of its own, or it would be lost with them."""
     folder = Path(loaded.config.runs_dir)
     if folder.is_absolute() or (workers == 1 and not options.keep_alive):
         return
-    why = f"{workers} workers need one folder" if workers > 1 else "--keep-alive replaces machines with their disks"
+    why = f"{workers} workers need one folder" if workers > 1 else "--keep-alive replaces machines and their disks"
     message = (
         f"{loaded.config.runs_dir!r} is below each machine's own home, and {why}; mount a file system on all "
-        "(--prepare SCRIPT) and name its path, as --set runs_dir=/mnt/runs"
+        "(--prepare SCRIPT) and set its path, as --set runs_dir=/mnt/runs"
     )
     places = (loaded.provenance["runs_dir"],) if "runs_dir" in loaded.provenance else ()
     raise ConfigError([Problem(key="runs_dir", message=message, places=places)])
 
 
-def _begin(pod: Pod, session: Session, options: RunOptions) -> None:
-    """Start the run. What fails then is with --keep-alive seen, and tried again, like any later failure."""
+def _begin(project: Project, session: Session, options: RunOptions) -> None:
+    """Start the run. With --keep-alive a failure is observed and handled like any later one."""
     try:
         session.start()
     except (RemoteError, GcloudError) as error:
         hopeless = isinstance(error, GcloudError) and not error.transient and error.kind != "unusable"
         if hopeless or not options.keep_alive or options.detach:
             raise
-        pod.say(str(error))
+        project.say(str(error))
 
 
-def _check_divides(config: "Config", accelerator: Accelerator, environment: dict[str, str]) -> None:
-    """Raises AskedWronglyError where weights or sequences do not divide over a slice; not of models unknown here."""
-    from podium.models.presets import find_architecture
-    from podium.plan.divides import check_divides
+def _check_divides(config: Config, accelerator: Accelerator, environment: dict[str, str]) -> None:
+    """Raises BadRequestError where weights or sequences do not divide over the slice; unknown models pass."""
+    from podium.plan.divides import check_divides  # upward: moves to a lower floor with make_sizes
     from podium.plan.sizes import make_sizes
 
     if _without_tpu(environment):
@@ -238,21 +210,21 @@ def _check_divides(config: "Config", accelerator: Accelerator, environment: dict
     try:
         check_divides(make_sizes(config, decoder, accelerator))
     except ValueError as error:
-        raise AskedWronglyError(f"on {accelerator.name}: {error}") from None
+        raise BadRequestError(f"on {accelerator.name}: {error}") from None
 
 
 def _without_tpu(environment: dict[str, str]) -> bool:
     return environment.get("JAX_PLATFORMS") == "cpu"
 
 
-def _follow(pod: Pod, session: Session, options: RunOptions) -> int:
+def _follow(project: Project, session: Session, options: RunOptions) -> int:
     policy = Policy(restarts=options.restarts, replacements=options.replacements)
     if not options.keep_alive:
         policy = dataclasses.replace(policy, restarts=0, replacements=0)
     try:
-        return keep_alive(session, policy, clock=pod.clock, say=pod.say)
+        return keep_alive(session, policy, clock=project.clock, say=project.say)
     except KeyboardInterrupt:
-        name = session.one.name
-        pod.say(f"\nthe run goes on without this machine; podium pod logs -f {name} follows it,")
-        pod.say(f"podium pod stop {name} ends it, and this command again follows and keeps it as before")
+        name = session.slice.name
+        project.say(f"\nstopped following; the run continues. podium pod logs -f {name} shows its log,")
+        project.say(f"podium pod stop {name} ends it, and the same command follows it again")
         return INTERRUPTED

@@ -1,42 +1,44 @@
-"""Secrets on their way to the workers: a file that only its owner reads, in memory, deleted once a job has read it.
+"""Secrets on their way to the workers: a file in memory that only its owner can read, deleted once a job has read it.
 
-They are in no command, no environment flag, no metadata, no log, no config and no checkpoint: a command line stands in
-the process list and in gcloud's own log, metadata and labels are shown to everybody in the project, and a disk
-outlives the machine in snapshots. Which names travel is a list; all else stays here.
+They are in no command, environment flag, metadata, log, config or checkpoint: command lines are visible in the process
+list and in gcloud's own log, metadata and labels to everybody in the project, and a disk outlives the machine in
+snapshots. Only the names in `ALLOWED` are sent. The workers' agent uses this module too: standard library only.
 """
 
 import base64
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import shutil
 import tempfile
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ALLOWED = ("HF_TOKEN", "WANDB_API_KEY")
-"""What the jobs of Podium know to use."""
+"""The secrets that Podium uses."""
 FIRST_WORKER_ONLY = ("WANDB_API_KEY",)
 """Only process 0 writes to services."""
 SHORTEST = 8
-"""Characters of a value that may be taken for a secret: shorter ones stand in any text."""
+"""Characters that a secret must have at least: shorter values occur in any text."""
 HIDDEN = "[redacted]"
 LAST_LINE = "# end"
-"""Of a file with secrets: without it something is missing."""
+"""Last line of a file of secrets; a file without it was cut short."""
+_SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
 _LINE = re.compile(r"\s*(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=(.*)")
 
 
 class SecretError(ValueError):
-    """A secret that cannot travel; the message never has its value."""
+    """A secret that cannot be sent; the message never contains its value."""
 
     exit_status = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Secrets:
-    """Names and values; shown, it has no values."""
+    """Names and values; `repr` shows no values."""
 
     values: Mapping[str, str] = dataclasses.field(repr=False)
 
@@ -49,27 +51,29 @@ class Secrets:
         return bool(self.values)
 
     def of_worker(self, worker: int) -> "Secrets":
-        """Those that a worker needs."""
+        """The secrets that a worker needs."""
         return Secrets(
             {name: value for name, value in self.values.items() if not worker or name not in FIRST_WORKER_ONLY}
         )
 
+    @functools.cached_property
+    def forms(self) -> tuple[str, ...]:
+        """Every way in which a value may be written, longest first."""
+        found = {form for value in self.values.values() if value for form in _forms(value)}
+        return tuple(sorted(found, key=len, reverse=True))
+
     def redact(self, text: str) -> str:
-        """The text without their values, also where they are quoted for a URL or written in base64."""
-        for form in sorted(self.forms(), key=len, reverse=True):
+        """The text without their values, also where they are quoted for a URL or encoded in base64."""
+        for form in self.forms:
             text = text.replace(form, HIDDEN)
         return text
 
     def found_in(self, text: str) -> list[str]:
-        """The names of those whose value the text holds."""
+        """The names of the secrets whose value the text contains."""
         return [name for name in self.names if any(form in text for form in _forms(self.values[name]))]
 
-    def forms(self) -> set[str]:
-        """Every way in which a value may be written."""
-        return {form for value in self.values.values() for form in _forms(value)}
-
     def text(self) -> str:
-        """As the agent's --env-file reads it."""
+        """The content of a file for the agent's --env-file."""
         return "".join(f"{name}={self.values[name]}\n" for name in self.names) + f"{LAST_LINE}\n"
 
 
@@ -82,20 +86,23 @@ def _forms(value: str) -> set[str]:
     return {value, urllib.parse.quote(value, safe=""), *(text for text in inner if len(text) >= SHORTEST)}
 
 
-def gather(environ: Mapping[str, str], env_file: Path | None, names: Sequence[str] = ALLOWED) -> Secrets:
-    """The secrets to send: those of the allowed names that a .env file or the environment has, the file's first.
+def is_secret_name(name: str) -> bool:
+    """Whether a variable is a secret by its name, so that it may not stand in a command."""
+    return _SECRET_NAME.search(name) is not None
+
+
+def gather(environ: Mapping[str, str], env_file: Path | None) -> Secrets:
+    """The secrets to send: the allowed names found in an env file or the environment; the file wins.
 
     Args:
         environ: usually `os.environ`.
-        env_file: NAME=VALUE lines; names that are not allowed stay here.
-        names: what is allowed.
+        env_file: NAME=VALUE lines; names that are not allowed are not sent.
 
     Raises:
         SecretError: the file is missing or can be read by others, or a value cannot be sent.
     """
-    known = {name: environ[name] for name in names if environ.get(name)}
-    if env_file is not None:
-        known |= {name: value for name, value in _read(env_file).items() if name in names and value}
+    given = {**environ, **{name: value for name, value in read_env_file(env_file).items() if value}}
+    known = {name: given[name] for name in ALLOWED if given.get(name)}
     for name, value in known.items():
         if len(value) < SHORTEST or any(character.isspace() or not character.isprintable() for character in value):
             raise SecretError(
@@ -104,30 +111,39 @@ def gather(environ: Mapping[str, str], env_file: Path | None, names: Sequence[st
     return Secrets(known)
 
 
-def _read(path: Path) -> dict[str, str]:
+def read_env_file(path: Path | None) -> dict[str, str]:
+    """The NAME=VALUE lines of a file; `export`, comments and quotes around values are allowed. None: no lines.
+
+    Raises:
+        SecretError: the file cannot be read, can be read by others, or has another line.
+    """
+    if path is None:
+        return {}
     try:
-        text = path.read_text(encoding="utf-8")
-        mode = path.stat().st_mode
+        text, found = path.read_text(encoding="utf-8"), path.stat()
     except OSError as error:
         raise SecretError(f"--env-file {path} cannot be read: {error.strerror}") from None
-    if mode & 0o077:
-        raise SecretError(f"--env-file {path} can be read by others (mode {mode & 0o777:o}); run: chmod 600 {path}")
-    found = {}
+    if found.st_mode & 0o077 or found.st_uid != os.geteuid():
+        mode = f"mode {found.st_mode & 0o777:o}"
+        raise SecretError(
+            f"--env-file {path} can be read by others (user {found.st_uid}, {mode}); run: chmod 600 {path}"
+        )
+    settings = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         match = _LINE.fullmatch(line)
         if not match:
             raise SecretError(f"--env-file {path}:{number} is not NAME=VALUE")
-        found[match[1]] = match[2].strip().strip("\"'")
-    return found
+        settings[match[1]] = match[2].strip().strip("\"'")
+    return settings
 
 
 @contextlib.contextmanager
 def written(secrets: Secrets, name: str) -> Iterator[Path]:
-    """A file of that name and mode 0600 with the secrets, in memory where this machine can, gone after the block."""
+    """A file of that name and mode 0600 with the secrets, in memory if possible, deleted after the block."""
     memory = Path("/dev/shm")
-    _delete_of_the_dead(memory)
+    _delete_leftovers(memory)
     folder = tempfile.mkdtemp(prefix=f"podium-{os.getpid()}_", dir=memory if memory.is_dir() else None)
     try:
         path = Path(folder) / name
@@ -138,8 +154,8 @@ def written(secrets: Secrets, name: str) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def _delete_of_the_dead(memory: Path) -> None:
-    """What commands of this user left that were killed: each folder has the number of its process in its name."""
+def _delete_leftovers(memory: Path) -> None:
+    """Delete what killed commands of this user left: the name of each folder contains the id of its process."""
     for folder in memory.glob("podium-*_*"):
         process = folder.name.removeprefix("podium-").partition("_")[0]
         if process.isdigit() and not Path("/proc", process).exists():

@@ -1,8 +1,7 @@
-"""A config as a task of SkyPilot, for those who have their machines found and recovered by it.
+"""A config as a SkyPilot task, for those who let SkyPilot find and recover their machines.
 
-SkyPilot is not needed here: the task is text, and a test has SkyPilot's own parser read it where that is installed. It
-runs `run` on every machine of a TPU slice; the workers find each other by the machines' metadata, and the launch guard
-names those that are missing.
+The task is text, so SkyPilot need not be installed. It runs on every machine of a TPU slice; the workers find each
+other by the machines' metadata, and the launch guard names those that are missing.
 """
 
 from collections.abc import Mapping
@@ -10,12 +9,11 @@ from typing import Any
 
 from podium.config.schema import Config
 from podium.config.show import to_yaml
+from podium.job.cluster import COORDINATOR_PORT
 from podium.pods.push import DEMO_MODEL, extras
 from podium.pods.rental import RUNTIMES, tpu
 from podium.pods.secrets import ALLOWED
 
-PORT = 8476
-"""Of jax's coordinator: its own default is closed by Google's firewall."""
 END = "END_OF_CONFIG"
 
 
@@ -23,11 +21,11 @@ def sky_task(config: Config, type_name: str, *, zone: str | None, spot: bool, ru
     """The task as YAML.
 
     Args:
-        config: what shall run; its `runs_dir` must be a path that all machines share if there are several.
+        config: what to run; with several machines its `runs_dir` must be a path that they share.
         type_name: accelerator type, as v6e-16.
-        zone: where; None: wherever SkyPilot finds one.
-        spot: machines that may be taken away.
-        runtime: software of the machines; None: by type.
+        zone: None: SkyPilot finds one.
+        spot: preemptible machines.
+        runtime: TPU software version; None: by type.
     """
     accelerator = tpu(type_name)
     infra = "gcp" if zone is None else f"gcp/{zone.rpartition('-')[0]}/{zone}"
@@ -42,14 +40,14 @@ def sky_task(config: Config, type_name: str, *, zone: str | None, spot: bool, ru
             "use_spot": spot,
         },
         "secrets": dict.fromkeys(ALLOWED, ""),
-        "envs": {"JAX_COORDINATOR_PORT": str(PORT), "REQUIRE_JAX_PROCESS_COUNT": str(accelerator.hosts)},
+        "envs": {"JAX_COORDINATOR_PORT": str(COORDINATOR_PORT), "REQUIRE_JAX_PROCESS_COUNT": str(accelerator.hosts)},
     }
     return f"{_HEADER}{to_yaml(task)}{_block('setup', _setup(config))}{_block('run', _run(config))}"
 
 
 _HEADER = """\
 # sky launch TASK.yaml --secret HF_TOKEN --secret WANDB_API_KEY   (each only if it is set here)
-# sky jobs launch ... has SkyPilot replace machines that are taken away; the run goes on from its last checkpoint.
+# sky jobs launch ... has SkyPilot replace preempted machines; the run continues from its last checkpoint.
 """
 
 
@@ -78,5 +76,5 @@ def _run(config: Config) -> str:
 
 
 def _block(key: str, text: str) -> str:
-    """A YAML block of lines as they are."""
+    """A literal YAML block."""
     return f"{key}: |\n" + "".join(f"  {line}".rstrip() + "\n" for line in text.splitlines())

@@ -1,13 +1,13 @@
-"""A slice from asking for it to its verified end, whatever gets lost on the way.
+"""A slice from the request to its verified deletion, even when replies are lost.
 
-    nothing -> asked for in a zone -> waiting -> creating -> ready -> dead (preempted) or deleted
-                    |  refused, or expired: deleted there, and the next zone is asked
+    nothing -> requested in a zone -> waiting -> creating -> ready -> dead (preempted) or deleted
+                    |  refused or expired: deleted there, and the next zone is tried
 
-Three rules hold after every step, and tests break every step to see that they do. A zone is left only when nothing of
-ours is in it, so there is never a second slice. What a lost reply created is found by its name and labels and taken
-on. Only what carries our owner's label is ever deleted, and deleted means that a list no longer shows it.
+Three rules hold after every step, and tests break every step to check them. The next zone is tried only when nothing of
+ours is left in the zone before, so there is never a second slice. What a lost reply created is found by its name and
+labels and used. Only what carries our owner's label is deleted, and deleted means that lists no longer show it.
 
-Nothing is remembered here: what exists is asked for each time.
+Nothing is remembered here: every call asks what exists.
 """
 
 import re
@@ -22,22 +22,22 @@ from podium.pods.inventory import LEASE, Slice, read_slices
 T = TypeVar("T")
 
 PAUSES_S = (2.0, 5.0, 15.0, 30.0)
-"""Between tries of a request that may succeed soon."""
+"""Pauses between attempts of a request that may succeed soon."""
 POLL_S = 15.0
 SETTLE_S = 60.0
-"""How long a thing just asked for, or just deleted, may be missing from, or still be in, a list."""
+"""How long lists may lag behind a request or a deletion."""
 LATE_S = 10.0
-"""How much later than its lost reply a thing may appear."""
+"""How long after a lost reply a slice may appear."""
 NODE_S = 1800.0
-"""How long machines may take from being granted to being ready."""
+"""How long machines may take from granted to ready."""
 DELETE_S = 900.0
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 HOPELESS: frozenset[Kind] = frozenset({"missing", "project", "login", "disabled"})
-"""Failures that no other zone would change."""
+"""Failures that are the same in every zone."""
 
 
 class Clock(Protocol):
-    """The time, and waiting; `time` itself is one."""
+    """Time and waiting; the module `time` is tpu_slice."""
 
     def time(self) -> float:
         """Seconds since 1970."""
@@ -49,21 +49,21 @@ class Clock(Protocol):
 
 
 class SliceError(ValueError):
-    """A slice that cannot be had, or not be deleted; the message says what stands where."""
+    """A slice that cannot be rented or deleted; the message says what is left where."""
 
 
-class AskedWronglyError(SliceError):
-    """What a user asked for cannot be meant; nothing was done."""
+class BadRequestError(SliceError):
+    """An invalid request of the user; nothing was done."""
 
     exit_status = 2
 
 
 class NameTakenError(SliceError):
-    """The name belongs to something that is not ours."""
+    """The name belongs to a slice that is not ours."""
 
 
 class _RefusedError(Exception):
-    """A zone that will not give us the slice now, and why."""
+    """A zone that does not give us the slice now; the message is the reason."""
 
 
 class Slices:
@@ -78,7 +78,7 @@ class Slices:
         say: Callable[[str], None] = lambda line: None,
         parallel: int = 4,
     ) -> None:
-        """`say` hears what is done; `parallel` zones are listed at once."""
+        """`say` prints progress; `parallel` zones are listed at once."""
         self.gcloud, self.owner = gcloud, owner
         self.clock, self.say = clock, say
         self._parallel = parallel
@@ -90,7 +90,7 @@ class Slices:
         A zone whose queue may not be read holds nothing of ours; it is named and left out.
         """
         wanted = list(zones) if zones is not None else self.zones()
-        nodes = self._patiently(self.gcloud.nodes)
+        nodes = self._with_retries(self.gcloud.nodes)
         if zones is not None:
             nodes = [node for node in nodes if node["name"].split("/")[3] in wanted]
         with ThreadPoolExecutor(self._parallel) as pool:
@@ -100,7 +100,7 @@ class Slices:
     def zones(self) -> list[str]:
         """The zones in which this project may ask for TPUs."""
         if self._zones is None:
-            self._zones = self._patiently(self.gcloud.zones)
+            self._zones = self._with_retries(self.gcloud.zones)
         return self._zones
 
     def find(self, name: str) -> list[Slice]:
@@ -113,26 +113,26 @@ class Slices:
         Raises:
             SliceError: there is none, or there are several.
         """
-        nodes = self._patiently(self.gcloud.nodes)
-        for look in (lambda: read_slices(nodes, []), self.survey):
-            ours = [each for each in look() if self.is_ours(each) and name in (None, each.name)]
+        nodes = self._with_retries(self.gcloud.nodes)
+        for listed in (lambda: read_slices(nodes, []), self.survey):
+            ours = [each for each in listed() if self.is_ours(each) and name in (None, each.name)]
             names = sorted({each.name for each in ours})
             if len(names) > 1:
-                raise SliceError(f"you have several slices: {', '.join(names)}; name one")
+                raise SliceError(f"you have several slices: {', '.join(names)}; name one of them")
             if ours:
                 return min(ours, key=lambda each: _preference(each, ()))
         what = f"no slice of yours is named {name}" if name else "you have no slice"
-        raise SliceError(f"{what}; podium pod ls shows what there is, podium pod up rents one")
+        raise SliceError(f"{what}; podium pod ls lists slices, podium pod up rents one")
 
-    def now(self, one: Slice) -> Slice | None:
+    def now(self, tpu_slice: Slice) -> Slice | None:
         """The slice as it is now; None if it is gone."""
-        nodes = read_slices(self._patiently(lambda: self.gcloud.nodes(one.zone)), [])
-        ready = [each for each in nodes if each.name == one.name and self.is_ours(each) and each.state == "ready"]
-        return ready[0] if ready else self._mine(one.name, one.zone)
+        nodes = read_slices(self._with_retries(lambda: self.gcloud.nodes(tpu_slice.zone)), [])
+        ready = [each for each in nodes if each.name == tpu_slice.name and self.is_ours(each) and each.state == "ready"]
+        return ready[0] if ready else self._mine(tpu_slice.name, tpu_slice.zone)
 
-    def is_ours(self, one: Slice) -> bool:
+    def is_ours(self, tpu_slice: Slice) -> bool:
         """Whether it carries our owner's label."""
-        return one.owner == self.owner
+        return tpu_slice.owner == self.owner
 
     def up(self, order: Order, zones: Sequence[str]) -> Slice:
         """The slice, ready: the one that exists, or the first that a zone gives, asked in order.
@@ -145,7 +145,7 @@ class Slices:
         existing = self._existing(order, zones)
         reasons: dict[str, str] = {}
         if existing is not None:
-            self.say(f"{order.name} exists in {existing.zone} ({existing.told})")
+            self.say(f"{order.name} exists in {existing.zone} ({existing.detail})")
             zones = [existing.zone, *(zone for zone in zones if zone != existing.zone)]
         for zone in zones:
             try:
@@ -158,18 +158,18 @@ class Slices:
                 self._sweep(order.name, reasons)
                 return got
         self._sweep(order.name, reasons)
-        told = "".join(f"\n    {zone}: {reason}" for zone, reason in reasons.items())
-        raise SliceError(f"no zone gave {order.accelerator} for {order.name}, and nothing is left of it:{told}")
+        lines = "".join(f"\n    {zone}: {reason}" for zone, reason in reasons.items())
+        raise SliceError(f"no zone gave {order.accelerator} for {order.name}, and nothing is left of it:{lines}")
 
     def down(self, name: str) -> list[Slice]:
-        """Delete every slice of ours with that name, in all zones, and see that they are gone; what was deleted.
+        """Delete our slices of that name in all zones, verify that they are gone, and return them.
 
         Raises:
-            NameTakenError: only somebody else's has the name.
-            SliceError: something is still there.
+            NameTakenError: only a slice of somebody else has the name.
+            SliceError: something is left.
         """
         found = self.find(name)
-        if not found:  # perhaps not yet: a request whose reply was lost may still be under way
+        if not found:  # a request whose reply was lost may still be under way
             self.clock.sleep(LATE_S)
             found = self.find(name)
         ours = [each for each in found if self.is_ours(each)]
@@ -179,25 +179,26 @@ class Slices:
             self._clear(name, each.zone)
         left = [each for each in self.find(name) if self.is_ours(each)] if ours else []
         if left:
-            raise SliceError(f"{name} is still in {', '.join(each.zone for each in left)}; give the same command again")
+            raise SliceError(f"{name} is still in {', '.join(each.zone for each in left)}; give the command again")
         return ours
 
     def reap(self, *, everyone: bool = False) -> list[Slice]:
-        """Delete what is past its lease: ours, or all that Podium made for anybody; what was deleted."""
+        """Delete and return slices whose lease has expired: ours, or everyone's that Podium rented."""
         now = self.clock.time()
         past = [each for each in self.survey() if each.lease is not None and each.lease < now and each.owner]
         past = [each for each in past if everyone or self.is_ours(each)]
         for each in past:
-            self.say(f"deleting {each.name} in {each.zone}: past its lease, {each.told}")
+            self.say(f"deleting {each.name} in {each.zone}: its lease has expired, {each.detail}")
             self._clear(each.name, each.zone, owner=each.owner)
         return past
 
-    def renew(self, one: Slice, lease: float) -> None:
-        """Let a slice stand until a time, seconds since 1970."""
-        self._patiently(lambda: self.gcloud.label(one.name, one.zone, {LEASE: str(int(lease))}))
+    def renew(self, tpu_slice: Slice, lease: float) -> None:
+        """Set the end of a slice's lease, in Unix seconds."""
+        argv = self.gcloud.argv.label(tpu_slice.name, tpu_slice.zone, {LEASE: str(int(lease))})
+        self._with_retries(lambda: self.gcloud.checked(argv))
 
     def _existing(self, order: Order, zones: Sequence[str]) -> Slice | None:
-        """Our slice of that name that may still serve; every other one of ours is deleted."""
+        """Our slice of that name that can be used; every other one of ours is deleted."""
         found = self.find(order.name)
         for each in found:
             if not self.is_ours(each) and each.zone in zones:
@@ -209,11 +210,11 @@ class Slices:
                 kind = "spot" if each.spot else "on demand"
                 raise SliceError(
                     f"{each.name} exists in {each.zone} as {each.accelerator}, {kind}; ask for that, "
-                    f"set another name, or delete it first: podium pod down {each.name}"
+                    f"choose another name, or delete it first: podium pod down {each.name}"
                 )
         for each in ours:
             if each not in alive[:1]:
-                self.say(f"deleting {each.name} in {each.zone}: {each.told}")
+                self.say(f"deleting {each.name} in {each.zone}: {each.detail}")
                 self._clear(each.name, each.zone)
         return alive[0] if alive else None
 
@@ -226,74 +227,72 @@ class Slices:
         return self._wait(order, zone)
 
     def _ask(self, order: Order, zone: str) -> None:
-        """Ask until the zone is known to have the request, or to refuse it."""
+        """Repeat the request until it is known that the zone has it or refuses it."""
         error: GcloudError | None = None
         for pause in (*PAUSES_S, None):
             try:
-                return self.gcloud.create(order, zone)
+                self.gcloud.checked(self.gcloud.argv.create(order, zone))
+                return
             except GcloudError as failed:
                 error = failed
             if error.kind in HOPELESS:
                 raise error
             if error.kind == "exists" or error.uncertain:
                 if self._mine(order.name, zone):
-                    self.say(f"{zone}: it exists already ({error.kind}); taken on")
-                    return None
+                    self.say(f"{zone}: it exists already ({error.kind}); using it")
+                    return
             elif error.kind != "rate":
                 raise _RefusedError(error)
             if pause is not None:
                 self.clock.sleep(pause)
         assert error is not None
         if error.kind == "exists":
-            for each in self._look(order.name, zone):
+            for each in self._named(order.name, zone):
                 raise self._taken(each)
         if error.uncertain:
             raise SliceError(
-                f"{order.name}: no telling whether {zone} made it ({error.text}); nothing else was asked for. "
-                f"Give the same command again, or delete what may be there: podium pod down {order.name}"
+                f"{order.name}: it is unknown whether {zone} created it ({error.text}); nothing else was requested. "
+                f"Give the command again, or delete what may exist: podium pod down {order.name}"
             )
         raise _RefusedError(error)
 
     def _wait(self, order: Order, zone: str) -> Slice:
-        """Wait for machines. Raises _RefusedError when there will be none."""
+        """Wait until it is ready. Raises _RefusedError when it will not be."""
         began = self.clock.time()
         until = began + NODE_S + (order.valid_until_s if order.queued else 0)
-        told = ""
+        detail = ""
         while self.clock.time() < until:
             mine = self._mine(order.name, zone)
             if mine is None and self.clock.time() > began + SETTLE_S:
-                raise _RefusedError("it was deleted while it was being made")
-            if mine is not None and mine.told != told:
-                told = mine.told
-                self.say(f"{zone}: {told}")
+                raise _RefusedError("it was deleted while it was being created")
+            if mine is not None and mine.detail != detail:
+                detail = mine.detail
+                self.say(f"{zone}: {detail}")
             if mine is not None and mine.state == "ready":
                 return mine
             if mine is not None and not mine.alive:
-                raise _RefusedError(mine.told)
+                raise _RefusedError(mine.detail)
             self.clock.sleep(min(POLL_S, 2.0 + (self.clock.time() - began) / 10))
-        raise _RefusedError(f"not ready after {until - began:.0f} s ({told or 'never seen'})")
+        raise _RefusedError(f"not ready after {until - began:.0f} s ({detail or 'never listed'})")
 
     def _sweep(self, name: str, refused: Iterable[str]) -> None:
-        """Clear zones that refused once more: gcloud hides that it sent a request twice, and the first may be late."""
+        """Clear the zones that refused again: gcloud may have sent a request twice, and the first may be done late."""
         for zone in refused:
             self._clear(name, zone)
 
     def _clear(self, name: str, zone: str, *, owner: str | None = None) -> None:
-        """Delete what is ours of that name in a zone, and wait until lists no longer show it."""
+        """Delete our slices of that name in a zone and wait until lists no longer show them."""
         until = self.clock.time() + DELETE_S
         while (mine := self._mine(name, zone, owner=owner)) is not None:
             if self.clock.time() > until:
-                raise SliceError(f"{name} in {zone} is still there ({mine.told}); give podium pod down {name} again")
+                raise SliceError(f"{name} in {zone} still exists ({mine.detail}); give podium pod down {name} again")
             if mine.state == "deleting" or not self._delete(mine):
                 self.clock.sleep(POLL_S)
 
-    def _delete(self, one: Slice) -> bool:
-        """Ask for the end of a slice; whether that was done. What else there is, the next look will show."""
+    def _delete(self, tpu_slice: Slice) -> bool:
+        """Request the deletion of a slice; whether that was done."""
         try:
-            if one.queued:
-                self.gcloud.delete_queued(one.name, one.zone)
-            else:
-                self.gcloud.delete_node(one.name, one.zone)
+            self.gcloud.checked(self.gcloud.argv.delete(tpu_slice.name, tpu_slice.zone, queued=tpu_slice.queued))
         except GcloudError as error:
             if not error.transient and error.kind not in ("not_found", "precondition"):
                 raise
@@ -301,28 +300,28 @@ class Slices:
         return True
 
     def _mine(self, name: str, zone: str, *, owner: str | None = None) -> Slice | None:
-        found = [each for each in self._look(name, zone) if each.owner == (owner or self.owner)]
+        found = [each for each in self._named(name, zone) if each.owner == (owner or self.owner)]
         return found[0] if found else None
 
-    def _look(self, name: str, zone: str) -> list[Slice]:
-        """What has that name in a zone, a queued resource before a lone node."""
+    def _named(self, name: str, zone: str) -> list[Slice]:
+        """The slices of that name in a zone, queued resources before lone nodes."""
         with ThreadPoolExecutor(self._parallel) as pool:
-            asked = [pool.submit(self._patiently, lambda: self.gcloud.nodes(zone)), pool.submit(self._queued, zone)]
+            asked = [pool.submit(self._with_retries, lambda: self.gcloud.nodes(zone)), pool.submit(self._queued, zone)]
             nodes, queued = (each.result() for each in asked)
         found = [each for each in read_slices(nodes, queued) if each.name == name]
         return sorted(found, key=lambda each: not each.queued)
 
     def _queued(self, zone: str) -> list[dict[str, Any]]:
         try:
-            return self._patiently(lambda: self.gcloud.queued(zone))
+            return self._with_retries(lambda: self.gcloud.queued(zone))
         except GcloudError as error:
             if error.kind not in ("denied", "not_found", "invalid"):
                 raise
             self.say(f"{zone}: its queue cannot be read ({error.text})")
             return []
 
-    def _patiently(self, ask: Callable[[], T]) -> T:
-        """The answer of a request that may be made again."""
+    def _with_retries(self, ask: Callable[[], T]) -> T:
+        """The answer of a request that is safe to repeat."""
         for pause in PAUSES_S:
             try:
                 return ask()
@@ -333,22 +332,22 @@ class Slices:
         return ask()
 
     def _taken(self, other: Slice) -> NameTakenError:
-        whose = f"podium's owner {other.owner!r}" if other.owner else "not made by podium"
+        whose = f"podium's owner {other.owner!r}" if other.owner else "not rented by podium"
         return NameTakenError(
-            f"{other.name} in {other.zone} is not yours ({whose}; you are {self.owner!r}) and is left as it is; "
-            "set another name"
+            f"{other.name} in {other.zone} is not yours ({whose}; you are {self.owner!r}) and is not touched; "
+            "choose another name"
         )
 
 
-def _preference(one: Slice, zones: Sequence[str]) -> tuple[int, int]:
-    """Least is best: ready before waiting, zones in the order asked for."""
+def _preference(tpu_slice: Slice, zones: Sequence[str]) -> tuple[int, int]:
+    """A sort key, best first: ready before waiting, then zones in the requested order."""
     states = ("ready", "creating", "waiting", "deleting", "dead", "failed")
-    return states.index(one.state), zones.index(one.zone) if one.zone in zones else len(zones)
+    return states.index(tpu_slice.state), zones.index(tpu_slice.zone) if tpu_slice.zone in zones else len(zones)
 
 
 def check_name(name: str) -> None:
     """Raises SliceError for a name that the API would refuse."""
     if not NAME.fullmatch(name):
-        raise AskedWronglyError(
-            f"name {name!r}: use up to 40 lower case letters, digits and '-', beginning with a letter, as my-run"
+        raise BadRequestError(
+            f"name {name!r}: use up to 40 lower-case letters, digits and '-', starting with a letter, as my-run"
         )

@@ -1,51 +1,109 @@
-"""Slices and workers as tables for a terminal, and as JSON."""
+"""Slices and workers as tables for a terminal and as JSON, with their cost by podium/prices.yaml."""
 
 import dataclasses
 import datetime
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from typing import Any
 
-from podium.pods.inventory import Slice
-from podium.pods.prices import cost_text
+import yaml
 
+from podium.accelerators import find_accelerator
+from podium.pods.inventory import Slice
+
+HOUR_S = 3600.0
 _SLICES = ("NAME", "ZONE", "TYPE", "KIND", "STATE", "WORKERS", "LEASE", "COST")
 _WORKERS = ("WORKER", "HOST", "JOB", "STATE", "EXIT", "STEP", "PHASE", "METRIC")
 _METRICS = ("train-reward/total/mean", "time/train/step_s")
-"""The first of these that there is stands for all."""
+"""The first of these that a worker reports is shown."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SliceFacts:
+    """A slice as `--json` prints it."""
+
+    name: str
+    zone: str
+    state: str
+    detail: str
+    """The state in the API's own words."""
+    accelerator: str
+    runtime: str
+    spot: bool
+    queued: bool
+    addresses: tuple[str, ...]
+    labels: Mapping[str, str]
+    service_account: str | None
+    created: str | None
+    """ISO 8601, UTC."""
+    owner: str | None
+    lease: float | None
+    """When it expires, in Unix seconds."""
+    hours: float
+    usd: float | None
+    """On-demand list price of these hours; spot costs less. None: no price is known."""
+
+
+def slice_facts(tpu_slice: Slice, now: float) -> SliceFacts:
+    """What is known of a slice at a time in Unix seconds."""
+    same = {field.name for field in dataclasses.fields(SliceFacts)} & {each.name for each in dataclasses.fields(Slice)}
+    created = tpu_slice.created.astimezone(datetime.UTC).isoformat() if tpu_slice.created else None
+    hours = max(0.0, now - tpu_slice.created.timestamp()) / HOUR_S if tpu_slice.created and tpu_slice.billed else 0.0
+    price = usd_per_hour(tpu_slice.accelerator)
+    given = {name: getattr(tpu_slice, name) for name in same} | {
+        "created": created,
+        "owner": tpu_slice.owner,
+        "lease": tpu_slice.lease,
+        "hours": hours,
+        "usd": None if price is None else price * hours,
+    }
+    return SliceFacts(**given)
+
+
+def usd_per_hour(type_name: str) -> float | None:
+    """On-demand list price of a slice for an hour; None if none is known."""
+    try:
+        accelerator = find_accelerator(type_name)
+    except ValueError:
+        return None
+    text = resources.files("podium").joinpath("prices.yaml").read_text(encoding="utf-8")
+    price = yaml.safe_load(text).get(accelerator.generation)
+    return price["usd_per_chip_hour"] * accelerator.chips if price else None
 
 
 def slice_table(slices: Sequence[Slice], owner: str, now: float) -> str:
-    """One line for each slice: what it is, how it is, how long it may stand, what it has cost by list prices."""
+    """One line for each slice: what it is, its state, its lease, its cost by list prices."""
     return _table([_SLICES, *(_slice_row(each, owner, now) for each in slices)])
 
 
-def worker_table(statuses: Sequence[Mapping[str, Any] | None]) -> str:
+def worker_table(workers: Sequence[Mapping[str, Any] | None]) -> str:
     """One line for each worker: its job, how far it is, and a metric."""
-    return _table([_WORKERS, *(_worker_row(worker, status) for worker, status in enumerate(statuses))])
+    return _table([_WORKERS, *(_worker_row(worker, status) for worker, status in enumerate(workers))])
 
 
-def slice_json(one: Slice, now: float) -> dict[str, Any]:
-    """All that is known of a slice, as JSON values."""
-    created = one.created.astimezone(datetime.UTC).isoformat() if one.created else None
-    more = {"created": created, "owner": one.owner, "lease": one.lease, "cost": cost_text(one, now)}
-    return dataclasses.asdict(one) | more
-
-
-def _slice_row(one: Slice, owner: str, now: float) -> tuple[str, ...]:
-    lease = "none" if one.lease is None else "past" if one.lease < now else f"{(one.lease - now) / 3600:.1f} h"
-    whose = "" if one.owner == owner else f" (of {one.owner})" if one.owner else " (not podium's)"
-    told = f"{one.state}: {one.told}" if one.state in ("dead", "failed") else one.state
-    kind = "spot" if one.spot else "on demand"
-    return (
-        one.name + whose,
-        one.zone,
-        one.accelerator,
-        kind,
-        told,
-        str(len(one.addresses)),
-        lease,
-        cost_text(one, now),
+def _slice_row(tpu_slice: Slice, owner: str, now: float) -> tuple[str, ...]:
+    facts = slice_facts(tpu_slice, now)
+    lease = (
+        "none" if facts.lease is None else "expired" if facts.lease < now else f"{(facts.lease - now) / HOUR_S:.1f} h"
     )
+    whose = "" if facts.owner == owner else f" (of {facts.owner})" if facts.owner else " (not podium's)"
+    return (
+        facts.name + whose,
+        facts.zone,
+        facts.accelerator,
+        "spot" if facts.spot else "on demand",
+        f"{facts.state}: {facts.detail}" if facts.state in ("dead", "failed") else facts.state,
+        str(len(facts.addresses)),
+        lease,
+        _cost(facts) if tpu_slice.billed else "not charged",
+    )
+
+
+def _cost(facts: SliceFacts) -> str:
+    """Hours so far and their list price, as `3.2 h, < $138.24 (spot)`."""
+    if facts.usd is None:
+        return f"{facts.hours:.1f} h"
+    return f"{facts.hours:.1f} h, {'< ' if facts.spot else ''}${facts.usd:.2f}{' (spot)' if facts.spot else ''}"
 
 
 def _worker_row(worker: int, status: Mapping[str, Any] | None) -> tuple[str, ...]:

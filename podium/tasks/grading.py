@@ -16,7 +16,7 @@ from multiprocessing.connection import Pipe
 from podium.config.schema import GradingConfig, TaskConfig
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.registry import make_task, task_labels
-from podium.tasks.rewards import LengthLimits, check_rewards, make_reward
+from podium.tasks.rewards import LengthLimits, make_reward
 from podium.tasks.task import Graded, Reward
 from podium.tasks.worker import Item, Outcome, grade_item
 
@@ -67,12 +67,7 @@ class Grader:
             tasks: The config's tasks, in the order that `TaskPrompt.task` counts.
             config: Processes, time limit, overlong buffer.
             max_new_tokens: `rollout.max_new_tokens`, for the `length` reward.
-
-        Raises:
-            ValueError: A reward that is not known or cannot be computed.
         """
-        for task in tasks:
-            check_rewards(task, config, max_new_tokens=max_new_tokens)
         self._configs = list(tasks)
         self._labels = task_labels(tasks)
         self._limits = LengthLimits(max_new_tokens, config.overlong_buffer_tokens)

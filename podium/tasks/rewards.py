@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from podium.config.schema import GradingConfig, TaskConfig
-from podium.tasks.names import suggestion
+from podium.config.schema import TaskConfig
 from podium.tasks.task import Graded, Reward
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -48,21 +47,6 @@ TEXT_REWARDS: dict[str, Callable[[Graded, LengthLimits], float]] = {
     "length": length_reward,
 }
 """Parts besides `correct`, which is the task's grade."""
-
-
-def check_rewards(task: TaskConfig, grading: GradingConfig, *, max_new_tokens: int) -> None:
-    """Raises ValueError for a reward that is not known or lacks the setting it needs."""
-    known = ("correct", *TEXT_REWARDS)
-    if not task.rewards:
-        raise ValueError(f"{task.name}: rewards is empty; name at least one of {', '.join(known)}")
-    for name in task.rewards:
-        if name not in known:
-            raise ValueError(f"{task.name}: rewards.{name}: no such reward; {suggestion(name, known)}")
-    if "length" in task.rewards and not 0 < grading.overlong_buffer_tokens <= max_new_tokens:
-        raise ValueError(
-            f"{task.name}: rewards.length needs grading.overlong_buffer_tokens between 1 and rollout.max_new_tokens "
-            f"({max_new_tokens}), got {grading.overlong_buffer_tokens}; a fifth of max_new_tokens is usual"
-        )
 
 
 def make_reward(

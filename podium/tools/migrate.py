@@ -100,7 +100,7 @@ class _Translation:
     def wrong(self, key: str, rule: str) -> ConfigError:
         """The error of a value that makes no sense."""
         spelling, node = self.written[key]
-        return ConfigError([Problem(key=spelling, message=f"{node.plain()!r}: {rule}", places=(node.origin,))])
+        return ConfigError([Problem(key=spelling, message=f"{node.plain()!r}: {rule}", origins=(node.origin,))])
 
     def put(self, key: str, path: str, value: Any, why: str = "") -> None:
         """Sets a new setting that stands for an old one."""

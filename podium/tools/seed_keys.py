@@ -1,6 +1,6 @@
-"""The settings of the seed system, a table in seed_keys.yaml, and how it read its files.
+"""Keys of other systems: those of the seed system, with how it read its files, and those of TRL. The tables are YAML.
 
-What becomes of the values is `podium.tools.migrate`.
+What becomes of the seed system's values is `podium.tools.migrate`.
 """
 
 import dataclasses
@@ -44,6 +44,12 @@ def seed_keys() -> dict[str, SeedKey]:
 
 
 @functools.cache
+def trl_keys() -> dict[str, str]:
+    """TRL's name -> the setting here."""
+    return read_document(Path(__file__).with_name("trl_keys.yaml")).plain()
+
+
+@functools.cache
 def spellings() -> dict[str, str]:
     """Every way to write a setting, flat forms included, and its full name."""
     return {spelling: key for key, about in seed_keys().items() for spelling in _spellings(key, about)}
@@ -68,7 +74,7 @@ def read_seed(path: Path, environ: Mapping[str, str]) -> dict[str, tuple[str, No
         if key in found and found[key][1].plain() != node.plain():
             other, before = found[key]
             message = f"{node.plain()!r} and {other}: {before.plain()!r} mean the same setting; keep one"
-            raise ConfigError([Problem(key=spelling, message=message, places=(before.origin, node.origin))])
+            raise ConfigError([Problem(key=spelling, message=message, origins=(before.origin, node.origin))])
         found[key] = (spelling, node)
     return found
 

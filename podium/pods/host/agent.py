@@ -1,13 +1,15 @@
-"""The worker's side of `podium pod`: what the laptop asks of a host, by short commands that may come twice.
+"""The worker's side of `podium pod`: short commands that the laptop gives, safe to repeat.
 
     python -m podium.pods.host.agent [--home DIR] probe|start|status|stop|logs ...
 
-Each prints one JSON object on one line (but `logs`, which prints the log), and exits with 0, 1 failed, 2 wrong usage,
-or 75 another job has the host; never with 255, after which gcloud would run it again. Standard library only: it runs
-before anything is installed.
+Each prints one JSON object on one line (`logs` prints the log) and exits with 0, 1 failed, 2 wrong usage, or 75 another
+job runs here; never with 255, after which gcloud would run it again. Standard library only: it runs before anything is
+installed.
 """
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import os
 import platform
@@ -22,20 +24,21 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from podium.files import RunFileError
 from podium.job.cluster import COORDINATOR_PORT, chips, local_worker, tpu_metadata
-from podium.pods.host.supervisor import GRACE_S, BusyError, Host, Spec, StartError, supervise, unit_command
+from podium.pods.host.jobs import GRACE_S, ROOT, BusyError, Host, JobSpec, StartError, unit_command
+from podium.pods.host.supervisor import supervise
+from podium.pods.secrets import is_secret_name
 
 DONE, FAILED, USAGE, BUSY = 0, 1, 2, 75
 PACKAGES = ("podium-rl", "jax", "jaxlib", "libtpu", "optax", "orbax-checkpoint", "transformers", "numpy")
 LEAST_DISK = 2 * 2**30
-FOLLOW_S = 0.25
-SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
 OURS = tuple(f"PODRUN_{name}" for name in ("JOB", "JOB_DIR", "WORKER", "WORKERS", "COORDINATOR", "ACCELERATOR"))
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class UsageError(ValueError):
-    """The command cannot be understood; the message says why."""
+    """A wrong command line; the message says why."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,7 +47,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Answer one question or do one thing; the exit status."""
+    """Run one command; returns the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     split = given.index("--") if "--" in given else len(given)
     try:
@@ -55,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _answer({"error": str(error)}, USAGE)
     except BusyError as error:
         return _answer({"state": "busy", "job": error.job, "error": str(error)}, BUSY)
-    except (StartError, OSError) as error:
+    except (StartError, OSError, RunFileError) as error:
         return _answer({"error": str(error)}, FAILED)
 
 
@@ -66,33 +69,30 @@ def _parser() -> argparse.ArgumentParser:
     probe = verbs.add_parser("probe", help="what this host has")
     probe.add_argument("--expect-devices", type=int, help="chips that it should have")
     probe.set_defaults(run=_probe)
-    start = verbs.add_parser("start", help="start a job, once: start JOB ... -- COMMAND")
-    start.add_argument("job", type=_job_name)
-    start.add_argument("--worker", type=int, help="index of this host; unset: of the peer that is this host")
-    start.add_argument("--peers", default="", help="addresses of all workers, in their order")
-    start.add_argument("--port", type=int, default=COORDINATOR_PORT, help="of worker 0")
+    start = _with_job(verbs, "start", "start a job, once: start JOB ... -- COMMAND", _start, required=True)
+    start.add_argument("--worker", type=int, help="index of this host; unset: that of its address in --peers")
+    start.add_argument("--peers", default="", help="addresses of all workers, in order")
+    start.add_argument("--port", type=int, default=COORDINATOR_PORT, help="port of worker 0")
     start.add_argument("--accelerator", help="type of the slice, as v6e-16")
-    start.add_argument("--cwd", default=".", help="where the command runs")
-    start.add_argument("--env-file", help="secrets, NAME=VALUE lines, mode 600")
-    start.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="what is not secret")
-    start.add_argument("--grace", type=float, default=GRACE_S, help="seconds from SIGTERM to SIGKILL")
-    start.set_defaults(run=_start)
-    status = verbs.add_parser("status", help="what has become of a job")
-    status.add_argument("job", nargs="?", type=_job_name)
-    status.set_defaults(run=_status)
-    stop = verbs.add_parser("stop", help="end a job and all that it started")
-    stop.add_argument("job", nargs="?", type=_job_name)
-    stop.add_argument("--grace", type=float, default=GRACE_S, help="seconds from SIGTERM to SIGKILL")
-    stop.set_defaults(run=_stop)
-    logs = verbs.add_parser("logs", help="print a job's log")
-    logs.add_argument("job", nargs="?", type=_job_name)
-    logs.add_argument("-f", "--follow", action="store_true", help="until the job has ended")
-    logs.add_argument("--tail", type=int, help="the last so many lines")
-    logs.add_argument("--from-byte", type=int, default=0, help="what comes after so many bytes")
-    logs.set_defaults(run=_logs)
-    inner = verbs.add_parser("supervise", help="for start's own use")
-    inner.add_argument("job", type=_job_name)
+    start.add_argument("--cwd", default=".", help="folder in which the command runs")
+    start.add_argument("--env-file", help="file of mode 600 with secrets, NAME=VALUE lines")
+    start.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="variable, not a secret")
+    _with_job(verbs, "status", "print the state of a job", _status)
+    stop = _with_job(verbs, "stop", "end a job with all its processes", _stop)
+    for each in (start, stop):
+        each.add_argument("--grace", type=float, default=GRACE_S, help="seconds from SIGTERM to SIGKILL")
+    logs = _with_job(verbs, "logs", "print a job's log", _logs)
+    logs.add_argument("--from-byte", type=int, default=0, help="print what comes after so many bytes")
+    inner = _with_job(verbs, "supervise", "for start's own use", None, required=True)
     inner.set_defaults(run=lambda args, host: supervise(host.home, args.job))
+    return parser
+
+
+def _with_job(verbs: Any, name: str, help: str, run: Any, *, required: bool = False) -> argparse.ArgumentParser:
+    """The parser of a command about a job: a named one, or the latest."""
+    parser = verbs.add_parser(name, help=help)
+    parser.add_argument("job", nargs=None if required else "?", type=_job_name)
+    parser.set_defaults(run=run)
     return parser
 
 
@@ -125,12 +125,7 @@ def _probe(args: argparse.Namespace, host: Host) -> int:
             "lock": "free" if holder is None else "held",
             "job": holder,
             "systemd": bool(unit_command("probe")),
-            "metadata": found
-            and {
-                "accelerator": found.accelerator,
-                "worker": found.worker,
-                "addresses": found.addresses,
-            },
+            "metadata": found and dataclasses.asdict(found),
             "problems": problems,
         },
         FAILED if problems else DONE,
@@ -144,7 +139,7 @@ def _start(args: argparse.Namespace, host: Host) -> int:
     worker = args.worker if args.worker is not None else local_worker(peers) if peers else 0
     if worker is None or not 0 <= worker < max(1, len(peers)):
         raise UsageError(f"this host is not exactly one of --peers {args.peers}; give its index with --worker")
-    spec = Spec(
+    spec = JobSpec(
         job=args.job,
         command=args.command,
         worker=worker,
@@ -175,21 +170,11 @@ def _logs(args: argparse.Namespace, host: Host) -> int:
     if job is None or host.state(job) == "none":
         print(f"error: no job {job or 'was ever started'} on this host", file=sys.stderr)
         return FAILED
-    path, place = host.folder(job) / "log", args.from_byte
-    if args.tail is not None:
-        lines = path.read_bytes().splitlines(keepends=True)
-        place = sum(map(len, lines[: max(0, len(lines) - args.tail)]))
-    while True:
-        goes_on = args.follow and host.state(job) in ("starting", "running")  # asked before the last look
-        with path.open("rb") as log:
-            log.seek(place)
-            data = log.read()
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
-        place += len(data)
-        if not goes_on:
-            return DONE
-        time.sleep(FOLLOW_S)
+    with (host.folder(job) / "log").open("rb") as log:
+        log.seek(args.from_byte)
+        shutil.copyfileobj(log, sys.stdout.buffer)
+    sys.stdout.buffer.flush()
+    return DONE
 
 
 def _answer(found: dict[str, Any], status: int) -> int:
@@ -200,15 +185,15 @@ def _answer(found: dict[str, Any], status: int) -> int:
 def _job_name(text: str) -> str:
     if JOB_NAME.fullmatch(text):
         return text
-    raise argparse.ArgumentTypeError(f"{text!r} is no name of a job: letters, digits, '.', '_' and '-', up to 64")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a job name: letters, digits, '.', '_' and '-', up to 64")
 
 
 def _open_settings(pairs: Sequence[str]) -> dict[str, str]:
-    """The settings of --env; secrets have no place in a command."""
+    """The settings of --env; secrets must not stand in a command."""
     settings: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
-        if not equals or name in OURS or SECRET_NAME.search(name):
+        if not equals or name in OURS or is_secret_name(name):
             raise UsageError(f"--env {name}: write NAME=VALUE, not one of {', '.join(OURS)}; secrets into --env-file")
         settings[name] = value
     return settings
@@ -217,19 +202,16 @@ def _open_settings(pairs: Sequence[str]) -> dict[str, str]:
 def _versions() -> dict[str, str]:
     found = {}
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this runs from, if it is one."""
-    root = Path(__file__).absolute().parents[2]
-    if not (root / ".git").exists() or shutil.which("git") is None:
+    """The commit of the checkout that this file is in, if it is in one."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
         return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or None
     except subprocess.TimeoutExpired:

@@ -1,11 +1,11 @@
-"""Processes of this host by whom they descend from and by what their environment says. Linux; standard library only."""
+"""Processes of this host, found by their parents or by their environment. Linux; standard library only."""
 
 import contextlib
 import ctypes
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 POLL_S = 0.02
@@ -13,12 +13,12 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Become the parent of whatever below this process loses its own."""
+    """Become the parent of every descendant that loses its own parent."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def marked(variable: str, value: str) -> list[int]:
-    """The processes that have a variable in their environment, without this one and its parents."""
+    """The processes with this variable in their environment, without the current process and its parents."""
     mark = f"{variable}={value}".encode()
     own = {os.getpid(), *_ancestors(os.getpid())}
     found = []
@@ -32,7 +32,7 @@ def marked(variable: str, value: str) -> list[int]:
 
 
 def descendants(parent: int) -> list[int]:
-    """All processes below one that live, children of children included."""
+    """All living processes below one, children of children included."""
     below: list[int] = []
     for children in Path(f"/proc/{parent}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -42,19 +42,26 @@ def descendants(parent: int) -> list[int]:
 
 
 def kill(processes: Sequence[int], *, patience_s: float = 5.0) -> list[int]:
-    """SIGKILL to each; those that are still there after a while."""
+    """Send SIGKILL to each; returns those that still live after `patience_s`."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, signal.SIGKILL)
+    wait_until(lambda: not any(map(_lives, processes)), patience_s)
+    return [process for process in processes if _lives(process)]
+
+
+def wait_until(condition: Callable[[], bool], patience_s: float) -> bool:
+    """Whether the condition came true within so many seconds."""
     deadline = time.monotonic() + patience_s
-    left = list(processes)
-    while (left := [process for process in left if _lives(process)]) and time.monotonic() < deadline:
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
         time.sleep(POLL_S)
-    return left
+    return True
 
 
 def _lives(process: int) -> bool:
-    """Whether a process runs; one that has ended and that nobody has asked after does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,0 +1,148 @@
+"""What `--dry-run` prints: the gcloud command lines of a `podium pod` command, in order; nothing is run.
+
+A command that depends on an answer has a placeholder in capitals for it and a comment that says when it is run.
+"""
+
+import getpass
+import shlex
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from podium.pods import launch
+from podium.pods.gcloud import Argv
+from podium.pods.inventory import label_text
+from podium.pods.options import Common, Rent
+from podium.pods.remote import wrapped
+from podium.pods.rental import new_order, tpu
+
+Line = Sequence[str] | str
+"""The words of a command, or a comment."""
+NAME, ZONE, JOB = "NAME", "ZONE", "JOB"
+
+
+def show(lines: Iterable[Line]) -> None:
+    """Print commands as a shell reads them, and comments."""
+    for line in (Argv().settings(), *lines):
+        print(f"# {line}" if isinstance(line, str) else shlex.join(line))
+
+
+def up(common: Common, name: str, rent: Rent) -> Iterator[Line]:
+    """Rent a slice."""
+    argv, zones = Argv(common.project), rent.zones or [ZONE]
+    order = new_order(name, rent, label_text(getpass.getuser()), zones, time.time())
+    yield from survey(common, None)
+    yield f"if no slice is named {name}; the owner is that of gcloud's account; the next zone if one refuses:"
+    for zone in zones:
+        yield argv.create(order, zone)
+    yield "until it is ready:"
+    for zone in zones:
+        yield from (argv.nodes(zone), argv.queued(zone))
+    yield f"if {name} was rented before and its lease ends earlier:"
+    yield argv.label(name, zones[0], {"podium-lease": order.labels["podium-lease"]})
+
+
+def survey(common: Common, zones: Sequence[str] | None) -> Iterator[Line]:
+    """List nodes and queued resources."""
+    argv = Argv(common.project)
+    if not zones:
+        yield argv.zones()
+    yield argv.nodes()
+    if not zones:
+        yield "for every zone:"
+    yield from (argv.queued(zone) for zone in zones or [ZONE])
+
+
+def down(common: Common, name: str) -> Iterator[Line]:
+    """Delete a slice."""
+    argv = Argv(common.project)
+    yield from survey(common, None)
+    yield f"for every slice of yours that is named {name}; the second if it was not queued:"
+    yield from (argv.delete(name, ZONE, queued=queued) for queued in (True, False))
+    yield "until it is no longer listed:"
+    yield from (argv.nodes(ZONE), argv.queued(ZONE))
+
+
+def reap(common: Common) -> Iterator[Line]:
+    """Delete slices whose lease has expired."""
+    yield "for every slice whose lease has expired:"
+    yield from down(common, NAME)
+
+
+def status(common: Common, name: str | None) -> Iterator[Line]:
+    """Poll the workers of a slice."""
+    yield Argv(common.project).nodes()
+    yield _ask(common, name, launch.status_command(None))
+
+
+def logs(common: Common, name: str | None, worker: int) -> Iterator[Line]:
+    """Read a worker's log."""
+    yield from status(common, name)
+    yield _ask(common, name, launch.log_command(JOB, 0), worker=str(worker))
+
+
+def stop(common: Common, name: str | None) -> Iterator[Line]:
+    """End the job of a slice."""
+    yield from status(common, name)
+    yield _ask(common, name, launch.stop_command(JOB, remember=True))
+    yield _ask(common, name, launch.status_command(JOB))
+
+
+def ssh(common: Common, name: str | None, worker: str, command: str | None) -> Iterator[Line]:
+    """Open a shell, or run a command."""
+    argv = Argv(common.project)
+    yield argv.nodes()
+    yield argv.ssh(name or NAME, ZONE, worker, command)
+
+
+def run(common: Common, name: str | None, rent: Rent, spec: launch.RunSpec) -> Iterator[Line]:
+    """Send code and config, and start the job."""
+    argv = Argv(common.project)
+    zone = rent.zones[0] if rent.type and rent.zones else ZONE
+    job, target, addresses = f"{spec.prefix}1", name or NAME, _addresses(rent.type)
+    if rent.type:
+        yield from up(common, target, rent)
+    else:
+        yield argv.nodes()
+
+    def ask(command: str, worker: str = "all") -> Line:
+        return _ask(common, name, command, worker=worker, zone=zone, addresses=addresses)
+
+    def send(files: Sequence[str], folder: str, worker: str = "all") -> Line:
+        return argv.scp(files, target, zone, worker, f"{folder}/")
+
+    yield ask("true", worker="0")
+    yield ask(launch.status_command(None))
+    yield f"if {spec.prefix}... does not run yet and is not done; the last number counts its attempts:"
+    yield ask(launch.folder_command(spec))
+    yield send([*map(str, spec.package.files), f"{job}.yaml"], spec.package.folder)
+    yield "with checksums of these files:"
+    yield ask(launch.unpack_command(spec, spec.package.files))
+    if spec.package.sets_up:
+        yield ask(launch.setup_command(spec, f"{job}-setup"))
+        yield "until the setup is done:"
+        yield ask(launch.status_command(f"{job}-setup"))
+    for worker, _ in launch.secrets_by_worker(spec.secrets):
+        file = Path("/dev/shm/FOLDER") / launch.secrets_file(worker)
+        yield send([str(file)], launch.SECRETS, "all" if worker is None else str(worker))
+    yield ask(launch.start_command(addresses, spec, job))
+    yield "until the run has ended, with the log of worker 0:"
+    yield ask(launch.status_command(job))
+    yield ask(launch.log_command(job, 0), worker="0")
+
+
+def _addresses(type_name: str | None) -> list[str]:
+    return [f"ADDRESS{worker}" for worker in range(tpu(type_name).hosts if type_name else 1)]
+
+
+def _ask(
+    common: Common,
+    name: str | None,
+    command: str,
+    *,
+    worker: str = "all",
+    zone: str = ZONE,
+    addresses: Sequence[str] = ("ADDRESS0",),
+) -> Line:
+    """The ssh command that asks workers; MARK is a random number."""
+    return Argv(common.project).ssh(name or NAME, zone, worker, wrapped(command, "MARK", addresses))

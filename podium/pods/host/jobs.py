@@ -1,0 +1,219 @@
+"""The jobs of this host: one at a time, started once however often the command arrives, stopped with all processes.
+
+    HOME/host.lock           locked for as long as a job's supervisor or its main process lives
+    HOME/jobs/JOB/           job.json, pid, log, progress.json, record.json, exit
+    HOME/latest -> jobs/JOB  and latest.log, latest.pid, latest.exit
+
+`podium.pods.host.supervisor` runs a job; here it is started, asked about and stopped. Linux; standard library only.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from podium.files import write_atomically
+from podium.job.records import PROGRESS, RECORD, one_line, read_json
+from podium.pods.host.processes import kill, marked, wait_until
+
+State = Literal["none", "starting", "running", "finished", "killed"]
+JOB_DIR = "PODRUN_JOB_DIR"
+START_S = 20.0
+GRACE_S = 60.0
+LOCK_S = 5.0
+SYSTEMD = Path("/run/systemd/system")
+"""Exists where systemd runs the host."""
+KEPT_VARIABLES = ("HOME", "PATH", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH", "USER")
+"""Environment variables that a systemd unit inherits."""
+ROOT = Path(__file__).absolute().parents[3]
+"""Where `-m` finds this package, installed or not."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """What to run; it is written to job.json, so no secret may be in it."""
+
+    job: str
+    command: tuple[str, ...]
+    worker: int
+    workers: int
+    coordinator: str | None
+    accelerator: str | None
+    cwd: str
+    env: dict[str, str]
+    env_file: str | None
+    """File of secrets, read once; may be deleted as soon as the job has started."""
+    grace_s: float = GRACE_S
+    """Seconds from SIGTERM to SIGKILL."""
+    host: str = dataclasses.field(default_factory=socket.gethostname)
+    created: float = dataclasses.field(default_factory=time.time)
+
+
+class BusyError(Exception):
+    """Another job runs on the host."""
+
+    def __init__(self, job: str) -> None:
+        super().__init__(f"job {job} runs on this host; stop it first")
+        self.job = job
+
+
+class StartError(Exception):
+    """A job did not start."""
+
+
+class Host:
+    """The jobs of this host, in one folder."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home.absolute()
+
+    def folder(self, job: str) -> Path:
+        """Folder of a job."""
+        return self.home / "jobs" / job
+
+    def latest(self) -> str | None:
+        """The job that was started last."""
+        link = self.home / "latest"
+        return Path(os.readlink(link)).name if link.is_symlink() else None
+
+    def holder(self) -> str | None:
+        """The job that holds the host's lock now."""
+        with contextlib.suppress(FileNotFoundError), (self.home / "host.lock").open(encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return lock.read().strip()
+        return None
+
+    def state(self, job: str | None) -> State:
+        """The state of a job. `killed`: no process of it is left, and it did not record how it ended."""
+        if job is None or not (self.folder(job) / "job.json").exists():
+            return "none"
+        running = self.holder() == job
+        if (self.folder(job) / "exit").exists():
+            return "finished"
+        if running:
+            return "running"
+        young = time.time() - (self.folder(job) / "job.json").stat().st_mtime < START_S
+        return "starting" if young and not (self.folder(job) / "pid").exists() else "killed"
+
+    def status(self, job: str | None) -> dict[str, Any]:
+        """Everything known about a job, as JSON values."""
+        state = self.state(job)
+        found: dict[str, Any] = {"host": socket.gethostname(), "time": time.time(), "home": str(self.home)}
+        found |= dict.fromkeys(("worker", "workers", "exit", "pid", "created", "ended", "record", "progress"))
+        found |= {"job": job if state != "none" else None, "state": state, "log_bytes": 0}
+        if job is None or state == "none":
+            return found
+        folder = self.folder(job)
+        spec = read_json(folder / "job.json") or {}
+        found |= {name: spec.get(name) for name in ("worker", "workers", "created", "host")}
+        found |= {"record": read_json(folder / RECORD), "progress": read_json(folder / PROGRESS)}
+        with contextlib.suppress(FileNotFoundError):
+            found["pid"] = int((folder / "pid").read_text())
+            found["log_bytes"] = (folder / "log").stat().st_size
+        if state == "finished":
+            found |= {"exit": int((folder / "exit").read_text()), "ended": (folder / "exit").stat().st_mtime}
+        return found
+
+    def start(self, spec: JobSpec) -> Literal["started", "running", "finished", "killed"]:
+        """Start a job, or return the state of one that was started before.
+
+        Raises:
+            BusyError: another job runs on the host.
+            StartError: the supervisor did not come up, or the command cannot be run.
+        """
+        self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (self.home / "start.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            state = self.state(spec.job)
+            if state != "none":
+                return "running" if state in ("running", "starting") else state
+            # A job that has written its exit is given the moment that it takes to go.
+            wait_until(lambda: (holder := self.holder()) is None or self.state(holder) != "finished", LOCK_S)
+            if (holder := self.holder()) is not None:
+                raise BusyError(holder)
+            # What is left of jobs whose supervisor and main process were both killed.
+            kill([each for folder in (self.home / "jobs").glob("*") for each in self.processes(folder.name)])
+            folder = self.folder(spec.job)
+            folder.mkdir(parents=True, mode=0o700)
+            write_atomically(folder / "job.json", json.dumps(dataclasses.asdict(spec)))
+            self._link(spec.job)
+            self._launch(spec)
+            return "started"
+
+    def stop(self, job: str, grace_s: float) -> list[int]:
+        """End a job: SIGTERM, after `grace_s` SIGKILL to all its processes. Returns those that survived."""
+        supervisor = self.status(job)["pid"]
+        processes = self.processes(job)
+        for process in [supervisor] if supervisor in processes else processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGTERM)
+        wait_until(lambda: not self.processes(job), grace_s)
+        kill([process for process in self.processes(job) if process != supervisor])
+        wait_until(lambda: not self.processes(job), LOCK_S)  # for the supervisor to write how it ended
+        return kill(self.processes(job))
+
+    def processes(self, job: str) -> list[int]:
+        """The living processes of a job, its supervisor included."""
+        return marked(JOB_DIR, str(self.folder(job)))
+
+    def _link(self, job: str) -> None:
+        links = {"latest": f"jobs/{job}"} | {f"latest.{name}": f"jobs/{job}/{name}" for name in ("log", "pid", "exit")}
+        for name, target in links.items():
+            unnamed = self.home / f".{name}.tmp"
+            unnamed.unlink(missing_ok=True)
+            unnamed.symlink_to(target)
+            os.replace(unnamed, self.home / name)
+
+    def _launch(self, spec: JobSpec) -> None:
+        """Start the supervisor, and wait until it has started the job's process."""
+        folder = self.folder(spec.job)
+        command = [sys.executable, "-m", "podium.pods.host.agent", "--home", str(self.home), "supervise", spec.job]
+        with (folder / "log").open("ab") as log:
+            process = subprocess.Popen(
+                [*unit_command(spec.job), *command],
+                cwd=ROOT,
+                env={**os.environ, JOB_DIR: str(folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        started = folder / "pid"
+        wait_until(lambda: started.exists() or process.poll() not in (None, 0), START_S)
+        if not started.exists():
+            process.kill()
+            write_atomically(folder / "exit", "1\n")
+            raise StartError(f"job {spec.job} did not start: {one_line(last_line(folder / 'log'))}")
+
+
+def unit_command(job: str) -> list[str]:
+    """The command prefix that runs a command in a transient systemd unit; empty where there is none that we may use."""
+    if os.geteuid() != 0 or not SYSTEMD.is_dir() or shutil.which("systemd-run") is None:
+        return []
+    options = ("KillMode=mixed", f"TimeoutStopSec={int(GRACE_S) + 30}", f"WorkingDirectory={ROOT}")
+    return [
+        *("systemd-run", f"--unit=podrun-{job}", "--collect", "--quiet"),
+        *(f"--property={option}" for option in options),
+        f"--setenv={JOB_DIR}",
+        *(f"--setenv={name}" for name in KEPT_VARIABLES if name in os.environ),
+        "--",
+    ]
+
+
+def last_line(path: Path, size: int = 2000) -> str:
+    """The last line of a file that is not blank, found in its last `size` bytes."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - size))
+        lines = file.read().decode(errors="replace").splitlines()
+    return next((line for line in reversed(lines) if line.strip()), "(nothing)")

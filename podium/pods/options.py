@@ -1,0 +1,103 @@
+"""Options of `podium pod`, each declared once: its dataclass is what the command line fills and what the code reads."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+from typer import Option
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Common:
+    """Options of every command that calls gcloud."""
+
+    project: Annotated[str | None, Option(metavar="PROJECT", help="Google Cloud project; unset: gcloud's own.")] = None
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the gcloud commands and run none of them.")] = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rent:
+    """What to rent."""
+
+    type: Annotated[
+        str | None, Option(metavar="TYPE", help="Accelerator type, as v6e-8, v6e-16, v5litepod-16, v4-8.")
+    ] = None
+    zones: Annotated[
+        list[str] | None, Option("--zone", metavar="ZONE", help="Zones to ask, in this order. Repeatable.")
+    ] = None
+    spot: Annotated[bool, Option("--spot/--on-demand", help="Cheaper but preemptible, or not.")] = True
+    queued: Annotated[bool, Option("--queued/--now", help="Wait in Google's queue, or fail if none is free.")] = True
+    valid_until: Annotated[
+        str, Option("--valid-until", metavar="TIME", help="How long to wait in the queue of each zone, as 90m, 4h.")
+    ] = "4h"
+    lease: Annotated[str, Option(metavar="TIME", help="After this time `podium pod reap` deletes it, as 12h, 3d.")] = (
+        "24h"
+    )
+    runtime: Annotated[
+        str | None, Option("--runtime-version", metavar="VERSION", help="TPU software version; unset: by type.")
+    ] = None
+    service_account: Annotated[
+        str | None, Option("--service-account", metavar="EMAIL", help="Service account of the machines.")
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What `podium pod run` takes besides a config and what to rent."""
+
+    slice: Annotated[str | None, Option("--slice", metavar="NAME", help="Slice to run on; unset: your only one.")] = (
+        None
+    )
+    keep_alive: Annotated[
+        bool, Option("--keep-alive", help="Replace lost machines, restart after failures, continue the run.")
+    ] = False
+    detach: Annotated[bool, Option("--detach", help="Start the run and return without following it.")] = False
+    allow_dirty: Annotated[bool, Option("--allow-dirty", help="Send uncommitted changes too.")] = False
+    wheel: Annotated[Path | None, Option(metavar="FILE", help="Send Podium as a wheel, not this checkout.")] = None
+    env_file: Annotated[
+        Path | None, Option(metavar="FILE", help="File of mode 600 with HF_TOKEN=..., WANDB_API_KEY=...")
+    ] = None
+    env: Annotated[
+        list[str] | None, Option(metavar="NAME=VALUE", help="Environment variable, not a secret. Repeatable.")
+    ] = None
+    prepare: Annotated[
+        Path | None, Option(metavar="SCRIPT", help="Script that every machine runs first, as to mount a file system.")
+    ] = None
+    python: Annotated[
+        str | None,
+        Option(metavar="PATH", help="Python on the machines with all dependencies; unset: they are installed."),
+    ] = None
+    restarts: Annotated[int, Option(min=0, help="With --keep-alive: restarts in a row without a step in between.")] = 3
+    replacements: Annotated[
+        int, Option(min=0, help="With --keep-alive: replacements in a row without a step in between.")
+    ] = 20
+
+
+def flattened(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with the fields of its dataclass parameters as parameters of its own, as typer needs them."""
+    parameters = inspect.signature(command, eval_str=True).parameters.values()
+    groups = {each.name: each.annotation for each in parameters if dataclasses.is_dataclass(each.annotation)}
+    own = [each.replace(kind=each.KEYWORD_ONLY) for each in parameters if each.name not in groups]
+    names: dict[str, list[str]] = {}
+    for name, group in groups.items():
+        hints = get_type_hints(group, include_extras=True)
+        fields = dataclasses.fields(group)
+        names[name] = [field.name for field in fields]
+        own += [
+            inspect.Parameter(
+                each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=hints[each.name]
+            )
+            for each in fields
+        ]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> Any:
+        made = {name: group(**{each: given.pop(each) for each in names[name]}) for name, group in groups.items()}
+        return command(**given, **made)
+
+    run.__signature__ = inspect.Signature(own)  # pyright: ignore[reportAttributeAccessIssue]
+    run.__annotations__ = {each.name: each.annotation for each in own}
+    return run

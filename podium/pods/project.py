@@ -1,0 +1,67 @@
+"""A Google Cloud project as `podium pod` sees it: whose slices, how to reach them, and where to print."""
+
+import dataclasses
+import getpass
+import sys
+import time
+from typing import Any
+
+from podium.pods.gcloud import Gcloud, GcloudError, Runner, run_process
+from podium.pods.inventory import Slice, label_text
+from podium.pods.options import Common
+from podium.pods.remote import Remote
+from podium.pods.secrets import Secrets
+from podium.pods.slices import Clock, Slices
+
+RUNNER: Runner = run_process
+CLOCK: Clock = time
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Project:
+    """The slices of a project as their owner sees them."""
+
+    slices: Slices
+    clock: Clock
+    zone: str | None
+    """gcloud's default zone."""
+    secrets: Secrets
+
+    @property
+    def gcloud(self) -> Gcloud:
+        """The project's TPUs."""
+        return self.slices.gcloud
+
+    def remote(self, tpu_slice: Slice) -> Remote:
+        """The workers of a slice."""
+        return Remote(self.gcloud, tpu_slice, self.secrets.redact)
+
+    def say(self, line: str) -> None:
+        """Print progress, to stderr."""
+        print(self.secrets.redact(line), file=sys.stderr, flush=True)
+
+    def answer(self, text: str, *, end: str = "\n") -> None:
+        """Print a result, to stdout."""
+        print(text, end=end, flush=True)
+
+
+def open_project(common: Common, secrets: Secrets | None = None) -> Project:
+    """The project that is named, or gcloud's own, seen by the owner of gcloud's account.
+
+    Args:
+        common: options.
+        secrets: what may not be in any command or output.
+
+    Raises:
+        GcloudError: gcloud is not installed, or has no project.
+    """
+    secrets = secrets or Secrets({})
+    gcloud = Gcloud(RUNNER, project=common.project, secrets=tuple(secrets.forms()))
+    settings: dict[str, dict[str, Any]] = gcloud.settings()
+    core = settings.get("core", {})
+    if not (common.project or core.get("project")):
+        raise GcloudError("project", "no project is set")
+    owner = label_text(core.get("account") or getpass.getuser())
+    slices = Slices(gcloud, owner=owner, clock=CLOCK, say=lambda line: project.say(line))
+    project = Project(slices=slices, clock=CLOCK, zone=settings.get("compute", {}).get("zone"), secrets=secrets)
+    return project
