@@ -71,7 +71,7 @@ def test_missing_workers_are_named_to_all(port, tmp_path):
     ends, seconds = meet(port, tmp_path, [0, 2])
     assert set(ends) == {0, 1}
     assert set(ends.values()) == {
-        "launch guard: workers 1, 3 are missing: 2 of 4 arrived and nobody came for 1 s more;"
+        "launch guard: workers 1, 3 are missing: 2 of 4 arrived, and no other within 1 s;"
         " start the same command on all workers (--worker=all), or set PODRUN_ARRIVAL_S to wait longer"
     }
     assert seconds < 3
@@ -106,8 +106,8 @@ def test_a_copy_that_comes_late_ends_alone_and_the_job_goes_on(port, tmp_path):
         connection.sendall(b"PRI * HTTP/2.0\r\n")
         thread.join(10)
         connection.close()
-    assert "is not a worker 0 that waits for this job" in late[0]
-    assert "it runs already there" in late[0]
+    assert "no worker 0 waits for this job at" in late[0]
+    assert "the job is already running there" in late[0]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_worker_of_a_job_of_another_size_is_named(port, tmp_path):
     thread.start()
     found, _ = meet(port, tmp_path, [0], arrival_s=0.5)
     thread.join()
-    assert "came as worker 1 of 8 and this job has 4" in found[0]
+    assert "arrived as worker 1 of 8, but this job has 4" in found[0]
     assert ends == [found[0]]
 
 
@@ -143,7 +143,7 @@ def test_a_folder_that_is_not_shared_is_named(port, tmp_path, monkeypatch):
     ends, _ = meet(port, tmp_path / "runs", [0, 1, 2, 3], folders={3: other})
     assert len(set(ends.values())) == 1
     assert f"worker 3 ({socket.gethostname()}) does not see what worker 0 writes to {tmp_path}/runs" in ends[0]
-    assert f"(it looks in {other}): set runs_dir to one directory that all hosts share" in ends[0]
+    assert f"(its folder is {other}): set runs_dir to one directory that all hosts share" in ends[0]
 
 
 def test_a_folder_that_cannot_be_made_is_named(port, tmp_path):
@@ -160,7 +160,7 @@ def test_a_worker_that_arrives_and_ends_is_named(port, tmp_path):
     time.sleep(0.3)
     Guard(make_cluster(2, port, workers=3)).close()
     thread.join()
-    assert f"worker 2 ({socket.gethostname()}) arrived and ended" in ends[0]
+    assert f"worker 2 ({socket.gethostname()}) arrived and then ended" in ends[0]
     assert ends[0] == ends[1]
 
 

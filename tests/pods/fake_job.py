@@ -14,7 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from podium.job.records import Report, write_json
+from podium.files import write_atomically
+from podium.job.records import ProgressReport
 
 
 def main() -> int:
@@ -28,7 +29,7 @@ def main() -> int:
     )
     stopping = []
     signal.signal(signal.SIGTERM, lambda number, frame: stopping.append(number))
-    report = Report(job, worker=worker)
+    report = ProgressReport(job, worker=worker)
     saved = folder / "checkpoint.json"
     step, chain = json.loads(saved.read_text()) if saved.exists() else (0, "")
     report.update(steps=plan["steps"], run_dir=str(folder), step=step)
@@ -43,7 +44,7 @@ def main() -> int:
             with (folder / "metrics.jsonl").open("a") as metrics:
                 metrics.write(json.dumps({"step": step, "chain": chain}) + "\n")
             if step % plan.get("save_every", 2) == 0 or stopping:
-                write_json(saved, (step, chain))  # pyright: ignore[reportArgumentType]
+                write_atomically(saved, json.dumps((step, chain)))
         print(f"step {step} of {plan['steps']}", flush=True)
         if stopping:
             report.end("stopped", f"stopped after step {step}", 143)

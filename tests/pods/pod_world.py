@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from podium.pods import context
+from podium.pods import project
 from tests.pods.fake_gcloud import FakeGcloud
 from tests.pods.fake_tpu import FakeTpu
 from tests.pods.hosts import ROOT, LocalHosts, fake_python
@@ -71,8 +71,8 @@ class PodWorld:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Has the commands use this world."""
-        monkeypatch.setattr(context, "RUNNER", self.gcloud)
-        monkeypatch.setattr(context, "CLOCK", self.clock)
+        monkeypatch.setattr(project, "RUNNER", self.gcloud)
+        monkeypatch.setattr(project, "CLOCK", self.clock)
         for name, value in CANARIES.items():
             monkeypatch.setenv(name, value)
 
@@ -94,7 +94,8 @@ class PodWorld:
 def make_checkout(folder: Path) -> Path:
     """A small git checkout that has what the workers' side needs."""
     folder.mkdir()
-    files = [*(ROOT / "podium" / "pods").glob("*.py"), ROOT / "podium" / "__init__.py"]
+    parts = ("*.py", "job/*.py", "pods/*.py", "pods/host/*")  # what the agent imports, and more
+    files = [file for part in parts for file in (ROOT / "podium").glob(part) if file.is_file()]
     for file in files:
         target = folder / file.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
