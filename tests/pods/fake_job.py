@@ -1,7 +1,8 @@
 """`podium train` for tests of what is around it: steps that only count, checkpoints that only remember the count.
 
-The config's `runs_dir` holds `plan.json`, which says how long a step takes and what goes wrong; the "metrics" are a
-chain of digests, so that one that went on from a checkpoint can be told from one that did not.
+The config's `runs_dir` contains `plan.json`, which says how long a step takes and, with `hold`, that the last step
+waits for the file `released`; files `fail-WORKER-STEP` make a worker fail. The "metrics" are a chain of digests, so
+that a run that continued from a checkpoint can be told from one that did not.
 """
 
 import hashlib
@@ -36,6 +37,8 @@ def main() -> int:
     report.write_progress(time.time())
     while step < plan["steps"]:
         time.sleep(plan.get("step_s", 0.1))
+        while step == plan["steps"] - 1 and plan.get("hold") and not stopping and not (folder / "released").exists():
+            time.sleep(0.02)
         step += 1
         chain = hashlib.sha256(f"{chain}{step}".encode()).hexdigest()
         report.update(step=step, metrics={"train-reward/total/mean": step / 10})

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,20 @@ class PodWorld:
     def plan(self, **plan: Any) -> None:
         """What the fake training does."""
         (self.shared / "plan.json").write_text(json.dumps({"step_s": 0.05, **plan}))
+
+    def release(self) -> None:
+        """Let a fake training that was planned to `hold` end."""
+        (self.shared / "released").touch()
+
+    def on_command(self, text: str, act: Callable[[], None]) -> None:
+        """Do something once, just before the first gcloud command that contains a text."""
+
+        def before(argv: tuple[str, ...]) -> None:
+            if any(text in word for word in argv):
+                self.gcloud.before = lambda argv: None
+                act()
+
+        self.gcloud.before = before
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Has the commands use this world."""

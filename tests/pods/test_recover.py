@@ -255,7 +255,7 @@ def test_a_worker_that_falls_silent_is_named_before_the_others_notice():
     ]
 
 
-STEPS, SAVE_EVERY, STEP_S = 24, 3, 0.06
+STEPS, SAVE_EVERY, STEP_S = 12, 3, 0.06
 
 
 @pytest.mark.parametrize("instant", range(3))
@@ -263,13 +263,13 @@ def test_machines_taken_at_random_instants_cost_at_most_two_save_intervals(make_
     """Real supervisors and jobs on two hosts; the machines, with their disks, are taken and others given."""
     rng = random.Random(instant)
     world = make_world(workers=2)
-    world.plan(steps=STEPS, step_s=STEP_S, save_every=SAVE_EVERY)
+    world.plan(steps=STEPS, step_s=STEP_S, save_every=SAVE_EVERY, hold=True)
     assert pod("up", "demo", "--type", "v4-16", "--zone", ZONES[0], "--zone", ZONES[1])[0] == 0
     lost_at = []
 
     def take() -> None:
         after = rng.randint(1, STEPS - 3)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while len(world.metrics()) < after and time.monotonic() < deadline:
             time.sleep(0.01)
         world.fake.preempt("demo")
@@ -278,6 +278,7 @@ def test_machines_taken_at_random_instants_cost_at_most_two_save_intervals(make_
         lost_at.append(world.metrics()[-1]["step"])
         world.fake.capacity = {ZONES[0]: 0}
         world.hosts.renew()
+        world.release()
 
     thief = threading.Thread(target=take)
     thief.start()
@@ -298,21 +299,20 @@ def test_machines_taken_at_random_instants_cost_at_most_two_save_intervals(make_
 def test_machines_taken_at_any_command_of_the_laptop_are_replaced(make_world, pod, word):
     """While the run is sent, as it is started, and between a look at it and its log."""
     world = make_world(workers=1)
-    world.plan(steps=120, save_every=SAVE_EVERY)  # longer than the laptop takes to look
+    world.plan(steps=6, save_every=SAVE_EVERY, hold=True)
     assert pod("up", "demo", "--type", "v6e-8", "--zone", ZONES[0])[0] == 0
 
-    def take(argv: tuple[str, ...]) -> None:
-        if any(word in part for part in argv):
-            world.gcloud.before = lambda argv: None
-            world.fake.preempt("demo")
-            world.hosts.lose(0)
-            world.hosts.renew()
+    def take() -> None:
+        world.fake.preempt("demo")
+        world.hosts.lose(0)
+        world.hosts.renew()
+        world.release()
 
-    world.gcloud.before = take
+    world.on_command(word, take)
     result, _, err = pod(*world.run_arguments("--keep-alive", "--slice", "demo"))
     assert result == 0, err
     assert "replace: the slice is lost" in err
-    assert world.metrics()[-1]["step"] == 120
+    assert world.metrics()[-1]["step"] == 6
 
 
 def undisturbed() -> dict[int, str]:

@@ -155,7 +155,7 @@ def test_what_a_killed_command_left_is_deleted_by_the_next(tmp_path):
 
 def test_the_job_has_its_secrets_and_only_the_first_worker_has_them_all(make_world, pod):
     world = make_world(workers=2)
-    world.plan(steps=300, step_s=0.1)
+    world.plan(steps=2, hold=True)
     assert pod("up", "demo", "--type", "v4-16", "--zone", ZONES[0])[0] == 0
     assert pod(*world.run_arguments("--detach"))[0] == 0
     environments = [environment_of_job(world, worker) for worker in range(2)]
