@@ -104,6 +104,7 @@ def run(common: Common, name: str | None, rent: Rent, spec: launch.RunSpec) -> I
         yield from up(common, target, rent)
     else:
         yield argv.nodes()
+        yield "as for a v6e-8: type, number and addresses of the machines are in the answer:"
 
     def ask(command: str, worker: str = "all") -> Line:
         return _ask(common, name, command, worker=worker, zone=zone, addresses=addresses)

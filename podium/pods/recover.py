@@ -130,8 +130,9 @@ def keep_alive(session: Session, policy: Policy, *, clock: Clock, say: Callable[
     before, since, said = None, clock.time(), ""
     while True:
         seen = _observe(session, clock, say)
-        state = _state(seen)
-        if state != before:
+        job = seen.job
+        state = (seen.slice and seen.slice.detail, job and (job.outcome, job.silent, job.name))
+        if state != before:  # the waiting time counts while this is the same
             before, since = state, clock.time()
         seen = dataclasses.replace(seen, waited_s=clock.time() - since)
         if seen.job is not None:
@@ -193,9 +194,3 @@ def _observe(session: Session, clock: Clock, say: Callable[[str], None]) -> Obse
                 say(f"{error.text}; the run continues without this machine; trying again")
                 said = True
         clock.sleep(30.0)
-
-
-def _state(seen: Observation) -> tuple[object, ...]:
-    """What must not change for the waiting time to count."""
-    job = seen.job
-    return (seen.slice and seen.slice.detail, job and (job.outcome, tuple(job.silent), job.name))

@@ -45,7 +45,8 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
     _check_runs_dir(loaded, options, wanted.hosts if wanted else 1)
     if wanted:
         _check_divides(loaded.config, wanted, environment)
-    name = options.slice or (_slice_name(loaded.config) if wanted else None)
+    own_name = label_text(str(loaded.config.name)).replace("_", "-")[:40].strip("-")
+    name = options.slice or (own_name if wanted else None)
     with tempfile.TemporaryDirectory(prefix="podium-") as scratch:
         package = pack(loaded.config, Path(scratch), here=Path.cwd(), options=options, secrets=secrets)
 
@@ -76,10 +77,6 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
             project.say(f"to follow it: podium pod logs -f {tpu_slice.name}")
             return 0
         return _follow(project, session, options)
-
-
-def _slice_name(config: Config) -> str:
-    return label_text(str(config.name)).replace("_", "-")[:40].strip("-")
 
 
 def _find_slice(project: Project, name: str | None, rent: Rent, options: RunOptions) -> Slice:

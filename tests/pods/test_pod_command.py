@@ -88,7 +88,7 @@ def test_another_config_does_not_disturb_a_job(make_world, pod):
 
 def test_status_shows_a_running_job_and_what_the_slice_costs(make_world, pod):
     world = make_world(workers=2)
-    world.plan(steps=3, hold=True)
+    world.plan(steps=3, hold=True, save_every=100)
     rent(world, pod)
     assert pod(*world.run_arguments("--detach"))[0] == 0
     wait_for(lambda: all("step 2 of 3" in world.log(worker) for worker in range(2)))
@@ -117,7 +117,7 @@ def test_a_failure_is_told_with_its_worker_and_ends_the_following(make_world, po
     patient = functools.partial(Policy, ends_s=1e9)  # the others end when they end, however slow this machine is
     monkeypatch.setattr("podium.pods.run.Policy", patient)
     world = make_world()
-    world.plan(steps=50)
+    world.plan(steps=50, save_every=100)  # a worker that starts late begins at step 1 too
     for worker, step, status in ((2, 2, 1), (0, 6, 134), (1, 6, 134), (3, 6, 134)):
         (world.shared / f"fail-{worker}-{step}").write_text(str(status))
     rent(world, pod)

@@ -107,7 +107,7 @@ def test_planted_secrets_are_found_nowhere_after_a_run_with_failures(make_world,
     file.chmod(0o600)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", unknown)
     texts = [third, unknown, *CANARIES.values(), "CANARYinEnv12345"]
-    world.plan(steps=12)
+    world.plan(steps=12, save_every=100)
     world.fake.faults = [Fault("POST", "lost_reply")]
     (world.shared / "fail-1-3").write_text("1")
     for worker in (0, 2, 3):
