@@ -103,8 +103,8 @@ class Bench:
     def remote(self) -> Remote:
         """The workers of the only slice."""
         gcloud = Gcloud(self.world.run)
-        (one,) = read_slices(gcloud.nodes(ZONES[0]), [])
-        return Remote(gcloud, one)
+        (tpu_slice,) = read_slices(gcloud.nodes(ZONES[0]), [])
+        return Remote(gcloud, tpu_slice)
 
     def left(self) -> int:
         """Processes of jobs, on all machines."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benches.pods.bench import DEVICES, LIMIT_S, WORKERS, Bench, Row, on_cpu, options, rented, seconds_since, wait
 from podium.job.records import GUARD, first_failure
-from podium.pods.launch import AGENT, look
+from podium.pods.launch import AGENT, poll
 from podium.pods.remote import Remote
 from tests.pods.network_world import job_processes
 from tests.pods.unreliable import SIGNS
@@ -19,7 +19,7 @@ NAMED_S, GUARD_S = 40.0, 10.0
 """Seconds until a cause is named on the laptop, and by the guard."""
 UNLIKE = {
     "missing": (2, "worker 2 is missing"),
-    "there twice": (1, "worker 1 was started twice"),
+    "duplicated": (1, "worker 1 was started twice"),
     "other config": (2, r"learning_rate is '0\.5' on worker 2"),
     "other commit": (3, "commit is 'None' on worker 3"),
     "unshared folder": (3, r"worker 3 \(.*does not see what worker 0 writes"),
@@ -39,7 +39,7 @@ def bar_b(bench: Bench) -> Iterator[Row]:
             cases = " ".join(f"{worker}) {command};;" for worker, command in enumerate(commands))
             begun = time.monotonic()
             remote.ask_all(f"case $worker in {cases} esac", "starting", timeout_s=60.0)
-            line = wait(lambda job=job: first_failure(look(remote, job).statuses), 60.0)
+            line = wait(lambda job=job: first_failure(poll(remote, job).workers), 60.0)
             named_s = seconds_since(begun)
             guard_s = guards_seconds(remote, job)
             started = [worker for worker in range(WORKERS) if what != "missing" or worker != guilty]
@@ -69,7 +69,7 @@ def guard_commands(bench: Bench, remote: Remote, config: Path, job: str, what: s
     commands = [start(worker) for worker in range(WORKERS)]
     if what == "missing":
         commands[guilty] = "true"
-    elif what == "there twice":
+    elif what == "duplicated":
         again = start(guilty, agent=f"{AGENT} --home $HOME/again")  # first: one that comes late ends alone
         commands[guilty + 1] = f"{again}; {commands[guilty + 1]}"
     elif what == "other config":
@@ -82,14 +82,14 @@ def guard_commands(bench: Bench, remote: Remote, config: Path, job: str, what: s
 
 def guards_seconds(remote: Remote, job: str) -> float:
     """From the first worker's start to the first verdict of the guard, by the machines' clocks."""
-    statuses = [status for status in look(remote, job).statuses if status and status["job"]]
+    statuses = [status for status in poll(remote, job).workers if status and status["job"]]
     verdicts = [status["record"]["time"] for status in statuses if status["record"]]
     return round(min(verdicts) - min(status["created"] for status in statuses), 1) if verdicts else LIMIT_S
 
 
 def exits(remote: Remote, job: str, workers: Sequence[int]) -> list[int] | None:
     """Of these workers, once all have ended."""
-    statuses = look(remote, job).statuses
+    statuses = poll(remote, job).workers
     found = [(statuses[worker] or {}).get("exit") for worker in workers]
     return None if None in found else [int(each or 0) for each in found]
 

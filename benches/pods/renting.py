@@ -40,7 +40,7 @@ def bar_f(bench: Bench) -> Iterator[Row]:
             fake.faults = faults
             order = an_order(queued=queued)
             if case == "no fault":  # deleted while its machines are being made
-                slices.gcloud.create(order, "us-a")
+                slices.gcloud.checked(slices.gcloud.argv.create(order, "us-a"))
                 wait(lambda fake=fake: fake.tick() or fake.nodes, 10.0)
                 got = "deleted while being made"
             else:

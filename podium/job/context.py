@@ -11,7 +11,7 @@ from typing import Any
 
 from podium.config.schema import Config
 from podium.job.cluster import Cluster, find_cluster
-from podium.job.guard import Guard
+from podium.job.guard import ARRIVAL_S, Guard
 from podium.job.records import ProgressReport
 from podium.job.watchdog import Watchdog
 from podium.observe.summary import commit, versions
@@ -63,7 +63,7 @@ def join_job(environ: Mapping[str, str]) -> Iterator[JobContext]:
             yield JobContext(cluster=None, report=report, watchdog=watchdog)
             return
         report.phase("guard")
-        with Guard.from_environment(cluster, environ) as guard:
+        with Guard(cluster, arrival_s=float(environ.get("PODRUN_ARRIVAL_S", ARRIVAL_S))) as guard:
             yield JobContext(cluster=cluster, report=report, watchdog=watchdog, guard=guard)
 
 

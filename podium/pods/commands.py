@@ -21,7 +21,7 @@ from podium.pods.rental import rent_slice
 from podium.pods.run import run_config
 from podium.pods.sky import sky_task
 from podium.pods.slices import BadRequestError
-from podium.pods.tables import slice_facts, slice_table, worker_table
+from podium.pods.tables import slice_json, slice_table, worker_table
 from podium.settings import load_settings
 
 POLL_S = 5.0
@@ -84,8 +84,7 @@ def status(common: Common, name: AnyName = None, as_json: AsJson = False) -> Non
     job = poll(project.remote(tpu_slice)) if tpu_slice.state == "ready" else JobStatus(workers=())
     now = project.clock.time()
     if as_json:
-        facts = dataclasses.asdict(slice_facts(tpu_slice, now))
-        found = StatusAnswer(slice=facts, outcome=job.outcome, workers=list(job.workers))
+        found = StatusAnswer(slice=slice_json(tpu_slice, now), outcome=job.outcome, workers=list(job.workers))
         return project.answer(json.dumps(dataclasses.asdict(found)))
     project.answer(slice_table([tpu_slice], project.slices.owner, now))
     if job.workers:
@@ -166,7 +165,7 @@ def ls(
     found = [each for each in project.slices.survey(zones or None) if everyone or project.slices.is_ours(each)]
     now = project.clock.time()
     if as_json:
-        project.answer(json.dumps([dataclasses.asdict(slice_facts(each, now)) for each in found]))
+        project.answer(json.dumps([slice_json(each, now) for each in found]))
     elif found:
         project.answer(slice_table(found, project.slices.owner, now))
     else:

@@ -104,6 +104,7 @@ def run(common: Common, name: str | None, rent: Rent, spec: launch.RunSpec) -> I
         yield from up(common, target, rent)
     else:
         yield argv.nodes()
+        yield "as for a v6e-8: type, number and addresses of the machines are in the answer:"
 
     def ask(command: str, worker: str = "all") -> Line:
         return _ask(common, name, command, worker=worker, zone=zone, addresses=addresses)
@@ -115,9 +116,11 @@ def run(common: Common, name: str | None, rent: Rent, spec: launch.RunSpec) -> I
     yield ask(launch.status_command(None))
     yield f"if {spec.prefix}... does not run yet and is not done; the last number counts its attempts:"
     yield ask(launch.folder_command(spec))
-    yield send([*map(str, spec.package.files), f"{job}.yaml"], spec.package.folder)
-    yield "with checksums of these files:"
-    yield ask(launch.unpack_command(spec, spec.package.files))
+    config = spec.package.files[0].with_name(f"{job}.yaml")
+    config.write_text(spec.config, encoding="utf-8")
+    files = [*spec.package.files, config]
+    yield send([str(file) for file in files], spec.package.folder)
+    yield ask(launch.unpack_command(spec, files))
     if spec.package.sets_up:
         yield ask(launch.setup_command(spec, f"{job}-setup"))
         yield "until the setup is done:"

@@ -117,72 +117,51 @@ def read_slices(nodes: Iterable[Mapping[str, Any]], queued: Iterable[Mapping[str
         if parent:
             made.setdefault(_key(parent), node)
         else:
-            slices.append(_of_node(node))
+            slices.append(_slice(None, node))
     for each in queued:
-        slices.append(_of_queued(each, made.pop(_key(each["name"]), None)))
-    slices.extend(_of_node(node) for node in made.values())  # their queued resource is gone, or was not asked for
+        slices.append(_slice(each, made.pop(_key(each["name"]), None)))
+    slices.extend(_slice(None, node) for node in made.values())  # their queued resource is gone, or was not listed
     return sorted(slices, key=lambda each: (each.zone, each.name))
 
 
-def _of_node(node: Mapping[str, Any]) -> Slice:
-    name, zone = _name_and_zone(node["name"])
-    detail = node.get("state", "STATE_UNSPECIFIED")
-    return Slice(
-        name=name,
-        zone=zone,
-        state=_NODE_STATES.get(detail, "creating"),
-        detail=detail,
-        queued=False,
-        from_queue="queuedResource" in node,
-        node=True,
-        addresses=_addresses(node),
-        created=_time(node.get("createTime")),
-        spot=_is_spot(node),
-        **_described(node),
-    )
-
-
-def _of_queued(queued: Mapping[str, Any], node: Mapping[str, Any] | None) -> Slice:
-    name, zone = _name_and_zone(queued["name"])
-    detail = queued.get("state", {}).get("state", "STATE_UNSPECIFIED")
-    state = _QUEUED_STATES.get(detail, "waiting")
-    spec = (queued.get("tpu", {}).get("nodeSpec") or [{}])[0].get("node", {})
-    if reason := queued.get("state", {}).get("failedData", {}).get("error", {}).get("message"):
-        detail = f"{detail}: {reason}"
-    elif node is not None and state in ("creating", "waiting"):
-        own = _of_node(node)
-        state, detail = own.state, f"{detail}, node {own.detail}"
+def _slice(queued: Mapping[str, Any] | None, node: Mapping[str, Any] | None) -> Slice:
+    """The slice of a queued resource, of its node, or of both."""
+    request, machines = queued or {}, node or {}
+    name, zone = _name_and_zone((queued or machines)["name"])
+    spec = (request.get("tpu", {}).get("nodeSpec") or [{}])[0].get("node", {}) if queued else machines
+    scheduling = machines.get("schedulingConfig", {})
+    created = (node or request).get("createTime")
+    state, detail = _state(request, machines)
     return Slice(
         name=name,
         zone=zone,
         state=state,
         detail=detail,
-        queued=True,
-        from_queue=True,
+        accelerator=spec.get("acceleratorType", "?").rpartition("/")[2],
+        runtime=spec.get("runtimeVersion", "?"),
+        spot="spot" in request if queued else bool(scheduling.get("spot") or scheduling.get("preemptible")),
+        queued=queued is not None,
+        from_queue=queued is not None or "queuedResource" in machines,
         node=node is not None,
-        addresses=_addresses(node or {}),
-        created=_time((node or queued).get("createTime")),
-        spot="spot" in queued,
-        **_described({**spec, "labels": {**spec.get("labels", {}), **(node or {}).get("labels", {})}}),
+        addresses=tuple(each.get("ipAddress", "") for each in machines.get("networkEndpoints", ())),
+        labels={**spec.get("labels", {}), **machines.get("labels", {})},
+        created=datetime.datetime.fromisoformat(re.sub(r"\.\d+", "", created)) if created else None,
+        service_account=spec.get("serviceAccount", {}).get("email"),
     )
 
 
-def _described(node: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "accelerator": node.get("acceleratorType", "?").rpartition("/")[2],
-        "runtime": node.get("runtimeVersion", "?"),
-        "labels": dict(node.get("labels", {})),
-        "service_account": node.get("serviceAccount", {}).get("email"),
-    }
-
-
-def _is_spot(node: Mapping[str, Any]) -> bool:
-    scheduling = node.get("schedulingConfig", {})
-    return bool(scheduling.get("spot") or scheduling.get("preemptible"))
-
-
-def _addresses(node: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(each.get("ipAddress", "") for each in node.get("networkEndpoints", ()))
+def _state(request: Mapping[str, Any], machines: Mapping[str, Any]) -> tuple[State, str]:
+    """State of a slice, and its detail; each argument may be empty."""
+    own = machines.get("state", "STATE_UNSPECIFIED")
+    if not request:
+        return _NODE_STATES.get(own, "creating"), own
+    detail = request.get("state", {}).get("state", "STATE_UNSPECIFIED")
+    state = _QUEUED_STATES.get(detail, "waiting")
+    if reason := request.get("state", {}).get("failedData", {}).get("error", {}).get("message"):
+        return state, f"{detail}: {reason}"
+    if machines and state in ("creating", "waiting"):
+        return _NODE_STATES.get(own, "creating"), f"{detail}, node {own}"
+    return state, detail
 
 
 def _key(name: str) -> str:
@@ -194,7 +173,3 @@ def _name_and_zone(name: str) -> tuple[str, str]:
     """NAME and ZONE of `projects/P/locations/ZONE/nodes/NAME`, or of a queued resource."""
     parts = name.split("/")
     return parts[-1], parts[3]
-
-
-def _time(text: str | None) -> datetime.datetime | None:
-    return datetime.datetime.fromisoformat(re.sub(r"\.\d+", "", text)) if text else None

@@ -79,7 +79,9 @@ class RunOptions:
 def flattened(command: Callable[..., Any]) -> Callable[..., Any]:
     """The command with the fields of its dataclass parameters as parameters of its own, as typer needs them."""
     parameters = inspect.signature(command, eval_str=True).parameters.values()
-    groups = {each.name: each.annotation for each in parameters if dataclasses.is_dataclass(each.annotation)}
+    groups: dict[str, Any] = {
+        each.name: each.annotation for each in parameters if dataclasses.is_dataclass(each.annotation)
+    }
     own = [each.replace(kind=each.KEYWORD_ONLY) for each in parameters if each.name not in groups]
     names: dict[str, list[str]] = {}
     for name, group in groups.items():

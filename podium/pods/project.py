@@ -56,7 +56,7 @@ def open_project(common: Common, secrets: Secrets | None = None) -> Project:
         GcloudError: gcloud is not installed, or has no project.
     """
     secrets = secrets or Secrets({})
-    gcloud = Gcloud(RUNNER, project=common.project, secrets=tuple(secrets.forms()))
+    gcloud = Gcloud(RUNNER, project=common.project, secrets=secrets.forms)
     settings: dict[str, dict[str, Any]] = gcloud.settings()
     core = settings.get("core", {})
     if not (common.project or core.get("project")):

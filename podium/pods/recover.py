@@ -6,13 +6,13 @@ for everything each time, so it may be stopped and started again at any moment, 
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 from podium.job.records import ABORTED, GUARD, STOPPED, first_failure
 from podium.pods.gcloud import GcloudError
-from podium.pods.inventory import Slice
 from podium.pods.launch import JobStatus
 from podium.pods.remote import RemoteError
+from podium.pods.session import Observation, Session
 from podium.pods.slices import Clock, SliceError
 
 Act = Literal["wait", "start", "restart", "replace", "end"]
@@ -37,17 +37,6 @@ class Policy:
     """How long after SIGTERM a node that is being preempted may still be listed as ready."""
     pauses_s: tuple[float, ...] = (10.0, 30.0, 60.0)
     """Before the first, second and further restarts."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Observation:
-    """The slice and its workers at one moment."""
-
-    slice: Slice | None
-    job: JobStatus | None
-    """None: the machines cannot be asked."""
-    waited_s: float = 0.0
-    """Since the first observation with the same state."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,42 +124,19 @@ def _replace(why: str, counts: Counts, policy: Policy) -> Decision:
 _KEEP_ALIVE = "podium pod run --keep-alive rents another and continues from the last checkpoint"
 
 
-class Actions(Protocol):
-    """A run on a slice, as `podium.pods.run.Session` implements it."""
-
-    def observe(self) -> Observation:
-        """The slice and its workers, now."""
-        ...
-
-    def start(self) -> None:
-        """Start the run where it is not running."""
-        ...
-
-    def stop(self) -> None:
-        """End what is left of the job on all workers that answer."""
-        ...
-
-    def replace(self) -> None:
-        """Delete the slice and rent another."""
-        ...
-
-    def show(self, job: JobStatus) -> None:
-        """Show the user how far the run is."""
-        ...
-
-
-def keep_alive(actions: Actions, policy: Policy, *, clock: Clock, say: Callable[[str], None]) -> int:
+def keep_alive(session: Session, policy: Policy, *, clock: Clock, say: Callable[[str], None]) -> int:
     """Observe and act until the run has ended; returns its exit status."""
     counts = Counts()
     before, since, said = None, clock.time(), ""
     while True:
-        seen = _observe(actions, clock, say)
-        state = _state(seen)
-        if state != before:
+        seen = _observe(session, clock, say)
+        job = seen.job
+        state = (seen.slice and seen.slice.detail, job and (job.outcome, job.silent, job.name))
+        if state != before:  # the waiting time counts while this is the same
             before, since = state, clock.time()
         seen = dataclasses.replace(seen, waited_s=clock.time() - since)
         if seen.job is not None:
-            actions.show(seen.job)
+            session.show(seen.job)
             if seen.job.step > counts.step:
                 counts = Counts(step=seen.job.step)
         decision = decide(seen, counts, policy)
@@ -180,31 +146,31 @@ def keep_alive(actions: Actions, policy: Policy, *, clock: Clock, say: Callable[
         if decision.act == "end":
             if seen.job is not None and seen.job.outcome in ("failed", "guard"):
                 try:  # workers that did not notice the failure
-                    actions.stop()
+                    session.stop()
                 except (RemoteError, SliceError, GcloudError) as error:
                     say(str(error))
             return decision.status
         if decision.act == "wait":
             clock.sleep(policy.poll_s)
         else:
-            counts = _act(decision, actions, counts, policy, clock, say)
+            counts = _act(decision, session, counts, policy, clock, say)
             before = None
 
 
 def _act(
-    decision: Decision, actions: Actions, counts: Counts, policy: Policy, clock: Clock, say: Callable[[str], None]
+    decision: Decision, session: Session, counts: Counts, policy: Policy, clock: Clock, say: Callable[[str], None]
 ) -> Counts:
     """Carry out a decision and return the new counts. A failure is printed; the next observation shows it again."""
     try:
         if decision.act == "replace":
             counts = dataclasses.replace(counts, replacements=counts.replacements + 1, restarts=0)
-            actions.replace()
+            session.replace()
         elif decision.act == "restart":
             pause = policy.pauses_s[min(counts.restarts, len(policy.pauses_s) - 1)]
             counts = dataclasses.replace(counts, restarts=counts.restarts + 1)
-            actions.stop()
+            session.stop()
             clock.sleep(pause)
-        actions.start()
+        session.start()
     except (RemoteError, SliceError, GcloudError) as error:
         if isinstance(error, GcloudError) and not error.transient and error.kind != "unusable":
             raise
@@ -215,12 +181,12 @@ def _act(
     return counts
 
 
-def _observe(actions: Actions, clock: Clock, say: Callable[[str], None]) -> Observation:
+def _observe(session: Session, clock: Clock, say: Callable[[str], None]) -> Observation:
     """An observation, as soon as the network allows one: the run does not need the laptop."""
     said = False
     while True:
         try:
-            return actions.observe()
+            return session.observe()
         except GcloudError as error:
             if not error.transient:
                 raise
@@ -228,9 +194,3 @@ def _observe(actions: Actions, clock: Clock, say: Callable[[str], None]) -> Obse
                 say(f"{error.text}; the run continues without this machine; trying again")
                 said = True
         clock.sleep(30.0)
-
-
-def _state(seen: Observation) -> tuple[object, ...]:
-    """What must not change for the waiting time to count."""
-    job = seen.job
-    return (seen.slice and seen.slice.detail, job and (job.outcome, tuple(job.silent), job.name))

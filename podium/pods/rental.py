@@ -1,5 +1,6 @@
 """From what a user asks for to an order for Google Cloud."""
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
@@ -88,7 +89,11 @@ def new_order(name: str, rent: Rent, owner: str, zones: Sequence[str], now: floa
         spot=rent.spot,
         queued=rent.queued,
         valid_until_s=seconds(rent.valid_until, "--valid-until"),
-        labels=_labels(owner, rent, zones, now),
+        labels={
+            OWNER: owner,
+            LEASE: str(int(now) + seconds(rent.lease, "--lease")),
+            ZONES: zones_label(zones),
+        },
         service_account=rent.service_account,
     )
 
@@ -99,20 +104,15 @@ def rent_again(slices: Slices, old: Slice, rent: Rent) -> Slice:
     Raises:
         SliceError: no zone gives one.
     """
-    zones = rent.zones or old.zones
-    order = Order(
-        name=old.name,
-        accelerator=old.accelerator,
+    same = dataclasses.replace(
+        rent,
+        type=old.accelerator,
         runtime=old.runtime,
         spot=old.spot,
         queued=old.from_queue,
-        valid_until_s=seconds(rent.valid_until, "--valid-until"),
-        labels=_labels(slices.owner, rent, zones, slices.clock.time()),
         service_account=rent.service_account or old.service_account,
     )
+    zones = rent.zones or old.zones
+    order = new_order(old.name, same, slices.owner, zones, slices.clock.time())
     slices.down(old.name)
     return slices.up(order, zones)
-
-
-def _labels(owner: str, rent: Rent, zones: Sequence[str], now: float) -> dict[str, str]:
-    return {OWNER: owner, LEASE: str(int(now) + seconds(rent.lease, "--lease")), ZONES: zones_label(zones)}

@@ -1,12 +1,9 @@
 """`podium pod run`: a config on a slice, followed to its end and kept alive on request."""
 
-import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from podium.accelerators import Accelerator, find_accelerator
 from podium.config.errors import ConfigError, Problem
@@ -18,14 +15,15 @@ from podium.models.presets import find_architecture
 from podium.pods import dry_run
 from podium.pods.gcloud import GcloudError
 from podium.pods.inventory import Slice, label_text
-from podium.pods.launch import NOTHING_STARTED, JobStatus, RunSpec, launch, poll, read_log, stop_job
+from podium.pods.launch import RunSpec
 from podium.pods.options import Common, Rent, RunOptions
 from podium.pods.project import Project, open_project
 from podium.pods.push import pack
-from podium.pods.recover import Observation, Policy, keep_alive
+from podium.pods.recover import Policy, keep_alive
 from podium.pods.remote import RemoteError
 from podium.pods.rental import rent_again, rent_slice, tpu
 from podium.pods.secrets import gather, is_secret_name
+from podium.pods.session import Session
 from podium.pods.slices import BadRequestError, SliceError
 
 INTERRUPTED = 130
@@ -47,7 +45,8 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
     _check_runs_dir(loaded, options, wanted.hosts if wanted else 1)
     if wanted:
         _check_divides(loaded.config, wanted, environment)
-    name = options.slice or (_slice_name(loaded.config) if wanted else None)
+    own_name = label_text(str(loaded.config.name)).replace("_", "-")[:40].strip("-")
+    name = options.slice or (own_name if wanted else None)
     with tempfile.TemporaryDirectory(prefix="podium-") as scratch:
         package = pack(loaded.config, Path(scratch), here=Path.cwd(), options=options, secrets=secrets)
 
@@ -78,66 +77,6 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
             project.say(f"to follow it: podium pod logs -f {tpu_slice.name}")
             return 0
         return _follow(project, session, options)
-
-
-class Session:
-    """A run on a slice: the actions that `podium.pods.recover` decides on."""
-
-    def __init__(self, project: Project, tpu_slice: Slice, rent: Rent, spec_for: Callable[[str], RunSpec]) -> None:
-        """`spec_for` makes the run for a type of slice; `rent` is for replacements."""
-        self.slice = tpu_slice
-        self._project, self._rent, self._spec_for = project, rent, spec_for
-        self._shown: dict[str, int] = {}  # job -> bytes of its log
-        self._job: str | None = None
-
-    def observe(self) -> Observation:
-        """The slice and its workers, now."""
-        now = self._project.slices.now(self.slice)
-        if now is None or now.state != "ready":
-            return Observation(slice=now, job=None)
-        if self._job is None:  # other jobs are ignored
-            return Observation(slice=now, job=JobStatus(workers=[NOTHING_STARTED] * len(now.addresses)))
-        try:
-            return Observation(slice=now, job=poll(self._project.remote(now), self._job))
-        except GcloudError as error:
-            if error.kind != "unusable":  # the node has ended since
-                raise
-            return Observation(slice=now, job=None)
-
-    def start(self) -> None:
-        """Start the run where it is not running."""
-        spec, project = self._spec_for(self.slice.accelerator), self._project
-        self._job = launch(project.remote(self.slice), spec, clock=project.clock, say=project.say)
-
-    def stop(self) -> None:
-        """End what is left of the job, on all workers."""
-        if self._job is not None:
-            stop_job(self._project.remote(self.slice), self._job, remember=False)
-
-    def replace(self) -> None:
-        """Delete the slice and rent another like it."""
-        self._job = None
-        self.slice = rent_again(self._project.slices, self.slice, self._rent)
-
-    def show(self, job: JobStatus) -> None:
-        """Print new lines of worker 0's log; if its machine is gone, the next observation shows it."""
-        first = job.workers[0] if job.workers else None
-        if first and first.get("job"):
-            with contextlib.suppress(RemoteError, GcloudError):
-                self._show(first)
-
-    def _show(self, first: Mapping[str, Any]) -> None:
-        job = first["job"]
-        offset, before = self._shown.get(job, 0), -1
-        while offset < first["log_bytes"] and before != offset:
-            before = offset
-            text, offset = read_log(self._project.remote(self.slice), 0, job, offset)
-            self._project.answer(text, end="")
-        self._shown[job] = offset
-
-
-def _slice_name(config: Config) -> str:
-    return label_text(str(config.name)).replace("_", "-")[:40].strip("-")
 
 
 def _find_slice(project: Project, name: str | None, rent: Rent, options: RunOptions) -> Slice:

@@ -20,44 +20,35 @@ _METRICS = ("train-reward/total/mean", "time/train/step_s")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SliceFacts:
-    """A slice as `--json` prints it."""
+    """What `--json` prints besides the fields of a `Slice`."""
 
-    name: str
-    zone: str
-    state: str
-    detail: str
-    """The state in the API's own words."""
-    accelerator: str
-    runtime: str
-    spot: bool
-    queued: bool
-    addresses: tuple[str, ...]
-    labels: Mapping[str, str]
-    service_account: str | None
     created: str | None
     """ISO 8601, UTC."""
     owner: str | None
     lease: float | None
     """When it expires, in Unix seconds."""
     hours: float
+    """For which it has been charged."""
     usd: float | None
     """On-demand list price of these hours; spot costs less. None: no price is known."""
 
 
 def slice_facts(tpu_slice: Slice, now: float) -> SliceFacts:
-    """What is known of a slice at a time in Unix seconds."""
-    same = {field.name for field in dataclasses.fields(SliceFacts)} & {each.name for each in dataclasses.fields(Slice)}
-    created = tpu_slice.created.astimezone(datetime.UTC).isoformat() if tpu_slice.created else None
-    hours = max(0.0, now - tpu_slice.created.timestamp()) / HOUR_S if tpu_slice.created and tpu_slice.billed else 0.0
-    price = usd_per_hour(tpu_slice.accelerator)
-    given = {name: getattr(tpu_slice, name) for name in same} | {
-        "created": created,
-        "owner": tpu_slice.owner,
-        "lease": tpu_slice.lease,
-        "hours": hours,
-        "usd": None if price is None else price * hours,
-    }
-    return SliceFacts(**given)
+    """Owner, lease and cost of a slice at a time in Unix seconds."""
+    created, price = tpu_slice.created, usd_per_hour(tpu_slice.accelerator)
+    hours = max(0.0, now - created.timestamp()) / HOUR_S if created and tpu_slice.billed else 0.0
+    return SliceFacts(
+        created=created.astimezone(datetime.UTC).isoformat() if created else None,
+        owner=tpu_slice.owner,
+        lease=tpu_slice.lease,
+        hours=hours,
+        usd=None if price is None else price * hours,
+    )
+
+
+def slice_json(tpu_slice: Slice, now: float) -> dict[str, Any]:
+    """All that is known of a slice, as JSON values."""
+    return dataclasses.asdict(tpu_slice) | dataclasses.asdict(slice_facts(tpu_slice, now))
 
 
 def usd_per_hour(type_name: str) -> float | None:
@@ -87,23 +78,19 @@ def _slice_row(tpu_slice: Slice, owner: str, now: float) -> tuple[str, ...]:
         "none" if facts.lease is None else "expired" if facts.lease < now else f"{(facts.lease - now) / HOUR_S:.1f} h"
     )
     whose = "" if facts.owner == owner else f" (of {facts.owner})" if facts.owner else " (not podium's)"
+    cost = "not charged" if not tpu_slice.billed else f"{facts.hours:.1f} h"
+    if tpu_slice.billed and facts.usd is not None:
+        cost += f", < ${facts.usd:.2f} (spot)" if tpu_slice.spot else f", ${facts.usd:.2f}"
     return (
-        facts.name + whose,
-        facts.zone,
-        facts.accelerator,
-        "spot" if facts.spot else "on demand",
-        f"{facts.state}: {facts.detail}" if facts.state in ("dead", "failed") else facts.state,
-        str(len(facts.addresses)),
+        tpu_slice.name + whose,
+        tpu_slice.zone,
+        tpu_slice.accelerator,
+        "spot" if tpu_slice.spot else "on demand",
+        f"{tpu_slice.state}: {tpu_slice.detail}" if tpu_slice.state in ("dead", "failed") else tpu_slice.state,
+        str(len(tpu_slice.addresses)),
         lease,
-        _cost(facts) if tpu_slice.billed else "not charged",
+        cost,
     )
-
-
-def _cost(facts: SliceFacts) -> str:
-    """Hours so far and their list price, as `3.2 h, < $138.24 (spot)`."""
-    if facts.usd is None:
-        return f"{facts.hours:.1f} h"
-    return f"{facts.hours:.1f} h, {'< ' if facts.spot else ''}${facts.usd:.2f}{' (spot)' if facts.spot else ''}"
 
 
 def _worker_row(worker: int, status: Mapping[str, Any] | None) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ def make_cluster(worker: int, port: int, workers: int = 4) -> Cluster:
 
 
 def meet(
-    port: int, folder: Path, workers: list[int], *, number: int = 4, arrival_s: float = 1.0, **changes: Any
+    port: int, folder: Path, workers: list[int], *, number: int = 4, arrival_s: float = 30.0, **changes: Any
 ) -> tuple[dict[int, str], float]:
     """What each of these workers of `number` ends with, by place in the list ("": all is well), and the seconds."""
     ends: dict[int, str] = {}
@@ -54,38 +54,36 @@ def meet(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     return ends, time.monotonic() - start
 
 
 def test_all_there_and_alike_go_on_and_leave_the_port_and_the_folder_free(port, tmp_path):
     ends, seconds = meet(port, tmp_path / "runs", [0, 1, 2, 3])
     assert ends == dict.fromkeys(range(4), "")
-    assert seconds < 1.0
+    assert seconds < 30.0  # nobody waits for more workers
     assert list((tmp_path / "runs").iterdir()) == []
     for _ in range(2):  # no connection that is closing keeps it
         socket.create_server(("127.0.0.1", port)).close()
 
 
 def test_missing_workers_are_named_to_all(port, tmp_path):
-    ends, seconds = meet(port, tmp_path, [0, 2])
+    ends, _ = meet(port, tmp_path, [0, 2], arrival_s=1.0)
     assert set(ends) == {0, 1}
     assert set(ends.values()) == {
-        "launch guard: workers 1, 3 are missing: 2 of 4 arrived and nobody came for 1 s more;"
+        "launch guard: workers 1, 3 are missing: 2 of 4 arrived, and no other within 1 s;"
         " start the same command on all workers (--worker=all), or set PODRUN_ARRIVAL_S to wait longer"
     }
-    assert seconds < 3
 
 
 def test_a_missing_first_worker_is_named(port, tmp_path):
-    ends, seconds = meet(port, tmp_path, [1], arrival_s=0.5)
+    ends, _ = meet(port, tmp_path, [1], arrival_s=0.5)
     assert "worker 1 cannot reach worker 0 at 127.0.0.1" in ends[0]
     assert "start worker 0, or open the port" in ends[0]
-    assert seconds < 2
 
 
 def test_a_worker_that_was_started_twice_is_named(port, tmp_path):
-    ends, _ = meet(port, tmp_path, [0, 1, 1, 2], arrival_s=0.5)
+    ends, _ = meet(port, tmp_path, [0, 1, 1, 2], arrival_s=1.5)
     assert len(set(ends.values())) == 1
     host = socket.gethostname()
     assert f"worker 1 was started twice, on {host} and on {host}; stop one of them; worker 3 is missing" in ends[0]
@@ -106,8 +104,8 @@ def test_a_copy_that_comes_late_ends_alone_and_the_job_goes_on(port, tmp_path):
         connection.sendall(b"PRI * HTTP/2.0\r\n")
         thread.join(10)
         connection.close()
-    assert "is not a worker 0 that waits for this job" in late[0]
-    assert "it runs already there" in late[0]
+    assert "no worker 0 waits for this job at" in late[0]
+    assert "the job is already running there" in late[0]
 
 
 @pytest.mark.parametrize(
@@ -125,15 +123,15 @@ def test_a_worker_of_a_job_of_another_size_is_named(port, tmp_path):
     ends: list[str] = []
 
     def join_another() -> None:
-        with pytest.raises(GuardError) as error, Guard(make_cluster(1, port, workers=8), arrival_s=1.0) as guard:
+        with pytest.raises(GuardError) as error, Guard(make_cluster(1, port, workers=8), arrival_s=30.0) as guard:
             guard.agree(SAME, tmp_path)
         ends.append(str(error.value))
 
     thread = threading.Thread(target=join_another)
     thread.start()
-    found, _ = meet(port, tmp_path, [0], arrival_s=0.5)
+    found, _ = meet(port, tmp_path, [0], arrival_s=1.5)
     thread.join()
-    assert "came as worker 1 of 8 and this job has 4" in found[0]
+    assert "arrived as worker 1 of 8, but this job has 4" in found[0]
     assert ends == [found[0]]
 
 
@@ -143,7 +141,7 @@ def test_a_folder_that_is_not_shared_is_named(port, tmp_path, monkeypatch):
     ends, _ = meet(port, tmp_path / "runs", [0, 1, 2, 3], folders={3: other})
     assert len(set(ends.values())) == 1
     assert f"worker 3 ({socket.gethostname()}) does not see what worker 0 writes to {tmp_path}/runs" in ends[0]
-    assert f"(it looks in {other}): set runs_dir to one directory that all hosts share" in ends[0]
+    assert f"(its folder is {other}): set runs_dir to one directory that all hosts share" in ends[0]
 
 
 def test_a_folder_that_cannot_be_made_is_named(port, tmp_path):
@@ -157,32 +155,35 @@ def test_a_worker_that_arrives_and_ends_is_named(port, tmp_path):
     ends: dict[int, str] = {}
     thread = threading.Thread(target=lambda: ends.update(meet(port, tmp_path, [0, 1], number=3)[0]))
     thread.start()
-    time.sleep(0.3)
     Guard(make_cluster(2, port, workers=3)).close()
     thread.join()
-    assert f"worker 2 ({socket.gethostname()}) arrived and ended" in ends[0]
+    assert f"worker 2 ({socket.gethostname()}) arrived and then ended" in ends[0]
     assert ends[0] == ends[1]
 
 
 def test_strangers_at_the_port_are_not_counted(port, tmp_path):
-    def disturb() -> None:
-        time.sleep(0.1)
-        for greeting in (b"GET / HTTP/1.1\r\n\r\n", b'{"worker": "x"}\n', b"[1]\n", b""):
-            with socket.create_connection(("127.0.0.1", port)) as stranger:
-                stranger.sendall(greeting)
+    def connect() -> socket.socket:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                return socket.create_connection(("127.0.0.1", port))
+            except OSError:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
 
-    threading.Thread(target=disturb).start()
     ends: dict[int, str] = {}
 
-    def late() -> None:
-        time.sleep(0.5)
-        ends.update({9: meet(port, tmp_path, [1], number=2)[0][0]})
+    def disturb_and_join() -> None:
+        for greeting in (b"GET / HTTP/1.1\r\n\r\n", b'{"worker": "x"}\n', b"[1]\n", b""):
+            with connect() as stranger:
+                stranger.sendall(greeting)
+        ends.update(meet(port, tmp_path, [1], number=2)[0])
 
-    thread = threading.Thread(target=late)
+    thread = threading.Thread(target=disturb_and_join)
     thread.start()
-    first, _ = meet(port, tmp_path, [0], number=2, arrival_s=5.0)
-    thread.join()
-    assert (first, ends) == ({0: ""}, {9: ""})
+    first, _ = meet(port, tmp_path, [0], number=2)
+    thread.join(120)
+    assert (first, ends) == ({0: ""}, {0: ""})
 
 
 def variables(worker: int, workers: int = 2, coordinator: str = "10.0.0.1:8476", **more: str) -> dict[str, str]:
@@ -323,7 +324,7 @@ def test_the_command_ends_with_78_and_says_why_before_jax_is_imported(port, tmp_
         )
         command = [sys.executable, "-c", code]
         processes.append(subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True))
-    errors = [process.communicate(timeout=60)[1] for process in processes]
+    errors = [process.communicate(timeout=300)[1] for process in processes]
     assert [process.returncode for process in processes] == [78, 78], errors
     for worker, error in enumerate(errors):
         assert error.startswith("error: launch guard: steps is '4' on worker 1 ("), error

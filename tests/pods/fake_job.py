@@ -1,7 +1,8 @@
 """`podium train` for tests of what is around it: steps that only count, checkpoints that only remember the count.
 
-The config's `runs_dir` holds `plan.json`, which says how long a step takes and what goes wrong; the "metrics" are a
-chain of digests, so that one that went on from a checkpoint can be told from one that did not.
+The config's `runs_dir` contains `plan.json`, which says how long a step takes and, with `hold`, that the last step
+waits for the file `released`; files `fail-WORKER-STEP` make a worker fail. The "metrics" are a chain of digests, so
+that a run that continued from a checkpoint can be told from one that did not.
 """
 
 import hashlib
@@ -14,7 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from podium.job.records import Report, write_json
+from podium.files import write_atomically
+from podium.job.records import ProgressReport
 
 
 def main() -> int:
@@ -28,13 +30,15 @@ def main() -> int:
     )
     stopping = []
     signal.signal(signal.SIGTERM, lambda number, frame: stopping.append(number))
-    report = Report(job, worker=worker)
+    report = ProgressReport(job, worker=worker)
     saved = folder / "checkpoint.json"
     step, chain = json.loads(saved.read_text()) if saved.exists() else (0, "")
     report.update(steps=plan["steps"], run_dir=str(folder), step=step)
     report.write_progress(time.time())
     while step < plan["steps"]:
         time.sleep(plan.get("step_s", 0.1))
+        while step == plan["steps"] - 1 and plan.get("hold") and not stopping and not (folder / "released").exists():
+            time.sleep(0.02)
         step += 1
         chain = hashlib.sha256(f"{chain}{step}".encode()).hexdigest()
         report.update(step=step, metrics={"train-reward/total/mean": step / 10})
@@ -43,7 +47,7 @@ def main() -> int:
             with (folder / "metrics.jsonl").open("a") as metrics:
                 metrics.write(json.dumps({"step": step, "chain": chain}) + "\n")
             if step % plan.get("save_every", 2) == 0 or stopping:
-                write_json(saved, (step, chain))  # pyright: ignore[reportArgumentType]
+                write_atomically(saved, json.dumps((step, chain)))
         print(f"step {step} of {plan['steps']}", flush=True)
         if stopping:
             report.end("stopped", f"stopped after step {step}", 143)

@@ -5,13 +5,13 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from podium.pods import context
+from podium.pods import project
 from tests.pods.fake_gcloud import FakeGcloud
 from tests.pods.fake_tpu import FakeTpu
 from tests.pods.hosts import ROOT, LocalHosts, fake_python
@@ -69,10 +69,24 @@ class PodWorld:
         """What the fake training does."""
         (self.shared / "plan.json").write_text(json.dumps({"step_s": 0.05, **plan}))
 
+    def release(self) -> None:
+        """Let a fake training that was planned to `hold` end."""
+        (self.shared / "released").touch()
+
+    def on_command(self, text: str, act: Callable[[], None]) -> None:
+        """Do something once, just before the first gcloud command that contains a text."""
+
+        def before(argv: tuple[str, ...]) -> None:
+            if any(text in word for word in argv):
+                self.gcloud.before = lambda argv: None
+                act()
+
+        self.gcloud.before = before
+
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Has the commands use this world."""
-        monkeypatch.setattr(context, "RUNNER", self.gcloud)
-        monkeypatch.setattr(context, "CLOCK", self.clock)
+        monkeypatch.setattr(project, "RUNNER", self.gcloud)
+        monkeypatch.setattr(project, "CLOCK", self.clock)
         for name, value in CANARIES.items():
             monkeypatch.setenv(name, value)
 
@@ -94,7 +108,8 @@ class PodWorld:
 def make_checkout(folder: Path) -> Path:
     """A small git checkout that has what the workers' side needs."""
     folder.mkdir()
-    files = [*(ROOT / "podium" / "pods").glob("*.py"), ROOT / "podium" / "__init__.py"]
+    parts = ("*.py", "job/*.py", "pods/*.py", "pods/host/*")  # what the agent imports, and more
+    files = [file for part in parts for file in (ROOT / "podium").glob(part) if file.is_file()]
     for file in files:
         target = folder / file.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)

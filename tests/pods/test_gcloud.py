@@ -155,7 +155,7 @@ def test_the_exact_command_lines():
     assert " ".join(argv.create(DIRECT, ZONE)).startswith(
         "gcloud compute tpus tpu-vm create run --version=image --zone="
     )
-    assert argv.delete_queued("run", ZONE)[-4:] == ("--force", *end.split())
+    assert argv.delete("run", ZONE, queued=True)[-4:] == ("--force", *end.split())
     assert argv.ssh("run", ZONE, "all", "true")[4:] == (
         "ssh",
         "run",
@@ -174,7 +174,7 @@ def test_the_exact_command_lines():
 def test_no_command_may_hold_a_secret():
     gcloud = Gcloud(lambda argv, timeout_s: pytest.fail("it was run"), secrets=("hf_secret_value",))
     with pytest.raises(AssertionError):
-        gcloud.done(("gcloud", "ssh", "--command=echo hf_secret_value"), 1.0)
+        gcloud.checked(("gcloud", "ssh", "--command=echo hf_secret_value"), 1.0)
 
 
 def test_an_answer_that_is_not_json_is_an_error():

@@ -87,8 +87,8 @@ def test_no_secret_is_in_gclouds_logs_or_anywhere_else(rented):
 
 
 def test_a_worker_whose_cable_is_pulled_is_named_soon(rented):
-    (one,) = read_slices(Gcloud(rented.run).nodes(ZONES[0]), [])
-    remote = Remote(Gcloud(rented.run), one)
+    (tpu_slice,) = read_slices(Gcloud(rented.run).nodes(ZONES[0]), [])
+    remote = Remote(Gcloud(rented.run), tpu_slice)
     rented.hosts.cut(2)
     began = time.monotonic()
     try:
@@ -97,7 +97,7 @@ def test_a_worker_whose_cable_is_pulled_is_named_soon(rented):
         rented.hosts.mend(2)
     assert time.monotonic() - began < 30
     assert sorted(answers) == [0, 1, 3]
-    with pytest.raises(ValueError, match=r"3 of 4 workers did it\n +worker 2 \(10\.77\.0\.13\) did not answer"):
+    with pytest.raises(ValueError, match=r"3 of 4 workers succeeded\n +worker 2 \(10\.77\.0\.13\) did not answer"):
         remote.check_all(answers, "asking")
 
 
@@ -128,5 +128,5 @@ def test_gclouds_output_directory_does_not_work(rented, tmp_path):
 
 def test_giving_it_back_leaves_nothing(rented):
     done = rented.podium("down", "demo")
-    assert done.stdout == "deleted demo in us-east1-d; no list shows it any more\n"
+    assert done.stdout == "deleted demo in us-east1-d; it is no longer listed\n"
     assert rented.fake.everything() == []

@@ -12,9 +12,10 @@ import pytest
 
 from podium.pods.gcloud import GcloudError
 from podium.pods.inventory import Slice
-from podium.pods.launch import View
-from podium.pods.recover import RUNNING, Counts, Policy, Seen, decide, keep_alive
+from podium.pods.launch import JobStatus
+from podium.pods.recover import RUNNING, Counts, Policy, decide, keep_alive
 from podium.pods.remote import RemoteError
+from podium.pods.session import Observation
 from podium.pods.slices import SliceError
 from tests.pods.fake_gcloud import Clock
 from tests.pods.pod_world import ZONES
@@ -24,7 +25,7 @@ SLICE = Slice(
     name="demo",
     zone="us-a",
     state="ready",
-    told="READY",
+    detail="READY",
     accelerator="v6e-16",
     runtime="image",
     spot=True,
@@ -55,9 +56,11 @@ def status(
     }
 
 
-def seen(*statuses: dict[str, Any] | None, asked: str | None = None, waited_s: float = 0.0, **of_slice: Any) -> Seen:
-    one = dataclasses.replace(SLICE, **of_slice)
-    return Seen(slice=one, view=View(statuses=statuses, asked_to_stop=asked), waited_s=waited_s)
+def seen(
+    *statuses: dict[str, Any] | None, asked: str | None = None, waited_s: float = 0.0, **of_slice: Any
+) -> Observation:
+    tpu_slice = dataclasses.replace(SLICE, **of_slice)
+    return Observation(slice=tpu_slice, job=JobStatus(workers=statuses, asked_to_stop=asked), waited_s=waited_s)
 
 
 DONE = status("finished", 0, kind="done")
@@ -67,7 +70,7 @@ LOST = status("finished", 134, kind="lost")
 GUARD = status("finished", 78, kind="guard")
 WRONG = status("finished", 2, kind="exit")
 NONE = {**status("none"), "job": None, "progress": None}
-TABLE: dict[str, tuple[Seen, str, int]] = {
+TABLE: dict[str, tuple[Observation, str, int]] = {
     "running": (seen(status(), status()), "wait", 0),
     "one silent while running": (seen(status(), None), "wait", 0),
     "nothing started": (seen(NONE, NONE), "start", 0),
@@ -84,16 +87,16 @@ TABLE: dict[str, tuple[Seen, str, int]] = {
     "failed and one silent for long": (seen(LOST, None, waited_s=301.0), "replace", 0),
     "all silent": (seen(None, None), "wait", 0),
     "all silent for long": (seen(None, None, waited_s=301.0), "replace", 0),
-    "preempted": (seen(status(), status(), state="dead", told="PREEMPTED"), "replace", 0),
-    "done before it was preempted": (seen(state="dead", told="PREEMPTED"), "replace", 0),
-    "gone": (Seen(slice=None, view=None), "replace", 0),
+    "preempted": (seen(status(), status(), state="dead", detail="PREEMPTED"), "replace", 0),
+    "done before it was preempted": (seen(state="dead", detail="PREEMPTED"), "replace", 0),
+    "gone": (Observation(slice=None, job=None), "replace", 0),
     "being repaired": (
-        Seen(slice=dataclasses.replace(SLICE, state="creating", told="REPAIRING"), view=None),
+        Observation(slice=dataclasses.replace(SLICE, state="creating", detail="REPAIRING"), job=None),
         "wait",
         0,
     ),
     "being deleted": (
-        Seen(slice=dataclasses.replace(SLICE, state="deleting", told="DELETING"), view=None),
+        Observation(slice=dataclasses.replace(SLICE, state="deleting", detail="DELETING"), job=None),
         "replace",
         0,
     ),
@@ -111,14 +114,14 @@ def test_what_is_done_about_what_is_seen(case):
 def test_restarts_and_replacements_are_bounded():
     failed = decide(seen(LOST, FAILED), Counts(restarts=3), POLICY)
     assert (failed.act, failed.status) == ("end", 1)
-    assert "3 more starts brought no further step" in failed.why
-    lost = decide(Seen(slice=None, view=None), Counts(replacements=20), POLICY)
+    assert "restarted 3 times without a further step" in failed.why
+    lost = decide(Observation(slice=None, job=None), Counts(replacements=20), POLICY)
     assert (lost.act, lost.status) == ("end", 1)
 
 
 def test_without_keep_alive_nothing_is_replaced_and_it_is_said_what_would():
     once = Policy(restarts=0, replacements=0)
-    decision = decide(seen(state="dead", told="PREEMPTED"), Counts(), once)
+    decision = decide(seen(state="dead", detail="PREEMPTED"), Counts(), once)
     assert (decision.act, decision.status) == ("end", 1)
     assert "the slice is lost (PREEMPTED); podium pod run --keep-alive" in decision.why
     assert decide(seen(LOST, FAILED), Counts(), once).act == "end"
@@ -128,12 +131,12 @@ def test_without_keep_alive_nothing_is_replaced_and_it_is_said_what_would():
 class Story:
     """A world that is looked at in a row of looks, and keeps what was done to it."""
 
-    def __init__(self, *looks: Seen | Exception, fails: dict[str, Exception] | None = None) -> None:
+    def __init__(self, *looks: Observation | Exception, fails: dict[str, Exception] | None = None) -> None:
         self.looks, self.done, self.said = list(looks), [], []
         self.fails = fails or {}
         self.clock = Clock()
 
-    def look(self) -> Seen:
+    def observe(self) -> Observation:
         found = self.looks.pop(0)
         if isinstance(found, Exception):
             raise found
@@ -148,7 +151,7 @@ class Story:
     def replace(self) -> None:
         self._do("replace")
 
-    def show(self, view: View) -> None:
+    def show(self, job: JobStatus) -> None:
         pass
 
     def _do(self, what: str) -> None:
@@ -156,15 +159,15 @@ class Story:
         if what in self.fails:
             raise self.fails.pop(what)
 
-    def told(self, policy: Policy = POLICY) -> int:
+    def outcome(self, policy: Policy = POLICY) -> int:
         return keep_alive(self, policy, clock=self.clock, say=self.said.append)
 
 
 def test_a_preempted_run_goes_on_on_other_machines():
     story = Story(
-        seen(status(), status()), seen(state="dead", told="PREEMPTED"), seen(status(), status()), seen(DONE, DONE)
+        seen(status(), status()), seen(state="dead", detail="PREEMPTED"), seen(status(), status()), seen(DONE, DONE)
     )
-    assert story.told() == 0
+    assert story.outcome() == 0
     assert story.done == ["replace", "start"]
     assert story.said == ["replace: the slice is lost (PREEMPTED)", "done"]
 
@@ -172,24 +175,24 @@ def test_a_preempted_run_goes_on_on_other_machines():
 def test_a_failed_run_is_stopped_everywhere_and_started_again_after_a_pause():
     story = Story(seen(LOST, FAILED), seen(status(), status()), seen(DONE, DONE))
     began = story.clock.now
-    assert story.told() == 0
+    assert story.outcome() == 0
     assert story.done == ["stop", "start"]
     assert story.clock.now - began >= POLICY.pauses_s[0]
 
 
 def test_failures_without_progress_end_it_and_with_progress_do_not():
     story = Story(*[seen(LOST, FAILED)] * 9)
-    assert story.told() == 1
+    assert story.outcome() == 1
     assert story.done.count("start") == 3
     going = [seen(LOST, {**FAILED, "record": FAILED["record"] | {"step": step}}) for step in range(1, 9)]
     story = Story(*going, seen(DONE, DONE))
-    assert story.told() == 0
+    assert story.outcome() == 0
     assert story.done.count("start") == 8
 
 
 def test_a_start_that_fails_is_tried_again_but_not_for_ever():
     story = Story(*[seen(NONE, NONE)] * 3, seen(DONE, DONE), fails={"start": RemoteError("worker 1 did not answer")})
-    assert story.told() == 0
+    assert story.outcome() == 0
     assert story.said[:2] == ["start: no job has been started", "worker 1 did not answer"]
 
     class Never(Story):
@@ -198,53 +201,53 @@ def test_a_start_that_fails_is_tried_again_but_not_for_ever():
             raise RemoteError("no")
 
     never = Never(*[seen(NONE, NONE)] * 9)
-    assert never.told() == 1
+    assert never.outcome() == 1
     assert never.done == ["start"] * 3
 
 
 def test_no_capacity_for_a_replacement_is_tried_again():
-    gone = Seen(slice=None, view=None)
+    gone = Observation(slice=None, job=None)
     story = Story(gone, gone, seen(DONE, DONE), fails={"replace": SliceError("no zone gave v6e-16")})
-    assert story.told() == 0
+    assert story.outcome() == 0
     assert story.done == ["replace", "replace", "start"]
 
 
 def test_the_laptops_network_may_go_away():
     down = GcloudError("unavailable", "gcloud crashed (ConnectionError)")
     story = Story(seen(status(), status()), *[down] * 50, seen(DONE, DONE))
-    assert story.told() == 0
-    assert story.said[0] == "gcloud crashed (ConnectionError); the run goes on without this machine, trying again"
+    assert story.outcome() == 0
+    assert story.said[0] == "gcloud crashed (ConnectionError); the run continues without this machine; trying again"
     assert len(story.said) == 2
 
 
 def test_what_gcloud_will_not_do_however_often_it_is_asked_ends_the_following():
     with pytest.raises(GcloudError, match="gcloud auth login"):
-        Story(GcloudError("login", "token expired")).told()
+        Story(GcloudError("login", "token expired")).outcome()
 
 
 def test_silence_is_waited_out_before_machines_are_replaced():
     looks = [seen(LOST, None)] * 40 + [seen(status(), status())]
     story = Story(*looks, seen(DONE, DONE))
     began = story.clock.now
-    assert story.told() == 0
+    assert story.outcome() == 0
     assert "replace" in story.done
     assert story.clock.now - began >= POLICY.silence_s
     assert story.said[0] == "worker 1 does not answer; worker 0 ended after it"
     story = Story(*[seen(LOST, None)] * 20, seen(status(), status()), seen(DONE, DONE))
-    assert story.told() == 0
+    assert story.outcome() == 0
     assert story.done == []
 
 
 def test_running_is_nothing_to_tell():
     story = Story(*[seen(status(), status())] * 5, seen(DONE, DONE))
-    assert story.told() == 0
+    assert story.outcome() == 0
     assert story.said == ["done"]
     assert decide(seen(status(), status()), Counts(), POLICY).why == RUNNING
 
 
 def test_a_worker_that_falls_silent_is_named_before_the_others_notice():
     story = Story(seen(status(), status()), *[seen(status(), None)] * 3, seen(LOST, None), seen(DONE, DONE))
-    assert story.told() == 0
+    assert story.outcome() == 0
     assert story.said == [
         "worker 1 does not answer; nobody has failed yet",
         "worker 1 does not answer; worker 0 ended after it",
@@ -252,7 +255,7 @@ def test_a_worker_that_falls_silent_is_named_before_the_others_notice():
     ]
 
 
-STEPS, SAVE_EVERY, STEP_S = 24, 3, 0.06
+STEPS, SAVE_EVERY, STEP_S = 12, 3, 0.06
 
 
 @pytest.mark.parametrize("instant", range(3))
@@ -260,13 +263,13 @@ def test_machines_taken_at_random_instants_cost_at_most_two_save_intervals(make_
     """Real supervisors and jobs on two hosts; the machines, with their disks, are taken and others given."""
     rng = random.Random(instant)
     world = make_world(workers=2)
-    world.plan(steps=STEPS, step_s=STEP_S, save_every=SAVE_EVERY)
+    world.plan(steps=STEPS, step_s=STEP_S, save_every=SAVE_EVERY, hold=True)
     assert pod("up", "demo", "--type", "v4-16", "--zone", ZONES[0], "--zone", ZONES[1])[0] == 0
     lost_at = []
 
     def take() -> None:
         after = rng.randint(1, STEPS - 3)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while len(world.metrics()) < after and time.monotonic() < deadline:
             time.sleep(0.01)
         world.fake.preempt("demo")
@@ -275,6 +278,7 @@ def test_machines_taken_at_random_instants_cost_at_most_two_save_intervals(make_
         lost_at.append(world.metrics()[-1]["step"])
         world.fake.capacity = {ZONES[0]: 0}
         world.hosts.renew()
+        world.release()
 
     thief = threading.Thread(target=take)
     thief.start()
@@ -295,21 +299,20 @@ def test_machines_taken_at_random_instants_cost_at_most_two_save_intervals(make_
 def test_machines_taken_at_any_command_of_the_laptop_are_replaced(make_world, pod, word):
     """While the run is sent, as it is started, and between a look at it and its log."""
     world = make_world(workers=1)
-    world.plan(steps=120, save_every=SAVE_EVERY)  # longer than the laptop takes to look
+    world.plan(steps=6, save_every=SAVE_EVERY, hold=True)
     assert pod("up", "demo", "--type", "v6e-8", "--zone", ZONES[0])[0] == 0
 
-    def take(argv: tuple[str, ...]) -> None:
-        if any(word in part for part in argv):
-            world.gcloud.before = lambda argv: None
-            world.fake.preempt("demo")
-            world.hosts.lose(0)
-            world.hosts.renew()
+    def take() -> None:
+        world.fake.preempt("demo")
+        world.hosts.lose(0)
+        world.hosts.renew()
+        world.release()
 
-    world.gcloud.before = take
+    world.on_command(word, take)
     result, _, err = pod(*world.run_arguments("--keep-alive", "--slice", "demo"))
     assert result == 0, err
     assert "replace: the slice is lost" in err
-    assert world.metrics()[-1]["step"] == 120
+    assert world.metrics()[-1]["step"] == 6
 
 
 def undisturbed() -> dict[int, str]:

@@ -24,8 +24,8 @@ def world(make_world, pod):
 
 def remote_of(world: PodWorld, run=None) -> Remote:
     gcloud = Gcloud(run or world.gcloud)
-    (one,) = read_slices(Gcloud(world.gcloud).nodes(), [])
-    return Remote(gcloud, one)
+    (tpu_slice,) = read_slices(Gcloud(world.gcloud).nodes(), [])
+    return Remote(gcloud, tpu_slice)
 
 
 def test_every_worker_answers_for_itself(world):
@@ -34,7 +34,7 @@ def test_every_worker_answers_for_itself(world):
     assert {worker: (answer.status, answer.text) for worker, answer in answers.items()} == {
         worker: (int(worker == 2), f"I am {worker}") for worker in range(4)
     }
-    with pytest.raises(RemoteError, match=r"asking: 3 of 4 workers did it\n    worker 2: status 1: I am 2"):
+    with pytest.raises(RemoteError, match=r"asking: 3 of 4 workers succeeded\n    worker 2: status 1: I am 2"):
         remote.check_all(answers, "asking")
     assert remote.ask("hostname", worker=3)[3].text == "t1v-n-fake-w-3"
 
@@ -132,17 +132,17 @@ def test_files_arrive_whole_or_not_at_all(world, tmp_path):
 
 def test_secrets_in_an_answer_are_hidden(world):
     gcloud = Gcloud(world.gcloud)
-    (one,) = read_slices(gcloud.nodes(), [])
-    remote = Remote(gcloud, one, lambda text: text.replace("hunter2", "[redacted]"))
+    (tpu_slice,) = read_slices(gcloud.nodes(), [])
+    remote = Remote(gcloud, tpu_slice, lambda text: text.replace("hunter2", "[redacted]"))
     assert remote.ask("echo hunter2", worker=0)[0].text == "[redacted]"
 
 
 def test_a_slice_without_machines_has_no_workers(world):
-    (one,) = read_slices(Gcloud(world.gcloud).nodes(), [])
+    (tpu_slice,) = read_slices(Gcloud(world.gcloud).nodes(), [])
     import dataclasses
 
     with pytest.raises(RemoteError, match="lists no machines"):
-        Remote(Gcloud(world.gcloud), dataclasses.replace(one, addresses=()))
+        Remote(Gcloud(world.gcloud), dataclasses.replace(tpu_slice, addresses=()))
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from podium.pods.secrets import LAST_LINE, SecretError, Secrets, _delete_of_the_dead, gather, written
+from podium.pods.secrets import LAST_LINE, SecretError, Secrets, _delete_leftovers, gather, written
 from tests.pods.fake_tpu import Fault
 from tests.pods.pod_world import CANARIES, ZONES, PodWorld
 
@@ -66,6 +66,11 @@ def test_every_way_of_writing_a_value_is_hidden(before):
     assert secrets.redact("nothing here") == "nothing here"
 
 
+def test_the_longest_secret_is_hidden_first():
+    secrets = Secrets({"HF_TOKEN": "a-token", "WANDB_API_KEY": "a-token-and-more", "NONE": ""})
+    assert secrets.redact("a-token-and-more and a-token") == "[redacted] and [redacted]"
+
+
 def test_shown_it_has_no_values():
     assert TOKEN not in repr(Secrets({"HF_TOKEN": TOKEN}))
 
@@ -102,7 +107,7 @@ def test_planted_secrets_are_found_nowhere_after_a_run_with_failures(make_world,
     file.chmod(0o600)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", unknown)
     texts = [third, unknown, *CANARIES.values(), "CANARYinEnv12345"]
-    world.plan(steps=12)
+    world.plan(steps=12, save_every=100)
     world.fake.faults = [Fault("POST", "lost_reply")]
     (world.shared / "fail-1-3").write_text("1")
     for worker in (0, 2, 3):
@@ -142,7 +147,7 @@ def test_what_a_killed_command_left_is_deleted_by_the_next(tmp_path):
     for folder in (left, used, other):
         folder.mkdir()
         (folder / "secrets.env").write_text(f"HF_TOKEN={TOKEN}")
-    _delete_of_the_dead(tmp_path)
+    _delete_leftovers(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted((used, other))
     with written(Secrets({"HF_TOKEN": TOKEN}), "secrets.env") as path:
         assert path.parent.name.startswith(f"podium-{os.getpid()}_")
@@ -150,7 +155,7 @@ def test_what_a_killed_command_left_is_deleted_by_the_next(tmp_path):
 
 def test_the_job_has_its_secrets_and_only_the_first_worker_has_them_all(make_world, pod):
     world = make_world(workers=2)
-    world.plan(steps=300, step_s=0.1)
+    world.plan(steps=2, hold=True)
     assert pod("up", "demo", "--type", "v4-16", "--zone", ZONES[0])[0] == 0
     assert pod(*world.run_arguments("--detach"))[0] == 0
     environments = [environment_of_job(world, worker) for worker in range(2)]
@@ -187,12 +192,12 @@ def test_secrets_in_what_would_be_sent_are_refused(make_world, pod, tmp_path, mo
     (leaky / "notes.txt").write_text(f"my token is {CANARIES['HF_TOKEN']}\n")
     status, _, err = pod(*world.run_arguments("--allow-dirty"))
     assert (status, world.gcloud.commands) == (2, [])
-    assert "a change that is not committed holds the value of HF_TOKEN" in err
+    assert "an uncommitted change contains the value of HF_TOKEN" in err
     git(leaky, "add", "--all")
     git(leaky, "commit", "--quiet", "-m", "oops")
     status, _, err = pod(*world.run_arguments())
     assert (status, world.gcloud.commands) == (2, [])
-    assert re.search(r"the commit holds the value of HF_TOKEN in notes.txt; revoke it", err)
+    assert re.search(r"the commit contains the value of HF_TOKEN in notes.txt; revoke it", err)
 
 
 def test_a_secret_that_does_not_arrive_whole_starts_nothing(make_world, pod, monkeypatch):

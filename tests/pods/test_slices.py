@@ -103,7 +103,7 @@ def test_what_a_lost_reply_created_is_taken_on(world):
 
 def test_a_zone_that_may_have_made_it_is_not_left_for_another(world):
     world.fake.faults = [Fault("POST us-a", "drop", times=1000)]
-    with pytest.raises(SliceError, match=r"no telling whether us-a made it.*podium pod down run"):
+    with pytest.raises(SliceError, match=r"it is unknown whether us-a created it.*podium pod down run"):
         world.slices.up(ORDER, ZONES)
     assert not any("us-b" in command for request in world.gcloud.commands for command in request if "create" in request)
 
@@ -156,7 +156,7 @@ def test_too_many_requests_are_made_again(world):
 def test_somebody_elses_node_is_never_touched(world, order):
     node = world.fake.stranger("us-a", "run")
     for command in (lambda: world.slices.up(order, ZONES), lambda: world.slices.down("run")):
-        with pytest.raises(NameTakenError, match=r"run in us-a is not yours \(not made by podium"):
+        with pytest.raises(NameTakenError, match=r"run in us-a is not yours \(not rented by podium"):
             command()
     assert world.fake.everything() == [node]
 
@@ -181,7 +181,7 @@ def test_a_name_taken_elsewhere_does_not_hinder(world):
 def test_a_preempted_slice_is_deleted_and_rented_again(world):
     world.slices.up(ORDER, ZONES)
     world.fake.preempt("run")
-    assert [(each.state, each.told) for each in world.slices.find("run")] == [("dead", "SUSPENDED")]
+    assert [(each.state, each.detail) for each in world.slices.find("run")] == [("dead", "SUSPENDED")]
     assert world.slices.up(ORDER, ZONES).state == "ready"
     assert world.ours() == {"us-a"}
 
@@ -205,7 +205,7 @@ def test_one_that_vanishes_while_it_is_made_is_asked_for_elsewhere(world):
 
     world.gcloud.before = vanish
     assert world.slices.up(ORDER, ["us-a", "us-b"]).zone == "us-b"
-    assert any("deleted while it was being made" in line for line in world.said)
+    assert any("deleted while it was being created" in line for line in world.said)
 
 
 def test_another_type_under_the_same_name_is_refused(world):
@@ -285,7 +285,7 @@ def test_labels_fit_their_rules():
 
 @pytest.mark.parametrize("name", ["", "Run", "1run", "run_1", "run-", "a" * 41])
 def test_names_that_the_api_refuses_are_refused_here(name):
-    with pytest.raises(SliceError, match="lower case letters"):
+    with pytest.raises(SliceError, match="lower-case letters"):
         check_name(name)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from podium.pods.host import supervisor
+from podium.pods.host import jobs
+from podium.pods.host.jobs import Host, JobSpec, unit_command
 from podium.pods.host.processes import marked
-from podium.pods.host.supervisor import Host, Spec, StartError, read_env_file, redact, unit_command
 
 ROOT = Path(__file__).parents[2]
 SLEEP = ("--", "sleep", "100")
@@ -28,7 +28,7 @@ class Agent:
 
     def run(self, *arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *python, "-m", "podium.pods.host.agent", "--home", str(self.home), *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
     def ask(self, *arguments: str) -> tuple[int, dict[str, Any]]:
         """Exit status and answer."""
@@ -58,7 +58,7 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
 
 
 def wait_for(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not (found := condition()):
         assert time.monotonic() < deadline, "it did not come to that"
         time.sleep(0.05)
@@ -108,7 +108,7 @@ def test_many_starts_at_once_make_one_copy(agent):
     command = [sys.executable, "-m", "podium.pods.host.agent", "--home", str(agent.home), "start", "a-1"]
     command += shell(f"echo x >> {agent.home}/runs; sleep 100")
     starts = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(6)]
-    states = [json.loads(start.communicate(timeout=60)[0])["state"] for start in starts]
+    states = [json.loads(start.communicate(timeout=300)[0])["state"] for start in starts]
     assert sorted(states) == ["running"] * 5 + ["started"]
     wait_for((agent.home / "runs").exists)
     assert (agent.home / "runs").read_text() == "x\n"
@@ -179,7 +179,7 @@ def test_stop_ends_what_ignores_it_and_what_has_run_away(agent):
 
 
 def test_a_job_that_ends_takes_its_children_with_it(agent):
-    agent.ask("start", "a-1", *shell("(setsid sleep 100 &); sleep 0.2; exit 0"))
+    agent.ask("start", "a-1", *shell("(setsid sleep 100 &); exit 0"))
     found = agent.ended("a-1")
     assert (found["exit"], found["record"]["kind"]) == (0, "done")
     assert wait_for(lambda: not Host(agent.home).processes("a-1"))
@@ -240,16 +240,8 @@ def test_secrets_that_others_can_read_are_refused(agent, tmp_path):
     secret.chmod(0o644)
     status, found = agent.ask("start", "a-1", "--env-file", str(secret), *SLEEP)
     assert status == 1
-    assert "has mode 644" in found["error"]
+    assert "mode 644); run: chmod 600" in found["error"]
     assert agent.ask("status", "a-1")[1]["exit"] == 1
-    secret.chmod(0o600)
-    secret.write_text("HF_TOKEN\n")
-    with pytest.raises(StartError, match="setting 1 is not NAME=VALUE"):
-        read_env_file(secret)
-
-
-def test_the_longest_secret_is_hidden_first():
-    assert redact(b"a token-long and a token", [b"token", b"token-long"]) == b"a [redacted] and a [redacted]"
 
 
 def test_a_command_that_does_not_exist_is_an_error_of_the_start(agent):
@@ -263,7 +255,7 @@ def test_a_command_that_does_not_exist_is_an_error_of_the_start(agent):
     ("arguments", "error"),
     [
         (("start", "a-1"), "no command was given; write it behind --"),
-        (("start", "../a", *SLEEP), "'../a' is no name of a job"),
+        (("start", "../a", *SLEEP), "'../a' is not a job name"),
         (("start", "a", "--env", "PODRUN_WORKER=1", *SLEEP), "--env PODRUN_WORKER"),
         (("start", "a", "--env", "HF_TOKEN=x", *SLEEP), "secrets into --env-file"),
         (("start", "a", "--peers", "198.51.100.1,198.51.100.2", *SLEEP), "not exactly one of --peers"),
@@ -278,10 +270,10 @@ def test_wrong_usage_is_told_as_json(agent, arguments, error):
     assert "hf" not in found["error"]
 
 
-def test_the_log_can_be_followed_and_cut(agent):
-    agent.ask("start", "a-1", *shell("for i in 1 2 3; do echo line $i; sleep 0.2; done"))
-    assert agent.run("logs", "-f").stdout == "line 1\nline 2\nline 3\n"
-    assert agent.run("logs", "--tail", "1").stdout == "line 3\n"
+def test_the_log_can_be_read_from_a_byte_on(agent):
+    agent.ask("start", "a-1", *shell("for i in 1 2 3; do echo line $i; done"))
+    agent.ended("a-1")
+    assert agent.run("logs").stdout == "line 1\nline 2\nline 3\n"
     assert agent.run("logs", "--from-byte", "14").stdout == "line 3\n"
     missing = agent.run("logs", "b-1")
     assert (missing.returncode, missing.stderr) == (1, "error: no job b-1 on this host\n")
@@ -292,7 +284,7 @@ def test_a_host_is_probed_with_the_standard_library_alone(agent):
     done = agent.run("probe", python=("-S", "-E"))
     found = json.loads(done.stdout)
     assert done.returncode == 0, done.stderr
-    assert (found["lock"], found["job"], found["problems"]) == ("free", None, [])
+    assert (found["job"], found["problems"]) == (None, [])
     assert found["python"].startswith("3.")
     assert abs(found["time"] - time.time()) < 60
 
@@ -301,7 +293,7 @@ def test_a_probe_tells_what_is_wrong(agent):
     agent.ask("start", "a-1", *SLEEP)
     status, found = agent.ask("probe", "--expect-devices", "64")
     assert status == 1
-    assert (found["lock"], found["job"]) == ("held", "a-1")
+    assert found["job"] == "a-1"
     assert found["problems"][0].endswith("and should have 64; recreate the slice")
     assert found["problems"][1] == "job a-1 runs here"
 
@@ -324,12 +316,12 @@ def test_a_unit_of_systemd_holds_the_job_where_there_is_one(tmp_path, monkeypatc
     stand_in.chmod(0o755)
     monkeypatch.setenv("PATH", f"{stand_in.parent}:{os.environ['PATH']}")
     assert unit_command("a-1") == []  # no systemd yet
-    monkeypatch.setattr(supervisor, "SYSTEMD", tmp_path)
+    monkeypatch.setattr(jobs, "SYSTEMD", tmp_path)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert unit_command("a-1") == []  # not ours to use
     monkeypatch.setattr("os.geteuid", lambda: 0)
     host = Host(tmp_path / "home")
-    spec = Spec(
+    spec = JobSpec(
         job="a-1",
         command=("bash", "-c", "echo done"),
         worker=0,

@@ -8,30 +8,25 @@ installed.
 """
 
 import argparse
-import contextlib
-import dataclasses
 import json
 import os
 import platform
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from podium.files import RunFileError
-from podium.job.cluster import COORDINATOR_PORT, chips, local_worker, tpu_metadata
-from podium.pods.host.jobs import GRACE_S, ROOT, BusyError, Host, JobSpec, StartError, unit_command
+from podium.job.cluster import COORDINATOR_PORT, chips, local_worker
+from podium.pods.host.jobs import GRACE_S, BusyError, Host, JobSpec, StartError
 from podium.pods.host.supervisor import supervise
 from podium.pods.secrets import is_secret_name
 
 DONE, FAILED, USAGE, BUSY = 0, 1, 2, 75
-PACKAGES = ("podium-rl", "jax", "jaxlib", "libtpu", "optax", "orbax-checkpoint", "transformers", "numpy")
 LEAST_DISK = 2 * 2**30
 OURS = tuple(f"PODRUN_{name}" for name in ("JOB", "JOB_DIR", "WORKER", "WORKERS", "COORDINATOR", "ACCELERATOR"))
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -66,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m podium.pods.host.agent", description="The worker's side of podium pod.")
     parser.add_argument("--home", default=os.environ.get("PODRUN_HOME", "~/podrun"), help="where this host's jobs are")
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=_Parser)
-    probe = verbs.add_parser("probe", help="what this host has")
+    probe = verbs.add_parser("probe", help="check whether this host can run jobs")
     probe.add_argument("--expect-devices", type=int, help="chips that it should have")
     probe.set_defaults(run=_probe)
     start = _with_job(verbs, "start", "start a job, once: start JOB ... -- COMMAND", _start, required=True)
@@ -98,38 +93,20 @@ def _with_job(verbs: Any, name: str, help: str, run: Any, *, required: bool = Fa
 
 def _probe(args: argparse.Namespace, host: Host) -> int:
     host.home.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found = tpu_metadata(os.environ)
-    free = shutil.disk_usage(host.home).free
+    python, devices, free = platform.python_version(), chips(), shutil.disk_usage(host.home).free
     holder = host.holder()
     rules = (
-        (sys.version_info >= (3, 11), f"Python {platform.python_version()} is too old; 3.11 to 3.13 are supported"),
+        (sys.version_info >= (3, 11), f"Python {python} is too old; 3.11 to 3.13 are supported"),
         (free >= LEAST_DISK, f"{host.home} has {free / 2**30:.1f} GiB free and needs {LEAST_DISK / 2**30:.0f}"),
         (
-            args.expect_devices in (None, chips()),
-            f"this host has {chips()} chips and should have {args.expect_devices}; recreate the slice",
+            args.expect_devices in (None, devices),
+            f"this host has {devices} chips and should have {args.expect_devices}; recreate the slice",
         ),
         (holder is None, f"job {holder} runs here"),
     )
     problems = [message for holds, message in rules if not holds]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return _answer(
-        {
-            "host": socket.gethostname(),
-            "time": time.time(),
-            "python": platform.python_version(),
-            "versions": _versions(),
-            "commit": _commit(),
-            "devices": chips(),
-            "disk_free_bytes": free,
-            "memory_bytes": memory,
-            "lock": "free" if holder is None else "held",
-            "job": holder,
-            "systemd": bool(unit_command("probe")),
-            "metadata": found and dataclasses.asdict(found),
-            "problems": problems,
-        },
-        FAILED if problems else DONE,
-    )
+    found = {"host": socket.gethostname(), "time": time.time(), "python": python, "devices": devices}
+    return _answer(found | {"disk_free_bytes": free, "job": holder, "problems": problems}, FAILED if problems else DONE)
 
 
 def _start(args: argparse.Namespace, host: Host) -> int:
@@ -197,25 +174,6 @@ def _open_settings(pairs: Sequence[str]) -> dict[str, str]:
             raise UsageError(f"--env {name}: write NAME=VALUE, not one of {', '.join(OURS)}; secrets into --env-file")
         settings[name] = value
     return settings
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
-
-
-def _commit() -> str | None:
-    """The commit of the checkout that this file is in, if it is in one."""
-    if not (ROOT / ".git").exists() or shutil.which("git") is None:
-        return None
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or None
-    except subprocess.TimeoutExpired:
-        return None
 
 
 if __name__ == "__main__":
