@@ -58,7 +58,7 @@ def test_a_run_over_real_ssh_and_a_laptop_that_is_lost_meanwhile(rented):
     arguments = run_arguments(rented, steps=150, step_s=0.1)
     with rented.following(rented.folder / "laptop.log", *arguments) as laptop:
         wait_for((rented.shared / "metrics.jsonl").exists)
-        wait_for(lambda: living(rented) == [SUPERVISOR_AND_JOB] * WORKERS)  # imitated jobs do not wait for each other
+        wait_for(lambda: living(rented) == [SUPERVISOR_AND_JOB] * WORKERS)  # fake jobs do not wait for each other
         laptop.kill()
     assert living(rented) == [SUPERVISOR_AND_JOB] * WORKERS
     done = rented.podium(*arguments)
