@@ -1,4 +1,4 @@
-"""`podium pod` when things go wrong: who is named as the cause, how soon, and what is left; all but Google is real.
+"""`podium pod` against a fake Google Cloud, when things go wrong: who is named as the cause, how soon, what is left.
 
     python -m benches.pods                 (Linux, as root, with gcloud, sshd and ip; a quiet machine)
     python -m benches.pods --bar a --bar f
@@ -7,11 +7,11 @@ Four machines are network namespaces with an sshd; Google's API is tests/pods/fa
 talks; jobs are `podium train` of a tiny random model over jax.distributed on CPU, four devices on each machine.
 
     a  up, run (3 steps), logs, down: one command each; the losses of all machines, and those of one process
-    b  one machine is missing, there twice, or has another config, commit or folder: named by the launch guard
+    b  one machine is missing, duplicated, or has another config, commit or folder: named by the launch guard
     c  kill -9 of a worker or of worker 0, a cut cable, an exception, a hang: named on the laptop, and nothing left
-    d  --keep-alive while machines are taken at random instants: metrics go on bit for bit
+    d  --keep-alive while machines are preempted at random instants: metrics continue bit for bit
     e  a job that ends with 255, ssh sessions that drop, a laptop that is killed and starts again: one copy of the job
-    f  lost replies, stock-outs, 429, deleting what is being made; 200 random fault sequences: nothing is left rented
+    f  lost replies, stock-outs, 429, deletion during creation; 200 random fault sequences: nothing is left rented
     g  planted secrets: in no file, no request and no output of all that the other bars leave
 
 Prints a line per case and writes benches/results/pods-BAR-cpu.json; exit status 1 where a case misses its bar.

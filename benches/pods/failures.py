@@ -1,4 +1,4 @@
-"""Bars b and c: who is named where a machine is not like the others, or fails."""
+"""Bars b and c: who is named where a machine is mismatched or fails."""
 
 import os
 import re
@@ -24,11 +24,11 @@ UNLIKE = {
     "other commit": (3, "commit is 'None' on worker 3"),
     "unshared folder": (3, r"worker 3 \(.*does not see what worker 0 writes"),
 }
-"""Which machine is not like the others, and how that must be told."""
+"""Which machine is mismatched, and the message that must name it."""
 
 
 def bar_b(bench: Bench) -> Iterator[Row]:
-    """The guard names the machine that is not like the others."""
+    """The guard names the machine that is missing, duplicated or mismatched."""
     config = bench.config("guarded", runs_dir="runs", steps=1)
     with rented(bench):
         bench.pod(*bench.counting_words("before", steps=1))  # leaves code and agent on the machines
@@ -57,14 +57,14 @@ def bar_b(bench: Bench) -> Iterator[Row]:
 
 
 def guard_commands(bench: Bench, remote: Remote, config: Path, job: str, what: str, guilty: int) -> list[str]:
-    """What starts the job on each machine, where one is not like the others."""
+    """What starts the job on each machine, where one is missing, duplicated or mismatched."""
 
     def start(worker: int, *, agent: str = AGENT, code: str = "$HOME/podrun/code/*", more: str = "") -> str:
         folder = "$HOME" if (what, worker) == ("unshared folder", guilty) else str(bench.world.shared)
-        told = " ".join(options({**on_cpu(DEVICES), SIGNS: bench.signs, "PYTHONPATH": "$code"}))
+        variables = " ".join(options({**on_cpu(DEVICES), SIGNS: bench.signs, "PYTHONPATH": "$code"}))
         train = f"{sys.executable} -m podium.cli train {config} --plain{more}"
         place = f"--worker {worker} --peers {','.join(remote.addresses)} --cwd {folder}"
-        return f"code=$(echo {code}); {agent} start {job} {place} {told} -- {train}"
+        return f"code=$(echo {code}); {agent} start {job} {place} {variables} -- {train}"
 
     commands = [start(worker) for worker in range(WORKERS)]
     if what == "missing":
@@ -102,11 +102,11 @@ FAILURES = {
     "exception": (1, r"worker 1 \(.*a bug that one host alone meets"),
     "hang": (3, r"worker 3 \(.*was stuck in rollout"),
 }
-"""On which machine something goes wrong, and how that must be told."""
+"""Which machine fails, and the message that must name it."""
 
 
 def bar_c(bench: Bench) -> Iterator[Row]:
-    """The laptop that follows a run is told who failed first, and of what."""
+    """The laptop that follows a run names who failed first, and why."""
     with rented(bench):
         for number, (what, (guilty, named)) in enumerate(FAILURES.items()):
             name = f"failing-{number}"

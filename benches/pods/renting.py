@@ -105,15 +105,15 @@ def bar_g(bench: Bench) -> Iterator[Row]:
     secrets.unlink()
     planted = [*PLANTED.values(), IN_FILE, IN_OPTION]
     places = [str(path) for path in files_below(bench.folder) if holds(path.read_bytes(), planted)]
-    told = [word for word in bench.outputs if holds(word.encode(), planted)]
+    outputs = [word for word in bench.outputs if holds(word.encode(), planted)]
     asked = [str(request)[:80] for request in bench.world.fake.requests if holds(str(request).encode(), planted)]
     yield {
         "case": f"{len(planted)} secrets, {len(list(files_below(bench.folder)))} files",
         "status": status,
         "found_in_files": places,
-        "found_in_outputs": len(told),
+        "found_in_outputs": len(outputs),
         "found_in_requests": asked,
-        "good": (status, refused.returncode) == (0, 2) and not (places or told or asked),
+        "good": (status, refused.returncode) == (0, 2) and not (places or outputs or asked),
     }
 
 

@@ -115,7 +115,7 @@ def taken(bench: Bench, config: Path, kind: str, after: int, later_s: float) -> 
 
 
 def bar_e(bench: Bench) -> Iterator[Row]:
-    """However often the transport repeats what it was told, one copy of the job is started."""
+    """However often the transport repeats a command, one copy of the job is started."""
     with rented(bench):
         yield once(bench, "ended-with-255", None, fails=True)
         yield once(bench, "dropped", lambda laptop: drop_sessions(bench, laptop))

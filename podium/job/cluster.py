@@ -43,15 +43,6 @@ class Cluster:
         return host, int(port)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TpuMetadata:
-    """What Google's metadata server tells a TPU virtual machine about its slice."""
-
-    accelerator: str
-    worker: int
-    addresses: tuple[str, ...]
-
-
 def find_cluster(environ: Mapping[str, str]) -> Cluster | None:
     """The processes of this job; None: there is only this one.
 
@@ -66,24 +57,16 @@ def find_cluster(environ: Mapping[str, str]) -> Cluster | None:
     elif "JAX_NUM_PROCESSES" in environ:
         names = ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS")
         cluster = _from_variables(environ, names, accelerator)
-    elif (found := tpu_metadata(environ)) is not None:
-        port = environ.get("JAX_COORDINATOR_PORT", COORDINATOR_PORT)
-        cluster = Cluster(
-            worker=found.worker,
-            workers=len(found.addresses),
-            coordinator=f"{found.addresses[0]}:{port}",
-            accelerator=found.accelerator,
-        )
     else:
-        cluster = None
+        cluster = from_metadata(environ)
     workers = cluster.workers if cluster else 1
     _check_required(environ, workers)
     _check_hosts(cluster.accelerator if cluster else accelerator, workers)
     return cluster if workers > 1 else None
 
 
-def tpu_metadata(environ: Mapping[str, str]) -> TpuMetadata | None:
-    """The metadata of this TPU virtual machine; None on any other machine."""
+def from_metadata(environ: Mapping[str, str]) -> Cluster | None:
+    """The slice of this TPU virtual machine, from Google's metadata server; None on any other machine."""
     if environ.get("TPU_SKIP_MDS_QUERY") or not any(glob.glob(pattern) for pattern in CHIPS):
         return None
     server = environ.get("GCE_METADATA_IP", "metadata.google.internal")
@@ -91,8 +74,9 @@ def tpu_metadata(environ: Mapping[str, str]) -> TpuMetadata | None:
         accelerator, worker, endpoints = (
             _metadata(server, key) for key in ("accelerator-type", "agent-worker-number", "worker-network-endpoints")
         )
-        addresses = tuple(endpoint.split(":")[2] for endpoint in endpoints.split(","))
-        return TpuMetadata(accelerator=accelerator, worker=int(worker), addresses=addresses)
+        addresses = [endpoint.split(":")[2] for endpoint in endpoints.split(",")]
+        coordinator = f"{addresses[0]}:{environ.get('JAX_COORDINATOR_PORT', COORDINATOR_PORT)}"
+        return Cluster(worker=int(worker), workers=len(addresses), coordinator=coordinator, accelerator=accelerator)
     except (OSError, urllib.error.URLError, ValueError, IndexError):
         return None
 

@@ -1,5 +1,6 @@
 """The group `podium pod`. Its commands (`podium.pods.commands`) are imported when one of them is asked for."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import typer
@@ -14,7 +15,7 @@ class _PodGroup(TyperGroup):
         return _commands().get(cmd_name)
 
 
-def _commands() -> dict[str, Any]:
+def _commands() -> Mapping[str, Any]:
     from podium.pods.commands import app
 
     group = typer.main.get_command(app)

@@ -84,7 +84,8 @@ def logs(common: Common, name: str | None, worker: int) -> Iterator[Line]:
 def stop(common: Common, name: str | None) -> Iterator[Line]:
     """End the job of a slice."""
     yield from status(common, name)
-    yield _ask(common, name, launch.stop_command(JOB, remember=True))
+    yield "if the job runs, with a note that it must not be restarted; else without:"
+    yield from (_ask(common, name, launch.stop_command(JOB, remember=running)) for running in (True, False))
     yield _ask(common, name, launch.status_command(JOB))
 
 

@@ -66,8 +66,8 @@ class _RefusedError(Exception):
     """A zone that does not give us the slice now; the message is the reason."""
 
 
-class Slices:
-    """The slices of one owner in one project."""
+class SliceLists:
+    """The slices of a project as they are now, and which of them are ours."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Slices:
         A zone whose queue may not be read holds nothing of ours; it is named and left out.
         """
         wanted = list(zones) if zones is not None else self.zones()
-        nodes = self._with_retries(self.gcloud.nodes)
+        nodes = self.with_retries(self.gcloud.nodes)
         if zones is not None:
             nodes = [node for node in nodes if node["name"].split("/")[3] in wanted]
         with ThreadPoolExecutor(self._parallel) as pool:
@@ -100,7 +100,7 @@ class Slices:
     def zones(self) -> list[str]:
         """The zones in which this project may ask for TPUs."""
         if self._zones is None:
-            self._zones = self._with_retries(self.gcloud.zones)
+            self._zones = self.with_retries(self.gcloud.zones)
         return self._zones
 
     def find(self, name: str) -> list[Slice]:
@@ -113,7 +113,7 @@ class Slices:
         Raises:
             SliceError: there is none, or there are several.
         """
-        nodes = self._with_retries(self.gcloud.nodes)
+        nodes = self.with_retries(self.gcloud.nodes)
         for listed in (lambda: read_slices(nodes, []), self.survey):
             ours = [each for each in listed() if self.is_ours(each) and name in (None, each.name)]
             names = sorted({each.name for each in ours})
@@ -126,13 +126,50 @@ class Slices:
 
     def now(self, tpu_slice: Slice) -> Slice | None:
         """The slice as it is now; None if it is gone."""
-        nodes = read_slices(self._with_retries(lambda: self.gcloud.nodes(tpu_slice.zone)), [])
+        nodes = read_slices(self.with_retries(lambda: self.gcloud.nodes(tpu_slice.zone)), [])
         ready = [each for each in nodes if each.name == tpu_slice.name and self.is_ours(each) and each.state == "ready"]
-        return ready[0] if ready else self._mine(tpu_slice.name, tpu_slice.zone)
+        return ready[0] if ready else self.mine(tpu_slice.name, tpu_slice.zone)
 
     def is_ours(self, tpu_slice: Slice) -> bool:
         """Whether it carries our owner's label."""
         return tpu_slice.owner == self.owner
+
+    def mine(self, name: str, zone: str, *, owner: str | None = None) -> Slice | None:
+        """Our slice of that name in a zone, or another owner's."""
+        found = [each for each in self.named(name, zone) if each.owner == (owner or self.owner)]
+        return found[0] if found else None
+
+    def named(self, name: str, zone: str) -> list[Slice]:
+        """The slices of that name in a zone, queued resources before lone nodes."""
+        with ThreadPoolExecutor(self._parallel) as pool:
+            asked = [pool.submit(self.with_retries, lambda: self.gcloud.nodes(zone)), pool.submit(self._queued, zone)]
+            nodes, queued = (each.result() for each in asked)
+        found = [each for each in read_slices(nodes, queued) if each.name == name]
+        return sorted(found, key=lambda each: not each.queued)
+
+    def _queued(self, zone: str) -> list[dict[str, Any]]:
+        try:
+            return self.with_retries(lambda: self.gcloud.queued(zone))
+        except GcloudError as error:
+            if error.kind not in ("denied", "not_found", "invalid"):
+                raise
+            self.say(f"{zone}: its queue cannot be read ({error.text})")
+            return []
+
+    def with_retries(self, ask: Callable[[], T]) -> T:
+        """The answer of a request that is safe to repeat."""
+        for pause in PAUSES_S:
+            try:
+                return ask()
+            except GcloudError as error:
+                if not error.transient:
+                    raise
+            self.clock.sleep(pause)
+        return ask()
+
+
+class Slices(SliceLists):
+    """Renting and deleting the slices of one owner in one project."""
 
     def up(self, order: Order, zones: Sequence[str]) -> Slice:
         """The slice, ready: the one that exists, or the first that a zone gives, asked in order.
@@ -147,17 +184,22 @@ class Slices:
         if existing is not None:
             self.say(f"{order.name} exists in {existing.zone} ({existing.detail})")
             zones = [existing.zone, *(zone for zone in zones if zone != existing.zone)]
+        got = None
         for zone in zones:
             try:
-                got = self._try_zone(order, zone, asked=existing is not None and zone == existing.zone)
+                if existing is None or zone != existing.zone:
+                    self.say(f"{zone}: asking for {order.accelerator}, {'spot' if order.spot else 'on demand'}")
+                    self._ask(order, zone)
+                got = self._wait(order, zone)
+                break
             except _RefusedError as refusal:
                 reasons[zone] = str(refusal)
                 self.say(f"{zone}: {refusal}")
                 self._clear(order.name, zone)
-            else:
-                self._sweep(order.name, reasons)
-                return got
-        self._sweep(order.name, reasons)
+        for zone in reasons:  # again: gcloud may have sent a request twice, and the first may be done late
+            self._clear(order.name, zone)
+        if got is not None:
+            return got
         lines = "".join(f"\n    {zone}: {reason}" for zone, reason in reasons.items())
         raise SliceError(f"no zone gave {order.accelerator} for {order.name}, and nothing is left of it:{lines}")
 
@@ -174,7 +216,7 @@ class Slices:
             found = self.find(name)
         ours = [each for each in found if self.is_ours(each)]
         if found and not ours:
-            raise self._taken(found[0])
+            raise _taken(found[0], self.owner)
         for each in ours:
             self._clear(name, each.zone)
         left = [each for each in self.find(name) if self.is_ours(each)] if ours else []
@@ -195,14 +237,14 @@ class Slices:
     def renew(self, tpu_slice: Slice, lease: float) -> None:
         """Set the end of a slice's lease, in Unix seconds."""
         argv = self.gcloud.argv.label(tpu_slice.name, tpu_slice.zone, {LEASE: str(int(lease))})
-        self._with_retries(lambda: self.gcloud.checked(argv))
+        self.with_retries(lambda: self.gcloud.checked(argv))
 
     def _existing(self, order: Order, zones: Sequence[str]) -> Slice | None:
         """Our slice of that name that can be used; every other one of ours is deleted."""
         found = self.find(order.name)
         for each in found:
             if not self.is_ours(each) and each.zone in zones:
-                raise self._taken(each)
+                raise _taken(each, self.owner)
         ours = [each for each in found if self.is_ours(each)]
         alive = sorted((each for each in ours if each.alive), key=lambda each: _preference(each, zones))
         for each in alive[:1]:
@@ -218,14 +260,6 @@ class Slices:
                 self._clear(each.name, each.zone)
         return alive[0] if alive else None
 
-    def _try_zone(self, order: Order, zone: str, *, asked: bool) -> Slice:
-        """The slice, ready in this zone. Raises _RefusedError, also when something is left to be deleted."""
-        if not asked:
-            kind = "spot" if order.spot else "on demand"
-            self.say(f"{zone}: asking for {order.accelerator}, {kind}")
-            self._ask(order, zone)
-        return self._wait(order, zone)
-
     def _ask(self, order: Order, zone: str) -> None:
         """Repeat the request until it is known that the zone has it or refuses it."""
         error: GcloudError | None = None
@@ -238,7 +272,7 @@ class Slices:
             if error.kind in HOPELESS:
                 raise error
             if error.kind == "exists" or error.uncertain:
-                if self._mine(order.name, zone):
+                if self.mine(order.name, zone):
                     self.say(f"{zone}: it exists already ({error.kind}); using it")
                     return
             elif error.kind != "rate":
@@ -247,8 +281,8 @@ class Slices:
                 self.clock.sleep(pause)
         assert error is not None
         if error.kind == "exists":
-            for each in self._named(order.name, zone):
-                raise self._taken(each)
+            for each in self.named(order.name, zone):
+                raise _taken(each, self.owner)
         if error.uncertain:
             raise SliceError(
                 f"{order.name}: it is unknown whether {zone} created it ({error.text}); nothing else was requested. "
@@ -262,7 +296,7 @@ class Slices:
         until = began + NODE_S + (order.valid_until_s if order.queued else 0)
         detail = ""
         while self.clock.time() < until:
-            mine = self._mine(order.name, zone)
+            mine = self.mine(order.name, zone)
             if mine is None and self.clock.time() > began + SETTLE_S:
                 raise _RefusedError("it was deleted while it was being created")
             if mine is not None and mine.detail != detail:
@@ -275,68 +309,33 @@ class Slices:
             self.clock.sleep(min(POLL_S, 2.0 + (self.clock.time() - began) / 10))
         raise _RefusedError(f"not ready after {until - began:.0f} s ({detail or 'never listed'})")
 
-    def _sweep(self, name: str, refused: Iterable[str]) -> None:
-        """Clear the zones that refused again: gcloud may have sent a request twice, and the first may be done late."""
-        for zone in refused:
-            self._clear(name, zone)
-
     def _clear(self, name: str, zone: str, *, owner: str | None = None) -> None:
         """Delete our slices of that name in a zone and wait until lists no longer show them."""
         until = self.clock.time() + DELETE_S
-        while (mine := self._mine(name, zone, owner=owner)) is not None:
+        while (mine := self.mine(name, zone, owner=owner)) is not None:
             if self.clock.time() > until:
                 raise SliceError(f"{name} in {zone} still exists ({mine.detail}); give podium pod down {name} again")
-            if mine.state == "deleting" or not self._delete(mine):
+            if mine.state == "deleting" or not _delete(self.gcloud, mine):
                 self.clock.sleep(POLL_S)
 
-    def _delete(self, tpu_slice: Slice) -> bool:
-        """Request the deletion of a slice; whether that was done."""
-        try:
-            self.gcloud.checked(self.gcloud.argv.delete(tpu_slice.name, tpu_slice.zone, queued=tpu_slice.queued))
-        except GcloudError as error:
-            if not error.transient and error.kind not in ("not_found", "precondition"):
-                raise
-            return False
-        return True
 
-    def _mine(self, name: str, zone: str, *, owner: str | None = None) -> Slice | None:
-        found = [each for each in self._named(name, zone) if each.owner == (owner or self.owner)]
-        return found[0] if found else None
+def _delete(gcloud: Gcloud, tpu_slice: Slice) -> bool:
+    """Request the deletion of a slice; whether that was done."""
+    try:
+        gcloud.checked(gcloud.argv.delete(tpu_slice.name, tpu_slice.zone, queued=tpu_slice.queued))
+    except GcloudError as error:
+        if not error.transient and error.kind not in ("not_found", "precondition"):
+            raise
+        return False
+    return True
 
-    def _named(self, name: str, zone: str) -> list[Slice]:
-        """The slices of that name in a zone, queued resources before lone nodes."""
-        with ThreadPoolExecutor(self._parallel) as pool:
-            asked = [pool.submit(self._with_retries, lambda: self.gcloud.nodes(zone)), pool.submit(self._queued, zone)]
-            nodes, queued = (each.result() for each in asked)
-        found = [each for each in read_slices(nodes, queued) if each.name == name]
-        return sorted(found, key=lambda each: not each.queued)
 
-    def _queued(self, zone: str) -> list[dict[str, Any]]:
-        try:
-            return self._with_retries(lambda: self.gcloud.queued(zone))
-        except GcloudError as error:
-            if error.kind not in ("denied", "not_found", "invalid"):
-                raise
-            self.say(f"{zone}: its queue cannot be read ({error.text})")
-            return []
-
-    def _with_retries(self, ask: Callable[[], T]) -> T:
-        """The answer of a request that is safe to repeat."""
-        for pause in PAUSES_S:
-            try:
-                return ask()
-            except GcloudError as error:
-                if not error.transient:
-                    raise
-            self.clock.sleep(pause)
-        return ask()
-
-    def _taken(self, other: Slice) -> NameTakenError:
-        whose = f"podium's owner {other.owner!r}" if other.owner else "not rented by podium"
-        return NameTakenError(
-            f"{other.name} in {other.zone} is not yours ({whose}; you are {self.owner!r}) and is not touched; "
-            "choose another name"
-        )
+def _taken(other: Slice, owner: str) -> NameTakenError:
+    whose = f"podium's owner {other.owner!r}" if other.owner else "not rented by podium"
+    return NameTakenError(
+        f"{other.name} in {other.zone} is not yours ({whose}; you are {owner!r}) and is not touched; "
+        "choose another name"
+    )
 
 
 def _preference(tpu_slice: Slice, zones: Sequence[str]) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from podium.config.schema import Config, TaskConfig
-from podium.job.cluster import Cluster, ClusterError, check_devices, find_cluster, local_worker, tpu_metadata
+from podium.job.cluster import Cluster, ClusterError, check_devices, find_cluster, from_metadata, local_worker
 from podium.job.context import identity
 from podium.job.guard import Guard, GuardError
 from podium.job.records import read_json
@@ -292,7 +292,7 @@ def test_a_tpu_s_metadata_make_a_cluster(metadata_server):
         }
     )
     assert find_cluster(environ) == Cluster(worker=1, workers=2, coordinator="10.0.0.5:8476", accelerator="v4-16")
-    assert tpu_metadata({**environ, "TPU_SKIP_MDS_QUERY": "1"}) is None
+    assert from_metadata({**environ, "TPU_SKIP_MDS_QUERY": "1"}) is None
 
 
 def test_a_host_without_metadata_is_alone(metadata_server):

@@ -70,8 +70,8 @@ class FakeGcloud:
         try:
             answer = self._api(group, verb, words, flags)
         except ApiError as error:
-            told = f"ERROR: (gcloud.compute.tpus.{group}.{verb}) {error.status}: {error.message}\n"
-            return self._finished(argv, 1, "", told)
+            message = f"ERROR: (gcloud.compute.tpus.{group}.{verb}) {error.status}: {error.message}\n"
+            return self._finished(argv, 1, "", message)
         except LostError:
             return self._finished(argv, 1, "", "ERROR: gcloud crashed (ConnectionError): ('Connection aborted.')\n")
         return self._finished(argv, *answer)
@@ -103,8 +103,8 @@ class FakeGcloud:
             self.clock.sleep(2.0)
             operation = self._request("GET", f"/v2/{operation['name']}")
         if "error" in operation:
-            told = json.dumps(operation["error"], indent=2)
-            return 1, "", f"ERROR: (gcloud.compute.tpus.{group}.{verb}) {told}\n"
+            message = json.dumps(operation["error"], indent=2)
+            return 1, "", f"ERROR: (gcloud.compute.tpus.{group}.{verb}) {message}\n"
         return 0, json.dumps(operation), ""
 
     def _request(self, method: str, path: str, query: dict[str, str] | None = None, body: Any = None) -> dict[str, Any]:
@@ -126,25 +126,25 @@ class FakeGcloud:
         target = (words[0] if verb == "ssh" else words[-1].partition(":")[0]).rpartition("@")[2]
         node = self._request("GET", f"/v2/projects/p/locations/{flags['zone']}/nodes/{target}")
         if node["state"] in ("PREEMPTED", "TERMINATED"):
-            told = f'This TPU has terminal state "{node["state"]}", so it cannot be used anymore.'
-            return self._finished(argv, 1, "", f"ERROR: (gcloud.compute.tpus.tpu-vm.{verb}) {told}\n")
+            message = f'This TPU has terminal state "{node["state"]}", so it cannot be used anymore.'
+            return self._finished(argv, 1, "", f"ERROR: (gcloud.compute.tpus.tpu-vm.{verb}) {message}\n")
         count = len(node["networkEndpoints"])
         workers = range(count) if flags.get("worker", "0") == "all" else [int(flags.get("worker", "0"))]
         assert self.hosts is not None
         hosts = self.hosts
 
         def of_worker(worker: int) -> tuple[int, str, str]:
-            said, told = "", ""
+            said, message = "", ""
             for _ in range(SENT_AGAIN):
                 if verb == "scp":
                     status, out, err = hosts.copy(worker, words[:-1], words[-1].partition(":")[2]), "", ""
                 else:
                     status, out, err = hosts.run(worker, flags["command"], timeout_s)
-                said, told = said + out, told + err
+                said, message = said + out, message + err
                 if status != 255:
                     break
                 self.clock.sleep(5.0)
-            return status, said, told
+            return status, said, message
 
         with ThreadPoolExecutor(len(workers)) as pool:
             done = list(pool.map(of_worker, workers))

@@ -286,7 +286,7 @@ class NetworkHosts:
                 assert libc.setns(before.fileno(), CLONE_NEWNET) == 0
 
     def _await_sshd(self) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         with self.on_the_laptop():
             for address in self.addresses:
                 while True:

@@ -202,7 +202,7 @@ time.sleep(60)
 
 
 def test_a_command_that_takes_too_long_is_killed_with_all_it_started(tmp_path):
-    finished = run_process((sys.executable, "-c", SLEEPER, str(tmp_path / "pids")), 2.0)
+    finished = run_process((sys.executable, "-c", SLEEPER, str(tmp_path / "pids")), 4.0)
     assert (finished.returncode, finished.stdout) == (None, "begun\n")
     assert_ended(tmp_path / "pids")
 
@@ -214,18 +214,18 @@ def test_ctrl_c_ends_the_command_too(tmp_path):
     )
     command = [sys.executable, "-c", code, SLEEPER, str(tmp_path / "pids")]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=Path(__file__).parents[2]) as process:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not (tmp_path / "pids").exists():
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) != 0
+        assert process.wait(120) != 0
     assert_ended(tmp_path / "pids")
 
 
 def assert_ended(pids: Path) -> None:
     """No process of those in a file runs."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     for pid in map(int, pids.read_text().split()):
         while (stat := Path(f"/proc/{pid}/stat")).exists() and ") Z " not in stat.read_text():
             assert time.monotonic() < deadline, f"{pid} lives"
