@@ -454,7 +454,7 @@ def test_dropped_groups_are_no_part_of_the_batch_s_standard_deviation(algorithm)
     trainer, state = make_trainer(algorithm={**algorithm, "zero_variance": "drop"})
     groups = [
         make_group(rewards, seed=seed, lengths=[5] * 4)
-        for seed, rewards in enumerate([[1.0, 0.0, 0.0, 1.0], [1.0] * 4, [0.0, 1.0, 1.0, 0.0], [0.0] * 4])
+        for seed, rewards in enumerate([[1.0, 0.0, 0.0, 1.0], [1.0] * 4, [0.0, 1.0, 1.0, 0.0], [1.0] * 4])
     ]
     _, metrics = train_on(trainer, state, groups)
     assert metrics["group/dropped"] == 2
