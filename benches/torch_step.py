@@ -156,13 +156,14 @@ class Torch:
     def __init__(self, podium: Podium, folder: Path, threads: int) -> None:
         import torch  # pyright: ignore[reportMissingImports]
 
-        from benches.torch_peer import Sampler, Trainer
+        from benches.torch_peer import Sampler
+        from benches.torch_peer import Trainer as TorchTrainer
 
         torch.set_num_threads(threads)
         save_model(podium.state.params, podium.model.decoder, podium.model.tokenizer, folder, dtype="float32")
         config, self.clock, self.podium = podium.config, Clock(), podium
         optimizer = config.train.optimizer
-        self.trainer = Trainer(
+        self.trainer = TorchTrainer(
             folder,
             learning_rate=optimizer.learning_rate,
             beta1=optimizer.beta1,

@@ -186,7 +186,7 @@ STEP_METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "train-other/loss",
             "",
-            "Loss, mean over the updates of the step, weighted by their tokens.",
+            "Loss of the whole batch, mean over the updates of the step, weighted by their tokens.",
             step=lambda s: s.updated.loss if s.updated.updates else None,
         ),
         Metric(

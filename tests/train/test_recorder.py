@@ -1,0 +1,97 @@
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_runs import make_config, make_group, recipe_of
+
+from podium.job.records import ProgressReport
+from podium.observe.stats import BatchStats, StepTimes, UpdateStats
+from podium.rollout.request import RolloutStats
+from podium.train.recorder import Recorder
+
+BATCHED = BatchStats(
+    groups=2,
+    equal_groups=0,
+    dropped_groups=0,
+    sequences=4,
+    trained_tokens=20,
+    prompt_tokens=10,
+    padding_tokens=2,
+    advantages=np.array([1.0, -1.0, 0.5, -0.5]),
+    penalties=None,
+    penalised_rewards=None,
+    reward_kl=None,
+    advantages_s=0.1,
+    batch_s=0.2,
+)
+UPDATED = UpdateStats(
+    updates=1,
+    tokens=20.0,
+    logprob_gap=0.01,
+    logprob_gap_max=0.1,
+    token_means={"clip_low": 0.0, "clip_high": 0.0},
+    place_s=0.3,
+    update_s=2.0,
+)
+
+
+class Kept:
+    """Stands for the run's folder, its metric writer and its progress: keeps what each is given."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+        self.records: list[str] = []
+        self.messages: list[str] = []
+
+    def append(self, name: str, record: dict[str, Any]) -> None:
+        self.records.append(name)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        self.metrics.append(metrics)
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+    def step(self, *arguments: Any) -> None: ...
+
+
+def record_steps(count: int, **algorithm: Any) -> Kept:
+    """What is recorded of so many steps, of 1 s, 2 s, ..."""
+    kept: Any = Kept()
+    config = make_config(algorithm=algorithm, prompts_per_step=2, metrics={"samples_every": 1})
+    report = ProgressReport(None)
+    recorder = Recorder(
+        config, kept, kept, kept, recipe=recipe_of(config), report=report, task_labels=["sums"], check=None
+    )
+    groups = [make_group([1.0, 0.0]), make_group([0.5, 0.0], seed=1)]
+    for step in range(1, count + 1):
+        times = StepTimes(step_s=float(step), cpu_s=1.0, rollout_s=0.5, sync_s=0.1, checkpoint_s=None)
+        recorder.write(step, groups, RolloutStats(reward_s=0.2), BATCHED, UPDATED, times)
+    return kept
+
+
+def test_rounding_that_clips_by_itself_is_said_once():
+    messages = record_steps(3, recipe="gspo", old_logprobs="sampler").messages
+    assert len(messages) == 1
+    assert "set algorithm.old_logprobs to trainer" in messages[0]
+    assert record_steps(1, recipe="grpo").messages == []
+
+
+def test_seconds_of_a_step_are_named_by_what_they_were_spent_on():
+    first = record_steps(1).metrics[0]
+    assert first["time/train/rollout_s"] == pytest.approx(0.3)  # waiting for grades has a name of its own
+    assert first["time/train/reward_s"] == 0.2
+    assert first["time/train/batch_s"] == 0.5
+    assert (first["time/train/score_s"], first["time/train/update_s"], first["time/train/sync_s"]) == (0.0, 2.0, 0.1)
+    assert first["throughput/train/valid_tokens_per_s_update"] == 10.0
+    assert "time/train/checkpoint_s" not in first
+
+
+def test_the_mean_of_ten_steps_is_there_from_the_tenth_on():
+    kept = record_steps(11)
+    assert ["time/train/step_avg_last10_s" in each for each in kept.metrics] == [False] * 9 + [True] * 2
+    assert [each["time/train/step_avg_last10_s"] for each in kept.metrics[9:]] == [5.5, 6.5]
+
+
+def test_samples_and_lengths_of_every_step_are_written():
+    assert record_steps(1).records == ["samples.jsonl", "samples.jsonl", "lengths.jsonl"]
