@@ -88,14 +88,14 @@ def last_number(text: str) -> Number | None:
 
     `She sells 9 * 2 = 18 eggs.` ends in 18; `So 16 - 3.` in no number, neither 13 nor 3.
     """
-    for line in reversed(_without_units(text[-TAIL_CHARS:]).splitlines()):
-        if figures := _last_figures(line.split()):
+    for line in reversed(text[-TAIL_CHARS:].splitlines()):
+        if _has_digit(line) and (figures := _last_figures(_without_units(line).split())):
             return None if figures[0] in _OPERATORS else _read(" ".join(figures))  # 18 eggs - 3
     return None
 
 
 def same_number(reference: Number, answer: Number) -> bool:
-    """Whether two numbers are equal: exactly, or a decimal of 4 or more places that cuts or rounds a fraction.
+    """Whether two numbers are equal: exactly, or a decimal of 4 or more places that truncates or rounds a fraction.
 
     0.3333 equals 1/3; 0.33 does not, and 17.9999 is not 18.
     """
@@ -136,16 +136,20 @@ def _last_figures(words: list[str]) -> list[str]:
     if words and words[0] in ("-", "+", "*"):
         words = words[1:]  # the item of a list
     for word in [*words, "."]:
-        figures = any(character.isdigit() for character in word)
         bare = word.rstrip(",;:.!?")
-        if figures or bare in _JOINS:
+        belongs = _has_digit(bare) or bare in _JOINS
+        if belongs:
             formula.append(bare)
-        if bare != word or not (figures or bare in _JOINS):
-            last = formula if any(character.isdigit() for word in formula for character in word) else last
+        if bare != word or not belongs:  # the formula ends here
+            last = formula if _has_digit("".join(formula)) else last
             formula = []
     while last and last[-1] == "-":  # a dash: 18 - she sells them
         last.pop()
     return last
+
+
+def _has_digit(text: str) -> bool:
+    return any(character.isdigit() for character in text)
 
 
 def _are_units(before: str, after: str) -> bool:

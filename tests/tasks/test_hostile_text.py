@@ -48,9 +48,9 @@ def test_ten_thousand_hostile_texts_are_graded_within_their_limits():
 
 def test_the_time_limit_holds_for_each_answer_and_the_others_are_graded():
     slow = "\\boxed{x^{11}-x^7+3x-1=\\sin(x)\\cos(x^2)}"
-    texts = ["\\boxed{x=5}", slow, "5", slow, "6"]
+    texts = ["\\boxed{x+5}", slow, "x + 5", slow, "6"]
     items = [
-        (TaskPrompt(task=0, prompt=Prompt(id="0", question="?", answer="x=5"), system_prompt=None), text)
+        (TaskPrompt(task=0, prompt=Prompt(id="0", question="?", answer="x+5"), system_prompt=None), text)
         for text in texts
     ]
     grader = Grader([TaskConfig(name="gsm8k")], GradingConfig(workers=1, timeout_s=0.5), max_new_tokens=8)
@@ -103,7 +103,7 @@ texts += [f"{a}+{b}" for a in texts for b in ("1", "x_{1}")] + hostile.hostile_t
 sys.addaudithook(audit)
 for text in texts:
     for frame in ("{}", "\\boxed{{{}}}", "${}$"):
-        for reference in ("18", "x=5"):
+        for reference in ("18", "x+5"):
             signal.setitimer(signal.ITIMER_REAL, 1)
             try:
                 grading = True
