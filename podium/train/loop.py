@@ -193,7 +193,6 @@ class Run:
         )
         self.state = state
         self.rollouts.load(state.params)
-        self.progress.message(f"number formats: update {program.dtype}, rollout {self.rollouts.engine.dtype}")
         if done:
             self.progress.message(f"continuing after step {done}")
             if self._evaluation_due(done) and not from_leader(lambda: self._evaluation_recorded(done)):
