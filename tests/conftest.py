@@ -19,8 +19,8 @@ QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expen
 # `dtype: auto` is float32 in tests, whatever the CPU can do.
 NO_BFLOAT16 = "--xla_cpu_max_isa=AVX512_VNNI"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION} {NO_BFLOAT16}".strip()
-# Every process that tests start inherits this, whoever its parent is later.
-MARK = "PODIUM_TEST_SESSION"
+# Every process that tests start inherits this, whoever its parent is later. (PODIUM_... are settings of a run.)
+MARK = "PYTEST_SESSION_PID"
 os.environ[MARK] = str(os.getpid())
 
 import jax

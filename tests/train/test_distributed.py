@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from host_process import COUNT, ROWS
@@ -30,15 +30,12 @@ SETTINGS: dict[str, Any] = {
     "checkpoint": {"every_steps": 2},
 }
 NAMED = "dp:2,fsdp:2,tp:2"
-WHOLE_GRID = {
-    4: {"full": "auto", "local": "host_local", "named": NAMED},
-    2: {"full": "host_local", "auto": "auto", "named": NAMED},
-}
-"""Name of the run -> mesh, by the number of hosts; together they have eight devices."""
-SUITE = {4: {"full": "auto"}, 2: {"full": "host_local", "named": NAMED}}
-WHOLE = bool(os.environ.get("PODIUM_WHOLE_GRID"))
-MESHES = WHOLE_GRID if WHOLE else SUITE
-"""PODIUM_WHOLE_GRID=1 runs every mesh on every number of hosts, a minute and a half more."""
+GRIDS = [
+    pytest.param((2, {"full": "host_local", "named": NAMED}), id="2x4"),
+    pytest.param((2, {"full": "auto"}), id="2x4-auto", marks=pytest.mark.long),
+    pytest.param((4, {"full": "auto", "local": "host_local", "named": NAMED}), id="4x2", marks=pytest.mark.long),
+]
+"""Number of hosts, which have eight devices together, and the mesh of each run by its name."""
 EXACT = ("train-other/loss", "train-reward/total/mean", "eval/accuracy", "rollout/completion_tokens")
 LOCAL = (
     "time/",
@@ -49,6 +46,17 @@ LOCAL = (
     "rollout/decode_s",
     "rollout/tokens_per_s",
 )
+
+
+class Together(NamedTuple):
+    """What several processes made together."""
+
+    folder: Path
+    """Of the runs."""
+    meshes: dict[str, str]
+    """By the name of the run."""
+    found: list[dict[str, Any]]
+    """By process: what it saw."""
 
 
 class Hosts:
@@ -130,36 +138,35 @@ def alone(tiny_model, tmp_path_factory) -> Path:
     return Path(config.runs_dir) / "run"
 
 
-@pytest.fixture(scope="module", params=MESHES, ids=["4x2", "2x4"])
-def together(request, tiny_model, tmp_path_factory) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
-    """The folder of the same run on several meshes, by several processes; what each of them saw."""
-    number = request.param
-    folder = tmp_path_factory.mktemp(f"hosts-{number}")
+@pytest.fixture(scope="module", params=GRIDS)
+def together(request, tiny_model, tmp_path_factory) -> Together:
+    """The same run on several meshes, by several processes."""
+    hosts, meshes = request.param
+    folder = tmp_path_factory.mktemp("hosts")
     configs = [
-        make_config(tiny_model, folder / "runs", name=name, mesh=mesh, **SETTINGS)
-        for name, mesh in MESHES[number].items()
+        make_config(tiny_model, folder / "runs", name=name, mesh=mesh, **SETTINGS) for name, mesh in meshes.items()
     ]
     order = {"configs": [config.model_dump(mode="json") for config in configs]}
-    job = Hosts(folder / "job", order, hosts=number, devices=8 // number)
+    job = Hosts(folder / "job", order, hosts=hosts, devices=8 // hosts)
     try:
-        assert job.statuses() == [0] * number, job.logs()
+        assert job.statuses() == [0] * hosts, job.logs()
     finally:
         job.close()
-    yield folder / "runs", [read_json(each / "found.json") or {} for each in job.folders]
+    return Together(folder / "runs", meshes, [read_json(each / "found.json") or {} for each in job.folders])
 
 
 def test_hosts_train_as_one_process_does(together, alone):
     """On every mesh: the same metrics on all hosts, and to 1e-6 those of one process."""
-    folder, found = together
+    folder, meshes, found = together
     expected = [shared_by_all(record) for record in read_records(alone / "metrics.jsonl")]
-    for name in MESHES[len(found)]:
+    for name in meshes:
         written = [shared_by_all(record) for record in read_records(folder / name / "metrics.jsonl")]
         for each in found:
             assert [shared_by_all(record) for record in each["metrics"][name]] == written
         assert_equal_runs(written, expected[:-1])
 
 
-@pytest.mark.parametrize("mesh", ["host_local", NAMED] if WHOLE else [NAMED])
+@pytest.mark.parametrize("mesh", [NAMED, pytest.param("host_local", marks=pytest.mark.long)])
 def test_one_process_trains_the_same_on_every_mesh(mesh, alone, tiny_model, tmp_path):
     config = make_config(tiny_model, tmp_path, mesh=mesh, **SETTINGS)
     assert train(config, plain=True) == 0
@@ -177,16 +184,16 @@ def assert_equal_runs(written: list[dict[str, float]], expected: list[dict[str, 
 
 
 def test_one_process_writes_what_is_shared(together):
-    folder, found = together
-    for name in MESHES[len(found)]:
+    folder, meshes, _ = together
+    for name in meshes:
         assert [record["step"] for record in read_records(folder / name / "lengths.jsonl")] == [1, 2, 3]
         assert saved_steps(folder / name / "checkpoints") == [2, 3]
         assert json.loads((folder / name / "summary.json").read_text())["steps"] == 3
 
 
 def test_rows_of_a_host_are_contiguous(together):
-    _, found = together
-    for mesh in MESHES[len(found)].values():
+    _, meshes, found = together
+    for mesh in meshes.values():
         for each in found:
             rows = each["rows"][mesh]
             assert rows == list(range(rows[0], rows[-1] + 1))
@@ -194,7 +201,7 @@ def test_rows_of_a_host_are_contiguous(together):
 
 
 def test_counts_of_terabytes_and_messages_of_any_length_are_exact(together):
-    _, found = together
+    found = together.found
     for each in found:
         assert sum(each["counts"]) == sum(COUNT + worker for worker in range(len(found)))
         assert each["sizes"] == [10 ** (worker + 2) for worker in range(len(found))]
@@ -205,8 +212,7 @@ def test_counts_of_terabytes_and_messages_of_any_length_are_exact(together):
 
 def test_a_run_of_several_hosts_goes_on_in_one_process(together, alone, tiny_model, tmp_path):
     """The checkpoint of all hosts is read by one."""
-    folder, _ = together
-    shutil.copytree(folder / "full", tmp_path / "full")
+    shutil.copytree(together.folder / "full", tmp_path / "full")
     config = make_config(tiny_model, tmp_path, name="full", **{**SETTINGS, "steps": 4})
     assert train(config, plain=True) == 0
     found, expected = (shared_by_all(read_records(run / "metrics.jsonl")[-1]) for run in (tmp_path / "full", alone))

@@ -5,6 +5,7 @@ import pytest
 from benches.kill_resume import Kill, table
 
 
+@pytest.mark.long
 def test_run_killed_inside_a_save_and_again_while_continued_ends_as_an_undisturbed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -344,7 +344,9 @@ def test_an_evaluation_of_an_earlier_step_is_that_of_the_run(tiny_model, tmp_pat
     assert found["eval/arithmetic/avg_at_k"] == expected["eval/arithmetic/avg_at_k"]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)]
+)
 def test_the_command_saves_and_exits_by_the_signal_s_number(
     tiny_model, tmp_path, programs, monkeypatch, number, status
 ):

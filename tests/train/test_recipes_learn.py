@@ -6,7 +6,9 @@ from podium.algorithms.recipes import RECIPES
 pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [name if name == "grpo" else pytest.param(name, marks=pytest.mark.long) for name in RECIPES]
+)
 def test_every_recipe_teaches_a_random_model_one_digit_sums(recipe, tmp_path):
     first, last = first_and_last(learn(recipe, tmp_path))
     assert first < 0.15  # it knew nothing
