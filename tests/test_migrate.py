@@ -1,5 +1,6 @@
 """YAML files of the seed system become ours, and say what changed."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -7,11 +8,14 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import podium
 from podium.config.errors import ConfigError
+from podium.config.explain import setting_paths
 from podium.config.load import load
+from podium.config.schema import Config
 from podium.settings import RULES
 from podium.tools.migrate import migrate
-from podium.tools.seed_keys import seed_keys, spellings
+from podium.tools.seed_keys import seed_keys, spellings, trl_keys
 
 
 @pytest.fixture
@@ -281,3 +285,20 @@ OLD_FILES = st.fixed_dictionaries(
 @given(OLD_FILES)
 def test_whatever_is_translated_loads(translate, old):
     translate(yaml.safe_dump(old))
+
+
+def test_every_key_of_the_seed_system_becomes_a_setting_or_says_why_not():
+    paths = {".".join(map(str, path)) for path in setting_paths(Config.model_json_schema())}
+    assert {about.becomes for about in seed_keys().values() if about.becomes} <= paths
+    assert set(trl_keys().values()) <= paths
+    for key, about in seed_keys().items():
+        assert about.kind in ("text", "int", "float", "bool", "list"), key
+        assert not (about.gone and (about.becomes or about.why or about.default is not None)), key
+
+
+def test_a_wheel_holds_the_tables():
+    pyproject = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    patterns = pyproject["tool"]["setuptools"]["package-data"]["podium"]
+    package = Path(podium.__file__).parent
+    packed = {path for pattern in patterns for path in package.glob(pattern)}
+    assert {package / "tools" / "seed_keys.yaml", package / "tools" / "trl_keys.yaml"} <= packed

@@ -57,9 +57,9 @@ class GradingConfig(Section):
     """How completions are graded, away from the step's critical path."""
 
     workers: NotNegative = 1
-    """Processes that grade; 0 grades in the trainer itself (no time limit then: for debugging a grader)."""
+    """Processes that grade; 0: the trainer grades itself, without a time limit (for debugging a grader)."""
     timeout_s: PositiveFloat = 5.0
-    """Seconds that one answer may take; past it the completion counts as wrong and `grading/timeouts` counts it."""
+    """Seconds per answer; after that the completion counts as wrong, and in `grading/timeouts`."""
     overlong_buffer_tokens: NotNegative = 0
     """DAPO's soft overlong zone before `rollout.max_new_tokens`, in tokens: in it the `length` reward falls to -1."""
 
@@ -70,19 +70,19 @@ class RolloutConfig(Section):
     max_prompt_tokens: Positive = 512
     """Longest prompt in tokens, chat template included."""
     long_prompts: Literal["drop", "error"] = "drop"
-    """A longer prompt is: drop (skipped, and counted in `rollout/dropped_prompts`) or error (the run stops)."""
+    """What a longer prompt does. drop: it is skipped and counted in `rollout/dropped_prompts`; error: the run stops."""
     max_new_tokens: Positive = 1024
     """Longest completion in tokens, end-of-sequence included; a longer one is cut with finish reason `length`."""
     slots: Positive = 64
-    """Sequences decoded at once, over all devices. More is faster per token until memory (KV cache) or compute bind."""
+    """Sequences decoded at once, over all devices. More is faster per token until memory (KV cache) or compute binds."""
     refill_steps: Positive = 4
-    """Decode steps between two looks at which finished slots are refilled. Few: less idling; many: less host work."""
+    """Decode steps between refills of finished slots. Few: slots idle less; many: the host works less."""
     prefill_rows: Positive = 8
     """Prompts prefilled by one call, over all devices."""
     layout: str = "replicated"
-    """Where weights and sequences are while they decode. replicated: all weights on every device, sequences over all
-    devices; the others keep weights split as in training, as the seed system did: legacy splits sequences over all
-    devices (and makes the logits of all prompt tokens, as it did), maxtext over dp alone."""
+    """How weights and sequences are split for decoding. replicated: all weights on every device, sequences split over
+    all devices. The others keep the weights split as in training, as the seed system did: legacy splits sequences over
+    all devices (and computes the logits of all prompt tokens), maxtext over dp alone."""
     dtype: Dtype = "auto"
     """Number format of the rollout's weights and, but on CPU, of its KV cache. auto: the faster one, which is bfloat16,
     but float32 on a CPU that has neither AVX512-BF16 nor AMX."""
@@ -184,8 +184,8 @@ class TrainConfig(Section):
     tokens_per_device: Positive | None = None
     """Tokens of one micro-batch on each device, instead of rows_per_device; at least row_tokens."""
     remat: Remat = "layer"
-    """What the backward pass recomputes: nothing (fastest, most memory), each layer and the logits (least memory), or
-    those but for the results of the layers' products, which are kept (products)."""
+    """What the backward pass recomputes. none: nothing (fastest, most memory); layer: each layer and the logits (least
+    memory); products: the same, except that the results of the layers' products are kept."""
     head_chunk_tokens: Positive = 1024
     """Tokens whose logits exist at once on each device, forward and backward."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -201,7 +201,7 @@ class EvalConfig(Section):
     at_end: bool = True
     """Evaluate after the last step."""
     questions: Positive | None = None
-    """Questions per task, the first of the split; unset: all."""
+    """Questions per task, from the start of the split; unset: all."""
     greedy: bool = True
     """Answer each question once with the likeliest tokens."""
     samples: NotNegative = 0
@@ -211,12 +211,12 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What is kept of a run, and how often."""
+    """Which checkpoints are saved and kept."""
 
     every_steps: NotNegative = 20
     """Steps between checkpoints; 0: only at the end and when stopped."""
     keep_last: Positive = 2
-    """Newest checkpoints kept; with 2, a damaged newest one has one before it. A save needs room for one more."""
+    """Newest checkpoints kept; 2 leaves another if the newest is damaged. A save needs disk space for one more."""
     keep_every: NotNegative = 0
     """Keep for good every checkpoint whose step is a multiple of this; 0: none."""
     keep_best: NotNegative = 0
@@ -229,17 +229,17 @@ class WandbConfig(Section):
     mode: Literal["disabled", "online", "offline"] = "disabled"
     """online needs WANDB_API_KEY; offline writes below the run directory, for `wandb sync`."""
     project: str = "podium"
-    """Project name there."""
+    """Name of the project."""
     entity: str | None = None
     """Team or user; unset: the account's own."""
     group: str | None = None
-    """Groups runs in the web page."""
+    """Name under which the web page groups runs."""
     tags: list[str] = []
     """Labels of the run."""
 
 
 class MetricsConfig(Section):
-    """Where numbers and samples go besides metrics.jsonl, which is always written."""
+    """Where metrics and samples go besides metrics.jsonl, which is always written."""
 
     samples_every: Positive = 10
     """Every k-th group of completions goes to samples.jsonl."""
@@ -254,7 +254,7 @@ class Config(Section):
     """A run. Numbers are global: they do not change with the number of hosts or devices."""
 
     name: str | None = None
-    """Name of the run; unset: the name of the last config file without its ending."""
+    """Name of the run; unset: the name of the last config file without its extension."""
     runs_dir: str = "runs"
     """Folder of runs; this one writes to `runs_dir/name`."""
     model: str

@@ -144,7 +144,7 @@ def test_a_wrong_value_says_the_rule(errors, text, message):
         ("checkpoint: {keep_every: 30, every_steps: 0}", "checkpoint.keep_every", "makes only the last"),
     ],
 )
-def test_each_rule_between_settings_is_told(errors, text, key, said):
+def test_each_rule_between_settings_is_reported(errors, text, key, said):
     (found,) = errors(f"{text}\n")
     assert found.startswith(f"{key}: ") and said in found and "a.yaml:" in found
 
@@ -160,7 +160,7 @@ def test_each_rule_between_settings_is_told(errors, text, key, said):
         ("{length: 1}", "grading: {overlong_buffer_tokens: 1024}", "grading.overlong_buffer_tokens", "lower it"),
     ],
 )
-def test_each_rule_about_rewards_is_told(errors, rewards, rest, key, said):
+def test_each_rule_about_rewards_is_reported(errors, rewards, rest, key, said):
     (found,) = errors(f"tasks: [{{name: arithmetic, rewards: {rewards}}}]\n{rest}\n", base="model: demo\n")
     assert found.startswith(f"{key}: ") and said in found
 
