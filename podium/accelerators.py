@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 GIB = 2**30
@@ -83,6 +84,18 @@ CORES_3D = {"v4": (8, 16, 32, 64, 128, 256, 512), "v5p": (8, 16, 32, 64, 128, 25
 GPUS = (1, 2, 4, 8)
 ALIASES = {"v5e": "v5litepod"}  # the cloud's own name of the second
 
+# Beginnings of jax's `device_kind`, the longer ones first, and the kind of machine in an accelerator's name.
+DEVICE_KINDS: Mapping[str, str] = {
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU v5 lite": "v5litepod",
+    "TPU v5e": "v5litepod",
+    "TPU v5": "v5p",
+    "TPU v4": "v4",
+    "NVIDIA H100": "h100",
+    "NVIDIA H200": "h200",
+}
+
 
 def find_accelerator(name: str) -> Accelerator:
     """The accelerator of that name, as v6e-8, v5litepod-16 (or v5e-16), v5p-64, h100-8.
@@ -97,6 +110,12 @@ def find_accelerator(name: str) -> Accelerator:
         near = _nearest(known, table)
         raise ValueError(f"no accelerator {name!r} is known; nearest: {', '.join(near)}")
     return table[known]
+
+
+def recognise(device_kind: str, devices: int) -> Accelerator | None:
+    """The accelerator whose devices jax names and counts so; None: it is not in the table."""
+    kind = next((name for start, name in DEVICE_KINDS.items() if device_kind.startswith(start)), "")
+    return accelerators().get(f"{kind}-{devices * (2 if kind in CORES_3D else 1)}")
 
 
 @functools.cache

@@ -148,7 +148,7 @@ class _Known:
 
 
 def _named(buffer: Buffer, module: Module, arguments: Mapping[str, str], known: _Known) -> NamedBuffer:
-    members = [(module.computations[place.computation], place.instruction) for place in buffer.places]
+    members = [(module.computations[array.computation], array.instruction) for array in buffer.arrays]
     given = [where.instructions[name] for where, name in members if where is module.entry]
     for each in given:
         if each.opcode == "parameter":
@@ -241,20 +241,21 @@ class Allocation:
 
 @dataclasses.dataclass(frozen=True)
 class OutOfMemory:
-    """What was needed and what there was, in bytes; texts round to two decimals of their unit."""
+    """What the compiler says that a program needs."""
 
     needed: int
-    available: int
+    """Bytes, rounded to two decimals of the text's unit."""
     largest: tuple[Allocation, ...]
 
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([BKMGT]?)(?:iB|B)?"
+_ANY_SIZE = r"[\d.]+[BKMGT]?"
 # The compiler of temporaries alone; of a whole program, with its largest allocations; the runtime of one allocation.
 _OUT_OF_MEMORY = (
-    re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
-    re.compile(rf"Used {_SIZE} of {_SIZE} hbm", re.IGNORECASE),
-    re.compile(rf"Allocation \(size={_SIZE}\) would exceed memory \(size={_SIZE}\)"),
+    re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_ANY_SIZE}"),
+    re.compile(rf"Used {_SIZE} of {_ANY_SIZE} hbm", re.IGNORECASE),
+    re.compile(rf"Allocation \(size={_SIZE}\) would exceed memory \(size={_ANY_SIZE}"),
 )
 _ENTRY = re.compile(rf"^\s*\d+\.\s+Size:\s+{_SIZE}(.*?)(?=^\s*\d+\.\s+Size:|\Z)", re.DOTALL | re.MULTILINE)
 
@@ -264,8 +265,7 @@ def parse_out_of_memory(text: str) -> OutOfMemory | None:
     found = next(filter(None, (pattern.search(text) for pattern in _OUT_OF_MEMORY)), None)
     if found is None:
         return None
-    number, unit, limit, limit_unit = found.groups()
-    return OutOfMemory(_bytes(number, unit), _bytes(limit, limit_unit), _allocations(text))
+    return OutOfMemory(_bytes(*found.groups()), _allocations(text))
 
 
 def _allocations(text: str) -> tuple[Allocation, ...]:

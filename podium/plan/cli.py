@@ -79,7 +79,7 @@ def plan(
     """
     from podium.cli import load_settings
     from podium.config.errors import ConfigError
-    from podium.plan.command import Question, check_command, plan_command
+    from podium.plan.command import PlanRequest, check_command, plan_command
     from podium.plan.compile import CompilerError
 
     others = (config, tpu, settings, fast, search, compare, suggest, steps, prices, html)
@@ -87,7 +87,7 @@ def plan(
         raise typer.Exit(check_command(check, as_json=as_json))
     if check is not None or not config or tpu is None:
         _fail("give CONFIG and --tpu, as `podium plan run.yaml --tpu v6e-8`, or --check RUN alone", status=1)
-    question = Question(
+    request = PlanRequest(
         tpu=tpu,
         fast=fast,
         lengths=lengths,
@@ -100,7 +100,7 @@ def plan(
         suggest=suggest,
     )
     try:
-        status = plan_command(question, lambda more: load_settings(config, [*(settings or []), *more]))
+        status = plan_command(request, lambda more: load_settings(config, [*(settings or []), *more]))
     except ConfigError as error:
         _fail(error, status=1)
     except CompilerError as error:

@@ -13,20 +13,25 @@ from collections.abc import Mapping
 from podium.accelerators import GIB, Accelerator
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
+from podium.models.params import param_specs
 from podium.plan.sizes import (
     F32,
     RunSizes,
+    ends_count,
     gathered_counts,
+    gathered_in_rollout,
     kv_bytes,
     layer_matmul,
+    local_count,
     make_sizes,
+    optimizer_count,
     own_count,
     own_layers,
+    rollout_ici,
     rollout_weight_bytes,
+    tp_ici,
     working_weights,
 )
-from podium.plan.weights import local_count, optimizer_count, weights
-from podium.plan.wires import gathered_in_rollout, rollout_ici, tp_ici
 
 Parts = dict[str, int]
 
@@ -64,10 +69,6 @@ class PhaseEstimate:
         """Bytes at the peak."""
         return sum(self.parts.values())
 
-    def largest(self, count: int) -> list[tuple[str, int]]:
-        """The largest parts, largest first."""
-        return sorted(self.parts.items(), key=lambda part: -part[1])[:count]
-
 
 def estimate(run: RunSizes, *, micro_batches: int = 1) -> list[PhaseEstimate]:
     """Every phase of a step, in its order; `score` only where the recipe needs it.
@@ -91,7 +92,8 @@ def far_too_large(config: Config, decoder: DecoderConfig, accelerator: Accelerat
     worst = max(estimate(make_sizes(config, decoder, accelerator)), key=lambda phase: phase.total)
     if worst.total <= MARGIN * accelerator.hbm_bytes:
         return None
-    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in worst.largest(3))
+    largest = sorted(worst.parts.items(), key=lambda part: -part[1])[:3]
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
     return (
         f"{worst.name} needs about {worst.total / GIB:.1f} GiB on each device and {accelerator.name} has"
         f" {accelerator.hbm_bytes / GIB:.1f}; the largest parts, in GiB: {parts}. `podium plan` says what would fit;"
@@ -104,7 +106,7 @@ def trainers(run: RunSizes) -> Parts:
     parameters = F32 * own_count(run)
     parts = {
         "parameters": parameters,
-        "optimizer": F32 * optimizer_count(run.decoder, run.config.train.optimizer.name, run.train_shards),
+        "optimizer": F32 * optimizer_count(run.decoder, run.config.train.optimizer.name, run.train_parts),
     }
     return parts | ({"reference_weights": parameters} if run.recipe.needs_reference else {})
 
@@ -118,8 +120,7 @@ def sync_phase(run: RunSizes) -> PhaseEstimate:
     """The rollout's weights, made of the trainer's: all are gathered, then copied to where they stay."""
     own, whole = own_count(run), rollout_weight_bytes(run)
     # Stacked weights are gathered into their place, embedding and head beside it.
-    ends = (each for name, each in weights(run.decoder).items() if name in ("embed", "head"))
-    beside = sum(local_count(each, run.rollout_weight_shards) for each in ends) * run.rollout_activation
+    beside = ends_count(run, run.rollout_parts) * run.rollout_activation
     return PhaseEstimate(
         name="sync",
         parts=residents(run) | {"gathered_weights": beside if whole > own * run.rollout_activation else 0},
@@ -156,8 +157,8 @@ def decode_phase(run: RunSizes) -> PhaseEstimate:
     scores = F32 * slots * decoder.heads * run.cache_length
     matmul = layer_matmul(decoder) * decoder.layers + decoder.vocab * decoder.width
     # The TPU's compiler lays the stacks of q, k and v out anew in each call.
-    stacks = (weights(decoder)[f"layers.{name}"] for name in ("q", "k", "v") if run.platform == "tpu")
-    relaid = a * sum(local_count(each, run.rollout_weight_shards) for each in stacks)
+    stacks = (param_specs(decoder)[f"layers.{name}"] for name in ("q", "k", "v") if run.platform == "tpu")
+    relaid = a * sum(local_count(each, run.rollout_parts) for each in stacks)
     calls = 2 * relaid // run.config.rollout.refill_steps
     return PhaseEstimate(
         name="decode",
@@ -213,7 +214,7 @@ def update_phase(run: RunSizes, micro_batches: int = 1) -> PhaseEstimate:
     a, tokens, decoder = run.activation, run.rows * run.row_tokens, run.decoder
     layers, head = gathered_counts(run)
     own = own_count(run)
-    optimizer = optimizer_count(decoder, run.config.train.optimizer.name, run.train_shards)
+    optimizer = optimizer_count(decoder, run.config.train.optimizer.name, run.train_parts)
     sends = (run.fsdp - 1) / run.fsdp
     # Weights come as they compute, and gradients go as they do.
     remat = run.config.train.remat

@@ -5,9 +5,9 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from podium.plan.lengths import Composition
+from podium.plan.workload import Workload
 
 Verdict = Literal["fits", "does_not_fit", "too_close"]
 BoundBy = Literal["compute", "hbm", "ici", "latency", ""]
@@ -71,25 +71,25 @@ class Phase:
     bytes: int
     """At the peak, per device: residents, arguments, temporaries, and the code of all programs."""
     parts: Mapping[str, int]
-    """The same by our names; they add up to `bytes`."""
+    """Bytes by our names; they add up to `bytes`."""
     fits: bool
-    seconds: Seconds | None
+    seconds: Seconds | None = None
     """Of all its calls in a step, on the device; None: unknown, or not a part of a step."""
-    bound_by: BoundBy
+    bound_by: BoundBy = ""
     """What most of `seconds` waits for."""
-    largest: tuple[LargeArray, ...]
+    largest: tuple[LargeArray, ...] = ()
     """The largest arrays first, residents among them."""
-    calls: float
+    calls: float = 0
     """Of its program in a step of the run."""
-    collectives: tuple[Collective, ...]
+    collectives: tuple[Collective, ...] = ()
     """What sends most comes first."""
-    flops: float
+    flops: float = 0
     """Of one device in a step of the run."""
-    closed_form_flops: float
-    """What the closed form says of the same."""
-    compile_s: float | None
+    closed_form_flops: float = 0
+    """By the closed form."""
+    compile_s: float | None = None
     """How long the compiler took when it did; None where nothing was compiled."""
-    compiled: bool
+    compiled: bool = False
     """Whether `bytes` is the compiler's; the closed form's otherwise."""
 
 
@@ -113,7 +113,7 @@ class Plan:
     step: Seconds | None
     tokens_per_s_per_device: Seconds | None
     """Completion tokens of a step, per second and device."""
-    composition: Composition
+    workload: Workload
     """Of the rollout."""
     micro_batches: int
     """Of all updates of a step."""
@@ -130,12 +130,12 @@ class Plan:
         return max(self.phases, key=lambda phase: phase.bytes)
 
     def phase(self, name: str) -> Phase:
-        """The phase of that name."""
+        """The phase of that name, which there must be."""
         return next(phase for phase in self.phases if phase.name == name)
 
-    def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values; tuples become lists."""
-        return dataclasses.asdict(self)
+    def find_phase(self, name: str) -> Phase | None:
+        """The phase of that name, if there is one."""
+        return next((phase for phase in self.phases if phase.name == name), None)
 
 
 def judge(phase_bytes: Iterable[int], hbm_bytes: int) -> Verdict:

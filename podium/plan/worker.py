@@ -1,4 +1,4 @@
-"""One compilation in a process of its own: `python -m podium.plan.worker JOB RESULT PID`, two JSON files and who waits.
+"""One compilation in a process of its own: `python -m podium.plan.worker JOB RESULT PID`, PID being its parent's.
 
 The compiler's environment must be there before jax is imported, and its memory is given back when the process ends.
 What is compiled stays on disk by what it is: the same program for the same devices is never compiled twice, while its
@@ -10,7 +10,6 @@ import gzip
 import hashlib
 import json
 import os
-import resource
 import sys
 import threading
 import time
@@ -22,13 +21,12 @@ from pydantic import TypeAdapter
 
 from podium.accelerators import Accelerator
 from podium.config.schema import Config
-from podium.hlo.cost import unknown_loops
+from podium.files import write_atomically
 from podium.hlo.memory import Memory, OutOfMemory, measure, parse_out_of_memory
 from podium.hlo.text import parse
 from podium.models.architecture import DecoderConfig
 from podium.plan.compiled import CompiledPhase, looped_work, named_memory, named_refusal
-from podium.plan.store import compiler_versions, write_file
-from podium.plan.topology import topology_devices
+from podium.plan.topology import compiler_versions, topology_devices
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -53,7 +51,7 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
+class JobResult:
     """What became of a job."""
 
     compiled: CompiledPhase | None = None
@@ -69,15 +67,13 @@ class _Built:
     refusal: OutOfMemory | None
     """Where the compiler would not make it for want of memory; there is no text then."""
     compile_s: float
-    host_bytes: int
-    versions: dict[str, str]
 
 
-JOB, OUTCOME, BUILT = TypeAdapter(Job), TypeAdapter(Outcome), TypeAdapter(_Built)
+JOB, JOB_RESULT, BUILT = TypeAdapter(Job), TypeAdapter(JobResult), TypeAdapter(_Built)
 
 
 def main(job_file: str, result_file: str, parent: str) -> None:
-    """Do one job; what cannot be told in the result goes to stderr as a traceback, with exit status 1."""
+    """Do one job; an error that the result has no field for is a traceback on stderr, with exit status 1."""
     threading.Thread(target=_end_with_parent, args=(int(parent),), daemon=True).start()
     job = JOB.validate_json(Path(job_file).read_bytes())
     try:
@@ -86,10 +82,10 @@ def main(job_file: str, result_file: str, parent: str) -> None:
     except ValueError as error:
         if not _raised_here(error):
             raise
-        outcome = Outcome(refused=str(error))
+        result = JobResult(refused=str(error))
     else:
-        outcome = Outcome(compiled=finish(job, program, mesh, lowered))
-    write_file(Path(result_file), OUTCOME.dump_json(outcome))
+        result = JobResult(compiled=finish(job, program, mesh, lowered))
+    write_atomically(Path(result_file), JOB_RESULT.dump_json(result))
 
 
 def make_phase(job: Job) -> "tuple[PhaseProgram, Mesh]":
@@ -110,22 +106,18 @@ def finish(job: Job, program: "PhaseProgram", mesh: "Mesh", lowered: Any) -> Com
     built, text = _build(lowered, job)
     if built.refusal:
         parts, arrays = named_refusal(built.refusal)
-        work = loops = ()
+        work = ()
     else:
         module = parse(text)
         parts, arrays = named_memory(module, built.memory.peak)
-        work, loops = looped_work(module, dict(mesh.shape)), tuple(unknown_loops(module))
+        work = looped_work(module, dict(mesh.shape))
     return CompiledPhase(
-        name=job.phase,
         residents=program.residents,
         memory=built.memory,
         parts=parts,
         largest=arrays,
         work=work,
-        loops=loops,
         compile_s=built.compile_s,
-        host_bytes=built.host_bytes,
-        versions=built.versions,
     )
 
 
@@ -155,15 +147,10 @@ def _build(lowered: Any, job: Job) -> tuple[_Built, str]:
         return BUILT.validate_json(record.read_bytes()), gzip.decompress(module.read_bytes()).decode()
     start = time.perf_counter()
     memory, refusal, text = _compile(lowered, options, on_cpu)
-    built = _Built(
-        memory=memory,
-        refusal=refusal,
-        compile_s=time.perf_counter() - start,
-        host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        versions=compiler_versions(job.accelerator),
-    )
-    write_file(module, gzip.compress(text.encode(), 6))
-    write_file(record, BUILT.dump_json(built))  # last: what has it is whole
+    built = _Built(memory=memory, refusal=refusal, compile_s=time.perf_counter() - start)
+    job.programs.mkdir(parents=True, exist_ok=True)
+    write_atomically(module, gzip.compress(text.encode(), 6))
+    write_atomically(record, BUILT.dump_json(built))  # last: what has it is whole
     return built, text
 
 

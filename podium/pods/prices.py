@@ -1,14 +1,8 @@
 """What a slice costs by the list prices that Podium comes with (podium/prices.yaml); nothing is fetched."""
 
-from importlib import resources
-from typing import Any
-
-import yaml
-
 from podium.accelerators import find_accelerator
 from podium.pods.inventory import Slice
-
-HOUR_S = 3600.0
+from podium.prices import HOUR_S, load_prices
 
 
 def usd_per_hour(one: Slice) -> float | None:
@@ -17,10 +11,8 @@ def usd_per_hour(one: Slice) -> float | None:
         accelerator = find_accelerator(one.accelerator)
     except ValueError:
         return None
-    text = resources.files("podium").joinpath("prices.yaml").read_text(encoding="utf-8")
-    table: dict[str, dict[str, Any]] = yaml.safe_load(text)
-    price = table.get(accelerator.generation)
-    return price["usd_per_chip_hour"] * accelerator.chips if price else None
+    price = load_prices(None).get(accelerator.generation)
+    return price.usd_per_chip_hour * accelerator.chips if price else None
 
 
 def hours(one: Slice, now: float) -> float:

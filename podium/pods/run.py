@@ -225,9 +225,8 @@ def _begin(pod: Pod, session: Session, options: RunOptions) -> None:
 
 def _check_divides(config: "Config", accelerator: Accelerator, environment: dict[str, str]) -> None:
     """Raises AskedWronglyError where weights or sequences do not divide over a slice; not of models unknown here."""
+    from podium.models.params import check_divides
     from podium.models.presets import find_architecture
-    from podium.plan.divides import check_divides
-    from podium.plan.sizes import make_sizes
 
     if _without_tpu(environment):
         return
@@ -236,7 +235,7 @@ def _check_divides(config: "Config", accelerator: Accelerator, environment: dict
     except ModelError:
         return
     try:
-        check_divides(make_sizes(config, decoder, accelerator))
+        check_divides(config, decoder, accelerator)
     except ValueError as error:
         raise AskedWronglyError(f"on {accelerator.name}: {error}") from None
 

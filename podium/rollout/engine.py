@@ -27,7 +27,7 @@ from podium.rollout.programs import (
 )
 from podium.rollout.request import Completion, FinishReason, Request
 from podium.rollout.sampling import fill_row
-from podium.rollout.scheduler import Admission, Scheduler
+from podium.rollout.scheduler import Admission, Scheduler, run_to_end
 from podium.sharding import Params, ShardingRules
 
 OnGroup = Callable[[int, list[Completion]], None]
@@ -200,20 +200,12 @@ class _Generation:
         self.decode_steps = self.decoded_tokens = 0
 
     def run(self, on_look: OnLook | None) -> list[list[Completion]]:
-        while self.scheduler.busy:
-            if on_look is not None:
-                on_look()
-            start = time.perf_counter()
-            while (admission := self.scheduler.admit()) is not None:
-                self._admit(admission)
-            self.prefill_s += (admitted := time.perf_counter()) - start
-            if self.scheduler.running:
-                self._look()
-            self.decode_s += time.perf_counter() - admitted
+        run_to_end(self.scheduler, admit=self._admit, decode=self._look, on_round=on_look)
         return self.completed
 
     def _admit(self, admission: Admission) -> None:
         """Prefill what needs it, copy prompts into slots and draw the first token of each member."""
+        start = time.perf_counter()
         if admission.prefill:
             self.prompts[admission.bucket] = self._prefill(admission)
         rows = np.full(self.engine.config.slots, -1, np.int32)
@@ -224,6 +216,7 @@ class _Generation:
         place = self.engine.programs.place_across if admission.crosses else self.engine.programs.place
         self.cache, drawn = place(self.cache, self.prompts[admission.bucket], rows_on_device, slots)
         self._take(jax.device_get(drawn))
+        self.prefill_s += time.perf_counter() - start
 
     def _prefill(self, admission: Admission) -> Prompts:
         tokens = np.zeros((self.engine.config.prefill_rows, admission.bucket), np.int32)
@@ -235,12 +228,14 @@ class _Generation:
 
     def _look(self) -> None:
         """Decode for `refill_steps` steps, and see who has ended."""
+        start = time.perf_counter()
         self.cache, drawn, steps = self.engine.programs.decode(self.params, self.cache, self._on_device(self.slots))
         drawn, steps = jax.device_get((drawn, steps))
         self.decode_steps += int(steps)
         self.decoded_tokens += int(np.sum(drawn.counts))
         self.slots.lengths[:] += drawn.counts
         self._take(drawn)
+        self.decode_s += time.perf_counter() - start
 
     def _take(self, drawn: Drawn) -> None:
         """Add what was drawn to the drafts, and retire those that have ended."""

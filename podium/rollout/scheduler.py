@@ -10,6 +10,7 @@ prefill, every earlier prompt of its bucket has been placed.
 import collections
 import dataclasses
 import itertools
+from collections.abc import Callable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,3 +113,27 @@ class Scheduler:
         if group.placed == group.members:
             self._waiting.popleft()
         return placement
+
+
+def run_to_end(
+    scheduler: Scheduler,
+    *,
+    admit: Callable[[Admission], None],
+    decode: Callable[[], None],
+    on_round: Callable[[], None] | None = None,
+) -> None:
+    """Drive a scheduler until nothing waits or runs; the engine does so with a model, the planner without.
+
+    Args:
+        scheduler: with all its groups submitted.
+        admit: called with each admission; it retires the members that end with their first token.
+        decode: called once what can enter has entered, while anything runs; it retires the members that end.
+        on_round: called before each round of admissions and decoding.
+    """
+    while scheduler.busy:
+        if on_round is not None:
+            on_round()
+        while (admission := scheduler.admit()) is not None:
+            admit(admission)
+        if scheduler.running:
+            decode()

@@ -1,0 +1,351 @@
+"""What a report of `podium plan` says, in sections of lines, bars and tables: once, for the terminal and for the page.
+
+`podium.plan.report` prints sections, `podium.plan.page` writes them as HTML.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from podium.accelerators import GIB
+from podium.plan.check import CheckRow
+from podium.plan.compare import PlanEntry, Refused, RunCost, by_price
+from podium.plan.formatting import (
+    LIMITS,
+    LITTLE,
+    VERDICTS,
+    data_size,
+    duration,
+    exact_gib,
+    gib,
+    largest_part,
+    main_parts,
+    method_line,
+    number,
+    readable,
+    spare,
+    step_parts,
+    verdict_line,
+    with_range,
+)
+from podium.plan.result import Phase, Plan, Seconds, Verdict
+from podium.plan.search import SearchResult, Trial
+
+MOST_PARTS = 9
+"""Parts of the memory that a bar shows by themselves."""
+REST = "others"
+"""The remaining parts of the memory, together."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+    """A sentence, perhaps behind a label."""
+
+    text: str
+    label: str = ""
+    verdict: Verdict | None = None
+    """What the text says, for its colour."""
+    note: str = ""
+    """More, on a line of its own."""
+    bullet: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One row of a chart: segments in a row, with figures beside them."""
+
+    name: str
+    figure: str
+    segments: tuple[tuple[str, float, float], ...]
+    """Name of the part, where it begins and where it ends."""
+    note: str
+    bad: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Horizontal bars on one scale."""
+
+    bars: tuple[Bar, ...]
+    end: float
+    """The largest value of the scale."""
+    parts: tuple[str, ...] = ()
+    """What segments are called, in the order of their colours; none: bars of a single colour."""
+    limit: float | None = None
+    limit_text: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows under headings."""
+
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    text: frozenset[int] = frozenset({0})
+    """Columns that are no numbers."""
+    spare: frozenset[int] = frozenset()
+    """Columns that can be left out where there is little room."""
+
+
+Content = Line | Chart | Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A part of a report."""
+
+    title: str
+    content: tuple[Content, ...]
+    details: bool = False
+    """Whether it is for the page alone, which has room."""
+
+
+def plan_sections(entry: PlanEntry, suggestions: Sequence[Trial] | None = None, hint: str = "") -> list[Section]:
+    """All that there is to say about one plan, the verdict first.
+
+    Args:
+        entry: the plan and its cost.
+        suggestions: changes that help; None: not looked for.
+        hint: how to have them looked for.
+    """
+    plan = entry.plan
+    found = [Section("", (Line(text=verdict_line(plan), verdict=plan.verdict),))]
+    found.append(Section(f"memory of a device, by phase, in GiB of {exact_gib(plan.hbm_bytes)}", (_memory(plan),)))
+    if plan.step is not None:
+        found.append(
+            Section("a step", (_timeline(plan), Line(label=f"step  {duration(plan.step)}", text=_speed(plan))))
+        )
+    found.append(Section("phases", (_phases(plan),), details=True))
+    found.append(Section(f"largest arrays of {plan.worst.name}", (_arrays(plan.worst),), details=True))
+    if transfers := _transfers(plan):
+        found.append(Section("transfers between chips, in a step", (transfers,), details=True))
+    if entry.cost is not None:
+        found.append(Section("cost", (Line(text=_cost(entry.cost, plan)),)))
+    if suggestions is not None:
+        nothing = Line(text="None of the changes that were tried helps.")
+        found.append(Section("changes that help most", tuple(map(_suggestion, suggestions)) or (nothing,)))
+    elif hint:
+        found.append(Section("changes that may help", (Line(text=hint),)))
+    versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
+    notes = (method_line(plan), *plan.notes, versions)
+    return [*found, Section("notes", tuple(Line(text=note, bullet=True) for note in notes))]
+
+
+def comparison_sections(entries: Sequence[PlanEntry], refused: Sequence[Refused]) -> list[Section]:
+    """Several plans in a table, best first, each with its reason; then what could not be planned."""
+    failed = [Line(label=each.label, text=f"cannot be planned: {each.error}") for each in refused]
+    if not entries:
+        return [Section("", tuple(failed))]
+    best, rule = entries[0], f"the least {'dollars' if by_price(entries) else 'chip-seconds'} per step"
+    first = Line(text=f"{best.label} is best ({rule}): {verdict_line(best.plan)}", verdict=best.plan.verdict)
+    reasons = [Line(label=each.label, text=each.reason) for each in entries if each.reason]
+    lines = (*reasons, Line(text=method_line(best.plan)), *failed)
+    found = [Section("", (first, _comparison(entries), *lines))]
+    timed = [entry for entry in entries if entry.plan.step is not None]
+    return [*found, Section("seconds per step", (_steps(timed),), details=True)] if timed else found
+
+
+def search_section(found: SearchResult) -> Section:
+    """What a search came to, and what it tried."""
+    rows = (
+        (
+            f"{each.change.value:,}",
+            VERDICTS[each.plan.verdict],
+            f"{each.plan.worst.name} {gib(each.plan.worst.bytes)} GiB",
+            "closed form" if each.plan.estimate_only else "compiled",
+        )
+        for each in found.trials
+    )
+    table = Table(heads=("tried", "verdict", "needs", "made by"), rows=tuple(rows), text=frozenset({1, 2, 3}))
+    return Section("", (Line(text=search_line(found)), table))
+
+
+def search_line(found: SearchResult) -> str:
+    """The result of a search in a line."""
+    best, over, values = found.best, found.too_large, found.range
+    if best is None:
+        smallest = found.trials[0]
+        return f"{found.key}: even {smallest.change.value} does not fit ({gib(smallest.plan.worst.bytes)} GiB)"
+    if over is None:
+        return f"{found.key}: {best.change.value:,} fits, and there is no use in more: {values.why}"
+    gap = f"{over.change.value:,} {'is too close to call' if over.plan.verdict == 'too_close' else 'does not'}"
+    if found.proven:
+        return f"{found.key}: {best.change.value:,} is the largest that fits; {gap}"
+    return f"{found.key}: {best.change.value:,} fits, {gap}; values in between were not tried"
+
+
+def check_section(rows: Sequence[CheckRow]) -> Section:
+    """Planned beside measured figures, with the error of the plan."""
+    found = []
+    for row in rows:
+        unit = f" {row.unit}".rstrip()
+        exact = row.planned.low == row.planned.high
+        planned = number(row.planned.value) if exact else with_range(row.planned)
+        measured = f"{number(row.measured)}{unit}" if row.measured is not None else "-"
+        error = f"{row.error:+.1%}" if row.error is not None else "-"
+        found.append((row.name, f"{planned}{unit}", measured, error))
+    return Section("", (Table(heads=("", "planned", "measured", "plan's error"), rows=tuple(found)),))
+
+
+def _memory(plan: Plan) -> Chart:
+    """A bar of each phase's memory in its parts, with a mark where the memory ends."""
+    parts = main_parts(plan.phases, MOST_PARTS)
+    bars = []
+    for phase in plan.phases:
+        sizes = {part: phase.parts.get(part, 0) / GIB for part in parts}
+        sizes[REST] = sum(size for part, size in phase.parts.items() if part not in sizes) / GIB
+        part, size = largest_part(phase)
+        note = f"{readable(part)} {gib(size)}"
+        bars.append(
+            Bar(name=phase.name, figure=gib(phase.bytes), segments=_stacked(sizes), note=note, bad=not phase.fits)
+        )
+    return Chart(
+        bars=tuple(bars),
+        end=max(plan.hbm_bytes, plan.worst.bytes) / GIB,
+        parts=(*parts, REST),
+        limit=plan.hbm_bytes / GIB,
+        limit_text=f"{exact_gib(plan.hbm_bytes)} GiB, where the memory ends",
+    )
+
+
+def _timeline(plan: Plan) -> Chart:
+    """The phases of a step, each beginning where the one before ends."""
+    rows = [(phase.name, phase.seconds, _work(phase)) for phase in plan.phases if phase.seconds is not None]
+    rows += [("host", plan.host, "between programs, and grading")] if plan.host is not None else []
+    segments = _stacked({name: time.value for name, time, _ in rows})
+    bars = (
+        Bar(name=name, figure=duration(time), segments=(segment,), note=work)
+        for (name, time, work), segment in zip(rows, segments, strict=True)
+    )
+    return Chart(bars=tuple(bars), end=sum(time.value for _, time, _ in rows) or 1.0)
+
+
+def _steps(entries: Sequence[PlanEntry]) -> Chart:
+    """A bar of each plan's step in its parts."""
+    times = [{name: time.value for name, time in step_parts(entry.plan)} for entry in entries]
+    figures = [number(sum(each.values())) for each in times]
+    bars = (
+        Bar(name=entry.label, figure=f"{figure} s", segments=_stacked(each), note="")
+        for entry, each, figure in zip(entries, times, figures, strict=True)
+    )
+    parts = tuple(dict.fromkeys(part for each in times for part in each))
+    return Chart(bars=tuple(bars), end=max(sum(each.values()) for each in times) or 1.0, parts=parts)
+
+
+def _stacked(sizes: Mapping[str, float]) -> tuple[tuple[str, float, float], ...]:
+    """Segments of these sizes, one after the other."""
+    found, end = [], 0.0
+    for part, size in sizes.items():
+        found.append((part, end, end + size))
+        end += size
+    return tuple(found)
+
+
+def _work(phase: Phase) -> str:
+    """Calls of a phase's program, what they wait for, and what they send."""
+    sent = sum(each.sent for each in phase.collectives)
+    found = [f"{phase.calls:,.0f} call{'s' * (phase.calls != 1)}"]
+    found += [f"bound by {LIMITS[phase.bound_by]}"] if phase.bound_by else []
+    found += [f"{data_size(sent)} over ICI"] if sent >= LITTLE else []
+    return ", ".join(found)
+
+
+def _speed(plan: Plan) -> str:
+    """What a step makes, and how fast."""
+    speed, tokens = plan.tokens_per_s_per_device, plan.workload.completion_tokens
+    rate = f", {with_range(speed)} per second and chip" if speed is not None else ""
+    return f"{tokens:,} completion tokens{rate}"
+
+
+PHASE_HEADS = (
+    "phase", "GiB", "fits", "time", "calls", "bound by", "TFLOP", "of closed form", "made by", "compiled in",
+)  # fmt: skip
+
+
+def _phases(plan: Plan) -> Table:
+    rows = (
+        (
+            phase.name,
+            f"{phase.bytes / GIB:.2f}",
+            "yes" if phase.fits else "no",
+            duration(phase.seconds) if phase.seconds is not None else "-",
+            f"{phase.calls:,.0f}",
+            LIMITS[phase.bound_by] if phase.bound_by else "-",
+            number(phase.flops / 1e12),
+            f"{phase.flops / phase.closed_form_flops:.2f}" if phase.closed_form_flops else "-",
+            "compiler" if phase.compiled else "closed form",
+            f"{phase.compile_s:.0f} s" if phase.compile_s is not None else "-",
+        )
+        for phase in plan.phases
+    )
+    return Table(heads=PHASE_HEADS, rows=tuple(rows), text=frozenset({0, 5, 8}))
+
+
+def _arrays(phase: Phase) -> Table:
+    rows = ((readable(each.name), each.shape, f"{each.bytes / GIB:.2f}") for each in phase.largest)
+    return Table(heads=("array", "shape", "GiB"), rows=tuple(rows), text=frozenset({0, 1}))
+
+
+def _transfers(plan: Plan) -> Table | None:
+    """None where there are no transfers."""
+    rows = tuple(
+        (
+            phase.name,
+            each.kind,
+            " x ".join(each.axes) or "-",
+            str(each.group),
+            f"{each.calls:,.0f}",
+            data_size(each.sent),
+            "yes" if each.overlaps else "no",
+        )
+        for phase in plan.phases
+        for each in phase.collectives
+    )
+    heads = ("phase", "kind", "mesh axes", "devices", "calls", "sent by a device", "while computing")
+    return Table(heads=heads, rows=rows, text=frozenset({0, 1, 2})) if rows else None
+
+
+def _cost(cost: RunCost, plan: Plan) -> str:
+    """Chip-hours, and dollars where there is a price."""
+    text = f"{cost.steps:,} steps: {with_range(cost.chip_hours)} chip-hours"
+    if cost.price is None or cost.usd is None:
+        return f"{text}; no price of {plan.accelerator} is known: set one with --prices FILE"
+    price = f"{cost.price.usd_per_chip_hour:.2f} per chip-hour ({cost.price.source}, {cost.price.date})"
+    return f"{text}, {with_range(cost.usd)} US dollars at {price}; without compiling, evaluations and checkpoints"
+
+
+def _suggestion(trial: Trial) -> Line:
+    """A change with what it makes of memory and step, and why."""
+    plan = trial.plan
+    step = f", {with_range(plan.step)} s per step" if plan.step is not None else ""
+    return Line(
+        label=f"{trial.change} instead of {trial.change.old}",
+        text=f"{VERDICTS[plan.verdict]}, {spare(plan)}{step} ({'closed form' if plan.estimate_only else 'compiled'})",
+        verdict=plan.verdict,
+        note=trial.reason,
+    )
+
+
+def _comparison(entries: Sequence[PlanEntry]) -> Table:
+    """A row for each plan."""
+    keys = dict.fromkeys(entry.setting.partition("=")[0] for entry in entries if entry.setting)
+    names = [key.rpartition(".")[2] for key in keys]
+    heads = ("machine", *names, "verdict", "GiB", "s per step", "tokens/s/chip", "chip-hours", "dollars")
+    rows = []
+    for entry in entries:
+        plan, cost = entry.plan, entry.cost
+        figures = (plan.tokens_per_s_per_device, cost and cost.chip_hours, cost and cost.usd)
+        settings = [entry.setting.partition("=")[2]] if keys else []
+        memory = f"{gib(plan.worst.bytes)}/{exact_gib(plan.hbm_bytes)}"
+        step = with_range(plan.step) if plan.step is not None else "-"
+        rows.append((plan.accelerator, *settings, VERDICTS[plan.verdict], memory, step, *map(_value, figures)))
+    last = len(heads) - 1
+    return Table(
+        heads=heads,
+        rows=tuple(rows),
+        text=frozenset(range(len(names) + 2)),
+        spare=frozenset({last - 2, last - 1}),
+    )
+
+
+def _value(time: Seconds | None) -> str:
+    return number(time.value) if time is not None else "-"
