@@ -21,7 +21,7 @@ from podium.config.load import load
 from podium.models.presets import find_architecture
 from podium.plan.calibration import load_chip
 from podium.plan.compare import difference
-from podium.plan.compile import Progress
+from podium.plan.compile import CompileProgress
 from podium.plan.planner import make_plan
 from podium.plan.result import Plan
 
@@ -83,7 +83,7 @@ class Planner:
         return self._plans[key]
 
 
-def _tell(progress: Progress) -> None:
+def _tell(progress: CompileProgress) -> None:
     if progress.state != "compiling":
         print(f"  {progress.phase}: {progress.state}, {progress.seconds:.0f} s", flush=True)
 
@@ -249,8 +249,8 @@ def reasons(planner: Planner) -> list[str]:
         return f"{(plan.worst.bytes + tokens * LOSS_BYTES) / GIB:.1f}"
 
     decode = short.phase("decode")
-    sent = sum(each.sent for each in decode.collectives) / short.composition.decode_steps
-    chip = load_chip("v6e")
+    sent = sum(each.sent for each in decode.collectives) / short.workload.decode_steps
+    peaks = load_chip("v6e").peaks
     seconds = short.phase("update").seconds
     assert decode.seconds is not None
     assert seconds is not None
@@ -264,9 +264,9 @@ def reasons(planner: Planner) -> list[str]:
         f" rows of 1,536 tokens, which were measured too, are {with_loss(short, 4 * 1536)} (measured:"
         f" {RESERVED / GIB:.1f}).",
         f"**Decoding in the former layout.** What the compiler makes of it now sends {sent / 1e9:.2f} GB per token to"
-        f" each chip of a v6e-8: {sent / 2 / chip.link_bandwidth * 1e3:.0f} ms over the two links of its corners. The"
+        f" each chip of a v6e-8: {sent / 2 / peaks.link_bandwidth * 1e3:.0f} ms over the two links of its corners. The"
         f" owners measured {GENERATE_S} s for at most 1,023 tokens in a row; the plan says {decode.seconds.value:.1f} s"
-        f" for {short.composition.decode_steps}. So either their compiler gathered less, or such a slice has more links"
+        f" for {short.workload.decode_steps}. So either their compiler gathered less, or such a slice has more links"
         " than published (none that wraps around below 16 chips to a side). The ratios of steps follow from it: they"
         " are mostly this traffic. Commands and lengths of the three runs on v6e-16 were not recorded.",
         "**Layouts.** The former attention repeated keys and values for each of 16 heads and multiplied them in float32"

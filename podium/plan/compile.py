@@ -139,11 +139,15 @@ def _answer_path(folder: Path, job: Job) -> Path:
     return folder / "answers" / f"{answer_key(job)}.json"
 
 
+def sources() -> list[Path]:
+    """Files that decide an answer: all of the package's, as a list of some would grow stale."""
+    return sorted(PACKAGE.glob("**/*.py"))
+
+
 @functools.cache
 def _source_hash() -> str:
-    """Of the whole package: which of its modules decide an answer is nobody's to keep in mind."""
     digest = hashlib.sha256()
-    for path in sorted(PACKAGE.glob("**/*.py")):
+    for path in sources():
         digest.update(f"{path.relative_to(PACKAGE)} {path.stat().st_size}\n".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -69,8 +69,8 @@ def _chart(chart: Chart) -> str:
     rows = []
     for bar in chart.bars:
         cells = [
-            f'<i style="left:{_share(begin, chart)};width:{_share(end - begin, chart)};'
-            f'background:{colours.get(part, COLOURS[0])}" title="{html.escape(f"{readable(part)} {end - begin:.3g}")}"></i>'
+            f'<i style="left:{_share(begin, chart)};width:{_share(end - begin, chart)};background:'
+            f'{colours.get(part, COLOURS[0])}" title="{html.escape(readable(part))} {end - begin:.3g}"></i>'
             for part, begin, end in bar.segments
             if end > begin
         ]

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
-from podium.plan.lengths import Composition
 from podium.plan.result import Collective, LargeArray, Phase, Plan, Seconds, judge, total
+from podium.plan.workload import Workload
 
 GIB = 2**30
 HBM = int(31.25 * GIB)
@@ -70,7 +70,7 @@ def plan(*, hbm: int = HBM, made: tuple[Phase, ...] | None = None, **changed: An
         "host": seconds(0.05),
         "step": step,
         "tokens_per_s_per_device": step.rate(25_600 / 8),
-        "composition": composition(),
+        "workload": workload(),
         "micro_batches": 4,
         "notes": ("Lengths are gsm8k's: 200 tokens on average.",),
         "estimate_only": not any(each.compiled for each in made),
@@ -92,7 +92,7 @@ def estimated() -> Plan:
     return plan(made=made, versions={"podium": "0.1.0"})
 
 
-def composition(**changed: Any) -> Composition:
+def workload(**changed: Any) -> Workload:
     fields: dict[str, Any] = {
         "prefill_calls": {128: 3},
         "place_calls": {128: 30},
@@ -104,4 +104,4 @@ def composition(**changed: Any) -> Composition:
         "prompt_tokens": 1_600,
         "completion_tokens": 25_600,
     }
-    return Composition(**{**fields, **changed})
+    return Workload(**{**fields, **changed})

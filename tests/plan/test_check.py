@@ -105,7 +105,7 @@ def test_a_run_is_tabulated_with_the_median_of_its_settled_steps(tmp_path):
     memory = rows[f"memory, {made.worst.name}"]
     assert (memory.measured, memory.planned.value) == (20.5, pytest.approx(made.worst.bytes / GIB))
     assert (rows["rollout"].measured, rows["update"].measured, rows["sync"].measured) == (2.5, 1.0, None)
-    assert rows["completion tokens"].planned.value == made.composition.completion_tokens
+    assert rows["completion tokens"].planned.value == made.workload.completion_tokens
 
 
 def test_a_check_without_steps_or_with_a_broken_plan_is_told(tmp_path):
