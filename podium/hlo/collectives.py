@@ -14,12 +14,10 @@ from podium.hlo.text import Computation, Instruction
 class Kind:
     """One kind of collective."""
 
-    does: str
-    """What a device does in it, as a verb for reports."""
+    does: str  # what a device does in it, as a verb for reports
     sent: Callable[[int], float] = lambda group: (group - 1) / group
     """How often a device of such a group sends what it is given, around a ring."""
-    rounds: int = 1
-    """How often a message goes around the ring."""
+    rounds: int = 1  # how often a message goes around the ring
 
 
 KINDS: Mapping[str, Kind] = {
@@ -37,14 +35,10 @@ class Transfer:
     """One collective as one device sees it."""
 
     kind: str
-    axes: tuple[str, ...]
-    """Mesh axes along which the devices of a group differ."""
-    group: int
-    """Devices that take part together; of a permute, 2."""
-    sent: int
-    """Bytes that this device sends, as around a ring."""
-    overlaps: bool
-    """Whether the device works on while it is under way."""
+    axes: tuple[str, ...]  # mesh axes along which the devices of a group differ
+    group: int  # devices that take part together; of a permute, 2
+    sent: int  # bytes that this device sends, as around a ring
+    overlaps: bool  # whether the device works on while it is under way
 
 
 def kind_of(instruction: Instruction) -> str | None:

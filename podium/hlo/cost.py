@@ -22,14 +22,10 @@ KERNEL = "tpu_custom_call"
 class Peaks:
     """The most that a device does per second."""
 
-    flops_bf16: float
-    """Operations of bfloat16 products."""
-    flops_f32: float
-    """Operations of float32 products at jax's default precision."""
-    hbm_bandwidth: float
-    """Bytes to and from main memory."""
-    link_bandwidth: float
-    """Bytes over one link to another device, in one direction."""
+    flops_bf16: float  # operations of bfloat16 products
+    flops_f32: float  # operations of float32 products at jax's default precision
+    hbm_bandwidth: float  # bytes to and from main memory
+    link_bandwidth: float  # bytes over one link to another device, in one direction
 
 
 class UnknownTrips(ValueError):
@@ -41,11 +37,9 @@ class Work:
     """One instruction, as often as it runs; the other numbers are of one time."""
 
     name: str
-    source: str
-    """The path of names under which jax traced it."""
+    source: str  # the path of names under which jax traced it
     times: float
-    flops: float = 0
-    """Of products whose operands are not both float32."""
+    flops: float = 0  # of products whose operands are not both float32
     flops_f32: float = 0
     hbm_bytes: float = 0
     transfers: tuple[Transfer, ...] = ()
@@ -60,8 +54,7 @@ class CollectiveTotal:
     group: int
     overlaps: bool
     calls: float
-    sent: float
-    """Bytes."""
+    sent: float  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,14 +206,10 @@ def _transfers(context: _Context, inside: list[tuple[Instruction, Computation]])
 class Roofline:
     """Seconds of one run, in parts that add up."""
 
-    compute: float
-    """In instructions whose products take longer than their memory traffic."""
-    hbm: float
-    """In instructions whose memory traffic takes longer."""
-    ici: float
-    """Transfers while nothing else runs."""
-    latency: float
-    """What small transfers take for their hops, beyond their bytes."""
+    compute: float  # in instructions whose products take longer than their memory traffic
+    hbm: float  # in instructions whose memory traffic takes longer
+    ici: float  # transfers while nothing else runs
+    latency: float  # what small transfers take for their hops, beyond their bytes
 
 
 def roofline(cost: ProgramCost, peaks: Peaks, *, links: int) -> Roofline:

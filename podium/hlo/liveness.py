@@ -27,8 +27,7 @@ class Buffer:
     """Memory that one or several instructions use for their results."""
 
     size: int
-    shape: Shape
-    """Of the largest array in it."""
+    shape: Shape  # of the largest array in it
     arrays: list[ArrayRef]
 
 
@@ -36,12 +35,9 @@ class Buffer:
 class Peak:
     """The moment at which a program's arrays need most."""
 
-    size: int
-    """Bytes; code, and holes between arrays, are not in it."""
-    instruction: str
-    """That runs then."""
-    buffers: tuple[Buffer, ...]
-    """Largest first."""
+    size: int  # bytes; code, and holes between arrays, are not in it
+    instruction: str  # that runs then
+    buffers: tuple[Buffer, ...]  # largest first
 
 
 class _Aliases:

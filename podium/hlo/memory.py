@@ -24,8 +24,7 @@ ARGUMENTS: Mapping[str, str] = {
     "prompts.kv": "kv_cache",
     "prompts.logits": "logits",
 }
-ROLLOUT_PROGRAMS = ("jit_prefill", "jit_place", "jit_decode")
-"""Whose `params` are the rollout's copy."""
+ROLLOUT_PROGRAMS = ("jit_prefill", "jit_place", "jit_decode")  # whose `params` are the rollout's copy
 WITHOUT_GRADIENTS = ("jit_init_optimizer", "jit_sync", "jit_score", *ROLLOUT_PROGRAMS)
 
 RESULTS: Mapping[str, str] = {
@@ -55,14 +54,11 @@ OTHER = "other"
 class Memory:
     """Bytes of a device that one program takes, by the compiler's account."""
 
-    peak: int
-    """All arrays at the moment of most need, arguments and results among them; donated ones once."""
+    peak: int  # all arrays at the moment of most need, arguments and results among them; donated ones once
     arguments: int
     outputs: int
-    temporaries: int
-    """An upper bound: not all of them are there at once."""
-    aliased: int
-    """Of the outputs, what takes the place of donated arguments."""
+    temporaries: int  # an upper bound: not all of them are there at once
+    aliased: int  # of the outputs, what takes the place of donated arguments
     code: int
 
 
@@ -97,20 +93,16 @@ class NamedBuffer:
 
     name: str
     shape: str
-    size: int
-    """Bytes."""
-    source: str
-    """The argument's path, or the path of names under which it was traced."""
+    size: int  # bytes
+    source: str  # the argument's path, or the path of names under which it was traced
 
 
 @dataclasses.dataclass(frozen=True)
 class NamedPeak:
     """What lies in memory when a program needs most."""
 
-    size: int
-    """Bytes of all buffers; `Memory.peak` is the compiler's figure of the same."""
-    buffers: tuple[NamedBuffer, ...]
-    """Largest first."""
+    size: int  # bytes of all buffers; `Memory.peak` is the compiler's figure of the same
+    buffers: tuple[NamedBuffer, ...]  # largest first
 
     @property
     def by_name(self) -> dict[str, int]:
@@ -139,12 +131,9 @@ def largest(module: Module, arguments: Mapping[str, str] | None = None) -> Named
 class _Known:
     """Names of arrays by their dimensions, sorted and without ones: what is made of them has other layouts."""
 
-    shards: Mapping[tuple[int, ...], str]
-    """Arguments as they are stored."""
-    trained: bool
-    """Whether there are gradients, which are float32, besides weights as they compute."""
-    whole: frozenset[tuple[int, ...]]
-    """Parameters over all devices; of stacked ones also one layer."""
+    shards: Mapping[tuple[int, ...], str]  # arguments as they are stored
+    trained: bool  # whether there are gradients, which are float32, besides weights as they compute
+    whole: frozenset[tuple[int, ...]]  # parameters over all devices; of stacked ones also one layer
 
 
 def _named(buffer: Buffer, module: Module, arguments: Mapping[str, str], known: _Known) -> NamedBuffer:
@@ -243,8 +232,7 @@ class Allocation:
 class OutOfMemory:
     """What the compiler says that a program needs."""
 
-    needed: int
-    """Bytes, rounded to two decimals of the text's unit."""
+    needed: int  # bytes, rounded to two decimals of the text's unit
     largest: tuple[Allocation, ...]
 
 

@@ -150,8 +150,7 @@ class Update:
     """An output of a fusion that is one of its parameters with a part replaced, in the same memory."""
 
     parameter: int
-    written: int
-    """Bytes."""
+    written: int  # bytes
 
 
 def updates(computation: Computation, module: Module) -> list[Update | None]:

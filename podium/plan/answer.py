@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from podium.accelerators import GIB
-from podium.plan.compare import PlanEntry, Refused, RunCost
+from podium.plan.compare import PlanEntry, Refused
 from podium.plan.formatting import step_parts, verdict_line
 from podium.plan.result import Plan
 from podium.plan.search import SearchResult, Trial
@@ -26,8 +26,7 @@ NAMES = {
     "workload": "rollout",
 }
 """What fields are called in an object, where that differs."""
-ROLLOUT = ("prompt_tokens", "completion_tokens", "decode_steps", "mean_context")
-"""What an object has of the workload."""
+ROLLOUT = ("prompt_tokens", "completion_tokens", "decode_steps", "mean_context")  # what an object has of the workload
 
 
 def plan_object(entry: PlanEntry, suggestions: Sequence[Trial] = ()) -> Object:
@@ -40,7 +39,7 @@ def plan_object(entry: PlanEntry, suggestions: Sequence[Trial] = ()) -> Object:
         "text": verdict_line(plan),
         "setting": entry.setting or None,
         "step_parts": {name: dataclasses.asdict(time) for name, time in step_parts(plan)},
-        "cost": _cost(entry.cost),
+        "cost": as_object(entry.cost) if entry.cost else None,
         "reason": entry.reason or None,
         "suggestions": [_suggestion(each) for each in suggestions],
     }
@@ -84,20 +83,6 @@ def _plain(name: str, value: Any) -> Any:
     if name.endswith("bytes"):
         return value / GIB
     return None if name == "bound_by" and not value else value
-
-
-def _cost(cost: RunCost | None) -> Object | None:
-    if cost is None:
-        return None
-    price = as_object(cost.price) if cost.price else {}
-    return {
-        "steps": cost.steps,
-        "chip_hours": as_object(cost.chip_hours),
-        "usd": as_object(cost.usd) if cost.usd else None,
-        "usd_per_chip_hour": price.get("usd_per_chip_hour"),
-        "price_source": price.get("source"),
-        "price_date": price.get("date"),
-    }
 
 
 def _suggestion(trial: Trial) -> Object:

@@ -16,8 +16,7 @@ class Factor:
     value: float
     low: float
     high: float
-    source: str
-    """Where it is from, and which published rows went into it: who predicts one of them must leave it out."""
+    source: str  # where it is from, and which published rows went into it: who predicts one of them must leave it out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,8 +24,7 @@ class Chip:
     """Constants of a generation, per device."""
 
     peaks: Peaks
-    links: int
-    """Links of a device, where every one is connected."""
+    links: int  # links of a device, where every one is connected
     calibration: dict[str, Factor]
     """By kind: share of the roofline that update, prefill, decode and ici reach, and host_s, seconds per call."""
 

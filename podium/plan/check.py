@@ -23,8 +23,7 @@ from podium.plan.planner import make_plan
 from podium.plan.result import Plan, Seconds
 
 PLAN = "plan.json"
-SETTLED_STEP = 3
-"""The first step that is compared: those before it compile."""
+SETTLED_STEP = 3  # the first step that is compared: those before it compile
 MEASURED = {
     "sync": "time/train/sync_s",
     "rollout": "time/train/rollout_s",
@@ -41,9 +40,7 @@ class Machine:
 
     kind: str
     devices: int
-    hosts: int
-    memory_bytes: int | None
-    """Of a device; None where it does not say."""
+    memory_bytes: int | None  # of a device; None where it does not say
 
 
 def this_machine() -> Machine:
@@ -51,13 +48,8 @@ def this_machine() -> Machine:
     import jax
 
     device = jax.local_devices()[0]
-    stats = device.memory_stats() or {}
-    return Machine(
-        kind=device.device_kind,
-        devices=jax.device_count(),
-        hosts=jax.process_count(),
-        memory_bytes=stats.get("bytes_limit"),
-    )
+    memory = (device.memory_stats() or {}).get("bytes_limit")
+    return Machine(kind=device.device_kind, devices=jax.device_count(), memory_bytes=memory)
 
 
 def accelerator_of(machine: Machine) -> Accelerator | None:
@@ -152,8 +144,7 @@ class CheckRow:
     name: str
     unit: str
     planned: Seconds
-    measured: float | None
-    """Median of the steps; of memory the most. None: not measured."""
+    measured: float | None  # median of the steps; of memory the most. None: not measured.
 
     @property
     def error(self) -> float | None:

@@ -41,8 +41,7 @@ Page = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write
 Check = Annotated[
     Path | None, typer.Option(metavar="RUN", help="Instead: planned beside measured, of a run on TPU or GPU.")
 ]
-UsageError: Any = typer.BadParameter.__base__
-"""What typer calls wrong usage; it has no public name for it."""
+UsageError: Any = typer.BadParameter.__base__  # what typer calls wrong usage; it has no public name for it
 
 
 class PlanCommand(TyperCommand):
@@ -87,18 +86,8 @@ def plan(
         raise typer.Exit(check_command(check, as_json=as_json))
     if check is not None or not config or tpu is None:
         _fail("give CONFIG and --tpu, as `podium plan run.yaml --tpu v6e-8`, or --check RUN alone", status=1)
-    request = PlanRequest(
-        tpu=tpu,
-        fast=fast,
-        lengths=lengths,
-        steps=steps,
-        prices=prices,
-        as_json=as_json,
-        html=html,
-        search=search,
-        compare=compare,
-        suggest=suggest,
-    )
+    asked: dict[str, Any] = {"search": search, "compare": compare, "suggest": suggest, "steps": steps}
+    request = PlanRequest(tpu=tpu, fast=fast, lengths=lengths, prices=prices, as_json=as_json, html=html, **asked)
     try:
         status = plan_command(request, lambda more: load_settings(config, [*(settings or []), *more]))
     except ConfigError as error:

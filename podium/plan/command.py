@@ -47,27 +47,23 @@ from podium.prices import Price, load_prices
 
 FITS, TOO_LARGE = 0, 2
 
-Load = Callable[[Sequence[str | Override]], Loaded]
-"""The settings, with more of them on top."""
+Load = Callable[[Sequence[str | Override]], Loaded]  # the settings, with more of them on top
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """The options of the command."""
 
-    tpu: str
-    """Machines, separated by commas."""
+    tpu: str  # machines, separated by commas
     fast: bool = False
     lengths: str = "gsm8k"
-    steps: int | None = None
-    """Whose cost is shown; None: the config's."""
+    steps: int | None = None  # whose cost is shown; None: the config's
     prices: Path | None = None
     as_json: bool = False
     html: Path | None = None
     search: str | None = None
     compare: str | None = None
-    suggest: bool | None = None
-    """None: by the closed form, or with the compiler where the run does not fit."""
+    suggest: bool | None = None  # None: by the closed form, or with the compiler where the run does not fit
 
 
 def plan_command(request: PlanRequest, load: Load) -> int:

@@ -10,12 +10,9 @@ from podium.plan.result import Plan, Seconds
 from podium.prices import HOUR_S, Price
 
 ORDER = ("fits", "too_close", "does_not_fit")
-ALIKE = 0.01
-"""Steps whose seconds differ by less than this part of them are as fast as each other."""
-MUCH = 1.05
-"""From this ratio on, counts explain a difference."""
-HOST = "host"
-"""The part of a step that is no phase's."""
+ALIKE = 0.01  # steps whose seconds differ by less than this part of them are as fast as each other
+MUCH = 1.05  # from this ratio on, counts explain a difference
+HOST = "host"  # the part of a step that is no phase's
 PER = {"decode": "token", "update": "micro-batch", "score": "micro-batch"}
 """What a phase's counts are given for; of other phases, a call."""
 
@@ -25,15 +22,11 @@ class RunCost:
     """The cost of the steps of a run; compiling, evaluations and checkpoints are not in it."""
 
     steps: int
-    chip_hours: Seconds
-    """Hours, times chips."""
-    price: Price | None
-    """None: the list has no price of this kind of chip."""
-
-    @property
-    def usd(self) -> Seconds | None:
-        """In US dollars."""
-        return self.chip_hours * self.price.usd_per_chip_hour if self.price else None
+    chip_hours: Seconds  # hours, times chips
+    usd: Seconds | None = None  # US dollars; None: the list has no price of this kind of chip
+    usd_per_chip_hour: float | None = None
+    price_source: str | None = None
+    price_date: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,10 +35,8 @@ class PlanEntry:
 
     plan: Plan
     cost: RunCost | None = None
-    setting: str = ""
-    """What differs from the config, as `rollout.layout=legacy`."""
-    reason: str = ""
-    """Why it stands where it does among others."""
+    setting: str = ""  # what differs from the config, as `rollout.layout=legacy`
+    reason: str = ""  # why it stands where it does among others
 
     @property
     def label(self) -> str:
@@ -71,13 +62,23 @@ def cost_of(plan: Plan, steps: int, prices: Mapping[str, Price]) -> RunCost | No
     """What so many steps cost; None where the plan has no seconds."""
     if plan.step is None:
         return None
-    price = prices.get(find_accelerator(plan.accelerator).generation)
-    return RunCost(steps=steps, chip_hours=plan.step * (steps * plan.devices / HOUR_S), price=price)
+    chip_hours = plan.step * (steps * plan.devices / HOUR_S)
+    if (price := prices.get(find_accelerator(plan.accelerator).generation)) is None:
+        return RunCost(steps=steps, chip_hours=chip_hours)
+    usd, each = chip_hours * price.usd_per_chip_hour, price.usd_per_chip_hour
+    return RunCost(
+        steps=steps,
+        chip_hours=chip_hours,
+        usd=usd,
+        usd_per_chip_hour=each,
+        price_source=price.source,
+        price_date=price.date,
+    )
 
 
 def by_price(entries: Sequence[PlanEntry]) -> bool:
     """Whether plans can be compared by what they cost: each has a price and seconds."""
-    return all(entry.cost is not None and entry.cost.price is not None for entry in entries)
+    return all(entry.cost is not None and entry.cost.usd is not None for entry in entries)
 
 
 def ranked(entries: Sequence[PlanEntry]) -> list[PlanEntry]:
@@ -89,7 +90,7 @@ def ranked(entries: Sequence[PlanEntry]) -> list[PlanEntry]:
 
     def key(entry: PlanEntry) -> tuple[int, float]:
         plan = entry.plan
-        price = entry.cost.price.usd_per_chip_hour if priced and entry.cost and entry.cost.price else 1.0
+        price = (entry.cost.usd_per_chip_hour or 1.0) if priced and entry.cost else 1.0
         step = plan.step.value * plan.devices * price if plan.step is not None else float(plan.worst.bytes)
         return ORDER.index(plan.verdict), step
 

@@ -31,8 +31,7 @@ from podium.plan.topology import check_compiler, compiler_environment, compiler_
 from podium.plan.worker import JOB, JOB_RESULT, Job
 
 AT_ONCE = 2
-LIMIT_S = 1800.0
-"""Of one compilation: a 3B model's update takes 1 to 3 minutes on two cores."""
+LIMIT_S = 1800.0  # of one compilation: a 3B model's update takes 1 to 3 minutes on two cores
 POLL_S = 0.05
 PACKAGE = Path(podium.__file__).parent
 _ANSWER = TypeAdapter(CompiledPhase)
@@ -50,10 +49,8 @@ class CompileProgress:
 
     phase: str
     state: Literal["cached", "compiling", "compiled"]
-    seconds: float
-    """Since its compilation began."""
-    done: int
-    """Phases that are finished, this one included if it is."""
+    seconds: float  # since its compilation began
+    done: int  # phases that are finished, this one included if it is
     total: int
 
 

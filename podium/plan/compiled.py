@@ -12,31 +12,25 @@ from podium.hlo.memory import OTHER, Memory, OutOfMemory, largest
 from podium.hlo.text import Module
 from podium.plan.result import LargeArray
 
-KEPT_ARRAYS = 12
-"""How many of the arrays at the peak are kept, the largest, to be shown."""
+KEPT_ARRAYS = 12  # how many of the arrays at the peak are kept, the largest, to be shown
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopedWork:
     """Work that costs the same each time, and how often it is done."""
 
-    work: Work
-    """Of one time, without a name."""
-    once: float
-    """Times per call of the program, however often its loop runs."""
-    each: float
-    """Times more per round of the loop."""
+    work: Work  # of one time, without a name
+    once: float  # times per call of the program, however often its loop runs
+    each: float  # times more per round of the loop
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledPhase:
     """One program of a run, compiled for a device."""
 
-    residents: Mapping[str, int]
-    """Bytes in use beside the program's own arguments."""
+    residents: Mapping[str, int]  # bytes in use beside the program's own arguments
     memory: Memory
-    parts: Mapping[str, int]
-    """Bytes at the program's peak by our names; they add up to `memory.peak`."""
+    parts: Mapping[str, int]  # bytes at the program's peak by our names; they add up to `memory.peak`
     largest: tuple[LargeArray, ...]
     work: tuple[LoopedWork, ...]
     compile_s: float

@@ -5,11 +5,10 @@ from collections.abc import Iterator, Sequence
 from podium.accelerators import GIB, Accelerator
 from podium.plan.formatting import LITTLE
 from podium.plan.result import TOO_CLOSE, Phase, judge
-from podium.plan.sizes import F32, RunSizes, optimizer_count, own_count
+from podium.plan.sizes import F32, RunSizes
 from podium.plan.workload import Workload
 
-MORE_OPERATIONS = 1.02
-"""Times the closed form's operations, from which on a program does something again."""
+MORE_OPERATIONS = 1.02  # times the closed form's operations, from which on a program does something again
 
 
 def explain(run: RunSizes, accelerator: Accelerator, phases: Sequence[Phase], workload: Workload) -> tuple[str, ...]:
@@ -61,6 +60,5 @@ def _rollout(run: RunSizes, workload: Workload) -> Iterator[str]:
 
 
 def _checkpoint(run: RunSizes, accelerator: Accelerator) -> str:
-    state = own_count(run) + optimizer_count(run.decoder, run.config.train.optimizer.name, run.train_parts)
-    host = F32 * state * accelerator.devices_per_host
+    host = F32 * (run.own_count + run.optimizer_count) * accelerator.devices_per_host
     return f"a checkpoint copies {host / GIB:.1f} GiB to the memory of each host"

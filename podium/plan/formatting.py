@@ -13,10 +13,8 @@ STEP_PARTS: dict[str, tuple[str, ...]] = {
     "update": ("update",),
 }
 """What users call the parts of a step, in its order, and the phases in each; `host` comes last."""
-NEGLIGIBLE = 0.01
-"""Share of a step below which a part is not mentioned."""
-LITTLE = 1e6
-"""Bytes below which a transfer is not mentioned."""
+NEGLIGIBLE = 0.01  # share of a step below which a part is not mentioned
+LITTLE = 1e6  # bytes below which a transfer is not mentioned
 LIMITS = {"compute": "compute", "hbm": "HBM", "ici": "ICI", "latency": "latency"}
 VERDICTS = {"fits": "fits", "too_close": "too close to call", "does_not_fit": "does not fit"}
 

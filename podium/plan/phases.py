@@ -38,12 +38,9 @@ from podium.train.trainer import pack, with_scores
 class PhaseProgram:
     """One compiled program of a run."""
 
-    name: str
-    """init, sync, prefill:T, place:T and place_across:T by bucket, decode, score, update."""
-    lower: Callable[[], jax.stages.Lowered]
-    """Traces it with its arguments."""
-    arguments: tuple[Any, ...]
-    """Trees of arrays, abstract."""
+    name: str  # init, sync, prefill:T, place:T and place_across:T by bucket, decode, score, update
+    lower: Callable[[], jax.stages.Lowered]  # traces it with its arguments
+    arguments: tuple[Any, ...]  # trees of arrays, abstract
     residents: Mapping[str, int]
     """Bytes of a device that are in use beside the program's own arguments, by what they are."""
 

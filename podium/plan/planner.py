@@ -44,14 +44,11 @@ class Call:
     """One program's part in a step."""
 
     phase: str
-    program: str
-    """As `podium.plan.phases` names it."""
+    program: str  # as `podium.plan.phases` names it
     calls: float
-    rounds: float
-    """Of its loop, in each call: decode steps, micro-batches, prompts that enter slots of a device."""
+    rounds: float  # of its loop, in each call: decode steps, micro-batches, prompts that enter slots of a device
     closed_form: PhaseEstimate | None = None
-    repeats: float = 0.0
-    """How often a step does what `closed_form` describes."""
+    repeats: float = 0.0  # how often a step does what `closed_form` describes
 
     @property
     def closed_form_flops(self) -> float:
@@ -175,8 +172,7 @@ class _Device:
     """The device that a plan is for; makes phases from programs and closed forms."""
 
     accelerator: Accelerator
-    chip: Chip | None
-    """None: its times are not known."""
+    chip: Chip | None  # None: its times are not known
 
     def phases(self, calls: list[Call], compiled: Mapping[str, CompiledPhase], run: RunSizes) -> Iterator[Phase]:
         """The phases of a run in its order, of programs that are compiled or else of the closed form."""

@@ -13,10 +13,8 @@ from podium.plan.formatting import VERDICTS, readable
 from podium.plan.sections import REST, Bar, Chart, Content, Line, Section, Table
 
 WIDTH = 110
-NARROW = 100
-"""Columns of a terminal under which a table leaves some of its own out."""
-SHORTEST = 12
-"""Cells of a bar."""
+NARROW = 100  # columns of a terminal under which a table leaves some of its own out
+SHORTEST = 12  # cells of a bar
 BLOCK, LIMIT = "\u2588", "\u2503"
 STYLES = {"fits": "bold green", "too_close": "bold yellow", "does_not_fit": "bold red"}
 CELL_STYLES = {VERDICTS[verdict]: style for verdict, style in STYLES.items()}

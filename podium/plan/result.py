@@ -11,8 +11,7 @@ from podium.plan.workload import Workload
 
 Verdict = Literal["fits", "does_not_fit", "too_close"]
 BoundBy = Literal["compute", "hbm", "ici", "latency", ""]
-TOO_CLOSE = 0.03
-"""Of the memory: as far as the compiler's figure and a device's own were seen to be apart."""
+TOO_CLOSE = 0.03  # of the memory: as far as the compiler's figure and a device's own were seen to be apart
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,14 +42,10 @@ class Collective:
 
     kind: str
     axes: tuple[str, ...]
-    group: int
-    """Devices that take part together."""
-    overlaps: bool
-    """Whether the device works on meanwhile."""
-    calls: float
-    """Per step of the run."""
-    sent: float
-    """Bytes that a device sends, per step of the run."""
+    group: int  # devices that take part together
+    overlaps: bool  # whether the device works on meanwhile
+    calls: float  # per step of the run
+    sent: float  # bytes that a device sends, per step of the run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,63 +61,40 @@ class LargeArray:
 class Phase:
     """One program of a run, or the state at rest: what a device holds while it runs, and how long it takes."""
 
-    name: str
-    """init, sync, prefill, place, decode, score, update or checkpoint."""
-    bytes: int
-    """At the peak, per device: residents, arguments, temporaries, and the code of all programs."""
-    parts: Mapping[str, int]
-    """Bytes by our names; they add up to `bytes`."""
+    name: str  # init, sync, prefill, place, decode, score, update or checkpoint
+    bytes: int  # at the peak, per device: residents, arguments, temporaries, and the code of all programs
+    parts: Mapping[str, int]  # bytes by our names; they add up to `bytes`
     fits: bool
-    seconds: Seconds | None = None
-    """Of all its calls in a step, on the device; None: unknown, or not a part of a step."""
-    bound_by: BoundBy = ""
-    """What most of `seconds` waits for."""
-    largest: tuple[LargeArray, ...] = ()
-    """The largest arrays first, residents among them."""
-    calls: float = 0
-    """Of its program in a step of the run."""
-    collectives: tuple[Collective, ...] = ()
-    """What sends most comes first."""
-    flops: float = 0
-    """Of one device in a step of the run."""
-    closed_form_flops: float = 0
-    """By the closed form."""
-    compile_s: float | None = None
-    """How long the compiler took when it did; None where nothing was compiled."""
-    compiled: bool = False
-    """Whether `bytes` is the compiler's; the closed form's otherwise."""
+    seconds: Seconds | None = None  # of all its calls in a step, on the device; None: unknown, or not a part of a step
+    bound_by: BoundBy = ""  # what most of `seconds` waits for
+    largest: tuple[LargeArray, ...] = ()  # the largest arrays first, residents among them
+    calls: float = 0  # of its program in a step of the run
+    collectives: tuple[Collective, ...] = ()  # what sends most comes first
+    flops: float = 0  # of one device in a step of the run
+    closed_form_flops: float = 0  # by the closed form
+    compile_s: float | None = None  # how long the compiler took when it did; None where nothing was compiled
+    compiled: bool = False  # whether `bytes` is the compiler's; the closed form's otherwise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """The answer for one config on one accelerator."""
 
-    config: str
-    """Name of the config."""
+    config: str  # name of the config
     accelerator: str
     devices: int
-    hbm_bytes: int
-    """Usable memory of a device."""
+    hbm_bytes: int  # usable memory of a device
     verdict: Verdict
-    spare_bytes: int
-    """Of the phase with the least head-room; negative: missing."""
-    phases: tuple[Phase, ...]
-    """In the order of a run."""
-    host: Seconds | None
-    """What the host does in a step while devices wait; in no phase's seconds."""
+    spare_bytes: int  # of the phase with the least head-room; negative: missing
+    phases: tuple[Phase, ...]  # in the order of a run
+    host: Seconds | None  # what the host does in a step while devices wait; in no phase's seconds
     step: Seconds | None
-    tokens_per_s_per_device: Seconds | None
-    """Completion tokens of a step, per second and device."""
-    workload: Workload
-    """Of the rollout."""
-    micro_batches: int
-    """Of all updates of a step."""
-    notes: tuple[str, ...]
-    """What else a user should know, in sentences."""
-    estimate_only: bool
-    """Whether no phase was compiled."""
-    versions: Mapping[str, str]
-    """Of Podium and what compiled."""
+    tokens_per_s_per_device: Seconds | None  # completion tokens of a step, per second and device
+    workload: Workload  # of the rollout
+    micro_batches: int  # of all updates of a step
+    notes: tuple[str, ...]  # what else a user should know, in sentences
+    estimate_only: bool  # whether no phase was compiled
+    versions: Mapping[str, str]  # of Podium and what compiled
 
     @property
     def worst(self) -> Phase:

@@ -14,16 +14,11 @@ from podium.plan.compare import ORDER, difference
 from podium.plan.result import TOO_CLOSE, Plan
 from podium.plan.sizes import RunSizes
 
-MOST_PLANS = 6
-"""Compiled in one search."""
-MOST_CANDIDATES = 4
-"""Changes that are compiled to find those that help most."""
-SHOWN = 3
-"""Changes that a report names."""
-WIDEST = 16
-"""Times the config's value, where nothing else ends a search."""
-TOKENS_TOGETHER = 64
-"""Lengths are searched in steps of so many tokens."""
+MOST_PLANS = 6  # compiled in one search
+MOST_CANDIDATES = 4  # changes that are compiled to find those that help most
+SHOWN = 3  # changes that a report names
+WIDEST = 16  # times the config's value, where nothing else ends a search
+TOKENS_TOGETHER = 64  # lengths are searched in steps of so many tokens
 BETTER = 0.99
 """Times the seconds of a step, or the memory where a run does not fit, from which on a change is worth naming."""
 
@@ -34,8 +29,7 @@ class Change:
 
     key: str
     value: int | str
-    old: int | str | None = None
-    """The value that is there now; None: not asked for."""
+    old: int | str | None = None  # the value that is there now; None: not asked for
 
     def __str__(self) -> str:
         """As on the command line."""
@@ -48,8 +42,7 @@ class Trial:
 
     change: Change
     plan: Plan
-    reason: str = ""
-    """What it makes better, if it does."""
+    reason: str = ""  # what it makes better, if it does
 
 
 Make = Callable[[Change], Plan]
@@ -78,8 +71,7 @@ class SearchRange:
 
     unit: int
     most: int
-    why: str
-    """The reason that there is no use in more."""
+    why: str  # the reason that there is no use in more
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,10 +80,8 @@ class SearchResult:
 
     key: str
     range: SearchRange
-    trials: tuple[Trial, ...]
-    """In the order of their values."""
-    proven: bool
-    """Whether the next larger value was tried too, or there is none."""
+    trials: tuple[Trial, ...]  # in the order of their values
+    proven: bool  # whether the next larger value was tried too, or there is none
 
     @property
     def best(self) -> Trial | None:

@@ -4,7 +4,8 @@
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from podium.accelerators import GIB
 from podium.plan.check import CheckRow
@@ -30,10 +31,8 @@ from podium.plan.formatting import (
 from podium.plan.result import Phase, Plan, Seconds, Verdict
 from podium.plan.search import SearchResult, Trial
 
-MOST_PARTS = 9
-"""Parts of the memory that a bar shows by themselves."""
-REST = "others"
-"""The remaining parts of the memory, together."""
+MOST_PARTS = 9  # parts of the memory that a bar shows by themselves
+REST = "others"  # the remaining parts of the memory, together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,10 +41,8 @@ class Line:
 
     text: str
     label: str = ""
-    verdict: Verdict | None = None
-    """What the text says, for its colour."""
-    note: str = ""
-    """More, on a line of its own."""
+    verdict: Verdict | None = None  # what the text says, for its colour
+    note: str = ""  # more, on a line of its own
     bullet: bool = False
 
 
@@ -55,8 +52,7 @@ class Bar:
 
     name: str
     figure: str
-    segments: tuple[tuple[str, float, float], ...]
-    """Name of the part, where it begins and where it ends."""
+    segments: tuple[tuple[str, float, float], ...]  # name of the part, where it begins and where it ends
     note: str
     bad: bool = False
 
@@ -66,8 +62,7 @@ class Chart:
     """Horizontal bars on one scale."""
 
     bars: tuple[Bar, ...]
-    end: float
-    """The largest value of the scale."""
+    end: float  # the largest value of the scale
     parts: tuple[str, ...] = ()
     """What segments are called, in the order of their colours; none: bars of a single colour."""
     limit: float | None = None
@@ -80,10 +75,8 @@ class Table:
 
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    text: frozenset[int] = frozenset({0})
-    """Columns that are no numbers."""
-    spare: frozenset[int] = frozenset()
-    """Columns that can be left out where there is little room."""
+    text: frozenset[int] = frozenset({0})  # columns that are no numbers
+    spare: frozenset[int] = frozenset()  # columns that can be left out where there is little room
 
 
 Content = Line | Chart | Table
@@ -95,8 +88,7 @@ class Section:
 
     title: str
     content: tuple[Content, ...]
-    details: bool = False
-    """Whether it is for the page alone, which has room."""
+    details: bool = False  # whether it is for the page alone, which has room
 
 
 def plan_sections(entry: PlanEntry, suggestions: Sequence[Trial] | None = None, hint: str = "") -> list[Section]:
@@ -114,10 +106,13 @@ def plan_sections(entry: PlanEntry, suggestions: Sequence[Trial] | None = None, 
         found.append(
             Section("a step", (_timeline(plan), Line(label=f"step  {duration(plan.step)}", text=_speed(plan))))
         )
-    found.append(Section("phases", (_phases(plan),), details=True))
-    found.append(Section(f"largest arrays of {plan.worst.name}", (_arrays(plan.worst),), details=True))
-    if transfers := _transfers(plan):
-        found.append(Section("transfers between chips, in a step", (transfers,), details=True))
+    phases = _table(PHASES, ((phase,) for phase in plan.phases), 0, 5, 8)
+    arrays = _table(ARRAYS, ((array,) for array in plan.worst.largest), 0, 1)
+    found.append(Section("phases", (phases,), details=True))
+    found.append(Section(f"largest arrays of {plan.worst.name}", (arrays,), details=True))
+    if transfers := [(phase, each) for phase in plan.phases for each in phase.collectives]:
+        table = _table(TRANSFERS, transfers, 0, 1, 2)
+        found.append(Section("transfers between chips, in a step", (table,), details=True))
     if entry.cost is not None:
         found.append(Section("cost", (Line(text=_cost(entry.cost, plan)),)))
     if suggestions is not None:
@@ -146,16 +141,7 @@ def comparison_sections(entries: Sequence[PlanEntry], refused: Sequence[Refused]
 
 def search_section(found: SearchResult) -> Section:
     """What a search came to, and what it tried."""
-    rows = (
-        (
-            f"{each.change.value:,}",
-            VERDICTS[each.plan.verdict],
-            f"{each.plan.worst.name} {gib(each.plan.worst.bytes)} GiB",
-            "closed form" if each.plan.estimate_only else "compiled",
-        )
-        for each in found.trials
-    )
-    table = Table(heads=("tried", "verdict", "needs", "made by"), rows=tuple(rows), text=frozenset({1, 2, 3}))
+    table = _table(TRIALS, ((trial,) for trial in found.trials), 1, 2, 3)
     return Section("", (Line(text=search_line(found)), table))
 
 
@@ -195,9 +181,8 @@ def _memory(plan: Plan) -> Chart:
         sizes[REST] = sum(size for part, size in phase.parts.items() if part not in sizes) / GIB
         part, size = largest_part(phase)
         note = f"{readable(part)} {gib(size)}"
-        bars.append(
-            Bar(name=phase.name, figure=gib(phase.bytes), segments=_stacked(sizes), note=note, bad=not phase.fits)
-        )
+        figure, bad = gib(phase.bytes), not phase.fits
+        bars.append(Bar(name=phase.name, figure=figure, segments=_stacked(sizes), note=note, bad=bad))
     return Chart(
         bars=tuple(bars),
         end=max(plan.hbm_bytes, plan.worst.bytes) / GIB,
@@ -256,60 +241,57 @@ def _speed(plan: Plan) -> str:
     return f"{tokens:,} completion tokens{rate}"
 
 
-PHASE_HEADS = (
-    "phase", "GiB", "fits", "time", "calls", "bound by", "TFLOP", "of closed form", "made by", "compiled in",
-)  # fmt: skip
+Columns = Sequence[tuple[str, Callable[..., str]]]
+PHASES: Columns = (
+    ("phase", lambda phase: phase.name),
+    ("GiB", lambda phase: f"{phase.bytes / GIB:.2f}"),
+    ("fits", lambda phase: "yes" if phase.fits else "no"),
+    ("time", lambda phase: duration(phase.seconds) if phase.seconds else "-"),
+    ("calls", lambda phase: f"{phase.calls:,.0f}"),
+    ("bound by", lambda phase: LIMITS.get(phase.bound_by, "-")),
+    ("TFLOP", lambda phase: number(phase.flops / 1e12)),
+    ("of closed form", lambda phase: _ratio(phase.flops, phase.closed_form_flops)),
+    ("made by", lambda phase: "compiler" if phase.compiled else "closed form"),
+    ("compiled in", lambda phase: "-" if phase.compile_s is None else f"{phase.compile_s:.0f} s"),
+)
+ARRAYS: Columns = (
+    ("array", lambda array: readable(array.name)),
+    ("shape", lambda array: array.shape),
+    ("GiB", lambda array: f"{array.bytes / GIB:.2f}"),
+)
+TRANSFERS: Columns = (
+    ("phase", lambda phase, each: phase.name),
+    ("kind", lambda phase, each: each.kind),
+    ("mesh axes", lambda phase, each: " x ".join(each.axes) or "-"),
+    ("devices", lambda phase, each: str(each.group)),
+    ("calls", lambda phase, each: f"{each.calls:,.0f}"),
+    ("sent by a device", lambda phase, each: data_size(each.sent)),
+    ("while computing", lambda phase, each: "yes" if each.overlaps else "no"),
+)
+TRIALS: Columns = (
+    ("tried", lambda trial: f"{trial.change.value:,}"),
+    ("verdict", lambda trial: VERDICTS[trial.plan.verdict]),
+    ("needs", lambda trial: f"{trial.plan.worst.name} {gib(trial.plan.worst.bytes)} GiB"),
+    ("made by", lambda trial: "closed form" if trial.plan.estimate_only else "compiled"),
+)
 
 
-def _phases(plan: Plan) -> Table:
-    rows = (
-        (
-            phase.name,
-            f"{phase.bytes / GIB:.2f}",
-            "yes" if phase.fits else "no",
-            duration(phase.seconds) if phase.seconds is not None else "-",
-            f"{phase.calls:,.0f}",
-            LIMITS[phase.bound_by] if phase.bound_by else "-",
-            number(phase.flops / 1e12),
-            f"{phase.flops / phase.closed_form_flops:.2f}" if phase.closed_form_flops else "-",
-            "compiler" if phase.compiled else "closed form",
-            f"{phase.compile_s:.0f} s" if phase.compile_s is not None else "-",
-        )
-        for phase in plan.phases
-    )
-    return Table(heads=PHASE_HEADS, rows=tuple(rows), text=frozenset({0, 5, 8}))
+def _table(columns: Columns, values: Iterable[tuple[Any, ...]], *text: int) -> Table:
+    """A row of cells for each of some values; `text` are the columns that are no numbers."""
+    rows = tuple(tuple(cell(*each) for _, cell in columns) for each in values)
+    return Table(heads=tuple(head for head, _ in columns), rows=rows, text=frozenset(text))
 
 
-def _arrays(phase: Phase) -> Table:
-    rows = ((readable(each.name), each.shape, f"{each.bytes / GIB:.2f}") for each in phase.largest)
-    return Table(heads=("array", "shape", "GiB"), rows=tuple(rows), text=frozenset({0, 1}))
-
-
-def _transfers(plan: Plan) -> Table | None:
-    """None where there are no transfers."""
-    rows = tuple(
-        (
-            phase.name,
-            each.kind,
-            " x ".join(each.axes) or "-",
-            str(each.group),
-            f"{each.calls:,.0f}",
-            data_size(each.sent),
-            "yes" if each.overlaps else "no",
-        )
-        for phase in plan.phases
-        for each in phase.collectives
-    )
-    heads = ("phase", "kind", "mesh axes", "devices", "calls", "sent by a device", "while computing")
-    return Table(heads=heads, rows=rows, text=frozenset({0, 1, 2})) if rows else None
+def _ratio(value: float, base: float) -> str:
+    return f"{value / base:.2f}" if base else "-"
 
 
 def _cost(cost: RunCost, plan: Plan) -> str:
     """Chip-hours, and dollars where there is a price."""
     text = f"{cost.steps:,} steps: {with_range(cost.chip_hours)} chip-hours"
-    if cost.price is None or cost.usd is None:
+    if cost.usd is None:
         return f"{text}; no price of {plan.accelerator} is known: set one with --prices FILE"
-    price = f"{cost.price.usd_per_chip_hour:.2f} per chip-hour ({cost.price.source}, {cost.price.date})"
+    price = f"{cost.usd_per_chip_hour:.2f} per chip-hour ({cost.price_source}, {cost.price_date})"
     return f"{text}, {with_range(cost.usd)} US dollars at {price}; without compiling, evaluations and checkpoints"
 
 
@@ -338,13 +320,8 @@ def _comparison(entries: Sequence[PlanEntry]) -> Table:
         memory = f"{gib(plan.worst.bytes)}/{exact_gib(plan.hbm_bytes)}"
         step = with_range(plan.step) if plan.step is not None else "-"
         rows.append((plan.accelerator, *settings, VERDICTS[plan.verdict], memory, step, *map(_value, figures)))
-    last = len(heads) - 1
-    return Table(
-        heads=heads,
-        rows=tuple(rows),
-        text=frozenset(range(len(names) + 2)),
-        spare=frozenset({last - 2, last - 1}),
-    )
+    spare = frozenset({heads.index("tokens/s/chip"), heads.index("chip-hours")})
+    return Table(heads=heads, rows=tuple(rows), text=frozenset(range(len(names) + 2)), spare=spare)
 
 
 def _value(time: Seconds | None) -> str:

@@ -26,8 +26,7 @@ from podium.models.params import (
 )
 
 F32 = 4
-Parts = Mapping[str, int]
-"""Into how many parts each logical axis is split."""
+Parts = Mapping[str, int]  # into how many parts each logical axis is split
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,16 +41,11 @@ class RunSizes:
     dp: int
     fsdp: int
     tp: int
-    activation: int
-    """Bytes of a number in the update."""
-    rollout_activation: int
-    """Bytes of a number in the rollout."""
-    rows: int
-    """B, of a micro-batch on a device."""
-    row_tokens: int
-    """T."""
-    max_micro_batches: int
-    """K."""
+    activation: int  # bytes of a number in the update
+    rollout_activation: int  # bytes of a number in the rollout
+    rows: int  # B, of a micro-batch on a device
+    row_tokens: int  # T
+    max_micro_batches: int  # K
     buckets: tuple[int, ...]
 
     @property
@@ -83,6 +77,84 @@ class RunSizes:
     def rollout_parts(self) -> Parts:
         """Into how many parts the rollout's layout splits each logical axis."""
         return self._parts(ROLLOUT_LAYOUTS[self.layout])
+
+    @property
+    def rollout_weight_bytes(self) -> int:
+        """Bytes of the rollout's copy of the weights."""
+        return self.rollout_activation * sum(self._counts(self.rollout_parts))
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Keys and values of so many tokens."""
+        decoder = self.decoder
+        return 2 * decoder.layers * decoder.kv_heads * decoder.head_dim * tokens * self.rollout_activation
+
+    @property
+    def matmul_count(self) -> int:
+        """Elements of all matrices that a token is multiplied with."""
+        return layer_matmul(self.decoder) * self.decoder.layers + self.decoder.vocab * self.decoder.width
+
+    @property
+    def own_count(self) -> int:
+        """Parameters that a device stores in training."""
+        return sum(self._counts(self.train_parts))
+
+    @property
+    def own_layers(self) -> int:
+        """Parameters of the layers, without embedding and head, that a device stores in training."""
+        return self.own_count - self.ends_count(self.train_parts)
+
+    @property
+    def optimizer_count(self) -> int:
+        """Float32 numbers of the optimizer's state on a device."""
+        return optimizer_count(self.decoder, self.config.train.optimizer.name, self.train_parts)
+
+    @property
+    def working_weights(self) -> int:
+        """Bytes of a device's parameters in the format of the products; nothing where that is float32."""
+        return self.activation * self.own_count if self.activation < F32 else 0
+
+    @property
+    def gathered_counts(self) -> tuple[int, int]:
+        """Parameters of all layers, and of embedding and head, as they are while they compute."""
+        ends = self.ends_count(self.gathered_parts)
+        return sum(self._counts(self.gathered_parts)) - ends, ends
+
+    def ends_count(self, parts: Parts) -> int:
+        """Elements of the embedding, and of the head where it is another, on one device."""
+        specs = param_specs(self.decoder)
+        return sum(local_count(specs[name], parts) for name in ("embed", "head") if name in specs)
+
+    @property
+    def gathered_in_rollout(self) -> int:
+        """Bytes of the largest weights that a rollout from the training layout gathers: a layer's, or the head."""
+        ends = self.decoder.vocab * self.decoder.width
+        return self.rollout_activation * max(self._gathered_matmul, ends) if self.layout == "legacy" else 0
+
+    def rollout_ici(self, tokens: int) -> int:
+        """Bytes that a device sends in one pass of the rollout."""
+        decoder, a = self.decoder, self.rollout_activation
+        if self.layout == "legacy":
+            gathered = decoder.layers * self._gathered_matmul + decoder.vocab * decoder.width
+            return gathered * a * (self.devices - 1) // self.devices
+        if self.layout == "maxtext":  # sums over the split width, each an all-reduce
+            heads = (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim
+            sums = decoder.layers * (heads + 2 * decoder.mlp_width) + decoder.vocab
+            return 2 * tokens * sums * a * (self.fsdp - 1) // self.fsdp
+        return 0
+
+    def tp_ici(self, tokens: int) -> int:
+        """Bytes that a device sends in one all-reduce of activations over tp in every layer."""
+        return 2 * self.decoder.layers * tokens * self.decoder.width * self.activation * (self.tp - 1) // self.tp
+
+    @property
+    def _gathered_matmul(self) -> int:
+        """Elements of a layer that the legacy layout gathers: all that reads the width. Its outputs are exchanged."""
+        decoder = self.decoder
+        attention = decoder.width * (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim
+        return attention + 2 * decoder.width * decoder.mlp_width
+
+    def _counts(self, parts: Parts) -> list[int]:
+        return [local_count(spec, parts) for spec in param_specs(self.decoder).values()]
 
     def _parts(self, axes: Mapping[str, MeshAxes]) -> Parts:
         return axis_parts(axes, dict(zip(AXES, (self.dp, self.fsdp, self.tp), strict=True)))
@@ -129,83 +201,10 @@ def optimizer_count(decoder: DecoderConfig, name: str, parts: Parts) -> int:
     return sum(_factored_count(spec, local[key]) for key, spec in specs.items())
 
 
-def rollout_weight_bytes(run: RunSizes) -> int:
-    """Bytes of the rollout's copy of the weights."""
-    return run.rollout_activation * sum(_counts(run, run.rollout_parts))
-
-
-def kv_bytes(run: RunSizes, tokens: int) -> int:
-    """Keys and values of so many tokens."""
-    decoder = run.decoder
-    return 2 * decoder.layers * decoder.kv_heads * decoder.head_dim * tokens * run.rollout_activation
-
-
 def layer_matmul(decoder: DecoderConfig) -> int:
     """Elements of a layer's matrices."""
     attention = 2 * decoder.width * (decoder.heads + decoder.kv_heads) * decoder.head_dim
     return attention + 3 * decoder.width * decoder.mlp_width
-
-
-def own_count(run: RunSizes) -> int:
-    """Parameters that a device stores in training."""
-    return sum(_counts(run, run.train_parts))
-
-
-def own_layers(run: RunSizes) -> int:
-    """Parameters of the layers, without embedding and head, that a device stores in training."""
-    return own_count(run) - ends_count(run, run.train_parts)
-
-
-def working_weights(run: RunSizes) -> int:
-    """A device's parameters in the format of the products, cast once per batch; nothing where they are float32."""
-    return run.activation * own_count(run) if run.activation < F32 else 0
-
-
-def gathered_counts(run: RunSizes) -> tuple[int, int]:
-    """Parameters of all layers, and of embedding and head, as they are while they compute."""
-    ends = ends_count(run, run.gathered_parts)
-    return sum(_counts(run, run.gathered_parts)) - ends, ends
-
-
-def ends_count(run: RunSizes, parts: Parts) -> int:
-    """Elements of the embedding, and of the head where it is another, on one device."""
-    return sum(local_count(spec, parts) for name, spec in param_specs(run.decoder).items() if name in ("embed", "head"))
-
-
-def gathered_in_rollout(run: RunSizes) -> int:
-    """Bytes of the largest weights that a rollout from the training layout gathers: a layer's, or the head."""
-    if run.layout != "legacy":
-        return 0
-    decoder = run.decoder
-    return run.rollout_activation * max(_gathered_matmul(decoder), decoder.vocab * decoder.width)
-
-
-def rollout_ici(run: RunSizes, tokens: int) -> int:
-    """Bytes that a device sends in one pass of the rollout."""
-    decoder, a = run.decoder, run.rollout_activation
-    if run.layout == "legacy":
-        gathered = decoder.layers * _gathered_matmul(decoder) + decoder.vocab * decoder.width
-        return gathered * a * (run.devices - 1) // run.devices
-    if run.layout == "maxtext":  # sums over the split width, each an all-reduce
-        heads = (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim
-        sums = decoder.layers * (heads + 2 * decoder.mlp_width) + decoder.vocab
-        return 2 * tokens * sums * a * (run.fsdp - 1) // run.fsdp
-    return 0
-
-
-def tp_ici(run: RunSizes, tokens: int) -> int:
-    """Bytes that a device sends in one all-reduce of activations over tp in every layer."""
-    return 2 * run.decoder.layers * tokens * run.decoder.width * run.activation * (run.tp - 1) // run.tp
-
-
-def _counts(run: RunSizes, parts: Parts) -> list[int]:
-    return [local_count(spec, parts) for spec in param_specs(run.decoder).values()]
-
-
-def _gathered_matmul(decoder: DecoderConfig) -> int:
-    """Elements of a layer that the legacy layout gathers: all that reads the width. Its outputs are exchanged."""
-    attention = decoder.width * (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim
-    return attention + 2 * decoder.width * decoder.mlp_width
 
 
 def _is_hidden_matrix(spec: ParamSpec) -> bool:

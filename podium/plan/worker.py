@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
     from podium.plan.phases import PhaseProgram
 
-TPU_OPTIONS = {"xla_tpu_no_crash_on_oom": "true"}
-"""An analysis also of what does not fit: by how much, and of what."""
+TPU_OPTIONS = {"xla_tpu_no_crash_on_oom": "true"}  # an analysis also of what does not fit: by how much, and of what
 WATCH_S = 1.0
 
 
@@ -46,8 +45,7 @@ class Job:
     config: Config
     decoder: DecoderConfig
     accelerator: Accelerator
-    programs: Path
-    """Folder of compiled programs."""
+    programs: Path  # folder of compiled programs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,8 +53,7 @@ class JobResult:
     """What became of a job."""
 
     compiled: CompiledPhase | None = None
-    refused: str = ""
-    """Why the config cannot be lowered for these devices."""
+    refused: str = ""  # why the config cannot be lowered for these devices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,8 +61,7 @@ class _Built:
     """A compiled program as it is kept; its text lies beside it."""
 
     memory: Memory
-    refusal: OutOfMemory | None
-    """Where the compiler would not make it for want of memory; there is no text then."""
+    refusal: OutOfMemory | None  # where the compiler would not make it for want of memory; there is no text then
     compile_s: float
 
 

@@ -40,19 +40,13 @@ class SequenceLengths:
 class Workload:
     """What one rollout takes, as the engine would count it."""
 
-    prefill_calls: dict[int, int]
-    """By bucket, the length that prompts are padded to."""
-    place_calls: dict[int, int]
-    """By bucket: where all prompts stay on the device that has prefilled them."""
-    place_across_calls: dict[int, int]
-    """By bucket: where some do not."""
-    decode_calls: int
-    """After each, the host polls the slots."""
+    prefill_calls: dict[int, int]  # by bucket, the length that prompts are padded to
+    place_calls: dict[int, int]  # by bucket: where all prompts stay on the device that has prefilled them
+    place_across_calls: dict[int, int]  # by bucket: where some do not
+    decode_calls: int  # after each, the host polls the slots
     decode_steps: int
-    occupied_slot_steps: int
-    """Slots in which a step made a token that counts, summed over steps."""
-    mean_context: float
-    """Tokens that an occupied slot attends to, its own included, on average over slots and steps."""
+    occupied_slot_steps: int  # slots in which a step made a token that counts, summed over steps
+    mean_context: float  # tokens that an occupied slot attends to, its own included, on average over slots and steps
     prompt_tokens: int
     completion_tokens: int
 
