@@ -23,9 +23,9 @@ class Accelerator:
     name: str
     """The cloud's accelerator type, as v6e-8; of a GPU machine, kind and number, as h100-8."""
     generation: str
-    """Names the file of constants in `chips`."""
+    """Names the file of constants in `podium/plan/chips`."""
     devices: int
-    """As jax counts them, over all hosts."""
+    """Devices over all hosts, as jax counts them."""
     hosts: int
     """Processes of jax.distributed."""
     hbm_bytes: int
@@ -33,7 +33,7 @@ class Accelerator:
     torus: tuple[int, ...] = ()
     """Chips along each axis of the interconnect; empty where a switch connects all, or nothing does."""
     wrapped: tuple[bool, ...] = ()
-    """Of each axis, whether its ends are connected too."""
+    """Whether the ends of each axis are connected too."""
     host_bounds: tuple[int, int, int] | None = None
     """Chips of a host along each axis; None: the compiler does not know this machine."""
     chip_config: str | None = None

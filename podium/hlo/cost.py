@@ -65,7 +65,7 @@ class ProgramCost:
 
     @property
     def flops(self) -> float:
-        """Of all products, twice the multiply-adds."""
+        """Operations of all products, twice the multiply-adds."""
         return sum(work.times * (work.flops + work.flops_f32) for work in self.works)
 
     @property

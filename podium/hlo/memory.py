@@ -137,13 +137,13 @@ class _Known:
 
 
 def _named(buffer: Buffer, module: Module, arguments: Mapping[str, str], known: _Known) -> NamedBuffer:
-    members = [(module.computations[array.computation], array.instruction) for array in buffer.arrays]
-    given = [where.instructions[name] for where, name in members if where is module.entry]
+    made = [(module.computations[array.computation], array.instruction) for array in buffer.arrays]
+    given = [where.instructions[name] for where, name in made if where is module.entry]
     for each in given:
         if each.opcode == "parameter":
             name = _argument_name(each.source, arguments)
             return NamedBuffer(name, str(buffer.shape), buffer.size, each.source)
-    source = _source(members)
+    source = _source(made)
     if module.name in RESULTS and any(each.is_root for each in given):
         return NamedBuffer(RESULTS[module.name], str(buffer.shape), buffer.size, source)
     return NamedBuffer(_name(buffer.shape, source, known), str(buffer.shape), buffer.size, source)
@@ -174,15 +174,15 @@ def _argument_name(path: str, arguments: Mapping[str, str]) -> str:
 _NAMING = ("tuple", "get-tuple-element", "bitcast", "parameter", "while", "opt-barrier", "custom-call")
 
 
-def _source(members: list[tuple[Computation, str]]) -> str:
+def _source(made: list[tuple[Computation, str]]) -> str:
     """Where a buffer's content is made: of the instructions that fill it, else of those next to them."""
-    fill = [(where, name) for where, name in members if where.instructions[name].opcode not in _NAMING]
+    fill = [(where, name) for where, name in made if where.instructions[name].opcode not in _NAMING]
     beside = [
         (where, near)
-        for where, name in members
+        for where, name in made
         for near in (*where.instructions[name].operands, *(user.name for user in where.users[name]))
     ]
-    sources = [where.instructions[name].source for where, name in (*fill, *beside, *members)]
+    sources = [where.instructions[name].source for where, name in (*fill, *beside, *made)]
     paths = [source for source in sources if "/" in source]
     return next((path for path in paths if _scope(path)), paths[0] if paths else "")
 
@@ -202,7 +202,7 @@ def _fits(dims: tuple[int, ...], whole: tuple[int, ...]) -> bool:
 
 
 def _known(module: Module, arguments: Mapping[str, str]) -> _Known:
-    """What the program's parameters and cache look like: those of two dimensions at least."""
+    """The shapes of the program's parameters and cache, of those with two dimensions at least."""
     shards: dict[tuple[int, ...], str] = {}
     whole: set[tuple[int, ...]] = set()
     for each in module.entry.parameters.values():

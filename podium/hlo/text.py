@@ -100,7 +100,7 @@ class Computation:
 
     @cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """Of every instruction, those that take its result."""
+        """The instructions that take each instruction's result."""
         users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for each in self.instructions.values():
             for operand in dict.fromkeys(each.operands):

@@ -125,7 +125,8 @@ def check_divides(config: Config, decoder: DecoderConfig, accelerator: Accelerat
             has the values that work.
     """
     shape = mesh_shape(config.mesh, devices=accelerator.devices, hosts=accelerator.hosts)
-    mesh, specs = dict(zip(AXES, shape, strict=True)), param_specs(decoder)
+    mesh: dict[str, int] = dict(zip(AXES, shape, strict=True))
+    specs = param_specs(decoder)
     for _, axis, dim in indivisible(specs, axis_parts(TRAIN_AXES, mesh).__getitem__):
         (by,) = mesh_axis_names(TRAIN_AXES[axis])
         works = ", ".join(str(size) for size in _working_sizes(specs, by, accelerator.devices))

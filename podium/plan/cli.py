@@ -34,7 +34,7 @@ Suggest = Annotated[
         help="Compile the changes most likely to help. Unset: only where the run does not fit, or with --fast.",
     ),
 ]
-Steps = Annotated[int | None, typer.Option(min=1, help="Steps whose cost is told; unset: the config's.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Steps to show the cost of; unset: the config's.")]
 Prices = Annotated[Path | None, typer.Option(metavar="FILE", help="YAML of prices, as podium/prices.yaml.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Page = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page too (extra `report`).")]
@@ -48,7 +48,7 @@ class PlanCommand(TyperCommand):
     """Wrong usage is status 1 here: 2 says that a run does not fit."""
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
-        """As typer does, but for the status of an error."""
+        """Make typer's context; an error has status 1."""
         try:
             return super().make_context(*arguments, **options)
         except UsageError as error:

@@ -87,8 +87,8 @@ def plan_command(request: PlanRequest, load: Load) -> int:
             check_compiler(machine)
     if request.html is not None:
         check_page(request.html)
-    prices, notices = load_prices(request.prices), Console(stderr=True)
-    plannings = [_Planning(request, load, machine, prices, notices) for machine in machines]
+    prices, stderr = load_prices(request.prices), Console(stderr=True)
+    plannings = [_Planning(request, load, machine, prices, stderr) for machine in machines]
     loaded = load([])
     if request.search:
         return _search(request.search, plannings, loaded.config)
@@ -115,7 +115,7 @@ class _Planning:
     load: Load
     accelerator: Accelerator
     prices: dict[str, Price]
-    notices: Console
+    stderr: Console
 
     def vary(self, change: Change) -> Config:
         """The settings with one changed. Raises ConfigError where it contradicts others."""
@@ -135,8 +135,8 @@ class _Planning:
         if self.request.fast:
             return self.estimated(config)
         check_divides(config, find_architecture(config.model), self.accelerator)
-        with self.notices.status(f"planning for {self.accelerator.name}") as status:
-            follow = _ProgressLines(self.accelerator.name, self.notices, status.update, lambda: self.estimated(config))
+        with self.stderr.status(f"planning for {self.accelerator.name}") as status:
+            follow = _ProgressLines(self.accelerator.name, self.stderr, status.update, lambda: self.estimated(config))
             return make_plan(config, self.accelerator, lengths=self.request.lengths, progress=follow)
 
     def make_changed(self, change: Change) -> Plan:
@@ -146,7 +146,7 @@ class _Planning:
     def entry(self, plan: Plan, config: Config, setting: str = "") -> PlanEntry:
         """A plan with its cost; a verdict that is too close gets a warning."""
         if plan.verdict == "too_close":
-            self.notices.print(Text(f"warning: {verdict_line(plan)}", style="yellow"), soft_wrap=True)
+            self.stderr.print(Text(f"warning: {verdict_line(plan)}", style="yellow"), soft_wrap=True)
         cost = cost_of(plan, self.request.steps or config.steps, self.prices)
         return PlanEntry(plan=plan, cost=cost, setting=setting)
 
@@ -185,9 +185,9 @@ class _ProgressLines:
     """Shows how the compilation of a plan's phases goes on, and what the closed form says meanwhile."""
 
     def __init__(
-        self, machine: str, notices: Console, update: Callable[[str], None], estimated: Callable[[], Plan]
+        self, machine: str, stderr: Console, update: Callable[[str], None], estimated: Callable[[], Plan]
     ) -> None:
-        self.machine, self.notices, self.update, self.estimated = machine, notices, update, estimated
+        self.machine, self.stderr, self.update, self.estimated = machine, stderr, update, estimated
         self.running: dict[str, float] = {}
         self.begun = False
 
@@ -204,7 +204,7 @@ class _ProgressLines:
         self.update(f"compiling for {self.machine}: {running} ({progress.done} of {progress.total} done)")
 
     def _line(self, text: str) -> None:
-        self.notices.print(Text(text, style="dim"), soft_wrap=True)
+        self.stderr.print(Text(text, style="dim"), soft_wrap=True)
 
 
 def _single(planning: _Planning, config: Config) -> int:

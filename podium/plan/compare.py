@@ -17,7 +17,7 @@ PER = {"decode": "token", "update": "micro-batch", "score": "micro-batch"}
 """What a phase's counts are given for; of other phases, a call."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class RunCost:
     """The cost of the steps of a run; compiling, evaluations and checkpoints are not in it."""
 
@@ -64,16 +64,9 @@ def cost_of(plan: Plan, steps: int, prices: Mapping[str, Price]) -> RunCost | No
         return None
     chip_hours = plan.step * (steps * plan.devices / HOUR_S)
     if (price := prices.get(find_accelerator(plan.accelerator).generation)) is None:
-        return RunCost(steps=steps, chip_hours=chip_hours)
-    usd, each = chip_hours * price.usd_per_chip_hour, price.usd_per_chip_hour
-    return RunCost(
-        steps=steps,
-        chip_hours=chip_hours,
-        usd=usd,
-        usd_per_chip_hour=each,
-        price_source=price.source,
-        price_date=price.date,
-    )
+        return RunCost(steps, chip_hours)
+    each = price.usd_per_chip_hour
+    return RunCost(steps, chip_hours, chip_hours * each, each, price.source, price.date)
 
 
 def by_price(entries: Sequence[PlanEntry]) -> bool:
@@ -197,7 +190,7 @@ def _operations_cause(pair: _Pair) -> str:
 
 
 def _transfers_cause(pair: _Pair) -> str:
-    """As `gathers 4.25 GB per token over ICI, the other none`."""
+    """What is sent: `gathers 4.25 GB per token over ICI, the other none`."""
     sent, others_sent = pair.sent
     if sent <= LITTLE:
         return f"sends nothing over ICI, the other {pair.verb(1)} {data_size(others_sent)} per {pair.unit}"

@@ -26,9 +26,8 @@ from pydantic import TypeAdapter
 import podium
 from podium.accelerators import GIB, Accelerator
 from podium.files import write_atomically
-from podium.plan.compiled import CompiledPhase
 from podium.plan.topology import check_compiler, compiler_environment, compiler_versions
-from podium.plan.worker import JOB, JOB_RESULT, Job
+from podium.plan.worker import JOB, JOB_RESULT, CompiledPhase, Job
 
 AT_ONCE = 2
 LIMIT_S = 1800.0  # of one compilation: a 3B model's update takes 1 to 3 minutes on two cores

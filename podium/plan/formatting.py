@@ -29,7 +29,7 @@ def number(value: float) -> str:
 
 
 def with_range(seconds: Seconds) -> str:
-    """As `3.1 (2.6-3.7)`."""
+    """A figure with its range: `3.1 (2.6-3.7)`."""
     return f"{number(seconds.value)} ({number(seconds.low)}-{number(seconds.high)})"
 
 

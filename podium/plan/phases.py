@@ -83,16 +83,7 @@ def _rollout_programs(
     trainers: Mapping[str, int],
     beside_params: Mapping[str, int],
 ) -> dict[str, PhaseProgram]:
-    """The engine's programs.
-
-    Args:
-        config: of the run.
-        decoder: the model's numbers.
-        mesh: of the run.
-        params: the trainer's, abstract.
-        trainers: bytes that the trainer holds.
-        beside_params: the same without `params`.
-    """
+    """The engine's programs; `trainers` are bytes that the trainer holds, `beside_params` those but for `params`."""
     rules, dtype = rollout_rules(config.rollout, mesh), as_dtype(config.rollout.dtype, mesh)
     engine = (config.rollout, decoder, rules, dtype)
     programs = make_engine_programs(*engine)

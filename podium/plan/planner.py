@@ -12,27 +12,18 @@ from typing import Any
 from podium import __version__
 from podium.accelerators import Accelerator
 from podium.config.schema import Config
-from podium.hlo.cost import ProgramCost, Roofline, roofline
+from podium.hlo.cost import CollectiveTotal, ProgramCost, Roofline, roofline
 from podium.models.architecture import DecoderConfig
 from podium.models.presets import find_architecture
+from podium.plan import estimate as closed_form
 from podium.plan.calibration import Chip, Factor, load_chip
-from podium.plan.compile import LIMIT_S, OnProgress, cache_folder, compile_phases
-from podium.plan.compiled import CompiledPhase
-from podium.plan.estimate import (
-    PhaseEstimate,
-    checkpoint_phase,
-    decode_phase,
-    place_phase,
-    prefill_phase,
-    score_phase,
-    sync_phase,
-    update_phase,
-)
+from podium.plan.compile import OnProgress, cache_folder, compile_phases
+from podium.plan.estimate import PhaseEstimate
 from podium.plan.explain import explain
-from podium.plan.result import NO_TIME, BoundBy, Collective, LargeArray, Phase, Plan, Seconds, judge, total
+from podium.plan.result import NO_TIME, BoundBy, LargeArray, Phase, Plan, Seconds, judge, total
 from podium.plan.sizes import F32, RunSizes, make_sizes
 from podium.plan.topology import compiler_versions
-from podium.plan.worker import Job
+from podium.plan.worker import CompiledPhase, Job
 from podium.plan.workload import Workload, draw_lengths, packed_micro_batches, simulate_rollout
 
 KINDS: Mapping[str, str] = {"prefill": "prefill", "score": "update", "update": "update"}
@@ -65,7 +56,6 @@ def make_plan(
     progress: OnProgress | None = None,
     decoder: DecoderConfig | None = None,
     chip: Chip | None = None,
-    limit_s: float = LIMIT_S,
 ) -> Plan:
     """Whether a run fits an accelerator, what binds it, and how long its steps take.
 
@@ -78,7 +68,6 @@ def make_plan(
         decoder: the model's numbers; unset: those of the config's model.
         chip: constants of a device; unset: those of the accelerator's generation. A CPU has none of its own: without
             them the plan has no seconds.
-        limit_s: seconds that one compilation may take.
 
     Raises:
         ValueError: the model, the mesh or the lengths cannot be used.
@@ -95,7 +84,7 @@ def make_plan(
     compiled: dict[str, CompiledPhase] = {}
     if not fast and (accelerator.compiles or is_cpu):
         names = list(dict.fromkeys(call.program for call in sorted(calls, key=_longest_first)))
-        compiled = compile_phases(make_jobs(config, decoder, accelerator, names), progress=progress, limit_s=limit_s)
+        compiled = compile_phases(make_jobs(config, decoder, accelerator, names), progress=progress)
     phases = tuple(device.phases(calls, compiled, run))
     host = device.host(sum(call.calls for call in calls))
     step = total([*(phase.seconds for phase in phases if phase.seconds), host]) if host else None
@@ -143,23 +132,26 @@ def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Ca
         return Call(phase=form.name, program=program, calls=calls, rounds=rounds, closed_form=form, repeats=repeats)
 
     def place(program: str, T: int, calls: int, *, crosses: bool) -> Call:
-        form = place_phase(run, T, crosses=crosses)
+        form = closed_form.place_phase(run, T, crosses=crosses)
         return call(f"{program}:{T}", form, calls, rounds=copied, repeats=calls)
 
-    found = [Call(phase="init", program="init", calls=0, rounds=0), call("sync", sync_phase(run), 1, repeats=1)]
+    found = [
+        Call(phase="init", program="init", calls=0, rounds=0),
+        call("sync", closed_form.sync_phase(run), 1, repeats=1),
+    ]
     for T in buckets:
         calls = prefills.get(T, 0)
-        found.append(call(f"prefill:{T}", prefill_phase(run, T), calls, repeats=calls))
+        found.append(call(f"prefill:{T}", closed_form.prefill_phase(run, T), calls, repeats=calls))
     for T in buckets:
         if T in copies or run.rollout_shards == 1:
             found.append(place("place", T, copies.get(T, 0), crosses=False))
     if run.rollout_shards > 1:
         found += [place("place_across", T, across.get(T, 0), crosses=True) for T in buckets]
     rounds = steps / decodes if decodes else 0.0
-    found.append(call("decode", decode_phase(run), decodes, rounds=rounds, repeats=steps))
+    found.append(call("decode", closed_form.decode_phase(run), decodes, rounds=rounds, repeats=steps))
     if scores:
-        found.append(call("score", score_phase(run), scores, rounds=own, repeats=scores * own))
-    return [*found, call("update", update_phase(run), updates, rounds=own, repeats=updates * own)]
+        found.append(call("score", closed_form.score_phase(run), scores, rounds=own, repeats=scores * own))
+    return [*found, call("update", closed_form.update_phase(run), updates, rounds=own, repeats=updates * own)]
 
 
 def _longest_first(call: Call) -> int:
@@ -182,7 +174,7 @@ class _Device:
                 yield self.compiled_phase(own, compiled)
             elif own[0].closed_form is not None:
                 yield self.estimated_phase(own, float32=run.activation == F32)
-        resting = checkpoint_phase(run)
+        resting = closed_form.checkpoint_phase(run)
         yield self.phase(resting.name, resting.parts)
 
     def compiled_phase(self, calls: list[Call], compiled: Mapping[str, CompiledPhase]) -> Phase:
@@ -284,7 +276,7 @@ def calibrated(lines: list[tuple[float, Roofline]], chip: Chip, kind: str) -> tu
     return seconds, max(parts, key=lambda part: parts[part].value) if seconds.value else ""
 
 
-def _collectives(costs: list[tuple[float, ProgramCost]]) -> Iterator[Collective]:
+def _collectives(costs: list[tuple[float, ProgramCost]]) -> Iterator[CollectiveTotal]:
     """All transfers of a phase in a step, those together that are alike."""
     sums: dict[tuple, tuple[float, float]] = {}
     for times, cost in costs:
@@ -293,4 +285,4 @@ def _collectives(costs: list[tuple[float, ProgramCost]]) -> Iterator[Collective]
             calls, sent = sums.get(key, (0.0, 0.0))
             sums[key] = (calls + times * each.calls, sent + times * each.sent)
     for (kind, axes, group, overlaps), (calls, sent) in sorted(sums.items(), key=lambda item: -item[1][1]):
-        yield Collective(kind=kind, axes=axes, group=group, overlaps=overlaps, calls=calls, sent=sent)
+        yield CollectiveTotal(kind=kind, axes=axes, group=group, overlaps=overlaps, calls=calls, sent=sent)

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
+from podium.hlo.cost import CollectiveTotal
 from podium.plan.workload import Workload
 
 Verdict = Literal["fits", "does_not_fit", "too_close"]
@@ -37,18 +38,6 @@ NO_TIME = Seconds(value=0.0, low=0.0, high=0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Collective:
-    """Transfers of one kind along the same axes of the mesh, in all calls of a phase's program in a step."""
-
-    kind: str
-    axes: tuple[str, ...]
-    group: int  # devices that take part together
-    overlaps: bool  # whether the device works on meanwhile
-    calls: float  # per step of the run
-    sent: float  # bytes that a device sends, per step of the run
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LargeArray:
     """One of the arrays that are alive at a phase's peak."""
 
@@ -69,7 +58,7 @@ class Phase:
     bound_by: BoundBy = ""  # what most of `seconds` waits for
     largest: tuple[LargeArray, ...] = ()  # the largest arrays first, residents among them
     calls: float = 0  # of its program in a step of the run
-    collectives: tuple[Collective, ...] = ()  # what sends most comes first
+    collectives: tuple[CollectiveTotal, ...] = ()  # in a step; what sends most comes first
     flops: float = 0  # of one device in a step of the run
     closed_form_flops: float = 0  # by the closed form
     compile_s: float | None = None  # how long the compiler took when it did; None where nothing was compiled

@@ -32,7 +32,7 @@ class Change:
     old: int | str | None = None  # the value that is there now; None: not asked for
 
     def __str__(self) -> str:
-        """As on the command line."""
+        """The change as the command line takes it."""
         return f"{self.key}={self.value}"
 
 

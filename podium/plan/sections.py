@@ -8,26 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from podium.accelerators import GIB
+from podium.plan import formatting as text
 from podium.plan.check import CheckRow
 from podium.plan.compare import PlanEntry, Refused, RunCost, by_price
-from podium.plan.formatting import (
-    LIMITS,
-    LITTLE,
-    VERDICTS,
-    data_size,
-    duration,
-    exact_gib,
-    gib,
-    largest_part,
-    main_parts,
-    method_line,
-    number,
-    readable,
-    spare,
-    step_parts,
-    verdict_line,
-    with_range,
-)
 from podium.plan.result import Phase, Plan, Seconds, Verdict
 from podium.plan.search import SearchResult, Trial
 
@@ -100,11 +83,11 @@ def plan_sections(entry: PlanEntry, suggestions: Sequence[Trial] | None = None, 
         hint: how to have them looked for.
     """
     plan = entry.plan
-    found = [Section("", (Line(text=verdict_line(plan), verdict=plan.verdict),))]
-    found.append(Section(f"memory of a device, by phase, in GiB of {exact_gib(plan.hbm_bytes)}", (_memory(plan),)))
+    found = [Section("", (Line(text=text.verdict_line(plan), verdict=plan.verdict),))]
+    found.append(Section(f"memory of a device, by phase, in GiB of {text.exact_gib(plan.hbm_bytes)}", (_memory(plan),)))
     if plan.step is not None:
         found.append(
-            Section("a step", (_timeline(plan), Line(label=f"step  {duration(plan.step)}", text=_speed(plan))))
+            Section("a step", (_timeline(plan), Line(label=f"step  {text.duration(plan.step)}", text=_speed(plan))))
         )
     phases = _table(PHASES, ((phase,) for phase in plan.phases), 0, 5, 8)
     arrays = _table(ARRAYS, ((array,) for array in plan.worst.largest), 0, 1)
@@ -121,7 +104,7 @@ def plan_sections(entry: PlanEntry, suggestions: Sequence[Trial] | None = None, 
     elif hint:
         found.append(Section("changes that may help", (Line(text=hint),)))
     versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
-    notes = (method_line(plan), *plan.notes, versions)
+    notes = (text.method_line(plan), *plan.notes, versions)
     return [*found, Section("notes", tuple(Line(text=note, bullet=True) for note in notes))]
 
 
@@ -131,9 +114,9 @@ def comparison_sections(entries: Sequence[PlanEntry], refused: Sequence[Refused]
     if not entries:
         return [Section("", tuple(failed))]
     best, rule = entries[0], f"the least {'dollars' if by_price(entries) else 'chip-seconds'} per step"
-    first = Line(text=f"{best.label} is best ({rule}): {verdict_line(best.plan)}", verdict=best.plan.verdict)
+    first = Line(text=f"{best.label} is best ({rule}): {text.verdict_line(best.plan)}", verdict=best.plan.verdict)
     reasons = [Line(label=each.label, text=each.reason) for each in entries if each.reason]
-    lines = (*reasons, Line(text=method_line(best.plan)), *failed)
+    lines = (*reasons, Line(text=text.method_line(best.plan)), *failed)
     found = [Section("", (first, _comparison(entries), *lines))]
     timed = [entry for entry in entries if entry.plan.step is not None]
     return [*found, Section("seconds per step", (_steps(timed),), details=True)] if timed else found
@@ -150,7 +133,7 @@ def search_line(found: SearchResult) -> str:
     best, over, values = found.best, found.too_large, found.range
     if best is None:
         smallest = found.trials[0]
-        return f"{found.key}: even {smallest.change.value} does not fit ({gib(smallest.plan.worst.bytes)} GiB)"
+        return f"{found.key}: even {smallest.change.value} does not fit ({text.gib(smallest.plan.worst.bytes)} GiB)"
     if over is None:
         return f"{found.key}: {best.change.value:,} fits, and there is no use in more: {values.why}"
     gap = f"{over.change.value:,} {'is too close to call' if over.plan.verdict == 'too_close' else 'does not'}"
@@ -165,8 +148,8 @@ def check_section(rows: Sequence[CheckRow]) -> Section:
     for row in rows:
         unit = f" {row.unit}".rstrip()
         exact = row.planned.low == row.planned.high
-        planned = number(row.planned.value) if exact else with_range(row.planned)
-        measured = f"{number(row.measured)}{unit}" if row.measured is not None else "-"
+        planned = text.number(row.planned.value) if exact else text.with_range(row.planned)
+        measured = f"{text.number(row.measured)}{unit}" if row.measured is not None else "-"
         error = f"{row.error:+.1%}" if row.error is not None else "-"
         found.append((row.name, f"{planned}{unit}", measured, error))
     return Section("", (Table(heads=("", "planned", "measured", "plan's error"), rows=tuple(found)),))
@@ -174,21 +157,21 @@ def check_section(rows: Sequence[CheckRow]) -> Section:
 
 def _memory(plan: Plan) -> Chart:
     """A bar of each phase's memory in its parts, with a mark where the memory ends."""
-    parts = main_parts(plan.phases, MOST_PARTS)
+    parts = text.main_parts(plan.phases, MOST_PARTS)
     bars = []
     for phase in plan.phases:
         sizes = {part: phase.parts.get(part, 0) / GIB for part in parts}
         sizes[REST] = sum(size for part, size in phase.parts.items() if part not in sizes) / GIB
-        part, size = largest_part(phase)
-        note = f"{readable(part)} {gib(size)}"
-        figure, bad = gib(phase.bytes), not phase.fits
+        part, size = text.largest_part(phase)
+        note = f"{text.readable(part)} {text.gib(size)}"
+        figure, bad = text.gib(phase.bytes), not phase.fits
         bars.append(Bar(name=phase.name, figure=figure, segments=_stacked(sizes), note=note, bad=bad))
     return Chart(
         bars=tuple(bars),
         end=max(plan.hbm_bytes, plan.worst.bytes) / GIB,
         parts=(*parts, REST),
         limit=plan.hbm_bytes / GIB,
-        limit_text=f"{exact_gib(plan.hbm_bytes)} GiB, where the memory ends",
+        limit_text=f"{text.exact_gib(plan.hbm_bytes)} GiB, where the memory ends",
     )
 
 
@@ -198,7 +181,7 @@ def _timeline(plan: Plan) -> Chart:
     rows += [("host", plan.host, "between programs, and grading")] if plan.host is not None else []
     segments = _stacked({name: time.value for name, time, _ in rows})
     bars = (
-        Bar(name=name, figure=duration(time), segments=(segment,), note=work)
+        Bar(name=name, figure=text.duration(time), segments=(segment,), note=work)
         for (name, time, work), segment in zip(rows, segments, strict=True)
     )
     return Chart(bars=tuple(bars), end=sum(time.value for _, time, _ in rows) or 1.0)
@@ -206,8 +189,8 @@ def _timeline(plan: Plan) -> Chart:
 
 def _steps(entries: Sequence[PlanEntry]) -> Chart:
     """A bar of each plan's step in its parts."""
-    times = [{name: time.value for name, time in step_parts(entry.plan)} for entry in entries]
-    figures = [number(sum(each.values())) for each in times]
+    times = [{name: time.value for name, time in text.step_parts(entry.plan)} for entry in entries]
+    figures = [text.number(sum(each.values())) for each in times]
     bars = (
         Bar(name=entry.label, figure=f"{figure} s", segments=_stacked(each), note="")
         for entry, each, figure in zip(entries, times, figures, strict=True)
@@ -229,15 +212,15 @@ def _work(phase: Phase) -> str:
     """Calls of a phase's program, what they wait for, and what they send."""
     sent = sum(each.sent for each in phase.collectives)
     found = [f"{phase.calls:,.0f} call{'s' * (phase.calls != 1)}"]
-    found += [f"bound by {LIMITS[phase.bound_by]}"] if phase.bound_by else []
-    found += [f"{data_size(sent)} over ICI"] if sent >= LITTLE else []
+    found += [f"bound by {text.LIMITS[phase.bound_by]}"] if phase.bound_by else []
+    found += [f"{text.data_size(sent)} over ICI"] if sent >= text.LITTLE else []
     return ", ".join(found)
 
 
 def _speed(plan: Plan) -> str:
     """What a step makes, and how fast."""
     speed, tokens = plan.tokens_per_s_per_device, plan.workload.completion_tokens
-    rate = f", {with_range(speed)} per second and chip" if speed is not None else ""
+    rate = f", {text.with_range(speed)} per second and chip" if speed is not None else ""
     return f"{tokens:,} completion tokens{rate}"
 
 
@@ -246,16 +229,16 @@ PHASES: Columns = (
     ("phase", lambda phase: phase.name),
     ("GiB", lambda phase: f"{phase.bytes / GIB:.2f}"),
     ("fits", lambda phase: "yes" if phase.fits else "no"),
-    ("time", lambda phase: duration(phase.seconds) if phase.seconds else "-"),
+    ("time", lambda phase: text.duration(phase.seconds) if phase.seconds else "-"),
     ("calls", lambda phase: f"{phase.calls:,.0f}"),
-    ("bound by", lambda phase: LIMITS.get(phase.bound_by, "-")),
-    ("TFLOP", lambda phase: number(phase.flops / 1e12)),
+    ("bound by", lambda phase: text.LIMITS.get(phase.bound_by, "-")),
+    ("TFLOP", lambda phase: text.number(phase.flops / 1e12)),
     ("of closed form", lambda phase: _ratio(phase.flops, phase.closed_form_flops)),
     ("made by", lambda phase: "compiler" if phase.compiled else "closed form"),
     ("compiled in", lambda phase: "-" if phase.compile_s is None else f"{phase.compile_s:.0f} s"),
 )
 ARRAYS: Columns = (
-    ("array", lambda array: readable(array.name)),
+    ("array", lambda array: text.readable(array.name)),
     ("shape", lambda array: array.shape),
     ("GiB", lambda array: f"{array.bytes / GIB:.2f}"),
 )
@@ -265,13 +248,13 @@ TRANSFERS: Columns = (
     ("mesh axes", lambda phase, each: " x ".join(each.axes) or "-"),
     ("devices", lambda phase, each: str(each.group)),
     ("calls", lambda phase, each: f"{each.calls:,.0f}"),
-    ("sent by a device", lambda phase, each: data_size(each.sent)),
+    ("sent by a device", lambda phase, each: text.data_size(each.sent)),
     ("while computing", lambda phase, each: "yes" if each.overlaps else "no"),
 )
 TRIALS: Columns = (
     ("tried", lambda trial: f"{trial.change.value:,}"),
-    ("verdict", lambda trial: VERDICTS[trial.plan.verdict]),
-    ("needs", lambda trial: f"{trial.plan.worst.name} {gib(trial.plan.worst.bytes)} GiB"),
+    ("verdict", lambda trial: text.VERDICTS[trial.plan.verdict]),
+    ("needs", lambda trial: f"{trial.plan.worst.name} {text.gib(trial.plan.worst.bytes)} GiB"),
     ("made by", lambda trial: "closed form" if trial.plan.estimate_only else "compiled"),
 )
 
@@ -288,20 +271,21 @@ def _ratio(value: float, base: float) -> str:
 
 def _cost(cost: RunCost, plan: Plan) -> str:
     """Chip-hours, and dollars where there is a price."""
-    text = f"{cost.steps:,} steps: {with_range(cost.chip_hours)} chip-hours"
+    line = f"{cost.steps:,} steps: {text.with_range(cost.chip_hours)} chip-hours"
     if cost.usd is None:
-        return f"{text}; no price of {plan.accelerator} is known: set one with --prices FILE"
+        return f"{line}; no price of {plan.accelerator} is known: set one with --prices FILE"
     price = f"{cost.usd_per_chip_hour:.2f} per chip-hour ({cost.price_source}, {cost.price_date})"
-    return f"{text}, {with_range(cost.usd)} US dollars at {price}; without compiling, evaluations and checkpoints"
+    return f"{line}, {text.with_range(cost.usd)} US dollars at {price}; without compiling, evaluations and checkpoints"
 
 
 def _suggestion(trial: Trial) -> Line:
     """A change with what it makes of memory and step, and why."""
     plan = trial.plan
-    step = f", {with_range(plan.step)} s per step" if plan.step is not None else ""
+    step = f", {text.with_range(plan.step)} s per step" if plan.step is not None else ""
+    made_by = "closed form" if plan.estimate_only else "compiled"
     return Line(
         label=f"{trial.change} instead of {trial.change.old}",
-        text=f"{VERDICTS[plan.verdict]}, {spare(plan)}{step} ({'closed form' if plan.estimate_only else 'compiled'})",
+        text=f"{text.VERDICTS[plan.verdict]}, {text.spare(plan)}{step} ({made_by})",
         verdict=plan.verdict,
         note=trial.reason,
     )
@@ -317,12 +301,12 @@ def _comparison(entries: Sequence[PlanEntry]) -> Table:
         plan, cost = entry.plan, entry.cost
         figures = (plan.tokens_per_s_per_device, cost and cost.chip_hours, cost and cost.usd)
         settings = [entry.setting.partition("=")[2]] if keys else []
-        memory = f"{gib(plan.worst.bytes)}/{exact_gib(plan.hbm_bytes)}"
-        step = with_range(plan.step) if plan.step is not None else "-"
-        rows.append((plan.accelerator, *settings, VERDICTS[plan.verdict], memory, step, *map(_value, figures)))
-    spare = frozenset({heads.index("tokens/s/chip"), heads.index("chip-hours")})
-    return Table(heads=heads, rows=tuple(rows), text=frozenset(range(len(names) + 2)), spare=spare)
+        memory = f"{text.gib(plan.worst.bytes)}/{text.exact_gib(plan.hbm_bytes)}"
+        step = text.with_range(plan.step) if plan.step is not None else "-"
+        rows.append((plan.accelerator, *settings, text.VERDICTS[plan.verdict], memory, step, *map(_value, figures)))
+    columns = frozenset({heads.index("tokens/s/chip"), heads.index("chip-hours")})
+    return Table(heads=heads, rows=tuple(rows), text=frozenset(range(len(names) + 2)), spare=columns)
 
 
 def _value(time: Seconds | None) -> str:
-    return number(time.value) if time is not None else "-"
+    return text.number(time.value) if time is not None else "-"

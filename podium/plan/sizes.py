@@ -14,16 +14,9 @@ from podium.algorithms.recipes import Recipe, make_recipe
 from podium.config.mesh import AXES, mesh_shape
 from podium.config.schema import Config, Dtype, RolloutLayout
 from podium.config.sizes import batch_sequences, prompt_buckets, row_tokens, rows_per_device
+from podium.models import params
 from podium.models.architecture import DecoderConfig
-from podium.models.params import (
-    GATHERED_AXES,
-    ROLLOUT_LAYOUTS,
-    TRAIN_AXES,
-    MeshAxes,
-    ParamSpec,
-    axis_parts,
-    param_specs,
-)
+from podium.models.params import ParamSpec, param_specs
 
 F32 = 4
 Parts = Mapping[str, int]  # into how many parts each logical axis is split
@@ -66,17 +59,17 @@ class RunSizes:
     @functools.cached_property
     def train_parts(self) -> Parts:
         """Into how many parts the training layout splits each logical axis."""
-        return self._parts(TRAIN_AXES)
+        return self._parts(params.TRAIN_AXES)
 
     @functools.cached_property
     def gathered_parts(self) -> Parts:
         """Into how many parts each logical axis is split while a layer computes."""
-        return self._parts(GATHERED_AXES)
+        return self._parts(params.GATHERED_AXES)
 
     @functools.cached_property
     def rollout_parts(self) -> Parts:
         """Into how many parts the rollout's layout splits each logical axis."""
-        return self._parts(ROLLOUT_LAYOUTS[self.layout])
+        return self._parts(params.ROLLOUT_LAYOUTS[self.layout])
 
     @property
     def rollout_weight_bytes(self) -> int:
@@ -156,8 +149,8 @@ class RunSizes:
     def _counts(self, parts: Parts) -> list[int]:
         return [local_count(spec, parts) for spec in param_specs(self.decoder).values()]
 
-    def _parts(self, axes: Mapping[str, MeshAxes]) -> Parts:
-        return axis_parts(axes, dict(zip(AXES, (self.dp, self.fsdp, self.tp), strict=True)))
+    def _parts(self, axes: Mapping[str, params.MeshAxes]) -> Parts:
+        return params.axis_parts(axes, dict(zip(AXES, (self.dp, self.fsdp, self.tp), strict=True)))
 
 
 def make_sizes(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> RunSizes:

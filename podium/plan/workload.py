@@ -128,7 +128,7 @@ def _gsm8k_completions(rng: np.random.Generator, config: Config) -> np.ndarray:
 
 @functools.cache
 def _log_median(cap: int) -> float:
-    """Of the lognormal whose mean is COMPLETION_MEAN after cutting at `cap`; of a cap below that, as if uncut."""
+    """Log of the median that makes COMPLETION_MEAN the mean after cutting at `cap`; as if uncut for a smaller cap."""
     uncut = float(np.log(COMPLETION_MEAN) - COMPLETION_SIGMA**2 / 2)
     if cap <= COMPLETION_MEAN:
         return uncut

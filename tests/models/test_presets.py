@@ -8,7 +8,6 @@ import pytest
 from podium.config.load import load
 from podium.models.architecture import ModelError, from_hf_config, to_hf_config
 from podium.models.params import param_specs
-from podium.models.params import param_specs
 from podium.models.presets import PRESETS, find_architecture
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("**/*.yaml"))

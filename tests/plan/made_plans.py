@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from podium.plan.result import Collective, LargeArray, Phase, Plan, Seconds, judge, total
+from podium.hlo.cost import CollectiveTotal
+from podium.plan.result import LargeArray, Phase, Plan, Seconds, judge, total
 from podium.plan.workload import Workload
 
 GIB = 2**30
@@ -15,8 +16,8 @@ def seconds(value: float, spread: float = 0.2) -> Seconds:
     return Seconds(value=value, low=value * (1 - spread), high=value * (1 + spread))
 
 
-def gathers(sent: float, calls: float) -> Collective:
-    return Collective(kind="all-gather", axes=("fsdp",), group=8, overlaps=False, calls=calls, sent=sent)
+def gathers(sent: float, calls: float) -> CollectiveTotal:
+    return CollectiveTotal(kind="all-gather", axes=("fsdp",), group=8, overlaps=False, calls=calls, sent=sent)
 
 
 def phase(name: str, *, took: float | None = 1.0, hbm: int = HBM, compiled: bool = True, **changed: Any) -> Phase:

@@ -19,9 +19,8 @@ from podium.hlo.text import parse
 from podium.plan import compile as compiling
 from podium.plan import worker
 from podium.plan.compile import CompileProgress, CompilerError, answer_key, cache_folder, compile_phases
-from podium.plan.compiled import looped_work, named_memory
 from podium.plan.phases import phase_programs
-from podium.plan.worker import Job
+from podium.plan.worker import Job, looped_work, named_memory
 from podium.sharding import make_mesh
 
 CPU = Accelerator(name="cpu-8", generation="cpu", devices=8, hosts=1, hbm_bytes=GIB)
