@@ -92,8 +92,5 @@ def _suggestion(trial: Trial) -> Object:
     return (
         as_object(trial.change)
         | {name: found[name] for name in kept}
-        | {
-            "compiled": not plan.estimate_only,
-            "reason": trial.reason,
-        }
+        | {"compiled": not plan.estimate_only, "reason": trial.reason}
     )

@@ -19,12 +19,7 @@ from podium.config.schema import Config
 from podium.config.sizes import prompt_buckets
 from podium.models.architecture import DecoderConfig
 from podium.models.params import param_specs
-from podium.rollout.programs import (
-    abstract_engine_cache,
-    abstract_prompts,
-    idle_slots,
-    make_engine_programs,
-)
+from podium.rollout.programs import abstract_engine_cache, abstract_prompts, idle_slots, make_engine_programs
 from podium.sharding import abstract_params
 from podium.train.generate import as_dtype, rollout_rules
 from podium.train.optimizer import make_opt_init

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -29,11 +29,6 @@ from podium.hlo.text import Module, parse
 from podium.models.architecture import DecoderConfig
 from podium.plan.result import LargeArray
 from podium.plan.topology import compiler_versions, topology_devices
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from podium.plan.phases import PhaseProgram
 
 TPU_OPTIONS = {"xla_tpu_no_crash_on_oom": "true"}  # an analysis also of what does not fit: by how much, and of what
 WATCH_S = 1.0
@@ -105,50 +100,35 @@ JOB, JOB_RESULT, BUILT = TypeAdapter(Job), TypeAdapter(JobResult), TypeAdapter(_
 def main(job_file: str, result_file: str, parent: str) -> None:
     """Do one job; an error that the result has no field for is a traceback on stderr, with exit status 1."""
     threading.Thread(target=_end_with_parent, args=(int(parent),), daemon=True).start()
+    from podium.plan.phases import phase_programs
+    from podium.sharding import make_mesh
+
     job = JOB.validate_json(Path(job_file).read_bytes())
     try:
-        program, mesh = make_phase(job)
+        mesh = make_mesh(job.config.mesh, _devices(job.accelerator))
+        program = phase_programs(job.config, job.decoder, mesh)[job.phase]
         lowered = program.lower()
     except ValueError as error:
         if not _raised_here(error):
             raise
         result = JobResult(refused=str(error))
     else:
-        result = JobResult(compiled=finish(job, program, mesh, lowered))
+        result = JobResult(compiled=_finish(job, lowered, program.residents, dict(mesh.shape)))
     write_atomically(Path(result_file), JOB_RESULT.dump_json(result))
 
 
-def make_phase(job: Job) -> "tuple[PhaseProgram, Mesh]":
-    """The program of a job, and the mesh that it is for.
-
-    Raises:
-        ValueError: the config does not fit these devices.
-    """
-    from podium.plan.phases import phase_programs
-    from podium.sharding import make_mesh
-
-    mesh = make_mesh(job.config.mesh, _devices(job.accelerator))
-    return phase_programs(job.config, job.decoder, mesh)[job.phase], mesh
-
-
-def finish(job: Job, program: "PhaseProgram", mesh: "Mesh", lowered: Any) -> CompiledPhase:
+def _finish(job: Job, lowered: Any, residents: Mapping[str, int], mesh: Mapping[str, int]) -> CompiledPhase:
     """Compile what was lowered, unless that was done before, and read what came of it."""
     built, text = _build(lowered, job)
+    work: tuple[LoopedWork, ...] = ()
     if built.refusal:
         parts, arrays = named_refusal(built.refusal)
-        work = ()
     else:
         module = parse(text)
         parts, arrays = named_memory(module, built.memory.peak)
-        work = looped_work(module, dict(mesh.shape))
-    return CompiledPhase(
-        residents=program.residents,
-        memory=built.memory,
-        parts=parts,
-        largest=arrays,
-        work=work,
-        compile_s=built.compile_s,
-    )
+        work = looped_work(module, mesh)
+    known: dict[str, Any] = {"memory": built.memory, "compile_s": built.compile_s, "residents": residents}
+    return CompiledPhase(parts=parts, largest=arrays, work=work, **known)
 
 
 def looped_work(module: Module, mesh: Mapping[str, int]) -> tuple[LoopedWork, ...]:
