@@ -19,8 +19,16 @@ CONFIGS = sorted((ROOT / "configs").glob("**/*.yaml"))
 
 HEAVY = ("jax", "transformers", "datasets", "torch")
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("config", "accelerators", "files", "prices", "rollout.request", "rollout.scheduler"),
-    ("models.architecture", "models.params", "models.names", "models.gguf", "models.source", "models.presets"),
+    ("config", "accelerators", "files", "rollout.request", "rollout.scheduler"),
+    (
+        "prices",
+        "models.architecture",
+        "models.params",
+        "models.names",
+        "models.gguf",
+        "models.source",
+        "models.presets",
+    ),
     ("tasks", "algorithms.advantages", "algorithms.recipes"),
     ("observe",),
     ("settings", "tools"),

@@ -40,7 +40,7 @@ from podium.plan.search import (
     search_range,
     suggest,
 )
-from podium.plan.sections import Section, check_section, comparison_sections, plan_sections, search_section
+from podium.plan.sections import ReportSection, check_section, comparison_sections, plan_sections, search_section
 from podium.plan.sizes import RunSizes, make_sizes
 from podium.plan.topology import check_compiler
 from podium.prices import Price, load_prices
@@ -248,8 +248,8 @@ def _answer(
     request: PlanRequest,
     entries: Sequence[PlanEntry],
     answer: Object,
-    sections: Sequence[Section],
-    folded: dict[str, list[Section]] | None = None,
+    sections: Sequence[ReportSection],
+    folded: dict[str, list[ReportSection]] | None = None,
 ) -> int:
     """Print the answer, write the page if one was asked for; the exit status."""
     if request.html is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from podium import __version__
 from podium.files import write_atomically
 from podium.plan.formatting import readable
-from podium.plan.sections import REST, Chart, Content, Line, Section, Table
+from podium.plan.sections import REST, Chart, Content, Line, ReportSection, Table
 
 COLOURS = ("#4269d0", "#efb118", "#3ca951", "#ff725c", "#a463f2", "#6cc5b0", "#ff8ab7", "#9c6b4e", "#97bbf5")
 REST_COLOUR = "#9498a0"
@@ -23,7 +23,10 @@ def check_page(path: Path) -> None:
 
 
 def write_page(
-    path: Path, title: str, sections: Sequence[Section], folded: Mapping[str, Sequence[Section]] | None = None
+    path: Path,
+    title: str,
+    sections: Sequence[ReportSection],
+    folded: Mapping[str, Sequence[ReportSection]] | None = None,
 ) -> None:
     """Write a page.
 
@@ -41,7 +44,7 @@ def write_page(
     write_atomically(path, page)
 
 
-def _section(section: Section) -> str:
+def _section(section: ReportSection) -> str:
     title = f"<h2>{html.escape(section.title)}</h2>" if section.title else ""
     return f"<section>{title}{''.join(map(_content, section.content))}</section>"
 

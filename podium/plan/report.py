@@ -10,7 +10,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from podium.plan.formatting import VERDICTS, readable
-from podium.plan.sections import REST, Bar, Chart, Content, Line, Section, Table
+from podium.plan.sections import REST, Bar, Chart, Content, Line, ReportSection, Table
 
 WIDTH = 110
 NARROW = 100  # columns of a terminal under which a table leaves some of its own out
@@ -21,7 +21,7 @@ CELL_STYLES = {VERDICTS[verdict]: style for verdict, style in STYLES.items()}
 COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_green", "bright_magenta")
 
 
-def print_sections(sections: Sequence[Section], console: Console) -> None:
+def print_sections(sections: Sequence[ReportSection], console: Console) -> None:
     """Print sections but for details; lines of those without a title are never wrapped, as scripts read them."""
     titled: list[RenderableType] = []
     for section in (each for each in sections if not each.details):

@@ -66,7 +66,7 @@ Content = Line | Chart | Table
 
 
 @dataclasses.dataclass(frozen=True)
-class Section:
+class ReportSection:
     """A part of a report."""
 
     title: str
@@ -74,7 +74,7 @@ class Section:
     details: bool = False  # whether it is for the page alone, which has room
 
 
-def plan_sections(entry: PlanEntry, suggestions: Sequence[Trial] | None = None, hint: str = "") -> list[Section]:
+def plan_sections(entry: PlanEntry, suggestions: Sequence[Trial] | None = None, hint: str = "") -> list[ReportSection]:
     """All that there is to say about one plan, the verdict first.
 
     Args:
@@ -83,49 +83,53 @@ def plan_sections(entry: PlanEntry, suggestions: Sequence[Trial] | None = None, 
         hint: how to have them looked for.
     """
     plan = entry.plan
-    found = [Section("", (Line(text=text.verdict_line(plan), verdict=plan.verdict),))]
-    found.append(Section(f"memory of a device, by phase, in GiB of {text.exact_gib(plan.hbm_bytes)}", (_memory(plan),)))
+    found = [ReportSection("", (Line(text=text.verdict_line(plan), verdict=plan.verdict),))]
+    found.append(
+        ReportSection(f"memory of a device, by phase, in GiB of {text.exact_gib(plan.hbm_bytes)}", (_memory(plan),))
+    )
     if plan.step is not None:
         found.append(
-            Section("a step", (_timeline(plan), Line(label=f"step  {text.duration(plan.step)}", text=_speed(plan))))
+            ReportSection(
+                "a step", (_timeline(plan), Line(label=f"step  {text.duration(plan.step)}", text=_speed(plan)))
+            )
         )
     phases = _table(PHASES, ((phase,) for phase in plan.phases), 0, 5, 8)
     arrays = _table(ARRAYS, ((array,) for array in plan.worst.largest), 0, 1)
-    found.append(Section("phases", (phases,), details=True))
-    found.append(Section(f"largest arrays of {plan.worst.name}", (arrays,), details=True))
+    found.append(ReportSection("phases", (phases,), details=True))
+    found.append(ReportSection(f"largest arrays of {plan.worst.name}", (arrays,), details=True))
     if transfers := [(phase, each) for phase in plan.phases for each in phase.collectives]:
         table = _table(TRANSFERS, transfers, 0, 1, 2)
-        found.append(Section("transfers between chips, in a step", (table,), details=True))
+        found.append(ReportSection("transfers between chips, in a step", (table,), details=True))
     if entry.cost is not None:
-        found.append(Section("cost", (Line(text=_cost(entry.cost, plan)),)))
+        found.append(ReportSection("cost", (Line(text=_cost(entry.cost, plan)),)))
     if suggestions is not None:
         nothing = Line(text="None of the changes that were tried helps.")
-        found.append(Section("changes that help most", tuple(map(_suggestion, suggestions)) or (nothing,)))
+        found.append(ReportSection("changes that help most", tuple(map(_suggestion, suggestions)) or (nothing,)))
     elif hint:
-        found.append(Section("changes that may help", (Line(text=hint),)))
+        found.append(ReportSection("changes that may help", (Line(text=hint),)))
     versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
     notes = (text.method_line(plan), *plan.notes, versions)
-    return [*found, Section("notes", tuple(Line(text=note, bullet=True) for note in notes))]
+    return [*found, ReportSection("notes", tuple(Line(text=note, bullet=True) for note in notes))]
 
 
-def comparison_sections(entries: Sequence[PlanEntry], refused: Sequence[Refused]) -> list[Section]:
+def comparison_sections(entries: Sequence[PlanEntry], refused: Sequence[Refused]) -> list[ReportSection]:
     """Several plans in a table, best first, each with its reason; then what could not be planned."""
     failed = [Line(label=each.label, text=f"cannot be planned: {each.error}") for each in refused]
     if not entries:
-        return [Section("", tuple(failed))]
+        return [ReportSection("", tuple(failed))]
     best, rule = entries[0], f"the least {'dollars' if by_price(entries) else 'chip-seconds'} per step"
     first = Line(text=f"{best.label} is best ({rule}): {text.verdict_line(best.plan)}", verdict=best.plan.verdict)
     reasons = [Line(label=each.label, text=each.reason) for each in entries if each.reason]
     lines = (*reasons, Line(text=text.method_line(best.plan)), *failed)
-    found = [Section("", (first, _comparison(entries), *lines))]
+    found = [ReportSection("", (first, _comparison(entries), *lines))]
     timed = [entry for entry in entries if entry.plan.step is not None]
-    return [*found, Section("seconds per step", (_steps(timed),), details=True)] if timed else found
+    return [*found, ReportSection("seconds per step", (_steps(timed),), details=True)] if timed else found
 
 
-def search_section(found: SearchResult) -> Section:
+def search_section(found: SearchResult) -> ReportSection:
     """What a search came to, and what it tried."""
     table = _table(TRIALS, ((trial,) for trial in found.trials), 1, 2, 3)
-    return Section("", (Line(text=search_line(found)), table))
+    return ReportSection("", (Line(text=search_line(found)), table))
 
 
 def search_line(found: SearchResult) -> str:
@@ -142,7 +146,7 @@ def search_line(found: SearchResult) -> str:
     return f"{found.key}: {best.change.value:,} fits, {gap}; values in between were not tried"
 
 
-def check_section(rows: Sequence[CheckRow]) -> Section:
+def check_section(rows: Sequence[CheckRow]) -> ReportSection:
     """Planned beside measured figures, with the error of the plan."""
     found = []
     for row in rows:
@@ -152,7 +156,7 @@ def check_section(rows: Sequence[CheckRow]) -> Section:
         measured = f"{text.number(row.measured)}{unit}" if row.measured is not None else "-"
         error = f"{row.error:+.1%}" if row.error is not None else "-"
         found.append((row.name, f"{planned}{unit}", measured, error))
-    return Section("", (Table(heads=("", "planned", "measured", "plan's error"), rows=tuple(found)),))
+    return ReportSection("", (Table(heads=("", "planned", "measured", "plan's error"), rows=tuple(found)),))
 
 
 def _memory(plan: Plan) -> Chart:

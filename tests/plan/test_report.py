@@ -13,7 +13,7 @@ from podium.plan.formatting import duration, method_line, number, step_parts, ve
 from podium.plan.report import print_sections
 from podium.plan.result import Plan, Seconds
 from podium.plan.search import Change, SearchRange, SearchResult, Trial
-from podium.plan.sections import Section, comparison_sections, plan_sections, search_line, search_section
+from podium.plan.sections import ReportSection, comparison_sections, plan_sections, search_line, search_section
 from podium.prices import Price, load_prices
 from tests.plan.made_plans import GIB, close, estimated, phases, plan, seconds, too_large
 
@@ -21,7 +21,7 @@ PRICES = {"v6e": Price(usd_per_chip_hour=2.0, source="the shop", date="2026-01-0
 ROWS = SearchRange(unit=1, most=16, why="all rows are there")
 
 
-def output(sections: list[Section], *, width: int = 110, colours: bool = False) -> str:
+def output(sections: list[ReportSection], *, width: int = 110, colours: bool = False) -> str:
     console = Console(
         file=io.StringIO(), width=width, force_terminal=colours, color_system="truecolor" if colours else None
     )
