@@ -66,7 +66,7 @@ def live_at_peak(module: Module) -> Peak:
     buffers = _buffers(module, aliases)
     lives = {name: _lives(module, name, aliases, buffers) for name in _run_by(module, module.entry.name)}
     size, moment, found = _peak(module, module.entry, lives, buffers, frozenset())
-    order = sorted((buffers[root] for root in found), key=lambda buffer: -buffer.size)
+    order = sorted((buffers[root] for root in sorted(found)), key=lambda buffer: -buffer.size)
     return Peak(size, moment, tuple(order))
 
 
