@@ -31,6 +31,7 @@ from benches.record import arguments, record, write_section
 from podium.accelerators import Accelerator
 from podium.config.schema import Config
 from podium.files import read_lines
+from podium.hlo.cost import Peaks
 from podium.models.presets import find_architecture
 from podium.observe.run_dir import LENGTHS, METRICS
 from podium.plan.calibration import Chip, Factor
@@ -168,9 +169,7 @@ def constants() -> dict[str, float]:
 def chip(found: Mapping[str, float], calibration: Mapping[str, Factor]) -> Chip:
     """The CPU with these shares; it has no links."""
     none = Factor(value=1.0, low=1.0, high=1.0, source="")
-    nothing = {"hbm_bytes": 0, "link_bandwidth": 1.0, "links": 1}
-    known = {"ici": none, **calibration}
-    return Chip(generation="cpu", **nothing, **found, sources={}, calibration=known)  # pyright: ignore[reportArgumentType]
+    return Chip(peaks=Peaks(**found, link_bandwidth=1.0), links=1, calibration={"ici": none, **calibration})
 
 
 def uncalibrated() -> dict[str, Factor]:

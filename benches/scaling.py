@@ -12,7 +12,7 @@ from typing import Any
 
 from benches.record import arguments, record, write_section
 from podium.accelerators import GIB, find_accelerator
-from podium.plan.compile import Progress
+from podium.plan.compile import CompileProgress
 from podium.plan.planner import make_plan
 from podium.plan.result import Plan
 from podium.settings import load_settings
@@ -40,7 +40,7 @@ def plan(model: str, tpu: str) -> Plan:
     return make_plan(config, accelerator, progress=_tell)
 
 
-def _tell(progress: Progress) -> None:
+def _tell(progress: CompileProgress) -> None:
     if progress.state != "compiling":
         print(f"  {progress.phase}: {progress.state}, {progress.seconds:.0f} s", flush=True)
 

@@ -1,4 +1,4 @@
-"""What the former system's owners measured on rented TPUs, beside what the plan says of the same runs here.
+"""What the seed's owners measured on rented TPUs, beside what the plan says of the same runs.
 
     make seeds                             (long: dozens of compilations, each kept)
     python -m benches.seeds --skip-ours    (half of it, and no page)
@@ -20,7 +20,7 @@ from podium.accelerators import GIB, find_accelerator
 from podium.models.presets import find_architecture
 from podium.plan.calibration import load_chip
 from podium.plan.compare import difference
-from podium.plan.compile import Progress
+from podium.plan.compile import CompileProgress
 from podium.plan.planner import make_plan
 from podium.plan.result import Plan
 from podium.settings import load_settings
@@ -35,7 +35,7 @@ OURS = (
     "train.packing=shared_prompts",
     "train.head_chunk_tokens=2048",
 )
-"""What a user of Podium would leave as it is, or set, where these experiments follow the former system."""
+"""What a user of Podium would leave as it is, or set, where these experiments follow the seed."""
 GATHERED = {("auto", "sharded"): 0.350, ("auto", "gather"): 5.600, ("host_local", "sharded"): 1.400}
 GATHERED |= {("host_local", "gather"): 5.600}
 
@@ -65,7 +65,7 @@ class Planner:
         return {}
 
     def own(self, name: str, tpu: str = "v6e-8") -> Plan:
-        """In the layout of the former system, whose models had a head apart from the embedding."""
+        """In the layout of the seed, whose models had a head apart from the embedding."""
         return self._plan(name, tpu, ours=False)
 
     def ours(self, name: str, tpu: str = "v6e-8") -> Plan | None:
@@ -83,7 +83,7 @@ class Planner:
         return self._plans[key]
 
 
-def _tell(progress: Progress) -> None:
+def _tell(progress: CompileProgress) -> None:
     if progress.state != "compiling":
         print(f"  {progress.phase}: {progress.state}, {progress.seconds:.0f} s", flush=True)
 
@@ -116,7 +116,7 @@ def excess(planner: Planner) -> Row:
 
 
 def fused(planner: Planner) -> Row:
-    """The same run with the former system's fused loss kernel."""
+    """That run with the seed's fused loss kernel."""
     plan = planner.own("3b_v6e8_2560_rows4")
     return Row(
         experiment="the same with the fused loss kernel",
@@ -193,9 +193,9 @@ def _memory(plan: Plan | None) -> str:
     if plan is None:
         return ""
     spare = plan.spare_bytes / GIB
-    told = f"{spare:.2f} to spare" if spare >= 0 else f"{-spare:.2f} too many"
+    room = f"{spare:.2f} to spare" if spare >= 0 else f"over by {-spare:.2f}"
     verdict = plan.verdict.replace("_", " ")
-    return f"{verdict}: {plan.worst.name} {plan.worst.bytes / GIB:.2f} of {plan.hbm_bytes / GIB:.2f} GiB, {told}"
+    return f"{verdict}: {plan.worst.name} {plan.worst.bytes / GIB:.2f} of {plan.hbm_bytes / GIB:.2f} GiB, {room}"
 
 
 def _seconds(plan: Plan) -> float:
@@ -230,11 +230,11 @@ KERNEL_EXCESS_GIB = 18.8 / 1024
 KERNEL_SAVED_GIB = 3.58 - KERNEL_EXCESS_GIB
 """As measured: the second row against the third."""
 LOSS_BYTES = KERNEL_SAVED_GIB * GIB / (4 * 2560)
-"""What the former loss held of a token beyond its fused kernel."""
+"""What the seed's loss held of a token beyond its fused kernel."""
 RESERVED = 26.441e9
-"""Bytes that the former system reserved for 4 rows of 1,536 tokens (run mrgr6e7e)."""
+"""Bytes that the seed reserved for 4 rows of 1,536 tokens (run mrgr6e7e)."""
 GENERATE_S = 9.12
-"""The former system's generation on v6e-8, of at most 1,023 steps (run 5toqx4ph)."""
+"""The seed's generation on v6e-8, of at most 1,023 steps (run 5toqx4ph)."""
 
 
 def reasons(planner: Planner) -> list[str]:
@@ -249,30 +249,30 @@ def reasons(planner: Planner) -> list[str]:
         return f"{(plan.worst.bytes + tokens * LOSS_BYTES) / GIB:.1f}"
 
     decode = short.phase("decode")
-    sent = sum(each.sent for each in decode.collectives) / short.composition.decode_steps
-    chip = load_chip("v6e")
+    sent = sum(each.sent for each in decode.collectives) / short.workload.decode_steps
+    peaks = load_chip("v6e").peaks
     seconds = short.phase("update").seconds
     assert decode.seconds is not None
     assert seconds is not None
     paragraphs = (
-        f"**Memory of the loss.** The former loss held more than logits and their gradient: its own fused kernel, which"
+        f"**Memory of the loss.** The seed's loss held more than logits and their gradient: its own fused kernel, which"
         f" held no less than these, took {KERNEL_SAVED_GIB:.2f} GiB off it for 4 rows of 2,560 tokens. With Podium's"
         f" loss that run is planned at {four.worst.bytes / GIB:.2f} GiB, and was measured at"
         f" {four.hbm_bytes / GIB + KERNEL_EXCESS_GIB:.2f} with that kernel; all rows are planned so. With as much per"
-        f" token as the former loss held, the second row is {with_loss(four, 4 * 2560)} GiB (measured: 35.1), the 7B"
+        f" token as the seed's loss held, the second row is {with_loss(four, 4 * 2560)} GiB (measured: 35.1), the 7B"
         f" model's 2 rows are {with_loss(two, 2 * 2176)} of {two.hbm_bytes / GIB:.2f} (measured: out of memory), and 4"
         f" rows of 1,536 tokens, which were measured too, are {with_loss(short, 4 * 1536)} (measured:"
         f" {RESERVED / GIB:.1f}).",
-        f"**Decoding in the former layout.** What the compiler makes of it now sends {sent / 1e9:.2f} GB per token to"
-        f" each chip of a v6e-8: {sent / 2 / chip.link_bandwidth * 1e3:.0f} ms over the two links of its corners. The"
-        f" owners measured {GENERATE_S} s for at most 1,023 tokens in a row; the plan says {decode.seconds.value:.1f} s"
-        f" for {short.composition.decode_steps}. So either their compiler gathered less, or such a slice has more links"
-        " than published (none that wraps around below 16 chips to a side). The ratios of steps follow from it: they"
-        " are mostly this traffic. Commands and lengths of the three runs on v6e-16 were not recorded.",
-        "**Layouts.** The former attention repeated keys and values for each of 16 heads and multiplied them in float32"
+        f"**Decoding in the seed's layout.** As compiled now, it sends {sent / 1e9:.2f} GB per token to each chip of a"
+        f" v6e-8: {sent / 2 / peaks.link_bandwidth * 1e3:.0f} ms over the two links of a corner chip. The owners"
+        f" measured {GENERATE_S} s for at most 1,023 tokens in a row; the plan says {decode.seconds.value:.1f} s for"
+        f" {short.workload.decode_steps}. So either their compiler gathered less, or such a slice has more links than"
+        " published (none wraps around below 16 chips to a side). The ratios of steps follow from it: they are mostly"
+        " this traffic. Commands and lengths of the three runs on v6e-16 were not recorded.",
+        "**Layouts.** The seed's attention repeated keys and values for each of 16 heads and multiplied them in float32"
         " over the whole cache; in its maxtext layout each chip did four times as much of that. Podium's does neither.",
-        "**Seconds of the update.** The former program left its weights to the partitioner; Podium's gathers each"
-        " layer's by itself. How much more the former computed and sent was not compiled here. The plan's range is"
+        "**Seconds of the update.** The seed left its weights to the partitioner; Podium gathers each layer's weights"
+        " itself. How much more the seed computed and sent was not compiled here. The plan's range is"
         f" {seconds.low:.1f} to {seconds.high:.1f} s.",
     )
     wrapped = (["", *textwrap.wrap(each, 118, break_on_hyphens=False)] for each in paragraphs)
@@ -282,13 +282,13 @@ def reasons(planner: Planner) -> list[str]:
 def page(rows: Sequence[Row], why: Sequence[str]) -> str:
     """The page in docs/."""
     lines = [
-        "# The former system's experiments, planned",
+        "# The seed's experiments, planned",
         "",
-        "What was measured on rented TPUs by the owners of the system that Podium follows, beside what `podium plan`",
-        "says of the same runs, compiled here without a TPU. `make seeds` writes this page. The configs are in",
-        "`configs/seeds/`, in the former system's own layout: weights and sequences split over all devices while it",
-        "decodes, the logits of all prompt tokens, every product's result kept for the backward pass, whole logits,",
-        "Lion, a head apart from the embedding. No figure of this page went into a constant of the planner.",
+        "The seed is the system that Podium grew from. This page compares what its owners measured on rented TPUs with",
+        "what `podium plan` says of the same runs, compiled without a TPU. `make seeds` writes it. The configs in",
+        "`configs/seeds/` use the seed's own layout: weights and sequences split over all devices during decoding,",
+        "logits of all prompt tokens, the result of every product kept for the backward pass, logits of all tokens at",
+        "once, Lion, and a head apart from the embedding. No figure on this page went into a constant of the planner.",
         "",
         "| experiment | measured | the plan must say | the plan says | | in our layout |",
         "|---|---|---|---|---|---|",
@@ -303,7 +303,7 @@ def page(rows: Sequence[Row], why: Sequence[str]) -> str:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--skip-ours", action="store_true", help="plan the former layout alone")
+    parser.add_argument("--skip-ours", action="store_true", help="plan the seed's layout alone")
     args = parser.parse_args()
     planner = Planner(args.skip_ours)
     rows: list[Row] = []

@@ -11,7 +11,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,9 +26,9 @@ class Accelerator:
     name: str
     """The cloud's accelerator type, as v6e-8; of a GPU machine, kind and number, as h100-8."""
     generation: str
-    """Names the file of constants in `chips`."""
+    """Names the file of constants in `podium/plan/chips`."""
     devices: int
-    """As jax counts them, over all hosts."""
+    """Devices over all hosts, as jax counts them."""
     hosts: int
     """Processes of jax.distributed."""
     hbm_bytes: int
@@ -36,7 +36,7 @@ class Accelerator:
     torus: tuple[int, ...] = ()
     """Chips along each axis of the interconnect; empty where a switch connects all, or nothing does."""
     wrapped: tuple[bool, ...] = ()
-    """Of each axis, whether its ends are connected too."""
+    """Whether the ends of each axis are connected too."""
     host_bounds: tuple[int, int, int] | None = None
     """Chips of a host along each axis; None: the compiler does not know this machine."""
     chip_config: str | None = None
@@ -92,6 +92,18 @@ CPU_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})
 XLA_BFLOAT16 = frozenset({"AVX512_BF16", "AMX", "AMX_FP16"})
 """Values of XLA's flag xla_cpu_max_isa that leave one of them in use."""
 
+# Beginnings of jax's `device_kind`, the longer ones first, and the kind of machine in an accelerator's name.
+DEVICE_KINDS: Mapping[str, str] = {
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU v5 lite": "v5litepod",
+    "TPU v5e": "v5litepod",
+    "TPU v5": "v5p",
+    "TPU v4": "v4",
+    "NVIDIA H100": "h100",
+    "NVIDIA H200": "h200",
+}
+
 
 def find_accelerator(name: str) -> Accelerator:
     """The accelerator of that name, as v6e-8, v5litepod-16 (or v5e-16), v5p-64, h100-8.
@@ -106,6 +118,12 @@ def find_accelerator(name: str) -> Accelerator:
         near = _nearest(known, table)
         raise ValueError(f"no accelerator {name!r} is known; nearest: {', '.join(near)}")
     return table[known]
+
+
+def recognise(device_kind: str, devices: int) -> Accelerator | None:
+    """The accelerator whose devices jax names and counts so; None: it is not in the table."""
+    kind = next((name for start, name in DEVICE_KINDS.items() if device_kind.startswith(start)), "")
+    return accelerators().get(f"{kind}-{devices * (2 if kind in CORES_3D else 1)}")
 
 
 @functools.cache

@@ -103,19 +103,20 @@ def drop_lines_after(path: Path, step: int) -> None:
     write_atomically(path, "".join(to_json(record) + "\n" for record in kept))
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text`: readers and a kill see the old content or the new, never a part.
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace `path` by `content`, text as UTF-8: readers and a kill see the old content or the new, never a part.
 
     Raises:
         RunFileError: The folder cannot be written.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise RunFileError(f"{path} cannot be written: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)  # there only if it was not put in place

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from podium.config.mesh import AXES, mesh_shape
-from podium.models.params import MeshAxes, ParamSpecs
+from podium.models.params import MeshAxes, ParamSpecs, indivisible, mesh_axis_names
 
 Params = dict[str, jax.Array]
 
@@ -92,8 +92,8 @@ def _weight_copies(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec, x: 
 def _sum_copies(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec, _: None, dx: jax.Array) -> tuple[jax.Array]:
     """The gradient of a weight from those of its copies, [n, ...]."""
     gathered = _gathered(mesh, stored, copies)
-    scattered = {name for axes in gathered.values() for name in _names(axes)}
-    others = tuple(name for name in _names(copies[0]) if name not in scattered and mesh.shape[name] > 1)
+    scattered = {name for axes in gathered.values() for name in mesh_axis_names(axes)}
+    others = tuple(name for name in mesh_axis_names(copies[0]) if name not in scattered and mesh.shape[name] > 1)
 
     def add(dx: jax.Array) -> jax.Array:
         dx = dx[0]
@@ -117,12 +117,8 @@ def _gathered(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec) -> dict[
 _weight_copies.defvjp(lambda mesh, stored, copies, x: (_weight_copies(mesh, stored, copies, x), None), _sum_copies)
 
 
-def _names(axes: MeshAxes) -> tuple[str, ...]:
-    return () if axes is None else (axes,) if isinstance(axes, str) else axes
-
-
 def _size(mesh: Mesh, axes: MeshAxes) -> int:
-    return math.prod(mesh.shape[name] for name in _names(axes))
+    return math.prod(mesh.shape[name] for name in mesh_axis_names(axes))
 
 
 def make_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
@@ -148,13 +144,11 @@ def _slice_of(device: Any) -> int:
 
 def param_shardings(specs: ParamSpecs, rules: ShardingRules) -> dict[str, NamedSharding]:
     """Where each parameter lives. Raises ValueError where a dimension does not divide by its mesh axes."""
-    for name, spec in specs.items():
-        for dim, axis in zip(spec.shape, spec.axes, strict=True):
-            if axis is not None and dim % rules.num_shards(axis):
-                raise ValueError(
-                    f"parameter {name}: axis {axis} of {dim} does not divide over {rules.num_shards(axis)} devices"
-                    f" ({rules.axes[axis]}); set mesh so that it does, for example 'dp:{rules.mesh.size}'"
-                )
+    for name, axis, dim in indivisible(specs, rules.num_shards):
+        raise ValueError(
+            f"parameter {name}: axis {axis} of {dim} does not divide over {rules.num_shards(axis)} devices"
+            f" ({rules.axes[axis]}); set mesh so that it does, for example 'dp:{rules.mesh.size}'"
+        )
     return {name: rules.sharding(*spec.axes) for name, spec in specs.items()}
 
 

@@ -18,7 +18,15 @@ PACKAGE = ROOT / "podium"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("config", "accelerators", "files", "rollout.request", "rollout.scheduler"),
-    ("models.architecture", "models.params", "models.names", "models.gguf", "models.source", "models.presets"),
+    (
+        "prices",
+        "models.architecture",
+        "models.params",
+        "models.names",
+        "models.gguf",
+        "models.source",
+        "models.presets",
+    ),
     ("tasks", "algorithms.advantages", "algorithms.recipes", "tools.seed_keys"),
     ("observe",),
     ("settings",),

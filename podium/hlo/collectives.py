@@ -3,13 +3,31 @@
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from podium.hlo.text import Computation, Instruction
 
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """One kind of collective."""
+
+    does: str  # what a device does in it, as a verb for reports
+    sent: Callable[[int], float] = lambda group: (group - 1) / group
+    """How often a device of such a group sends what it is given, around a ring."""
+    rounds: int = 1  # how often a message goes around the ring
+
+
+KINDS: Mapping[str, Kind] = {
+    "all-gather": Kind("gathers", sent=lambda group: group - 1),
+    "all-reduce": Kind("sums (all-reduce)", sent=lambda group: 2 * (group - 1) / group, rounds=2),
+    "reduce-scatter": Kind("sums (reduce-scatter)"),
+    "all-to-all": Kind("exchanges"),
+    "ragged-all-to-all": Kind("exchanges"),
+    "collective-permute": Kind("passes on"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,14 +35,10 @@ class Transfer:
     """One collective as one device sees it."""
 
     kind: str
-    axes: tuple[str, ...]
-    """Mesh axes along which the devices of a group differ."""
-    group: int
-    """Devices that take part together; of a permute, 2."""
-    sent: int
-    """Bytes that this device sends, as around a ring."""
-    overlaps: bool
-    """Whether the device works on while it is under way."""
+    axes: tuple[str, ...]  # mesh axes along which the devices of a group differ
+    group: int  # devices that take part together; of a permute, 2
+    sent: int  # bytes that this device sends, as around a ring
+    overlaps: bool  # whether the device works on while it is under way
 
 
 def kind_of(instruction: Instruction) -> str | None:
@@ -56,8 +70,7 @@ def transfer(
         return Transfer(kind, tuple(axis for axis in mesh if axis in axes), 2, given if pairs else 0, overlaps)
     devices = group_of(instruction, math.prod(mesh.values()))
     size = len(devices)
-    share = {"all-gather": size - 1, "all-reduce": 2 * (size - 1) / size}.get(kind, (size - 1) / size)
-    return Transfer(kind, _differing(devices, mesh), size, round(given * share), overlaps)
+    return Transfer(kind, _differing(devices, mesh), size, round(given * KINDS[kind].sent(size)), overlaps)
 
 
 def group_of(instruction: Instruction, num_devices: int) -> list[int]:

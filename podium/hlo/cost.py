@@ -1,23 +1,31 @@
 """What one run of a compiled program costs a device: products, memory traffic, transfers, and seconds from those.
 
 `walk` follows a module from its entry, the bodies of loops as often as they run. XLA's own `cost_analysis` is no use
-here: it counts the body of a loop once. The inside of a Pallas kernel is not in the text: kernels are counted by name,
-with what they declare. `estimate` is the roofline; factors that were measured are the caller's to apply. No jax.
+here: it counts the body of a loop once. The inside of a Pallas kernel is not in the text: kernels count with what they
+declare. `roofline` gives the least seconds; factors that were measured are the caller's to apply. No jax.
 """
 
 import dataclasses
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from podium.hlo.collectives import Transfer, kind_of, transfer
+from podium.hlo.collectives import KINDS, Transfer, kind_of, transfer
 from podium.hlo.text import Computation, Instruction, Module
 from podium.hlo.traffic import ASYNC_STARTS, hbm_traffic, products
-from podium.plan.calibration import Chip
 
 HOP_S = 1e-6  # of a message to the neighbouring chip: jax-ml.github.io/scaling-book/sharding
 KERNEL = "tpu_custom_call"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """The most that a device does per second."""
+
+    flops_bf16: float  # operations of bfloat16 products
+    flops_f32: float  # operations of float32 products at jax's default precision
+    hbm_bandwidth: float  # bytes to and from main memory
+    link_bandwidth: float  # bytes over one link to another device, in one direction
 
 
 class UnknownTrips(ValueError):
@@ -29,15 +37,12 @@ class Work:
     """One instruction, as often as it runs; the other numbers are of one time."""
 
     name: str
-    source: str
-    """The path of names under which jax traced it."""
+    source: str  # the path of names under which jax traced it
     times: float
-    flops: float = 0
-    """Of products whose operands are not both float32."""
+    flops: float = 0  # of products whose operands are not both float32
     flops_f32: float = 0
     hbm_bytes: float = 0
     transfers: tuple[Transfer, ...] = ()
-    kernel: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,34 +54,24 @@ class CollectiveTotal:
     group: int
     overlaps: bool
     calls: float
-    sent: float
-    """Bytes."""
+    sent: float  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class ProgramCost:
     """What one run of a program costs a device."""
 
     works: tuple[Work, ...]
 
     @property
     def flops(self) -> float:
-        """Of all products, twice the multiply-adds."""
+        """Operations of all products, twice the multiply-adds."""
         return sum(work.times * (work.flops + work.flops_f32) for work in self.works)
 
     @property
     def hbm_bytes(self) -> float:
         """Read from and written to main memory."""
         return sum(work.times * work.hbm_bytes for work in self.works)
-
-    @property
-    def kernels(self) -> dict[str, float]:
-        """How often each Pallas kernel runs."""
-        calls: Counter[str] = Counter()
-        for work in self.works:
-            if work.kernel:
-                calls[work.kernel] += work.times  # pyright: ignore[reportArgumentType]  # counts may be averages
-        return dict(calls)
 
     @property
     def collectives(self) -> tuple[CollectiveTotal, ...]:
@@ -99,23 +94,15 @@ class _Context:
     module: Module
     mesh: Mapping[str, int]
     trips: Mapping[str, float]
-    branches: Mapping[str, int]
 
 
-def walk(
-    module: Module,
-    mesh: Mapping[str, int],
-    *,
-    trips: Mapping[str, float] | None = None,
-    branches: Mapping[str, int] | None = None,
-) -> Cost:
-    """The cost of one run on one device.
+def walk(module: Module, mesh: Mapping[str, int], *, trips: Mapping[str, float] | None = None) -> ProgramCost:
+    """The cost of one run on one device; of a conditional, the costliest branch counts.
 
     Args:
         module: the compiled program.
         mesh: sizes of the mesh's axes, major first, as its devices are numbered.
         trips: by source, how often loops run whose count is not in the text; `unknown_loops` names them.
-        branches: by source, the branch that a conditional takes (0: the predicate is false); without, the costliest.
 
     Raises:
         UnknownTrips: a loop has no count here or there.
@@ -126,13 +113,13 @@ def walk(
             f"{module.name} is compiled for {module.num_partitions} devices, not for the {math.prod(mesh.values())} of"
             f" mesh {dict(mesh)}; give the mesh that it was lowered on"
         )
-    context = _Context(module, mesh, trips or {}, branches or {})
+    context = _Context(module, mesh, trips or {})
     if missing := [source for source in unknown_loops(module) if source not in context.trips]:
         raise UnknownTrips(
             f"{module.name}: how often {' and '.join(map(repr, missing))} runs is not in the program's text;"
             f" say it, as trips={{{missing[0]!r}: 4}}"
         )
-    return Cost(tuple(_walk(context, module.entry, 1.0)))
+    return ProgramCost(tuple(_walk(context, module.entry, 1.0)))
 
 
 def unknown_loops(module: Module) -> list[str]:
@@ -149,8 +136,7 @@ def _walk(context: _Context, computation: Computation, times: float) -> Iterator
             for part in inner:
                 yield from _walk(context, part, times * again)
         elif each.opcode == "conditional":
-            branches = [tuple(_walk(context, part, times)) for part in _in_order(each, inner)]
-            yield from branches[context.branches.get(each.source, _costliest(branches))]
+            yield from max((tuple(_walk(context, part, times)) for part in inner), key=_weight)
         elif each.opcode in ("call", *ASYNC_STARTS):
             for part in inner:
                 yield from _walk(context, part, times)
@@ -158,18 +144,13 @@ def _walk(context: _Context, computation: Computation, times: float) -> Iterator
             yield work
 
 
-_RUN = ("condition", "body", "calls", "to_apply", "branch_computations", "true_computation", "false_computation")
+_RUN = ("condition", "body", "calls", "to_apply", "branch_computations", "false_computation", "true_computation")
 
 
-def _in_order(conditional: Instruction, branches: list[Computation]) -> list[Computation]:
-    """Branches by index; those of a predicate are written true first, and true is 1."""
-    return branches[::-1] if "true_computation" in conditional.callees else branches
-
-
-def _costliest(branches: list[tuple[Work, ...]]) -> int:
-    """The branch that moves most, products counted at 100 flops per byte: chips differ, the order seldom."""
-    weights = [Cost(branch).hbm_bytes + Cost(branch).flops / 100 for branch in branches]
-    return weights.index(max(weights))
+def _weight(branch: tuple[Work, ...]) -> float:
+    """What a branch moves, its products counted at 100 flops per byte: chips differ, the order of branches seldom."""
+    cost = ProgramCost(branch)
+    return cost.hbm_bytes + cost.flops / 100
 
 
 def _work(context: _Context, each: Instruction, computation: Computation, times: float) -> Work | None:
@@ -186,14 +167,13 @@ def _work(context: _Context, each: Instruction, computation: Computation, times:
         transfers=tuple(_transfers(context, inside)),
     )
     if each.attribute("custom_call_target") == f'"{KERNEL}"':
-        work = dataclasses.replace(work, kernel=re.sub(r"[.\d]+$", "", each.name), flops=_declared(each, "flops"))
-    costs = (work.flops, work.flops_f32, work.hbm_bytes, work.transfers, work.kernel)
-    return work if any(costs) else None
+        work = dataclasses.replace(work, flops=_declared_flops(each))
+    return work if any((work.flops, work.flops_f32, work.hbm_bytes, work.transfers)) else None
 
 
-def _declared(kernel: Instruction, what: str) -> float:
-    """What the author of a Pallas kernel said that it costs; 0 where nothing is said."""
-    found = re.search(rf'"cost_estimate":\s*\{{[^}}]*"{what}":\s*"?(\d+)', kernel.attributes)
+def _declared_flops(kernel: Instruction) -> float:
+    """The operations that the author of a Pallas kernel declares; 0 where nothing is declared."""
+    found = re.search(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', kernel.attributes)
     return float(found[1]) if found else 0.0
 
 
@@ -226,27 +206,13 @@ def _transfers(context: _Context, inside: list[tuple[Instruction, Computation]])
 class Roofline:
     """Seconds of one run, in parts that add up."""
 
-    compute: float
-    """In instructions whose products take longer than their memory traffic."""
-    hbm: float
-    """In instructions whose memory traffic takes longer."""
-    ici: float
-    """Transfers while nothing else runs."""
-    latency: float
-    """What small transfers take for their hops, beyond their bytes."""
-
-    @property
-    def total(self) -> float:
-        """Of all parts."""
-        return self.compute + self.hbm + self.ici + self.latency
-
-    @property
-    def bound_by(self) -> str:
-        """The name of the largest part."""
-        return max(("compute", "hbm", "ici", "latency"), key=lambda part: getattr(self, part))
+    compute: float  # in instructions whose products take longer than their memory traffic
+    hbm: float  # in instructions whose memory traffic takes longer
+    ici: float  # transfers while nothing else runs
+    latency: float  # what small transfers take for their hops, beyond their bytes
 
 
-def estimate(cost: Cost, chip: Chip, *, links: int) -> Roofline:
+def roofline(cost: ProgramCost, peaks: Peaks, *, links: int) -> Roofline:
     """The least time that one run takes.
 
     Every instruction takes its products or its memory traffic, whichever is longer, one after the other. A transfer
@@ -255,25 +221,24 @@ def estimate(cost: Cost, chip: Chip, *, links: int) -> Roofline:
 
     Args:
         cost: of the program.
-        chip: constants of the device.
-        links: wires that a ring uses at once; 2 where it goes both ways round.
+        peaks: of the device.
+        links: links that a ring uses at once; 2 where it goes both ways round.
     """
     compute = hbm = waited = beside = latency = 0.0
     for work in cost.works:
-        multiplying = work.flops / chip.flops_bf16 + work.flops_f32 / chip.flops_f32
-        moving = work.hbm_bytes / chip.hbm_bandwidth
+        multiplying = work.flops / peaks.flops_bf16 + work.flops_f32 / peaks.flops_f32
+        moving = work.hbm_bytes / peaks.hbm_bandwidth
         compute += work.times * multiplying * (multiplying >= moving)
         hbm += work.times * moving * (moving > multiplying)
         for each in work.transfers:
-            wire = each.sent / (links * chip.link_bandwidth)
-            waited += work.times * wire * (not each.overlaps)
-            beside += work.times * wire * each.overlaps
-            latency += work.times * max(0.0, _hops(each) * HOP_S - wire) * (not each.overlaps)
+            link_s = each.sent / (links * peaks.link_bandwidth)
+            waited += work.times * link_s * (not each.overlaps)
+            beside += work.times * link_s * each.overlaps
+            latency += work.times * max(0.0, _hops(each) * HOP_S - link_s) * (not each.overlaps)
     ici = waited + max(0.0, beside - compute - hbm)
     return Roofline(compute, hbm, ici, latency)
 
 
 def _hops(each: Transfer) -> float:
     """Steps from chip to chip, one after the other, of a ring that goes both ways round."""
-    rounds = 2 if each.kind == "all-reduce" else 1
-    return rounds * max(1, each.group // 2)
+    return KINDS[each.kind].rounds * max(1, each.group // 2)

@@ -14,7 +14,7 @@ from podium.hlo.text import HBM, Computation, Instruction, Module, Shape, Type, 
 from podium.hlo.traffic import ASYNC_STARTS, updates
 
 
-class Place(NamedTuple):
+class ArrayRef(NamedTuple):
     """One array of one instruction's result."""
 
     computation: str
@@ -27,38 +27,34 @@ class Buffer:
     """Memory that one or several instructions use for their results."""
 
     size: int
-    shape: Shape
-    """Of the largest array in it."""
-    places: list[Place]
+    shape: Shape  # of the largest array in it
+    arrays: list[ArrayRef]
 
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
     """The moment at which a program's arrays need most."""
 
-    size: int
-    """Bytes; code, and holes between arrays, are not in it."""
-    instruction: str
-    """That runs then."""
-    buffers: tuple[Buffer, ...]
-    """Largest first."""
+    size: int  # bytes; code, and holes between arrays, are not in it
+    instruction: str  # that runs then
+    buffers: tuple[Buffer, ...]  # largest first
 
 
 class _Aliases:
-    """Sets of places that share memory."""
+    """Sets of arrays that share memory."""
 
     def __init__(self) -> None:
-        self._above: dict[Place, Place] = {}
+        self._above: dict[ArrayRef, ArrayRef] = {}
 
-    def find(self, place: Place) -> Place:
-        while (above := self._above.get(place)) is not None:
+    def find(self, array: ArrayRef) -> ArrayRef:
+        while (above := self._above.get(array)) is not None:
             further = self._above.get(above)
             if further is not None:
-                self._above[place] = further  # halve the path for the next time
-            place = above
-        return place
+                self._above[array] = further  # halve the path for the next time
+            array = above
+        return array
 
-    def join(self, first: Place, second: Place) -> None:
+    def join(self, first: ArrayRef, second: ArrayRef) -> None:
         first, second = self.find(first), self.find(second)
         if first != second:
             self._above[second] = first
@@ -70,20 +66,20 @@ def live_at_peak(module: Module) -> Peak:
     buffers = _buffers(module, aliases)
     lives = {name: _lives(module, name, aliases, buffers) for name in _run_by(module, module.entry.name)}
     size, moment, found = _peak(module, module.entry, lives, buffers, frozenset())
-    order = sorted((buffers[root] for root in found), key=lambda buffer: -buffer.size)
+    order = sorted((buffers[root] for root in sorted(found)), key=lambda buffer: -buffer.size)
     return Peak(size, moment, tuple(order))
 
 
 def _peak(
     module: Module,
     computation: Computation,
-    lives: Mapping[str, Mapping[Place, tuple[int, int]]],
-    buffers: Mapping[Place, Buffer],
-    outer: frozenset[Place],
-) -> tuple[int, str, frozenset[Place]]:
+    lives: Mapping[str, Mapping[ArrayRef, tuple[int, int]]],
+    buffers: Mapping[ArrayRef, Buffer],
+    outer: frozenset[ArrayRef],
+) -> tuple[int, str, frozenset[ArrayRef]]:
     """The largest sum of sizes while a computation runs; `outer` are the buffers alive around it."""
-    starts: dict[int, list[Place]] = {}
-    ends: dict[int, list[Place]] = {}
+    starts: dict[int, list[ArrayRef]] = {}
+    ends: dict[int, list[ArrayRef]] = {}
     for root, (first, last) in lives[computation.name].items():
         if root not in outer:
             starts.setdefault(first, []).append(root)
@@ -123,62 +119,62 @@ def _run_by(module: Module, name: str) -> Iterator[str]:
             yield from _run_by(module, inner)
 
 
-def _buffers(module: Module, aliases: _Aliases) -> dict[Place, Buffer]:
+def _buffers(module: Module, aliases: _Aliases) -> dict[ArrayRef, Buffer]:
     """Every buffer in main memory by its representative. Constants are part of the program."""
-    buffers: dict[Place, Buffer] = {}
+    buffers: dict[ArrayRef, Buffer] = {}
     for name in dict.fromkeys(_run_by(module, module.entry.name)):
         for each in module.computations[name].instructions.values():
             for leaf, shape in enumerate(each.shapes):
                 if shape.space != HBM or each.opcode == "constant":
                     continue
-                place = Place(name, each.name, leaf)
-                buffer = buffers.setdefault(aliases.find(place), Buffer(0, shape, []))
-                buffer.places.append(place)
+                array = ArrayRef(name, each.name, leaf)
+                buffer = buffers.setdefault(aliases.find(array), Buffer(0, shape, []))
+                buffer.arrays.append(array)
                 if shape.padded_size > buffer.size:
                     buffer.size, buffer.shape = shape.padded_size, shape
     return buffers
 
 
 def _lives(
-    module: Module, name: str, aliases: _Aliases, buffers: Mapping[Place, Buffer]
-) -> dict[Place, tuple[int, int]]:
+    module: Module, name: str, aliases: _Aliases, buffers: Mapping[ArrayRef, Buffer]
+) -> dict[ArrayRef, tuple[int, int]]:
     """First and last instruction of a computation between which each of its buffers is in use."""
     computation = module.computations[name]
     end = len(computation.instructions)
-    found: dict[Place, tuple[int, int]] = {}
+    found: dict[ArrayRef, tuple[int, int]] = {}
 
-    def use(place: Place, index: int) -> None:
-        root = aliases.find(place)
+    def use(array: ArrayRef, index: int) -> None:
+        root = aliases.find(array)
         if root in buffers:
             first, last = found.get(root, (index, index))
             found[root] = min(first, index), max(last, index)
 
     for index, each in enumerate(computation.instructions.values()):
         for leaf in range(len(each.shapes)):
-            use(Place(name, each.name, leaf), 0 if each.opcode == "parameter" else index)
+            use(ArrayRef(name, each.name, leaf), 0 if each.opcode == "parameter" else index)
             if each.is_root or (each.opcode == "parameter" and name == module.entry.name):
-                use(Place(name, each.name, leaf), end)
+                use(ArrayRef(name, each.name, leaf), end)
         if each.opcode not in ("tuple", "get-tuple-element"):  # these only name what others use
             for operand in each.operands:
                 for leaf in range(len(computation.instructions[operand].shapes)):
-                    use(Place(name, operand, leaf), index)
+                    use(ArrayRef(name, operand, leaf), index)
     return found
 
 
 def _aliases(module: Module) -> _Aliases:
-    """All places that share memory."""
+    """All arrays that share memory."""
     aliases = _Aliases()
     for name in dict.fromkeys(_run_by(module, module.entry.name)):
         computation = module.computations[name]
         for each in computation.instructions.values():
             for leaf, operand, of_operand in _shared(each, computation, module):
-                aliases.join(Place(name, operand, of_operand), Place(name, each.name, leaf))
+                aliases.join(ArrayRef(name, operand, of_operand), ArrayRef(name, each.name, leaf))
             for first, second in _handed_over(each, computation, module):
                 aliases.join(first, second)
     root, entry = module.entry.root, module.entry.name
     for output, parameter in module.aliases:
         leaf = _offset(root.type, output)
-        aliases.join(Place(entry, module.entry.parameters[parameter].name, 0), Place(entry, root.name, leaf))
+        aliases.join(ArrayRef(entry, module.entry.parameters[parameter].name, 0), ArrayRef(entry, root.name, leaf))
     return aliases
 
 
@@ -198,8 +194,8 @@ def _shared(each: Instruction, computation: Computation, module: Module) -> Iter
     if each.opcode in ("bitcast", "opt-barrier", "add-dependency", "while"):
         yield from ((leaf, each.operands[0], leaf) for leaf in range(len(each.shapes)))
     elif each.opcode == "tuple":
-        places = ((operand.name, leaf) for operand in operands for leaf in range(len(operand.shapes)))
-        yield from ((number, name, leaf) for number, (name, leaf) in enumerate(places))
+        arrays = ((operand.name, leaf) for operand in operands for leaf in range(len(operand.shapes)))
+        yield from ((number, name, leaf) for number, (name, leaf) in enumerate(arrays))
     elif each.opcode == "get-tuple-element":
         first = _offset(operands[0].type, (int(each.attribute("index")),))
         yield from ((leaf, each.operands[0], first + leaf) for leaf in range(len(each.shapes)))
@@ -221,17 +217,17 @@ def _shared(each: Instruction, computation: Computation, module: Module) -> Iter
             yield int(output or 0), each.operands[int(number)], 0
 
 
-def _handed_over(each: Instruction, computation: Computation, module: Module) -> Iterator[tuple[Place, Place]]:
+def _handed_over(each: Instruction, computation: Computation, module: Module) -> Iterator[tuple[ArrayRef, ArrayRef]]:
     """What an instruction shares with the computations that it runs: arguments and results."""
     here = computation.name
     for number, name in enumerate(_runs(each)):
         inner = module.computations[name]
         given = each.operands[number + 1 : number + 2] if each.opcode == "conditional" else each.operands
-        for place, operand in enumerate(given):
+        for position, operand in enumerate(given):
             for leaf in range(len(computation.instructions[operand].shapes)):
-                yield Place(here, operand, leaf), Place(name, inner.parameters[place].name, leaf)
+                yield ArrayRef(here, operand, leaf), ArrayRef(name, inner.parameters[position].name, leaf)
         is_condition = name in each.callees.get("condition", ())
         if not is_condition:
             first = len(each.operands) if each.opcode in ASYNC_STARTS else 0  # (operands, results, context)
             for leaf in range(len(inner.root.shapes)):
-                yield Place(here, each.name, first + leaf), Place(name, inner.root.name, leaf)
+                yield ArrayRef(here, each.name, first + leaf), ArrayRef(name, inner.root.name, leaf)

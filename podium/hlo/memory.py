@@ -24,8 +24,7 @@ ARGUMENTS: Mapping[str, str] = {
     "prompts.kv": "kv_cache",
     "prompts.logits": "logits",
 }
-ROLLOUT_PROGRAMS = ("jit_prefill", "jit_place", "jit_decode")
-"""Whose `params` are the rollout's copy."""
+ROLLOUT_PROGRAMS = ("jit_prefill", "jit_place", "jit_decode")  # whose `params` are the rollout's copy
 WITHOUT_GRADIENTS = ("jit_init_optimizer", "jit_sync", "jit_score", *ROLLOUT_PROGRAMS)
 
 RESULTS: Mapping[str, str] = {
@@ -55,14 +54,11 @@ OTHER = "other"
 class Memory:
     """Bytes of a device that one program takes, by the compiler's account."""
 
-    peak: int
-    """All arrays at the moment of most need, arguments and results among them; donated ones once."""
+    peak: int  # all arrays at the moment of most need, arguments and results among them; donated ones once
     arguments: int
     outputs: int
-    temporaries: int
-    """An upper bound: not all of them are there at once."""
-    aliased: int
-    """Of the outputs, what takes the place of donated arguments."""
+    temporaries: int  # an upper bound: not all of them are there at once
+    aliased: int  # of the outputs, what takes the place of donated arguments
     code: int
 
 
@@ -97,20 +93,16 @@ class NamedBuffer:
 
     name: str
     shape: str
-    size: int
-    """Bytes."""
-    source: str
-    """The argument's path, or the path of names under which it was traced."""
+    size: int  # bytes
+    source: str  # the argument's path, or the path of names under which it was traced
 
 
 @dataclasses.dataclass(frozen=True)
 class NamedPeak:
     """What lies in memory when a program needs most."""
 
-    size: int
-    """Bytes of all buffers; `Memory.peak` is the compiler's figure of the same."""
-    buffers: tuple[NamedBuffer, ...]
-    """Largest first."""
+    size: int  # bytes of all buffers; `Memory.peak` is the compiler's figure of the same
+    buffers: tuple[NamedBuffer, ...]  # largest first
 
     @property
     def by_name(self) -> dict[str, int]:
@@ -139,22 +131,19 @@ def largest(module: Module, arguments: Mapping[str, str] | None = None) -> Named
 class _Known:
     """Names of arrays by their dimensions, sorted and without ones: what is made of them has other layouts."""
 
-    shards: Mapping[tuple[int, ...], str]
-    """Arguments as they are stored."""
-    trained: bool
-    """Whether there are gradients, which are float32, besides weights as they compute."""
-    whole: frozenset[tuple[int, ...]]
-    """Parameters over all devices; of stacked ones also one layer."""
+    shards: Mapping[tuple[int, ...], str]  # arguments as they are stored
+    trained: bool  # whether there are gradients, which are float32, besides weights as they compute
+    whole: frozenset[tuple[int, ...]]  # parameters over all devices; of stacked ones also one layer
 
 
 def _named(buffer: Buffer, module: Module, arguments: Mapping[str, str], known: _Known) -> NamedBuffer:
-    members = [(module.computations[place.computation], place.instruction) for place in buffer.places]
-    given = [where.instructions[name] for where, name in members if where is module.entry]
+    made = [(module.computations[array.computation], array.instruction) for array in buffer.arrays]
+    given = [where.instructions[name] for where, name in made if where is module.entry]
     for each in given:
         if each.opcode == "parameter":
             name = _argument_name(each.source, arguments)
             return NamedBuffer(name, str(buffer.shape), buffer.size, each.source)
-    source = _source(members)
+    source = _source(made)
     if module.name in RESULTS and any(each.is_root for each in given):
         return NamedBuffer(RESULTS[module.name], str(buffer.shape), buffer.size, source)
     return NamedBuffer(_name(buffer.shape, source, known), str(buffer.shape), buffer.size, source)
@@ -185,15 +174,15 @@ def _argument_name(path: str, arguments: Mapping[str, str]) -> str:
 _NAMING = ("tuple", "get-tuple-element", "bitcast", "parameter", "while", "opt-barrier", "custom-call")
 
 
-def _source(members: list[tuple[Computation, str]]) -> str:
+def _source(made: list[tuple[Computation, str]]) -> str:
     """Where a buffer's content is made: of the instructions that fill it, else of those next to them."""
-    fill = [(where, name) for where, name in members if where.instructions[name].opcode not in _NAMING]
+    fill = [(where, name) for where, name in made if where.instructions[name].opcode not in _NAMING]
     beside = [
         (where, near)
-        for where, name in members
+        for where, name in made
         for near in (*where.instructions[name].operands, *(user.name for user in where.users[name]))
     ]
-    sources = [where.instructions[name].source for where, name in (*fill, *beside, *members)]
+    sources = [where.instructions[name].source for where, name in (*fill, *beside, *made)]
     paths = [source for source in sources if "/" in source]
     return next((path for path in paths if _scope(path)), paths[0] if paths else "")
 
@@ -213,7 +202,7 @@ def _fits(dims: tuple[int, ...], whole: tuple[int, ...]) -> bool:
 
 
 def _known(module: Module, arguments: Mapping[str, str]) -> _Known:
-    """What the program's parameters and cache look like: those of two dimensions at least."""
+    """The shapes of the program's parameters and cache, of those with two dimensions at least."""
     shards: dict[tuple[int, ...], str] = {}
     whole: set[tuple[int, ...]] = set()
     for each in module.entry.parameters.values():
@@ -241,20 +230,20 @@ class Allocation:
 
 @dataclasses.dataclass(frozen=True)
 class OutOfMemory:
-    """What was needed and what there was, in bytes; texts round to two decimals of their unit."""
+    """What the compiler says that a program needs."""
 
-    needed: int
-    available: int
+    needed: int  # bytes, rounded to two decimals of the text's unit
     largest: tuple[Allocation, ...]
 
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([BKMGT]?)(?:iB|B)?"
+_ANY_SIZE = r"[\d.]+[BKMGT]?"
 # The compiler of temporaries alone; of a whole program, with its largest allocations; the runtime of one allocation.
 _OUT_OF_MEMORY = (
-    re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
-    re.compile(rf"Used {_SIZE} of {_SIZE} hbm", re.IGNORECASE),
-    re.compile(rf"Allocation \(size={_SIZE}\) would exceed memory \(size={_SIZE}\)"),
+    re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_ANY_SIZE}"),
+    re.compile(rf"Used {_SIZE} of {_ANY_SIZE} hbm", re.IGNORECASE),
+    re.compile(rf"Allocation \(size={_SIZE}\) would exceed memory \(size={_ANY_SIZE}"),
 )
 _ENTRY = re.compile(rf"^\s*\d+\.\s+Size:\s+{_SIZE}(.*?)(?=^\s*\d+\.\s+Size:|\Z)", re.DOTALL | re.MULTILINE)
 
@@ -264,8 +253,7 @@ def parse_out_of_memory(text: str) -> OutOfMemory | None:
     found = next(filter(None, (pattern.search(text) for pattern in _OUT_OF_MEMORY)), None)
     if found is None:
         return None
-    number, unit, limit, limit_unit = found.groups()
-    return OutOfMemory(_bytes(number, unit), _bytes(limit, limit_unit), _allocations(text))
+    return OutOfMemory(_bytes(*found.groups()), _allocations(text))
 
 
 def _allocations(text: str) -> tuple[Allocation, ...]:

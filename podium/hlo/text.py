@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
-HBM = 0
-"""The memory space of arrays in a device's main memory; others are caches inside the chip, or the host."""
+HBM = 0  # the memory space of arrays in a device's main memory; others are caches inside the chip, or the host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,10 +20,8 @@ class Shape:
     dtype: str
     dims: tuple[int, ...]
     minor_to_major: tuple[int, ...] = ()
-    tile: tuple[int, ...] = ()
-    """Of the minor-most dimensions, which are padded to multiples of it."""
-    space: int = HBM
-    """XLA's number of the memory that it lies in."""
+    tile: tuple[int, ...] = ()  # of the minor-most dimensions, which are padded to multiples of it
+    space: int = HBM  # XLA's number of the memory that it lies in
 
     @property
     def size(self) -> int:
@@ -56,8 +53,7 @@ class Instruction:
     type: Type
     opcode: str
     operands: tuple[str, ...]
-    literal: str
-    """What the brackets hold where that is no operand: a parameter's number, a constant's value."""
+    literal: str  # what the brackets hold where that is no operand: a parameter's number, a constant's value
     attributes: str
     is_root: bool
 
@@ -104,7 +100,7 @@ class Computation:
 
     @cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """Of every instruction, those that take its result."""
+        """The instructions that take each instruction's result."""
         users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for each in self.instructions.values():
             for operand in dict.fromkeys(each.operands):

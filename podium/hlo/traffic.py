@@ -150,12 +150,11 @@ class Update:
     """An output of a fusion that is one of its parameters with a part replaced, in the same memory."""
 
     parameter: int
-    written: int
-    """Bytes."""
+    written: int  # bytes
 
 
 def updates(computation: Computation, module: Module) -> list[Update | None]:
-    """Of each output of a fused computation, what it updates in place; None: all of it is made anew."""
+    """What each output of a fused computation updates in place; None: all of it is made anew."""
     root = computation.root
     if root.opcode != "tuple":
         return [_update(root, computation, module)] if len(root.shapes) == 1 else [None] * len(root.shapes)

@@ -4,9 +4,13 @@ Initialisation, sharding, names in files, checkpoints and the planner's abstract
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+from podium.accelerators import Accelerator
+from podium.config.mesh import AXES, mesh_shape
+from podium.config.schema import Config
+from podium.config.sizes import check_split
 from podium.models.architecture import DecoderConfig
 
 LAYERS = "layers."
@@ -39,7 +43,7 @@ TRAIN_AXES: Mapping[str, MeshAxes] = {
 GATHERED_AXES: Mapping[str, MeshAxes] = {**TRAIN_AXES, "batch_by_width": ("dp", "fsdp"), "width": None}
 # Rollout: every device holds all weights and its own share of the sequences.
 ROLLOUT_AXES: Mapping[str, MeshAxes] = {"batch": ("dp", "fsdp", "tp"), "batch_by_width": ("dp", "fsdp", "tp")}
-# The two layouts of the seed system decode from weights split as in training. With the sequences over all devices
+# The two layouts of the seed decode from weights split as in training. With the sequences over all devices
 # (legacy), the weights of each layer come over the interconnect for every token; with the sequences over dp alone
 # (maxtext), every device of a dp group does all its attention, and sums over the split width come instead.
 ROLLOUT_LAYOUTS: Mapping[str, Mapping[str, MeshAxes]] = {
@@ -79,3 +83,65 @@ def param_specs(config: DecoderConfig) -> ParamSpecs:
     if not config.tied:
         specs["head"] = ParamSpec((V, D), ("vocab", "width"), std)
     return specs
+
+
+def axis_parts(axes: Mapping[str, MeshAxes], mesh: Mapping[str, int]) -> dict[str, int]:
+    """Into how many parts each logical axis is split on a mesh of these sizes."""
+    return {axis: math.prod(mesh[name] for name in mesh_axis_names(names)) for axis, names in axes.items()}
+
+
+def mesh_axis_names(axes: MeshAxes) -> tuple[str, ...]:
+    """The mesh axes that split a logical axis, as a tuple."""
+    return () if axes is None else (axes,) if isinstance(axes, str) else axes
+
+
+def indivisible(specs: ParamSpecs, parts: Callable[[str], int]) -> Iterator[tuple[str, str, int]]:
+    """Each dimension that its logical axis does not split evenly: the parameter, the axis and the size.
+
+    Args:
+        specs: of the parameters.
+        parts: into how many parts a logical axis is split.
+    """
+    for name, spec in specs.items():
+        for dim, axis in zip(spec.shape, spec.axes, strict=True):
+            if axis is not None and dim % parts(axis):
+                yield name, axis, dim
+
+
+_IN_WORDS = {
+    "vocab": "a vocabulary of {}",
+    "heads": "{} query heads",
+    "kv_heads": "{} key/value heads",
+    "mlp": "an MLP width of {}",
+    "width": "a width of {}",
+}
+
+
+def check_divides(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> None:
+    """Check, before anything is compiled or rented, that weights and sequences split evenly over a machine's mesh.
+
+    Raises:
+        ValueError: the mesh does not fit the machine, or does not divide the model or the rollout's slots; the message
+            has the values that work.
+    """
+    shape = mesh_shape(config.mesh, devices=accelerator.devices, hosts=accelerator.hosts)
+    mesh: dict[str, int] = dict(zip(AXES, shape, strict=True))
+    specs = param_specs(decoder)
+    for _, axis, dim in indivisible(specs, axis_parts(TRAIN_AXES, mesh).__getitem__):
+        (by,) = mesh_axis_names(TRAIN_AXES[axis])
+        works = ", ".join(str(size) for size in _working_sizes(specs, by, accelerator.devices))
+        raise ValueError(
+            f"mesh {config.mesh!r}: {_IN_WORDS[axis].format(dim)} ({config.model}) cannot be split evenly by"
+            f" {by}:{mesh[by]}; on {accelerator.devices} devices {by} can be {works}"
+        )
+    check_split(config.rollout, axis_parts(ROLLOUT_LAYOUTS[config.rollout.layout], mesh)["batch"])
+
+
+def _working_sizes(specs: ParamSpecs, mesh_axis: str, devices: int) -> list[int]:
+    """Sizes of a mesh axis that divide the devices and every dimension that the axis splits."""
+
+    def parts(size: int) -> Callable[[str], int]:
+        return lambda axis: size if TRAIN_AXES[axis] == mesh_axis else 1
+
+    sizes = (size for size in range(1, devices + 1) if devices % size == 0)
+    return [size for size in sizes if not any(indivisible(specs, parts(size)))]

@@ -8,36 +8,22 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from podium.accelerators import GIB, Accelerator, accelerators
+from podium.accelerators import GIB, Accelerator, recognise
 from podium.config.schema import Config
 from podium.files import read_lines, to_json, write_atomically
 from podium.models.architecture import DecoderConfig
 from podium.observe.run_dir import METRICS
-from podium.plan.compare import Answer
+from podium.plan.answer import Object, as_object, plan_object
+from podium.plan.compare import PlanEntry
 from podium.plan.estimate import far_too_large
-from podium.plan.objects import plan_object
+from podium.plan.formatting import number, verdict_line, with_range
 from podium.plan.planner import make_plan
 from podium.plan.result import Plan, Seconds
-from podium.plan.words import in_range, number, verdict_line
 
 PLAN = "plan.json"
-SETTLED_STEP = 3
-"""The first step that is compared: those before it compile."""
-# Beginnings of jax's `device_kind`, the longer ones first, and the kind of machine in an accelerator's name.
-KINDS: Mapping[str, str] = {
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-    "TPU v5 lite": "v5litepod",
-    "TPU v5e": "v5litepod",
-    "TPU v5": "v5p",
-    "TPU v4": "v4",
-    "NVIDIA H100": "h100",
-    "NVIDIA H200": "h200",
-}
-CORES = {"v4": 2, "v5p": 2}
-"""Of a chip, where the name counts cores."""
+SETTLED_STEP = 3  # the first step that is compared: those before it compile
 MEASURED = {
     "sync": "time/train/sync_s",
     "rollout": "time/train/rollout_s",
@@ -50,13 +36,11 @@ STEP, PEAK = "time/train/step_s", "memory/train/peak_bytes_in_use_max_gib"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The devices of a running process and of its fellows, as jax names them."""
+    """The devices of a running process and of the others of its run, as jax names them."""
 
     kind: str
     devices: int
-    hosts: int
-    memory_bytes: int | None
-    """Of a device; None where it does not say."""
+    memory_bytes: int | None  # of a device; None where it does not say
 
 
 def this_machine() -> Machine:
@@ -64,29 +48,16 @@ def this_machine() -> Machine:
     import jax
 
     device = jax.local_devices()[0]
-    stats = device.memory_stats() or {}
-    return Machine(
-        kind=device.device_kind,
-        devices=jax.device_count(),
-        hosts=jax.process_count(),
-        memory_bytes=stats.get("bytes_limit"),
-    )
+    memory = (device.memory_stats() or {}).get("bytes_limit")
+    return Machine(kind=device.device_kind, devices=jax.device_count(), memory_bytes=memory)
 
 
 def accelerator_of(machine: Machine) -> Accelerator | None:
     """The accelerator that a machine is, with the memory that it says it has; None: no plan can be made for it."""
-    kind = next((name for start, name in KINDS.items() if machine.kind.startswith(start)), None)
-    found = accelerators().get(f"{kind}-{machine.devices * CORES.get(kind or '', 1)}")
+    found = recognise(machine.kind, machine.devices)
     if found is None or machine.memory_bytes is None:
         return found
     return dataclasses.replace(found, hbm_bytes=machine.memory_bytes)
-
-
-def refuse_if_far_too_large(config: Config, decoder: DecoderConfig, machine: Machine) -> None:
-    """Raises ValueError where the closed form needs more than 1.5 times the memory of the machine's devices."""
-    accelerator = accelerator_of(machine)
-    if accelerator is not None and (reason := far_too_large(config, decoder, accelerator)):
-        raise ValueError(reason)
 
 
 def plan_at_start(config: Config, decoder: DecoderConfig, machine: Machine) -> Plan | None:
@@ -103,16 +74,16 @@ def compare_with_measured(plan: Plan, *, peak_bytes: float | None, step_seconds:
         peak_bytes: the most that a device held; None where devices do not say.
         step_seconds: of a step in which nothing was compiled.
     """
-    metrics, told = {}, []
+    metrics, lines = {}, []
     if peak_bytes:
         metrics["plan/memory_error"] = plan.worst.bytes / peak_bytes - 1
         memory = f"{plan.worst.bytes / GIB:.2f} GiB planned, {peak_bytes / GIB:.2f} measured"
-        told.append(f"{memory} ({metrics['plan/memory_error']:+.1%})")
+        lines.append(f"{memory} ({metrics['plan/memory_error']:+.1%})")
     if plan.step is not None and step_seconds:
         metrics["plan/step_error"] = plan.step.value / step_seconds - 1
-        step = f"{in_range(plan.step)} s per step planned, {number(step_seconds)} measured"
-        told.append(f"{step} ({metrics['plan/step_error']:+.1%})")
-    return metrics, f"plan ({plan.accelerator}, closed form): {'; '.join(told)}"
+        step = f"{with_range(plan.step)} s per step planned, {number(step_seconds)} measured"
+        lines.append(f"{step} ({metrics['plan/step_error']:+.1%})")
+    return metrics, f"plan ({plan.accelerator}, closed form): {'; '.join(lines)}"
 
 
 class RunCheck:
@@ -143,20 +114,21 @@ class RunCheck:
             ValueError: the run needs far more memory than there is, and nobody forced it.
         """
         machine = machine or this_machine()
-        if not self.force:
-            refuse_if_far_too_large(config, decoder, machine)
+        accelerator = accelerator_of(machine)
+        if accelerator and not self.force and (reason := far_too_large(config, decoder, accelerator)):
+            raise ValueError(reason)
         self._plan = plan_at_start(config, decoder, machine)
         if self._plan is None:
             return None
         if folder is not None:
-            write_atomically(folder / PLAN, to_json(plan_object(Answer(plan=self._plan)), indent=2) + "\n")
+            write_atomically(folder / PLAN, to_json(plan_object(PlanEntry(plan=self._plan)), indent=2) + "\n")
         return f"plan: {verdict_line(self._plan)}"
 
     def after_step(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], str | None]:
         """Metrics to add to a step's, and a line to print: of this process's third step; of others nothing.
 
         Args:
-            metrics: of the step, with its seconds and, where devices tell, the peak of their memory.
+            metrics: of the step, with its seconds and, where devices report it, the peak of their memory.
         """
         self._steps += 1
         if self._plan is None or self._steps != SETTLED_STEP:
@@ -165,14 +137,14 @@ class RunCheck:
         return compare_with_measured(self._plan, peak_bytes=peak * GIB if peak else None, step_seconds=metrics[STEP])
 
 
-class Row(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class CheckRow:
     """One figure of a run."""
 
     name: str
     unit: str
     planned: Seconds
-    measured: float | None
-    """Median of the steps; of memory the most. None: not measured."""
+    measured: float | None  # median of the steps; of memory the most. None: not measured.
 
     @property
     def error(self) -> float | None:
@@ -180,7 +152,7 @@ class Row(NamedTuple):
         return self.planned.value / self.measured - 1 if self.measured else None
 
 
-def check_run(folder: Path) -> list[Row]:
+def check_run(folder: Path) -> list[CheckRow]:
     """Planned beside measured, of a run that `podium train` wrote on TPU or GPU.
 
     Raises:
@@ -201,30 +173,11 @@ def check_run(folder: Path) -> list[Row]:
         raise ValueError(f"--check {folder}: {SETTLED_STEP} steps at least are needed, as the first ones compile")
     memory = [line[PEAK] for line in steps if line.get(PEAK)]
     return [
-        Row(f"memory, {worst['name']}", "GiB", _exactly(worst["gib"]), max(memory, default=None)),
-        Row("step", "s", step, _median(steps, STEP)),
-        *(
-            Row(name, "s", planned[name], _median(steps, metric))
-            for name, metric in MEASURED.items()
-            if name in planned
-        ),
-        Row("completion tokens", "", _exactly(tokens), _median(steps, "rollout/completion_tokens")),
+        CheckRow(f"memory, {worst['name']}", "GiB", _exactly(worst["gib"]), max(memory, default=None)),
+        CheckRow("step", "s", step, _median(steps, STEP)),
+        *(CheckRow(part, "s", planned[part], _median(steps, MEASURED[part])) for part in MEASURED if part in planned),
+        CheckRow("completion tokens", "", _exactly(tokens), _median(steps, "rollout/completion_tokens")),
     ]
-
-
-def check_object(run: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """The same as an object for --json."""
-    figures = [
-        {
-            "name": row.name,
-            "unit": row.unit or None,
-            "planned": dataclasses.asdict(row.planned),
-            "measured": row.measured,
-            "error": row.error,
-        }
-        for row in rows
-    ]
-    return {"run": run, "rows": figures}
 
 
 def _median(steps: Sequence[Mapping[str, Any]], metric: str) -> float | None:
@@ -234,3 +187,8 @@ def _median(steps: Sequence[Mapping[str, Any]], metric: str) -> float | None:
 
 def _exactly(value: float) -> Seconds:
     return Seconds(value=value, low=value, high=value)
+
+
+def check_object(run: str, rows: Sequence[CheckRow]) -> Object:
+    """Planned beside measured figures of a run, as an object for --json."""
+    return {"run": run, "rows": [as_object(row) | {"unit": row.unit or None, "error": row.error} for row in rows]}

@@ -20,36 +20,36 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="One setting, as rollout.max_new_tokens=64. Repeatable."),
 ]
-Fast = Annotated[bool, typer.Option("--fast", help="Closed form only: seconds, and an estimate.")]
-Lengths = Annotated[str, typer.Option(metavar="gsm8k|fixed:N|RUN", help="How long prompts and completions are.")]
+Fast = Annotated[bool, typer.Option("--fast", help="Estimate with the closed form, in seconds; compile nothing.")]
+Lengths = Annotated[str, typer.Option(metavar="gsm8k|fixed:N|RUN", help="Lengths of prompts and completions.")]
 SEARCHED = "train.rows_per_device, prompts_per_step, rollout.max_new_tokens or rollout.slots"
-Search = Annotated[str | None, typer.Option(metavar="KEY", help=f"Find the largest that fits of {SEARCHED}.")]
+Search = Annotated[str | None, typer.Option(metavar="KEY", help=f"Find the largest value that fits, of {SEARCHED}.")]
 Compare = Annotated[
-    str | None, typer.Option(metavar="KEY=A,B,C", help="Compare values, best first; 'KEY=A;B' where they have commas.")
+    str | None,
+    typer.Option(metavar="KEY=A,B,C", help="Compare values of a setting, best first; 'KEY=A;B' if values have commas."),
 ]
 Suggest = Annotated[
     bool | None,
     typer.Option(
         "--suggest/--no-suggest",
-        help="Compile the changes most likely to help. Unset: only where the run does not fit, or with --fast.",
+        help="Try the changes most likely to help. Unset: only if the run does not fit, or with --fast.",
     ),
 ]
-Steps = Annotated[int | None, typer.Option(min=1, help="Steps whose cost is told; unset: the config's.")]
-Prices = Annotated[Path | None, typer.Option(metavar="FILE", help="YAML of prices, as podium/prices.yaml.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Steps to show the cost of; unset: the config's.")]
+Prices = Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file of prices, like podium/prices.yaml.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-Page = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page too (extra `report`).")]
+Page = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a web page too.")]
 Check = Annotated[
-    Path | None, typer.Option(metavar="RUN", help="Instead: planned beside measured, of a run on TPU or GPU.")
+    Path | None, typer.Option(metavar="RUN", help="Instead, compare plan and measurements of a run on TPU or GPU.")
 ]
-UsageError: Any = typer.BadParameter.__base__
-"""What typer calls wrong usage; it has no public name for it."""
+UsageError: Any = typer.BadParameter.__base__  # what typer calls wrong usage; it has no public name for it
 
 
 class PlanCommand(TyperCommand):
     """Wrong usage is status 1 here: 2 says that a run does not fit."""
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
-        """As typer does, but for the status of an error."""
+        """Make typer's context; an error has status 1."""
         try:
             return super().make_context(*arguments, **options)
         except UsageError as error:
@@ -72,13 +72,13 @@ def plan(
     html: Page = None,
     check: Check = None,
 ) -> None:
-    """Say whether a run fits a machine that nobody has rented yet, what binds it, how fast it goes, what it costs.
+    """Say whether a run fits a machine you have not rented yet, what limits it, how fast it runs and what it costs.
 
     Exit status: 0 it fits (or is too close to call), 2 it does not fit, 1 wrong settings or usage, 3 the compiler
     failed.
     """
     from podium.config.errors import ConfigError
-    from podium.plan.command import Question, check_command, plan_command
+    from podium.plan.command import PlanRequest, check_command, plan_command
     from podium.plan.compile import CompilerError
     from podium.settings import load_settings
 
@@ -87,20 +87,10 @@ def plan(
         raise typer.Exit(check_command(check, as_json=as_json))
     if check is not None or not config or tpu is None:
         _fail("give CONFIG and --tpu, as `podium plan run.yaml --tpu v6e-8`, or --check RUN alone", status=1)
-    question = Question(
-        tpu=tpu,
-        fast=fast,
-        lengths=lengths,
-        steps=steps,
-        prices=prices,
-        as_json=as_json,
-        html=html,
-        search=search,
-        compare=compare,
-        suggest=suggest,
-    )
+    asked: dict[str, Any] = {"search": search, "compare": compare, "suggest": suggest, "steps": steps}
+    request = PlanRequest(tpu=tpu, fast=fast, lengths=lengths, prices=prices, as_json=as_json, html=html, **asked)
     try:
-        status = plan_command(question, lambda more: load_settings(config, [*(settings or []), *more]))
+        status = plan_command(request, lambda more: load_settings(config, [*(settings or []), *more]))
     except ConfigError as error:
         _fail(error, status=1)
     except CompilerError as error:

@@ -6,9 +6,8 @@ several, one does), 2 nothing fits, 1 the question was wrong, 3 the compiler fai
 
 import dataclasses
 import functools
-import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -18,128 +17,181 @@ from podium.accelerators import Accelerator, find_accelerator
 from podium.config.load import Loaded, Override
 from podium.config.schema import Config
 from podium.files import to_json
+from podium.models.params import check_divides
 from podium.models.presets import find_architecture
+from podium.plan.answer import Object, comparison_object, plan_object, search_object
 from podium.plan.check import check_object, check_run
-from podium.plan.compare import Answer, Refused, ranked
-from podium.plan.compile import Progress
-from podium.plan.divides import check_divides
+from podium.plan.compare import PlanEntry, Refused, cost_of, ranked
+from podium.plan.compile import CompileProgress
 from podium.plan.estimate import estimate
-from podium.plan.html import check_html, write_html
-from podium.plan.objects import Object, comparison_object, plan_object, search_object
+from podium.plan.formatting import verdict_line
+from podium.plan.page import check_page, write_page
 from podium.plan.planner import make_plan
-from podium.plan.prices import Price, cost_of, load_prices
-from podium.plan.report import WIDTH, print_check, print_comparison, print_plan, print_search
+from podium.plan.report import WIDTH, print_sections
 from podium.plan.result import Plan
-from podium.plan.search import Found, search, search_range
+from podium.plan.search import (
+    MOST_CANDIDATES,
+    Change,
+    SearchResult,
+    Trial,
+    candidates,
+    promising,
+    search,
+    search_range,
+    suggest,
+)
+from podium.plan.sections import ReportSection, check_section, comparison_sections, plan_sections, search_section
 from podium.plan.sizes import RunSizes, make_sizes
-from podium.plan.suggest import PROVEN, Change, Suggestion, promising, proven
-from podium.plan.words import verdict_line
+from podium.plan.topology import check_compiler
+from podium.prices import Price, load_prices
 
 FITS, TOO_LARGE = 0, 2
 
-Load = Callable[[Sequence[str | Override]], Loaded]
-"""The settings, with more of them on top."""
+Load = Callable[[Sequence[str | Override]], Loaded]  # the settings, with more of them on top
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Question:
+class PlanRequest:
     """The options of the command."""
 
-    tpu: str
-    """Machines, separated by commas."""
+    tpu: str  # machines, separated by commas
     fast: bool = False
     lengths: str = "gsm8k"
-    steps: int | None = None
-    """Whose cost is told; None: the config's."""
+    steps: int | None = None  # whose cost is shown; None: the config's
     prices: Path | None = None
     as_json: bool = False
     html: Path | None = None
     search: str | None = None
     compare: str | None = None
-    suggest: bool | None = None
-    """None: by the closed form, or with the compiler where the run does not fit."""
+    suggest: bool | None = None  # None: by the closed form, or with the compiler where the run does not fit
 
 
-def plan_command(question: Question, load: Load) -> int:
+def plan_command(request: PlanRequest, load: Load) -> int:
     """Answer a question about a config; the exit status.
 
     Args:
-        question: the options of the command.
+        request: the options of the command.
         load: the settings, with more of them on top.
 
     Raises:
         ValueError: the question is wrong: a ConfigError where its settings are.
         CompilerError: the compiler failed.
     """
-    machines = [find_accelerator(name) for name in dict.fromkeys(question.tpu.split(","))]
-    if question.search and question.compare:
-        raise ValueError("--search and --compare: one at a time; give one of them")
-    if question.suggest and (question.search or question.compare or len(machines) > 1):
-        raise ValueError(
-            "--suggest: goes with one plan of one machine; leave it out, or --search, --compare and others"
-        )
-    if not question.fast:
-        _check_compiler(machines)
-    if question.html is not None:
-        check_html(question.html)
-    prices, notices = load_prices(question.prices), Console(stderr=True)
-    plannings = [_Planning(question, load, machine, prices, notices) for machine in machines]
+    machines = [find_accelerator(name) for name in dict.fromkeys(request.tpu.split(","))]
+    if request.search and request.compare:
+        raise ValueError("--search and --compare cannot be combined; give one of them")
+    if request.suggest and (request.search or request.compare or len(machines) > 1):
+        raise ValueError("--suggest needs a single plan of one machine; leave it out, or --search and --compare")
+    for machine in machines:
+        if machine.compiles and not request.fast:
+            check_compiler(machine)
+    if request.html is not None:
+        check_page(request.html)
+    prices, stderr = load_prices(request.prices), Console(stderr=True)
+    plannings = [_Planning(request, load, machine, prices, stderr) for machine in machines]
     loaded = load([])
-    if question.search:
-        return _search(question.search, plannings, loaded.config)
-    if question.compare or len(machines) > 1:
-        return _compare(plannings, _settings(question.compare) if question.compare else [""])
+    if request.search:
+        return _search(request.search, plannings, loaded.config)
+    if request.compare or len(machines) > 1:
+        return _compare(plannings, _settings(request.compare) if request.compare else [""])
     return _single(plannings[0], loaded.config)
+
+
+def check_command(run: Path, *, as_json: bool) -> int:
+    """Tabulate planned beside measured of a run; the exit status. Raises ValueError where that cannot be done."""
+    rows = check_run(run)
+    if as_json:
+        _print_object(check_object(run.name, rows))
+    else:
+        print_sections([check_section(rows)], _console())
+    return FITS
 
 
 @dataclasses.dataclass(frozen=True)
 class _Planning:
-    """A question about one machine."""
+    """A request for one machine."""
 
-    question: Question
+    request: PlanRequest
     load: Load
     accelerator: Accelerator
     prices: dict[str, Price]
-    notices: Console
+    stderr: Console
 
     def vary(self, change: Change) -> Config:
         """The settings with one changed. Raises ConfigError where it contradicts others."""
-        key, value = change
-        return self.load([Override(key, value, f"podium plan, {key}={value}")]).config
+        return self.load([Override(change.key, change.value, f"podium plan, {change}")]).config
+
+    def sizes(self, config: Config) -> RunSizes:
+        """The numbers of a run on the machine."""
+        return make_sizes(config, find_architecture(config.model), self.accelerator)
 
     def estimated(self, config: Config) -> Plan:
         """The closed form's plan. Raises ValueError where the config does not fit the machine's mesh."""
-        check_divides(make_sizes(config, find_architecture(config.model), self.accelerator))
-        return make_plan(config, self.accelerator, fast=True, lengths=self.question.lengths)
+        check_divides(config, find_architecture(config.model), self.accelerator)
+        return make_plan(config, self.accelerator, fast=True, lengths=self.request.lengths)
 
     def make(self, config: Config) -> Plan:
-        """The plan that was asked for; how its compilation goes on is told on stderr."""
-        if self.question.fast:
+        """The plan that was asked for; how its compilation goes on is shown on stderr."""
+        if self.request.fast:
             return self.estimated(config)
-        check_divides(make_sizes(config, find_architecture(config.model), self.accelerator))
-        with self.notices.status(f"planning for {self.accelerator.name}") as status:
-            follow = _Follow(self.accelerator.name, self.notices, status.update, lambda: self.estimated(config))
-            return make_plan(config, self.accelerator, lengths=self.question.lengths, progress=follow)
+        check_divides(config, find_architecture(config.model), self.accelerator)
+        with self.stderr.status(f"planning for {self.accelerator.name}") as status:
+            follow = _ProgressLines(self.accelerator.name, self.stderr, status.update, lambda: self.estimated(config))
+            return make_plan(config, self.accelerator, lengths=self.request.lengths, progress=follow)
 
-    def answer(self, plan: Plan, config: Config, setting: str = "") -> Answer:
+    def make_changed(self, change: Change) -> Plan:
+        """The plan of the settings with one changed."""
+        return self.make(self.vary(change))
+
+    def entry(self, plan: Plan, config: Config, setting: str = "") -> PlanEntry:
         """A plan with its cost; a verdict that is too close gets a warning."""
         if plan.verdict == "too_close":
-            self.notices.print(Text(f"warning: {verdict_line(plan)}", style="yellow"), soft_wrap=True)
-        cost = cost_of(plan, self.question.steps or config.steps, self.prices)
-        return Answer(plan=plan, cost=cost, setting=setting)
+            self.stderr.print(Text(f"warning: {verdict_line(plan)}", style="yellow"), soft_wrap=True)
+        cost = cost_of(plan, self.request.steps or config.steps, self.prices)
+        return PlanEntry(plan=plan, cost=cost, setting=setting)
+
+    def suggestions(self, config: Config, plan: Plan) -> tuple[list[Trial] | None, str]:
+        """Changes that help, each planned as the plan was; where that was not asked for, None and what could be."""
+        if self.request.suggest is False:
+            return None, ""
+        possible = candidates(config, self.sizes(config))
+        changes = promising(possible, self.estimated(config), lambda change: self.estimated(self.vary(change)))
+        changes = changes[:MOST_CANDIDATES]
+        if self.request.suggest or self.request.fast or plan.verdict != "fits":
+            return suggest(changes, plan, self.make_changed), ""
+        named = ", ".join(map(str, changes))
+        return None, f"--suggest compiles what the closed form finds best: {named}" if changes else ""
+
+    def search(self, key: str, config: Config) -> tuple[PlanEntry, SearchResult]:
+        """What a search comes to, and the plan of the value that it found, or else of the smallest tried."""
+
+        @functools.cache
+        def most_bytes(value: int) -> int:
+            run = self.sizes(self.vary(Change(key=key, value=value)))
+            return max(phase.total for phase in estimate(run))
+
+        found = search(
+            key,
+            search_range(key, config, self.sizes(config)),
+            closed_form=most_bytes,
+            make=self.make_changed,
+            hbm_bytes=self.accelerator.hbm_bytes,
+        )
+        chosen = found.best or found.trials[0]
+        return self.entry(chosen.plan, self.vary(chosen.change), str(chosen.change)), found
 
 
-class _Follow:
-    """Tells how the compilation of a plan's phases goes on, and what the closed form says meanwhile."""
+class _ProgressLines:
+    """Shows how the compilation of a plan's phases goes on, and what the closed form says meanwhile."""
 
     def __init__(
-        self, machine: str, notices: Console, update: Callable[[str], None], estimated: Callable[[], Plan]
+        self, machine: str, stderr: Console, update: Callable[[str], None], estimated: Callable[[], Plan]
     ) -> None:
-        self.machine, self.notices, self.update, self.estimated = machine, notices, update, estimated
+        self.machine, self.stderr, self.update, self.estimated = machine, stderr, update, estimated
         self.running: dict[str, float] = {}
         self.begun = False
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: CompileProgress) -> None:
         if progress.state == "compiling":
             if not self.begun:
                 self._line(f"while the compiler works: {verdict_line(self.estimated())}")
@@ -152,100 +204,61 @@ class _Follow:
         self.update(f"compiling for {self.machine}: {running} ({progress.done} of {progress.total} done)")
 
     def _line(self, text: str) -> None:
-        self.notices.print(Text(text, style="dim"), soft_wrap=True)
+        self.stderr.print(Text(text, style="dim"), soft_wrap=True)
 
 
 def _single(planning: _Planning, config: Config) -> int:
     """One plan of one machine."""
-    question = planning.question
     plan = planning.make(config)
-    answer = planning.answer(plan, config)
-    suggestions, hint = _suggestions(planning, config, plan)
-    if question.html is not None:
-        write_html(question.html, [answer], [], suggestions or ())
-    if question.as_json:
-        _print_object(plan_object(answer, suggestions or ()))
-    else:
-        print_plan(answer, _console(), suggestions=suggestions, hint=hint)
-    return _status([answer])
-
-
-def _suggestions(planning: _Planning, config: Config, plan: Plan) -> tuple[list[Suggestion] | None, str]:
-    """Changes that help, each planned as the plan was; where that was not asked for, None and what could be."""
-    question = planning.question
-    if question.suggest is False:
-        return None, ""
-    run = make_sizes(config, find_architecture(config.model), planning.accelerator)
-    changes = promising(config, run, vary=planning.vary, estimated=planning.estimated)[:PROVEN]
-    if question.suggest or question.fast or plan.verdict != "fits":
-        return proven(changes, plan, vary=planning.vary, make=planning.make), ""
-    named = ", ".join(map(str, changes))
-    return None, f"--suggest compiles what the closed form finds best: {named}" if changes else ""
+    entry = planning.entry(plan, config)
+    suggestions, hint = planning.suggestions(config, plan)
+    answer = plan_object(entry, suggestions or ())
+    return _answer(planning.request, [entry], answer, plan_sections(entry, suggestions, hint))
 
 
 def _search(key: str, plannings: Sequence[_Planning], config: Config) -> int:
     """The largest value of a setting that fits, on each machine."""
-    question = plannings[0].question
-    results = [_search_one(key, planning, config) for planning in plannings]
-    answers = [answer for answer, _ in results]
-    if question.html is not None:
-        write_html(question.html, answers, [], ())
-    if question.as_json:
-        objects = [plan_object(answer) | {"search": search_object(found)} for answer, found in results]
-        _print_object(objects[0] if len(objects) == 1 else {"plans": objects})
-    else:
-        for answer, found in results:
-            print_search(found, _console())
-            print_plan(answer, _console(), suggestions=None)
-    return _status(answers)
-
-
-def _search_one(key: str, planning: _Planning, config: Config) -> tuple[Answer, Found]:
-    """What a search on one machine came to, and the plan of the value that it found, or else of the smallest tried."""
-
-    @functools.cache
-    def sizes(value: int) -> RunSizes:
-        changed = planning.vary((key, value))
-        return make_sizes(changed, find_architecture(changed.model), planning.accelerator)
-
-    now = make_sizes(config, find_architecture(config.model), planning.accelerator)
-    found = search(
-        key,
-        search_range(key, config, now),
-        closed_form=lambda value: _most_bytes(sizes(value)),
-        make=lambda value: planning.make(planning.vary((key, value))),
-        hbm_bytes=planning.accelerator.hbm_bytes,
-    )
-    chosen = found.best or found.tries[0]
-    return planning.answer(chosen.plan, planning.vary((key, chosen.value)), f"{key}={chosen.value}"), found
-
-
-def _most_bytes(run: RunSizes) -> int:
-    """Of the phase that needs most, by the closed form."""
-    return max(phase.total for phase in estimate(run))
+    results = [planning.search(key, config) for planning in plannings]
+    answers = [plan_object(entry) | {"search": search_object(found)} for entry, found in results]
+    sections = [each for entry, found in results for each in (search_section(found), *plan_sections(entry))]
+    answer = answers[0] if len(answers) == 1 else {"plans": answers}
+    return _answer(plannings[0].request, [entry for entry, _ in results], answer, sections)
 
 
 def _compare(plannings: Sequence[_Planning], settings: Sequence[str]) -> int:
-    """Every setting on every machine, best first; what cannot be planned is told apart."""
-    question, answers, refused = plannings[0].question, [], []
+    """Every setting on every machine, best first; what cannot be planned is listed with its reason."""
+    entries, refused = [], []
     for planning in plannings:
         for setting in settings:
             try:
                 config = planning.load([setting] if setting else []).config
-                answers.append(planning.answer(planning.make(config), config, setting))
+                entries.append(planning.entry(planning.make(config), config, setting))
             except ValueError as error:  # a ConfigError, a mesh or heads that do not divide: others may
                 text = "; ".join(line.strip() for line in str(error).splitlines()) or repr(error)
-                refused.append(Refused(accelerator=planning.accelerator.name, setting=setting, error=text))
-    if not answers:
+                refused.append(Refused(tpu=planning.accelerator.name, setting=setting, error=text))
+    if not entries:
         raise ValueError("\n".join(f"{each.label}: {each.error}" for each in refused))
-    best_first = ranked(answers)
-    if question.html is not None:
-        write_html(question.html, best_first, refused, ())
-    if question.as_json:
-        _print_object(comparison_object(best_first, refused))
+    best_first = ranked(entries)
+    folded = {entry.label: plan_sections(entry) for entry in best_first}
+    answer, sections = comparison_object(best_first, refused), comparison_sections(best_first, refused)
+    return _answer(plannings[0].request, best_first, answer, sections, folded)
+
+
+def _answer(
+    request: PlanRequest,
+    entries: Sequence[PlanEntry],
+    answer: Object,
+    sections: Sequence[ReportSection],
+    folded: dict[str, list[ReportSection]] | None = None,
+) -> int:
+    """Print the answer, write the page if one was asked for; the exit status."""
+    if request.html is not None:
+        write_page(request.html, f"podium plan: {entries[0].plan.config}", sections, folded)
+    if request.as_json:
+        _print_object(answer)
     else:
-        print_comparison(best_first, refused, _console())
-    return _status(best_first)
+        print_sections(sections, _console())
+    return TOO_LARGE if all(entry.plan.verdict == "does_not_fit" for entry in entries) else FITS
 
 
 def _settings(text: str) -> list[str]:
@@ -260,34 +273,10 @@ def _settings(text: str) -> list[str]:
     return [f"{key.strip()}={part}" for part in dict.fromkeys(parts)]
 
 
-def _check_compiler(machines: Iterable[Accelerator]) -> None:
-    """Raises ValueError where a TPU is asked for and its compiler is not here: found out before any work."""
-    tpu = next((machine for machine in machines if machine.compiles), None)
-    if tpu is not None and importlib.util.find_spec("libtpu") is None:
-        raise ValueError(
-            f"{tpu.name}: the TPU's compiler (libtpu) is not installed; pip install 'podium-rl[tpu]', or plan with"
-            " --fast"
-        )
-
-
-def _status(answers: Sequence[Answer]) -> int:
-    return TOO_LARGE if all(answer.plan.verdict == "does_not_fit" for answer in answers) else FITS
-
-
 def _console() -> Console:
-    """Of stdout; a file has room for what a narrow terminal has not."""
+    """The console of stdout; a file has room for what a narrow terminal has not."""
     return Console() if sys.stdout.isatty() else Console(width=WIDTH)
 
 
 def _print_object(value: Object) -> None:
     sys.stdout.write(to_json(value, indent=2) + "\n")
-
-
-def check_command(run: Path, *, as_json: bool) -> int:
-    """Tabulate planned beside measured of a run; the exit status. Raises ValueError where that cannot be done."""
-    rows = check_run(run)
-    if as_json:
-        _print_object(check_object(run.name, rows))
-    else:
-        print_check(rows, _console())
-    return FITS

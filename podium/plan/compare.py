@@ -1,45 +1,42 @@
-"""Several plans beside each other: which is best, and why, with the counts behind it."""
+"""Several plans beside each other: what they cost, which is best, and why, with the counts behind it."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from podium.plan.prices import Cost
-from podium.plan.result import Collective, Phase, Plan
-from podium.plan.words import gib, limit_gib, number, spoken, transferred
+from podium.accelerators import find_accelerator
+from podium.hlo.collectives import KINDS
+from podium.plan.formatting import LIMITS, LITTLE, data_size, exact_gib, gib, number, readable
+from podium.plan.result import Plan, Seconds
+from podium.prices import HOUR_S, Price
 
 ORDER = ("fits", "too_close", "does_not_fit")
-ALIKE = 0.01
-"""Steps whose seconds differ by less than this part of them are as fast as each other."""
-MUCH = 1.05
-"""From this ratio on, counts explain a difference."""
-LITTLE = 1e6
-"""Bytes per call under which a transfer is not worth a word."""
-HOST = "host"
-"""The part of a step that is no phase's."""
-DOES = {
-    "all-gather": "gathers",
-    "all-reduce": "sums (all-reduce)",
-    "reduce-scatter": "sums (reduce-scatter)",
-    "all-to-all": "exchanges",
-    "ragged-all-to-all": "exchanges",
-    "collective-permute": "hands on",
-}
-LIMITS = {"compute": "compute", "hbm": "HBM", "ici": "ICI", "latency": "latency"}
+ALIKE = 0.01  # steps whose seconds differ by less than this part of them are as fast as each other
+MUCH = 1.05  # from this ratio on, counts explain a difference
+HOST = "host"  # the part of a step that is no phase's
 PER = {"decode": "token", "update": "micro-batch", "score": "micro-batch"}
-"""What a phase's counts are told for; of other phases, a call."""
-PLURAL = {"token": "tokens", "micro-batch": "micro-batches", "call": "calls"}
+"""What a phase's counts are given for; of other phases, a call."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunCost:
+    """The cost of the steps of a run; compiling, evaluations and checkpoints are not in it."""
+
+    steps: int
+    chip_hours: Seconds  # hours, times chips
+    usd: Seconds | None = None  # US dollars; None: the list has no price of this kind of chip
+    usd_per_chip_hour: float | None = None
+    price_source: str | None = None
+    price_date: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Answer:
-    """A plan, and what stands beside it in a report."""
+class PlanEntry:
+    """A plan, and what a report says beside it."""
 
     plan: Plan
-    cost: Cost | None = None
-    setting: str = ""
-    """What differs from the config, as `rollout.layout=legacy`."""
-    reason: str = ""
-    """Why it stands where it does among others."""
+    cost: RunCost | None = None
+    setting: str = ""  # what differs from the config, as `rollout.layout=legacy`
+    reason: str = ""  # why it stands where it does among others
 
     @property
     def label(self) -> str:
@@ -49,144 +46,169 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Refused:
-    """What cannot be planned, and why."""
+    """A setting on a machine that cannot be planned, and why."""
 
-    accelerator: str
+    tpu: str
     setting: str
     error: str
 
     @property
     def label(self) -> str:
         """Machine and setting."""
-        return f"{self.accelerator} {self.setting}".strip()
+        return f"{self.tpu} {self.setting}".strip()
 
 
-def by_price(answers: Sequence[Answer]) -> bool:
+def cost_of(plan: Plan, steps: int, prices: Mapping[str, Price]) -> RunCost | None:
+    """What so many steps cost; None where the plan has no seconds."""
+    if plan.step is None:
+        return None
+    chip_hours = plan.step * (steps * plan.devices / HOUR_S)
+    if (price := prices.get(find_accelerator(plan.accelerator).generation)) is None:
+        return RunCost(steps, chip_hours)
+    each = price.usd_per_chip_hour
+    return RunCost(steps, chip_hours, chip_hours * each, each, price.source, price.date)
+
+
+def by_price(entries: Sequence[PlanEntry]) -> bool:
     """Whether plans can be compared by what they cost: each has a price and seconds."""
-    return all(answer.cost is not None and answer.cost.price is not None for answer in answers)
+    return all(entry.cost is not None and entry.cost.usd is not None for entry in entries)
 
 
-def ranked(answers: Sequence[Answer]) -> list[Answer]:
+def ranked(entries: Sequence[PlanEntry]) -> list[PlanEntry]:
     """Best first, each with its reason: what fits before what does not, then the cheapest step.
 
     Cheapest is dollars where every plan has a price, else chip-seconds: of settings on one machine, the fastest.
     """
-    priced = by_price(answers)
+    priced = by_price(entries)
 
-    def key(answer: Answer) -> tuple[int, float]:
-        plan = answer.plan
-        price = answer.cost.price.usd_per_chip_hour if priced and answer.cost and answer.cost.price else 1.0
+    def key(entry: PlanEntry) -> tuple[int, float]:
+        plan = entry.plan
+        price = (entry.cost.usd_per_chip_hour or 1.0) if priced and entry.cost else 1.0
         step = plan.step.value * plan.devices * price if plan.step is not None else float(plan.worst.bytes)
         return ORDER.index(plan.verdict), step
 
-    best, *others = sorted(answers, key=key)
+    best, *others = sorted(entries, key=key)
     if not others:
         return [best]
     first = dataclasses.replace(best, reason=f"best: {_reason(best, others[0])}")
     return [first, *(dataclasses.replace(each, reason=_reason(each, best)) for each in others)]
 
 
-def _reason(answer: Answer, other: Answer) -> str:
+def _reason(entry: PlanEntry, other: PlanEntry) -> str:
     """The difference of two plans; between machines, of their prices too."""
-    cost, others_cost = answer.cost and answer.cost.usd, other.cost and other.cost.usd
-    text = difference(answer.plan, other.plan)
-    if answer.plan.accelerator == other.plan.accelerator or cost is None or others_cost is None:
+    cost, others_cost = entry.cost and entry.cost.usd, other.cost and other.cost.usd
+    text = difference(entry.plan, other.plan)
+    if entry.plan.accelerator == other.plan.accelerator or cost is None or others_cost is None:
         return text
     return f"{number(cost.value)} dollars against {number(others_cost.value)}; {text}"
 
 
 def difference(plan: Plan, other: Plan) -> str:
-    """How a plan differs from another where it matters most, in words, with the counts behind it."""
+    """How a plan differs from another where it matters most, in a sentence with the counts behind it."""
     if plan.verdict != other.verdict or plan.verdict != "fits":
         return _memory_difference(plan, other)
     if plan.step is None or other.step is None or abs(plan.step.value - other.step.value) < ALIKE * other.step.value:
         return "as fast; " + _memory_difference(plan, other)
-    names = [HOST, *(phase.name for phase in plan.phases if _phase(other, phase.name))]
-    name = max(names, key=lambda name: abs(_seconds(plan, name) - _seconds(other, name)))
-    cause = _host_cause(plan, other) if name == HOST else _cause(plan, other, name)
-    return f"{name} {number(_seconds(plan, name))} s against {number(_seconds(other, name))}: {cause}"
+    pairs = [_Pair(plan, other, name) for name in (HOST, *(phase.name for phase in plan.phases))]
+    pair = max((each for each in pairs if each.comparable), key=lambda each: abs(each.seconds[0] - each.seconds[1]))
+    cause = next(text for applies, text in CAUSES if applies(pair))
+    return f"{pair.name} {number(pair.seconds[0])} s against {number(pair.seconds[1])}: {cause(pair)}"
 
 
 def _memory_difference(plan: Plan, other: Plan) -> str:
     """What the phase that needs most holds in one plan and in the other."""
     name = max(plan.worst, other.worst, key=lambda phase: phase.bytes).name
-    mine, theirs = _phase(plan, name), _phase(other, name)
+    mine, theirs = plan.find_phase(name), other.find_phase(name)
     if mine is None or theirs is None:
-        return f"{plan.worst.name} needs {gib(plan.worst.bytes)} of {limit_gib(plan.hbm_bytes)} GiB"
+        return f"{plan.worst.name} needs {gib(plan.worst.bytes)} of {exact_gib(plan.hbm_bytes)} GiB"
     parts = sorted(set(mine.parts) | set(theirs.parts))
     part = max(parts, key=lambda part: abs(mine.parts.get(part, 0) - theirs.parts.get(part, 0)))
     return (
         f"{name} needs {gib(mine.bytes)} GiB against {gib(theirs.bytes)}:"
-        f" {spoken(part)} {gib(mine.parts.get(part, 0))} against {gib(theirs.parts.get(part, 0))}"
+        f" {readable(part)} {gib(mine.parts.get(part, 0))} against {gib(theirs.parts.get(part, 0))}"
     )
 
 
-def _phase(plan: Plan, name: str) -> Phase | None:
-    return next((phase for phase in plan.phases if phase.name == name), None)
+class _Pair:
+    """One part of a step in two plans; of each figure, this plan's and the other's."""
+
+    def __init__(self, plan: Plan, other: Plan, name: str) -> None:
+        self.name, self.unit = name, PER.get(name, "call")
+        plans = plan, other
+        self.phases = [each.find_phase(name) for each in plans]
+        self.comparable = name == HOST or None not in self.phases
+        times = [
+            each.host if name == HOST else phase and phase.seconds
+            for each, phase in zip(plans, self.phases, strict=True)
+        ]
+        self.seconds = [time.value if time else 0.0 for time in times]
+        known = [phase for phase in self.phases if phase is not None]
+        self.calls = [_calls(each, name) for each in plans]
+        self.flops = [phase.flops for phase in known]
+        self.sent = [
+            sum(each.sent for each in phase.collectives) / n for phase, n in zip(known, self.calls, strict=False)
+        ]
+        slower = max(known, key=lambda phase: phase.seconds.value if phase.seconds else 0.0, default=None)
+        self.limit = slower.bound_by if slower else ""
+
+    @property
+    def transfers_differ(self) -> bool:
+        """Whether what is sent each time explains anything."""
+        return self.name != HOST and max(self.sent) > LITTLE and _differ(self.sent)
+
+    def verb(self, which: int) -> str:
+        """What most of a phase's transfers do."""
+        phase = self.phases[which]
+        assert phase is not None
+        return KINDS[max(phase.collectives, key=lambda each: each.sent).kind].does
 
 
-def _seconds(plan: Plan, name: str) -> float:
-    phase = _phase(plan, name)
-    time = plan.host if name == HOST else phase.seconds if phase is not None else None
-    return time.value if time is not None else 0.0
+def _calls(plan: Plan, name: str) -> float:
+    """How often a step does what a phase's counts are given for; a token is a step of all slots."""
+    phase = plan.find_phase(name)
+    counts = {
+        HOST: sum(phase.calls for phase in plan.phases),
+        "decode": plan.workload.decode_steps,
+        "update": plan.micro_batches,
+        "score": plan.micro_batches,
+    }
+    return float(counts.get(name, phase.calls if phase else 0)) or 1.0
 
 
-def _host_cause(plan: Plan, other: Plan) -> str:
-    calls, others_calls = (sum(phase.calls for phase in each.phases) for each in (plan, other))
-    return f"{calls:,.0f} calls against {others_calls:,.0f}"
+def _differ(figures: Sequence[float]) -> bool:
+    return max(figures) > MUCH * min(figures)
 
 
-def _cause(plan: Plan, other: Plan, name: str) -> str:
-    """The count that explains a phase's seconds: transfers, operations, calls, or what it waits for."""
-    mine, theirs = _phase(plan, name), _phase(other, name)
-    assert mine is not None and theirs is not None
-    slower = max(mine, theirs, key=lambda phase: phase.seconds.value if phase.seconds else 0.0)
-    sent, others_sent = _sent(mine) / _calls(plan, mine), _sent(theirs) / _calls(other, theirs)
-    transfers = max(sent, others_sent) > LITTLE and _differ(sent, others_sent)
-    if transfers and slower.bound_by in ("ici", "latency"):
-        return _transfers(mine, theirs, sent, others_sent)
-    if _differ(mine.flops, theirs.flops) and slower.bound_by == "compute":
-        return f"{mine.flops / theirs.flops:.2f} times the operations" if theirs.flops else "operations against none"
-    calls, others_calls = _calls(plan, mine), _calls(other, theirs)
-    if _differ(calls, others_calls):
-        return f"{calls:,.0f} {PLURAL[PER.get(name, 'call')]} against {others_calls:,.0f}"
-    if transfers:
-        return _transfers(mine, theirs, sent, others_sent)
-    each = f"{_milliseconds(mine, calls)} ms per {PER.get(name, 'call')} against {_milliseconds(theirs, others_calls)}"
-    return f"{each}, bound by {LIMITS[slower.bound_by]}" if slower.bound_by else each
+def _calls_cause(pair: _Pair) -> str:
+    unit = "micro-batches" if pair.unit == "micro-batch" else f"{pair.unit}s"
+    return f"{pair.calls[0]:,.0f} {unit} against {pair.calls[1]:,.0f}"
 
 
-def _milliseconds(phase: Phase, calls: float) -> str:
-    return number(1000 * phase.seconds.value / calls) if phase.seconds else "0"
+def _operations_cause(pair: _Pair) -> str:
+    mine, theirs = pair.flops
+    return f"{mine / theirs:.2f} times the operations" if theirs else "operations against none"
 
 
-def _transfers(phase: Phase, other: Phase, sent: float, others_sent: float) -> str:
-    """As `gathers 4.25 GB per token over ICI, the other none`."""
-    unit = PER.get(phase.name, "call")
+def _transfers_cause(pair: _Pair) -> str:
+    """What is sent: `gathers 4.25 GB per token over ICI, the other none`."""
+    sent, others_sent = pair.sent
     if sent <= LITTLE:
-        return f"sends nothing over ICI, the other {_verb(other)} {transferred(others_sent)} per {unit}"
-    theirs = transferred(others_sent) if others_sent > LITTLE else "none"
-    return f"{_verb(phase)} {transferred(sent)} per {unit} over ICI, the other {theirs}"
+        return f"sends nothing over ICI, the other {pair.verb(1)} {data_size(others_sent)} per {pair.unit}"
+    theirs = data_size(others_sent) if others_sent > LITTLE else "none"
+    return f"{pair.verb(0)} {data_size(sent)} per {pair.unit} over ICI, the other {theirs}"
 
 
-def _verb(phase: Phase) -> str:
-    """What most of a phase's transfers do."""
-    return DOES[max(phase.collectives, key=_bytes).kind]
+def _time_cause(pair: _Pair) -> str:
+    mine, theirs = (number(1000 * time / calls) for time, calls in zip(pair.seconds, pair.calls, strict=True))
+    return f"{mine} ms per {pair.unit} against {theirs}" + (f", bound by {LIMITS[pair.limit]}" if pair.limit else "")
 
 
-def _bytes(collective: Collective) -> float:
-    return collective.sent
-
-
-def _sent(phase: Phase) -> float:
-    return sum(each.sent for each in phase.collectives)
-
-
-def _calls(plan: Plan, phase: Phase) -> float:
-    """How often a phase does what its counts are told for, in a step; a token is a step of all slots."""
-    counts = {"decode": plan.composition.decode_steps, "update": plan.micro_batches, "score": plan.micro_batches}
-    return float(counts.get(phase.name, phase.calls)) or 1.0
-
-
-def _differ(one: float, other: float) -> bool:
-    return max(one, other) > MUCH * min(one, other)
+CAUSES: Sequence[tuple[Callable[[_Pair], bool], Callable[[_Pair], str]]] = (
+    (lambda pair: pair.name == HOST, _calls_cause),
+    (lambda pair: pair.transfers_differ and pair.limit in ("ici", "latency"), _transfers_cause),
+    (lambda pair: pair.limit == "compute" and _differ(pair.flops), _operations_cause),
+    (lambda pair: _differ(pair.calls), _calls_cause),
+    (lambda pair: pair.transfers_differ, _transfers_cause),
+    (lambda pair: True, _time_cause),
+)
+"""What may make a part of a step slower, and its sentence; the first that applies is the reason."""

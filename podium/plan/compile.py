@@ -1,12 +1,14 @@
 """Compiles the programs of a run in processes of their own, two at once, and keeps what they say.
 
-An answer is kept under all that decides it: the phase, the settings that its program and its neighbours in memory
-follow from, the model, the machine, our own source and the versions of the compiler. So an interrupted plan goes on
-where it was, and a second one needs no jax at all. No jax here.
+An answer is kept under all that can decide it: the phase, the whole config, the model, the machine, our own source and
+the versions of the compiler. So an interrupted plan goes on where it was, and the same plan again needs no jax at all.
+After another change to the config a phase is lowered again, but `podium.plan.worker` compiles only programs whose text
+has changed. No jax here.
 """
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -17,36 +19,20 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import TypeAdapter
 
 import podium
 from podium.accelerators import GIB, Accelerator
-from podium.algorithms.recipes import Recipe, make_recipe
-from podium.config.schema import Config
-from podium.plan.compiled import CompiledPhase
-from podium.plan.store import cache_folder, compiler_versions, write_file
-from podium.plan.topology import check_compiler, compiler_environment
-from podium.plan.worker import JOB, OUTCOME, Job
+from podium.files import write_atomically
+from podium.plan.topology import check_compiler, compiler_environment, compiler_versions
+from podium.plan.worker import JOB, JOB_RESULT, CompiledPhase, Job
 
 AT_ONCE = 2
-LIMIT_S = 1800.0
-"""Of one compilation: a 3B model's update takes 1 to 3 minutes on two cores."""
+LIMIT_S = 1800.0  # of one compilation: a 3B model's update takes 1 to 3 minutes on two cores
 POLL_S = 0.05
 PACKAGE = Path(podium.__file__).parent
-SOURCES = (
-    "sharding.py",
-    *(f"{part}/*.py" for part in ("config", "models", "rollout", "algorithms", "train")),
-    *(f"plan/{name}.py" for name in ("phases", "worker", "compiled", "hlo", "cost", "traffic", "collectives")),
-    *(f"plan/{name}.py" for name in ("memory", "liveness")),
-)
-"""What an answer follows from, besides settings and compiler."""
-ELSEWHERE = {"name", "runs_dir", "model", "chat_template", "seed", "tasks", "grading", "eval", "checkpoint", "metrics"}
-"""Settings that no program depends on; the model's numbers are asked for themselves."""
-OF_TRAINING = {"steps", "prompts_per_step", "group_size", "algorithm", "train"}
-OF_ENGINE = {"slots", "refill_steps", "prefill_rows"}
-PHASES_OF_ENGINE = ("sync", "prefill", "place", "place_across", "decode")
 _ANSWER = TypeAdapter(CompiledPhase)
 
 
@@ -57,19 +43,17 @@ class CompilerError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Progress:
+class CompileProgress:
     """Where a phase of a plan is."""
 
     phase: str
     state: Literal["cached", "compiling", "compiled"]
-    seconds: float
-    """Since its compilation began."""
-    done: int
-    """Phases that are finished, this one included if it is."""
+    seconds: float  # since its compilation began
+    done: int  # phases that are finished, this one included if it is
     total: int
 
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[CompileProgress], None]
 
 
 def compile_phases(
@@ -96,56 +80,50 @@ def compile_phases(
     for machine in {job.accelerator for job in jobs if job.accelerator.generation != "cpu"}:
         check_compiler(machine)
     folder = folder or cache_folder()
-    report = progress or (lambda _: None)
+    for name in ("answers", "crashes"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
     found: dict[str, CompiledPhase] = {}
     waiting: list[Job] = []
+
+    def report(job: Job, state: Literal["cached", "compiling", "compiled"], seconds: float) -> None:
+        if progress is not None:
+            done = CompileProgress(phase=job.phase, state=state, seconds=seconds, done=len(found), total=len(jobs))
+            progress(done)
+
     for job in jobs:
-        path = folder / "answers" / f"{answer_key(job)}.json"
+        path = _answer_path(folder, job)
         if path.exists():
             found[job.phase] = _ANSWER.validate_json(path.read_bytes())
-            report(Progress(phase=job.phase, state="cached", seconds=0.0, done=len(found), total=len(jobs)))
+            report(job, "cached", 0.0)
         else:
             waiting.append(job)
     with contextlib.ExitStack() as stack:
-        running: list[_Worker] = []
+        running: list[_Compilation] = []
         while waiting or running:
             while waiting and len(running) < at_once:
-                running.append(stack.enter_context(_Worker(waiting.pop(0), folder, limit_s)))
-            for worker in list(running):
-                if (compiled := worker.result()) is not None:
-                    running.remove(worker)
-                    found[worker.job.phase] = compiled
-                    path = folder / "answers" / f"{answer_key(worker.job)}.json"
-                    write_file(path, _ANSWER.dump_json(compiled))
-                if compiled is not None or worker.tells():
-                    state = "compiling" if compiled is None else "compiled"
-                    report(
-                        Progress(
-                            phase=worker.job.phase,
-                            state=state,
-                            seconds=worker.seconds,
-                            done=len(found),
-                            total=len(jobs),
-                        )
-                    )
+                running.append(stack.enter_context(_Compilation(waiting.pop(0), folder, limit_s)))
+            for each in list(running):
+                if (compiled := each.result()) is not None:
+                    running.remove(each)
+                    found[each.job.phase] = compiled
+                    write_atomically(_answer_path(folder, each.job), _ANSWER.dump_json(compiled))
+                    report(each.job, "compiled", each.seconds)
+                elif each.report_is_due():
+                    report(each.job, "compiling", each.seconds)
             time.sleep(POLL_S)
     return found
 
 
+def cache_folder() -> Path:
+    """Where the planner keeps what took long to find out: `$XDG_CACHE_HOME/podium/plan`, or below `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "podium" / "plan"
+
+
 def answer_key(job: Job) -> str:
-    """The name of what is known of a job: a hash of all that decides it."""
-    config = job.config.model_dump(mode="json", exclude=ELSEWHERE)
-    settings: Any = config
-    if job.phase.partition(":")[0] in PHASES_OF_ENGINE:
-        settings = {name: value for name, value in config.items() if name not in OF_TRAINING}
-        settings |= {"optimizer": job.config.train.optimizer.name, "reference": _recipe(job.config).needs_reference}
-    else:
-        settings["rollout"] = {name: value for name, value in config["rollout"].items() if name not in OF_ENGINE}
+    """The name under which the answer to a job is kept: a hash of all that can decide it."""
     decisive = {
-        "phase": job.phase,
-        "settings": settings,
-        "decoder": dataclasses.asdict(job.decoder),
-        "accelerator": dataclasses.asdict(job.accelerator),
+        "job": JOB.dump_python(job, mode="json", exclude={"programs"}),
         "versions": compiler_versions(job.accelerator),
         "flags": [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
         "source": _source_hash(),
@@ -153,26 +131,31 @@ def answer_key(job: Job) -> str:
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _recipe(config: Config) -> Recipe:
-    return make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
+def _answer_path(folder: Path, job: Job) -> Path:
+    return folder / "answers" / f"{answer_key(job)}.json"
 
 
+def sources() -> list[Path]:
+    """Files that decide an answer: all of the package's, as a list of some would grow stale."""
+    return sorted(PACKAGE.glob("**/*.py"))
+
+
+@functools.cache
 def _source_hash() -> str:
-    """Of all that makes a program and reads what became of it."""
     digest = hashlib.sha256()
-    for path in sorted(path for pattern in SOURCES for path in PACKAGE.glob(pattern)):
+    for path in sources():
         digest.update(f"{path.relative_to(PACKAGE)} {path.stat().st_size}\n".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-class _Worker:
+class _Compilation:
     """A process that does one job; left early, it is killed."""
 
     def __init__(self, job: Job, folder: Path, limit_s: float) -> None:
         self.job, self.folder, self.limit_s = job, folder, limit_s
 
-    def __enter__(self) -> "_Worker":
+    def __enter__(self) -> "_Compilation":
         self._stack = contextlib.ExitStack()
         self._files = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="podium-plan-")))
         (self._files / "job.json").write_bytes(JOB.dump_json(self.job))
@@ -187,8 +170,8 @@ class _Worker:
             stderr=log,
             start_new_session=True,  # Ctrl-C is ours to pass on
         )
-        self._start = self._told = time.perf_counter()
-        self._told -= 1.0
+        self._start = time.perf_counter()
+        self._reported = self._start - 1.0
         self._host_bytes = 0
         return self
 
@@ -203,19 +186,19 @@ class _Worker:
         """Since the process began."""
         return time.perf_counter() - self._start
 
-    def tells(self) -> bool:
-        """Whether it is time to say that it goes on: once a second."""
-        if (now := time.perf_counter()) - self._told < 1.0:
+    def report_is_due(self) -> bool:
+        """Whether it is time to report that it goes on: once a second."""
+        if (now := time.perf_counter()) - self._reported < 1.0:
             return False
-        self._told = now
+        self._reported = now
         return True
 
     def result(self) -> CompiledPhase | None:
-        """What became of it; None while it runs.
+        """The compiled program; None while the process runs.
 
         Raises:
             ValueError: the config does not fit the machine.
-            CompilerError: nothing became of it.
+            CompilerError: the process failed.
         """
         status = self._process.poll()
         if status is None:
@@ -228,38 +211,38 @@ class _Worker:
             return None
         if status != 0:
             raise CompilerError(self._crash(status))
-        outcome = OUTCOME.validate_json((self._files / "result.json").read_bytes())
-        if outcome.compiled is None:
-            raise ValueError(outcome.refused)
-        return outcome.compiled
+        result = JOB_RESULT.validate_json((self._files / "result.json").read_bytes())
+        if result.compiled is None:
+            raise ValueError(result.refused)
+        return result.compiled
 
     def _crash(self, status: int) -> str:
-        """What a process that ended early leaves, and where its text is kept."""
+        """Why a process failed, and where its output is kept."""
         text = (self._files / "log.txt").read_bytes()
         name = f"{self.job.accelerator.name}-{self.job.phase.replace(':', '-')}-{self._process.pid}.txt"
         path = self.folder / "crashes" / name
-        write_file(path, text)
+        write_atomically(path, text)
         where = f"compiling {self.job.phase} for {self.job.accelerator.name}"
         if status == -signal.SIGKILL or b"bad_alloc" in text or b"MemoryError" in text:
             machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             return (
                 f"{where}: this machine has too little memory; the compiler had taken {self._host_bytes / GIB:.1f} of"
-                f" its {machine / GIB:.1f} GiB when it ended. Free some, or plan with --fast. Its text: {path}"
+                f" its {machine / GIB:.1f} GiB when it ended. Free some, or plan with --fast. Its output: {path}"
             )
-        last = text.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+        last = text.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        return f"{where}: the compiler failed ({how}): {last[0][:300]}\nIts whole text: {path}"
+        return f"{where}: the compiler failed ({how}): {last[0][:300]}\nIts whole output: {path}"
 
 
 def _environment(accelerator: Accelerator) -> dict[str, str]:
-    """Of a process that compiles for it."""
+    """The environment of a process that compiles for an accelerator."""
     own = {"JAX_PLATFORMS": "cpu"} if accelerator.generation == "cpu" else compiler_environment(accelerator)
     paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | own | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _resident_bytes(pid: int) -> int:
-    """The most memory that a process has had so far; 0 where the system does not tell."""
+    """The most memory that a process has had so far; 0 where the system does not say."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -13,25 +13,12 @@ from collections.abc import Mapping
 from podium.accelerators import GIB, Accelerator
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
-from podium.plan.sizes import (
-    F32,
-    RunSizes,
-    gathered_counts,
-    kv_bytes,
-    layer_matmul,
-    make_sizes,
-    own_count,
-    own_layers,
-    rollout_weight_bytes,
-    working_weights,
-)
-from podium.plan.weights import local_count, optimizer_count, weights
-from podium.plan.wires import gathered_in_rollout, rollout_ici, tp_ici
+from podium.models.params import param_specs
+from podium.plan.sizes import F32, RunSizes, layer_matmul, local_count, make_sizes
 
 Parts = dict[str, int]
 
-MARGIN = 1.5
-"""Past so many times the memory there is, the closed form alone is enough to refuse."""
+MARGIN = 1.5  # past so many times the memory there is, the closed form alone is enough to refuse
 BATCH_ARRAYS = 9  # of podium.train.batch.Batch, [K, B, T] of 4 bytes each, without old and reference log-probabilities
 SAMPLER_LOGITS = 3  # logits, what is weighed of them, and their blocks
 MLP_FORWARD, MLP_BACKWARD = 2, 6  # arrays [B, T, F] alive at once
@@ -52,34 +39,28 @@ class PhaseEstimate:
     """What a phase needs of each device."""
 
     name: str
-    parts: Parts
-    """Bytes that are alive at the peak, by what they are."""
+    parts: Parts  # bytes that are alive at the peak, by what they are
     flops: int
     hbm_bytes: int
-    ici_bytes: int
-    """Bytes that a device sends to others."""
+    ici_bytes: int  # bytes that a device sends to others
 
     @property
     def total(self) -> int:
         """Bytes at the peak."""
         return sum(self.parts.values())
 
-    def largest(self, count: int) -> list[tuple[str, int]]:
-        """The largest parts, largest first."""
-        return sorted(self.parts.items(), key=lambda part: -part[1])[:count]
 
-
-def estimate(run: RunSizes, *, micro_batches: int = 1) -> list[PhaseEstimate]:
+def estimate(run: RunSizes) -> list[PhaseEstimate]:
     """Every phase of a step, in its order; `score` only where the recipe needs it.
 
     Work is that of one call: prefill and place of the largest bucket, one decode step of all slots, a score and an
-    update of so many micro-batches.
+    update of one micro-batch.
     """
     longest = max(run.buckets)
     phases = [sync_phase(run), prefill_phase(run, longest), place_phase(run, longest), decode_phase(run)]
     if run.recipe.needs_reference or run.recipe.scores_old_logprobs:
-        phases.append(score_phase(run, micro_batches))
-    return [*phases, update_phase(run, micro_batches), checkpoint_phase(run)]
+        phases.append(score_phase(run))
+    return [*phases, update_phase(run), checkpoint_phase(run)]
 
 
 def far_too_large(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> str | None:
@@ -91,7 +72,8 @@ def far_too_large(config: Config, decoder: DecoderConfig, accelerator: Accelerat
     worst = max(estimate(make_sizes(config, decoder, accelerator)), key=lambda phase: phase.total)
     if worst.total <= MARGIN * accelerator.hbm_bytes:
         return None
-    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in worst.largest(3))
+    largest = sorted(worst.parts.items(), key=lambda part: -part[1])[:3]
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
     return (
         f"{worst.name} needs about {worst.total / GIB:.1f} GiB on each device and {accelerator.name} has"
         f" {accelerator.hbm_bytes / GIB:.1f}; the largest parts, in GiB: {parts}. `podium plan` says what would fit;"
@@ -101,25 +83,21 @@ def far_too_large(config: Config, decoder: DecoderConfig, accelerator: Accelerat
 
 def trainers(run: RunSizes) -> Parts:
     """What the trainer holds on a device through every phase."""
-    parameters = F32 * own_count(run)
-    parts = {
-        "parameters": parameters,
-        "optimizer": F32 * optimizer_count(run.decoder, run.config.train.optimizer.name, run.train_shards),
-    }
+    parameters = F32 * run.own_count
+    parts = {"parameters": parameters, "optimizer": F32 * run.optimizer_count}
     return parts | ({"reference_weights": parameters} if run.recipe.needs_reference else {})
 
 
 def residents(run: RunSizes) -> Parts:
     """What stays on a device between an update and the next: the rollout's weights too, which the update is without."""
-    return trainers(run) | {"rollout_weights": rollout_weight_bytes(run)}
+    return trainers(run) | {"rollout_weights": run.rollout_weight_bytes}
 
 
 def sync_phase(run: RunSizes) -> PhaseEstimate:
     """The rollout's weights, made of the trainer's: all are gathered, then copied to where they stay."""
-    own, whole = own_count(run), rollout_weight_bytes(run)
+    own, whole = run.own_count, run.rollout_weight_bytes
     # Stacked weights are gathered into their place, embedding and head beside it.
-    ends = (each for name, each in weights(run.decoder).items() if name in ("embed", "head"))
-    beside = sum(local_count(each, run.rollout_weight_shards) for each in ends) * run.rollout_activation
+    beside = run.ends_count(run.rollout_parts) * run.rollout_activation
     return PhaseEstimate(
         name="sync",
         parts=residents(run) | {"gathered_weights": beside if whole > own * run.rollout_activation else 0},
@@ -141,23 +119,22 @@ def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
     return PhaseEstimate(
         name="prefill",
         parts=_rollout_residents(run)
-        | {"logits": logits, "gathered_weights": gathered_in_rollout(run)}
+        | {"logits": logits, "gathered_weights": run.gathered_in_rollout}
         | _forward_peak(run, rows, bucket, a),
         flops=flops,
-        hbm_bytes=rollout_weight_bytes(run) + traffic + kv_bytes(run, tokens) + logits,
-        ici_bytes=rollout_ici(run, tokens),
+        hbm_bytes=run.rollout_weight_bytes + traffic + run.kv_bytes(tokens) + logits,
+        ici_bytes=run.rollout_ici(tokens),
     )
 
 
 def decode_phase(run: RunSizes) -> PhaseEstimate:
     """One step of all slots; attention reads whole slots, however full they are."""
     slots, a, decoder = -(-run.config.rollout.slots // run.rollout_shards), run.rollout_activation, run.decoder
-    cache, logits = kv_bytes(run, slots * run.cache_length), F32 * slots * decoder.vocab
+    cache, logits = run.kv_bytes(slots * run.cache_length), F32 * slots * decoder.vocab
     scores = F32 * slots * decoder.heads * run.cache_length
-    matmul = layer_matmul(decoder) * decoder.layers + decoder.vocab * decoder.width
     # The TPU's compiler lays the stacks of q, k and v out anew in each call.
-    stacks = (weights(decoder)[f"layers.{name}"] for name in ("q", "k", "v") if run.platform == "tpu")
-    relaid = a * sum(local_count(each, run.rollout_weight_shards) for each in stacks)
+    stacks = (param_specs(decoder)[f"layers.{name}"] for name in ("q", "k", "v") if run.platform == "tpu")
+    relaid = a * sum(local_count(each, run.rollout_parts) for each in stacks)
     calls = 2 * relaid // run.config.rollout.refill_steps
     return PhaseEstimate(
         name="decode",
@@ -166,11 +143,11 @@ def decode_phase(run: RunSizes) -> PhaseEstimate:
             "relaid_weights": relaid,
             "attention_scores": scores,
             "logits": SAMPLER_LOGITS * logits,
-            "gathered_weights": gathered_in_rollout(run),
+            "gathered_weights": run.gathered_in_rollout,
         },
-        flops=slots * 2 * matmul + _attention_flops(run, slots, run.cache_length, split=1),
-        hbm_bytes=matmul * a + cache + calls + 2 * SAMPLER_LOGITS * logits,
-        ici_bytes=rollout_ici(run, slots),
+        flops=slots * 2 * run.matmul_count + _attention_flops(run, slots, run.cache_length, split=1),
+        hbm_bytes=run.matmul_count * a + cache + calls + 2 * SAMPLER_LOGITS * logits,
+        ici_bytes=run.rollout_ici(slots),
     )
 
 
@@ -179,7 +156,7 @@ def place_phase(run: RunSizes, bucket: int, *, crosses: bool = True) -> PhaseEst
 
     Where some go to another device than the one that has prefilled them, every device sees all, a layer at a time.
     """
-    prompts = kv_bytes(run, run.config.rollout.prefill_rows * bucket)
+    prompts = run.kv_bytes(run.config.rollout.prefill_rows * bucket)
     gathered = prompts if crosses and run.rollout_shards > 1 else 0
     return PhaseEstimate(
         name="place",
@@ -190,31 +167,28 @@ def place_phase(run: RunSizes, bucket: int, *, crosses: bool = True) -> PhaseEst
     )
 
 
-def score_phase(run: RunSizes, micro_batches: int = 1) -> PhaseEstimate:
+def score_phase(run: RunSizes) -> PhaseEstimate:
     """Log-probabilities of a batch under frozen weights: a forward pass."""
     a, tokens = run.activation, run.rows * run.row_tokens
-    layers, head = gathered_counts(run)
+    layers, head = run.gathered_counts
     passes = _passes(run, "forward")
     return PhaseEstimate(
         name="score",
         parts=trainers(run)
         | _batch(run)
-        | {"working_weights": working_weights(run), "gathered_weights": _copied(run, head)}
+        | {"working_weights": run.working_weights, "gathered_weights": _copied(run, head)}
         | max(_logits(run), _forward_peak(run, run.rows, run.row_tokens, a), key=_total),
-        flops=micro_batches * _forward_flops(run),
-        hbm_bytes=micro_batches * passes + own_count(run) * (F32 + a),
-        ici_bytes=(micro_batches * layers + head) * a * (run.fsdp - 1) // run.fsdp
-        + micro_batches * 2 * tp_ici(run, tokens),
+        flops=_forward_flops(run),
+        hbm_bytes=passes + run.own_count * (F32 + a),
+        ici_bytes=(layers + head) * a * (run.fsdp - 1) // run.fsdp + 2 * run.tp_ici(tokens),
     )
 
 
-def update_phase(run: RunSizes, micro_batches: int = 1) -> PhaseEstimate:
+def update_phase(run: RunSizes) -> PhaseEstimate:
     """One optimizer step: gradients of the micro-batches, summed, and the optimizer."""
-    a, tokens, decoder = run.activation, run.rows * run.row_tokens, run.decoder
-    layers, head = gathered_counts(run)
-    own = own_count(run)
-    optimizer = optimizer_count(decoder, run.config.train.optimizer.name, run.train_shards)
-    sends = (run.fsdp - 1) / run.fsdp
+    a, tokens = run.activation, run.rows * run.row_tokens
+    layers, head = run.gathered_counts
+    own, sends = run.own_count, (run.fsdp - 1) / run.fsdp
     # Weights come as they compute, and gradients go as they do.
     remat = run.config.train.remat
     gathers = (2 if remat == "none" else 3) * layers * a + head * 2 * a
@@ -222,11 +196,11 @@ def update_phase(run: RunSizes, micro_batches: int = 1) -> PhaseEstimate:
     return PhaseEstimate(
         name="update",
         parts=trainers(run) | _batch(run) | _update_peak(run),
-        flops=micro_batches * _update_flops(run),
-        hbm_bytes=micro_batches * (_passes(run, "update") + OPTIMIZER_TRAFFIC * own * F32)
-        + 2 * F32 * (own + optimizer),
-        ici_bytes=int(micro_batches * gathers * sends + head * a * sends)
-        + micro_batches * (reduced + (6 if remat == "layer" else 4) * tp_ici(run, tokens)),
+        flops=_update_flops(run),
+        hbm_bytes=_passes(run, "update") + OPTIMIZER_TRAFFIC * own * F32 + 2 * F32 * (own + run.optimizer_count),
+        ici_bytes=int(gathers * sends + head * a * sends)
+        + reduced
+        + (6 if remat == "layer" else 4) * run.tp_ici(tokens),
     )
 
 
@@ -242,20 +216,20 @@ def _update_peak(run: RunSizes) -> Parts:
     """What an update makes, at the worst of its moments: at the logits, in a layer's backward pass, or after both."""
     a, decoder = run.activation, run.decoder
     tokens = run.rows * run.row_tokens
-    layers, head = gathered_counts(run)
-    gradients = F32 * own_count(run)
-    always = {"working_weights": working_weights(run), "gathered_weights": _copied(run, head)}
+    layers, head = run.gathered_counts
+    gradients = F32 * run.own_count
+    always = {"working_weights": run.working_weights, "gathered_weights": _copied(run, head)}
     kept = {"layer_inputs": decoder.layers * tokens * decoder.width * a}
     if saved := run.config.train.remat == "none":
         kept |= _saved(run)
     elif run.config.train.remat == "products":
         kept |= _saved_products(run)
     at_head = kept | {"gradients": gradients + head * a} | _logits(run, all_tokens=saved)
-    in_layers = kept | {"gradients": gradients + F32 * own_layers(run)} | _backward_peak(run)
+    in_layers = kept | {"gradients": gradients + F32 * run.own_layers} | _backward_peak(run)
     in_layers["gathered_weights"] = _copied(run, layers // decoder.layers)
     embedding = head if decoder.tied else head // 2
     # The layers' activations are gone by then, and what was gathered.
-    at_embedding = {"gradients": gradients + F32 * (own_layers(run) + embedding), "gathered_weights": 0}
+    at_embedding = {"gradients": gradients + F32 * (run.own_layers + embedding), "gathered_weights": 0}
     return max((always | each for each in (at_head, in_layers, at_embedding)), key=_total)
 
 
@@ -295,7 +269,7 @@ def _backward_peak(run: RunSizes) -> Parts:
 def _saved(run: RunSizes) -> Parts:
     """What `remat: none` keeps of every layer for the backward pass, its gathered weights and its scores among it."""
     decoder, a, tokens = run.decoder, run.activation, run.rows * run.row_tokens
-    layers, _ = gathered_counts(run)
+    layers, _ = run.gathered_counts
     width = 4 * decoder.width + 2 * (decoder.heads + decoder.kv_heads) * decoder.head_dim // run.tp
     return {
         "saved_activations": decoder.layers * tokens * (width + MLP_SAVED * decoder.mlp_width // run.tp) * a,
@@ -322,8 +296,8 @@ def _rollout_residents(run: RunSizes) -> Parts:
     """What stays through a rollout: besides the residents, the cache and the last prompts of each bucket."""
     rollout = run.config.rollout
     slots, rows = -(-rollout.slots // run.rollout_shards), -(-rollout.prefill_rows // run.rollout_shards)
-    held = kv_bytes(run, rows * sum(run.buckets)) + F32 * rows * len(run.buckets) * run.decoder.vocab
-    return residents(run) | {"kv_cache": kv_bytes(run, slots * run.cache_length), "prompts": held}
+    held = run.kv_bytes(rows * sum(run.buckets)) + F32 * rows * len(run.buckets) * run.decoder.vocab
+    return residents(run) | {"kv_cache": run.kv_bytes(slots * run.cache_length), "prompts": held}
 
 
 def _attention_flops(run: RunSizes, queries: int, keys: int, *, split: int) -> int:
@@ -340,10 +314,8 @@ def _forward_flops(run: RunSizes) -> int:
 
 
 def _matmul_flops(run: RunSizes) -> int:
-    """Of the forward pass's weights."""
-    decoder = run.decoder
-    matmul = layer_matmul(decoder) * decoder.layers + decoder.vocab * decoder.width
-    return 2 * run.rows * run.row_tokens * matmul
+    """Operations of the forward pass's weights."""
+    return 2 * run.rows * run.row_tokens * run.matmul_count
 
 
 def _update_flops(run: RunSizes) -> int:
@@ -362,7 +334,7 @@ def _passes(run: RunSizes, kind: str) -> int:
     """HBM traffic of all layers and the head for a micro-batch."""
     decoder, tokens = run.decoder, run.rows * run.row_tokens
     logits = LOGITS_TRAFFIC[kind] * F32 * tokens * decoder.vocab // run.tp
-    gathered = (2 if kind == "forward" else 4) * sum(gathered_counts(run)) * run.activation
+    gathered = (2 if kind == "forward" else 4) * sum(run.gathered_counts) * run.activation
     layers = _layers_traffic(run, kind, run.rows, run.row_tokens, run.activation, split=run.tp)
     return layers + logits + gathered
 

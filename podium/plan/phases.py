@@ -19,12 +19,7 @@ from podium.config.schema import Config
 from podium.config.sizes import prompt_buckets
 from podium.models.architecture import DecoderConfig
 from podium.models.params import param_specs
-from podium.rollout.programs import (
-    abstract_engine_cache,
-    abstract_prompts,
-    idle_slots,
-    make_engine_programs,
-)
+from podium.rollout.programs import abstract_engine_cache, abstract_prompts, idle_slots, make_engine_programs
 from podium.sharding import abstract_params
 from podium.train.batch import batch_sizes, make_batch
 from podium.train.generate import as_dtype, rollout_rules
@@ -39,12 +34,9 @@ from podium.train.trainer import with_scores
 class PhaseProgram:
     """One compiled program of a run."""
 
-    name: str
-    """init, sync, prefill:T, place:T and place_across:T by bucket, decode, score, update."""
-    lower: Callable[[], jax.stages.Lowered]
-    """Traces it with its arguments."""
-    arguments: tuple[Any, ...]
-    """Trees of arrays, abstract."""
+    name: str  # init, sync, prefill:T, place:T and place_across:T by bucket, decode, score, update
+    lower: Callable[[], jax.stages.Lowered]  # traces it with its arguments
+    arguments: tuple[Any, ...]  # trees of arrays, abstract
     residents: Mapping[str, int]
     """Bytes of a device that are in use beside the program's own arguments, by what they are."""
 
@@ -87,16 +79,7 @@ def _rollout_programs(
     trainers: Mapping[str, int],
     beside_params: Mapping[str, int],
 ) -> dict[str, PhaseProgram]:
-    """The engine's programs.
-
-    Args:
-        config: of the run.
-        decoder: the model's numbers.
-        mesh: of the run.
-        params: the trainer's, abstract.
-        trainers: bytes that the trainer holds.
-        beside_params: the same without `params`.
-    """
+    """The engine's programs; `trainers` are bytes that the trainer holds, `beside_params` those but for `params`."""
     rules, dtype = rollout_rules(config.rollout, mesh), as_dtype(config.rollout.dtype, mesh)
     engine = (config.rollout, decoder, rules, dtype)
     programs = make_engine_programs(*engine)

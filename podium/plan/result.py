@@ -5,14 +5,14 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from podium.plan.lengths import Composition
+from podium.hlo.cost import CollectiveTotal
+from podium.plan.workload import Workload
 
 Verdict = Literal["fits", "does_not_fit", "too_close"]
 BoundBy = Literal["compute", "hbm", "ici", "latency", ""]
-TOO_CLOSE = 0.03
-"""Of the memory: as far as the compiler's figure and a device's own were seen to be apart."""
+TOO_CLOSE = 0.03  # of the memory: as far as the compiler's figure and a device's own were seen to be apart
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,22 +38,6 @@ NO_TIME = Seconds(value=0.0, low=0.0, high=0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Collective:
-    """Transfers of one kind along the same axes of the mesh, in all calls of a phase's program in a step."""
-
-    kind: str
-    axes: tuple[str, ...]
-    group: int
-    """Devices that take part together."""
-    overlaps: bool
-    """Whether the device works on meanwhile."""
-    calls: float
-    """Per step of the run."""
-    sent: float
-    """Bytes that a device sends, per step of the run."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LargeArray:
     """One of the arrays that are alive at a phase's peak."""
 
@@ -66,63 +50,40 @@ class LargeArray:
 class Phase:
     """One program of a run, or the state at rest: what a device holds while it runs, and how long it takes."""
 
-    name: str
-    """init, sync, prefill, place, decode, score, update or checkpoint."""
-    bytes: int
-    """At the peak, per device: residents, arguments, temporaries, and the code of all programs."""
-    parts: Mapping[str, int]
-    """The same by our names; they add up to `bytes`."""
+    name: str  # init, sync, prefill, place, decode, score, update or checkpoint
+    bytes: int  # at the peak, per device: residents, arguments, temporaries, and the code of all programs
+    parts: Mapping[str, int]  # bytes by our names; they add up to `bytes`
     fits: bool
-    seconds: Seconds | None
-    """Of all its calls in a step, on the device; None: unknown, or not a part of a step."""
-    bound_by: BoundBy
-    """What most of `seconds` waits for."""
-    largest: tuple[LargeArray, ...]
-    """The largest arrays first, residents among them."""
-    calls: float
-    """Of its program in a step of the run."""
-    collectives: tuple[Collective, ...]
-    """What sends most comes first."""
-    flops: float
-    """Of one device in a step of the run."""
-    closed_form_flops: float
-    """What the closed form says of the same."""
-    compile_s: float | None
-    """How long the compiler took when it did; None where nothing was compiled."""
-    compiled: bool
-    """Whether `bytes` is the compiler's; the closed form's otherwise."""
+    seconds: Seconds | None = None  # of all its calls in a step, on the device; None: unknown, or not a part of a step
+    bound_by: BoundBy = ""  # what most of `seconds` waits for
+    largest: tuple[LargeArray, ...] = ()  # the largest arrays first, residents among them
+    calls: float = 0  # of its program in a step of the run
+    collectives: tuple[CollectiveTotal, ...] = ()  # in a step; what sends most comes first
+    flops: float = 0  # of one device in a step of the run
+    closed_form_flops: float = 0  # by the closed form
+    compile_s: float | None = None  # how long the compiler took when it did; None where nothing was compiled
+    compiled: bool = False  # whether `bytes` is the compiler's; the closed form's otherwise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """The answer for one config on one accelerator."""
 
-    config: str
-    """Name of the config."""
+    config: str  # name of the config
     accelerator: str
     devices: int
-    hbm_bytes: int
-    """Usable memory of a device."""
+    hbm_bytes: int  # usable memory of a device
     verdict: Verdict
-    spare_bytes: int
-    """Of the phase with the least head-room; negative: missing."""
-    phases: tuple[Phase, ...]
-    """In the order of a run."""
-    host: Seconds | None
-    """What the host does in a step while devices wait; in no phase's seconds."""
+    spare_bytes: int  # of the phase with the least head-room; negative: missing
+    phases: tuple[Phase, ...]  # in the order of a run
+    host: Seconds | None  # what the host does in a step while devices wait; in no phase's seconds
     step: Seconds | None
-    tokens_per_s_per_device: Seconds | None
-    """Completion tokens of a step, per second and device."""
-    composition: Composition
-    """Of the rollout."""
-    micro_batches: int
-    """Of all updates of a step."""
-    notes: tuple[str, ...]
-    """What else a user should know, in sentences."""
-    estimate_only: bool
-    """Whether no phase was compiled."""
-    versions: Mapping[str, str]
-    """Of Podium and what compiled."""
+    tokens_per_s_per_device: Seconds | None  # completion tokens of a step, per second and device
+    workload: Workload  # of the rollout
+    micro_batches: int  # of all updates of a step
+    notes: tuple[str, ...]  # what else a user should know, in sentences
+    estimate_only: bool  # whether no phase was compiled
+    versions: Mapping[str, str]  # of Podium and what compiled
 
     @property
     def worst(self) -> Phase:
@@ -130,12 +91,12 @@ class Plan:
         return max(self.phases, key=lambda phase: phase.bytes)
 
     def phase(self, name: str) -> Phase:
-        """The phase of that name."""
+        """The phase of that name, which there must be."""
         return next(phase for phase in self.phases if phase.name == name)
 
-    def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values; tuples become lists."""
-        return dataclasses.asdict(self)
+    def find_phase(self, name: str) -> Phase | None:
+        """The phase of that name, if there is one."""
+        return next((phase for phase in self.phases if phase.name == name), None)
 
 
 def judge(phase_bytes: Iterable[int], hbm_bytes: int) -> Verdict:

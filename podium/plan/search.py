@@ -1,71 +1,170 @@
-"""The largest value of a setting that fits, found by bisection on plans; the closed form says where to begin.
+"""Changes to a config that are tried by planning them: the largest value that fits, and changes that help.
 
-A plan compiles what the setting touches; what it does not touch comes from the planner's cache.
+`--search` and `--suggest` share one loop, `try_changes`: a strategy names the next change, the planner plans it. The
+closed form says what to try; what a change does not touch comes from the planner's cache.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import get_args
 
-from podium.config.schema import Config
-from podium.config.sizes import batch_sequences
+from podium.config.schema import Config, Remat, RolloutLayout
+from podium.config.sizes import batch_sequences, row_tokens, rows_per_device
+from podium.plan.compare import ORDER, difference
 from podium.plan.result import TOO_CLOSE, Plan
 from podium.plan.sizes import RunSizes
 
-MOST_PLANS = 6
-"""Compiled in one search."""
-WIDEST = 16
-"""Times the config's value, where nothing else ends a search."""
-TOKENS_TOGETHER = 64
-"""Lengths are searched in steps of so many tokens."""
+MOST_PLANS = 6  # compiled in one search
+MOST_CANDIDATES = 4  # changes that are compiled to find those that help most
+SHOWN = 3  # changes that a report names
+WIDEST = 16  # times the config's value, where nothing else ends a search
+TOKENS_TOGETHER = 64  # lengths are searched in steps of so many tokens
+BETTER = 0.99
+"""Times the seconds of a step, or the memory where a run does not fit, from which on a change is worth naming."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Range:
+class Change:
+    """One setting with another value."""
+
+    key: str
+    value: int | str
+    old: int | str | None = None  # the value that is there now; None: not asked for
+
+    def __str__(self) -> str:
+        """The change as the command line takes it."""
+        return f"{self.key}={self.value}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A change that was tried, and the plan of it."""
+
+    change: Change
+    plan: Plan
+    reason: str = ""  # what it makes better, if it does
+
+
+Make = Callable[[Change], Plan]
+
+
+def try_changes(next_change: Callable[[Sequence[Trial]], Change | None], make: Make, *, most: int) -> list[Trial]:
+    """Plan one change after the other.
+
+    Args:
+        next_change: the change to try after these trials; None: enough.
+        make: the plan of a change.
+        most: plans.
+    """
+    trials: list[Trial] = []
+    while len(trials) < most and (change := next_change(trials)) is not None:
+        trials.append(Trial(change=change, plan=make(change)))
+    return trials
+
+
+# The largest value that fits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchRange:
     """The values of a setting that a search goes through: multiples of `unit`."""
 
     unit: int
     most: int
-    why: str
-    """The reason that there is no use in more."""
+    why: str  # the reason that there is no use in more
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Try:
-    """One value, and the plan of it."""
-
-    value: int
-    plan: Plan
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
+class SearchResult:
     """What a search came to."""
 
     key: str
-    range: Range
-    tries: tuple[Try, ...]
-    """In the order of their values."""
-    proven: bool
-    """Whether the next larger value was tried too, or there is none."""
+    range: SearchRange
+    trials: tuple[Trial, ...]  # in the order of their values
+    proven: bool  # whether the next larger value was tried too, or there is none
 
     @property
-    def best(self) -> Try | None:
+    def best(self) -> Trial | None:
         """The largest value whose plan fits; None: even the smallest does not."""
-        return max((each for each in self.tries if each.plan.verdict == "fits"), key=_value, default=None)
+        return next((each for each in reversed(self.trials) if each.plan.verdict == "fits"), None)
 
     @property
-    def too_large(self) -> Try | None:
+    def too_large(self) -> Trial | None:
         """The smallest value tried that is too large, or too close to call."""
-        return min((each for each in self.tries if each.plan.verdict != "fits"), key=_value, default=None)
+        return next((each for each in self.trials if each.plan.verdict != "fits"), None)
 
 
-def search_range(key: str, config: Config, run: RunSizes) -> Range:
+def search(
+    key: str, values: SearchRange, *, closed_form: Callable[[int], int], make: Make, hbm_bytes: int
+) -> SearchResult:
+    """The largest value whose plan fits, in at most six plans.
+
+    Args:
+        key: of the setting.
+        values: to search.
+        closed_form: bytes of the phase with the least head-room, as estimated for a value; rises with it.
+        make: the plan of a change.
+        hbm_bytes: memory of a device.
+    """
+    bisection = _Bisection(key, values, closed_form, (1 - TOO_CLOSE) * hbm_bytes)
+    trials = try_changes(bisection.next_change, make, most=MOST_PLANS)
+    bisection.learn(trials)
+    ordered = tuple(sorted(trials, key=lambda trial: int(trial.change.value)))
+    return SearchResult(key=key, range=values, trials=ordered, proven=bisection.done)
+
+
+class _Bisection:
+    """The next value of a search.
+
+    It is where the closed form, corrected by the last plan, sees the limit, or the one above, to prove it; after the
+    corrected form was wrong, it is the middle of what is left.
+    """
+
+    def __init__(self, key: str, values: SearchRange, closed_form: Callable[[int], int], room: float) -> None:
+        self.key, self.unit, self.closed_form, self.room = key, values.unit, closed_form, room
+        self.low, self.high = 0, values.most // values.unit + 1  # in units: fits, and does not; both as yet untried
+        self.correction, self.expected, self.learned, self.misled = 1.0, 0, 0, False
+
+    @property
+    def done(self) -> bool:
+        """Whether no value is left between what fits and what does not."""
+        return self.high - self.low <= 1
+
+    def next_change(self, trials: Sequence[Trial]) -> Change | None:
+        """The value to try after these trials."""
+        self.learn(trials)
+        if self.done:
+            return None
+        self.expected = self._limit(self.room / self.correction)
+        units = (self.low + self.high) // 2 if self.misled else max(self.expected, self.low + 1)
+        return Change(key=self.key, value=units * self.unit)
+
+    def learn(self, trials: Sequence[Trial]) -> None:
+        """Narrow the range by the last trial, and correct the closed form by its plan."""
+        if len(trials) == self.learned:
+            return
+        self.learned, plan, value = len(trials), trials[-1].plan, int(trials[-1].change.value)
+        fits, units = plan.verdict == "fits", value // self.unit
+        self.misled = len(trials) > 1 and fits != (units <= self.expected)  # once is what the correction is for
+        self.correction = plan.worst.bytes / self.closed_form(value)
+        self.low, self.high = (units, self.high) if fits else (self.low, units)
+
+    def _limit(self, room: float) -> int:
+        """The largest number of units, below what does not fit, that takes less than `room`."""
+        low, high = self.low, self.high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.closed_form(middle * self.unit) < room else (low, middle)
+        return low
+
+
+def search_range(key: str, config: Config, run: RunSizes) -> SearchRange:
     """The values of a setting that are worth a search.
 
     Raises:
         ValueError: the key cannot be searched, or not in this config.
     """
-    ranges: dict[str, Callable[[Config, RunSizes], Range]] = {
+    ranges: dict[str, Callable[[Config, RunSizes], SearchRange]] = {
         "train.rows_per_device": _rows,
         "prompts_per_step": _prompts,
         "rollout.max_new_tokens": _new_tokens,
@@ -79,76 +178,111 @@ def search_range(key: str, config: Config, run: RunSizes) -> Range:
     return found
 
 
-def search(
-    key: str, values: Range, *, closed_form: Callable[[int], int], make: Callable[[int], Plan], hbm_bytes: int
-) -> Found:
-    """The largest value whose plan fits, in at most six plans.
-
-    Every next value is where the closed form, corrected by the last plan, sees the limit, or the one above, to prove
-    it; after the corrected form was wrong, the middle of what is left.
-
-    Args:
-        key: of the setting.
-        values: to search.
-        closed_form: bytes of the phase with the least head-room, as estimated for a value; rises with it.
-        make: the plan of a value.
-        hbm_bytes: memory of a device.
-    """
-    tries: dict[int, Plan] = {}
-    low, high = 0, values.most // values.unit + 1  # in units: fits, and does not; both as yet untried
-    safe, correction, misled = (1 - TOO_CLOSE) * hbm_bytes, 1.0, False
-    while high - low > 1 and len(tries) < MOST_PLANS:
-        expected = _limit(low, high, values.unit, closed_form, safe / correction)
-        units = (low + high) // 2 if misled else max(expected, low + 1)
-        value = units * values.unit
-        plan = tries[value] = make(value)
-        fits = plan.verdict == "fits"
-        misled = len(tries) > 1 and fits != (units <= expected)  # once is what the correction is for
-        correction = plan.worst.bytes / closed_form(value)
-        low, high = (units, high) if fits else (low, units)
-    return Found(
-        key=key,
-        range=values,
-        tries=tuple(Try(value=value, plan=tries[value]) for value in sorted(tries)),
-        proven=high - low <= 1,
-    )
-
-
-def _limit(low: int, high: int, unit: int, closed_form: Callable[[int], int], room: float) -> int:
-    """The largest number of units, from `low` to below `high`, that takes less than `room`; `low` is taken to."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if closed_form(middle * unit) < room else (low, middle)
-    return low
-
-
-def _rows(config: Config, run: RunSizes) -> Range:
+def _rows(config: Config, run: RunSizes) -> SearchRange:
     if config.train.tokens_per_device is not None:
         raise ValueError(
             "--search train.rows_per_device: the config sets train.tokens_per_device instead; unset it with"
             " --set train.tokens_per_device=null"
         )
-    most = -(-batch_sequences(config) // (run.dp * run.fsdp))
-    return Range(unit=1, most=most, why="one micro-batch then holds all completions of an optimizer step")
+    why = "one micro-batch then holds all completions of an optimizer step"
+    return SearchRange(unit=1, most=_most_rows(config, run), why=why)
 
 
-def _prompts(config: Config, _: RunSizes) -> Range:
-    most = WIDEST * config.prompts_per_step
-    return Range(unit=config.algorithm.minibatches, most=most, why=f"the search ends at {WIDEST} times the config's")
+def _prompts(config: Config, _: RunSizes) -> SearchRange:
+    most, why = WIDEST * config.prompts_per_step, f"the search ends at {WIDEST} times the config's"
+    return SearchRange(unit=config.algorithm.minibatches, most=most, why=why)
 
 
-def _new_tokens(config: Config, run: RunSizes) -> Range:
+def _new_tokens(config: Config, run: RunSizes) -> SearchRange:
     rows = config.train.row_tokens or config.train.tokens_per_device
     longest = min(run.decoder.max_positions, rows or run.decoder.max_positions)
     most = (longest - config.rollout.max_prompt_tokens) // TOKENS_TOGETHER * TOKENS_TOGETHER
     why = f"sequences of {longest} tokens are the longest that {'a row holds' if rows else 'the model knows'}"
-    return Range(unit=TOKENS_TOGETHER, most=most, why=why)
+    return SearchRange(unit=TOKENS_TOGETHER, most=most, why=why)
 
 
-def _slots(config: Config, run: RunSizes) -> Range:
+def _slots(config: Config, run: RunSizes) -> SearchRange:
     unit, sequences = run.rollout_shards, config.prompts_per_step * config.group_size
-    return Range(unit=unit, most=-(-sequences // unit) * unit, why="every completion of a step then has a slot")
+    return SearchRange(unit=unit, most=-(-sequences // unit) * unit, why="every completion of a step then has a slot")
 
 
-def _value(each: Try) -> int:
-    return each.value
+def _most_rows(config: Config, run: RunSizes) -> int:
+    return -(-batch_sequences(config) // (run.dp * run.fsdp))
+
+
+# Changes that make a run fit, or faster, without changing what it learns
+
+
+def candidates(config: Config, run: RunSizes) -> Iterator[Change]:
+    """Changes that leave what is learned as it is; some will not help."""
+    train, rollout, rows = config.train, config.rollout, rows_per_device(config)
+    for more in (rows // 2, 2 * rows):
+        if not 1 <= more <= _most_rows(config, run):
+            continue
+        if train.tokens_per_device is None:
+            yield Change(key="train.rows_per_device", value=more, old=rows)
+        else:
+            tokens = more * row_tokens(config)
+            yield Change(key="train.tokens_per_device", value=tokens, old=train.tokens_per_device)
+    for remat in get_args(Remat):
+        if remat != train.remat:
+            yield Change(key="train.remat", value=remat, old=train.remat)
+    for tokens in (train.head_chunk_tokens // 4, 4 * train.head_chunk_tokens):
+        if 1 <= tokens <= rows * row_tokens(config):
+            yield Change(key="train.head_chunk_tokens", value=tokens, old=train.head_chunk_tokens)
+    sequences = config.prompts_per_step * config.group_size
+    for slots in (rollout.slots // 2, 2 * rollout.slots):
+        if slots % run.rollout_shards == 0 and 1 <= slots < 2 * sequences:
+            yield Change(key="rollout.slots", value=slots, old=rollout.slots)
+    for layout in get_args(RolloutLayout):
+        if layout != rollout.layout:
+            yield Change(key="rollout.layout", value=layout, old=rollout.layout)
+    yield Change(key="rollout.refill_steps", value=2 * rollout.refill_steps, old=rollout.refill_steps)
+
+
+def promising(changes: Iterable[Change], plan: Plan, estimated: Make) -> list[Change]:
+    """The changes that help by the closed form, best first.
+
+    Args:
+        changes: to estimate.
+        plan: the closed form's, without any.
+        estimated: the closed form's plan of a change; ValueError where it contradicts the config or the machine.
+    """
+    found = []
+    for change in changes:
+        try:
+            changed = estimated(change)
+        except ValueError:  # a slot for each device, say, is not to be had with so few
+            continue
+        if helps(changed, plan):
+            found.append((_rank(changed), change))
+    return [change for _, change in sorted(found, key=lambda each: each[0])]
+
+
+def suggest(changes: Iterable[Change], plan: Plan, make: Make) -> list[Trial]:
+    """The changes that help most, best first, each with the plan that shows it.
+
+    Args:
+        changes: to try.
+        plan: without them.
+        make: the plan of a change, made as `plan` was.
+    """
+    waiting = iter(changes)
+    trials = try_changes(lambda _: next(waiting, None), make, most=MOST_CANDIDATES)
+    better = sorted((trial for trial in trials if helps(trial.plan, plan)), key=lambda trial: _rank(trial.plan))
+    return [dataclasses.replace(each, reason=difference(each.plan, plan)) for each in better[:SHOWN]]
+
+
+def helps(changed: Plan, plan: Plan) -> bool:
+    """Whether a change is one for the better: it fits, or is nearer to that, or is faster and fits still."""
+    if changed.verdict != plan.verdict:
+        return ORDER.index(changed.verdict) < ORDER.index(plan.verdict)
+    if plan.verdict != "fits":
+        return changed.worst.bytes < BETTER * plan.worst.bytes
+    return changed.step is not None and plan.step is not None and changed.step.value < BETTER * plan.step.value
+
+
+def _rank(plan: Plan) -> tuple[int, float]:
+    """Best first: what fits by its seconds, what does not by its memory."""
+    fits = plan.verdict == "fits" and plan.step is not None
+    return ORDER.index(plan.verdict), plan.step.value if fits and plan.step else float(plan.worst.bytes)

@@ -1,22 +1,25 @@
-"""The numbers of a run that its phases follow from: mesh, rows, buckets, and bytes that several phases share.
+"""The numbers of a run that its phases follow from: mesh, rows, buckets, and bytes that several phases share. No jax.
 
-B rows are a device's own. Layouts of the rollout: `replicated` has whole weights and a share of the sequences on each
-device; `legacy` has the training layout's weights and splits sequences over all devices; `maxtext` has those weights
-and splits sequences over dp alone.
+B rows are a device's own. Weights and axes are those of `podium.models.params`; what a device has of them follows from
+the table of axes that the trainer or the rollout's layout uses.
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Mapping
 
 from podium.accelerators import Accelerator, auto_dtype, cpu_flags
 from podium.algorithms.recipes import Recipe, make_recipe
-from podium.config.mesh import mesh_shape
+from podium.config.mesh import AXES, mesh_shape
 from podium.config.schema import Config, Dtype
 from podium.config.sizes import batch_sequences, prompt_buckets, row_tokens, rows_per_device
+from podium.models import params
 from podium.models.architecture import DecoderConfig
-from podium.plan.weights import local_count, weights
+from podium.models.params import ParamSpec, param_specs
 
 F32 = 4
+Parts = Mapping[str, int]  # into how many parts each logical axis is split
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,16 +34,11 @@ class RunSizes:
     dp: int
     fsdp: int
     tp: int
-    activation: int
-    """Bytes of a number in the update."""
-    rollout_activation: int
-    """Bytes of a number in the rollout."""
-    rows: int
-    """B, of a micro-batch on a device."""
-    row_tokens: int
-    """T."""
-    max_micro_batches: int
-    """K."""
+    activation: int  # bytes of a number in the update
+    rollout_activation: int  # bytes of a number in the rollout
+    rows: int  # B, of a micro-batch on a device
+    row_tokens: int  # T
+    max_micro_batches: int  # K
     buckets: tuple[int, ...]
 
     @property
@@ -51,22 +49,108 @@ class RunSizes:
     @property
     def rollout_shards(self) -> int:
         """Devices that the sequences of the rollout are split over."""
-        return self.dp if self.layout == "maxtext" else self.devices
+        return self.rollout_parts["batch"]
 
     @property
     def cache_length(self) -> int:
         """C, positions of a slot."""
         return self.config.rollout.max_prompt_tokens + self.config.rollout.max_new_tokens
 
-    @property
-    def train_shards(self) -> dict[str, int]:
+    @functools.cached_property
+    def train_parts(self) -> Parts:
         """Into how many parts the training layout splits each logical axis."""
-        return {"vocab": self.tp, "width": self.fsdp, "heads": self.tp, "kv_heads": self.tp, "mlp": self.tp}
+        return self._parts(params.TRAIN_AXES)
+
+    @functools.cached_property
+    def gathered_parts(self) -> Parts:
+        """Into how many parts each logical axis is split while a layer computes."""
+        return self._parts(params.GATHERED_AXES)
+
+    @functools.cached_property
+    def rollout_parts(self) -> Parts:
+        """Into how many parts the rollout's layout splits each logical axis."""
+        return self._parts(params.ROLLOUT_LAYOUTS[self.layout])
 
     @property
-    def rollout_weight_shards(self) -> dict[str, int]:
-        """The same of the rollout's layout."""
-        return {} if self.layout == "replicated" else self.train_shards
+    def rollout_weight_bytes(self) -> int:
+        """Bytes of the rollout's copy of the weights."""
+        return self.rollout_activation * sum(self._counts(self.rollout_parts))
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Keys and values of so many tokens."""
+        decoder = self.decoder
+        return 2 * decoder.layers * decoder.kv_heads * decoder.head_dim * tokens * self.rollout_activation
+
+    @property
+    def matmul_count(self) -> int:
+        """Elements of all matrices that a token is multiplied with."""
+        return layer_matmul(self.decoder) * self.decoder.layers + self.decoder.vocab * self.decoder.width
+
+    @property
+    def own_count(self) -> int:
+        """Parameters that a device stores in training."""
+        return sum(self._counts(self.train_parts))
+
+    @property
+    def own_layers(self) -> int:
+        """Parameters of the layers, without embedding and head, that a device stores in training."""
+        return self.own_count - self.ends_count(self.train_parts)
+
+    @property
+    def optimizer_count(self) -> int:
+        """Float32 numbers of the optimizer's state on a device."""
+        return optimizer_count(self.decoder, self.config.train.optimizer.name, self.train_parts)
+
+    @property
+    def working_weights(self) -> int:
+        """Bytes of a device's parameters in the format of the products; nothing where that is float32."""
+        return self.activation * self.own_count if self.activation < F32 else 0
+
+    @property
+    def gathered_counts(self) -> tuple[int, int]:
+        """Parameters of all layers, and of embedding and head, as they are while they compute."""
+        ends = self.ends_count(self.gathered_parts)
+        return sum(self._counts(self.gathered_parts)) - ends, ends
+
+    def ends_count(self, parts: Parts) -> int:
+        """Elements of the embedding, and of the head where it is another, on one device."""
+        specs = param_specs(self.decoder)
+        return sum(local_count(specs[name], parts) for name in ("embed", "head") if name in specs)
+
+    @property
+    def gathered_in_rollout(self) -> int:
+        """Bytes of the largest weights that a rollout from the training layout gathers: a layer's, or the head."""
+        ends = self.decoder.vocab * self.decoder.width
+        return self.rollout_activation * max(self._gathered_matmul, ends) if self.layout == "legacy" else 0
+
+    def rollout_ici(self, tokens: int) -> int:
+        """Bytes that a device sends in one pass of the rollout."""
+        decoder, a = self.decoder, self.rollout_activation
+        if self.layout == "legacy":
+            gathered = decoder.layers * self._gathered_matmul + decoder.vocab * decoder.width
+            return gathered * a * (self.devices - 1) // self.devices
+        if self.layout == "maxtext":  # sums over the split width, each an all-reduce
+            heads = (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim
+            sums = decoder.layers * (heads + 2 * decoder.mlp_width) + decoder.vocab
+            return 2 * tokens * sums * a * (self.fsdp - 1) // self.fsdp
+        return 0
+
+    def tp_ici(self, tokens: int) -> int:
+        """Bytes that a device sends in one all-reduce of activations over tp in every layer."""
+        return 2 * self.decoder.layers * tokens * self.decoder.width * self.activation * (self.tp - 1) // self.tp
+
+    @property
+    def _gathered_matmul(self) -> int:
+        """Elements of a layer that the legacy layout gathers: all that reads the width. Its outputs are exchanged."""
+        decoder = self.decoder
+        attention = decoder.width * (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim
+        return attention + 2 * decoder.width * decoder.mlp_width
+
+    def _counts(self, parts: Parts) -> list[int]:
+        return [local_count(spec, parts) for spec in param_specs(self.decoder).values()]
+
+    def _parts(self, axes: Mapping[str, params.MeshAxes]) -> Parts:
+        return params.axis_parts(axes, dict(zip(AXES, (self.dp, self.fsdp, self.tp), strict=True)))
 
 
 def make_sizes(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> RunSizes:
@@ -92,16 +176,22 @@ def make_sizes(config: Config, decoder: DecoderConfig, accelerator: Accelerator)
     )
 
 
-def rollout_weight_bytes(run: RunSizes) -> int:
-    """Bytes of the rollout's copy of the weights."""
-    counts = (local_count(weight, run.rollout_weight_shards) for weight in weights(run.decoder).values())
-    return run.rollout_activation * sum(counts)
+def local_count(spec: ParamSpec, parts: Parts) -> int:
+    """Elements of a parameter on one device, where each logical axis is split into so many parts."""
+    return math.prod(-(-dim // parts.get(axis or "", 1)) for dim, axis in zip(spec.shape, spec.axes, strict=True))
 
 
-def kv_bytes(run: RunSizes, tokens: int) -> int:
-    """Keys and values of so many tokens."""
-    decoder = run.decoder
-    return 2 * decoder.layers * decoder.kv_heads * decoder.head_dim * tokens * run.rollout_activation
+def optimizer_count(decoder: DecoderConfig, name: str, parts: Parts) -> int:
+    """Float32 numbers of an optimizer's state on one device, but for its counters."""
+    specs = param_specs(decoder)
+    local = {key: local_count(spec, parts) for key, spec in specs.items()}
+    if name == "adamw":
+        return 2 * sum(local.values())
+    if name in ("lion", "sgd"):
+        return sum(local.values())
+    if name == "muon":  # one moment of what it orthogonalises, Adam's two of the rest
+        return sum(count * (1 if _is_hidden_matrix(specs[key]) else 2) for key, count in local.items())
+    return sum(_factored_count(spec, local[key]) for key, spec in specs.items())
 
 
 def layer_matmul(decoder: DecoderConfig) -> int:
@@ -110,31 +200,20 @@ def layer_matmul(decoder: DecoderConfig) -> int:
     return attention + 3 * decoder.width * decoder.mlp_width
 
 
-def own_count(run: RunSizes) -> int:
-    """Parameters that a device stores in training."""
-    return sum(local_count(weight, run.train_shards) for weight in weights(run.decoder).values())
+def _is_hidden_matrix(spec: ParamSpec) -> bool:
+    """Whether Muon orthogonalises it, as `podium.train.optimizer.muon_dimensions` says."""
+    return sum(axis is not None for axis in spec.axes) > 1 and "vocab" not in spec.axes
 
 
-def own_layers(run: RunSizes) -> int:
-    """The same without embedding and head."""
-    return own_count(run) - _ends(run, run.train_shards)
+def _factored_count(spec: ParamSpec, local: int) -> int:
+    """Adafactor's numbers for a parameter.
 
-
-def working_weights(run: RunSizes) -> int:
-    """A device's parameters in the format of the products, cast once per batch; nothing where they are float32."""
-    return run.activation * own_count(run) if run.activation < F32 else 0
-
-
-def gathered_counts(run: RunSizes) -> tuple[int, int]:
-    """Parameters of all layers, and of embedding and head, as they are while they compute: split by tp alone."""
-    shards = {**run.train_shards, "width": 1}
-    ends = _ends(run, shards)
-    return sum(local_count(weight, shards) for weight in weights(run.decoder).values()) - ends, ends
-
-
-def _ends(run: RunSizes, shards: Mapping[str, int]) -> int:
-    """Elements of the embedding, and of the head where it is not the same."""
-    return sum(local_count(each, shards) for name, each in weights(run.decoder).items() if name in ("embed", "head"))
+    Rows and columns of its two largest dimensions, on every device, if both have 128; else one for each element.
+    """
+    *rest, second, first = sorted(spec.shape) if len(spec.shape) > 1 else (0, 0)
+    if second < 128:
+        return local + 2
+    return math.prod(rest) * (first + second) + 1
 
 
 def _itemsize(dtype: Dtype, accelerator: Accelerator) -> int:

@@ -1,5 +1,6 @@
-"""The devices of a TPU that is not there, as its compiler describes them."""
+"""The compiler of a TPU that is not there: its environment, the devices that it describes, its versions."""
 
+import importlib.metadata
 import importlib.util
 from typing import Any
 
@@ -47,3 +48,9 @@ def check_compiler(accelerator: Accelerator) -> None:
             f"{accelerator.name}: the TPU compiler (libtpu) is not installed; pip install 'podium-rl[tpu]', or plan"
             " with --fast"
         )
+
+
+def compiler_versions(accelerator: Accelerator) -> dict[str, str]:
+    """Versions of what decides a compiled program, by package; without importing them."""
+    packages = ["jax", "jaxlib", *(["libtpu"] if accelerator.compiles else [])]
+    return {name: importlib.metadata.version(name) for name in packages}

@@ -1,4 +1,4 @@
-"""One compilation in a process of its own: `python -m podium.plan.worker JOB RESULT PID`, two JSON files and who waits.
+"""One compilation in a process of its own: `python -m podium.plan.worker JOB RESULT PID`, PID being its parent's.
 
 The compiler's environment must be there before jax is imported, and its memory is given back when the process ends.
 What is compiled stays on disk by what it is: the same program for the same devices is never compiled twice, while its
@@ -10,34 +10,60 @@ import gzip
 import hashlib
 import json
 import os
-import resource
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from podium.accelerators import Accelerator
 from podium.config.schema import Config
-from podium.hlo.cost import unknown_loops
-from podium.hlo.memory import Memory, OutOfMemory, measure, parse_out_of_memory
-from podium.hlo.text import parse
+from podium.files import write_atomically
+from podium.hlo.cost import ProgramCost, Work, unknown_loops, walk
+from podium.hlo.memory import OTHER, Memory, OutOfMemory, largest, measure, parse_out_of_memory
+from podium.hlo.text import Module, parse
 from podium.models.architecture import DecoderConfig
-from podium.plan.compiled import CompiledPhase, looped_work, named_memory, named_refusal
-from podium.plan.store import compiler_versions, write_file
-from podium.plan.topology import topology_devices
+from podium.plan.result import LargeArray
+from podium.plan.topology import compiler_versions, topology_devices
 
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from podium.plan.phases import PhaseProgram
-
-TPU_OPTIONS = {"xla_tpu_no_crash_on_oom": "true"}
-"""An analysis also of what does not fit: by how much, and of what."""
+TPU_OPTIONS = {"xla_tpu_no_crash_on_oom": "true"}  # an analysis also of what does not fit: by how much, and of what
 WATCH_S = 1.0
+KEPT_ARRAYS = 12  # how many of the arrays at the peak are kept, the largest, to be shown
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopedWork:
+    """Work that costs the same each time, and how often it is done."""
+
+    work: Work  # of one time, without a name
+    once: float  # times per call of the program, however often its loop runs
+    each: float  # times more per round of the loop
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompiledPhase:
+    """One program of a run, compiled for a device."""
+
+    residents: Mapping[str, int]  # bytes in use beside the program's own arguments
+    memory: Memory
+    parts: Mapping[str, int]  # bytes at the program's peak by our names; they add up to `memory.peak`
+    largest: tuple[LargeArray, ...]
+    work: tuple[LoopedWork, ...]
+    compile_s: float
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of a device in use while the program runs, but for code."""
+        return sum(self.residents.values()) + self.memory.peak
+
+    def cost(self, rounds: float) -> ProgramCost:
+        """The cost of one call in which the loop runs so often."""
+        works = ((each.work, each.once + rounds * each.each) for each in self.work)
+        return ProgramCost(tuple(dataclasses.replace(work, times=times) for work, times in works if times))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,17 +74,15 @@ class Job:
     config: Config
     decoder: DecoderConfig
     accelerator: Accelerator
-    programs: Path
-    """Folder of compiled programs."""
+    programs: Path  # folder of compiled programs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
+class JobResult:
     """What became of a job."""
 
     compiled: CompiledPhase | None = None
-    refused: str = ""
-    """Why the config cannot be lowered for these devices."""
+    refused: str = ""  # why the config cannot be lowered for these devices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,67 +90,80 @@ class _Built:
     """A compiled program as it is kept; its text lies beside it."""
 
     memory: Memory
-    refusal: OutOfMemory | None
-    """Where the compiler would not make it for want of memory; there is no text then."""
+    refusal: OutOfMemory | None  # where the compiler would not make it for want of memory; there is no text then
     compile_s: float
-    host_bytes: int
-    versions: dict[str, str]
 
 
-JOB, OUTCOME, BUILT = TypeAdapter(Job), TypeAdapter(Outcome), TypeAdapter(_Built)
+JOB, JOB_RESULT, BUILT = TypeAdapter(Job), TypeAdapter(JobResult), TypeAdapter(_Built)
 
 
 def main(job_file: str, result_file: str, parent: str) -> None:
-    """Do one job; what cannot be told in the result goes to stderr as a traceback, with exit status 1."""
+    """Do one job; an error that the result has no field for is a traceback on stderr, with exit status 1."""
     threading.Thread(target=_end_with_parent, args=(int(parent),), daemon=True).start()
+    from podium.plan.phases import phase_programs
+    from podium.sharding import make_mesh
+
     job = JOB.validate_json(Path(job_file).read_bytes())
     try:
-        program, mesh = make_phase(job)
+        mesh = make_mesh(job.config.mesh, _devices(job.accelerator))
+        program = phase_programs(job.config, job.decoder, mesh)[job.phase]
         lowered = program.lower()
     except ValueError as error:
         if not _raised_here(error):
             raise
-        outcome = Outcome(refused=str(error))
+        result = JobResult(refused=str(error))
     else:
-        outcome = Outcome(compiled=finish(job, program, mesh, lowered))
-    write_file(Path(result_file), OUTCOME.dump_json(outcome))
+        result = JobResult(compiled=_finish(job, lowered, program.residents, dict(mesh.shape)))
+    write_atomically(Path(result_file), JOB_RESULT.dump_json(result))
 
 
-def make_phase(job: Job) -> "tuple[PhaseProgram, Mesh]":
-    """The program of a job, and the mesh that it is for.
-
-    Raises:
-        ValueError: the config does not fit these devices.
-    """
-    from podium.plan.phases import phase_programs
-    from podium.sharding import make_mesh
-
-    mesh = make_mesh(job.config.mesh, _devices(job.accelerator))
-    return phase_programs(job.config, job.decoder, mesh)[job.phase], mesh
-
-
-def finish(job: Job, program: "PhaseProgram", mesh: "Mesh", lowered: Any) -> CompiledPhase:
+def _finish(job: Job, lowered: Any, residents: Mapping[str, int], mesh: Mapping[str, int]) -> CompiledPhase:
     """Compile what was lowered, unless that was done before, and read what came of it."""
     built, text = _build(lowered, job)
+    work: tuple[LoopedWork, ...] = ()
     if built.refusal:
         parts, arrays = named_refusal(built.refusal)
-        work = loops = ()
     else:
         module = parse(text)
         parts, arrays = named_memory(module, built.memory.peak)
-        work, loops = looped_work(module, dict(mesh.shape)), tuple(unknown_loops(module))
-    return CompiledPhase(
-        name=job.phase,
-        residents=program.residents,
-        memory=built.memory,
-        parts=parts,
-        largest=arrays,
-        work=work,
-        loops=loops,
-        compile_s=built.compile_s,
-        host_bytes=built.host_bytes,
-        versions=built.versions,
-    )
+        work = looped_work(module, mesh)
+    known: dict[str, Any] = {"memory": built.memory, "compile_s": built.compile_s, "residents": residents}
+    return CompiledPhase(parts=parts, largest=arrays, work=work, **known)
+
+
+def looped_work(module: Module, mesh: Mapping[str, int]) -> tuple[LoopedWork, ...]:
+    """The cost of a program, split by whether it is repeated with the program's own loop; equal work together."""
+    loops = unknown_loops(module)
+    one, two = (walk(module, mesh, trips=dict.fromkeys(loops, rounds)).works for rounds in (1, 2))
+    times: dict[Work, tuple[float, float]] = {}
+    for first, second in zip(one, two, strict=True):
+        work = dataclasses.replace(first, name="", source="", times=0.0)
+        once, each = times.get(work, (0.0, 0.0))
+        times[work] = (once + 2 * first.times - second.times, each + second.times - first.times)
+    return tuple(LoopedWork(work, once, each) for work, (once, each) in times.items())
+
+
+def named_memory(module: Module, peak: int) -> tuple[dict[str, int], tuple[LargeArray, ...]]:
+    """The bytes at a program's peak by our names, and its largest arrays.
+
+    What lives at the peak is found again from the program's text; where the compiler's own figure is another, the
+    difference goes to `other`, or is taken from all in proportion.
+    """
+    found = largest(module)
+    parts = dict(found.by_name)
+    if (beyond := peak - found.size) > 0:
+        parts[OTHER] = parts.get(OTHER, 0) + beyond
+    elif beyond < 0:
+        parts = {name: size * peak // found.size for name, size in parts.items()}
+        parts[OTHER] = parts.get(OTHER, 0) + peak - sum(parts.values())
+    arrays = tuple(LargeArray(name=each.name, shape=each.shape, bytes=each.size) for each in found.buffers)
+    return {name: size for name, size in parts.items() if size}, arrays[:KEPT_ARRAYS]
+
+
+def named_refusal(refusal: OutOfMemory) -> tuple[dict[str, int], tuple[LargeArray, ...]]:
+    """The memory of a program that the compiler refused: under one name, with the arrays that it listed."""
+    arrays = tuple(LargeArray(name=each.source, shape=each.shape, bytes=each.size) for each in refusal.largest)
+    return {"program": refusal.needed}, arrays[:KEPT_ARRAYS]
 
 
 def _raised_here(error: Exception) -> bool:
@@ -155,15 +192,10 @@ def _build(lowered: Any, job: Job) -> tuple[_Built, str]:
         return BUILT.validate_json(record.read_bytes()), gzip.decompress(module.read_bytes()).decode()
     start = time.perf_counter()
     memory, refusal, text = _compile(lowered, options, on_cpu)
-    built = _Built(
-        memory=memory,
-        refusal=refusal,
-        compile_s=time.perf_counter() - start,
-        host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        versions=compiler_versions(job.accelerator),
-    )
-    write_file(module, gzip.compress(text.encode(), 6))
-    write_file(record, BUILT.dump_json(built))  # last: what has it is whole
+    built = _Built(memory=memory, refusal=refusal, compile_s=time.perf_counter() - start)
+    job.programs.mkdir(parents=True, exist_ok=True)
+    write_atomically(module, gzip.compress(text.encode(), 6))
+    write_atomically(record, BUILT.dump_json(built))  # last: what has it is whole
     return built, text
 
 

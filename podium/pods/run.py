@@ -11,6 +11,7 @@ from podium.config.load import Loaded
 from podium.config.schema import Config
 from podium.config.show import to_yaml
 from podium.models.architecture import ModelError
+from podium.models.params import check_divides
 from podium.models.presets import find_architecture
 from podium.pods import dry_run
 from podium.pods.gcloud import GcloudError
@@ -121,7 +122,7 @@ def _check_runs_dir(loaded: Loaded, options: RunOptions, workers: int) -> None:
         "(--prepare SCRIPT) and set its path, as --set runs_dir=/mnt/runs"
     )
     places = (loaded.provenance["runs_dir"],) if "runs_dir" in loaded.provenance else ()
-    raise ConfigError([Problem(key="runs_dir", message=message, places=places)])
+    raise ConfigError([Problem(key="runs_dir", message=message, origins=places)])
 
 
 def _begin(project: Project, session: Session, options: RunOptions) -> None:
@@ -137,9 +138,6 @@ def _begin(project: Project, session: Session, options: RunOptions) -> None:
 
 def _check_divides(config: Config, accelerator: Accelerator, environment: dict[str, str]) -> None:
     """Raises BadRequestError where weights or sequences do not divide over the slice; unknown models pass."""
-    from podium.plan.divides import check_divides  # upward: moves to a lower floor with make_sizes
-    from podium.plan.sizes import make_sizes
-
     if _without_tpu(environment):
         return
     try:
@@ -147,7 +145,7 @@ def _check_divides(config: Config, accelerator: Accelerator, environment: dict[s
     except ModelError:
         return
     try:
-        check_divides(make_sizes(config, decoder, accelerator))
+        check_divides(config, decoder, accelerator)
     except ValueError as error:
         raise BadRequestError(f"on {accelerator.name}: {error}") from None
 

@@ -27,7 +27,7 @@ from podium.rollout.programs import (
 )
 from podium.rollout.request import Completion, FinishReason, Request, RolloutStats
 from podium.rollout.sampling import fill_row
-from podium.rollout.scheduler import Admission, Scheduler
+from podium.rollout.scheduler import Admission, Scheduler, rounds
 from podium.sharding import Params, ShardingRules
 
 OnGroup = Callable[[int, list[Completion]], None]
@@ -99,22 +99,20 @@ class RolloutEngine:
         generation = _Generation(self, self.params, requests, on_group)
         prefill_s = decode_s = 0.0
         decode_steps = decoded_tokens = 0
-        while generation.scheduler.busy:
-            if on_poll is not None:
-                on_poll()
-            admitting = time.perf_counter()
-            generation.admit()
-            decoding = time.perf_counter()
-            if generation.scheduler.running:
-                slots = generation.on_device(generation.slots)
-                generation.cache, drawn, steps = self.programs.decode(self.params, generation.cache, slots)
-                drawn, steps = jax.device_get((drawn, steps))
-                generation.slots.lengths[:] += drawn.counts
-                generation.take(drawn)
-                decode_steps += int(steps)
-                decoded_tokens += int(np.sum(drawn.counts))
-            prefill_s += decoding - admitting
-            decode_s += time.perf_counter() - decoding
+        for admission in rounds(generation.scheduler, on_poll):
+            begun = time.perf_counter()
+            if admission is not None:
+                generation.admit(admission)
+                prefill_s += time.perf_counter() - begun
+                continue
+            slots = generation.on_device(generation.slots)
+            generation.cache, drawn, steps = self.programs.decode(self.params, generation.cache, slots)
+            drawn, steps = jax.device_get((drawn, steps))
+            generation.slots.lengths[:] += drawn.counts
+            generation.take(drawn)
+            decode_steps += int(steps)
+            decoded_tokens += int(np.sum(drawn.counts))
+            decode_s += time.perf_counter() - begun
         return generation.completed, RolloutStats(
             prompt_tokens=sum(len(request.prompt) for request in requests),
             completion_tokens=sum(len(each.tokens) for group in generation.completed for each in group),
@@ -206,13 +204,9 @@ class _Generation:
             self.scheduler.submit(group, bucket=bucket, members=request.completions)
         self.cache = empty(abstract_engine_cache(config, engine.decoder, engine.rules, engine.dtype))
 
-    def admit(self) -> None:
-        """Put waiting completions into free slots, as many as there is room for, and draw their first tokens."""
-        while (admission := self.scheduler.admit()) is not None:
-            self._admit(admission)
-
-    def _admit(self, admission: Admission) -> None:
+    def admit(self, admission: Admission) -> None:
         """Prefill what needs it, copy prompts into slots and draw the first token of each member."""
+        start = time.perf_counter()
         if admission.prefill:
             self.prompts[admission.bucket] = self._prefill(admission)
         rows = np.full(self.engine.config.slots, -1, np.int32)

@@ -10,6 +10,7 @@ prefill, every earlier prompt of its bucket has all its members in slots.
 import collections
 import dataclasses
 import itertools
+from collections.abc import Callable, Iterator
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,3 +106,22 @@ class Scheduler:
         if group.placed == group.members:
             self._waiting.popleft()
         return placement
+
+
+def rounds(scheduler: Scheduler, on_round: Callable[[], None] | None = None) -> Iterator[Admission | None]:
+    """What to do next, until nothing waits or runs; the engine does it with a model, the planner without.
+
+    Args:
+        scheduler: with all its groups submitted; whoever does the work retires the completions that end.
+        on_round: called before each round of admissions and decoding.
+
+    Yields:
+        An admission, or None: decode what runs.
+    """
+    while scheduler.busy:
+        if on_round is not None:
+            on_round()
+        while (admission := scheduler.admit()) is not None:
+            yield admission
+        if scheduler.running:
+            yield None

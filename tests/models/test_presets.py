@@ -1,12 +1,13 @@
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from podium.models.architecture import ModelError, from_hf_config, to_hf_config
+from podium.models.params import param_specs
 from podium.models.presets import PRESETS, find_architecture
-from podium.plan.weights import parameter_count
 from podium.settings import load_settings
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("**/*.yaml"))
@@ -28,7 +29,8 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("model", PRESETS)
 def test_a_preset_has_as_many_parameters_as_its_makers_say(model):
-    assert parameter_count(PRESETS[model]) == PARAMETERS[model]
+    specs = param_specs(PRESETS[model]).values()
+    assert sum(math.prod(spec.shape) for spec in specs) == PARAMETERS[model]
 
 
 @pytest.mark.parametrize("model", PRESETS)

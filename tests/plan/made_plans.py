@@ -3,8 +3,9 @@
 import dataclasses
 from typing import Any
 
-from podium.plan.lengths import Composition
-from podium.plan.result import Collective, LargeArray, Phase, Plan, Seconds, judge, total
+from podium.hlo.cost import CollectiveTotal
+from podium.plan.result import LargeArray, Phase, Plan, Seconds, judge, total
+from podium.plan.workload import Workload
 
 GIB = 2**30
 HBM = int(31.25 * GIB)
@@ -15,8 +16,8 @@ def seconds(value: float, spread: float = 0.2) -> Seconds:
     return Seconds(value=value, low=value * (1 - spread), high=value * (1 + spread))
 
 
-def gathers(sent: float, calls: float) -> Collective:
-    return Collective(kind="all-gather", axes=("fsdp",), group=8, overlaps=False, calls=calls, sent=sent)
+def gathers(sent: float, calls: float) -> CollectiveTotal:
+    return CollectiveTotal(kind="all-gather", axes=("fsdp",), group=8, overlaps=False, calls=calls, sent=sent)
 
 
 def phase(name: str, *, took: float | None = 1.0, hbm: int = HBM, compiled: bool = True, **changed: Any) -> Phase:
@@ -70,7 +71,7 @@ def plan(*, hbm: int = HBM, made: tuple[Phase, ...] | None = None, **changed: An
         "host": seconds(0.05),
         "step": step,
         "tokens_per_s_per_device": step.rate(25_600 / 8),
-        "composition": composition(),
+        "workload": workload(),
         "micro_batches": 4,
         "notes": ("Lengths are gsm8k's: 200 tokens on average.",),
         "estimate_only": not any(each.compiled for each in made),
@@ -92,7 +93,7 @@ def estimated() -> Plan:
     return plan(made=made, versions={"podium": "0.1.0"})
 
 
-def composition(**changed: Any) -> Composition:
+def workload(**changed: Any) -> Workload:
     fields: dict[str, Any] = {
         "prefill_calls": {128: 3},
         "place_calls": {128: 30},
@@ -104,4 +105,4 @@ def composition(**changed: Any) -> Composition:
         "prompt_tokens": 1_600,
         "completion_tokens": 25_600,
     }
-    return Composition(**{**fields, **changed})
+    return Workload(**{**fields, **changed})

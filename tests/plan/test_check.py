@@ -14,7 +14,7 @@ from tests.plan.made_plans import plan
 from tests.plan.test_estimate import QWEN_3B
 from tests.plan.test_search import config as config_3b
 
-V6E_8 = Machine(kind="TPU v6 lite", devices=8, hosts=1, memory_bytes=None)
+V6E_8 = Machine(kind="TPU v6 lite", devices=8, memory_bytes=None)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ V6E_8 = Machine(kind="TPU v6 lite", devices=8, hosts=1, memory_bytes=None)
     ],
 )
 def test_a_machine_is_recognised_by_its_devices(kind, devices, name):
-    found = accelerator_of(Machine(kind=kind, devices=devices, hosts=1, memory_bytes=None))
+    found = accelerator_of(Machine(kind=kind, devices=devices, memory_bytes=None))
     assert found is not None and found.name == name and found.devices == devices
 
 
@@ -39,7 +39,7 @@ def test_a_machine_has_the_memory_that_it_says():
     assert found is not None and found.hbm_bytes == 30 * GIB
 
 
-@pytest.mark.parametrize("machine", [Machine(kind="cpu", devices=8, hosts=1, memory_bytes=None)])
+@pytest.mark.parametrize("machine", [Machine(kind="cpu", devices=8, memory_bytes=None)])
 def test_nothing_is_planned_on_other_machines(machine, tmp_path):
     assert plan_at_start(config_3b(), QWEN_3B, machine) is None
     check = RunCheck(force=False)
@@ -105,7 +105,7 @@ def test_a_run_is_tabulated_with_the_median_of_its_settled_steps(tmp_path):
     memory = rows[f"memory, {made.worst.name}"]
     assert (memory.measured, memory.planned.value) == (20.5, pytest.approx(made.worst.bytes / GIB))
     assert (rows["rollout"].measured, rows["update"].measured, rows["sync"].measured) == (2.5, 1.0, None)
-    assert rows["completion tokens"].planned.value == made.composition.completion_tokens
+    assert rows["completion tokens"].planned.value == made.workload.completion_tokens
 
 
 def test_a_check_without_steps_or_with_a_broken_plan_is_told(tmp_path):

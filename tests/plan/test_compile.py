@@ -18,11 +18,9 @@ from podium.hlo.cost import walk
 from podium.hlo.text import parse
 from podium.plan import compile as compiling
 from podium.plan import worker
-from podium.plan.compile import CompilerError, Progress, answer_key, compile_phases
-from podium.plan.compiled import looped_work, named_memory
+from podium.plan.compile import CompileProgress, CompilerError, answer_key, cache_folder, compile_phases
 from podium.plan.phases import phase_programs
-from podium.plan.store import cache_folder, write_file
-from podium.plan.worker import Job
+from podium.plan.worker import Job, looped_work, named_memory
 from podium.sharding import make_mesh
 
 CPU = Accelerator(name="cpu-8", generation="cpu", devices=8, hosts=1, hbm_bytes=GIB)
@@ -91,9 +89,9 @@ def is_gone(pid: int) -> bool:
 
 
 def test_what_was_compiled_is_answered_from_disk(folder, no_process):
-    told: list[Progress] = []
-    compiled = compile_phases([job_of("sync", folder)], folder=folder, progress=told.append)["sync"]
-    assert [(each.phase, each.state, each.done, each.total) for each in told] == [("sync", "cached", 1, 1)]
+    reports: list[CompileProgress] = []
+    compiled = compile_phases([job_of("sync", folder)], folder=folder, progress=reports.append)["sync"]
+    assert [(each.phase, each.state, each.done, each.total) for each in reports] == [("sync", "cached", 1, 1)]
     mesh = make_mesh("auto")
     here = phase_programs(config_of(), DECODER, mesh)["sync"]
     stats = here.lower().compile().memory_analysis()
@@ -102,8 +100,6 @@ def test_what_was_compiled_is_answered_from_disk(folder, no_process):
     assert compiled.memory.outputs == stats.output_size_in_bytes
     assert compiled.memory.temporaries == stats.temp_size_in_bytes
     assert sum(compiled.parts.values()) == compiled.memory.peak
-    assert compiled.host_bytes > 100 * 2**20
-    assert compiled.versions["jax"]
 
 
 def test_the_same_program_is_not_compiled_again_under_other_settings(folder):
@@ -143,26 +139,30 @@ def test_an_answer_is_for_one_machine_model_source_and_set_of_options(tmp_path, 
     assert len(keys) == len(other) + 3
 
 
-LEFT_OUT: list[dict[str, Any]] = [
-    {"name": "x", "seed": 3, "runs_dir": "elsewhere", "eval": {"questions": 7}, "metrics": {"samples_every": 3}},
-    {"checkpoint": {"every_steps": 3}, "grading": {"workers": 0}, "tasks": [{"name": "gsm8k"}]},
-    {"steps": 7, "prompts_per_step": 8, "group_size": 2},
-    {"train": {"rows_per_device": 2, "remat": "none", "head_chunk_tokens": 8, "packing": "none"}},
-    {"train": {"optimizer": {"learning_rate": 1.0, "warmup_steps": 3}}, "algorithm": {"clip_low": 0.1}},
-    {"rollout": {"slots": 32, "prefill_rows": 16, "refill_steps": 2}},
-]
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "x"},
+        {"steps": 7},
+        {"algorithm": {"clip_low": 0.1}},
+        {"train": {"remat": "none"}},
+        {"eval": {"samples": 2}},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_an_answer_is_for_one_whole_config(changes, tmp_path):
+    """No setting is on a list of those that a phase does not depend on: such a list would grow stale."""
+    for phase in ("sync", "decode", "update"):
+        assert answer_key(job_of(phase, tmp_path)) != answer_key(job_of(phase, tmp_path, **changes))
 
 
-@pytest.mark.parametrize("changes", LEFT_OUT, ids=lambda changes: "-".join(changes))
-def test_what_an_answers_name_leaves_out_changes_nothing_of_it(changes, tmp_path):
-    before, after = (phase_programs(each, DECODER, make_mesh("auto")) for each in (config_of(), config_of(**changes)))
-    same = [
-        name for name in before if answer_key(job_of(name, tmp_path)) == answer_key(job_of(name, tmp_path, **changes))
-    ]
-    assert same
-    for name in same:
-        assert before[name].residents == after[name].residents
-        assert before[name].lower().as_text() == after[name].lower().as_text(), name
+def test_where_programs_are_kept_decides_no_answer(tmp_path):
+    assert answer_key(job_of("sync", tmp_path)) == answer_key(job_of("sync", tmp_path / "elsewhere"))
+
+
+def test_every_module_of_podium_decides_an_answer():
+    hashed = {path.relative_to(compiling.PACKAGE).parts[0] for path in compiling.sources()}
+    assert {"hlo", "plan", "models", "rollout", "train", "algorithms", "config", "sharding.py"} <= hashed
 
 
 def test_files_lie_below_the_users_cache_folder(monkeypatch, tmp_path):
@@ -171,19 +171,6 @@ def test_files_lie_below_the_users_cache_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache_folder() == tmp_path / "home" / ".cache" / "podium" / "plan"
-
-
-def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
-    path = tmp_path / "inner" / "file"
-    write_file(path, b"first")
-
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write_file(path, b"second")
-    assert [each.read_bytes() for each in path.parent.iterdir()] == [b"first"]
 
 
 # What goes wrong
@@ -206,7 +193,7 @@ def test_a_crash_keeps_its_text_and_what_was_done_before(tmp_path):
     ) as e:
         compile_phases([job_of("sync", tmp_path), job_of("nonsense", tmp_path)], folder=tmp_path, at_once=1)
     assert e.value.exit_code == 3
-    kept = Path(str(e.value).rpartition("Its whole text: ")[2])
+    kept = Path(str(e.value).rpartition("Its whole output: ")[2])
     assert kept.parent == tmp_path / "crashes"
     assert "KeyError: 'nonsense'" in kept.read_text()
     assert len(list((tmp_path / "answers").glob("*.json"))) == 1
@@ -230,7 +217,7 @@ def test_a_compilation_that_takes_too_long_is_ended(tmp_path, pids):
 
 
 def test_whoever_interrupts_leaves_no_process(tmp_path, pids):
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: CompileProgress) -> None:
         if len(pids) == 2:
             raise KeyboardInterrupt
 

@@ -12,10 +12,8 @@ import pytest
 
 from podium import cli
 from podium.config.schema import Config
-from podium.models.params import TRAIN_AXES
 from podium.plan import command
-from podium.plan.compile import CompilerError, Progress
-from podium.plan.divides import MESH_AXES
+from podium.plan.compile import CompileProgress, CompilerError
 from podium.plan.result import Plan
 from tests.plan.made_plans import close, estimated, plan, seconds, too_large
 from tests.plan.test_check import write_run
@@ -72,14 +70,14 @@ def planner(monkeypatch):
             self.calls.append((config, accelerator.name, fast))
             if not fast and progress is not None:
                 for state, done in (("compiling", 0), ("compiled", 1)):
-                    progress(Progress(phase="update", state=state, seconds=63.0, done=done, total=1))
+                    progress(CompileProgress(phase="update", state=state, seconds=63.0, done=done, total=1))
             made = self.closed_form(config) if fast else self.compiled(config)
             return dataclasses.replace(made, accelerator=accelerator.name)
 
     planner = Planner()
     planner.calls = []
     monkeypatch.setattr(command, "make_plan", planner)
-    monkeypatch.setattr(command, "_check_compiler", lambda machines: None)
+    monkeypatch.setattr(command, "check_compiler", lambda machine: None)
     return planner
 
 
@@ -121,13 +119,15 @@ def test_what_the_compiler_does_is_told_on_stderr_after_an_estimate(podium, plan
 
 def test_a_crash_of_the_compiler_is_status_3(podium, planner):
     def crash(config):
-        raise CompilerError("compiling update for v6e-8: the compiler failed (signal SIGSEGV): boom\nIts whole text: x")
+        raise CompilerError(
+            "compiling update for v6e-8: the compiler failed (signal SIGSEGV): boom\nIts whole output: x"
+        )
 
     planner.compiled = crash
     status, out, err = podium("plan", "run.yaml", "--tpu", "v6e-8", "--json")
     assert (status, out) == (3, "")
     assert err.endswith(
-        "error: compiling update for v6e-8: the compiler failed (signal SIGSEGV): boom\nIts whole text: x\n"
+        "error: compiling update for v6e-8: the compiler failed (signal SIGSEGV): boom\nIts whole output: x\n"
     )
 
 
@@ -143,17 +143,20 @@ FAST = ("run.yaml", "--tpu", "v6e-8", "--fast")
             ("--check", "runs/a", "--html", "plan.html"),
             "give CONFIG and --tpu, as `podium plan run.yaml --tpu v6e-8`, or",
         ),
-        ((*FAST, "--compare", "seed=1,2", "--suggest"), "--suggest: goes with one plan of one machine; leave it out"),
+        ((*FAST, "--compare", "seed=1,2", "--suggest"), "--suggest needs a single plan of one machine; leave it out"),
         (("run.yaml", "--check", "runs/a"), "give CONFIG and --tpu, as `podium plan run.yaml --tpu v6e-8`, or"),
         (("run.yaml", "--tpu", "v6e-9"), "no accelerator 'v6e-9' is known; nearest: v6e-8, v6e-4, v6e-16"),
         (("run.yaml", "--tpu", "v6e-8,"), "no accelerator '' is known; nearest: "),
         ((*FAST, "--set", "mesh=fsdp:3"), "mesh 'fsdp:3' needs 3 devices, and this machine has 8; set mesh to auto"),
         (
             (*FAST, "--set", "mesh=fsdp:2,tp:4"),
-            "mesh 'fsdp:2,tp:4': 6 query heads (./model) cannot be split evenly by tp:4; on 8 devices tp can be 1 and",
+            "mesh 'fsdp:2,tp:4': 6 query heads (./model) cannot be split evenly by tp:4; on 8 devices tp can be 1, 2",
         ),
-        ((*FAST, "--set", "rollout.slots=12"), "rollout.slots: 12 does not divide over the 8 devices that split the"),
-        ((*FAST, "--set", "rollout.prefill_rows=3"), "rollout.prefill_rows: 3 does not divide over the 8 devices"),
+        (
+            (*FAST, "--set", "rollout.slots=12"),
+            "rollout.slots is 12 and is split over 8 devices; set it to a multiple of 8",
+        ),
+        ((*FAST, "--set", "rollout.prefill_rows=3"), "rollout.prefill_rows is 3 and is split over 8 devices"),
         ((*FAST, "--lengths", "fixed:99"), "lengths 'fixed:99': must be 1 to rollout.max_new_tokens, 64; raise that"),
         (
             (*FAST, "--lengths", "nowhere"),
@@ -162,7 +165,7 @@ FAST = ("run.yaml", "--tpu", "v6e-8", "--fast")
         ((*FAST, "--prices", "none.yaml"), "prices none.yaml: cannot be read (No such file or directory)"),
         ((*FAST, "--html", "none/plan.html"), "--html none/plan.html: cannot be written: there is no folder none;"),
         ((*FAST, "--search", "seed"), "--search seed: cannot be searched; search one of train.rows_per_device, "),
-        ((*FAST, "--search", "rollout.slots", "--compare", "seed=1,2"), "--search and --compare: one at a time"),
+        ((*FAST, "--search", "rollout.slots", "--compare", "seed=1,2"), "--search and --compare cannot be combined"),
         ((*FAST, "--compare", "seed"), "--compare seed: write KEY=a,b,c, as rollout.layout=replicated,legacy;"),
         ((*FAST, "--compare", "seeed=1"), "v6e-8 seeed=1: seeed: unknown key; did you mean seed?"),
         (("--check", "runs/none"), "--check runs/none: there is no plan.json; podium train leaves one in runs on TPU"),
@@ -193,9 +196,7 @@ def test_a_missing_compiler_is_told_before_any_work(podium, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name))
     status, out, err = podium("plan", "run.yaml", "--tpu", "v6e-8")
     assert (status, out) == (1, "")
-    assert err.startswith(
-        "error: v6e-8: the TPU's compiler (libtpu) is not installed; pip install 'podium-rl[tpu]', or"
-    )
+    assert err.startswith("error: v6e-8: the TPU compiler (libtpu) is not installed; pip install 'podium-rl[tpu]', or")
     assert podium("plan", "run.yaml", "--tpu", "v6e-8", "--fast")[0] == 0
     assert podium("plan", "run.yaml", "--tpu", "h100-8")[0] == 0  # there is nothing to compile for
 
@@ -269,7 +270,6 @@ def test_a_comparison_in_which_nothing_fits_is_status_2(podium, planner):
 
 
 def test_the_page_is_written_beside_the_answer(podium):
-    pytest.importorskip("plotly")
     status, out, _ = podium("plan", *FAST, "--html", "plan.html")
     assert status == 0 and out.startswith("fits v6e-8")
     assert "fits v6e-8 by the closed form" in Path("plan.html").read_text()
@@ -279,7 +279,7 @@ def test_nothing_heavy_is_imported_before_the_question_is_right(tmp_path):
     (tmp_path / "run.yaml").write_text(RUN)
     code = (
         "import sys\nfrom podium.cli import main\ntry:\n    main()\nexcept SystemExit as stopped:\n"
-        "    print(stopped.code or 0, *(name for name in ('jax', 'plotly', 'transformers') if name in sys.modules))\n"
+        "    print(stopped.code or 0, *(name for name in ('jax', 'transformers') if name in sys.modules))\n"
     )
     for arguments, status in ((["--help"], "0"), (["run.yaml", "--tpu", "v6e-9"], "1"), (["--check", "none"], "1")):
         command_line = [sys.executable, "-c", code, "plan", *arguments]
@@ -294,7 +294,3 @@ def test_the_check_is_printed_as_a_table_or_an_object(podium, tmp_path):
     assert status == 0 and line[-3:-1] == ["1.0", "s"] and line[-1].endswith("%")
     value = json.loads(podium("plan", "--check", str(tmp_path), "--json")[1])
     assert value["rows"][1]["name"] == "step" and value["rows"][1]["measured"] == 4.0
-
-
-def test_what_must_divide_is_what_the_trainers_mesh_splits():
-    assert {name: axis for name, axis in TRAIN_AXES.items() if not name.startswith("batch")} == MESH_AXES

@@ -7,35 +7,35 @@ import re
 import pytest
 from rich.console import Console
 
-from podium.plan.compare import Answer, Refused, ranked
-from podium.plan.objects import comparison_object, plan_object
-from podium.plan.prices import Cost, Price, cost_of, load_prices
-from podium.plan.report import print_comparison, print_plan, print_search, search_line
+from podium.plan.answer import comparison_object, plan_object
+from podium.plan.compare import PlanEntry, Refused, cost_of, ranked
+from podium.plan.formatting import duration, method_line, number, step_parts, verdict_line
+from podium.plan.report import print_sections
 from podium.plan.result import Plan, Seconds
-from podium.plan.search import Found, Range, Try
-from podium.plan.suggest import Candidate, Suggestion
-from podium.plan.words import duration, made_by, number, step_parts, verdict_line
+from podium.plan.search import Change, SearchRange, SearchResult, Trial
+from podium.plan.sections import ReportSection, comparison_sections, plan_sections, search_line, search_section
+from podium.prices import Price, load_prices
 from tests.plan.made_plans import GIB, close, estimated, phases, plan, seconds, too_large
 
 PRICES = {"v6e": Price(usd_per_chip_hour=2.0, source="the shop", date="2026-01-02")}
-ROWS = Range(unit=1, most=16, why="all rows are there")
+ROWS = SearchRange(unit=1, most=16, why="all rows are there")
 
 
-def output(print_it, *arguments, width: int = 110, colours: bool = False, **options) -> str:
+def output(sections: list[ReportSection], *, width: int = 110, colours: bool = False) -> str:
     console = Console(
         file=io.StringIO(), width=width, force_terminal=colours, color_system="truecolor" if colours else None
     )
-    print_it(*arguments, console, **options)
+    print_sections(sections, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def answer(made: Plan, **changed) -> Answer:
-    return Answer(plan=made, cost=cost_of(made, 100, PRICES), **changed)
+def entry(made: Plan, **changed) -> PlanEntry:
+    return PlanEntry(plan=made, cost=cost_of(made, 100, PRICES), **changed)
 
 
 def test_the_first_line_is_the_verdict():
-    first = output(print_plan, answer(plan()), suggestions=None).splitlines()[0]
+    first = output(plan_sections(entry(plan()))).splitlines()[0]
     assert first == (
         "fits v6e-8 with 6.9 GiB to spare; bound by update (layer activations 12.1 GiB); 3.1 s per step (2.5-3.7):"
         " rollout 1.9, update 1.1, sync 0.050, host 0.050"
@@ -44,7 +44,7 @@ def test_the_first_line_is_the_verdict():
 
 def test_the_verdict_says_by_how_much_a_run_is_too_large():
     line = verdict_line(too_large())
-    assert line.startswith("does not fit v6e-8: update needs 36.4 of 31.25 GiB, 5.2 too many; bound by update")
+    assert line.startswith("does not fit v6e-8: update needs 36.4 of 31.25 GiB, over by 5.2 GiB; bound by update")
     assert "(saved activations 24.2 GiB); 3.1 s per step" in line
 
 
@@ -62,12 +62,12 @@ def test_an_estimate_says_so_in_its_verdict(made):
 
 
 def test_what_is_compiled_and_what_is_estimated_is_told():
-    text = output(print_plan, answer(plan()), suggestions=None)
+    text = output(plan_sections(entry(plan())))
     assert (
         "compiled for v6e-8: memory, operations and transfers of init, sync, prefill, place, decode and update" in text
     )
     assert "estimated by the closed form: checkpoint" in " ".join(text.split())
-    assert made_by(estimated()).startswith("estimated by the closed form: everything;")
+    assert method_line(estimated()).startswith("estimated by the closed form: everything;")
 
 
 def bar_of(text: str, phase: str) -> str:
@@ -84,7 +84,7 @@ def letters_of(text: str) -> dict[str, str]:
 
 
 def test_bars_are_as_long_as_the_memory_they_stand_for():
-    text = output(print_plan, answer(plan()), suggestions=None)
+    text = output(plan_sections(entry(plan())))
     bar, letters = bar_of(text, "update"), letters_of(text)
     cells = len(bar) - 1  # to the end of the memory
     for part, size in (("layer activations", 12.1), ("optimizer", 3.0), ("rollout weights", 5.75)):
@@ -94,26 +94,26 @@ def test_bars_are_as_long_as_the_memory_they_stand_for():
 
 
 def test_what_most_phases_hold_comes_first():
-    bar = bar_of(output(print_plan, answer(plan()), suggestions=None), "update")
+    bar = bar_of(output(plan_sections(entry(plan()))), "update")
     assert re.match(r"R+O+P+", bar)  # rollout weights, optimizer, parameters
 
 
 def test_a_bar_that_does_not_fit_goes_past_the_end_of_the_memory():
-    bar = bar_of(output(print_plan, answer(too_large()), suggestions=None), "update")
+    bar = bar_of(output(plan_sections(entry(too_large()))), "update")
     before, _, after = bar.partition("\u2503")
     assert " " not in before and after.strip()
     assert len(before) / (len(before) + 1 + len(after)) == pytest.approx(31.25 / 36.4, abs=0.03)
 
 
 def test_every_part_has_its_own_letter_or_colour():
-    letters = letters_of(output(print_plan, answer(plan()), suggestions=None))
+    letters = letters_of(output(plan_sections(entry(plan()))))
     assert set(letters) > {"rollout weights", "kv cache", "logits"} and len(letters) == len(set(letters.values()))
-    coloured = output(print_plan, answer(plan()), suggestions=None, colours=True)
+    coloured = output(plan_sections(entry(plan())), colours=True)
     assert "\x1b[34m\u2588" in coloured and "RRR" not in coloured
 
 
 def test_the_timeline_goes_on_where_the_phase_before_ends():
-    lines = output(print_plan, answer(plan()), suggestions=None).splitlines()
+    lines = output(plan_sections(entry(plan()))).splitlines()
     start = lines.index(next(line for line in lines if line.strip() == "a step"))
     bars = [(line.index("\u2588"), line.rindex("\u2588")) for line in lines[start:] if "\u2588" in line]
     assert len(bars) == 6  # sync, prefill, place, decode, update, host
@@ -122,7 +122,7 @@ def test_the_timeline_goes_on_where_the_phase_before_ends():
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 def test_no_line_is_wider_than_the_terminal_but_the_verdict(width):
-    lines = output(print_plan, answer(plan()), suggestions=None, width=width).splitlines()
+    lines = output(plan_sections(entry(plan())), width=width).splitlines()
     assert max(map(len, lines[1:])) <= width
 
 
@@ -131,7 +131,7 @@ def test_the_cost_is_chips_times_hours_times_price():
     assert cost is not None and cost.usd is not None
     assert (cost.chip_hours.value, cost.chip_hours.low) == pytest.approx((0.8, 0.64))  # 8 chips, 360 s
     assert cost.usd.value == pytest.approx(1.6)
-    text = " ".join(output(print_plan, answer(plan(step=seconds(3.6))), suggestions=None).split())
+    text = " ".join(output(plan_sections(entry(plan(step=seconds(3.6))))).split())
     assert (
         "100 steps: 0.80 (0.64-0.96) chip-hours, 1.6 (1.3-1.9) US dollars at 2.00 per chip-hour (the shop, 2026-01-02)"
         in text
@@ -140,32 +140,34 @@ def test_the_cost_is_chips_times_hours_times_price():
 
 def test_without_a_price_there_are_chip_hours_and_the_way_to_set_one():
     made = plan()
-    text = output(print_plan, Answer(plan=made, cost=cost_of(made, 100, {})), suggestions=None)
+    cost = cost_of(made, 100, {})
+    assert cost is not None and cost.usd is None
+    text = output(plan_sections(PlanEntry(plan=made, cost=cost)))
     assert "no price of v6e-8 is known: set one with --prices FILE" in text and "dollars" not in text
 
 
 def test_a_plan_without_seconds_has_neither_timeline_nor_cost():
     made = plan(step=None, tokens_per_s_per_device=None, host=None)
-    text = output(print_plan, Answer(plan=made, cost=cost_of(made, 100, PRICES)), suggestions=None)
+    text = output(plan_sections(PlanEntry(plan=made, cost=cost_of(made, 100, PRICES))))
     assert "seconds per step unknown" in text and "a step" not in text and "cost" not in text
 
 
-def suggestion(made: Plan) -> Suggestion:
-    change = Candidate(key="train.rows_per_device", value=8, old=4)
-    return Suggestion(change=change, plan=made, reason="update 0.80 s against 1.1: 2 micro-batches against 4")
+def suggestion(made: Plan) -> Trial:
+    change = Change(key="train.rows_per_device", value=8, old=4)
+    return Trial(change=change, plan=made, reason="update 0.80 s against 1.1: 2 micro-batches against 4")
 
 
 def test_a_suggestion_says_what_it_makes_of_the_run_and_who_says_so():
     better = plan(made=phases(took=0.8))
-    text = output(print_plan, answer(plan()), suggestions=[suggestion(better)])
+    text = output(plan_sections(entry(plan()), [suggestion(better)]))
     assert "train.rows_per_device=8 instead of 4: fits, 6.9 GiB to spare, 2.8 (2.2-3.4) s per step (compiled)" in text
     assert "2 micro-batches against 4" in text
-    assert "s per step (closed form)" in output(print_plan, answer(estimated()), suggestions=[suggestion(estimated())])
-    assert "None of the changes that were tried helps." in output(print_plan, answer(plan()), suggestions=[])
+    assert "s per step (closed form)" in output(plan_sections(entry(estimated()), [suggestion(estimated())]))
+    assert "None of the changes that were tried helps." in output(plan_sections(entry(plan()), []))
 
 
 def test_the_object_has_what_the_issue_promises():
-    value = json.loads(json.dumps(plan_object(answer(plan()), [suggestion(plan())])))
+    value = json.loads(json.dumps(plan_object(entry(plan()), [suggestion(plan())])))
     assert (value["verdict"], value["tpu"], value["hbm_gib"]) == ("fits", "v6e-8", 31.25)
     assert value["step_seconds"]["low"] < value["step_seconds"]["value"] < value["step_seconds"]["high"]
     assert value["tokens_per_s_per_chip"]["value"] == pytest.approx(3200 / value["step_seconds"]["value"])
@@ -189,22 +191,24 @@ def test_the_parts_of_a_step_add_up():
 
 
 def test_a_comparison_has_a_row_for_each_and_tells_what_could_not_be_planned():
-    answers = ranked([answer(too_large(), setting="a=1"), answer(plan(), setting="a=2")])
-    refused = [Refused(accelerator="v6e-4", setting="a=3", error="a does not divide")]
-    text = output(print_comparison, answers, refused)
+    entries = ranked([entry(too_large(), setting="a=1"), entry(plan(), setting="a=2")])
+    refused = [Refused(tpu="v6e-4", setting="a=3", error="a does not divide")]
+    text = output(comparison_sections(entries, refused))
     assert text.startswith("v6e-8 a=2 is best (the least dollars per step): fits v6e-8 with")
     rows = [line.split() for line in text.splitlines() if line.strip().startswith("v6e-8  ")]
     assert [row[1] for row in rows] == ["2", "1"]
     assert rows[1][2:6] == ["does", "not", "fit", "36.4/31.25"]
     assert "v6e-4 a=3: cannot be planned: a does not divide" in text
-    value = comparison_object(answers, refused)
+    value = comparison_object(entries, refused)
     assert [each["setting"] for each in value["plans"]] == ["a=2", "a=1"]
     assert value["refused"] == [{"tpu": "v6e-4", "setting": "a=3", "error": "a does not divide"}]
 
 
 def test_a_comparison_fits_eighty_columns():
-    answers = ranked([answer(too_large(), setting="a=1"), answer(plan(), setting="a=2")])
-    table = [line for line in output(print_comparison, answers, [], width=80).splitlines() if line.startswith(" v6e-8")]
+    entries = ranked([entry(too_large(), setting="a=1"), entry(plan(), setting="a=2")])
+    table = [
+        line for line in output(comparison_sections(entries, []), width=80).splitlines() if line.startswith(" v6e-8")
+    ]
     assert len(table) == 2 and all("\u2026" not in line and len(line) <= 80 for line in table)
 
 
@@ -213,16 +217,16 @@ def test_a_comparison_fits_eighty_columns():
     [
         ([(8, plan()), (9, close())], True, "k: 8 is the largest that fits; 9 is too close to call"),
         ([(8, plan()), (9, too_large())], True, "k: 8 is the largest that fits; 9 does not"),
-        ([(8, plan()), (12, too_large())], False, "k: 8 fits, 12 does not; what lies between was not tried"),
+        ([(8, plan()), (12, too_large())], False, "k: 8 fits, 12 does not; values in between were not tried"),
         ([(16, plan())], True, "k: 16 fits, and there is no use in more: all rows are there"),
         ([(1, too_large())], True, "k: even 1 does not fit (36.4 GiB)"),
     ],
 )
 def test_a_search_says_how_sure_it_is(tries, proven, says):
-    made = tuple(Try(value=value, plan=plan) for value, plan in tries)
-    found = Found(key="k", range=ROWS, tries=made, proven=proven)
+    made = tuple(Trial(change=Change(key="k", value=value), plan=plan) for value, plan in tries)
+    found = SearchResult(key="k", range=ROWS, trials=made, proven=proven)
     assert search_line(found) == says
-    assert output(print_search, found).count("compiled") == len(tries)
+    assert output([search_section(found)]).count("compiled") == len(tries)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +276,3 @@ def test_wrong_prices_are_told_in_a_line(tmp_path, text, message):
     with pytest.raises(ValueError, match=message) as error:
         load_prices(path)
     assert "\n" not in str(error.value) and str(error.value).startswith(f"prices {path}: ")
-
-
-def test_a_cost_without_a_price_is_no_money():
-    assert Cost(steps=1, chip_hours=seconds(1.0), price=None).usd is None

@@ -5,13 +5,23 @@ import pytest
 
 from podium.accelerators import find_accelerator
 from podium.config.schema import Config
-from podium.plan.compare import Answer, difference, ranked
-from podium.plan.prices import Price, cost_of
+from podium.plan.compare import PlanEntry, cost_of, difference, ranked
 from podium.plan.result import Plan
-from podium.plan.search import MOST_PLANS, Found, Range, search, search_range
+from podium.plan.search import (
+    MOST_PLANS,
+    Change,
+    SearchRange,
+    SearchResult,
+    candidates,
+    helps,
+    promising,
+    search,
+    search_range,
+    suggest,
+)
 from podium.plan.sizes import RunSizes, make_sizes
-from podium.plan.suggest import Candidate, candidates, helps, promising, proven
-from tests.plan.made_plans import GIB, HBM, composition, estimated, gathers, phase, phases, plan, seconds, too_large
+from podium.prices import Price
+from tests.plan.made_plans import GIB, HBM, estimated, gathers, phase, phases, plan, seconds, too_large, workload
 from tests.plan.test_estimate import QWEN_3B
 
 LIMIT = 0.97 * HBM  # from here on it is too close to call
@@ -41,19 +51,19 @@ def of_bytes(size: float) -> Plan:
     return plan(made=(phase("update", bytes=int(size), parts=parts, fits=size <= HBM),))
 
 
-def run_search(true_bytes, closed_form, values: Range) -> tuple[Found, list[int]]:
+def run_search(true_bytes, closed_form, values: SearchRange) -> tuple[SearchResult, list[int]]:
     """A search, and the values that were planned in their order."""
     planned: list[int] = []
 
-    def make(value: int) -> Plan:
-        assert value not in planned, "planned twice"
-        planned.append(value)
-        return of_bytes(true_bytes(value))
+    def make(change: Change) -> Plan:
+        assert change.key == "k" and change.value not in planned, "planned twice"
+        planned.append(int(change.value))
+        return of_bytes(true_bytes(change.value))
 
     return search("k", values, closed_form=closed_form, make=make, hbm_bytes=HBM), planned
 
 
-def largest(true_bytes, values: Range) -> int | None:
+def largest(true_bytes, values: SearchRange) -> int | None:
     fitting = [value for value in range(values.unit, values.most + 1, values.unit) if true_bytes(value) < LIMIT]
     return max(fitting, default=None)
 
@@ -65,9 +75,9 @@ def test_the_largest_that_fits_is_found_and_proven(unit, error, slope):
     def true_bytes(value: int) -> float:
         return 10 * GIB + slope * GIB * value / unit
 
-    values = Range(unit=unit, most=100 * unit, why="")
+    values = SearchRange(unit=unit, most=100 * unit, why="")
     found, planned = run_search(true_bytes, lambda value: int(error * true_bytes(value)), values)
-    assert found.best is not None and found.best.value == largest(true_bytes, values)
+    assert found.best is not None and found.best.change.value == largest(true_bytes, values)
     assert found.proven and len(planned) <= 4
 
 
@@ -79,30 +89,30 @@ def test_a_wrong_closed_form_costs_plans_but_no_wrong_answer(wrong, base):
     def true_bytes(value: int) -> float:
         return (base + 0.37 * value**1.2) * GIB
 
-    values = Range(unit=1, most=60, why="")
+    values = SearchRange(unit=1, most=60, why="")
     found, planned = run_search(true_bytes, lambda value: int(GIB * (1 + wrong * value)), values)
     assert len(planned) <= MOST_PLANS
     best, over, exact = found.best, found.too_large, largest(true_bytes, values)
     assert best is not None and over is not None and exact is not None
-    assert best.value <= exact < over.value
-    assert found.proven == (over.value == best.value + 1)
-    assert best.value >= exact - 4
+    assert best.change.value <= exact < over.change.value
+    assert found.proven == (over.change.value == best.change.value + 1)
+    assert best.change.value >= exact - 4
 
 
 def test_where_all_fit_one_plan_is_enough():
-    values = Range(unit=8, most=64, why="")
+    values = SearchRange(unit=8, most=64, why="")
     found, planned = run_search(lambda value: 3 * GIB, lambda value: 3 * GIB, values)
     assert planned == [64] and found.proven and found.too_large is None
 
 
 def test_where_none_fits_the_smallest_was_planned():
-    found, planned = run_search(lambda value: 40 * GIB, lambda value: 40 * GIB, Range(unit=1, most=16, why=""))
+    found, planned = run_search(lambda value: 40 * GIB, lambda value: 40 * GIB, SearchRange(unit=1, most=16, why=""))
     assert found.best is None and planned == [1] and found.proven
 
 
 def test_too_close_to_call_does_not_count_as_fitting():
-    found, _ = run_search(lambda value: value * GIB, lambda value: value * GIB, Range(unit=1, most=40, why=""))
-    assert found.best is not None and found.best.value == 30
+    found, _ = run_search(lambda value: value * GIB, lambda value: value * GIB, SearchRange(unit=1, most=40, why=""))
+    assert found.best is not None and found.best.change.value == 30
     assert found.too_large is not None and found.too_large.plan.verdict == "too_close"
 
 
@@ -172,7 +182,7 @@ def test_without_a_count_the_time_of_each_is_told():
 
 
 def test_the_steps_of_decoding_are_counted_not_its_calls():
-    fewer = dataclasses.replace(decoding(1.2), composition=composition(decode_steps=300))
+    fewer = dataclasses.replace(decoding(1.2), workload=workload(decode_steps=300))
     assert difference(fewer, REPLICATED) == "decode 1.2 s against 1.8: 300 tokens against 600"
 
 
@@ -192,13 +202,13 @@ def test_the_hosts_time_is_explained_by_calls():
     assert difference(busy, plan()) == "host 0.50 s against 0.050: 376 calls against 188"
 
 
-def answers(*plans: tuple[str, Plan], prices: dict[str, Price] | None = None) -> list[Answer]:
-    return [Answer(plan=made, setting=name, cost=cost_of(made, 100, prices or {})) for name, made in plans]
+def entries(*plans: tuple[str, Plan], prices: dict[str, Price] | None = None) -> list[PlanEntry]:
+    return [PlanEntry(plan=made, setting=name, cost=cost_of(made, 100, prices or {})) for name, made in plans]
 
 
 def test_what_fits_is_better_than_what_is_fast():
     fast = dataclasses.replace(too_large(), step=seconds(0.5))
-    order = ranked(answers(("fast", fast), ("slow", LEGACY), ("good", REPLICATED)))
+    order = ranked(entries(("fast", fast), ("slow", LEGACY), ("good", REPLICATED)))
     assert [each.setting for each in order] == ["good", "slow", "fast"]
     assert order[0].reason.startswith("best: decode 1.8 s against 9.5")
     assert order[2].reason.startswith("update needs 36.4 GiB")
@@ -211,17 +221,17 @@ def test_machines_are_ranked_by_dollars_where_prices_are_known_and_else_by_chip_
         "v6e": Price(usd_per_chip_hour=2.0, source="a", date="2026-01-01"),
         "v5p": Price(usd_per_chip_hour=4.0, source="a", date="2026-01-01"),
     }
-    assert ranked(answers(("", small), ("", large)))[0].plan is large
-    cheap = ranked(answers(("", small), ("", large), prices=prices))
+    assert ranked(entries(("", small), ("", large)))[0].plan is large
+    cheap = ranked(entries(("", small), ("", large), prices=prices))
     assert cheap[0].plan is small and cheap[1].reason.startswith("2.7 dollars against 1.8; ")
 
 
 def test_one_plan_needs_no_reason():
-    assert ranked(answers(("", plan())))[0].reason == ""
+    assert ranked(entries(("", plan())))[0].reason == ""
 
 
 def test_candidates_change_nothing_that_is_learned():
-    found = dict(candidates(config(), sizes()))
+    found = {(each.key, each.value): each.old for each in candidates(config(), sizes())}
     assert found["train.rows_per_device", 8] == 4 and found["train.rows_per_device", 2] == 4
     assert found["rollout.slots", 64] == 128 and ("rollout.slots", 256) not in found  # 128 completions
     assert {value for key, value in found if key == "rollout.layout"} == {"legacy", "maxtext"}
@@ -231,12 +241,12 @@ def test_candidates_change_nothing_that_is_learned():
 
 def test_candidates_divide_over_the_devices():
     found = list(candidates(config(rollout={"slots": 24}), sizes(config(rollout={"slots": 24}))))
-    assert [value for (key, value), _ in found if key == "rollout.slots"] == [48]
+    assert [each.value for each in found if each.key == "rollout.slots"] == [48]
 
 
 def test_candidates_of_tokens_per_device_are_tokens():
     changed = config(train={"rows_per_device": None, "tokens_per_device": 4 * 1536})
-    found = [change for change, _ in candidates(changed, sizes(changed)) if "per_device" in change[0]]
+    found = [(each.key, each.value) for each in candidates(changed, sizes(changed)) if "per_device" in each.key]
     assert found == [("train.tokens_per_device", 2 * 1536), ("train.tokens_per_device", 8 * 1536)]
 
 
@@ -245,42 +255,35 @@ def test_only_changes_that_the_closed_form_likes_are_compiled_and_only_proven_on
     fast, slow = plan(made=phases(took=0.8)), plan(made=phases(took=1.4))
     estimates = {"train.rows_per_device=8": 0.7, "rollout.slots=64": 0.5}
 
-    def vary(change) -> Config:
-        if change[0] == "train.head_chunk_tokens":
+    def estimate(change: Change) -> Plan:
+        if change.key == "train.head_chunk_tokens":
             raise ValueError("contradicts")
-        section, _, name = change[0].partition(".")
-        return config(**{section: {name: change[1]}}, name=f"{change[0]}={change[1]}")
-
-    def estimate(changed: Config) -> Plan:
-        if changed.train.remat == "none":
+        if change.value == "none":
             return too_large()
-        return plan(made=phases(took=estimates.get(changed.name or "", 1.1)))
+        return plan(made=phases(took=estimates.get(str(change), 1.1)))
 
-    changes = promising(config(), sizes(), vary=vary, estimated=estimate)
+    changes = promising(candidates(config(), sizes()), plan(), estimate)
     assert list(map(str, changes)) == ["rollout.slots=64", "train.rows_per_device=8"]
     compiled = []
 
-    def make(changed: Config) -> Plan:
-        compiled.append(changed.name)
-        return fast if changed.train.rows_per_device == 8 else slow
+    def make(change: Change) -> Plan:
+        compiled.append(str(change))
+        return fast if change.key == "train.rows_per_device" else slow
 
-    (found,) = proven(changes, plan(), vary=vary, make=make)
+    (found,) = suggest(changes, plan(), make)
     assert compiled == ["rollout.slots=64", "train.rows_per_device=8"]
-    assert found.change == Candidate(key="train.rows_per_device", value=8, old=4)
+    assert found.change == Change(key="train.rows_per_device", value=8, old=4)
     assert found.reason == "update 0.80 s against 1.1: 200 ms per micro-batch against 275, bound by compute"
 
 
 def test_at_most_three_changes_are_told_best_first():
-    changes = [Candidate(key="train.rows_per_device", value=value, old=4) for value in (1, 2, 3, 5)]
+    changes = [Change(key="train.rows_per_device", value=value, old=4) for value in (1, 2, 3, 5)]
     took = {1: 0.9, 2: 0.5, 3: 0.8, 5: 0.7}
 
-    def vary(change) -> Config:
-        return config(train={"rows_per_device": change[1]})
+    def make(change: Change) -> Plan:
+        return plan(made=phases(took=took[int(change.value)]))
 
-    def make(changed: Config) -> Plan:
-        return plan(made=phases(took=took[changed.train.rows_per_device or 0]))
-
-    assert [each.change.value for each in proven(changes, plan(), vary=vary, make=make)] == [2, 5, 3]
+    assert [each.change.value for each in suggest(changes, plan(), make)] == [2, 5, 3]
 
 
 @pytest.mark.parametrize(

@@ -280,7 +280,7 @@ RUN_WRONG = {
     "env file": (["--env-file", "none.env"], "--env-file none.env cannot be read"),
     "slots": (
         ["--env", "JAX_PLATFORMS=tpu", "--set", "rollout.slots=40"],
-        "on v6e-16: rollout.slots: 40 does not divide over the 16 devices",
+        "on v6e-16: rollout.slots is 40 and is split over 16 devices",
     ),
     "wheel": (["--wheel", "none.whl"], "--wheel none.whl: no such file"),
 }

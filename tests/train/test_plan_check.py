@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
 
 def on(monkeypatch, **changed) -> None:
     """Has this process take itself for a machine with one chip."""
-    machine = Machine(**{"kind": "TPU v6 lite", "devices": 1, "hosts": 1, "memory_bytes": None, **changed})
+    machine = Machine(**{"kind": "TPU v6 lite", "devices": 1, "memory_bytes": None, **changed})
     monkeypatch.setattr(check, "this_machine", lambda: machine)
 
 

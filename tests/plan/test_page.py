@@ -1,6 +1,5 @@
 import html
 import html.parser
-import importlib.util
 import json
 import re
 import shutil
@@ -9,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from podium.plan.compare import Answer, Refused, ranked
-from podium.plan.html import check_html, write_html
-from podium.plan.prices import Price, cost_of
-from podium.plan.suggest import Candidate, Suggestion
-from podium.plan.words import verdict_line
+from podium.plan.compare import PlanEntry, Refused, cost_of, ranked
+from podium.plan.formatting import verdict_line
+from podium.plan.page import check_page, write_page
+from podium.plan.search import Change, Trial
+from podium.plan.sections import comparison_sections, plan_sections
+from podium.prices import Price
 from tests.plan.made_plans import GIB, HBM, gathers, phase, phases, plan, too_large
-
-pytest.importorskip("plotly")
 
 PRICES = {"v6e": Price(usd_per_chip_hour=2.0, source="the <shop>", date="2026-01-02")}
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -48,27 +46,28 @@ class Page(html.parser.HTMLParser):
             self.words.append(data)
 
     @property
-    def charts(self) -> list[list[dict]]:
-        """The bars of each chart."""
-        decoder = json.JSONDecoder()
-        starts = re.finditer(r"Plotly\.newPlot\(\s*\"[^\"]*\",\s*", self.source)
-        return [decoder.raw_decode(self.source, start.end())[0] for start in starts]
+    def charts(self) -> list[list[list[tuple[float, float]]]]:
+        """Of each chart, each bar's segments: where they begin and how long they are, in percent of the scale."""
+        charts = re.findall(r'<div class="chart">(.*?)</div>', self.source)
+        bars = [re.findall(r'<span class="bar".*?>(.*?)</span>', chart) for chart in charts]
+        segment = r'<i style="left:([\d.]+)%;width:([\d.]+)%'
+        return [[[(float(a), float(b)) for a, b in re.findall(segment, bar)] for bar in chart] for chart in bars]
 
 
 @pytest.fixture
 def one(tmp_path) -> Page:
     made = plan(made=(*phases(collectives=(gathers(4e9, 36),)),))
-    change = Candidate(key="train.rows_per_device", value=8, old=4)
-    suggestion = Suggestion(change=change, plan=plan(made=phases(took=0.8)), reason="2 micro-batches against 4")
-    write_html(tmp_path / "plan.html", [Answer(plan=made, cost=cost_of(made, 100, PRICES))], [], [suggestion])
+    change = Change(key="train.rows_per_device", value=8, old=4)
+    suggestion = Trial(change=change, plan=plan(made=phases(took=0.8)), reason="2 micro-batches against 4")
+    entry = PlanEntry(plan=made, cost=cost_of(made, 100, PRICES))
+    write_page(tmp_path / "plan.html", "podium plan: a run", plan_sections(entry, [suggestion]))
     return Page(tmp_path / "plan.html")
 
 
 def test_the_page_needs_no_network(one):
     assert one.links == []
-    own = re.sub(r"<script>/\*+\n\* plotly\.js.*?</script>", "", one.source, flags=re.DOTALL)
-    assert len(own) < 200_000 < 3_000_000 < len(one.source)
-    assert not re.search(r"(?:src|href)\s*=|@import|url\(|fetch\(", own)
+    assert len(one.source) < 100_000
+    assert not re.search(r"(?:src|href)\s*=|@import|url\(|<script", one.source)
 
 
 def test_the_page_says_what_the_terminal_says(one):
@@ -76,7 +75,7 @@ def test_the_page_says_what_the_terminal_says(one):
     for text in (
         "0.69 (0.55-0.83) chip-hours",
         "(the <shop>, 2026-01-02)",
-        "train.rows_per_device=8 instead of 4 (compiled)",
+        "train.rows_per_device=8 instead of 4 : fits, 6.9 GiB to spare",
     ):
         assert text in one.text
     assert "all-gather fsdp 8 36 4 GB no" in one.text
@@ -85,61 +84,55 @@ def test_the_page_says_what_the_terminal_says(one):
 
 def test_the_bars_of_memory_add_up_to_the_phases(one):
     memory, _ = one.charts
-    made = plan()
-    for index, each in enumerate(made.phases):
-        assert memory[0]["y"][index] == each.name
-        assert sum(bar["x"][index] for bar in memory) == pytest.approx(each.bytes / GIB)
+    for bar, each in zip(memory, plan().phases, strict=True):
+        begin, length = bar[-1]
+        assert begin + length == pytest.approx(100 * each.bytes / HBM, abs=0.01)
+        assert sum(length for _, length in bar) == pytest.approx(begin + length, abs=0.01)
 
 
 def test_the_timeline_goes_on_where_the_phase_before_ends(one):
     _, timeline = one.charts
-    assert [bar["y"][0] for bar in timeline] == ["sync", "prefill", "place", "decode", "update", "host"]
-    ends = [bar["base"][0] + bar["x"][0] for bar in timeline]
-    assert [bar["base"][0] for bar in timeline[1:]] == pytest.approx(ends[:-1])
-    step = plan().step
-    assert step is not None and ends[-1] == pytest.approx(step.value)
+    segments = [segment for bar in timeline for segment in bar]
+    assert len(segments) == 6  # sync, prefill, place, decode, update, host
+    ends = [begin + length for begin, length in segments]
+    assert [begin for begin, _ in segments[1:]] == pytest.approx(ends[:-1], abs=0.01)
+    assert ends[-1] == pytest.approx(100, abs=0.01)
 
 
 def test_several_plans_stand_beside_each_other_with_their_reasons(tmp_path):
-    made = [Answer(plan=each, setting=name, cost=None) for name, each in (("a=1", too_large()), ("a=2", plan()))]
-    refused = [Refused(accelerator="v6e-4", setting="a=3", error="3 < 4 & no")]
-    write_html(tmp_path / "plan.html", ranked(made), refused, [])
+    made = [PlanEntry(plan=each, setting=name, cost=None) for name, each in (("a=1", too_large()), ("a=2", plan()))]
+    refused = [Refused(tpu="v6e-4", setting="a=3", error="3 < 4 & no")]
+    entries = ranked(made)
+    folded = {entry.label: plan_sections(entry) for entry in entries}
+    write_page(tmp_path / "plan.html", "podium plan", comparison_sections(entries, refused), folded)
     page = Page(tmp_path / "plan.html")
     assert page.text.index("v6e-8 a=2") < page.text.index("v6e-8 a=1")
     assert "v6e-4 a=3 : cannot be planned: 3 < 4 & no" in page.text
     assert "saved activations 24.2 against 0" in page.text
-    assert page.charts[0][0]["y"] == ["v6e-8<br>a=2", "v6e-8<br>a=1"]
-    assert len(page.charts) == 1 + 2 * 2
+    assert len(page.charts) == 1 + 2 * 2  # the steps of both, and memory and step of each
 
 
 def test_names_cannot_break_the_page(tmp_path):
     evil = phase("decode", gib={"<img src=x>": 1.0})
-    made = plan(config="</script><b>", made=(evil, phase("update")), notes=("<script>alert(1)</script>",))
-    write_html(tmp_path / "plan.html", [Answer(plan=made)], [], [])
+    made = plan(made=(evil, phase("update")), notes=("<script>alert(1)</script>",))
+    write_page(tmp_path / "plan.html", "podium plan: </script><b> $body", plan_sections(PlanEntry(plan=made)))
     page = Page(tmp_path / "plan.html")
-    assert "<script>alert(1)</script>" in page.text and "podium plan: </script><b>" in page.text
+    assert "<script>alert(1)</script>" in page.text and "podium plan: </script><b> $body" in page.text
     assert page.links == []
-
-
-def test_a_missing_plotly_is_told_before_any_work(tmp_path, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "plotly" else find(name))
-    with pytest.raises(ValueError, match=r"plotly is not installed; pip install 'podium-rl\[report\]'"):
-        check_html(tmp_path / "plan.html")
 
 
 @pytest.mark.parametrize(("name", "message"), [(".", "is a folder"), ("none/plan.html", "there is no folder")])
 def test_a_page_that_cannot_be_written_is_told_before_any_work(tmp_path, name, message):
     with pytest.raises(ValueError, match=message):
-        check_html(tmp_path / name)
-    check_html(tmp_path / "plan.html")
+        check_page(tmp_path / name)
+    check_page(tmp_path / "plan.html")
 
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MEASURE = """<script>addEventListener("load", () => setTimeout(() => {
   const shown = document.createElement("pre"); shown.id = "measured";
   shown.textContent = JSON.stringify({page: document.documentElement.scrollWidth, window: innerWidth,
-    bars: document.querySelectorAll(".bars path").length, charts: document.querySelectorAll(".main-svg").length});
+    bars: document.querySelectorAll(".bar i").length, charts: document.querySelectorAll(".chart").length});
   document.body.append(shown); }, 500));</script></body>"""
 
 
@@ -165,4 +158,6 @@ def test_a_browser_draws_the_page_at_any_width(one, tmp_path, width):
 
 
 def test_memory_ends_at_a_line(one):
-    assert f'"x0":{HBM / GIB}' in one.source
+    memory = re.findall(r'<div class="chart">(.*?)</div>', one.source)[0]
+    assert memory.count('<i class="limit" style="left:100.0000%"></i>') == len(plan().phases)
+    assert f"{HBM / GIB:.4g} GiB, where the memory ends" in one.text

@@ -7,7 +7,7 @@ import pytest
 
 from podium.config.schema import Config
 from podium.observe.records import lengths_record
-from podium.plan.lengths import Lengths, compose, draw_lengths, packed_micro_batches
+from podium.plan.workload import SequenceLengths, draw_lengths, packed_micro_batches, simulate_rollout
 from tests.rollout.tiny_engine import CONFIG, make_engine, random_requests
 
 
@@ -108,19 +108,19 @@ def test_a_wrong_source_is_an_error(source, message):
         draw_lengths(source, config())
 
 
-def test_composition_by_hand():
-    """Two slots, looks of two steps; prompts of 3 and 40 tokens (buckets 32 and 64), two completions each.
+def test_a_rollout_by_hand():
+    """Two slots, decode calls of two steps; prompts of 3 and 40 tokens (buckets 32 and 64), two completions each.
 
-    Placed: (4, 1). The one of 1 token ends at once and prompt 2's first (2 tokens) takes its slot. A look of 2 steps:
-    the 4 makes 2 of its 3, the 2 ends. Its slot takes prompt 2's second (3 tokens): a look of 2 ends both.
+    Admitted: (4, 1). The one of 1 token ends at once and prompt 2's first (2 tokens) takes its slot. A call of 2 steps:
+    the 4 makes 2 of its 3, the 2 ends. Its slot takes prompt 2's second (3 tokens): a call of 2 ends both.
     """
     settings = config(
         prompts=2,
         group=2,
         rollout={"max_prompt_tokens": 64, "max_new_tokens": 8, "slots": 2, "prefill_rows": 1, "refill_steps": 2},
     )
-    lengths = Lengths(prompts=np.array([3, 40]), completions=np.array([[4, 1], [2, 3]]))
-    found = compose(lengths, settings)
+    lengths = SequenceLengths(prompts=np.array([3, 40]), completions=np.array([[4, 1], [2, 3]]))
+    found = simulate_rollout(lengths, settings)
     assert found.prefill_calls == {32: 1, 64: 1}
     assert (found.place_calls, found.place_across_calls) == ({32: 1, 64: 2}, {})
     assert (found.decode_calls, found.decode_steps) == (2, 4)
@@ -134,28 +134,30 @@ def test_completions_enter_slots_of_the_device_that_has_their_prompt_while_there
     """Four devices of two slots and a row each: four prompts of two completions; of three, each device lacks a slot."""
     shape = {"max_prompt_tokens": 32, "max_new_tokens": 8, "slots": 8, "prefill_rows": 4, "refill_steps": 2}
     for group, crosses in ((2, False), (3, True)):
-        lengths = Lengths(prompts=np.full(4, 3), completions=np.full((4, group), 4))
-        found = compose(lengths, config(prompts=4, group=group, rollout=shape), shards=4)
+        lengths = SequenceLengths(prompts=np.full(4, 3), completions=np.full((4, group), 4))
+        found = simulate_rollout(lengths, config(prompts=4, group=group, rollout=shape), shards=4)
         assert bool(found.place_across_calls) is crosses
 
 
 def test_a_rollout_of_single_tokens_needs_no_decode():
-    found = compose(Lengths(prompts=np.array([5]), completions=np.ones((1, 3), int)), config(prompts=1, group=3))
+    found = simulate_rollout(
+        SequenceLengths(prompts=np.array([5]), completions=np.ones((1, 3), int)), config(prompts=1, group=3)
+    )
     assert (found.decode_calls, found.decode_steps, found.mean_context, found.slot_utilisation(64)) == (0, 0, 0.0, 0.0)
 
 
-def test_the_composition_is_what_the_engine_counts():
+def test_the_workload_is_what_the_engine_counts():
     requests = [
         random_requests(1, seed=seed, completions=2, max_new_tokens=tokens)[0]
         for seed, tokens in enumerate((12, 1, 7, 3, 9, 2, 12, 5))
     ]
     engine = make_engine(eos_tokens=())  # nothing but its limit ends a completion
     completions, counted = engine.generate(requests)
-    lengths = Lengths(
+    lengths = SequenceLengths(
         prompts=np.array([len(request.prompt) for request in requests]),
         completions=np.array([[len(each.tokens) for each in group] for group in completions]),
     )
-    found = compose(lengths, config(rollout=CONFIG.model_dump()))
+    found = simulate_rollout(lengths, config(rollout=CONFIG.model_dump()))
     assert found.decode_steps == counted.decode_steps
     assert found.slot_utilisation(CONFIG.slots) == pytest.approx(counted.slot_utilisation)
     assert found.completion_tokens == counted.completion_tokens
@@ -165,16 +167,16 @@ def test_the_composition_is_what_the_engine_counts():
 def test_a_thousand_sequences_take_less_than_a_second():
     settings = config(prompts=128, rollout={"slots": 256})
     lengths = draw_lengths("gsm8k", settings)
-    compose(lengths, settings)  # imports
+    simulate_rollout(lengths, settings)  # imports
     start = time.process_time()
-    compose(lengths, settings)
+    simulate_rollout(lengths, settings)
     assert time.process_time() - start < 1
 
 
 def test_micro_batches_are_those_that_packing_fills():
     """Rows of 20 tokens, two to a micro-batch: a group shares one prompt of 4 (less its last token)."""
     rollout = {"max_prompt_tokens": 10, "max_new_tokens": 10}
-    lengths = Lengths(prompts=np.array([4, 4, 4]), completions=np.array([[8, 8], [8, 8], [2, 2]]))
+    lengths = SequenceLengths(prompts=np.array([4, 4, 4]), completions=np.array([[8, 8], [8, 8], [2, 2]]))
     counts = {
         packing: packed_micro_batches(
             lengths, config(prompts=3, group=2, rollout=rollout, train={"packing": packing}), rows=2
@@ -187,7 +189,7 @@ def test_micro_batches_are_those_that_packing_fills():
 
 def test_minibatches_are_packed_apart():
     rollout = {"max_prompt_tokens": 10, "max_new_tokens": 10}
-    lengths = Lengths(prompts=np.array([2, 2]), completions=np.array([[2, 2], [2, 2]]))
+    lengths = SequenceLengths(prompts=np.array([2, 2]), completions=np.array([[2, 2], [2, 2]]))
     together, apart = (
         packed_micro_batches(
             lengths, config(prompts=2, group=2, rollout=rollout, algorithm={"minibatches": parts}), rows=2

@@ -1,4 +1,4 @@
-"""A plan in words and numbers that people read; the terminal's report, the page and comparisons use the same."""
+"""A plan in sentences and numbers that people read, for the terminal, the page and comparisons alike."""
 
 import math
 from collections.abc import Sequence
@@ -13,9 +13,10 @@ STEP_PARTS: dict[str, tuple[str, ...]] = {
     "update": ("update",),
 }
 """What users call the parts of a step, in its order, and the phases in each; `host` comes last."""
-HARDLY = 0.01
-"""Of a step: parts below this are not worth a word."""
-ESTIMATE = "by the closed form, nothing compiled"
+NEGLIGIBLE = 0.01  # share of a step below which a part is not mentioned
+LITTLE = 1e6  # bytes below which a transfer is not mentioned
+LIMITS = {"compute": "compute", "hbm": "HBM", "ici": "ICI", "latency": "latency"}
+VERDICTS = {"fits": "fits", "too_close": "too close to call", "does_not_fit": "does not fit"}
 
 
 def number(value: float) -> str:
@@ -27,8 +28,8 @@ def number(value: float) -> str:
     return f"{value:.{1 - math.floor(math.log10(value))}f}"
 
 
-def in_range(seconds: Seconds) -> str:
-    """As `3.1 (2.6-3.7)`."""
+def with_range(seconds: Seconds) -> str:
+    """A figure with its range: `3.1 (2.6-3.7)`."""
     return f"{number(seconds.value)} ({number(seconds.low)}-{number(seconds.high)})"
 
 
@@ -44,20 +45,20 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f}" if abs(size) >= 0.05 * GIB else f"{size / GIB:.2g}"
 
 
-def limit_gib(size: int) -> str:
+def exact_gib(size: int) -> str:
     """The memory of a device, as exact as it is known: 31.25."""
     return f"{size / GIB:.4g}"
 
 
-def transferred(size: float) -> str:
-    """Bytes on a wire, in powers of ten: `4.25 GB`."""
+def data_size(size: float) -> str:
+    """Bytes that are sent, in powers of ten: `4.25 GB`."""
     units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
     unit, scale = next(((unit, scale) for unit, scale in units if size >= scale), ("B", 1))
     return f"{size / scale:.3g} {unit}"
 
 
-def spoken(name: str) -> str:
-    """One of our names, as people say it."""
+def readable(name: str) -> str:
+    """A name of ours without underscores."""
     return name.replace("_", " ")
 
 
@@ -77,27 +78,34 @@ def largest_part(phase: Phase) -> tuple[str, int]:
     return max(phase.parts.items(), key=lambda part: part[1])
 
 
-def told_parts(phases: Sequence[Phase], most: int) -> list[str]:
+def main_parts(phases: Sequence[Phase], most: int) -> list[str]:
     """The parts of the memory that are largest in any phase, at most so many; what most phases have comes first."""
     largest: dict[str, int] = {}
     for part, size in (item for phase in phases for item in phase.parts.items() if item[1]):
         largest[part] = max(largest.get(part, 0), size)
-    told = sorted(largest, key=lambda part: -largest[part])[:most]
-    return sorted(told, key=lambda part: (-sum(part in phase.parts for phase in phases), -largest[part]))
+    shown = sorted(largest, key=lambda part: -largest[part])[:most]
+    return sorted(shown, key=lambda part: (-sum(part in phase.parts for phase in phases), -largest[part]))
 
 
 def verdict_line(plan: Plan) -> str:
     """The answer in one line: whether it fits, what binds, how long a step takes and what that is made of."""
-    worst, hbm = plan.worst, plan.hbm_bytes
-    part, size = largest_part(worst)
-    how = f" {ESTIMATE}," if plan.estimate_only else ""
-    needs = f"{worst.name} needs {gib(worst.bytes)} of {limit_gib(hbm)} GiB"
+    worst, (part, size) = plan.worst, largest_part(plan.worst)
+    needs = f": {worst.name} needs {gib(worst.bytes)} of {exact_gib(plan.hbm_bytes)} GiB"
+    where = f" {plan.accelerator}{' by the closed form, nothing compiled' if plan.estimate_only else ''}"
     memory = {
-        "fits": f"fits {plan.accelerator}{how} with {gib(plan.spare_bytes)} GiB to spare",
-        "too_close": f"too close to call on {plan.accelerator}{how.rstrip(',')}: {needs}",
-        "does_not_fit": f"does not fit {plan.accelerator}{how.rstrip(',')}: {needs}, {gib(-plan.spare_bytes)} too many",
+        "fits": f"{where}{',' if plan.estimate_only else ''} with {spare(plan)}",
+        "too_close": f" on{where}{needs}",
+        "does_not_fit": f"{where}{needs}, {spare(plan)}",
     }[plan.verdict]
-    return f"{memory}; bound by {worst.name} ({spoken(part)} {gib(size)} GiB); {step_text(plan)}"
+    return (
+        f"{VERDICTS[plan.verdict]}{memory}; bound by {worst.name} ({readable(part)} {gib(size)} GiB); {step_text(plan)}"
+    )
+
+
+def spare(plan: Plan) -> str:
+    """The memory that is left: `6.9 GiB to spare`, or `over by 5.2 GiB`."""
+    size = gib(abs(plan.spare_bytes))
+    return f"{size} GiB to spare" if plan.spare_bytes >= 0 else f"over by {size} GiB"
 
 
 def step_text(plan: Plan) -> str:
@@ -105,21 +113,23 @@ def step_text(plan: Plan) -> str:
     if plan.step is None:
         return "seconds per step unknown"
     parts = sorted(step_parts(plan), key=lambda part: -part[1].value)
-    told = [f"{name} {number(time.value)}" for name, time in parts if time.value >= HARDLY * plan.step.value]
-    return f"{number(plan.step.value)} s per step ({number(plan.step.low)}-{number(plan.step.high)}): {', '.join(told)}"
+    shown = [f"{name} {number(time.value)}" for name, time in parts if time.value >= NEGLIGIBLE * plan.step.value]
+    return (
+        f"{number(plan.step.value)} s per step ({number(plan.step.low)}-{number(plan.step.high)}): {', '.join(shown)}"
+    )
 
 
-def made_by(plan: Plan) -> str:
-    """What of a plan is the compiler's, what is estimated."""
+def method_line(plan: Plan) -> str:
+    """Which phases of a plan were compiled and which are estimated."""
     compiled = [phase.name for phase in plan.phases if phase.compiled]
     estimated = [phase.name for phase in plan.phases if not phase.compiled]
     ranges = "seconds are a roofline times calibration, so they are ranges"
     if not compiled:
         return f"estimated by the closed form: everything; {ranges}"
-    rest = f"; estimated by the closed form: {listed(estimated)}" if estimated else ""
-    return f"compiled for {plan.accelerator}: memory, operations and transfers of {listed(compiled)}{rest}; {ranges}"
+    rest = f"; estimated by the closed form: {joined(estimated)}" if estimated else ""
+    return f"compiled for {plan.accelerator}: memory, operations and transfers of {joined(compiled)}{rest}; {ranges}"
 
 
-def listed(words: Sequence[str]) -> str:
-    """As `a, b and c`."""
-    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+def joined(names: Sequence[str]) -> str:
+    """Names in a sentence, as `a, b and c`."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))

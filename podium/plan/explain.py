@@ -1,25 +1,20 @@
-"""What a plan's numbers do not say by themselves, in sentences."""
+"""What a plan's numbers do not say by themselves, in sentences: the notes of a plan."""
 
 from collections.abc import Iterator, Sequence
 
 from podium.accelerators import GIB, Accelerator
-from podium.plan.lengths import Composition
+from podium.plan.formatting import LITTLE
 from podium.plan.result import TOO_CLOSE, Phase, judge
-from podium.plan.sizes import F32, RunSizes, own_count
-from podium.plan.weights import optimizer_count
+from podium.plan.sizes import F32, RunSizes
+from podium.plan.workload import Workload
 
-MORE_OPERATIONS = 1.02
-"""Times the closed form's operations, from which on a program does something again."""
-LITTLE = 1e6
-"""Bytes per decode step that are not worth a sentence."""
+MORE_OPERATIONS = 1.02  # times the closed form's operations, from which on a program does something again
 
 
-def notes_of(
-    run: RunSizes, accelerator: Accelerator, phases: Sequence[Phase], composition: Composition
-) -> tuple[str, ...]:
+def explain(run: RunSizes, accelerator: Accelerator, phases: Sequence[Phase], workload: Workload) -> tuple[str, ...]:
     """The notes of a plan, most important first."""
-    found = [*_verdict(phases, accelerator), *_recomputation(phases), *_decode(phases, composition)]
-    return (*found, *_composition(run, composition), _checkpoint(run, accelerator))
+    found = [*_verdict(phases, accelerator), *_recomputation(phases), *_decode(phases, workload)]
+    return (*found, *_rollout(run, workload), _checkpoint(run, accelerator))
 
 
 def _verdict(phases: Sequence[Phase], accelerator: Accelerator) -> Iterator[str]:
@@ -37,9 +32,9 @@ def _recomputation(phases: Sequence[Phase]) -> Iterator[str]:
             yield f"{phase.name} does {more:.0%} more operations than are written: the compiler makes results again"
 
 
-def _decode(phases: Sequence[Phase], composition: Composition) -> Iterator[str]:
+def _decode(phases: Sequence[Phase], workload: Workload) -> Iterator[str]:
     phase = next(phase for phase in phases if phase.name == "decode")
-    steps = composition.decode_steps
+    steps = workload.decode_steps
     if not phase.compiled or not steps:
         return
     sent = sum(each.sent for each in phase.collectives) / steps
@@ -54,10 +49,10 @@ def _decode(phases: Sequence[Phase], composition: Composition) -> Iterator[str]:
     yield f"each decode step sends {sent / 1e9:.2f} GB from every device: {kinds}"
 
 
-def _composition(run: RunSizes, composition: Composition) -> Iterator[str]:
+def _rollout(run: RunSizes, workload: Workload) -> Iterator[str]:
     rollout, recipe = run.config.rollout, run.recipe
-    busy = composition.slot_utilisation(rollout.slots)
-    yield f"slots are {busy:.0%} busy over {composition.decode_steps} decode steps"
+    busy = workload.slot_utilisation(rollout.slots)
+    yield f"slots are {busy:.0%} busy over {workload.decode_steps} decode steps"
     if recipe.zero_variance == "refill":
         yield "groups of equal rewards are replaced: each refill makes more completions than are counted here"
     elif recipe.zero_variance == "drop":
@@ -65,6 +60,5 @@ def _composition(run: RunSizes, composition: Composition) -> Iterator[str]:
 
 
 def _checkpoint(run: RunSizes, accelerator: Accelerator) -> str:
-    state = own_count(run) + optimizer_count(run.decoder, run.config.train.optimizer.name, run.train_shards)
-    host = F32 * state * accelerator.devices_per_host
+    host = F32 * (run.own_count + run.optimizer_count) * accelerator.devices_per_host
     return f"a checkpoint copies {host / GIB:.1f} GiB to the memory of each host"

@@ -1,4 +1,4 @@
-"""What a plan costs: chip-hours, and money by a list of prices that the user may replace. Nothing is fetched."""
+"""What a chip costs for an hour, by a list that the user may replace (podium/prices.yaml). Nothing is fetched."""
 
 import dataclasses
 import datetime
@@ -9,8 +9,7 @@ from typing import Any
 
 import yaml
 
-from podium.accelerators import accelerators, find_accelerator
-from podium.plan.result import Plan, Seconds
+from podium.accelerators import accelerators
 
 HOUR_S = 3600
 KEYS = ("usd_per_chip_hour", "source", "date")
@@ -18,28 +17,12 @@ KEYS = ("usd_per_chip_hour", "source", "date")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Price:
-    """Of one chip for one hour."""
+    """The price of one chip for one hour."""
 
     usd_per_chip_hour: float
     source: str
     date: str
     """When the source said so."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Of the steps of a run; compiling, evaluations and checkpoints are not in it."""
-
-    steps: int
-    chip_hours: Seconds
-    """Hours, times chips."""
-    price: Price | None
-    """None: the list has no price of this kind of chip."""
-
-    @property
-    def usd(self) -> Seconds | None:
-        """In US dollars."""
-        return self.chip_hours * self.price.usd_per_chip_hour if self.price else None
 
 
 def load_prices(path: Path | None) -> dict[str, Price]:
@@ -61,14 +44,6 @@ def load_prices(path: Path | None) -> dict[str, Price]:
     if unknown := [kind for kind in table if kind not in known]:
         raise ValueError(f"prices {name}: {unknown[0]!r} is no kind of chip; write one of {', '.join(known)}")
     return {kind: _price(entry, f"prices {name}: {kind}") for kind, entry in table.items()}
-
-
-def cost_of(plan: Plan, steps: int, prices: Mapping[str, Price]) -> Cost | None:
-    """What so many steps cost; None where the plan has no seconds."""
-    if plan.step is None:
-        return None
-    price = prices.get(find_accelerator(plan.accelerator).generation)
-    return Cost(steps=steps, chip_hours=plan.step * (steps * plan.devices / HOUR_S), price=price)
 
 
 def _price(entry: Mapping[str, Any], where: str) -> Price:

@@ -1,7 +1,7 @@
-"""How long prompts and completions are, and what a rollout of them is made of: calls, steps, occupied slots.
+"""The workload of a step: how long prompts and completions are, and what calls and steps a rollout of them takes.
 
-Lengths are drawn from a distribution or from a former run's own; what they come to is found by running the engine's
-scheduler over them, without a model.
+Lengths are drawn from a distribution or from an earlier run's own; what they come to is found by driving the engine's
+scheduler with them, without a model.
 """
 
 import collections
@@ -18,7 +18,7 @@ from podium.config.schema import Config
 from podium.config.sizes import check_split, prompt_buckets, row_tokens
 from podium.files import read_lines
 from podium.observe.run_dir import LENGTHS
-from podium.rollout.scheduler import Scheduler
+from podium.rollout.scheduler import Admission, Scheduler, rounds
 from podium.train.packing import Sample, pack_rows
 
 # GSM8K's 7,473 training questions under SmolLM2's tokenizer and chat template with the task's system prompt: 38 tokens
@@ -29,7 +29,7 @@ COMPLETION_MEAN, COMPLETION_SIGMA = 200, 0.6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lengths:
+class SequenceLengths:
     """Tokens of the prompts and completions of one step."""
 
     prompts: np.ndarray  # [N] int
@@ -37,22 +37,16 @@ class Lengths:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Composition:
-    """What one rollout is made of, as the engine would count it."""
+class Workload:
+    """What one rollout takes, as the engine would count it."""
 
-    prefill_calls: dict[int, int]
-    """By bucket, the length that prompts are padded to."""
-    place_calls: dict[int, int]
-    """By bucket: where all prompts stay on the device that has prefilled them."""
-    place_across_calls: dict[int, int]
-    """By bucket: where some do not."""
-    decode_calls: int
-    """Looks of the host at the slots."""
+    prefill_calls: dict[int, int]  # by bucket, the length that prompts are padded to
+    place_calls: dict[int, int]  # by bucket: where all prompts stay on the device that has prefilled them
+    place_across_calls: dict[int, int]  # by bucket: where some do not
+    decode_calls: int  # after each, the host polls the slots
     decode_steps: int
-    occupied_slot_steps: int
-    """Slots in which a step made a token that counts, summed over steps."""
-    mean_context: float
-    """Tokens that an occupied slot attends to, its own included, on average over slots and steps."""
+    occupied_slot_steps: int  # slots in which a step made a token that counts, summed over steps
+    mean_context: float  # tokens that an occupied slot attends to, its own included, on average over slots and steps
     prompt_tokens: int
     completion_tokens: int
 
@@ -61,7 +55,7 @@ class Composition:
         return self.occupied_slot_steps / (self.decode_steps * slots) if self.decode_steps else 0.0
 
 
-def draw_lengths(source: str, config: Config, *, seed: int = 0) -> Lengths:
+def draw_lengths(source: str, config: Config, *, seed: int = 0) -> SequenceLengths:
     """Lengths of one step's prompts and completions; the same for the same seed.
 
     Args:
@@ -75,20 +69,20 @@ def draw_lengths(source: str, config: Config, *, seed: int = 0) -> Lengths:
     """
     rng = np.random.default_rng(seed)
     if source == "gsm8k":
-        return Lengths(prompts=_gsm8k_prompts(rng, config), completions=_gsm8k_completions(rng, config))
+        return SequenceLengths(prompts=_gsm8k_prompts(rng, config), completions=_gsm8k_completions(rng, config))
     if (fixed := re.fullmatch(r"fixed:(\d+)", source)) is not None:
         tokens, longest = int(fixed[1]), config.rollout.max_new_tokens
         if not 1 <= tokens <= longest:
             raise ValueError(f"lengths {source!r}: must be 1 to rollout.max_new_tokens, {longest}; raise that")
         shape = (config.prompts_per_step, config.group_size)
-        return Lengths(prompts=_gsm8k_prompts(rng, config), completions=np.full(shape, tokens))
+        return SequenceLengths(prompts=_gsm8k_prompts(rng, config), completions=np.full(shape, tokens))
     path = Path(source)
     if not path.exists():
         raise ValueError(f"lengths {source!r}: no such file; write gsm8k, fixed:N, or the path of a run")
     return _from_run(rng, path / LENGTHS if path.is_dir() else path, config)
 
 
-def compose(lengths: Lengths, config: Config, *, shards: int = 1) -> Composition:
+def simulate_rollout(lengths: SequenceLengths, config: Config, *, shards: int = 1) -> Workload:
     """What the engine does for these lengths, its slots on so many devices: its own scheduler, run without a model.
 
     Raises:
@@ -98,7 +92,7 @@ def compose(lengths: Lengths, config: Config, *, shards: int = 1) -> Composition
     return _Rollout(lengths, config, shards).run()
 
 
-def packed_micro_batches(lengths: Lengths, config: Config, *, rows: int) -> int:
+def packed_micro_batches(lengths: SequenceLengths, config: Config, *, rows: int) -> int:
     """Micro-batches that all of a step's completions fill, when none is dropped; packed as the trainer packs.
 
     Args:
@@ -134,7 +128,7 @@ def _gsm8k_completions(rng: np.random.Generator, config: Config) -> np.ndarray:
 
 @functools.cache
 def _log_median(cap: int) -> float:
-    """Of the lognormal whose mean is COMPLETION_MEAN after cutting at `cap`; of a cap below that, as if uncut."""
+    """Log of the median that makes COMPLETION_MEAN the mean after cutting at `cap`; as if uncut for a smaller cap."""
     uncut = float(np.log(COMPLETION_MEAN) - COMPLETION_SIGMA**2 / 2)
     if cap <= COMPLETION_MEAN:
         return uncut
@@ -147,8 +141,8 @@ def _log_median(cap: int) -> float:
     return low
 
 
-def _from_run(rng: np.random.Generator, path: Path, config: Config) -> Lengths:
-    """Groups of a former run, cut to what the config allows."""
+def _from_run(rng: np.random.Generator, path: Path, config: Config) -> SequenceLengths:
+    """Groups of an earlier run, cut to what the config allows."""
     groups = [group for number, record in enumerate(read_lines(path), 1) for group in _groups(record, path, number)]
     if not groups:
         raise ValueError(f"lengths {path}: no lengths in it; name a run that has done a step")
@@ -157,7 +151,7 @@ def _from_run(rng: np.random.Generator, path: Path, config: Config) -> Lengths:
     drawn = [groups[i] for i in rng.choice(len(groups), N, replace=len(groups) < N)]
     prompts = np.array([prompt for prompt, _ in drawn])
     completions = np.array([rng.choice(own, G, replace=len(own) < G) for _, own in drawn])
-    return Lengths(
+    return SequenceLengths(
         prompts=np.clip(prompts, 1, rollout.max_prompt_tokens),
         completions=np.clip(completions, 1, rollout.max_new_tokens),
     )
@@ -180,37 +174,26 @@ def _groups(record: dict[str, Any], path: Path, number: int) -> list[tuple[int, 
 class _Rollout:
     """One call of the engine's `generate` in which lengths are known beforehand."""
 
-    def __init__(self, lengths: Lengths, config: Config, shards: int) -> None:
+    def __init__(self, lengths: SequenceLengths, config: Config, shards: int) -> None:
         rollout = config.rollout
         self.lengths, self.refill_steps = lengths, rollout.refill_steps
         self.scheduler = Scheduler(num_slots=rollout.slots, prefill_rows=rollout.prefill_rows, shards=shards)
         buckets = np.array(prompt_buckets(rollout.max_prompt_tokens))
-        members = lengths.completions.shape[1]
         for group, bucket in enumerate(buckets[np.searchsorted(buckets, lengths.prompts)]):
-            self.scheduler.submit(group, bucket=int(bucket), members=members)
+            self.scheduler.submit(group, bucket=int(bucket), members=lengths.completions.shape[1])
         self.left = np.zeros(rollout.slots, int)  # tokens that each slot has yet to make
         self.context = np.zeros(rollout.slots, int)  # tokens that each slot's next query sees, its own included
-        self.prefills: collections.Counter[int] = collections.Counter()
-        self.places: collections.Counter[int] = collections.Counter()
-        self.places_across: collections.Counter[int] = collections.Counter()
-        self.looks = self.steps = self.occupied = self.attended = 0
+        self.prefills, self.copies, self.copies_across = (collections.Counter[int]() for _ in range(3))
+        self.calls = self.steps = self.occupied = self.attended = 0
 
-    def run(self) -> Composition:
-        while self.scheduler.busy:
-            while (admission := self.scheduler.admit()) is not None:
-                self.prefills[admission.bucket] += bool(admission.prefill)
-                (self.places_across if admission.crosses else self.places)[admission.bucket] += 1
-                for placement in admission.placements:  # the first token comes from the prefill
-                    self.left[placement.slot] = self.lengths.completions[placement.group, placement.member] - 1
-                    self.context[placement.slot] = self.lengths.prompts[placement.group] + 1
-                self._retire()
-            if self.scheduler.running:
-                self._look()
-        return Composition(
+    def run(self) -> Workload:
+        for admission in rounds(self.scheduler):
+            self._decode() if admission is None else self._admit(admission)
+        return Workload(
             prefill_calls=dict(+self.prefills),
-            place_calls=dict(self.places),
-            place_across_calls=dict(self.places_across),
-            decode_calls=self.looks,
+            place_calls=dict(self.copies),
+            place_across_calls=dict(self.copies_across),
+            decode_calls=self.calls,
             decode_steps=self.steps,
             occupied_slot_steps=self.occupied,
             mean_context=self.attended / self.occupied if self.occupied else 0.0,
@@ -218,10 +201,19 @@ class _Rollout:
             completion_tokens=int(self.lengths.completions.sum()),
         )
 
-    def _look(self) -> None:
+    def _admit(self, admission: Admission) -> None:
+        """Count the calls of an admission; the first token of each member comes with it."""
+        self.prefills[admission.bucket] += bool(admission.prefill)
+        (self.copies_across if admission.crosses else self.copies)[admission.bucket] += 1
+        for placement in admission.placements:
+            self.left[placement.slot] = self.lengths.completions[placement.group, placement.member] - 1
+            self.context[placement.slot] = self.lengths.prompts[placement.group] + 1
+        self._retire()
+
+    def _decode(self) -> None:
         """Decode until `refill_steps` are done or no slot has anything left."""
         made = np.minimum(self.left, self.refill_steps)  # [S]
-        self.looks += 1
+        self.calls += 1
         self.steps += int(made.max())
         self.occupied += int(made.sum())
         self.attended += int(np.sum(made * self.context + made * (made - 1) // 2))

@@ -1,0 +1,316 @@
+"""What a report of `podium plan` says, in sections of lines, bars and tables: once, for the terminal and for the page.
+
+`podium.plan.report` prints sections, `podium.plan.page` writes them as HTML.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from podium.accelerators import GIB
+from podium.plan import formatting as text
+from podium.plan.check import CheckRow
+from podium.plan.compare import PlanEntry, Refused, RunCost, by_price
+from podium.plan.result import Phase, Plan, Seconds, Verdict
+from podium.plan.search import SearchResult, Trial
+
+MOST_PARTS = 9  # parts of the memory that a bar shows by themselves
+REST = "others"  # the remaining parts of the memory, together
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+    """A sentence, perhaps behind a label."""
+
+    text: str
+    label: str = ""
+    verdict: Verdict | None = None  # what the text says, for its colour
+    note: str = ""  # more, on a line of its own
+    bullet: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One row of a chart: segments in a row, with figures beside them."""
+
+    name: str
+    figure: str
+    segments: tuple[tuple[str, float, float], ...]  # name of the part, where it begins and where it ends
+    note: str
+    bad: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Horizontal bars on one scale."""
+
+    bars: tuple[Bar, ...]
+    end: float  # the largest value of the scale
+    parts: tuple[str, ...] = ()
+    """What segments are called, in the order of their colours; none: bars of a single colour."""
+    limit: float | None = None
+    limit_text: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows under headings."""
+
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    text: frozenset[int] = frozenset({0})  # columns that are no numbers
+    spare: frozenset[int] = frozenset()  # columns that can be left out where there is little room
+
+
+Content = Line | Chart | Table
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportSection:
+    """A part of a report."""
+
+    title: str
+    content: tuple[Content, ...]
+    details: bool = False  # whether it is for the page alone, which has room
+
+
+def plan_sections(entry: PlanEntry, suggestions: Sequence[Trial] | None = None, hint: str = "") -> list[ReportSection]:
+    """All that there is to say about one plan, the verdict first.
+
+    Args:
+        entry: the plan and its cost.
+        suggestions: changes that help; None: not looked for.
+        hint: how to have them looked for.
+    """
+    plan = entry.plan
+    found = [ReportSection("", (Line(text=text.verdict_line(plan), verdict=plan.verdict),))]
+    found.append(
+        ReportSection(f"memory of a device, by phase, in GiB of {text.exact_gib(plan.hbm_bytes)}", (_memory(plan),))
+    )
+    if plan.step is not None:
+        found.append(
+            ReportSection(
+                "a step", (_timeline(plan), Line(label=f"step  {text.duration(plan.step)}", text=_speed(plan)))
+            )
+        )
+    phases = _table(PHASES, ((phase,) for phase in plan.phases), 0, 5, 8)
+    arrays = _table(ARRAYS, ((array,) for array in plan.worst.largest), 0, 1)
+    found.append(ReportSection("phases", (phases,), details=True))
+    found.append(ReportSection(f"largest arrays of {plan.worst.name}", (arrays,), details=True))
+    if transfers := [(phase, each) for phase in plan.phases for each in phase.collectives]:
+        table = _table(TRANSFERS, transfers, 0, 1, 2)
+        found.append(ReportSection("transfers between chips, in a step", (table,), details=True))
+    if entry.cost is not None:
+        found.append(ReportSection("cost", (Line(text=_cost(entry.cost, plan)),)))
+    if suggestions is not None:
+        nothing = Line(text="None of the changes that were tried helps.")
+        found.append(ReportSection("changes that help most", tuple(map(_suggestion, suggestions)) or (nothing,)))
+    elif hint:
+        found.append(ReportSection("changes that may help", (Line(text=hint),)))
+    versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
+    notes = (text.method_line(plan), *plan.notes, versions)
+    return [*found, ReportSection("notes", tuple(Line(text=note, bullet=True) for note in notes))]
+
+
+def comparison_sections(entries: Sequence[PlanEntry], refused: Sequence[Refused]) -> list[ReportSection]:
+    """Several plans in a table, best first, each with its reason; then what could not be planned."""
+    failed = [Line(label=each.label, text=f"cannot be planned: {each.error}") for each in refused]
+    if not entries:
+        return [ReportSection("", tuple(failed))]
+    best, rule = entries[0], f"the least {'dollars' if by_price(entries) else 'chip-seconds'} per step"
+    first = Line(text=f"{best.label} is best ({rule}): {text.verdict_line(best.plan)}", verdict=best.plan.verdict)
+    reasons = [Line(label=each.label, text=each.reason) for each in entries if each.reason]
+    lines = (*reasons, Line(text=text.method_line(best.plan)), *failed)
+    found = [ReportSection("", (first, _comparison(entries), *lines))]
+    timed = [entry for entry in entries if entry.plan.step is not None]
+    return [*found, ReportSection("seconds per step", (_steps(timed),), details=True)] if timed else found
+
+
+def search_section(found: SearchResult) -> ReportSection:
+    """What a search came to, and what it tried."""
+    table = _table(TRIALS, ((trial,) for trial in found.trials), 1, 2, 3)
+    return ReportSection("", (Line(text=search_line(found)), table))
+
+
+def search_line(found: SearchResult) -> str:
+    """The result of a search in a line."""
+    best, over, values = found.best, found.too_large, found.range
+    if best is None:
+        smallest = found.trials[0]
+        return f"{found.key}: even {smallest.change.value} does not fit ({text.gib(smallest.plan.worst.bytes)} GiB)"
+    if over is None:
+        return f"{found.key}: {best.change.value:,} fits, and there is no use in more: {values.why}"
+    gap = f"{over.change.value:,} {'is too close to call' if over.plan.verdict == 'too_close' else 'does not'}"
+    if found.proven:
+        return f"{found.key}: {best.change.value:,} is the largest that fits; {gap}"
+    return f"{found.key}: {best.change.value:,} fits, {gap}; values in between were not tried"
+
+
+def check_section(rows: Sequence[CheckRow]) -> ReportSection:
+    """Planned beside measured figures, with the error of the plan."""
+    found = []
+    for row in rows:
+        unit = f" {row.unit}".rstrip()
+        exact = row.planned.low == row.planned.high
+        planned = text.number(row.planned.value) if exact else text.with_range(row.planned)
+        measured = f"{text.number(row.measured)}{unit}" if row.measured is not None else "-"
+        error = f"{row.error:+.1%}" if row.error is not None else "-"
+        found.append((row.name, f"{planned}{unit}", measured, error))
+    return ReportSection("", (Table(heads=("", "planned", "measured", "plan's error"), rows=tuple(found)),))
+
+
+def _memory(plan: Plan) -> Chart:
+    """A bar of each phase's memory in its parts, with a mark where the memory ends."""
+    parts = text.main_parts(plan.phases, MOST_PARTS)
+    bars = []
+    for phase in plan.phases:
+        sizes = {part: phase.parts.get(part, 0) / GIB for part in parts}
+        sizes[REST] = sum(size for part, size in phase.parts.items() if part not in sizes) / GIB
+        part, size = text.largest_part(phase)
+        note = f"{text.readable(part)} {text.gib(size)}"
+        figure, bad = text.gib(phase.bytes), not phase.fits
+        bars.append(Bar(name=phase.name, figure=figure, segments=_stacked(sizes), note=note, bad=bad))
+    return Chart(
+        bars=tuple(bars),
+        end=max(plan.hbm_bytes, plan.worst.bytes) / GIB,
+        parts=(*parts, REST),
+        limit=plan.hbm_bytes / GIB,
+        limit_text=f"{text.exact_gib(plan.hbm_bytes)} GiB, where the memory ends",
+    )
+
+
+def _timeline(plan: Plan) -> Chart:
+    """The phases of a step, each beginning where the one before ends."""
+    rows = [(phase.name, phase.seconds, _work(phase)) for phase in plan.phases if phase.seconds is not None]
+    rows += [("host", plan.host, "between programs, and grading")] if plan.host is not None else []
+    segments = _stacked({name: time.value for name, time, _ in rows})
+    bars = (
+        Bar(name=name, figure=text.duration(time), segments=(segment,), note=work)
+        for (name, time, work), segment in zip(rows, segments, strict=True)
+    )
+    return Chart(bars=tuple(bars), end=sum(time.value for _, time, _ in rows) or 1.0)
+
+
+def _steps(entries: Sequence[PlanEntry]) -> Chart:
+    """A bar of each plan's step in its parts."""
+    times = [{name: time.value for name, time in text.step_parts(entry.plan)} for entry in entries]
+    figures = [text.number(sum(each.values())) for each in times]
+    bars = (
+        Bar(name=entry.label, figure=f"{figure} s", segments=_stacked(each), note="")
+        for entry, each, figure in zip(entries, times, figures, strict=True)
+    )
+    parts = tuple(dict.fromkeys(part for each in times for part in each))
+    return Chart(bars=tuple(bars), end=max(sum(each.values()) for each in times) or 1.0, parts=parts)
+
+
+def _stacked(sizes: Mapping[str, float]) -> tuple[tuple[str, float, float], ...]:
+    """Segments of these sizes, one after the other."""
+    found, end = [], 0.0
+    for part, size in sizes.items():
+        found.append((part, end, end + size))
+        end += size
+    return tuple(found)
+
+
+def _work(phase: Phase) -> str:
+    """Calls of a phase's program, what they wait for, and what they send."""
+    sent = sum(each.sent for each in phase.collectives)
+    found = [f"{phase.calls:,.0f} call{'s' * (phase.calls != 1)}"]
+    found += [f"bound by {text.LIMITS[phase.bound_by]}"] if phase.bound_by else []
+    found += [f"{text.data_size(sent)} over ICI"] if sent >= text.LITTLE else []
+    return ", ".join(found)
+
+
+def _speed(plan: Plan) -> str:
+    """What a step makes, and how fast."""
+    speed, tokens = plan.tokens_per_s_per_device, plan.workload.completion_tokens
+    rate = f", {text.with_range(speed)} per second and chip" if speed is not None else ""
+    return f"{tokens:,} completion tokens{rate}"
+
+
+Columns = Sequence[tuple[str, Callable[..., str]]]
+PHASES: Columns = (
+    ("phase", lambda phase: phase.name),
+    ("GiB", lambda phase: f"{phase.bytes / GIB:.2f}"),
+    ("fits", lambda phase: "yes" if phase.fits else "no"),
+    ("time", lambda phase: text.duration(phase.seconds) if phase.seconds else "-"),
+    ("calls", lambda phase: f"{phase.calls:,.0f}"),
+    ("bound by", lambda phase: text.LIMITS.get(phase.bound_by, "-")),
+    ("TFLOP", lambda phase: text.number(phase.flops / 1e12)),
+    ("of closed form", lambda phase: _ratio(phase.flops, phase.closed_form_flops)),
+    ("made by", lambda phase: "compiler" if phase.compiled else "closed form"),
+    ("compiled in", lambda phase: "-" if phase.compile_s is None else f"{phase.compile_s:.0f} s"),
+)
+ARRAYS: Columns = (
+    ("array", lambda array: text.readable(array.name)),
+    ("shape", lambda array: array.shape),
+    ("GiB", lambda array: f"{array.bytes / GIB:.2f}"),
+)
+TRANSFERS: Columns = (
+    ("phase", lambda phase, each: phase.name),
+    ("kind", lambda phase, each: each.kind),
+    ("mesh axes", lambda phase, each: " x ".join(each.axes) or "-"),
+    ("devices", lambda phase, each: str(each.group)),
+    ("calls", lambda phase, each: f"{each.calls:,.0f}"),
+    ("sent by a device", lambda phase, each: text.data_size(each.sent)),
+    ("while computing", lambda phase, each: "yes" if each.overlaps else "no"),
+)
+TRIALS: Columns = (
+    ("tried", lambda trial: f"{trial.change.value:,}"),
+    ("verdict", lambda trial: text.VERDICTS[trial.plan.verdict]),
+    ("needs", lambda trial: f"{trial.plan.worst.name} {text.gib(trial.plan.worst.bytes)} GiB"),
+    ("made by", lambda trial: "closed form" if trial.plan.estimate_only else "compiled"),
+)
+
+
+def _table(columns: Columns, values: Iterable[tuple[Any, ...]], *text: int) -> Table:
+    """A row of cells for each of some values; `text` are the columns that are no numbers."""
+    rows = tuple(tuple(cell(*each) for _, cell in columns) for each in values)
+    return Table(heads=tuple(head for head, _ in columns), rows=rows, text=frozenset(text))
+
+
+def _ratio(value: float, base: float) -> str:
+    return f"{value / base:.2f}" if base else "-"
+
+
+def _cost(cost: RunCost, plan: Plan) -> str:
+    """Chip-hours, and dollars where there is a price."""
+    line = f"{cost.steps:,} steps: {text.with_range(cost.chip_hours)} chip-hours"
+    if cost.usd is None:
+        return f"{line}; no price of {plan.accelerator} is known: set one with --prices FILE"
+    price = f"{cost.usd_per_chip_hour:.2f} per chip-hour ({cost.price_source}, {cost.price_date})"
+    return f"{line}, {text.with_range(cost.usd)} US dollars at {price}; without compiling, evaluations and checkpoints"
+
+
+def _suggestion(trial: Trial) -> Line:
+    """A change with what it makes of memory and step, and why."""
+    plan = trial.plan
+    step = f", {text.with_range(plan.step)} s per step" if plan.step is not None else ""
+    made_by = "closed form" if plan.estimate_only else "compiled"
+    return Line(
+        label=f"{trial.change} instead of {trial.change.old}",
+        text=f"{text.VERDICTS[plan.verdict]}, {text.spare(plan)}{step} ({made_by})",
+        verdict=plan.verdict,
+        note=trial.reason,
+    )
+
+
+def _comparison(entries: Sequence[PlanEntry]) -> Table:
+    """A row for each plan."""
+    keys = dict.fromkeys(entry.setting.partition("=")[0] for entry in entries if entry.setting)
+    names = [key.rpartition(".")[2] for key in keys]
+    heads = ("machine", *names, "verdict", "GiB", "s per step", "tokens/s/chip", "chip-hours", "dollars")
+    rows = []
+    for entry in entries:
+        plan, cost = entry.plan, entry.cost
+        figures = (plan.tokens_per_s_per_device, cost and cost.chip_hours, cost and cost.usd)
+        settings = [entry.setting.partition("=")[2]] if keys else []
+        memory = f"{text.gib(plan.worst.bytes)}/{text.exact_gib(plan.hbm_bytes)}"
+        step = text.with_range(plan.step) if plan.step is not None else "-"
+        rows.append((plan.accelerator, *settings, text.VERDICTS[plan.verdict], memory, step, *map(_value, figures)))
+    columns = frozenset({heads.index("tokens/s/chip"), heads.index("chip-hours")})
+    return Table(heads=heads, rows=tuple(rows), text=frozenset(range(len(names) + 2)), spare=columns)
+
+
+def _value(time: Seconds | None) -> str:
+    return text.number(time.value) if time is not None else "-"

@@ -1,0 +1,72 @@
+"""What must divide over a mesh: one rule, told before a machine is there and when weights are laid out."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from tiny_decoder import DECODER
+
+from podium.accelerators import find_accelerator
+from podium.config.schema import Config
+from podium.models.params import ROLLOUT_LAYOUTS, TRAIN_AXES, axis_parts, check_divides, indivisible, param_specs
+from podium.sharding import ShardingRules, make_mesh, param_shardings
+
+V6E = find_accelerator("v6e-8")
+
+
+def config(**changed: Any) -> Config:
+    rollout = {
+        "max_prompt_tokens": 32,
+        "max_new_tokens": 8,
+        "slots": 16,
+        "prefill_rows": 8,
+        **changed.pop("rollout", {}),
+    }
+    settings = {"model": "none", "tasks": [{"name": "arithmetic"}], "prompts_per_step": 4, "group_size": 4}
+    return Config.model_validate({**settings, "rollout": rollout, **changed})
+
+
+def test_parts_are_products_of_the_mesh_axes_that_split():
+    mesh = {"dp": 2, "fsdp": 3, "tp": 5}
+    assert axis_parts(TRAIN_AXES, mesh) == {
+        "batch": 6, "batch_by_width": 2, "vocab": 5, "width": 3, "heads": 5, "kv_heads": 5, "mlp": 5,
+    }  # fmt: skip
+    batch = {layout: axis_parts(axes, mesh)["batch"] for layout, axes in ROLLOUT_LAYOUTS.items()}
+    assert batch == {"replicated": 30, "legacy": 30, "maxtext": 2}
+
+
+@pytest.mark.parametrize("mesh", ["fsdp:8", "fsdp:4,tp:2", "fsdp:2,tp:4", "tp:8"])
+@pytest.mark.parametrize("changed", [{}, {"kv_heads": 1}, {"mlp_width": 60}, {"width": 36}])
+def test_what_is_refused_beforehand_is_what_cannot_be_laid_out(mesh, changed):
+    decoder = dataclasses.replace(DECODER, **changed)
+
+    def refused(check) -> bool:
+        try:
+            check()
+        except ValueError:
+            return True
+        return False
+
+    specs = param_specs(decoder)
+    rules = ShardingRules(make_mesh(mesh), TRAIN_AXES)
+    assert refused(lambda: check_divides(config(mesh=mesh), decoder, V6E)) is refused(
+        lambda: param_shardings(specs, rules)
+    )
+
+
+def test_the_message_has_the_sizes_that_work():
+    decoder = dataclasses.replace(DECODER, heads=6, kv_heads=2)
+    with pytest.raises(ValueError, match=r"6 query heads \(none\) cannot be split evenly by tp:4; .* tp can be 1, 2$"):
+        check_divides(config(mesh="fsdp:2,tp:4"), decoder, V6E)
+
+
+def test_slots_divide_over_the_devices_that_split_sequences():
+    with pytest.raises(ValueError, match=r"rollout\.slots is 12 and is split over 8 devices"):
+        check_divides(config(rollout={"slots": 12}), DECODER, V6E)
+    check_divides(config(rollout={"slots": 12, "layout": "maxtext"}), DECODER, V6E)  # over dp alone
+
+
+def test_every_dimension_that_does_not_divide_is_found():
+    specs = param_specs(dataclasses.replace(DECODER, mlp_width=30))
+    found = {(name, axis, dim) for name, axis, dim in indivisible(specs, lambda axis: 4 if axis == "mlp" else 1)}
+    assert found == {(f"layers.{name}", "mlp", 30) for name in ("gate", "up", "down")}
