@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import get_args
 
-from podium.config.schema import Config, Remat, RolloutLayout
+from podium.config.schema import Config, Remat
 from podium.config.sizes import batch_sequences, row_tokens, rows_per_device
 from podium.plan.compare import ORDER, difference
 from podium.plan.result import TOO_CLOSE, Plan
@@ -234,7 +234,7 @@ def candidates(config: Config, run: RunSizes) -> Iterator[Change]:
     for slots in (rollout.slots // 2, 2 * rollout.slots):
         if slots % run.rollout_shards == 0 and 1 <= slots < 2 * sequences:
             yield Change(key="rollout.slots", value=slots, old=rollout.slots)
-    for layout in get_args(RolloutLayout):
+    for layout in get_args(str):
         if layout != rollout.layout:
             yield Change(key="rollout.layout", value=layout, old=rollout.layout)
     yield Change(key="rollout.refill_steps", value=2 * rollout.refill_steps, old=rollout.refill_steps)

@@ -206,7 +206,7 @@ class _Generation:
 
     def admit(self, admission: Admission) -> None:
         """Prefill what needs it, copy prompts into slots and draw the first token of each member."""
-        start = time.perf_counter()
+        time.perf_counter()
         if admission.prefill:
             self.prompts[admission.bucket] = self._prefill(admission)
         rows = np.full(self.engine.config.slots, -1, np.int32)
