@@ -74,7 +74,7 @@ class RolloutConfig(Section):
     max_new_tokens: Positive = 1024
     """Longest completion in tokens, end-of-sequence included; a longer one is cut with finish reason `length`."""
     slots: Positive = 64
-    """Sequences decoded at once, over all devices. More is faster per token until memory (KV cache) or compute binds."""
+    """Sequences decoded at once over all devices. More is faster per token until memory (KV cache) or compute bind."""
     refill_steps: Positive = 4
     """Decode steps between refills of finished slots. Few: slots idle less; many: the host works less."""
     prefill_rows: Positive = 8
