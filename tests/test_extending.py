@@ -89,12 +89,13 @@ def test_a_rollout_layout_is_an_entry(monkeypatch):
     shardings = param_shardings(param_specs(DECODER), ShardingRules(mesh, TRAIN_AXES))
     engine.load({name: jax.device_put(value, shardings[name]) for name, value in tiny_params().items()})
     requests = random_requests(3)
-    for found, expected in zip(engine.generate(requests), make_engine().generate(requests), strict=True):
+    for found, expected in zip(engine.generate(requests)[0], make_engine().generate(requests)[0], strict=True):
         assert [each.tokens.tolist() for each in found] == [each.tokens.tolist() for each in expected]
 
 
 def test_a_metric_is_an_entry(monkeypatch):
-    added = Metric("policy/new", "1", "A new one.")
+    added = Metric("policy/new", "1", "A new one.", task=lambda scores: float(scores))
     monkeypatch.setitem(metrics.METRICS, "Policy", (*METRICS.get("Policy", ()), added))
+    assert metrics.named((metric, metric.task and metric.task(2)) for metric in (added,)) == {"policy/new": 2.0}
     assert find_metric("policy/new") == added
     assert "| `policy/new` | 1 | A new one. |" in metrics_page()
