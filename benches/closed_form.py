@@ -32,11 +32,11 @@ from podium.settings import load_settings
 ROOT = Path(__file__).parents[1]
 COUNT = 40
 SEEN = 20
-"""Of these: the first, by which the closed form was last mended; the others say how far off it is elsewhere."""
+"""The first so many of them were seen when the closed form was last corrected; the others were not."""
 NEAR = 0.4, 1.4
-"""Of the memory: what the closed form must say of a configuration that is asked about."""
+"""Share of the memory that the closed form must give for a configuration to be compiled."""
 MAY_BIND = 0.75
-"""Of the worst phase."""
+"""Share of the worst phase's memory from which on a phase is compiled too."""
 PROGRAMS = ("update", "decode", "prefill", "score")
 """Phases that make large arrays; what the others hold, these hold too."""
 BARS = {"mean_error": 0.10, "false_fits": 0}
@@ -119,13 +119,13 @@ def ask(settings: Mapping[str, Any], config: Config, accelerator: Accelerator) -
 
 def lines(rows: Sequence[Mapping[str, Any]], figures: Mapping[str, float]) -> Iterator[str]:
     """The table for docs/planner.md."""
-    told = (
+    summary = (
         f"{len(rows)} configurations drawn at random: {figures['mean_error']:.1%} off on average,"
         f" {figures['worst_error']:.1%} at worst; {figures['false_fits']:.0f} of them said to fit that the compiler"
         f" says do not; the same verdict for {figures['same_verdict']:.0f}. The first {SEEN} were looked at when the"
         f" closed form was last mended; the others are {figures['mean_error_of_others']:.1%} off on average."
     )
-    yield from textwrap.wrap(told, 118)
+    yield from textwrap.wrap(summary, 118)
     yield from (
         "",
         "| | TPU | model, mesh | binds | closed form, GiB | compiled, GiB | error |",

@@ -100,7 +100,7 @@ class Point:
 
     @property
     def calls(self) -> float:
-        """Of all programs, in a step."""
+        """Calls of all programs in a step."""
         return sum(phase.calls for phase in self.plan.phases)
 
     @property
@@ -109,7 +109,7 @@ class Point:
         return max(0.0, self.step_s - sum(self.seconds.values())) / self.calls
 
     def share(self, kind: str) -> float:
-        """Of the roofline, that the phases of a kind reached."""
+        """The share of the roofline that phases of a kind reached."""
         least = (p.seconds.value for p in self.plan.phases if p.seconds and KINDS.get(p.name, "decode") == kind)
         return sum(least) / self.seconds[kind]
 

@@ -23,7 +23,7 @@ BARS = {"cold": 720.0, "cached": 5.0, "fast": 5.0}
 
 
 def seconds(cache: str, *more: str) -> dict[str, Any]:
-    """Of one command, and its verdict."""
+    """Seconds that one command takes, and its verdict."""
     command = [sys.executable, "-m", "podium.cli", "plan", CONFIG, "--tpu", TPU, *more]
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     environment = {**os.environ, "XDG_CACHE_HOME": cache, "COLUMNS": "200"}

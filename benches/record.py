@@ -77,7 +77,7 @@ def program() -> str:
 
 
 def command() -> str:
-    """The same with its words."""
+    """The program with its arguments, as typed."""
     return " ".join([program(), *map(shlex.quote, sys.argv[1:])])
 
 

@@ -25,7 +25,7 @@ PROMPTS, GROUP = 4, 8
 
 
 def plan(model: str, tpu: str) -> Plan:
-    """Of a step whose work grows with the chips."""
+    """The plan of a run whose work grows with the number of chips."""
     accelerator = find_accelerator(tpu)
     devices = accelerator.devices
     settings = [

@@ -51,7 +51,7 @@ class Row:
     met: bool | None
     """None: the row waits for something that Podium does not have yet."""
     ours: str = ""
-    """The same of our own layout."""
+    """What the plan says for Podium's own layout."""
 
 
 @dataclasses.dataclass(frozen=True)

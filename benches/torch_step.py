@@ -54,7 +54,7 @@ BAR = 1.0
 
 @dataclasses.dataclass
 class Seconds:
-    """Of a part, summed."""
+    """Seconds of one part of a step, summed."""
 
     wall: float = 0.0
     cpu: float = 0.0
@@ -151,7 +151,7 @@ class Podium:
 
 
 class Torch:
-    """The same in torch."""
+    """The step in PyTorch."""
 
     def __init__(self, podium: Podium, folder: Path, threads: int) -> None:
         import torch  # pyright: ignore[reportMissingImports]
