@@ -8,7 +8,7 @@ declare. `roofline` gives the least seconds; factors that were measured are the 
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from podium.hlo.collectives import KINDS, Transfer, kind_of, transfer
 from podium.hlo.text import Computation, Instruction, Module
@@ -75,16 +75,23 @@ class ProgramCost:
 
     @property
     def collectives(self) -> tuple[CollectiveTotal, ...]:
-        """By kind, axes, size of the group and whether the device works meanwhile; what sends most comes first."""
-        calls: dict[tuple, float] = {}
-        sent: dict[tuple, float] = {}
-        for work in self.works:
-            for each in work.transfers:
-                key = (each.kind, each.axes, each.group, each.overlaps)
-                calls[key] = calls.get(key, 0) + work.times
-                sent[key] = sent.get(key, 0) + work.times * each.sent
-        order = sorted(calls, key=lambda key: (-sent[key], key))
-        return tuple(CollectiveTotal(*key, calls=calls[key], sent=sent[key]) for key in order)
+        """All transfers of the run."""
+        return sum_collectives(
+            (work.times, CollectiveTotal(each.kind, each.axes, each.group, each.overlaps, calls=1, sent=each.sent))
+            for work in self.works
+            for each in work.transfers
+        )
+
+
+def sum_collectives(found: Iterable[tuple[float, CollectiveTotal]]) -> tuple[CollectiveTotal, ...]:
+    """Totals that are made so many times each, those together that are alike; what sends most comes first."""
+    sums: dict[tuple, tuple[float, float]] = {}
+    for times, each in found:
+        key = (each.kind, each.axes, each.group, each.overlaps)
+        calls, sent = sums.get(key, (0.0, 0.0))
+        sums[key] = (calls + times * each.calls, sent + times * each.sent)
+    order = sorted(sums.items(), key=lambda item: (-item[1][1], item[0]))
+    return tuple(CollectiveTotal(*key, calls=calls, sent=sent) for key, (calls, sent) in order)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,16 +220,11 @@ class Roofline:
 
 
 def roofline(cost: ProgramCost, peaks: Peaks, *, links: int) -> Roofline:
-    """The least time that one run takes.
+    """The least time that one run takes on a device whose rings use so many links at once.
 
     Every instruction takes its products or its memory traffic, whichever is longer, one after the other. A transfer
     that the program waits for comes on top; one that overlaps, only as far as all others together last longer than
     the work.
-
-    Args:
-        cost: of the program.
-        peaks: of the device.
-        links: links that a ring uses at once; 2 where it goes both ways round.
     """
     compute = hbm = waited = beside = latency = 0.0
     for work in cost.works:
