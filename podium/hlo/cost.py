@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from podium.hlo.collectives import KINDS, Transfer, kind_of, transfer
 from podium.hlo.text import Computation, Instruction, Module
-from podium.hlo.traffic import ASYNC_STARTS, hbm_traffic, products
+from podium.hlo.traffic import hbm_traffic, products
 
 HOP_S = 1e-6  # of a message to the neighbouring chip: jax-ml.github.io/scaling-book/sharding
 KERNEL = "tpu_custom_call"
@@ -26,10 +26,6 @@ class Peaks:
     flops_f32: float  # operations of float32 products at jax's default precision
     hbm_bandwidth: float  # bytes to and from main memory
     link_bandwidth: float  # bytes over one link to another device, in one direction
-
-
-class UnknownTrips(ValueError):
-    """A loop runs a number of times that the program's text does not say, and nobody else said."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,14 +102,11 @@ class _Context:
 def walk(module: Module, mesh: Mapping[str, int], *, trips: Mapping[str, float] | None = None) -> ProgramCost:
     """The cost of one run on one device; of a conditional, the costliest branch counts.
 
-    Args:
-        module: the compiled program.
-        mesh: sizes of the mesh's axes, major first, as its devices are numbered.
-        trips: by source, how often loops run whose count is not in the text; `unknown_loops` names them.
+    `mesh` has the sizes of the mesh's axes, major first, as its devices are numbered; `trips`, by source, how often
+    loops run whose count is not in the text: `unknown_loops` names them.
 
     Raises:
-        UnknownTrips: a loop has no count here or there.
-        ValueError: the program was compiled for another number of devices.
+        ValueError: the program was compiled for another number of devices, or a loop has no count here or there.
     """
     if math.prod(mesh.values()) != module.num_partitions:
         raise ValueError(
@@ -122,7 +115,7 @@ def walk(module: Module, mesh: Mapping[str, int], *, trips: Mapping[str, float] 
         )
     context = _Context(module, mesh, trips or {})
     if missing := [source for source in unknown_loops(module) if source not in context.trips]:
-        raise UnknownTrips(
+        raise ValueError(
             f"{module.name}: how often {' and '.join(map(repr, missing))} runs is not in the program's text;"
             f" say it, as trips={{{missing[0]!r}: 4}}"
         )
@@ -131,27 +124,24 @@ def walk(module: Module, mesh: Mapping[str, int], *, trips: Mapping[str, float] 
 
 def unknown_loops(module: Module) -> list[str]:
     """Sources of the loops whose count depends on what the program is given."""
-    return list(dict.fromkeys(loop.source for loop in module.loops.values() if loop.trips is None))
+    return list(dict.fromkeys(loop.source for loop, trips in module.loops.items() if trips is None))
 
 
 def _walk(context: _Context, computation: Computation, times: float) -> Iterator[Work]:
     for each in computation.instructions.values():
-        inner = [context.module.computations[name] for role in _RUN for name in each.callees.get(role, ())]
+        inner = [context.module.computations[name] for name in each.runs]
         if each.opcode == "while":
-            loop = context.module.loops[each.name]
-            again = context.trips[loop.source] if loop.trips is None else loop.trips
+            counted = context.module.loops[each]
+            again = context.trips[each.source] if counted is None else counted
             for part in inner:
                 yield from _walk(context, part, times * again)
         elif each.opcode == "conditional":
             yield from max((tuple(_walk(context, part, times)) for part in inner), key=_weight)
-        elif each.opcode in ("call", *ASYNC_STARTS):
+        elif inner:
             for part in inner:
                 yield from _walk(context, part, times)
         elif work := _work(context, each, computation, times):
             yield work
-
-
-_RUN = ("condition", "body", "calls", "to_apply", "branch_computations", "false_computation", "true_computation")
 
 
 def _weight(branch: tuple[Work, ...]) -> float:
@@ -173,15 +163,10 @@ def _work(context: _Context, each: Instruction, computation: Computation, times:
         hbm_bytes=hbm_traffic(each, computation, context.module),
         transfers=tuple(_transfers(context, inside)),
     )
-    if each.attribute("custom_call_target") == f'"{KERNEL}"':
-        work = dataclasses.replace(work, flops=_declared_flops(each))
+    if each.attribute("custom_call_target") == f'"{KERNEL}"':  # its author may declare its operations
+        declared = re.search(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', each.attributes)
+        work = dataclasses.replace(work, flops=float(declared[1]) if declared else 0.0)
     return work if any((work.flops, work.flops_f32, work.hbm_bytes, work.transfers)) else None
-
-
-def _declared_flops(kernel: Instruction) -> float:
-    """The operations that the author of a Pallas kernel declares; 0 where nothing is declared."""
-    found = re.search(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', kernel.attributes)
-    return float(found[1]) if found else 0.0
 
 
 def _fused(module: Module, each: Instruction, computation: Computation) -> Iterator[tuple[Instruction, Computation]]:
@@ -236,11 +221,7 @@ def roofline(cost: ProgramCost, peaks: Peaks, *, links: int) -> Roofline:
             link_s = each.sent / (links * peaks.link_bandwidth)
             waited += work.times * link_s * (not each.overlaps)
             beside += work.times * link_s * each.overlaps
-            latency += work.times * max(0.0, _hops(each) * HOP_S - link_s) * (not each.overlaps)
+            hops = KINDS[each.kind].rounds * max(1, each.group // 2)  # one after the other, both ways round a ring
+            latency += work.times * max(0.0, hops * HOP_S - link_s) * (not each.overlaps)
     ici = waited + max(0.0, beside - compute - hbm)
     return Roofline(compute, hbm, ici, latency)
-
-
-def _hops(each: Transfer) -> float:
-    """Steps from chip to chip, one after the other, of a ring that goes both ways round."""
-    return KINDS[each.kind].rounds * max(1, each.group // 2)

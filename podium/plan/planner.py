@@ -28,6 +28,7 @@ from podium.plan.workload import Workload, draw_lengths, packed_micro_batches, s
 
 KINDS: Mapping[str, str] = {"prefill": "prefill", "score": "update", "update": "update"}
 """The kind of calibration of a phase; phases that are not named stream memory, as decoding does."""
+SLOWEST_FIRST = ("update", "decode", "score", "prefill", "sync", "place", "init")  # by how long they take to compile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,9 @@ def make_plan(
     calls = step_calls(run, workload, micro_batches)
     compiled: dict[str, CompiledPhase] = {}
     if not fast and (accelerator.compiles or is_cpu):
-        names = list(dict.fromkeys(call.program for call in sorted(calls, key=_longest_first)))
+        names = list(
+            dict.fromkeys(call.program for call in sorted(calls, key=lambda call: SLOWEST_FIRST.index(call.phase)))
+        )
         compiled = compile_phases(make_jobs(config, decoder, accelerator, names), progress=progress)
     phases = tuple(device.phases(calls, compiled, run))
     host = device.host(sum(call.calls for call in calls))
@@ -146,11 +149,6 @@ def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Ca
     if scores:
         found.append(call("score", closed_form.score_phase(run), scores, rounds=own, repeats=scores * own))
     return [*found, call("update", closed_form.update_phase(run), updates, rounds=own, repeats=updates * own)]
-
-
-def _longest_first(call: Call) -> int:
-    """Rank of how long a program takes to compile."""
-    return ("update", "decode", "score", "prefill", "sync", "place", "init").index(call.phase)
 
 
 @dataclasses.dataclass(frozen=True)

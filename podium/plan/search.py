@@ -98,14 +98,9 @@ class SearchResult:
 def search(
     key: str, values: SearchRange, *, closed_form: Callable[[int], int], make: Make, hbm_bytes: int
 ) -> SearchResult:
-    """The largest value whose plan fits, in at most six plans.
+    """The largest value of a setting whose plan fits, in at most six plans.
 
-    Args:
-        key: of the setting.
-        values: to search.
-        closed_form: bytes of the phase with the least head-room, as estimated for a value; rises with it.
-        make: the plan of a change.
-        hbm_bytes: memory of a device.
+    `closed_form` gives the bytes of the phase with the least head-room, as estimated for a value; they rise with it.
     """
     trials: list[Trial] = []
     room = (1 - TOO_CLOSE) * hbm_bytes
@@ -223,12 +218,9 @@ def candidates(config: Config, run: RunSizes) -> Iterator[Change]:
 
 
 def promising(changes: Iterable[Change], plan: Plan, estimated: Make) -> list[Change]:
-    """The changes that help by the closed form, best first.
+    """The changes that help most by the closed form, best first; `plan` is the closed form's without any.
 
-    Args:
-        changes: to estimate.
-        plan: the closed form's, without any.
-        estimated: the closed form's plan of a change; ValueError where it contradicts the config or the machine.
+    `estimated` makes a change's; it raises ValueError where the change contradicts the config or the machine.
     """
     found = []
     for change in changes:
@@ -238,17 +230,11 @@ def promising(changes: Iterable[Change], plan: Plan, estimated: Make) -> list[Ch
             continue
         if helps(changed, plan):
             found.append((_rank(changed), change))
-    return [change for _, change in sorted(found, key=lambda each: each[0])]
+    return [change for _, change in sorted(found, key=lambda each: each[0])[:MOST_CANDIDATES]]
 
 
 def suggest(changes: Iterable[Change], plan: Plan, make: Make) -> list[Trial]:
-    """The changes that help most, best first, each with the plan that shows it.
-
-    Args:
-        changes: to try.
-        plan: without them.
-        make: the plan of a change, made as `plan` was.
-    """
+    """The changes that help most, best first, each with the plan that shows it, made as `plan` was without them."""
     trials: list[Trial] = []
     try_changes(changes, make, trials, most=MOST_CANDIDATES)
     better = sorted((trial for trial in trials if helps(trial.plan, plan)), key=lambda trial: _rank(trial.plan))

@@ -56,11 +56,6 @@ class RunSizes:
         return self._parts(params.TRAIN_AXES)
 
     @functools.cached_property
-    def gathered_parts(self) -> Parts:
-        """Into how many parts each logical axis is split while a layer computes."""
-        return self._parts(params.GATHERED_AXES)
-
-    @functools.cached_property
     def rollout_parts(self) -> Parts:
         """Into how many parts the rollout's layout splits each logical axis."""
         return self._parts(params.ROLLOUT_LAYOUTS[self.config.rollout.layout])
@@ -103,8 +98,9 @@ class RunSizes:
     @property
     def gathered_counts(self) -> tuple[int, int]:
         """Parameters of all layers, and of embedding and head, as they are while they compute."""
-        ends = self.ends_count(self.gathered_parts)
-        return sum(self._counts(self.gathered_parts)) - ends, ends
+        parts = self._parts(params.GATHERED_AXES)
+        ends = self.ends_count(parts)
+        return sum(self._counts(parts)) - ends, ends
 
     def ends_count(self, parts: Parts) -> int:
         """Elements of the embedding, and of the head where it is another, on one device."""
@@ -197,8 +193,9 @@ def optimizer_count(decoder: DecoderConfig, name: str, parts: Parts) -> int:
         return 2 * sum(local.values())
     if name in ("lion", "sgd"):
         return sum(local.values())
-    if name == "muon":  # one moment of what it orthogonalises, Adam's two of the rest
-        return sum(count * (1 if _is_hidden_matrix(specs[key]) else 2) for key, count in local.items())
+    if name == "muon":  # one moment of what it orthogonalises (`podium.train.optimizer`), Adam's two of the rest
+        hidden = {key for key, spec in specs.items() if sum(map(bool, spec.axes)) > 1 and "vocab" not in spec.axes}
+        return sum(count * (1 if key in hidden else 2) for key, count in local.items())
     return sum(_factored_count(spec, local[key]) for key, spec in specs.items())
 
 
@@ -206,11 +203,6 @@ def layer_matmul(decoder: DecoderConfig) -> int:
     """Elements of a layer's matrices."""
     attention = 2 * decoder.width * (decoder.heads + decoder.kv_heads) * decoder.head_dim
     return attention + 3 * decoder.width * decoder.mlp_width
-
-
-def _is_hidden_matrix(spec: ParamSpec) -> bool:
-    """Whether Muon orthogonalises it, as `podium.train.optimizer.muon_dimensions` says."""
-    return sum(axis is not None for axis in spec.axes) > 1 and "vocab" not in spec.axes
 
 
 def _factored_count(spec: ParamSpec, local: int) -> int:

@@ -99,7 +99,9 @@ def test_what_is_not_measured_is_left_out():
 
 def write_run(folder: Path, steps: int = 5, **changed: Any) -> None:
     """A run whose steps take 4 s, and long ones at first."""
-    RunCheck(force=False).begin(config_3b(), QWEN_3B, folder)
+    with pytest.MonkeyPatch.context() as patched:
+        run_on(patched, V6E_8)
+        RunCheck(force=False).begin(config_3b(), QWEN_3B, folder)
     lines = [
         {
             "step": step,
