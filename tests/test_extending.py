@@ -21,6 +21,7 @@ from podium.models.presets import PRESETS, find_architecture
 from podium.observe import metrics
 from podium.observe.metrics import METRICS, Metric, find_metric
 from podium.plan.planner import make_plan
+from podium.plan.sizes import make_sizes
 from podium.rollout.engine import RolloutEngine
 from podium.settings import NAMES, load_settings
 from podium.sharding import ShardingRules, make_mesh, param_shardings
@@ -89,8 +90,29 @@ def test_a_rollout_layout_is_an_entry(monkeypatch):
     shardings = param_shardings(param_specs(DECODER), ShardingRules(mesh, TRAIN_AXES))
     engine.load({name: jax.device_put(value, shardings[name]) for name, value in tiny_params().items()})
     requests = random_requests(3)
-    for found, expected in zip(engine.generate(requests)[0], make_engine().generate(requests)[0], strict=True):
-        assert [each.tokens.tolist() for each in found] == [each.tokens.tolist() for each in expected]
+    found, expected = (
+        [[each.tokens.tolist() for each in group] for group in made.generate(requests)[0]]
+        for made in (engine, make_engine())
+    )
+    assert found == expected
+
+
+def test_the_planner_reads_the_axes_of_a_layout_and_not_its_name(monkeypatch):
+    """Of weights over fsdp and tp and sequences over dp and tp: tp's parts are gathered, sums go over fsdp."""
+    monkeypatch.setitem(ROLLOUT_LAYOUTS, "mixed", {**TRAIN_AXES, "batch": ("dp", "tp")})
+    monkeypatch.setitem(ROLLOUT_LAYOUTS, "renamed", ROLLOUT_LAYOUTS["maxtext"])
+    v6e, decoder = find_accelerator("v6e-8"), find_architecture("Qwen/Qwen3-0.6B")
+    runs, plans = {}, {}
+    for layout in ROLLOUT_LAYOUTS:
+        config = load_settings([], [*RUN, "mesh=fsdp:4,tp:2", f"rollout.layout={layout}"], {}).config
+        runs[layout] = make_sizes(config, decoder, v6e)
+        plans[layout] = make_plan(config, v6e, fast=True)
+    assert plans["renamed"].phases == plans["maxtext"].phases != plans["replicated"].phases
+    held = {layout: run.rollout_weight_bytes / runs["replicated"].rollout_weight_bytes for layout, run in runs.items()}
+    assert held["mixed"] == pytest.approx(1 / 8, rel=1e-2)  # norms are whole
+    weights, sums = runs["legacy"].rollout_ici(0), runs["maxtext"].rollout_ici(64)
+    assert runs["replicated"].rollout_ici(64) == 0 < sums
+    assert runs["mixed"].rollout_ici(64) == pytest.approx(weights * 8 / 7 / 4 / 2 + sums)
 
 
 def test_a_metric_is_an_entry(monkeypatch):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from podium.hlo.text import Computation, Instruction
+from podium.hlo.text import Computation, Instruction, numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +50,10 @@ def kind_of(instruction: Instruction) -> str | None:
 def transfer(
     instruction: Instruction, kind: str, computation: Computation, mesh: Mapping[str, int], *, overlaps: bool
 ) -> Transfer:
-    """What a collective sends.
+    """What a collective sends, whose kind is from `kind_of`.
 
-    Args:
-        instruction: the collective.
-        kind: from `kind_of`.
-        computation: where it stands: all-reduces of which each device keeps a slice are reduce-scatters to the TPU.
-        mesh: sizes of the mesh's axes, major first; devices are numbered in that order.
-        overlaps: whether something else runs meanwhile.
+    All-reduces of which each device keeps a slice are reduce-scatters to the TPU. `mesh` has the sizes of the mesh's
+    axes, major first; devices are numbered in that order.
     """
     if kind == "all-reduce" and _only_sliced(instruction, computation):
         kind = "reduce-scatter"
@@ -65,7 +61,7 @@ def transfer(
     if instruction.opcode == "all-reduce":  # its operand may be float32 where bfloat16 is sent
         given = min(given, sum(shape.size for shape in instruction.shapes))
     if kind == "collective-permute":
-        pairs = [_numbers(pair) for pair in _listed(instruction, "source_target_pairs")]
+        pairs = [numbers(pair) for pair in _listed(instruction, "source_target_pairs")]
         axes = {axis for pair in pairs for axis in _differing(pair, mesh)}
         return Transfer(kind, tuple(axis for axis in mesh if axis in axes), 2, given if pairs else 0, overlaps)
     devices = group_of(instruction, math.prod(mesh.values()))
@@ -84,9 +80,9 @@ def group_of(instruction: Instruction, num_devices: int) -> list[int]:
         return _mesh_group(*found.groups(default=""))
     if found := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         shape, counted, order = found.groups(default="")
-        return _transposed(counted, order).reshape(_numbers(shape))[0].tolist()
+        return _transposed(counted, order).reshape(numbers(shape))[0].tolist()
     listed = _listed(instruction, "replica_groups")
-    return _numbers(listed[0]) if listed else list(range(num_devices))
+    return list(numbers(listed[0])) if listed else list(range(num_devices))
 
 
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((?:\[([\d,]+)\]T\(([\d,]+)\)|([\d,]+))\))? \{([^}]*)\}")
@@ -98,7 +94,7 @@ def _mesh_group(axes: str, counted: str, order: str, listed: str, inside: str) -
     Such a part has the size 4, behind a more major part of the size 2.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'?(\w+)'?=(\d+)", axes)}
-    devices = _numbers(listed) or range(math.prod(sizes.values()))
+    devices = numbers(listed) or range(math.prod(sizes.values()))
     ids = _transposed(counted, order) if counted else np.array(devices)
     ids = ids.reshape(tuple(sizes.values()))
     wanted = {name: (before, size) for name, before, size in re.findall(r"'?(\w+)'?(?::\((\d+)\)(\d+))?", inside)}
@@ -111,12 +107,8 @@ def _mesh_group(axes: str, counted: str, order: str, listed: str, inside: str) -
 
 def _transposed(counted: str, order: str) -> np.ndarray:
     """Devices counted in an array of these dimensions, with its dimensions in another order."""
-    dims = _numbers(counted)
-    return np.arange(math.prod(dims)).reshape(dims).transpose(_numbers(order) or None)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",") if number]
+    dims = numbers(counted)
+    return np.arange(math.prod(dims)).reshape(dims).transpose(numbers(order) or None)
 
 
 def _listed(instruction: Instruction, attribute: str) -> list[str]:

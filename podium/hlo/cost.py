@@ -8,11 +8,11 @@ declare. `roofline` gives the least seconds; factors that were measured are the 
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from podium.hlo.collectives import KINDS, Transfer, kind_of, transfer
 from podium.hlo.text import Computation, Instruction, Module
-from podium.hlo.traffic import ASYNC_STARTS, hbm_traffic, products
+from podium.hlo.traffic import hbm_traffic, products
 
 HOP_S = 1e-6  # of a message to the neighbouring chip: jax-ml.github.io/scaling-book/sharding
 KERNEL = "tpu_custom_call"
@@ -26,10 +26,6 @@ class Peaks:
     flops_f32: float  # operations of float32 products at jax's default precision
     hbm_bandwidth: float  # bytes to and from main memory
     link_bandwidth: float  # bytes over one link to another device, in one direction
-
-
-class UnknownTrips(ValueError):
-    """A loop runs a number of times that the program's text does not say, and nobody else said."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,16 +71,23 @@ class ProgramCost:
 
     @property
     def collectives(self) -> tuple[CollectiveTotal, ...]:
-        """By kind, axes, size of the group and whether the device works meanwhile; what sends most comes first."""
-        calls: dict[tuple, float] = {}
-        sent: dict[tuple, float] = {}
-        for work in self.works:
-            for each in work.transfers:
-                key = (each.kind, each.axes, each.group, each.overlaps)
-                calls[key] = calls.get(key, 0) + work.times
-                sent[key] = sent.get(key, 0) + work.times * each.sent
-        order = sorted(calls, key=lambda key: (-sent[key], key))
-        return tuple(CollectiveTotal(*key, calls=calls[key], sent=sent[key]) for key in order)
+        """All transfers of the run."""
+        return sum_collectives(
+            (work.times, CollectiveTotal(each.kind, each.axes, each.group, each.overlaps, calls=1, sent=each.sent))
+            for work in self.works
+            for each in work.transfers
+        )
+
+
+def sum_collectives(found: Iterable[tuple[float, CollectiveTotal]]) -> tuple[CollectiveTotal, ...]:
+    """Totals that are made so many times each, those together that are alike; what sends most comes first."""
+    sums: dict[tuple, tuple[float, float]] = {}
+    for times, each in found:
+        key = (each.kind, each.axes, each.group, each.overlaps)
+        calls, sent = sums.get(key, (0.0, 0.0))
+        sums[key] = (calls + times * each.calls, sent + times * each.sent)
+    order = sorted(sums.items(), key=lambda item: (-item[1][1], item[0]))
+    return tuple(CollectiveTotal(*key, calls=calls, sent=sent) for key, (calls, sent) in order)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,14 +102,11 @@ class _Context:
 def walk(module: Module, mesh: Mapping[str, int], *, trips: Mapping[str, float] | None = None) -> ProgramCost:
     """The cost of one run on one device; of a conditional, the costliest branch counts.
 
-    Args:
-        module: the compiled program.
-        mesh: sizes of the mesh's axes, major first, as its devices are numbered.
-        trips: by source, how often loops run whose count is not in the text; `unknown_loops` names them.
+    `mesh` has the sizes of the mesh's axes, major first, as its devices are numbered; `trips`, by source, how often
+    loops run whose count is not in the text: `unknown_loops` names them.
 
     Raises:
-        UnknownTrips: a loop has no count here or there.
-        ValueError: the program was compiled for another number of devices.
+        ValueError: the program was compiled for another number of devices, or a loop has no count here or there.
     """
     if math.prod(mesh.values()) != module.num_partitions:
         raise ValueError(
@@ -115,7 +115,7 @@ def walk(module: Module, mesh: Mapping[str, int], *, trips: Mapping[str, float] 
         )
     context = _Context(module, mesh, trips or {})
     if missing := [source for source in unknown_loops(module) if source not in context.trips]:
-        raise UnknownTrips(
+        raise ValueError(
             f"{module.name}: how often {' and '.join(map(repr, missing))} runs is not in the program's text;"
             f" say it, as trips={{{missing[0]!r}: 4}}"
         )
@@ -124,27 +124,24 @@ def walk(module: Module, mesh: Mapping[str, int], *, trips: Mapping[str, float] 
 
 def unknown_loops(module: Module) -> list[str]:
     """Sources of the loops whose count depends on what the program is given."""
-    return list(dict.fromkeys(loop.source for loop in module.loops.values() if loop.trips is None))
+    return list(dict.fromkeys(loop.source for loop, trips in module.loops.items() if trips is None))
 
 
 def _walk(context: _Context, computation: Computation, times: float) -> Iterator[Work]:
     for each in computation.instructions.values():
-        inner = [context.module.computations[name] for role in _RUN for name in each.callees.get(role, ())]
+        inner = [context.module.computations[name] for name in each.runs]
         if each.opcode == "while":
-            loop = context.module.loops[each.name]
-            again = context.trips[loop.source] if loop.trips is None else loop.trips
+            counted = context.module.loops[each]
+            again = context.trips[each.source] if counted is None else counted
             for part in inner:
                 yield from _walk(context, part, times * again)
         elif each.opcode == "conditional":
             yield from max((tuple(_walk(context, part, times)) for part in inner), key=_weight)
-        elif each.opcode in ("call", *ASYNC_STARTS):
+        elif inner:
             for part in inner:
                 yield from _walk(context, part, times)
         elif work := _work(context, each, computation, times):
             yield work
-
-
-_RUN = ("condition", "body", "calls", "to_apply", "branch_computations", "false_computation", "true_computation")
 
 
 def _weight(branch: tuple[Work, ...]) -> float:
@@ -166,15 +163,10 @@ def _work(context: _Context, each: Instruction, computation: Computation, times:
         hbm_bytes=hbm_traffic(each, computation, context.module),
         transfers=tuple(_transfers(context, inside)),
     )
-    if each.attribute("custom_call_target") == f'"{KERNEL}"':
-        work = dataclasses.replace(work, flops=_declared_flops(each))
+    if each.attribute("custom_call_target") == f'"{KERNEL}"':  # its author may declare its operations
+        declared = re.search(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', each.attributes)
+        work = dataclasses.replace(work, flops=float(declared[1]) if declared else 0.0)
     return work if any((work.flops, work.flops_f32, work.hbm_bytes, work.transfers)) else None
-
-
-def _declared_flops(kernel: Instruction) -> float:
-    """The operations that the author of a Pallas kernel declares; 0 where nothing is declared."""
-    found = re.search(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', kernel.attributes)
-    return float(found[1]) if found else 0.0
 
 
 def _fused(module: Module, each: Instruction, computation: Computation) -> Iterator[tuple[Instruction, Computation]]:
@@ -213,16 +205,11 @@ class Roofline:
 
 
 def roofline(cost: ProgramCost, peaks: Peaks, *, links: int) -> Roofline:
-    """The least time that one run takes.
+    """The least time that one run takes on a device whose rings use so many links at once.
 
     Every instruction takes its products or its memory traffic, whichever is longer, one after the other. A transfer
     that the program waits for comes on top; one that overlaps, only as far as all others together last longer than
     the work.
-
-    Args:
-        cost: of the program.
-        peaks: of the device.
-        links: links that a ring uses at once; 2 where it goes both ways round.
     """
     compute = hbm = waited = beside = latency = 0.0
     for work in cost.works:
@@ -234,11 +221,7 @@ def roofline(cost: ProgramCost, peaks: Peaks, *, links: int) -> Roofline:
             link_s = each.sent / (links * peaks.link_bandwidth)
             waited += work.times * link_s * (not each.overlaps)
             beside += work.times * link_s * each.overlaps
-            latency += work.times * max(0.0, _hops(each) * HOP_S - link_s) * (not each.overlaps)
+            hops = KINDS[each.kind].rounds * max(1, each.group // 2)  # one after the other, both ways round a ring
+            latency += work.times * max(0.0, hops * HOP_S - link_s) * (not each.overlaps)
     ici = waited + max(0.0, beside - compute - hbm)
     return Roofline(compute, hbm, ici, latency)
-
-
-def _hops(each: Transfer) -> float:
-    """Steps from chip to chip, one after the other, of a ring that goes both ways round."""
-    return KINDS[each.kind].rounds * max(1, each.group // 2)

@@ -47,11 +47,11 @@ class _Aliases:
         self._above: dict[ArrayRef, ArrayRef] = {}
 
     def find(self, array: ArrayRef) -> ArrayRef:
-        while (above := self._above.get(array)) is not None:
-            further = self._above.get(above)
-            if further is not None:
-                self._above[array] = further  # halve the path for the next time
-            array = above
+        path = []
+        while array in self._above:
+            path.append(array)
+            array = self._above[array]
+        self._above.update(dict.fromkeys(path, array))  # the next time it is found at once
         return array
 
     def join(self, first: ArrayRef, second: ArrayRef) -> None:
@@ -92,7 +92,7 @@ def _peak(
         size += sum(buffers[root].size for root in starts.get(index, ()))
         if size > best[0]:
             best = (size, each.name, frozenset(live))
-        for name in _runs(each):
+        for name in each.runs:
             inner = _peak(module, module.computations[name], lives, buffers, frozenset(live))
             best = max(best, inner, key=lambda peak: peak[0])
         live.difference_update(ends.get(index, ()))
@@ -100,22 +100,10 @@ def _peak(
     return best
 
 
-def _runs(each: Instruction) -> tuple[str, ...]:
-    """Computations that an instruction runs with memory of their own; what is fused has none."""
-    roles = {
-        "while": ("condition", "body"),
-        "conditional": ("branch_computations", "true_computation", "false_computation"),
-        "call": ("to_apply",),
-        "async-start": ("calls",),
-        "call-start": ("to_apply",),
-    }
-    return tuple(name for role in roles.get(each.opcode, ()) for name in each.callees.get(role, ()))
-
-
 def _run_by(module: Module, name: str) -> Iterator[str]:
     yield name
     for each in module.computations[name].instructions.values():
-        for inner in _runs(each):
+        for inner in each.runs:
             yield from _run_by(module, inner)
 
 
@@ -220,14 +208,13 @@ def _shared(each: Instruction, computation: Computation, module: Module) -> Iter
 def _handed_over(each: Instruction, computation: Computation, module: Module) -> Iterator[tuple[ArrayRef, ArrayRef]]:
     """What an instruction shares with the computations that it runs: arguments and results."""
     here = computation.name
-    for number, name in enumerate(_runs(each)):
+    for number, name in enumerate(each.runs):
         inner = module.computations[name]
         given = each.operands[number + 1 : number + 2] if each.opcode == "conditional" else each.operands
         for position, operand in enumerate(given):
             for leaf in range(len(computation.instructions[operand].shapes)):
                 yield ArrayRef(here, operand, leaf), ArrayRef(name, inner.parameters[position].name, leaf)
-        is_condition = name in each.callees.get("condition", ())
-        if not is_condition:
+        if name not in each.callees.get("condition", ()):
             first = len(each.operands) if each.opcode in ASYNC_STARTS else 0  # (operands, results, context)
             for leaf in range(len(inner.root.shapes)):
                 yield ArrayRef(here, each.name, first + leaf), ArrayRef(name, inner.root.name, leaf)

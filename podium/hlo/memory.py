@@ -55,10 +55,6 @@ class Memory:
     """Bytes of a device that one program takes, by the compiler's account."""
 
     peak: int  # all arrays at the moment of most need, arguments and results among them; donated ones once
-    arguments: int
-    outputs: int
-    temporaries: int  # an upper bound: not all of them are there at once
-    aliased: int  # of the outputs, what takes the place of donated arguments
     code: int
 
 
@@ -66,25 +62,14 @@ def measure(compiled: Any, *, on_cpu: bool = False) -> Memory:
     """The memory of a compiled program.
 
     The compiler's own peak counts what lies in the chip's cache too, which shows where a program has few temporaries:
-    nothing can take more than arguments, results and temporaries together. On CPU it leaves temporaries out, which are
-    in one piece there, for as long as the program runs.
-
-    Args:
-        compiled: `jax.stages.Compiled`.
-        on_cpu: whether it is compiled for CPU.
+    nothing can take more than arguments, results and temporaries together, outputs in the place of donated arguments
+    once. On CPU it leaves temporaries out, which are in one piece there, for as long as the program runs.
     """
     stats = compiled.memory_analysis()
-    arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
-    temporaries, aliased = stats.temp_size_in_bytes, stats.alias_size_in_bytes
-    allocated = arguments + outputs - aliased + temporaries
-    return Memory(
-        peak=allocated if on_cpu else min(stats.peak_memory_in_bytes or allocated, allocated),
-        arguments=arguments,
-        outputs=outputs,
-        temporaries=temporaries,
-        aliased=aliased,
-        code=stats.generated_code_size_in_bytes,
-    )
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    allocated = stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
+    peak = allocated if on_cpu else min(stats.peak_memory_in_bytes or allocated, allocated)
+    return Memory(peak=peak, code=stats.generated_code_size_in_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +101,7 @@ class NamedPeak:
 def largest(module: Module, arguments: Mapping[str, str] | None = None) -> NamedPeak:
     """The buffers at a program's peak, under names that users know.
 
-    Args:
-        module: the compiled program.
-        arguments: names by the beginning of an argument's path; without, those of Podium's own programs.
+    `arguments` has names by the beginning of an argument's path; without, they are those of Podium's own programs.
     """
     rollout = {"params": "rollout_weights"} if module.name in ROLLOUT_PROGRAMS else {}
     names = {**ARGUMENTS, **rollout} if arguments is None else arguments
@@ -139,14 +122,15 @@ class _Known:
 def _named(buffer: Buffer, module: Module, arguments: Mapping[str, str], known: _Known) -> NamedBuffer:
     made = [(module.computations[array.computation], array.instruction) for array in buffer.arrays]
     given = [where.instructions[name] for where, name in made if where is module.entry]
-    for each in given:
-        if each.opcode == "parameter":
-            name = _argument_name(each.source, arguments)
-            return NamedBuffer(name, str(buffer.shape), buffer.size, each.source)
-    source = _source(made)
-    if module.name in RESULTS and any(each.is_root for each in given):
-        return NamedBuffer(RESULTS[module.name], str(buffer.shape), buffer.size, source)
-    return NamedBuffer(_name(buffer.shape, source, known), str(buffer.shape), buffer.size, source)
+    source = next((each.source for each in given if each.opcode == "parameter"), None)
+    if source is not None:
+        name = _argument_name(source, arguments)
+    elif module.name in RESULTS and any(each.is_root for each in given):
+        name, source = RESULTS[module.name], _source(made)
+    else:
+        source = _source(made)
+        name = _name(buffer.shape, source, known)
+    return NamedBuffer(name, str(buffer.shape), buffer.size, source)
 
 
 def _name(shape: Shape, source: str, known: _Known) -> str:
@@ -220,20 +204,11 @@ def _known(module: Module, arguments: Mapping[str, str]) -> _Known:
 
 
 @dataclasses.dataclass(frozen=True)
-class Allocation:
-    """One entry of the compiler's list of what is largest."""
-
-    size: int
-    shape: str
-    source: str
-
-
-@dataclasses.dataclass(frozen=True)
 class OutOfMemory:
     """What the compiler says that a program needs."""
 
     needed: int  # bytes, rounded to two decimals of the text's unit
-    largest: tuple[Allocation, ...]
+    largest: tuple[NamedBuffer, ...]  # that the compiler lists, all under the name `program`
 
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -253,16 +228,12 @@ def parse_out_of_memory(text: str) -> OutOfMemory | None:
     found = next(filter(None, (pattern.search(text) for pattern in _OUT_OF_MEMORY)), None)
     if found is None:
         return None
-    return OutOfMemory(_bytes(*found.groups()), _allocations(text))
-
-
-def _allocations(text: str) -> tuple[Allocation, ...]:
-    """Entries of "Largest program allocations", largest first; often there are none."""
-    found = []
+    entries = []  # of "Largest program allocations"; often there are none
     for number, unit, rest in _ENTRY.findall(text):
         shape, source = re.search(r"Shape:\s+(\S+)", rest), re.search(r'op_name="([^"]*)"', rest)
-        found.append(Allocation(_bytes(number, unit), shape[1] if shape else "", source[1] if source else ""))
-    return tuple(sorted(found, key=lambda allocation: -allocation.size))
+        size, shape, source = _bytes(number, unit), shape[1] if shape else "", source[1] if source else ""
+        entries.append(NamedBuffer("program", shape, size, source))
+    return OutOfMemory(_bytes(*found.groups()), tuple(sorted(entries, key=lambda entry: -entry.size)))
 
 
 def _bytes(number: str, unit: str) -> int:

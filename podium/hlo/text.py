@@ -74,6 +74,11 @@ class Instruction:
         found = _CALLEES.findall(self.attributes)
         return {role: tuple(name.strip(" %") for name in names.strip("{}").split(",")) for role, names in found}
 
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """Names of the computations that it runs with memory of their own; what is fused has none."""
+        return tuple(name for role in _ROLES.get(self.opcode, ()) for name in self.callees.get(role, ()))
+
     def attribute(self, name: str) -> str:
         """The text of an attribute up to the next one; empty where there is none."""
         found = re.search(rf"\b{name}=(\{{\{{.*?\}}\}}|\{{[^}}]*\}}|[^,]*)", self.attributes)
@@ -120,24 +125,14 @@ class Module:
     num_partitions: int
 
     @cached_property
-    def loops(self) -> Mapping[str, "Loop"]:
-        """Every while loop, by the name of its instruction."""
-        found = [
-            Loop(each.name, each.source, _trip_count(self, computation, each))
+    def loops(self) -> Mapping[Instruction, int | None]:
+        """How often every while loop runs; None: that is known when the program runs, or is not understood."""
+        return {
+            each: _trip_count(self, computation, each)
             for computation in self.computations.values()
             for each in computation.instructions.values()
             if each.opcode == "while"
-        ]
-        return {loop.name: loop for loop in found}
-
-
-@dataclasses.dataclass(frozen=True)
-class Loop:
-    """A while loop; None trips: their number is known when the program runs, or is not understood."""
-
-    name: str
-    source: str
-    trips: int | None
+        }
 
 
 def item_bits(dtype: str) -> int:
@@ -181,7 +176,7 @@ def parse(text: str) -> Module:
         name=header[1],
         entry=computations[entry],
         computations=computations,
-        aliases=tuple((_numbers(place), int(number)) for place, number in _ALIAS.findall(first_line)),
+        aliases=tuple((numbers(place), int(number)) for place, number in _ALIAS.findall(first_line)),
         num_partitions=int(partitions[1]) if partitions else 1,
     )
 
@@ -195,6 +190,15 @@ _COMMENT = re.compile(r"/\*.*?\*/")
 _CALLEES = re.compile(
     r"\b(calls|to_apply|condition|body|branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.-]+)"
 )
+
+
+_ROLES: Mapping[str, tuple[str, ...]] = {
+    "while": ("condition", "body"),
+    "conditional": ("branch_computations", "true_computation", "false_computation"),
+    "call": ("to_apply",),
+    "async-start": ("calls",),
+    "call-start": ("to_apply",),
+}
 
 
 def _blocks(text: str) -> Iterator[tuple[re.Match[str], list[str]]]:
@@ -259,14 +263,15 @@ def _shape(dtype: str, dims: str, layout: str) -> Shape:
     tile, space = re.search(r"T\(([\d,]+)\)", rest), re.search(r"S\((\d+)\)", rest)
     return Shape(
         dtype=dtype,
-        dims=_numbers(dims.replace("<=", "")),
-        minor_to_major=_numbers(order),
-        tile=_numbers(tile[1]) if tile else (),
+        dims=numbers(dims.replace("<=", "")),
+        minor_to_major=numbers(order),
+        tile=numbers(tile[1]) if tile else (),
         space=int(space[1]) if space else HBM,
     )
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str) -> tuple[int, ...]:
+    """The numbers between commas."""
     return tuple(int(number) for number in text.split(",") if number.strip())
 
 
@@ -302,8 +307,8 @@ def _trip_count(module: Module, computation: Computation, loop: Instruction) -> 
     counter, limit = sides
     if counter is None or counter.place is None or limit is None or limit.place is not None:
         return None
-    first = _operand(computation, loop.operands[0], counter.place)
-    start = _counted(module, computation, first) if first else None
+    made = computation.instructions[loop.operands[0]]  # the carry
+    start = _counted(module, computation, made.operands[counter.place]) if made.opcode == "tuple" else None
     after = _counted(module, body, body.root.operands[counter.place]) if body.root.opcode == "tuple" else None
     if start is None or start.place is not None or after is None or after.place != counter.place or after.offset < 1:
         return None
@@ -316,12 +321,6 @@ class _Counted:
 
     place: int | None
     offset: int
-
-
-def _operand(computation: Computation, name: str, place: int) -> str | None:
-    """The name of one element of a tuple, where the tuple is made in the same computation."""
-    made = computation.instructions[name]
-    return made.operands[place] if made.opcode == "tuple" else None
 
 
 def _counted(

@@ -111,7 +111,8 @@ def _fusion_traffic(fusion: Instruction, operands: list[Instruction], module: Mo
     for number, operand in enumerate(operands):
         if number not in handed_on:
             whole = sum(_in_hbm(shape) for shape in operand.shapes)
-            total += min(whole, _read(inner, number, module))
+            read, handed_out = _read(inner, number, module)
+            total += whole if handed_out else min(whole, read)
     for place, (shape, update) in enumerate(zip(fusion.shapes, updates(inner, module), strict=True)):
         if place not in handed_to and shape.space == HBM:
             total += update.written if update else shape.padded_size
@@ -121,21 +122,18 @@ def _fusion_traffic(fusion: Instruction, operands: list[Instruction], module: Mo
 EVERYTHING = 2**62  # no bound
 
 
-def _read(computation: Computation, number: int, module: Module) -> int:
-    """Upper bound of the bytes that a fused computation reads of a parameter."""
-    read, handed_on = _read_inside(computation, number, module)
-    return EVERYTHING if handed_on else read
+def _read(computation: Computation, number: int, module: Module) -> tuple[int, bool]:
+    """Upper bound of the bytes that a fused computation reads of a parameter, and whether it hands the parameter out.
 
-
-def _read_inside(computation: Computation, number: int, module: Module) -> tuple[int, bool]:
-    """The same, and whether the parameter itself, reshaped at most, is the result: then its users are outside."""
+    It does where the parameter itself, reshaped at most, is the result: then its users are outside.
+    """
     names, total = {computation.parameters[number].name}, 0
     for user in computation.instructions.values():  # defined before used
         for place in (place for place, name in enumerate(user.operands) if name in names):
             if user.opcode == "bitcast":
                 names.add(user.name)
             elif user.opcode == "fusion":
-                read, handed_on = _read_inside(module.computations[user.callees["calls"][0]], place, module)
+                read, handed_on = _read(module.computations[user.callees["calls"][0]], place, module)
                 total += read
                 names |= {user.name} if handed_on else set()
             elif user.opcode in SLICES and place == 0:

@@ -10,7 +10,6 @@ from typing import Any
 from podium.accelerators import GIB
 from podium.plan.compare import PlanEntry, Refused
 from podium.plan.formatting import step_parts, verdict_line
-from podium.plan.result import Plan
 from podium.plan.search import SearchResult, Trial
 
 Object = dict[str, Any]
@@ -70,11 +69,9 @@ def search_object(found: SearchResult) -> Object:
 
 def as_object(value: Any) -> Object:
     """A dataclass, and those in it, with the names that objects have."""
-    return dataclasses.asdict(value, dict_factory=_renamed)
-
-
-def _renamed(fields: list[tuple[str, Any]]) -> Object:
-    return {NAMES.get(name, name): _plain(name, value) for name, value in fields}
+    return dataclasses.asdict(
+        value, dict_factory=lambda fields: {NAMES.get(name, name): _plain(name, each) for name, each in fields}
+    )
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -86,11 +83,6 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _suggestion(trial: Trial) -> Object:
-    plan: Plan = trial.plan
-    kept = ("verdict", "spare_gib", "step_seconds", "tokens_per_s_per_chip")
-    found = as_object(plan)
-    return (
-        as_object(trial.change)
-        | {name: found[name] for name in kept}
-        | {"compiled": not plan.estimate_only, "reason": trial.reason}
-    )
+    found = as_object(trial.plan)
+    kept = {name: found[name] for name in ("verdict", "spare_gib", "step_seconds", "tokens_per_s_per_chip")}
+    return as_object(trial.change) | kept | {"compiled": not trial.plan.estimate_only, "reason": trial.reason}

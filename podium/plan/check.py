@@ -1,6 +1,6 @@
 """A plan beside the run that it was made for: made at the run's start, compared when it runs, tabulated afterwards.
 
-A run on TPU or GPU leaves both in its plan.json. No jax is imported here before `this_machine`.
+A run on TPU or GPU leaves both in its plan.json. No jax is imported here before `this_accelerator`.
 """
 
 import dataclasses
@@ -34,45 +34,19 @@ MEASURED = {
 STEP, PEAK = "time/train/step_s", "memory/train/peak_bytes_in_use_max_gib"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
-    """The devices of a running process and of the others of its run, as jax names them."""
-
-    kind: str
-    devices: int
-    memory_bytes: int | None  # of a device; None where it does not say
-
-
-def this_machine() -> Machine:
-    """The machine that this process runs on."""
+def this_accelerator() -> Accelerator | None:
+    """The accelerator of this run, with the memory that its devices report; None: no plan can be made for it."""
     import jax
 
     device = jax.local_devices()[0]
-    memory = (device.memory_stats() or {}).get("bytes_limit")
-    return Machine(kind=device.device_kind, devices=jax.device_count(), memory_bytes=memory)
-
-
-def accelerator_of(machine: Machine) -> Accelerator | None:
-    """The accelerator that a machine is, with the memory that it says it has; None: no plan can be made for it."""
-    found = recognise(machine.kind, machine.devices)
-    if found is None or machine.memory_bytes is None:
-        return found
-    return dataclasses.replace(found, hbm_bytes=machine.memory_bytes)
-
-
-def plan_at_start(config: Config, decoder: DecoderConfig, machine: Machine) -> Plan | None:
-    """The closed form's plan of a run that begins on a machine; None on a machine that none can be made for."""
-    accelerator = accelerator_of(machine)
-    return make_plan(config, accelerator, fast=True, decoder=decoder) if accelerator is not None else None
+    found, memory = recognise(device.device_kind, jax.device_count()), device.memory_stats() or {}
+    return found and dataclasses.replace(found, hbm_bytes=memory.get("bytes_limit") or found.hbm_bytes)
 
 
 def compare_with_measured(plan: Plan, *, peak_bytes: float | None, step_seconds: float) -> tuple[dict[str, float], str]:
     """How far a plan is from what was measured: metrics (above 0: too much was planned), and a line to print.
 
-    Args:
-        plan: of the run.
-        peak_bytes: the most that a device held; None where devices do not say.
-        step_seconds: of a step in which nothing was compiled.
+    `peak_bytes` is the most that a device held, None where devices do not say; nothing was compiled in the step.
     """
     metrics, lines = {}, []
     if peak_bytes:
@@ -90,46 +64,30 @@ class RunCheck:
     """What a training run does about its plan: `begin` before its first step, `after_step` after each."""
 
     def __init__(self, *, force: bool) -> None:
-        """Nothing yet.
-
-        Args:
-            force: go on with a config that is far too large for the machine.
-        """
+        """Nothing yet; `force` goes on with a config that is far too large for the machine."""
         self.force = force
         self._plan: Plan | None = None
         self._steps = 0
 
-    def begin(
-        self, config: Config, decoder: DecoderConfig, folder: Path | None, machine: Machine | None = None
-    ) -> str | None:
+    def begin(self, config: Config, decoder: DecoderConfig, folder: Path | None) -> str | None:
         """Refuse what cannot fit, plan the rest, and leave the plan in the run's folder; a line to print, or None.
 
-        Args:
-            config: of the run.
-            decoder: of its model.
-            folder: of the run; None in processes that do not write there.
-            machine: unset: this one.
+        `folder` is None in processes that do not write there.
 
         Raises:
             ValueError: the run needs far more memory than there is, and nobody forced it.
         """
-        machine = machine or this_machine()
-        accelerator = accelerator_of(machine)
-        if accelerator and not self.force and (reason := far_too_large(config, decoder, accelerator)):
-            raise ValueError(reason)
-        self._plan = plan_at_start(config, decoder, machine)
-        if self._plan is None:
+        if (accelerator := this_accelerator()) is None:
             return None
+        if not self.force and (reason := far_too_large(config, decoder, accelerator)):
+            raise ValueError(reason)
+        self._plan = make_plan(config, accelerator, fast=True, decoder=decoder)
         if folder is not None:
             write_atomically(folder / PLAN, to_json(plan_object(PlanEntry(plan=self._plan)), indent=2) + "\n")
         return f"plan: {verdict_line(self._plan)}"
 
     def after_step(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], str | None]:
-        """Metrics to add to a step's, and a line to print: of this process's third step; of others nothing.
-
-        Args:
-            metrics: of the step, with its seconds and, where devices report it, the peak of their memory.
-        """
+        """Metrics to add to a step's, and a line to print: of this process's third step; of others nothing."""
         self._steps += 1
         if self._plan is None or self._steps != SETTLED_STEP:
             return {}, None

@@ -22,7 +22,7 @@ from podium.models.presets import find_architecture
 from podium.plan.answer import Object, comparison_object, plan_object, search_object
 from podium.plan.check import check_object, check_run
 from podium.plan.compare import PlanEntry, Refused, cost_of, ranked
-from podium.plan.compile import CompileProgress
+from podium.plan.compile import CompileProgress, OnProgress
 from podium.plan.estimate import estimate
 from podium.plan.formatting import verdict_line
 from podium.plan.page import check_page, write_page
@@ -30,7 +30,6 @@ from podium.plan.planner import make_plan
 from podium.plan.report import WIDTH, print_sections
 from podium.plan.result import Plan
 from podium.plan.search import (
-    MOST_CANDIDATES,
     Change,
     SearchResult,
     Trial,
@@ -69,10 +68,6 @@ class PlanRequest:
 def plan_command(request: PlanRequest, load: Load) -> int:
     """Answer a question about a config; the exit status.
 
-    Args:
-        request: the options of the command.
-        load: the settings, with more of them on top.
-
     Raises:
         ValueError: the question is wrong: a ConfigError where its settings are.
         CompilerError: the compiler failed.
@@ -100,10 +95,7 @@ def plan_command(request: PlanRequest, load: Load) -> int:
 def check_command(run: Path, *, as_json: bool) -> int:
     """Tabulate planned beside measured of a run; the exit status. Raises ValueError where that cannot be done."""
     rows = check_run(run)
-    if as_json:
-        _print_object(check_object(run.name, rows))
-    else:
-        print_sections([check_section(rows)], _console())
+    _print(check_object(run.name, rows), [check_section(rows)], as_json=as_json)
     return FITS
 
 
@@ -125,19 +117,40 @@ class _Planning:
         """The numbers of a run on the machine."""
         return make_sizes(config, find_architecture(config.model), self.accelerator)
 
-    def estimated(self, config: Config) -> Plan:
-        """The closed form's plan. Raises ValueError where the config does not fit the machine's mesh."""
-        check_divides(config, find_architecture(config.model), self.accelerator)
-        return make_plan(config, self.accelerator, fast=True, lengths=self.request.lengths)
+    def make(self, config: Config, *, fast: bool = False) -> Plan:
+        """The plan that was asked for, or the closed form's; how its compilation goes on is shown on stderr.
 
-    def make(self, config: Config) -> Plan:
-        """The plan that was asked for; how its compilation goes on is shown on stderr."""
-        if self.request.fast:
-            return self.estimated(config)
+        Raises:
+            ValueError: the config does not fit the machine's mesh.
+        """
         check_divides(config, find_architecture(config.model), self.accelerator)
+        if fast or self.request.fast:
+            return make_plan(config, self.accelerator, fast=True, lengths=self.request.lengths)
         with self.stderr.status(f"planning for {self.accelerator.name}") as status:
-            follow = _ProgressLines(self.accelerator.name, self.stderr, status.update, lambda: self.estimated(config))
+            follow = self._follow(status.update, lambda: self.make(config, fast=True))
             return make_plan(config, self.accelerator, lengths=self.request.lengths, progress=follow)
+
+    def _follow(self, update: Callable[[str], None], estimated: Callable[[], Plan]) -> OnProgress:
+        """Shows how the compilation of a plan's phases goes on, and what the closed form says meanwhile."""
+        machine, running, said = self.accelerator.name, dict[str, float](), list[str]()
+
+        def say(text: str) -> None:
+            said.append(text)
+            self.stderr.print(Text(text, style="dim"), soft_wrap=True)
+
+        def follow(progress: CompileProgress) -> None:
+            counts = f"{progress.done} of {progress.total}"
+            if progress.state == "compiling":
+                if not said:
+                    say(f"while the compiler works: {verdict_line(estimated())}")
+                running[progress.phase] = progress.seconds
+            elif progress.state == "compiled":
+                running.pop(progress.phase, None)
+                say(f"compiled {progress.phase} for {machine} in {progress.seconds:.0f} s ({counts})")
+            phases = ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in running.items())
+            update(f"compiling for {machine}: {phases} ({counts} done)")
+
+        return follow
 
     def make_changed(self, change: Change) -> Plan:
         """The plan of the settings with one changed."""
@@ -155,8 +168,8 @@ class _Planning:
         if self.request.suggest is False:
             return None, ""
         possible = candidates(config, self.sizes(config))
-        changes = promising(possible, self.estimated(config), lambda change: self.estimated(self.vary(change)))
-        changes = changes[:MOST_CANDIDATES]
+        estimated = self.make(config, fast=True)
+        changes = promising(possible, estimated, lambda change: self.make(self.vary(change), fast=True))
         if self.request.suggest or self.request.fast or plan.verdict != "fits":
             return suggest(changes, plan, self.make_changed), ""
         named = ", ".join(map(str, changes))
@@ -179,32 +192,6 @@ class _Planning:
         )
         chosen = found.best or found.trials[0]
         return self.entry(chosen.plan, self.vary(chosen.change), str(chosen.change)), found
-
-
-class _ProgressLines:
-    """Shows how the compilation of a plan's phases goes on, and what the closed form says meanwhile."""
-
-    def __init__(
-        self, machine: str, stderr: Console, update: Callable[[str], None], estimated: Callable[[], Plan]
-    ) -> None:
-        self.machine, self.stderr, self.update, self.estimated = machine, stderr, update, estimated
-        self.running: dict[str, float] = {}
-        self.begun = False
-
-    def __call__(self, progress: CompileProgress) -> None:
-        if progress.state == "compiling":
-            if not self.begun:
-                self._line(f"while the compiler works: {verdict_line(self.estimated())}")
-            self.begun, self.running[progress.phase] = True, progress.seconds
-        elif progress.state == "compiled":
-            self.running.pop(progress.phase, None)
-            done = f"{progress.done} of {progress.total}"
-            self._line(f"compiled {progress.phase} for {self.machine} in {progress.seconds:.0f} s ({done})")
-        running = ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in self.running.items())
-        self.update(f"compiling for {self.machine}: {running} ({progress.done} of {progress.total} done)")
-
-    def _line(self, text: str) -> None:
-        self.stderr.print(Text(text, style="dim"), soft_wrap=True)
 
 
 def _single(planning: _Planning, config: Config) -> int:
@@ -254,10 +241,7 @@ def _answer(
     """Print the answer, write the page if one was asked for; the exit status."""
     if request.html is not None:
         write_page(request.html, f"podium plan: {entries[0].plan.config}", sections, folded)
-    if request.as_json:
-        _print_object(answer)
-    else:
-        print_sections(sections, _console())
+    _print(answer, sections, as_json=request.as_json)
     return TOO_LARGE if all(entry.plan.verdict == "does_not_fit" for entry in entries) else FITS
 
 
@@ -273,10 +257,9 @@ def _settings(text: str) -> list[str]:
     return [f"{key.strip()}={part}" for part in dict.fromkeys(parts)]
 
 
-def _console() -> Console:
-    """The console of stdout; a file has room for what a narrow terminal has not."""
-    return Console() if sys.stdout.isatty() else Console(width=WIDTH)
-
-
-def _print_object(value: Object) -> None:
-    sys.stdout.write(to_json(value, indent=2) + "\n")
+def _print(answer: Object, sections: Sequence[ReportSection], *, as_json: bool) -> None:
+    """The answer on stdout; a file has room for what a narrow terminal has not."""
+    if as_json:
+        sys.stdout.write(to_json(answer, indent=2) + "\n")
+    else:
+        print_sections(sections, Console() if sys.stdout.isatty() else Console(width=WIDTH))

@@ -10,8 +10,8 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -26,8 +26,8 @@ from pydantic import TypeAdapter
 import podium
 from podium.accelerators import GIB, Accelerator
 from podium.files import write_atomically
-from podium.plan.topology import check_compiler, compiler_environment, compiler_versions
-from podium.plan.worker import JOB, JOB_RESULT, CompiledPhase, Job
+from podium.plan.topology import check_compiler, compiler_environment
+from podium.plan.worker import JOB, JOB_RESULT, CompiledPhase, Job, key_of
 
 AT_ONCE = 2
 LIMIT_S = 1800.0  # of one compilation: a 3B model's update takes 1 to 3 minutes on two cores
@@ -71,7 +71,7 @@ def compile_phases(
         folder: where answers and texts of crashes are kept; unset: the user's cache folder.
         at_once: processes.
         limit_s: seconds that one compilation may take.
-        progress: called when a phase begins or ends, and about every second while one is compiled.
+        progress: called when a phase ends, and again and again while one is compiled.
 
     Raises:
         ValueError: the config does not fit the machine, or there is no compiler for it.
@@ -87,8 +87,7 @@ def compile_phases(
 
     def report(job: Job, state: Literal["cached", "compiling", "compiled"], seconds: float) -> None:
         if progress is not None:
-            done = CompileProgress(phase=job.phase, state=state, seconds=seconds, done=len(found), total=len(jobs))
-            progress(done)
+            progress(CompileProgress(phase=job.phase, state=state, seconds=seconds, done=len(found), total=len(jobs)))
 
     for job in jobs:
         path = _answer_path(folder, job)
@@ -108,7 +107,7 @@ def compile_phases(
                     found[each.job.phase] = compiled
                     write_atomically(_answer_path(folder, each.job), _ANSWER.dump_json(compiled))
                     report(each.job, "compiled", each.seconds)
-                elif each.report_is_due():
+                else:
                     report(each.job, "compiling", each.seconds)
             time.sleep(POLL_S)
     return found
@@ -122,13 +121,7 @@ def cache_folder() -> Path:
 
 def answer_key(job: Job) -> str:
     """The name under which the answer to a job is kept: a hash of all that can decide it."""
-    decisive = {
-        "job": JOB.dump_python(job, mode="json", exclude={"programs"}),
-        "versions": compiler_versions(job.accelerator),
-        "flags": [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
-        "source": _source_hash(),
-    }
-    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:32]
+    return key_of([JOB.dump_python(job, mode="json", exclude={"programs"}), _source_hash()], job.accelerator)
 
 
 def _answer_path(folder: Path, job: Job) -> Path:
@@ -171,8 +164,6 @@ class _Compilation:
             start_new_session=True,  # Ctrl-C is ours to pass on
         )
         self._start = time.perf_counter()
-        self._reported = self._start - 1.0
-        self._host_bytes = 0
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -186,13 +177,6 @@ class _Compilation:
         """Since the process began."""
         return time.perf_counter() - self._start
 
-    def report_is_due(self) -> bool:
-        """Whether it is time to report that it goes on: once a second."""
-        if (now := time.perf_counter()) - self._reported < 1.0:
-            return False
-        self._reported = now
-        return True
-
     def result(self) -> CompiledPhase | None:
         """The compiled program; None while the process runs.
 
@@ -202,7 +186,6 @@ class _Compilation:
         """
         status = self._process.poll()
         if status is None:
-            self._host_bytes = max(self._host_bytes, _resident_bytes(self._process.pid))
             if self.seconds > self.limit_s:
                 raise CompilerError(
                     f"compiling {self.job.phase} for {self.job.accelerator.name} took longer than {self.limit_s:.0f} s;"
@@ -212,9 +195,9 @@ class _Compilation:
         if status != 0:
             raise CompilerError(self._crash(status))
         result = JOB_RESULT.validate_json((self._files / "result.json").read_bytes())
-        if result.compiled is None:
-            raise ValueError(result.refused)
-        return result.compiled
+        if isinstance(result, str):
+            raise ValueError(result)
+        return result
 
     def _crash(self, status: int) -> str:
         """Why a process failed, and where its output is kept."""
@@ -225,8 +208,9 @@ class _Compilation:
         where = f"compiling {self.job.phase} for {self.job.accelerator.name}"
         if status == -signal.SIGKILL or b"bad_alloc" in text or b"MemoryError" in text:
             machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            taken = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
             return (
-                f"{where}: this machine has too little memory; the compiler had taken {self._host_bytes / GIB:.1f} of"
+                f"{where}: this machine has too little memory; the compiler had taken {taken / GIB:.1f} of"
                 f" its {machine / GIB:.1f} GiB when it ended. Free some, or plan with --fast. Its output: {path}"
             )
         last = text.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
@@ -239,13 +223,3 @@ def _environment(accelerator: Accelerator) -> dict[str, str]:
     own = {"JAX_PLATFORMS": "cpu"} if accelerator.generation == "cpu" else compiler_environment(accelerator)
     paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | own | {"PYTHONPATH": os.pathsep.join(paths)}
-
-
-def _resident_bytes(pid: int) -> int:
-    """The most memory that a process has had so far; 0 where the system does not say."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    found = [line for line in lines if line.startswith("VmHWM:")]
-    return int(found[0].split()[1]) * 1024 if found else 0

@@ -14,7 +14,9 @@ MORE_OPERATIONS = 1.02  # times the closed form's operations, from which on a pr
 def explain(run: RunSizes, accelerator: Accelerator, phases: Sequence[Phase], workload: Workload) -> tuple[str, ...]:
     """The notes of a plan, most important first."""
     found = [*_verdict(phases, accelerator), *_recomputation(phases), *_decode(phases, workload)]
-    return (*found, *_rollout(run, workload), _checkpoint(run, accelerator))
+    host = F32 * (run.own_count + run.optimizer_count) * accelerator.devices_per_host
+    checkpoint = f"a checkpoint copies {host / GIB:.1f} GiB to the memory of each host"
+    return (*found, *_rollout(run, workload), checkpoint)
 
 
 def _verdict(phases: Sequence[Phase], accelerator: Accelerator) -> Iterator[str]:
@@ -57,8 +59,3 @@ def _rollout(run: RunSizes, workload: Workload) -> Iterator[str]:
         yield "groups of equal rewards are replaced: each refill makes more completions than are counted here"
     elif recipe.zero_variance == "drop":
         yield "groups of equal rewards are dropped from the update, which then takes less time than is counted here"
-
-
-def _checkpoint(run: RunSizes, accelerator: Accelerator) -> str:
-    host = F32 * (run.own_count + run.optimizer_count) * accelerator.devices_per_host
-    return f"a checkpoint copies {host / GIB:.1f} GiB to the memory of each host"

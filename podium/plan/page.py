@@ -28,14 +28,7 @@ def write_page(
     sections: Sequence[ReportSection],
     folded: Mapping[str, Sequence[ReportSection]] | None = None,
 ) -> None:
-    """Write a page.
-
-    Args:
-        path: of the file.
-        title: of the page.
-        sections: in their order.
-        folded: further sections below, by the label that opens them.
-    """
+    """Write sections as a page; those that are `folded` come below, under the label that opens them."""
     body = [_section(each) for each in sections]
     for label, inner in (folded or {}).items():
         body.append(f"<details><summary>{html.escape(label)}</summary>{''.join(map(_section, inner))}</details>")

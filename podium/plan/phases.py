@@ -34,7 +34,6 @@ from podium.train.trainer import with_scores
 class PhaseProgram:
     """One compiled program of a run."""
 
-    name: str  # init, sync, prefill:T, place:T and place_across:T by bucket, decode, score, update
     lower: Callable[[], jax.stages.Lowered]  # traces it with its arguments
     arguments: tuple[Any, ...]  # trees of arrays, abstract
     residents: Mapping[str, int]
@@ -42,7 +41,10 @@ class PhaseProgram:
 
 
 def phase_programs(config: Config, decoder: DecoderConfig, mesh: Mesh) -> dict[str, PhaseProgram]:
-    """The programs of a run by name, in the order in which a run first calls them; `score` where the recipe needs it.
+    """The programs of a run by name, in the order in which a run first calls them.
+
+    They are init, sync, prefill:T, place:T and place_across:T by bucket, decode, score where the recipe needs it, and
+    update.
 
     Raises:
         ValueError: something does not divide over the mesh.
@@ -63,12 +65,12 @@ def phase_programs(config: Config, decoder: DecoderConfig, mesh: Mesh) -> dict[s
     anchor = {"reference_weights": device_bytes(reference)} if recipe.needs_reference else {}
     rollout = _rollout_programs(config, decoder, mesh, params, own | moments | anchor, moments | anchor)
     waiting = config.algorithm.minibatches * device_bytes(scored)
-    found = {"init": _phase("init", make_opt_init(optimizer, params), (params,), {}), **rollout}
+    found = {"init": _phase(make_opt_init(optimizer, params), (params,), {}), **rollout}
     if recipe.scores_old_logprobs or recipe.needs_reference:
         beside = moments | anchor | {"batch": waiting - device_bytes(batch)}
-        found["score"] = _phase("score", score, (params, batch), beside)
+        found["score"] = _phase(score, (params, batch), beside)
     beside = anchor | {"batch": waiting - device_bytes(scored)}
-    return found | {"update": _phase("update", train_step, (state, scored), beside)}
+    return found | {"update": _phase(train_step, (state, scored), beside)}
 
 
 def _rollout_programs(
@@ -93,26 +95,22 @@ def _rollout_programs(
         bucket: abstract_prompts(*engine, bucket=bucket) for bucket in prompt_buckets(config.rollout.max_prompt_tokens)
     }
     held = {"prompts": device_bytes(prompts)}  # the last ones of every bucket
-    found = {"sync": _phase("sync", programs.sync, (params,), beside_params)}
+    found = {"sync": _phase(programs.sync, (params,), beside_params)}
     for bucket, own in prompts.items():
         tokens = jax.ShapeDtypeStruct((config.rollout.prefill_rows, bucket), jnp.int32, sharding=split)
         lengths = jax.ShapeDtypeStruct((config.rollout.prefill_rows,), jnp.int32, sharding=split)
         beside = {**trainers, "kv_cache": device_bytes(cache), **held}
-        name = f"prefill:{bucket}"
-        found[name] = _phase(name, programs.prefill, (weights, tokens, lengths), beside)
+        found[f"prefill:{bucket}"] = _phase(programs.prefill, (weights, tokens, lengths), beside)
         others = {"rollout_weights": device_bytes(weights), "prompts": held["prompts"] - device_bytes(own)}
         for kind, program in (("place", programs.place), ("place_across", programs.place_across)):
-            name = f"{kind}:{bucket}"
-            found[name] = _phase(name, program, (cache, own, rows, slots), {**trainers, **others})
-    found["decode"] = _phase("decode", programs.decode, (weights, cache, slots), {**trainers, **held})
+            found[f"{kind}:{bucket}"] = _phase(program, (cache, own, rows, slots), {**trainers, **others})
+    found["decode"] = _phase(programs.decode, (weights, cache, slots), {**trainers, **held})
     return found
 
 
-def _phase(name: str, program: Any, arguments: tuple[Any, ...], residents: Mapping[str, int]) -> PhaseProgram:
+def _phase(program: Any, arguments: tuple[Any, ...], residents: Mapping[str, int]) -> PhaseProgram:
     held = {name: size for name, size in residents.items() if size}
-    return PhaseProgram(
-        name=name, lower=functools.partial(program.lower, *arguments), arguments=arguments, residents=held
-    )
+    return PhaseProgram(lower=functools.partial(program.lower, *arguments), arguments=arguments, residents=held)
 
 
 def device_bytes(tree: Any) -> int:

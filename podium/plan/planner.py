@@ -12,7 +12,7 @@ from typing import Any
 from podium import __version__
 from podium.accelerators import Accelerator
 from podium.config.schema import Config
-from podium.hlo.cost import CollectiveTotal, ProgramCost, Roofline, roofline
+from podium.hlo.cost import Roofline, roofline, sum_collectives
 from podium.models.architecture import DecoderConfig
 from podium.models.presets import find_architecture
 from podium.plan import estimate as closed_form
@@ -28,6 +28,7 @@ from podium.plan.workload import Workload, draw_lengths, packed_micro_batches, s
 
 KINDS: Mapping[str, str] = {"prefill": "prefill", "score": "update", "update": "update"}
 """The kind of calibration of a phase; phases that are not named stream memory, as decoding does."""
+SLOWEST_FIRST = ("update", "decode", "score", "prefill", "sync", "place", "init")  # by how long they take to compile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,9 @@ def make_plan(
     calls = step_calls(run, workload, micro_batches)
     compiled: dict[str, CompiledPhase] = {}
     if not fast and (accelerator.compiles or is_cpu):
-        names = list(dict.fromkeys(call.program for call in sorted(calls, key=_longest_first)))
+        names = list(
+            dict.fromkeys(call.program for call in sorted(calls, key=lambda call: SLOWEST_FIRST.index(call.phase)))
+        )
         compiled = compile_phases(make_jobs(config, decoder, accelerator, names), progress=progress)
     phases = tuple(device.phases(calls, compiled, run))
     host = device.host(sum(call.calls for call in calls))
@@ -128,35 +131,24 @@ def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Ca
     scores = batches * (recipe.scores_old_logprobs + recipe.needs_reference)
     updates = batches * algorithm.updates_per_batch
 
-    def call(program: str, form: PhaseEstimate, calls: float, *, rounds: float = 0, repeats: float) -> Call:
+    def call(
+        program: str, form: PhaseEstimate, calls: float, *, rounds: float = 0, repeats: float | None = None
+    ) -> Call:
+        repeats = calls if repeats is None else repeats
         return Call(phase=form.name, program=program, calls=calls, rounds=rounds, closed_form=form, repeats=repeats)
 
-    def place(program: str, T: int, calls: int, *, crosses: bool) -> Call:
-        form = closed_form.place_phase(run, T, crosses=crosses)
-        return call(f"{program}:{T}", form, calls, rounds=copied, repeats=calls)
-
-    found = [
-        Call(phase="init", program="init", calls=0, rounds=0),
-        call("sync", closed_form.sync_phase(run), 1, repeats=1),
-    ]
-    for T in buckets:
-        calls = prefills.get(T, 0)
-        found.append(call(f"prefill:{T}", closed_form.prefill_phase(run, T), calls, repeats=calls))
-    for T in buckets:
-        if T in copies or run.rollout_shards == 1:
-            found.append(place("place", T, copies.get(T, 0), crosses=False))
-    if run.rollout_shards > 1:
-        found += [place("place_across", T, across.get(T, 0), crosses=True) for T in buckets]
+    found = [Call(phase="init", program="init", calls=0, rounds=0), call("sync", closed_form.sync_phase(run), 1)]
+    found += [call(f"prefill:{T}", closed_form.prefill_phase(run, T), prefills.get(T, 0)) for T in buckets]
+    for program, counts, crosses in (("place", copies, False), ("place_across", across, True)):
+        for T in buckets:
+            if T in counts or crosses == (run.rollout_shards > 1):
+                form = closed_form.place_phase(run, T, crosses=crosses)
+                found.append(call(f"{program}:{T}", form, counts.get(T, 0), rounds=copied))
     rounds = steps / decodes if decodes else 0.0
     found.append(call("decode", closed_form.decode_phase(run), decodes, rounds=rounds, repeats=steps))
     if scores:
         found.append(call("score", closed_form.score_phase(run), scores, rounds=own, repeats=scores * own))
     return [*found, call("update", closed_form.update_phase(run), updates, rounds=own, repeats=updates * own)]
-
-
-def _longest_first(call: Call) -> int:
-    """Rank of how long a program takes to compile."""
-    return ("update", "decode", "score", "prefill", "sync", "place", "init").index(call.phase)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +187,7 @@ class _Device:
             bound_by=bound_by,
             largest=tuple(sorted((*resident, *largest.largest), key=lambda array: -array.bytes)),
             calls=sum(call.calls for call in calls),
-            collectives=tuple(_collectives([(call.calls, cost) for call, cost in costs])),
+            collectives=sum_collectives((call.calls, each) for call, cost in costs for each in cost.collectives),
             flops=sum(call.calls * cost.flops for call, cost in costs),
             closed_form_flops=sum(call.closed_form_flops for call in calls),
             compile_s=sum(compiled[call.program].compile_s for call in calls),
@@ -259,12 +251,10 @@ class _Device:
 
 
 def calibrated(lines: list[tuple[float, Roofline]], chip: Chip, kind: str) -> tuple[Seconds, BoundBy]:
-    """Seconds of calls on the device, and what most of them wait for.
+    """Seconds of calls on the device, and what most of them wait for; `lines` say how often, and the roofline of each.
 
-    Args:
-        lines: how often, and the roofline of each time.
-        chip: whose calibration says what share of the roofline is reached.
-        kind: which share: update, prefill or decode; transfers have their own, and hops take what they take.
+    The chip's calibration says what share is reached of the roofline of an update, prefill or decode, the `kind`;
+    transfers have a share of their own, and hops take what they take.
     """
     work, links, hops = chip.calibration[kind], chip.calibration["ici"], Factor(value=1.0, low=1.0, high=1.0, source="")
     shares: dict[BoundBy, Factor] = {"compute": work, "hbm": work, "ici": links, "latency": hops}
@@ -274,15 +264,3 @@ def calibrated(lines: list[tuple[float, Roofline]], chip: Chip, kind: str) -> tu
         parts[part] = Seconds(value=least / share.value, low=least / share.high, high=least / share.low)
     seconds = sum(parts.values(), NO_TIME)
     return seconds, max(parts, key=lambda part: parts[part].value) if seconds.value else ""
-
-
-def _collectives(costs: list[tuple[float, ProgramCost]]) -> Iterator[CollectiveTotal]:
-    """All transfers of a phase in a step, those together that are alike."""
-    sums: dict[tuple, tuple[float, float]] = {}
-    for times, cost in costs:
-        for each in cost.collectives:
-            key = (each.kind, each.axes, each.group, each.overlaps)
-            calls, sent = sums.get(key, (0.0, 0.0))
-            sums[key] = (calls + times * each.calls, sent + times * each.sent)
-    for (kind, axes, group, overlaps), (calls, sent) in sorted(sums.items(), key=lambda item: -item[1][1]):
-        yield CollectiveTotal(kind=kind, axes=axes, group=group, overlaps=overlaps, calls=calls, sent=sent)

@@ -1,15 +1,18 @@
 """Changes to a config that are tried by planning them: the largest value that fits, and changes that help.
 
-`--search` and `--suggest` share one loop, `try_changes`: a strategy names the next change, the planner plans it. The
+`--search` and `--suggest` share one loop, `try_changes`: a search names its next change by the last one's plan. The
 closed form says what to try; what a change does not touch comes from the planner's cache.
 """
 
+import bisect
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import get_args
 
 from podium.config.schema import Config, Remat
 from podium.config.sizes import batch_sequences, row_tokens, rows_per_device
+from podium.models.params import ROLLOUT_LAYOUTS
 from podium.plan.compare import ORDER, difference
 from podium.plan.result import TOO_CLOSE, Plan
 from podium.plan.sizes import RunSizes
@@ -48,24 +51,16 @@ class Trial:
 Make = Callable[[Change], Plan]
 
 
-def try_changes(next_change: Callable[[Sequence[Trial]], Change | None], make: Make, *, most: int) -> list[Trial]:
-    """Plan one change after the other.
-
-    Args:
-        next_change: the change to try after these trials; None: enough.
-        make: the plan of a change.
-        most: plans.
-    """
-    trials: list[Trial] = []
-    while len(trials) < most and (change := next_change(trials)) is not None:
+def try_changes(changes: Iterable[Change], make: Make, trials: list[Trial], *, most: int) -> None:
+    """Plan one change after the other, `most` of them; each trial is added to `trials`, which `changes` may read."""
+    for change in itertools.islice(changes, most):
         trials.append(Trial(change=change, plan=make(change)))
-    return trials
 
 
 # The largest value that fits
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class SearchRange:
     """The values of a setting that a search goes through: multiples of `unit`."""
 
@@ -81,7 +76,6 @@ class SearchResult:
     key: str
     range: SearchRange
     trials: tuple[Trial, ...]  # in the order of their values
-    proven: bool  # whether the next larger value was tried too, or there is none
 
     @property
     def best(self) -> Trial | None:
@@ -93,69 +87,50 @@ class SearchResult:
         """The smallest value tried that is too large, or too close to call."""
         return next((each for each in self.trials if each.plan.verdict != "fits"), None)
 
+    @property
+    def proven(self) -> bool:
+        """Whether the value next to the largest that fits was tried too, or there is none."""
+        low, high = self.best, self.too_large
+        first_unknown = (int(low.change.value) if low else 0) + self.range.unit
+        return first_unknown >= (int(high.change.value) if high else self.range.most + 1)
+
 
 def search(
     key: str, values: SearchRange, *, closed_form: Callable[[int], int], make: Make, hbm_bytes: int
 ) -> SearchResult:
-    """The largest value whose plan fits, in at most six plans.
+    """The largest value of a setting whose plan fits, in at most six plans.
 
-    Args:
-        key: of the setting.
-        values: to search.
-        closed_form: bytes of the phase with the least head-room, as estimated for a value; rises with it.
-        make: the plan of a change.
-        hbm_bytes: memory of a device.
+    `closed_form` gives the bytes of the phase with the least head-room, as estimated for a value; they rise with it.
     """
-    bisection = _Bisection(key, values, closed_form, (1 - TOO_CLOSE) * hbm_bytes)
-    trials = try_changes(bisection.next_change, make, most=MOST_PLANS)
-    bisection.learn(trials)
+    trials: list[Trial] = []
+    room = (1 - TOO_CLOSE) * hbm_bytes
+    try_changes(_bisection(key, values, closed_form, room, trials), make, trials, most=MOST_PLANS)
     ordered = tuple(sorted(trials, key=lambda trial: int(trial.change.value)))
-    return SearchResult(key=key, range=values, trials=ordered, proven=bisection.done)
+    return SearchResult(key=key, range=values, trials=ordered)
 
 
-class _Bisection:
-    """The next value of a search.
+def _bisection(
+    key: str, values: SearchRange, closed_form: Callable[[int], int], room: float, trials: Sequence[Trial]
+) -> Iterator[Change]:
+    """The values to try, until none is left between what fits and what does not; `trials` has the last one's plan.
 
-    It is where the closed form, corrected by the last plan, sees the limit, or the one above, to prove it; after the
-    corrected form was wrong, it is the middle of what is left.
+    The next is where the closed form, corrected by the last plan, sees the limit, or the one above, to prove it; after
+    the corrected form was wrong, it is the middle of what is left.
     """
-
-    def __init__(self, key: str, values: SearchRange, closed_form: Callable[[int], int], room: float) -> None:
-        self.key, self.unit, self.closed_form, self.room = key, values.unit, closed_form, room
-        self.low, self.high = 0, values.most // values.unit + 1  # in units: fits, and does not; both as yet untried
-        self.correction, self.expected, self.learned, self.misled = 1.0, 0, 0, False
-
-    @property
-    def done(self) -> bool:
-        """Whether no value is left between what fits and what does not."""
-        return self.high - self.low <= 1
-
-    def next_change(self, trials: Sequence[Trial]) -> Change | None:
-        """The value to try after these trials."""
-        self.learn(trials)
-        if self.done:
-            return None
-        self.expected = self._limit(self.room / self.correction)
-        units = (self.low + self.high) // 2 if self.misled else max(self.expected, self.low + 1)
-        return Change(key=self.key, value=units * self.unit)
-
-    def learn(self, trials: Sequence[Trial]) -> None:
-        """Narrow the range by the last trial, and correct the closed form by its plan."""
-        if len(trials) == self.learned:
-            return
-        self.learned, plan, value = len(trials), trials[-1].plan, int(trials[-1].change.value)
-        fits, units = plan.verdict == "fits", value // self.unit
-        self.misled = len(trials) > 1 and fits != (units <= self.expected)  # once is what the correction is for
-        self.correction = plan.worst.bytes / self.closed_form(value)
-        self.low, self.high = (units, self.high) if fits else (self.low, units)
-
-    def _limit(self, room: float) -> int:
-        """The largest number of units, below what does not fit, that takes less than `room`."""
-        low, high = self.low, self.high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.closed_form(middle * self.unit) < room else (low, middle)
-        return low
+    low, high = 0, values.most // values.unit + 1  # in units: fits, and does not; both as yet untried
+    correction, misled = 1.0, False
+    while high - low > 1:
+        inside = range(low + 1, high)
+        expected = low + bisect.bisect_left(
+            inside, room / correction, key=lambda units: closed_form(units * values.unit)
+        )
+        units = (low + high) // 2 if misled else max(expected, low + 1)
+        yield Change(key=key, value=units * values.unit)
+        plan = trials[-1].plan
+        fits = plan.verdict == "fits"
+        misled = len(trials) > 1 and fits != (units <= expected)  # once is what the correction is for
+        correction = plan.worst.bytes / closed_form(units * values.unit)
+        low, high = (units, high) if fits else (low, units)
 
 
 def search_range(key: str, config: Config, run: RunSizes) -> SearchRange:
@@ -164,15 +139,9 @@ def search_range(key: str, config: Config, run: RunSizes) -> SearchRange:
     Raises:
         ValueError: the key cannot be searched, or not in this config.
     """
-    ranges: dict[str, Callable[[Config, RunSizes], SearchRange]] = {
-        "train.rows_per_device": _rows,
-        "prompts_per_step": _prompts,
-        "rollout.max_new_tokens": _new_tokens,
-        "rollout.slots": _slots,
-    }
-    if key not in ranges:
-        raise ValueError(f"--search {key}: cannot be searched; search one of {', '.join(ranges)}")
-    found = ranges[key](config, run)
+    if key not in SEARCHED:
+        raise ValueError(f"--search {key}: cannot be searched; search one of {', '.join(SEARCHED)}")
+    found = SEARCHED[key](config, run)
     if found.most < found.unit:
         raise ValueError(f"--search {key}: there is nothing to search: {found.why}, {found.most}")
     return found
@@ -184,13 +153,12 @@ def _rows(config: Config, run: RunSizes) -> SearchRange:
             "--search train.rows_per_device: the config sets train.tokens_per_device instead; unset it with"
             " --set train.tokens_per_device=null"
         )
-    why = "one micro-batch then holds all completions of an optimizer step"
-    return SearchRange(unit=1, most=_most_rows(config, run), why=why)
+    return SearchRange(1, _most_rows(config, run), "one micro-batch then holds all completions of an optimizer step")
 
 
 def _prompts(config: Config, _: RunSizes) -> SearchRange:
     most, why = WIDEST * config.prompts_per_step, f"the search ends at {WIDEST} times the config's"
-    return SearchRange(unit=config.algorithm.minibatches, most=most, why=why)
+    return SearchRange(config.algorithm.minibatches, most, why)
 
 
 def _new_tokens(config: Config, run: RunSizes) -> SearchRange:
@@ -198,12 +166,21 @@ def _new_tokens(config: Config, run: RunSizes) -> SearchRange:
     longest = min(run.decoder.max_positions, rows or run.decoder.max_positions)
     most = (longest - config.rollout.max_prompt_tokens) // TOKENS_TOGETHER * TOKENS_TOGETHER
     why = f"sequences of {longest} tokens are the longest that {'a row holds' if rows else 'the model knows'}"
-    return SearchRange(unit=TOKENS_TOGETHER, most=most, why=why)
+    return SearchRange(TOKENS_TOGETHER, most, why)
 
 
 def _slots(config: Config, run: RunSizes) -> SearchRange:
     unit, sequences = run.rollout_shards, config.prompts_per_step * config.group_size
-    return SearchRange(unit=unit, most=-(-sequences // unit) * unit, why="every completion of a step then has a slot")
+    return SearchRange(unit, -(-sequences // unit) * unit, "every completion of a step then has a slot")
+
+
+SEARCHED: Mapping[str, Callable[[Config, RunSizes], SearchRange]] = {
+    "train.rows_per_device": _rows,
+    "prompts_per_step": _prompts,
+    "rollout.max_new_tokens": _new_tokens,
+    "rollout.slots": _slots,
+}
+"""The settings that can be searched."""
 
 
 def _most_rows(config: Config, run: RunSizes) -> int:
@@ -234,19 +211,16 @@ def candidates(config: Config, run: RunSizes) -> Iterator[Change]:
     for slots in (rollout.slots // 2, 2 * rollout.slots):
         if slots % run.rollout_shards == 0 and 1 <= slots < 2 * sequences:
             yield Change(key="rollout.slots", value=slots, old=rollout.slots)
-    for layout in get_args(str):
+    for layout in ROLLOUT_LAYOUTS:
         if layout != rollout.layout:
             yield Change(key="rollout.layout", value=layout, old=rollout.layout)
     yield Change(key="rollout.refill_steps", value=2 * rollout.refill_steps, old=rollout.refill_steps)
 
 
 def promising(changes: Iterable[Change], plan: Plan, estimated: Make) -> list[Change]:
-    """The changes that help by the closed form, best first.
+    """The changes that help most by the closed form, best first; `plan` is the closed form's without any.
 
-    Args:
-        changes: to estimate.
-        plan: the closed form's, without any.
-        estimated: the closed form's plan of a change; ValueError where it contradicts the config or the machine.
+    `estimated` makes a change's; it raises ValueError where the change contradicts the config or the machine.
     """
     found = []
     for change in changes:
@@ -256,19 +230,13 @@ def promising(changes: Iterable[Change], plan: Plan, estimated: Make) -> list[Ch
             continue
         if helps(changed, plan):
             found.append((_rank(changed), change))
-    return [change for _, change in sorted(found, key=lambda each: each[0])]
+    return [change for _, change in sorted(found, key=lambda each: each[0])[:MOST_CANDIDATES]]
 
 
 def suggest(changes: Iterable[Change], plan: Plan, make: Make) -> list[Trial]:
-    """The changes that help most, best first, each with the plan that shows it.
-
-    Args:
-        changes: to try.
-        plan: without them.
-        make: the plan of a change, made as `plan` was.
-    """
-    waiting = iter(changes)
-    trials = try_changes(lambda _: next(waiting, None), make, most=MOST_CANDIDATES)
+    """The changes that help most, best first, each with the plan that shows it, made as `plan` was without them."""
+    trials: list[Trial] = []
+    try_changes(changes, make, trials, most=MOST_CANDIDATES)
     better = sorted((trial for trial in trials if helps(trial.plan, plan)), key=lambda trial: _rank(trial.plan))
     return [dataclasses.replace(each, reason=difference(each.plan, plan)) for each in better[:SHOWN]]
 

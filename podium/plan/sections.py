@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from podium.accelerators import GIB
 from podium.plan import formatting as text
 from podium.plan.check import CheckRow
 from podium.plan.compare import PlanEntry, Refused, RunCost, by_price
-from podium.plan.result import Phase, Plan, Seconds, Verdict
+from podium.plan.result import Phase, Plan, Verdict
 from podium.plan.search import SearchResult, Trial
 
 MOST_PARTS = 9  # parts of the memory that a bar shows by themselves
@@ -77,22 +78,15 @@ class ReportSection:
 def plan_sections(entry: PlanEntry, suggestions: Sequence[Trial] | None = None, hint: str = "") -> list[ReportSection]:
     """All that there is to say about one plan, the verdict first.
 
-    Args:
-        entry: the plan and its cost.
-        suggestions: changes that help; None: not looked for.
-        hint: how to have them looked for.
+    `suggestions` are changes that help; where they were not looked for they are None, and `hint` says how to have them.
     """
     plan = entry.plan
+    memory = f"memory of a device, by phase, in GiB of {text.exact_gib(plan.hbm_bytes)}"
     found = [ReportSection("", (Line(text=text.verdict_line(plan), verdict=plan.verdict),))]
-    found.append(
-        ReportSection(f"memory of a device, by phase, in GiB of {text.exact_gib(plan.hbm_bytes)}", (_memory(plan),))
-    )
+    found.append(ReportSection(memory, (_memory(plan),)))
     if plan.step is not None:
-        found.append(
-            ReportSection(
-                "a step", (_timeline(plan), Line(label=f"step  {text.duration(plan.step)}", text=_speed(plan)))
-            )
-        )
+        speed = Line(label=f"step  {text.duration(plan.step)}", text=_speed(plan))
+        found.append(ReportSection("a step", (_timeline(plan), speed)))
     phases = _table(PHASES, ((phase,) for phase in plan.phases), 0, 5, 8)
     arrays = _table(ARRAYS, ((array,) for array in plan.worst.largest), 0, 1)
     found.append(ReportSection("phases", (phases,), details=True))
@@ -205,11 +199,8 @@ def _steps(entries: Sequence[PlanEntry]) -> Chart:
 
 def _stacked(sizes: Mapping[str, float]) -> tuple[tuple[str, float, float], ...]:
     """Segments of these sizes, one after the other."""
-    found, end = [], 0.0
-    for part, size in sizes.items():
-        found.append((part, end, end + size))
-        end += size
-    return tuple(found)
+    ends = list(itertools.accumulate(sizes.values(), initial=0.0))
+    return tuple(zip(sizes, ends[:-1], ends[1:], strict=True))
 
 
 def _work(phase: Phase) -> str:
@@ -237,7 +228,7 @@ PHASES: Columns = (
     ("calls", lambda phase: f"{phase.calls:,.0f}"),
     ("bound by", lambda phase: text.LIMITS.get(phase.bound_by, "-")),
     ("TFLOP", lambda phase: text.number(phase.flops / 1e12)),
-    ("of closed form", lambda phase: _ratio(phase.flops, phase.closed_form_flops)),
+    ("of closed form", lambda phase: f"{phase.flops / base:.2f}" if (base := phase.closed_form_flops) else "-"),
     ("made by", lambda phase: "compiler" if phase.compiled else "closed form"),
     ("compiled in", lambda phase: "-" if phase.compile_s is None else f"{phase.compile_s:.0f} s"),
 )
@@ -267,10 +258,6 @@ def _table(columns: Columns, values: Iterable[tuple[Any, ...]], *text: int) -> T
     """A row of cells for each of some values; `text` are the columns that are no numbers."""
     rows = tuple(tuple(cell(*each) for _, cell in columns) for each in values)
     return Table(heads=tuple(head for head, _ in columns), rows=rows, text=frozenset(text))
-
-
-def _ratio(value: float, base: float) -> str:
-    return f"{value / base:.2f}" if base else "-"
 
 
 def _cost(cost: RunCost, plan: Plan) -> str:
@@ -303,14 +290,11 @@ def _comparison(entries: Sequence[PlanEntry]) -> Table:
     rows = []
     for entry in entries:
         plan, cost = entry.plan, entry.cost
-        figures = (plan.tokens_per_s_per_device, cost and cost.chip_hours, cost and cost.usd)
+        known = (plan.tokens_per_s_per_device, cost and cost.chip_hours, cost and cost.usd)
+        figures = (text.number(each.value) if each is not None else "-" for each in known)
         settings = [entry.setting.partition("=")[2]] if keys else []
         memory = f"{text.gib(plan.worst.bytes)}/{text.exact_gib(plan.hbm_bytes)}"
         step = text.with_range(plan.step) if plan.step is not None else "-"
-        rows.append((plan.accelerator, *settings, text.VERDICTS[plan.verdict], memory, step, *map(_value, figures)))
+        rows.append((plan.accelerator, *settings, text.VERDICTS[plan.verdict], memory, step, *figures))
     columns = frozenset({heads.index("tokens/s/chip"), heads.index("chip-hours")})
     return Table(heads=heads, rows=tuple(rows), text=frozenset(range(len(names) + 2)), spare=columns)
-
-
-def _value(time: Seconds | None) -> str:
-    return text.number(time.value) if time is not None else "-"

@@ -7,7 +7,7 @@ the table of axes that the trainer or the rollout's layout uses.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from podium.accelerators import Accelerator, auto_dtype, cpu_flags
 from podium.algorithms.recipes import Recipe, make_recipe
@@ -29,7 +29,6 @@ class RunSizes:
     decoder: DecoderConfig
     config: Config
     recipe: Recipe
-    layout: str
     platform: str
     dp: int
     fsdp: int
@@ -40,11 +39,6 @@ class RunSizes:
     row_tokens: int  # T
     max_micro_batches: int  # K
     buckets: tuple[int, ...]
-
-    @property
-    def devices(self) -> int:
-        """All of the mesh."""
-        return self.dp * self.fsdp * self.tp
 
     @property
     def rollout_shards(self) -> int:
@@ -62,14 +56,9 @@ class RunSizes:
         return self._parts(params.TRAIN_AXES)
 
     @functools.cached_property
-    def gathered_parts(self) -> Parts:
-        """Into how many parts each logical axis is split while a layer computes."""
-        return self._parts(params.GATHERED_AXES)
-
-    @functools.cached_property
     def rollout_parts(self) -> Parts:
         """Into how many parts the rollout's layout splits each logical axis."""
-        return self._parts(params.ROLLOUT_LAYOUTS[self.layout])
+        return self._parts(params.ROLLOUT_LAYOUTS[self.config.rollout.layout])
 
     @property
     def rollout_weight_bytes(self) -> int:
@@ -109,8 +98,9 @@ class RunSizes:
     @property
     def gathered_counts(self) -> tuple[int, int]:
         """Parameters of all layers, and of embedding and head, as they are while they compute."""
-        ends = self.ends_count(self.gathered_parts)
-        return sum(self._counts(self.gathered_parts)) - ends, ends
+        parts = self._parts(params.GATHERED_AXES)
+        ends = self.ends_count(parts)
+        return sum(self._counts(parts)) - ends, ends
 
     def ends_count(self, parts: Parts) -> int:
         """Elements of the embedding, and of the head where it is another, on one device."""
@@ -119,38 +109,53 @@ class RunSizes:
 
     @property
     def gathered_in_rollout(self) -> int:
-        """Bytes of the largest weights that a rollout from the training layout gathers: a layer's, or the head."""
-        ends = self.decoder.vocab * self.decoder.width
-        return self.rollout_activation * max(self._gathered_matmul, ends) if self.layout == "legacy" else 0
+        """Bytes of the largest weights that the rollout gathers, where it does: a layer's, or the head."""
+        gathered, summed = self._rollout_exchange
+        largest = self.decoder.width * max(self._layer_outputs, self.decoder.vocab)
+        return self.rollout_activation * largest // summed if gathered > 1 else 0
 
     def rollout_ici(self, tokens: int) -> int:
-        """Bytes that a device sends in one pass of the rollout."""
-        decoder, a = self.decoder, self.rollout_activation
-        if self.layout == "legacy":
-            gathered = decoder.layers * self._gathered_matmul + decoder.vocab * decoder.width
-            return gathered * a * (self.devices - 1) // self.devices
-        if self.layout == "maxtext":  # sums over the split width, each an all-reduce
-            heads = (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim
-            sums = decoder.layers * (heads + 2 * decoder.mlp_width) + decoder.vocab
-            return 2 * tokens * sums * a * (self.fsdp - 1) // self.fsdp
-        return 0
+        """Bytes that a device sends in one pass of the rollout: gathered weights, and sums over a split width."""
+        gathered, summed = self._rollout_exchange
+        outputs = self.rollout_activation * (self.decoder.layers * self._layer_outputs + self.decoder.vocab)
+        weights = self.decoder.width * outputs // summed
+        return weights * (gathered - 1) // gathered + 2 * tokens * outputs * (summed - 1) // summed
 
     def tp_ici(self, tokens: int) -> int:
         """Bytes that a device sends in one all-reduce of activations over tp in every layer."""
         return 2 * self.decoder.layers * tokens * self.decoder.width * self.activation * (self.tp - 1) // self.tp
 
     @property
-    def _gathered_matmul(self) -> int:
-        """Elements of a layer that the legacy layout gathers: all that reads the width. Its outputs are exchanged."""
+    def _rollout_exchange(self) -> tuple[int, int]:
+        """Into how many parts weights are split that the rollout gathers, and widths whose products it sums instead.
+
+        A mesh axis that splits sequences too makes a device gather weights; without it, products are summed over it.
+        """
+        axes = params.ROLLOUT_LAYOUTS[self.config.rollout.layout]
+        names = {axis for spec in param_specs(self.decoder).values() for axis in spec.axes if axis}
+        sequences = set(params.mesh_axis_names(axes["batch"]))
+        weights = {name for axis in names for name in params.mesh_axis_names(axes.get(axis))}
+        width = set(params.mesh_axis_names(axes.get("width")))
+        return self._devices(weights & sequences), self._devices(width - sequences)
+
+    @property
+    def _layer_outputs(self) -> int:
+        """Numbers of a token that a layer's products with the width make: q, k and v, and two of the MLP."""
         decoder = self.decoder
-        attention = decoder.width * (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim
-        return attention + 2 * decoder.width * decoder.mlp_width
+        return (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim + 2 * decoder.mlp_width
 
     def _counts(self, parts: Parts) -> list[int]:
         return [local_count(spec, parts) for spec in param_specs(self.decoder).values()]
 
     def _parts(self, axes: Mapping[str, params.MeshAxes]) -> Parts:
-        return params.axis_parts(axes, dict(zip(AXES, (self.dp, self.fsdp, self.tp), strict=True)))
+        return params.axis_parts(axes, self._mesh)
+
+    def _devices(self, mesh_axes: Iterable[str]) -> int:
+        return math.prod(self._mesh[name] for name in mesh_axes)
+
+    @property
+    def _mesh(self) -> dict[str, int]:
+        return dict(zip(AXES, (self.dp, self.fsdp, self.tp), strict=True))
 
 
 def make_sizes(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> RunSizes:
@@ -162,7 +167,6 @@ def make_sizes(config: Config, decoder: DecoderConfig, accelerator: Accelerator)
         decoder=decoder,
         config=config,
         recipe=recipe,
-        layout=config.rollout.layout,
         platform="cpu" if accelerator.generation == "cpu" else "tpu" if accelerator.compiles else "gpu",
         dp=dp,
         fsdp=fsdp,
@@ -189,8 +193,9 @@ def optimizer_count(decoder: DecoderConfig, name: str, parts: Parts) -> int:
         return 2 * sum(local.values())
     if name in ("lion", "sgd"):
         return sum(local.values())
-    if name == "muon":  # one moment of what it orthogonalises, Adam's two of the rest
-        return sum(count * (1 if _is_hidden_matrix(specs[key]) else 2) for key, count in local.items())
+    if name == "muon":  # one moment of what it orthogonalises (`podium.train.optimizer`), Adam's two of the rest
+        hidden = {key for key, spec in specs.items() if sum(map(bool, spec.axes)) > 1 and "vocab" not in spec.axes}
+        return sum(count * (1 if key in hidden else 2) for key, count in local.items())
     return sum(_factored_count(spec, local[key]) for key, spec in specs.items())
 
 
@@ -198,11 +203,6 @@ def layer_matmul(decoder: DecoderConfig) -> int:
     """Elements of a layer's matrices."""
     attention = 2 * decoder.width * (decoder.heads + decoder.kv_heads) * decoder.head_dim
     return attention + 3 * decoder.width * decoder.mlp_width
-
-
-def _is_hidden_matrix(spec: ParamSpec) -> bool:
-    """Whether Muon orthogonalises it, as `podium.train.optimizer.muon_dimensions` says."""
-    return sum(axis is not None for axis in spec.axes) > 1 and "vocab" not in spec.axes
 
 
 def _factored_count(spec: ParamSpec, local: int) -> int:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +78,6 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class JobResult:
-    """What became of a job."""
-
-    compiled: CompiledPhase | None = None
-    refused: str = ""  # why the config cannot be lowered for these devices
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Built:
     """A compiled program as it is kept; its text lies beside it."""
 
@@ -94,11 +86,12 @@ class _Built:
     compile_s: float
 
 
-JOB, JOB_RESULT, BUILT = TypeAdapter(Job), TypeAdapter(JobResult), TypeAdapter(_Built)
+JOB, BUILT = TypeAdapter(Job), TypeAdapter(_Built)
+JOB_RESULT = TypeAdapter[CompiledPhase | str](CompiledPhase | str)  # a text: why the config cannot be lowered
 
 
 def main(job_file: str, result_file: str, parent: str) -> None:
-    """Do one job; an error that the result has no field for is a traceback on stderr, with exit status 1."""
+    """Do one job; an error that is no refusal is a traceback on stderr, with exit status 1."""
     threading.Thread(target=_end_with_parent, args=(int(parent),), daemon=True).start()
     from podium.plan.phases import phase_programs
     from podium.sharding import make_mesh
@@ -111,24 +104,24 @@ def main(job_file: str, result_file: str, parent: str) -> None:
     except ValueError as error:
         if not _raised_here(error):
             raise
-        result = JobResult(refused=str(error))
+        result = str(error)
     else:
-        result = JobResult(compiled=_finish(job, lowered, program.residents, dict(mesh.shape)))
+        result = _finish(job, lowered, program.residents, dict(mesh.shape))
     write_atomically(Path(result_file), JOB_RESULT.dump_json(result))
 
 
 def _finish(job: Job, lowered: Any, residents: Mapping[str, int], mesh: Mapping[str, int]) -> CompiledPhase:
     """Compile what was lowered, unless that was done before, and read what came of it."""
     built, text = _build(lowered, job)
-    work: tuple[LoopedWork, ...] = ()
     if built.refusal:
-        parts, arrays = named_refusal(built.refusal)
+        parts, work = {"program": built.refusal.needed}, ()
+        arrays = [LargeArray(name=each.source, shape=each.shape, bytes=each.size) for each in built.refusal.largest]
     else:
         module = parse(text)
         parts, arrays = named_memory(module, built.memory.peak)
         work = looped_work(module, mesh)
     known: dict[str, Any] = {"memory": built.memory, "compile_s": built.compile_s, "residents": residents}
-    return CompiledPhase(parts=parts, largest=arrays, work=work, **known)
+    return CompiledPhase(parts=parts, largest=tuple(arrays[:KEPT_ARRAYS]), work=work, **known)
 
 
 def looped_work(module: Module, mesh: Mapping[str, int]) -> tuple[LoopedWork, ...]:
@@ -143,8 +136,8 @@ def looped_work(module: Module, mesh: Mapping[str, int]) -> tuple[LoopedWork, ..
     return tuple(LoopedWork(work, once, each) for work, (once, each) in times.items())
 
 
-def named_memory(module: Module, peak: int) -> tuple[dict[str, int], tuple[LargeArray, ...]]:
-    """The bytes at a program's peak by our names, and its largest arrays.
+def named_memory(module: Module, peak: int) -> tuple[dict[str, int], list[LargeArray]]:
+    """The bytes at a program's peak by our names, and its arrays, largest first.
 
     What lives at the peak is found again from the program's text; where the compiler's own figure is another, the
     difference goes to `other`, or is taken from all in proportion.
@@ -156,14 +149,8 @@ def named_memory(module: Module, peak: int) -> tuple[dict[str, int], tuple[Large
     elif beyond < 0:
         parts = {name: size * peak // found.size for name, size in parts.items()}
         parts[OTHER] = parts.get(OTHER, 0) + peak - sum(parts.values())
-    arrays = tuple(LargeArray(name=each.name, shape=each.shape, bytes=each.size) for each in found.buffers)
-    return {name: size for name, size in parts.items() if size}, arrays[:KEPT_ARRAYS]
-
-
-def named_refusal(refusal: OutOfMemory) -> tuple[dict[str, int], tuple[LargeArray, ...]]:
-    """The memory of a program that the compiler refused: under one name, with the arrays that it listed."""
-    arrays = tuple(LargeArray(name=each.source, shape=each.shape, bytes=each.size) for each in refusal.largest)
-    return {"program": refusal.needed}, arrays[:KEPT_ARRAYS]
+    arrays = [LargeArray(name=each.name, shape=each.shape, bytes=each.size) for each in found.buffers]
+    return {name: size for name, size in parts.items() if size}, arrays
 
 
 def _raised_here(error: Exception) -> bool:
@@ -186,7 +173,8 @@ def _build(lowered: Any, job: Job) -> tuple[_Built, str]:
     """The compiled program and its text, from disk if the same was compiled before."""
     on_cpu = job.accelerator.generation == "cpu"
     options = {} if on_cpu else TPU_OPTIONS
-    key = _program_key(lowered.as_text(), options, job.accelerator)
+    target = [job.accelerator.topology, job.accelerator.topology_options, job.accelerator.devices]
+    key = key_of([lowered.as_text(), options, target], job.accelerator)
     record, module = job.programs / f"{key}.json", job.programs / f"{key}.hlo.gz"
     if record.exists():
         return BUILT.validate_json(record.read_bytes()), gzip.decompress(module.read_bytes()).decode()
@@ -206,30 +194,20 @@ def _compile(lowered: Any, options: dict[str, str], on_cpu: bool) -> tuple[Memor
     try:
         compiled = lowered.compile(compiler_options=options or None)
     except jax.errors.JaxRuntimeError as error:
-        refusal = parse_out_of_memory(str(error)) or (_plain_refusal(lowered) if options else None)
+        refusal = parse_out_of_memory(str(error))
+        if refusal is None and options:  # with ours the compiler fails at programs far too large for a v4
+            return _compile(lowered, {}, on_cpu)
         if refusal is None:
             raise
-        return Memory(refusal.needed, arguments=0, outputs=0, temporaries=0, aliased=0, code=0), refusal, ""
+        return Memory(peak=refusal.needed, code=0), refusal, ""
     return measure(compiled, on_cpu=on_cpu), None, compiled.as_text()
 
 
-def _plain_refusal(lowered: Any) -> OutOfMemory | None:
-    """What the compiler says without our options, with which it fails at programs far too large for a v4."""
-    import jax
-
-    try:
-        lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        return parse_out_of_memory(str(error))
-    return None
-
-
-def _program_key(text: str, options: dict[str, str], accelerator: Accelerator) -> str:
-    """What decides the compiled program, as one name."""
+def key_of(decisive: Sequence[Any], accelerator: Accelerator) -> str:
+    """The name under which something is kept: a hash of what decides it, the compiler's versions and flags included."""
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
-    target = [accelerator.topology, accelerator.topology_options, accelerator.devices]
-    decisive = json.dumps([text, options, target, compiler_versions(accelerator), flags])
-    return hashlib.sha256(decisive.encode()).hexdigest()[:32]
+    text = json.dumps([*decisive, compiler_versions(accelerator), flags], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _end_with_parent(parent: int) -> None:

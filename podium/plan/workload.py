@@ -93,13 +93,7 @@ def simulate_rollout(lengths: SequenceLengths, config: Config, *, shards: int = 
 
 
 def packed_micro_batches(lengths: SequenceLengths, config: Config, *, rows: int) -> int:
-    """Micro-batches that all of a step's completions fill, when none is dropped; packed as the trainer packs.
-
-    Args:
-        lengths: of the step.
-        config: says how rows are packed, and how many optimizer steps share the completions.
-        rows: of a micro-batch, over all devices.
-    """
+    """Micro-batches of so many rows, over all devices, that a step's completions fill, packed as the trainer packs."""
     count = 0
     for part in np.array_split(np.arange(len(lengths.prompts)), config.algorithm.minibatches):
         samples = [
@@ -160,15 +154,14 @@ def _from_run(rng: np.random.Generator, path: Path, config: Config) -> SequenceL
 def _groups(record: dict[str, Any], path: Path, number: int) -> list[tuple[int, Sequence[int]]]:
     """Each prompt's length and its completions' of a line."""
     prompts, completions = record.get("prompt_lengths"), record.get("completion_lengths")
-    if not (isinstance(prompts, list) and isinstance(completions, list) and prompts and completions):
-        prompts, completions = [0, 0], [0]
-    size, rest = divmod(len(completions), len(prompts))
-    if rest:
-        raise ValueError(
-            f"{path}:{number}: as many completion_lengths for each of prompt_lengths are expected, as podium train"
-            " writes them"
-        )
-    return [(prompt, completions[i * size : (i + 1) * size]) for i, prompt in enumerate(prompts)]
+    if isinstance(prompts, list) and isinstance(completions, list) and prompts and completions:
+        size, rest = divmod(len(completions), len(prompts))
+        if not rest:
+            return [(prompt, completions[i * size : (i + 1) * size]) for i, prompt in enumerate(prompts)]
+    raise ValueError(
+        f"{path}:{number}: as many completion_lengths for each of prompt_lengths are expected, as podium train writes"
+        " them"
+    )
 
 
 class _Rollout:

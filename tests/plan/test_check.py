@@ -3,18 +3,36 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 
-from podium.accelerators import GIB
+from podium.accelerators import GIB, Accelerator, find_accelerator, recognise
 from podium.files import RunFileError
-from podium.plan.check import Machine, RunCheck, accelerator_of, check_run, compare_with_measured, plan_at_start
+from podium.plan import check
+from podium.plan.check import RunCheck, check_run, compare_with_measured, this_accelerator
+from podium.plan.planner import make_plan
+from podium.plan.result import Plan
 from tests.plan.made_plans import plan
 from tests.plan.test_estimate import QWEN_3B
 from tests.plan.test_search import config as config_3b
 
-V6E_8 = Machine(kind="TPU v6 lite", devices=8, memory_bytes=None)
+V6E_8 = find_accelerator("v6e-8")
+
+
+@pytest.fixture(autouse=True)
+def on_v6e_8(monkeypatch):
+    run_on(monkeypatch, V6E_8)
+
+
+def run_on(monkeypatch, accelerator: Accelerator | None) -> None:
+    monkeypatch.setattr(check, "this_accelerator", lambda: accelerator)
+
+
+def made_at_start() -> Plan:
+    return make_plan(config_3b(), V6E_8, fast=True, decoder=QWEN_3B)
 
 
 @pytest.mark.parametrize(
@@ -30,38 +48,40 @@ V6E_8 = Machine(kind="TPU v6 lite", devices=8, memory_bytes=None)
     ],
 )
 def test_a_machine_is_recognised_by_its_devices(kind, devices, name):
-    found = accelerator_of(Machine(kind=kind, devices=devices, memory_bytes=None))
+    found = recognise(kind, devices)
     assert found is not None and found.name == name and found.devices == devices
 
 
-def test_a_machine_has_the_memory_that_it_says():
-    found = accelerator_of(dataclasses.replace(V6E_8, memory_bytes=30 * GIB))
-    assert found is not None and found.hbm_bytes == 30 * GIB
+@pytest.mark.parametrize(("stats", "size"), [({"bytes_limit": 30 * GIB}, 30 * GIB), (None, V6E_8.hbm_bytes)])
+def test_a_machine_has_the_memory_that_it_says(monkeypatch, stats, size):
+    device = SimpleNamespace(device_kind="TPU v6 lite", memory_stats=lambda: stats)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    assert this_accelerator() == dataclasses.replace(V6E_8, hbm_bytes=size)
 
 
-@pytest.mark.parametrize("machine", [Machine(kind="cpu", devices=8, memory_bytes=None)])
-def test_nothing_is_planned_on_other_machines(machine, tmp_path):
-    assert plan_at_start(config_3b(), QWEN_3B, machine) is None
+def test_nothing_is_planned_on_other_machines(tmp_path, monkeypatch):
+    run_on(monkeypatch, this_accelerator())  # a CPU
     check = RunCheck(force=False)
-    assert check.begin(config_3b(), QWEN_3B, tmp_path, machine) is None
+    assert check.begin(config_3b(), QWEN_3B, tmp_path) is None
     assert [check.after_step({"time/train/step_s": 1.0}) for _ in range(4)] == [({}, None)] * 4
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_is_far_too_large_is_refused_unless_forced(tmp_path):
-    small = dataclasses.replace(V6E_8, memory_bytes=6 * GIB)
+def test_a_run_that_is_far_too_large_is_refused_unless_forced(tmp_path, monkeypatch):
+    run_on(monkeypatch, dataclasses.replace(V6E_8, hbm_bytes=6 * GIB))
     with pytest.raises(ValueError, match=r"needs about .* GiB on each device .* `podium plan` .* --force goes on"):
-        RunCheck(force=False).begin(config_3b(), QWEN_3B, tmp_path, small)
+        RunCheck(force=False).begin(config_3b(), QWEN_3B, tmp_path)
     assert list(tmp_path.iterdir()) == []
-    line = RunCheck(force=True).begin(config_3b(), QWEN_3B, tmp_path, small)
+    line = RunCheck(force=True).begin(config_3b(), QWEN_3B, tmp_path)
     assert line is not None and line.startswith("plan: does not fit v6e-8 by the closed form")
 
 
 def test_measured_figures_stand_beside_the_plan_after_the_third_step(tmp_path):
     check = RunCheck(force=False)
-    line = check.begin(config_3b(), QWEN_3B, tmp_path, V6E_8)
-    made = plan_at_start(config_3b(), QWEN_3B, V6E_8)
-    assert made is not None and made.step is not None
+    line = check.begin(config_3b(), QWEN_3B, tmp_path)
+    made = made_at_start()
+    assert made.step is not None
     assert line is not None and line.startswith("plan: fits v6e-8 by the closed form")
     peak, took = made.worst.bytes / 1.1, made.step.value / 0.5
     metrics = {"time/train/step_s": took, "memory/train/peak_bytes_in_use_max_gib": peak / GIB}
@@ -79,7 +99,9 @@ def test_what_is_not_measured_is_left_out():
 
 def write_run(folder: Path, steps: int = 5, **changed: Any) -> None:
     """A run whose steps take 4 s, and long ones at first."""
-    RunCheck(force=False).begin(config_3b(), QWEN_3B, folder, V6E_8)
+    with pytest.MonkeyPatch.context() as patched:
+        run_on(patched, V6E_8)
+        RunCheck(force=False).begin(config_3b(), QWEN_3B, folder)
     lines = [
         {
             "step": step,
@@ -98,8 +120,8 @@ def write_run(folder: Path, steps: int = 5, **changed: Any) -> None:
 def test_a_run_is_tabulated_with_the_median_of_its_settled_steps(tmp_path):
     write_run(tmp_path)
     rows = {row.name: row for row in check_run(tmp_path)}
-    made = plan_at_start(config_3b(), QWEN_3B, V6E_8)
-    assert made is not None and made.step is not None
+    made = made_at_start()
+    assert made.step is not None
     assert rows["step"].measured == 4.0 and rows["step"].planned == made.step
     assert rows["step"].error == pytest.approx(made.step.value / 4.0 - 1)
     memory = rows[f"memory, {made.worst.name}"]

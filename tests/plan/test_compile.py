@@ -1,6 +1,5 @@
 import dataclasses
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from tiny_decoder import DECODER
 
 from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.config.schema import Config
-from podium.hlo.cost import walk
+from podium.hlo.cost import unknown_loops, walk
 from podium.hlo.text import parse
 from podium.plan import compile as compiling
 from podium.plan import worker
@@ -96,9 +95,8 @@ def test_what_was_compiled_is_answered_from_disk(folder, no_process):
     here = phase_programs(config_of(), DECODER, mesh)["sync"]
     stats = here.lower().compile().memory_analysis()
     assert compiled.residents == here.residents
-    assert compiled.memory.arguments == stats.argument_size_in_bytes > 0
-    assert compiled.memory.outputs == stats.output_size_in_bytes
-    assert compiled.memory.temporaries == stats.temp_size_in_bytes
+    sizes = (stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.temp_size_in_bytes)
+    assert compiled.memory.peak == sum(sizes) - stats.alias_size_in_bytes > 0
     assert sum(compiled.parts.values()) == compiled.memory.peak
 
 
@@ -249,9 +247,9 @@ def test_a_process_ends_when_nobody_waits_for_it(tmp_path):
 def test_rounds_of_a_loop_are_counted_when_they_are_known():
     module = parse((GOLDEN / "decode.hlo").read_text())
     works = looped_work(module, {"fsdp": 8})
-    (loop,) = json.loads(json.dumps([each for each in module.loops.values() if each.trips is None], default=vars))
+    (loop,) = unknown_loops(module)
     for rounds in (1, 7):
-        whole = walk(module, {"fsdp": 8}, trips={loop["source"]: rounds})
+        whole = walk(module, {"fsdp": 8}, trips={loop: rounds})
         flops = sum((each.once + rounds * each.each) * each.work.flops for each in works)
         moved = sum((each.once + rounds * each.each) * each.work.hbm_bytes for each in works)
         assert flops == pytest.approx(sum(work.times * work.flops for work in whole.works))

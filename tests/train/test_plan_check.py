@@ -1,12 +1,14 @@
 """A run plans itself at its start and compares after its third step, where it has a machine that can be planned for."""
 
+import dataclasses
 import json
 
 import pytest
 from tiny_runs import make_config, read_records
 
+from podium.accelerators import find_accelerator
 from podium.plan import check
-from podium.plan.check import Machine, RunCheck, check_run
+from podium.plan.check import RunCheck, check_run
 from podium.train.loop import train
 
 pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
@@ -14,8 +16,8 @@ pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
 
 def on(monkeypatch, **changed) -> None:
     """Has this process take itself for a machine with one chip."""
-    machine = Machine(**{"kind": "TPU v6 lite", "devices": 1, "memory_bytes": None, **changed})
-    monkeypatch.setattr(check, "this_machine", lambda: machine)
+    machine = dataclasses.replace(find_accelerator("v6e-1"), **changed)
+    monkeypatch.setattr(check, "this_accelerator", lambda: machine)
 
 
 def test_a_run_leaves_its_plan_and_how_wrong_it_was(tiny_model, tmp_path, monkeypatch, capsys):
@@ -32,6 +34,6 @@ def test_a_run_leaves_its_plan_and_how_wrong_it_was(tiny_model, tmp_path, monkey
 
 
 def test_a_run_that_is_far_too_large_does_not_begin(tiny_model, tmp_path, monkeypatch):
-    on(monkeypatch, memory_bytes=1000)
+    on(monkeypatch, hbm_bytes=1000)
     with pytest.raises(ValueError, match="`podium plan` says what would fit; --force goes on all the same"):
         train(make_config(tiny_model, tmp_path), plain=True, check=RunCheck(force=False))
