@@ -15,16 +15,12 @@ import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from podium.job.cluster import COORDINATOR_PORT
-from podium.job.records import JobOutcome, outcome
+from podium.job.records import JobOutcome, Status, outcome
 from podium.pods.push import HOME, Package
 from podium.pods.remote import Remote, RemoteError, WorkerReply, arrived
 from podium.pods.secrets import LAST_LINE, Secrets, written
 from podium.pods.slices import Clock
-
-WorkerStatus = Mapping[str, Any]
 
 AGENT = f"{HOME}/agent"
 SECRETS = "/dev/shm/podrun-secrets"
@@ -32,7 +28,7 @@ SECRETS = "/dev/shm/podrun-secrets"
 ASKED_TO_STOP = f"{HOME}/asked-to-stop"
 """Contains the job that `podium pod stop` ended, so that it is not restarted."""
 NO_AGENT = 3
-NOTHING_STARTED: WorkerStatus = {
+NOTHING_STARTED: Status = {
     **dict.fromkeys(("host", "job", "worker", "workers", "exit", "pid", "record", "progress")),
     "state": "none",
     "log_bytes": 0,
@@ -72,7 +68,7 @@ class RunSpec:
 class JobStatus:
     """What the workers report about a job."""
 
-    workers: Sequence[WorkerStatus | None]
+    workers: Sequence[Status | None]
     """In the order of the workers; None: no reply."""
     asked_to_stop: str | None = None
     """The job that was ended by `podium pod stop`."""
@@ -139,7 +135,7 @@ def start_command(addresses: Sequence[str], spec: RunSpec, job: str) -> str:
     package = spec.package
     settings = {"REQUIRE_JAX_PROCESS_COUNT": str(len(addresses)), **spec.environment}
     options = [
-        f"--peers {','.join(addresses)} --port {COORDINATOR_PORT}",
+        f"--peers {','.join(addresses)}",
         f"--accelerator {spec.accelerator}",
         f'--cwd "$code/"{shlex.quote(package.inside)}',
         "--env PYTHONPATH=$code",
@@ -155,27 +151,20 @@ def _own_secrets(secrets: Secrets) -> str:
     """Sets `$secrets` to a worker's own file; a file that did not arrive complete is deleted, so nothing starts."""
     if not secrets:
         return ""
-    files = [(worker, f"{SECRETS}/{secrets_file(worker)}") for worker, _ in secrets_by_worker(secrets)]
-    cases = " ".join(f"{'*' if worker is None else worker}) secrets={file};;" for worker, file in reversed(files))
-    return f"case $worker in {cases} esac; [ \"$(tail -n 1 $secrets 2>&1)\" = '{LAST_LINE}' ] || rm -f $secrets; "
+    own = f"[ $worker != 0 ] || secrets={SECRETS}/secrets-0; " if "0" in secrets_by_target(secrets) else ""
+    return f"secrets={SECRETS}/secrets-all; {own}[ \"$(tail -n 1 $secrets 2>&1)\" = '{LAST_LINE}' ] || rm -f $secrets; "
 
 
-def secrets_by_worker(secrets: Secrets) -> list[tuple[int | None, Secrets]]:
-    """The files of secrets to send: one for all workers (None), and worker 0's own if it needs more."""
+def secrets_by_target(secrets: Secrets) -> dict[str, Secrets]:
+    """What to send to `all` workers, and to worker `0` if it needs more."""
     others, first = secrets.of_worker(1), secrets.of_worker(0)
-    files: list[tuple[int | None, Secrets]] = [(None, others)] if secrets else []
-    return files if first.names == others.names else [*files, (0, first)]
-
-
-def secrets_file(worker: int | None) -> str:
-    """Name of the file of secrets for a worker; None: for all."""
-    return "all" if worker is None else f"worker{worker}"
+    return ({"all": others} if secrets else {}) | ({"0": first} if first.names != others.names else {})
 
 
 def poll(remote: Remote, job: str | None = None) -> JobStatus:
     """What all workers report about a job, or about the latest."""
     replies = remote.ask(status_command(job), timeout_s=POLL_S + POLL_WORKER_S * remote.workers)
-    workers: list[WorkerStatus | None] = [None] * remote.workers
+    workers: list[Status | None] = [None] * remote.workers
     asked = None
     for worker, reply in replies.items():
         asked = reply.text.partition("\n")[0].strip() or asked
@@ -209,9 +198,9 @@ def launch(remote: Remote, spec: RunSpec, *, clock: Clock, say: Callable[[str], 
     if spec.package.sets_up:
         _set_up(remote, spec, f"{job}-setup", clock, say)
     try:
-        for worker, kept in secrets_by_worker(spec.secrets):
-            with written(kept, secrets_file(worker)) as file:
-                remote.send([file], SECRETS, worker=worker)
+        for target, kept in secrets_by_target(spec.secrets).items():
+            with written(kept, f"secrets-{target}") as file:
+                remote.send([file], SECRETS, target=target)
         say(f"starting {job} on {remote.workers} workers")
         remote.ask_all(start_command(remote.addresses, spec, job), f"starting {job}", timeout_s=START_S)
     except BaseException:
@@ -221,12 +210,7 @@ def launch(remote: Remote, spec: RunSpec, *, clock: Clock, say: Callable[[str], 
 
 
 def stop_job(remote: Remote, job: str, *, remember: bool) -> JobStatus:
-    """End a job on all workers, with all its processes.
-
-    Args:
-        remote: the workers.
-        job: its name.
-        remember: note on the workers that this was asked for, so that the job is not restarted.
+    """End a job on all workers, with all its processes; `remember`: it is not restarted.
 
     Raises:
         RemoteError: it names the workers on which something is left.

@@ -9,6 +9,7 @@ ignored; and a worker without a valid line has not answered. Nothing that runs f
 
 import base64
 import binascii
+import contextlib
 import dataclasses
 import gzip
 import hashlib
@@ -51,13 +52,10 @@ class WorkerReply:
             RemoteError: there is none.
         """
         line = self.text.strip().rpartition("\n")[2]
-        try:
-            found = json.loads(line)
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            raise RemoteError(f"worker {self.worker} answered {line[:300]!r} instead of a JSON object")
-        return found
+        with contextlib.suppress(ValueError):
+            if isinstance(found := json.loads(line), dict):
+                return found
+        raise RemoteError(f"worker {self.worker} answered {line[:300]!r} instead of a JSON object")
 
 
 class Remote:
@@ -94,8 +92,8 @@ class Remote:
         argv = self.gcloud.argv.ssh(self.name, self.zone, target, wrapped(command, mark, self.addresses))
         finished = self.gcloud.run(argv, timeout_s)
         self._complaint = _last_complaint(finished.stderr)
-        answers = {}
-        torn = set()
+        answers: dict[int, WorkerReply] = {}
+        torn: set[int] = set()
         for found in re.finditer(rf"{mark} (\S+) (\d+) (\S*)", finished.stdout):
             answer = self._unpacked(*found.groups())
             if answer is None:
@@ -107,19 +105,13 @@ class Remote:
             if error.kind not in ("unknown", "unavailable"):
                 raise error
         if worker is None and torn:  # asked alone, no other worker's output can tear its line
-            hidden = range(self.workers) if finished.returncode is not None else sorted(torn)
-            for each in hidden:
-                if each not in answers:
-                    answers |= self.ask(command, worker=each, timeout_s=timeout_s)
+            hidden = set(range(self.workers)) if finished.returncode is not None else torn
+            for each in sorted(hidden - set(answers)):
+                answers |= self.ask(command, worker=each, timeout_s=timeout_s)
         return answers
 
     def ask_all(self, command: str, what: str, *, timeout_s: float = REPLY_S) -> list[WorkerReply]:
-        """The replies of all workers, in order; each must have succeeded.
-
-        Args:
-            command: for a POSIX shell; it may run more than once.
-            what: what the workers are asked to do, for the error.
-            timeout_s: for all of them together.
+        """The replies of all workers, in order; `what` they are asked to do is for the error.
 
         Raises:
             RemoteError: it names the workers that did not answer or failed, with their output.
@@ -141,12 +133,11 @@ class Remote:
         lines += [f"    worker {each.worker}: status {each.status}: {_last_lines(each.text)}" for each in failed]
         raise RemoteError("\n".join(lines))
 
-    def send(self, files: Sequence[Path], folder: str, *, worker: int | None = None) -> None:
-        """Copy files into an existing folder of all workers, or of one.
+    def send(self, files: Sequence[Path], folder: str, *, target: str = "all") -> None:
+        """Copy files into an existing folder of all workers, or of the one with this number.
 
         gcloud does not report reliably whether they arrived: the next command must check (`arrived`).
         """
-        target = "all" if worker is None else str(worker)
         argv = self.gcloud.argv.scp([str(file) for file in files], self.name, self.zone, target, f"{folder}/")
         self._complaint = _last_complaint(self.gcloud.run(argv, COPY_S).stderr)
 

@@ -9,7 +9,7 @@ from podium.config.errors import nearest
 from podium.pods.gcloud import Order
 from podium.pods.inventory import LEASE, OWNER, ZONES, Slice, zones_label
 from podium.pods.options import Rent
-from podium.pods.slices import BadRequestError, Slices, check_name
+from podium.pods.slices import BadRequestError, Slices
 
 RUNTIMES: Mapping[str, str] = {
     "v4": "tpu-ubuntu2204-base",
@@ -18,6 +18,7 @@ RUNTIMES: Mapping[str, str] = {
     "v6e": "v6e-ubuntu-2404",
 }
 """Default TPU software version by generation."""
+NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -61,11 +62,10 @@ def rent_slice(slices: Slices, name: str, rent: Rent, *, default_zone: str | Non
     if not zones:
         raise BadRequestError("in which zone? Give --zone, once or more in order: zones in which you have quota")
     order = new_order(name, rent, slices.owner, zones, slices.clock.time())
-    known = slices.zones()
     for zone in zones:
-        if zone not in known:
-            near = nearest(zone, known)
-            hint = f"did you mean {near}?" if near else f"zones: {', '.join(known)}"
+        if zone not in slices.zones:
+            near = nearest(zone, slices.zones)
+            hint = f"did you mean {near}?" if near else f"zones: {', '.join(slices.zones)}"
             raise BadRequestError(f"--zone {zone}: not a TPU zone of this project; {hint}")
     tpu_slice = slices.up(order, zones)
     lease = float(order.labels[LEASE])
@@ -81,7 +81,10 @@ def new_order(name: str, rent: Rent, owner: str, zones: Sequence[str], now: floa
         BadRequestError: type, time or name is invalid.
     """
     accelerator = tpu(rent.type)
-    check_name(name)
+    if not NAME.fullmatch(name):
+        raise BadRequestError(
+            f"name {name!r}: use up to 40 lower-case letters, digits and '-', starting with a letter, as my-run"
+        )
     return Order(
         name=name,
         accelerator=accelerator.name,

@@ -1,6 +1,5 @@
 """`podium pod run`: a config on a slice, followed to its end and kept alive on request."""
 
-import dataclasses
 import os
 import tempfile
 from pathlib import Path
@@ -67,13 +66,18 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
             dry_run.show(dry_run.run(common, name, rent, spec_for(wanted.name if wanted else "v6e-8")))
             return 0
         project = open_project(common, secrets)
-        if package.patched:
+        if package.sends("changes.patch"):
             project.say("uncommitted changes are sent as a patch, which is kept beside the code on the workers")
         tpu_slice = _find_slice(project, name, rent, options)
         _check_runs_dir(loaded, options, len(tpu_slice.addresses))
         _check_divides(loaded.config, find_accelerator(tpu_slice.accelerator), environment)
         session = Session(project, tpu_slice, rent, spec_for)
-        _begin(project, session, options)
+        try:
+            session.start()
+        except (RemoteError, GcloudError) as error:  # handled like any later failure, if that is possible
+            if (isinstance(error, GcloudError) and error.lasting) or not options.keep_alive or options.detach:
+                raise
+            project.say(str(error))
         if options.detach:
             project.say(f"to follow it: podium pod logs -f {tpu_slice.name}")
             return 0
@@ -125,17 +129,6 @@ def _check_runs_dir(loaded: Loaded, options: RunOptions, workers: int) -> None:
     raise ConfigError([Problem(key="runs_dir", message=message, origins=places)])
 
 
-def _begin(project: Project, session: Session, options: RunOptions) -> None:
-    """Start the run. With --keep-alive a failure is observed and handled like any later one."""
-    try:
-        session.start()
-    except (RemoteError, GcloudError) as error:
-        hopeless = isinstance(error, GcloudError) and not error.transient and error.kind != "unusable"
-        if hopeless or not options.keep_alive or options.detach:
-            raise
-        project.say(str(error))
-
-
 def _check_divides(config: Config, accelerator: Accelerator, environment: dict[str, str]) -> None:
     """Raises BadRequestError where weights or sequences do not divide over the slice; unknown models pass."""
     if _without_tpu(environment):
@@ -155,9 +148,8 @@ def _without_tpu(environment: dict[str, str]) -> bool:
 
 
 def _follow(project: Project, session: Session, options: RunOptions) -> int:
-    policy = Policy(restarts=options.restarts, replacements=options.replacements)
-    if not options.keep_alive:
-        policy = dataclasses.replace(policy, restarts=0, replacements=0)
+    restarts, replacements = (options.restarts, options.replacements) if options.keep_alive else (0, 0)
+    policy = Policy(restarts=restarts, replacements=replacements)
     try:
         return keep_alive(session, policy, clock=project.clock, say=project.say)
     except KeyboardInterrupt:

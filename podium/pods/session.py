@@ -2,8 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from podium.pods.gcloud import GcloudError
 from podium.pods.inventory import Slice
@@ -66,16 +65,11 @@ class Session:
 
     def show(self, job: JobStatus) -> None:
         """Print new lines of worker 0's log; if its machine is gone, the next observation shows it."""
-        first = job.workers[0] if job.workers else None
-        if first and first.get("job"):
-            with contextlib.suppress(RemoteError, GcloudError):
-                self._show(first)
-
-    def _show(self, first: Mapping[str, Any]) -> None:
-        job = first["job"]
-        offset, before = self._shown.get(job, 0), -1
-        while offset < first["log_bytes"] and before != offset:
-            before = offset
-            text, offset = read_log(self._project.remote(self.slice), 0, job, offset)
-            self._project.answer(text, end="")
-        self._shown[job] = offset
+        first = job.workers[0] or NOTHING_STARTED
+        name, offset, before = first["job"], self._shown.get(first["job"], 0), -1
+        with contextlib.suppress(RemoteError, GcloudError):
+            while before < offset < first["log_bytes"]:
+                before = offset
+                text, offset = read_log(self._project.remote(self.slice), 0, name, offset)
+                self._project.answer(text, end="")
+                self._shown[name] = offset

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from podium.job.cluster import ClusterError
-from podium.job.records import EndRecord, ProgressReport, exit_status, first_failure, outcome, read_json, write_record
+from podium.job.records import ProgressReport, exit_status, first_failure, outcome, read_json, write_record
 from podium.job.watchdog import Watchdog
 
 
@@ -191,7 +191,7 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
 
 def test_writers_at_once_leave_one_record(tmp_path):
     def write(index: int) -> None:
-        write_record(tmp_path, EndRecord(kind="exit", message=f"{index}", exit=1, worker=0, host="h", pid=1, time=1.0))
+        write_record(tmp_path, "exit", f"{index}", 1, worker=0, progress={})
 
     threads = [threading.Thread(target=write, args=(index,)) for index in range(8)]
     for thread in threads:

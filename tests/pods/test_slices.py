@@ -8,7 +8,9 @@ import pytest
 
 from podium.pods.gcloud import Gcloud, GcloudError, Order
 from podium.pods.inventory import LABEL_LENGTH, LEASE, OWNER, Slice, label_text, read_slices, zones_label
-from podium.pods.slices import NameTakenError, SliceError, Slices, check_name
+from podium.pods.options import Rent
+from podium.pods.rental import new_order
+from podium.pods.slices import NameTakenError, SliceError, Slices
 from tests.pods import fake_gcloud
 from tests.pods.fake_gcloud import Clock, Closed, FakeGcloud
 from tests.pods.fake_tpu import FakeTpu, Fault
@@ -286,7 +288,7 @@ def test_labels_fit_their_rules():
 @pytest.mark.parametrize("name", ["", "Run", "1run", "run_1", "run-", "a" * 41])
 def test_names_that_the_api_refuses_are_refused_here(name):
     with pytest.raises(SliceError, match="lower-case letters"):
-        check_name(name)
+        new_order(name, Rent(type="v6e-8"), "ada", ZONES, 0.0)
 
 
 FAULTS = ("429", "503", "403", "quota", "drop", "lost_reply", "late", "operation")
