@@ -40,8 +40,7 @@ class ProgressReport:
     """
 
     def __init__(self, folder: Path | None, *, worker: int = 0) -> None:
-        self.folder = folder
-        self.worker = worker
+        self.folder, self.worker = folder, worker
         self._lock = threading.Lock()
         self._progress: dict[str, Any] = dict.fromkeys(("step", "steps", "run_dir"))
         self._progress |= {"phase": "start", "phase_since": time.time(), "position": 0, "metrics": {}}
@@ -57,11 +56,7 @@ class ProgressReport:
             self._progress |= values
 
     def write_progress(self, beat: float) -> None:
-        """Replace progress.json; `beat` is the time of the loop's last sign of life, in Unix seconds.
-
-        Raises:
-            RunFileError: the folder cannot be written.
-        """
+        """Replace progress.json; raises RunFileError where that fails. `beat`: the last sign of life, Unix seconds."""
         if self.folder is None:
             return
         with self._lock:
@@ -85,13 +80,6 @@ class ProgressReport:
             kind = "lost" if PEER_LOST.match(str(error)) else "exception"
             self.end(kind, f"{type(error).__name__}: {error}", status)
         return status
-
-    def __enter__(self) -> "ProgressReport":
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            self.failed(error)
 
 
 def exit_status(error: BaseException) -> int:
@@ -139,6 +127,11 @@ def one_line(text: str) -> str:
 
 
 Status = Mapping[str, Any]
+"""A worker's answer about a job, by its agent."""
+NO_JOB: Status = {
+    **dict.fromkeys(("host", "job", "worker", "workers", "exit", "pid", "created", "ended", "record", "progress")),
+    **{"state": "none", "log_bytes": 0},
+}
 JobOutcome = Literal["none", "running", "done", "stopped", "guard", "failed"]
 
 

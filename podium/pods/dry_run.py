@@ -52,20 +52,14 @@ def survey(common: Common, zones: Sequence[str] | None = None) -> Iterator[Line]
     yield from (argv.queued(zone) for zone in zones or [ZONE])
 
 
-def down(common: Common, name: str) -> Iterator[Line]:
-    """Delete a slice."""
-    argv = Argv(common.project)
+def down(common: Common, name: str | None) -> Iterator[Line]:
+    """Delete a slice, or those whose lease has expired."""
+    argv, which = Argv(common.project), f"of yours that is named {name}" if name else "whose lease has expired"
     yield from survey(common)
-    yield f"for every slice of yours that is named {name}; the second if it was not queued:"
-    yield from (argv.delete(name, ZONE, queued=queued) for queued in (True, False))
+    yield f"for every slice {which}; the second if it was not queued:"
+    yield from (argv.delete(name or NAME, ZONE, queued=queued) for queued in (True, False))
     yield "until it is no longer listed:"
     yield from (argv.nodes(ZONE), argv.queued(ZONE))
-
-
-def reap(common: Common) -> Iterator[Line]:
-    """Delete slices whose lease has expired."""
-    yield "for every slice whose lease has expired:"
-    yield from down(common, NAME)
 
 
 def status(common: Common, name: str | None) -> Iterator[Line]:

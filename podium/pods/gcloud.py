@@ -109,11 +109,7 @@ class GcloudError(ValueError):
 
 
 def run_process(argv: Sequence[str], timeout_s: float) -> Finished:
-    """Run a command without input, in a session of its own that is killed after `timeout_s`.
-
-    Raises:
-        GcloudError: the program does not exist.
-    """
+    """Run a command without input, in a session that is killed after `timeout_s`; GcloudError: no such program."""
     try:
         process = subprocess.Popen(
             argv,
@@ -236,28 +232,16 @@ class Gcloud:
         """`secrets` are values that no command may contain."""
         self.argv, self._runner, self._secrets = Argv(project), runner, secrets
 
-    def settings(self) -> dict[str, dict[str, str]]:
-        """Settings of gcloud itself by section: core.account, core.project, compute.zone."""
-        return json.loads(self.checked(self.argv.settings(), READ_S).stdout or "{}")
-
-    def nodes(self, zone: str = "-") -> list[dict[str, Any]]:
-        """The nodes of a zone, or of all, as the API describes them."""
-        return self._list(self.argv.nodes(zone))
-
-    def queued(self, zone: str) -> list[dict[str, Any]]:
-        """The queued resources of a zone."""
-        return self._list(self.argv.queued(zone))
-
-    def zones(self) -> list[str]:
-        """The zones in which this project may ask for TPUs."""
-        return sorted(each["locationId"] for each in self._list(self.argv.zones()))
+    def ask(self, argv: Sequence[str], timeout_s: float = READ_S) -> Any:
+        """The answer of a command as JSON: objects as the API describes them."""
+        finished = self.checked(argv, timeout_s)
+        try:
+            return json.loads(finished.stdout or "[]")
+        except ValueError:
+            raise GcloudError("unknown", f"{shlex.join(argv)} answered {finished.stdout[:200]!r}, not JSON") from None
 
     def checked(self, argv: Sequence[str], timeout_s: float = CHANGE_S) -> Finished:
-        """Run a command that must succeed.
-
-        Raises:
-            GcloudError: it did not.
-        """
+        """Run a command; raises GcloudError where it does not succeed."""
         finished = self.run(argv, timeout_s)
         if finished.returncode != 0:
             raise failure(finished)
@@ -268,13 +252,6 @@ class Gcloud:
         assert not any(secret in word for secret in self._secrets for word in argv), "a secret in a command"
         return self._runner(argv, timeout_s)
 
-    def _list(self, argv: Sequence[str]) -> list[dict[str, Any]]:
-        finished = self.checked(argv, READ_S)
-        try:
-            return json.loads(finished.stdout or "[]")
-        except ValueError:
-            raise GcloudError("unknown", f"{shlex.join(argv)} answered {finished.stdout[:200]!r}, not JSON") from None
-
 
 def failure(finished: Finished) -> GcloudError:
     """The error that a failed command means."""
@@ -282,8 +259,8 @@ def failure(finished: Finished) -> GcloudError:
     if finished.returncode is None:
         return GcloudError("timeout", f"no answer in time: {command}")
     text = _message(finished.stderr)
-    kind = next((kind for kind, pattern in _KINDS if re.search(pattern, text.lower())), "unknown")
-    return GcloudError(kind, text or f"exit status {finished.returncode}: {command}")
+    kinds: list[Kind] = [kind for kind, pattern in _KINDS if re.search(pattern, text.lower())]
+    return GcloudError(kinds[0] if kinds else "unknown", text or f"exit status {finished.returncode}: {command}")
 
 
 def _message(stderr: str) -> str:

@@ -76,26 +76,6 @@ class Package:
         """Where it is sent."""
         return f"{HOME}/in/{self.key}"
 
-    def unpack_command(self) -> str:
-        """A command that unpacks the code and makes the agent; it takes seconds and may run again."""
-        return shlex.join(("sh", f"{self.folder}/setup.sh", "unpack", self.key, self.python or "-"))
-
-    def setup_command(self) -> str:
-        """A command that runs the user's script and installs what is not installed yet; it takes minutes."""
-        demo = DEMO_MODEL if "demo" in self.extras else "-"
-        environment = "-" if self.python else self.environment
-        options = shlex.join(("setup", self.key, environment, ",".join(self.extras), demo))
-        return f'sh "$HOME/{self.folder}/setup.sh" {options}'
-
-    def python_command(self) -> str:
-        """The Python that runs a job, as a shell word."""
-        return shlex.quote(self.python) if self.python else f'"$HOME/{HOME}/venvs/{self.environment}/bin/python"'
-
-    @property
-    def code(self) -> str:
-        """Folder of the code, as a shell word."""
-        return f"$HOME/{HOME}/code/{self.key}"
-
 
 def read_checkout(folder: Path) -> Checkout | None:
     """The checkout that a folder is in; None if it is in none. Raises PushError where it has no commit."""

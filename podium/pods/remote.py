@@ -46,11 +46,7 @@ class WorkerReply:
     """stdout and stderr of the command."""
 
     def json(self) -> dict[str, Any]:
-        """The JSON object on the last line.
-
-        Raises:
-            RemoteError: there is none.
-        """
+        """The JSON object on the last line. Raises RemoteError where there is none."""
         line = self.text.strip().rpartition("\n")[2]
         with contextlib.suppress(ValueError):
             if isinstance(found := json.loads(line), dict):
@@ -67,14 +63,9 @@ class Remote:
             name, zone = tpu_slice.name, tpu_slice.zone
             raise RemoteError(f"{name} in {zone} lists no machines ({tpu_slice.detail}); podium pod status {name}")
         self.gcloud, self.name, self.zone = gcloud, tpu_slice.name, tpu_slice.zone
-        self.addresses = tpu_slice.addresses
+        self.addresses, self.workers = tpu_slice.addresses, len(tpu_slice.addresses)
         self._redact = redact
         self._complaint = ""
-
-    @property
-    def workers(self) -> int:
-        """How many there are."""
-        return len(self.addresses)
 
     def ask(self, command: str, *, worker: int | None = None, timeout_s: float = REPLY_S) -> dict[int, WorkerReply]:
         """The replies of the workers that replied in time, by worker number.
@@ -94,12 +85,15 @@ class Remote:
         self._complaint = _last_complaint(finished.stderr)
         answers: dict[int, WorkerReply] = {}
         torn: set[int] = set()
-        for found in re.finditer(rf"{mark} (\S+) (\d+) (\S*)", finished.stdout):
-            answer = self._unpacked(*found.groups())
-            if answer is None:
-                torn.add(int(found[1]))
+        for number, status, packed in re.findall(rf"{mark} (\S+) (\d+) (\S*)", finished.stdout):
+            if not number.isdecimal():
+                raise RemoteError(f"{self.name}: a machine with none of the slice's addresses answered")
+            try:
+                text = gzip.decompress(base64.b64decode(packed, validate=True)).decode(errors="replace")
+            except (binascii.Error, EOFError, OSError, zlib.error):  # another worker's output is within the line
+                torn.add(int(number))
             else:
-                answers[answer.worker] = answer
+                answers[int(number)] = WorkerReply(worker=int(number), status=int(status), text=self._redact(text))
         if not answers and not torn and finished.returncode is not None:
             error = failure(finished)
             if error.kind not in ("unknown", "unavailable"):
@@ -147,16 +141,6 @@ class Remote:
         if 0 not in answers:
             why = self._complaint or "no answer"
             raise RemoteError(f"{self.name}: worker 0 ({self.addresses[0]}) cannot be reached by ssh: {why}")
-
-    def _unpacked(self, worker: str, status: str, packed: str) -> WorkerReply | None:
-        """The answer of a marked line; None where another worker's output tore it."""
-        try:
-            text = gzip.decompress(base64.b64decode(packed, validate=True)).decode(errors="replace")
-        except (binascii.Error, EOFError, OSError, zlib.error):
-            return None
-        if not worker.isdecimal():
-            raise RemoteError(f"{self.name}: a machine with none of the slice's addresses answered: {text[:300]!r}")
-        return WorkerReply(worker=int(worker), status=int(status), text=self._redact(text))
 
 
 def wrapped(command: str, mark: str, addresses: Sequence[str]) -> str:

@@ -23,11 +23,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def tpu(name: str | None) -> Accelerator:
-    """The TPU slice of that name.
-
-    Raises:
-        BadRequestError: no such slice can be rented; the message has the nearest ones.
-    """
+    """The TPU slice of that name. Raises BadRequestError where none can be rented; it has the nearest ones."""
     if name is None:
         raise BadRequestError("which TPU? Give --type, as v6e-8 (one machine) or v6e-16 (four)")
     try:
@@ -40,11 +36,7 @@ def tpu(name: str | None) -> Accelerator:
 
 
 def seconds(text: str, option: str) -> int:
-    """The seconds of `90m`, `4h`, `2d`.
-
-    Raises:
-        BadRequestError: the text is something else.
-    """
+    """The seconds of `90m`, `4h`, `2d`. Raises BadRequestError where the text is something else."""
     found = re.fullmatch(r"([1-9]\d*)([smhd])", text)
     if not found:
         raise BadRequestError(f"{option} {text!r}: write a whole number and s, m, h or d, as 90m or 4h")
@@ -75,11 +67,7 @@ def rent_slice(slices: Slices, name: str, rent: Rent, *, default_zone: str | Non
 
 
 def new_order(name: str, rent: Rent, owner: str, zones: Sequence[str], now: float) -> Order:
-    """The order for a new slice.
-
-    Raises:
-        BadRequestError: type, time or name is invalid.
-    """
+    """The order for a new slice. Raises BadRequestError where type, time or name is invalid."""
     accelerator = tpu(rent.type)
     if not NAME.fullmatch(name):
         raise BadRequestError(
@@ -102,11 +90,7 @@ def new_order(name: str, rent: Rent, owner: str, zones: Sequence[str], now: floa
 
 
 def rent_again(slices: Slices, old: Slice, rent: Rent) -> Slice:
-    """Delete a slice that was lost and rent another like it, in the same zones unless others are given.
-
-    Raises:
-        SliceError: no zone gives one.
-    """
+    """Delete a slice that was lost and rent another like it, in the same zones unless others are given."""
     same = dataclasses.replace(
         rent,
         type=old.accelerator,

@@ -14,12 +14,10 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from podium.pods.gcloud import Gcloud, GcloudError, Kind, Order
+from podium.pods.gcloud import CHANGE_S, READ_S, Gcloud, GcloudError, Order
 from podium.pods.inventory import LEASE, Slice, read_slices
-
-T = TypeVar("T")
 
 PAUSES_S = (2.0, 5.0, 15.0, 30.0)
 """Pauses between attempts of a request that may succeed soon."""
@@ -31,8 +29,6 @@ LATE_S = 10.0
 NODE_S = 1800.0
 """How long machines may take from granted to ready."""
 DELETE_S = 900.0
-HOPELESS: frozenset[Kind] = frozenset({"missing", "project", "login", "disabled"})
-"""Failures that are the same in every zone."""
 
 
 class Clock(Protocol):
@@ -55,10 +51,6 @@ class BadRequestError(SliceError):
     """An invalid request of the user; nothing was done."""
 
     exit_status = 2
-
-
-class NameTakenError(SliceError):
-    """The name belongs to a slice that is not ours."""
 
 
 class _RefusedError(Exception):
@@ -87,7 +79,7 @@ class SliceLists:
         A zone whose queue may not be read holds nothing of ours; it is named and left out.
         """
         wanted = self.zones if zones is None else list(zones)
-        nodes = self.with_retries(self.gcloud.nodes)
+        nodes = self._answer(self.gcloud.argv.nodes())
         with ThreadPoolExecutor(self._parallel) as pool:
             queued = [each for found in pool.map(self._queued, wanted) for each in found]
         return [each for each in read_slices(nodes, queued) if zones is None or each.zone in wanted]
@@ -95,7 +87,7 @@ class SliceLists:
     @functools.cached_property
     def zones(self) -> list[str]:
         """The zones in which this project may ask for TPUs."""
-        return self.with_retries(self.gcloud.zones)
+        return sorted(each["locationId"] for each in self._answer(self.gcloud.argv.zones()))
 
     def find(self, name: str) -> list[Slice]:
         """All slices of a name, in all zones."""
@@ -107,7 +99,7 @@ class SliceLists:
         Raises:
             SliceError: there is none, or there are several.
         """
-        nodes = self.with_retries(self.gcloud.nodes)
+        nodes = self._answer(self.gcloud.argv.nodes())
         for listed in (lambda: read_slices(nodes, []), self.survey):
             ours = [each for each in listed() if self.is_ours(each) and name in (None, each.name)]
             names = sorted({each.name for each in ours})
@@ -120,7 +112,7 @@ class SliceLists:
 
     def now(self, tpu_slice: Slice) -> Slice | None:
         """The slice as it is now; None if it is gone."""
-        for each in read_slices(self.with_retries(lambda: self.gcloud.nodes(tpu_slice.zone)), []):
+        for each in read_slices(self._answer(self.gcloud.argv.nodes(tpu_slice.zone)), []):
             if each.name == tpu_slice.name and self.is_ours(each) and each.state == "ready":
                 return each  # without reading the queue, which takes longer
         return self.mine(tpu_slice.name, tpu_slice.zone)
@@ -136,30 +128,29 @@ class SliceLists:
     def named(self, name: str, zone: str) -> list[Slice]:
         """The slices of that name in a zone, queued resources before lone nodes."""
         with ThreadPoolExecutor(self._parallel) as pool:
-            asked = [pool.submit(self.with_retries, lambda: self.gcloud.nodes(zone)), pool.submit(self._queued, zone)]
-            nodes, queued = (each.result() for each in asked)
-        found = [each for each in read_slices(nodes, queued) if each.name == name]
+            nodes, queued = pool.submit(self._answer, self.gcloud.argv.nodes(zone)), pool.submit(self._queued, zone)
+        found = [each for each in read_slices(nodes.result(), queued.result()) if each.name == name]
         return sorted(found, key=lambda each: not each.queued)
 
     def _queued(self, zone: str) -> list[dict[str, Any]]:
         try:
-            return self.with_retries(lambda: self.gcloud.queued(zone))
+            return self._answer(self.gcloud.argv.queued(zone))
         except GcloudError as error:
             if error.kind not in ("denied", "not_found", "invalid"):
                 raise
             self.say(f"{zone}: its queue cannot be read ({error.text})")
             return []
 
-    def with_retries(self, ask: Callable[[], T]) -> T:
-        """The answer of a request that is safe to repeat."""
+    def _answer(self, argv: Sequence[str], timeout_s: float = READ_S) -> Any:
+        """The answer of a command that is safe to repeat."""
         for pause in PAUSES_S:
             try:
-                return ask()
+                return self.gcloud.ask(argv, timeout_s)
             except GcloudError as error:
                 if not error.transient:
                     raise
             self.clock.sleep(pause)
-        return ask()
+        return self.gcloud.ask(argv, timeout_s)
 
 
 class Slices(SliceLists):
@@ -169,8 +160,7 @@ class Slices(SliceLists):
         """The slice, ready: the one that exists, or the first that a zone gives, asked in order.
 
         Raises:
-            NameTakenError: the name is somebody else's.
-            SliceError: no zone gives it; the message has each zone's reason.
+            SliceError: the name is somebody else's, or no zone gives it; the message has each zone's reason.
             GcloudError: gcloud cannot be used, or does not answer.
         """
         existing = self._existing(order, zones)
@@ -201,8 +191,7 @@ class Slices(SliceLists):
         """Delete our slices of that name in all zones, verify that they are gone, and return them.
 
         Raises:
-            NameTakenError: only a slice of somebody else has the name.
-            SliceError: something is left.
+            SliceError: only a slice of somebody else has the name, or something is left.
         """
         found = self.find(name)
         if not found:  # a request whose reply was lost may still be under way
@@ -220,9 +209,8 @@ class Slices(SliceLists):
 
     def reap(self, *, everyone: bool = False) -> list[Slice]:
         """Delete and return slices whose lease has expired: ours, or everyone's that Podium rented."""
-        now = self.clock.time()
         rented = [each for each in self.survey() if each.owner and (everyone or self.is_ours(each))]
-        past = [each for each in rented if each.lease is not None and each.lease < now]
+        past = [each for each in rented if each.lease is not None and each.lease < self.clock.time()]
         for each in past:
             self.say(f"deleting {each.name} in {each.zone}: its lease has expired, {each.detail}")
             self._clear(each.name, each.zone, owner=each.owner)
@@ -230,8 +218,8 @@ class Slices(SliceLists):
 
     def renew(self, tpu_slice: Slice, lease: float) -> None:
         """Set the end of a slice's lease, in Unix seconds."""
-        argv = self.gcloud.argv.label(tpu_slice.name, tpu_slice.zone, {LEASE: str(int(lease))})
-        self.with_retries(lambda: self.gcloud.checked(argv))
+        labels = {LEASE: str(int(lease))}
+        self._answer(self.gcloud.argv.label(tpu_slice.name, tpu_slice.zone, labels), CHANGE_S)
 
     def _existing(self, order: Order, zones: Sequence[str]) -> Slice | None:
         """Our slice of that name that can be used; every other one of ours is deleted."""
@@ -240,13 +228,11 @@ class Slices(SliceLists):
             if not self.is_ours(each) and each.zone in zones:
                 raise _taken(each, self.owner)
         ours = [each for each in found if self.is_ours(each)]
-        alive = sorted((each for each in ours if each.alive), key=lambda each: _preference(each, zones))
-        best = alive[0] if alive else None
+        best = min((each for each in ours if each.alive), key=lambda each: _preference(each, zones), default=None)
         if best and (best.accelerator, best.spot) != (order.accelerator, order.spot):
-            kind = "spot" if best.spot else "on demand"
             raise SliceError(
-                f"{best.name} exists in {best.zone} as {best.accelerator}, {kind}; ask for that, "
-                f"choose another name, or delete it first: podium pod down {best.name}"
+                f"{best.name} exists in {best.zone} as {best.accelerator}, {'spot' if best.spot else 'on demand'}; "
+                f"ask for that, choose another name, or delete it first: podium pod down {best.name}"
             )
         for each in ours:
             if each is not best:
@@ -263,7 +249,7 @@ class Slices(SliceLists):
                 return
             except GcloudError as failed:
                 error = failed
-            if error.kind in HOPELESS:
+            if error.kind in ("missing", "project", "login", "disabled"):  # the same in every zone
                 raise error
             if error.kind == "exists" or error.uncertain:
                 if self.mine(order.name, zone):
@@ -286,7 +272,8 @@ class Slices(SliceLists):
 
     def _wait(self, order: Order, zone: str) -> Slice:
         """Wait until it is ready. Raises _RefusedError when it will not be."""
-        began, limit_s, detail = self.clock.time(), NODE_S + order.valid_until_s * order.queued, "never listed"
+        began, detail = self.clock.time(), "never listed"
+        limit_s = NODE_S + (order.valid_until_s if order.queued else 0)
         while (waited_s := self.clock.time() - began) < limit_s:
             mine = self.mine(order.name, zone)
             if mine is not None:
@@ -318,9 +305,9 @@ class Slices(SliceLists):
             self.clock.sleep(POLL_S)
 
 
-def _taken(other: Slice, owner: str) -> NameTakenError:
+def _taken(other: Slice, owner: str) -> SliceError:
     whose = f"podium's owner {other.owner!r}" if other.owner else "not rented by podium"
-    return NameTakenError(
+    return SliceError(
         f"{other.name} in {other.zone} is not yours ({whose}; you are {owner!r}) and is not touched; "
         "choose another name"
     )

@@ -19,13 +19,10 @@ _METRICS = ("train-reward/total/mean", "time/train/step_s")
 class SliceFacts:
     """What `--json` prints besides the fields of a `Slice`."""
 
-    created: str | None
-    """ISO 8601, UTC."""
+    created: str | None  # ISO 8601, UTC
     owner: str | None
-    lease: float | None
-    """When it expires, in Unix seconds."""
-    hours: float
-    """For which it has been charged."""
+    lease: float | None  # its end, in Unix seconds
+    hours: float  # for which it has been charged
     usd: float | None
     """On-demand list price of these hours; spot costs less. None: no price is known."""
 

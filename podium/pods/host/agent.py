@@ -23,7 +23,7 @@ from podium.files import RunFileError
 from podium.job.cluster import COORDINATOR_PORT, chips, local_worker
 from podium.pods.host.jobs import GRACE_S, BusyError, Host, JobSpec, StartError
 from podium.pods.host.supervisor import supervise
-from podium.pods.secrets import is_secret_name
+from podium.pods.secrets import SecretError, read_variables
 
 DONE, FAILED, USAGE, BUSY = 0, 1, 2, 75
 LEAST_DISK = 2 * 2**30
@@ -46,8 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     split = given.index("--") if "--" in given else len(given)
     try:
         args = _parser().parse_args(given[:split], argparse.Namespace(command=tuple(given[split + 1 :])))
-        return args.run(args, Host(Path(args.home).expanduser()))
-    except UsageError as error:
+        host = Host(Path(args.home).expanduser())
+        if "job" in args:
+            args.job = args.job or host.latest()
+        return args.run(args, host)
+    except (UsageError, SecretError) as error:
         return _answer({"error": str(error)}, USAGE)
     except BusyError as error:
         return _answer({"state": "busy", "job": error.job, "error": str(error)}, BUSY)
@@ -104,9 +107,11 @@ def _probe(args: argparse.Namespace, host: Host) -> int:
 
 
 def _start(args: argparse.Namespace, host: Host) -> int:
-    peers = tuple(filter(None, args.peers.split(",")))
+    peers, variables = tuple(filter(None, args.peers.split(","))), read_variables(args.env)
     if not args.command:
         raise UsageError("no command was given; write it behind --")
+    if taken := [name for name in OURS if name in variables]:
+        raise UsageError(f"--env {taken[0]}: podium pod sets this one itself")
     worker = args.worker if args.worker is not None else local_worker(peers) if peers else 0
     if worker is None or not 0 <= worker < max(1, len(peers)):
         raise UsageError(f"this host is not exactly one of --peers {args.peers}; give its index with --worker")
@@ -118,7 +123,7 @@ def _start(args: argparse.Namespace, host: Host) -> int:
         coordinator=f"{peers[0]}:{COORDINATOR_PORT}" if peers else None,
         accelerator=args.accelerator,
         cwd=str(Path(args.cwd).expanduser().absolute()),
-        env=_open_settings(args.env),
+        env=variables,
         env_file=args.env_file and str(Path(args.env_file).expanduser().absolute()),
     )
     state = host.start(spec)
@@ -126,21 +131,19 @@ def _start(args: argparse.Namespace, host: Host) -> int:
 
 
 def _status(args: argparse.Namespace, host: Host) -> int:
-    return _answer(host.status(args.job or host.latest()), DONE)
+    return _answer(host.status(args.job), DONE)
 
 
 def _stop(args: argparse.Namespace, host: Host) -> int:
-    job = args.job or host.latest()
-    left = host.stop(job, args.grace) if job else []
-    return _answer({**host.status(job), "left": left}, FAILED if left else DONE)
+    left = host.stop(args.job, args.grace) if args.job else []
+    return _answer({**host.status(args.job), "left": left}, FAILED if left else DONE)
 
 
 def _logs(args: argparse.Namespace, host: Host) -> int:
-    job = args.job or host.latest()
-    if job is None or host.state(job) == "none":
-        print(f"error: no job {job or 'was ever started'} on this host", file=sys.stderr)
+    if host.state(args.job) == "none":
+        print(f"error: no job {args.job or 'was ever started'} on this host", file=sys.stderr)
         return FAILED
-    with (host.folder(job) / "log").open("rb") as log:
+    with (host.folder(args.job) / "log").open("rb") as log:
         log.seek(args.from_byte)
         shutil.copyfileobj(log, sys.stdout.buffer)
     sys.stdout.buffer.flush()
@@ -156,17 +159,6 @@ def _job_name(text: str) -> str:
     if JOB_NAME.fullmatch(text):
         return text
     raise argparse.ArgumentTypeError(f"{text!r} is not a job name: letters, digits, '.', '_' and '-', up to 64")
-
-
-def _open_settings(pairs: Sequence[str]) -> dict[str, str]:
-    """The settings of --env; secrets must not stand in a command."""
-    settings: dict[str, str] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or name in OURS or is_secret_name(name):
-            raise UsageError(f"--env {name}: write NAME=VALUE, not one of {', '.join(OURS)}; secrets into --env-file")
-        settings[name] = value
-    return settings
 
 
 if __name__ == "__main__":

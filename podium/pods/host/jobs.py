@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from podium.files import write_atomically
-from podium.job.records import PROGRESS, RECORD, one_line, read_json
+from podium.job.records import NO_JOB, PROGRESS, RECORD, one_line, read_json
 from podium.pods.host.processes import kill, marked, wait_until
 
 State = Literal["none", "starting", "running", "finished", "killed"]
@@ -103,15 +103,14 @@ class Host:
     def status(self, job: str | None) -> dict[str, Any]:
         """Everything known about a job, as JSON values."""
         state = self.state(job)
-        found: dict[str, Any] = {"host": socket.gethostname(), "time": time.time(), "home": str(self.home)}
-        found |= dict.fromkeys(("worker", "workers", "exit", "pid", "created", "ended", "record", "progress"))
-        found |= {"job": job if state != "none" else None, "state": state, "log_bytes": 0}
+        found = {**NO_JOB, "host": socket.gethostname(), "time": time.time(), "home": str(self.home)}
         if job is None or state == "none":
             return found
         folder = self.folder(job)
         spec = read_json(folder / "job.json") or {}
         found |= {name: spec.get(name) for name in ("worker", "workers", "created")}
-        found |= {"record": read_json(folder / RECORD), "progress": read_json(folder / PROGRESS)}
+        found |= {"job": job, "state": state, "record": read_json(folder / RECORD)}
+        found["progress"] = read_json(folder / PROGRESS)
         with contextlib.suppress(FileNotFoundError):
             found["pid"] = int((folder / "pid").read_text())
             found["log_bytes"] = (folder / "log").stat().st_size

@@ -58,15 +58,15 @@ def _job_variables(spec: JobSpec, folder: Path) -> dict[str, str]:
     """The environment variables that describe the job to its processes."""
     variables = {
         "PODRUN_JOB": spec.job,
-        JOB_DIR: str(folder),
-        "PODRUN_WORKER": str(spec.worker),
-        "PODRUN_WORKERS": str(spec.workers),
-        "PYTHONUNBUFFERED": "1",
+        JOB_DIR: folder,
+        "PODRUN_WORKER": spec.worker,
+        "PODRUN_WORKERS": spec.workers,
+        "PODRUN_COORDINATOR": spec.coordinator,
+        "JAX_COORDINATOR_PORT": spec.coordinator and spec.coordinator.rpartition(":")[2],
+        "PODRUN_ACCELERATOR": spec.accelerator,
+        "PYTHONUNBUFFERED": 1,
     }
-    if spec.coordinator is not None:
-        variables["PODRUN_COORDINATOR"] = spec.coordinator
-        variables["JAX_COORDINATOR_PORT"] = spec.coordinator.rpartition(":")[2]
-    return variables | ({"PODRUN_ACCELERATOR": spec.accelerator} if spec.accelerator else {})
+    return {name: str(value) for name, value in variables.items() if value is not None}
 
 
 @contextlib.contextmanager
@@ -92,9 +92,7 @@ def _forward_stop(process: "subprocess.Popen[bytes]") -> list[int]:
             signal.setitimer(signal.ITIMER_REAL, GRACE_S)
 
     def end(number: int, frame: object) -> None:
-        for each in descendants(os.getpid()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(each, signal.SIGKILL)
+        kill(descendants(os.getpid()), patience_s=0.0)
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGALRM, end)
