@@ -103,7 +103,7 @@ class Bench:
     def remote(self) -> Remote:
         """The workers of the only slice."""
         gcloud = Gcloud(self.world.run)
-        (tpu_slice,) = read_slices(gcloud.nodes(ZONES[0]), [])
+        (tpu_slice,) = read_slices(gcloud.ask(gcloud.argv.nodes(ZONES[0])), [])
         return Remote(gcloud, tpu_slice)
 
     def left(self) -> int:

@@ -8,13 +8,17 @@ import dataclasses
 import glob
 import os
 import socket
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
 
 from podium.accelerators import find_accelerator
 
 COORDINATOR_PORT = 8476  # Google's automatic firewall rule opens it; jax's own choice, 8482, it does not (jax#35905)
+LAUNCHERS = (
+    ("PODRUN_WORKER", "PODRUN_WORKERS", "PODRUN_COORDINATOR"),
+    ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS"),
+)
+"""Variables of our launcher, and jax's own: the index of this process, their number, HOST:PORT of the first."""
 METADATA_S = 2.0
 CHIPS = ("/dev/accel*", "/dev/vfio/[0-9]*")
 
@@ -50,18 +54,11 @@ def find_cluster(environ: Mapping[str, str]) -> Cluster | None:
         ClusterError: the variables contradict each other, or REQUIRE_MULTIHOST, REQUIRE_JAX_PROCESS_COUNT or the
             accelerator's number of hosts ask for another number of processes.
     """
-    accelerator = environ.get("PODRUN_ACCELERATOR")
-    if "PODRUN_WORKERS" in environ:
-        names = ("PODRUN_WORKER", "PODRUN_WORKERS", "PODRUN_COORDINATOR")
-        cluster = _from_variables(environ, names, accelerator)
-    elif "JAX_NUM_PROCESSES" in environ:
-        names = ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS")
-        cluster = _from_variables(environ, names, accelerator)
-    else:
-        cluster = from_metadata(environ)
+    names = next((names for names in LAUNCHERS if names[1] in environ), None)
+    cluster = _from_variables(environ, names) if names else from_metadata(environ)
     workers = cluster.workers if cluster else 1
     _check_required(environ, workers)
-    _check_hosts(cluster.accelerator if cluster else accelerator, workers)
+    _check_hosts(cluster.accelerator if cluster else environ.get("PODRUN_ACCELERATOR"), workers)
     return cluster if workers > 1 else None
 
 
@@ -77,7 +74,7 @@ def from_metadata(environ: Mapping[str, str]) -> Cluster | None:
         addresses = [endpoint.split(":")[2] for endpoint in endpoints.split(",")]
         coordinator = f"{addresses[0]}:{environ.get('JAX_COORDINATOR_PORT', COORDINATOR_PORT)}"
         return Cluster(worker=int(worker), workers=len(addresses), coordinator=coordinator, accelerator=accelerator)
-    except (OSError, urllib.error.URLError, ValueError, IndexError):
+    except (OSError, ValueError, IndexError):
         return None
 
 
@@ -100,8 +97,8 @@ def check_devices(cluster: Cluster, *, processes: int, devices: int, local_devic
         )
 
 
-def _from_variables(environ: Mapping[str, str], names: tuple[str, str, str], accelerator: str | None) -> Cluster:
-    """The cluster that three variables describe: index, number and coordinator."""
+def _from_variables(environ: Mapping[str, str], names: tuple[str, str, str]) -> Cluster:
+    accelerator = environ.get("PODRUN_ACCELERATOR")
     missing = [name for name in names if not environ.get(name)]
     if missing:
         raise ClusterError(f"{names[1]} is set and {missing[0]} is not; set {', '.join(names)}, or none of them")

@@ -12,7 +12,7 @@ from typing import Any
 from podium.config.schema import Config
 from podium.job.cluster import Cluster, find_cluster
 from podium.job.guard import ARRIVAL_S, Guard
-from podium.job.records import ProgressReport
+from podium.job.records import ProgressReport, exit_status
 from podium.job.watchdog import Watchdog
 from podium.observe.summary import commit, versions
 
@@ -33,11 +33,7 @@ class JobContext:
         return self.cluster is not None or self.report.folder is not None
 
     def agree(self, config: Config) -> None:
-        """Return when all workers are there with these settings, this code and one shared `runs_dir`.
-
-        Raises:
-            GuardError: a worker is missing, duplicated or mismatched.
-        """
+        """Return when all workers are there with one config, code and `runs_dir`; raises GuardError otherwise."""
         if self.guard is not None:
             self.guard.agree(identity(config), Path(config.runs_dir))
 
@@ -56,15 +52,20 @@ def join_job(environ: Mapping[str, str]) -> Iterator[JobContext]:
         ClusterError: this process is alone where it must not be, or cannot reach worker 0.
     """
     folder, worker = environ.get("PODRUN_JOB_DIR"), environ.get("PODRUN_WORKER", "0")
-    with ProgressReport(Path(folder) if folder else None, worker=int(worker) if worker.isdecimal() else 0) as report:
+    report = ProgressReport(Path(folder) if folder else None, worker=int(worker) if worker.isdecimal() else 0)
+    try:
         watchdog = Watchdog.from_environment(report, environ)
-        cluster = find_cluster(environ)
-        if cluster is None:
-            yield JobContext(cluster=None, report=report, watchdog=watchdog)
-            return
-        report.phase("guard")
-        with Guard(cluster, arrival_s=float(environ.get("PODRUN_ARRIVAL_S", ARRIVAL_S))) as guard:
+        cluster, guard = find_cluster(environ), None
+        with contextlib.ExitStack() as stack:
+            if cluster is not None:
+                report.phase("guard")
+                arrival_s = float(environ.get("PODRUN_ARRIVAL_S", ARRIVAL_S))
+                guard = stack.enter_context(Guard(cluster, arrival_s=arrival_s))
             yield JobContext(cluster=cluster, report=report, watchdog=watchdog, guard=guard)
+    except BaseException as error:
+        if exit_status(error) != 0:
+            report.failed(error)
+        raise
 
 
 def identity(config: Config) -> dict[str, str]:

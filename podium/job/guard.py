@@ -15,14 +15,14 @@ Standard library only.
 
 import contextlib
 import json
-import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from podium.files import RunFileError, write_atomically
 from podium.job.cluster import Cluster, ClusterError
 
 ARRIVAL_S = 6.0
@@ -56,8 +56,7 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
         self._server = _listen(cluster) if cluster.worker == 0 else None
         self._leader = None if cluster.worker == 0 else _connect(cluster, arrival_s)
         if self._leader:
-            hello = {"worker": cluster.worker, "workers": cluster.workers, "host": socket.gethostname()}
-            self._leader.send(hello)
+            self._leader.send({"worker": cluster.worker, "workers": cluster.workers, "host": socket.gethostname()})
 
     def agree(self, identity: Mapping[str, str], folder: Path | None) -> None:
         """Return when all workers are there with one identity and one folder; the port is free then.
@@ -74,13 +73,9 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
         if problems:
             raise GuardError("launch guard: " + "; ".join(problems))
 
-    def close(self) -> None:
-        """Free the port; a second call does nothing."""
-        for connection in filter(None, (self._server, self._leader)):
-            connection.close()
-
     def __exit__(self, *error: object) -> None:
-        self.close()
+        for connection in filter(None, (self._server, self._leader)):
+            connection.close()  # again where `agree` has done so: that does nothing
 
     def _follow(self, identity: Mapping[str, str], folder: Path | None) -> list[str]:
         """The problems that worker 0 reports."""
@@ -111,11 +106,9 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
             for peer in peers:
                 with contextlib.suppress(OSError):  # it has ended: its own record says why
                     peer.send({"problems": problems})
-            for peer in peers:
-                peer.wait_for_end()  # who closes first keeps the port busy for a minute
         finally:
             for peer in peers:
-                peer.close()
+                peer.close_last()
         return problems
 
     def _meet(self) -> tuple[list["_Peer"], list[str]]:
@@ -180,15 +173,6 @@ class _Peer:
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._buffer = connection, b""
 
-    def introduce(self) -> bool:
-        """Whether the other end introduces itself as a worker."""
-        try:
-            hello = self.receive(HELLO_S)
-            self.worker, self.workers, self.host = int(hello["worker"]), int(hello["workers"]), str(hello["host"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
-        return True
-
     @property
     def name(self) -> str:
         return f"worker {self.worker} ({self.host})"
@@ -210,12 +194,13 @@ class _Peer:
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
 
-    def wait_for_end(self) -> None:
-        """Return when the other end has closed, or after a second."""
+    def close_last(self) -> None:
+        """Close after the other end, or after a second: who closes first keeps the port busy for a minute."""
         self._connection.settimeout(1.0)
         with contextlib.suppress(OSError):
             while self._connection.recv(65536):
                 pass
+        self.close()
 
     def close(self) -> None:
         self._connection.close()
@@ -250,23 +235,30 @@ def _accept(server: socket.socket, timeout_s: float) -> _Peer | None:
     server.settimeout(max(0.01, timeout_s))
     with contextlib.suppress(OSError):
         peer = _Peer(server.accept()[0])
-        if peer.introduce():
+        try:
+            hello = peer.receive(HELLO_S)
+            peer.worker, peer.workers, peer.host = int(hello["worker"]), int(hello["workers"]), str(hello["host"])
             return peer
-        peer.close()
+        except (OSError, ValueError, KeyError, TypeError):
+            peer.close()
     return None
 
 
 def _check_shared(peers: list[_Peer], folder: Path) -> list[str]:
     """Which workers do not see in the folder what worker 0 writes there."""
-    path = folder / f".guard-{secrets.token_hex(8)}"
+    path, nonce = folder / f".guard-{secrets.token_hex(8)}", secrets.token_hex(8)
     try:
-        with _nonce_file(path) as nonce:
-            for peer in peers:
-                with contextlib.suppress(OSError):  # reported below
-                    peer.send({"file": path.name})
-            return [problem for peer in peers if (problem := _missing_nonce(peer, path, nonce))]
-    except OSError as error:
-        return [f"worker 0 cannot write to {folder.absolute()}: {error.strerror}; set runs_dir"]
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, nonce)
+    except (OSError, RunFileError) as error:
+        return [f"worker 0 cannot write to {folder.absolute()} ({error}); set runs_dir"]
+    try:
+        for peer in peers:
+            with contextlib.suppress(OSError):  # reported below
+                peer.send({"file": path.name})
+        return [problem for peer in peers if (problem := _missing_nonce(peer, path, nonce))]
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _missing_nonce(peer: _Peer, path: Path, nonce: str) -> str | None:
@@ -281,20 +273,6 @@ def _missing_nonce(peer: _Peer, path: Path, nonce: str) -> str | None:
         f"{peer.name} does not see what worker 0 writes to {path.parent.absolute()} (its folder is"
         f" {reply.get('folder')}): set runs_dir to one directory that all hosts share"
     )
-
-
-@contextlib.contextmanager
-def _nonce_file(path: Path) -> Iterator[str]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    nonce = secrets.token_hex(8)
-    with path.open("w", encoding="utf-8") as file:
-        file.write(nonce)
-        file.flush()
-        os.fsync(file.fileno())
-    try:
-        yield nonce
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def _read_nonce(path: Path) -> str | None:

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from podium.files import write_atomically
@@ -34,26 +33,6 @@ PEER_LOST = re.compile(
 SHOWN = 300  # characters of a message
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EndRecord:
-    """Why a process ended."""
-
-    kind: Kind
-    message: str
-    """One line."""
-    exit: int
-    worker: int
-    host: str
-    pid: int
-    time: float
-    """Unix seconds of its own clock."""
-    step: int | None = None
-    """Steps done; None: training had not begun."""
-    phase: str | None = None
-    position: int | None = None
-    """Number of phases begun: equal in all workers at the same point of the program."""
-
-
 class ProgressReport:
     """Where this process is, written to the folder of its job; without a folder, nothing is written.
 
@@ -61,8 +40,7 @@ class ProgressReport:
     """
 
     def __init__(self, folder: Path | None, *, worker: int = 0) -> None:
-        self.folder = folder
-        self.worker = worker
+        self.folder, self.worker = folder, worker
         self._lock = threading.Lock()
         self._progress: dict[str, Any] = dict.fromkeys(("step", "steps", "run_dir"))
         self._progress |= {"phase": "start", "phase_since": time.time(), "position": 0, "metrics": {}}
@@ -78,11 +56,7 @@ class ProgressReport:
             self._progress |= values
 
     def write_progress(self, beat: float) -> None:
-        """Replace progress.json; `beat` is the time of the loop's last sign of life, in Unix seconds.
-
-        Raises:
-            RunFileError: the folder cannot be written.
-        """
+        """Replace progress.json; raises RunFileError where that fails. `beat`: the last sign of life, Unix seconds."""
         if self.folder is None:
             return
         with self._lock:
@@ -90,44 +64,22 @@ class ProgressReport:
         write_atomically(self.folder / PROGRESS, json.dumps(progress))
 
     def end(self, kind: Kind, message: str, status: int) -> None:
-        """Write why this process ends. The first record stays: what comes later is not the cause."""
+        """Write why this process ends."""
         if self.folder is None:
             return
         with self._lock:
             progress = dict(self._progress)
-        write_record(self.folder, end_record(kind, message, status, worker=self.worker, progress=progress))
+        write_record(self.folder, kind, message, status, worker=self.worker, progress=progress)
 
     def failed(self, error: BaseException) -> int:
         """Record the exception that ends this process; returns the exit status to end with."""
         status = exit_status(error)
-        kind = _kind_of(error)
-        self.end(kind, str(error) if kind == "guard" else f"{type(error).__name__}: {error}", status)
+        if status == GUARD:
+            self.end("guard", str(error), status)
+        else:
+            kind = "lost" if PEER_LOST.match(str(error)) else "exception"
+            self.end(kind, f"{type(error).__name__}: {error}", status)
         return status
-
-    def __enter__(self) -> "ProgressReport":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            self.failed(error)
-
-
-def end_record(
-    kind: Kind, message: str, status: int, *, worker: int, progress: Mapping[str, Any], host: str | None = None
-) -> EndRecord:
-    """The record of an end that comes now, with where the process was by its `progress`."""
-    return EndRecord(
-        kind=kind,
-        message=one_line(message),
-        exit=status,
-        worker=worker,
-        host=host or socket.gethostname(),
-        pid=os.getpid(),
-        time=time.time(),
-        **{name: progress.get(name) for name in ("step", "phase", "position")},
-    )
 
 
 def exit_status(error: BaseException) -> int:
@@ -139,16 +91,19 @@ def exit_status(error: BaseException) -> int:
     return getattr(error, "exit_status", 1)
 
 
-def _kind_of(error: BaseException) -> Kind:
-    if exit_status(error) == GUARD:
-        return "guard"
-    return "lost" if PEER_LOST.match(str(error)) else "exception"
+def write_record(
+    folder: Path, kind: Kind, message: str, status: int, *, worker: int, progress: Mapping[str, Any]
+) -> None:
+    """Write record.json, why a process ended just now, unless there is one: what comes later is not the cause.
 
-
-def write_record(folder: Path, record: EndRecord) -> None:
-    """Write record.json unless there is one."""
+    It has kind, message (one line), exit, worker, host, pid, time (Unix seconds) and, from `progress`, step (null:
+    training had not begun), phase, and position (phases begun: equal in all workers at one point of the program).
+    """
+    record = {"kind": kind, "message": one_line(message), "exit": status, "worker": worker, "time": time.time()}
+    record |= {"host": socket.gethostname(), "pid": os.getpid()}
+    record |= {name: progress.get(name) for name in ("step", "phase", "position")}
     unnamed = folder / f"{RECORD}.{os.getpid()}.{threading.get_ident()}.tmp"
-    unnamed.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
+    unnamed.write_text(json.dumps(record), encoding="utf-8")
     try:
         os.link(unnamed, folder / RECORD)  # unlike a renaming, this fails where the name is taken
     except FileExistsError:
@@ -172,6 +127,11 @@ def one_line(text: str) -> str:
 
 
 Status = Mapping[str, Any]
+"""A worker's answer about a job, by its agent."""
+NO_JOB: Status = {
+    **dict.fromkeys(("host", "job", "worker", "workers", "exit", "pid", "created", "ended", "record", "progress")),
+    **{"state": "none", "log_bytes": 0},
+}
 JobOutcome = Literal["none", "running", "done", "stopped", "guard", "failed"]
 
 
@@ -180,8 +140,8 @@ def outcome(statuses: Sequence[Status | None]) -> JobOutcome:
 
     `running`: no worker has failed yet. `stopped`: the job was saved and can be continued.
     """
-    if (first := _first_end(statuses)) is not None:
-        return "guard" if first.blame == _GUARD else "failed"
+    if ends := _ends(statuses):
+        return "guard" if ends[0].blame == _GUARD else "failed"
     states = [status["state"] if status else "none" for status in statuses]
     if all(state == "none" for state in states):
         return "none"
@@ -192,33 +152,27 @@ def outcome(statuses: Sequence[Status | None]) -> JobOutcome:
 
 
 def first_failure(statuses: Sequence[Status | None]) -> str | None:
-    """One line: which worker failed first and why; None if none has failed.
-
-    Args:
-        statuses: the `status` answers of all workers, in order; None: the worker does not answer.
-    """
-    first = _first_end(statuses)
-    if first is None or first.blame == _GUARD:
-        return first and first.text
+    """One line from the same answers: which worker failed first and why; None if none has failed."""
+    ends = _ends(statuses)
+    if not ends:
+        return None
+    first = ends[0]
+    if first.blame == _GUARD:
+        return first.text
     if not any(statuses):
         return "no worker answers"
     behind = _most_behind(statuses) if first.hang else None
     text = first.text if behind is None or behind[0] == first.worker else f"{first.text}; {behind[1]}"
-    others = [end.worker for end in _ends(statuses) if end.worker != first.worker]
-    return text + (f"; {_workers(others)} ended after it" if others else "")
-
-
-def _first_end(statuses: Sequence[Status | None]) -> "_End | None":
-    """The end that caused the others; None: no worker has failed."""
-    ends = _ends(statuses)
-    if not ends or (all(end.blame == _UNREACHABLE for end in ends) and len(ends) < len(statuses)):
-        return None  # the network between us and them may be at fault: the others go on
-    return min(ends, key=lambda end: (end.blame, *end.order))
+    others = sorted(end.worker for end in ends[1:])
+    return text + (f"; {listed(others)} ended after it" if others else "")
 
 
 def _ends(statuses: Sequence[Status | None]) -> list["_End"]:
-    found = (_end_of(worker, status) for worker, status in enumerate(statuses))
-    return [end for end in found if end is not None]
+    """How workers have failed, the cause first; empty: none has."""
+    ends = [end for worker, status in enumerate(statuses) if (end := _end_of(worker, status)) is not None]
+    if all(end.blame == _UNREACHABLE for end in ends) and len(ends) < len(statuses):
+        return []  # the network between us and them may be at fault: the others go on
+    return sorted(ends, key=lambda end: (end.blame, *end.order))
 
 
 _CAUSE, _GUARD, _UNREACHABLE, _KILLED, _CONSEQUENCE = range(5)
@@ -280,6 +234,6 @@ def _most_behind(statuses: Sequence[Status | None]) -> tuple[int, str] | None:
     return worker, f"worker {worker} is behind, in {progress['phase']} without a sign of life for {silent:.0f} s"
 
 
-def _workers(workers: Sequence[int]) -> str:
-    listed = ", ".join(map(str, workers))
-    return f"worker {listed}" if len(workers) == 1 else f"workers {listed}"
+def listed(workers: Sequence[int]) -> str:
+    """The workers in words: `worker 2`, `workers 2, 3`."""
+    return f"worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"

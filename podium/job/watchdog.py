@@ -54,11 +54,8 @@ class Watchdog:
     @classmethod
     def from_environment(cls, report: ProgressReport, environ: Mapping[str, str]) -> "Watchdog":
         """A watchdog with `hang_s` and `compile_s` from PODRUN_HANG_S and PODRUN_COMPILE_S, where they are set."""
-        hang_s, compile_s = (
-            float(environ.get(name, default))
-            for name, default in (("PODRUN_HANG_S", HANG_S), ("PODRUN_COMPILE_S", COMPILE_S))
-        )
-        return cls(report, hang_s=hang_s, compile_s=compile_s, poll_s=min(1.0, hang_s / 4))
+        hang_s, compile_s = environ.get("PODRUN_HANG_S", HANG_S), environ.get("PODRUN_COMPILE_S", COMPILE_S)
+        return cls(report, hang_s=float(hang_s), compile_s=float(compile_s))
 
     def phase(self, name: str) -> None:
         """Begin a phase, which ends the one before."""

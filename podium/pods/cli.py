@@ -18,9 +18,7 @@ class _PodGroup(TyperGroup):
 def _commands() -> Mapping[str, Any]:
     from podium.pods.commands import app
 
-    group = typer.main.get_command(app)
-    assert isinstance(group, TyperGroup)
-    return group.commands
+    return typer.main.get_group(app).commands
 
 
 pod_app = typer.Typer(

@@ -180,7 +180,7 @@ def reap(
 ) -> None:
     """Delete slices whose lease has expired."""
     if common.dry_run:
-        return dry_run.show(dry_run.reap(common))
+        return dry_run.show(dry_run.down(common, None))
     project = open_project(common)
     deleted = project.slices.reap(everyone=everyone)
     project.answer(f"deleted {', '.join(each.name for each in deleted)}" if deleted else "no lease has expired")
@@ -199,7 +199,7 @@ def ssh(
         return dry_run.show(dry_run.ssh(common, name, worker, command))
     project = open_project(common)
     tpu_slice = project.slices.locate(name)
-    raise typer.Exit(subprocess.call(project.gcloud.argv.ssh(tpu_slice.name, tpu_slice.zone, worker, command)))
+    raise typer.Exit(subprocess.call(project.slices.gcloud.argv.ssh(tpu_slice.name, tpu_slice.zone, worker, command)))
 
 
 @app.command()

@@ -7,11 +7,10 @@ import getpass
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 from podium.pods import launch
 from podium.pods.gcloud import Argv
-from podium.pods.inventory import label_text
+from podium.pods.inventory import LEASE, label_text
 from podium.pods.options import Common, Rent
 from podium.pods.remote import wrapped
 from podium.pods.rental import new_order, tpu
@@ -31,7 +30,7 @@ def up(common: Common, name: str, rent: Rent) -> Iterator[Line]:
     """Rent a slice."""
     argv, zones = Argv(common.project), rent.zones or [ZONE]
     order = new_order(name, rent, label_text(getpass.getuser()), zones, time.time())
-    yield from survey(common, None)
+    yield from survey(common)
     yield f"if no slice is named {name}; the owner is that of gcloud's account; the next zone if one refuses:"
     for zone in zones:
         yield argv.create(order, zone)
@@ -39,10 +38,10 @@ def up(common: Common, name: str, rent: Rent) -> Iterator[Line]:
     for zone in zones:
         yield from (argv.nodes(zone), argv.queued(zone))
     yield f"if {name} was rented before and its lease ends earlier:"
-    yield argv.label(name, zones[0], {"podium-lease": order.labels["podium-lease"]})
+    yield argv.label(name, zones[0], {LEASE: order.labels[LEASE]})
 
 
-def survey(common: Common, zones: Sequence[str] | None) -> Iterator[Line]:
+def survey(common: Common, zones: Sequence[str] | None = None) -> Iterator[Line]:
     """List nodes and queued resources."""
     argv = Argv(common.project)
     if not zones:
@@ -53,20 +52,14 @@ def survey(common: Common, zones: Sequence[str] | None) -> Iterator[Line]:
     yield from (argv.queued(zone) for zone in zones or [ZONE])
 
 
-def down(common: Common, name: str) -> Iterator[Line]:
-    """Delete a slice."""
-    argv = Argv(common.project)
-    yield from survey(common, None)
-    yield f"for every slice of yours that is named {name}; the second if it was not queued:"
-    yield from (argv.delete(name, ZONE, queued=queued) for queued in (True, False))
+def down(common: Common, name: str | None) -> Iterator[Line]:
+    """Delete a slice, or those whose lease has expired."""
+    argv, which = Argv(common.project), f"of yours that is named {name}" if name else "whose lease has expired"
+    yield from survey(common)
+    yield f"for every slice {which}; the second if it was not queued:"
+    yield from (argv.delete(name or NAME, ZONE, queued=queued) for queued in (True, False))
     yield "until it is no longer listed:"
     yield from (argv.nodes(ZONE), argv.queued(ZONE))
-
-
-def reap(common: Common) -> Iterator[Line]:
-    """Delete slices whose lease has expired."""
-    yield "for every slice whose lease has expired:"
-    yield from down(common, NAME)
 
 
 def status(common: Common, name: str | None) -> Iterator[Line]:
@@ -100,7 +93,8 @@ def run(common: Common, name: str | None, rent: Rent, spec: launch.RunSpec) -> I
     """Send code and config, and start the job."""
     argv = Argv(common.project)
     zone = rent.zones[0] if rent.type and rent.zones else ZONE
-    job, target, addresses = f"{spec.prefix}1", name or NAME, _addresses(rent.type)
+    job, target = f"{spec.prefix}1", name or NAME
+    addresses = [f"ADDRESS{worker}" for worker in range(tpu(rent.type).hosts if rent.type else 1)]
     if rent.type:
         yield from up(common, target, rent)
     else:
@@ -108,10 +102,7 @@ def run(common: Common, name: str | None, rent: Rent, spec: launch.RunSpec) -> I
         yield "as for a v6e-8: type, number and addresses of the machines are in the answer:"
 
     def ask(command: str, worker: str = "all") -> Line:
-        return _ask(common, name, command, worker=worker, zone=zone, addresses=addresses)
-
-    def send(files: Sequence[str], folder: str, worker: str = "all") -> Line:
-        return argv.scp(files, target, zone, worker, f"{folder}/")
+        return argv.ssh(target, zone, worker, wrapped(command, "MARK", addresses))
 
     yield ask("true", worker="0")
     yield ask(launch.status_command(None))
@@ -120,33 +111,20 @@ def run(common: Common, name: str | None, rent: Rent, spec: launch.RunSpec) -> I
     config = spec.package.files[0].with_name(f"{job}.yaml")
     config.write_text(spec.config, encoding="utf-8")
     files = [*spec.package.files, config]
-    yield send([str(file) for file in files], spec.package.folder)
+    yield argv.scp([str(file) for file in files], target, zone, "all", f"{spec.package.folder}/")
     yield ask(launch.unpack_command(spec, files))
     if spec.package.sets_up:
         yield ask(launch.setup_command(spec, f"{job}-setup"))
         yield "until the setup is done:"
         yield ask(launch.status_command(f"{job}-setup"))
-    for worker, _ in launch.secrets_by_worker(spec.secrets):
-        file = Path("/dev/shm/FOLDER") / launch.secrets_file(worker)
-        yield send([str(file)], launch.SECRETS, "all" if worker is None else str(worker))
+    for worker in launch.secrets_by_target(spec.secrets):
+        yield argv.scp([f"/dev/shm/FOLDER/secrets-{worker}"], target, zone, worker, f"{launch.SECRETS}/")
     yield ask(launch.start_command(addresses, spec, job))
     yield "until the run has ended, with the log of worker 0:"
     yield ask(launch.status_command(job))
     yield ask(launch.log_command(job, 0), worker="0")
 
 
-def _addresses(type_name: str | None) -> list[str]:
-    return [f"ADDRESS{worker}" for worker in range(tpu(type_name).hosts if type_name else 1)]
-
-
-def _ask(
-    common: Common,
-    name: str | None,
-    command: str,
-    *,
-    worker: str = "all",
-    zone: str = ZONE,
-    addresses: Sequence[str] = ("ADDRESS0",),
-) -> Line:
+def _ask(common: Common, name: str | None, command: str, *, worker: str = "all") -> Line:
     """The ssh command that asks workers; MARK is a random number."""
-    return Argv(common.project).ssh(name or NAME, zone, worker, wrapped(command, "MARK", addresses))
+    return Argv(common.project).ssh(name or NAME, ZONE, worker, wrapped(command, "MARK", ["ADDRESS0"]))

@@ -29,19 +29,7 @@ Kind = Literal[
 # fmt: on
 """missing: gcloud itself; disabled: the API is not enabled; rate: too many requests, may succeed later; unusable: the
 node has ended; unavailable and timeout: the request may or may not have been done."""
-UNCERTAIN: frozenset[Kind] = frozenset({"unavailable", "timeout"})
-_CODES: Mapping[str, Kind] = {
-    "ALREADY_EXISTS": "exists",
-    "NOT_FOUND": "not_found",
-    "PERMISSION_DENIED": "denied",
-    "FAILED_PRECONDITION": "precondition",
-    "INVALID_ARGUMENT": "invalid",
-    "UNAUTHENTICATED": "login",
-    "RESOURCE_EXHAUSTED": "rate",
-    **dict.fromkeys(("UNAVAILABLE", "INTERNAL", "DEADLINE_EXCEEDED"), "unavailable"),
-}
-"""Meaning of the API's codes where the text is not more precise."""
-_TEXTS: tuple[tuple[Kind, str], ...] = (
+_KINDS: tuple[tuple[Kind, str], ...] = (
     ("project", r"property \[(core/)?project\] is not|attribute \[project\]"),
     ("login", r"active account selected|gcloud auth login|reauthenticat|invalid authentication credentials"),
     ("disabled", r"service_disabled|has not been used in project"),
@@ -50,13 +38,20 @@ _TEXTS: tuple[tuple[Kind, str], ...] = (
     ("stockout", r"no more capacity|not enough (resources|capacity)|insufficient capacity|stockout"),
     ("rate", r"per minute|rate.?limit|too many requests"),
     ("quota", r"quota"),
-)
-"""Tried before the code."""
-_LOOSE_TEXTS: tuple[tuple[Kind, str], ...] = (
+    # the API's codes, where the text is not more precise
+    ("exists", r"^already_exists\b"),
+    ("not_found", r"^not_found\b"),
+    ("denied", r"^permission_denied\b"),
+    ("precondition", r"^failed_precondition\b"),
+    ("invalid", r"^invalid_argument\b"),
+    ("login", r"^unauthenticated\b"),
+    ("rate", r"^resource_exhausted\b"),
+    ("unavailable", r"^(unavailable|internal|deadline_exceeded)\b"),
+    # texts that other errors may contain too
     ("unavailable", r"unavailable|gcloud crashed|timed out|connection|unable to find the server|network connectivity"),
     ("invalid", r"invalid|unrecognized arguments|argument --|must be specified"),
 )
-"""Tried after the code."""
+"""What the lower-case text of an error means; the first that fits counts."""
 _WAYS_OUT: Mapping[Kind, str] = {
     "missing": "install the Google Cloud CLI (cloud.google.com/sdk/docs/install) and run: gcloud auth login",
     "project": "name a project with --project, or run: gcloud config set project PROJECT",
@@ -94,29 +89,27 @@ class GcloudError(ValueError):
     """A gcloud command that failed: gcloud's own message and the way out."""
 
     def __init__(self, kind: Kind, text: str):
-        self.kind: Kind = kind
-        self.text = text
-        """What gcloud, or the API, said."""
-        way_out = _WAYS_OUT.get(kind)
-        super().__init__(f"gcloud: {text}{f'; {way_out}' if way_out else ''}")
+        self.kind, self.text = kind, text
+        super().__init__("; ".join(filter(None, (f"gcloud: {text}", _WAYS_OUT.get(kind)))))
 
     @property
     def uncertain(self) -> bool:
         """Whether the request may have been done nevertheless."""
-        return self.kind in UNCERTAIN
+        return self.kind in ("unavailable", "timeout")
 
     @property
     def transient(self) -> bool:
         """Whether the same request may succeed soon."""
-        return self.kind in UNCERTAIN or self.kind == "rate"
+        return self.uncertain or self.kind == "rate"
+
+    @property
+    def lasting(self) -> bool:
+        """Whether neither waiting nor other machines help."""
+        return not self.transient and self.kind != "unusable"
 
 
 def run_process(argv: Sequence[str], timeout_s: float) -> Finished:
-    """Run a command without input, in a session of its own that is killed after `timeout_s`.
-
-    Raises:
-        GcloudError: the program does not exist.
-    """
+    """Run a command without input, in a session that is killed after `timeout_s`; GcloudError: no such program."""
     try:
         process = subprocess.Popen(
             argv,
@@ -129,23 +122,16 @@ def run_process(argv: Sequence[str], timeout_s: float) -> Finished:
         )
     except FileNotFoundError:
         raise GcloudError("missing", f"{argv[0]} is not installed or not in PATH") from None
-    code: int | None = None
     try:
         stdout, stderr = process.communicate(timeout=timeout_s)
-        code = process.returncode
-    except subprocess.TimeoutExpired:
-        _kill_session(process)
+        return Finished(argv=tuple(argv), returncode=process.returncode, stdout=stdout, stderr=stderr)
+    except BaseException as error:  # Ctrl-C too leaves nothing behind
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         stdout, stderr = process.communicate()
-    except BaseException:  # Ctrl-C: nothing is left behind
-        _kill_session(process)
-        process.communicate()
-        raise
-    return Finished(argv=tuple(argv), returncode=code, stdout=stdout, stderr=stderr)
-
-
-def _kill_session(process: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+    return Finished(argv=tuple(argv), returncode=None, stdout=stdout, stderr=stderr)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,21 +178,14 @@ class Argv:
         common = (
             f"--zone={zone}",
             f"--accelerator-type={order.accelerator}",
-            f"--labels={','.join(f'{key}={value}' for key, value in sorted(order.labels.items()))}",
+            f"--labels={_pairs(order.labels)}",
             *(("--spot",) if order.spot else ()),
             *((f"--service-account={order.service_account}",) if order.service_account else ()),
         )
         if not order.queued:
             return self._tpus("tpu-vm", "create", order.name, f"--version={order.runtime}", *common)
-        return self._tpus(
-            "queued-resources",
-            "create",
-            order.name,
-            f"--node-id={order.name}",
-            f"--runtime-version={order.runtime}",
-            f"--valid-until-duration={order.valid_until_s}s",
-            *common,
-        )
+        own = (f"--runtime-version={order.runtime}", f"--valid-until-duration={order.valid_until_s}s")
+        return self._tpus("queued-resources", "create", order.name, f"--node-id={order.name}", *own, *common)
 
     def delete(self, name: str, zone: str, *, queued: bool) -> tuple[str, ...]:
         """Delete a queued resource with its node, or a node without one."""
@@ -215,28 +194,27 @@ class Argv:
 
     def label(self, name: str, zone: str, labels: Mapping[str, str]) -> tuple[str, ...]:
         """Set labels of a node."""
-        text = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
-        return self._tpus("tpu-vm", "update", name, f"--zone={zone}", f"--update-labels={text}")
+        return self._tpus("tpu-vm", "update", name, f"--zone={zone}", f"--update-labels={_pairs(labels)}")
 
     def ssh(self, node: str, zone: str, worker: str, command: str | None) -> tuple[str, ...]:
         """Run a command on one worker or `all`; without a command, a shell on one."""
         flags = (f"--ssh-flag=-o {option}" for option in SSH_OPTIONS)
         given = (f"--command={command}",) if command is not None else ()
-        return self._ssh("ssh", node, f"--zone={zone}", f"--worker={worker}", *flags, *given)
+        return self._tpus("tpu-vm", "ssh", node, f"--zone={zone}", f"--worker={worker}", *flags, *given, output=())
 
     def scp(self, files: Sequence[str], node: str, zone: str, worker: str, folder: str) -> tuple[str, ...]:
         """Copy files into a folder of one worker or `all`."""
         flags = (f"--scp-flag=-o {option}" for option in SSH_OPTIONS)
-        return self._ssh("scp", *files, f"{node}:{folder}", f"--zone={zone}", f"--worker={worker}", *flags)
+        to = (f"{node}:{folder}", f"--zone={zone}", f"--worker={worker}")
+        return self._tpus("tpu-vm", "scp", *files, *to, *flags, output=())
 
-    def _tpus(self, *words: str) -> tuple[str, ...]:
-        return ("gcloud", "compute", "tpus", *words, *self._project(), "--format=json", "--quiet")
+    def _tpus(self, *arguments: str, output: tuple[str, ...] = ("--format=json",)) -> tuple[str, ...]:
+        project = (f"--project={self.project}",) if self.project else ()
+        return ("gcloud", "compute", "tpus", *arguments, *project, *output, "--quiet")
 
-    def _ssh(self, *words: str) -> tuple[str, ...]:
-        return ("gcloud", "compute", "tpus", "tpu-vm", *words, *self._project(), "--quiet")
 
-    def _project(self) -> tuple[str, ...]:
-        return (f"--project={self.project}",) if self.project else ()
+def _pairs(labels: Mapping[str, str]) -> str:
+    return ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
 
 
 SSH_OPTIONS = ("ConnectTimeout=10", "ServerAliveInterval=10", "ServerAliveCountMax=3")
@@ -252,32 +230,18 @@ class Gcloud:
         self, runner: Runner = run_process, *, project: str | None = None, secrets: Sequence[str] = ()
     ) -> None:
         """`secrets` are values that no command may contain."""
-        self.argv = Argv(project)
-        self._runner = runner
-        self._secrets = tuple(secrets)
+        self.argv, self._runner, self._secrets = Argv(project), runner, secrets
 
-    def settings(self) -> dict[str, dict[str, str]]:
-        """Settings of gcloud itself by section: core.account, core.project, compute.zone."""
-        return json.loads(self.checked(self.argv.settings(), READ_S).stdout or "{}")
-
-    def nodes(self, zone: str = "-") -> list[dict[str, Any]]:
-        """The nodes of a zone, or of all, as the API describes them."""
-        return self._list(self.argv.nodes(zone))
-
-    def queued(self, zone: str) -> list[dict[str, Any]]:
-        """The queued resources of a zone."""
-        return self._list(self.argv.queued(zone))
-
-    def zones(self) -> list[str]:
-        """The zones in which this project may ask for TPUs."""
-        return sorted(each["locationId"] for each in self._list(self.argv.zones()))
+    def ask(self, argv: Sequence[str], timeout_s: float = READ_S) -> Any:
+        """The answer of a command as JSON: objects as the API describes them."""
+        finished = self.checked(argv, timeout_s)
+        try:
+            return json.loads(finished.stdout or "[]")
+        except ValueError:
+            raise GcloudError("unknown", f"{shlex.join(argv)} answered {finished.stdout[:200]!r}, not JSON") from None
 
     def checked(self, argv: Sequence[str], timeout_s: float = CHANGE_S) -> Finished:
-        """Run a command that must succeed.
-
-        Raises:
-            GcloudError: it did not.
-        """
+        """Run a command; raises GcloudError where it does not succeed."""
         finished = self.run(argv, timeout_s)
         if finished.returncode != 0:
             raise failure(finished)
@@ -288,13 +252,6 @@ class Gcloud:
         assert not any(secret in word for secret in self._secrets for word in argv), "a secret in a command"
         return self._runner(argv, timeout_s)
 
-    def _list(self, argv: Sequence[str]) -> list[dict[str, Any]]:
-        finished = self.checked(argv, READ_S)
-        try:
-            return json.loads(finished.stdout or "[]")
-        except ValueError:
-            raise GcloudError("unknown", f"{shlex.join(argv)} answered {finished.stdout[:200]!r}, not JSON") from None
-
 
 def failure(finished: Finished) -> GcloudError:
     """The error that a failed command means."""
@@ -302,21 +259,8 @@ def failure(finished: Finished) -> GcloudError:
     if finished.returncode is None:
         return GcloudError("timeout", f"no answer in time: {command}")
     text = _message(finished.stderr)
-    return GcloudError(_kind_of(text), text or f"exit status {finished.returncode}: {command}")
-
-
-def _kind_of(text: str) -> Kind:
-    lowered = text.lower()
-    for kind, pattern in _TEXTS:
-        if re.search(pattern, lowered):
-            return kind
-    code = text.partition(":")[0]
-    if code in _CODES:
-        return _CODES[code]
-    for kind, pattern in _LOOSE_TEXTS:
-        if re.search(pattern, lowered):
-            return kind
-    return "unknown"
+    kinds: list[Kind] = [kind for kind, pattern in _KINDS if re.search(pattern, text.lower())]
+    return GcloudError(kinds[0] if kinds else "unknown", text or f"exit status {finished.returncode}: {command}")
 
 
 def _message(stderr: str) -> str:

@@ -94,13 +94,8 @@ def label_text(text: str) -> str:
 
 def zones_label(zones: Iterable[str]) -> str:
     """As many of the zones, in order, as a label's value holds."""
-    kept = ""
-    for zone in zones:
-        longer = f"{kept}_{zone}" if kept else zone
-        if len(longer) > LABEL_LENGTH:
-            break
-        kept = longer
-    return kept
+    text = "_".join(zones)
+    return text if len(text) <= LABEL_LENGTH else text[: LABEL_LENGTH + 1].rpartition("_")[0]
 
 
 def read_slices(nodes: Iterable[Mapping[str, Any]], queued: Iterable[Mapping[str, Any]]) -> list[Slice]:
@@ -110,16 +105,16 @@ def read_slices(nodes: Iterable[Mapping[str, Any]], queued: Iterable[Mapping[str
         nodes: the answer of `tpu-vm list`.
         queued: the answer of `queued-resources list`.
     """
-    made: dict[str, Mapping[str, Any]] = {}  # a queued resource's name -> its first node
+    made: dict[tuple[str, str], Mapping[str, Any]] = {}  # a queued resource's name and zone -> its first node
     slices = []
     for node in nodes:
         parent = node.get("queuedResource")
         if parent:
-            made.setdefault(_key(parent), node)
+            made.setdefault(_name_and_zone(parent), node)
         else:
             slices.append(_slice(None, node))
     for each in queued:
-        slices.append(_slice(each, made.pop(_key(each["name"]), None)))
+        slices.append(_slice(each, made.pop(_name_and_zone(each["name"]), None)))
     slices.extend(_slice(None, node) for node in made.values())  # their queued resource is gone, or was not listed
     return sorted(slices, key=lambda each: (each.zone, each.name))
 
@@ -164,12 +159,7 @@ def _state(request: Mapping[str, Any], machines: Mapping[str, Any]) -> tuple[Sta
     return state, detail
 
 
-def _key(name: str) -> str:
-    """Zone and name of a resource, without its project: some answers give its number and others its name."""
-    return "/".join(_name_and_zone(name))
-
-
 def _name_and_zone(name: str) -> tuple[str, str]:
-    """NAME and ZONE of `projects/P/locations/ZONE/nodes/NAME`, or of a queued resource."""
+    """NAME and ZONE of `projects/P/locations/ZONE/nodes/NAME`, or of a queued resource; P is a number or a name."""
     parts = name.split("/")
     return parts[-1], parts[3]

@@ -15,16 +15,13 @@ import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from podium.job.cluster import COORDINATOR_PORT
-from podium.job.records import JobOutcome, outcome
-from podium.pods.push import HOME, Package
+from podium.accelerators import find_accelerator
+from podium.job.records import NO_JOB, JobOutcome, Status, outcome
+from podium.pods.push import DEMO_MODEL, HOME, Package
 from podium.pods.remote import Remote, RemoteError, WorkerReply, arrived
 from podium.pods.secrets import LAST_LINE, Secrets, written
 from podium.pods.slices import Clock
-
-WorkerStatus = Mapping[str, Any]
 
 AGENT = f"{HOME}/agent"
 SECRETS = "/dev/shm/podrun-secrets"
@@ -32,11 +29,6 @@ SECRETS = "/dev/shm/podrun-secrets"
 ASKED_TO_STOP = f"{HOME}/asked-to-stop"
 """Contains the job that `podium pod stop` ended, so that it is not restarted."""
 NO_AGENT = 3
-NOTHING_STARTED: WorkerStatus = {
-    **dict.fromkeys(("host", "job", "worker", "workers", "exit", "pid", "record", "progress")),
-    "state": "none",
-    "log_bytes": 0,
-}
 UNPACK_S, START_S, STOP_S = 300.0, 90.0, 60.0
 SETUP_S, SETUP_POLL_S = 3600.0, 10.0
 POLL_S, POLL_WORKER_S = 15.0, 0.5
@@ -55,11 +47,14 @@ class RunSpec:
     """The resolved settings, as YAML."""
     package: Package
     accelerator: str
-    devices_per_worker: int | None
-    """Chips that each machine must have; None: not checked."""
     secrets: Secrets
     environment: Mapping[str, str]
     """Variables that are not secret."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it leaves the TPUs alone, as a test does."""
+        return self.environment.get("JAX_PLATFORMS") == "cpu"
 
     @property
     def prefix(self) -> str:
@@ -72,7 +67,7 @@ class RunSpec:
 class JobStatus:
     """What the workers report about a job."""
 
-    workers: Sequence[WorkerStatus | None]
+    workers: Sequence[Status | None]
     """In the order of the workers; None: no reply."""
     asked_to_stop: str | None = None
     """The job that was ended by `podium pod stop`."""
@@ -122,64 +117,66 @@ def folder_command(spec: RunSpec) -> str:
 
 
 def unpack_command(spec: RunSpec, files: Sequence[Path]) -> str:
-    """Checks what has arrived, unpacks it, makes the folder for secrets, and probes the worker."""
-    expected = f" --expect-devices {spec.devices_per_worker}" if spec.devices_per_worker else ""
+    """Checks what has arrived, unpacks it, makes the agent and the folder for secrets, and probes the worker."""
+    package = spec.package
+    devices = find_accelerator(spec.accelerator).devices_per_host
+    expected = "" if spec.on_cpu else f" --expect-devices {devices}"
+    unpack = shlex.join(("sh", f"{package.folder}/setup.sh", "unpack", package.key, package.python or "-"))
     fresh = f"rm -rf {SECRETS} {ASKED_TO_STOP} && mkdir -m 700 {SECRETS}"
-    steps = (arrived(files, spec.package.folder), spec.package.unpack_command(), fresh, f"{AGENT} probe{expected}")
-    return " && ".join(steps)
+    return " && ".join((arrived(files, package.folder), unpack, fresh, f"{AGENT} probe{expected}"))
 
 
 def setup_command(spec: RunSpec, job: str) -> str:
-    """Starts the setup as a job of its own."""
-    return f"{AGENT} start {job} -- sh -c {shlex.quote(spec.package.setup_command())}"
+    """Starts the setup, the user's script and what is not installed yet, as a job of its own."""
+    package = spec.package
+    demo = DEMO_MODEL if "demo" in package.extras else "-"
+    environment = "-" if package.python else package.environment
+    options = shlex.join(("setup", package.key, environment, ",".join(package.extras), demo))
+    setup = f'sh "$HOME/{package.folder}/setup.sh" {options}'
+    return f"{AGENT} start {job} -- sh -c {shlex.quote(setup)}"
 
 
 def start_command(addresses: Sequence[str], spec: RunSpec, job: str) -> str:
     """Starts the job on a worker, once, with the secrets that were sent, and deletes them."""
     package = spec.package
-    settings = {"REQUIRE_JAX_PROCESS_COUNT": str(len(addresses)), **spec.environment}
+    installed = f'"$HOME/{HOME}/venvs/{package.environment}/bin/python"'
+    python = shlex.quote(package.python) if package.python else installed
     options = [
-        f"--peers {','.join(addresses)} --port {COORDINATOR_PORT}",
+        f"--peers {','.join(addresses)}",
         f"--accelerator {spec.accelerator}",
         f'--cwd "$code/"{shlex.quote(package.inside)}',
         "--env PYTHONPATH=$code",
-        *(f"--env {name}={shlex.quote(value)}" for name, value in settings.items()),
+        *(f"--env {name}={shlex.quote(value)}" for name, value in spec.environment.items()),
         *(("--env-file $secrets",) if spec.secrets else ()),
     ]
-    train = f'{package.python_command()} -m podium.cli train "$HOME/{package.folder}/{job}.yaml" --plain'
+    train = f'{python} -m podium.cli train "$HOME/{package.folder}/{job}.yaml" --plain'
     start = f"{AGENT} start {job} --worker $worker {' '.join(options)} -- {train}"
-    return f"{_own_secrets(spec.secrets)}code={package.code}; {start}; done=$?; rm -rf {SECRETS}; (exit $done)"
+    code = f"code=$HOME/{HOME}/code/{package.key}"
+    return f"{_own_secrets(spec.secrets)}{code}; {start}; done=$?; rm -rf {SECRETS}; (exit $done)"
 
 
 def _own_secrets(secrets: Secrets) -> str:
     """Sets `$secrets` to a worker's own file; a file that did not arrive complete is deleted, so nothing starts."""
     if not secrets:
         return ""
-    files = [(worker, f"{SECRETS}/{secrets_file(worker)}") for worker, _ in secrets_by_worker(secrets)]
-    cases = " ".join(f"{'*' if worker is None else worker}) secrets={file};;" for worker, file in reversed(files))
-    return f"case $worker in {cases} esac; [ \"$(tail -n 1 $secrets 2>&1)\" = '{LAST_LINE}' ] || rm -f $secrets; "
+    own = f"[ $worker != 0 ] || secrets={SECRETS}/secrets-0; " if "0" in secrets_by_target(secrets) else ""
+    return f"secrets={SECRETS}/secrets-all; {own}[ \"$(tail -n 1 $secrets 2>&1)\" = '{LAST_LINE}' ] || rm -f $secrets; "
 
 
-def secrets_by_worker(secrets: Secrets) -> list[tuple[int | None, Secrets]]:
-    """The files of secrets to send: one for all workers (None), and worker 0's own if it needs more."""
+def secrets_by_target(secrets: Secrets) -> dict[str, Secrets]:
+    """What to send to `all` workers, and to worker `0` if it needs more."""
     others, first = secrets.of_worker(1), secrets.of_worker(0)
-    files: list[tuple[int | None, Secrets]] = [(None, others)] if secrets else []
-    return files if first.names == others.names else [*files, (0, first)]
-
-
-def secrets_file(worker: int | None) -> str:
-    """Name of the file of secrets for a worker; None: for all."""
-    return "all" if worker is None else f"worker{worker}"
+    return ({"all": others} if secrets else {}) | ({"0": first} if first.names != others.names else {})
 
 
 def poll(remote: Remote, job: str | None = None) -> JobStatus:
     """What all workers report about a job, or about the latest."""
     replies = remote.ask(status_command(job), timeout_s=POLL_S + POLL_WORKER_S * remote.workers)
-    workers: list[WorkerStatus | None] = [None] * remote.workers
+    workers: list[Status | None] = [None] * remote.workers
     asked = None
     for worker, reply in replies.items():
         asked = reply.text.partition("\n")[0].strip() or asked
-        workers[worker] = NOTHING_STARTED if reply.status == NO_AGENT else reply.json()
+        workers[worker] = NO_JOB if reply.status == NO_AGENT else reply.json()
     return JobStatus(workers=workers, asked_to_stop=asked)
 
 
@@ -192,15 +189,13 @@ def launch(remote: Remote, spec: RunSpec, *, clock: Clock, say: Callable[[str], 
     remote.warm_up()
     before = poll(remote)
     ours = [status for status in before.workers if status and (status["job"] or "").startswith(spec.prefix)]
-    if any(status and status["state"] in ("running", "starting") for status in before.workers):
-        if not ours:
-            raise RemoteError(
-                f"{remote.name} is busy with job {before.name}; wait for it, or: podium pod stop {remote.name}"
-            )
-        say(f"{before.name} is already running; following it")
-        return str(before.name)
-    if len(ours) == remote.workers and before.outcome == "done":
-        say(f"{before.name} is done")
+    running = any(status and status["state"] in ("running", "starting") for status in before.workers)
+    if running and not ours:
+        raise RemoteError(
+            f"{remote.name} is busy with job {before.name}; wait for it, or: podium pod stop {remote.name}"
+        )
+    if running or (len(ours) == remote.workers and before.outcome == "done"):
+        say(f"{before.name} is {'already running; following it' if running else 'done'}")
         return str(before.name)
     attempts = [int(status["job"].removeprefix(spec.prefix)) for status in ours]
     job = f"{spec.prefix}{max(attempts, default=0) + 1}"
@@ -209,9 +204,9 @@ def launch(remote: Remote, spec: RunSpec, *, clock: Clock, say: Callable[[str], 
     if spec.package.sets_up:
         _set_up(remote, spec, f"{job}-setup", clock, say)
     try:
-        for worker, kept in secrets_by_worker(spec.secrets):
-            with written(kept, secrets_file(worker)) as file:
-                remote.send([file], SECRETS, worker=worker)
+        for target, kept in secrets_by_target(spec.secrets).items():
+            with written(kept, f"secrets-{target}") as file:
+                remote.send([file], SECRETS, target=target)
         say(f"starting {job} on {remote.workers} workers")
         remote.ask_all(start_command(remote.addresses, spec, job), f"starting {job}", timeout_s=START_S)
     except BaseException:
@@ -221,16 +216,7 @@ def launch(remote: Remote, spec: RunSpec, *, clock: Clock, say: Callable[[str], 
 
 
 def stop_job(remote: Remote, job: str, *, remember: bool) -> JobStatus:
-    """End a job on all workers, with all its processes.
-
-    Args:
-        remote: the workers.
-        job: its name.
-        remember: note on the workers that this was asked for, so that the job is not restarted.
-
-    Raises:
-        RemoteError: it names the workers on which something is left.
-    """
+    """End a job on all workers; raises RemoteError where something of it is left. `remember`: it is not restarted."""
     remote.ask_all(stop_command(job, remember=remember), f"stopping {job}", timeout_s=STOP_S + 60.0)
     return poll(remote, job)
 

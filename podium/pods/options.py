@@ -5,7 +5,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 from typer import Option
 
@@ -31,7 +31,7 @@ class Rent:
     spot: Annotated[bool, Option("--spot/--on-demand", help="Cheaper but preemptible, or not.")] = True
     queued: Annotated[bool, Option("--queued/--now", help="Wait in Google's queue, or fail if none is free.")] = True
     valid_until: Annotated[
-        str, Option("--valid-until", metavar="TIME", help="How long to wait in the queue of each zone, as 90m, 4h.")
+        str, Option(metavar="TIME", help="How long to wait in the queue of each zone, as 90m, 4h.")
     ] = "4h"
     lease: Annotated[str, Option(metavar="TIME", help="After this time `podium pod reap` deletes it, as 12h, 3d.")] = (
         "24h"
@@ -39,18 +39,14 @@ class Rent:
     runtime: Annotated[
         str | None, Option("--runtime-version", metavar="VERSION", help="TPU software version; unset: by type.")
     ] = None
-    service_account: Annotated[
-        str | None, Option("--service-account", metavar="EMAIL", help="Service account of the machines.")
-    ] = None
+    service_account: Annotated[str | None, Option(metavar="EMAIL", help="Service account of the machines.")] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """What `podium pod run` takes besides a config and what to rent."""
 
-    slice: Annotated[str | None, Option("--slice", metavar="NAME", help="Slice to run on; unset: your only one.")] = (
-        None
-    )
+    slice: Annotated[str | None, Option(metavar="NAME", help="Slice to run on; unset: your only one.")] = None
     keep_alive: Annotated[
         bool, Option("--keep-alive", help="Replace lost machines, restart after failures, continue the run.")
     ] = False
@@ -82,22 +78,13 @@ def flattened(command: Callable[..., Any]) -> Callable[..., Any]:
     groups: dict[str, Any] = {
         each.name: each.annotation for each in parameters if dataclasses.is_dataclass(each.annotation)
     }
+    fields = {name: inspect.signature(group).parameters for name, group in groups.items()}
     own = [each.replace(kind=each.KEYWORD_ONLY) for each in parameters if each.name not in groups]
-    names: dict[str, list[str]] = {}
-    for name, group in groups.items():
-        hints = get_type_hints(group, include_extras=True)
-        fields = dataclasses.fields(group)
-        names[name] = [field.name for field in fields]
-        own += [
-            inspect.Parameter(
-                each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=hints[each.name]
-            )
-            for each in fields
-        ]
+    own += [each for group in fields.values() for each in group.values()]
 
     @functools.wraps(command)
     def run(**given: Any) -> Any:
-        made = {name: group(**{each: given.pop(each) for each in names[name]}) for name, group in groups.items()}
+        made = {name: group(**{each: given.pop(each) for each in fields[name]}) for name, group in groups.items()}
         return command(**given, **made)
 
     run.__signature__ = inspect.Signature(own)  # pyright: ignore[reportAttributeAccessIssue]

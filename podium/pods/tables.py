@@ -3,15 +3,12 @@
 import dataclasses
 import datetime
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from typing import Any
-
-import yaml
 
 from podium.accelerators import find_accelerator
 from podium.pods.inventory import Slice
+from podium.prices import HOUR_S, load_prices
 
-HOUR_S = 3600.0
 _SLICES = ("NAME", "ZONE", "TYPE", "KIND", "STATE", "WORKERS", "LEASE", "COST")
 _WORKERS = ("WORKER", "HOST", "JOB", "STATE", "EXIT", "STEP", "PHASE", "METRIC")
 _METRICS = ("train-reward/total/mean", "time/train/step_s")
@@ -22,20 +19,17 @@ _METRICS = ("train-reward/total/mean", "time/train/step_s")
 class SliceFacts:
     """What `--json` prints besides the fields of a `Slice`."""
 
-    created: str | None
-    """ISO 8601, UTC."""
+    created: str | None  # ISO 8601, UTC
     owner: str | None
-    lease: float | None
-    """When it expires, in Unix seconds."""
-    hours: float
-    """For which it has been charged."""
+    lease: float | None  # its end, in Unix seconds
+    hours: float  # for which it has been charged
     usd: float | None
     """On-demand list price of these hours; spot costs less. None: no price is known."""
 
 
 def slice_facts(tpu_slice: Slice, now: float) -> SliceFacts:
     """Owner, lease and cost of a slice at a time in Unix seconds."""
-    created, price = tpu_slice.created, usd_per_hour(tpu_slice.accelerator)
+    created, price = tpu_slice.created, _usd_per_hour(tpu_slice.accelerator)
     hours = max(0.0, now - created.timestamp()) / HOUR_S if created and tpu_slice.billed else 0.0
     return SliceFacts(
         created=created.astimezone(datetime.UTC).isoformat() if created else None,
@@ -51,15 +45,13 @@ def slice_json(tpu_slice: Slice, now: float) -> dict[str, Any]:
     return dataclasses.asdict(tpu_slice) | dataclasses.asdict(slice_facts(tpu_slice, now))
 
 
-def usd_per_hour(type_name: str) -> float | None:
-    """On-demand list price of a slice for an hour; None if none is known."""
+def _usd_per_hour(type_name: str) -> float | None:
     try:
         accelerator = find_accelerator(type_name)
-    except ValueError:
+    except ValueError:  # somebody else's slice of a type that we do not know
         return None
-    text = resources.files("podium").joinpath("prices.yaml").read_text(encoding="utf-8")
-    price = yaml.safe_load(text).get(accelerator.generation)
-    return price["usd_per_chip_hour"] * accelerator.chips if price else None
+    price = load_prices(None).get(accelerator.generation)
+    return price.usd_per_chip_hour * accelerator.chips if price else None
 
 
 def slice_table(slices: Sequence[Slice], owner: str, now: float) -> str:

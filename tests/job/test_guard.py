@@ -155,7 +155,8 @@ def test_a_worker_that_arrives_and_ends_is_named(port, tmp_path):
     ends: dict[int, str] = {}
     thread = threading.Thread(target=lambda: ends.update(meet(port, tmp_path, [0, 1], number=3)[0]))
     thread.start()
-    Guard(make_cluster(2, port, workers=3)).close()
+    with Guard(make_cluster(2, port, workers=3)):
+        pass
     thread.join()
     assert f"worker 2 ({socket.gethostname()}) arrived and then ended" in ends[0]
     assert ends[0] == ends[1]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from podium.job.cluster import ClusterError
-from podium.job.records import EndRecord, ProgressReport, exit_status, first_failure, outcome, read_json, write_record
+from podium.job.context import join_job
+from podium.job.records import ProgressReport, exit_status, first_failure, outcome, read_json, write_record
 from podium.job.watchdog import Watchdog
 
 
@@ -131,10 +132,10 @@ def test_a_process_that_lets_no_thread_run_is_ended_all_the_same(tmp_path):
 
 
 def test_an_exception_is_recorded_with_where_it_was(tmp_path):
-    report = ProgressReport(tmp_path, worker=1)
-    report.update(step=7)
-    report.phase("update")
-    with pytest.raises(ZeroDivisionError), report:
+    environ = {"PODRUN_JOB_DIR": str(tmp_path), "PODRUN_WORKER": "1", "TPU_SKIP_MDS_QUERY": "1"}
+    with pytest.raises(ZeroDivisionError), join_job(environ) as job:
+        job.report.update(step=7)
+        job.report.phase("update")
         raise ZeroDivisionError("division by zero")
     record = read_json(tmp_path / "record.json")
     assert record is not None
@@ -191,7 +192,7 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
 
 def test_writers_at_once_leave_one_record(tmp_path):
     def write(index: int) -> None:
-        write_record(tmp_path, EndRecord(kind="exit", message=f"{index}", exit=1, worker=0, host="h", pid=1, time=1.0))
+        write_record(tmp_path, "exit", f"{index}", 1, worker=0, progress={})
 
     threads = [threading.Thread(target=write, args=(index,)) for index in range(8)]
     for thread in threads:

@@ -180,13 +180,13 @@ def test_no_command_may_hold_a_secret():
 def test_an_answer_that_is_not_json_is_an_error():
     done = Finished(argv=("gcloud",), returncode=0, stdout="Listed 0 items.", stderr="")
     with pytest.raises(GcloudError, match="not JSON"):
-        Gcloud(lambda argv, timeout_s: done).nodes()
+        Gcloud(lambda argv, timeout_s: done).ask(Argv().nodes())
 
 
 def test_without_gcloud_it_is_said_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(GcloudError, match=r"gcloud is not installed.*cloud.google.com/sdk") as error:
-        Gcloud().nodes()
+        Gcloud().ask(Argv().nodes())
     assert error.value.kind == "missing"
 
 

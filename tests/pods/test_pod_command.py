@@ -372,7 +372,7 @@ def normal(command: str) -> str:
     command = re.sub(r"\b[0-9a-f]{12}\b(?= \$worker)|MARK", "MARK", command)
     command = re.sub(r"podium-lease=\d+", "podium-lease=N", command)
     command = re.sub(r"podium-owner=[\w-]+", "podium-owner=ME", command)
-    return re.sub(r"/\S*?/(?=podium-|[^/ ]+\.(yaml|sh|bundle)|all\b|worker0\b)|podium-\w+/", "", command)
+    return re.sub(r"/\S*?/(?=podium-|[^/ ]+\.(yaml|sh|bundle)|secrets-)|podium-\w+/", "", command)
 
 
 def test_a_dry_run_prints_what_would_be_run_and_runs_nothing(make_world, pod):

@@ -87,7 +87,7 @@ def test_no_secret_is_in_gclouds_logs_or_anywhere_else(rented):
 
 
 def test_a_worker_whose_cable_is_pulled_is_named_soon(rented):
-    (tpu_slice,) = read_slices(Gcloud(rented.run).nodes(ZONES[0]), [])
+    (tpu_slice,) = read_slices(Gcloud(rented.run).ask(Argv().nodes(ZONES[0])), [])
     remote = Remote(Gcloud(rented.run), tpu_slice)
     rented.hosts.cut(2)
     began = time.monotonic()

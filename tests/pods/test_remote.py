@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from podium.pods.gcloud import Finished, Gcloud, GcloudError
+from podium.pods.gcloud import Argv, Finished, Gcloud, GcloudError
 from podium.pods.inventory import read_slices
 from podium.pods.remote import Remote, RemoteError, arrived, wrapped
 from tests.pods.pod_world import ZONES, PodWorld
@@ -24,7 +24,7 @@ def world(make_world, pod):
 
 def remote_of(world: PodWorld, run=None) -> Remote:
     gcloud = Gcloud(run or world.gcloud)
-    (tpu_slice,) = read_slices(Gcloud(world.gcloud).nodes(), [])
+    (tpu_slice,) = read_slices(Gcloud(world.gcloud).ask(Argv().nodes()), [])
     return Remote(gcloud, tpu_slice)
 
 
@@ -132,13 +132,13 @@ def test_files_arrive_whole_or_not_at_all(world, tmp_path):
 
 def test_secrets_in_an_answer_are_hidden(world):
     gcloud = Gcloud(world.gcloud)
-    (tpu_slice,) = read_slices(gcloud.nodes(), [])
+    (tpu_slice,) = read_slices(gcloud.ask(Argv().nodes()), [])
     remote = Remote(gcloud, tpu_slice, lambda text: text.replace("hunter2", "[redacted]"))
     assert remote.ask("echo hunter2", worker=0)[0].text == "[redacted]"
 
 
 def test_a_slice_without_machines_has_no_workers(world):
-    (tpu_slice,) = read_slices(Gcloud(world.gcloud).nodes(), [])
+    (tpu_slice,) = read_slices(Gcloud(world.gcloud).ask(Argv().nodes()), [])
     import dataclasses
 
     with pytest.raises(RemoteError, match="lists no machines"):

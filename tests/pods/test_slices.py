@@ -8,7 +8,9 @@ import pytest
 
 from podium.pods.gcloud import Gcloud, GcloudError, Order
 from podium.pods.inventory import LABEL_LENGTH, LEASE, OWNER, Slice, label_text, read_slices, zones_label
-from podium.pods.slices import NameTakenError, SliceError, Slices, check_name
+from podium.pods.options import Rent
+from podium.pods.rental import new_order
+from podium.pods.slices import SliceError, Slices
 from tests.pods import fake_gcloud
 from tests.pods.fake_gcloud import Clock, Closed, FakeGcloud
 from tests.pods.fake_tpu import FakeTpu, Fault
@@ -156,16 +158,16 @@ def test_too_many_requests_are_made_again(world):
 def test_somebody_elses_node_is_never_touched(world, order):
     node = world.fake.stranger("us-a", "run")
     for command in (lambda: world.slices.up(order, ZONES), lambda: world.slices.down("run")):
-        with pytest.raises(NameTakenError, match=r"run in us-a is not yours \(not rented by podium"):
+        with pytest.raises(SliceError, match=r"run in us-a is not yours \(not rented by podium"):
             command()
     assert world.fake.everything() == [node]
 
 
 def test_another_owner_of_podium_is_somebody_else(world):
     world.owned_by("bob").up(dataclasses.replace(ORDER, labels={OWNER: "bob", LEASE: "1"}), ["us-b"])
-    with pytest.raises(NameTakenError, match="podium's owner 'bob'"):
+    with pytest.raises(SliceError, match="podium's owner 'bob'"):
         world.slices.down("run")
-    with pytest.raises(NameTakenError):
+    with pytest.raises(SliceError, match="is not yours"):
         world.slices.up(ORDER, ZONES)
     assert world.slices.reap() == []
     assert len(world.fake.everything()) == 2
@@ -286,7 +288,7 @@ def test_labels_fit_their_rules():
 @pytest.mark.parametrize("name", ["", "Run", "1run", "run_1", "run-", "a" * 41])
 def test_names_that_the_api_refuses_are_refused_here(name):
     with pytest.raises(SliceError, match="lower-case letters"):
-        check_name(name)
+        new_order(name, Rent(type="v6e-8"), "ada", ZONES, 0.0)
 
 
 FAULTS = ("429", "503", "403", "quota", "drop", "lost_reply", "late", "operation")

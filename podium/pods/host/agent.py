@@ -13,7 +13,6 @@ import os
 import platform
 import re
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from podium.files import RunFileError
 from podium.job.cluster import COORDINATOR_PORT, chips, local_worker
 from podium.pods.host.jobs import GRACE_S, BusyError, Host, JobSpec, StartError
 from podium.pods.host.supervisor import supervise
-from podium.pods.secrets import is_secret_name
+from podium.pods.secrets import SecretError, read_variables
 
 DONE, FAILED, USAGE, BUSY = 0, 1, 2, 75
 LEAST_DISK = 2 * 2**30
@@ -46,10 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     split = given.index("--") if "--" in given else len(given)
     try:
-        args = _parser().parse_args(given[:split])
-        args.command = tuple(given[split + 1 :])
-        return args.run(args, Host(Path(args.home).expanduser()))
-    except UsageError as error:
+        args = _parser().parse_args(given[:split], argparse.Namespace(command=tuple(given[split + 1 :])))
+        host = Host(Path(args.home).expanduser())
+        if "job" in args:
+            args.job = args.job or host.latest()
+        return args.run(args, host)
+    except (UsageError, SecretError) as error:
         return _answer({"error": str(error)}, USAGE)
     except BusyError as error:
         return _answer({"state": "busy", "job": error.job, "error": str(error)}, BUSY)
@@ -64,29 +65,26 @@ def _parser() -> argparse.ArgumentParser:
     probe = verbs.add_parser("probe", help="check whether this host can run jobs")
     probe.add_argument("--expect-devices", type=int, help="chips that it should have")
     probe.set_defaults(run=_probe)
-    start = _with_job(verbs, "start", "start a job, once: start JOB ... -- COMMAND", _start, required=True)
+    start = _with_job(verbs, "start", "start a job, once: start JOB ... -- COMMAND", _start, nargs=None)
     start.add_argument("--worker", type=int, help="index of this host; unset: that of its address in --peers")
     start.add_argument("--peers", default="", help="addresses of all workers, in order")
-    start.add_argument("--port", type=int, default=COORDINATOR_PORT, help="port of worker 0")
     start.add_argument("--accelerator", help="type of the slice, as v6e-16")
     start.add_argument("--cwd", default=".", help="folder in which the command runs")
     start.add_argument("--env-file", help="file of mode 600 with secrets, NAME=VALUE lines")
     start.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="variable, not a secret")
     _with_job(verbs, "status", "print the state of a job", _status)
     stop = _with_job(verbs, "stop", "end a job with all its processes", _stop)
-    for each in (start, stop):
-        each.add_argument("--grace", type=float, default=GRACE_S, help="seconds from SIGTERM to SIGKILL")
+    stop.add_argument("--grace", type=float, default=GRACE_S, help="seconds from SIGTERM to SIGKILL")
     logs = _with_job(verbs, "logs", "print a job's log", _logs)
     logs.add_argument("--from-byte", type=int, default=0, help="print what comes after so many bytes")
-    inner = _with_job(verbs, "supervise", "for start's own use", None, required=True)
-    inner.set_defaults(run=lambda args, host: supervise(host.home, args.job))
+    _with_job(verbs, "supervise", "for start's own use", lambda args, host: supervise(host, args.job), nargs=None)
     return parser
 
 
-def _with_job(verbs: Any, name: str, help: str, run: Any, *, required: bool = False) -> argparse.ArgumentParser:
+def _with_job(verbs: Any, name: str, help: str, run: Any, *, nargs: str | None = "?") -> argparse.ArgumentParser:
     """The parser of a command about a job: a named one, or the latest."""
     parser = verbs.add_parser(name, help=help)
-    parser.add_argument("job", nargs=None if required else "?", type=_job_name)
+    parser.add_argument("job", nargs=nargs, type=_job_name)
     parser.set_defaults(run=run)
     return parser
 
@@ -95,24 +93,25 @@ def _probe(args: argparse.Namespace, host: Host) -> int:
     host.home.mkdir(parents=True, exist_ok=True, mode=0o700)
     python, devices, free = platform.python_version(), chips(), shutil.disk_usage(host.home).free
     holder = host.holder()
-    rules = (
-        (sys.version_info >= (3, 11), f"Python {python} is too old; 3.11 to 3.13 are supported"),
-        (free >= LEAST_DISK, f"{host.home} has {free / 2**30:.1f} GiB free and needs {LEAST_DISK / 2**30:.0f}"),
-        (
-            args.expect_devices in (None, devices),
-            f"this host has {devices} chips and should have {args.expect_devices}; recreate the slice",
+    checks = {
+        f"Python {python} is too old; 3.11 to 3.13 are supported": sys.version_info >= (3, 11),
+        f"{host.home} has {free / 2**30:.1f} GiB free and needs {LEAST_DISK / 2**30:.0f}": free >= LEAST_DISK,
+        f"this host has {devices} chips and should have {args.expect_devices}; recreate the slice": (
+            args.expect_devices in (None, devices)
         ),
-        (holder is None, f"job {holder} runs here"),
-    )
-    problems = [message for holds, message in rules if not holds]
-    found = {"host": socket.gethostname(), "time": time.time(), "python": python, "devices": devices}
-    return _answer(found | {"disk_free_bytes": free, "job": holder, "problems": problems}, FAILED if problems else DONE)
+        f"job {holder} runs here": holder is None,
+    }
+    problems = [message for message, holds in checks.items() if not holds]
+    found = {"time": time.time(), "python": python, "devices": devices, "job": holder, "problems": problems}
+    return _answer(found, FAILED if problems else DONE)
 
 
 def _start(args: argparse.Namespace, host: Host) -> int:
-    peers = tuple(filter(None, args.peers.split(",")))
+    peers, variables = tuple(filter(None, args.peers.split(","))), read_variables(args.env)
     if not args.command:
         raise UsageError("no command was given; write it behind --")
+    if taken := [name for name in OURS if name in variables]:
+        raise UsageError(f"--env {taken[0]}: podium pod sets this one itself")
     worker = args.worker if args.worker is not None else local_worker(peers) if peers else 0
     if worker is None or not 0 <= worker < max(1, len(peers)):
         raise UsageError(f"this host is not exactly one of --peers {args.peers}; give its index with --worker")
@@ -121,33 +120,30 @@ def _start(args: argparse.Namespace, host: Host) -> int:
         command=args.command,
         worker=worker,
         workers=max(1, len(peers)),
-        coordinator=f"{peers[0]}:{args.port}" if peers else None,
+        coordinator=f"{peers[0]}:{COORDINATOR_PORT}" if peers else None,
         accelerator=args.accelerator,
         cwd=str(Path(args.cwd).expanduser().absolute()),
-        env=_open_settings(args.env),
+        env=variables,
         env_file=args.env_file and str(Path(args.env_file).expanduser().absolute()),
-        grace_s=args.grace,
     )
     state = host.start(spec)
     return _answer({**host.status(args.job), "state": state}, DONE)
 
 
 def _status(args: argparse.Namespace, host: Host) -> int:
-    return _answer(host.status(args.job or host.latest()), DONE)
+    return _answer(host.status(args.job), DONE)
 
 
 def _stop(args: argparse.Namespace, host: Host) -> int:
-    job = args.job or host.latest()
-    left = host.stop(job, args.grace) if job else []
-    return _answer({**host.status(job), "left": left}, FAILED if left else DONE)
+    left = host.stop(args.job, args.grace) if args.job else []
+    return _answer({**host.status(args.job), "left": left}, FAILED if left else DONE)
 
 
 def _logs(args: argparse.Namespace, host: Host) -> int:
-    job = args.job or host.latest()
-    if job is None or host.state(job) == "none":
-        print(f"error: no job {job or 'was ever started'} on this host", file=sys.stderr)
+    if host.state(args.job) == "none":
+        print(f"error: no job {args.job or 'was ever started'} on this host", file=sys.stderr)
         return FAILED
-    with (host.folder(job) / "log").open("rb") as log:
+    with (host.folder(args.job) / "log").open("rb") as log:
         log.seek(args.from_byte)
         shutil.copyfileobj(log, sys.stdout.buffer)
     sys.stdout.buffer.flush()
@@ -163,17 +159,6 @@ def _job_name(text: str) -> str:
     if JOB_NAME.fullmatch(text):
         return text
     raise argparse.ArgumentTypeError(f"{text!r} is not a job name: letters, digits, '.', '_' and '-', up to 64")
-
-
-def _open_settings(pairs: Sequence[str]) -> dict[str, str]:
-    """The settings of --env; secrets must not stand in a command."""
-    settings: dict[str, str] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or name in OURS or is_secret_name(name):
-            raise UsageError(f"--env {name}: write NAME=VALUE, not one of {', '.join(OURS)}; secrets into --env-file")
-        settings[name] = value
-    return settings
 
 
 if __name__ == "__main__":

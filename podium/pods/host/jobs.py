@@ -19,10 +19,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from podium.files import write_atomically
-from podium.job.records import PROGRESS, RECORD, one_line, read_json
+from podium.job.records import NO_JOB, PROGRESS, RECORD, one_line, read_json
 from podium.pods.host.processes import kill, marked, wait_until
 
 State = Literal["none", "starting", "running", "finished", "killed"]
@@ -52,9 +52,6 @@ class JobSpec:
     env: dict[str, str]
     env_file: str | None
     """File of secrets, read once; may be deleted as soon as the job has started."""
-    grace_s: float = GRACE_S
-    """Seconds from SIGTERM to SIGKILL."""
-    host: str = dataclasses.field(default_factory=socket.gethostname)
     created: float = dataclasses.field(default_factory=time.time)
 
 
@@ -77,7 +74,7 @@ class Host:
         self.home = home.absolute()
 
     def folder(self, job: str) -> Path:
-        """Folder of a job."""
+        """Where a job's files are."""
         return self.home / "jobs" / job
 
     def latest(self) -> str | None:
@@ -88,17 +85,14 @@ class Host:
     def holder(self) -> str | None:
         """The job that holds the host's lock now."""
         with contextlib.suppress(FileNotFoundError), (self.home / "host.lock").open(encoding="utf-8") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return lock.read().strip()
+            return None if try_lock(lock, fcntl.LOCK_SH) else lock.read().strip()
         return None
 
     def state(self, job: str | None) -> State:
         """The state of a job. `killed`: no process of it is left, and it did not record how it ended."""
         if job is None or not (self.folder(job) / "job.json").exists():
             return "none"
-        running = self.holder() == job
+        running = self.holder() == job  # asked first: the exit is written before the lock is free
         if (self.folder(job) / "exit").exists():
             return "finished"
         if running:
@@ -109,15 +103,14 @@ class Host:
     def status(self, job: str | None) -> dict[str, Any]:
         """Everything known about a job, as JSON values."""
         state = self.state(job)
-        found: dict[str, Any] = {"host": socket.gethostname(), "time": time.time(), "home": str(self.home)}
-        found |= dict.fromkeys(("worker", "workers", "exit", "pid", "created", "ended", "record", "progress"))
-        found |= {"job": job if state != "none" else None, "state": state, "log_bytes": 0}
+        found = {**NO_JOB, "host": socket.gethostname(), "time": time.time(), "home": str(self.home)}
         if job is None or state == "none":
             return found
         folder = self.folder(job)
         spec = read_json(folder / "job.json") or {}
-        found |= {name: spec.get(name) for name in ("worker", "workers", "created", "host")}
-        found |= {"record": read_json(folder / RECORD), "progress": read_json(folder / PROGRESS)}
+        found |= {name: spec.get(name) for name in ("worker", "workers", "created")}
+        found |= {"job": job, "state": state, "record": read_json(folder / RECORD)}
+        found["progress"] = read_json(folder / PROGRESS)
         with contextlib.suppress(FileNotFoundError):
             found["pid"] = int((folder / "pid").read_text())
             found["log_bytes"] = (folder / "log").stat().st_size
@@ -195,6 +188,15 @@ class Host:
             process.kill()
             write_atomically(folder / "exit", "1\n")
             raise StartError(f"job {spec.job} did not start: {one_line(last_line(folder / 'log'))}")
+
+
+def try_lock(file: IO[str], kind: int) -> bool:
+    """Whether the lock, fcntl.LOCK_EX or LOCK_SH, could be had at once."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def unit_command(job: str) -> list[str]:

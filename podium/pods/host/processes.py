@@ -61,16 +61,18 @@ def wait_until(condition: Callable[[], bool], patience_s: float) -> bool:
 
 
 def _lives(process: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return _state_and_parent(process)[0] != "Z"
 
 
 def _ancestors(process: int) -> list[int]:
-    try:
-        parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return []
+    parent = _state_and_parent(process)[1]
     return [parent, *_ancestors(parent)] if parent > 0 else []
+
+
+def _state_and_parent(process: int) -> tuple[str, int]:
+    """The state, Z for a zombie or where there is no such process, and the parent's id."""
+    try:
+        state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return "Z", 0
+    return state, int(parent)

@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from podium.files import write_atomically
-from podium.job.records import PROGRESS, end_record, read_json, write_record
-from podium.pods.host.jobs import JOB_DIR, LOCK_S, Host, JobSpec, StartError, last_line
+from podium.job.records import PROGRESS, read_json, write_record
+from podium.pods.host.jobs import GRACE_S, JOB_DIR, LOCK_S, Host, JobSpec, StartError, last_line, try_lock
 from podium.pods.host.processes import adopt_orphans, descendants, kill, wait_until
 from podium.pods.secrets import Secrets, read_env_file
 
 
-def supervise(home: Path, job: str) -> int:
+def supervise(host: Host, job: str) -> int:
     """Run the job's command to its end; the whole life of a process of its own."""
-    host = Host(home)
     folder = host.folder(job)
     spec = JobSpec(**(read_json(folder / "job.json") or {}))
     with _hold(host.home / "host.lock", job) as lock:
@@ -34,14 +33,14 @@ def supervise(home: Path, job: str) -> int:
             process = subprocess.Popen(
                 spec.command,
                 cwd=spec.cwd,
-                env={**os.environ, **spec.env, **job_variables(spec, folder), **secrets.values},
+                env={**os.environ, **spec.env, **_job_variables(spec, folder), **secrets.values},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 process_group=0,
                 pass_fds=[lock.fileno()],
             )
-            stopping = _forward_stop(process, spec.grace_s)
+            stopping = _forward_stop(process)
             write_atomically(folder / "pid", f"{os.getpid()}\n")
             pump = threading.Thread(target=_pump, args=(process.stdout, log, secrets), daemon=True)
             pump.start()
@@ -55,34 +54,26 @@ def supervise(home: Path, job: str) -> int:
     return 0
 
 
-def job_variables(spec: JobSpec, folder: Path) -> dict[str, str]:
+def _job_variables(spec: JobSpec, folder: Path) -> dict[str, str]:
     """The environment variables that describe the job to its processes."""
     variables = {
         "PODRUN_JOB": spec.job,
-        JOB_DIR: str(folder),
-        "PODRUN_WORKER": str(spec.worker),
-        "PODRUN_WORKERS": str(spec.workers),
-        "PYTHONUNBUFFERED": "1",
+        JOB_DIR: folder,
+        "PODRUN_WORKER": spec.worker,
+        "PODRUN_WORKERS": spec.workers,
+        "PODRUN_COORDINATOR": spec.coordinator,
+        "JAX_COORDINATOR_PORT": spec.coordinator and spec.coordinator.rpartition(":")[2],
+        "PODRUN_ACCELERATOR": spec.accelerator,
+        "PYTHONUNBUFFERED": 1,
     }
-    if spec.coordinator is not None:
-        variables["PODRUN_COORDINATOR"] = spec.coordinator
-        variables["JAX_COORDINATOR_PORT"] = spec.coordinator.rpartition(":")[2]
-    return variables | ({"PODRUN_ACCELERATOR": spec.accelerator} if spec.accelerator else {})
+    return {name: str(value) for name, value in variables.items() if value is not None}
 
 
 @contextlib.contextmanager
 def _hold(path: Path, job: str) -> Iterator[Any]:
     """The host's lock with the job's name in it, for the block and for as long as the command lives."""
     with path.open("a+", encoding="utf-8") as lock:
-
-        def locked() -> bool:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # somebody checks whether it is free
-                return False
-            return True
-
-        if not wait_until(locked, LOCK_S):
+        if not wait_until(lambda: try_lock(lock, fcntl.LOCK_EX), LOCK_S):  # somebody may check whether it is free
             raise StartError(f"{path} is locked; another job has the host")
         lock.truncate(0)
         lock.write(job)
@@ -90,7 +81,7 @@ def _hold(path: Path, job: str) -> Iterator[Any]:
         yield lock
 
 
-def _forward_stop(process: "subprocess.Popen[bytes]", grace_s: float) -> list[int]:
+def _forward_stop(process: "subprocess.Popen[bytes]") -> list[int]:
     """Pass SIGTERM on to the command and kill everything after the grace; the list is filled once that has begun."""
     asked: list[int] = []
 
@@ -98,17 +89,15 @@ def _forward_stop(process: "subprocess.Popen[bytes]", grace_s: float) -> list[in
         if not asked:
             asked.append(number)
             process.send_signal(signal.SIGTERM)
-            signal.setitimer(signal.ITIMER_REAL, max(0.001, grace_s))
+            signal.setitimer(signal.ITIMER_REAL, GRACE_S)
 
     def end(number: int, frame: object) -> None:
-        for each in descendants(os.getpid()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(each, signal.SIGKILL)
+        kill(descendants(os.getpid()), patience_s=0.0)
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGALRM, end)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for ignored in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
     return asked
 
 
@@ -130,5 +119,4 @@ def _record_end(folder: Path, spec: JobSpec, status: int, *, after_stop: bool) -
         kind, message = "signal", f"signal {status - 128} ({name})" + (why if status == 137 else "")
     else:
         kind, message = "exit", f"exit status {status}; the log ends with: {last_line(folder / 'log')}"
-    progress = read_json(folder / PROGRESS) or {}
-    write_record(folder, end_record(kind, message, status, worker=spec.worker, host=spec.host, progress=progress))
+    write_record(folder, kind, message, status, worker=spec.worker, progress=read_json(folder / PROGRESS) or {})
