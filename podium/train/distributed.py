@@ -95,6 +95,12 @@ def gather(value: Value) -> list[Value]:
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(messages, sizes, strict=True)]
 
 
+def local_memory(name: str) -> int | None:
+    """The largest `memory_stats` figure of that name over this process's devices; None where they do not say (CPU)."""
+    stats = [found for device in jax.local_devices() if (found := device.memory_stats())]
+    return max(each[name] for each in stats) if stats else None
+
+
 def from_leader(make: Callable[[], Value]) -> Value:
     """What process 0 makes, for all; what it raises for a user to mend is raised in all."""
     if not jax.distributed.is_initialized():

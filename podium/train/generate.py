@@ -112,9 +112,11 @@ class Rollouts:
         self._watchdog = watchdog or alone().watchdog
         self.grader = Grader(config.tasks, config.grading, max_new_tokens=config.rollout.max_new_tokens)
 
-    def load(self, params: Params) -> None:
-        """Complete with these weights from now on."""
+    def load(self, params: Params) -> float:
+        """Complete with these weights from now on; the seconds that it took to bring them here."""
+        start = time.perf_counter()
         self.engine.load(self._localize(params))
+        return time.perf_counter() - start
 
     def unload(self) -> None:
         """Give their memory back until the next `load`."""

@@ -8,7 +8,7 @@ from podium.observe.run_dir import Fork
 from podium.observe.summary import make_summary, print_summary
 from podium.train.distributed import Interrupted, from_leader
 from podium.train.evaluate import evaluate
-from podium.train.recorder import PlanCheck, StepClock
+from podium.train.recorder import PlanCheck
 from podium.train.run import RunParts, open_run
 from podium.train.state import TrainState
 from podium.train.trainer import make_batches
@@ -63,19 +63,17 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
     try:
         evaluate_at_start(run, done)
         for step in range(done, config.steps):
-            clock = StepClock(checkpoint_s)
+            run.recorder.begin_step(checkpoint_s)
             run.phase("rollout")
             prompts = feed.next(config.prompts_per_step)
             groups, rolled = rollouts.answer(prompts)  # completions, rewards; refills inside
-            clock.rolled_out()
             run.phase("update")
             rollouts.unload()  # these weights are done with: the update has their memory
-            batches, batched = make_batches(groups, run.recipe, trainer.sizes, trainer.reward_kl(groups))
+            batches, batched = make_batches(groups, trainer.recipe, trainer.sizes, trainer.reward_kl(groups))
             state, updated = trainer.update(state, batches, step)
             done, cursor = step + 1, feed.cursor
-            clock.updated()
-            rollouts.load(state.params)
-            run.recorder.write(done, groups, rolled, batched, updated, clock.stop())
+            sync_s = rollouts.load(state.params)
+            run.recorder.write(done, groups, rolled, batched, updated, sync_s)
             score = evaluate_if_due(run, done)
             stopping = run.stop.requested is not None
             last = stopping or done == config.steps
@@ -129,4 +127,4 @@ def summarise(run: RunParts) -> None:
     run.resources.close()  # waits for the last checkpoint, which the view shows until the summary replaces it
     run.progress.close()
     if run.run_dir.writes:
-        print_summary(path, run.console)
+        print_summary(path, run.progress.console)
