@@ -147,12 +147,9 @@ def host_mesh(mesh: Mesh) -> Mesh:
 
 
 def make_localize(decoder: DecoderConfig, mesh: Mesh, dtype: jnp.dtype) -> Callable[[Params], Params]:
-    """The function `training params -> the same as one host has them`: all hosts' shards, split over its own devices.
+    """The function `params on the mesh of all hosts -> the whole model, split over this host's own devices`.
 
-    Args:
-        decoder: whose parameters.
-        mesh: of all hosts.
-        dtype: that they are cast to before they travel.
+    They are cast to `dtype` before they travel.
     """
     local = host_mesh(mesh)
     if local is mesh:
@@ -194,11 +191,7 @@ class AgreedStop:
     """
 
     def __init__(self, signals: StopSignal) -> None:
-        """Nothing is requested yet.
-
-        Args:
-            signals: of this process.
-        """
+        """Nothing is requested yet; `signals` are those of this process."""
         self._signals = signals
         self._agreed: int | None = None
         self._posted: int | None = None
@@ -265,8 +258,5 @@ def _initialize(cluster: Cluster) -> None:
         coordinator_bind_address=cluster.coordinator,
     )
     check_devices(
-        cluster,
-        processes=jax.process_count(),
-        devices=jax.device_count(),
-        local_devices=jax.local_device_count(),
+        cluster, processes=jax.process_count(), devices=jax.device_count(), local_devices=jax.local_device_count()
     )

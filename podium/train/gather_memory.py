@@ -27,13 +27,8 @@ Mode = Literal["sharded", "gather"]
 def bench(*, mode: Mode, mesh_shape: str, dtype: str, target_bytes_gib: float, cols: int, require: int) -> int:
     """Print the figures of all processes as one object of JSON; the exit status of `podium bench gather`.
 
-    Args:
-        mode: whether the array is gathered.
-        mesh_shape: as `mesh:` in a config.
-        dtype: bf16, f16 or f32.
-        target_bytes_gib: of the whole array; rounded up to whole rows on every device.
-        cols: elements of a row.
-        require: processes that there must be; 0: any number.
+    The mesh is written as `mesh:` in a config. The target is of the whole array, rounded up to whole rows of `cols`
+    elements on every device. `require` is how many processes there must be; 0: any number.
     """
     options = {"mode": mode, "mesh": mesh_shape, "dtype": dtype, "target": str(target_bytes_gib), "cols": str(cols)}
     with join_job({**os.environ, **({"REQUIRE_JAX_PROCESS_COUNT": str(require)} if require else {})}) as job:

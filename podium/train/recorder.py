@@ -76,16 +76,7 @@ class Recorder:
         updated: UpdateStats,
         sync_s: float,
     ) -> None:
-        """Record that `step` steps are done, and the last of them; on several hosts all must call it.
-
-        Args:
-            step: steps done.
-            groups: completed and graded in the last.
-            rolled: what that took.
-            batched: what became of the groups.
-            updated: what the updates did.
-            sync_s: seconds until the engine had the new weights.
-        """
+        """Record that `step` steps are done, and what the last of them did; on several hosts all must call it."""
         step_s, cpu_s = time.perf_counter() - self._start, time.process_time() - self._cpu_start
         self._step_seconds.append(step_s)
         averaged = len(self._step_seconds) == STEPS_AVERAGED
