@@ -11,6 +11,7 @@ and are read onto whatever mesh the reader asks for.
 """
 
 import dataclasses
+import functools
 import json
 import logging
 import shutil
@@ -36,8 +37,9 @@ SCORE = "score"
 SHOWN_DIFFERENCES = 3
 
 
+@functools.cache
 def _quiet_orbax() -> None:
-    """Keeps what orbax raises and drops what it prints besides.
+    """Keeps what orbax raises and drops what it prints besides; once in a process, when orbax is first used.
 
     It logs each phase of a save, and the traceback of what it then raises. When a write fails it closes its event loop
     while other writes are under way; each of them then reports, as an exception that nobody can catch, a closed loop.
@@ -50,9 +52,6 @@ def _quiet_orbax() -> None:
             report(unraisable)
 
     sys.unraisablehook = report_others
-
-
-_quiet_orbax()
 
 
 class CheckpointError(ValueError):
@@ -74,6 +73,7 @@ class Checkpointer:
         self._step: int | None = None  # last handed to orbax, whether or not it is whole yet
         self._failed = False  # what became of it
         self._bytes = 0  # of the arrays of that step
+        _quiet_orbax()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=KeepPolicy(config),
             best_fn=lambda metrics: metrics[SCORE],  # has orbax store the scores; KeepPolicy compares them
@@ -276,6 +276,7 @@ def _damage(path: Path) -> str | None:
 
 def _read(folder: Path, step: int, targets: dict[str, Any], *, host: bool) -> dict[str, Any]:
     """Each target with arrays for its leaves, and under "host" the host state."""
+    _quiet_orbax()
     path = (folder / str(step)).absolute()
     wanted = {item: _named_arrays(target) for item, target in targets.items()}
     args: dict[str, Any] = {item: ocp.args.StandardRestore(arrays) for item, arrays in wanted.items()}
