@@ -67,8 +67,7 @@ class MetricWriter:
             self._announce(_failure(name, error))
             return
         self._services.append(service)
-        url = getattr(service, "url", None)
-        if url:
+        if url := getattr(service, "url", None):
             self._announce(f"{name}: {url}")
 
     def _guard(self, service: Service, action: Callable[[], None]) -> None:
