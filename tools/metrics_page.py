@@ -3,8 +3,7 @@
 import re
 from pathlib import Path
 
-from podium.observe.metric import Metric
-from podium.observe.metrics import METRICS
+from podium.observe.metric_table import METRICS, Metric
 from podium.observe.run_dir import MAY_CHANGE
 
 PACKAGE = Path(__file__).parents[1] / "podium"
@@ -24,8 +23,7 @@ the steps that were trained twice keep their first values.
 `<task>` is a task's name, `<part>` a part of the reward (`correct`, `format`, ...). `{mean,max}` stands for two
 metrics. The last column is where Podium measures it.
 
-This page is made from `podium/observe/step_metrics.py` and `evaluation_metrics.py` by
-`python -m tools.metrics_page > docs/metrics.md`.
+This page is made from `podium/observe/metric_table.py` by `python -m tools.metrics_page > docs/metrics.md`.
 """
 
 RECORDS = f"""
@@ -92,7 +90,11 @@ SOURCES = {
     "rolled": "podium/rollout/engine.py, podium/train/generate.py",
     "batched": "podium/train/trainer.py",
     "updated": "podium/train/trainer.py, podium/train/step.py",
-    "times": "podium/train/loop.py",
+    "step_s": "podium/train/recorder.py",
+    "mean_step_s": "podium/train/recorder.py",
+    "cpu_s": "podium/train/recorder.py",
+    "sync_s": "podium/train/generate.py",
+    "checkpoint_s": "podium/train/checkpoint.py",
     "memory": "podium/train/recorder.py",
 }
 """Who measures each part of `podium.observe.stats.StepStats`."""
@@ -109,8 +111,7 @@ def find_sources(metric: Metric) -> list[str]:
         parts = [part for part in metric.step.__code__.co_names if part in SOURCES]
         return list(dict.fromkeys(path for part in parts for path in SOURCES[part].split(", ")))
     written = re.compile(f"[\"']{re.escape(metric.name)}[\"']")
-    tables = (PACKAGE / "observe" / "step_metrics.py", PACKAGE / "observe" / "evaluation_metrics.py")
-    files = sorted(path for path in PACKAGE.rglob("*.py") if path not in tables)
+    files = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "metric_table.py")
     return [str(path.relative_to(PACKAGE.parent)) for path in files if written.search(path.read_text())]
 
 

@@ -15,13 +15,9 @@ LABEL_WIDTH = 6
 def reward_curve(
     rewards: Sequence[Point], accuracies: Sequence[Point] = (), *, width: int = 72, height: int = 8
 ) -> Text:
-    """The chart: bars are rewards, marks are accuracies, both on the axis at the left.
+    """The chart: bars are rewards (at least one), marks are accuracies, both on the axis at the left.
 
-    Args:
-        rewards: By step, at least one.
-        accuracies: By step.
-        width: Columns of the whole chart.
-        height: Rows of the bars; the step axis takes two more.
+    It has `width` columns in all, and `height` rows of bars; the step axis takes two more.
     """
     columns = max(1, width - LABEL_WIDTH - 1)
     last = max(step for step, _ in [*rewards, *accuracies])

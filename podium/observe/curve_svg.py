@@ -46,17 +46,12 @@ def curve_svg(title: str, rewards: Sequence[Point], accuracies: Sequence[Point])
     """The picture: mean reward of each step (thin), its running mean (bold), accuracy at each evaluation (marks)."""
     last = max(step for step, _ in [*rewards, *accuracies])
     low, high = value_range([value for _, value in [*rewards, *accuracies]])
-
-    def scaled(point: Point) -> tuple[float, float]:
-        step, value = point
-        x = LEFT + step / max(1, last) * (WIDTH - LEFT - RIGHT)
-        return x, HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
-
-    raw = [scaled(point) for point in rewards]
-    mean = [scaled(point) for point in running_mean(rewards)]
-    marks = [scaled(point) for point in accuracies]
-    floor = HEIGHT - BOTTOM
-    area = [(mean[0][0], floor), *mean, (mean[-1][0], floor)]
+    raw, mean, marks = (
+        [(_x(step / max(1, last)), _y((value - low) / (high - low))) for step, value in points]
+        for points in (rewards, running_mean(rewards), accuracies)
+    )
+    area = [(mean[0][0], _y(0)), *mean, (mean[-1][0], _y(0))]
+    labelled = range(len(marks)) if len(marks) <= MOST_LABELS else (0, len(marks) - 1)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         f'role="img" aria-label="Reward of {html.escape(title)} over {last} steps">',
@@ -70,10 +65,18 @@ def curve_svg(title: str, rewards: Sequence[Point], accuracies: Sequence[Point])
         f'<polyline class="mean" points="{_points(mean)}"/>',
         f'<polyline class="eval" points="{_points(marks)}"/>',
         *(_diamond(x, y) for x, y in marks),
-        *_values(marks, [value for _, value in accuracies]),
+        *(_value(*marks[i], accuracies[i][1]) for i in labelled),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _x(share: float) -> float:
+    return LEFT + share * (WIDTH - LEFT - RIGHT)
+
+
+def _y(share: float) -> float:
+    return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
 
 def running_mean(points: Sequence[Point]) -> list[Point]:
@@ -107,15 +110,13 @@ def _legend(*, with_accuracy: bool) -> list[str]:
 def _grid(low: float, high: float, last: int) -> list[str]:
     lines = []
     for i in range(5):
-        y = HEIGHT - BOTTOM - i / 4 * (HEIGHT - TOP - BOTTOM)
-        value = low + i / 4 * (high - low)
+        y, value = _y(i / 4), low + i / 4 * (high - low)
         lines.append(f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}"/>')
         lines.append(f'<text x="{LEFT - 10}" y="{y + 4:.1f}" text-anchor="end">{value:.2f}</text>')
     for step in _ticks(last):
-        x = LEFT + step / max(1, last) * (WIDTH - LEFT - RIGHT)
+        x = _x(step / max(1, last))
         lines.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 22}" text-anchor="middle">{step}</text>')
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    lines.append(f'<text x="{middle}" y="{HEIGHT - 12}" text-anchor="middle">step</text>')
+    lines.append(f'<text x="{_x(0.5)}" y="{HEIGHT - 12}" text-anchor="middle">step</text>')
     return lines
 
 
@@ -127,17 +128,8 @@ def _ticks(last: int) -> list[int]:
     return list(range(0, last + 1, width))
 
 
-def _values(marks: Sequence[tuple[float, float]], values: Sequence[float]) -> list[str]:
-    """The numbers beside the marks."""
-    ends = (0, len(marks) - 1)
-    return [
-        _value(x, y, value)
-        for i, ((x, y), value) in enumerate(zip(marks, values, strict=True))
-        if len(marks) <= MOST_LABELS or i in ends
-    ]
-
-
 def _value(x: float, y: float, value: float) -> str:
+    """The number beside a mark."""
     above = y - 14 if y > TOP + 14 else y + 24
     anchor, shift = "middle", 0
     if x < LEFT + 20:

@@ -67,18 +67,11 @@ def read_answers(folder: Path) -> Answers | None:
     common = [key for key in first if key in last]
     if not common:
         return None
-    key = max(common, key=lambda key: _reward(last[key]) - _reward(first[key]))
-    return Answers(first[key]["question"], first[key]["answer"], _text(first[key]), _text(last[key]))
+    before, after = ({key: asked[key]["completions"][0] for key in common} for asked in (first, last))
+    key = max(common, key=lambda key: after[key]["reward"] - before[key]["reward"])
+    return Answers(first[key]["question"], first[key]["answer"], before[key]["text"], after[key]["text"])
 
 
 def _points(lines: Iterable[Mapping[str, Any]], name: str) -> list[Point]:
     points = ((line["step"], line.get(name)) for line in lines)
     return [(step, value) for step, value in points if value is not None and math.isfinite(value)]
-
-
-def _reward(record: Mapping[str, Any]) -> float:
-    return record["completions"][0]["reward"]
-
-
-def _text(record: Mapping[str, Any]) -> str:
-    return record["completions"][0]["text"]

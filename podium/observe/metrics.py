@@ -1,45 +1,37 @@
 """From the typed statistics of a step or an evaluation to metrics by name; the names of all metrics.
 
-The tables are `step_metrics` and `evaluation_metrics`.
+The table is `podium.observe.metric_table`.
 """
 
-import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from podium.observe.evaluation_metrics import EVALUATION_METRICS
-from podium.observe.metric import Metric, Value
+from podium.observe.metric_table import METRICS, Metric, Value
 from podium.observe.stats import EvaluationStats, StepStats
-from podium.observe.step_metrics import STEP_METRICS
 
-METRICS = STEP_METRICS | EVALUATION_METRICS
-"""All metrics, by the sections of docs/metrics.md."""
 REWARD, ACCURACY, UPDATES = "train-reward/total/mean", "eval/accuracy", "optimizer/updates"
 STEP_REPORT = (REWARD, "train-other/loss", ACCURACY, "time/train/step_s")
 """What a status on a worker shows of the last step."""
+ALL_METRICS = [metric for section in METRICS.values() for metric in section]
 STATISTICS: Mapping[str, Callable[[np.ndarray], Any]] = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
 """What the last part of a name means of an array; `std` is the population's."""
 
 
 def step_metrics(stats: StepStats) -> dict[str, float]:
     """The metrics of a step by their names."""
-    return named((metric, metric.step and metric.step(stats)) for metric in _all_metrics())
+    return named((metric, metric.step and metric.step(stats)) for metric in ALL_METRICS)
 
 
 def evaluation_metrics(stats: EvaluationStats) -> dict[str, float]:
     """The metrics of an evaluation by their names: those of its tasks, then its own."""
     found: dict[str, float] = {}
     for task, scores in stats.tasks.items():
-        values = named((metric, metric.task and metric.task(scores)) for metric in _all_metrics())
+        values = named((metric, metric.task and metric.task(scores)) for metric in ALL_METRICS)
         found |= {name.replace("<task>", task): value for name, value in values.items()}
-    return found | named((metric, metric.evaluation and metric.evaluation(stats)) for metric in _all_metrics())
-
-
-def _all_metrics() -> Iterator[Metric]:
-    return itertools.chain.from_iterable(METRICS.values())
+    return found | named((metric, metric.evaluation and metric.evaluation(stats)) for metric in ALL_METRICS)
 
 
 def named(values: Iterable[tuple[Metric, Value]]) -> dict[str, float]:
@@ -63,16 +55,7 @@ def named(values: Iterable[tuple[Metric, Value]]) -> dict[str, float]:
 
 def find_metric(name: str) -> Metric | None:
     """The list's entry of a complete name such as `eval/gsm8k/accuracy`; None if it has none."""
-    for metrics in METRICS.values():
-        for metric in metrics:
-            if any(_pattern(listed).fullmatch(name) for listed in metric.names):
-                return metric
+    for metric in ALL_METRICS:
+        if any(re.fullmatch(re.sub(r"<\w+>", "[^/]+", listed), name) for listed in metric.names):
+            return metric
     return None
-
-
-def _pattern(listed: str) -> re.Pattern[str]:
-    return re.compile("".join("[^/]+" if part.startswith("<") else re.escape(part) for part in _split(listed)))
-
-
-def _split(listed: str) -> list[str]:
-    return [part for part in re.split(r"(<\w+>)", listed) if part]

@@ -33,14 +33,7 @@ class Progress:
     """Follows a run from `with` to its end; an exception or Ctrl-C inside leaves the terminal as it was."""
 
     def __init__(self, run_name: str, steps: int, console: Console | None = None, *, first_step: int = 0):
-        """Show nothing yet.
-
-        Args:
-            run_name: Title.
-            steps: Of the whole run.
-            console: Where to; unset: stderr.
-            first_step: Steps that an earlier process did.
-        """
+        """Show nothing yet; of the run's `steps` an earlier process did `first_step`. Without a console: stderr."""
         self.console = console or Console(stderr=True)
         self._name = run_name
         self._steps = steps
@@ -77,20 +70,14 @@ class Progress:
         """Say what is being done from now on: `model`, `rollout`, `update`, `evaluation`, ..."""
         self._phase, self._phase_started = name, time.monotonic()
         if self._live is None and self._notice is not None:
-            self._line(self._notice)
+            self.message(self._notice)
             self._notice = None
         if self._live is None and name not in self._phases_seen:
-            self._line(f"{name} ...")
+            self.message(f"{name} ...")
         self._phases_seen.add(name)
 
     def step(self, step: int, metrics: Mapping[str, float], sample: ShownCompletion | None = None) -> None:
-        """Show a step that is done.
-
-        Args:
-            step: Steps done.
-            metrics: Of that step, by the names of `podium.observe.metrics`.
-            sample: One of its completions.
-        """
+        """Show a step that is done: how many are, its metrics by their names, and one of its completions."""
         now = time.monotonic()
         if self._step_ended is not None:  # the first step compiles, and says nothing about the others
             self._durations.append(now - self._step_ended)
@@ -99,7 +86,7 @@ class Progress:
         self._lengths.append(float(metrics.get("train-seq_len/completion/mean", float("nan"))))
         self._sample = sample or self._sample
         if self._live is None:
-            self._line(
+            self.message(
                 f"step {step}/{self._steps}  reward {self._rewards[-1]:.3f}  length {self._lengths[-1]:.1f}  "
                 f"{_speed(self._metrics)}  {self._step_s():.2f} s  left {self._left()}"
             )
@@ -109,19 +96,16 @@ class Progress:
         accuracy = float(results["eval/accuracy"])
         self._evaluations.append((step, accuracy))
         if self._live is None:
-            self._line(f"evaluation at step {step}  accuracy {accuracy:.3f}")
+            self.message(f"evaluation at step {step}  accuracy {accuracy:.3f}")
 
     def message(self, text: str) -> None:
         """Show a line that stays: a warning, a saved checkpoint, how to resume."""
-        self._line(text)
+        self.console.print(Text(text), soft_wrap=True)
+        self.console.file.flush()
 
     def notice(self, text: str) -> None:
         """Have a line shown soon. Prints nothing itself, so that a signal's handler may call it in mid-print."""
         self._notice = text
-
-    def _line(self, text: str) -> None:
-        self.console.print(Text(text), soft_wrap=True)
-        self.console.file.flush()
 
     def _left(self) -> str:
         if not self._durations:

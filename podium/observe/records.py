@@ -12,15 +12,9 @@ Split = Literal["train", "eval"]
 def sample_record(
     step: int, split: Split, task: str, prompt: Prompt, completions: Sequence[Completion], rewards: Sequence[Reward]
 ) -> dict[str, Any]:
-    """A line of samples.jsonl: one question with all its completions.
+    """A line of samples.jsonl: one question with all its completions, each with its reward.
 
-    Args:
-        step: Steps done when the completions were recorded; for `eval`, of the evaluated weights.
-        split: Whether it was trained on.
-        task: Name of the task.
-        prompt: The question.
-        completions: Of that question, `G` of them (or as many as the evaluation made).
-        rewards: One per completion.
+    `step` counts the steps done when they were recorded; for `eval`, those of the evaluated weights.
     """
     return {
         "step": step,

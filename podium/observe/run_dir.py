@@ -25,15 +25,7 @@ from pydantic import ValidationError
 
 from podium.config.schema import Config
 from podium.config.show import to_yaml
-from podium.files import (
-    JsonLines,
-    Record,
-    RunFileError,
-    drop_lines_after,
-    read_lines,
-    to_json,
-    write_atomically,
-)
+from podium.files import JsonLines, Record, RunFileError, drop_lines_after, read_lines, to_json, write_atomically
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
@@ -153,12 +145,9 @@ class RunDir:
 
     @classmethod
     def follow(cls, config: Config, *, continued: bool, fork: Fork | None) -> "RunDir":
-        """The folder as another process of the run has it, which writes nothing there; the process that opened it does.
+        """The folder as another process of the run has it, which writes nothing there.
 
-        Args:
-            config: Of the run.
-            continued: As the process that opened it found it.
-            fork: As the process that opened it found it.
+        `continued` and `fork` are as the process that opened it, and writes there, found them.
         """
         return cls(Path(config.runs_dir) / _folder_name(config), None, continued=continued, fork=fork)
 
@@ -191,11 +180,6 @@ class RunDir:
     def read(self, name: str) -> list[dict[str, Any]]:
         """The records of METRICS, SAMPLES or LENGTHS, oldest first."""
         return read_lines(self.path / name)
-
-    def write_summary(self, summary: Record) -> None:
-        """Replace summary.json."""
-        if self.writes:
-            write_atomically(self.path / SUMMARY, to_json(summary, indent=2) + "\n")
 
     def close(self) -> None:
         """Close the files and give up the lock; a second call does nothing."""

@@ -114,29 +114,6 @@ class UpdateStats:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepTimes:
-    """Seconds of a step."""
-
-    step_s: float
-    cpu_s: float
-    rollout_s: float
-    """From the first prompt drawn to graded completions."""
-    sync_s: float
-    checkpoint_s: float | None
-    """What the loop waited for the checkpoint of the step before; None: that step saved none."""
-    mean_step_s: float | None = None
-    """Mean of the last ten steps; None before the tenth."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DeviceMemory:
-    """Bytes of the device that has most in use, of all hosts."""
-
-    in_use: int
-    peak: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepStats:
     """Everything that a step left behind."""
 
@@ -144,9 +121,15 @@ class StepStats:
     rolled: RolloutStats
     batched: BatchStats
     updated: UpdateStats
-    times: StepTimes
-    memory: DeviceMemory | None
-    """None where devices do not say (CPU)."""
+    step_s: float
+    cpu_s: float
+    sync_s: float
+    checkpoint_s: float | None
+    """What the loop waited for the checkpoint of the step before; None: that step saved none."""
+    mean_step_s: float | None = None
+    """Mean of the last ten steps; None before the tenth."""
+    memory: tuple[int, int] | None = None
+    """Bytes in use, and at most, on the device with most in use; None where devices do not say (CPU)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from podium.files import to_json, write_atomically
 from podium.observe.chart import MARK, reward_curve
 from podium.observe.history import Answers, History, Point, read_answers, read_history
 from podium.observe.run_dir import CONFIG, CURVE, LENGTHS, METRICS, SAMPLES, SUMMARY
@@ -21,6 +22,11 @@ from podium.observe.text import clock, shown
 PACKAGES = ("podium-rl", "jax", "jaxlib", "optax", "orbax-checkpoint", "transformers", "numpy")
 """Whose versions a run records."""
 ANSWER_LENGTH = 240
+
+
+def save_summary(folder: Path) -> None:
+    """Write what `make_summary` makes of the run in `folder` to its summary.json."""
+    write_atomically(folder / SUMMARY, to_json(make_summary(folder), indent=2) + "\n")
 
 
 def make_summary(folder: Path) -> dict[str, Any]:

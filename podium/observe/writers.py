@@ -20,10 +20,8 @@ class MetricWriter:
     def __init__(self, run: RunDir, config: Config, *, announce: Callable[[str], None]):
         """Connect the services, before anything expensive begins; none where another process writes for the run.
 
-        Args:
-            run: The run's folder, already truncated to the step that it continues from.
-            config: The run's config.
-            announce: Gets one line about each service that has a page, or has failed.
+        The run's folder is truncated already to the step that it continues from. `announce` gets one line about each
+        service that has a page, or has failed.
 
         Raises:
             ServiceError: A service's package or credentials are missing.
@@ -39,11 +37,9 @@ class MetricWriter:
             self._connect(name, config, first_step=last.get("step", -1) + 1)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append a line of metrics of a step.
+        """Append a line of metrics: numbers (also numpy's, and arrays without dimensions) by their names.
 
-        Args:
-            step: Steps done; 0 for the evaluation of the first model.
-            metrics: Numbers (also numpy's and arrays without dimensions) by the names of `podium.observe.metrics`.
+        `step` counts the steps done; it is 0 for the evaluation of the first model.
 
         Raises:
             RunFileError: metrics.jsonl cannot be written.
@@ -71,8 +67,7 @@ class MetricWriter:
             self._announce(_failure(name, error))
             return
         self._services.append(service)
-        url = getattr(service, "url", None)
-        if url:
+        if url := getattr(service, "url", None):
             self._announce(f"{name}: {url}")
 
     def _guard(self, service: Service, action: Callable[[], None]) -> None:

@@ -11,6 +11,7 @@ and are read onto whatever mesh the reader asks for.
 """
 
 import dataclasses
+import functools
 import json
 import logging
 import shutil
@@ -36,8 +37,9 @@ SCORE = "score"
 SHOWN_DIFFERENCES = 3
 
 
+@functools.cache
 def _quiet_orbax() -> None:
-    """Keeps what orbax raises and drops what it prints besides.
+    """Keeps what orbax raises and drops what it prints besides; once in a process, when orbax is first used.
 
     It logs each phase of a save, and the traceback of what it then raises. When a write fails it closes its event loop
     while other writes are under way; each of them then reports, as an exception that nobody can catch, a closed loop.
@@ -52,9 +54,6 @@ def _quiet_orbax() -> None:
     sys.unraisablehook = report_others
 
 
-_quiet_orbax()
-
-
 class CheckpointError(ValueError):
     """A checkpoint cannot be written, or cannot be read; the message says which, why, and what to do."""
 
@@ -62,10 +61,8 @@ class CheckpointError(ValueError):
 class Checkpointer:
     """Saves the states of one run, several hosts included, and gives them back.
 
-    Args:
-        folder: `checkpoints` of the run directory; made if it is not there. Only the run itself may write to it.
-        config: which steps are saved and kept.
-        on_save: called when `maybe_save` begins to save.
+    The folder is the run's `checkpoints`, made if it is not there; only the run itself may write to it. `on_save` is
+    called when `maybe_save` begins to save.
 
     Raises:
         CheckpointError: if the folder cannot be made or written to.
@@ -76,6 +73,7 @@ class Checkpointer:
         self._step: int | None = None  # last handed to orbax, whether or not it is whole yet
         self._failed = False  # what became of it
         self._bytes = 0  # of the arrays of that step
+        _quiet_orbax()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=KeepPolicy(config),
             best_fn=lambda metrics: metrics[SCORE],  # has orbax store the scores; KeepPolicy compares them
@@ -96,12 +94,8 @@ class Checkpointer:
     def maybe_save(self, step: int, state: TrainState, cursor: int, *, score: float | None, last: bool) -> float | None:
         """Save a step where the config says so, and the last one; the seconds that this took, None without a save.
 
-        Args:
-            step: steps done.
-            state: on any mesh.
-            cursor: of the feed: how many prompts have been drawn.
-            score: of the step's evaluation, for `keep_best`; None: was not evaluated.
-            last: nothing comes after it; returns when it is whole on disk.
+        The cursor is the feed's: prompts drawn so far. The score is for `keep_best`; None: the step was not evaluated.
+        Nothing comes after the `last`: it is whole on disk when this returns.
         """
         every, best = self._config.every_steps, self._config.keep_best and score is not None
         if not (last or best or (every and step % every == 0)):
@@ -118,13 +112,7 @@ class Checkpointer:
 
         Returns after the arrays have left the devices, or after the previous save if that takes longer. A step that
         this checkpointer has saved is not saved again. What `keep_*` does not keep is deleted when this step is whole.
-
-        Args:
-            step: its name.
-            state: on any mesh.
-            host_state: what JSON can hold; given back by `restore`.
-            score: for `keep_best`, the higher the better; None: was not evaluated.
-            wait: return only when the step is whole on disk.
+        The host state is what JSON can hold. With `wait`, returns only when the step is whole on disk.
 
         Raises:
             CheckpointError: if this step, or an earlier one that was still being written, failed.
@@ -288,11 +276,13 @@ def _damage(path: Path) -> str | None:
 
 def _read(folder: Path, step: int, targets: dict[str, Any], *, host: bool) -> dict[str, Any]:
     """Each target with arrays for its leaves, and under "host" the host state."""
+    _quiet_orbax()
     path = (folder / str(step)).absolute()
     wanted = {item: _named_arrays(target) for item, target in targets.items()}
     args: dict[str, Any] = {item: ocp.args.StandardRestore(arrays) for item, arrays in wanted.items()}
     try:
-        stored = {item: _stored_arrays(path / item) for item in wanted}
+        with ocp.StandardCheckpointer() as reader:
+            stored: dict[str, Any] = {item: reader.metadata(path / item).item_metadata.tree for item in wanted}
     except Exception as error:
         raise _damaged(folder, step, _first_line(error)) from error
     for item, arrays in wanted.items():
@@ -307,13 +297,6 @@ def _read(folder: Path, step: int, targets: dict[str, Any], *, host: bool) -> di
     trees = {item: jax.tree.structure(target) for item, target in targets.items()}
     restored = {item: trees[item].unflatten([read[item][name] for name in wanted[item]]) for item in targets}
     return restored | ({"host": read["host"]} if host else {})
-
-
-def _stored_arrays(path: Path) -> dict[str, Any]:
-    """Shape and dtype of each array of an item, by name."""
-    with ocp.StandardCheckpointer() as reader:
-        metadata: Any = reader.metadata(path)
-    return metadata.item_metadata.tree
 
 
 def _check_same_arrays(path: Path, wanted: dict[str, Any], stored: dict[str, Any]) -> None:

@@ -95,6 +95,12 @@ def gather(value: Value) -> list[Value]:
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(messages, sizes, strict=True)]
 
 
+def local_memory(name: str) -> int | None:
+    """The largest `memory_stats` figure of that name over this process's devices; None where they do not say (CPU)."""
+    stats = [found for device in jax.local_devices() if (found := device.memory_stats())]
+    return max(each[name] for each in stats) if stats else None
+
+
 def from_leader(make: Callable[[], Value]) -> Value:
     """What process 0 makes, for all; what it raises for a user to mend is raised in all."""
     if not jax.distributed.is_initialized():
@@ -141,12 +147,9 @@ def host_mesh(mesh: Mesh) -> Mesh:
 
 
 def make_localize(decoder: DecoderConfig, mesh: Mesh, dtype: jnp.dtype) -> Callable[[Params], Params]:
-    """The function `training params -> the same as one host has them`: all hosts' shards, split over its own devices.
+    """The function `params on the mesh of all hosts -> the whole model, split over this host's own devices`.
 
-    Args:
-        decoder: whose parameters.
-        mesh: of all hosts.
-        dtype: that they are cast to before they travel.
+    They are cast to `dtype` before they travel.
     """
     local = host_mesh(mesh)
     if local is mesh:
@@ -188,11 +191,7 @@ class AgreedStop:
     """
 
     def __init__(self, signals: StopSignal) -> None:
-        """Nothing is requested yet.
-
-        Args:
-            signals: of this process.
-        """
+        """Nothing is requested yet; `signals` are those of this process."""
         self._signals = signals
         self._agreed: int | None = None
         self._posted: int | None = None
@@ -259,8 +258,5 @@ def _initialize(cluster: Cluster) -> None:
         coordinator_bind_address=cluster.coordinator,
     )
     check_devices(
-        cluster,
-        processes=jax.process_count(),
-        devices=jax.device_count(),
-        local_devices=jax.local_device_count(),
+        cluster, processes=jax.process_count(), devices=jax.device_count(), local_devices=jax.local_device_count()
     )

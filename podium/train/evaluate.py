@@ -1,5 +1,6 @@
 """Held-out questions: how many are answered correctly, greedily and by sampling, and with what certainty."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -110,20 +111,14 @@ def wilson_interval(share: float, n: int) -> tuple[float, float]:
 
 
 def evaluate_command(config: Config, *, run: Fork | None, as_json: bool) -> int:
-    """`podium eval`: evaluate a run's weights, or the config's model, and print the result.
+    """`podium eval`: evaluate a run's weights, or without one the config's model, on the config's tasks.
 
-    Args:
-        config: with the task to ask.
-        run: the run and step whose weights answer; None: the config's model.
-        as_json: one JSON object on stdout instead of a table.
+    Prints a table, or one JSON object; the exit status.
     """
     model = make_model(config)
-    rollouts = Rollouts(config, model.decoder, model.tokenizer, model.mesh)
-    try:
+    with contextlib.closing(Rollouts(config, model.decoder, model.tokenizer, model.mesh)) as rollouts:
         rollouts.load(load_weights(model, run))
         evaluation = evaluate(rollouts)
-    finally:
-        rollouts.close()
     target = config.model if run is None else f"{run.run}@{'newest' if run.step is None else run.step}"
     result = {"target": target, **evaluation_metrics(evaluation.stats)}
     if as_json:

@@ -12,11 +12,7 @@ from podium.train.setup import load_weights, make_model
 def export_run(run: Path, folder: Path, *, step: int | None, dtype: Literal["bfloat16", "float32"]) -> int:
     """Write config, tokenizer and safetensors of a run's checkpoint to `folder`; the exit status of `podium export`.
 
-    Args:
-        run: the run's folder, or `RUN@STEP`.
-        folder: where to; must be new or empty.
-        step: which checkpoint; None: that of `run`, or the newest.
-        dtype: of the written weights.
+    The run is a folder, or `RUN@STEP`, where `step` overrides STEP; without either it is the newest checkpoint.
 
     Raises:
         ValueError: there is no such checkpoint, it is damaged, or `folder` holds something.

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from podium.accelerators import GIB
 from podium.job.context import join_job
 from podium.sharding import make_mesh
-from podium.train.distributed import gather, is_leader, joined
+from podium.train.distributed import gather, is_leader, joined, local_memory
 from podium.train.platform import prepare_platform
 
-GIB = 2**30
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 UNAVAILABLE = "unavailable"
 Mode = Literal["sharded", "gather"]
@@ -27,13 +27,8 @@ Mode = Literal["sharded", "gather"]
 def bench(*, mode: Mode, mesh_shape: str, dtype: str, target_bytes_gib: float, cols: int, require: int) -> int:
     """Print the figures of all processes as one object of JSON; the exit status of `podium bench gather`.
 
-    Args:
-        mode: whether the array is gathered.
-        mesh_shape: as `mesh:` in a config.
-        dtype: bf16, f16 or f32.
-        target_bytes_gib: of the whole array; rounded up to whole rows on every device.
-        cols: elements of a row.
-        require: processes that there must be; 0: any number.
+    The mesh is written as `mesh:` in a config. The target is of the whole array, rounded up to whole rows of `cols`
+    elements on every device. `require` is how many processes there must be; 0: any number.
     """
     options = {"mode": mode, "mesh": mesh_shape, "dtype": dtype, "target": str(target_bytes_gib), "cols": str(cols)}
     with join_job({**os.environ, **({"REQUIRE_JAX_PROCESS_COUNT": str(require)} if require else {})}) as job:
@@ -71,8 +66,8 @@ def measure(mesh: Mesh, mode: Mode, dtype: str, *, target_bytes_gib: float, cols
         "actual_total_bytes_human": f"{total / GIB:.3f} GiB",
         "buffer_shape": list(shape),
         **_of_all("per_device_array_bytes", max(shard.data.nbytes for shard in array.addressable_shards)),
-        **_of_all("device_bytes_in_use", _memory("bytes_in_use")),
-        **_of_all("device_peak_bytes_in_use", _memory("peak_bytes_in_use")),
+        **_of_all("device_bytes_in_use", local_memory("bytes_in_use")),
+        **_of_all("device_peak_bytes_in_use", local_memory("peak_bytes_in_use")),
     }
 
 
@@ -102,12 +97,6 @@ def allocate(mesh: Mesh, shape: tuple[int, int], dtype: str) -> Any:
 def gathered(mesh: Mesh) -> Any:
     """The jitted `array -> the same, whole on every device`."""
     return jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))
-
-
-def _memory(name: str) -> int | None:
-    """The largest of a figure over this process's devices; None where they do not tell (on CPU)."""
-    stats = [stats for device in jax.local_devices() if (stats := device.memory_stats())]
-    return max(each[name] for each in stats) if stats else None
 
 
 def _of_all(name: str, local: int | None) -> dict[str, Any]:

@@ -82,15 +82,9 @@ class Rollouts:
         stop: AgreedStop | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
-        """Starts the graders and makes the engine, of this host's devices alone; `load` gives it weights.
+        """Starts the graders and makes the engine, of this host's devices in the mesh alone; `load` gives it weights.
 
-        Args:
-            config: of the run.
-            decoder: the model's numbers.
-            tokenizer: the model's.
-            mesh: of all hosts.
-            stop: what ends a rollout before its time; unset: nothing does.
-            watchdog: hears often that completions are being made; unset: none.
+        Where it is set, `stop` ends a rollout before its time and `watchdog` often hears that it goes on.
 
         Raises:
             ValueError: a task, its data or the engine's sizes are wrong.
@@ -112,9 +106,11 @@ class Rollouts:
         self._watchdog = watchdog or alone().watchdog
         self.grader = Grader(config.tasks, config.grading, max_new_tokens=config.rollout.max_new_tokens)
 
-    def load(self, params: Params) -> None:
-        """Complete with these weights from now on."""
+    def load(self, params: Params) -> float:
+        """Complete with these weights from now on; the seconds that it took to bring them here."""
+        start = time.perf_counter()
         self.engine.load(self._localize(params))
+        return time.perf_counter() - start
 
     def unload(self) -> None:
         """Give their memory back until the next `load`."""
@@ -125,9 +121,7 @@ class Rollouts:
     ) -> tuple[list[Group], RolloutStats]:
         """Complete and grade prompts; each host does its share of them and gets those of the others from them.
 
-        Args:
-            prompts: to be answered.
-            settings: how; unset: as in training, with the refills of the recipe.
+        Without `settings` as in training, with the refills of the recipe.
 
         Returns:
             A group for each prompt, in their order; with refills first the groups that teach something, then those of
@@ -141,7 +135,10 @@ class Rollouts:
         stats, wanted = RolloutStats(), len(prompts)
         while True:
             own = prompts[share(len(prompts))]
-            requests = [_request(each, settings) for each in own]
+            requests = [
+                Request(prompt=p.tokens, sampling=settings.sampling, seed=p.seed, completions=settings.completions)
+                for p in own
+            ]
             grades = _Grades(self.grader, own)
             try:
                 # a group is graded while others are still decoded
@@ -196,21 +193,14 @@ class _Grades:
     def submit(self, index: int, completions: list[Completion]) -> None:
         """Begin to grade the completions of a prompt."""
         prompt = self._prompts[index].prompt
-        self._gradings[index] = self._grader.submit([(prompt, _graded(each)) for each in completions])
+        graded = [(prompt, Graded(text=each.text, num_tokens=len(each.tokens))) for each in completions]
+        self._gradings[index] = self._grader.submit(graded)
 
     def wait_for(self, completed: list[list[Completion]], stats: RolloutStats) -> _HostPart:
         """All completions with their rewards, and the stats with the seconds of waiting for these."""
         start = time.perf_counter()
         answers = [(completions, self._gradings[index].result()) for index, completions in enumerate(completed)]
         return _HostPart(answers, dataclasses.replace(stats, reward_s=time.perf_counter() - start))
-
-
-def _request(prompt: EncodedPrompt, settings: AnswerSettings) -> Request:
-    return Request(prompt=prompt.tokens, sampling=settings.sampling, seed=prompt.seed, completions=settings.completions)
-
-
-def _graded(completion: Completion) -> Graded:
-    return Graded(text=completion.text, num_tokens=len(completion.tokens))
 
 
 def rollout_rules(config: RolloutConfig, mesh: Mesh) -> ShardingRules:

@@ -5,10 +5,10 @@ from podium.job.context import JobContext, alone
 from podium.observe.curve_svg import save_curve
 from podium.observe.history import read_history
 from podium.observe.run_dir import Fork
-from podium.observe.summary import make_summary, print_summary
+from podium.observe.summary import print_summary, save_summary
 from podium.train.distributed import Interrupted, from_leader
 from podium.train.evaluate import evaluate
-from podium.train.recorder import PlanCheck, StepClock
+from podium.train.recorder import PlanCheck
 from podium.train.run import RunParts, open_run
 from podium.train.state import TrainState
 from podium.train.trainer import make_batches
@@ -49,10 +49,7 @@ def train(
 def run_steps(run: RunParts, state: TrainState, done: int) -> int:
     """Train from the step that is done to the last, or until the run is to stop; how many are done and saved then.
 
-    Args:
-        run: its parts.
-        state: after `done` steps; donated.
-        done: steps.
+    The state is that after `done` steps, and donated.
 
     Raises:
         DivergedError: an update made numbers that are not finite.
@@ -63,20 +60,18 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
     try:
         evaluate_at_start(run, done)
         for step in range(done, config.steps):
-            clock = StepClock(checkpoint_s)
+            run.recorder.begin_step(checkpoint_s)
             run.phase("rollout")
             prompts = feed.next(config.prompts_per_step)
             groups, rolled = rollouts.answer(prompts)  # completions, rewards; refills inside
-            clock.rolled_out()
             run.phase("update")
             rollouts.unload()  # these weights are done with: the update has their memory
-            batches, batched = make_batches(groups, run.recipe, trainer.sizes, trainer.reward_kl(groups))
+            batches, batched = make_batches(groups, trainer.recipe, trainer.sizes, trainer.reward_kl(groups))
             state, updated = trainer.update(state, batches, step)
             done, cursor = step + 1, feed.cursor
-            clock.updated()
-            rollouts.load(state.params)
-            run.recorder.write(done, groups, rolled, batched, updated, clock.stop())
-            score = evaluate_if_due(run, done)
+            sync_s = rollouts.load(state.params)
+            run.recorder.write(done, groups, rolled, batched, updated, sync_s)
+            score = evaluate_now(run, done) if evaluation_due(config, done) else None
             stopping = run.stop.requested is not None
             last = stopping or done == config.steps
             checkpoint_s = run.checkpointer.maybe_save(done, state, cursor, score=score, last=last)
@@ -101,11 +96,6 @@ def evaluate_at_start(run: RunParts, done: int) -> None:
             evaluate_now(run, done)
 
 
-def evaluate_if_due(run: RunParts, step: int) -> float | None:
-    """The accuracy after a step where the config has it evaluated."""
-    return evaluate_now(run, step) if evaluation_due(run.config, step) else None
-
-
 def evaluation_due(config: Config, step: int) -> bool:
     """Whether the weights after so many steps are to be evaluated."""
     every = config.eval.every_steps
@@ -124,9 +114,9 @@ def summarise(run: RunParts) -> None:
     """Write the run's summary and curve, wait for its last checkpoint, and show the summary."""
     path = run.run_dir.path
     if run.run_dir.writes:
-        run.run_dir.write_summary(make_summary(path))
+        save_summary(path)
         save_curve(path)
     run.resources.close()  # waits for the last checkpoint, which the view shows until the summary replaces it
     run.progress.close()
     if run.run_dir.writes:
-        print_summary(path, run.console)
+        print_summary(path, run.progress.console)

@@ -19,16 +19,15 @@ from podium.sharding import Params
 ADAM_UPDATE_RMS = 0.2  # arXiv:2502.16982: Muon's updates scaled to it take AdamW's learning rates
 ADAFACTOR_CLIP_RMS = 1.0  # arXiv:1804.04235, section 6
 
+AnyParams = Params | dict[str, jax.ShapeDtypeStruct]
+"""Parameters, or descriptions of what they will be."""
+
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     """The learning rate of each optimizer step, counted from 0.
 
     Warm-up reaches the peak with its last step and makes no step of size 0; what follows starts at the peak and has
-    `final_fraction` of it at the last step.
-
-    Args:
-        config: of the optimizer.
-        total_steps: optimizer steps of the whole run.
+    `final_fraction` of it at the last of the run's `total_steps`.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
     decay_steps = max(1, total_steps - 1 - warmup)
@@ -47,12 +46,7 @@ def make_optimizer(config: OptimizerConfig, total_steps: int, specs: ParamSpecs)
     """The update that a config means: `clip -> rule -> decay of matrices -> learning rate`.
 
     Decay is decoupled and multiplied by the learning rate, for every rule. Clipping is by the norm of all gradients
-    together.
-
-    Args:
-        config: of the optimizer.
-        total_steps: optimizer steps of the whole run, for the schedule.
-        specs: of the parameters: which are matrices, and along which dimensions.
+    together. The specs say which parameters are matrices, and along which dimensions.
     """
     matrices = {name: is_matrix(spec) for name, spec in specs.items()}
     return optax.chain(
@@ -68,19 +62,9 @@ def is_matrix(spec: ParamSpec) -> bool:
     return sum(axis is not None for axis in spec.axes) > 1
 
 
-def init_opt_state(optimizer: optax.GradientTransformation, params: Params) -> optax.OptState:
-    """The optimizer's first state, each array made where `abstract_opt_state` says."""
-    abstract = {
-        name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding) for name, value in params.items()
-    }
-    return make_opt_init(optimizer, abstract)(params)
-
-
-def make_opt_init(
-    optimizer: optax.GradientTransformation, abstract_params: dict[str, jax.ShapeDtypeStruct]
-) -> Callable[[Params], optax.OptState]:
-    """The jitted `params -> the optimizer's first state`."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_opt_state(optimizer, abstract_params))
+def make_opt_init(optimizer: optax.GradientTransformation, params: AnyParams) -> Callable[[Params], optax.OptState]:
+    """The jitted `params -> the optimizer's first state`, each array made where `abstract_opt_state` says."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_opt_state(optimizer, params))
 
     def init_optimizer(params: Params) -> optax.OptState:
         return optimizer.init(params)
@@ -88,30 +72,24 @@ def make_opt_init(
     return jax.jit(init_optimizer, out_shardings=shardings)
 
 
-def abstract_opt_state(
-    optimizer: optax.GradientTransformation, abstract_params: dict[str, jax.ShapeDtypeStruct]
-) -> optax.OptState:
+def abstract_opt_state(optimizer: optax.GradientTransformation, params: AnyParams) -> optax.OptState:
     """What the optimizer's state will be, without making it.
 
     An array with the name and shape of a parameter (a moment) lives where the parameter does; counts and Adafactor's
-    rows and columns are replicated.
-
-    Args:
-        optimizer: from `make_optimizer`.
-        abstract_params: with shardings on one mesh.
+    rows and columns are replicated. The parameters are on one mesh, or will be.
     """
-    copied = replicated(abstract_params)
+    copied = replicated(params)
 
     def described(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         key = path[-1]
-        param = abstract_params.get(key.key) if isinstance(key, jax.tree_util.DictKey) else None
+        param = params.get(key.key) if isinstance(key, jax.tree_util.DictKey) else None
         sharding = param.sharding if param is not None and param.shape == leaf.shape else copied
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree_util.tree_map_with_path(described, jax.eval_shape(optimizer.init, abstract_params))
+    return jax.tree_util.tree_map_with_path(described, jax.eval_shape(optimizer.init, params))
 
 
-def replicated(params: Params | dict[str, jax.ShapeDtypeStruct]) -> NamedSharding:
+def replicated(params: AnyParams) -> NamedSharding:
     """A copy on every device of the parameters' mesh: where scalars live."""
     sharding = next(iter(params.values())).sharding
     assert isinstance(sharding, NamedSharding)

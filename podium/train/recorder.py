@@ -1,13 +1,11 @@
 """What a run writes down and shows of its steps and evaluations."""
 
 import collections
-import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import jax
 import numpy as np
 
 from podium.algorithms.losses import narrow_clip_warning
@@ -19,10 +17,10 @@ from podium.observe.metrics import STEP_REPORT, evaluation_metrics, step_metrics
 from podium.observe.progress import Progress, ShownCompletion
 from podium.observe.records import lengths_record, sample_record, sampled_groups
 from podium.observe.run_dir import LENGTHS, SAMPLES, RunDir
-from podium.observe.stats import BatchStats, CompletionStats, DeviceMemory, StepStats, StepTimes, UpdateStats
+from podium.observe.stats import BatchStats, CompletionStats, StepStats, UpdateStats
 from podium.observe.writers import MetricWriter
 from podium.rollout.request import RolloutStats
-from podium.train.distributed import gather
+from podium.train.distributed import gather, local_memory
 from podium.train.evaluate import Evaluation
 from podium.train.generate import Group
 
@@ -41,35 +39,6 @@ class PlanCheck(Protocol):
         ...
 
 
-class StepClock:
-    """Wall and CPU time of a step, from when it is made."""
-
-    def __init__(self, checkpoint_s: float | None) -> None:
-        """Starts; `checkpoint_s` is what the loop waited for the checkpoint of the step before, None without one."""
-        self._checkpoint_s = checkpoint_s
-        self._start, self._cpu_start = time.perf_counter(), time.process_time()
-        self._rolled_out = self._updated = self._start
-
-    def rolled_out(self) -> None:
-        """The completions are graded."""
-        self._rolled_out = time.perf_counter()
-
-    def updated(self) -> None:
-        """The weights are new."""
-        self._updated = time.perf_counter()
-
-    def stop(self) -> StepTimes:
-        """The seconds so far; the step ends with the new weights in the engine."""
-        end = time.perf_counter()
-        return StepTimes(
-            step_s=end - self._start,
-            cpu_s=time.process_time() - self._cpu_start,
-            rollout_s=self._rolled_out - self._start,
-            sync_s=end - self._updated,
-            checkpoint_s=self._checkpoint_s,
-        )
-
-
 class Recorder:
     """Writes metrics, samples and lengths of a run, shows them, and reports to who waits for the job."""
 
@@ -85,22 +54,18 @@ class Recorder:
         task_labels: list[str],
         check: PlanCheck | None,
     ) -> None:
-        """Nothing is written yet.
-
-        Args:
-            config: of the run.
-            run_dir: of the run, cut back to the step that it continues from.
-            writer: of its metrics.
-            progress: what the user sees.
-            recipe: of the run, for a warning where its clip is narrower than what rounding does.
-            report: what the launcher of the job sees.
-            task_labels: short names of the tasks, in the config's order.
-            check: compares steps with the plan; None: nothing does.
-        """
+        """Nothing is written yet; without `check` nothing compares the steps with a plan."""
         self.config, self.run_dir, self.writer, self.progress = config, run_dir, writer, progress
         self._recipe, self._report, self._labels, self._check = recipe, report, task_labels, check
         self._warned = False
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=STEPS_AVERAGED)
+        self._checkpoint_s: float | None = None
+        self._start = self._cpu_start = 0.0
+
+    def begin_step(self, checkpoint_s: float | None) -> None:
+        """A step's time runs from here to `write`; `checkpoint_s` is what the step before took to save, if it did."""
+        self._checkpoint_s = checkpoint_s
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
 
     def write(
         self,
@@ -109,27 +74,22 @@ class Recorder:
         rolled: RolloutStats,
         batched: BatchStats,
         updated: UpdateStats,
-        times: StepTimes,
+        sync_s: float,
     ) -> None:
-        """Record a step; on several hosts all must call it.
-
-        Args:
-            step: steps done.
-            groups: completed and graded in it.
-            rolled: what that took.
-            batched: what became of the groups.
-            updated: what the updates did.
-            times: of the step.
-        """
-        self._step_seconds.append(times.step_s)
-        if len(self._step_seconds) == STEPS_AVERAGED:
-            times = dataclasses.replace(times, mean_step_s=float(np.mean(self._step_seconds)))
+        """Record that `step` steps are done, and what the last of them did; on several hosts all must call it."""
+        step_s, cpu_s = time.perf_counter() - self._start, time.process_time() - self._cpu_start
+        self._step_seconds.append(step_s)
+        averaged = len(self._step_seconds) == STEPS_AVERAGED
         stats = StepStats(
             completions=completion_stats(groups),
             rolled=rolled,
             batched=batched,
             updated=updated,
-            times=times,
+            step_s=step_s,
+            cpu_s=cpu_s,
+            sync_s=sync_s,
+            checkpoint_s=self._checkpoint_s,
+            mean_step_s=float(np.mean(self._step_seconds)) if averaged else None,
             memory=device_memory(),
         )
         metrics = step_metrics(stats)
@@ -193,11 +153,10 @@ def completion_stats(groups: Sequence[Group]) -> CompletionStats:
     )
 
 
-def device_memory() -> DeviceMemory | None:
-    """Memory of the device that has most in use, of all hosts; None where devices do not say (CPU)."""
-    stats = [found for device in jax.local_devices() if (found := device.memory_stats())]
-    if not stats:
+def device_memory() -> tuple[int, int] | None:
+    """Bytes in use, and at most, on the device with most, of all hosts; None where devices do not say (CPU)."""
+    used, peak = local_memory("bytes_in_use"), local_memory("peak_bytes_in_use")
+    if used is None or peak is None:
         return None
-    used, peak = (max(each[name] for each in stats) for name in ("bytes_in_use", "peak_bytes_in_use"))
     all_used, all_peak = zip(*gather((used, peak)), strict=True)
-    return DeviceMemory(in_use=max(all_used), peak=max(all_peak))
+    return max(all_used), max(all_peak)

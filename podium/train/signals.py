@@ -6,7 +6,7 @@ is saved, and a rollout that is under way is given up (`podium.train.distributed
 
 import signal
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 
@@ -25,19 +25,12 @@ class StopSignal:
         """Number of the first signal, SIGINT or SIGTERM; None until one comes."""
         self._previous: dict[int, Any] = {}
 
-    @property
-    def exit_code(self) -> int:
-        """What the process exits with: 130 after Ctrl-C, 143 after SIGTERM, 0 if nothing was requested."""
-        return 128 + self.requested if self.requested else 0
-
     def __enter__(self) -> "StopSignal":
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._receive)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

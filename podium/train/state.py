@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from podium.sharding import Params
-from podium.train.optimizer import abstract_opt_state, init_opt_state, replicated
+from podium.train.optimizer import abstract_opt_state, make_opt_init, replicated
 
 
 @jax.tree_util.register_dataclass
@@ -24,7 +24,7 @@ class TrainState:
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first update; `params` are taken, not copied."""
     step = jax.device_put(jnp.zeros((), jnp.int32), replicated(params))
-    return TrainState(step=step, params=params, opt_state=init_opt_state(optimizer, params))
+    return TrainState(step=step, params=params, opt_state=make_opt_init(optimizer, params)(params))
 
 
 def abstract_state(

@@ -35,13 +35,7 @@ def make_batches(
     """The batches of a step's optimizer steps, one for each minibatch that has a token to train on.
 
     Groups that the recipe drops are dropped before advantages are computed: they are no part of a batch's mean or
-    standard deviation.
-
-    Args:
-        groups: of the step.
-        recipe: whose advantage, mean and minibatches these are.
-        sizes: of a batch.
-        reward_kl: what `kl: k1_reward` charges to the completions; None: nothing.
+    standard deviation. `reward_kl` is what `kl: k1_reward` takes off the rewards.
     """
     start = time.perf_counter()
     rewards = np.stack([group.totals for group in groups])  # [N, G]
@@ -49,10 +43,9 @@ def make_batches(
     paid = rewards if reward_kl is None else penalised_rewards(rewards, reward_kl.sums, recipe.kl_coef)
     kept = np.flatnonzero(~equal if recipe.zero_variance != "keep" else np.ones_like(equal))
     samples = [group_samples(groups[n], n, recipe) for n in kept.tolist()]
-    lengths = np.array([[len(sample.tokens) for sample in group] for group in samples]).reshape(
-        len(kept), rewards.shape[1]
-    )
-    advantages = recipe.advantage(paid[kept], lengths) if len(kept) else np.zeros((0, rewards.shape[1]), np.float32)
+    shape = (len(kept), rewards.shape[1])
+    lengths = np.array([[len(sample.tokens) for sample in group] for group in samples]).reshape(shape)
+    advantages = recipe.advantage(paid[kept], lengths) if len(kept) else np.zeros(shape, np.float32)
     advantages_s, start = time.perf_counter() - start, time.perf_counter()
     parts = np.array_split(np.arange(len(kept)), recipe.minibatches)
     batches = [_minibatch([samples[n] for n in part], advantages[part], recipe, sizes) for part in parts]
@@ -122,13 +115,8 @@ class Trainer:
     ) -> None:
         """Makes the programs; they are compiled when they are first used.
 
-        Args:
-            config: of the run.
-            recipe: that its `algorithm` means.
-            settings: what the compiled programs have in common.
-            optimizer: from `make_optimizer`.
-            reference: the first model's parameters, where the recipe needs them.
-            folder: where a batch that diverges is saved.
+        `reference` are the first model's parameters, where the recipe needs them; in `folder` a batch that diverges is
+        saved.
         """
         self.recipe, self.settings, self.reference, self.folder = recipe, settings, reference, folder
         self.sizes = batch_sizes(config, settings.computing)
@@ -160,12 +148,8 @@ class Trainer:
         """Update on a step's batches, as often as the recipe says.
 
         The learning rate follows the run: what updates there are have the last rates of the step's share of the
-        schedule, and the next step goes on behind it, however many there were.
-
-        Args:
-            state: is donated; without a batch it comes back.
-            batches: of the step, numpy arrays.
-            step: of the run, counted from 0.
+        schedule, and the next step goes on behind it, however many there were. The state is donated; without a batch it
+        comes back. Steps of the run are counted from 0.
 
         Raises:
             DivergedError: loss or gradient is not finite.
@@ -214,11 +198,7 @@ def _update_stats(metrics: Metrics, tokens: float, learning_rate: float) -> Upda
 
 
 def with_scores(
-    batch: Batch,
-    recipe: Recipe,
-    score: Callable[[Params, Batch], jax.Array],
-    params: Params,
-    reference: Params | None,
+    batch: Batch, recipe: Recipe, score: Callable[[Params, Batch], jax.Array], params: Params, reference: Params | None
 ) -> Batch:
     """The batch with the log-probabilities that the recipe needs before the first update."""
     if recipe.scores_old_logprobs:

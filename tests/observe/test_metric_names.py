@@ -4,8 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from podium.observe.metric import MEAN_MAX, SPREAD, Metric
-from podium.observe.metrics import METRICS, find_metric, named
+from podium.observe.metric_table import MEAN_MAX, METRICS, SPREAD, Metric
+from podium.observe.metrics import find_metric, named
 from tools.metrics_page import find_sources, metrics_page
 
 ALL = [metric for metrics in METRICS.values() for metric in metrics]

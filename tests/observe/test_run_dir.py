@@ -193,12 +193,6 @@ def test_truncating_forgets_what_came_after_the_step_in_all_three_files(tmp_path
         assert run.read(SAMPLES) == run.read(LENGTHS) == [{"step": 1}]
 
 
-def test_the_summary_is_one_object(tmp_path):
-    with RunDir.open(make_config(tmp_path)) as run:
-        run.write_summary({"steps": 3, "eval": {"initial": {"accuracy": 0.25}}})
-        assert yaml.safe_load((run.path / "summary.json").read_text())["eval"]["initial"]["accuracy"] == 0.25
-
-
 def test_a_fork_is_remembered_by_the_run_that_began_with_it(tmp_path):
     source = open_and_close(make_config(tmp_path)).path
     fork = parse_fork(f"{source}@20")

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from podium.config.schema import Config
 from podium.observe.history import Answers, read_answers, read_history
-from podium.observe.summary import commit, make_summary, print_summary, versions
+from podium.observe.summary import commit, make_summary, print_summary, save_summary, versions
 
 
 def sample(step, prompt, text, reward, split="eval"):
@@ -79,6 +79,12 @@ def test_the_summary_has_what_scripts_read(tmp_path):
     assert summary["versions"]["python"].startswith("3.")
     assert summary["versions"]["jax"] == versions()["jax"]
     assert summary["commit"] == commit()
+
+
+def test_the_saved_summary_is_one_object(tmp_path):
+    run = make_run(tmp_path, lines=LINES)
+    save_summary(run)
+    assert json.loads((run / "summary.json").read_text()) == make_summary(run)
 
 
 def test_the_summary_of_a_run_that_was_stopped_early_has_nulls(tmp_path):

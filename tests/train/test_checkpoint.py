@@ -38,10 +38,6 @@ def target(on: ShardingRules | None = None, optimizer: str = "adamw", specs=SPEC
     return abstract_state(abstract, make_optimizer(OptimizerConfig(name=optimizer), 10, specs))
 
 
-# Orbax's other writes end after the failed one has closed its event loop, and say so; what counts is what save() says.
-failing_save = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
-
-
 def make_state(seed: int = 0, optimizer: str = "adamw") -> TrainState:
     """A state of random numbers, the moments included, on 4 x 2 devices."""
     rng = np.random.default_rng(seed)
@@ -250,7 +246,6 @@ def test_every_damaged_file_is_named_and_the_way_back_is_given(open_checkpointer
     assert_bit_equal(restored, make_state(10))
 
 
-@failing_save
 def test_content_that_is_no_checkpoint_is_an_error_too(open_checkpointer, tmp_path):
     checkpointer = open_checkpointer()
     checkpointer.save(1, make_state(), {}, score=None, wait=True)
@@ -287,7 +282,6 @@ def no_large_files():
     limit(False)
 
 
-@failing_save
 def test_a_save_that_fails_is_told_at_the_next_call_and_the_last_good_step_stays(open_checkpointer, no_large_files):
     checkpointer, state = open_checkpointer(), make_state(1)
     checkpointer.save(1, state, HOST, score=None, wait=True)
@@ -306,7 +300,6 @@ def test_a_save_that_fails_is_told_at_the_next_call_and_the_last_good_step_stays
     assert checkpointer.latest() == 3
 
 
-@failing_save
 def test_closing_tells_of_a_failed_save(tmp_path, no_large_files):
     checkpointer = Checkpointer(folder(tmp_path), CheckpointConfig())
     no_large_files(True)

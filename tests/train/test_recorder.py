@@ -5,8 +5,9 @@ import pytest
 from tiny_runs import make_config, make_group, recipe_of
 
 from podium.job.records import ProgressReport
-from podium.observe.stats import BatchStats, StepTimes, UpdateStats
+from podium.observe.stats import BatchStats, UpdateStats
 from podium.rollout.request import RolloutStats
+from podium.train import recorder as recorder_module
 from podium.train.recorder import Recorder
 
 BATCHED = BatchStats(
@@ -55,7 +56,7 @@ class Kept:
     def step(self, *arguments: Any) -> None: ...
 
 
-def record_steps(count: int, **algorithm: Any) -> Kept:
+def record_steps(count: int, *, checkpoint_s: float | None = None, **algorithm: Any) -> Kept:
     """What is recorded of so many steps, of 1 s, 2 s, ..."""
     kept: Any = Kept()
     config = make_config(algorithm=algorithm, prompts_per_step=2, metrics={"samples_every": 1})
@@ -65,8 +66,11 @@ def record_steps(count: int, **algorithm: Any) -> Kept:
     )
     groups = [make_group([1.0, 0.0]), make_group([0.5, 0.0], seed=1)]
     for step in range(1, count + 1):
-        times = StepTimes(step_s=float(step), cpu_s=1.0, rollout_s=0.5, sync_s=0.1, checkpoint_s=None)
-        recorder.write(step, groups, RolloutStats(reward_s=0.2), BATCHED, UPDATED, times)
+        with pytest.MonkeyPatch.context() as patch:
+            ticks = iter((0.0, float(step)))
+            patch.setattr(recorder_module.time, "perf_counter", lambda ticks=ticks: next(ticks))
+            recorder.begin_step(checkpoint_s)
+            recorder.write(step, groups, RolloutStats(answer_s=0.5, reward_s=0.2), BATCHED, UPDATED, sync_s=0.1)
     return kept
 
 
@@ -84,7 +88,9 @@ def test_seconds_of_a_step_are_named_by_what_they_were_spent_on():
     assert first["time/train/batch_s"] == 0.5
     assert (first["time/train/score_s"], first["time/train/update_s"], first["time/train/sync_s"]) == (0.0, 2.0, 0.1)
     assert first["throughput/train/valid_tokens_per_s_update"] == 10.0
+    assert first["time/train/step_s"] == 1.0
     assert "time/train/checkpoint_s" not in first
+    assert record_steps(1, checkpoint_s=0.7).metrics[0]["time/train/checkpoint_s"] == 0.7
 
 
 def test_the_mean_of_ten_steps_is_there_from_the_tenth_on():

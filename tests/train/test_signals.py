@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from podium.train.distributed import AgreedStop
 from podium.train.signals import StopSignal
 
 
@@ -26,7 +27,7 @@ with StopSignal() as stop:
         print(step, before, stop.requested)
         if stop.requested:
             break
-sys.exit(stop.exit_code)
+sys.exit(128 + stop.requested)
 """
     )
     assert done.returncode == code
@@ -57,7 +58,7 @@ with StopSignal() as stop:
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)
     print("saved")
-sys.exit(stop.exit_code)
+sys.exit(128 + stop.requested)
 """
     )
     assert (done.returncode, done.stdout) == (143, "saved\n")
@@ -80,7 +81,7 @@ def test_handlers_are_what_they_were_after_leaving():
 def test_nothing_requested_exits_with_0():
     with StopSignal() as stop:
         pass
-    assert stop.exit_code == 0
+    assert AgreedStop(stop).exit_code == 0
 
 
 def test_only_the_main_thread_can_listen():

@@ -17,7 +17,7 @@ from podium.config.schema import Config, OptimizerConfig
 from podium.config.sizes import optimizer_steps
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.observe.metrics import step_metrics
-from podium.observe.stats import StepStats, StepTimes
+from podium.observe.stats import StepStats
 from podium.rollout.request import Completion, RolloutStats
 from podium.sharding import Params, ShardingRules, make_mesh, param_shardings
 from podium.tasks.mixture import TaskPrompt
@@ -190,8 +190,10 @@ def train_on(
             rolled=RolloutStats(),
             batched=batched,
             updated=updated,
-            times=StepTimes(step_s=1.0, cpu_s=1.0, rollout_s=0.0, sync_s=0.0, checkpoint_s=None),
-            memory=None,
+            step_s=1.0,
+            cpu_s=1.0,
+            sync_s=0.0,
+            checkpoint_s=None,
         )
     )
 

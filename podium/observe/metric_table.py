@@ -1,0 +1,157 @@
+"""All metrics and how their values are read: the only place that names them. docs/metrics.md is made from it.
+
+A new metric is one line; `<task>` stands for a task, `<part>` for a part of the reward.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from podium.accelerators import GIB
+from podium.observe.stats import EvaluationStats, StepStats, TaskScores
+
+SPREAD = ("mean", "std", "min", "max")
+MEAN_MAX = ("mean", "max")
+LOW_HIGH = ("low", "high")
+
+Value = float | None | tuple[float, float] | np.ndarray | Mapping[str, float]
+"""What a reader returns: a number; None where there is none to write; for `parts` as many numbers, or an array for those
+that are statistics; for a name with `<part>` a value by part."""
+
+
+class Metric(NamedTuple):
+    """One metric, or those of one quantity that differ by their last part."""
+
+    name: str
+    unit: str
+    definition: str
+    step: Callable[[StepStats], Value] | None = None
+    """Reads the value from a step's statistics; unset here and in the next two: who measures it writes it."""
+    evaluation: Callable[[EvaluationStats], Value] | None = None
+    task: Callable[[TaskScores], Value] | None = None
+    parts: tuple[str, ...] = ()
+    """Last parts of the name: `name/mean`, `name/max`, ...; none: the name is complete."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The complete names."""
+        return tuple(f"{self.name}/{part}" for part in self.parts) or (self.name,)
+
+
+def _score_s(stats: StepStats) -> float:
+    charged = stats.batched.reward_kl
+    return stats.updated.score_s + (charged.seconds if charged else 0.0)
+
+
+def _kl_reference(stats: StepStats) -> float | None:
+    charged = stats.batched.reward_kl
+    if charged is None:
+        return stats.updated.token_means.get("kl_reference")
+    return float(np.sum(charged.sums)) / charged.num_tokens if charged.num_tokens else None
+
+
+def _logprob_gap(stats: StepStats) -> tuple[float, float] | None:
+    return (stats.updated.logprob_gap, stats.updated.logprob_gap_max) if stats.updated.updates else None
+
+
+def _clip_fractions(stats: StepStats) -> tuple[float, float] | None:
+    means = stats.updated.token_means
+    return (means["clip_low"], means["clip_high"]) if means else None
+
+
+# fmt: off
+METRICS: dict[str, tuple[Metric, ...]] = {
+    "Time": (
+        Metric("time/wall_s", "s", "Since the run's folder was opened, summed over the processes that continued it."),
+        Metric("time/cpu_s", "s", "CPU time of the trainer and of its ended children, summed like `time/wall_s`."),
+        Metric("time/train/step_s", "s", "From the first prompt drawn to the new weights in the engine; without evaluation, checkpoint, and writing of metrics.", lambda s: s.step_s),
+        Metric("time/train/step_avg_last10_s", "s", "Mean of the last 10 `time/train/step_s` of this process; from its 10th step on.", lambda s: s.mean_step_s),
+        Metric("time/train/step_cpu_s", "s", "CPU time of the trainer, all threads, during `time/train/step_s`.", lambda s: s.cpu_s),
+        Metric("time/train/rollout_s", "s", "Prompts completed, tokens made text; drawing the prompts of refills included.", lambda s: s.rolled.answer_s - s.rolled.reward_s),
+        Metric("time/train/reward_s", "s", "Waiting for the grades of the step.", lambda s: s.rolled.reward_s),
+        Metric("time/train/advantages_s", "s", "Rewards to advantages.", lambda s: s.batched.advantages_s),
+        Metric("time/train/batch_s", "s", "Completions to packed rows on the devices.", lambda s: s.batched.batch_s + s.updated.place_s),
+        Metric("time/train/score_s", "s", "Log-probabilities of the reference, or of the trainer before the first update; 0 without either.", _score_s),
+        Metric("time/train/update_s", "s", "All updates of the step, to the end of the last.", lambda s: s.updated.update_s),
+        Metric("time/train/sync_s", "s", "New weights into the rollout's layout.", lambda s: s.sync_s),
+        Metric("time/train/checkpoint_s", "s", "What the loop waited for the checkpoint of the step before; only where that step saved.", lambda s: s.checkpoint_s),
+        Metric("time/eval/rollout_s", "s", "Completions of one evaluation, all tasks.", evaluation=lambda e: e.rollout_s),
+        Metric("time/eval/reward_s", "s", "Waiting for the grades of one evaluation.", evaluation=lambda e: e.reward_s),
+        Metric("time/eval/step_s", "s", "One evaluation.", evaluation=lambda e: e.step_s),
+    ),
+    "Throughput and counts": (
+        Metric("throughput/train/valid_tokens_per_s", "tokens/s", "`train-other/total_valid_token_count` / `time/train/step_s`, over all devices.", lambda s: s.batched.trained_tokens / s.step_s),
+        Metric("throughput/train/valid_tokens_per_s_update", "tokens/s", "`train-other/total_valid_token_count` / `time/train/update_s`.", lambda s: s.batched.trained_tokens / s.updated.update_s),
+        Metric("train-other/total_valid_token_count", "tokens", "Completion tokens in the loss, over all hosts.", lambda s: s.batched.trained_tokens),
+        Metric("train-other/batch_global", "sequences", "Completions in the update, over all hosts.", lambda s: s.batched.sequences),
+        Metric("tokens/prompt", "tokens", "Prompt tokens in the rows of the update.", lambda s: s.batched.prompt_tokens),
+        Metric("tokens/completion", "tokens", "Completion tokens in the rows of the update.", lambda s: s.batched.trained_tokens),
+        Metric("tokens/padding", "tokens", "Positions of the rows that hold neither.", lambda s: s.batched.padding_tokens),
+    ),
+    "Reward": (
+        Metric("train-reward/total", "reward", "Weighted sum of the parts, over the completions of the step; without the KL of `k1_reward`.", lambda s: s.completions.rewards, parts=SPREAD),
+        Metric("train-reward/penalised", "reward", "What `kl: k1_reward` leaves of the total; with it only.", lambda s: s.batched.penalised_rewards, parts=SPREAD),
+        Metric("train-reward/kl_penalty", "reward", "What `kl: k1_reward` takes off the total, `kl_coef` x the completion's KL; with it only.", lambda s: s.batched.penalties, parts=MEAN_MAX),
+        Metric("train-reward/func/<part>/mean", "reward", "One part of the reward, before its weight.", lambda s: {part: float(np.mean(x)) for part, x in s.completions.parts.items()}),
+        Metric("train-reward/advantage", "reward", "Advantages, over the completions in the update.", lambda s: s.batched.advantages if len(s.batched.advantages) else None, parts=SPREAD),
+        Metric("group/equal_rewards_fraction", "fraction", "Groups whose completions all earned the same, before the KL of `k1_reward`.", lambda s: s.batched.equal_groups / s.batched.groups),
+        Metric("group/dropped", "groups", "Groups left out of the update by `algorithm.zero_variance`.", lambda s: s.batched.dropped_groups),
+        Metric("grading/timeouts", "completions", "Completions whose grading passed `grading.timeout_s`.", lambda s: s.completions.timeouts),
+    ),
+    "Policy": (
+        Metric("train-other/loss", "", "Loss of the whole batch, mean over the updates of the step, weighted by their tokens.", lambda s: s.updated.loss if s.updated.updates else None),
+        Metric("policy/entropy", "nat", "Entropy of the trainer's next token, mean over the tokens in the loss; absent without an update. See also `rollout/entropy`.", lambda s: s.updated.token_means.get("entropy")),
+        Metric("policy/logprob_gap", "nat", "|trainer's - sampler's log-probability| of a sampled token before the first update: rounding, truncated sampling, stale weights.", _logprob_gap, parts=MEAN_MAX),
+        Metric("policy/kl_sampled", "nat", "KL(sampler || trainer) per token, as mean of r - 1 - log r with r = p_trainer / p_sampler.", lambda s: s.updated.token_means.get("kl_sampled")),
+        Metric("policy/kl_reference", "nat", "KL(trainer || reference) per token as `algorithm.kl` estimates it; for `k1_reward` mean of sampled - reference log-probability; with `kl` only.", _kl_reference),
+        Metric("policy/correction_weight", "", "Importance weight of `algorithm.correction`, mean over the tokens.", lambda s: s.updated.token_means.get("correction_weight")),
+        Metric("policy/clip_fraction", "fraction", "Tokens whose ratio was clipped below or above.", _clip_fractions, parts=LOW_HIGH),
+    ),
+    "Optimizer": (
+        Metric("optimizer/gradient_norm", "", "Global norm of the gradient before clipping, mean over the updates.", lambda s: s.updated.gradient_norm if s.updated.updates else None),
+        Metric("optimizer/update_norm", "", "Global norm of the change of the parameters, mean over the updates.", lambda s: s.updated.update_norm if s.updated.updates else None),
+        Metric("optimizer/learning_rate", "", "Learning rate of the last update; in a step without update, what it would have been.", lambda s: s.updated.learning_rate),
+        Metric("optimizer/updates", "updates", "Optimizer steps made; 0 where a step had nothing to train on.", lambda s: s.updated.updates),
+    ),
+    "Rollout": (
+        Metric("train-seq_len/prompt", "tokens", "Prompt, chat template included.", lambda s: s.completions.prompt_tokens, parts=MEAN_MAX),
+        Metric("train-seq_len/completion", "tokens", "Completion, end-of-sequence included.", lambda s: s.completions.completion_tokens, parts=MEAN_MAX),
+        Metric("train-seq_len/total", "tokens", "Prompt and completion.", lambda s: s.completions.total_tokens, parts=MEAN_MAX),
+        Metric("rollout/truncated_fraction", "fraction", "Completions cut by `rollout.max_new_tokens`.", lambda s: s.completions.truncated / len(s.completions.rewards)),
+        Metric("rollout/entropy", "nat", "Entropy of the sampler per token, mean of -log p over all completion tokens, so it exists in every step. Watch it for collapse.", lambda s: s.completions.entropy),
+        Metric("rollout/refill_rounds", "rounds", "Extra generations of `algorithm.zero_variance: refill`.", lambda s: s.rolled.refill_rounds),
+        Metric("rollout/prefill_s", "s", "Prefill calls.", lambda s: s.rolled.prefill_s),
+        Metric("rollout/decode_s", "s", "Decode calls.", lambda s: s.rolled.decode_s),
+        Metric("rollout/decode_steps", "steps", "Decode steps, each of all slots at once.", lambda s: s.rolled.decode_steps),
+        Metric("rollout/slot_utilisation", "fraction", "Slot-steps that made a token which was kept.", lambda s: s.rolled.slot_utilisation),
+        Metric("rollout/tokens_per_s", "tokens/s", "Completion tokens / seconds of `generate`.", lambda s: s.rolled.tokens_per_s),
+        Metric("rollout/compilations", "programs", "Programs compiled during `generate`; 0 after the first steps.", lambda s: s.rolled.compilations),
+        Metric("rollout/prompt_tokens", "tokens", "Prompt tokens prefilled, one copy per group.", lambda s: s.rolled.prompt_tokens),
+        Metric("rollout/completion_tokens", "tokens", "Completion tokens made.", lambda s: s.rolled.completion_tokens),
+        Metric("rollout/dropped_prompts", "prompts", "Prompts above `rollout.max_prompt_tokens`, replaced by others.", lambda s: s.rolled.dropped_prompts),
+    ),
+    "Memory": (
+        Metric("memory/train/bytes_in_use_max_gib", "GiB", "Largest `bytes_in_use` of a device after the update; absent where devices do not say (CPU).", lambda s: s.memory and s.memory[0] / GIB),
+        Metric("memory/train/peak_bytes_in_use_max_gib", "GiB", "Largest `peak_bytes_in_use` since the process began; temporaries inside a compiled program may be missing.", lambda s: s.memory and s.memory[1] / GIB),
+    ),
+    "Plan": (
+        Metric("plan/memory_error", "fraction", "Memory planned for the phase that needs most / measured peak - 1, after the third step of a process; on TPU and GPU."),
+        Metric("plan/step_error", "fraction", "Seconds planned for a step / `time/train/step_s` of a process's third step - 1; on TPU and GPU."),
+    ),
+    "Evaluation": (
+        Metric("eval/accuracy", "fraction", "Mean of `eval/<task>/accuracy` over the tasks; `keep_best` ranks by it.", evaluation=lambda e: e.accuracy),
+        Metric("eval/<task>/accuracy", "fraction", "Questions answered correctly with the likeliest tokens; without `eval.greedy`: `avg_at_k`. Too long ones count as wrong.", task=lambda t: t.accuracy),
+        Metric("eval/<task>/accuracy_interval", "fraction", "95 % Wilson interval of the accuracy over the questions.", task=lambda t: t.accuracy_interval, parts=LOW_HIGH),
+        Metric("eval/<task>/completed_accuracy", "fraction", "As `accuracy`, but an answer that was cut by `rollout.max_new_tokens` is wrong.", task=lambda t: t.completed_accuracy),
+        Metric("eval/<task>/avg_at_k", "fraction", "Mean correctness of k = `eval.samples` sampled answers; those to too long questions are wrong.", task=lambda t: t.avg_at_k),
+        Metric("eval/<task>/pass_at_k", "fraction", "Questions with a correct one among k sampled answers.", task=lambda t: t.pass_at_k),
+        Metric("eval/<task>/pass_at_k_interval", "fraction", "95 % Wilson interval of `pass_at_k`.", task=lambda t: t.pass_at_k_interval, parts=LOW_HIGH),
+        Metric("eval/<task>/questions", "questions", "Evaluation questions, those that are too long included.", task=lambda t: t.questions),
+        Metric("eval/<task>/too_long", "questions", "Questions above `rollout.max_prompt_tokens`: not asked, and wrong.", task=lambda t: t.too_long),
+        Metric("eval/<task>/completion_tokens", "tokens", "Mean length of the answers.", task=lambda t: t.completion_tokens),
+        Metric("eval/<task>/truncated_fraction", "fraction", "Answers cut by `rollout.max_new_tokens`.", task=lambda t: t.truncated_fraction),
+    ),
+}
+# fmt: on
+"""All metrics, by the sections of docs/metrics.md."""
