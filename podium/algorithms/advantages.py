@@ -1,8 +1,9 @@
 """What the host makes of rewards before an update: advantages, KL penalties in the reward, and token weights.
 
-N prompts with G completions each: rewards [N, G] and lengths [N, G] (tokens that are trained on) give advantages
-[N, G]. Every function of that form can be a recipe's advantage. Rewards count in float32, so that two sums that differ
-by rounding are one reward; the arithmetic is float64 and the result float32. Numpy only: nothing here needs a device.
+N prompts with G completions each: rewards [N, G] and lengths [N, G] (tokens that are trained on, 0 for a completion
+that is masked) give advantages [N, G] float32. Every function of that form can be a recipe's advantage; those that
+compare the completions of a prompt raise ValueError where G is 1. Rewards count in float32, so that two sums that
+differ by rounding are one reward; the arithmetic is float64. Numpy only: nothing here needs a device.
 """
 
 from typing import Literal
@@ -28,14 +29,11 @@ def group_advantages(
     deviation of all the batch's rewards (arXiv:2508.08221) with `std="batch"`. A group of equal rewards gives 0.
 
     Args:
-        rewards: [N, G], G >= 2.
+        rewards: [N, G].
         lengths: [N, G], not used.
         std: What the centred rewards are divided by.
         std_ddof: 1 for the unbiased variance (n - 1), 0 for the population's.
         std_eps: Added to the standard deviation.
-
-    Returns:
-        [N, G] float32.
     """
     rewards, _ = _checked(rewards, lengths, least_group=2)
     centred = _centred_by_group(rewards)
@@ -47,15 +45,7 @@ def group_advantages(
 
 
 def leave_one_out_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Rewards less the mean of the group's other rewards: G / (G - 1) (r - mean_g). RLOO (arXiv:2402.14740).
-
-    Args:
-        rewards: [N, G], G >= 2.
-        lengths: [N, G], not used.
-
-    Returns:
-        [N, G] float32.
-    """
+    """Rewards less the mean of the group's other rewards: G / (G - 1) (r - mean_g). RLOO (arXiv:2402.14740)."""
     rewards, _ = _checked(rewards, lengths, least_group=2)
     group = rewards.shape[1]
     return (group / (group - 1) * _centred_by_group(rewards)).astype(np.float32)
@@ -64,12 +54,7 @@ def leave_one_out_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.nda
 def maxrl_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Rewards less their group's mean, over that mean: (r - mean_g) / mean_g, 0 where it is 0 (arXiv:2602.02710).
 
-    Args:
-        rewards: [N, G], G >= 2, none negative: the mean stands for the probability of success.
-        lengths: [N, G], not used.
-
-    Returns:
-        [N, G] float32.
+    The mean stands for the probability of success, so a negative reward is a ValueError.
     """
     rewards, _ = _checked(rewards, lengths, least_group=2)
     if rewards.min() < 0:
@@ -82,15 +67,7 @@ def maxrl_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def batch_mean_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Rewards less the mean of the whole batch: REINFORCE with a baseline (Williams, 1992).
-
-    Args:
-        rewards: [N, G], N G >= 2; G may be 1.
-        lengths: [N, G], not used.
-
-    Returns:
-        [N, G] float32.
-    """
+    """Rewards less the mean of the whole batch, of at least 2: REINFORCE with a baseline (Williams, 1992)."""
     rewards, _ = _checked(rewards, lengths, least_group=1)
     if rewards.size < 2:
         raise ValueError("a batch of 1 completion is its own mean: no advantage; raise prompts_per_step or group_size")
@@ -107,13 +84,10 @@ def whitened_advantages(
     group of equal rewards is then shifted with all others, by the batch's mean.
 
     Args:
-        rewards: [N, G], G >= 2 with `group_baseline`.
-        lengths: [N, G], tokens that are trained on, 0 for a completion that is masked.
+        rewards: [N, G].
+        lengths: [N, G].
         group_baseline: First subtract each group's mean (the paper's baseline form).
         std_eps: Added to the standard deviation.
-
-    Returns:
-        [N, G] float32.
     """
     rewards, lengths = _checked(rewards, lengths, least_group=2 if group_baseline else 1)
     returns = _centred_by_group(rewards) if group_baseline else rewards

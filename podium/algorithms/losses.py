@@ -3,6 +3,10 @@
 Every array is [B, T] float32 over packed rows: `segments` numbers the sequences of a row from 1 to at most T (0 is
 padding), `mask` marks the tokens that are trained on, and advantages are already spread over their tokens. Where these
 functions see a log-probability of the policy as data (ratios' denominators, weights, statistics), no gradient flows.
+
+A policy term takes `logprobs` of the policy being trained, `old_logprobs` of the policy that its ratio is taken to,
+advantages, segments and mask, and gives the loss of each token, not masked and not averaged. Its clip is 1 - clip_low
+to 1 + clip_high.
 """
 
 from collections.abc import Callable
@@ -48,19 +52,6 @@ def clipped_policy_loss(
 
     With two widths it is DAPO's clip-higher (arXiv:2503.14476). `dual_clip` c bounds it for A < 0 by -c A, so that one
     unlikely token cannot dominate (arXiv:1912.09729); it is counted in `clipped_high`.
-
-    Args:
-        logprobs: [B, T] of the policy being trained.
-        old_logprobs: [B, T] of the policy that the ratio is taken to.
-        advantages: [B, T].
-        segments: [B, T], not used: ratios are the tokens' own.
-        mask: [B, T], not used.
-        clip_low: Width of the clip below 1.
-        clip_high: Width of the clip above 1.
-        dual_clip: Bound c > 1 of the ratio where the advantage is negative; None: none.
-
-    Returns:
-        The loss of each token, not masked and not averaged.
     """
     loss = _clipped(token_ratio(logprobs, old_logprobs), advantages, clip_low=clip_low, clip_high=clip_high)
     if dual_clip is None:
@@ -85,20 +76,8 @@ def gspo_loss(
 ) -> TokenLoss:
     """PPO's clipped surrogate of the sequence's ratio, exp(mean_t log ratio_t): GSPO (arXiv:2507.18071).
 
-    Every token of a sequence has the sequence's loss, and the gradient goes through the mean; with `mean="sequence"`
-    the weighted sum is the paper's objective.
-
-    Args:
-        logprobs: [B, T] of the policy being trained.
-        old_logprobs: [B, T] of the policy that the ratio is taken to.
-        advantages: [B, T], equal within a sequence.
-        segments: [B, T] int32.
-        mask: [B, T], the tokens that count in a sequence's mean.
-        clip_low: Width of the clip below 1.
-        clip_high: Width of the clip above 1.
-
-    Returns:
-        The loss of each token, not masked and not averaged.
+    Advantages are equal within a sequence. Every token of it has the sequence's loss, and the gradient goes through the
+    mean; with `mean="sequence"` the weighted sum is the paper's objective.
     """
     ratio = jnp.exp(segment_means(_log_ratio(logprobs, old_logprobs), segments, mask))
     return _clipped(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
@@ -117,18 +96,6 @@ def cispo_loss(
     """Log-likelihood weighted by a clipped ratio: -sg(clip(ratio, 1 - clip_low, 1 + clip_high)) A logprob.
 
     CISPO (arXiv:2506.13585): the clip bounds a token's weight and never stops its gradient.
-
-    Args:
-        logprobs: [B, T] of the policy being trained.
-        old_logprobs: [B, T] of the policy that the ratio is taken to.
-        advantages: [B, T].
-        segments: [B, T], not used.
-        mask: [B, T], not used.
-        clip_low: The least weight is 1 - clip_low; 1: no bound.
-        clip_high: The largest weight is 1 + clip_high.
-
-    Returns:
-        The loss of each token, not masked and not averaged.
     """
     ratio = stop_gradient(token_ratio(logprobs, old_logprobs))
     low, high = 1 - clip_low, 1 + clip_high
@@ -145,16 +112,6 @@ def reinforce_loss(
     """Log-likelihood weighted by advantage, -A logprob: REINFORCE (Williams, 1992).
 
     Its gradient is that of the clipped surrogate at ratio 1, so it holds for the first update of a batch only.
-
-    Args:
-        logprobs: [B, T] of the policy being trained.
-        old_logprobs: [B, T], not used: there is no ratio.
-        advantages: [B, T].
-        segments: [B, T], not used.
-        mask: [B, T], not used.
-
-    Returns:
-        The loss of each token, not masked and not averaged.
     """
     never = jnp.zeros_like(logprobs)
     return TokenLoss(values=-advantages * logprobs, clipped_low=never, clipped_high=never)
@@ -182,14 +139,6 @@ def kl_loss(kl: Literal["k2", "k3", "k3+"], logprobs: jax.Array, reference_logpr
     With d = logprob - reference_logprob: k2 = d^2 / 2 has the gradient of KL(policy || reference) on-policy; k3 =
     exp(-d) + d - 1 has that of KL(reference || policy); "k3+" has k3's value, at most 10, and k2's gradient
     (arXiv:2506.09477). k1 = d is not offered as a loss: its expected gradient is 0.
-
-    Args:
-        kl: Which estimator.
-        logprobs: [B, T] of the policy being trained.
-        reference_logprobs: [B, T] of the frozen first model.
-
-    Returns:
-        [B, T], not masked and not averaged.
     """
     reference_logprobs = stop_gradient(reference_logprobs)
     k2 = jnp.square(logprobs - reference_logprobs) / 2
@@ -204,12 +153,7 @@ def kl_loss(kl: Literal["k2", "k3", "k3+"], logprobs: jax.Array, reference_logpr
 def k3_estimate(logprobs: jax.Array, other_logprobs: jax.Array) -> jax.Array:
     """Unbiased, non-negative estimate of KL(p || q) at a token drawn from p: exp(log q/p) - log q/p - 1.
 
-    Args:
-        logprobs: [B, T] under p.
-        other_logprobs: [B, T] under q.
-
-    Returns:
-        [B, T].
+    `logprobs` are under p, `other_logprobs` under q.
     """
     log_ratio = _log_ratio(other_logprobs, logprobs)
     return jnp.expm1(log_ratio) - log_ratio
