@@ -58,3 +58,11 @@ def nearest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | Non
     """The choice most like a misspelt name, transposed letters first; None where none is near."""
     near = difflib.get_close_matches(name, list(choices), 5, cutoff)
     return min(near, key=lambda choice: sorted(choice) != sorted(name), default=None)
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The way out of an unknown name, for the end of a message: `did you mean 'add'?`, or the list of what there is."""
+    names = sorted(known)
+    if near := nearest(name, names):
+        return f"did you mean {near!r}?"
+    return f"there is {', '.join(names)}" if names else "there is none"

@@ -97,11 +97,9 @@ class SafetensorsFolder:
         for path in _weight_files(folder):
             try:
                 with safe_open(path, framework="numpy") as file:
-                    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-                    self.entries |= {
-                        name: StoredTensor(tuple(part.get_shape()), part.get_dtype(), path)
-                        for name, part in slices.items()
-                    }
+                    for name in file.keys():  # noqa: SIM118 (not a dict)
+                        part = file.get_slice(name)
+                        self.entries[name] = StoredTensor(tuple(part.get_shape()), part.get_dtype(), path)
             except (SafetensorError, OSError) as error:
                 raise ModelError(
                     f"{path}: truncated or damaged ({error}; the file has {path.stat().st_size:,} bytes);"
@@ -137,22 +135,19 @@ def _check_tensors(tensors: Tensors, parts: list[_Part], *, tied: bool, where: P
         if entry is None:
             problems.append(f"tensor {part.tensor} is missing from {where}; expected shape {list(expected)}")
         elif entry.shape != expected:
-            problems.append(
-                f"tensor {part.tensor} in {entry.file}: expected shape {list(expected)}, found {list(entry.shape)}"
-            )
+            wrong = f"expected shape {list(expected)}, found {list(entry.shape)}"
+            problems.append(f"tensor {part.tensor} in {entry.file}: {wrong}")
         elif isinstance(tensors, SafetensorsFolder) and entry.dtype not in FLOATS:
-            problems.append(
-                f"tensor {part.tensor} in {entry.file}: expected dtype {', '.join(FLOATS)}, found {entry.dtype}"
-            )
+            wrong = f"expected dtype {', '.join(FLOATS)}, found {entry.dtype}"
+            problems.append(f"tensor {part.tensor} in {entry.file}: {wrong}")
     known = {part.tensor for part in parts} | ({NAMES["head"].hf} if tied else set())
     for name, entry in tensors.entries.items():
         if name not in known and not name.endswith(IGNORED_SUFFIXES):
             problems.append(f"tensor {name} in {entry.file} is superfluous: this decoder has no such weight")
     if problems:
         more = [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
-        raise ModelError(
-            "\n".join([f"{where}: the weights are not those that its config describes:", *problems[:5], *more])
-        )
+        head = f"{where}: the weights are not those that its config describes:"
+        raise ModelError("\n".join([head, *problems[:5], *more]))
 
 
 def _check_rope(header: GgufHeader, config: DecoderConfig) -> None:
@@ -296,7 +291,7 @@ def _save_weights(params: Params, config: DecoderConfig, folder: Path, dtype: st
 
 
 def _file_tensor(value: jax.Array, part: _Part, dtype: str) -> np.ndarray:
-    """One tensor as the file has it."""
+    """The tensor of a part as the file has it."""
     ours = np.asarray((value if part.layer is None else value[part.layer]).astype(dtype))
     return np.ascontiguousarray(ours.transpose(part.layout.to_file_order()).reshape(part.layout.file_shape(part.shape)))
 

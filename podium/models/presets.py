@@ -41,22 +41,23 @@ _LLAMA32: Mapping[str, Any] = {
 }
 _LLAMA31 = {**_LLAMA32, "rope_scaling": dataclasses.replace(_STRETCHED, factor=8.0), "tied": False}
 
-_SIZES = ("width", "layers", "heads", "head_dim", "mlp_width")
+
+def _preset(family: Mapping[str, Any], width: int, layers: int, heads: int, head_dim: int, mlp: int) -> DecoderConfig:
+    return DecoderConfig(**family, width=width, layers=layers, heads=heads, head_dim=head_dim, mlp_width=mlp)
+
+
 PRESETS: Mapping[str, DecoderConfig] = {
-    name: DecoderConfig(**family, **dict(zip(_SIZES, sizes, strict=True)))
-    for name, family, *sizes in (
-        ("Qwen/Qwen2.5-0.5B-Instruct", _QWEN25, 896, 24, 14, 64, 4864),
-        ("Qwen/Qwen2.5-1.5B-Instruct", _QWEN25, 1536, 28, 12, 128, 8960),
-        ("Qwen/Qwen2.5-3B-Instruct", _QWEN25, 2048, 36, 16, 128, 11008),
-        ("Qwen/Qwen2.5-7B-Instruct", _QWEN25_LARGE, 3584, 28, 28, 128, 18944),
-        ("Qwen/Qwen3-0.6B", _QWEN3, 1024, 28, 16, 128, 3072),
-        ("Qwen/Qwen3-1.7B", _QWEN3, 2048, 28, 16, 128, 6144),
-        ("Qwen/Qwen3-4B", _QWEN3, 2560, 36, 32, 128, 9728),
-        ("Qwen/Qwen3-8B", _QWEN3_LARGE, 4096, 36, 32, 128, 12288),
-        ("meta-llama/Llama-3.2-1B-Instruct", _LLAMA32, 2048, 16, 32, 64, 8192),
-        ("meta-llama/Llama-3.2-3B-Instruct", _LLAMA32, 3072, 28, 24, 128, 8192),
-        ("meta-llama/Llama-3.1-8B-Instruct", _LLAMA31, 4096, 32, 32, 128, 14336),
-    )
+    "Qwen/Qwen2.5-0.5B-Instruct": _preset(_QWEN25, 896, 24, 14, 64, 4864),
+    "Qwen/Qwen2.5-1.5B-Instruct": _preset(_QWEN25, 1536, 28, 12, 128, 8960),
+    "Qwen/Qwen2.5-3B-Instruct": _preset(_QWEN25, 2048, 36, 16, 128, 11008),
+    "Qwen/Qwen2.5-7B-Instruct": _preset(_QWEN25_LARGE, 3584, 28, 28, 128, 18944),
+    "Qwen/Qwen3-0.6B": _preset(_QWEN3, 1024, 28, 16, 128, 3072),
+    "Qwen/Qwen3-1.7B": _preset(_QWEN3, 2048, 28, 16, 128, 6144),
+    "Qwen/Qwen3-4B": _preset(_QWEN3, 2560, 36, 32, 128, 9728),
+    "Qwen/Qwen3-8B": _preset(_QWEN3_LARGE, 4096, 36, 32, 128, 12288),
+    "meta-llama/Llama-3.2-1B-Instruct": _preset(_LLAMA32, 2048, 16, 32, 64, 8192),
+    "meta-llama/Llama-3.2-3B-Instruct": _preset(_LLAMA32, 3072, 28, 24, 128, 8192),
+    "meta-llama/Llama-3.1-8B-Instruct": _preset(_LLAMA31, 4096, 32, 32, 128, 14336),
 }
 """By hub id."""
 
