@@ -27,13 +27,7 @@ def group_advantages(
 
     GRPO (arXiv:2402.03300) with `std="group"`, Dr. GRPO (arXiv:2503.20783) with `std="none"`, and the standard
     deviation of all the batch's rewards (arXiv:2508.08221) with `std="batch"`. A group of equal rewards gives 0.
-
-    Args:
-        rewards: [N, G].
-        lengths: [N, G], not used.
-        std: What the centred rewards are divided by.
-        std_ddof: 1 for the unbiased variance (n - 1), 0 for the population's.
-        std_eps: Added to the standard deviation.
+    `std_ddof` is 1 for the unbiased variance (n - 1), 0 for the population's.
     """
     rewards, _ = _checked(rewards, lengths, least_group=2)
     centred = _centred_by_group(rewards)
@@ -83,11 +77,8 @@ def whitened_advantages(
     tokens are those over completions weighted by length. A batch of equal returns gives 0; with `group_baseline` a
     group of equal rewards is then shifted with all others, by the batch's mean.
 
-    Args:
-        rewards: [N, G].
-        lengths: [N, G].
-        group_baseline: First subtract each group's mean (the paper's baseline form).
-        std_eps: Added to the standard deviation.
+    `group_baseline` first subtracts each group's mean (the paper's baseline form); `std_eps` is added to the standard
+    deviation.
     """
     rewards, lengths = _checked(rewards, lengths, least_group=2 if group_baseline else 1)
     returns = _centred_by_group(rewards) if group_baseline else rewards
@@ -106,13 +97,7 @@ def penalised_rewards(rewards: np.ndarray, kl_sums: np.ndarray, coef: float) -> 
     The whole completion pays for its KL. REINFORCE++ and PPO charge a token only for the KL from itself on (the
     KL-to-go), which has the same expected gradient and less variance, and needs an advantage for each token.
 
-    Args:
-        rewards: [N, G].
-        kl_sums: [N, G], k1 = sampled - reference log-probability, summed over each completion's tokens.
-        coef: Weight of the KL.
-
-    Returns:
-        [N, G] float32.
+    `kl_sums` [N, G] are k1 = sampled - reference log-probability, summed over each completion's tokens.
     """
     kl_sums = np.asarray(kl_sums, np.float64)
     rewards, _ = _checked(rewards, np.ones(kl_sums.shape), least_group=1)

@@ -169,15 +169,8 @@ def correction_weights(
 ) -> jax.Array:
     """Importance weight of each token from the sampler's program to the trainer's, w = exp(old - sampled).
 
-    Args:
-        correction: "truncate": min(w, high); "mask": w where low <= w <= high, else 0.
-        old_logprobs: [B, T] that the trainer computed with the weights that sampled.
-        sampled_logprobs: [B, T] that the sampler recorded, of its softmax before top-k, top-p and min-p.
-        low: Lower end of the band; only "mask" uses it.
-        high: The cap, or the upper end of the band.
-
-    Returns:
-        [B, T], without gradient.
+    "truncate" gives min(w, high), "mask" w where low <= w <= high and 0 elsewhere; no gradient flows. `old_logprobs`
+    are the trainer's with the weights that sampled, `sampled_logprobs` the sampler's before top-k, top-p and min-p.
     """
     weights = stop_gradient(token_ratio(old_logprobs, sampled_logprobs))
     if correction == "truncate":
@@ -238,14 +231,8 @@ def policy_loss(
 def entropy_loss(entropy: jax.Array, mask: jax.Array, *, num_tokens: jax.Array, entropy_bonus: float) -> jax.Array:
     """The entropy bonus as a loss: -entropy_bonus times the mean entropy of the trained tokens, whatever `mean` is.
 
-    Args:
-        entropy: [B, T] of the policy at each token.
-        mask: [B, T], the tokens that are trained on.
-        num_tokens: [], trained tokens of the optimizer step, over all micro-batches and hosts.
-        entropy_bonus: Weight of the mean.
-
-    Returns:
-        [], this micro-batch's share; the shares of all micro-batches add up to the step's.
+    `num_tokens` [] counts the trained tokens of the optimizer step, over all micro-batches and hosts. What is returned,
+    [], is this micro-batch's share; the shares of all micro-batches add up to the step's.
     """
     return -entropy_bonus * jnp.sum(entropy * mask) / jnp.maximum(num_tokens, 1.0)
 
@@ -253,9 +240,7 @@ def entropy_loss(entropy: jax.Array, mask: jax.Array, *, num_tokens: jax.Array, 
 def narrow_clip_warning(recipe: Recipe, logprob_gap: float) -> str | None:
     """What to say where the difference between two programs is enough to clip a token; None where it is not.
 
-    Args:
-        recipe: With its clip, and whose log-probabilities its ratio is taken to.
-        logprob_gap: Mean of |trainer's - sampler's log-probability| before the first update, in nat.
+    `logprob_gap` is the mean of |trainer's - sampler's log-probability| before the first update, in nat.
     """
     narrow = min(("clip_low", "clip_high"), key=lambda option: getattr(recipe, option))
     width = getattr(recipe, narrow)
@@ -274,15 +259,9 @@ def token_ratio(logprobs: jax.Array, old_logprobs: jax.Array) -> jax.Array:
 
 
 def segment_means(x: jax.Array, segments: jax.Array, mask: jax.Array) -> jax.Array:
-    """The mean of `x` over the masked tokens of each sequence, at every token of that sequence.
+    """The mean of `x` [B, T] over the masked tokens of each sequence, at every token of it; 0 where it has none.
 
-    Args:
-        x: [B, T].
-        segments: [B, T] int32, 0 to T; several sequences of a row may have any different numbers.
-        mask: [B, T], the tokens that count.
-
-    Returns:
-        [B, T]; 0 where a sequence has no token that counts.
+    Segments are 0 to T; several sequences of a row may have any different numbers.
     """
     _, T = x.shape
     counted = mask.astype(x.dtype)

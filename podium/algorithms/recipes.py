@@ -20,7 +20,7 @@ from podium.algorithms.advantages import (
     maxrl_advantages,
     whitened_advantages,
 )
-from podium.config.errors import nearest
+from podium.config.errors import not_in
 from podium.config.schema import AlgorithmConfig
 
 LossName = Literal["clipped", "gspo", "cispo", "reinforce"]
@@ -220,9 +220,7 @@ def make_recipe(config: AlgorithmConfig, *, group_size: int, prompts_per_step: i
 def conflicts(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int) -> list[tuple[str, str]]:
     """What is wrong with `algorithm:`, as pairs of the config's key and a message: the rule and the way out."""
     if config.recipe not in RECIPES:
-        near = nearest(config.recipe, RECIPES)
-        message = f"expected one of {', '.join(RECIPES)}, got {config.recipe!r}"
-        return [("algorithm.recipe", f"{message}; did you mean {near}?" if near else message)]
+        return [("algorithm.recipe", not_in(RECIPES, config.recipe))]
     recipe = _changed(config)
     found = [
         *_advantage_conflicts(config, recipe, group_size),

@@ -104,14 +104,9 @@ def check_config(config: DecoderConfig, where: str) -> DecoderConfig:
 
 
 def from_hf_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
-    """The decoder that a config.json describes.
+    """The decoder that a config.json of transformers 4 or 5 describes; `where` is its path, for errors.
 
-    Args:
-        raw: config.json, as transformers 4 or 5 writes it.
-        where: its path, for errors.
-
-    Raises:
-        ModelError: the model type is unknown, a number is missing, or a feature is not supported.
+    Raises ModelError where the model type is unknown, a number is missing, or a feature is not supported.
     """
     family = check_family(raw.get("model_type"), where)
     for key, accepted in NEUTRAL.items():

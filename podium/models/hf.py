@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from podium.models.gguf import GgufHeader, GgufTensors, read_header, rope_diviso
 from podium.models.names import IGNORED_SUFFIXES, NAMES, Layout, StoredTensor, Tensors, layers_of
 from podium.models.params import ParamSpec, ParamSpecs, param_specs
 from podium.models.source import ModelSource, read_json
+from podium.models.tokenizer import Tokenizer
 from podium.sharding import Params, ShardingRules, param_shardings
 
 PIECE_BYTES = 8 * 2**20
@@ -37,16 +38,10 @@ FLOATS = ("F32", "F16", "BF16")
 def load_params(
     source: ModelSource, config: DecoderConfig, rules: ShardingRules, dtype: DTypeLike = jnp.float32
 ) -> Params:
-    """A model's weights, each in its shards on the mesh.
+    """A model's weights in `dtype`, whatever the files hold, each in its shards on the mesh.
 
-    Args:
-        source: where the files are.
-        config: the decoder they are for, `read_architecture(source)`.
-        rules: where parameters live.
-        dtype: of the parameters, whatever the files hold.
-
-    Raises:
-        ModelError: a file is truncated; a tensor is missing, superfluous, of another shape or not of floats.
+    `config` is `read_architecture(source)`. Raises ModelError where a file is truncated, or a tensor is missing,
+    superfluous, of another shape or not of floats.
     """
     specs = param_specs(config)
     shardings = param_shardings(specs, rules)
@@ -209,39 +204,19 @@ def _make_write(mesh: Mesh, target: PartitionSpec, piece: PartitionSpec, order: 
     return jax.jit(jax.shard_map(write, mesh=mesh, in_specs=specs, out_specs=target), donate_argnums=0)
 
 
-class Saveable(Protocol):
-    """What an export needs of a tokenizer."""
-
-    eos_tokens: tuple[int, ...]
-    bos_token: int | None
-    pad_token: int
-
-    def save(self, folder: Path) -> None:
-        """Writes the tokenizer's files."""
-        ...
-
-
 def save_model(
     params: Params,
     config: DecoderConfig,
-    tokenizer: Saveable | None,
+    tokenizer: Tokenizer | None,
     folder: Path | str,
     *,
     dtype: Literal["float32", "bfloat16"] = "bfloat16",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes a folder that transformers loads: config, tokenizer, safetensors. It appears whole or not at all.
+    """Writes a folder that transformers loads: config, tokenizer (if any), safetensors. It appears whole or not at all.
 
-    Args:
-        params: as `param_specs(config)` declares them.
-        config: their decoder.
-        tokenizer: written along; None for weights alone.
-        folder: must not exist, or be empty.
-        dtype: of the weights in the files.
-        max_shard_bytes: largest safetensors file; one more than fits makes shards with an index.
-
-    Raises:
-        ModelError: the folder is not empty.
+    Weights are written in `dtype`, in shards with an index where one file would have more than `max_shard_bytes`.
+    Raises ModelError where the folder exists and is not empty.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -257,7 +232,7 @@ def save_model(
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _save_config(config: DecoderConfig, tokenizer: Saveable | None, folder: Path, dtype: str) -> None:
+def _save_config(config: DecoderConfig, tokenizer: Tokenizer | None, folder: Path, dtype: str) -> None:
     tokens = {}
     if tokenizer is not None:
         tokenizer.save(folder)

@@ -7,6 +7,7 @@ and into bfloat16 results at less than float32's, as it does all elementwise wor
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,6 @@ def make_linear(rules: ShardingRules) -> Linear:
     return lambda pattern, x, w: product(pattern, jnp.dtype(x.dtype), rules.on_cpu, x, w)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def product(pattern: str, dtype: jnp.dtype, barrier: bool, x: jax.Array, w: jax.Array) -> jax.Array:
     """An einsum whose operands are in the dtype of `w`, in forward and backward, with a result in `dtype`.
 
@@ -38,13 +38,18 @@ def product(pattern: str, dtype: jnp.dtype, barrier: bool, x: jax.Array, w: jax.
     turns elementwise work on activations into strided loops: a third more time for both passes
     (benches/results/linear-backward-cpu.json).
     """
+    return _product(pattern, dtype, barrier, x, w)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _product(pattern: str, dtype: jnp.dtype, barrier: bool, x: jax.Array, w: jax.Array) -> Any:
     return jnp.einsum(pattern, x.astype(w.dtype), w, preferred_element_type=dtype)
 
 
 def _forward(
     pattern: str, dtype: jnp.dtype, barrier: bool, x: jax.Array, w: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    # The einsum itself, not `product`: policies of jax.checkpoint know a product by its primitive.
+    # The einsum itself, not `_product`: policies of jax.checkpoint know a product by its primitive.
     return jnp.einsum(pattern, x.astype(w.dtype), w, preferred_element_type=dtype), (x, w)
 
 
@@ -59,4 +64,4 @@ def _backward(
     return dx, dw.astype(w.dtype)
 
 
-product.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)

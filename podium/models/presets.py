@@ -65,10 +65,8 @@ PRESETS: Mapping[str, DecoderConfig] = {
 def find_architecture(model: str) -> DecoderConfig:
     """The decoder that `model:` of a config names, without its weights.
 
-    From this machine's disk, else from `PRESETS`, else from the hub, of which one small file is asked for.
-
-    Raises:
-        ModelError: it is in none of them, or has a part that Podium does not compute.
+    From this machine's disk, else from `PRESETS`, else from the hub, of which one small file is asked for. Raises
+    ModelError where it is in none of them, or has a part that Podium does not compute.
     """
     if (folder := on_disk(model)) is not None:
         return read_architecture(resolve(folder))

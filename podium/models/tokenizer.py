@@ -58,14 +58,9 @@ class Tokenizer:
 
 
 def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Tokenizer:
-    """The tokenizer of a model.
+    """The tokenizer of a model, perhaps with the chat template of a Jinja file instead of the model's own.
 
-    Args:
-        source: where the model lies.
-        chat_template: path of a Jinja file instead of the model's own template.
-
-    Raises:
-        ModelError: there is no tokenizer, or no chat template, or one that cannot be rendered.
+    Raises ModelError where there is no tokenizer, or no chat template, or one that cannot be rendered.
     """
     if source.kind == "gguf":
         header = gguf.read_header(source.path)

@@ -59,7 +59,7 @@ def usd_per_hour(type_name: str) -> float | None:
         return None
     text = resources.files("podium").joinpath("prices.yaml").read_text(encoding="utf-8")
     price = yaml.safe_load(text).get(accelerator.generation)
-    return price["usd_per_chip_hour"] * accelerator.chips if price else None
+    return price["usd_per_chip_hour"] * accelerator.devices if price else None
 
 
 def slice_table(slices: Sequence[Slice], owner: str, now: float) -> str:

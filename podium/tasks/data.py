@@ -43,21 +43,13 @@ class QuestionSet:
     system_prompt: str | None = None
 
     def __init__(self, name: str, source: TaskSource, columns: Columns, dataset: HubDataset | None) -> None:
-        """A set that is read when its prompts are asked for.
-
-        Args:
-            name: Name of the task, for ids and messages.
-            source: The config's paths and split names.
-            columns: Where question and answer are.
-            dataset: What to load where `source` has no path; None if a path is necessary.
-        """
+        """Nothing is read yet. `dataset` is for a source without a path; None where a path is necessary."""
         self.name, self.source, self.columns, self.dataset = name, source, columns, dataset
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         """All prompts of `train` or `eval`.
 
-        Raises:
-            ValueError: No such file, split or column; a row without question or answer (named); no rows at all.
+        Raises ValueError for a file, split or column that is not there, a row without question or answer, or no rows.
         """
         task, source = self.name, self.source
         split_name = source.eval_split if split == "eval" else source.train_split

@@ -30,8 +30,7 @@ TASKS: dict[str, str] = {
 def make_task(config: TaskConfig) -> Task:
     """The task that the config names, with its options checked and set.
 
-    Raises:
-        ValueError: The task or an option is not known, an option is missing or of a wrong type.
+    Raises ValueError where the task or an option is not known, or an option is missing or of a wrong type.
     """
     constructor = _constructor(config.name)
     options = task_options(config.name)
