@@ -112,14 +112,8 @@ def token_weights(mean: Mean, lengths: np.ndarray, *, num_sequences: int, max_ne
     token: 1 / sum L, sequence: 1 / (num_sequences L_i), constant: 1 / (num_sequences max_new_tokens). Pass all lengths
     of one optimizer step, over all hosts and micro-batches: then how it is cut up does not change the sum.
 
-    Args:
-        mean: Over all tokens (DAPO), within each sequence and then over sequences (GRPO), or by a constant (Dr. GRPO).
-        lengths: [n], tokens that are trained on, 0 for a sequence that is masked (its weight is 0).
-        num_sequences: Sequences of the optimizer step, the masked ones included.
-        max_new_tokens: The longest that a completion may be; only "constant" uses it.
-
-    Returns:
-        [n] float32.
+    The mean is over all tokens (DAPO), within each sequence and then over sequences (GRPO), or a constant (Dr. GRPO).
+    Lengths and weights are [n]; a length of 0 is a masked sequence, whose weight is 0 and which `num_sequences` counts.
     """
     lengths = np.asarray(lengths, np.float64)
     trained = lengths > 0

@@ -62,8 +62,7 @@ def load(
         rules: more that must hold, reported together with all else that is wrong.
         hint: what to write instead of keys of another system.
 
-    Raises:
-        ConfigError: with everything that is wrong.
+    Raises ConfigError with everything that is wrong.
     """
     tree = Node({}, "default")
     problems: list[Problem] = []

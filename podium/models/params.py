@@ -115,9 +115,8 @@ _IN_WORDS = {
 def check_divides(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> None:
     """Check, before anything is compiled or rented, that weights and sequences split evenly over a machine's mesh.
 
-    Raises:
-        ValueError: the mesh does not fit the machine, or does not divide the model or the rollout's slots; the message
-            has the values that work.
+    Raises ValueError where the mesh does not fit the machine, or does not divide the model or the rollout's slots; the
+    message has the values that work.
     """
     shape = mesh_shape(config.mesh, devices=accelerator.devices, hosts=accelerator.hosts)
     mesh: dict[str, int] = dict(zip(AXES, shape, strict=True))

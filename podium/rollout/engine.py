@@ -81,9 +81,7 @@ class RolloutEngine:
             on_group: called with a request's index and its completions as soon as all of them have ended.
             on_poll: called before every `refill_steps` decode steps; what it raises ends the generation.
 
-        Raises:
-            ValueError: a request that the engine's shapes do not hold.
-            RuntimeError: nothing was loaded.
+        Raises ValueError for a request that the engine's shapes do not hold, RuntimeError where nothing was loaded.
         """
         if self.params is None:
             raise RuntimeError("the rollout engine has no parameters; call load(params) first")
