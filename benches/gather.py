@@ -3,7 +3,7 @@
     python -m benches.gather --target-bytes-gib 5.6        (a TPU or GPU, or CPU with a smaller target)
     python -m benches.gather --tpu v6e-16                  (a TPU that is not there)
 
-Prints a line per mesh and mode, and writes benches/results/gather-BACKEND.json. On v6e-16 the former system saw 0.350
+Prints a line per mesh and mode, and writes benches/results/gather-BACKEND.json. On v6e-16 the seed system saw 0.350
 and 5.600 GiB per chip for `auto`, 1.400 and 5.600 for `host_local`.
 """
 

@@ -28,7 +28,7 @@ class Accelerator:
     generation: str
     """Names the file of constants in `podium/plan/chips`."""
     devices: int
-    """Devices over all hosts, as jax counts them."""
+    """Devices over all hosts, as jax counts them: chips; the two TensorCores of a v4 or v5p chip are one device."""
     hosts: int
     """Processes of jax.distributed."""
     hbm_bytes: int
@@ -41,11 +41,6 @@ class Accelerator:
     """Chips of a host along each axis; None: the compiler does not know this machine."""
     chip_config: str | None = None
     """The compiler's name of how a chip's cores are used; None: there is one way."""
-
-    @property
-    def chips(self) -> int:
-        """Chips, which are the devices: two TensorCores of a v4 or v5p chip are one device."""
-        return self.devices
 
     @property
     def devices_per_host(self) -> int:
@@ -108,8 +103,7 @@ DEVICE_KINDS: Mapping[str, str] = {
 def find_accelerator(name: str) -> Accelerator:
     """The accelerator of that name, as v6e-8, v5litepod-16 (or v5e-16), v5p-64, h100-8.
 
-    Raises:
-        ValueError: there is none; the message has the nearest names.
+    Raises ValueError where there is none; the message has the nearest names.
     """
     table = accelerators()
     kind, _, size = name.strip().lower().partition("-")
@@ -136,11 +130,9 @@ def accelerators() -> dict[str, Accelerator]:
 
 
 def auto_dtype(platform: str, flags: Set[str]) -> Literal["float32", "bfloat16"]:
-    """The number format that `dtype: auto` of a config means: the faster one.
+    """The number format that `dtype: auto` of a config means on cpu, gpu or tpu: the faster one.
 
-    Args:
-        platform: cpu, gpu or tpu.
-        flags: of the CPU, as `cpu_flags` reads them; without CPU_BFLOAT16 bfloat16 is slower there than float32.
+    `flags` are those of `cpu_flags`; on a CPU that has none of CPU_BFLOAT16, bfloat16 is slower than float32.
     """
     return "float32" if platform == "cpu" and not CPU_BFLOAT16 & flags else "bfloat16"
 

@@ -26,11 +26,7 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
-        """Append one record and hand it to the operating system.
-
-        Raises:
-            RunFileError: The line cannot be written (disk full, quota, file system gone).
-        """
+        """Append one record and hand it to the operating system. Raises RunFileError where the disk takes no more."""
         try:
             self._file.write(to_json(record) + "\n")
             self._file.flush()
@@ -65,12 +61,9 @@ def _plain(value: Any) -> Any:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, oldest first; none if there is no file.
+    """The records of a file, oldest first; none if there is no file. A last line that was cut by a kill is left out.
 
-    A last line that was cut by a kill is left out.
-
-    Raises:
-        RunFileError: Another line is not a record.
+    Raises RunFileError where another line is not a record.
     """
     if not path.exists():
         return []
@@ -85,13 +78,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _parse(line: bytes, place: str) -> dict[str, Any]:
+def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise RunFileError(f"{place} is not a line of JSON ({error}); repair it or delete the line") from error
+        raise RunFileError(f"{where} is not a line of JSON ({error}); repair it or delete the line") from error
     if not isinstance(record, dict):
-        raise RunFileError(f"{place} holds {line[:40]!r} and each line must be an object; repair it or delete the line")
+        raise RunFileError(f"{where} holds {line[:40]!r} and each line must be an object; repair it or delete the line")
     return record
 
 
@@ -106,8 +99,7 @@ def drop_lines_after(path: Path, step: int) -> None:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace `path` by `content`, text as UTF-8: readers and a kill see the old content or the new, never a part.
 
-    Raises:
-        RunFileError: The folder cannot be written.
+    Raises RunFileError where the folder cannot be written.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:

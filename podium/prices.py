@@ -28,8 +28,7 @@ class Price:
 def load_prices(path: Path | None) -> dict[str, Price]:
     """Prices by kind of chip (v6e, h100, ...), from a file like `podium/prices.yaml`, or from that one.
 
-    Raises:
-        ValueError: the file cannot be read, or is not such a list; the message says where and what is expected.
+    Raises ValueError where the file cannot be read or is not such a list; the message says where and what is expected.
     """
     name = str(path) if path else "prices.yaml"
     try:

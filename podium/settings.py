@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from podium.algorithms.recipes import RECIPES, conflicts
-from podium.config.errors import ConfigError, Contradiction, Problem, nearest
+from podium.config.errors import ConfigError, Contradiction, Problem, nearest, not_in
 from podium.config.load import Loaded, Override, load
 from podium.config.schema import Config
 from podium.models.architecture import ModelError
@@ -27,15 +27,9 @@ NAMES: Mapping[str, Mapping[str, object]] = {"algorithm.recipe": RECIPES, "rollo
 def load_settings(
     files: Sequence[str | Path], overrides: Sequence[str | Override], environ: Mapping[str, str] = os.environ
 ) -> Loaded:
-    """The settings, checked against tasks and model as far as that goes without a network.
+    """The settings as `podium.config.load.load` reads them, checked against tasks and model without a network.
 
-    Args:
-        files: YAML files, later ones win.
-        overrides: `key=value` texts of `--set`, or settings with an origin; later ones win, all over the environment.
-        environ: names that start with `PODIUM_` are settings.
-
-    Raises:
-        ConfigError: with everything that is wrong.
+    Raises ConfigError with everything that is wrong.
     """
     loaded = load(files, overrides, environ, rules=RULES, hint=_hint)
     if problems := [*_task_problems(loaded), *_model_problems(loaded)]:
@@ -49,9 +43,7 @@ def _names(config: Config) -> Iterator[Contradiction]:
         part = getattr(config, section)
         value = getattr(part, name)
         if value not in table:
-            near = nearest(value, table)
-            message = f"expected one of {', '.join(table)}, got {value!r}" + (f"; did you mean {near}?" if near else "")
-            yield Contradiction((key,), message, about=type(part).model_fields[name].description)
+            yield Contradiction((key,), not_in(table, value), about=type(part).model_fields[name].description)
 
 
 def _algorithm(config: Config) -> Iterator[Contradiction]:
@@ -60,9 +52,8 @@ def _algorithm(config: Config) -> Iterator[Contradiction]:
         return
     scope = ("algorithm", "group_size", "prompts_per_step")
     settings = [f"algorithm.{name}" for name in type(config.algorithm).model_fields] + list(scope[1:])
-    for key, message in conflicts(
-        config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step
-    ):
+    sizes = {"group_size": config.group_size, "prompts_per_step": config.prompts_per_step}
+    for key, message in conflicts(config.algorithm, **sizes):
         mentioned = set(re.findall(r"\w+", message))
         named = [other for other in settings if other != key and other.rpartition(".")[2] in mentioned]
         yield Contradiction((key, *named), message, scope)
@@ -92,13 +83,11 @@ def _rewards(config: Config) -> Iterator[Contradiction]:
             f"{buffer} is not less than rollout.max_new_tokens {longest}: every completion would be overlong; lower it",
         )
     if buffer and not shaped:
-        yield Contradiction(
-            (buffer_key,), f"{buffer} has no effect: no task has a length reward; add `length: 1.0` to its rewards"
-        )
+        message = f"{buffer} has no effect: no task has a length reward; add `length: 1.0` to its rewards"
+        yield Contradiction((buffer_key,), message)
     if not any(weight for task in config.tasks for weight in task.rewards.values()):
-        yield Contradiction(
-            ("tasks.0.rewards",), "every weight is 0: nothing would be rewarded; set one, as `correct: 1.0`"
-        )
+        message = "every weight is 0: nothing would be rewarded; set one, as `correct: 1.0`"
+        yield Contradiction(("tasks.0.rewards",), message)
 
 
 RULES = (_names, _algorithm, _rewards)

@@ -28,14 +28,14 @@ class ShardingRules:
     mesh: Mesh
     axes: Mapping[str, MeshAxes]
     stored: Mapping[str, MeshAxes] | None = None
-    """The same of weights where they are stored, and of their gradients; None: stored as they compute."""
+    """Mesh axes that split weights where they are stored, and their gradients; None: stored as they compute."""
 
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
         """The partition of an array with these logical axes."""
         return PartitionSpec(*(None if axis is None else self.axes.get(axis) for axis in axes))
 
     def sharding(self, *axes: str | None) -> NamedSharding:
-        """The same as a sharding on the mesh; no axes at all: replicated."""
+        """The sharding of an array with these logical axes; no axes at all: replicated."""
         return NamedSharding(self.mesh, self.spec(axes))
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
@@ -48,11 +48,11 @@ class ShardingRules:
         return self if self.stored is None else ShardingRules(self.mesh, self.stored)
 
     def constrain_weight(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """The same of a weight; its gradient goes where it is stored, summed and split in one exchange."""
+        """A weight, laid out so here; its gradient goes where it is stored, summed and split in one exchange."""
         return _constrain_weight(self.sharding(*axes), self.storage.sharding(*axes), x)
 
     def weight_copies(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """The same of a stored weight once more for each of the n shards of the batch: [n, ...], each on its devices.
+        """A copy of a stored weight for each of the n shards of the batch: [n, ...], each on its devices.
 
         Who loops over parts of the batch uses it: the gradient of each copy stays where it is until the loop has ended.
         """

@@ -150,6 +150,8 @@ def measures(modules: Modules) -> list[Measure]:
     rooms = {name: name.partition(".")[0] for name in lines}
     plan = sum(count for name, count in lines.items() if rooms[name] in ("plan", "hlo"))
     pods = sum(count for name, count in lines.items() if rooms[name] in ("pods", "job"))
+    # Reading the seed system's files is no part of training: it stands outside the core, and counts for itself.
+    tools = sum(count for name, count in lines.items() if rooms[name] == "tools")
     files = [f"podium.{name} ({count})" for name, count in lines.items() if count > FILE_LINES]
     functions = long_definitions(modules, (ast.FunctionDef, ast.AsyncFunctionDef), FUNCTION_LINES)
     classes = long_definitions(modules, (ast.ClassDef,), CLASS_LINES)
@@ -158,7 +160,8 @@ def measures(modules: Modules) -> list[Measure]:
     return [
         Measure("lines of plan + hlo", plan, 5_000),
         Measure("lines of pods + job", pods, 4_300),
-        Measure("lines of everything else", sum(lines.values()) - plan - pods, 12_000),
+        Measure("lines of tools", tools, 500),
+        Measure("lines of everything else", sum(lines.values()) - plan - pods - tools, 12_000),
         Measure("lines on the path of a step", sum(lines[name] for name in STEP), 2_500),
         Measure("lines of the median file", statistics.median(filter(None, lines.values())), 200),
         Measure("lines of the largest file", max(lines.values()), FILE_LINES, files),

@@ -1,8 +1,9 @@
 """What the host makes of rewards before an update: advantages, KL penalties in the reward, and token weights.
 
-N prompts with G completions each: rewards [N, G] and lengths [N, G] (tokens that are trained on) give advantages
-[N, G]. Every function of that form can be a recipe's advantage. Rewards count in float32, so that two sums that differ
-by rounding are one reward; the arithmetic is float64 and the result float32. Numpy only: nothing here needs a device.
+N prompts with G completions each: rewards [N, G] and lengths [N, G] (tokens that are trained on, 0 for a completion
+that is masked) give advantages [N, G] float32. Every function of that form can be a recipe's advantage; those that
+compare the completions of a prompt raise ValueError where G is 1. Rewards count in float32, so that two sums that
+differ by rounding are one reward; the arithmetic is float64. Numpy only: nothing here needs a device.
 """
 
 from typing import Literal
@@ -26,16 +27,7 @@ def group_advantages(
 
     GRPO (arXiv:2402.03300) with `std="group"`, Dr. GRPO (arXiv:2503.20783) with `std="none"`, and the standard
     deviation of all the batch's rewards (arXiv:2508.08221) with `std="batch"`. A group of equal rewards gives 0.
-
-    Args:
-        rewards: [N, G], G >= 2.
-        lengths: [N, G], not used.
-        std: What the centred rewards are divided by.
-        std_ddof: 1 for the unbiased variance (n - 1), 0 for the population's.
-        std_eps: Added to the standard deviation.
-
-    Returns:
-        [N, G] float32.
+    `std_ddof` is 1 for the unbiased variance (n - 1), 0 for the population's.
     """
     rewards, _ = _checked(rewards, lengths, least_group=2)
     centred = _centred_by_group(rewards)
@@ -47,15 +39,7 @@ def group_advantages(
 
 
 def leave_one_out_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Rewards less the mean of the group's other rewards: G / (G - 1) (r - mean_g). RLOO (arXiv:2402.14740).
-
-    Args:
-        rewards: [N, G], G >= 2.
-        lengths: [N, G], not used.
-
-    Returns:
-        [N, G] float32.
-    """
+    """Rewards less the mean of the group's other rewards: G / (G - 1) (r - mean_g). RLOO (arXiv:2402.14740)."""
     rewards, _ = _checked(rewards, lengths, least_group=2)
     group = rewards.shape[1]
     return (group / (group - 1) * _centred_by_group(rewards)).astype(np.float32)
@@ -64,12 +48,7 @@ def leave_one_out_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.nda
 def maxrl_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Rewards less their group's mean, over that mean: (r - mean_g) / mean_g, 0 where it is 0 (arXiv:2602.02710).
 
-    Args:
-        rewards: [N, G], G >= 2, none negative: the mean stands for the probability of success.
-        lengths: [N, G], not used.
-
-    Returns:
-        [N, G] float32.
+    The mean stands for the probability of success, so a negative reward is a ValueError.
     """
     rewards, _ = _checked(rewards, lengths, least_group=2)
     if rewards.min() < 0:
@@ -82,15 +61,7 @@ def maxrl_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def batch_mean_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Rewards less the mean of the whole batch: REINFORCE with a baseline (Williams, 1992).
-
-    Args:
-        rewards: [N, G], N G >= 2; G may be 1.
-        lengths: [N, G], not used.
-
-    Returns:
-        [N, G] float32.
-    """
+    """Rewards less the mean of the whole batch, of at least 2: REINFORCE with a baseline (Williams, 1992)."""
     rewards, _ = _checked(rewards, lengths, least_group=1)
     if rewards.size < 2:
         raise ValueError("a batch of 1 completion is its own mean: no advantage; raise prompts_per_step or group_size")
@@ -106,14 +77,8 @@ def whitened_advantages(
     tokens are those over completions weighted by length. A batch of equal returns gives 0; with `group_baseline` a
     group of equal rewards is then shifted with all others, by the batch's mean.
 
-    Args:
-        rewards: [N, G], G >= 2 with `group_baseline`.
-        lengths: [N, G], tokens that are trained on, 0 for a completion that is masked.
-        group_baseline: First subtract each group's mean (the paper's baseline form).
-        std_eps: Added to the standard deviation.
-
-    Returns:
-        [N, G] float32.
+    `group_baseline` first subtracts each group's mean (the paper's baseline form); `std_eps` is added to the standard
+    deviation.
     """
     rewards, lengths = _checked(rewards, lengths, least_group=2 if group_baseline else 1)
     returns = _centred_by_group(rewards) if group_baseline else rewards
@@ -132,13 +97,7 @@ def penalised_rewards(rewards: np.ndarray, kl_sums: np.ndarray, coef: float) -> 
     The whole completion pays for its KL. REINFORCE++ and PPO charge a token only for the KL from itself on (the
     KL-to-go), which has the same expected gradient and less variance, and needs an advantage for each token.
 
-    Args:
-        rewards: [N, G].
-        kl_sums: [N, G], k1 = sampled - reference log-probability, summed over each completion's tokens.
-        coef: Weight of the KL.
-
-    Returns:
-        [N, G] float32.
+    `kl_sums` [N, G] are k1 = sampled - reference log-probability, summed over each completion's tokens.
     """
     kl_sums = np.asarray(kl_sums, np.float64)
     rewards, _ = _checked(rewards, np.ones(kl_sums.shape), least_group=1)
@@ -153,14 +112,8 @@ def token_weights(mean: Mean, lengths: np.ndarray, *, num_sequences: int, max_ne
     token: 1 / sum L, sequence: 1 / (num_sequences L_i), constant: 1 / (num_sequences max_new_tokens). Pass all lengths
     of one optimizer step, over all hosts and micro-batches: then how it is cut up does not change the sum.
 
-    Args:
-        mean: Over all tokens (DAPO), within each sequence and then over sequences (GRPO), or by a constant (Dr. GRPO).
-        lengths: [n], tokens that are trained on, 0 for a sequence that is masked (its weight is 0).
-        num_sequences: Sequences of the optimizer step, the masked ones included.
-        max_new_tokens: The longest that a completion may be; only "constant" uses it.
-
-    Returns:
-        [n] float32.
+    The mean is over all tokens (DAPO), within each sequence and then over sequences (GRPO), or a constant (Dr. GRPO).
+    Lengths and weights are [n]; a length of 0 is a masked sequence, whose weight is 0 and which `num_sequences` counts.
     """
     lengths = np.asarray(lengths, np.float64)
     trained = lengths > 0

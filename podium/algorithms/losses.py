@@ -3,6 +3,10 @@
 Every array is [B, T] float32 over packed rows: `segments` numbers the sequences of a row from 1 to at most T (0 is
 padding), `mask` marks the tokens that are trained on, and advantages are already spread over their tokens. Where these
 functions see a log-probability of the policy as data (ratios' denominators, weights, statistics), no gradient flows.
+
+A policy term takes `logprobs` of the policy being trained, `old_logprobs` of the policy that its ratio is taken to,
+advantages, segments and mask, and gives the loss of each token, not masked and not averaged. Its clip is 1 - clip_low
+to 1 + clip_high.
 """
 
 from collections.abc import Callable
@@ -48,19 +52,6 @@ def clipped_policy_loss(
 
     With two widths it is DAPO's clip-higher (arXiv:2503.14476). `dual_clip` c bounds it for A < 0 by -c A, so that one
     unlikely token cannot dominate (arXiv:1912.09729); it is counted in `clipped_high`.
-
-    Args:
-        logprobs: [B, T] of the policy being trained.
-        old_logprobs: [B, T] of the policy that the ratio is taken to.
-        advantages: [B, T].
-        segments: [B, T], not used: ratios are the tokens' own.
-        mask: [B, T], not used.
-        clip_low: Width of the clip below 1.
-        clip_high: Width of the clip above 1.
-        dual_clip: Bound c > 1 of the ratio where the advantage is negative; None: none.
-
-    Returns:
-        The loss of each token, not masked and not averaged.
     """
     loss = _clipped(token_ratio(logprobs, old_logprobs), advantages, clip_low=clip_low, clip_high=clip_high)
     if dual_clip is None:
@@ -85,20 +76,8 @@ def gspo_loss(
 ) -> TokenLoss:
     """PPO's clipped surrogate of the sequence's ratio, exp(mean_t log ratio_t): GSPO (arXiv:2507.18071).
 
-    Every token of a sequence has the sequence's loss, and the gradient goes through the mean; with `mean="sequence"`
-    the weighted sum is the paper's objective.
-
-    Args:
-        logprobs: [B, T] of the policy being trained.
-        old_logprobs: [B, T] of the policy that the ratio is taken to.
-        advantages: [B, T], equal within a sequence.
-        segments: [B, T] int32.
-        mask: [B, T], the tokens that count in a sequence's mean.
-        clip_low: Width of the clip below 1.
-        clip_high: Width of the clip above 1.
-
-    Returns:
-        The loss of each token, not masked and not averaged.
+    Advantages are equal within a sequence. Every token of it has the sequence's loss, and the gradient goes through the
+    mean; with `mean="sequence"` the weighted sum is the paper's objective.
     """
     ratio = jnp.exp(segment_means(_log_ratio(logprobs, old_logprobs), segments, mask))
     return _clipped(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
@@ -117,18 +96,6 @@ def cispo_loss(
     """Log-likelihood weighted by a clipped ratio: -sg(clip(ratio, 1 - clip_low, 1 + clip_high)) A logprob.
 
     CISPO (arXiv:2506.13585): the clip bounds a token's weight and never stops its gradient.
-
-    Args:
-        logprobs: [B, T] of the policy being trained.
-        old_logprobs: [B, T] of the policy that the ratio is taken to.
-        advantages: [B, T].
-        segments: [B, T], not used.
-        mask: [B, T], not used.
-        clip_low: The least weight is 1 - clip_low; 1: no bound.
-        clip_high: The largest weight is 1 + clip_high.
-
-    Returns:
-        The loss of each token, not masked and not averaged.
     """
     ratio = stop_gradient(token_ratio(logprobs, old_logprobs))
     low, high = 1 - clip_low, 1 + clip_high
@@ -145,16 +112,6 @@ def reinforce_loss(
     """Log-likelihood weighted by advantage, -A logprob: REINFORCE (Williams, 1992).
 
     Its gradient is that of the clipped surrogate at ratio 1, so it holds for the first update of a batch only.
-
-    Args:
-        logprobs: [B, T] of the policy being trained.
-        old_logprobs: [B, T], not used: there is no ratio.
-        advantages: [B, T].
-        segments: [B, T], not used.
-        mask: [B, T], not used.
-
-    Returns:
-        The loss of each token, not masked and not averaged.
     """
     never = jnp.zeros_like(logprobs)
     return TokenLoss(values=-advantages * logprobs, clipped_low=never, clipped_high=never)
@@ -182,14 +139,6 @@ def kl_loss(kl: Literal["k2", "k3", "k3+"], logprobs: jax.Array, reference_logpr
     With d = logprob - reference_logprob: k2 = d^2 / 2 has the gradient of KL(policy || reference) on-policy; k3 =
     exp(-d) + d - 1 has that of KL(reference || policy); "k3+" has k3's value, at most 10, and k2's gradient
     (arXiv:2506.09477). k1 = d is not offered as a loss: its expected gradient is 0.
-
-    Args:
-        kl: Which estimator.
-        logprobs: [B, T] of the policy being trained.
-        reference_logprobs: [B, T] of the frozen first model.
-
-    Returns:
-        [B, T], not masked and not averaged.
     """
     reference_logprobs = stop_gradient(reference_logprobs)
     k2 = jnp.square(logprobs - reference_logprobs) / 2
@@ -204,12 +153,7 @@ def kl_loss(kl: Literal["k2", "k3", "k3+"], logprobs: jax.Array, reference_logpr
 def k3_estimate(logprobs: jax.Array, other_logprobs: jax.Array) -> jax.Array:
     """Unbiased, non-negative estimate of KL(p || q) at a token drawn from p: exp(log q/p) - log q/p - 1.
 
-    Args:
-        logprobs: [B, T] under p.
-        other_logprobs: [B, T] under q.
-
-    Returns:
-        [B, T].
+    `logprobs` are under p, `other_logprobs` under q.
     """
     log_ratio = _log_ratio(other_logprobs, logprobs)
     return jnp.expm1(log_ratio) - log_ratio
@@ -225,15 +169,8 @@ def correction_weights(
 ) -> jax.Array:
     """Importance weight of each token from the sampler's program to the trainer's, w = exp(old - sampled).
 
-    Args:
-        correction: "truncate": min(w, high); "mask": w where low <= w <= high, else 0.
-        old_logprobs: [B, T] that the trainer computed with the weights that sampled.
-        sampled_logprobs: [B, T] that the sampler recorded, of its softmax before top-k, top-p and min-p.
-        low: Lower end of the band; only "mask" uses it.
-        high: The cap, or the upper end of the band.
-
-    Returns:
-        [B, T], without gradient.
+    "truncate" gives min(w, high), "mask" w where low <= w <= high and 0 elsewhere; no gradient flows. `old_logprobs`
+    are the trainer's with the weights that sampled, `sampled_logprobs` the sampler's before top-k, top-p and min-p.
     """
     weights = stop_gradient(token_ratio(old_logprobs, sampled_logprobs))
     if correction == "truncate":
@@ -294,14 +231,8 @@ def policy_loss(
 def entropy_loss(entropy: jax.Array, mask: jax.Array, *, num_tokens: jax.Array, entropy_bonus: float) -> jax.Array:
     """The entropy bonus as a loss: -entropy_bonus times the mean entropy of the trained tokens, whatever `mean` is.
 
-    Args:
-        entropy: [B, T] of the policy at each token.
-        mask: [B, T], the tokens that are trained on.
-        num_tokens: [], trained tokens of the optimizer step, over all micro-batches and hosts.
-        entropy_bonus: Weight of the mean.
-
-    Returns:
-        [], this micro-batch's share; the shares of all micro-batches add up to the step's.
+    `num_tokens` [] counts the trained tokens of the optimizer step, over all micro-batches and hosts. What is returned,
+    [], is this micro-batch's share; the shares of all micro-batches add up to the step's.
     """
     return -entropy_bonus * jnp.sum(entropy * mask) / jnp.maximum(num_tokens, 1.0)
 
@@ -309,9 +240,7 @@ def entropy_loss(entropy: jax.Array, mask: jax.Array, *, num_tokens: jax.Array, 
 def narrow_clip_warning(recipe: Recipe, logprob_gap: float) -> str | None:
     """What to say where the difference between two programs is enough to clip a token; None where it is not.
 
-    Args:
-        recipe: With its clip, and whose log-probabilities its ratio is taken to.
-        logprob_gap: Mean of |trainer's - sampler's log-probability| before the first update, in nat.
+    `logprob_gap` is the mean of |trainer's - sampler's log-probability| before the first update, in nat.
     """
     narrow = min(("clip_low", "clip_high"), key=lambda option: getattr(recipe, option))
     width = getattr(recipe, narrow)
@@ -330,15 +259,9 @@ def token_ratio(logprobs: jax.Array, old_logprobs: jax.Array) -> jax.Array:
 
 
 def segment_means(x: jax.Array, segments: jax.Array, mask: jax.Array) -> jax.Array:
-    """The mean of `x` over the masked tokens of each sequence, at every token of that sequence.
+    """The mean of `x` [B, T] over the masked tokens of each sequence, at every token of it; 0 where it has none.
 
-    Args:
-        x: [B, T].
-        segments: [B, T] int32, 0 to T; several sequences of a row may have any different numbers.
-        mask: [B, T], the tokens that count.
-
-    Returns:
-        [B, T]; 0 where a sequence has no token that counts.
+    Segments are 0 to T; several sequences of a row may have any different numbers.
     """
     _, T = x.shape
     counted = mask.astype(x.dtype)

@@ -6,6 +6,7 @@ a wrong combination is an error of the config; the losses that recipes name are 
 """
 
 import dataclasses
+from collections.abc import Iterator
 from functools import partial
 from typing import Literal
 
@@ -19,7 +20,7 @@ from podium.algorithms.advantages import (
     maxrl_advantages,
     whitened_advantages,
 )
-from podium.config.errors import nearest
+from podium.config.errors import not_in
 from podium.config.schema import AlgorithmConfig
 
 LossName = Literal["clipped", "gspo", "cispo", "reinforce"]
@@ -219,22 +220,19 @@ def make_recipe(config: AlgorithmConfig, *, group_size: int, prompts_per_step: i
 def conflicts(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int) -> list[tuple[str, str]]:
     """What is wrong with `algorithm:`, as pairs of the config's key and a message: the rule and the way out."""
     if config.recipe not in RECIPES:
-        near = nearest(config.recipe, RECIPES)
-        message = f"expected one of {', '.join(RECIPES)}, got {config.recipe!r}"
-        return [("algorithm.recipe", f"{message}; did you mean {near}?" if near else message)]
+        return [("algorithm.recipe", not_in(RECIPES, config.recipe))]
     recipe = _changed(config)
-    rules = (
-        *_advantage_rules(config, recipe, group_size),
-        *_loss_rules(config, recipe),
-        *_kl_rules(config, recipe),
-        *_correction_rules(config, recipe),
-        *_update_rules(config, recipe, prompts_per_step),
-    )
-    return [(key, message) for broken, key, message in rules if broken]
+    found = [
+        *_advantage_conflicts(config, recipe, group_size),
+        *_loss_conflicts(config, recipe),
+        *_correction_conflicts(config, recipe),
+        *_update_conflicts(config, recipe, prompts_per_step),
+    ]
+    return [(key if key == "group_size" else f"algorithm.{key}", message) for key, message in found]
 
 
-# A rule of `conflicts`: whether it is broken, the config's key, and the message.
-_Rule = tuple[bool, str, str]
+_Conflicts = Iterator[tuple[str, str]]
+"""Option and message; the option is one of `algorithm:`, but for group_size."""
 _STD_OPTIONS = ("std", "std_ddof", "std_eps")
 
 
@@ -247,148 +245,75 @@ def _changed(config: AlgorithmConfig) -> Recipe:
     return dataclasses.replace(recipe, advantage=partial(recipe.advantage, **std_options), **options)
 
 
-def _advantage_rules(config: AlgorithmConfig, recipe: Recipe, group_size: int) -> list[_Rule]:
-    keywords = recipe.advantage.keywords
-    unread = [
-        (
-            getattr(config, option) is not None and option not in keywords,
-            f"algorithm.{option}",
-            f"recipe {config.recipe} has no such option; leave it unset, or set algorithm.recipe to grpo",
-        )
-        for option in _STD_OPTIONS
-    ]
-    unscaled = [
-        (
-            keywords.get("std") == "none" and getattr(config, option) is not None,
-            f"algorithm.{option}",
-            f"std is none, so nothing reads it; set algorithm.std to group or batch, or leave {option} unset",
-        )
-        for option in ("std_ddof", "std_eps")
-    ]
-    return [
-        *unread,
-        (
-            recipe.group_baseline and group_size < 2,
-            "group_size",
-            f"recipe {config.recipe} compares completions of one prompt and needs at least 2, got {group_size};"
-            " raise group_size, or set algorithm.recipe to reinforce or reinforce_pp",
-        ),
-        *unscaled,
-        (
-            recipe.zero_variance != "keep" and not recipe.group_baseline,
-            "algorithm.zero_variance",
-            f"recipe {config.recipe} has no group baseline, so a group of equal rewards still teaches;"
-            f" set it to keep, got {recipe.zero_variance}",
-        ),
-        (
-            recipe.zero_variance != "refill" and config.max_refills != AlgorithmConfig().max_refills,
-            "algorithm.max_refills",
-            f"only zero_variance: refill reads it and zero_variance is {recipe.zero_variance};"
-            " set zero_variance to refill, or leave max_refills unset",
-        ),
-    ]
+def _advantage_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int) -> _Conflicts:
+    name, std_options, zero_variance = config.recipe, recipe.advantage.keywords, recipe.zero_variance
+    given = [option for option in _STD_OPTIONS if getattr(config, option) is not None]
+    for option in given:
+        if option not in std_options:
+            yield option, f"recipe {name} has no such option; leave it unset, or set algorithm.recipe to grpo"
+    if recipe.group_baseline and group_size < 2:
+        rule = f"recipe {name} compares completions of one prompt and needs at least 2, got {group_size}"
+        yield "group_size", f"{rule}; raise group_size, or set algorithm.recipe to reinforce or reinforce_pp"
+    for option in given:
+        if std_options.get("std") == "none" and option != "std":
+            way_out = f"set algorithm.std to group or batch, or leave {option} unset"
+            yield option, f"std is none, so nothing reads it; {way_out}"
+    if zero_variance != "keep" and not recipe.group_baseline:
+        rule = f"recipe {name} has no group baseline, so a group of equal rewards still teaches"
+        yield "zero_variance", f"{rule}; set it to keep, got {zero_variance}"
+    if zero_variance != "refill" and config.max_refills != AlgorithmConfig().max_refills:
+        rule = f"only zero_variance: refill reads it and zero_variance is {zero_variance}"
+        yield "max_refills", f"{rule}; set zero_variance to refill, or leave max_refills unset"
 
 
-def _loss_rules(config: AlgorithmConfig, recipe: Recipe) -> list[_Rule]:
-    unread = [
-        (
-            recipe.loss == "reinforce" and getattr(config, option) is not None,
-            f"algorithm.{option}",
-            f"recipe {config.recipe} has no ratio to clip; leave it unset, or set algorithm.recipe to reinforce_pp",
-        )
-        for option in ("clip_low", "clip_high")
-    ]
-    return [
-        *unread,
-        (
-            recipe.clip_low > 1,
-            "algorithm.clip_low",
-            f"a ratio is never below 0, so 1 - clip_low must not be, got {recipe.clip_low:g}; set 1 for no lower bound",
-        ),
-        (
-            recipe.dual_clip is not None and recipe.loss != "clipped",
-            "algorithm.dual_clip",
-            f"it bounds PPO's token ratio, which recipe {config.recipe} does not have; leave it unset",
-        ),
-    ]
+def _loss_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
+    name, kl = config.recipe, recipe.kl
+    for option in ("clip_low", "clip_high"):
+        if recipe.loss == "reinforce" and getattr(config, option) is not None:
+            way_out = "leave it unset, or set algorithm.recipe to reinforce_pp"
+            yield option, f"recipe {name} has no ratio to clip; {way_out}"
+    if recipe.clip_low > 1:
+        rule = f"a ratio is never below 0, so 1 - clip_low must not be, got {recipe.clip_low:g}"
+        yield "clip_low", f"{rule}; set 1 for no lower bound"
+    if recipe.dual_clip is not None and recipe.loss != "clipped":
+        yield "dual_clip", f"it bounds PPO's token ratio, which recipe {name} does not have; leave it unset"
+    if kl == "none" and recipe.kl_coef > 0:
+        way_out = "set algorithm.kl to k2, k3, k3+ or k1_reward"
+        yield "kl_coef", f"kl is none, so nothing reads the {recipe.kl_coef:g}; {way_out}"
+    if kl != "none" and not recipe.kl_coef:
+        yield "kl", f"{kl} needs a weight: set algorithm.kl_coef above 0 (1e-4 to 1e-3 is usual), or kl to none"
+    if kl == "k1_reward" and recipe.advantage.func is maxrl_advantages:
+        rule = "a KL in the reward can make it negative, and maxrl divides by its mean"
+        yield "kl", f"{rule}; set algorithm.kl to k2, k3 or k3+"
+    if kl == "k1_reward" and recipe.zero_variance != "keep":
+        rule = "with its own KL in every reward no group has equal rewards"
+        way_out = "set zero_variance to keep, or kl to k2, k3 or k3+"
+        yield "kl", f"{rule}, so zero_variance {recipe.zero_variance} would do nothing; {way_out}"
 
 
-def _kl_rules(config: AlgorithmConfig, recipe: Recipe) -> list[_Rule]:
-    in_reward = recipe.kl == "k1_reward"
-    return [
-        (
-            recipe.kl == "none" and recipe.kl_coef > 0,
-            "algorithm.kl_coef",
-            f"kl is none, so nothing reads the {recipe.kl_coef:g}; set algorithm.kl to k2, k3, k3+ or k1_reward",
-        ),
-        (
-            recipe.kl != "none" and not recipe.kl_coef,
-            "algorithm.kl",
-            f"{recipe.kl} needs a weight: set algorithm.kl_coef above 0 (1e-4 to 1e-3 is usual), or kl to none",
-        ),
-        (
-            in_reward and recipe.advantage.func is maxrl_advantages,
-            "algorithm.kl",
-            "a KL in the reward can make it negative, and maxrl divides by its mean; set algorithm.kl to k2, k3 or k3+",
-        ),
-        (
-            in_reward and recipe.zero_variance != "keep",
-            "algorithm.kl",
-            "with its own KL in every reward no group has equal rewards, so zero_variance"
-            f" {recipe.zero_variance} would do nothing; set zero_variance to keep, or kl to k2, k3 or k3+",
-        ),
-    ]
+def _correction_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
+    low, high, correction = config.correction_low, config.correction_high, recipe.correction
+    if correction == "none" and high is not None:
+        yield "correction_high", "correction is none, so nothing reads it; set algorithm.correction to truncate or mask"
+    if correction != "mask" and low is not None:
+        yield "correction_low", f"only correction: mask has a lower end and correction is {correction}; leave it unset"
+    if correction == "mask" and (low is None or high is None):
+        yield "correction", "mask needs its band: set correction_low and correction_high (0.5 and 2 are usual)"
+    if correction == "mask" and low is not None and high is not None and low >= high:
+        yield "correction_low", f"the band is empty: correction_low {low} must be below correction_high {high}"
+    if correction != "none" and recipe.old_logprobs == "sampler":
+        rule = "the ratio is already taken to the sampler, so nothing is left to correct"
+        yield "correction", f"{rule}; set algorithm.old_logprobs to trainer, or correction to none"
 
 
-def _correction_rules(config: AlgorithmConfig, recipe: Recipe) -> list[_Rule]:
-    low, high = config.correction_low, config.correction_high
-    return [
-        (
-            recipe.correction == "none" and high is not None,
-            "algorithm.correction_high",
-            "correction is none, so nothing reads it; set algorithm.correction to truncate or mask",
-        ),
-        (
-            recipe.correction != "mask" and low is not None,
-            "algorithm.correction_low",
-            f"only correction: mask has a lower end and correction is {recipe.correction}; leave it unset",
-        ),
-        (
-            recipe.correction == "mask" and (low is None or high is None),
-            "algorithm.correction",
-            "mask needs its band: set correction_low and correction_high (0.5 and 2 are usual)",
-        ),
-        (
-            recipe.correction == "mask" and low is not None and high is not None and low >= high,
-            "algorithm.correction_low",
-            f"the band is empty: correction_low {low} must be below correction_high {high}",
-        ),
-        (
-            recipe.correction != "none" and recipe.old_logprobs == "sampler",
-            "algorithm.correction",
-            "the ratio is already taken to the sampler, so nothing is left to correct;"
-            " set algorithm.old_logprobs to trainer, or correction to none",
-        ),
-    ]
-
-
-def _update_rules(config: AlgorithmConfig, recipe: Recipe, prompts_per_step: int) -> list[_Rule]:
+def _update_conflicts(config: AlgorithmConfig, recipe: Recipe, prompts_per_step: int) -> _Conflicts:
     no_ratio = recipe.loss == "reinforce"
-    once = (
-        f"recipe {config.recipe} has no ratio and is wrong after a batch's first update;"
-        " set it to 1, or algorithm.recipe to reinforce_pp"
-    )
-    return [
-        (no_ratio and recipe.updates_per_batch > 1, "algorithm.updates_per_batch", once),
-        (no_ratio and recipe.minibatches > 1, "algorithm.minibatches", once),
-        (
-            no_ratio and recipe.old_logprobs == "sampler",
-            "algorithm.old_logprobs",
-            f"recipe {config.recipe} has no ratio, so nothing reads the sampler's; leave it unset",
-        ),
-        (
-            prompts_per_step % recipe.minibatches != 0,
-            "algorithm.minibatches",
-            f"prompts_per_step {prompts_per_step} must be a multiple of it, got {recipe.minibatches}",
-        ),
-    ]
+    for option in ("updates_per_batch", "minibatches"):
+        if no_ratio and getattr(recipe, option) > 1:
+            rule = f"recipe {config.recipe} has no ratio and is wrong after a batch's first update"
+            yield option, f"{rule}; set it to 1, or algorithm.recipe to reinforce_pp"
+    if no_ratio and recipe.old_logprobs == "sampler":
+        yield "old_logprobs", f"recipe {config.recipe} has no ratio, so nothing reads the sampler's; leave it unset"
+    if prompts_per_step % recipe.minibatches:
+        rule = f"prompts_per_step {prompts_per_step} must be a multiple of it"
+        yield "minibatches", f"{rule}, got {recipe.minibatches}"

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from podium.config.errors import ConfigError, Problem
+from podium.config.errors import wrong
 
 _SCALARS = {
     "null": (re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
@@ -104,28 +104,27 @@ for _name, (_pattern, _first) in _SCALARS.items():
 def read_document(path: Path) -> Node:
     """The mapping that a YAML file holds; an empty file is an empty mapping.
 
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, is no mapping, or names a key twice.
+    Raises ConfigError where the file cannot be read, is not YAML, is no mapping, or names a key twice.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise _problem(str(path), f"cannot be read: {error.strerror}; check the path") from None
+        raise wrong(str(path), f"cannot be read: {error.strerror}; check the path") from None
     except UnicodeDecodeError as error:
-        raise _problem(str(path), f"is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+        raise wrong(str(path), f"is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     try:
         root = yaml.compose(text, _Loader)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise _problem(f"{path}:{line}", f"not YAML: the character {chr(error.character)!r}; remove it") from None
+        raise wrong(f"{path}:{line}", f"not YAML: the character {chr(error.character)!r}; remove it") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         reason = ", ".join(part for part in (error.context, error.problem) if part)
-        raise _problem(f"{path}:{line}", f"not YAML: {reason}") from None
+        raise wrong(f"{path}:{line}", f"not YAML: {reason}") from None
     if root is None:
         return Node({}, str(path))
     if not isinstance(root, yaml.MappingNode):
-        raise _problem(f"{path}:{root.start_mark.line + 1}", "expected `key: value` lines at the top of the file")
+        raise wrong(f"{path}:{root.start_mark.line + 1}", "expected `key: value` lines at the top of the file")
     return _convert(root, str(path), root.start_mark.line + 1, ())
 
 
@@ -157,7 +156,7 @@ def _convert(node: yaml.Node, source: str, line: int | None, parents: tuple[int,
     """A composed node as a `Node`; `line` is None where the whole value has one origin."""
     origin = source if line is None else f"{source}:{line}"
     if id(node) in parents:
-        raise _problem(origin, "an alias (*name) stands inside its own anchor (&name)")
+        raise wrong(origin, "an alias (*name) stands inside its own anchor (&name)")
     inside = (*parents, id(node))
     if isinstance(node, yaml.ScalarNode):
         return Node(_scalar(node, origin), origin)
@@ -169,9 +168,9 @@ def _convert(node: yaml.Node, source: str, line: int | None, parents: tuple[int,
         key_line = line and key.start_mark.line + 1
         where = source if line is None else f"{source}:{key_line}"
         if not isinstance(key, yaml.ScalarNode):
-            raise _problem(where, "a key must be plain text, not a list or a mapping")
+            raise wrong(where, "a key must be plain text, not a list or a mapping")
         if key.value in children:
-            raise _problem(key.value, "written twice in one section; keep one", children[key.value].origin, where)
+            raise wrong(key.value, "written twice in one section; keep one", children[key.value].origin, where)
         children[key.value] = _convert(value, source, key_line, inside)
     return Node(children, origin)
 
@@ -181,7 +180,7 @@ def _scalar(node: yaml.ScalarNode, origin: str) -> Any:
     if kind == "str":
         return text
     if kind not in _SCALARS or not _SCALARS[kind][0].match(text):
-        raise _problem(origin, f"{text!r} has the tag {node.tag!r}; write a plain value")
+        raise wrong(origin, f"{text!r} has the tag {node.tag!r}; write a plain value")
     if kind == "null":
         return None
     if kind == "bool":
@@ -189,7 +188,3 @@ def _scalar(node: yaml.ScalarNode, origin: str) -> Any:
     if kind == "int":
         return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
     return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-
-
-def _problem(key: str, message: str, *origins: str) -> ConfigError:
-    return ConfigError([Problem(key=key, message=message, origins=origins)])

@@ -54,7 +54,26 @@ class ConfigError(ValueError):
         return "\n".join((f"{len(self.problems)} errors in the settings", *map(str, self.problems)))
 
 
+def wrong(key: str, message: str, *origins: str) -> ConfigError:
+    """The error of one problem."""
+    return ConfigError([Problem(key=key, message=message, origins=origins)])
+
+
 def nearest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The choice most like a misspelt name, transposed letters first; None where none is near."""
     near = difflib.get_close_matches(name, list(choices), 5, cutoff)
     return min(near, key=lambda choice: sorted(choice) != sorted(name), default=None)
+
+
+def not_in(choices: Iterable[str], name: str) -> str:
+    """The message about a name that is not among the choices, which are all listed."""
+    near = nearest(name, choices)
+    return f"expected one of {', '.join(choices)}, got {name!r}" + (f"; did you mean {near}?" if near else "")
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The way out of an unknown name, for the end of a message: `did you mean 'add'?`, or the list of what there is."""
+    names = sorted(known)
+    if near := nearest(name, names):
+        return f"did you mean {near!r}?"
+    return f"there is {', '.join(names)}" if names else "there is none"

@@ -22,14 +22,9 @@ Hint = Callable[[str, str], str | None]
 def explain(
     error: ValidationError, tree: Node, files: Sequence[str], rules: Sequence[Rule], hint: Hint | None
 ) -> list[Problem]:
-    """The problems behind a validation error of `Config`, each with where it was written.
+    """The problems behind an error of `Config.model_validate(tree.plain(), context=rules)`, each with its origins.
 
-    Args:
-        error: what `Config.model_validate(tree.plain(), context=rules)` raised.
-        tree: the merged settings.
-        files: the config files, to say where a missing setting belongs.
-        rules: rules of other parts, as the validation had them.
-        hint: for keys of another system.
+    `files` are the config files, one of which a missing setting belongs to; `hint` is for keys of another system.
     """
     schema = Config.model_json_schema()
     details = [each for each in error.errors(include_url=False) if each["type"] != "contradiction"]

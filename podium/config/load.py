@@ -9,15 +9,16 @@ The environment is read here in a few lines and not by pydantic-settings, whose 
 error could not name the variable, nor a file's line.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from podium.config.document import Node, parse_text, read_document
-from podium.config.errors import ConfigError, Problem
+from podium.config.errors import ConfigError, Problem, wrong
 from podium.config.explain import Hint, explain
 from podium.config.schema import Config, Rule
 
@@ -61,30 +62,32 @@ def load(
         rules: more that must hold, reported together with all else that is wrong.
         hint: what to write instead of keys of another system.
 
-    Raises:
-        ConfigError: with everything that is wrong.
+    Raises ConfigError with everything that is wrong.
     """
     tree = Node({}, "default")
     problems: list[Problem] = []
     for file in files:
-        try:
+        with _collecting(problems):
             tree = merge(tree, _read_with_bases(Path(file), ()))
-        except ConfigError as error:
-            problems.extend(error.problems)
-    settings = [_environment_setting(name, environ[name]) for name in sorted(environ) if _is_setting(name)]
+    names = sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX))
+    settings = [_environment_setting(name, environ[name]) for name in names]
     for override in overrides:
-        try:
+        with _collecting(problems):
             settings.append(_override_setting(override))
-        except ConfigError as error:
-            problems.extend(error.problems)
     for keys, node in settings:
-        try:
+        with _collecting(problems):
             tree = assign(tree, keys, node)
-        except ConfigError as error:
-            problems.extend(error.problems)
     if problems:
         raise ConfigError(problems)
     return validate(tree, files, rules=rules, hint=hint)
+
+
+@contextlib.contextmanager
+def _collecting(problems: list[Problem]) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        problems.extend(error.problems)
 
 
 def merge(below: Node, above: Node) -> Node:
@@ -105,9 +108,7 @@ def assign(tree: Node, keys: Sequence[str], leaf: Node, path: str = "") -> Node:
     inner = f"{path}.{key}" if path else key
     if isinstance(tree.value, list):
         if not key.isascii() or not key.isdigit() or int(key) >= len(tree.value):
-            raise ConfigError(
-                [Problem(key=inner, message=_no_such_index(path, len(tree.value)), origins=(leaf.origin,))]
-            )
+            raise wrong(inner, _no_such_index(path, len(tree.value)), leaf.origin)
         items = list(tree.value)
         items[int(key)] = assign(items[int(key)], rest, leaf, inner)
         return Node(items, tree.origin)
@@ -121,10 +122,6 @@ def _no_such_index(path: str, length: int) -> str:
     return f"{path} is a list of {length}, index {known}; to set the whole list write {path}=[...]"
 
 
-def _is_setting(name: str) -> bool:
-    return name.startswith(ENVIRONMENT_PREFIX)
-
-
 def _environment_setting(name: str, text: str) -> tuple[list[str], Node]:
     keys = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
     return keys, parse_text(text, f"environment {name}")
@@ -135,8 +132,7 @@ def _override_setting(text: str | Override) -> tuple[list[str], Node]:
         return text.key.split("."), Node.of(text.value, text.origin)
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        message = "expected key=value, for example --set rollout.max_new_tokens=64"
-        raise ConfigError([Problem(key=f"--set {text}", message=message)])
+        raise wrong(f"--set {text}", "expected key=value, for example --set rollout.max_new_tokens=64")
     return key.strip().split("."), parse_text(value, f"--set {text}")
 
 
@@ -145,27 +141,25 @@ def _read_with_bases(path: Path, including: tuple[Path, ...]) -> Node:
     resolved = path.resolve()
     if resolved in including:
         chain = " -> ".join(str(file) for file in (*including[including.index(resolved) :], resolved))
-        raise ConfigError([Problem(key="base", message=f"files include each other: {chain}; remove one base:")])
+        raise wrong("base", f"files include each other: {chain}; remove one base:")
     document = read_document(path)
     bases = document.value.get("base")
     if bases is None:
         return document
     names = bases.plain() if isinstance(bases.value, list) else [bases.value]
     if not all(isinstance(name, str) for name in names):
-        message = f"expected a file name or a list of them, got {bases.plain()!r}"
-        raise ConfigError([Problem(key="base", message=message, origins=(bases.origin,))])
+        raise wrong("base", f"expected a file name or a list of them, got {bases.plain()!r}", bases.origin)
     tree = Node({}, str(path))
     for name in names:
         try:
             tree = merge(tree, _read_with_bases(path.parent / name, (*including, resolved)))
         except ConfigError as error:
-            raise ConfigError([_included_at(problem, bases.origin) for problem in error.problems]) from None
+            included = f"included at {bases.origin}"
+            raise ConfigError(
+                [dataclasses.replace(each, origins=(*each.origins, included)) for each in error.problems]
+            ) from None
     own = {key: child for key, child in document.value.items() if key != "base"}
     return merge(tree, Node(own, document.origin))
-
-
-def _included_at(problem: Problem, origin: str) -> Problem:
-    return dataclasses.replace(problem, origins=(*problem.origins, f"included at {origin}"))
 
 
 def validate(
@@ -191,6 +185,5 @@ def _with_text_as_typed(tree: Node, error: ValidationError) -> Node:
     for detail in error.errors(include_url=False):
         node = tree.find(detail["loc"])
         if detail["type"] == "string_type" and node is not None and node.text is not None:
-            keys = [str(key) for key in detail["loc"]]
-            tree = assign(tree, keys, Node(node.text, node.origin))
+            tree = assign(tree, [str(key) for key in detail["loc"]], Node(node.text, node.origin))
     return tree

@@ -16,10 +16,7 @@ def mesh_sizes(text: str, *, hosts: int = 1, slices: int = 1) -> tuple[int, int,
     """The sizes of dp, fsdp and tp that `mesh:` writes down, with -1 for what is left: known without any device.
 
     `auto` is full FSDP in each slice, `host_local` is dp over hosts and fsdp inside each, `fsdp:4,tp:2` names sizes
-    (what is not named is 1), `1,-1,1` lists them in order. At most one is -1.
-
-    Raises:
-        ValueError: the text is none of these.
+    (what is not named is 1), `1,-1,1` lists them in order. At most one is -1. Raises ValueError for any other text.
     """
     if text == "auto":
         sizes = [slices, -1, 1]

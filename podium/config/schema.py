@@ -317,10 +317,8 @@ def _rows(config: Config) -> Iterator[Contradiction]:
             f"{train.tokens_per_device} is less than {rule}; set {row} or more, or shorten the rows",
         )
     if train.tokens_per_device is not None and train.rows_per_device is not None:
-        yield Contradiction(
-            ("train.rows_per_device", "train.tokens_per_device"),
-            "both set the size of a micro-batch; keep one",
-        )
+        keys = ("train.rows_per_device", "train.tokens_per_device")
+        yield Contradiction(keys, "both set the size of a micro-batch; keep one")
 
 
 def _schedule(config: Config) -> Iterator[Contradiction]:
@@ -336,32 +334,24 @@ def _schedule(config: Config) -> Iterator[Contradiction]:
 
 def _evaluation(config: Config) -> Iterator[Contradiction]:
     if not config.eval.greedy and not config.eval.samples:
-        yield Contradiction(
-            ("eval.samples", "eval.greedy"),
-            "0, and eval.greedy is false: no question would be answered; set samples to 1 or more, or greedy to true",
-        )
+        rule = "0, and eval.greedy is false: no question would be answered"
+        yield Contradiction(("eval.samples", "eval.greedy"), f"{rule}; set samples to 1 or more, or greedy to true")
 
 
 def _checkpoints(config: Config) -> Iterator[Contradiction]:
-    checkpoint, eval_every = config.checkpoint, config.eval.every_steps
+    checkpoint, every, spacing = config.checkpoint, config.checkpoint.every_steps, "checkpoint.every_steps"
     for name, value in (("keep_best", checkpoint.keep_best), ("keep_every", checkpoint.keep_every)):
-        if value and not checkpoint.every_steps:
-            yield Contradiction(
-                (f"checkpoint.{name}", "checkpoint.every_steps"),
-                f"{value} chooses among checkpoints, and checkpoint.every_steps 0 makes only the last; set every_steps",
-            )
-    if checkpoint.keep_best and not eval_every:
-        yield Contradiction(
-            ("checkpoint.keep_best", "eval.every_steps"),
-            f"{checkpoint.keep_best} needs scores to choose by, and eval.every_steps is 0; "
-            f"set eval.every_steps, for example to {checkpoint.every_steps or 20}",
-        )
-    if checkpoint.every_steps and checkpoint.keep_every % checkpoint.every_steps:
-        yield Contradiction(
-            ("checkpoint.keep_every", "checkpoint.every_steps"),
-            f"{checkpoint.keep_every} is no multiple of checkpoint.every_steps {checkpoint.every_steps}, so most of "
-            f"its steps have no checkpoint; set a multiple, for example {2 * checkpoint.every_steps}",
-        )
+        if value and not every:
+            rule = f"{value} chooses among checkpoints, and {spacing} 0 makes only the last"
+            yield Contradiction((f"checkpoint.{name}", spacing), f"{rule}; set every_steps")
+    if checkpoint.keep_best and not config.eval.every_steps:
+        rule = f"{checkpoint.keep_best} needs scores to choose by, and eval.every_steps is 0"
+        way_out = f"set eval.every_steps, for example to {every or 20}"
+        yield Contradiction(("checkpoint.keep_best", "eval.every_steps"), f"{rule}; {way_out}")
+    if every and checkpoint.keep_every % every:
+        rule = f"{checkpoint.keep_every} is no multiple of {spacing} {every}, so most of its steps have no checkpoint"
+        way_out = f"set a multiple, for example {2 * every}"
+        yield Contradiction(("checkpoint.keep_every", spacing), f"{rule}; {way_out}")
 
 
 Rule = Callable[[Config], Iterator[Contradiction]]

@@ -8,12 +8,7 @@ from podium.config.schema import Config
 
 
 def to_yaml(settings: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
-    """The settings in blocks, one per line, with a comment behind each that has one.
-
-    Args:
-        settings: plain values, as `config.model_dump()` returns them.
-        comments: dotted path -> text, such as the provenance that `podium.config.load` returns.
-    """
+    """Plain settings in blocks, one per line, with a comment behind each whose dotted path has one."""
     return "".join(f"{line}\n" for line in _mapping(settings, comments or {}, "", ""))
 
 
@@ -48,8 +43,7 @@ def _line(text: str, comment: str | None) -> str:
 def file_schema(names: Mapping[str, Iterable[str]]) -> dict[str, Any]:
     """The JSON schema of a config file; files that include others need not be whole, so nothing is required.
 
-    Args:
-        names: dotted path of a text setting -> the values that it may have.
+    `names` has the values that a text setting may have, by its dotted path.
     """
     schema = Config.model_json_schema()
     for path, values in names.items():

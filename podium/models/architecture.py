@@ -4,6 +4,7 @@ Where a model lies is `podium.models.source`; what GGUF calls these numbers is `
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,8 +86,16 @@ def check_family(model_type: Any, where: str) -> Family:
     return FAMILIES[model_type]
 
 
+def whole_number(settings: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    """A setting that must be 1 or more; `default` where it is null or absent. Raises ModelError where it is not."""
+    value = settings.get(key) if settings.get(key) is not None else default
+    if not isinstance(value, int) or value < 1:
+        raise ModelError(f"{where}: {key} must be a whole number of 1 or more, found {value!r}")
+    return value
+
+
 def check_config(config: DecoderConfig, where: str) -> DecoderConfig:
-    """The same config. Raises ModelError where its numbers cannot be of one decoder."""
+    """Returns the config. Raises ModelError where its numbers cannot be of one decoder."""
     if config.heads % config.kv_heads:
         raise ModelError(f"{where}: {config.heads} query heads do not share {config.kv_heads} key/value heads evenly")
     if config.head_dim % 2:
@@ -95,14 +104,9 @@ def check_config(config: DecoderConfig, where: str) -> DecoderConfig:
 
 
 def from_hf_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
-    """The decoder that a config.json describes.
+    """The decoder that a config.json of transformers 4 or 5 describes; `where` is its path, for errors.
 
-    Args:
-        raw: config.json, as transformers 4 or 5 writes it.
-        where: its path, for errors.
-
-    Raises:
-        ModelError: the model type is unknown, a number is missing, or a feature is not supported.
+    Raises ModelError where the model type is unknown, a number is missing, or a feature is not supported.
     """
     family = check_family(raw.get("model_type"), where)
     for key, accepted in NEUTRAL.items():
@@ -111,11 +115,7 @@ def from_hf_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
     if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
         raise ModelError(f"{where}: layer_types {raw['layer_types']!r}: only full_attention is supported")
 
-    def number(key: str, default: int | None = None) -> int:
-        value = raw.get(key) if raw.get(key) is not None else default
-        if not isinstance(value, int) or value < 1:
-            raise ModelError(f"{where}: {key} must be a whole number of 1 or more, found {value!r}")
-        return value
+    number = functools.partial(whole_number, raw, where=where)
 
     width, heads = number("hidden_size"), number("num_attention_heads")
     rope_theta, rope_scaling = _rope(raw, where)
@@ -125,8 +125,8 @@ def from_hf_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
         width=width,
         layers=number("num_hidden_layers"),
         heads=heads,
-        kv_heads=number("num_key_value_heads", heads),
-        head_dim=number("head_dim", family.head_dim or width // heads),
+        kv_heads=number("num_key_value_heads", default=heads),
+        head_dim=number("head_dim", default=family.head_dim or width // heads),
         mlp_width=number("intermediate_size"),
         max_positions=number("max_position_embeddings"),
         rope_theta=rope_theta,
@@ -141,8 +141,8 @@ def from_hf_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
 
 def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
     """Theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    top = {key: raw[key] for key in ("rope_theta",) if raw.get(key) is not None}
-    rope = {"rope_theta": 10000.0, **top, **(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    theta = 10000.0 if raw.get("rope_theta") is None else raw["rope_theta"]
+    rope = {"rope_theta": theta, **(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0 or any(isinstance(value, dict) for value in rope.values()):
         raise ModelError(f"{where}: rope_parameters {rope!r}: partial or per-layer rotation is not supported")

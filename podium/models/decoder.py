@@ -71,7 +71,7 @@ def forward(
 
     linear = make_linear(rules)
     cos, sin = rope_tables(positions, config)  # [B, T, Q/2]
-    # Of the table as it is stored: rows of it are less to exchange than the table, or than its gradient.
+    # Rows are taken of the table as it is stored: they are less to exchange than the table, or than its gradient.
     with jax.named_scope("embed"):
         x = _to_rows(rules.storage, params["embed"][tokens].astype(dtype)).astype(activation_dtype(rules, dtype))
     stacked = {name.removeprefix(LAYERS): value for name, value in params.items() if name.startswith(LAYERS)}

@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from podium.models.architecture import DecoderConfig, ModelError, RopeScaling, check_config, check_family
+from podium.models.architecture import DecoderConfig, ModelError, RopeScaling, check_config, check_family, whole_number
 from podium.models.names import StoredTensor
 
 MAGIC = b"GGUF"
@@ -119,10 +119,7 @@ def read_config(header: GgufHeader) -> DecoderConfig:
     family = check_family(architecture, where)
 
     def number(key: str, default: int | None = None) -> int:
-        value = metadata.get(f"{architecture}.{key}", default)
-        if not isinstance(value, int) or value < 1:
-            raise ModelError(f"{where}: {architecture}.{key} must be a whole number of 1 or more, found {value!r}")
-        return value
+        return whole_number(metadata, f"{architecture}.{key}", where, default)
 
     for key, accepted in {"rope.scaling.type": "none", "expert_count": 0, "attention.sliding_window": 0}.items():
         if (value := metadata.get(f"{architecture}.{key}", accepted)) != accepted:
@@ -159,16 +156,14 @@ def _shortest(value: float) -> float:
 
 
 def _rope_scaling(header: GgufHeader) -> RopeScaling | None:
-    """Llama 3's, of which GGUF keeps only the divisors of the frequencies, [Q/2]; the largest is the factor.
+    """Llama 3's scaling, of which GGUF keeps only the divisors of the frequencies, [Q/2]; the largest is the factor.
 
     The other three numbers are the same in all of Llama 3.1, 3.2 and 3.3; `load_params` checks the divisors.
     """
-    divisors = rope_divisors(header)
-    if divisors is None:
+    if (divisors := rope_divisors(header)) is None:
         return None
-    return RopeScaling(
-        factor=float(divisors.max()), low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
-    )
+    factor = float(divisors.max())
+    return RopeScaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
 
 
 def rope_divisors(header: GgufHeader) -> np.ndarray | None:

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from podium.models.gguf import GgufHeader, GgufTensors, read_header, rope_diviso
 from podium.models.names import IGNORED_SUFFIXES, NAMES, Layout, StoredTensor, Tensors, layers_of
 from podium.models.params import ParamSpec, ParamSpecs, param_specs
 from podium.models.source import ModelSource, read_json
+from podium.models.tokenizer import Tokenizer
 from podium.sharding import Params, ShardingRules, param_shardings
 
 PIECE_BYTES = 8 * 2**20
@@ -37,16 +38,10 @@ FLOATS = ("F32", "F16", "BF16")
 def load_params(
     source: ModelSource, config: DecoderConfig, rules: ShardingRules, dtype: DTypeLike = jnp.float32
 ) -> Params:
-    """A model's weights, each in its shards on the mesh.
+    """A model's weights in `dtype`, whatever the files hold, each in its shards on the mesh.
 
-    Args:
-        source: where the files are.
-        config: the decoder they are for, `read_architecture(source)`.
-        rules: where parameters live.
-        dtype: of the parameters, whatever the files hold.
-
-    Raises:
-        ModelError: a file is truncated; a tensor is missing, superfluous, of another shape or not of floats.
+    `config` is `read_architecture(source)`. Raises ModelError where a file is truncated, or a tensor is missing,
+    superfluous, of another shape or not of floats.
     """
     specs = param_specs(config)
     shardings = param_shardings(specs, rules)
@@ -97,11 +92,9 @@ class SafetensorsFolder:
         for path in _weight_files(folder):
             try:
                 with safe_open(path, framework="numpy") as file:
-                    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-                    self.entries |= {
-                        name: StoredTensor(tuple(part.get_shape()), part.get_dtype(), path)
-                        for name, part in slices.items()
-                    }
+                    for name in file.keys():  # noqa: SIM118 (not a dict)
+                        part = file.get_slice(name)
+                        self.entries[name] = StoredTensor(tuple(part.get_shape()), part.get_dtype(), path)
             except (SafetensorError, OSError) as error:
                 raise ModelError(
                     f"{path}: truncated or damaged ({error}; the file has {path.stat().st_size:,} bytes);"
@@ -137,22 +130,19 @@ def _check_tensors(tensors: Tensors, parts: list[_Part], *, tied: bool, where: P
         if entry is None:
             problems.append(f"tensor {part.tensor} is missing from {where}; expected shape {list(expected)}")
         elif entry.shape != expected:
-            problems.append(
-                f"tensor {part.tensor} in {entry.file}: expected shape {list(expected)}, found {list(entry.shape)}"
-            )
+            wrong = f"expected shape {list(expected)}, found {list(entry.shape)}"
+            problems.append(f"tensor {part.tensor} in {entry.file}: {wrong}")
         elif isinstance(tensors, SafetensorsFolder) and entry.dtype not in FLOATS:
-            problems.append(
-                f"tensor {part.tensor} in {entry.file}: expected dtype {', '.join(FLOATS)}, found {entry.dtype}"
-            )
+            wrong = f"expected dtype {', '.join(FLOATS)}, found {entry.dtype}"
+            problems.append(f"tensor {part.tensor} in {entry.file}: {wrong}")
     known = {part.tensor for part in parts} | ({NAMES["head"].hf} if tied else set())
     for name, entry in tensors.entries.items():
         if name not in known and not name.endswith(IGNORED_SUFFIXES):
             problems.append(f"tensor {name} in {entry.file} is superfluous: this decoder has no such weight")
     if problems:
         more = [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
-        raise ModelError(
-            "\n".join([f"{where}: the weights are not those that its config describes:", *problems[:5], *more])
-        )
+        head = f"{where}: the weights are not those that its config describes:"
+        raise ModelError("\n".join([head, *problems[:5], *more]))
 
 
 def _check_rope(header: GgufHeader, config: DecoderConfig) -> None:
@@ -214,39 +204,19 @@ def _make_write(mesh: Mesh, target: PartitionSpec, piece: PartitionSpec, order: 
     return jax.jit(jax.shard_map(write, mesh=mesh, in_specs=specs, out_specs=target), donate_argnums=0)
 
 
-class Saveable(Protocol):
-    """What an export needs of a tokenizer."""
-
-    eos_tokens: tuple[int, ...]
-    bos_token: int | None
-    pad_token: int
-
-    def save(self, folder: Path) -> None:
-        """Writes the tokenizer's files."""
-        ...
-
-
 def save_model(
     params: Params,
     config: DecoderConfig,
-    tokenizer: Saveable | None,
+    tokenizer: Tokenizer | None,
     folder: Path | str,
     *,
     dtype: Literal["float32", "bfloat16"] = "bfloat16",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes a folder that transformers loads: config, tokenizer, safetensors. It appears whole or not at all.
+    """Writes a folder that transformers loads: config, tokenizer (if any), safetensors. It appears whole or not at all.
 
-    Args:
-        params: as `param_specs(config)` declares them.
-        config: their decoder.
-        tokenizer: written along; None for weights alone.
-        folder: must not exist, or be empty.
-        dtype: of the weights in the files.
-        max_shard_bytes: largest safetensors file; one more than fits makes shards with an index.
-
-    Raises:
-        ModelError: the folder is not empty.
+    Weights are written in `dtype`, in shards with an index where one file would have more than `max_shard_bytes`.
+    Raises ModelError where the folder exists and is not empty.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -262,7 +232,7 @@ def save_model(
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _save_config(config: DecoderConfig, tokenizer: Saveable | None, folder: Path, dtype: str) -> None:
+def _save_config(config: DecoderConfig, tokenizer: Tokenizer | None, folder: Path, dtype: str) -> None:
     tokens = {}
     if tokenizer is not None:
         tokenizer.save(folder)
@@ -296,7 +266,7 @@ def _save_weights(params: Params, config: DecoderConfig, folder: Path, dtype: st
 
 
 def _file_tensor(value: jax.Array, part: _Part, dtype: str) -> np.ndarray:
-    """One tensor as the file has it."""
+    """The tensor of a part as the file has it."""
     ours = np.asarray((value if part.layer is None else value[part.layer]).astype(dtype))
     return np.ascontiguousarray(ours.transpose(part.layout.to_file_order()).reshape(part.layout.file_shape(part.shape)))
 

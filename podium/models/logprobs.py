@@ -11,7 +11,7 @@ from podium.sharding import ShardingRules
 
 
 class TokenLogprobs(NamedTuple):
-    """Of each target token under the model's softmax at the sampling temperature."""
+    """Log-probability and entropy at each target token, under the model's softmax at the sampling temperature."""
 
     logprobs: jax.Array  # [B, T] float32
     entropy: jax.Array  # [B, T] float32, nats
@@ -74,11 +74,11 @@ def _in_chunks(
     rules: ShardingRules,
     remat: bool,
 ) -> TokenLogprobs:
-    """The same for one device's rows, hidden [b, T, D] and targets [b, T], by so many columns at once; head [V, D]."""
+    """`token_logprobs` of one device's rows, hidden [b, T, D] and targets [b, T], so many columns at once."""
     b, T, _ = hidden.shape
     padding = -T % columns
 
-    def one(h: jax.Array, target: jax.Array) -> TokenLogprobs:  # [b, c, D], [b, c]
+    def chunk(h: jax.Array, target: jax.Array) -> TokenLogprobs:  # [b, c, D], [b, c]
         logits = rules.constrain(logits_at(h, head, temperature), None, None, "vocab")  # [b, c, V]
         return _score(logits, target)
 
@@ -86,7 +86,7 @@ def _in_chunks(
         x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(b, -1, columns, *x.shape[2:]), 1, 0)  # [chunks, b, c, ...]
 
-    body = jax.checkpoint(one) if remat else one
+    body = jax.checkpoint(chunk) if remat else chunk
     _, chunks = jax.lax.scan(lambda _, xs: (None, body(*xs)), None, (pieces(hidden), pieces(targets)))
     return TokenLogprobs(*(jnp.moveaxis(x, 0, 1).reshape(b, -1)[:, :T] for x in chunks))
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-LAYER = "layers."
+from podium.models.params import LAYERS
 
 
 class Layout(NamedTuple):
@@ -71,7 +71,7 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rope_freqs.weight")
 
 def layers_of(param: str, shape: Sequence[int]) -> Iterator[tuple[int | None, tuple[int, ...]]]:
     """The parts that files hold apart of a parameter: each layer's index (None: it has no layers) and shape."""
-    if param.startswith(LAYER):
+    if param.startswith(LAYERS):
         yield from ((layer, tuple(shape[1:])) for layer in range(shape[0]))
     else:
         yield None, tuple(shape)

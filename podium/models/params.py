@@ -96,12 +96,7 @@ def mesh_axis_names(axes: MeshAxes) -> tuple[str, ...]:
 
 
 def indivisible(specs: ParamSpecs, parts: Callable[[str], int]) -> Iterator[tuple[str, str, int]]:
-    """Each dimension that its logical axis does not split evenly: the parameter, the axis and the size.
-
-    Args:
-        specs: of the parameters.
-        parts: into how many parts a logical axis is split.
-    """
+    """Each dimension that its logical axis, split in `parts(axis)`, does not split evenly: parameter, axis and size."""
     for name, spec in specs.items():
         for dim, axis in zip(spec.shape, spec.axes, strict=True):
             if axis is not None and dim % parts(axis):
@@ -120,9 +115,8 @@ _IN_WORDS = {
 def check_divides(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> None:
     """Check, before anything is compiled or rented, that weights and sequences split evenly over a machine's mesh.
 
-    Raises:
-        ValueError: the mesh does not fit the machine, or does not divide the model or the rollout's slots; the message
-            has the values that work.
+    Raises ValueError where the mesh does not fit the machine, or does not divide the model or the rollout's slots; the
+    message has the values that work.
     """
     shape = mesh_shape(config.mesh, devices=accelerator.devices, hosts=accelerator.hosts)
     mesh: dict[str, int] = dict(zip(AXES, shape, strict=True))

@@ -4,6 +4,7 @@ Each is what the model's own config.json says on the Hugging Face hub; their par
 publish (a test counts them). No jax. Weights come from `podium.models.source` alone.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,81 +23,41 @@ _QWEN25: Mapping[str, Any] = {
     "qkv_bias": True,
     "qk_norm": False,
 }
-_QWEN3: Mapping[str, Any] = {
-    **_QWEN25,
-    "model_type": "qwen3",
-    "kv_heads": 8,
-    "head_dim": 128,
-    "max_positions": 40960,
-    "qkv_bias": False,
-    "qk_norm": True,
-}
-_LLAMA3: Mapping[str, Any] = {
+_QWEN25_LARGE = {**_QWEN25, "vocab": 152064, "kv_heads": 4, "tied": False}
+_QWEN3 = {**_QWEN25, "model_type": "qwen3", "kv_heads": 8, "max_positions": 40960, "qkv_bias": False, "qk_norm": True}
+_QWEN3_LARGE = {**_QWEN3, "tied": False}
+_STRETCHED = RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
+_LLAMA32: Mapping[str, Any] = {
     "model_type": "llama",
     "vocab": 128256,
     "kv_heads": 8,
     "max_positions": 131072,
     "rope_theta": 5e5,
+    "rope_scaling": _STRETCHED,
     "norm_eps": 1e-5,
+    "tied": True,
     "qkv_bias": False,
     "qk_norm": False,
 }
+_LLAMA31 = {**_LLAMA32, "rope_scaling": dataclasses.replace(_STRETCHED, factor=8.0), "tied": False}
 
 
-def _stretched(factor: float) -> RopeScaling:
-    return RopeScaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
+def _preset(family: Mapping[str, Any], width: int, layers: int, heads: int, head_dim: int, mlp: int) -> DecoderConfig:
+    return DecoderConfig(**family, width=width, layers=layers, heads=heads, head_dim=head_dim, mlp_width=mlp)
 
 
 PRESETS: Mapping[str, DecoderConfig] = {
-    "Qwen/Qwen2.5-0.5B-Instruct": DecoderConfig(**_QWEN25, width=896, layers=24, heads=14, head_dim=64, mlp_width=4864),
-    "Qwen/Qwen2.5-1.5B-Instruct": DecoderConfig(
-        **_QWEN25, width=1536, layers=28, heads=12, head_dim=128, mlp_width=8960
-    ),
-    "Qwen/Qwen2.5-3B-Instruct": DecoderConfig(
-        **_QWEN25, width=2048, layers=36, heads=16, head_dim=128, mlp_width=11008
-    ),
-    "Qwen/Qwen2.5-7B-Instruct": DecoderConfig(
-        **{**_QWEN25, "vocab": 152064, "kv_heads": 4, "tied": False},
-        width=3584,
-        layers=28,
-        heads=28,
-        head_dim=128,
-        mlp_width=18944,
-    ),
-    "Qwen/Qwen3-0.6B": DecoderConfig(**_QWEN3, width=1024, layers=28, heads=16, mlp_width=3072),
-    "Qwen/Qwen3-1.7B": DecoderConfig(**_QWEN3, width=2048, layers=28, heads=16, mlp_width=6144),
-    "Qwen/Qwen3-4B": DecoderConfig(**_QWEN3, width=2560, layers=36, heads=32, mlp_width=9728),
-    "Qwen/Qwen3-8B": DecoderConfig(**{**_QWEN3, "tied": False}, width=4096, layers=36, heads=32, mlp_width=12288),
-    "meta-llama/Llama-3.2-1B-Instruct": DecoderConfig(
-        **_LLAMA3,
-        rope_scaling=_stretched(32.0),
-        tied=True,
-        width=2048,
-        layers=16,
-        heads=32,
-        head_dim=64,
-        mlp_width=8192,
-    ),
-    "meta-llama/Llama-3.2-3B-Instruct": DecoderConfig(
-        **_LLAMA3,
-        rope_scaling=_stretched(32.0),
-        tied=True,
-        width=3072,
-        layers=28,
-        heads=24,
-        head_dim=128,
-        mlp_width=8192,
-    ),
-    "meta-llama/Llama-3.1-8B-Instruct": DecoderConfig(
-        **_LLAMA3,
-        rope_scaling=_stretched(8.0),
-        tied=False,
-        width=4096,
-        layers=32,
-        heads=32,
-        head_dim=128,
-        mlp_width=14336,
-    ),
+    "Qwen/Qwen2.5-0.5B-Instruct": _preset(_QWEN25, 896, 24, 14, 64, 4864),
+    "Qwen/Qwen2.5-1.5B-Instruct": _preset(_QWEN25, 1536, 28, 12, 128, 8960),
+    "Qwen/Qwen2.5-3B-Instruct": _preset(_QWEN25, 2048, 36, 16, 128, 11008),
+    "Qwen/Qwen2.5-7B-Instruct": _preset(_QWEN25_LARGE, 3584, 28, 28, 128, 18944),
+    "Qwen/Qwen3-0.6B": _preset(_QWEN3, 1024, 28, 16, 128, 3072),
+    "Qwen/Qwen3-1.7B": _preset(_QWEN3, 2048, 28, 16, 128, 6144),
+    "Qwen/Qwen3-4B": _preset(_QWEN3, 2560, 36, 32, 128, 9728),
+    "Qwen/Qwen3-8B": _preset(_QWEN3_LARGE, 4096, 36, 32, 128, 12288),
+    "meta-llama/Llama-3.2-1B-Instruct": _preset(_LLAMA32, 2048, 16, 32, 64, 8192),
+    "meta-llama/Llama-3.2-3B-Instruct": _preset(_LLAMA32, 3072, 28, 24, 128, 8192),
+    "meta-llama/Llama-3.1-8B-Instruct": _preset(_LLAMA31, 4096, 32, 32, 128, 14336),
 }
 """By hub id."""
 
@@ -104,10 +65,8 @@ PRESETS: Mapping[str, DecoderConfig] = {
 def find_architecture(model: str) -> DecoderConfig:
     """The decoder that `model:` of a config names, without its weights.
 
-    From this machine's disk, else from `PRESETS`, else from the hub, of which one small file is asked for.
-
-    Raises:
-        ModelError: it is in none of them, or has a part that Podium does not compute.
+    From this machine's disk, else from `PRESETS`, else from the hub, of which one small file is asked for. Raises
+    ModelError where it is in none of them, or has a part that Podium does not compute.
     """
     if (folder := on_disk(model)) is not None:
         return read_architecture(resolve(folder))

@@ -33,11 +33,8 @@ class ModelSource:
 def resolve(model: str) -> ModelSource:
     """Where `model:` of a config lies on this machine; a hub id is downloaded (safetensors, config, tokenizer).
 
-    Args:
-        model: a local folder, a .gguf file, `demo`, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct.
-
-    Raises:
-        ModelError: there is no such model, or it cannot be had.
+    The model is a local folder, a .gguf file, `demo`, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct. Raises ModelError
+    where there is none, or it cannot be had.
     """
     path = Path(model).expanduser()
     if model == "demo":
@@ -109,12 +106,8 @@ def _demo_file() -> Path:
 def from_hub(model: str, files: list[str]) -> Path:
     """The folder of a hub model's snapshot, as new as the hub's, or from the local cache where the hub is unreachable.
 
-    Args:
-        model: a hub id.
-        files: patterns of the files to download, config.json among them.
-
-    Raises:
-        ModelError: this user cannot have the model from the hub, nor is it in the cache; or it has no config.json.
+    `files` are patterns of what to download, config.json among them. Raises ModelError where this user cannot have the
+    model from the hub, nor is it in the cache; or where it has no config.json.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]  # of httpx, later httpx2

@@ -53,20 +53,14 @@ class Tokenizer:
         self._backend.save_pretrained(folder)
         path = folder / "tokenizer_config.json"
         text = path.read_text(encoding="utf-8")
-        path.write_text(
-            text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), encoding="utf-8"
-        )  # its name in 4
+        in_4 = text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')  # the class's name there
+        path.write_text(in_4, encoding="utf-8")
 
 
 def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Tokenizer:
-    """The tokenizer of a model.
+    """The tokenizer of a model, perhaps with the chat template of a Jinja file instead of the model's own.
 
-    Args:
-        source: where the model lies.
-        chat_template: path of a Jinja file instead of the model's own template.
-
-    Raises:
-        ModelError: there is no tokenizer, or no chat template, or one that cannot be rendered.
+    Raises ModelError where there is no tokenizer, or no chat template, or one that cannot be rendered.
     """
     if source.kind == "gguf":
         header = gguf.read_header(source.path)
@@ -83,17 +77,14 @@ def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Tok
             f"model {source.name!r}: its tokenizer has no chat template; write one and set chat_template: path.jinja"
         )
     tokenizer = Tokenizer(backend, eos_tokens=eos_tokens)
-    _check_template(tokenizer, chat_template or f"of model {source.name!r}")
-    return tokenizer
-
-
-def _check_template(tokenizer: Tokenizer, name: str) -> None:
     import jinja2
 
     try:
         tokenizer.encode_chat("question", None)
     except jinja2.TemplateError as error:
+        name = chat_template or f"of model {source.name!r}"
         raise ModelError(f"chat_template {name}: cannot be rendered ({type(error).__name__}: {error})") from error
+    return tokenizer
 
 
 def _import_transformers() -> ModuleType:
@@ -129,14 +120,19 @@ def _gguf_eos_tokens(header: gguf.GgufHeader) -> tuple[int, ...]:
 
 def _gguf_backend(header: gguf.GgufHeader) -> Any:
     """A transformers tokenizer from GGUF metadata; transformers' own reader of GGUF needs torch."""
+    from tokenizers import processors
+
     said = {key.removeprefix("tokenizer.ggml."): value for key, value in header.metadata.items()}
     kind = said.get("model")
     if kind not in ("gpt2", "llama") or "tokens" not in said:
         raise ModelError(f"{header.path}: tokenizer model {kind!r} is not supported; gpt2 and llama are")
-    rust = _byte_level(said, header.path) if kind == "gpt2" else _sentencepiece(said)
+    vocab = {token: index for index, token in enumerate(said["tokens"])}
+    rust = _byte_level(said, vocab, header.path) if kind == "gpt2" else _sentencepiece(said, vocab)
     _add_special_tokens(rust, said)
     if said.get("add_bos_token", kind == "llama") and "bos_token_id" in said:
-        _begin_with(rust, said["tokens"][said["bos_token_id"]], said["bos_token_id"])
+        bos, index = said["tokens"][said["bos_token_id"]], said["bos_token_id"]
+        # Before any text that is encoded with special tokens: an export's users do that, we do not.
+        rust.post_processor = processors.TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, index)])
     named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: said.get(f"{key}_token_id") for name, key in named.items()}
     return _import_transformers().PreTrainedTokenizerFast(
@@ -147,14 +143,7 @@ def _gguf_backend(header: gguf.GgufHeader) -> Any:
     )
 
 
-def _begin_with(rust: Any, token: str, index: int) -> None:
-    """Puts a token before any text that is encoded with special tokens (an export's users do, we do not)."""
-    from tokenizers import processors
-
-    rust.post_processor = processors.TemplateProcessing(single=[token, "$A"], special_tokens=[(token, index)])
-
-
-def _byte_level(said: dict[str, Any], path: Path) -> Any:
+def _byte_level(said: dict[str, Any], vocab: dict[str, int], path: Path) -> Any:
     """Byte-level BPE, as of GPT-2, Llama 3, Qwen and SmolLM2."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -162,7 +151,6 @@ def _byte_level(said: dict[str, Any], path: Path) -> Any:
     if split not in SPLITS and split not in SPLITS_AS_GPT2:
         supported = ", ".join((*SPLITS, *SPLITS_AS_GPT2))
         raise ModelError(f"{path}: tokenizer.ggml.pre {split!r} is not supported; these are: {supported}")
-    vocab = {token: index for index, token in enumerate(said["tokens"])}
     merges = [tuple(merge.split(" ")) for merge in said.get("merges", ())]
     rust = Tokenizer(models.BPE(vocab, merges, ignore_merges=split in ("llama-bpe", "llama3")))
     if split in SPLITS:
@@ -177,20 +165,17 @@ def _byte_level(said: dict[str, Any], path: Path) -> Any:
     return rust
 
 
-def _sentencepiece(said: dict[str, Any]) -> Any:
+def _sentencepiece(said: dict[str, Any], vocab: dict[str, int]) -> Any:
     """SentencePiece's BPE with bytes for unknown characters, as of Llama 2."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    vocab = {token: index for index, token in enumerate(said["tokens"])}
     unknown = said["tokens"][said.get("unknown_token_id", 0)]
     merges = _merges_by_score(vocab, said["scores"])
     rust = Tokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = [normalizers.Prepend(SPACE)] if said.get("add_space_prefix", True) else []
     rust.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
     strip = [decoders.Strip(" ", 1, 0)] if prefix else []
-    rust.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip],
-    )
+    rust.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     return rust
 
 

@@ -31,7 +31,7 @@ SCORE_TRAFFIC: Mapping[str, int] = {"forward": 1, "update": 11}
 LOGITS_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 12}
 OPTIMIZER_TRAFFIC = 4  # gradient: written, added to, read for its norm, read for the update
 VMEM = 128 * 2**20
-"""Of a TPU's core. Arrays under a quarter of it cost no HBM traffic, and scores that do not fit are made twice."""
+"""Memory of a core. Arrays under a quarter of it cost no HBM traffic, and scores that do not fit are made twice."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

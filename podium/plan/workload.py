@@ -173,7 +173,7 @@ class _Rollout:
         self.scheduler = Scheduler(num_slots=rollout.slots, prefill_rows=rollout.prefill_rows, shards=shards)
         buckets = np.array(prompt_buckets(rollout.max_prompt_tokens))
         for group, bucket in enumerate(buckets[np.searchsorted(buckets, lengths.prompts)]):
-            self.scheduler.submit(group, bucket=int(bucket), members=lengths.completions.shape[1])
+            self.scheduler.submit(group, bucket=int(bucket), completions=lengths.completions.shape[1])
         self.left = np.zeros(rollout.slots, int)  # tokens that each slot has yet to make
         self.context = np.zeros(rollout.slots, int)  # tokens that each slot's next query sees, its own included
         self.prefills, self.copies, self.copies_across = (collections.Counter[int]() for _ in range(3))
@@ -195,11 +195,11 @@ class _Rollout:
         )
 
     def _admit(self, admission: Admission) -> None:
-        """Count the calls of an admission; the first token of each member comes with it."""
+        """Count the calls of an admission; the first token of each completion comes with it."""
         self.prefills[admission.bucket] += bool(admission.prefill)
         (self.copies_across if admission.crosses else self.copies)[admission.bucket] += 1
         for placement in admission.placements:
-            self.left[placement.slot] = self.lengths.completions[placement.group, placement.member] - 1
+            self.left[placement.slot] = self.lengths.completions[placement.group, placement.completion] - 1
             self.context[placement.slot] = self.lengths.prompts[placement.group] + 1
         self._retire()
 

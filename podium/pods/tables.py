@@ -51,7 +51,7 @@ def _usd_per_hour(type_name: str) -> float | None:
     except ValueError:  # somebody else's slice of a type that we do not know
         return None
     price = load_prices(None).get(accelerator.generation)
-    return price.usd_per_chip_hour * accelerator.chips if price else None
+    return price.usd_per_chip_hour * accelerator.devices if price else None
 
 
 def slice_table(slices: Sequence[Slice], owner: str, now: float) -> str:

@@ -58,15 +58,9 @@ class RolloutEngine:
     ) -> None:
         """Makes the programs; they are compiled when they are first used.
 
-        Args:
-            config: lengths, slots and rows of the programs; how tokens are drawn is each request's.
-            decoder: the model's numbers.
-            rules: ROLLOUT_AXES on the mesh.
-            tokenizer: makes text, for stop strings and for the grader; names the end-of-sequence tokens.
-            dtype: of the weights; activations and cache follow (`podium.models.linear`).
-
-        Raises:
-            ValueError: slots or prefill rows do not divide over the devices that split them.
+        `config` gives lengths, slots and rows of the programs; how tokens are drawn is each request's. `rules` put one
+        of ROLLOUT_LAYOUTS on the mesh. `dtype` is the weights'; activations and cache follow (`podium.models.linear`).
+        Raises ValueError where slots or prefill rows do not divide over the devices that split them.
         """
         self.config, self.decoder, self.rules, self.tokenizer, self.dtype = config, decoder, rules, tokenizer, dtype
         self.programs = make_engine_programs(config, decoder, rules, dtype)
@@ -87,9 +81,7 @@ class RolloutEngine:
             on_group: called with a request's index and its completions as soon as all of them have ended.
             on_poll: called before every `refill_steps` decode steps; what it raises ends the generation.
 
-        Raises:
-            ValueError: a request that the engine's shapes do not hold.
-            RuntimeError: nothing was loaded.
+        Raises ValueError for a request that the engine's shapes do not hold, RuntimeError where nothing was loaded.
         """
         if self.params is None:
             raise RuntimeError("the rollout engine has no parameters; call load(params) first")
@@ -140,33 +132,28 @@ class RolloutEngine:
 
     def _check(self, index: int, request: Request) -> None:
         config, prompt, sampling = self.config, request.prompt, request.sampling
-        rules = (
-            (len(prompt) >= 1, "prompt is empty; it needs at least one token"),
-            (
-                len(prompt) <= config.max_prompt_tokens,
-                f"prompt has {len(prompt)} tokens and rollout.max_prompt_tokens is {config.max_prompt_tokens};"
-                " raise it, or drop the prompt",
-            ),
-            (
-                all(0 <= token < self.decoder.vocab for token in prompt),
-                f"prompt has a token outside the model's vocabulary of {self.decoder.vocab}; is the tokenizer its own?",
-            ),
-            (
-                1 <= sampling.max_new_tokens <= config.max_new_tokens,
-                f"max_new_tokens is {sampling.max_new_tokens} and must be 1 to rollout.max_new_tokens,"
-                f" {config.max_new_tokens}; raise that, or ask for less",
-            ),
-            (request.completions >= 1, f"completions is {request.completions}; ask for at least one"),
-            (sampling.temperature >= 0, f"temperature is {sampling.temperature}; it must be 0 (greedy) or more"),
-            (
-                len(self.stop_tokens(request)) <= MAX_STOP_TOKENS,
-                f"there are {len(self.stop_tokens(request))} stop tokens, the model's own included, and at most"
-                f" {MAX_STOP_TOKENS} are possible; name fewer",
-            ),
-        )
-        for holds, message in rules:
-            if not holds:
-                raise ValueError(f"request {index}: {message}")
+        num_stops = len(self.stop_tokens(request))
+        if not prompt:
+            problem = "prompt is empty; it needs at least one token"
+        elif len(prompt) > config.max_prompt_tokens:
+            problem = f"prompt has {len(prompt)} tokens and rollout.max_prompt_tokens is {config.max_prompt_tokens}"
+            problem += "; raise it, or drop the prompt"
+        elif not all(0 <= token < self.decoder.vocab for token in prompt):
+            problem = f"prompt has a token outside the model's vocabulary of {self.decoder.vocab}"
+            problem += "; is the tokenizer its own?"
+        elif not 1 <= sampling.max_new_tokens <= config.max_new_tokens:
+            problem = f"max_new_tokens is {sampling.max_new_tokens} and must be 1 to rollout.max_new_tokens,"
+            problem += f" {config.max_new_tokens}; raise that, or ask for less"
+        elif request.completions < 1:
+            problem = f"completions is {request.completions}; ask for at least one"
+        elif not sampling.temperature >= 0:
+            problem = f"temperature is {sampling.temperature}; it must be 0 (greedy) or more"
+        elif num_stops > MAX_STOP_TOKENS:
+            problem = f"there are {num_stops} stop tokens, the model's own included, and at most"
+            problem += f" {MAX_STOP_TOKENS} are possible; name fewer"
+        else:
+            return
+        raise ValueError(f"request {index}: {problem}")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -201,21 +188,21 @@ class _Generation:
         buckets = prompt_buckets(config.max_prompt_tokens)
         for group, request in enumerate(requests):
             bucket = next(bucket for bucket in buckets if len(request.prompt) <= bucket)
-            self.scheduler.submit(group, bucket=bucket, members=request.completions)
+            self.scheduler.submit(group, bucket=bucket, completions=request.completions)
         self.cache = empty(abstract_engine_cache(config, engine.decoder, engine.rules, engine.dtype))
 
     def admit(self, admission: Admission) -> None:
-        """Prefill what needs it, copy prompts into slots and draw the first token of each member."""
-        time.perf_counter()
+        """Prefill what needs it, copy prompts into slots and draw the first token of each completion."""
         if admission.prefill:
             self.prompts[admission.bucket] = self._prefill(admission)
         rows = np.full(self.engine.config.slots, -1, np.int32)
         for placement in admission.placements:
             rows[placement.slot] = placement.row
-            self._fill(placement.slot, self.requests[placement.group], placement.member)
+            self._fill(placement.slot, self.requests[placement.group], placement.completion)
         rows_on_device, slots = self.on_device((rows, self.slots))
-        place = self.engine.programs.place_across if admission.crosses else self.engine.programs.place
-        self.cache, drawn = place(self.cache, self.prompts[admission.bucket], rows_on_device, slots)
+        programs = self.engine.programs
+        insert = programs.place_across if admission.crosses else programs.place
+        self.cache, drawn = insert(self.cache, self.prompts[admission.bucket], rows_on_device, slots)
         self.take(jax.device_get(drawn))
 
     def _prefill(self, admission: Admission) -> Prompts:
@@ -228,11 +215,11 @@ class _Generation:
 
     def take(self, drawn: Drawn) -> None:
         """Add what was drawn to the drafts, and retire those that have ended."""
-        for slot, (group, member) in list(self.scheduler.running.items()):
+        for slot, (group, completion) in list(self.scheduler.running.items()):
             count = int(drawn.counts[slot])
             if not count:
                 continue  # not placed by this admission
-            draft = self.drafts[group][member]
+            draft = self.drafts[group][completion]
             draft.tokens += drawn.tokens[slot, :count].tolist()
             draft.logprobs += drawn.logprobs[slot, :count].tolist()
             draft.full_logprobs += drawn.full_logprobs[slot, :count].tolist()
@@ -246,7 +233,7 @@ class _Generation:
                 self._complete(group)
 
     def _complete(self, group: int) -> None:
-        """Hand over a group whose members have all ended."""
+        """Hand over a group whose completions have all ended."""
         drafts = self.drafts[group]
         if all(draft.finish_reason is not None for draft in drafts):
             self.completed[group] = [self._completion(draft) for draft in drafts]
@@ -267,10 +254,10 @@ class _Generation:
                 draft.finish_reason = "stop"
                 return
 
-    def _fill(self, slot: int, request: Request, member: int) -> None:
+    def _fill(self, slot: int, request: Request, completion: int) -> None:
         """Describe a completion that enters a slot to the device."""
         slots, settings = self.slots, request.sampling
-        fill_row(slots.sampling, slot, settings, seed=request.seed, completion=member)
+        fill_row(slots.sampling, slot, settings, seed=request.seed, completion=completion)
         stop_tokens = self.engine.stop_tokens(request)
         slots.stop_tokens[slot] = -1
         slots.stop_tokens[slot, : len(stop_tokens)] = stop_tokens

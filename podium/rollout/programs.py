@@ -54,18 +54,10 @@ class Drawn:
 
 def idle_slots(num_slots: int) -> Any:
     """`Slots` of numpy arrays in which nothing runs, for the host to write into."""
-
-    def zeros(dtype: type, *dims: int) -> Any:
-        return np.zeros((num_slots, *dims), dtype)
-
-    return Slots(
-        sampling=idle_rows(num_slots),
-        stop_tokens=zeros(np.int32, MAX_STOP_TOKENS),
-        lengths=zeros(np.int32),
-        tokens=zeros(np.int32),
-        last=zeros(np.int32),
-        live=zeros(np.bool_),
-    )
+    integers = {name: np.zeros(num_slots, np.int32) for name in ("lengths", "tokens", "last")}
+    live, stop_tokens = np.zeros(num_slots, np.bool_), np.zeros((num_slots, MAX_STOP_TOKENS), np.int32)
+    made: Any = {"sampling": idle_rows(num_slots), "stop_tokens": stop_tokens, "live": live, **integers}
+    return Slots(**made)
 
 
 class EnginePrograms(NamedTuple):
@@ -84,8 +76,7 @@ def make_engine_programs(
 ) -> EnginePrograms:
     """The programs of the engine that a config describes; the engine runs them and the planner compiles them.
 
-    Raises:
-        ValueError: slots or prefill rows do not divide over the devices that split them.
+    Raises ValueError where slots or prefill rows do not divide over the devices that split them.
     """
     check_split(config, rules.num_shards("batch"))
     return EnginePrograms(

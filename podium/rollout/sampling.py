@@ -40,18 +40,10 @@ class Sampled(NamedTuple):
 
 def idle_rows(num_rows: int) -> Any:
     """`SamplingRows` of numpy arrays, for the host to fill."""
-
-    def zeros(dtype: type, *dims: int) -> Any:
-        return np.zeros((num_rows, *dims), dtype)
-
-    return SamplingRows(
-        seeds=zeros(np.uint32, 2),
-        completions=zeros(np.int32),
-        temperature=zeros(np.float32),
-        top_k=zeros(np.int32),
-        top_p=zeros(np.float32),
-        min_p=zeros(np.float32),
-    )
+    integers = {name: np.zeros(num_rows, np.int32) for name in ("completions", "top_k")}
+    floats = {name: np.zeros(num_rows, np.float32) for name in ("temperature", "top_p", "min_p")}
+    made: Any = {"seeds": np.zeros((num_rows, 2), np.uint32), **integers, **floats}
+    return SamplingRows(**made)
 
 
 def fill_row(rows: Any, row: int, settings: SamplingParams, *, seed: int, completion: int) -> None:
@@ -127,14 +119,9 @@ def _uniforms(seed: jax.Array, completion: jax.Array, position: jax.Array) -> ja
 
 
 def _invert(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
-    """The inverse of each row's distribution function: an index of weight above 0, whatever sums round to.
+    """The inverse of each row's distribution function, [S] int32: an index of weight above 0, whatever sums round to.
 
-    Args:
-        weights: [S, N], at least 0, not normalised.
-        uniforms: [S] in [0, 1).
-
-    Returns:
-        [S] int32.
+    `weights` are [S, N], at least 0, not normalised; `uniforms` [S] in [0, 1).
     """
     cumulative = jnp.cumsum(weights, axis=1)
     possible = weights > 0
@@ -144,13 +131,9 @@ def _invert(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
 
 
 def _lowest_kept(logits: jax.Array, weigh: Callable[[], jax.Array], rows: SamplingRows, live: jax.Array) -> jax.Array:
-    """The least logit that top-k and top-p keep, [S]; the search is skipped where no live row is cut by it.
+    """The least logit of [S, V] that top-k and top-p keep, [S]; no search where no live row is cut by it.
 
-    Args:
-        logits: [S, V] float32.
-        weigh: makes the weights that top-p adds up, [S, V].
-        rows: how each row draws.
-        live: [S] bool.
+    `weigh` makes the weights that top-p adds up, [S, V].
     """
     S, V = logits.shape
     everything = jnp.full((S,), -jnp.inf, jnp.float32)
@@ -172,13 +155,8 @@ def _lowest_kept(logits: jax.Array, weigh: Callable[[], jax.Array], rows: Sampli
 def _threshold(values: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
     """The largest number with at least the wanted weight on values not below it: a search over bits, no sort.
 
-    Args:
-        values: [S, V] float32.
-        weights: [S, V] float32, at least 0.
-        wanted: [S] float32.
-
-    Returns:
-        [S] float32, one of the row's values; -inf where all weights together do not reach what is wanted.
+    Values and weights (at least 0) are [S, V] float32, `wanted` is [S]. Gives [S], one of each row's values; -inf where
+    all weights together do not reach what is wanted.
     """
     sign = jnp.uint32(0x80000000)
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)

@@ -1,10 +1,10 @@
 """Which completion sits in which slot, and which prompts are prefilled together: plain integers, no arrays, no jax.
 
-A group is a request: one prompt and its completions. Groups enter slots in the order they came, and so do the members
-of a group. A prompt is prefilled once, together with the next waiting prompts of its bucket (prompts of a bucket share
-one compiled shape), and its keys and values are held until its last member has a slot. At most one batch of prompts
-per bucket is held at a time: prompts of a bucket are prefilled in order, so when the first in the queue needs a
-prefill, every earlier prompt of its bucket has all its members in slots.
+A group is a request: one prompt and its completions. Groups enter slots in the order they came, and so do the
+completions of a group. A prompt is prefilled once, together with the next waiting prompts of its bucket (prompts of a
+bucket share one compiled shape), and its keys and values are held until its last completion has a slot. At most one
+batch of prompts per bucket is held at a time: prompts of a bucket are prefilled in order, so when the first in the
+queue needs a prefill, every earlier prompt of its bucket has all its completions in slots.
 """
 
 import collections
@@ -15,18 +15,19 @@ from collections.abc import Callable, Iterator
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """A member of a group that enters a slot now."""
+    """A completion that enters a slot now."""
 
     slot: int
     group: int
-    member: int
+    completion: int
+    """Its index in the group."""
     row: int
     """Which row of its bucket's last prefill is its prompt."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Admission:
-    """Prompts to prefill, then members that enter slots; all of one bucket."""
+    """Prompts to prefill, then completions that enter slots; all of one bucket."""
 
     bucket: int
     prefill: tuple[int, ...]
@@ -40,7 +41,7 @@ class Admission:
 class _Group:
     id: int
     bucket: int
-    members: int
+    completions: int
     placed: int = 0
     row: int = -1  # -1: not prefilled yet
 
@@ -53,7 +54,7 @@ class Scheduler:
         self.prefill_rows = prefill_rows
         self._slots_each, self._rows_each = num_slots // shards, prefill_rows // shards
         self._free = [list(range(i, i + self._slots_each)) for i in range(0, num_slots, self._slots_each)]
-        self.running: dict[int, tuple[int, int]] = {}  # slot -> (group, member)
+        self.running: dict[int, tuple[int, int]] = {}  # slot -> (group, completion)
         self._waiting: collections.deque[_Group] = collections.deque()
 
     @property
@@ -61,9 +62,9 @@ class Scheduler:
         """Whether anything waits or runs."""
         return bool(self._waiting or self.running)
 
-    def submit(self, group: int, *, bucket: int, members: int) -> None:
-        """Queue the members of a group, whose prompt is prefilled in the shape of `bucket`."""
-        self._waiting.append(_Group(id=group, bucket=bucket, members=members))
+    def submit(self, group: int, *, bucket: int, completions: int) -> None:
+        """Queue the completions of a group, whose prompt is prefilled in the shape of `bucket`."""
+        self._waiting.append(_Group(id=group, bucket=bucket, completions=completions))
 
     def admit(self) -> Admission | None:
         """What enters slots now, of the first group's bucket; None where nothing can. Call it until it says so."""
@@ -87,7 +88,7 @@ class Scheduler:
         )
 
     def retire(self, slot: int) -> None:
-        """The member in `slot` has ended."""
+        """The completion in `slot` has ended."""
         del self.running[slot]
         self._free[self._shard(slot)].append(slot)
 
@@ -100,23 +101,19 @@ class Scheduler:
 
     def _assign_slot(self, group: _Group) -> Placement:
         own = self._free[group.row // self._rows_each] or max(self._free, key=len)  # its prompt's device, if it can be
-        placement = Placement(slot=own.pop(), group=group.id, member=group.placed, row=group.row)
+        placement = Placement(slot=own.pop(), group=group.id, completion=group.placed, row=group.row)
         self.running[placement.slot] = (group.id, group.placed)
         group.placed += 1
-        if group.placed == group.members:
+        if group.placed == group.completions:
             self._waiting.popleft()
         return placement
 
 
 def rounds(scheduler: Scheduler, on_round: Callable[[], None] | None = None) -> Iterator[Admission | None]:
-    """What to do next, until nothing waits or runs; the engine does it with a model, the planner without.
+    """What to do next, until nothing waits or runs: an admission, or None, to decode what runs.
 
-    Args:
-        scheduler: with all its groups submitted; whoever does the work retires the completions that end.
-        on_round: called before each round of admissions and decoding.
-
-    Yields:
-        An admission, or None: decode what runs.
+    The engine does it with a model, the planner without; whoever does it retires the completions that end. `on_round`
+    is called before each round of admissions and decoding.
     """
     while scheduler.busy:
         if on_round is not None:

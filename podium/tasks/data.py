@@ -1,4 +1,4 @@
-"""Reads questions and answers from files and data sets, for every task that reads data.
+"""Questions and answers from files and data sets, for every task that reads data.
 
 A local path is a .jsonl or .parquet file, or a folder with one per split; without a path, the hub is asked.
 """
@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from podium.tasks.names import suggestion
+from podium.config.errors import suggestion
+from podium.tasks.answers import is_correct
 from podium.tasks.task import Prompt, TaskSource
 
 logger = logging.getLogger(__name__)
@@ -36,37 +37,41 @@ class HubDataset:
     subset: str | None = None
 
 
-def read_prompts(
-    task: str, split: str, source: TaskSource, columns: Columns, dataset: HubDataset | None
-) -> Sequence[Prompt]:
-    """All prompts of one split.
+class QuestionSet:
+    """A task made of rows of files or of a data set, with a question and an answer each, graded as mathematics."""
 
-    Args:
-        task: Name of the task, for ids and messages.
-        split: `train` or `eval`.
-        source: The config's paths and split names.
-        columns: Where question and answer are.
-        dataset: What to load where `source` has no path; None if a path is necessary.
+    system_prompt: str | None = None
 
-    Raises:
-        ValueError: No such file, split or column; a row without question or answer (named); no rows at all.
-    """
-    split_name = source.eval_split if split == "eval" else source.train_split
-    if source.path or (split == "eval" and source.eval_path):
-        rows = (row for file in _local_files(task, split, source) for row in _file_rows(file))
-        origin = str(source.eval_path if split == "eval" and source.eval_path else source.path)
-    elif dataset:
-        rows = _hub_rows(task, dataset, split_name)
-        origin = f"{dataset.name} ({split_name})"
-    else:
-        raise ValueError(f"{task}: path must be set: a .jsonl or .parquet file, or a folder with one per split")
-    prompts = [
-        _prompt(f"{task}/{split_name}/{index}", f"{task}: {location}", row, columns)
-        for index, (location, row) in enumerate(rows)
-    ]
-    if not prompts:
-        raise ValueError(f"{task}: {origin} has no questions; an empty data set cannot be trained or evaluated on")
-    return prompts
+    def __init__(self, name: str, source: TaskSource, columns: Columns, dataset: HubDataset | None) -> None:
+        """Nothing is read yet. `dataset` is for a source without a path; None where a path is necessary."""
+        self.name, self.source, self.columns, self.dataset = name, source, columns, dataset
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        """All prompts of `train` or `eval`.
+
+        Raises ValueError for a file, split or column that is not there, a row without question or answer, or no rows.
+        """
+        task, source = self.name, self.source
+        split_name = source.eval_split if split == "eval" else source.train_split
+        path = (source.eval_path if split == "eval" else None) or source.path
+        if path:
+            rows = (row for file in _local_files(task, split, source) for row in _file_rows(file))
+        elif self.dataset:
+            rows = _hub_rows(task, self.dataset, split_name)
+        else:
+            raise ValueError(f"{task}: path must be set: a .jsonl or .parquet file, or a folder with one per split")
+        prompts = [
+            _prompt(f"{task}/{split_name}/{index}", f"{task}: {location}", row, self.columns)
+            for index, (location, row) in enumerate(rows)
+        ]
+        if not prompts:
+            origin = path or (self.dataset and f"{self.dataset.name} ({split_name})")
+            raise ValueError(f"{task}: {origin} has no questions; an empty data set cannot be trained or evaluated on")
+        return prompts
+
+    def grade(self, prompt: Prompt, completion: str) -> float:
+        """1 if the final answer equals the reference."""
+        return float(is_correct(completion, prompt.answer))
 
 
 def _prompt(prompt_id: str, location: str, row: dict[str, Any], columns: Columns) -> Prompt:

@@ -45,11 +45,7 @@ class Grading:
         self._chunks = chunks
 
     def result(self) -> list[Reward]:
-        """The rewards, in the order of the items, when all are graded.
-
-        Raises:
-            GradingError: A grader has a bug.
-        """
+        """The rewards, in the order of the items, when all are graded. Raises GradingError where a grader has a bug."""
         try:
             return [reward for chunk in self._chunks for reward in chunk.result()]
         finally:
@@ -61,12 +57,9 @@ class Grader:
     """Grades completions of a mixture of tasks in `grading.workers` processes."""
 
     def __init__(self, tasks: Sequence[TaskConfig], config: GradingConfig, *, max_new_tokens: int) -> None:
-        """Starts the processes; they import their tasks while the caller goes on.
+        """Starts the processes, which import their tasks while the caller goes on.
 
-        Args:
-            tasks: The config's tasks, in the order that `TaskPrompt.task` counts.
-            config: Processes, time limit, overlong buffer.
-            max_new_tokens: `rollout.max_new_tokens`, for the `length` reward.
+        `tasks` are in the order that `TaskPrompt.task` counts; `max_new_tokens` is for the `length` reward.
         """
         self._configs = list(tasks)
         self._labels = task_labels(tasks)

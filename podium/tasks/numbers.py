@@ -77,8 +77,7 @@ class Number(NamedTuple):
 def read_number(text: str) -> Number | None:
     r"""The number that an answer is: `-1,200`, `\frac{3}{4}`, `1.2e3`, `5.4 \text{ cents}`, `x = 5`, `$5 a day`, `50%`.
 
-    Returns:
-        None where the answer is something else: a calculation, several numbers, words that change the value.
+    None where the answer is something else: a calculation, several numbers, words that change the value.
     """
     return _read(_without_units(text))
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from podium.tasks.names import suggestion
+from podium.config.errors import suggestion
 from podium.tasks.task import Prompt, TaskSource
 
 Count = Annotated[int, Field(ge=1)]

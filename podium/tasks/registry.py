@@ -12,16 +12,16 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from podium.config.errors import suggestion
 from podium.config.schema import TaskConfig
-from podium.tasks.names import suggestion
 from podium.tasks.task import Task, TaskSource
 
 TASKS: dict[str, str] = {
     "arithmetic": "podium.tasks.arithmetic:Arithmetic",
-    "gsm8k": "podium.tasks.gsm8k:Gsm8k",
-    "jsonl": "podium.tasks.jsonl:Jsonl",
-    "math": "podium.tasks.math:Math",
-    "math500": "podium.tasks.math:math500",
+    "gsm8k": "podium.tasks.question_sets:Gsm8k",
+    "jsonl": "podium.tasks.question_sets:Jsonl",
+    "math": "podium.tasks.question_sets:Math",
+    "math500": "podium.tasks.question_sets:math500",
     "reasoning_gym": "podium.tasks.reasoning_gym:ReasoningGym",
 }
 """Built-in tasks: the name in the config, and where its class (or a function that makes it) is."""
@@ -30,8 +30,7 @@ TASKS: dict[str, str] = {
 def make_task(config: TaskConfig) -> Task:
     """The task that the config names, with its options checked and set.
 
-    Raises:
-        ValueError: The task or an option is not known, an option is missing or of a wrong type.
+    Raises ValueError where the task or an option is not known, or an option is missing or of a wrong type.
     """
     constructor = _constructor(config.name)
     options = task_options(config.name)

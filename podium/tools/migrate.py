@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.config.document import Node, dump_value, parse_text
-from podium.config.errors import ConfigError, Problem, nearest
+from podium.config.errors import ConfigError, nearest, wrong
 from podium.config.load import validate
 from podium.config.mesh import mesh_sizes
 from podium.config.show import to_yaml
@@ -100,7 +100,7 @@ class _Translation:
     def wrong(self, key: str, rule: str) -> ConfigError:
         """The error of a value that makes no sense."""
         spelling, node = self.written[key]
-        return ConfigError([Problem(key=spelling, message=f"{node.plain()!r}: {rule}", origins=(node.origin,))])
+        return wrong(spelling, f"{node.plain()!r}: {rule}", node.origin)
 
     def put(self, key: str, path: str, value: Any, why: str = "") -> None:
         """Sets a new setting that stands for an old one."""

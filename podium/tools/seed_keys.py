@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.config.document import Node, parse_text, read_document
-from podium.config.errors import ConfigError, Problem
+from podium.config.errors import wrong
 
 _BARE = {
     "algo": "algo.name",
@@ -74,7 +74,7 @@ def read_seed(path: Path, environ: Mapping[str, str]) -> dict[str, tuple[str, No
         if key in found and found[key][1].plain() != node.plain():
             other, before = found[key]
             message = f"{node.plain()!r} and {other}: {before.plain()!r} mean the same setting; keep one"
-            raise ConfigError([Problem(key=spelling, message=message, origins=(before.origin, node.origin))])
+            raise wrong(spelling, message, before.origin, node.origin)
         found[key] = (spelling, node)
     return found
 

@@ -13,7 +13,7 @@ def run_to_the_end(groups, *, num_slots, prefill_rows, seed, shards=1):
     """Admit and retire at random until nothing is left; every rule is checked from outside, on the way.
 
     Args:
-        groups: (bucket, members) of each group, in the order of their coming.
+        groups: (bucket, completions) of each group, in the order of their coming.
         num_slots: of the scheduler.
         prefill_rows: of the scheduler.
         seed: of who ends when.
@@ -24,8 +24,8 @@ def run_to_the_end(groups, *, num_slots, prefill_rows, seed, shards=1):
     """
     rng = random.Random(seed)
     scheduler = Scheduler(num_slots=num_slots, prefill_rows=prefill_rows, shards=shards)
-    for group, (bucket, members) in enumerate(groups):
-        scheduler.submit(group, bucket=bucket, members=members)
+    for group, (bucket, completions) in enumerate(groups):
+        scheduler.submit(group, bucket=bucket, completions=completions)
     held = {}  # bucket -> groups of its last prefill
     running, order, finished, prefilled, calls = {}, [], [], [], 0
     while scheduler.busy:
@@ -40,21 +40,25 @@ def run_to_the_end(groups, *, num_slots, prefill_rows, seed, shards=1):
                 assert placement.slot in range(num_slots), "no such slot"
                 assert placement.slot not in running, "slot owned twice"
                 assert held[admission.bucket][placement.row] == placement.group, "another group's prompt"
-                running[placement.slot] = (placement.group, placement.member)
-                order.append((placement.group, placement.member))
+                running[placement.slot] = (placement.group, placement.completion)
+                order.append((placement.group, placement.completion))
             homes = [
                 (each.slot * shards // num_slots, each.row * shards // prefill_rows) for each in admission.placements
             ]
             assert admission.crosses == any(here != there for here, there in homes)
         assert scheduler.running == running
         assert running, "no progress"
-        assert len(running) == num_slots or len(order) == sum(members for _, members in groups), "slot idle or lost"
+        assert len(running) == num_slots or len(order) == sum(completions for _, completions in groups), (
+            "slot idle or lost"
+        )
         for slot in rng.sample(sorted(running), rng.randint(1, len(running))):
             finished.append(running.pop(slot))
             scheduler.retire(slot)
-    everyone = [(group, member) for group, (_, members) in enumerate(groups) for member in range(members)]
+    everyone = [
+        (group, completion) for group, (_, completions) in enumerate(groups) for completion in range(completions)
+    ]
     assert order == everyone, "not first in, first out"
-    assert sorted(finished) == everyone, "a member is missing or came twice"
+    assert sorted(finished) == everyone, "a completion is missing or came twice"
     assert sorted(prefilled) == list(range(len(groups))), "a prompt was prefilled twice or never"
     return calls
 
@@ -84,17 +88,17 @@ def test_prompts_of_a_bucket_fill_the_rows_of_a_prefill_even_when_slots_come_fre
     assert calls == expected
 
 
-def test_members_that_do_not_fit_at_once_use_the_same_prefill():
+def test_completions_that_do_not_fit_at_once_use_the_same_prefill():
     scheduler = Scheduler(num_slots=2, prefill_rows=4)
-    scheduler.submit(0, bucket=32, members=3)
+    scheduler.submit(0, bucket=32, completions=3)
     first = scheduler.admit()
     assert first.prefill == (0,)
-    assert [placement.member for placement in first.placements] == [0, 1]
+    assert [placement.completion for placement in first.placements] == [0, 1]
     assert scheduler.admit() is None
     scheduler.retire(first.placements[1].slot)
     second = scheduler.admit()
     assert second.prefill == ()
-    assert [(placement.member, placement.row) for placement in second.placements] == [(2, 0)]
+    assert [(placement.completion, placement.row) for placement in second.placements] == [(2, 0)]
 
 
 def test_an_empty_scheduler_has_nothing_to_do():

@@ -38,11 +38,11 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compiled_once(programs: Path) -> Iterator[None]:
     """Programs that several runs share are compiled by the first."""
     settings = cache_settings(programs)
-    former = {name: getattr(jax.config, name) for name in settings}
+    before = {name: getattr(jax.config, name) for name in settings}
     for name, value in settings.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
     yield
-    for name, value in former.items():
+    for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()

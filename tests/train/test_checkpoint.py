@@ -273,10 +273,10 @@ def test_what_a_kill_left_is_ignored_and_removed(open_checkpointer, tmp_path):
 @pytest.fixture
 def no_large_files():
     """Writing beyond 4 KB of a file fails, as on a full disk but for the errno (EFBIG for ENOSPC)."""
-    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(on: bool) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, former[1]) if on else former)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]) if on else before)
 
     yield limit
     limit(False)

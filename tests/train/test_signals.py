@@ -68,14 +68,14 @@ def test_handlers_are_what_they_were_after_leaving():
     def mine(number, frame):
         raise AssertionError
 
-    former = signal.signal(signal.SIGTERM, mine)
+    before = signal.signal(signal.SIGTERM, mine)
     try:
         with pytest.raises(RuntimeError, match="of the loop"), StopSignal():
             assert signal.getsignal(signal.SIGTERM) is not mine
             raise RuntimeError("an error of the loop")
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
-        signal.signal(signal.SIGTERM, former)
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_nothing_requested_exits_with_0():
