@@ -119,7 +119,7 @@ def _listed(instruction: Instruction, attribute: str) -> list[str]:
 def _differing(devices: Sequence[int], mesh: Mapping[str, int]) -> tuple[str, ...]:
     """The axes of the mesh along which not all of these devices have the same coordinate."""
     coordinates = np.unravel_index(list(devices), tuple(mesh.values()))
-    return tuple(axis for axis, places in zip(mesh, coordinates, strict=True) if len(set(places.tolist())) > 1)
+    return tuple(axis for axis, found in zip(mesh, coordinates, strict=True) if len(set(found.tolist())) > 1)
 
 
 def _only_sliced(instruction: Instruction, computation: Computation) -> bool:

@@ -121,7 +121,7 @@ class Module:
     entry: Computation
     computations: Mapping[str, Computation]
     aliases: tuple[tuple[tuple[int, ...], int], ...]
-    """Outputs, by their place in the result, that take the memory of a donated parameter."""
+    """Outputs, by their index in the result, that take the memory of a donated parameter."""
     num_partitions: int
 
     @cached_property
@@ -176,7 +176,7 @@ def parse(text: str) -> Module:
         name=header[1],
         entry=computations[entry],
         computations=computations,
-        aliases=tuple((numbers(place), int(number)) for place, number in _ALIAS.findall(first_line)),
+        aliases=tuple((numbers(index), int(number)) for index, number in _ALIAS.findall(first_line)),
         num_partitions=int(partitions[1]) if partitions else 1,
     )
 
@@ -305,21 +305,21 @@ def _trip_count(module: Module, computation: Computation, loop: Instruction) -> 
     if test.opcode != "compare" or test.attribute("direction") != "LT" or len(sides) != 2:
         return None
     counter, limit = sides
-    if counter is None or counter.place is None or limit is None or limit.place is not None:
+    if counter is None or counter.index is None or limit is None or limit.index is not None:
         return None
     made = computation.instructions[loop.operands[0]]  # the carry
-    start = _counted(module, computation, made.operands[counter.place]) if made.opcode == "tuple" else None
-    after = _counted(module, body, body.root.operands[counter.place]) if body.root.opcode == "tuple" else None
-    if start is None or start.place is not None or after is None or after.place != counter.place or after.offset < 1:
+    start = _counted(module, computation, made.operands[counter.index]) if made.opcode == "tuple" else None
+    after = _counted(module, body, body.root.operands[counter.index]) if body.root.opcode == "tuple" else None
+    if start is None or start.index is not None or after is None or after.index != counter.index or after.offset < 1:
         return None
     return max(0, -(-(limit.offset - counter.offset - start.offset) // after.offset))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Counted:
-    """An integer: element `place` of a loop's carry, if any, plus a constant."""
+    """An integer: element `index` of a loop's carry, if any, plus a constant."""
 
-    place: int | None
+    index: int | None
     offset: int
 
 
@@ -341,9 +341,9 @@ def _counted(
     if each.opcode == "fusion":
         callee = module.computations[each.callees["calls"][0]]
         return _counted(module, callee, callee.root.name, parts)
-    if each.opcode == "add" and parts[0] and parts[1] and None in (parts[0].place, parts[1].place):
-        place = parts[1].place if parts[0].place is None else parts[0].place
-        return _Counted(place, parts[0].offset + parts[1].offset)
+    if each.opcode == "add" and parts[0] and parts[1] and None in (parts[0].index, parts[1].index):
+        index = parts[1].index if parts[0].index is None else parts[0].index
+        return _Counted(index, parts[0].offset + parts[1].offset)
     return None
 
 

@@ -85,8 +85,8 @@ def _windows(instruction: Instruction, spatial_dims: int) -> Iterator[tuple[int,
 @functools.cache
 def _meetings(out: int, kernel: int, inputs: int, stride: int, low: int, dilation: int, kernel_dilation: int) -> int:
     """Pairs of an output and a kernel position, along one dimension, that meet an element of the input."""
-    places = np.add.outer(np.arange(out) * stride, np.arange(kernel) * kernel_dilation) - low
-    return int(np.sum((places % dilation == 0) & (places >= 0) & (places < inputs * dilation)))
+    positions = np.add.outer(np.arange(out) * stride, np.arange(kernel) * kernel_dilation) - low
+    return int(np.sum((positions % dilation == 0) & (positions >= 0) & (positions < inputs * dilation)))
 
 
 def _in_hbm(shape: Shape) -> int:
@@ -113,8 +113,8 @@ def _fusion_traffic(fusion: Instruction, operands: list[Instruction], module: Mo
             whole = sum(_in_hbm(shape) for shape in operand.shapes)
             read, handed_out = _read(inner, number, module)
             total += whole if handed_out else min(whole, read)
-    for place, (shape, update) in enumerate(zip(fusion.shapes, updates(inner, module), strict=True)):
-        if place not in handed_to and shape.space == HBM:
+    for index, (shape, update) in enumerate(zip(fusion.shapes, updates(inner, module), strict=True)):
+        if index not in handed_to and shape.space == HBM:
             total += update.written if update else shape.padded_size
     return total
 
@@ -129,16 +129,16 @@ def _read(computation: Computation, number: int, module: Module) -> tuple[int, b
     """
     names, total = {computation.parameters[number].name}, 0
     for user in computation.instructions.values():  # defined before used
-        for place in (place for place, name in enumerate(user.operands) if name in names):
+        for index in (index for index, name in enumerate(user.operands) if name in names):
             if user.opcode == "bitcast":
                 names.add(user.name)
             elif user.opcode == "fusion":
-                read, handed_on = _read(module.computations[user.callees["calls"][0]], place, module)
+                read, handed_on = _read(module.computations[user.callees["calls"][0]], index, module)
                 total += read
                 names |= {user.name} if handed_on else set()
-            elif user.opcode in SLICES and place == 0:
+            elif user.opcode in SLICES and index == 0:
                 total += user.shapes[0].padded_size
-            elif user.opcode not in IN_PLACE or place > 0:  # operand 0 of those is replaced, not read
+            elif user.opcode not in IN_PLACE or index > 0:  # operand 0 of those is replaced, not read
                 return EVERYTHING, False
     return total, computation.root.name in names
 

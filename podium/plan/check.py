@@ -15,10 +15,10 @@ from podium.config.schema import Config
 from podium.files import read_lines, to_json, write_atomically
 from podium.models.architecture import DecoderConfig
 from podium.observe.run_dir import METRICS
-from podium.plan.answer import Object, as_object, plan_object
 from podium.plan.compare import PlanEntry
 from podium.plan.estimate import far_too_large
 from podium.plan.formatting import number, verdict_line, with_range
+from podium.plan.json_answer import Object, as_object, plan_object
 from podium.plan.planner import make_plan
 from podium.plan.result import Plan, Seconds
 

@@ -19,12 +19,12 @@ from podium.config.schema import Config
 from podium.files import to_json
 from podium.models.params import check_divides
 from podium.models.presets import find_architecture
-from podium.plan.answer import Object, comparison_object, plan_object, search_object
 from podium.plan.check import check_object, check_run
 from podium.plan.compare import PlanEntry, Refused, cost_of, ranked
 from podium.plan.compile import CompileProgress, OnProgress
 from podium.plan.estimate import estimate
 from podium.plan.formatting import verdict_line
+from podium.plan.json_answer import Object, comparison_object, plan_object, search_object
 from podium.plan.page import check_page, write_page
 from podium.plan.planner import make_plan
 from podium.plan.report import WIDTH, print_sections

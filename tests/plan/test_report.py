@@ -7,9 +7,9 @@ import re
 import pytest
 from rich.console import Console
 
-from podium.plan.answer import comparison_object, plan_object
 from podium.plan.compare import PlanEntry, Refused, cost_of, ranked
 from podium.plan.formatting import duration, method_line, number, step_parts, verdict_line
+from podium.plan.json_answer import comparison_object, plan_object
 from podium.plan.report import print_sections
 from podium.plan.result import Plan, Seconds
 from podium.plan.search import Change, SearchRange, SearchResult, Trial
