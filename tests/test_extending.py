@@ -89,7 +89,7 @@ def test_a_rollout_layout_is_an_entry(monkeypatch):
     shardings = param_shardings(param_specs(DECODER), ShardingRules(mesh, TRAIN_AXES))
     engine.load({name: jax.device_put(value, shardings[name]) for name, value in tiny_params().items()})
     requests = random_requests(3)
-    for found, expected in zip(engine.generate(requests), make_engine().generate(requests), strict=True):
+    for found, expected in zip(engine.generate(requests)[0], make_engine().generate(requests)[0], strict=True):
         assert [each.tokens.tolist() for each in found] == [each.tokens.tolist() for each in expected]
 
 
