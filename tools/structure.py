@@ -40,7 +40,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("cli",),
 )
-WITHOUT_JAX = {part for floor in FLOORS[:8] for part in floor} | {"cli", "plan.cli"}
+WITHOUT_JAX = {part for floor in FLOORS[:8] for part in floor} | {"hlo", "cli", "plan.cli"}
 HEIGHTS = {part: height for height, floor in enumerate(FLOORS) for part in floor}
 
 STEP = (

@@ -74,6 +74,10 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
             raise GuardError("launch guard: " + "; ".join(problems))
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the port."""
         for connection in filter(None, (self._server, self._leader)):
             connection.close()  # again where `agree` has done so: that does nothing
 

@@ -53,7 +53,7 @@ def test_the_time_limit_holds_for_each_answer_and_the_others_are_graded():
         (TaskPrompt(task=0, prompt=Prompt(id="0", question="?", answer="x+5"), system_prompt=None), text)
         for text in texts
     ]
-    grader = Grader([TaskConfig(name="gsm8k")], GradingConfig(workers=1, timeout_s=0.5), max_new_tokens=8)
+    grader = Grader([TaskConfig(name="gsm8k")], GradingConfig(workers=1, timeout_s=3.0), max_new_tokens=8)
     try:
         rewards = grader.grade([(p, Graded(text=t, num_tokens=1)) for p, t in items])
     finally:

@@ -269,7 +269,6 @@ def test_groups_of_equal_rewards_are_replaced_by_others_up_to_a_bound(run_of):
         assert record["group/dropped"] == round(drawn * record["group/equal_rewards_fraction"])
         assert record["group/dropped"] > 4
         assert record["rollout/prompt_tokens"] == sum(lengths["prompt_lengths"])
-        assert record["train-reward/total/mean"] > 0
 
 
 def test_eight_devices_train_as_one_does(tiny_model, tmp_path, undisturbed):
