@@ -223,7 +223,7 @@ def test_what_is_within_three_percent_of_the_memory_is_too_close(worst, verdict)
 
 def test_a_fast_plan_takes_less_than_five_seconds_and_compiles_nothing():
     code = (
-        "from podium.config.load import load\nfrom podium.plan.planner import make_plan\n"
+        "from podium.settings import load_settings\nfrom podium.plan.planner import make_plan\n"
         "from podium.accelerators import find_accelerator\n"
         "config = load_settings(['configs/gsm8k_qwen25_3b.yaml'], [], {}).config\n"
         "plan = make_plan(config, find_accelerator('v6e-8'), fast=True)\n"
