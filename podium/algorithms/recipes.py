@@ -286,9 +286,9 @@ def _loss_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
         rule = "a KL in the reward can make it negative, and maxrl divides by its mean"
         yield "kl", f"{rule}; set algorithm.kl to k2, k3 or k3+"
     if kl == "k1_reward" and recipe.zero_variance != "keep":
-        rule = "with its own KL in every reward no group has equal rewards"
+        rule = "with a KL of its own in each reward, a group of equal rewards still teaches"
         way_out = "set zero_variance to keep, or kl to k2, k3 or k3+"
-        yield "kl", f"{rule}, so zero_variance {recipe.zero_variance} would do nothing; {way_out}"
+        yield "kl", f"{rule}, and zero_variance {recipe.zero_variance} would drop it; {way_out}"
 
 
 def _correction_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:

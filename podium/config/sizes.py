@@ -28,12 +28,12 @@ def batch_sequences(config: Config) -> int:
     return -(-config.prompts_per_step // config.algorithm.minibatches) * config.group_size
 
 
-def check_split(rollout: RolloutConfig, shards: int) -> None:
-    """Raises ValueError where slots or prefill rows do not divide over the devices that split them."""
+def check_split(rollout: RolloutConfig, shards: int, over: str = "devices") -> None:
+    """Raises ValueError where slots or prefill rows do not divide over the devices, or hosts, that split them."""
     for name, value in (("slots", rollout.slots), ("prefill_rows", rollout.prefill_rows)):
         if value % shards:
             raise ValueError(
-                f"rollout.{name} is {value} and is split over {shards} devices; set it to a multiple of {shards}"
+                f"rollout.{name} is {value} and is split over {shards} {over}; set it to a multiple of {shards}"
             )
 
 

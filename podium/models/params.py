@@ -112,7 +112,7 @@ _IN_WORDS = {
 }
 
 
-def check_divides(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> None:
+def check_divisible(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> None:
     """Check, before anything is compiled or rented, that weights and sequences split evenly over a machine's mesh.
 
     Raises ValueError where the mesh does not fit the machine, or does not divide the model or the rollout's slots; the

@@ -17,7 +17,7 @@ from podium.accelerators import Accelerator, find_accelerator
 from podium.config.load import Loaded, Override
 from podium.config.schema import Config
 from podium.files import to_json
-from podium.models.params import check_divides
+from podium.models.params import check_divisible
 from podium.models.presets import find_architecture
 from podium.plan.check import check_object, check_run
 from podium.plan.compare import PlanEntry, Refused, cost_of, ranked
@@ -123,7 +123,7 @@ class _Planning:
         Raises:
             ValueError: the config does not fit the machine's mesh.
         """
-        check_divides(config, find_architecture(config.model), self.accelerator)
+        check_divisible(config, find_architecture(config.model), self.accelerator)
         if fast or self.request.fast:
             return make_plan(config, self.accelerator, fast=True, lengths=self.request.lengths)
         with self.stderr.status(f"planning for {self.accelerator.name}") as status:

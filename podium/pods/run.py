@@ -11,7 +11,7 @@ from podium.config.load import Loaded
 from podium.config.schema import Config
 from podium.config.show import to_yaml
 from podium.models.architecture import ModelError
-from podium.models.params import check_divides
+from podium.models.params import check_divisible
 from podium.models.presets import find_architecture
 from podium.pods import dry_run
 from podium.pods.gcloud import GcloudError
@@ -54,7 +54,7 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
             environment=environment,
         )
         if wanted:
-            _check_divides(loaded.config, spec)
+            _check_divisible(loaded.config, spec)
         if common.dry_run:
             dry_run.show(dry_run.run(common, name, rent, spec))
             return 0
@@ -64,7 +64,7 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
         tpu_slice = _find_slice(project, name, rent, options)
         _check_runs_dir(loaded, options, len(tpu_slice.addresses))
         spec = dataclasses.replace(spec, accelerator=tpu_slice.accelerator)
-        _check_divides(loaded.config, spec)
+        _check_divisible(loaded.config, spec)
         session = Session(project, tpu_slice, rent, spec)
         try:
             session.start()
@@ -108,7 +108,7 @@ def _check_runs_dir(loaded: Loaded, options: RunOptions, workers: int) -> None:
     raise ConfigError([Problem(key="runs_dir", message=message, origins=places)])
 
 
-def _check_divides(config: Config, spec: RunSpec) -> None:
+def _check_divisible(config: Config, spec: RunSpec) -> None:
     """Raises BadRequestError where weights or sequences do not divide over the slice; unknown models pass."""
     if spec.on_cpu:
         return
@@ -117,7 +117,7 @@ def _check_divides(config: Config, spec: RunSpec) -> None:
     except ModelError:
         return
     try:
-        check_divides(config, decoder, find_accelerator(spec.accelerator))
+        check_divisible(config, decoder, find_accelerator(spec.accelerator))
     except ValueError as error:
         raise BadRequestError(f"on {spec.accelerator}: {error}") from None
 

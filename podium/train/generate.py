@@ -14,6 +14,7 @@ from podium.accelerators import auto_dtype, cpu_flags
 from podium.algorithms.advantages import equal_reward_groups
 from podium.algorithms.recipes import make_recipe
 from podium.config.schema import Config, Dtype, RolloutConfig
+from podium.config.sizes import check_split
 from podium.job.context import alone
 from podium.job.watchdog import Watchdog
 from podium.models.architecture import DecoderConfig
@@ -210,11 +211,7 @@ def rollout_rules(config: RolloutConfig, mesh: Mesh) -> ShardingRules:
 
 def host_settings(config: RolloutConfig, *, hosts: int) -> RolloutConfig:
     """A host's share of the engine's slots and rows. Raises ValueError where they do not divide."""
-    for name, value in (("slots", config.slots), ("prefill_rows", config.prefill_rows)):
-        if value % hosts:
-            raise ValueError(
-                f"rollout.{name} is {value} and is split over {hosts} hosts; set it to a multiple of {hosts}"
-            )
+    check_split(config, hosts, "hosts")
     return config.model_copy(update={"slots": config.slots // hosts, "prefill_rows": config.prefill_rows // hosts})
 
 

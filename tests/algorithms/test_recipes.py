@@ -114,7 +114,7 @@ CONFLICTS = [
     ("algorithm.kl", "k3 needs a weight", {"recipe": "grpo", "kl": "k3"}),
     ("algorithm.kl", "k2 needs a weight", {"recipe": "grpo", "kl": "k2", "kl_coef": 0.0}),
     ("algorithm.kl", "maxrl divides", {"recipe": "maxrl", "kl": "k1_reward", "kl_coef": 0.1}),
-    ("algorithm.kl", "no group has equal", {"recipe": "dapo", "kl": "k1_reward", "kl_coef": 0.1}),
+    ("algorithm.kl", "equal rewards still teaches", {"recipe": "dapo", "kl": "k1_reward", "kl_coef": 0.1}),
     ("algorithm.correction_high", "correction is none", {"recipe": "grpo", "correction_high": 2.0}),
     ("algorithm.correction_low", "correction is none", {"recipe": "grpo", "correction_low": 0.5}),
     (

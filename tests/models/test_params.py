@@ -8,7 +8,7 @@ from tiny_decoder import DECODER
 
 from podium.accelerators import find_accelerator
 from podium.config.schema import Config
-from podium.models.params import ROLLOUT_LAYOUTS, TRAIN_AXES, axis_parts, check_divides, indivisible, param_specs
+from podium.models.params import ROLLOUT_LAYOUTS, TRAIN_AXES, axis_parts, check_divisible, indivisible, param_specs
 from podium.sharding import ShardingRules, make_mesh, param_shardings
 
 V6E = find_accelerator("v6e-8")
@@ -49,7 +49,7 @@ def test_what_is_refused_beforehand_is_what_cannot_be_laid_out(mesh, changed):
 
     specs = param_specs(decoder)
     rules = ShardingRules(make_mesh(mesh), TRAIN_AXES)
-    assert refused(lambda: check_divides(config(mesh=mesh), decoder, V6E)) is refused(
+    assert refused(lambda: check_divisible(config(mesh=mesh), decoder, V6E)) is refused(
         lambda: param_shardings(specs, rules)
     )
 
@@ -57,13 +57,13 @@ def test_what_is_refused_beforehand_is_what_cannot_be_laid_out(mesh, changed):
 def test_the_message_has_the_sizes_that_work():
     decoder = dataclasses.replace(DECODER, heads=6, kv_heads=2)
     with pytest.raises(ValueError, match=r"6 query heads \(none\) cannot be split evenly by tp:4; .* tp can be 1, 2$"):
-        check_divides(config(mesh="fsdp:2,tp:4"), decoder, V6E)
+        check_divisible(config(mesh="fsdp:2,tp:4"), decoder, V6E)
 
 
 def test_slots_divide_over_the_devices_that_split_sequences():
     with pytest.raises(ValueError, match=r"rollout\.slots is 12 and is split over 8 devices"):
-        check_divides(config(rollout={"slots": 12}), DECODER, V6E)
-    check_divides(config(rollout={"slots": 12, "layout": "maxtext"}), DECODER, V6E)  # over dp alone
+        check_divisible(config(rollout={"slots": 12}), DECODER, V6E)
+    check_divisible(config(rollout={"slots": 12, "layout": "maxtext"}), DECODER, V6E)  # over dp alone
 
 
 def test_every_dimension_that_does_not_divide_is_found():
