@@ -98,7 +98,7 @@ class Podium:
         self.state = init_state(load_weights(self.model, None), self.optimizer)
         self.rollouts.load(self.state.params)
         engine = self.rollouts.engine
-        for name in ("prefill", "place", "decode"):
+        for name in ("prefill", "insert", "decode"):
             setattr(engine, name, self._timed(f"rollout/{name}", getattr(engine, name)))
         self.batch: Batch | None = None
         self.trainer.train_step = self._keeping_batch(self._timed("update/train_step", self.trainer.train_step))

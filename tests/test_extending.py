@@ -98,7 +98,7 @@ def test_a_rollout_layout_is_an_entry(monkeypatch):
 
 
 def test_the_planner_reads_the_axes_of_a_layout_and_not_its_name(monkeypatch):
-    """Of weights over fsdp and tp and sequences over dp and tp: tp's parts are gathered, sums go over fsdp."""
+    """Weights lie over fsdp and tp, sequences over dp and tp: tp's parts are gathered, sums go over fsdp."""
     monkeypatch.setitem(ROLLOUT_LAYOUTS, "mixed", {**TRAIN_AXES, "batch": ("dp", "tp")})
     monkeypatch.setitem(ROLLOUT_LAYOUTS, "renamed", ROLLOUT_LAYOUTS["maxtext"])
     v6e, decoder = find_accelerator("v6e-8"), find_architecture("Qwen/Qwen3-0.6B")

@@ -88,7 +88,7 @@ def guards_seconds(remote: Remote, job: str) -> float:
 
 
 def exits(remote: Remote, job: str, workers: Sequence[int]) -> list[int] | None:
-    """Of these workers, once all have ended."""
+    """The exit statuses of these workers; None until all have ended."""
     statuses = poll(remote, job).workers
     found = [(statuses[worker] or {}).get("exit") for worker in workers]
     return None if None in found else [int(each or 0) for each in found]

@@ -21,7 +21,7 @@ from tests.pods.unreliable import SIGNS
 WHOLE_S = 180.0
 """Bar a: seconds that all commands may take."""
 TAKEN, TAKEN_DEVICES = {"v6e-1": 8, "v4-16": 2}, {"v6e-1": 1, "v4-16": 4}
-"""Of bar d: instants, and devices of a machine, by the slice: one machine, or two."""
+"""Bar d: instants, and devices of a machine, by the slice: one machine, or two."""
 KEPT_STEPS, SAVE_EVERY = 16, 2
 
 
@@ -67,7 +67,7 @@ def bar_a(bench: Bench) -> Iterator[Row]:
 
 
 def one_process(bench: Bench) -> list[list[float]]:
-    """The same run in one process with as many devices."""
+    """Figures of the run in one process that has as many devices as all workers."""
     variables = {**on_cpu(WORKERS * DEVICES), SIGNS: bench.signs, "PODRUN_WORKER": 0}
     environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
     command = [sys.executable, "-m", "podium.cli", "train", str(bench.config("alone", steps=3)), "--plain"]

@@ -24,7 +24,7 @@ ARGUMENTS: Mapping[str, str] = {
     "prompts.kv": "kv_cache",
     "prompts.logits": "logits",
 }
-ROLLOUT_PROGRAMS = ("jit_prefill", "jit_place", "jit_decode")  # whose `params` are the rollout's copy
+ROLLOUT_PROGRAMS = ("jit_prefill", "jit_insert", "jit_decode")  # whose `params` are the rollout's copy
 WITHOUT_GRADIENTS = ("jit_init_optimizer", "jit_sync", "jit_score", *ROLLOUT_PROGRAMS)
 
 RESULTS: Mapping[str, str] = {

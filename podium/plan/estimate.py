@@ -53,11 +53,11 @@ class PhaseEstimate:
 def estimate(run: RunSizes) -> list[PhaseEstimate]:
     """Every phase of a step, in its order; `score` only where the recipe needs it.
 
-    Work is that of one call: prefill and place of the largest bucket, one decode step of all slots, a score and an
+    Work is that of one call: prefill and insert of the largest bucket, one decode step of all slots, a score and an
     update of one micro-batch.
     """
     longest = max(run.buckets)
-    phases = [sync_phase(run), prefill_phase(run, longest), place_phase(run, longest), decode_phase(run)]
+    phases = [sync_phase(run), prefill_phase(run, longest), insert_phase(run, longest), decode_phase(run)]
     if run.recipe.needs_reference or run.recipe.scores_old_logprobs:
         phases.append(score_phase(run))
     return [*phases, update_phase(run), checkpoint_phase(run)]
@@ -151,7 +151,7 @@ def decode_phase(run: RunSizes) -> PhaseEstimate:
     )
 
 
-def place_phase(run: RunSizes, bucket: int, *, crosses: bool = True) -> PhaseEstimate:
+def insert_phase(run: RunSizes, bucket: int, *, crosses: bool = True) -> PhaseEstimate:
     """One call that copies the prompts of a bucket to their slots.
 
     Where some go to another device than the one that has prefilled them, every device sees all, a layer at a time.
@@ -159,7 +159,7 @@ def place_phase(run: RunSizes, bucket: int, *, crosses: bool = True) -> PhaseEst
     prompts = run.kv_bytes(run.config.rollout.prefill_rows * bucket)
     gathered = prompts if crosses and run.rollout_shards > 1 else 0
     return PhaseEstimate(
-        name="place",
+        name="insert",
         parts=_rollout_residents(run) | {"gathered_prompts": gathered // run.decoder.layers},
         flops=0,
         hbm_bytes=2 * (gathered or prompts // run.rollout_shards),

@@ -8,7 +8,7 @@ from podium.plan.result import Phase, Plan, Seconds, total
 
 STEP_PARTS: dict[str, tuple[str, ...]] = {
     "sync": ("sync",),
-    "rollout": ("prefill", "place", "decode"),
+    "rollout": ("prefill", "insert", "decode"),
     "score": ("score",),
     "update": ("update",),
 }

@@ -43,7 +43,7 @@ class PhaseProgram:
 def phase_programs(config: Config, decoder: DecoderConfig, mesh: Mesh) -> dict[str, PhaseProgram]:
     """The programs of a run by name, in the order in which a run first calls them.
 
-    They are init, sync, prefill:T, place:T and place_across:T by bucket, decode, score where the recipe needs it, and
+    They are init, sync, prefill:T, insert:T and insert_across:T by bucket, decode, score where the recipe needs it, and
     update.
 
     Raises:
@@ -102,7 +102,7 @@ def _rollout_programs(
         beside = {**trainers, "kv_cache": device_bytes(cache), **held}
         found[f"prefill:{bucket}"] = _phase(programs.prefill, (weights, tokens, lengths), beside)
         others = {"rollout_weights": device_bytes(weights), "prompts": held["prompts"] - device_bytes(own)}
-        for kind, program in (("place", programs.place), ("place_across", programs.place_across)):
+        for kind, program in (("insert", programs.insert), ("insert_across", programs.insert_across)):
             found[f"{kind}:{bucket}"] = _phase(program, (cache, own, rows, slots), {**trainers, **others})
     found["decode"] = _phase(programs.decode, (weights, cache, slots), {**trainers, **held})
     return found

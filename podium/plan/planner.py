@@ -28,7 +28,7 @@ from podium.plan.workload import Workload, draw_lengths, packed_micro_batches, s
 
 KINDS: Mapping[str, str] = {"prefill": "prefill", "score": "update", "update": "update"}
 """The kind of calibration of a phase; phases that are not named stream memory, as decoding does."""
-SLOWEST_FIRST = ("update", "decode", "score", "prefill", "sync", "place", "init")  # by how long they take to compile
+SLOWEST_FIRST = ("update", "decode", "score", "prefill", "sync", "insert", "init")  # by how long they take to compile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Ca
     """
     algorithm, recipe = run.config.algorithm, run.recipe
     sequences = run.config.prompts_per_step * run.config.group_size
-    prefills, copies, across = workload.prefill_calls, workload.place_calls, workload.place_across_calls
+    prefills, copies, across = workload.prefill_calls, workload.insert_calls, workload.insert_across_calls
     copied = sequences / sum([*copies.values(), *across.values()]) / run.rollout_shards
     buckets = sorted({*prefills, *copies, *across, max(run.buckets)})
     steps, decodes = workload.decode_steps, workload.decode_calls
@@ -139,10 +139,10 @@ def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Ca
 
     found = [Call(phase="init", program="init", calls=0, rounds=0), call("sync", closed_form.sync_phase(run), 1)]
     found += [call(f"prefill:{T}", closed_form.prefill_phase(run, T), prefills.get(T, 0)) for T in buckets]
-    for program, counts, crosses in (("place", copies, False), ("place_across", across, True)):
+    for program, counts, crosses in (("insert", copies, False), ("insert_across", across, True)):
         for T in buckets:
             if T in counts or crosses == (run.rollout_shards > 1):
-                form = closed_form.place_phase(run, T, crosses=crosses)
+                form = closed_form.insert_phase(run, T, crosses=crosses)
                 found.append(call(f"{program}:{T}", form, counts.get(T, 0), rounds=copied))
     rounds = steps / decodes if decodes else 0.0
     found.append(call("decode", closed_form.decode_phase(run), decodes, rounds=rounds, repeats=steps))

@@ -50,7 +50,7 @@ class LargeArray:
 class Phase:
     """One program of a run, or the state at rest: what a device holds while it runs, and how long it takes."""
 
-    name: str  # init, sync, prefill, place, decode, score, update or checkpoint
+    name: str  # init, sync, prefill, insert, decode, score, update or checkpoint
     bytes: int  # at the peak, per device: residents, arguments, temporaries, and the code of all programs
     parts: Mapping[str, int]  # bytes by our names; they add up to `bytes`
     fits: bool

@@ -41,8 +41,8 @@ class Workload:
     """What one rollout takes, as the engine would count it."""
 
     prefill_calls: dict[int, int]  # by bucket, the length that prompts are padded to
-    place_calls: dict[int, int]  # by bucket: where all prompts stay on the device that has prefilled them
-    place_across_calls: dict[int, int]  # by bucket: where some do not
+    insert_calls: dict[int, int]  # by bucket: where all prompts stay on the device that has prefilled them
+    insert_across_calls: dict[int, int]  # by bucket: where some do not
     decode_calls: int  # after each, the host polls the slots
     decode_steps: int
     occupied_slot_steps: int  # slots in which a step made a token that counts, summed over steps
@@ -184,8 +184,8 @@ class _Rollout:
             self._decode() if admission is None else self._admit(admission)
         return Workload(
             prefill_calls=dict(+self.prefills),
-            place_calls=dict(self.copies),
-            place_across_calls=dict(self.copies_across),
+            insert_calls=dict(self.copies),
+            insert_across_calls=dict(self.copies_across),
             decode_calls=self.calls,
             decode_steps=self.steps,
             occupied_slot_steps=self.occupied,

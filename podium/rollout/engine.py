@@ -201,7 +201,7 @@ class _Generation:
             self._fill(placement.slot, self.requests[placement.group], placement.completion)
         rows_on_device, slots = self.on_device((rows, self.slots))
         programs = self.engine.programs
-        insert = programs.place_across if admission.crosses else programs.place
+        insert = programs.insert_across if admission.crosses else programs.insert
         self.cache, drawn = insert(self.cache, self.prompts[admission.bucket], rows_on_device, slots)
         self.take(jax.device_get(drawn))
 
@@ -218,7 +218,7 @@ class _Generation:
         for slot, (group, completion) in list(self.scheduler.running.items()):
             count = int(drawn.counts[slot])
             if not count:
-                continue  # not placed by this admission
+                continue  # this admission put nothing into the slot
             draft = self.drafts[group][completion]
             draft.tokens += drawn.tokens[slot, :count].tolist()
             draft.logprobs += drawn.logprobs[slot, :count].tolist()

@@ -1,4 +1,4 @@
-"""The compiled programs of the rollout engine, one factory each: sync, prefill, place, decode.
+"""The compiled programs of the rollout engine, one factory each: sync, prefill, insert, decode.
 
 The engine calls them, the planner lowers them on abstract arrays, the bench times them. All have fixed shapes: R
 prompts of a bucket's length, S slots, k steps.
@@ -65,9 +65,9 @@ class EnginePrograms(NamedTuple):
 
     sync: Any
     prefill: Any
-    place: Any
-    place_across: Any
-    """`place` where a slot may want another device's prompt."""
+    insert: Any
+    insert_across: Any
+    """`insert` where a slot may want another device's prompt."""
     decode: Any
 
 
@@ -82,8 +82,8 @@ def make_engine_programs(
     return EnginePrograms(
         sync=make_sync(decoder, rules, dtype),
         prefill=make_prefill(decoder, rules, dtype, all_logits=config.layout == "legacy"),
-        place=make_place(rules, crosses=False),
-        place_across=make_place(rules, crosses=True),
+        insert=make_insert(rules, crosses=False),
+        insert_across=make_insert(rules, crosses=True),
         decode=make_decode(decoder, rules, dtype, steps=config.refill_steps),
     )
 
@@ -169,7 +169,7 @@ def _last(x: jax.Array, lengths: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
 
 
-def make_place(rules: ShardingRules, *, crosses: bool) -> Any:
+def make_insert(rules: ShardingRules, *, crosses: bool) -> Any:
     """The jitted `(cache, prompts, rows [S], slots) -> (cache, Drawn)`: prompts into slots, and their first tokens.
 
     `rows` names the prompt of each slot, -1 for slots that stay as they are. The cache is donated. Without `crosses`
@@ -182,7 +182,7 @@ def make_place(rules: ShardingRules, *, crosses: bool) -> Any:
 
     pick_own = jax.shard_map(pick, mesh=rules.mesh, in_specs=(split, split), out_specs=split)
 
-    def place(cache: Cache, prompts: Prompts, rows: jax.Array, slots: Slots) -> tuple[Cache, Drawn]:
+    def insert(cache: Cache, prompts: Prompts, rows: jax.Array, slots: Slots) -> tuple[Cache, Drawn]:
         placed = rows >= 0
         if crosses:
             logits = rules.constrain(pick(rules.constrain(prompts.logits, None, None), rows), "batch", None)  # [S, V]
@@ -197,7 +197,7 @@ def make_place(rules: ShardingRules, *, crosses: bool) -> Any:
             live=placed & ~_ends(slots, sampled.tokens, slots.lengths),
         )
 
-    return jax.jit(place, donate_argnums=0, out_shardings=(rules.sharding(*caches.AXES), rules.sharding("batch")))
+    return jax.jit(insert, donate_argnums=0, out_shardings=(rules.sharding(*caches.AXES), rules.sharding("batch")))
 
 
 def make_decode(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *, steps: int) -> Any:

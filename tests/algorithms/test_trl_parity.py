@@ -28,7 +28,7 @@ TOLERANCE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-6}  # both are float32
 
 
 def podium_output(case: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The same numbers as the recorder's `trl_output`, from a recipe: loss, gradient, clip fractions."""
+    """What a recipe gives for the numbers of the recorder's `trl_output`: loss, gradient, clip fractions."""
     recipe = make_recipe(AlgorithmConfig(**case.podium), group_size=2, prompts_per_step=2)
     mask = inputs["mask"]
     lengths = mask.sum(axis=1)

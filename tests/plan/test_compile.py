@@ -68,7 +68,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of all processes that are started."""
+    """The ids of all processes that are started."""
     found, popen = [], subprocess.Popen
 
     def start(*arguments: Any, **options: Any) -> Any:

@@ -164,12 +164,12 @@ class Programs:
         }
 
     def flops(self, name: str) -> int:
-        """Of all devices, as written: one round of loops whose count is not known."""
+        """Operations of all devices, as written: one round of loops whose count is not known."""
         function, arguments = self.calls[name]
         return dot_flops(jax.make_jaxpr(function)(*arguments).jaxpr)
 
     def memory(self, name: str) -> Any:
-        """Of one device, as compiled."""
+        """What the compiler says of the memory of one device."""
         function, arguments = self.calls[name]
         return function.lower(*arguments).compile().memory_analysis()
 
@@ -283,11 +283,11 @@ def test_layouts_of_the_rollout_hold_and_send_what_they_say():
 
 def test_a_reference_is_held_and_scored_with():
     plain, anchored = (make_sizes(config(algorithm=kl), SMALL, CPU) for kl in ({}, {"kl": "k3", "kl_coef": 1e-3}))
-    assert [each.name for each in estimate(plain)] == ["sync", "prefill", "place", "decode", "update", "checkpoint"]
+    assert [each.name for each in estimate(plain)] == ["sync", "prefill", "insert", "decode", "update", "checkpoint"]
     assert [each.name for each in estimate(anchored)] == [
         "sync",
         "prefill",
-        "place",
+        "insert",
         "decode",
         "score",
         "update",

@@ -47,7 +47,7 @@ class Page(html.parser.HTMLParser):
 
     @property
     def charts(self) -> list[list[list[tuple[float, float]]]]:
-        """Of each chart, each bar's segments: where they begin and how long they are, in percent of the scale."""
+        """The segments of each bar of each chart: where they begin and how long they are, in percent of the scale."""
         charts = re.findall(r'<div class="chart">(.*?)</div>', self.source)
         bars = [re.findall(r'<span class="bar".*?>(.*?)</span>', chart) for chart in charts]
         segment = r'<i style="left:([\d.]+)%;width:([\d.]+)%'
@@ -93,7 +93,7 @@ def test_the_bars_of_memory_add_up_to_the_phases(one):
 def test_the_timeline_goes_on_where_the_phase_before_ends(one):
     _, timeline = one.charts
     segments = [segment for bar in timeline for segment in bar]
-    assert len(segments) == 6  # sync, prefill, place, decode, update, host
+    assert len(segments) == 6  # sync, prefill, insert, decode, update, host
     ends = [begin + length for begin, length in segments]
     assert [begin for begin, _ in segments[1:]] == pytest.approx(ends[:-1], abs=0.01)
     assert ends[-1] == pytest.approx(100, abs=0.01)

@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
     "train": {"rows_per_device": 1},
 }
 FACTORIES = {
-    "podium.rollout.programs": ("make_sync", "make_prefill", "make_place", "make_decode"),
+    "podium.rollout.programs": ("make_sync", "make_prefill", "make_insert", "make_decode"),
     "podium.train.step": ("make_score", "make_train_step"),
 }
 
@@ -96,7 +96,7 @@ class Recorded:
 
     def __call__(self, *arguments: Any) -> Any:
         bucket = {"prefill": lambda _, tokens, __: tokens.shape[1]}
-        bucket |= dict.fromkeys(("place", "place_across"), lambda _, new, *__: new.kv.keys.shape[-1])
+        bucket |= dict.fromkeys(("insert", "insert_across"), lambda _, new, *__: new.kv.keys.shape[-1])
         name = f"{self.name}:{bucket[self.name](*arguments)}" if self.name in bucket else self.name
         self.calls[name] = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arguments
@@ -157,7 +157,7 @@ def test_what_a_run_gives_its_programs_is_what_the_planner_lowers_them_with(run)
 def test_residents_are_what_is_held_beside_a_programs_own_arguments(run):
     programs = planned(run.config)
     parameters = held(run.trainer.reference)
-    prompts = sum(device_bytes(program.arguments[1]) for name, program in programs.items() if "place:" in name)
+    prompts = sum(device_bytes(program.arguments[1]) for name, program in programs.items() if "insert:" in name)
     whole = {"parameters": parameters, "optimizer": run.sizes["optimizer"], "reference_weights": parameters}
     cache, weights = device_bytes(run.calls["decode"][1]), run.sizes["rollout_weights"]
     batch = device_bytes(run.calls["update"][1])
@@ -165,9 +165,9 @@ def test_residents_are_what_is_held_beside_a_programs_own_arguments(run):
     assert programs["sync"].residents == {name: whole[name] for name in ("optimizer", "reference_weights")}
     assert programs["prefill:32"].residents == whole | {"kv_cache": cache, "prompts": prompts}
     assert programs["prefill:40"].residents == programs["prefill:32"].residents
-    other = device_bytes(programs["place:32"].arguments[1])
-    assert programs["place:40"].residents == whole | {"rollout_weights": weights, "prompts": other}
-    assert programs["place_across:40"].residents == programs["place:40"].residents
+    other = device_bytes(programs["insert:32"].arguments[1])
+    assert programs["insert:40"].residents == whole | {"rollout_weights": weights, "prompts": other}
+    assert programs["insert_across:40"].residents == programs["insert:40"].residents
     assert programs["decode"].residents == whole | {"prompts": prompts}
     anchor = {"reference_weights": parameters}
     assert programs["update"].residents == anchor | {"batch": batch}  # of the other of two minibatches
@@ -191,7 +191,7 @@ def test_the_closed_form_says_the_same_of_what_stays(optimizer):
 def test_a_recipe_that_scores_nothing_has_no_such_phase():
     config = config_of(algorithm={"kl": "none", "kl_coef": 0.0, "old_logprobs": "sampler", "minibatches": 1})
     programs = planned(config)
-    of_buckets = [f"{phase}:{T}" for T in (32, 40) for phase in ("prefill", "place", "place_across")]
+    of_buckets = [f"{phase}:{T}" for T in (32, 40) for phase in ("prefill", "insert", "insert_across")]
     assert list(programs) == ["init", "sync", *of_buckets, "decode", "update"]
     assert "reference_weights" not in programs["update"].residents
     assert "batch" not in programs["update"].residents
@@ -206,11 +206,11 @@ def test_rows_change_the_update_and_the_score_alone():
     assert {name for name in few if few[name] != many[name]} == {"update", "score"}
 
 
-def test_slots_change_decode_and_place_and_what_prefill_stands_beside():
+def test_slots_change_decode_and_insert_and_what_prefill_stands_beside():
     few, many = texts(config_of()), texts(config_of(rollout={"slots": 32}))
     assert {name for name in few if few[name][0] != many[name][0]} == {
         "decode",
-        *(f"{phase}:{T}" for phase in ("place", "place_across") for T in (32, 40)),
+        *(f"{phase}:{T}" for phase in ("insert", "insert_across") for T in (32, 40)),
     }
     assert many["prefill:40"][1]["kv_cache"] == 2 * few["prefill:40"][1]["kv_cache"]
 

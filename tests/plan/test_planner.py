@@ -94,7 +94,7 @@ def test_planned_memory_is_that_of_the_programs_that_a_trainer_compiles(plan):
 
 
 def test_a_plan_has_every_phase_in_the_order_of_a_run(plan):
-    names = ["init", "sync", "prefill", "place", "decode", "score", "update", "checkpoint"]
+    names = ["init", "sync", "prefill", "insert", "decode", "score", "update", "checkpoint"]
     assert [phase.name for phase in plan.phases] == names
     assert [phase.name for phase in plan.phases if phase.compiled] == names[:-1]
     assert not plan.estimate_only
@@ -136,8 +136,8 @@ def test_calls_and_rounds_of_a_step_are_the_engines_and_the_updaters():
     run = make_sizes(config, DECODER, CPU)
     workload = Workload(
         prefill_calls={32: 2},
-        place_calls={32: 1},
-        place_across_calls={32: 2, 64: 1},
+        insert_calls={32: 1},
+        insert_across_calls={32: 2, 64: 1},
         decode_calls=5,
         decode_steps=15,
         occupied_slot_steps=100,
@@ -154,10 +154,10 @@ def test_calls_and_rounds_of_a_step_are_the_engines_and_the_updaters():
         "prefill:32": (2, 0),
         "prefill:64": (0, 0),
         "prefill:100": (0, 0),
-        "place:32": (1, placed),
-        "place_across:32": (2, placed),
-        "place_across:64": (1, placed),
-        "place_across:100": (0, placed),
+        "insert:32": (1, placed),
+        "insert_across:32": (2, placed),
+        "insert_across:64": (1, placed),
+        "insert_across:100": (0, placed),
         "decode": (5, 3),
         "score": (4, 3),
         "update": (6, 3),
@@ -166,9 +166,9 @@ def test_calls_and_rounds_of_a_step_are_the_engines_and_the_updaters():
     assert repeats == {
         "sync": 1,
         "prefill:32": 2,
-        "place:32": 1,
-        "place_across:32": 2,
-        "place_across:64": 1,
+        "insert:32": 1,
+        "insert_across:32": 2,
+        "insert_across:64": 1,
         "decode": 15,
         "score": 12,
         "update": 18,
@@ -242,7 +242,7 @@ def test_gpus_have_the_closed_form_only():
     assert [phase.name for phase in plan.phases] == [
         "sync",
         "prefill",
-        "place",
+        "insert",
         "decode",
         "score",
         "update",

@@ -122,7 +122,7 @@ def test_a_rollout_by_hand():
     lengths = SequenceLengths(prompts=np.array([3, 40]), completions=np.array([[4, 1], [2, 3]]))
     found = simulate_rollout(lengths, settings)
     assert found.prefill_calls == {32: 1, 64: 1}
-    assert (found.place_calls, found.place_across_calls) == ({32: 1, 64: 2}, {})
+    assert (found.insert_calls, found.insert_across_calls) == ({32: 1, 64: 2}, {})
     assert (found.decode_calls, found.decode_steps) == (2, 4)
     assert found.occupied_slot_steps == 3 + 1 + 2
     assert found.mean_context == pytest.approx((4 + 5 + 6 + 41 + 41 + 42) / 6)
@@ -136,7 +136,7 @@ def test_completions_enter_slots_of_the_device_that_has_their_prompt_while_there
     for group, crosses in ((2, False), (3, True)):
         lengths = SequenceLengths(prompts=np.full(4, 3), completions=np.full((4, group), 4))
         found = simulate_rollout(lengths, config(prompts=4, group=group, rollout=shape), shards=4)
-        assert bool(found.place_across_calls) is crosses
+        assert bool(found.insert_across_calls) is crosses
 
 
 def test_a_rollout_of_single_tokens_needs_no_decode():

@@ -12,7 +12,7 @@ from podium.pods.gcloud import Finished, GcloudError
 from tests.pods.fake_tpu import ApiError, FakeTpu, LostError
 
 ATTEMPTS = 3
-"""Of a request that got no reply, or 503."""
+"""How often a request is sent that gets no reply, or 503."""
 SENT_AGAIN = 10
 """Times that gcloud gives a command to a worker whose ssh ended with 255."""
 

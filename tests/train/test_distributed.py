@@ -52,7 +52,7 @@ class Together(NamedTuple):
     """What several processes made together."""
 
     folder: Path
-    """Of the runs."""
+    """The runs are below it."""
     meshes: dict[str, str]
     """By the name of the run."""
     found: list[dict[str, Any]]
@@ -140,7 +140,7 @@ def alone(tiny_model, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", params=GRIDS)
 def together(request, tiny_model, tmp_path_factory) -> Together:
-    """The same run on several meshes, by several processes."""
+    """One run on several meshes, by several processes."""
     hosts, meshes = request.param
     folder = tmp_path_factory.mktemp("hosts")
     configs = [

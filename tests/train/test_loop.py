@@ -290,7 +290,7 @@ def questions_in(folder: Path, lengths: list[int]) -> dict[str, Any]:
 
 
 def test_prompts_that_are_too_long_are_skipped_and_counted(run_of, tmp_path):
-    """Of two prompts one fits: a step of four skips three or four, more than an epoch holds."""
+    """One of two prompts fits: a step of four skips three or four, more than an epoch holds."""
     run = run_of(**questions_in(tmp_path, [3, 20]), steps=2)
     records = trained(run)
     assert [record["train-seq_len/prompt/max"] for record in records] == [3, 3]

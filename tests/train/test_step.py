@@ -107,7 +107,7 @@ def naive_softmax(temperature: float = 1.0) -> list[np.ndarray]:
 
 
 def naive_logprobs(temperature: float = 1.0) -> list[np.ndarray]:
-    """Of each sample's tokens, [n]."""
+    """The log-probabilities of each sample's tokens, [n]."""
     tables = naive_softmax(temperature)
     return [table[np.arange(len(each.tokens)), each.tokens] for table, each in zip(tables, SAMPLES, strict=True)]
 
@@ -172,7 +172,7 @@ def test_the_entropy_bonus_is_a_mean_over_tokens_whatever_the_weights_and_the_mi
 
 
 def test_bfloat16_gradients_are_near_those_of_float32(samples):
-    """Of a loss without clip: there a rounding decides whether a token has a gradient at all."""
+    """The loss has no clip: there a rounding decides whether a token has a gradient at all."""
     settings = {"rows": 8, "algorithm": {"recipe": "reinforce"}}
     expected, exact = gradient(samples, **settings)
     found, metrics = gradient(samples, **settings, dtype=jnp.dtype("bfloat16"))
