@@ -102,7 +102,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "Policy": (
         Metric("train-other/loss", "", "Loss of the whole batch, mean over the updates of the step, weighted by their tokens.", lambda s: s.updated.loss if s.updated.updates else None),
         Metric("policy/entropy", "nat", "Entropy of the trainer's next token, mean over the tokens in the loss; absent without an update. See also `rollout/entropy`.", lambda s: s.updated.token_means.get("entropy")),
-        Metric("policy/logprob_gap", "nat", "|trainer's - sampler's log-probability| of a sampled token before the first update: rounding, truncated sampling, stale weights.", _logprob_gap, parts=MEAN_MAX),
+        Metric("policy/logprob_gap", "nat", "|trainer's - sampler's log-probability| of a sampled token before the first update, both before top-k, top-p and min-p: rounding, stale weights.", _logprob_gap, parts=MEAN_MAX),
         Metric("policy/kl_sampled", "nat", "KL(sampler || trainer) per token, as mean of r - 1 - log r with r = p_trainer / p_sampler.", lambda s: s.updated.token_means.get("kl_sampled")),
         Metric("policy/kl_reference", "nat", "KL(trainer || reference) per token as `algorithm.kl` estimates it; for `k1_reward` mean of sampled - reference log-probability; with `kl` only.", _kl_reference),
         Metric("policy/correction_weight", "", "Importance weight of `algorithm.correction`, mean over the tokens.", lambda s: s.updated.token_means.get("correction_weight")),
@@ -124,7 +124,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/prefill_s", "s", "Prefill calls.", lambda s: s.rolled.prefill_s),
         Metric("rollout/decode_s", "s", "Decode calls.", lambda s: s.rolled.decode_s),
         Metric("rollout/decode_steps", "steps", "Decode steps, each of all slots at once.", lambda s: s.rolled.decode_steps),
-        Metric("rollout/slot_utilisation", "fraction", "Slot-steps that made a token which was kept.", lambda s: s.rolled.slot_utilisation),
+        Metric("rollout/slot_utilisation", "fraction", "Slot-steps that made a token.", lambda s: s.rolled.slot_utilisation),
         Metric("rollout/tokens_per_s", "tokens/s", "Completion tokens / seconds of `generate`.", lambda s: s.rolled.tokens_per_s),
         Metric("rollout/compilations", "programs", "Programs compiled during `generate`; 0 after the first steps.", lambda s: s.rolled.compilations),
         Metric("rollout/prompt_tokens", "tokens", "Prompt tokens prefilled, one copy per group.", lambda s: s.rolled.prompt_tokens),
