@@ -38,7 +38,7 @@ class Admission:
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Group:
+class _QueuedGroup:
     id: int
     bucket: int
     completions: int
@@ -55,7 +55,7 @@ class Scheduler:
         self._slots_each, self._rows_each = num_slots // shards, prefill_rows // shards
         self._free = [list(range(i, i + self._slots_each)) for i in range(0, num_slots, self._slots_each)]
         self.running: dict[int, tuple[int, int]] = {}  # slot -> (group, completion)
-        self._waiting: collections.deque[_Group] = collections.deque()
+        self._waiting: collections.deque[_QueuedGroup] = collections.deque()
 
     @property
     def busy(self) -> bool:
@@ -64,7 +64,7 @@ class Scheduler:
 
     def submit(self, group: int, *, bucket: int, completions: int) -> None:
         """Queue the completions of a group, whose prompt is prefilled in the shape of `bucket`."""
-        self._waiting.append(_Group(id=group, bucket=bucket, completions=completions))
+        self._waiting.append(_QueuedGroup(id=group, bucket=bucket, completions=completions))
 
     def admit(self) -> Admission | None:
         """What enters slots now, of the first group's bucket; None where nothing can. Call it until it says so."""
@@ -95,11 +95,11 @@ class Scheduler:
     def _shard(self, slot: int) -> int:
         return slot // self._slots_each
 
-    def _next_prompts(self, bucket: int) -> list[_Group]:
+    def _next_prompts(self, bucket: int) -> list[_QueuedGroup]:
         same_shape = (group for group in self._waiting if group.bucket == bucket)
         return list(itertools.islice(same_shape, self.prefill_rows))
 
-    def _assign_slot(self, group: _Group) -> Placement:
+    def _assign_slot(self, group: _QueuedGroup) -> Placement:
         own = self._free[group.row // self._rows_each] or max(self._free, key=len)  # its prompt's device, if it can be
         placement = Placement(slot=own.pop(), group=group.id, completion=group.placed, row=group.row)
         self.running[placement.slot] = (group.id, group.placed)
