@@ -18,8 +18,9 @@ from podium.config.errors import ConfigError
 from podium.config.show import file_schema
 from podium.models.params import ROLLOUT_LAYOUTS, TRAIN_AXES, param_specs
 from podium.models.presets import PRESETS, find_architecture
-from podium.observe import metrics
-from podium.observe.metrics import METRICS, Metric, find_metric
+from podium.observe.metric_table import METRICS, Metric
+from podium.observe.metrics import evaluation_metrics, find_metric
+from podium.observe.stats import EvaluationStats, TaskScores
 from podium.plan.planner import make_plan
 from podium.plan.sizes import make_sizes
 from podium.rollout.engine import RolloutEngine
@@ -116,8 +117,13 @@ def test_the_planner_reads_the_axes_of_a_layout_and_not_its_name(monkeypatch):
 
 
 def test_a_metric_is_an_entry(monkeypatch):
-    added = Metric("policy/new", "1", "A new one.", task=lambda scores: float(scores))
-    monkeypatch.setitem(metrics.METRICS, "Policy", (*METRICS.get("Policy", ()), added))
-    assert metrics.named((metric, metric.task and metric.task(2)) for metric in (added,)) == {"policy/new": 2.0}
-    assert find_metric("policy/new") == added
-    assert "| `policy/new` | 1 | A new one. |" in metrics_page()
+    """One line in the table computes, names and documents it."""
+    added = Metric("eval/<task>/wrong", "fraction", "A new one.", task=lambda scores: 1 - scores.accuracy)
+    monkeypatch.setitem(METRICS, "Evaluation", (*METRICS["Evaluation"], added))
+    absent = {"accuracy_interval": (0.0, 1.0), "avg_at_k": None, "pass_at_k": None, "pass_at_k_interval": None}
+    counts = {"completed_accuracy": 0.5, "questions": 4, "too_long": 0, "completion_tokens": 9.0}
+    scores = TaskScores(accuracy=0.75, truncated_fraction=0.0, **absent, **counts)
+    found = evaluation_metrics(EvaluationStats(tasks={"sums": scores}, rollout_s=0.0, reward_s=0.0, step_s=0.0))
+    assert found["eval/sums/wrong"] == 0.25
+    assert find_metric("eval/sums/wrong") == added
+    assert "| `eval/<task>/wrong` | fraction | A new one. |" in metrics_page()

@@ -3,8 +3,9 @@
 The table is `podium.observe.metric_table`.
 """
 
+import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,23 +16,27 @@ from podium.observe.stats import EvaluationStats, StepStats
 REWARD, ACCURACY, UPDATES = "train-reward/total/mean", "eval/accuracy", "optimizer/updates"
 STEP_REPORT = (REWARD, "train-other/loss", ACCURACY, "time/train/step_s")
 """What a status on a worker shows of the last step."""
-ALL_METRICS = [metric for section in METRICS.values() for metric in section]
 STATISTICS: Mapping[str, Callable[[np.ndarray], Any]] = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
 """What the last part of a name means of an array; `std` is the population's."""
 
 
+def all_metrics() -> Iterator[Metric]:
+    """Every metric of the table, in its order."""
+    return itertools.chain.from_iterable(METRICS.values())
+
+
 def step_metrics(stats: StepStats) -> dict[str, float]:
     """The metrics of a step by their names."""
-    return named((metric, metric.step and metric.step(stats)) for metric in ALL_METRICS)
+    return named((metric, metric.step and metric.step(stats)) for metric in all_metrics())
 
 
 def evaluation_metrics(stats: EvaluationStats) -> dict[str, float]:
     """The metrics of an evaluation by their names: those of its tasks, then its own."""
     found: dict[str, float] = {}
     for task, scores in stats.tasks.items():
-        values = named((metric, metric.task and metric.task(scores)) for metric in ALL_METRICS)
+        values = named((metric, metric.task and metric.task(scores)) for metric in all_metrics())
         found |= {name.replace("<task>", task): value for name, value in values.items()}
-    return found | named((metric, metric.evaluation and metric.evaluation(stats)) for metric in ALL_METRICS)
+    return found | named((metric, metric.evaluation and metric.evaluation(stats)) for metric in all_metrics())
 
 
 def named(values: Iterable[tuple[Metric, Value]]) -> dict[str, float]:
@@ -55,7 +60,7 @@ def named(values: Iterable[tuple[Metric, Value]]) -> dict[str, float]:
 
 def find_metric(name: str) -> Metric | None:
     """The list's entry of a complete name such as `eval/gsm8k/accuracy`; None if it has none."""
-    for metric in ALL_METRICS:
+    for metric in all_metrics():
         if any(re.fullmatch(re.sub(r"<\w+>", "[^/]+", listed), name) for listed in metric.names):
             return metric
     return None
