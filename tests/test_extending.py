@@ -118,6 +118,7 @@ def test_the_planner_reads_the_axes_of_a_layout_and_not_its_name(monkeypatch):
 def test_a_metric_is_an_entry(monkeypatch):
     added = Metric("policy/new", "1", "A new one.", task=lambda scores: float(scores))
     monkeypatch.setitem(metrics.METRICS, "Policy", (*METRICS.get("Policy", ()), added))
+    monkeypatch.setattr(metrics, "ALL_METRICS", [*metrics.ALL_METRICS, added])
     assert metrics.named((metric, metric.task and metric.task(2)) for metric in (added,)) == {"policy/new": 2.0}
     assert find_metric("policy/new") == added
     assert "| `policy/new` | 1 | A new one. |" in metrics_page()
