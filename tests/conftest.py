@@ -1,6 +1,7 @@
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +28,10 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Many tests make the same small programs anew: each process of the session compiles one of them once.
+COMPILED = tempfile.TemporaryDirectory(prefix="podium-tests-")
+jax.config.update("jax_compilation_cache_dir", COMPILED.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 GRACE_S = 10.0
 PYTHON_S_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # end with this process

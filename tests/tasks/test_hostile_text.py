@@ -47,13 +47,13 @@ def test_ten_thousand_hostile_texts_are_graded_within_their_limits():
 
 
 def test_the_time_limit_holds_for_each_answer_and_the_others_are_graded():
-    slow = "\\boxed{x^{11}-x^7+3x-1=\\sin(x)\\cos(x^2)}"
+    slow = "\\boxed{(a+b+c+d+x+y)^{40}}"  # is multiplied out
     texts = ["\\boxed{x+5}", slow, "x + 5", slow, "6"]
     items = [
         (TaskPrompt(task=0, prompt=Prompt(id="0", question="?", answer="x+5"), system_prompt=None), text)
         for text in texts
     ]
-    grader = Grader([TaskConfig(name="gsm8k")], GradingConfig(workers=1, timeout_s=3.0), max_new_tokens=8)
+    grader = Grader([TaskConfig(name="gsm8k")], GradingConfig(workers=1, timeout_s=1.5), max_new_tokens=8)
     try:
         rewards = grader.grade([(p, Graded(text=t, num_tokens=1)) for p, t in items])
     finally:
