@@ -130,11 +130,11 @@ def _before_and_after(answers: Answers) -> Table:
 
 def _files(folder: Path) -> Table:
     kinds = {
-        CURVE: "reward and accuracy as a picture",
-        METRICS: "all numbers, a line per step",
-        SAMPLES: "what the model wrote, and what it earned",
+        CURVE: "chart of reward and accuracy",
+        METRICS: "all metrics, one line per step",
+        SAMPLES: "what the model wrote, and its rewards",
         LENGTHS: "tokens per prompt and completion",
-        SUMMARY: "this, for scripts",
+        SUMMARY: "this summary, for scripts",
         CONFIG: "the settings",
         "checkpoints": "weights and optimizer",
         "tensorboard": "tensorboard --logdir " + str(folder),

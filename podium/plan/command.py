@@ -74,9 +74,9 @@ def plan_command(request: PlanRequest, load: Load) -> int:
     """
     machines = [find_accelerator(name) for name in dict.fromkeys(request.tpu.split(","))]
     if request.search and request.compare:
-        raise ValueError("--search and --compare cannot be combined; give one of them")
+        raise ValueError("--search and --compare cannot be combined; give only one")
     if request.suggest and (request.search or request.compare or len(machines) > 1):
-        raise ValueError("--suggest needs a single plan of one machine; leave it out, or --search and --compare")
+        raise ValueError("--suggest works on one plan for one machine; drop it, or --search and --compare")
     for machine in machines:
         if machine.compiles and not request.fast:
             check_compiler(machine)
@@ -142,7 +142,7 @@ class _Planning:
             counts = f"{progress.done} of {progress.total}"
             if progress.state == "compiling":
                 if not said:
-                    say(f"while the compiler works: {verdict_line(estimated())}")
+                    say(f"estimate while compiling: {verdict_line(estimated())}")
                 running[progress.phase] = progress.seconds
             elif progress.state == "compiled":
                 running.pop(progress.phase, None)
@@ -251,8 +251,8 @@ def _settings(text: str) -> list[str]:
     parts = [part.strip() for part in values.split(";" if ";" in values else ",") if part.strip()]
     if not equals or not key.strip() or not parts:
         raise ValueError(
-            f"--compare {text}: write KEY=a,b,c, as rollout.layout=replicated,legacy; separate values that have commas"
-            " by semicolons, as 'mesh=auto;fsdp:4,tp:2'"
+            f"--compare {text}: write KEY=a,b,c, as rollout.layout=replicated,legacy; separate values that contain"
+            " commas with semicolons, as in 'mesh=auto;fsdp:4,tp:2'"
         )
     return [f"{key.strip()}={part}" for part in dict.fromkeys(parts)]
 

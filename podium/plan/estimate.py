@@ -77,7 +77,7 @@ def far_too_large(config: Config, decoder: DecoderConfig, accelerator: Accelerat
     return (
         f"{worst.name} needs about {worst.total / GIB:.1f} GiB on each device and {accelerator.name} has"
         f" {accelerator.hbm_bytes / GIB:.1f}; the largest parts, in GiB: {parts}. `podium plan` says what would fit;"
-        " --force goes on all the same"
+        " --force trains anyway"
     )
 
 

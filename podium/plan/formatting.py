@@ -91,14 +91,14 @@ def verdict_line(plan: Plan) -> str:
     """The answer in one line: whether it fits, what binds, how long a step takes and what that is made of."""
     worst, (part, size) = plan.worst, largest_part(plan.worst)
     needs = f": {worst.name} needs {gib(worst.bytes)} of {exact_gib(plan.hbm_bytes)} GiB"
-    where = f" {plan.accelerator}{' by the closed form, nothing compiled' if plan.estimate_only else ''}"
+    where = f" {plan.accelerator}{' by closed-form estimate' if plan.estimate_only else ''}"
     memory = {
         "fits": f"{where}{',' if plan.estimate_only else ''} with {spare(plan)}",
         "too_close": f" on{where}{needs}",
         "does_not_fit": f"{where}{needs}, {spare(plan)}",
     }[plan.verdict]
     return (
-        f"{VERDICTS[plan.verdict]}{memory}; bound by {worst.name} ({readable(part)} {gib(size)} GiB); {step_text(plan)}"
+        f"{VERDICTS[plan.verdict]}{memory}; peak in {worst.name} ({readable(part)} {gib(size)} GiB); {step_text(plan)}"
     )
 
 
@@ -123,9 +123,9 @@ def method_line(plan: Plan) -> str:
     """Which phases of a plan were compiled and which are estimated."""
     compiled = [phase.name for phase in plan.phases if phase.compiled]
     estimated = [phase.name for phase in plan.phases if not phase.compiled]
-    ranges = "seconds are a roofline times calibration, so they are ranges"
+    ranges = "seconds are a calibrated roofline, hence the ranges"
     if not compiled:
-        return f"estimated by the closed form: everything; {ranges}"
+        return f"everything is estimated by the closed form; {ranges}"
     rest = f"; estimated by the closed form: {joined(estimated)}" if estimated else ""
     return f"compiled for {plan.accelerator}: memory, operations and transfers of {joined(compiled)}{rest}; {ranges}"
 

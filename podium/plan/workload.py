@@ -159,8 +159,7 @@ def _groups(record: dict[str, Any], path: Path, number: int) -> list[tuple[int, 
         if not rest:
             return [(prompt, completions[i * size : (i + 1) * size]) for i, prompt in enumerate(prompts)]
     raise ValueError(
-        f"{path}:{number}: as many completion_lengths for each of prompt_lengths are expected, as podium train writes"
-        " them"
+        f"{path}:{number}: expected as many completion_lengths for each of prompt_lengths, as podium train writes them"
     )
 
 

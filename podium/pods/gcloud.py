@@ -60,13 +60,13 @@ _WAYS_OUT: Mapping[Kind, str] = {
     "denied": "check the zone's name, and that your account has the role TPU Admin (roles/tpu.admin) in the project",
     "quota": "ask for quota for this type and zone at console.cloud.google.com/iam-admin/quotas, delete slices that "
     "use it (podium pod ls: dead ones do), or try another zone",
-    "rate": "wait a minute and give the command again",
+    "rate": "wait a minute and run the command again",
     "stockout": "try another zone, or wait longer in the queue with --valid-until",
     "invalid": "check accelerator type, zone and runtime version",
     "ssh_key": "add the key to your ssh-agent as it says",
     "unusable": "podium pod down NAME, and rent another",
-    "unavailable": "give the command again; it first checks what exists",
-    "timeout": "give the command again; it first checks what exists",
+    "unavailable": "run the command again; it first checks what exists",
+    "timeout": "run the command again; it first checks what exists",
 }
 
 

@@ -255,7 +255,7 @@ def _set_up(remote: Remote, spec: RunSpec, job: str, clock: Clock, say: Callable
         if all(status is not None and status["state"] in ("finished", "killed") for status in workers):
             return
         clock.sleep(SETUP_POLL_S)
-    raise RemoteError(f"{remote.name}: the setup is not done after {SETUP_S:.0f} s; podium pod ssh {remote.name}")
+    raise RemoteError(f"{remote.name}: the setup did not finish within {SETUP_S:.0f} s; podium pod ssh {remote.name}")
 
 
 def _check_probes(remote: Remote, replies: dict[int, WorkerReply], say: Callable[[str], None]) -> None:

@@ -31,7 +31,7 @@ class ReasoningGym:
         config: dict[str, Any] | None = None,
     ) -> None:
         if source.path or source.eval_path:
-            raise ValueError("reasoning_gym: path and eval_path: the questions are made, not read; unset them")
+            raise ValueError("reasoning_gym: path and eval_path: the questions are generated, not read; unset them")
         try:
             import reasoning_gym
             from reasoning_gym.factory import DATASETS

@@ -38,7 +38,7 @@ def train(
     with open_run(config, fork=fork, plain=plain, job=job, check=check) as (run, state, done):
         done = run_steps(run, state, done)
         if done < config.steps:
-            run.progress.message(f"stopped and saved; to go on: podium train {run.run_dir.path}/config.yaml")
+            run.progress.message(f"stopped and saved; to continue: podium train {run.run_dir.path}/config.yaml")
         summarise(run)
         status = run.stop.exit_code  # of all processes, which know each other until here
     stopped = f"stopped by signal {status - 128} after step {done}, which is saved"

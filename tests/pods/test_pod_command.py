@@ -148,7 +148,7 @@ def test_stop_is_not_undone_by_who_keeps_the_run_alive(make_world, pod):
     commands.stop(name="demo", project=None, dry_run=False)
     keeper.join(300)
     assert results[0][0] == 143
-    assert "stopped as asked" in results[0][2]
+    assert "stopped on request" in results[0][2]
 
 
 def test_the_code_is_that_of_the_commit_on_all_workers(make_world, pod, checkout):
@@ -238,10 +238,10 @@ def test_a_worker_that_does_not_answer_is_named_and_nothing_starts(make_world, p
 
 
 WRONG = {
-    "no type": (["up", "x", "--zone", ZONES[0]], 2, "which TPU\\? Give --type, as v6e-8"),
+    "no type": (["up", "x", "--zone", ZONES[0]], 2, "which TPU\\? Give --type, such as v6e-8"),
     "no such type": (["up", "x", "--type", "v6e-7", "--zone", ZONES[0]], 2, "nearest: v6e-8, v6e-4"),
     "no TPU": (["up", "x", "--type", "h100-8", "--zone", ZONES[0]], 2, "this is not a TPU"),
-    "no zone": (["up", "x", "--type", "v6e-8"], 2, "in which zone\\? Give --zone"),
+    "no zone": (["up", "x", "--type", "v6e-8"], 2, "which zone\\? Give --zone"),
     "no such zone": (["up", "x", "--type", "v6e-8", "--zone", "us-east1-e"], 2, "did you mean us-east1-d\\?"),
     "no name": (["up", "My_Run", "--type", "v6e-8", "--zone", ZONES[0]], 2, "lower-case letters, digits and '-'"),
     "no time": (["up", "x", "--type", "v6e-8", "--zone", ZONES[0], "--lease", "soon"], 2, "as 90m or 4h"),
@@ -270,7 +270,7 @@ RUN_WRONG = {
         ["--set", "runs_dir=runs"],
         "runs_dir: 'runs' is below each machine's own home, and 4 workers need one",
     ),
-    "secret in env": (["--env", "MY_TOKEN=x"], "secrets must not be in a command"),
+    "secret in env": (["--env", "MY_TOKEN=x"], "secrets must not appear in a command"),
     "setting in env": (["--env", "PODIUM_STEPS=3"], "use --set"),
     "secret in config": (
         ["--set", "chat_template=hf_CANARYaaaaBBBBccccDDDD1234"],

@@ -35,5 +35,5 @@ def test_a_run_leaves_its_plan_and_how_wrong_it_was(tiny_model, tmp_path, monkey
 
 def test_a_run_that_is_far_too_large_does_not_begin(tiny_model, tmp_path, monkeypatch):
     on(monkeypatch, hbm_bytes=1000)
-    with pytest.raises(ValueError, match="`podium plan` says what would fit; --force goes on all the same"):
+    with pytest.raises(ValueError, match="`podium plan` says what would fit; --force trains anyway"):
         train(make_config(tiny_model, tmp_path), plain=True, check=RunCheck(force=False))

@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     stop.add_argument("--grace", type=float, default=GRACE_S, help="seconds from SIGTERM to SIGKILL")
     logs = _with_job(verbs, "logs", "print a job's log", _logs)
     logs.add_argument("--from-byte", type=int, default=0, help="print what comes after so many bytes")
-    _with_job(verbs, "supervise", "for start's own use", lambda args, host: supervise(host, args.job), nargs=None)
+    _with_job(verbs, "supervise", "internal: used by start", lambda args, host: supervise(host, args.job), nargs=None)
     return parser
 
 
@@ -109,7 +109,7 @@ def _probe(args: argparse.Namespace, host: Host) -> int:
 def _start(args: argparse.Namespace, host: Host) -> int:
     peers, variables = tuple(filter(None, args.peers.split(","))), read_variables(args.env)
     if not args.command:
-        raise UsageError("no command was given; write it behind --")
+        raise UsageError("no command was given; write it after --")
     if taken := [name for name in OURS if name in variables]:
         raise UsageError(f"--env {taken[0]}: podium pod sets this one itself")
     worker = args.worker if args.worker is not None else local_worker(peers) if peers else 0
