@@ -76,7 +76,7 @@ def test_a_run_that_is_far_too_large_is_refused_unless_forced(tmp_path, monkeypa
         RunCheck(force=False).begin(config_3b(), QWEN_3B, tmp_path)
     assert list(tmp_path.iterdir()) == []
     line = RunCheck(force=True).begin(config_3b(), QWEN_3B, tmp_path)
-    assert line is not None and line.startswith("plan: does not fit v6e-8 by the closed form")
+    assert line is not None and line.startswith("plan: does not fit v6e-8 by closed-form estimate")
 
 
 def test_measured_figures_stand_beside_the_plan_after_the_third_step(tmp_path):
@@ -84,7 +84,7 @@ def test_measured_figures_stand_beside_the_plan_after_the_third_step(tmp_path):
     line = check.begin(config_3b(), QWEN_3B, tmp_path)
     made = made_at_start()
     assert made.step is not None
-    assert line is not None and line.startswith("plan: fits v6e-8 by the closed form")
+    assert line is not None and line.startswith("plan: fits v6e-8 by closed-form estimate")
     peak, took = made.worst.bytes / 1.1, made.step.value / 0.5
     metrics = {"time/train/step_s": took, "memory/train/peak_bytes_in_use_max_gib": peak / GIB}
     assert check.after_step(metrics) == check.after_step(metrics) == ({}, None)

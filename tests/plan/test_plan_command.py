@@ -112,7 +112,7 @@ def test_the_status_says_whether_it_fits(podium, planner, made, status):
 def test_what_the_compiler_does_is_told_on_stderr_after_an_estimate(podium, planner):
     _, out, err = podium("plan", "run.yaml", "--tpu", "v6e-8", "--no-suggest")
     lines = err.splitlines()
-    assert lines[0].startswith("estimate while compiling: fits v6e-8 by the closed form")
+    assert lines[0].startswith("estimate while compiling: fits v6e-8 by closed-form estimate")
     assert lines[1] == "compiled update for v6e-8 in 63 s (1 of 1)" and len(lines) == 2
     assert out.startswith("fits v6e-8 with 6.9 GiB to spare") and "while" not in out
 
@@ -272,7 +272,7 @@ def test_a_comparison_in_which_nothing_fits_is_status_2(podium, planner):
 def test_the_page_is_written_beside_the_answer(podium):
     status, out, _ = podium("plan", *FAST, "--html", "plan.html")
     assert status == 0 and out.startswith("fits v6e-8")
-    assert "fits v6e-8 by the closed form" in Path("plan.html").read_text()
+    assert "fits v6e-8 by closed-form estimate" in Path("plan.html").read_text()
 
 
 def test_nothing_heavy_is_imported_before_the_question_is_right(tmp_path):

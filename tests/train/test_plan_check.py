@@ -29,7 +29,7 @@ def test_a_run_leaves_its_plan_and_how_wrong_it_was(tiny_model, tmp_path, monkey
     steps = [line for line in read_records(run / "metrics.jsonl") if "time/train/step_s" in line]
     assert ["plan/step_error" in line for line in steps] == [False, False, True]
     error = capsys.readouterr().err
-    assert "plan: fits v6e-1 by the closed form" in error and "s per step planned" in error
+    assert "plan: fits v6e-1 by closed-form estimate" in error and "s per step planned" in error
     assert {"step", "rollout", "update"} <= {row.name for row in check_run(run)}
 
 
