@@ -64,7 +64,7 @@ def _fail(error: Exception | str, *, status: int) -> NoReturn:
 
 
 def _raised_here(error: Exception) -> bool:
-    """Whether our own code raised it, which it does for what a user can cause; from a library it is a bug."""
+    """Whether Podium raised it, as it does for user errors; an error from a library is a bug."""
     innermost = traceback.extract_tb(error.__traceback__)[-1].filename
     return Path(innermost).is_relative_to(Path(__file__).parent)
 

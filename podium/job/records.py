@@ -1,4 +1,4 @@
-"""What each process of a job leaves behind: how far it came and why it ended; and which of them failed first.
+"""The record of each process of a job: how far it got and why it ended; and which failed first.
 
 When one process of a job ends, jax aborts the others without a message: all exit with status 134, the guilty one too.
 So each process writes why it ends while it still can (`ProgressReport`), its supervisor writes what only a parent can

@@ -111,7 +111,7 @@ class CheckRow:
 
 
 def check_run(folder: Path) -> list[CheckRow]:
-    """Planned beside measured, of a run that `podium train` wrote on TPU or GPU.
+    """Planned and measured figures side by side, for a run that `podium train` wrote on TPU or GPU.
 
     Raises:
         ValueError: the folder has no plan, or no step from the third on.
@@ -148,5 +148,5 @@ def _exactly(value: float) -> Seconds:
 
 
 def check_object(run: str, rows: Sequence[CheckRow]) -> Object:
-    """Planned beside measured figures of a run, as an object for --json."""
+    """Planned and measured figures of a run, as an object for --json."""
     return {"run": run, "rows": [as_object(row) | {"unit": row.unit or None, "error": row.error} for row in rows]}

@@ -93,7 +93,7 @@ def plan_command(request: PlanRequest, load: Load) -> int:
 
 
 def check_command(run: Path, *, as_json: bool) -> int:
-    """Tabulate planned beside measured of a run; the exit status. Raises ValueError where that cannot be done."""
+    """Tabulate a run's planned and measured figures; returns the exit status. Raises ValueError if it cannot."""
     rows = check_run(run)
     _print(check_object(run.name, rows), [check_section(rows)], as_json=as_json)
     return FITS
@@ -176,7 +176,7 @@ class _Planning:
         return None, f"--suggest compiles what the closed form finds best: {named}" if changes else ""
 
     def search(self, key: str, config: Config) -> tuple[PlanEntry, SearchResult]:
-        """What a search comes to, and the plan of the value that it found, or else of the smallest tried."""
+        """The result of a search, and the plan of the value that it found, or else of the smallest tried."""
 
         @functools.cache
         def most_bytes(value: int) -> int:

@@ -1,4 +1,4 @@
-"""What a plan's numbers do not say by themselves, in sentences: the notes of a plan."""
+"""The notes of a plan: in sentences, what its numbers do not say."""
 
 from collections.abc import Iterator, Sequence
 

@@ -121,7 +121,7 @@ def comparison_sections(entries: Sequence[PlanEntry], refused: Sequence[Refused]
 
 
 def search_section(found: SearchResult) -> ReportSection:
-    """What a search came to, and what it tried."""
+    """The result of a search, and its trials."""
     table = _table(TRIALS, ((trial,) for trial in found.trials), 1, 2, 3)
     return ReportSection("", (Line(text=search_line(found)), table))
 
@@ -141,7 +141,7 @@ def search_line(found: SearchResult) -> str:
 
 
 def check_section(rows: Sequence[CheckRow]) -> ReportSection:
-    """Planned beside measured figures, with the error of the plan."""
+    """Planned and measured figures side by side, with the plan's error."""
     found = []
     for row in rows:
         unit = f" {row.unit}".rstrip()
@@ -213,7 +213,7 @@ def _work(phase: Phase) -> str:
 
 
 def _speed(plan: Plan) -> str:
-    """What a step makes, and how fast."""
+    """The tokens of a step, and their rate."""
     speed, tokens = plan.tokens_per_s_per_device, plan.workload.completion_tokens
     rate = f", {text.with_range(speed)} per second per chip" if speed is not None else ""
     return f"{tokens:,} completion tokens{rate}"

@@ -82,7 +82,7 @@ class Finished:
 
 
 Runner = Callable[[Sequence[str], float], Finished]
-"""Runs a command for at most so many seconds."""
+"""Runs a command with a time limit in seconds."""
 
 
 class GcloudError(ValueError):

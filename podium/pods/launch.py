@@ -101,7 +101,7 @@ def status_command(job: str | None) -> str:
 
 
 def log_command(job: str | None, offset: int) -> str:
-    """Prints what a job's log has after so many bytes, in base64."""
+    """Prints a job's log from a byte offset on, in base64."""
     return f"{AGENT} logs {job or ''} --from-byte {offset} 2>/dev/null | head -c {LOG_BYTES} | base64 -w0"
 
 

@@ -118,7 +118,7 @@ def from_leader(make: Callable[[], Value]) -> Value:
 
 
 def share(count: int) -> slice:
-    """The share of this process in so many things: contiguous, and at most one more than another's."""
+    """The contiguous share of this process in a number of items; shares differ by at most one."""
     hosts, host = (jax.process_count(), jax.process_index()) if jax.distributed.is_initialized() else (1, 0)
     return slice(count * host // hosts, count * (host + 1) // hosts)
 

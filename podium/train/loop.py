@@ -97,7 +97,7 @@ def evaluate_at_start(run: RunParts, done: int) -> None:
 
 
 def evaluation_due(config: Config, step: int) -> bool:
-    """Whether the weights after so many steps are to be evaluated."""
+    """Whether the weights after this step are to be evaluated."""
     every = config.eval.every_steps
     return bool((every and step % every == 0) or (step == config.steps and config.eval.at_end))
 

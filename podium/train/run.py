@@ -1,4 +1,4 @@
-"""What a run consists of, from its first step to its last: opened in order, closed in reverse."""
+"""The resources of a run: opened in order, closed in reverse."""
 
 import contextlib
 import dataclasses

@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     stop = _with_job(verbs, "stop", "end a job with all its processes", _stop)
     stop.add_argument("--grace", type=float, default=GRACE_S, help="seconds from SIGTERM to SIGKILL")
     logs = _with_job(verbs, "logs", "print a job's log", _logs)
-    logs.add_argument("--from-byte", type=int, default=0, help="print what comes after so many bytes")
+    logs.add_argument("--from-byte", type=int, default=0, help="print the log from this byte on")
     _with_job(verbs, "supervise", "internal: used by start", lambda args, host: supervise(host, args.job), nargs=None)
     return parser
 
