@@ -231,7 +231,7 @@ def _most_behind(statuses: Sequence[Status | None]) -> tuple[int, str] | None:
         return None
     _, worker, progress = min(known, key=lambda each: each[:2])
     silent = max(0.0, progress["time"] - progress["beat"])
-    return worker, f"worker {worker} is behind, in {progress['phase']} without a sign of life for {silent:.0f} s"
+    return worker, f"worker {worker} is behind: in {progress['phase']} without a sign of life for {silent:.0f} s"
 
 
 def listed(workers: Sequence[int]) -> str:

@@ -132,7 +132,7 @@ def _files(folder: Path) -> Table:
     kinds = {
         CURVE: "chart of reward and accuracy",
         METRICS: "all metrics, one line per step",
-        SAMPLES: "what the model wrote, and its rewards",
+        SAMPLES: "sample completions with their rewards",
         LENGTHS: "tokens per prompt and completion",
         SUMMARY: "this summary, for scripts",
         CONFIG: "the settings",

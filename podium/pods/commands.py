@@ -169,7 +169,7 @@ def ls(
     elif found:
         project.answer(slice_table(found, project.slices.owner, now))
     else:
-        project.answer("the project has no slice" if everyone else "you have no slice")
+        project.answer("the project has no slices" if everyone else "you have no slices")
 
 
 @app.command()

@@ -218,7 +218,7 @@ def _pairs(labels: Mapping[str, str]) -> str:
 
 
 SSH_OPTIONS = ("ConnectTimeout=10", "ServerAliveInterval=10", "ServerAliveCountMax=3")
-"""gcloud sets none of these and would wait for ever for a host that is gone."""
+"""gcloud sets none of these and would wait forever for a lost host."""
 READ_S, CHANGE_S = 60.0, 900.0
 """Seconds that a command may take."""
 

@@ -266,7 +266,7 @@ def _check_probes(remote: Remote, replies: dict[int, WorkerReply], say: Callable
             found[worker] = reply.json()
     problems = [f"    worker {worker}: {problem}" for worker in found for problem in found[worker].get("problems", ())]
     if problems:
-        raise RemoteError("\n".join((f"{remote.name}: workers that cannot be used:", *problems)))
+        raise RemoteError("\n".join((f"{remote.name}: unusable workers:", *problems)))
     remote.check_all(replies, "unpacking the code")
     clocks = [each["time"] for each in found.values()]
     if max(clocks) - min(clocks) > SKEW_S:

@@ -189,6 +189,6 @@ def _observe(session: Session, clock: Clock, say: Callable[[str], None]) -> Obse
             if not error.transient:
                 raise
             if not said:
-                say(f"{error.text}; the run continues without this machine; trying again")
+                say(f"{error.text}; the run continues without this machine; retrying")
             said = True
         clock.sleep(30.0)

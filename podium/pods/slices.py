@@ -104,10 +104,10 @@ class SliceLists:
             ours = [each for each in listed() if self.is_ours(each) and name in (None, each.name)]
             names = sorted({each.name for each in ours})
             if len(names) > 1:
-                raise SliceError(f"you have several slices: {', '.join(names)}; name one of them")
+                raise SliceError(f"you have several slices: {', '.join(names)}; name one")
             if ours:
                 return min(ours, key=lambda each: _preference(each, ()))
-        what = f"no slice of yours is named {name}" if name else "you have no slice"
+        what = f"no slice of yours is named {name}" if name else "you have no slices"
         raise SliceError(f"{what}; podium pod ls lists slices, podium pod up rents one")
 
     def now(self, tpu_slice: Slice) -> Slice | None:

@@ -113,7 +113,7 @@ class Grader:
             finally:
                 self._idle.put(worker if worker.alive() or self._closed else self._replaced(worker))
         if self._closed:
-            raise CancelledError("the grader was closed before all answers were graded")
+            raise CancelledError("the grader was closed before it graded all answers")
         return [self._reward(*pair) for pair in zip(submissions, outcomes, strict=True)]
 
     def _replaced(self, worker: "_Worker") -> "_Worker":

@@ -245,7 +245,7 @@ WRONG = {
     "no such zone": (["up", "x", "--type", "v6e-8", "--zone", "us-east1-e"], 2, "did you mean us-east1-d\\?"),
     "no name": (["up", "My_Run", "--type", "v6e-8", "--zone", ZONES[0]], 2, "lower-case letters, digits and '-'"),
     "no time": (["up", "x", "--type", "v6e-8", "--zone", ZONES[0], "--lease", "soon"], 2, "as 90m or 4h"),
-    "no slice": (["status"], 1, "you have no slice; podium pod ls"),
+    "no slice": (["status"], 1, "you have no slices; podium pod ls"),
     "no such slice": (["logs", "x"], 1, "no slice of yours is named x"),
     "no such worker": (["logs", "demo", "--worker", "9"], 2, "demo has workers 0 to 0"),
 }

@@ -216,7 +216,7 @@ def test_the_laptops_network_may_go_away():
     down = GcloudError("unavailable", "gcloud crashed (ConnectionError)")
     story = Story(seen(status(), status()), *[down] * 50, seen(DONE, DONE))
     assert story.outcome() == 0
-    assert story.said[0] == "gcloud crashed (ConnectionError); the run continues without this machine; trying again"
+    assert story.said[0] == "gcloud crashed (ConnectionError); the run continues without this machine; retrying"
     assert len(story.said) == 2
 
 

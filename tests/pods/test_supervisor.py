@@ -90,7 +90,7 @@ def test_the_same_job_is_started_once_and_another_not_at_all(agent):
     assert (status, found["state"]) == (0, "running")
     status, found = agent.ask("start", "b-1", *SLEEP)
     assert (status, found["state"], found["job"]) == (75, "busy", "a-1")
-    assert "job a-1 runs on this host; stop it first" in found["error"]
+    assert "job a-1 is running on this host; stop it first" in found["error"]
     assert agent.state("b-1") == "none"
 
 
@@ -258,8 +258,8 @@ def test_a_command_that_does_not_exist_is_an_error_of_the_start(agent):
         (("start", "../a", *SLEEP), "'../a' is not a job name"),
         (("start", "a", "--env", "PODRUN_WORKER=1", *SLEEP), "--env PODRUN_WORKER"),
         (("start", "a", "--env", "HF_TOKEN=x", *SLEEP), "put it in a file and use --env-file"),
-        (("start", "a", "--peers", "198.51.100.1,198.51.100.2", *SLEEP), "not exactly one of --peers"),
-        (("start", "a", "--peers", "198.51.100.1", "--worker", "1", *SLEEP), "not exactly one of --peers"),
+        (("start", "a", "--peers", "198.51.100.1,198.51.100.2", *SLEEP), "must match exactly one of --peers"),
+        (("start", "a", "--peers", "198.51.100.1", "--worker", "1", *SLEEP), "must match exactly one of --peers"),
         (("dance",), "invalid choice: 'dance'"),
     ],
 )

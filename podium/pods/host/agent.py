@@ -99,7 +99,7 @@ def _probe(args: argparse.Namespace, host: Host) -> int:
         f"this host has {devices} chips and should have {args.expect_devices}; recreate the slice": (
             args.expect_devices in (None, devices)
         ),
-        f"job {holder} runs here": holder is None,
+        f"job {holder} is running here": holder is None,
     }
     problems = [message for message, holds in checks.items() if not holds]
     found = {"time": time.time(), "python": python, "devices": devices, "job": holder, "problems": problems}
@@ -114,7 +114,7 @@ def _start(args: argparse.Namespace, host: Host) -> int:
         raise UsageError(f"--env {taken[0]}: podium pod sets this one itself")
     worker = args.worker if args.worker is not None else local_worker(peers) if peers else 0
     if worker is None or not 0 <= worker < max(1, len(peers)):
-        raise UsageError(f"this host is not exactly one of --peers {args.peers}; give its index with --worker")
+        raise UsageError(f"this host must match exactly one of --peers {args.peers}; give its index with --worker")
     spec = JobSpec(
         job=args.job,
         command=args.command,
@@ -141,7 +141,7 @@ def _stop(args: argparse.Namespace, host: Host) -> int:
 
 def _logs(args: argparse.Namespace, host: Host) -> int:
     if host.state(args.job) == "none":
-        print(f"error: no job {args.job or 'was ever started'} on this host", file=sys.stderr)
+        print(f"error: no job {args.job or 'has been started'} on this host", file=sys.stderr)
         return FAILED
     with (host.folder(args.job) / "log").open("rb") as log:
         log.seek(args.from_byte)
