@@ -138,7 +138,7 @@ def _files(folder: Path) -> Table:
         CONFIG: "the settings",
         "checkpoints": "weights and optimizer",
         "tensorboard": "tensorboard --logdir " + str(folder),
-        "wandb": "wandb sync (what was written offline)",
+        "wandb": "wandb sync (uploads the offline run)",
     }
     grid = _grid()
     grid.add_row("files", Text(f"{folder}/", style="bold"))

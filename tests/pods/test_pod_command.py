@@ -46,7 +46,7 @@ def test_one_command_each_from_renting_to_giving_back(make_world, pod):
     assert out.strip().endswith(": done")
     assert pod("down", "demo")[:2] == (0, "deleted demo in us-east1-d; it is no longer listed\n")
     assert world.fake.everything() == []
-    assert pod("ls")[:2] == (0, "you have no slice\n")
+    assert pod("ls")[:2] == (0, "you have no slices\n")
 
 
 def test_run_rents_when_a_type_is_given(make_world, pod):

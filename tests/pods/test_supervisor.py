@@ -295,7 +295,7 @@ def test_a_probe_tells_what_is_wrong(agent):
     assert status == 1
     assert found["job"] == "a-1"
     assert found["problems"][0].endswith("and should have 64; recreate the slice")
-    assert found["problems"][1] == "job a-1 runs here"
+    assert found["problems"][1] == "job a-1 is running here"
 
 
 def test_nothing_was_ever_started(agent):
