@@ -121,14 +121,14 @@ def lines(rows: Sequence[Mapping[str, Any]], figures: Mapping[str, float]) -> It
     """The table for docs/planner.md."""
     summary = (
         f"{len(rows)} configurations drawn at random: {figures['mean_error']:.1%} off on average,"
-        f" {figures['worst_error']:.1%} at worst; {figures['false_fits']:.0f} of them said to fit that the compiler"
-        f" says do not; the same verdict for {figures['same_verdict']:.0f}. The first {SEEN} were looked at when the"
-        f" closed form was last mended; the others are {figures['mean_error_of_others']:.1%} off on average."
+        f" {figures['worst_error']:.1%} at worst; {figures['false_fits']:.0f} predicted to fit where the compiler"
+        f" disagrees; the same verdict for {figures['same_verdict']:.0f}. The first {SEEN} were used when the"
+        f" closed form was last adjusted; the others are {figures['mean_error_of_others']:.1%} off on average."
     )
     yield from textwrap.wrap(summary, 118)
     yield from (
         "",
-        "| | TPU | model, mesh | binds | closed form, GiB | compiled, GiB | error |",
+        "| | TPU | model, mesh | largest phase | closed form, GiB | compiled, GiB | error |",
         "|---|---|---|---|---|---|---|",
     )
     for number, row in enumerate(rows, 1):

@@ -1,4 +1,4 @@
-"""Tokens per second and chip of larger models on 8 to 256 chips, planned: every program compiled for each machine.
+"""Tokens per second per chip of larger models on 8 to 256 chips, planned: every program compiled for each machine.
 
     python -m benches.scaling              (long: some forty compilations of large models, each kept)
 

@@ -255,25 +255,25 @@ def reasons(planner: Planner) -> list[str]:
     assert decode.seconds is not None
     assert seconds is not None
     paragraphs = (
-        f"**Memory of the loss.** The seed's loss held more than logits and their gradient: its own fused kernel, which"
-        f" held no less than these, took {KERNEL_SAVED_GIB:.2f} GiB off it for 4 rows of 2,560 tokens. With Podium's"
-        f" loss that run is planned at {four.worst.bytes / GIB:.2f} GiB, and was measured at"
-        f" {four.hbm_bytes / GIB + KERNEL_EXCESS_GIB:.2f} with that kernel; all rows are planned so. With as much per"
-        f" token as the seed's loss held, the second row is {with_loss(four, 4 * 2560)} GiB (measured: 35.1), the 7B"
-        f" model's 2 rows are {with_loss(two, 2 * 2176)} of {two.hbm_bytes / GIB:.2f} (measured: out of memory), and 4"
-        f" rows of 1,536 tokens, which were measured too, are {with_loss(short, 4 * 1536)} (measured:"
+        f"**Memory of the loss.** The seed's loss held more than the logits and their gradient: its fused kernel, which"
+        f" held at least these, saved {KERNEL_SAVED_GIB:.2f} GiB for 4 rows of 2,560 tokens. With Podium's loss that"
+        f" run is planned at {four.worst.bytes / GIB:.2f} GiB; with the kernel it was measured at"
+        f" {four.hbm_bytes / GIB + KERNEL_EXCESS_GIB:.2f}. All rows are planned with Podium's loss. If it held as much"
+        f" per token as the seed's, the second row would be {with_loss(four, 4 * 2560)} GiB (measured: 35.1), the 7B"
+        f" model's 2 rows {with_loss(two, 2 * 2176)} of {two.hbm_bytes / GIB:.2f} (measured: out of memory), and 4"
+        f" rows of 1,536 tokens, also measured, {with_loss(short, 4 * 1536)} (measured:"
         f" {RESERVED / GIB:.1f}).",
         f"**Decoding in the seed's layout.** As compiled now, it sends {sent / 1e9:.2f} GB per token to each chip of a"
         f" v6e-8: {sent / 2 / peaks.link_bandwidth * 1e3:.0f} ms over the two links of a corner chip. The owners"
         f" measured {GENERATE_S} s for at most 1,023 tokens in a row; the plan says {decode.seconds.value:.1f} s for"
         f" {short.workload.decode_steps}. So either their compiler gathered less, or such a slice has more links than"
-        " published (none wraps around below 16 chips to a side). The ratios of steps follow from it: they are mostly"
-        " this traffic. Commands and lengths of the three runs on v6e-16 were not recorded.",
+        " published (no axis of fewer than 16 chips wraps around). The ratios of step times are mostly this traffic"
+        " too. Commands and lengths of the three runs on v6e-16 were not recorded.",
         "**Layouts.** The seed's attention repeated keys and values for each of 16 heads and multiplied them in float32"
         " over the whole cache; in its maxtext layout each chip did four times as much of that. Podium's does neither.",
         "**Seconds of the update.** The seed left its weights to the partitioner; Podium gathers each layer's weights"
-        " itself. How much more the seed computed and sent was not compiled here. The plan's range is"
-        f" {seconds.low:.1f} to {seconds.high:.1f} s.",
+        " itself. How much more the seed computed and sent is unknown: its update was not compiled here. The plan's"
+        f" range is {seconds.low:.1f} to {seconds.high:.1f} s.",
     )
     wrapped = (["", *textwrap.wrap(each, 118, break_on_hyphens=False)] for each in paragraphs)
     return ["## What is not reproduced, and why", *itertools.chain(*wrapped), ""]
@@ -282,10 +282,10 @@ def reasons(planner: Planner) -> list[str]:
 def page(rows: Sequence[Row], why: Sequence[str]) -> str:
     """The page in docs/."""
     lines = [
-        "# The seed's experiments, planned",
+        "# Plans of the seed's experiments",
         "",
         "The seed is the system that Podium grew from. This page compares what its owners measured on rented TPUs with",
-        "what `podium plan` says of the same runs, compiled without a TPU. `make seeds` writes it. The configs in",
+        "what `podium plan` says about the same runs, compiled without a TPU. `make seeds` writes it. The configs in",
         "`configs/seeds/` use the seed's own layout: weights and sequences split over all devices during decoding,",
         "logits of all prompt tokens, the result of every product kept for the backward pass, logits of all tokens at",
         "once, Lion, and a head apart from the embedding. No figure on this page went into a constant of the planner.",
@@ -293,7 +293,7 @@ def page(rows: Sequence[Row], why: Sequence[str]) -> str:
         "| experiment | measured | the plan must say | the plan says | | in our layout |",
         "|---|---|---|---|---|---|",
     ]
-    marks = {True: "yes", False: "**no**", None: "waits"}
+    marks = {True: "yes", False: "**no**", None: "open"}
     lines += [
         f"| {row.experiment} | {row.measured} | {row.must} | {row.planned} | {marks[row.met]} | {row.ours} |"
         for row in rows

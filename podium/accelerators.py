@@ -110,7 +110,7 @@ def find_accelerator(name: str) -> Accelerator:
     known = f"{ALIASES.get(kind, kind)}-{size}"
     if known not in table:
         near = _nearest(known, table)
-        raise ValueError(f"no accelerator {name!r} is known; nearest: {', '.join(near)}")
+        raise ValueError(f"unknown accelerator {name!r}; nearest: {', '.join(near)}")
     return table[known]
 
 

@@ -64,7 +64,7 @@ def _fail(error: Exception | str, *, status: int) -> NoReturn:
 
 
 def _raised_here(error: Exception) -> bool:
-    """Whether our own code raised it, which it does for what a user can cause; from a library it is a bug."""
+    """Whether Podium raised it, as it does for user errors; an error from a library is a bug."""
     innermost = traceback.extract_tb(error.__traceback__)[-1].filename
     return Path(innermost).is_relative_to(Path(__file__).parent)
 
@@ -233,7 +233,7 @@ def bench_gather(
     dtype: Annotated[Literal["bf16", "f16", "f32"], typer.Option(help="Number format.")] = "bf16",
     target_bytes_gib: Annotated[float, typer.Option(min=0.0, help="Size of the whole array in GiB.")] = 5.6,
     cols: Annotated[int, typer.Option(min=1, help="Elements per row.")] = 4096,
-    require_process_count: Annotated[int, typer.Option(min=0, help="Fail with another number of processes.")] = 0,
+    require_process_count: Annotated[int, typer.Option(min=0, help="Fail unless there are this many processes.")] = 0,
 ) -> None:
     """Allocate one large array on the mesh and print the memory of each device as JSON."""
     from podium.train.gather_memory import bench

@@ -32,7 +32,7 @@ class JsonLines:
             self._file.flush()
         except OSError as error:
             raise RunFileError(
-                f"{self.path} cannot be written: {error.strerror}; make room and give the same command again, "
+                f"{self.path} cannot be written: {error.strerror}; free some space and run the same command again, "
                 "it continues from the last checkpoint"
             ) from error
 

@@ -41,7 +41,7 @@ def load_prices(path: Path | None) -> dict[str, Price]:
     if not isinstance(table, dict) or not all(isinstance(entry, dict) for entry in table.values()):
         raise ValueError(f"prices {name}: expected entries such as `v6e: {{usd_per_chip_hour: 2.7, source: ..., ...}}`")
     if unknown := [kind for kind in table if kind not in known]:
-        raise ValueError(f"prices {name}: {unknown[0]!r} is no kind of chip; write one of {', '.join(known)}")
+        raise ValueError(f"prices {name}: {unknown[0]!r} is not a kind of chip; write one of {', '.join(known)}")
     return {kind: _price(entry, f"prices {name}: {kind}") for kind, entry in table.items()}
 
 
@@ -52,7 +52,7 @@ def _price(entry: Mapping[str, Any], where: str) -> Price:
     if isinstance(usd, bool) or not isinstance(usd, int | float) or not 0 < usd < 1e6:
         raise ValueError(f"{where}.usd_per_chip_hour: expected a number above 0, got {usd!r}")
     if not isinstance(source, str) or not source.strip():
-        raise ValueError(f"{where}.source: expected where the price is from, got {source!r}")
+        raise ValueError(f"{where}.source: expected the source of the price, got {source!r}")
     if not isinstance(date, datetime.date):
-        raise ValueError(f"{where}.date: expected a day, as 2026-08-01, got {date!r}")
+        raise ValueError(f"{where}.date: expected a date, such as 2026-08-01, got {date!r}")
     return Price(usd_per_chip_hour=float(usd), source=source.strip(), date=date.isoformat())

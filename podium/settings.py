@@ -68,7 +68,7 @@ def _rewards(config: Config) -> Iterator[Contradiction]:
             if part not in known:
                 near = nearest(part, known)
                 way_out = f"did you mean {near}?" if near else f"the parts are {', '.join(known)}"
-                yield Contradiction((f"tasks.{index}.rewards.{part}",), f"no part of the reward; {way_out}")
+                yield Contradiction((f"tasks.{index}.rewards.{part}",), f"not a part of the reward; {way_out}")
         if "length" in task.rewards:
             shaped.append(f"tasks.{index}.rewards.length")
     if shaped and not buffer:

@@ -242,7 +242,7 @@ def test_a_hub_model_without_a_hub_is_one_clear_error(podium, command: list[str]
     for environment in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
         status, output = podium(*command, **environment)
         assert status in (1, 2), output
-        assert f"model '{MODEL}': no local folder of this name, not in the hub's cache" in output
+        assert f"model '{MODEL}': not a local folder, not in the hub's cache" in output
         assert "Traceback" not in output
 
 

@@ -12,18 +12,18 @@ INTRODUCTION = """\
 # Metrics
 
 Every run writes `metrics.jsonl`: `{"step": 3, "train-reward/total/mean": 0.41, ...}`, one line per step, and one more
-per evaluation. `step` counts the steps done: the line of step 3 tells how step 3 went, the evaluation of step 3 is
-of the weights after it, and the evaluation of step 0 is of the model that the run began with. A value that is not
-finite is `null`. All numbers are global: over all hosts and devices. Weights & Biases, TensorBoard and trackio get the
-same names at the same steps (config section `metrics`); if one of them fails, the run says so once and goes on.
+per evaluation. `step` counts finished steps: the line of step 3 describes step 3, the evaluation of step 3 uses the
+weights after it, and the evaluation of step 0 uses the initial model. A value that is not finite is `null`. All numbers
+are global: over all hosts and devices. Weights & Biases, TensorBoard and trackio get the same names at the same steps
+(config section `metrics`); if one fails, the run says so once and continues.
 
-A run that is continued from step k drops the lines after k and writes them again. On W&B, which takes no step twice,
-the steps that were trained twice keep their first values.
+A run that is continued from step k drops the lines after k and writes them again. W&B accepts each step
+only once, so steps that were trained twice keep their first values there.
 
 `<task>` is a task's name, `<part>` a part of the reward (`correct`, `format`, ...). `{mean,max}` stands for two
 metrics. The last column is where Podium measures it.
 
-This page is made from `podium/observe/metric_table.py` by `python -m tools.metrics_page > docs/metrics.md`.
+This page is generated from `podium/observe/metric_table.py` by `python -m tools.metrics_page > docs/metrics.md`.
 """
 
 RECORDS = f"""
@@ -41,8 +41,8 @@ such evaluation), `versions`, `commit` (of the checkout; null for an installed p
 | `config.yaml` | The resolved config. |
 | `curve.svg` | Reward of each step and accuracy of each evaluation, written at the end. |
 
-A run is continued only with the config it has. These keys and sections may differ, since they do not change what is
-learned (beyond the rounding of another order of sums); the stored config then takes the new values: \
+A run can only be continued with its own config, except for these keys and sections, which do not change what is
+learned (beyond rounding from a different order of sums); the stored config then takes the new values: \
 {", ".join(f"`{key}`" for key in MAY_CHANGE)}, and `steps` while `train.optimizer.schedule` is constant.
 """
 
@@ -79,7 +79,7 @@ def metrics_page() -> str:
         lines += [f"## {section}\n", "| name | unit | definition | computed in |", "|---|---|---|---|"]
         lines += [_row(metric) for metric in entries]
         lines.append("")
-    lines += ["## Names in the seed\n", "Names that are not here are the same and mean the same.\n"]
+    lines += ["## Names in the seed\n", "Names that are not listed here have not changed, nor have their meanings.\n"]
     lines += ["| there | here | why |", "|---|---|---|"]
     lines += [f"| `{there}` | {_code(here)} | {why} |" for there, here, why in SEED]
     return "\n".join(lines) + "\n" + RECORDS

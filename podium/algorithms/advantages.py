@@ -53,8 +53,8 @@ def maxrl_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     rewards, _ = _checked(rewards, lengths, least_group=2)
     if rewards.min() < 0:
         raise ValueError(
-            f"maxrl: a reward of {rewards.min():g}; its mean divides the advantages, so no reward may be negative;"
-            " drop the penalties from tasks.rewards, or set algorithm.recipe to dr_grpo"
+            f"maxrl: a reward of {rewards.min():g}; advantages are divided by the group's mean, so rewards must"
+            " not be negative; drop the penalties from tasks.rewards, or set algorithm.recipe to dr_grpo"
         )
     mean = rewards.mean(axis=1, keepdims=True)  # [N, 1]
     return (_centred_by_group(rewards) / np.where(mean > 0, mean, 1.0)).astype(np.float32)
@@ -64,7 +64,9 @@ def batch_mean_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarra
     """Rewards less the mean of the whole batch, of at least 2: REINFORCE with a baseline (Williams, 1992)."""
     rewards, _ = _checked(rewards, lengths, least_group=1)
     if rewards.size < 2:
-        raise ValueError("a batch of 1 completion is its own mean: no advantage; raise prompts_per_step or group_size")
+        raise ValueError(
+            "a batch of 1 completion is its own mean and has no advantage; raise prompts_per_step or group_size"
+        )
     return (rewards - rewards.mean()).astype(np.float32)
 
 
@@ -138,12 +140,12 @@ def _checked(rewards: np.ndarray, lengths: np.ndarray, *, least_group: int) -> t
     if rewards.ndim != 2 or not rewards.size or rewards.shape != lengths.shape:
         raise ValueError(f"rewards {rewards.shape} and lengths {lengths.shape} must both be [prompts, completions]")
     if rewards.shape[1] < least_group:
-        raise ValueError(f"group_size {rewards.shape[1]}: a baseline of the group needs at least {least_group}")
+        raise ValueError(f"group_size {rewards.shape[1]}: a group baseline needs at least {least_group}")
     if not np.isfinite(rewards).all():
         prompt, completion = np.argwhere(~np.isfinite(rewards))[0]
         raise ValueError(
             f"reward of prompt {prompt}, completion {completion} is {rewards[prompt, completion]}; rewards must be"
-            " finite: correct the task's grade()"
+            " finite: fix the task's grade()"
         )
     if (lengths < 0).any():
         raise ValueError(f"lengths must not be negative, got {lengths.min():g}")

@@ -262,7 +262,7 @@ def _advantage_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: in
         rule = f"recipe {name} has no group baseline, so a group of equal rewards still teaches"
         yield "zero_variance", f"{rule}; set it to keep, got {zero_variance}"
     if zero_variance != "refill" and config.max_refills != AlgorithmConfig().max_refills:
-        rule = f"only zero_variance: refill reads it and zero_variance is {zero_variance}"
+        rule = f"it only applies with zero_variance: refill, and zero_variance is {zero_variance}"
         yield "max_refills", f"{rule}; set zero_variance to refill, or leave max_refills unset"
 
 
@@ -279,7 +279,7 @@ def _loss_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
         yield "dual_clip", f"it bounds PPO's token ratio, which recipe {name} does not have; leave it unset"
     if kl == "none" and recipe.kl_coef > 0:
         way_out = "set algorithm.kl to k2, k3, k3+ or k1_reward"
-        yield "kl_coef", f"kl is none, so nothing reads the {recipe.kl_coef:g}; {way_out}"
+        yield "kl_coef", f"kl is none, so nothing uses the weight {recipe.kl_coef:g}; {way_out}"
     if kl != "none" and not recipe.kl_coef:
         yield "kl", f"{kl} needs a weight: set algorithm.kl_coef above 0 (1e-4 to 1e-3 is usual), or kl to none"
     if kl == "k1_reward" and recipe.advantage.func is maxrl_advantages:
@@ -296,13 +296,16 @@ def _correction_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts
     if correction == "none" and high is not None:
         yield "correction_high", "correction is none, so nothing reads it; set algorithm.correction to truncate or mask"
     if correction != "mask" and low is not None:
-        yield "correction_low", f"only correction: mask has a lower end and correction is {correction}; leave it unset"
+        yield "correction_low", f"it only applies with correction: mask, and correction is {correction}; leave it unset"
     if correction == "mask" and (low is None or high is None):
-        yield "correction", "mask needs its band: set correction_low and correction_high (0.5 and 2 are usual)"
+        yield (
+            "correction",
+            "mask needs both ends of its band: set correction_low and correction_high (0.5 and 2 are usual)",
+        )
     if correction == "mask" and low is not None and high is not None and low >= high:
         yield "correction_low", f"the band is empty: correction_low {low} must be below correction_high {high}"
     if correction != "none" and recipe.old_logprobs == "sampler":
-        rule = "the ratio is already taken to the sampler, so nothing is left to correct"
+        rule = "the ratio is already relative to the sampler, so nothing is left to correct"
         yield "correction", f"{rule}; set algorithm.old_logprobs to trainer, or correction to none"
 
 

@@ -156,7 +156,7 @@ def _convert(node: yaml.Node, source: str, line: int | None, parents: tuple[int,
     """A composed node as a `Node`; `line` is None where the whole value has one origin."""
     origin = source if line is None else f"{source}:{line}"
     if id(node) in parents:
-        raise wrong(origin, "an alias (*name) stands inside its own anchor (&name)")
+        raise wrong(origin, "an alias (*name) is inside its own anchor (&name)")
     inside = (*parents, id(node))
     if isinstance(node, yaml.ScalarNode):
         return Node(_scalar(node, origin), origin)

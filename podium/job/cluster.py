@@ -105,8 +105,8 @@ def _from_variables(environ: Mapping[str, str], names: tuple[str, str, str]) -> 
     worker, workers, coordinator = (environ[name] for name in names)
     host, _, port = coordinator.rpartition(":")
     rules = (
-        (workers.isdecimal() and int(workers) >= 1, f"{names[1]} is {workers!r}; it is the number of workers"),
-        (worker.isdecimal(), f"{names[0]} is {worker!r}; it is the index of this worker, from 0"),
+        (workers.isdecimal() and int(workers) >= 1, f"{names[1]} is {workers!r}; it must be the number of workers"),
+        (worker.isdecimal(), f"{names[0]} is {worker!r}; it must be the index of this worker, from 0"),
         (bool(host) and port.isdecimal(), f"{names[2]} is {coordinator!r}; write HOST:{COORDINATOR_PORT}, of worker 0"),
     )
     for holds, message in rules:
@@ -124,7 +124,7 @@ def _check_required(environ: Mapping[str, str], workers: int) -> None:
         raise ClusterError(f"REQUIRE_MULTIHOST is set and this process is alone; {way_out}")
     required = environ.get("REQUIRE_JAX_PROCESS_COUNT") or "0"
     if not required.isdecimal():
-        raise ClusterError(f"REQUIRE_JAX_PROCESS_COUNT is {required!r}; it is a number of processes")
+        raise ClusterError(f"REQUIRE_JAX_PROCESS_COUNT is {required!r}; it must be a number of processes")
     if int(required) not in (0, workers):
         raise ClusterError(f"REQUIRE_JAX_PROCESS_COUNT is {required} and this job has {workers}; {way_out}")
 

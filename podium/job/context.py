@@ -1,4 +1,4 @@
-"""What the training process knows of the job that it is a part of, from its first moment to its last.
+"""The job that a training process is part of, as seen from the inside, from start to end.
 
 A process that no launcher started has no job: nothing is announced, watched or recorded.
 """
@@ -29,7 +29,7 @@ class JobContext:
 
     @property
     def watched(self) -> bool:
-        """Whether somebody waits for this process who cannot see it."""
+        """Whether other machines wait for this process."""
         return self.cluster is not None or self.report.folder is not None
 
     def agree(self, config: Config) -> None:

@@ -95,8 +95,8 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
                 leader.send({"nonce": _read_nonce(folder / message["file"]), "folder": str(folder.absolute())})
         except (OSError, ValueError) as error:
             return [
-                f"worker {self.cluster.worker}: no worker 0 waits for this job at {self.cluster.coordinator} ({error});"
-                " the job is already running there, another program has the port, or worker 0 has ended"
+                f"worker {self.cluster.worker}: worker 0 is not waiting for this job at {self.cluster.coordinator}"
+                f" ({error}); the job is already running there, another program has the port, or worker 0 has ended"
             ]
 
     def _lead(self, identity: Mapping[str, str], folder: Path | None) -> list[str]:
@@ -143,7 +143,7 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
         if missing:
             names = f"worker {missing[0]} is" if len(missing) == 1 else f"workers {', '.join(map(str, missing))} are"
             problems.append(
-                f"{names} missing: {len(here)} of {workers} arrived, and no other within {self._arrival_s:g} s;"
+                f"{names} missing: {len(here)} of {workers} arrived, and no more within {self._arrival_s:g} s;"
                 " start the same command on all workers (--worker=all), or set PODRUN_ARRIVAL_S to wait longer"
             )
         return peers, problems
@@ -270,7 +270,7 @@ def _missing_nonce(peer: _Peer, path: Path, nonce: str) -> str | None:
     try:
         reply = peer.receive(ANSWER_S)
     except (OSError, ValueError) as error:
-        return f"{peer.name} ended while the runs' folder was compared ({error}); see its own log"
+        return f"{peer.name} ended while the runs folder was being checked ({error}); see its own log"
     if reply.get("nonce") == nonce:
         return None
     return (

@@ -1,4 +1,4 @@
-"""What each process of a job leaves behind: how far it came and why it ended; and which of them failed first.
+"""The record of each process of a job: how far it got and why it ended; and which failed first.
 
 When one process of a job ends, jax aborts the others without a message: all exit with status 134, the guilty one too.
 So each process writes why it ends while it still can (`ProgressReport`), its supervisor writes what only a parent can
@@ -231,7 +231,7 @@ def _most_behind(statuses: Sequence[Status | None]) -> tuple[int, str] | None:
         return None
     _, worker, progress = min(known, key=lambda each: each[:2])
     silent = max(0.0, progress["time"] - progress["beat"])
-    return worker, f"worker {worker} is behind, in {progress['phase']} without a sign of life for {silent:.0f} s"
+    return worker, f"worker {worker} is behind: in {progress['phase']} without a sign of life for {silent:.0f} s"
 
 
 def listed(workers: Sequence[int]) -> str:

@@ -99,7 +99,7 @@ def check_config(config: DecoderConfig, where: str) -> DecoderConfig:
     if config.heads % config.kv_heads:
         raise ModelError(f"{where}: {config.heads} query heads do not share {config.kv_heads} key/value heads evenly")
     if config.head_dim % 2:
-        raise ModelError(f"{where}: head size {config.head_dim} is odd; rotary positions turn pairs of dimensions")
+        raise ModelError(f"{where}: head size {config.head_dim} is odd; rotary embeddings need an even size")
     return config
 
 

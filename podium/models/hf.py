@@ -138,10 +138,10 @@ def _check_tensors(tensors: Tensors, parts: list[_Part], *, tied: bool, where: P
     known = {part.tensor for part in parts} | ({NAMES["head"].hf} if tied else set())
     for name, entry in tensors.entries.items():
         if name not in known and not name.endswith(IGNORED_SUFFIXES):
-            problems.append(f"tensor {name} in {entry.file} is superfluous: this decoder has no such weight")
+            problems.append(f"tensor {name} in {entry.file} is unexpected: this decoder has no such weight")
     if problems:
         more = [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
-        head = f"{where}: the weights are not those that its config describes:"
+        head = f"{where}: the weights do not match its config:"
         raise ModelError("\n".join([head, *problems[:5], *more]))
 
 
@@ -153,7 +153,7 @@ def _check_rope(header: GgufHeader, config: DecoderConfig) -> None:
     half = config.head_dim // 2
     ours = config.rope_theta ** -(np.arange(half) / half) / rope_frequencies(config)
     if divisors.shape != ours.shape or not np.allclose(divisors, ours, rtol=1e-4):
-        raise ModelError(f"{header.path}: tensor rope_freqs.weight: only Llama 3.1's stretching is supported")
+        raise ModelError(f"{header.path}: tensor rope_freqs.weight: only Llama 3.1's scaling is supported")
 
 
 def _fill(target: jax.Array, part: _Part, tensors: Tensors, spec: ParamSpec, rules: ShardingRules) -> jax.Array:

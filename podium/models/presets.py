@@ -76,7 +76,7 @@ def find_architecture(model: str) -> DecoderConfig:
         folder = from_hub(model, ["config.json"])
     except ModelError as error:
         raise ModelError(
-            f"{error}; its config.json is enough for a plan, and these models are known without: {', '.join(PRESETS)}"
+            f"{error}; a plan needs only its config.json, and these models need no download: {', '.join(PRESETS)}"
         ) from error
     path = folder / "config.json"
     return from_hf_config(read_json(path), str(path))

@@ -49,7 +49,7 @@ def resolve(model: str) -> ModelSource:
         return ModelSource("folder", path, model)
     if path.exists() or not re.fullmatch(HUB_ID, model):
         raise ModelError(
-            f"model {model!r} is neither a folder nor a .gguf file, and cannot be a hub id (organisation/name)"
+            f"model {model!r} is neither a folder nor a .gguf file, and is not a valid hub id (organisation/name)"
         )
     return ModelSource("folder", from_hub(model, HUB_FILES), model)
 
@@ -135,16 +135,16 @@ def _hub_problem(error: Exception) -> str:
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
-        return "its owners ask for consent; accept the terms on its hub page and set HF_TOKEN"
+        return "it is gated; accept the terms on its hub page and set HF_TOKEN"
     if isinstance(error, errors.RepositoryNotFoundError):
         return "neither a local folder nor a model on the hub; check the name, or set HF_TOKEN if it is private"
     if isinstance(error, errors.HFValidationError):
-        return "neither a local folder nor a possible hub id (organisation/name)"
+        return "neither a local folder nor a valid hub id (organisation/name)"
     if isinstance(error, errors.OfflineModeIsEnabled):
         reason = "HF_HUB_OFFLINE is set"
     else:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     return (
-        f"no local folder of this name, not in the hub's cache, and the hub does not give it ({reason});"
-        " download it where there is a network, then give its folder as model"
+        f"not a local folder, not in the hub's cache, and not available from the hub ({reason});"
+        " download it on a connected machine, then set model to its folder"
     )

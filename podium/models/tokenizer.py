@@ -31,7 +31,7 @@ class Tokenizer:
         self.eos_tokens: tuple[int, ...] = tuple(dict.fromkeys((*own, *eos_tokens)))
         self.bos_token: int | None = backend.bos_token_id
         if not self.eos_tokens:
-            raise ModelError("the tokenizer names no end-of-sequence token; set eos_token in tokenizer_config.json")
+            raise ModelError("the tokenizer has no end-of-sequence token; set eos_token in tokenizer_config.json")
         self.pad_token: int = self.eos_tokens[0] if backend.pad_token_id is None else backend.pad_token_id
 
     def encode_chat(self, question: str, system_prompt: str | None) -> list[int]:

@@ -14,7 +14,7 @@ Point = tuple[int, float]
 
 
 class Answers(NamedTuple):
-    """What the model said to one held-out question, at the first and at the last evaluation."""
+    """The model's answers to one held-out question, at the first and the last evaluation."""
 
     question: str
     expected: str

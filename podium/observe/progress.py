@@ -17,7 +17,7 @@ from podium.observe.text import clock, shown, sparkline
 PHASES = ("rollout", "reward", "score", "update", "sync")
 """Whose seconds of the last step are shown (`time/train/<phase>_s`)."""
 RECENT_STEPS = 10
-"""Steps whose mean duration tells the time left."""
+"""Steps whose mean duration gives the time left."""
 WIDTH = 100
 
 

@@ -1,4 +1,4 @@
-"""What a line of samples.jsonl and of lengths.jsonl holds, and which groups of a step are kept as samples."""
+"""The lines of samples.jsonl and lengths.jsonl, and which groups of a step are kept as samples."""
 
 from collections.abc import Sequence
 from typing import Any, Literal

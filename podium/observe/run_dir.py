@@ -4,7 +4,7 @@
     summary.json     the run in one object             samples.jsonl   questions, completions, rewards
     run.lock         process and host that write here  lengths.jsonl   tokens of each prompt and completion
     fork.json        of which run's step this began, if it did
-    curve.svg        reward and accuracy as a picture
+    curve.svg        chart of reward and accuracy
     plan.json        what was planned for it (podium.plan.check), on TPU and GPU
     checkpoints/     podium.train.checkpoint
 
@@ -89,7 +89,7 @@ def parse_fork(text: str) -> Fork:
         raise ValueError(f"--from {text}: {step!r} is not a step; write RUN@STEP, such as runs/demo@20, or RUN")
     if not (Path(folder) / CONFIG).is_file():
         raise ValueError(
-            f"--from {text}: {folder} has no {CONFIG}, so it is not a run's folder; give one, as runs/demo"
+            f"--from {text}: {folder} has no {CONFIG}, so it is not a run's folder; give one, such as runs/demo"
         )
     return Fork(folder, int(step) if step else None)
 
@@ -124,7 +124,9 @@ class RunDir:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RunFileError(f"run folder {path} cannot be made: {error.strerror}; set runs_dir or name") from error
+            raise RunFileError(
+                f"run folder {path} cannot be created: {error.strerror}; set runs_dir or name"
+            ) from error
         if not (path / CONFIG).exists():
             _check_empty(path)
         lock = _take_lock(path)
@@ -271,8 +273,8 @@ def _check_agreement(path: Path, config: Config) -> None:
     if differences:
         listing = "\n".join(differences)
         raise RunFileError(
-            f"run folder {path} holds a run of another config:\n{listing}\n"
-            f"set these as they were to continue it; to start anew set another name, or delete the folder {path}"
+            f"run folder {path} holds a run with another config:\n{listing}\n"
+            f"restore these to continue it; to start afresh set another name, or delete the folder {path}"
         )
 
 

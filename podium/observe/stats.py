@@ -1,4 +1,4 @@
-"""What a step and an evaluation leave behind, typed; `podium.observe.metrics` gives the numbers their names.
+"""Statistics of a step and of an evaluation, typed; `podium.observe.metrics` gives the numbers their names.
 
 What the engine counts of itself is `podium.rollout.request.RolloutStats`.
 """
@@ -38,7 +38,7 @@ class RewardKl:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchStats:
-    """What became of the groups of a step on their way into batches."""
+    """Counts of a step's groups on their way into batches."""
 
     groups: int
     equal_groups: int
@@ -59,7 +59,7 @@ class BatchStats:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateStats:
-    """What one optimizer step, or several, did to the weights."""
+    """Statistics of one optimizer step, or of several."""
 
     updates: int = 0
     tokens: float = 0.0
@@ -152,7 +152,7 @@ class TaskScores:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationStats:
-    """What one evaluation found, and how long it took."""
+    """The results of one evaluation, and how long it took."""
 
     tasks: Mapping[str, TaskScores]
     rollout_s: float

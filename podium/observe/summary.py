@@ -130,15 +130,15 @@ def _before_and_after(answers: Answers) -> Table:
 
 def _files(folder: Path) -> Table:
     kinds = {
-        CURVE: "reward and accuracy as a picture",
-        METRICS: "all numbers, a line per step",
-        SAMPLES: "what the model wrote, and what it earned",
+        CURVE: "chart of reward and accuracy",
+        METRICS: "all metrics, one line per step",
+        SAMPLES: "sample completions with their rewards",
         LENGTHS: "tokens per prompt and completion",
-        SUMMARY: "this, for scripts",
+        SUMMARY: "this summary, for scripts",
         CONFIG: "the settings",
         "checkpoints": "weights and optimizer",
         "tensorboard": "tensorboard --logdir " + str(folder),
-        "wandb": "wandb sync (what was written offline)",
+        "wandb": "wandb sync (uploads the offline run)",
     }
     grid = _grid()
     grid.add_row("files", Text(f"{folder}/", style="bold"))

@@ -87,7 +87,7 @@ class MetricWriter:
 
 def _failure(name: str, error: Exception) -> str:
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    return f"{name} failed and gets nothing more from this process ({reason}); {METRICS} goes on"
+    return f"{name} failed ({reason}); this process sends it nothing more, {METRICS} continues"
 
 
 def _number(value: Any) -> int | float:

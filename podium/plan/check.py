@@ -111,14 +111,14 @@ class CheckRow:
 
 
 def check_run(folder: Path) -> list[CheckRow]:
-    """Planned beside measured, of a run that `podium train` wrote on TPU or GPU.
+    """Planned and measured figures side by side, for a run that `podium train` wrote on TPU or GPU.
 
     Raises:
         ValueError: the folder has no plan, or no step from the third on.
     """
     path = folder / PLAN
     if not path.is_file():
-        raise ValueError(f"--check {folder}: there is no {PLAN}; podium train leaves one in runs on TPU and GPU")
+        raise ValueError(f"--check {folder}: there is no {PLAN}; podium train writes one on TPU and GPU")
     try:
         plan = json.loads(path.read_text(encoding="utf-8"))
         worst = max(plan["phases"], key=lambda phase: phase["gib"])
@@ -128,7 +128,7 @@ def check_run(folder: Path) -> list[CheckRow]:
         raise ValueError(f"--check {folder}: {path} is not a plan of podium train ({error!r}); delete it") from None
     steps = [line for line in read_lines(folder / METRICS) if STEP in line][SETTLED_STEP - 1 :]
     if not steps:
-        raise ValueError(f"--check {folder}: {SETTLED_STEP} steps at least are needed, as the first ones compile")
+        raise ValueError(f"--check {folder}: at least {SETTLED_STEP} steps are needed, because the first ones compile")
     memory = [line[PEAK] for line in steps if line.get(PEAK)]
     return [
         CheckRow(f"memory, {worst['name']}", "GiB", _exactly(worst["gib"]), max(memory, default=None)),
@@ -148,5 +148,5 @@ def _exactly(value: float) -> Seconds:
 
 
 def check_object(run: str, rows: Sequence[CheckRow]) -> Object:
-    """Planned beside measured figures of a run, as an object for --json."""
+    """Planned and measured figures of a run, as an object for --json."""
     return {"run": run, "rows": [as_object(row) | {"unit": row.unit or None, "error": row.error} for row in rows]}

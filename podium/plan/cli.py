@@ -26,7 +26,9 @@ SEARCHED = "train.rows_per_device, prompts_per_step, rollout.max_new_tokens or r
 Search = Annotated[str | None, typer.Option(metavar="KEY", help=f"Find the largest value that fits, of {SEARCHED}.")]
 Compare = Annotated[
     str | None,
-    typer.Option(metavar="KEY=A,B,C", help="Compare values of a setting, best first; 'KEY=A;B' if values have commas."),
+    typer.Option(
+        metavar="KEY=A,B,C", help="Compare values of a setting, best first; 'KEY=A;B' if values contain commas."
+    ),
 ]
 Suggest = Annotated[
     bool | None,
@@ -35,7 +37,7 @@ Suggest = Annotated[
         help="Try the changes most likely to help. Unset: only if the run does not fit, or with --fast.",
     ),
 ]
-Steps = Annotated[int | None, typer.Option(min=1, help="Steps to show the cost of; unset: the config's.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Number of steps to price; unset: the config's.")]
 Prices = Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file of prices, like podium/prices.yaml.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Page = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a web page too.")]

@@ -74,9 +74,9 @@ def plan_command(request: PlanRequest, load: Load) -> int:
     """
     machines = [find_accelerator(name) for name in dict.fromkeys(request.tpu.split(","))]
     if request.search and request.compare:
-        raise ValueError("--search and --compare cannot be combined; give one of them")
+        raise ValueError("--search and --compare cannot be combined; give only one")
     if request.suggest and (request.search or request.compare or len(machines) > 1):
-        raise ValueError("--suggest needs a single plan of one machine; leave it out, or --search and --compare")
+        raise ValueError("--suggest works on one plan for one machine; drop it, or --search and --compare")
     for machine in machines:
         if machine.compiles and not request.fast:
             check_compiler(machine)
@@ -93,7 +93,7 @@ def plan_command(request: PlanRequest, load: Load) -> int:
 
 
 def check_command(run: Path, *, as_json: bool) -> int:
-    """Tabulate planned beside measured of a run; the exit status. Raises ValueError where that cannot be done."""
+    """Tabulate a run's planned and measured figures; returns the exit status. Raises ValueError if it cannot."""
     rows = check_run(run)
     _print(check_object(run.name, rows), [check_section(rows)], as_json=as_json)
     return FITS
@@ -142,7 +142,7 @@ class _Planning:
             counts = f"{progress.done} of {progress.total}"
             if progress.state == "compiling":
                 if not said:
-                    say(f"while the compiler works: {verdict_line(estimated())}")
+                    say(f"estimate while compiling: {verdict_line(estimated())}")
                 running[progress.phase] = progress.seconds
             elif progress.state == "compiled":
                 running.pop(progress.phase, None)
@@ -176,7 +176,7 @@ class _Planning:
         return None, f"--suggest compiles what the closed form finds best: {named}" if changes else ""
 
     def search(self, key: str, config: Config) -> tuple[PlanEntry, SearchResult]:
-        """What a search comes to, and the plan of the value that it found, or else of the smallest tried."""
+        """The result of a search, and the plan of the value that it found, or else of the smallest tried."""
 
         @functools.cache
         def most_bytes(value: int) -> int:
@@ -251,8 +251,8 @@ def _settings(text: str) -> list[str]:
     parts = [part.strip() for part in values.split(";" if ";" in values else ",") if part.strip()]
     if not equals or not key.strip() or not parts:
         raise ValueError(
-            f"--compare {text}: write KEY=a,b,c, as rollout.layout=replicated,legacy; separate values that have commas"
-            " by semicolons, as 'mesh=auto;fsdp:4,tp:2'"
+            f"--compare {text}: write KEY=a,b,c, as rollout.layout=replicated,legacy; separate values that contain"
+            " commas with semicolons, as in 'mesh=auto;fsdp:4,tp:2'"
         )
     return [f"{key.strip()}={part}" for part in dict.fromkeys(parts)]
 

@@ -59,7 +59,7 @@ class Refused:
 
 
 def cost_of(plan: Plan, steps: int, prices: Mapping[str, Price]) -> RunCost | None:
-    """What so many steps cost; None where the plan has no seconds."""
+    """The cost of a number of steps; None if the plan has no seconds."""
     if plan.step is None:
         return None
     chip_hours = plan.step * (steps * plan.devices / HOUR_S)

@@ -77,7 +77,7 @@ def far_too_large(config: Config, decoder: DecoderConfig, accelerator: Accelerat
     return (
         f"{worst.name} needs about {worst.total / GIB:.1f} GiB on each device and {accelerator.name} has"
         f" {accelerator.hbm_bytes / GIB:.1f}; the largest parts, in GiB: {parts}. `podium plan` says what would fit;"
-        " --force goes on all the same"
+        " --force trains anyway"
     )
 
 
@@ -234,7 +234,7 @@ def _update_peak(run: RunSizes) -> Parts:
 
 
 def _copied(run: RunSizes, count: int) -> int:
-    """Bytes of so many parameters as they compute; none where they compute as and where they are stored."""
+    """Bytes of this many parameters in the compute format; none where they compute as and where they are stored."""
     return 0 if run.fsdp == 1 and run.activation == F32 else count * run.activation
 
 
@@ -254,7 +254,7 @@ def _forward_peak(run: RunSizes, rows: int, length: int, a: int) -> Parts:
 
 
 def _backward_peak(run: RunSizes) -> Parts:
-    """One layer of a backward pass: its scores, made again, beside the MLP's gradients, or beside their own."""
+    """One layer of a backward pass: its scores, recomputed, beside the MLP's gradients, or beside their own."""
     tokens, decoder, a = run.rows * run.row_tokens, run.decoder, run.activation
     scores = F32 * tokens * run.row_tokens * decoder.heads // run.tp
     arrays = MLP_BACKWARD if run.config.train.remat == "layer" else MLP_BACKWARD_SAVED

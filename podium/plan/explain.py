@@ -1,4 +1,4 @@
-"""What a plan's numbers do not say by themselves, in sentences: the notes of a plan."""
+"""The notes of a plan: in sentences, what its numbers do not say."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,23 +15,23 @@ def explain(run: RunSizes, accelerator: Accelerator, phases: Sequence[Phase], wo
     """The notes of a plan, most important first."""
     found = [*_verdict(phases, accelerator), *_recomputation(phases), *_decode(phases, workload)]
     host = F32 * (run.own_count + run.optimizer_count) * accelerator.devices_per_host
-    checkpoint = f"a checkpoint copies {host / GIB:.1f} GiB to the memory of each host"
+    checkpoint = f"a checkpoint copies {host / GIB:.1f} GiB to each host's memory"
     return (*found, *_rollout(run, workload), checkpoint)
 
 
 def _verdict(phases: Sequence[Phase], accelerator: Accelerator) -> Iterator[str]:
     compiled = any(phase.compiled for phase in phases)
     if judge((phase.bytes for phase in phases), accelerator.hbm_bytes) == "too_close":
-        yield f"within {TOO_CLOSE:.0%} of the memory: a device may say otherwise"
+        yield f"within {TOO_CLOSE:.0%} of the memory limit: it may or may not fit on the device"
     if not compiled and not accelerator.compiles:
-        yield f"nothing can be compiled for {accelerator.name} in advance: all of this is the closed form's estimate"
+        yield f"programs for {accelerator.name} cannot be compiled in advance: every figure is an estimate"
 
 
 def _recomputation(phases: Sequence[Phase]) -> Iterator[str]:
     for phase in phases:
         if phase.compiled and phase.flops > MORE_OPERATIONS * phase.closed_form_flops > 0:
             more = phase.flops / phase.closed_form_flops - 1
-            yield f"{phase.name} does {more:.0%} more operations than are written: the compiler makes results again"
+            yield f"{phase.name} does {more:.0%} more operations than the code asks for: the compiler recomputes some"
 
 
 def _decode(phases: Sequence[Phase], workload: Workload) -> Iterator[str]:
@@ -56,6 +56,6 @@ def _rollout(run: RunSizes, workload: Workload) -> Iterator[str]:
     busy = workload.slot_utilisation(rollout.slots)
     yield f"slots are {busy:.0%} busy over {workload.decode_steps} decode steps"
     if recipe.zero_variance == "refill":
-        yield "groups of equal rewards are replaced: each refill makes more completions than are counted here"
+        yield "groups of equal rewards are replaced: refills generate completions that are not counted here"
     elif recipe.zero_variance == "drop":
-        yield "groups of equal rewards are dropped from the update, which then takes less time than is counted here"
+        yield "groups of equal rewards are dropped from the update, which then takes less time than shown here"

@@ -12,7 +12,7 @@ STEP_PARTS: dict[str, tuple[str, ...]] = {
     "score": ("score",),
     "update": ("update",),
 }
-"""What users call the parts of a step, in its order, and the phases in each; `host` comes last."""
+"""The parts of a step as users know them, in order, and the phases in each; `host` comes last."""
 NEGLIGIBLE = 0.01  # share of a step below which a part is not mentioned
 LITTLE = 1e6  # bytes below which a transfer is not mentioned
 LIMITS = {"compute": "compute", "hbm": "HBM", "ici": "ICI", "latency": "latency"}
@@ -58,7 +58,7 @@ def data_size(size: float) -> str:
 
 
 def readable(name: str) -> str:
-    """A name of ours without underscores."""
+    """An internal name without underscores."""
     return name.replace("_", " ")
 
 
@@ -74,12 +74,12 @@ def step_parts(plan: Plan) -> list[tuple[str, Seconds]]:
 
 
 def largest_part(phase: Phase) -> tuple[str, int]:
-    """What takes most of a phase's memory, and its bytes."""
+    """The largest part of a phase's memory, and its bytes."""
     return max(phase.parts.items(), key=lambda part: part[1])
 
 
 def main_parts(phases: Sequence[Phase], most: int) -> list[str]:
-    """The parts of the memory that are largest in any phase, at most so many; what most phases have comes first."""
+    """The largest parts of memory over all phases, at most `most`; parts that most phases have come first."""
     largest: dict[str, int] = {}
     for part, size in (item for phase in phases for item in phase.parts.items() if item[1]):
         largest[part] = max(largest.get(part, 0), size)
@@ -88,17 +88,17 @@ def main_parts(phases: Sequence[Phase], most: int) -> list[str]:
 
 
 def verdict_line(plan: Plan) -> str:
-    """The answer in one line: whether it fits, what binds, how long a step takes and what that is made of."""
+    """The answer in one line: whether it fits, which phase peaks, how long a step takes and its parts."""
     worst, (part, size) = plan.worst, largest_part(plan.worst)
     needs = f": {worst.name} needs {gib(worst.bytes)} of {exact_gib(plan.hbm_bytes)} GiB"
-    where = f" {plan.accelerator}{' by the closed form, nothing compiled' if plan.estimate_only else ''}"
+    where = f" {plan.accelerator}{' by closed-form estimate' if plan.estimate_only else ''}"
     memory = {
         "fits": f"{where}{',' if plan.estimate_only else ''} with {spare(plan)}",
         "too_close": f" on{where}{needs}",
         "does_not_fit": f"{where}{needs}, {spare(plan)}",
     }[plan.verdict]
     return (
-        f"{VERDICTS[plan.verdict]}{memory}; bound by {worst.name} ({readable(part)} {gib(size)} GiB); {step_text(plan)}"
+        f"{VERDICTS[plan.verdict]}{memory}; peak in {worst.name} ({readable(part)} {gib(size)} GiB); {step_text(plan)}"
     )
 
 
@@ -123,9 +123,9 @@ def method_line(plan: Plan) -> str:
     """Which phases of a plan were compiled and which are estimated."""
     compiled = [phase.name for phase in plan.phases if phase.compiled]
     estimated = [phase.name for phase in plan.phases if not phase.compiled]
-    ranges = "seconds are a roofline times calibration, so they are ranges"
+    ranges = "seconds are a calibrated roofline, hence the ranges"
     if not compiled:
-        return f"estimated by the closed form: everything; {ranges}"
+        return f"everything is estimated by the closed form; {ranges}"
     rest = f"; estimated by the closed form: {joined(estimated)}" if estimated else ""
     return f"compiled for {plan.accelerator}: memory, operations and transfers of {joined(compiled)}{rest}; {ranges}"
 

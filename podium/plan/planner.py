@@ -58,7 +58,7 @@ def make_plan(
     decoder: DecoderConfig | None = None,
     chip: Chip | None = None,
 ) -> Plan:
-    """Whether a run fits an accelerator, what binds it, and how long its steps take.
+    """Whether a run fits an accelerator, what limits it, and how long its steps take.
 
     Args:
         config: of the run.
@@ -243,7 +243,7 @@ class _Device:
         return max(1, self.accelerator.ici_links if self.accelerator.torus else self.chip.links)
 
     def host(self, calls: float) -> Seconds | None:
-        """Time of the host between so many calls, while the device waits."""
+        """Host time for a number of calls, while the device waits."""
         if self.chip is None:
             return None
         each = self.chip.calibration["host_s"]

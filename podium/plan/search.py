@@ -71,7 +71,7 @@ class SearchRange:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What a search came to."""
+    """The result of a search."""
 
     key: str
     range: SearchRange

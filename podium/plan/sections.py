@@ -81,7 +81,7 @@ def plan_sections(entry: PlanEntry, suggestions: Sequence[Trial] | None = None, 
     `suggestions` are changes that help; where they were not looked for they are None, and `hint` says how to have them.
     """
     plan = entry.plan
-    memory = f"memory of a device, by phase, in GiB of {text.exact_gib(plan.hbm_bytes)}"
+    memory = f"memory per device by phase, in GiB of {text.exact_gib(plan.hbm_bytes)}"
     found = [ReportSection("", (Line(text=text.verdict_line(plan), verdict=plan.verdict),))]
     found.append(ReportSection(memory, (_memory(plan),)))
     if plan.step is not None:
@@ -97,7 +97,7 @@ def plan_sections(entry: PlanEntry, suggestions: Sequence[Trial] | None = None, 
     if entry.cost is not None:
         found.append(ReportSection("cost", (Line(text=_cost(entry.cost, plan)),)))
     if suggestions is not None:
-        nothing = Line(text="None of the changes that were tried helps.")
+        nothing = Line(text="None of the changes tried helps.")
         found.append(ReportSection("changes that help most", tuple(map(_suggestion, suggestions)) or (nothing,)))
     elif hint:
         found.append(ReportSection("changes that may help", (Line(text=hint),)))
@@ -111,7 +111,7 @@ def comparison_sections(entries: Sequence[PlanEntry], refused: Sequence[Refused]
     failed = [Line(label=each.label, text=f"cannot be planned: {each.error}") for each in refused]
     if not entries:
         return [ReportSection("", tuple(failed))]
-    best, rule = entries[0], f"the least {'dollars' if by_price(entries) else 'chip-seconds'} per step"
+    best, rule = entries[0], f"fewest {'dollars' if by_price(entries) else 'chip-seconds'} per step"
     first = Line(text=f"{best.label} is best ({rule}): {text.verdict_line(best.plan)}", verdict=best.plan.verdict)
     reasons = [Line(label=each.label, text=each.reason) for each in entries if each.reason]
     lines = (*reasons, Line(text=text.method_line(best.plan)), *failed)
@@ -121,7 +121,7 @@ def comparison_sections(entries: Sequence[PlanEntry], refused: Sequence[Refused]
 
 
 def search_section(found: SearchResult) -> ReportSection:
-    """What a search came to, and what it tried."""
+    """The result of a search, and its trials."""
     table = _table(TRIALS, ((trial,) for trial in found.trials), 1, 2, 3)
     return ReportSection("", (Line(text=search_line(found)), table))
 
@@ -133,7 +133,7 @@ def search_line(found: SearchResult) -> str:
         smallest = found.trials[0]
         return f"{found.key}: even {smallest.change.value} does not fit ({text.gib(smallest.plan.worst.bytes)} GiB)"
     if over is None:
-        return f"{found.key}: {best.change.value:,} fits, and there is no use in more: {values.why}"
+        return f"{found.key}: {best.change.value:,} fits, and more would not help: {values.why}"
     gap = f"{over.change.value:,} {'is too close to call' if over.plan.verdict == 'too_close' else 'does not'}"
     if found.proven:
         return f"{found.key}: {best.change.value:,} is the largest that fits; {gap}"
@@ -141,7 +141,7 @@ def search_line(found: SearchResult) -> str:
 
 
 def check_section(rows: Sequence[CheckRow]) -> ReportSection:
-    """Planned beside measured figures, with the error of the plan."""
+    """Planned and measured figures side by side, with the plan's error."""
     found = []
     for row in rows:
         unit = f" {row.unit}".rstrip()
@@ -169,7 +169,7 @@ def _memory(plan: Plan) -> Chart:
         end=max(plan.hbm_bytes, plan.worst.bytes) / GIB,
         parts=(*parts, REST),
         limit=plan.hbm_bytes / GIB,
-        limit_text=f"{text.exact_gib(plan.hbm_bytes)} GiB, where the memory ends",
+        limit_text=f"{text.exact_gib(plan.hbm_bytes)} GiB, the memory limit",
     )
 
 
@@ -213,9 +213,9 @@ def _work(phase: Phase) -> str:
 
 
 def _speed(plan: Plan) -> str:
-    """What a step makes, and how fast."""
+    """The tokens of a step, and their rate."""
     speed, tokens = plan.tokens_per_s_per_device, plan.workload.completion_tokens
-    rate = f", {text.with_range(speed)} per second and chip" if speed is not None else ""
+    rate = f", {text.with_range(speed)} per second per chip" if speed is not None else ""
     return f"{tokens:,} completion tokens{rate}"
 
 
@@ -243,7 +243,7 @@ TRANSFERS: Columns = (
     ("mesh axes", lambda phase, each: " x ".join(each.axes) or "-"),
     ("devices", lambda phase, each: str(each.group)),
     ("calls", lambda phase, each: f"{each.calls:,.0f}"),
-    ("sent by a device", lambda phase, each: text.data_size(each.sent)),
+    ("sent per device", lambda phase, each: text.data_size(each.sent)),
     ("while computing", lambda phase, each: "yes" if each.overlaps else "no"),
 )
 TRIALS: Columns = (
@@ -264,9 +264,11 @@ def _cost(cost: RunCost, plan: Plan) -> str:
     """Chip-hours, and dollars where there is a price."""
     line = f"{cost.steps:,} steps: {text.with_range(cost.chip_hours)} chip-hours"
     if cost.usd is None:
-        return f"{line}; no price of {plan.accelerator} is known: set one with --prices FILE"
+        return f"{line}; the price of {plan.accelerator} is unknown: set one with --prices FILE"
     price = f"{cost.usd_per_chip_hour:.2f} per chip-hour ({cost.price_source}, {cost.price_date})"
-    return f"{line}, {text.with_range(cost.usd)} US dollars at {price}; without compiling, evaluations and checkpoints"
+    return (
+        f"{line}, {text.with_range(cost.usd)} US dollars at {price}; excluding compilation, evaluations and checkpoints"
+    )
 
 
 def _suggestion(trial: Trial) -> Line:

@@ -66,7 +66,7 @@ class RunSizes:
         return self.rollout_activation * sum(self._counts(self.rollout_parts))
 
     def kv_bytes(self, tokens: int) -> int:
-        """Keys and values of so many tokens."""
+        """Keys and values of a number of tokens."""
         decoder = self.decoder
         return 2 * decoder.layers * decoder.kv_heads * decoder.head_dim * tokens * self.rollout_activation
 
@@ -181,7 +181,7 @@ def make_sizes(config: Config, decoder: DecoderConfig, accelerator: Accelerator)
 
 
 def local_count(spec: ParamSpec, parts: Parts) -> int:
-    """Elements of a parameter on one device, where each logical axis is split into so many parts."""
+    """Elements of a parameter on one device, where each logical axis is split into its number of parts."""
     return math.prod(-(-dim // parts.get(axis or "", 1)) for dim, axis in zip(spec.shape, spec.axes, strict=True))
 
 

@@ -41,7 +41,7 @@ def check_compiler(accelerator: Accelerator) -> None:
     """Raises ValueError where programs for a TPU cannot be compiled: it is none, or its compiler is not installed."""
     if not accelerator.compiles:
         raise ValueError(
-            f"{accelerator.name}: programs are compiled in advance for TPUs only; plan it with --fast, the closed form"
+            f"{accelerator.name}: only TPU programs can be compiled in advance; use --fast, the closed form"
         )
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(

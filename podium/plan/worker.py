@@ -154,7 +154,7 @@ def named_memory(module: Module, peak: int) -> tuple[dict[str, int], list[LargeA
 
 
 def _raised_here(error: Exception) -> bool:
-    """Whether our own code raised it, which it does for what a config can cause."""
+    """Whether Podium raised it, as it does for errors in a config."""
     innermost = traceback.extract_tb(error.__traceback__)[-1].filename
     return Path(innermost).is_relative_to(Path(__file__).parents[1])
 

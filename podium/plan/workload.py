@@ -83,7 +83,7 @@ def draw_lengths(source: str, config: Config, *, seed: int = 0) -> SequenceLengt
 
 
 def simulate_rollout(lengths: SequenceLengths, config: Config, *, shards: int = 1) -> Workload:
-    """What the engine does for these lengths, its slots on so many devices: its own scheduler, run without a model.
+    """The engine's work for these lengths, with its slots split over `shards`: its own scheduler, without a model.
 
     Raises:
         ValueError: slots or prefill rows do not divide over these devices.
@@ -93,7 +93,7 @@ def simulate_rollout(lengths: SequenceLengths, config: Config, *, shards: int = 
 
 
 def packed_micro_batches(lengths: SequenceLengths, config: Config, *, rows: int) -> int:
-    """Micro-batches of so many rows, over all devices, that a step's completions fill, packed as the trainer packs."""
+    """Micro-batches that a step's completions fill, `rows` each over all devices, packed as the trainer packs."""
     count = 0
     for part in np.array_split(np.arange(len(lengths.prompts)), config.algorithm.minibatches):
         samples = [
@@ -159,8 +159,7 @@ def _groups(record: dict[str, Any], path: Path, number: int) -> list[tuple[int, 
         if not rest:
             return [(prompt, completions[i * size : (i + 1) * size]) for i, prompt in enumerate(prompts)]
     raise ValueError(
-        f"{path}:{number}: as many completion_lengths for each of prompt_lengths are expected, as podium train writes"
-        " them"
+        f"{path}:{number}: expected as many completion_lengths for each of prompt_lengths, as podium train writes them"
     )
 
 

@@ -110,7 +110,7 @@ def logs(
         raise BadRequestError(f"--worker {worker}: {remote.name} has workers 0 to {remote.workers - 1}")
     job = poll(remote)
     if job.name is None and not job.silent:
-        return project.answer(f"no job was ever started on {remote.name}")
+        return project.answer(f"no job has been started on {remote.name}")
     size = (job.workers[worker] or {}).get("log_bytes") or 0
     text, offset = read_log(remote, worker, job.name, max(0, size - LINE_BYTES * tail))
     project.answer("".join(text.splitlines(keepends=True)[-tail:]), end="")
@@ -131,7 +131,7 @@ def stop(common: Common, name: AnyName = None) -> None:
     remote = project.remote(project.slices.locate(name))
     before = poll(remote)
     if before.name is None:
-        return project.answer(f"no job was ever started on {remote.name}")
+        return project.answer(f"no job has been started on {remote.name}")
     after = stop_job(remote, before.name, remember=before.outcome == "running")
     project.answer(
         f"{before.name} has ended on all {remote.workers} workers ({after.outcome}); {remote.name} is still rented"
@@ -155,7 +155,7 @@ def down(name: Name, common: Common) -> None:
 def ls(
     common: Common,
     zones: Annotated[list[str] | None, typer.Option("--zone", metavar="ZONE", help="Unset: all. Repeatable.")] = None,
-    everyone: Annotated[bool, typer.Option("--all", help="Other people's slices too.")] = False,
+    everyone: Annotated[bool, typer.Option("--all", help="List other people's slices too.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List slices that are rented or requested, with their cost."""
@@ -169,14 +169,14 @@ def ls(
     elif found:
         project.answer(slice_table(found, project.slices.owner, now))
     else:
-        project.answer("the project has no slice" if everyone else "you have no slice")
+        project.answer("the project has no slices" if everyone else "you have no slices")
 
 
 @app.command()
 @flattened
 def reap(
     common: Common,
-    everyone: Annotated[bool, typer.Option("--all", help="Also what Podium rented for other people.")] = False,
+    everyone: Annotated[bool, typer.Option("--all", help="Also delete what Podium rented for other people.")] = False,
 ) -> None:
     """Delete slices whose lease has expired."""
     if common.dry_run:
@@ -205,7 +205,7 @@ def ssh(
 @app.command()
 def sky(
     config: ConfigFiles,
-    type: Annotated[str, typer.Option(metavar="TYPE", help="Accelerator type, as v6e-16.")],
+    type: Annotated[str, typer.Option(metavar="TYPE", help="Accelerator type, such as v6e-16.")],
     settings: Settings = None,
     zone: Annotated[str | None, typer.Option(metavar="ZONE", help="Unset: SkyPilot finds one.")] = None,
     spot: Annotated[bool, typer.Option("--spot/--on-demand", help="Cheaper but preemptible, or not.")] = True,

@@ -99,7 +99,7 @@ def run(common: Common, name: str | None, rent: Rent, spec: launch.RunSpec) -> I
         yield from up(common, target, rent)
     else:
         yield argv.nodes()
-        yield "as for a v6e-8: type, number and addresses of the machines are in the answer:"
+        yield "shown for a v6e-8; type, number and addresses of the machines come from the answer:"
 
     def ask(command: str, worker: str = "all") -> Line:
         return argv.ssh(target, zone, worker, wrapped(command, "MARK", addresses))

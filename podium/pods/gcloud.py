@@ -60,13 +60,13 @@ _WAYS_OUT: Mapping[Kind, str] = {
     "denied": "check the zone's name, and that your account has the role TPU Admin (roles/tpu.admin) in the project",
     "quota": "ask for quota for this type and zone at console.cloud.google.com/iam-admin/quotas, delete slices that "
     "use it (podium pod ls: dead ones do), or try another zone",
-    "rate": "wait a minute and give the command again",
+    "rate": "wait a minute and run the command again",
     "stockout": "try another zone, or wait longer in the queue with --valid-until",
     "invalid": "check accelerator type, zone and runtime version",
     "ssh_key": "add the key to your ssh-agent as it says",
     "unusable": "podium pod down NAME, and rent another",
-    "unavailable": "give the command again; it first checks what exists",
-    "timeout": "give the command again; it first checks what exists",
+    "unavailable": "run the command again; it first checks what exists",
+    "timeout": "run the command again; it first checks what exists",
 }
 
 
@@ -82,7 +82,7 @@ class Finished:
 
 
 Runner = Callable[[Sequence[str], float], Finished]
-"""Runs a command for at most so many seconds."""
+"""Runs a command with a time limit in seconds."""
 
 
 class GcloudError(ValueError):
@@ -218,7 +218,7 @@ def _pairs(labels: Mapping[str, str]) -> str:
 
 
 SSH_OPTIONS = ("ConnectTimeout=10", "ServerAliveInterval=10", "ServerAliveCountMax=3")
-"""gcloud sets none of these and would wait for ever for a host that is gone."""
+"""gcloud sets none of these and would wait forever for a lost host."""
 READ_S, CHANGE_S = 60.0, 900.0
 """Seconds that a command may take."""
 

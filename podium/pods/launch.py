@@ -101,7 +101,7 @@ def status_command(job: str | None) -> str:
 
 
 def log_command(job: str | None, offset: int) -> str:
-    """Prints what a job's log has after so many bytes, in base64."""
+    """Prints a job's log from a byte offset on, in base64."""
     return f"{AGENT} logs {job or ''} --from-byte {offset} 2>/dev/null | head -c {LOG_BYTES} | base64 -w0"
 
 
@@ -255,7 +255,7 @@ def _set_up(remote: Remote, spec: RunSpec, job: str, clock: Clock, say: Callable
         if all(status is not None and status["state"] in ("finished", "killed") for status in workers):
             return
         clock.sleep(SETUP_POLL_S)
-    raise RemoteError(f"{remote.name}: the setup is not done after {SETUP_S:.0f} s; podium pod ssh {remote.name}")
+    raise RemoteError(f"{remote.name}: the setup did not finish within {SETUP_S:.0f} s; podium pod ssh {remote.name}")
 
 
 def _check_probes(remote: Remote, replies: dict[int, WorkerReply], say: Callable[[str], None]) -> None:
@@ -266,7 +266,7 @@ def _check_probes(remote: Remote, replies: dict[int, WorkerReply], say: Callable
             found[worker] = reply.json()
     problems = [f"    worker {worker}: {problem}" for worker in found for problem in found[worker].get("problems", ())]
     if problems:
-        raise RemoteError("\n".join((f"{remote.name}: workers that cannot be used:", *problems)))
+        raise RemoteError("\n".join((f"{remote.name}: unusable workers:", *problems)))
     remote.check_all(replies, "unpacking the code")
     clocks = [each["time"] for each in found.values()]
     if max(clocks) - min(clocks) > SKEW_S:

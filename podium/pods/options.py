@@ -15,25 +15,25 @@ class Common:
     """Options of every command that calls gcloud."""
 
     project: Annotated[str | None, Option(metavar="PROJECT", help="Google Cloud project; unset: gcloud's own.")] = None
-    dry_run: Annotated[bool, Option("--dry-run", help="Print the gcloud commands and run none of them.")] = False
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the gcloud commands without running them.")] = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rent:
     """What to rent."""
 
-    type: Annotated[
-        str | None, Option(metavar="TYPE", help="Accelerator type, as v6e-8, v6e-16, v5litepod-16, v4-8.")
-    ] = None
+    type: Annotated[str | None, Option(metavar="TYPE", help="Accelerator type: v6e-8, v6e-16, v5litepod-16, v4-8.")] = (
+        None
+    )
     zones: Annotated[
-        list[str] | None, Option("--zone", metavar="ZONE", help="Zones to ask, in this order. Repeatable.")
+        list[str] | None, Option("--zone", metavar="ZONE", help="Zones to try, in this order. Repeatable.")
     ] = None
     spot: Annotated[bool, Option("--spot/--on-demand", help="Cheaper but preemptible, or not.")] = True
     queued: Annotated[bool, Option("--queued/--now", help="Wait in Google's queue, or fail if none is free.")] = True
-    valid_until: Annotated[
-        str, Option(metavar="TIME", help="How long to wait in the queue of each zone, as 90m, 4h.")
-    ] = "4h"
-    lease: Annotated[str, Option(metavar="TIME", help="After this time `podium pod reap` deletes it, as 12h, 3d.")] = (
+    valid_until: Annotated[str, Option(metavar="TIME", help="How long to wait in each zone's queue, such as 90m.")] = (
+        "4h"
+    )
+    lease: Annotated[str, Option(metavar="TIME", help="`podium pod reap` deletes it after this time, such as 12h.")] = (
         "24h"
     )
     runtime: Annotated[
@@ -60,15 +60,15 @@ class RunOptions:
         list[str] | None, Option(metavar="NAME=VALUE", help="Environment variable, not a secret. Repeatable.")
     ] = None
     prepare: Annotated[
-        Path | None, Option(metavar="SCRIPT", help="Script that every machine runs first, as to mount a file system.")
+        Path | None, Option(metavar="SCRIPT", help="Script that every machine runs first, such as a mount.")
     ] = None
     python: Annotated[
         str | None,
         Option(metavar="PATH", help="Python on the machines with all dependencies; unset: they are installed."),
     ] = None
-    restarts: Annotated[int, Option(min=0, help="With --keep-alive: restarts in a row without a step in between.")] = 3
+    restarts: Annotated[int, Option(min=0, help="With --keep-alive: most restarts in a row without a new step.")] = 3
     replacements: Annotated[
-        int, Option(min=0, help="With --keep-alive: replacements in a row without a step in between.")
+        int, Option(min=0, help="With --keep-alive: most replacements in a row without a new step.")
     ] = 20
 
 

@@ -71,11 +71,11 @@ def decide(seen: Observation, counts: Counts, policy: Policy) -> Decision:
         case "running" if not job.silent:
             return Decision(act="wait", why=RUNNING)
         case "running" if seen.waited_s < policy.silence_s:
-            return Decision(act="wait", why=f"{_silence(job)}; nobody has failed yet")
+            return Decision(act="wait", why=f"{_silence(job)}; no worker has failed yet")
         case "done":
             return Decision(act="end", why="done")
         case "stopped" if job.asked_to_stop == job.name:
-            return Decision(act="end", why="stopped as asked; it can be continued", status=STOPPED)
+            return Decision(act="end", why="stopped on request; it can be continued", status=STOPPED)
         case "stopped" if seen.waited_s < policy.settle_s:
             return Decision(act="wait", why="stopped by SIGTERM; its machines may be about to be preempted")
         case "stopped":
@@ -109,7 +109,7 @@ def _restart(why: str, counts: Counts, policy: Policy, status: int, act: Act = "
     if counts.restarts < policy.restarts:
         return Decision(act=act, why=why)
     if policy.restarts:
-        why = f"{why}; restarted {counts.restarts} times without a further step"
+        why = f"{why}; restarted {counts.restarts} times without a new step"
     return Decision(act="end", why=why, status=status)
 
 
@@ -118,7 +118,7 @@ def _replace(why: str, counts: Counts, policy: Policy) -> Decision:
         return Decision(act="replace", why=why)
     after = "podium pod run --keep-alive rents another and continues from the last checkpoint"
     if policy.replacements:
-        after = f"replaced {counts.replacements} times without a further step"
+        after = f"replaced {counts.replacements} times without a new step"
     return Decision(act="end", why=f"{why}; {after}", status=1)
 
 
@@ -189,6 +189,6 @@ def _observe(session: Session, clock: Clock, say: Callable[[str], None]) -> Obse
             if not error.transient:
                 raise
             if not said:
-                say(f"{error.text}; the run continues without this machine; trying again")
+                say(f"{error.text}; the run continues without this machine; retrying")
             said = True
         clock.sleep(30.0)

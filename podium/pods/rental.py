@@ -25,7 +25,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 def tpu(name: str | None) -> Accelerator:
     """The TPU slice of that name. Raises BadRequestError where none can be rented; it has the nearest ones."""
     if name is None:
-        raise BadRequestError("which TPU? Give --type, as v6e-8 (one machine) or v6e-16 (four)")
+        raise BadRequestError("which TPU? Give --type, such as v6e-8 (one machine) or v6e-16 (four)")
     try:
         accelerator = find_accelerator(name)
     except ValueError as error:
@@ -52,7 +52,7 @@ def rent_slice(slices: Slices, name: str, rent: Rent, *, default_zone: str | Non
     """
     zones = rent.zones or ([default_zone] if default_zone else [])
     if not zones:
-        raise BadRequestError("in which zone? Give --zone, once or more in order: zones in which you have quota")
+        raise BadRequestError("which zone? Give --zone: one or more zones in which you have quota, tried in order")
     order = new_order(name, rent, slices.owner, zones, slices.clock.time())
     for zone in zones:
         if zone not in slices.zones:

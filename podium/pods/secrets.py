@@ -92,7 +92,9 @@ def read_variables(pairs: Sequence[str]) -> dict[str, str]:
         if not equals or not name:
             raise SecretError(f"--env {pair}: write NAME=VALUE")
         if _SECRET_NAME.search(name):
-            raise SecretError(f"--env {name}: secrets must not be in a command; put it into a file for --env-file")
+            raise SecretError(
+                f"--env {name}: secrets must not appear in a command; put it in a file and use --env-file"
+            )
         found[name] = value
     return found
 

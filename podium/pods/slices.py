@@ -104,10 +104,10 @@ class SliceLists:
             ours = [each for each in listed() if self.is_ours(each) and name in (None, each.name)]
             names = sorted({each.name for each in ours})
             if len(names) > 1:
-                raise SliceError(f"you have several slices: {', '.join(names)}; name one of them")
+                raise SliceError(f"you have several slices: {', '.join(names)}; name one")
             if ours:
                 return min(ours, key=lambda each: _preference(each, ()))
-        what = f"no slice of yours is named {name}" if name else "you have no slice"
+        what = f"no slice of yours is named {name}" if name else "you have no slices"
         raise SliceError(f"{what}; podium pod ls lists slices, podium pod up rents one")
 
     def now(self, tpu_slice: Slice) -> Slice | None:
@@ -185,7 +185,7 @@ class Slices(SliceLists):
         if got is not None:
             return got
         lines = "".join(f"\n    {zone}: {reason}" for zone, reason in reasons.items())
-        raise SliceError(f"no zone gave {order.accelerator} for {order.name}, and nothing is left of it:{lines}")
+        raise SliceError(f"no zone gave {order.accelerator} for {order.name}, and nothing is left behind:{lines}")
 
     def down(self, name: str) -> list[Slice]:
         """Delete our slices of that name in all zones, verify that they are gone, and return them.
@@ -204,7 +204,7 @@ class Slices(SliceLists):
             self._clear(name, each.zone)
         left = [each for each in self.find(name) if self.is_ours(each)] if ours else []
         if left:
-            raise SliceError(f"{name} is still in {', '.join(each.zone for each in left)}; give the command again")
+            raise SliceError(f"{name} is still in {', '.join(each.zone for each in left)}; run the command again")
         return ours
 
     def reap(self, *, everyone: bool = False) -> list[Slice]:
@@ -253,7 +253,7 @@ class Slices(SliceLists):
                 raise error
             if error.kind == "exists" or error.uncertain:
                 if self.mine(order.name, zone):
-                    self.say(f"{zone}: it exists already ({error.kind}); using it")
+                    self.say(f"{zone}: it already exists ({error.kind}); using it")
                     return
             elif error.kind != "rate":
                 raise _RefusedError(error)
@@ -266,7 +266,7 @@ class Slices(SliceLists):
         if error.uncertain:
             raise SliceError(
                 f"{order.name}: it is unknown whether {zone} created it ({error.text}); nothing else was requested. "
-                f"Give the command again, or delete what may exist: podium pod down {order.name}"
+                f"Run the command again, or delete what may exist: podium pod down {order.name}"
             )
         raise _RefusedError(error)
 
@@ -294,7 +294,7 @@ class Slices(SliceLists):
         until = self.clock.time() + DELETE_S
         while (mine := self.mine(name, zone, owner=owner)) is not None:
             if self.clock.time() > until:
-                raise SliceError(f"{name} in {zone} still exists ({mine.detail}); give podium pod down {name} again")
+                raise SliceError(f"{name} in {zone} still exists ({mine.detail}); run podium pod down {name} again")
             if mine.state != "deleting":
                 try:
                     self.gcloud.checked(self.gcloud.argv.delete(name, zone, queued=mine.queued))

@@ -140,7 +140,7 @@ class RolloutEngine:
             problem += "; raise it, or drop the prompt"
         elif not all(0 <= token < self.decoder.vocab for token in prompt):
             problem = f"prompt has a token outside the model's vocabulary of {self.decoder.vocab}"
-            problem += "; is the tokenizer its own?"
+            problem += "; does the tokenizer belong to the model?"
         elif not 1 <= sampling.max_new_tokens <= config.max_new_tokens:
             problem = f"max_new_tokens is {sampling.max_new_tokens} and must be 1 to rollout.max_new_tokens,"
             problem += f" {config.max_new_tokens}; raise that, or ask for less"

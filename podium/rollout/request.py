@@ -1,4 +1,4 @@
-"""What goes into the rollout engine and what comes out, with what it took: plain data, no jax."""
+"""Requests, completions and statistics of the rollout engine: plain data, no jax."""
 
 import dataclasses
 from typing import Literal
@@ -32,7 +32,7 @@ class Request:
     """Token ids, chat template applied; at least one."""
     sampling: SamplingParams
     seed: int
-    """With the index of the completion and the position it decides every draw: whatever else runs beside it."""
+    """With the completion's index and the position it determines every draw, whatever else is running."""
     completions: int = 1
 
 
@@ -54,7 +54,7 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutStats:
-    """What it took to answer prompts: counts and seconds, of one call or of several."""
+    """Counts and seconds of answering prompts, in one call or several."""
 
     prompt_tokens: int = 0
     """Prefilled, one copy per group."""

@@ -22,7 +22,7 @@ class Placement:
     completion: int
     """Its index in the group."""
     row: int
-    """Which row of its bucket's last prefill is its prompt."""
+    """The row of its prompt in its bucket's last prefill."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ class Arithmetic:
         operations: Annotated[Sequence[Operation], Field(min_length=1)] = ("add",),
     ) -> None:
         if source.path or source.eval_path:
-            raise ValueError("arithmetic: path and eval_path: the questions are made, not read; unset them")
+            raise ValueError("arithmetic: path and eval_path: the questions are generated, not read; unset them")
         self.digits = digits
         self.operations = operations
 

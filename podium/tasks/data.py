@@ -84,11 +84,11 @@ def _prompt(prompt_id: str, location: str, row: dict[str, Any], columns: Columns
             )
     question, answer = row[columns.question], row[columns.answer]
     if not isinstance(question, str) or not question.strip():
-        raise ValueError(f"{location}: the question (column {columns.question!r}) is {question!r}, not a text")
+        raise ValueError(f"{location}: the question (column {columns.question!r}) is {question!r}, not text")
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
     if not isinstance(answer, str):
-        raise ValueError(f"{location}: the answer (column {columns.answer!r}) is {answer!r}, not a text or a number")
+        raise ValueError(f"{location}: the answer (column {columns.answer!r}) is {answer!r}, neither text nor a number")
     reference = columns.reference(answer)
     if not reference:
         raise ValueError(f"{location}: the answer (column {columns.answer!r}) {columns.rule}: {answer[-80:]!r}")
@@ -116,7 +116,9 @@ def _local_files(task: str, split: str, source: TaskSource) -> list[Path]:
         beside = path.with_name(f"{name}{path.suffix}")
         if path.stem == source.train_split and beside.is_file():
             return [beside]
-        logger.warning("%s: %s is trained on and evaluated on; set eval_path for held-out questions", task, path)
+        logger.warning(
+            "%s: %s is used for both training and evaluation; set eval_path for held-out questions", task, path
+        )
     return [path]
 
 
@@ -130,7 +132,7 @@ def _file_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             rows = parquet.read_table(path).to_pylist()
         except (OSError, ValueError) as error:
-            raise ValueError(f"{path}: not a parquet file that can be read: {error}") from error
+            raise ValueError(f"{path}: not a readable parquet file: {error}") from error
         yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, 1))
         return
     with path.open("rb") as file:

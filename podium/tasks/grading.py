@@ -113,7 +113,7 @@ class Grader:
             finally:
                 self._idle.put(worker if worker.alive() or self._closed else self._replaced(worker))
         if self._closed:
-            raise CancelledError("the grader was closed before all answers were graded")
+            raise CancelledError("the grader was closed before it graded all answers")
         return [self._reward(*pair) for pair in zip(submissions, outcomes, strict=True)]
 
     def _replaced(self, worker: "_Worker") -> "_Worker":
@@ -139,7 +139,9 @@ class Grader:
         stopped = outcome.kind == "stopped"
         if stopped and not self._warned:
             self._warned = True
-            logger.warning("grading of %s was stopped: %s; it counts as wrong, as will others", name, outcome.message)
+            logger.warning(
+                "grading of %s was stopped: %s; it counts as wrong, and so will others", name, outcome.message
+            )
         return make_reward(self._configs[task], graded, self._limits, correct=outcome.correct, timed_out=stopped)
 
 
@@ -206,7 +208,7 @@ class _Worker:
         if not self._ready:
             self.stop()
             raise RuntimeError(
-                f"a grading process did not make its tasks: it ended (see above), or took {START_LIMIT_S:g} s"
+                f"a grading process did not create its tasks: it ended (see above), or took {START_LIMIT_S:g} s"
             )
 
 

@@ -31,7 +31,7 @@ class ReasoningGym:
         config: dict[str, Any] | None = None,
     ) -> None:
         if source.path or source.eval_path:
-            raise ValueError("reasoning_gym: path and eval_path: the questions are made, not read; unset them")
+            raise ValueError("reasoning_gym: path and eval_path: the questions are generated, not read; unset them")
         try:
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
@@ -50,7 +50,7 @@ class ReasoningGym:
             self._train = reasoning_gym.create_dataset(dataset, seed=2 * seed, size=size, **config)
             self._eval = reasoning_gym.create_dataset(dataset, seed=2 * seed + 1, size=eval_size, **config)
         except (AssertionError, TypeError, ValueError) as error:
-            raise ValueError(f"reasoning_gym: options.config: {dataset} refuses {config}: {error}") from error
+            raise ValueError(f"reasoning_gym: options.config: {dataset} rejects {config}: {error}") from error
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         """All puzzles of a split, each question once."""

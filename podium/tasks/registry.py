@@ -69,7 +69,7 @@ def task_labels(tasks: Sequence[TaskConfig]) -> list[str]:
 
 
 def _constructor(name: str) -> Callable[..., Task]:
-    """What makes the task of this name, imported."""
+    """The class or function that creates the task of this name, imported."""
     path = TASKS.get(name, name)
     module_name, colon, attribute = path.partition(":")
     if not colon:

@@ -10,7 +10,7 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 class LengthLimits(NamedTuple):
-    """What the length of a completion is measured against."""
+    """The limits that a completion's length is measured against."""
 
     max_new_tokens: int
     overlong_buffer_tokens: int

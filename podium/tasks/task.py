@@ -33,7 +33,7 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Graded:
-    """What is graded: the text of one completion, and its length."""
+    """A completion to grade: its text and its length."""
 
     text: str
     num_tokens: int
@@ -41,7 +41,7 @@ class Graded:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reward:
-    """What a completion earned."""
+    """The reward of a completion."""
 
     total: float
     """The weighted sum of the parts."""

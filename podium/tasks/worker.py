@@ -46,7 +46,7 @@ def grade_item(task: Task, item: Item) -> Outcome:
     except (Exception, SystemExit):
         return Outcome("bug", message=traceback.format_exc())
     if not isinstance(correct, int | float) or not math.isfinite(correct) or not 0 <= correct <= 1:
-        return Outcome("bug", message=f"grade() returned {correct!r}; the rule is a number from 0 to 1")
+        return Outcome("bug", message=f"grade() returned {correct!r}; it must return a number from 0 to 1")
     return Outcome("graded", correct=float(correct))
 
 

@@ -174,7 +174,7 @@ def _sampling(old: _Translation) -> None:
     if key in old.written:
         if (style := old.get(key).lower()) not in _LAYOUTS:
             raise old.wrong(key, f"expected one of {', '.join(_LAYOUTS)}")
-        why = "replicated, the default here, makes the same completions sooner where a device holds the whole model"
+        why = "replicated, the default here, gives the same completions faster where a device holds the whole model"
         old.put(key, "rollout.layout", _LAYOUTS[style], why)
 
 
@@ -184,10 +184,10 @@ _REMAT = {"everything_saveable": "none", "dots_with_no_batch_dims": "products"}
 def _update(old: _Translation) -> None:
     if "train.remat_policy" in old.written:  # its default kept the results of all products
         remat = _REMAT.get(old.get("train.remat_policy"), "layer")
-        why = "" if remat == "none" else "layer, the default here, makes each layer again from its input: least memory"
+        why = "" if remat == "none" else "layer, the default here, recomputes each layer from its input: least memory"
         old.put("train.remat_policy", "train.remat", remat, why)
     if beta := old.get("train.beta"):
-        why = "its KL was never added to the loss, so none is set; to have one: "
+        why = "its KL was never added to the loss, so none is set; to add one: "
         old.lose("train.beta", f"{why}algorithm.kl: k3, algorithm.kl_coef: {dump_value(beta)}")
 
 
@@ -223,11 +223,11 @@ def _schedule(old: _Translation) -> None:
 
 _RECIPES = {
     "grpo": ("grpo", "its advantages and its clip, set below"),
-    "dapo": ("grpo", "its dapo was GRPO with a batch term; set dapo for the paper's algorithm, refilling and all"),
+    "dapo": ("grpo", "its dapo was GRPO with a batch term; set dapo for the paper's algorithm, including refills"),
     "rloo": ("reinforce_pp_baseline", "whitened over the batch (rloo_whiten), which is this; set rloo for the paper's"),
     "reinforce": ("reinforce_pp", "rewards whitened over the batch and PPO's clip, which is this"),
     "reinforce++": ("reinforce_pp_baseline", "a group baseline, whitened over the batch, which is this"),
-    "gae": ("grpo", "there is no value model, so no PPO; GRPO stands in"),
+    "gae": ("grpo", "there is no value model, so no PPO; GRPO is used instead"),
 }
 _OTHER_NAMES = {"reinforcepp": "reinforce++", "reinforce_plus_plus": "reinforce++", "ppo": "gae"}
 _OTHER_NAMES |= {"pg": "reinforce", "policy_gradient": "reinforce"}
@@ -283,7 +283,7 @@ def _mesh(old: _Translation) -> tuple[str, str]:
 def _evaluation(old: _Translation) -> None:
     old.put("eval_every_steps", "eval.every_steps", max(old.get("eval_every_steps"), 0))
     questions = max(1, old.get("eval_batches_per_process")) * old.new["prompts_per_step"]
-    why = "a number of questions, the same ones each time; there, batches of each process, other ones each time"
+    why = "now a number of questions, the same each time; it was batches per process, different each time"
     old.put("eval_batches_per_process", "eval.questions", questions, why)
     old.fix("eval.samples", old.new["group_size"], "it sampled as many answers per question as the rollout")
     old.fix("eval.greedy", False, "its evaluation during training was sampled")

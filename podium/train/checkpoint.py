@@ -315,14 +315,14 @@ def _check_same_arrays(path: Path, wanted: dict[str, Any], stored: dict[str, Any
         raise CheckpointError(
             f"{path} is of another {'model' if path.name == 'params' else 'optimizer'}:\n    "
             + "\n    ".join(differences[:SHOWN_DIFFERENCES] + ([f"and {more} more"] if more > 0 else []))
-            + "\n  give the config that it was saved with, or start a run of another name"
+            + "\n  use the config that it was saved with, or start a run with another name"
         )
 
 
 def _damaged(folder: Path, step: int, what: str) -> CheckpointError:
     run, before = folder.absolute().parent, [other for other in saved_steps(folder) if other < step]
     whole = [other for other in before if _damage(folder / str(other)) is None]
-    way_out = f"go on from the one before with --from {run}@{whole[-1]}" if whole else "no earlier one is whole"
+    way_out = f"continue from the previous one with --from {run}@{whole[-1]}" if whole else "no earlier one is intact"
     return CheckpointError(f"checkpoint {folder / str(step)} is damaged: {what}; {way_out}")
 
 

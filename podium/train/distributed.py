@@ -118,7 +118,7 @@ def from_leader(make: Callable[[], Value]) -> Value:
 
 
 def share(count: int) -> slice:
-    """The share of this process in so many things: contiguous, and at most one more than another's."""
+    """The contiguous share of this process in a number of items; shares differ by at most one."""
     hosts, host = (jax.process_count(), jax.process_index()) if jax.distributed.is_initialized() else (1, 0)
     return slice(count * host // hosts, count * (host + 1) // hosts)
 
@@ -140,7 +140,7 @@ def host_mesh(mesh: Mesh) -> Mesh:
     devices = mesh.devices[box]
     if devices.size != len(indices):
         raise ValueError(
-            f"mesh {dict(mesh.shape)}: the devices of a host are no box in it, so that it cannot roll out by itself;"
+            f"mesh {dict(mesh.shape)}: a host's devices are not a box in it, so that a host cannot roll out by itself;"
             " set mesh to auto, or to sizes of which tp, or tp and a part of fsdp, fill a host"
         )
     return Mesh(devices, mesh.axis_names)

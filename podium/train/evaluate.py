@@ -28,7 +28,7 @@ SHOWN_QUESTIONS = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What one evaluation found."""
+    """The results of one evaluation."""
 
     stats: EvaluationStats
     groups: dict[str, list[Group]]

@@ -81,7 +81,7 @@ def planned(mesh: Mesh, mode: Mode, dtype: str, *, target_bytes_gib: float, cols
 
 
 def buffer_shape(target_bytes: int, cols: int, dtype: str, *, fsdp: int) -> tuple[int, int]:
-    """Rows and columns of an array of at least so many bytes whose rows divide over fsdp."""
+    """Rows and columns of an array of at least this size whose rows divide over fsdp."""
     elements = -(-target_bytes // jnp.dtype(DTYPES[dtype]).itemsize)
     rows = -(-elements // cols)
     return max(1, -(-rows // fsdp)) * fsdp, cols

@@ -64,7 +64,7 @@ class AnswerSettings:
 
 
 class _HostPart(NamedTuple):
-    """What a host hands to the others."""
+    """The results that a host sends to the others."""
 
     answers: list[tuple[list[Completion], list[Reward]]]
     stats: RolloutStats

@@ -38,7 +38,7 @@ def train(
     with open_run(config, fork=fork, plain=plain, job=job, check=check) as (run, state, done):
         done = run_steps(run, state, done)
         if done < config.steps:
-            run.progress.message(f"stopped and saved; to go on: podium train {run.run_dir.path}/config.yaml")
+            run.progress.message(f"stopped and saved; to continue: podium train {run.run_dir.path}/config.yaml")
         summarise(run)
         status = run.stop.exit_code  # of all processes, which know each other until here
     stopped = f"stopped by signal {status - 128} after step {done}, which is saved"
@@ -97,7 +97,7 @@ def evaluate_at_start(run: RunParts, done: int) -> None:
 
 
 def evaluation_due(config: Config, step: int) -> bool:
-    """Whether the weights after so many steps are to be evaluated."""
+    """Whether the weights after this step are to be evaluated."""
     every = config.eval.every_steps
     return bool((every and step % every == 0) or (step == config.steps and config.eval.at_end))
 

@@ -1,4 +1,4 @@
-"""What has to be settled before jax starts: which platform it starts, and how memory is kept on CPU."""
+"""Settings made before jax starts: its platform, and how memory is kept on CPU."""
 
 import ctypes
 import glob

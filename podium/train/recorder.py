@@ -1,4 +1,4 @@
-"""What a run writes down and shows of its steps and evaluations."""
+"""Records and shows a run's steps and evaluations."""
 
 import collections
 import time

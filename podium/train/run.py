@@ -1,4 +1,4 @@
-"""What a run consists of, from its first step to its last: opened in order, closed in reverse."""
+"""The resources of a run: opened in order, closed in reverse."""
 
 import contextlib
 import dataclasses
@@ -87,7 +87,9 @@ def open_run(
         state, saved, done = _load_state(run_dir.fork, model, optimizer, checkpointer)
         rollouts.feed.cursor = saved["cursor"]
         if changed := [name for name, version in versions().items() if saved["versions"].get(name, version) != version]:
-            progress.message(f"other versions than the checkpoint's: {', '.join(changed)}; not bit for bit then")
+            progress.message(
+                f"versions differ from the checkpoint's: {', '.join(changed)}; the run will not be bit for bit the same"
+            )
         job.report.update(step=done)
         run_dir.truncate(done if done else -1)
         writer = resources.enter_context(MetricWriter(run_dir, config, announce=progress.message))

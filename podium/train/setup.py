@@ -54,7 +54,7 @@ def make_model(config: Config) -> Model:
 
 
 def make_train_settings(config: Config, decoder: DecoderConfig, mesh: Mesh) -> TrainSettings:
-    """What the trainer's compiled programs have in common in this run."""
+    """The settings that the trainer's compiled programs share in this run."""
     return TrainSettings(
         decoder=decoder,
         mesh=mesh,

@@ -37,7 +37,7 @@ class StopSignal:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.requested is None:
             self.requested = number
-            first = "the step is finished and saved" if number == signal.SIGINT else "what is done is saved"
-            self._announce(f"stopping: {first} first; Ctrl-C again stops at once")
+            first = "finishing and saving the step" if number == signal.SIGINT else "saving what is done"
+            self._announce(f"stopping: {first}; Ctrl-C again stops at once")
         elif number == signal.SIGINT:
             raise KeyboardInterrupt

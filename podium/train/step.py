@@ -30,7 +30,7 @@ Metrics = dict[str, jax.Array]
 
 
 class TrainSettings(NamedTuple):
-    """What the compiled programs of one run have in common, fixed before they are traced."""
+    """Settings that a run's compiled programs share, fixed before they are traced."""
 
     decoder: DecoderConfig
     mesh: jax.sharding.Mesh

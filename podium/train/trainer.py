@@ -184,7 +184,7 @@ class Trainer:
             np.savez_compressed(path, **arrays)
         return (
             f"update {step} diverged: loss {stats.loss}, gradient norm {stats.gradient_norm}; its batch is in"
-            f" {path}. Go on from the last checkpoint with a lower train.optimizer.learning_rate (another name and"
+            f" {path}. Continue from the last checkpoint with a lower train.optimizer.learning_rate (another name and"
             f" --from {self.folder}), or train.dtype float32"
         )
 

@@ -110,7 +110,7 @@ CONFLICTS = [
     ("algorithm.dual_clip", "recipe gspo does not have", {"recipe": "gspo", "dual_clip": 3.0}),
     ("algorithm.dual_clip", "recipe cispo does not have", {"recipe": "cispo", "dual_clip": 3.0}),
     ("algorithm.dual_clip", "recipe reinforce does not have", {"recipe": "reinforce", "dual_clip": 3.0}),
-    ("algorithm.kl_coef", "nothing reads the 0.1", {"recipe": "grpo", "kl_coef": 0.1}),
+    ("algorithm.kl_coef", "nothing uses the weight 0.1", {"recipe": "grpo", "kl_coef": 0.1}),
     ("algorithm.kl", "k3 needs a weight", {"recipe": "grpo", "kl": "k3"}),
     ("algorithm.kl", "k2 needs a weight", {"recipe": "grpo", "kl": "k2", "kl_coef": 0.0}),
     ("algorithm.kl", "maxrl divides", {"recipe": "maxrl", "kl": "k1_reward", "kl_coef": 0.1}),
@@ -124,7 +124,7 @@ CONFLICTS = [
     ),
     (
         "algorithm.correction",
-        "mask needs its band",
+        "mask needs both ends of its band",
         {"recipe": "grpo", "old_logprobs": "trainer", "correction": "mask", "correction_high": 2.0},
     ),
     (

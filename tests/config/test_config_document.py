@@ -96,7 +96,7 @@ def test_a_key_written_twice_is_an_error(read):
         ("a: !x 1", "a.yaml:1: '1' has the tag '!x'; write a plain value"),
         ("a: !!int x", "a.yaml:1: 'x' has the tag 'tag:yaml.org,2002:int'; write a plain value"),
         ("b: {[a]: 1}", "a.yaml:1: a key must be plain text, not a list or a mapping"),
-        ("a: &x [*x]", "a.yaml:1: an alias (*name) stands inside its own anchor (&name)"),
+        ("a: &x [*x]", "a.yaml:1: an alias (*name) is inside its own anchor (&name)"),
         (b"a: \xff", "a.yaml: is not UTF-8 text (byte 3); save it as UTF-8"),
         ("a: 1\nb: \x01", "a.yaml:2: not YAML: the character '\\x01'; remove it"),
     ],

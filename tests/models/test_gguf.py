@@ -136,7 +136,7 @@ def test_llama_3_rope_is_known_from_its_divisors(tmp_path: Path):
 def test_divisors_that_are_not_llama_3_s_are_refused(tmp_path: Path):
     tensors = gguf_tensors("llama") | {"rope_freqs.weight": np.array([1, 2, 4, 8], np.float32)}
     source = write_gguf(tmp_path / "model.gguf", "llama", tensors)
-    with pytest.raises(ModelError, match=r"rope_freqs\.weight: only Llama 3\.1's stretching"):
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight: only Llama 3\.1's scaling"):
         load(source)
 
 

@@ -217,7 +217,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
     [
         (lambda t: without(t, UP), rf"tensor {UP} is missing from .*; expected shape \[48, 32\]"),
         (lambda t: without(t, "lm_head.weight"), r"tensor lm_head\.weight is missing"),
-        (lambda t: t | {"visual.weight": t[UP]}, r"tensor visual\.weight in .*model\.safetensors is superfluous"),
+        (lambda t: t | {"visual.weight": t[UP]}, r"tensor visual\.weight in .*model\.safetensors is unexpected"),
         (lambda t: t | {UP: t[UP].T.copy()}, rf"tensor {UP} in .*: expected shape \[48, 32\], found \[32, 48\]"),
         (lambda t: t | {UP: t[UP].astype(np.int8)}, rf"tensor {UP} in .*: expected dtype F32, F16, BF16, found I8"),
     ],

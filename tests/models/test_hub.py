@@ -55,13 +55,13 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[An
     [
         ("podium/absent", "check the name, or set HF_TOKEN if it is private"),
         ("podium/gated", "accept the terms on its hub page and set HF_TOKEN"),
-        ("podium/token", "does not give it (HfHubHTTPError: Client error '401"),
-        ("podium/forbidden", "does not give it (HfHubHTTPError: "),
-        ("podium/broken", "does not give it (HfHubHTTPError: Server error '500"),
-        ("podium/portal", "does not give it (JSONDecodeError: "),
-        (SILENT, "does not give it (ReadTimeout: "),
-        (CUT, "does not give it (RemoteProtocolError: "),
-        ("not--valid", "neither a local folder nor a possible hub id"),
+        ("podium/token", "not available from the hub (HfHubHTTPError: Client error '401"),
+        ("podium/forbidden", "not available from the hub (HfHubHTTPError: "),
+        ("podium/broken", "not available from the hub (HfHubHTTPError: Server error '500"),
+        ("podium/portal", "not available from the hub (JSONDecodeError: "),
+        (SILENT, "not available from the hub (ReadTimeout: "),
+        (CUT, "not available from the hub (RemoteProtocolError: "),
+        ("not--valid", "neither a local folder nor a valid hub id"),
     ],
 )
 def test_a_model_that_cannot_be_had_is_one_clear_error_and_soon(answers, model: str, message: str):
@@ -102,13 +102,13 @@ def test_a_plan_downloads_one_small_file_and_a_run_the_weights(tmp_path: Path):
 
 def test_offline_is_said_and_at_once(tmp_path: Path):
     for error, seconds in ask(tmp_path, "podium/absent", HF_HUB_OFFLINE="1")["podium/absent"]:
-        assert "does not give it (HF_HUB_OFFLINE is set)" in error
+        assert "not available from the hub (HF_HUB_OFFLINE is set)" in error
         assert seconds < FAST_S
 
 
 def test_without_a_network_it_is_said_at_once(tmp_path: Path):
     (answer, _), *_ = found = ask(tmp_path, "podium/absent", HF_ENDPOINT="http://127.0.0.1:9")["podium/absent"]
-    assert "does not give it (ConnectError: " in answer
+    assert "not available from the hub (ConnectError: " in answer
     assert all(seconds < FAST_S for _, seconds in found)
 
 

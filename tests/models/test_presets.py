@@ -58,5 +58,5 @@ def test_what_is_on_disk_counts_more_than_a_preset(tmp_path, monkeypatch):
 
 
 def test_an_unknown_model_without_a_network_names_the_way_out():
-    with pytest.raises(ModelError, match=r"'nobody/nothing': no local folder.*Qwen/Qwen2.5-3B-Instruct"):
+    with pytest.raises(ModelError, match=r"'nobody/nothing': not a local folder.*Qwen/Qwen2.5-3B-Instruct"):
         find_architecture("nobody/nothing")

@@ -90,7 +90,7 @@ def test_hub_model_comes_from_the_cache_without_network(hub_cache: Path):
 
 
 def test_hub_model_that_cannot_be_had_names_the_ways_out(hub_cache: Path):
-    with pytest.raises(ModelError, match=r"'podium/absent'.*not in the hub's cache.*give its folder"):
+    with pytest.raises(ModelError, match=r"'podium/absent'.*not in the hub's cache.*set model to its folder"):
         resolve("podium/absent")
 
 

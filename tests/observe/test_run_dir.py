@@ -136,7 +136,7 @@ def test_a_name_that_is_not_a_folder_name_is_an_error(tmp_path, name):
 
 def test_an_unwritable_place_is_an_error_that_names_the_key(tmp_path):
     (tmp_path / "runs").write_text("a file")
-    with pytest.raises(RunFileError, match=r"cannot be made: (Not a directory|File exists); set runs_dir"):
+    with pytest.raises(RunFileError, match=r"cannot be created: (Not a directory|File exists); set runs_dir"):
         RunDir.open(make_config(tmp_path))
 
 

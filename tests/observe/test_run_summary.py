@@ -121,7 +121,7 @@ def test_the_printed_summary_has_accuracy_answers_files_and_next_commands(tmp_pa
     assert "0.250 (step 0) -> 0.750 (step 3)" in text
     assert "3 steps in 0:50, 1:15 of CPU time" in text
     assert "\\x1b[2J[b]11" in text
-    assert "metrics.jsonl   all numbers" in text
+    assert "metrics.jsonl   all metrics" in text
     assert "summary.json" not in text
     for command in ("podium eval", "podium export", "podium train"):
         assert command in text

@@ -70,11 +70,13 @@ def test_nothing_is_planned_on_other_machines(tmp_path, monkeypatch):
 
 def test_a_run_that_is_far_too_large_is_refused_unless_forced(tmp_path, monkeypatch):
     run_on(monkeypatch, dataclasses.replace(V6E_8, hbm_bytes=6 * GIB))
-    with pytest.raises(ValueError, match=r"needs about .* GiB on each device .* `podium plan` .* --force goes on"):
+    with pytest.raises(
+        ValueError, match=r"needs about .* GiB on each device .* `podium plan` .* --force trains anyway"
+    ):
         RunCheck(force=False).begin(config_3b(), QWEN_3B, tmp_path)
     assert list(tmp_path.iterdir()) == []
     line = RunCheck(force=True).begin(config_3b(), QWEN_3B, tmp_path)
-    assert line is not None and line.startswith("plan: does not fit v6e-8 by the closed form")
+    assert line is not None and line.startswith("plan: does not fit v6e-8 by closed-form estimate")
 
 
 def test_measured_figures_stand_beside_the_plan_after_the_third_step(tmp_path):
@@ -82,7 +84,7 @@ def test_measured_figures_stand_beside_the_plan_after_the_third_step(tmp_path):
     line = check.begin(config_3b(), QWEN_3B, tmp_path)
     made = made_at_start()
     assert made.step is not None
-    assert line is not None and line.startswith("plan: fits v6e-8 by the closed form")
+    assert line is not None and line.startswith("plan: fits v6e-8 by closed-form estimate")
     peak, took = made.worst.bytes / 1.1, made.step.value / 0.5
     metrics = {"time/train/step_s": took, "memory/train/peak_bytes_in_use_max_gib": peak / GIB}
     assert check.after_step(metrics) == check.after_step(metrics) == ({}, None)
@@ -132,7 +134,7 @@ def test_a_run_is_tabulated_with_the_median_of_its_settled_steps(tmp_path):
 
 def test_a_check_without_steps_or_with_a_broken_plan_is_told(tmp_path):
     write_run(tmp_path, steps=2)
-    with pytest.raises(ValueError, match="3 steps at least are needed"):
+    with pytest.raises(ValueError, match="at least 3 steps are needed"):
         check_run(tmp_path)
     (tmp_path / "plan.json").write_text('{"phases": []}')
     with pytest.raises(ValueError, match="is not a plan of podium train"):

@@ -160,4 +160,4 @@ def test_a_browser_draws_the_page_at_any_width(one, tmp_path, width):
 def test_memory_ends_at_a_line(one):
     memory = re.findall(r'<div class="chart">(.*?)</div>', one.source)[0]
     assert memory.count('<i class="limit" style="left:100.0000%"></i>') == len(plan().phases)
-    assert f"{HBM / GIB:.4g} GiB, where the memory ends" in one.text
+    assert f"{HBM / GIB:.4g} GiB, the memory limit" in one.text

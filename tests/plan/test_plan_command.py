@@ -84,8 +84,8 @@ def planner(monkeypatch):
 def test_the_closed_form_answers_by_itself(podium):
     status, out, err = podium("plan", "run.yaml", "--tpu", "v6e-8", "--fast")
     assert (status, err) == (0, "")
-    assert out.startswith("fits v6e-8 by the closed form, nothing compiled, with ")
-    assert "estimated by the closed form: everything" in out
+    assert out.startswith("fits v6e-8 by closed-form estimate, with ")
+    assert "everything is estimated by the closed form" in out
 
 
 def test_json_is_one_object_and_nothing_else_on_stdout(podium):
@@ -112,7 +112,7 @@ def test_the_status_says_whether_it_fits(podium, planner, made, status):
 def test_what_the_compiler_does_is_told_on_stderr_after_an_estimate(podium, planner):
     _, out, err = podium("plan", "run.yaml", "--tpu", "v6e-8", "--no-suggest")
     lines = err.splitlines()
-    assert lines[0].startswith("while the compiler works: fits v6e-8 by the closed form")
+    assert lines[0].startswith("estimate while compiling: fits v6e-8 by closed-form estimate")
     assert lines[1] == "compiled update for v6e-8 in 63 s (1 of 1)" and len(lines) == 2
     assert out.startswith("fits v6e-8 with 6.9 GiB to spare") and "while" not in out
 
@@ -143,10 +143,10 @@ FAST = ("run.yaml", "--tpu", "v6e-8", "--fast")
             ("--check", "runs/a", "--html", "plan.html"),
             "give CONFIG and --tpu, as `podium plan run.yaml --tpu v6e-8`, or",
         ),
-        ((*FAST, "--compare", "seed=1,2", "--suggest"), "--suggest needs a single plan of one machine; leave it out"),
+        ((*FAST, "--compare", "seed=1,2", "--suggest"), "--suggest works on one plan for one machine; drop it"),
         (("run.yaml", "--check", "runs/a"), "give CONFIG and --tpu, as `podium plan run.yaml --tpu v6e-8`, or"),
-        (("run.yaml", "--tpu", "v6e-9"), "no accelerator 'v6e-9' is known; nearest: v6e-8, v6e-4, v6e-16"),
-        (("run.yaml", "--tpu", "v6e-8,"), "no accelerator '' is known; nearest: "),
+        (("run.yaml", "--tpu", "v6e-9"), "unknown accelerator 'v6e-9'; nearest: v6e-8, v6e-4, v6e-16"),
+        (("run.yaml", "--tpu", "v6e-8,"), "unknown accelerator ''; nearest: "),
         ((*FAST, "--set", "mesh=fsdp:3"), "mesh 'fsdp:3' needs 3 devices, and this machine has 8; set mesh to auto"),
         (
             (*FAST, "--set", "mesh=fsdp:2,tp:4"),
@@ -168,7 +168,7 @@ FAST = ("run.yaml", "--tpu", "v6e-8", "--fast")
         ((*FAST, "--search", "rollout.slots", "--compare", "seed=1,2"), "--search and --compare cannot be combined"),
         ((*FAST, "--compare", "seed"), "--compare seed: write KEY=a,b,c, as rollout.layout=replicated,legacy;"),
         ((*FAST, "--compare", "seeed=1"), "v6e-8 seeed=1: seeed: unknown key; did you mean seed?"),
-        (("--check", "runs/none"), "--check runs/none: there is no plan.json; podium train leaves one in runs on TPU"),
+        (("--check", "runs/none"), "--check runs/none: there is no plan.json; podium train writes one on TPU"),
     ],
 )
 def test_a_wrong_question_is_status_1_in_a_line(podium, arguments, message):
@@ -272,7 +272,7 @@ def test_a_comparison_in_which_nothing_fits_is_status_2(podium, planner):
 def test_the_page_is_written_beside_the_answer(podium):
     status, out, _ = podium("plan", *FAST, "--html", "plan.html")
     assert status == 0 and out.startswith("fits v6e-8")
-    assert "fits v6e-8 by the closed form" in Path("plan.html").read_text()
+    assert "fits v6e-8 by closed-form estimate" in Path("plan.html").read_text()
 
 
 def test_nothing_heavy_is_imported_before_the_question_is_right(tmp_path):

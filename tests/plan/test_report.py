@@ -37,20 +37,20 @@ def entry(made: Plan, **changed) -> PlanEntry:
 def test_the_first_line_is_the_verdict():
     first = output(plan_sections(entry(plan()))).splitlines()[0]
     assert first == (
-        "fits v6e-8 with 6.9 GiB to spare; bound by update (layer activations 12.1 GiB); 3.1 s per step (2.5-3.7):"
+        "fits v6e-8 with 6.9 GiB to spare; peak in update (layer activations 12.1 GiB); 3.1 s per step (2.5-3.7):"
         " rollout 1.9, update 1.1, sync 0.050, host 0.050"
     )
 
 
 def test_the_verdict_says_by_how_much_a_run_is_too_large():
     line = verdict_line(too_large())
-    assert line.startswith("does not fit v6e-8: update needs 36.4 of 31.25 GiB, over by 5.2 GiB; bound by update")
+    assert line.startswith("does not fit v6e-8: update needs 36.4 of 31.25 GiB, over by 5.2 GiB; peak in update")
     assert "(saved activations 24.2 GiB); 3.1 s per step" in line
 
 
 def test_a_close_verdict_is_no_yes():
     assert verdict_line(close()).startswith(
-        "too close to call on v6e-8: update needs 30.8 of 31.25 GiB; bound by update"
+        "too close to call on v6e-8: update needs 30.8 of 31.25 GiB; peak in update"
     )
 
 
@@ -58,7 +58,7 @@ def test_a_close_verdict_is_no_yes():
     "made", [estimated(), dataclasses.replace(estimated(), verdict="does_not_fit", spare_bytes=-GIB)]
 )
 def test_an_estimate_says_so_in_its_verdict(made):
-    assert "by the closed form, nothing compiled" in verdict_line(made)
+    assert "by closed-form estimate" in verdict_line(made)
 
 
 def test_what_is_compiled_and_what_is_estimated_is_told():
@@ -67,7 +67,7 @@ def test_what_is_compiled_and_what_is_estimated_is_told():
         "compiled for v6e-8: memory, operations and transfers of init, sync, prefill, insert, decode and update" in text
     )
     assert "estimated by the closed form: checkpoint" in " ".join(text.split())
-    assert method_line(estimated()).startswith("estimated by the closed form: everything;")
+    assert method_line(estimated()).startswith("everything is estimated by the closed form;")
 
 
 def bar_of(text: str, phase: str) -> str:
@@ -79,7 +79,7 @@ def bar_of(text: str, phase: str) -> str:
 
 def letters_of(text: str) -> dict[str, str]:
     """The letter of each part, by the key below the bars."""
-    key = " ".join(text[text.index("\n  R rollout weights") : text.index("where the memory ends")].split())
+    key = " ".join(text[text.index("\n  R rollout weights") : text.index("the memory limit")].split())
     return {part.strip(): letter for letter, part in re.findall(r"([A-Z]) ([a-z][a-z ]+)", key)}
 
 
@@ -143,7 +143,7 @@ def test_without_a_price_there_are_chip_hours_and_the_way_to_set_one():
     cost = cost_of(made, 100, {})
     assert cost is not None and cost.usd is None
     text = output(plan_sections(PlanEntry(plan=made, cost=cost)))
-    assert "no price of v6e-8 is known: set one with --prices FILE" in text and "dollars" not in text
+    assert "the price of v6e-8 is unknown: set one with --prices FILE" in text and "dollars" not in text
 
 
 def test_a_plan_without_seconds_has_neither_timeline_nor_cost():
@@ -163,7 +163,7 @@ def test_a_suggestion_says_what_it_makes_of_the_run_and_who_says_so():
     assert "train.rows_per_device=8 instead of 4: fits, 6.9 GiB to spare, 2.8 (2.2-3.4) s per step (compiled)" in text
     assert "2 micro-batches against 4" in text
     assert "s per step (closed form)" in output(plan_sections(entry(estimated()), [suggestion(estimated())]))
-    assert "None of the changes that were tried helps." in output(plan_sections(entry(plan()), []))
+    assert "None of the changes tried helps." in output(plan_sections(entry(plan()), []))
 
 
 def test_the_object_has_what_the_issue_promises():
@@ -194,7 +194,7 @@ def test_a_comparison_has_a_row_for_each_and_tells_what_could_not_be_planned():
     entries = ranked([entry(too_large(), setting="a=1"), entry(plan(), setting="a=2")])
     refused = [Refused(tpu="v6e-4", setting="a=3", error="a does not divide")]
     text = output(comparison_sections(entries, refused))
-    assert text.startswith("v6e-8 a=2 is best (the least dollars per step): fits v6e-8 with")
+    assert text.startswith("v6e-8 a=2 is best (fewest dollars per step): fits v6e-8 with")
     rows = [line.split() for line in text.splitlines() if line.strip().startswith("v6e-8  ")]
     assert [row[1] for row in rows] == ["2", "1"]
     assert rows[1][2:6] == ["does", "not", "fit", "36.4/31.25"]
@@ -218,7 +218,7 @@ def test_a_comparison_fits_eighty_columns():
         ([(8, plan()), (9, close())], True, "k: 8 is the largest that fits; 9 is too close to call"),
         ([(8, plan()), (9, too_large())], True, "k: 8 is the largest that fits; 9 does not"),
         ([(8, plan()), (12, too_large())], False, "k: 8 fits, 12 does not; values in between were not tried"),
-        ([(16, plan())], True, "k: 16 fits, and there is no use in more: all rows are there"),
+        ([(16, plan())], True, "k: 16 fits, and more would not help: all rows are there"),
         ([(1, too_large())], True, "k: even 1 does not fit (36.4 GiB)"),
     ],
 )
@@ -261,12 +261,15 @@ def test_a_users_prices_replace_ours(tmp_path):
         ("v6e: [", "cannot be read"),
         ("- 1", "expected entries such as"),
         ("v6e: 2.7", "expected entries such as"),
-        ("v7: {}", "'v7' is no kind of chip; write one of h100, h200, v4"),
+        ("v7: {}", "'v7' is not a kind of chip; write one of h100, h200, v4"),
         ("v6e: {usd: 2}", "v6e: expected usd_per_chip_hour, source, date; found usd"),
         ("v6e: {usd_per_chip_hour: free, source: a, date: 2026-01-01}", "expected a number above 0, got 'free'"),
         ("v6e: {usd_per_chip_hour: -1, source: a, date: 2026-01-01}", "expected a number above 0, got -1"),
-        ("v6e: {usd_per_chip_hour: 1, source: '', date: 2026-01-01}", "v6e.source: expected where"),
-        ("v6e: {usd_per_chip_hour: 1, source: a, date: today}", "v6e.date: expected a day, as 2026-08-01, got 'today'"),
+        ("v6e: {usd_per_chip_hour: 1, source: '', date: 2026-01-01}", "v6e.source: expected the source"),
+        (
+            "v6e: {usd_per_chip_hour: 1, source: a, date: today}",
+            "v6e.date: expected a date, such as 2026-08-01, got 'today'",
+        ),
     ],
 )
 def test_wrong_prices_are_told_in_a_line(tmp_path, text, message):

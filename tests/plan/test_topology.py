@@ -74,7 +74,7 @@ def test_a_gpu_offers_the_share_that_jax_takes():
     ("name", "near"), [("v6e-12", "v6e-8, v6e-16"), ("v5e-24", "v5litepod-16, v5litepod-32"), ("a100-8", "h100-8")]
 )
 def test_an_unknown_name_is_told_its_nearest(name, near):
-    with pytest.raises(ValueError, match=f"no accelerator '{name}' is known; nearest: .*{near}"):
+    with pytest.raises(ValueError, match=f"unknown accelerator '{name}'; nearest: .*{near}"):
         find_accelerator(name)
 
 

@@ -46,7 +46,7 @@ def test_one_command_each_from_renting_to_giving_back(make_world, pod):
     assert out.strip().endswith(": done")
     assert pod("down", "demo")[:2] == (0, "deleted demo in us-east1-d; it is no longer listed\n")
     assert world.fake.everything() == []
-    assert pod("ls")[:2] == (0, "you have no slice\n")
+    assert pod("ls")[:2] == (0, "you have no slices\n")
 
 
 def test_run_rents_when_a_type_is_given(make_world, pod):
@@ -148,7 +148,7 @@ def test_stop_is_not_undone_by_who_keeps_the_run_alive(make_world, pod):
     commands.stop(name="demo", project=None, dry_run=False)
     keeper.join(300)
     assert results[0][0] == 143
-    assert "stopped as asked" in results[0][2]
+    assert "stopped on request" in results[0][2]
 
 
 def test_the_code_is_that_of_the_commit_on_all_workers(make_world, pod, checkout):
@@ -238,14 +238,14 @@ def test_a_worker_that_does_not_answer_is_named_and_nothing_starts(make_world, p
 
 
 WRONG = {
-    "no type": (["up", "x", "--zone", ZONES[0]], 2, "which TPU\\? Give --type, as v6e-8"),
+    "no type": (["up", "x", "--zone", ZONES[0]], 2, "which TPU\\? Give --type, such as v6e-8"),
     "no such type": (["up", "x", "--type", "v6e-7", "--zone", ZONES[0]], 2, "nearest: v6e-8, v6e-4"),
     "no TPU": (["up", "x", "--type", "h100-8", "--zone", ZONES[0]], 2, "this is not a TPU"),
-    "no zone": (["up", "x", "--type", "v6e-8"], 2, "in which zone\\? Give --zone"),
+    "no zone": (["up", "x", "--type", "v6e-8"], 2, "which zone\\? Give --zone"),
     "no such zone": (["up", "x", "--type", "v6e-8", "--zone", "us-east1-e"], 2, "did you mean us-east1-d\\?"),
     "no name": (["up", "My_Run", "--type", "v6e-8", "--zone", ZONES[0]], 2, "lower-case letters, digits and '-'"),
     "no time": (["up", "x", "--type", "v6e-8", "--zone", ZONES[0], "--lease", "soon"], 2, "as 90m or 4h"),
-    "no slice": (["status"], 1, "you have no slice; podium pod ls"),
+    "no slice": (["status"], 1, "you have no slices; podium pod ls"),
     "no such slice": (["logs", "x"], 1, "no slice of yours is named x"),
     "no such worker": (["logs", "demo", "--worker", "9"], 2, "demo has workers 0 to 0"),
 }
@@ -270,7 +270,7 @@ RUN_WRONG = {
         ["--set", "runs_dir=runs"],
         "runs_dir: 'runs' is below each machine's own home, and 4 workers need one",
     ),
-    "secret in env": (["--env", "MY_TOKEN=x"], "secrets must not be in a command"),
+    "secret in env": (["--env", "MY_TOKEN=x"], "secrets must not appear in a command"),
     "setting in env": (["--env", "PODIUM_STEPS=3"], "use --set"),
     "secret in config": (
         ["--set", "chat_template=hf_CANARYaaaaBBBBccccDDDD1234"],

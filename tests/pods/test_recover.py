@@ -114,7 +114,7 @@ def test_what_is_done_about_what_is_seen(case):
 def test_restarts_and_replacements_are_bounded():
     failed = decide(seen(LOST, FAILED), Counts(restarts=3), POLICY)
     assert (failed.act, failed.status) == ("end", 1)
-    assert "restarted 3 times without a further step" in failed.why
+    assert "restarted 3 times without a new step" in failed.why
     lost = decide(Observation(slice=None, job=None), Counts(replacements=20), POLICY)
     assert (lost.act, lost.status) == ("end", 1)
 
@@ -216,7 +216,7 @@ def test_the_laptops_network_may_go_away():
     down = GcloudError("unavailable", "gcloud crashed (ConnectionError)")
     story = Story(seen(status(), status()), *[down] * 50, seen(DONE, DONE))
     assert story.outcome() == 0
-    assert story.said[0] == "gcloud crashed (ConnectionError); the run continues without this machine; trying again"
+    assert story.said[0] == "gcloud crashed (ConnectionError); the run continues without this machine; retrying"
     assert len(story.said) == 2
 
 
@@ -249,7 +249,7 @@ def test_a_worker_that_falls_silent_is_named_before_the_others_notice():
     story = Story(seen(status(), status()), *[seen(status(), None)] * 3, seen(LOST, None), seen(DONE, DONE))
     assert story.outcome() == 0
     assert story.said == [
-        "worker 1 does not answer; nobody has failed yet",
+        "worker 1 does not answer; no worker has failed yet",
         "worker 1 does not answer; worker 0 ended after it",
         "done",
     ]

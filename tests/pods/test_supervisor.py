@@ -90,7 +90,7 @@ def test_the_same_job_is_started_once_and_another_not_at_all(agent):
     assert (status, found["state"]) == (0, "running")
     status, found = agent.ask("start", "b-1", *SLEEP)
     assert (status, found["state"], found["job"]) == (75, "busy", "a-1")
-    assert "job a-1 runs on this host; stop it first" in found["error"]
+    assert "job a-1 is running on this host; stop it first" in found["error"]
     assert agent.state("b-1") == "none"
 
 
@@ -174,7 +174,7 @@ def test_stop_ends_what_ignores_it_and_what_has_run_away(agent):
     assert len(before) >= 3
     status, found = agent.ask("stop", "a-1", "--grace", "0.3")
     assert (status, found["left"], found["exit"]) == (0, [], 137)
-    assert found["record"]["message"] == "signal 9 (SIGKILL): it did not end when it was told to stop"
+    assert found["record"]["message"] == "signal 9 (SIGKILL): it did not end when asked to stop"
     assert Host(agent.home).processes("a-1") == []
 
 
@@ -254,12 +254,12 @@ def test_a_command_that_does_not_exist_is_an_error_of_the_start(agent):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (("start", "a-1"), "no command was given; write it behind --"),
+        (("start", "a-1"), "no command was given; write it after --"),
         (("start", "../a", *SLEEP), "'../a' is not a job name"),
         (("start", "a", "--env", "PODRUN_WORKER=1", *SLEEP), "--env PODRUN_WORKER"),
-        (("start", "a", "--env", "HF_TOKEN=x", *SLEEP), "put it into a file for --env-file"),
-        (("start", "a", "--peers", "198.51.100.1,198.51.100.2", *SLEEP), "not exactly one of --peers"),
-        (("start", "a", "--peers", "198.51.100.1", "--worker", "1", *SLEEP), "not exactly one of --peers"),
+        (("start", "a", "--env", "HF_TOKEN=x", *SLEEP), "put it in a file and use --env-file"),
+        (("start", "a", "--peers", "198.51.100.1,198.51.100.2", *SLEEP), "must match exactly one of --peers"),
+        (("start", "a", "--peers", "198.51.100.1", "--worker", "1", *SLEEP), "must match exactly one of --peers"),
         (("dance",), "invalid choice: 'dance'"),
     ],
 )
@@ -295,14 +295,14 @@ def test_a_probe_tells_what_is_wrong(agent):
     assert status == 1
     assert found["job"] == "a-1"
     assert found["problems"][0].endswith("and should have 64; recreate the slice")
-    assert found["problems"][1] == "job a-1 runs here"
+    assert found["problems"][1] == "job a-1 is running here"
 
 
 def test_nothing_was_ever_started(agent):
     status, found = agent.ask("status")
     assert (status, found["state"], found["job"], found["exit"]) == (0, "none", None, None)
     assert agent.ask("stop")[0] == 0
-    assert agent.run("logs").stderr == "error: no job was ever started on this host\n"
+    assert agent.run("logs").stderr == "error: no job has been started on this host\n"
 
 
 def test_a_unit_of_systemd_holds_the_job_where_there_is_one(tmp_path, monkeypatch):

@@ -94,5 +94,5 @@ def test_wrong_options_are_errors(options, message):
 
 
 def test_a_path_is_an_error_because_nothing_is_read():
-    with pytest.raises(ValueError, match="the questions are made, not read"):
+    with pytest.raises(ValueError, match="the questions are generated, not read"):
         make_task(TaskConfig(name="arithmetic", path="data.jsonl"))

@@ -73,7 +73,8 @@ def test_an_answer_past_its_limit_is_wrong_and_warned_of_once(closed, caplog):
     assert [reward.total for reward in rewards] == [1, 0, 1, 0, 1]
     assert [reward.timed_out for reward in rewards] == [False, True, False, True, False]
     assert [record.message for record in caplog.records] == [
-        "grading of Echo, prompt a/train/7 was stopped: it took longer than 0.5 s; it counts as wrong, as will others"
+        "grading of Echo, prompt a/train/7 was stopped: it took longer than 0.5 s;"
+        " it counts as wrong, and so will others"
     ]
 
 
@@ -93,7 +94,7 @@ def test_parts_that_need_no_grader_are_kept_when_grading_is_stopped(closed):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("bug", "KeyError: 'a bug'"), ("exit", "SystemExit"), ("too much", "returned 2.0; the rule is")],
+    [("bug", "KeyError: 'a bug'"), ("exit", "SystemExit"), ("too much", "returned 2.0; it must return")],
 )
 def test_a_bug_in_a_grader_is_an_error_that_shows_everything(closed, workers, text, message):
     grader = closed(workers=workers)
@@ -125,7 +126,7 @@ def test_a_long_completion_is_shortened_and_made_printable_in_the_error(closed):
 
 
 def test_a_task_that_cannot_be_made_in_a_worker_is_an_error(closed, capfd):
-    with pytest.raises(RuntimeError, match="did not make its tasks"):
+    with pytest.raises(RuntimeError, match="did not create its tasks"):
         closed(TaskConfig(name="sample_tasks:CannotStart")).grade(answers("7"))
     assert "no such device" in capfd.readouterr().err
 

@@ -62,7 +62,7 @@ def test_the_test_file_beside_the_train_file_is_used(tmp_path, caplog):
 def test_one_file_for_both_is_said(tmp_path, caplog):
     path = write(tmp_path / "all.jsonl", qa("all"))
     assert [prompt.question for prompt in read("eval", path=path)] == ["all"]
-    assert "trained on and evaluated on; set eval_path" in caplog.text
+    assert "used for both training and evaluation; set eval_path" in caplog.text
 
 
 def test_parquet_is_read_like_jsonl(tmp_path):
@@ -75,7 +75,7 @@ def test_parquet_is_read_like_jsonl(tmp_path):
     assert [prompt.question for prompt in prompts] == ["0/0", "0/1", "0/2", "1/0", "1/1", "1/2"]
     assert prompts[-1].id == "jsonl/train/5"
     (tmp_path / "torn.parquet").write_bytes(b"PAR1 torn")
-    with pytest.raises(ValueError, match="not a parquet file that can be read"):
+    with pytest.raises(ValueError, match="not a readable parquet file"):
         read(path=str(tmp_path / "torn.parquet"))
 
 
@@ -85,9 +85,9 @@ def test_parquet_is_read_like_jsonl(tmp_path):
         ((), "has no questions; an empty data set"),
         (("\n\n",), "has no questions; an empty data set"),
         ((qa(), qa(answer="")), "data.jsonl:2: the answer .column 'answer'. is empty"),
-        ((qa(), qa(answer=None)), "data.jsonl:2: the answer .* is None, not a text or a number"),
+        ((qa(), qa(answer=None)), "data.jsonl:2: the answer .* is None, neither text nor a number"),
         ((qa(), qa(answer=True)), "data.jsonl:2: the answer .* is True"),
-        ((qa(question=" "),), "data.jsonl:1: the question .* not a text"),
+        ((qa(question=" "),), "data.jsonl:1: the question .* not text"),
         ((qa(), {"question": "?"}), "data.jsonl:2: no column 'answer' .*there is question"),
         (({"questions": "?", "answer": "1"},), "no column 'question' .*did you mean 'questions'"),
         ((qa(), "{'a': 1}\n"), "data.jsonl:2: not a line of JSON"),

@@ -253,7 +253,7 @@ def test_content_that_is_no_checkpoint_is_an_error_too(open_checkpointer, tmp_pa
         path = folder(tmp_path) / "1" / file
         content = path.read_bytes()
         path.write_bytes(b"\0" * len(content))
-        with pytest.raises(CheckpointError, match=r"1 is damaged: .*; no earlier one is whole"):
+        with pytest.raises(CheckpointError, match=r"1 is damaged: .*; no earlier one is intact"):
             checkpointer.restore(1, target())
         path.write_bytes(content)
 

@@ -29,11 +29,11 @@ def test_a_run_leaves_its_plan_and_how_wrong_it_was(tiny_model, tmp_path, monkey
     steps = [line for line in read_records(run / "metrics.jsonl") if "time/train/step_s" in line]
     assert ["plan/step_error" in line for line in steps] == [False, False, True]
     error = capsys.readouterr().err
-    assert "plan: fits v6e-1 by the closed form" in error and "s per step planned" in error
+    assert "plan: fits v6e-1 by closed-form estimate" in error and "s per step planned" in error
     assert {"step", "rollout", "update"} <= {row.name for row in check_run(run)}
 
 
 def test_a_run_that_is_far_too_large_does_not_begin(tiny_model, tmp_path, monkeypatch):
     on(monkeypatch, hbm_bytes=1000)
-    with pytest.raises(ValueError, match="`podium plan` says what would fit; --force goes on all the same"):
+    with pytest.raises(ValueError, match="`podium plan` says what would fit; --force trains anyway"):
         train(make_config(tiny_model, tmp_path), plain=True, check=RunCheck(force=False))

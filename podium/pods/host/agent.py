@@ -76,8 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     stop = _with_job(verbs, "stop", "end a job with all its processes", _stop)
     stop.add_argument("--grace", type=float, default=GRACE_S, help="seconds from SIGTERM to SIGKILL")
     logs = _with_job(verbs, "logs", "print a job's log", _logs)
-    logs.add_argument("--from-byte", type=int, default=0, help="print what comes after so many bytes")
-    _with_job(verbs, "supervise", "for start's own use", lambda args, host: supervise(host, args.job), nargs=None)
+    logs.add_argument("--from-byte", type=int, default=0, help="print the log from this byte on")
+    _with_job(verbs, "supervise", "internal: used by start", lambda args, host: supervise(host, args.job), nargs=None)
     return parser
 
 
@@ -99,7 +99,7 @@ def _probe(args: argparse.Namespace, host: Host) -> int:
         f"this host has {devices} chips and should have {args.expect_devices}; recreate the slice": (
             args.expect_devices in (None, devices)
         ),
-        f"job {holder} runs here": holder is None,
+        f"job {holder} is running here": holder is None,
     }
     problems = [message for message, holds in checks.items() if not holds]
     found = {"time": time.time(), "python": python, "devices": devices, "job": holder, "problems": problems}
@@ -109,12 +109,12 @@ def _probe(args: argparse.Namespace, host: Host) -> int:
 def _start(args: argparse.Namespace, host: Host) -> int:
     peers, variables = tuple(filter(None, args.peers.split(","))), read_variables(args.env)
     if not args.command:
-        raise UsageError("no command was given; write it behind --")
+        raise UsageError("no command was given; write it after --")
     if taken := [name for name in OURS if name in variables]:
         raise UsageError(f"--env {taken[0]}: podium pod sets this one itself")
     worker = args.worker if args.worker is not None else local_worker(peers) if peers else 0
     if worker is None or not 0 <= worker < max(1, len(peers)):
-        raise UsageError(f"this host is not exactly one of --peers {args.peers}; give its index with --worker")
+        raise UsageError(f"this host must match exactly one of --peers {args.peers}; give its index with --worker")
     spec = JobSpec(
         job=args.job,
         command=args.command,
@@ -141,7 +141,7 @@ def _stop(args: argparse.Namespace, host: Host) -> int:
 
 def _logs(args: argparse.Namespace, host: Host) -> int:
     if host.state(args.job) == "none":
-        print(f"error: no job {args.job or 'was ever started'} on this host", file=sys.stderr)
+        print(f"error: no job {args.job or 'has been started'} on this host", file=sys.stderr)
         return FAILED
     with (host.folder(args.job) / "log").open("rb") as log:
         log.seek(args.from_byte)

@@ -59,7 +59,7 @@ class BusyError(Exception):
     """Another job runs on the host."""
 
     def __init__(self, job: str) -> None:
-        super().__init__(f"job {job} runs on this host; stop it first")
+        super().__init__(f"job {job} is running on this host; stop it first")
         self.job = job
 
 

@@ -51,7 +51,7 @@ def kill(processes: Sequence[int], *, patience_s: float = 5.0) -> list[int]:
 
 
 def wait_until(condition: Callable[[], bool], patience_s: float) -> bool:
-    """Whether the condition came true within so many seconds."""
+    """Whether the condition came true within the time limit."""
     deadline = time.monotonic() + patience_s
     while not condition():
         if time.monotonic() > deadline:

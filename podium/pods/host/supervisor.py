@@ -114,8 +114,8 @@ def _record_end(folder: Path, spec: JobSpec, status: int, *, after_stop: bool) -
     if status == 0:
         kind, message = "done", "done"
     elif status > 128:
-        name = signal.Signals(status - 128).name if status - 128 in set(signal.Signals) else "an unknown one"
-        why = ": it did not end when it was told to stop" if after_stop else ": kill -9, or the host was out of memory"
+        name = signal.Signals(status - 128).name if status - 128 in set(signal.Signals) else "unknown"
+        why = ": it did not end when asked to stop" if after_stop else ": kill -9, or the host was out of memory"
         kind, message = "signal", f"signal {status - 128} ({name})" + (why if status == 137 else "")
     else:
         kind, message = "exit", f"exit status {status}; the log ends with: {last_line(folder / 'log')}"
