@@ -94,7 +94,7 @@ def test_a_failed_atomic_write_keeps_the_old_file_and_leaves_nothing_else(tmp_pa
 
 def test_a_full_disk_is_named_with_the_way_out():
     full = JsonLines(Path("/dev/full"))
-    with pytest.raises(RunFileError, match=r"/dev/full cannot be written: No space left on device; make room"):
+    with pytest.raises(RunFileError, match=r"/dev/full cannot be written: No space left on device; free some space"):
         full.write({"step": 1})
     with pytest.raises(OSError, match="No space"):  # what is left in the buffer
         full.close()

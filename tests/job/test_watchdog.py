@@ -296,5 +296,5 @@ def test_a_worker_that_is_behind_is_named_where_another_only_waited_for_it():
     ]
     assert first_failure(statuses) == (
         "worker 0 (h0) was stuck in update after step 7: the end of 0;"
-        " worker 1 is behind, in rollout without a sign of life for 300 s; worker 1 ended after it"
+        " worker 1 is behind: in rollout without a sign of life for 300 s; worker 1 ended after it"
     )

@@ -79,7 +79,7 @@ def test_a_scorer_that_fails_on_the_reference_too_is_a_bug(installed, monkeypatc
             {"dataset": "chain_sum", "config": {"max_term": 3}},
             "chain_sum has no 'max_term'; did you mean .*'max_terms'",
         ),
-        ({"dataset": "chain_sum", "config": {"min_terms": 9, "max_terms": 3}}, "options.config: chain_sum refuses"),
+        ({"dataset": "chain_sum", "config": {"min_terms": 9, "max_terms": 3}}, "options.config: chain_sum rejects"),
     ],
 )
 def test_wrong_options_are_errors(installed, options, message):
