@@ -1,4 +1,4 @@
-# make demo          trains a small model on sums, 3 minutes on 2 CPU cores
+# make demo          trains a small model on sums, 4 minutes on 2 CPU cores
 # make test          the tests, 12 minutes on 2 old cores
 # make test-long     these and the long ones (every recipe learns, the wheel alone in an empty environment): before a
 #                    change is called done
