@@ -25,7 +25,7 @@ from podium.train.batch import Batch, BatchSizes, Sample, make_batch
 from podium.train.optimizer import make_optimizer
 from podium.train.platform import keep_freed_memory, only_cpu
 from podium.train.state import init_state
-from podium.train.step import TrainSettings, make_train_step, place_batch
+from podium.train.step import TrainSettings, make_train_step, shard_batch
 
 
 def random_batch(args: argparse.Namespace, vocab: int, rows: int) -> Batch:
@@ -72,7 +72,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     train_step = make_train_step(settings, RECIPES["grpo"], optimizer)
     state = init_state(init_params(0, specs, ShardingRules(mesh, TRAIN_AXES)), optimizer)
     batch = random_batch(args, decoder.vocab, args.rows * settings.computing.num_shards("batch"))
-    batch = place_batch(batch, ShardingRules(mesh, GATHERED_AXES))
+    batch = shard_batch(batch, ShardingRules(mesh, GATHERED_AXES))
 
     def step() -> dict[str, jax.Array]:
         nonlocal state

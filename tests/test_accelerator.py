@@ -18,7 +18,7 @@ from podium.rollout.request import Request, SamplingParams
 from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.optimizer import make_optimizer
 from podium.train.state import init_state
-from podium.train.step import TrainSettings, make_train_step, place_batch
+from podium.train.step import TrainSettings, make_train_step, shard_batch
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() == "cpu", reason="no accelerator: benches/gpu.sh runs this on a machine that has one"
@@ -55,7 +55,7 @@ def updated(platform: str | None):
         decoder=DECODER, mesh=mesh, dtype=jnp.dtype("float32"), temperature=1.0, remat="layer", head_chunk_tokens=32
     )
     state = init_state(init_params(0, specs, ShardingRules(mesh, TRAIN_AXES)), optimizer)
-    batch = place_batch(random_batch(BATCH, DECODER.vocab, 2), ShardingRules(mesh, GATHERED_AXES))
+    batch = shard_batch(random_batch(BATCH, DECODER.vocab, 2), ShardingRules(mesh, GATHERED_AXES))
     state, metrics = make_train_step(settings, RECIPES["grpo"], optimizer)(state, batch)
     return {name: np.asarray(value) for name, value in {**state.params, **metrics}.items()}
 

@@ -1,7 +1,8 @@
 """What a compiled program needs of a device's memory, what it says when that is not there, and whose arrays they are.
 
 The figure is the compiler's. `largest` gives its parts the names that users know (parameters, kv_cache, logits, ...),
-from the names of arguments, from the shapes of parameters, and from the scopes under which the programs are traced.
+from the names of arguments, from the shapes of weights, and from the scopes under which a program is traced; whoever
+made the program says which those are, with `ArrayNames`.
 """
 
 import dataclasses
@@ -13,41 +14,21 @@ from typing import Any
 from podium.hlo.liveness import Buffer, live_at_peak
 from podium.hlo.text import Computation, Module, Shape
 
-# What the arguments of the programs are, by the beginning of their path.
-ARGUMENTS: Mapping[str, str] = {
-    "state.params": "parameters",
-    "state.opt_state": "optimizer",
-    "state": "optimizer",
-    "params": "parameters",
-    "batch": "batch",
-    "cache": "kv_cache",
-    "prompts.kv": "kv_cache",
-    "prompts.logits": "logits",
-}
-ROLLOUT_PROGRAMS = ("jit_prefill", "jit_insert", "jit_decode")  # whose `params` are the rollout's copy
-WITHOUT_GRADIENTS = ("jit_init_optimizer", "jit_sync", "jit_score", *ROLLOUT_PROGRAMS)
-
-RESULTS: Mapping[str, str] = {
-    "jit_init_optimizer": "optimizer",
-    "jit_sync": "rollout_weights",
-    "jit_prefill": "prompts",
-}
-"""Arrays that programs allocate, and those they pass on."""
-
-# What is made under a scope of the programs (`jax.named_scope`), the innermost one counting.
-SCOPES: Mapping[str, str] = {
-    "embed": "embedding",
-    "weights": "gathered_weights",
-    "layers": "layer_activations",
-    "attention": "layer_activations",
-    "mlp": "layer_activations",
-    "scores": "attention_scores",
-    "cache": "kv_cache",
-    "logits": "logits",
-    "sample": "logits",
-    "optimizer": "optimizer",
-}
 OTHER = "other"
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayNames:
+    """What users call the arrays of one program."""
+
+    arguments: Mapping[str, str]  # by the beginning of an argument's path
+    scopes: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by `jax.named_scope`, the innermost counting
+    results: str = ""  # the name of what it returns, where that is new
+    known_by_shape: frozenset[str] = frozenset()  # names of arguments whose copies are known by their dimensions
+    weights: str = ""  # the one of them that is gathered, cast and, with `gradients`, differentiated
+    gathering: str = ""  # the scope under which weights are gathered
+    gradients: bool = False
+    first_by_scope: frozenset[str] = frozenset()  # names of scopes that count before dimensions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,13 +79,8 @@ class NamedPeak:
         return dict(sorted(total.items(), key=lambda item: -item[1]))
 
 
-def largest(module: Module, arguments: Mapping[str, str] | None = None) -> NamedPeak:
-    """The buffers at a program's peak, under names that users know.
-
-    `arguments` has names by the beginning of an argument's path; without, they are those of Podium's own programs.
-    """
-    rollout = {"params": "rollout_weights"} if module.name in ROLLOUT_PROGRAMS else {}
-    names = {**ARGUMENTS, **rollout} if arguments is None else arguments
+def largest(module: Module, names: ArrayNames) -> NamedPeak:
+    """The buffers at a program's peak, under names that users know."""
     known = _known(module, names)
     peak = live_at_peak(module)
     return NamedPeak(peak.size, tuple(_named(buffer, module, names, known) for buffer in peak.buffers))
@@ -115,38 +91,38 @@ class _Known:
     """Names of arrays by their dimensions, sorted and without ones: what is made of them has other layouts."""
 
     shards: Mapping[tuple[int, ...], str]  # arguments as they are stored
-    trained: bool  # whether there are gradients, which are float32, besides weights as they compute
-    whole: frozenset[tuple[int, ...]]  # parameters over all devices; of stacked ones also one layer
+    whole: frozenset[tuple[int, ...]]  # weights over all devices; of stacked ones also one layer
 
 
-def _named(buffer: Buffer, module: Module, arguments: Mapping[str, str], known: _Known) -> NamedBuffer:
+def _named(buffer: Buffer, module: Module, names: ArrayNames, known: _Known) -> NamedBuffer:
     made = [(module.computations[array.computation], array.instruction) for array in buffer.arrays]
     given = [where.instructions[name] for where, name in made if where is module.entry]
     source = next((each.source for each in given if each.opcode == "parameter"), None)
     if source is not None:
-        name = _argument_name(source, arguments)
-    elif module.name in RESULTS and any(each.is_root for each in given):
-        name, source = RESULTS[module.name], _source(made)
+        name = _argument_name(source, names.arguments)
+    elif names.results and any(each.is_root for each in given):
+        name, source = names.results, _source(made, names.scopes)
     else:
-        source = _source(made)
-        name = _name(buffer.shape, source, known)
+        source = _source(made, names.scopes)
+        name = _name(buffer.shape, source, names, known)
     return NamedBuffer(name, str(buffer.shape), buffer.size, source)
 
 
-def _name(shape: Shape, source: str, known: _Known) -> str:
-    """The name of what is no argument: by its scope where that is the optimizer's, then by its shape, then by scope."""
-    scope = _scope(source)
-    backward, dims = "transpose(" in source and scope != "weights", _essence(shape.dims)
-    if SCOPES.get(scope) == "optimizer":
-        return "optimizer"
-    gradient = known.trained and (shape.dtype == "f32" or backward)
+def _name(shape: Shape, source: str, names: ArrayNames, known: _Known) -> str:
+    """The name of what is no argument: by a scope that counts first, then by its shape, then by its scope."""
+    scope = _scope(source, names.scopes)
+    by_scope = names.scopes.get(scope, OTHER)
+    if by_scope in names.first_by_scope:
+        return by_scope
+    backward, dims = "transpose(" in source and scope != names.gathering, _essence(shape.dims)
+    gradient = names.gradients and (shape.dtype == "f32" or backward)
     if argument := known.shards.get(dims):
-        if argument != "parameters":
+        if argument != names.weights:
             return argument
         return "gradients" if gradient else "cast_weights"
     if any(_fits(dims, whole) for whole in known.whole):
         return "gradients" if gradient else "gathered_weights"
-    return SCOPES.get(scope, OTHER)
+    return by_scope
 
 
 def _argument_name(path: str, arguments: Mapping[str, str]) -> str:
@@ -158,7 +134,7 @@ def _argument_name(path: str, arguments: Mapping[str, str]) -> str:
 _NAMING = ("tuple", "get-tuple-element", "bitcast", "parameter", "while", "opt-barrier", "custom-call")
 
 
-def _source(made: list[tuple[Computation, str]]) -> str:
+def _source(made: list[tuple[Computation, str]], scopes: Mapping[str, str]) -> str:
     """Where a buffer's content is made: of the instructions that fill it, else of those next to them."""
     fill = [(where, name) for where, name in made if where.instructions[name].opcode not in _NAMING]
     beside = [
@@ -168,12 +144,12 @@ def _source(made: list[tuple[Computation, str]]) -> str:
     ]
     sources = [where.instructions[name].source for where, name in (*fill, *beside, *made)]
     paths = [source for source in sources if "/" in source]
-    return next((path for path in paths if _scope(path)), paths[0] if paths else "")
+    return next((path for path in paths if _scope(path, scopes)), paths[0] if paths else "")
 
 
-def _scope(source: str) -> str:
-    """The last of SCOPES in a source's path; jax writes a scope's gradient as transpose(jvp(scope))."""
-    return next((name for name in reversed(re.split(r"[/()]+", source)) if name in SCOPES), "")
+def _scope(source: str, scopes: Mapping[str, str]) -> str:
+    """The last of `scopes` in a source's path; jax writes a scope's gradient as transpose(jvp(scope))."""
+    return next((name for name in reversed(re.split(r"[/()]+", source)) if name in scopes), "")
 
 
 def _essence(dims: tuple[int, ...]) -> tuple[int, ...]:
@@ -185,22 +161,21 @@ def _fits(dims: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     return len(dims) == len(whole) and all(b <= a <= 1.01 * b for a, b in zip(dims, whole, strict=True))
 
 
-def _known(module: Module, arguments: Mapping[str, str]) -> _Known:
-    """The shapes of the program's parameters and cache, of those with two dimensions at least."""
+def _known(module: Module, names: ArrayNames) -> _Known:
+    """The shapes of the arguments that are known by them, of those with two dimensions at least."""
     shards: dict[tuple[int, ...], str] = {}
     whole: set[tuple[int, ...]] = set()
     for each in module.entry.parameters.values():
-        (shape,), name = each.shapes, _argument_name(each.source, arguments)
-        if name not in ("parameters", "rollout_weights", "kv_cache") or len(_essence(shape.dims)) < 2:
+        (shape,), name = each.shapes, _argument_name(each.source, names.arguments)
+        if name not in names.known_by_shape or len(_essence(shape.dims)) < 2:
             continue
         shards[_essence(shape.dims)] = name
         split = re.search(r"devices=\[([\d,]+)\]", each.attribute("sharding"))
         parts = [int(part) for part in split[1].split(",")] if split else []
-        if name == "parameters" and parts:
+        if name == names.weights and parts:
             dims = tuple(dim * part for dim, part in zip(shape.dims, parts, strict=False))
             whole |= {_essence(dims), _essence(dims[1:])}
-    trained = module.name not in WITHOUT_GRADIENTS
-    return _Known(shards, trained, frozenset(dims for dims in whole if len(dims) > 1))
+    return _Known(shards, frozenset(dims for dims in whole if len(dims) > 1))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -76,7 +76,7 @@ class UpdateStats:
     """Means over the tokens of every other statistic of `train_step`, by its name there."""
     learning_rate: float = 0.0
     """At the last update; without any, what it would have been."""
-    place_s: float = 0.0
+    transfer_s: float = 0.0
     """Batches to the devices."""
     score_s: float = 0.0
     update_s: float = 0.0
@@ -107,7 +107,7 @@ class UpdateStats:
                 name: by_tokens(self.token_means.get(name, 0.0), later.token_means.get(name, 0.0)) for name in names
             },
             learning_rate=later.learning_rate,
-            place_s=self.place_s + later.place_s,
+            transfer_s=self.transfer_s + later.transfer_s,
             score_s=self.score_s + later.score_s,
             update_s=self.update_s + later.update_s,
         )

@@ -27,6 +27,7 @@ from podium.hlo.cost import ProgramCost, Work, unknown_loops, walk
 from podium.hlo.memory import OTHER, Memory, OutOfMemory, largest, measure, parse_out_of_memory
 from podium.hlo.text import Module, parse
 from podium.models.architecture import DecoderConfig
+from podium.plan.array_names import names_of
 from podium.plan.result import LargeArray
 from podium.plan.topology import compiler_versions, topology_devices
 
@@ -142,7 +143,7 @@ def named_memory(module: Module, peak: int) -> tuple[dict[str, int], list[LargeA
     What lives at the peak is found again from the program's text; where the compiler's own figure is another, the
     difference goes to `other`, or is taken from all in proportion.
     """
-    found = largest(module)
+    found = largest(module, names_of(module.name))
     parts = dict(found.by_name)
     if (beyond := peak - found.size) > 0:
         parts[OTHER] = parts.get(OTHER, 0) + beyond

@@ -133,13 +133,13 @@ def make_train_step(
     return jax.jit(train_step, donate_argnames="state", out_shardings=(state_shardings, None))
 
 
-def place_batch(batch: Batch, rules: ShardingRules) -> Batch:
+def shard_batch(batch: Batch, rules: ShardingRules) -> Batch:
     """A batch of numpy arrays on the devices: rows split over the batch axes, counts everywhere."""
     return jax.tree.map(lambda x: to_devices(x, batch_sharding(x, rules)), batch)
 
 
 def abstract_batch(batch: Batch, rules: ShardingRules) -> Batch:
-    """What `place_batch` would make of a batch of numpy arrays: for the planner."""
+    """What `shard_batch` would make of a batch of numpy arrays: for the planner."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(x, rules)), batch)
 
 

@@ -22,7 +22,7 @@ from podium.train.distributed import is_leader, on_host
 from podium.train.generate import Group
 from podium.train.optimizer import learning_rate
 from podium.train.state import TrainState, at_schedule_step
-from podium.train.step import Metrics, TrainSettings, make_train_programs, place_batch
+from podium.train.step import Metrics, TrainSettings, make_train_programs, shard_batch
 
 
 class DivergedError(ValueError):
@@ -135,7 +135,7 @@ class Trainer:
         size = self.sizes.max_rows  # as many samples as a batch has room for
         for first in range(0, len(flat), size):
             batch, spans = make_batch(flat[first : first + size], self.sizes)
-            scored = on_host(self.score(self.reference, place_batch(batch, self.settings.computing)))
+            scored = on_host(self.score(self.reference, shard_batch(batch, self.settings.computing)))
             for index, reference in enumerate(take(scored, spans)):
                 sums[first + index] = np.sum(flat[first + index].sampled_logprobs - reference)
         return RewardKl(
@@ -155,7 +155,7 @@ class Trainer:
             DivergedError: loss or gradient is not finite.
         """
         start = time.perf_counter()
-        batches = [place_batch(batch, self.settings.computing) for batch in batches]
+        batches = [shard_batch(batch, self.settings.computing) for batch in batches]
         placed = time.perf_counter()
         batches = jax.block_until_ready(
             [with_scores(batch, self.recipe, self.score, state.params, self.reference) for batch in batches]
@@ -171,7 +171,7 @@ class Trainer:
             if not np.isfinite([made[-1].loss, made[-1].gradient_norm]).all():
                 raise DivergedError(self._diverged(int(state.step), batch, made[-1]))
         state = at_schedule_step(state, end)
-        seconds = {"place_s": placed - start, "score_s": scored - placed, "update_s": time.perf_counter() - scored}
+        seconds = {"transfer_s": placed - start, "score_s": scored - placed, "update_s": time.perf_counter() - scored}
         stats = functools.reduce(UpdateStats.then, made) if made else UpdateStats(learning_rate=rate)
         return state, dataclasses.replace(stats, **seconds)
 

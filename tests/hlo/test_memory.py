@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,12 +9,14 @@ import pytest
 
 from podium.accelerators import GIB
 from podium.hlo.liveness import live_at_peak
-from podium.hlo.memory import ARGUMENTS, NamedBuffer, NamedPeak, largest, measure, parse_out_of_memory
+from podium.hlo.memory import NamedBuffer, NamedPeak, largest, measure, parse_out_of_memory
 from podium.hlo.text import parse
+from podium.plan.array_names import ARGUMENTS, names_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan"
 LAYERS, TOKENS, WIDTH, HIDDEN = 4, 4096, 2048, 8192  # of golden/plan/record.py, per device
-STACK = {"params": "parameters", "x": "batch"}
+STACK = dataclasses.replace(names_of("jit_step"), arguments={"params": "parameters", "x": "batch"})
+DECODE = names_of("jit_decode")
 
 
 def recorded(name):
@@ -81,7 +84,7 @@ def test_the_stacks_arrays_have_the_names_that_users_know():
 
 
 def test_a_cache_that_is_written_in_place_is_there_once():
-    peak = largest(recorded("decode"), {"params": "rollout_weights", "cache": "kv_cache"})
+    peak = largest(recorded("decode"), DECODE)
     assert sizes_of(peak, "kv_cache") == [8 * 1024 * WIDTH * 2]
     assert sum(sizes_of(peak, "rollout_weights")) == (2 * WIDTH * HIDDEN + HIDDEN * HIDDEN) * 2
 
@@ -100,7 +103,9 @@ ENTRY %main (p: f32[1024], q: f32[512]) -> f32[1024] {{
 
 def test_what_is_used_no_more_is_not_there_any_more():
     # a (8 KiB) and b (16 KiB) at once, beside the arguments; c comes when a is gone
-    peak = largest(parse(TEXT.format(b='%b = f32[4096]{0} negate(%a), metadata={op_name="jit(decode)/scores/b"}')))
+    peak = largest(
+        parse(TEXT.format(b='%b = f32[4096]{0} negate(%a), metadata={op_name="jit(decode)/scores/b"}')), DECODE
+    )
     assert peak.by_name == {"attention_scores": 16384, "logits": 8192, "rollout_weights": 4096, "kv_cache": 2048}
     assert [(buffer.name, buffer.shape, buffer.source) for buffer in peak.buffers[2:]] == [
         ("rollout_weights", "f32[1024]", "params['embed']"),
@@ -109,8 +114,8 @@ def test_what_is_used_no_more_is_not_there_any_more():
 
 
 def test_what_lies_in_the_chips_cache_or_in_the_same_place_takes_nothing():
-    assert largest(parse(TEXT.format(b="%b = f32[2048]{0:S(1)} negate(%a)"))).size == 4096 + 2048 + 8192
-    assert largest(parse(TEXT.format(b="%b = f32[2048]{0} bitcast(%a)"))).size == 4096 + 2048 + 8192 + 4096
+    assert largest(parse(TEXT.format(b="%b = f32[2048]{0:S(1)} negate(%a)")), DECODE).size == 4096 + 2048 + 8192
+    assert largest(parse(TEXT.format(b="%b = f32[2048]{0} bitcast(%a)")), DECODE).size == 4096 + 2048 + 8192 + 4096
 
 
 STEP = """HloModule m, is_scheduled=true, input_output_alias={{ {{0}}: (0, {{}}, may-alias) }}
@@ -177,11 +182,13 @@ def test_programs_arguments_are_named_by_their_longest_beginning():
     assert ARGUMENTS["state.params"] == "parameters"
     text = TEXT.replace("params['embed']", "state.params['embed']").replace("cache.keys", "state.opt_state[1].mu['x']")
     names = {
-        buffer.source: buffer.name for buffer in largest(parse(text.format(b="%b = f32[1]{0} negate(%a)"))).buffers
+        buffer.source: buffer.name
+        for buffer in largest(parse(text.format(b="%b = f32[1]{0} negate(%a)")), DECODE).buffers
     }
     assert names["state.params['embed']"] == "parameters"
     assert names["state.opt_state[1].mu['x']"] == "optimizer"
-    assert largest(parse(text.format(b="%b = f32[1]{0} negate(%a)")), {"stat": "batch"}).by_name.keys() == {
+    stat = dataclasses.replace(DECODE, arguments={"stat": "batch"})
+    assert largest(parse(text.format(b="%b = f32[1]{0} negate(%a)")), stat).by_name.keys() == {
         "logits",
         "other",
     }

@@ -24,7 +24,7 @@ from podium.train.batch import Sample, make_batch
 from podium.train.generate import as_dtype, rollout_rules
 from podium.train.setup import make_run_optimizer, make_train_settings
 from podium.train.state import init_state
-from podium.train.step import place_batch
+from podium.train.step import shard_batch
 from podium.train.trainer import Trainer, with_scores
 
 CPU = Accelerator(name="cpu", generation="cpu", devices=8, hosts=1, hbm_bytes=GIB)
@@ -128,7 +128,7 @@ def run():
         engine.generate([dataclasses.replace(request, completions=2)])
     blank = np.zeros(4, np.int32), np.zeros(4, np.float32)
     samples = [Sample(group=n, prompt=(1, 2), tokens=blank[0], sampled_logprobs=blank[1]) for n in range(2)]
-    batch = place_batch(make_batch(samples, trainer.sizes)[0], trainer.settings.computing)
+    batch = shard_batch(make_batch(samples, trainer.sizes)[0], trainer.settings.computing)
     score = Recorded(calls, "score", trainer.score)
     step = Recorded(calls, "update", trainer.train_step)
     sizes = {"optimizer": held((state.step, state.opt_state)), "rollout_weights": held(engine.params)}

@@ -25,7 +25,7 @@ from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batch import Sample, make_batch
 from podium.train.setup import make_run_optimizer, make_train_settings
 from podium.train.state import init_state
-from podium.train.step import place_batch
+from podium.train.step import shard_batch
 from podium.train.trainer import Trainer, with_scores
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ class TrainerAndBatch:
         self.trainer = Trainer(config, recipe, settings, optimizer, reference=reference, folder=Path())
         self.state = init_state(params, optimizer)
         sample = Sample(group=0, prompt=(1, 2), tokens=np.zeros(3, np.int32), sampled_logprobs=np.zeros(3, np.float32))
-        batch = place_batch(make_batch([sample], self.trainer.sizes)[0], settings.computing)
+        batch = shard_batch(make_batch([sample], self.trainer.sizes)[0], settings.computing)
         self.batch = with_scores(batch, recipe, self.trainer.score, params, reference)
 
 

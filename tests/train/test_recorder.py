@@ -31,7 +31,7 @@ UPDATED = UpdateStats(
     logprob_gap=0.01,
     logprob_gap_max=0.1,
     token_means={"clip_low": 0.0, "clip_high": 0.0},
-    place_s=0.3,
+    transfer_s=0.3,
     update_s=2.0,
 )
 

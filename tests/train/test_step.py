@@ -25,7 +25,7 @@ from podium.models.decoder import forward, head_weights
 from podium.models.logprobs import logits_at
 from podium.train.batch import Sample, make_batch, take
 from podium.train.state import init_state
-from podium.train.step import TrainSettings, make_score, make_train_step, place_batch
+from podium.train.step import TrainSettings, make_score, make_train_step, shard_batch
 
 GRADIENT_TOLERANCE = 1e-5  # of a gradient's norm, float32; bar f of the issue
 BF16_TOLERANCE = 0.05  # of a gradient's norm, and nat of a log-probability: bfloat16 has 8 bits
@@ -58,7 +58,7 @@ def compiled(mesh: str, devices: int, algorithm: str, changes: tuple) -> tuple[T
 
 def update(state, batch, *, mesh="dp:1", devices=1, algorithm=None, **changes):
     settings, step = compiled(mesh, devices, json.dumps(algorithm or {}), tuple(changes.items()))
-    state, metrics = step(state, place_batch(batch, settings.computing))
+    state, metrics = step(state, shard_batch(batch, settings.computing))
     return state, {name: float(value) for name, value in metrics.items()}
 
 
@@ -215,7 +215,7 @@ def scorer(mesh: str, devices: int, chunk: int) -> tuple[TrainSettings, Callable
 def test_scores_are_those_of_a_full_softmax_of_every_sequence_alone(packing, devices, mesh, chunk):
     settings, score = scorer(mesh, devices, chunk)
     batch, places = batch_of(packing=packing)
-    scored = score(make_params(rules_of(mesh, devices)), place_batch(batch, settings.computing))
+    scored = score(make_params(rules_of(mesh, devices)), shard_batch(batch, settings.computing))
     for found, expected in zip(take(np.asarray(scored), places), naive_logprobs(), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=SCALE_TOLERANCE * np.abs(expected).max())
 
@@ -224,7 +224,7 @@ def test_scores_are_under_the_sampling_temperature():
     rules = rules_of()
     batch, places = batch_of(packing="sequences")
     settings = make_train_settings(rules, temperature=0.5)
-    scored = make_score(settings)(make_params(rules), place_batch(batch, settings.computing))
+    scored = make_score(settings)(make_params(rules), shard_batch(batch, settings.computing))
     for found, expected in zip(take(np.asarray(scored), places), naive_logprobs(0.5), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=SCALE_TOLERANCE * np.abs(expected).max())
 
@@ -266,7 +266,7 @@ def test_programs_are_traced_once_whatever_the_batch_holds(devices, mesh):
     state = init_state(make_params(rules_of(mesh, devices)), sgd())
     shardings = {name: value.sharding for name, value in state.params.items()}
     for count in (16, 5, 1):
-        batch = place_batch(batch_of(SAMPLES[:count], rows=8)[0], settings.computing)
+        batch = shard_batch(batch_of(SAMPLES[:count], rows=8)[0], settings.computing)
         score(state.params, batch)
         state, _ = step(state, batch)
     assert (score._cache_size(), step._cache_size()) == (1, 1)
@@ -282,7 +282,7 @@ def test_a_step_donates_its_state():
 
 def test_a_batch_s_rows_are_split_over_the_devices_and_its_counts_are_everywhere():
     rules = rules_of("2,2,2", 8)
-    placed = place_batch(batch_of(rows=8)[0], make_train_settings(rules).computing)
+    placed = shard_batch(batch_of(rows=8)[0], make_train_settings(rules).computing)
     assert placed.tokens.sharding.spec == jax.sharding.PartitionSpec(None, ("dp", "fsdp"), None)
     assert placed.tokens.addressable_shards[0].data.shape == (2, 2, ROW_TOKENS)
     assert placed.num_tokens.sharding.is_fully_replicated

@@ -15,7 +15,7 @@ from podium.rollout.request import Request, SamplingParams
 from podium.sharding import ShardingRules
 from podium.train.batch import make_batch, take
 from podium.train.generate import Group
-from podium.train.step import place_batch
+from podium.train.step import shard_batch
 from podium.train.trainer import DivergedError, group_samples, make_batches
 
 GAP_TOLERANCE = 1e-5  # of the largest log-probability, float32; bar d of the issue
@@ -31,7 +31,7 @@ def with_logprobs(trainer, state, groups, shift: float = 0.0) -> list[Group]:
     """The groups as a sampler with the state's weights would have made them; log-probabilities plus `shift`."""
     samples = [each for n, group in enumerate(groups) for each in group_samples(group, n, trainer.recipe)]
     batch, places = make_batch(samples, trainer.sizes)
-    scored = trainer.score(state.params, place_batch(batch, trainer.settings.computing))
+    scored = trainer.score(state.params, shard_batch(batch, trainer.settings.computing))
     found = iter(take(np.asarray(scored), places))
     return [
         dataclasses.replace(
@@ -157,7 +157,7 @@ def test_two_passes_over_two_minibatches_are_four_steps_with_ratios_to_the_first
     trainer, state = make_trainer(algorithm=algorithm)
     groups = groups_of()
     halves, _ = make_batches(groups, trainer.recipe, trainer.sizes)
-    placed = [place_batch(half, trainer.settings.computing) for half in halves]
+    placed = [shard_batch(half, trainer.settings.computing) for half in halves]
     scored = [
         dataclasses.replace(half, old_logprobs=trainer.score(state.params, half)) for half in placed
     ]  # of both, before either is trained on
@@ -245,7 +245,7 @@ def test_truncated_completions_are_left_out_of_the_loss_but_not_of_the_baseline(
     ]
     before = host(state.params)
     batch, _ = make_batch(samples, plain.sizes)
-    state, _ = plain.train_step(state, place_batch(batch, plain.settings.computing))
+    state, _ = plain.train_step(state, shard_batch(batch, plain.settings.computing))
     assert_same(moved, {name: np.array(x) - before[name] for name, x in state.params.items()})
 
 
