@@ -179,6 +179,7 @@ def test_a_cache_that_is_written_in_place_is_read_once_per_step():
     assert cache + weights <= costs[1] - costs[0] < 1.1 * (cache + weights)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU's compiler, is not installed")
 def test_what_is_recorded_is_what_the_compiler_makes_today(tmp_path):
     command = [sys.executable, str(GOLDEN / "record.py"), str(tmp_path), "stack"]
