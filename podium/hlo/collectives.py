@@ -89,7 +89,7 @@ _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((?:\[([\d,]+)\]T\(([\d,]+
 
 
 def _mesh_group(axes: str, counted: str, order: str, listed: str, inside: str) -> list[int]:
-    """Devices that differ from the first along the axes `inside` alone; `'a':(2)4` is a part of an axis.
+    """The first device's group: those that differ from it only along the axes `inside`; `'a':(2)4` is a part of an axis.
 
     Such a part has the size 4, behind a more major part of the size 2.
     """
@@ -106,7 +106,7 @@ def _mesh_group(axes: str, counted: str, order: str, listed: str, inside: str) -
 
 
 def _transposed(counted: str, order: str) -> np.ndarray:
-    """Devices counted in an array of these dimensions, with its dimensions in another order."""
+    """Device numbers of an iota array of these dimensions, after its dimensions are permuted."""
     dims = numbers(counted)
     return np.arange(math.prod(dims)).reshape(dims).transpose(numbers(order) or None)
 
@@ -123,7 +123,7 @@ def _differing(devices: Sequence[int], mesh: Mapping[str, int]) -> tuple[str, ..
 
 
 def _only_sliced(instruction: Instruction, computation: Computation) -> bool:
-    """Whether nothing but slices is taken of a result."""
+    """Whether a result is only ever sliced."""
     users = computation.users[instruction.name]
     passed = [each for each in users if each.opcode in ("get-tuple-element", "bitcast")]
     sliced = [each for each in users if each.opcode == "dynamic-slice"]

@@ -145,13 +145,13 @@ def _walk(context: _Context, computation: Computation, times: float) -> Iterator
 
 
 def _weight(branch: tuple[Work, ...]) -> float:
-    """What a branch moves, its products counted at 100 flops per byte: chips differ, the order of branches seldom."""
+    """The cost by which branches are ranked, in bytes; 100 flops count as one byte, which ranks alike on all chips."""
     cost = ProgramCost(branch)
     return cost.hbm_bytes + cost.flops / 100
 
 
 def _work(context: _Context, each: Instruction, computation: Computation, times: float) -> Work | None:
-    """The work of an instruction that stands by itself; None: it costs nothing."""
+    """The work of an instruction outside a fusion; None if it is free."""
     inside = list(_fused(context.module, each, computation))
     float32 = sum(products(part, where) for part, where in inside if _is_float32(part, where))
     work = Work(
@@ -170,7 +170,7 @@ def _work(context: _Context, each: Instruction, computation: Computation, times:
 
 
 def _fused(module: Module, each: Instruction, computation: Computation) -> Iterator[tuple[Instruction, Computation]]:
-    """An instruction, or all of a fusion's, with where they stand."""
+    """The instruction itself, or all instructions inside a fusion, each with its computation."""
     if each.opcode != "fusion":
         yield each, computation
         return

@@ -126,7 +126,7 @@ def _buffers(module: Module, aliases: _Aliases) -> dict[ArrayRef, Buffer]:
 def _lives(
     module: Module, name: str, aliases: _Aliases, buffers: Mapping[ArrayRef, Buffer]
 ) -> dict[ArrayRef, tuple[int, int]]:
-    """First and last instruction of a computation between which each of its buffers is in use."""
+    """The first and the last instruction that use each buffer of a computation."""
     computation = module.computations[name]
     end = len(computation.instructions)
     found: dict[ArrayRef, tuple[int, int]] = {}
@@ -167,7 +167,7 @@ def _aliases(module: Module) -> _Aliases:
 
 
 def _offset(kind: Type, path: tuple[int, ...]) -> int:
-    """The number of the first leaf of a part of a type."""
+    """Index of the first leaf of one element of a tuple type."""
     total = 0
     for index in path:
         assert not isinstance(kind, Shape)
@@ -177,7 +177,7 @@ def _offset(kind: Type, path: tuple[int, ...]) -> int:
 
 
 def _shared(each: Instruction, computation: Computation, module: Module) -> Iterator[tuple[int, str, int]]:
-    """(leaf of the result, operand, leaf of the operand) that share memory."""
+    """Triples (leaf of the result, operand, leaf of the operand) that share memory."""
     operands = [computation.instructions[name] for name in each.operands]
     if each.opcode in ("bitcast", "opt-barrier", "add-dependency", "while"):
         yield from ((leaf, each.operands[0], leaf) for leaf in range(len(each.shapes)))
@@ -206,7 +206,7 @@ def _shared(each: Instruction, computation: Computation, module: Module) -> Iter
 
 
 def _handed_over(each: Instruction, computation: Computation, module: Module) -> Iterator[tuple[ArrayRef, ArrayRef]]:
-    """What an instruction shares with the computations that it runs: arguments and results."""
+    """The buffers that an instruction shares with the computations it calls, as arguments and results."""
     here = computation.name
     for number, name in enumerate(each.runs):
         inner = module.computations[name]

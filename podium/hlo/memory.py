@@ -88,7 +88,7 @@ def largest(module: Module, names: ArrayNames) -> NamedPeak:
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """Names of arrays by their dimensions, sorted and without ones: what is made of them has other layouts."""
+    """Names of arrays by their dimensions, sorted and without ones, since copies may be transposed."""
 
     shards: Mapping[tuple[int, ...], str]  # arguments as they are stored
     whole: frozenset[tuple[int, ...]]  # weights over all devices; of stacked ones also one layer
@@ -109,7 +109,7 @@ def _named(buffer: Buffer, module: Module, names: ArrayNames, known: _Known) -> 
 
 
 def _name(shape: Shape, source: str, names: ArrayNames, known: _Known) -> str:
-    """The name of what is no argument: by a scope that counts first, then by its shape, then by its scope."""
+    """The name of a temporary: from a scope in `first_by_scope`, else from its shape, else from its scope."""
     scope = _scope(source, names.scopes)
     by_scope = names.scopes.get(scope, OTHER)
     if by_scope in names.first_by_scope:
@@ -126,7 +126,7 @@ def _name(shape: Shape, source: str, names: ArrayNames, known: _Known) -> str:
 
 
 def _argument_name(path: str, arguments: Mapping[str, str]) -> str:
-    """The name of the longest beginning of a path; paths go on with `.field` or `['key']`."""
+    """The name under the longest matching prefix of a path; paths continue with `.field` or `['key']`."""
     fitting = [start for start in arguments if re.match(rf"{re.escape(start)}(?!\w)", path)]
     return arguments[max(fitting, key=len)] if fitting else OTHER
 
@@ -135,7 +135,7 @@ _NAMING = ("tuple", "get-tuple-element", "bitcast", "parameter", "while", "opt-b
 
 
 def _source(made: list[tuple[Computation, str]], scopes: Mapping[str, str]) -> str:
-    """Where a buffer's content is made: of the instructions that fill it, else of those next to them."""
+    """The source path of the instructions that fill a buffer, else of their neighbours."""
     fill = [(where, name) for where, name in made if where.instructions[name].opcode not in _NAMING]
     beside = [
         (where, near)
@@ -157,12 +157,12 @@ def _essence(dims: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _fits(dims: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Whether an array can be a parameter's, padded by a little: a vocabulary is, to a round number."""
+    """Whether an array has a weight's dimensions, up to 1 % of padding: compilers pad vocabularies to round numbers."""
     return len(dims) == len(whole) and all(b <= a <= 1.01 * b for a, b in zip(dims, whole, strict=True))
 
 
 def _known(module: Module, names: ArrayNames) -> _Known:
-    """The shapes of the arguments that are known by them, of those with two dimensions at least."""
+    """The shapes that identify arguments; arrays of fewer than two dimensions identify nothing."""
     shards: dict[tuple[int, ...], str] = {}
     whole: set[tuple[int, ...]] = set()
     for each in module.entry.parameters.values():

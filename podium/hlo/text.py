@@ -202,7 +202,7 @@ _ROLES: Mapping[str, tuple[str, ...]] = {
 
 
 def _blocks(text: str) -> Iterator[tuple[re.Match[str], list[str]]]:
-    """The title line and the instructions of each computation, what runs over several lines joined."""
+    """The header and the instructions of each computation; instructions over several lines are joined."""
     title: re.Match[str] | None = None
     lines: list[str] = []
     for line in text.splitlines():
@@ -242,7 +242,7 @@ _OPERAND = re.compile(r"%([\w.-]+)")
 
 
 def _type(text: str, at: int) -> tuple[Type, int]:
-    """The type that begins at a place, and where it ends."""
+    """The type that begins at an index, and the index after it."""
     if text[at] != "(":
         found = _ARRAY.match(text, at)
         assert found, text[at : at + 80]
@@ -276,7 +276,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def _closing(text: str) -> int:
-    """Where the bracket closes that was opened just before the text."""
+    """Index of the bracket that closes one opened just before the text."""
     depth = 1
     for found in re.finditer(r"[()]", text):
         depth += 1 if found[0] == "(" else -1
@@ -286,7 +286,7 @@ def _closing(text: str) -> int:
 
 
 def _trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """How often a while loop runs: as XLA says, else from its `counter < limit`; None where that cannot be read.
+    """Trip count of a while loop: XLA's own, else read from `counter < limit`; None if unknown.
 
     A scan counts from 0 to the constant in its condition. Start and step are looked up, not assumed: a condition that
     tests anything else besides, as the one of decoding does, or a limit that comes from outside, has no count.
@@ -317,7 +317,7 @@ def _trip_count(module: Module, computation: Computation, loop: Instruction) -> 
 
 @dataclasses.dataclass(frozen=True)
 class _Counted:
-    """An integer: element `index` of a loop's carry, if any, plus a constant."""
+    """An integer of the form carry[index] + constant, or a constant."""
 
     index: int | None
     offset: int
@@ -326,7 +326,7 @@ class _Counted:
 def _counted(
     module: Module, computation: Computation, name: str, arguments: tuple[_Counted | None, ...] | None = None
 ) -> _Counted | None:
-    """What an integer is in terms of the carry; `arguments` are those of a fusion. None: not understood."""
+    """An integer in terms of the loop's carry, through a fusion's `arguments`; None if it has another form."""
     each = computation.instructions[name]
     if each.opcode == "constant":
         return _Counted(None, int(each.literal)) if re.fullmatch(r"-?\d+", each.literal) else None

@@ -84,7 +84,7 @@ def _windows(instruction: Instruction, spatial_dims: int) -> Iterator[tuple[int,
 
 @functools.cache
 def _meetings(out: int, kernel: int, inputs: int, stride: int, low: int, dilation: int, kernel_dilation: int) -> int:
-    """Pairs of an output and a kernel position, along one dimension, that meet an element of the input."""
+    """Pairs (output position, kernel position) along one dimension that read an element of the input."""
     positions = np.add.outer(np.arange(out) * stride, np.arange(kernel) * kernel_dilation) - low
     return int(np.sum((positions % dilation == 0) & (positions >= 0) & (positions < inputs * dilation)))
 
@@ -94,13 +94,13 @@ def _in_hbm(shape: Shape) -> int:
 
 
 def _replaced(instruction: Instruction, computation: Computation) -> int:
-    """Traffic of an update in place: the part is read and written; a scatter may add, so it reads what was there."""
+    """Traffic of an in-place update: its operand is read and the slice written; a scatter also reads the slice."""
     part = computation.instructions[instruction.operands[IN_PLACE[instruction.opcode]]].shapes[0].padded_size
     return part * (3 if instruction.opcode == "scatter" else 2)
 
 
 def _fusion_traffic(fusion: Instruction, operands: list[Instruction], module: Module) -> int:
-    """What a fusion reads and writes, slices of large arrays as slices."""
+    """Bytes that a fusion reads and writes; of a sliced array only the slices count."""
     inner = module.computations[fusion.callees["calls"][0]]
     aliasing = fusion.attribute("output_to_operand_aliasing")
     handed_on = {int(number) for number in re.findall(r"\((\d+), \{", aliasing)}  # through steps of a gather under way
@@ -123,7 +123,7 @@ EVERYTHING = 2**62  # no bound
 
 
 def _read(computation: Computation, number: int, module: Module) -> tuple[int, bool]:
-    """Upper bound of the bytes that a fused computation reads of a parameter, and whether it hands the parameter out.
+    """Upper bound of the bytes a fused computation reads of a parameter, and whether it returns the parameter itself.
 
     It does where the parameter itself, reshaped at most, is the result: then its users are outside.
     """
