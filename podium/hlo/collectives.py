@@ -89,7 +89,7 @@ _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((?:\[([\d,]+)\]T\(([\d,]+
 
 
 def _mesh_group(axes: str, counted: str, order: str, listed: str, inside: str) -> list[int]:
-    """The first device's group: those that differ from it only along the axes `inside`; `'a':(2)4` is a part of an axis.
+    """The first device's group: those that differ only along the axes `inside`; `'a':(2)4` is a part of an axis.
 
     Such a part has the size 4, behind a more major part of the size 2.
     """
