@@ -6,15 +6,9 @@ from podium.hlo.memory import ArrayNames
 
 # By the beginning of an argument's path.
 ARGUMENTS: Mapping[str, str] = {
-    "state.params": "parameters",
-    "state.opt_state": "optimizer",
-    "state": "optimizer",
-    "params": "parameters",
-    "batch": "batch",
-    "cache": "kv_cache",
-    "prompts.kv": "kv_cache",
-    "prompts.logits": "logits",
-}
+    "state.params": "parameters", "state.opt_state": "optimizer", "state": "optimizer", "params": "parameters",
+    "batch": "batch", "cache": "kv_cache", "prompts.kv": "kv_cache", "prompts.logits": "logits",
+}  # fmt: skip
 ROLLOUT_PROGRAMS = ("jit_prefill", "jit_insert", "jit_decode")  # whose `params` are the rollout's copy
 WITHOUT_GRADIENTS = ("jit_init_optimizer", "jit_sync", "jit_score", *ROLLOUT_PROGRAMS)
 
@@ -26,17 +20,10 @@ RESULTS: Mapping[str, str] = {
 
 # By the scope (`jax.named_scope`) under which it is made.
 SCOPES: Mapping[str, str] = {
-    "embed": "embedding",
-    "weights": "gathered_weights",
-    "layers": "layer_activations",
-    "attention": "layer_activations",
-    "mlp": "layer_activations",
-    "scores": "attention_scores",
-    "cache": "kv_cache",
-    "logits": "logits",
-    "sample": "logits",
-    "optimizer": "optimizer",
-}
+    "embed": "embedding", "weights": "gathered_weights", "layers": "layer_activations", "mlp": "layer_activations",
+    "attention": "layer_activations", "scores": "attention_scores", "cache": "kv_cache", "logits": "logits",
+    "sample": "logits", "optimizer": "optimizer",
+}  # fmt: skip
 
 
 def names_of(program: str) -> ArrayNames:
