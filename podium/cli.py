@@ -187,6 +187,18 @@ def export(
     raise typer.Exit(export_run(Path(run), folder, step=step, dtype=dtype))
 
 
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; several are compared.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="File to write.")] = Path("report.html"),
+) -> None:
+    """Write an HTML page about one run, or several: whether it learned, why not, and where the time went."""
+    from podium.observe.report.page import write_report
+
+    write_report(runs, out)
+    print(f"{out} ({out.stat().st_size / 1e6:.1f} MB); open it in a browser, it loads nothing from the network")
+
+
 @config_app.command("show")
 def config_show(config: ConfigFiles, settings: Settings = None) -> None:
     """Print all settings, and where those that are not defaults were set."""

@@ -32,13 +32,15 @@ RECORDS = f"""
 | file | a line, or the object |
 |---|---|
 | `samples.jsonl` | `step`, `split` (train, eval), `task`, `prompt` (its id), `question`, `answer`, `completions`: \
-list of `text`, `reward`, `parts`, `finish_reason` (stop, length), `tokens`. Every `metrics.samples_every`-th group of \
-the run, and the first questions of each evaluation. |
+list of `text`, `reward`, `parts`, `finish_reason` (stop, length), `tokens`, `advantage` (of groups in the update), \
+and for the first group of a step `pieces` (the text of each token) with `logprobs` (when it was sampled). Every \
+`metrics.samples_every`-th group of the run, and the first questions of each evaluation. |
 | `lengths.jsonl` | `step`, `prompt_lengths` (N), `completion_lengths` (N x G), in tokens. |
 | `summary.json` | `name`, `model`, `steps`, `steps_without_update` (nothing to train on), `wall_s`, `cpu_s`, \
 `reward.first`, `reward.last`, `eval.initial.{{step,accuracy}}`, `eval.final.{{step,accuracy}}` (null if there was no \
 such evaluation), `versions`, `commit` (of the checkout; null for an installed package). |
 | `config.yaml` | The resolved config. |
+| `machine.json` | `text`: the devices that the run was last trained on. |
 | `curve.svg` | Reward of each step and accuracy of each evaluation, written at the end. |
 
 A run can only be continued with its own config, except for these keys and sections, which do not change what is

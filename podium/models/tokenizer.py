@@ -1,6 +1,7 @@
 """Text to tokens and back: transformers' tokenizer, from a Hugging Face folder or built from what a GGUF file says."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,6 +48,10 @@ class Tokenizer:
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens; special tokens are left out."""
         return self._backend.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """The text of each token by itself, special tokens included; a part of a character is shown as U+FFFD."""
+        return [self._backend.decode([token], clean_up_tokenization_spaces=False) for token in tokens]
 
     def save(self, folder: Path) -> None:
         """Writes the tokenizer's files, chat template included, as transformers 4 and 5 read them."""

@@ -1,7 +1,9 @@
 """The lines of samples.jsonl and lengths.jsonl, and which groups of a step are kept as samples."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
+
+import numpy as np
 
 from podium.rollout.request import Completion
 from podium.tasks.task import Prompt, Reward
@@ -10,12 +12,38 @@ Split = Literal["train", "eval"]
 
 
 def sample_record(
-    step: int, split: Split, task: str, prompt: Prompt, completions: Sequence[Completion], rewards: Sequence[Reward]
+    step: int,
+    split: Split,
+    task: str,
+    prompt: Prompt,
+    completions: Sequence[Completion],
+    rewards: Sequence[Reward],
+    *,
+    advantages: Sequence[float] | np.ndarray | None = None,
+    pieces: Callable[[Sequence[int]], list[str]] | None = None,
 ) -> dict[str, Any]:
     """A line of samples.jsonl: one question with all its completions, each with its reward.
 
-    `step` counts the steps done when they were recorded; for `eval`, those of the evaluated weights.
+    `step` counts the steps done when they were recorded; for `eval`, those of the evaluated weights. Completions of a
+    group that was trained on have their advantages; with `pieces`, which splits tokens into texts, also each token's
+    text and its log-probability when it was sampled.
     """
+    found = [
+        {
+            "text": completion.text,
+            "reward": reward.total,
+            "parts": dict(reward.parts),
+            "finish_reason": completion.finish_reason,
+            "tokens": len(completion.tokens),
+        }
+        for completion, reward in zip(completions, rewards, strict=True)
+    ]
+    if advantages is not None:
+        found = [{**each, "advantage": float(a)} for each, a in zip(found, advantages, strict=True)]
+    if pieces is not None:
+        logprobs = [[round(float(x), 4) for x in each.sampled_logprobs] for each in completions]
+        texts = [pieces(each.tokens) for each in completions]
+        found = [{**each, "pieces": t, "logprobs": x} for each, t, x in zip(found, texts, logprobs, strict=True)]
     return {
         "step": step,
         "split": split,
@@ -23,16 +51,7 @@ def sample_record(
         "prompt": prompt.id,
         "question": prompt.question,
         "answer": prompt.answer,
-        "completions": [
-            {
-                "text": completion.text,
-                "reward": reward.total,
-                "parts": dict(reward.parts),
-                "finish_reason": completion.finish_reason,
-                "tokens": len(completion.tokens),
-            }
-            for completion, reward in zip(completions, rewards, strict=True)
-        ],
+        "completions": found,
     }
 
 

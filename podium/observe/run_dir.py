@@ -3,6 +3,7 @@
     config.yaml      the resolved config               metrics.jsonl   a line per step, and one per evaluation
     summary.json     the run in one object             samples.jsonl   questions, completions, rewards
     run.lock         process and host that write here  lengths.jsonl   tokens of each prompt and completion
+    machine.json     the devices that it ran on last
     fork.json        of which run's step this began, if it did
     curve.svg        chart of reward and accuracy
     plan.json        what was planned for it (podium.plan.check), on TPU and GPU
@@ -34,6 +35,7 @@ CONFIG = "config.yaml"
 SUMMARY = "summary.json"
 CURVE = "curve.svg"
 LOCK = "run.lock"
+MACHINE = "machine.json"
 CHECKPOINTS = "checkpoints"
 FORK = "fork.json"
 
@@ -182,6 +184,11 @@ class RunDir:
     def read(self, name: str) -> list[dict[str, Any]]:
         """The records of METRICS, SAMPLES or LENGTHS, oldest first."""
         return read_lines(self.path / name)
+
+    def write_machine(self, text: str) -> None:
+        """Record the devices that the run trains on from now on."""
+        if self.writes:
+            write_atomically(self.path / MACHINE, to_json({"text": text}) + "\n")
 
     def close(self) -> None:
         """Close the files and give up the lock; a second call does nothing."""

@@ -49,7 +49,8 @@ class BatchStats:
     trained_tokens: int
     prompt_tokens: int
     padding_tokens: int
-    advantages: np.ndarray  # [n], of the completions in groups that were kept
+    kept: np.ndarray  # [n], the groups in the update, by their position in the step
+    advantages: np.ndarray  # [n G], of their completions
     penalties: np.ndarray | None  # [N G], what `kl: k1_reward` took off the rewards
     penalised_rewards: np.ndarray | None  # [N G], what it left
     reward_kl: RewardKl | None

@@ -1,8 +1,10 @@
-"""Settings made before jax starts: its platform, and how memory is kept on CPU."""
+"""The machine: what is set before jax starts, its platform and how memory is kept on CPU, and what jax then has."""
 
 import ctypes
 import glob
 import os
+import re
+from pathlib import Path
 
 import jax
 
@@ -33,3 +35,16 @@ def only_cpu() -> bool:
     if platforms := os.environ.get("JAX_PLATFORMS"):
         return platforms == "cpu"
     return not any(glob.glob(pattern) for pattern in ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*"))
+
+
+def machine_text() -> str:
+    """The devices of all processes in words, as in `8 x TPU v6e on 2 hosts` or `1 x cpu (AMD EPYC, 2 cores)`."""
+    devices = jax.devices()
+    text = f"{len(devices)} x {devices[0].device_kind}"
+    if devices[0].platform == "cpu":
+        try:
+            name = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        except OSError:
+            name = None
+        text += f" ({f'{name[1]}, ' if name else ''}{os.cpu_count()} cores)"
+    return text + (f" on {jax.process_count()} hosts" if jax.process_count() > 1 else "")

@@ -2,7 +2,7 @@
 
 import collections
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -52,11 +52,13 @@ class Recorder:
         recipe: Recipe,
         report: ProgressReport,
         task_labels: list[str],
+        pieces: Callable[[Sequence[int]], list[str]],
         check: PlanCheck | None,
     ) -> None:
-        """Nothing is written yet; without `check` nothing compares the steps with a plan."""
+        """Nothing is written yet; `pieces` splits tokens into texts; without `check` nothing is planned."""
         self.config, self.run_dir, self.writer, self.progress = config, run_dir, writer, progress
         self._recipe, self._report, self._labels, self._check = recipe, report, task_labels, check
+        self._pieces = pieces
         self._warned = False
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=STEPS_AVERAGED)
         self._checkpoint_s: float | None = None
@@ -101,7 +103,7 @@ class Recorder:
         self._warn_of_narrow_clip(updated)
         self.writer.write(step, metrics)
         self._report.update(step=step, metrics={name: metrics[name] for name in STEP_REPORT if name in metrics})
-        self._write_completions(step, groups)
+        self._write_completions(step, groups, batched)
         first = groups[0]
         shown = ShownCompletion(first.prompt.prompt.question, first.completions[0].text, first.rewards[0].total)
         self.progress.step(step, metrics, shown)
@@ -113,13 +115,24 @@ class Recorder:
             self._warned = True
             self.progress.message(warning)
 
-    def _write_completions(self, step: int, groups: list[Group]) -> None:
-        """Samples of the step's groups, and the lengths of all."""
+    def _write_completions(self, step: int, groups: list[Group], batched: BatchStats) -> None:
+        """Samples of the step's groups, the first with its tokens, and the lengths of all."""
         every = self.config.metrics.samples_every
-        for index in sampled_groups(step, prompts_per_step=self.config.prompts_per_step, samples_every=every):
+        sampled = sampled_groups(step, prompts_per_step=self.config.prompts_per_step, samples_every=every)
+        advantages = dict(zip(batched.kept.tolist(), batched.advantages.reshape(len(batched.kept), -1), strict=True))
+        for index in sampled:
             group = groups[index]
             task = self._labels[group.prompt.task]
-            record = sample_record(step, "train", task, group.prompt.prompt, group.completions, group.rewards)
+            record = sample_record(
+                step,
+                "train",
+                task,
+                group.prompt.prompt,
+                group.completions,
+                group.rewards,
+                advantages=advantages.get(index),
+                pieces=self._pieces if index == sampled[0] else None,
+            )
             self.run_dir.append(SAMPLES, record)
         prompts = [len(group.tokens) for group in groups]
         completions = [len(completion.tokens) for group in groups for completion in group.completions]

@@ -23,6 +23,7 @@ from podium.sharding import abstract_params
 from podium.train.checkpoint import Checkpointer, restore_state
 from podium.train.distributed import AgreedStop, failing_fast, from_leader, joined
 from podium.train.generate import Rollouts
+from podium.train.platform import machine_text
 from podium.train.recorder import PlanCheck, Recorder
 from podium.train.setup import Model, load_weights, make_model, make_run_optimizer, make_train_settings
 from podium.train.signals import StopSignal
@@ -96,9 +97,16 @@ def open_run(
         trainer = _make_trainer(config, model, optimizer, run_dir.path)
         rollouts.load(state.params)
         progress.message(f"number formats: update {trainer.settings.dtype}, rollout {rollouts.engine.dtype}")
-        labels = list(rollouts.feed.tasks.labels)
         recorder = Recorder(
-            config, run_dir, writer, progress, recipe=trainer.recipe, report=job.report, task_labels=labels, check=check
+            config,
+            run_dir,
+            writer,
+            progress,
+            recipe=trainer.recipe,
+            report=job.report,
+            task_labels=list(rollouts.feed.tasks.labels),
+            pieces=model.tokenizer.pieces,
+            check=check,
         )
         parts = RunParts(config, run_dir, progress, phase, stop, rollouts, trainer, recorder, checkpointer, resources)
         yield parts, state, done
@@ -113,7 +121,10 @@ def _open_run_dir(config: Config, fork: Fork | None) -> RunDir:
         return opened[0].continued, opened[0].fork
 
     continued, kept = from_leader(open_it)
-    return opened[0] if opened else RunDir.follow(config, continued=continued, fork=kept)
+    if not opened:
+        return RunDir.follow(config, continued=continued, fork=kept)
+    opened[0].write_machine(machine_text())
+    return opened[0]
 
 
 def _make_trainer(config: Config, model: Model, optimizer: optax.GradientTransformation, folder: Path) -> Trainer:

@@ -61,6 +61,7 @@ def make_batches(
         prompt_tokens=filled - trained,
         padding_tokens=sum(int(each.num_micro_batches) * int(np.prod(each.tokens.shape[1:])) for each in batches)
         - filled,
+        kept=kept,
         advantages=advantages.ravel(),
         penalties=None if reward_kl is None else recipe.kl_coef * reward_kl.sums.ravel(),
         penalised_rewards=None if reward_kl is None else paid.ravel(),

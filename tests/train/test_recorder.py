@@ -18,6 +18,7 @@ BATCHED = BatchStats(
     trained_tokens=20,
     prompt_tokens=10,
     padding_tokens=2,
+    kept=np.array([0, 1]),
     advantages=np.array([1.0, -1.0, 0.5, -0.5]),
     penalties=None,
     penalised_rewards=None,
@@ -42,10 +43,12 @@ class Kept:
     def __init__(self) -> None:
         self.metrics: list[dict[str, float]] = []
         self.records: list[str] = []
+        self.lines: list[dict[str, Any]] = []
         self.messages: list[str] = []
 
     def append(self, name: str, record: dict[str, Any]) -> None:
         self.records.append(name)
+        self.lines.append(record)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         self.metrics.append(metrics)
@@ -62,7 +65,15 @@ def record_steps(count: int, *, checkpoint_s: float | None = None, **algorithm: 
     config = make_config(algorithm=algorithm, prompts_per_step=2, metrics={"samples_every": 1})
     report = ProgressReport(None)
     recorder = Recorder(
-        config, kept, kept, kept, recipe=recipe_of(config), report=report, task_labels=["sums"], check=None
+        config,
+        kept,
+        kept,
+        kept,
+        recipe=recipe_of(config),
+        report=report,
+        task_labels=["sums"],
+        pieces=lambda tokens: [str(token) for token in tokens],
+        check=None,
     )
     groups = [make_group([1.0, 0.0]), make_group([0.5, 0.0], seed=1)]
     for step in range(1, count + 1):
@@ -101,3 +112,12 @@ def test_the_mean_of_ten_steps_is_there_from_the_tenth_on():
 
 def test_samples_and_lengths_of_every_step_are_written():
     assert record_steps(1).records == ["samples.jsonl", "samples.jsonl", "lengths.jsonl"]
+
+
+def test_samples_have_their_advantages_and_the_first_of_a_step_its_tokens():
+    first, second, _ = record_steps(1).lines
+    assert [each["advantage"] for each in first["completions"]] == [1.0, -1.0]
+    assert [each["advantage"] for each in second["completions"]] == [0.5, -0.5]
+    for each in first["completions"]:
+        assert len(each["pieces"]) == len(each["logprobs"]) == each["tokens"]
+    assert "pieces" not in second["completions"][0]

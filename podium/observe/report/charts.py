@@ -1,0 +1,78 @@
+"""Which metrics a report draws, in which charts."""
+
+from typing import Any, NamedTuple
+
+
+class Chart(NamedTuple):
+    """One chart: lines of metrics over the steps."""
+
+    title: str
+    unit: str
+    metrics: tuple[str, ...]
+    """Complete names; one that ends in `*` stands for all that begin so and are there."""
+    labels: tuple[str, ...] = ()
+    """What lines are called; unset: by the parts in which their names differ."""
+
+
+CURVES = (
+    Chart("Reward", "reward", ("train-reward/total/mean",), ("mean reward",)),
+    Chart("Parts of the reward", "before weights", ("train-reward/func/*",)),
+    Chart("Held-out accuracy", "fraction", ("eval/accuracy", "eval/*/accuracy", "eval/*/avg_at_k", "eval/*/pass_at_k")),
+    Chart("Completion length", "tokens", ("train-seq_len/completion/mean", "train-seq_len/completion/max"), ("mean", "longest")),
+    Chart("Truncated, and groups with equal rewards", "fraction", ("rollout/truncated_fraction", "group/equal_rewards_fraction"), ("truncated", "equal rewards")),
+    Chart("Entropy", "nat per token", ("rollout/entropy", "policy/entropy"), ("sampler", "trainer")),
+    Chart("Sampler against trainer", "nat", ("policy/logprob_gap/mean", "policy/logprob_gap/max"), ("mean gap", "largest gap")),
+    Chart("KL", "nat per token", ("policy/kl_sampled", "policy/kl_reference"), ("to the sampler", "to the reference")),
+    Chart("Clipped tokens", "fraction", ("policy/clip_fraction/low", "policy/clip_fraction/high"), ("low", "high")),
+    Chart("Gradient norm", "before clipping", ("optimizer/gradient_norm",), ("gradient norm",)),
+    Chart("Learning rate", "", ("optimizer/learning_rate",), ("learning rate",)),
+)  # fmt: skip
+"""What was learned, against steps, tokens or hours."""
+
+PHASES = Chart(
+    "Seconds of a step",
+    "s",
+    tuple(f"time/train/{name}_s" for name in ("rollout", "reward", "advantages", "batch", "score", "update", "sync", "checkpoint")),
+)  # fmt: skip
+"""Stacked: where the time of each step went."""
+
+WORK = (
+    Chart("Tokens per second", "tokens/s", ("rollout/tokens_per_s", "throughput/train/valid_tokens_per_s_update", "throughput/train/valid_tokens_per_s"), ("decoded", "updated", "whole step")),
+    Chart("Tokens of the update", "tokens", ("tokens/prompt", "tokens/completion", "tokens/padding"), ("prompt", "completion", "padding")),
+    Chart("Slots at work", "fraction", ("rollout/slot_utilisation",), ("slot-steps that made a token",)),
+    Chart("Memory of a device", "GiB", ("memory/train/bytes_in_use_max_gib", "memory/train/peak_bytes_in_use_max_gib"), ("in use", "peak")),
+)  # fmt: skip
+"""How well the machine was used."""
+
+
+def chart_object(chart: Chart, names: list[str]) -> dict[str, Any] | None:
+    """A chart as the page reads it, with those of `names` that it shows; None where there are none."""
+    lines: list[tuple[str, str]] = []
+    for index, metric in enumerate(chart.metrics):
+        head, star, tail = metric.partition("*")
+        matching = [name for name in names if _matches(name, head, star, tail)]
+        for name in matching:
+            label = chart.labels[index] if chart.labels and not star else _short(name)
+            if name not in (taken for taken, _ in lines):
+                lines.append((name, label))
+    if not lines:
+        return None
+    return {
+        "title": chart.title,
+        "unit": chart.unit,
+        "lines": [{"metric": name, "label": label} for name, label in lines],
+    }
+
+
+def _matches(name: str, head: str, star: str, tail: str) -> bool:
+    if not star:
+        return name == head
+    return name.startswith(head) and name.endswith(tail) and len(name) > len(head) + len(tail)
+
+
+def _short(name: str) -> str:
+    """A name without what all lines of its chart share."""
+    for start, end in (("train-reward/func/", "/mean"), ("eval/", ""), ("time/train/", "_s")):
+        if name.startswith(start):
+            return name.removeprefix(start).removesuffix(end)
+    return name

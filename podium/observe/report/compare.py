@@ -1,0 +1,105 @@
+"""Several runs side by side: what differs in their settings, seeds put together, and whether a difference is real."""
+
+import itertools
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from podium.observe.report.read import RunRecords
+
+OF_A_SEED = ("name", "seed", "runs_dir")
+"""Settings in which runs differ that repeat one another."""
+SCORES = ("eval/accuracy", "train-reward/total/mean")
+"""What runs are ranked by: the first that all of them have."""
+BOOTSTRAPS = 2_000
+LAST_SHARE = 0.1
+"""Of a run's rewards that its score is the mean of, where there is no evaluation."""
+
+
+def flat(tree: Any, key: str = "") -> dict[str, Any]:
+    """The leaves of a tree of mappings by dotted key; a list is a leaf."""
+    if not isinstance(tree, Mapping):
+        return {key: tree}
+    found: dict[str, Any] = {}
+    for part, value in tree.items():
+        found |= flat(value, f"{key}.{part}" if key else str(part))
+    return found
+
+
+def differences(runs: Sequence[RunRecords]) -> dict[str, list[Any]]:
+    """The settings in which runs differ, but for their names: values in the order of the runs."""
+    configs = [flat(run.config) for run in runs]
+    keys = dict.fromkeys(itertools.chain.from_iterable(configs))
+    table = {key: [config.get(key) for config in configs] for key in keys if key not in ("name", "runs_dir")}
+    return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
+
+
+def same_but_for_seed(runs: Sequence[RunRecords]) -> list[list[int]]:
+    """Indices of runs, those together whose settings differ in name and seed alone."""
+    groups: dict[str, list[int]] = {}
+    for index, run in enumerate(runs):
+        known = {key: value for key, value in sorted(flat(run.config).items()) if key not in OF_A_SEED}
+        groups.setdefault(repr(known) if known else f"run {index}", []).append(index)
+    return list(groups.values())
+
+
+def ranking_metric(runs: Sequence[RunRecords]) -> str | None:
+    """The metric that runs are ranked by; None where they have none in common."""
+    return next((name for name in SCORES if all(name in run.metrics for run in runs)), None)
+
+
+def score(run: RunRecords, metric: str) -> float:
+    """The last evaluation's accuracy, or the mean reward of the last tenth of the steps."""
+    values = run.metrics[metric].values
+    last = 1 if metric.startswith("eval/") else max(1, math.ceil(LAST_SHARE * len(values)))
+    return sum(values[-last:]) / last
+
+
+def seed_interval(scores: Sequence[float], seed: int = 0) -> tuple[float, float] | None:
+    """The 95 % bootstrap interval of the mean over seeds (Efron, 1979); None for a single one."""
+    if len(scores) < 2:
+        return None
+    draw = random.Random(seed)
+    means = sorted(sum(draw.choices(scores, k=len(scores))) / len(scores) for _ in range(BOOTSTRAPS))
+    return means[int(0.025 * BOOTSTRAPS)], means[int(0.975 * BOOTSTRAPS) - 1]
+
+
+def verdict(better: Sequence[float], worse: Sequence[float]) -> str:
+    """In words, whether the first group's mean is really above the second's, by a bootstrap of the difference."""
+    if len(better) < 2 or len(worse) < 2:
+        return "not known: run at least two seeds of each"
+    draw = random.Random(0)
+    gaps = [
+        sum(draw.choices(better, k=len(better))) / len(better) - sum(draw.choices(worse, k=len(worse))) / len(worse)
+        for _ in range(BOOTSTRAPS)
+    ]
+    share = sum(gap > 0 for gap in gaps) / BOOTSTRAPS
+    seeds = f"{len(better)} and {len(worse)} seeds"
+    if share >= 0.975:
+        word = "real" if min(len(better), len(worse)) >= 3 else "likely real"
+        return f"{word}: above in {share:.1%} of {BOOTSTRAPS:,} resamples of {seeds}"
+    return f"not shown: above in only {share:.0%} of {BOOTSTRAPS:,} resamples of {seeds}; run more seeds"
+
+
+def comparison(runs: Sequence[RunRecords]) -> dict[str, Any] | None:
+    """The comparison of several runs as the page reads it; None for one run."""
+    if len(runs) < 2:
+        return None
+    metric, groups = ranking_metric(runs), same_but_for_seed(runs)
+    answer: dict[str, Any] = {"differences": differences(runs), "groups": groups, "metric": metric, "ranking": []}
+    if metric is None:
+        return answer
+    scored = [([score(runs[index], metric) for index in group], group) for group in groups]
+    scored.sort(key=lambda item: -sum(item[0]) / len(item[0]))
+    for place, (values, group) in enumerate(scored):
+        following = scored[place + 1][0] if place + 1 < len(scored) else None
+        answer["ranking"].append(
+            {
+                "runs": group,
+                "score": sum(values) / len(values),
+                "interval": seed_interval(values),
+                "against_next": verdict(values, following) if following else None,
+            }
+        )
+    return answer

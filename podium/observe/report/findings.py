@@ -1,0 +1,248 @@
+"""What a run's metrics say about it, by rules with stated thresholds: what is wrong, the evidence, and the way out.
+
+A rule is a function of a run's records that returns a finding or None; `RULES` lists them. Parts of a run are its first
+and its last quarter, of at least three steps each.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+from podium.observe.report.read import RunRecords, Series
+
+SOLVED = 0.9
+"""Mean reward from which equal rewards, short answers and low entropy are what learning looks like."""
+MIN_STEPS = 6
+REWARD = "train-reward/total/mean"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One observation about a run."""
+
+    rule: str
+    level: Literal["problem", "hint"]
+    title: str
+    evidence: str
+    advice: str
+
+
+Rule = Callable[[RunRecords], Finding | None]
+
+
+def findings(run: RunRecords) -> list[Finding]:
+    """All that the rules find, problems first."""
+    found = [finding for rule in RULES if (finding := rule(run)) is not None]
+    return sorted(found, key=lambda finding: finding.level != "problem")
+
+
+def quarters(run: RunRecords, name: str) -> tuple[float, float] | None:
+    """The mean of a metric over the first and the last quarter of its steps; None for fewer than MIN_STEPS."""
+    series = run.metrics.get(name)
+    if series is None or len(series.values) < MIN_STEPS:
+        return None
+    size = max(3, len(series.values) // 4)
+    return mean(series.values[:size]), mean(series.values[-size:])
+
+
+def mean(values: list[float]) -> float:
+    """Of at least one value."""
+    return sum(values) / len(values)
+
+
+def solved(run: RunRecords) -> bool:
+    """Whether the reward of the last quarter is at least SOLVED."""
+    reward = quarters(run, REWARD)
+    return reward is not None and reward[1] >= SOLVED
+
+
+def nothing_learned(run: RunRecords) -> Finding | None:
+    """Nine groups of ten earn the same reward in every completion."""
+    equal, reward = quarters(run, "group/equal_rewards_fraction"), quarters(run, REWARD)
+    if equal is None or reward is None or equal[1] < 0.9 or solved(run):
+        return None
+    truncated = quarters(run, "rollout/truncated_fraction")
+    cut = truncated is not None and truncated[1] > 0.25
+    advice = "Take easier questions, a reward with more levels, or more completions per question (group_size)."
+    if cut:
+        cap = run.setting("rollout.max_new_tokens")
+        advice = f"Raise rollout.max_new_tokens (now {cap}): many answers are cut."
+    return Finding(
+        "nothing_learned",
+        "problem",
+        "All completions of a question earn the same: there is nothing to learn from",
+        f"{equal[1]:.0%} of groups have equal rewards in the last quarter; mean reward {reward[1]:.2f}",
+        advice,
+    )
+
+
+def entropy_collapse(run: RunRecords) -> Finding | None:
+    """Entropy below a tenth of its start and below 0.05 nat, while the reward is not there."""
+    entropy = quarters(run, "rollout/entropy")
+    if entropy is None or solved(run) or entropy[1] > 0.1 * entropy[0] or entropy[1] > 0.05:
+        return None
+    return Finding(
+        "entropy_collapse",
+        "problem",
+        "Entropy has collapsed: the model repeats itself instead of exploring",
+        f"sampler's entropy {entropy[0]:.3f} nat per token at first, {entropy[1]:.3f} at last",
+        "Lower the learning rate, widen algorithm.clip_high, or set algorithm.entropy_bonus.",
+    )
+
+
+def lengths_at_cap(run: RunRecords) -> Finding | None:
+    """More than a quarter of the completions are cut by max_new_tokens."""
+    truncated = quarters(run, "rollout/truncated_fraction")
+    if truncated is None or truncated[1] <= 0.25:
+        return None
+    return Finding(
+        "lengths_at_cap",
+        "problem",
+        "Many completions are cut before they end",
+        f"{truncated[1]:.0%} in the last quarter hit rollout.max_new_tokens = {run.setting('rollout.max_new_tokens')}",
+        "Raise rollout.max_new_tokens, or ask for shorter answers in the prompt or by a length reward.",
+    )
+
+
+def eval_flat(run: RunRecords) -> Finding | None:
+    """The reward rises by 0.1 or more and the evaluation by less than a quarter of that."""
+    reward, accuracy = quarters(run, REWARD), run.metrics.get("eval/accuracy")
+    if reward is None or accuracy is None or len(accuracy.values) < 2:
+        return None
+    rise, gain = reward[1] - reward[0], accuracy.values[-1] - accuracy.values[0]
+    if rise < 0.1 or gain >= 0.25 * rise or accuracy.values[0] >= SOLVED:
+        return None
+    return Finding(
+        "eval_flat",
+        "problem",
+        "The reward rises and the evaluation does not: the reward may be gamed, or the questions memorised",
+        f"mean reward {reward[0]:.2f} to {reward[1]:.2f}, "
+        f"eval/accuracy {accuracy.values[0]:.2f} to {accuracy.values[-1]:.2f}",
+        "Read high-reward samples below; tighten the reward; train on more questions.",
+    )
+
+
+def one_part_eats(run: RunRecords) -> Finding | None:
+    """One part of the reward rises by 0.1 or more while another falls by 0.1 or more."""
+    moves: dict[str, float] = {}
+    for name in run.metrics:
+        if name.startswith("train-reward/func/") and (parts := quarters(run, name)):
+            moves[name.split("/")[2]] = parts[1] - parts[0]
+    if len(moves) < 2:
+        return None
+    up, down = max(moves, key=lambda part: moves[part]), min(moves, key=lambda part: moves[part])
+    if moves[up] < 0.1 or moves[down] > -0.1:
+        return None
+    return Finding(
+        "one_part_eats",
+        "problem",
+        f"The reward part '{up}' is learned at the cost of '{down}'",
+        f"'{up}' {moves[up]:+.2f}, '{down}' {moves[down]:+.2f} from the first to the last quarter",
+        f"Raise the weight of '{down}', or make '{up}' count only where '{down}' is earned.",
+    )
+
+
+def gap_growing(run: RunRecords) -> Finding | None:
+    """The sampler's log-probabilities are off by more than 0.02 nat and twice as far as at first."""
+    gap = quarters(run, "policy/logprob_gap/mean")
+    if gap is None or gap[1] < 0.02 or gap[1] < 2 * gap[0]:
+        return None
+    return Finding(
+        "gap_growing",
+        "problem",
+        "Sampler and trainer disagree more and more about log-probabilities",
+        f"policy/logprob_gap/mean {gap[0]:.4f} nat at first, {gap[1]:.4f} at last",
+        "Set rollout.dtype=float32, or algorithm.correction=truncate; a lower learning rate slows the growth.",
+    )
+
+
+def always_clipped(run: RunRecords) -> Finding | None:
+    """The gradient's norm exceeds the bound in more than nine of ten steps."""
+    norms, bound = run.metrics.get("optimizer/gradient_norm"), run.setting("train.optimizer.clip_norm")
+    if norms is None or not isinstance(bound, int | float) or not bound or len(norms.values) < MIN_STEPS:
+        return None
+    share = mean([float(value > bound) for value in norms.values])
+    if share <= 0.9:
+        return None
+    median = sorted(norms.values)[len(norms.values) // 2]
+    return Finding(
+        "always_clipped",
+        "hint",
+        "The gradient is clipped in nearly every step: the learning rate is not what sets the step",
+        f"{share:.0%} of steps above train.optimizer.clip_norm = {bound:g}; median norm {median:.3g}",
+        "Raise train.optimizer.clip_norm, or take it as it is and tune the learning rate for it.",
+    )
+
+
+def eval_noise(run: RunRecords) -> Finding | None:
+    """The evaluation's 95 % interval is wider than what was gained."""
+    for task, accuracy in evaluated_tasks(run):
+        low, high = (run.metrics.get(f"eval/{task}/accuracy_interval/{end}") for end in ("low", "high"))
+        if low is None or high is None or len(accuracy.values) < 2:
+            continue
+        gain, half = accuracy.values[-1] - accuracy.values[0], (high.values[-1] - low.values[-1]) / 2
+        if gain > 0 and half > gain:
+            return Finding(
+                "eval_noise",
+                "hint",
+                f"The gain on {task} is within the evaluation's noise",
+                f"accuracy {accuracy.values[0]:.3f} to {accuracy.values[-1]:.3f}, 95 % interval ±{half:.3f}",
+                "Evaluate on more questions (eval.questions), or with more samples (eval.samples).",
+            )
+    return None
+
+
+def mostly_padding(run: RunRecords) -> Finding | None:
+    """More than half of the update's positions are padding."""
+    kinds = [quarters(run, f"tokens/{kind}") for kind in ("prompt", "completion", "padding")]
+    if any(kind is None for kind in kinds):
+        return None
+    prompt, completion, padding = (kind[1] for kind in kinds if kind)
+    share = padding / max(1.0, prompt + completion + padding)
+    if share <= 0.5:
+        return None
+    return Finding(
+        "mostly_padding",
+        "hint",
+        "More than half of the update works on padding",
+        f"{share:.0%} of row positions are padding",
+        "Lower train.tokens_per_device or train.rows_per_device, so that rows are filled.",
+    )
+
+
+def bound_by_slots(run: RunRecords) -> Finding | None:
+    """The rollout takes over 60 % of the step, its slots are over 90 % busy, and there are fewer than completions."""
+    rollout, step = quarters(run, "time/train/rollout_s"), quarters(run, "time/train/step_s")
+    busy, slots = quarters(run, "rollout/slot_utilisation"), run.setting("rollout.slots")
+    wanted = (run.setting("prompts_per_step") or 0) * (run.setting("group_size") or 0)
+    if rollout is None or step is None or busy is None or not isinstance(slots, int) or slots >= wanted:
+        return None
+    if rollout[1] <= 0.6 * step[1] or busy[1] <= 0.9:
+        return None
+    return Finding(
+        "bound_by_slots",
+        "hint",
+        "Decoding waits for slots",
+        f"rollout {rollout[1] / step[1]:.0%} of the step, {slots} slots {busy[1]:.0%} busy for {wanted} completions",
+        f"Raise rollout.slots (up to {wanted}); `podium plan` says whether they fit.",
+    )
+
+
+def evaluated_tasks(run: RunRecords) -> list[tuple[str, Series]]:
+    """The tasks with an accuracy, and it."""
+    names = [name for name in run.metrics if name.startswith("eval/") and name.endswith("/accuracy")]
+    return [(name.removeprefix("eval/").removesuffix("/accuracy"), run.metrics[name]) for name in names]
+
+
+RULES: tuple[Rule, ...] = (
+    nothing_learned,
+    entropy_collapse,
+    lengths_at_cap,
+    eval_flat,
+    one_part_eats,
+    gap_growing,
+    always_clipped,
+    eval_noise,
+    mostly_padding,
+    bound_by_slots,
+)

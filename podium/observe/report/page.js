@@ -1,0 +1,303 @@
+"use strict";
+// Draws the report's JSON object. Texts reach the document as text nodes only.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const main = document.getElementById("main");
+  // Okabe and Ito's palette, without black and yellow: told apart by colour-blind readers, on light and on dark.
+  const COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#9467BD"];
+  const DASHES = ["solid", "dash", "dot", "dashdot"];
+  const several = data.runs.length > 1;
+  const charts = [];
+  const state = { axis: "step", smooth: true, sync: false };
+
+  const el = (tag, attributes = {}, ...children) => {
+    const node = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) {
+      if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+      else node.setAttribute(name, value);
+    }
+    node.append(...children.filter((child) => child !== null && child !== undefined));
+    return node;
+  };
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const number = (value, digits = 4) =>
+    value === null || value === undefined ? "–" : Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 6 });
+  const clock = (seconds) => {
+    if (seconds === null || seconds === undefined) return "–";
+    const whole = Math.round(seconds), pad = (x) => String(x).padStart(2, "0");
+    return `${Math.floor(whole / 3600)}:${pad(Math.floor(whole / 60) % 60)}:${pad(whole % 60)} h`;
+  };
+  const section = (id, title) => {
+    const node = el("section", { id, "aria-labelledby": `${id}-title` }, el("h2", { id: `${id}-title` }, title));
+    main.append(node);
+    document.getElementById("contents").append(el("a", { href: `#${id}` }, title));
+    return node;
+  };
+  const table = (head, rows, numeric = []) => {
+    const cells = (tag, row) => row.map((cell, i) => el(tag, numeric.includes(i) ? { class: "number" } : {}, cell));
+    return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "table, scrolls sideways" },
+      el("table", {}, el("thead", {}, el("tr", {}, ...cells("th", head))),
+        el("tbody", {}, ...rows.map((row) => el("tr", {}, ...cells("td", row))))));
+  };
+
+  // The x axis: steps, generated tokens, or hours, by the run's own metrics.
+  const cumulative = (run, name) => {
+    const series = run.metrics[name], found = new Map();
+    let sum = 0;
+    if (series) series.steps.forEach((step, i) => { sum += series.values[i]; found.set(step, sum); });
+    return found;
+  };
+  const axes = data.runs.map((run) => {
+    const wall = run.metrics["time/wall_s"], hours = new Map();
+    if (wall) wall.steps.forEach((step, i) => hours.set(step, wall.values[i] / 3600));
+    return { tokens: cumulative(run, "rollout/completion_tokens"), hours };
+  });
+  const position = (index, step) => {
+    if (state.axis === "step") return step;
+    const known = axes[index][state.axis];
+    return known.has(step) ? known.get(step) : step === 0 ? 0 : null;
+  };
+  const smoothed = (values) => {
+    const window = Math.max(1, Math.round(values.length / 30)), out = [];
+    let sum = 0;
+    values.forEach((value, i) => {
+      sum += value - (i >= window ? values[i - window] : 0);
+      out.push(sum / Math.min(i + 1, window));
+    });
+    return out;
+  };
+
+  const layout = (unit, more = {}) => ({
+    margin: { l: 52, r: 12, t: 6, b: 36 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    font: { color: css("--ink"), size: 12, family: "system-ui, sans-serif" }, hovermode: "x unified",
+    hoverlabel: { bgcolor: css("--shade"), font: { color: css("--ink") } },
+    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } },
+    xaxis: { gridcolor: css("--line"), zeroline: false, title: { text: { step: "step", tokens: "generated tokens", hours: "hours" }[state.axis], standoff: 4 } },
+    yaxis: { gridcolor: css("--line"), zeroline: false, title: { text: unit, standoff: 4 } }, ...more,
+  });
+  const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "toImage", "sendDataToCloud"] };
+
+  const groups = data.comparison ? data.comparison.groups : data.runs.map((_, i) => [i]);
+  const bands = (line, colour, group, label) => {  // seeds folded into mean and band
+    const byStep = new Map();
+    for (const index of group) {
+      const series = data.runs[index].metrics[line.metric];
+      if (series) series.steps.forEach((step, i) => {
+        if (!byStep.has(step)) byStep.set(step, []);
+        byStep.get(step).push(series.values[i]);
+      });
+    }
+    const steps = [...byStep.keys()].sort((a, b) => a - b), x = steps.map((step) => position(group[0], step));
+    const values = steps.map((step) => byStep.get(step));
+    const mean = values.map((all) => all.reduce((a, b) => a + b, 0) / all.length);
+    const end = (pick, fill) => ({ x, y: values.map((all) => pick(...all)), mode: "lines", line: { width: 0 }, hoverinfo: "skip",
+      showlegend: false, legendgroup: label, ...(fill ? { fill: "tonexty", fillcolor: colour + "33" } : {}) });
+    return [end(Math.min, false), end(Math.max, true),
+      { x, y: mean, mode: "lines", name: label, legendgroup: label, line: { color: colour, width: 2 } }];
+  };
+  const lines = (chart) => {
+    const traces = [];
+    groups.forEach((group, g) => chart.lines.forEach((line, l) => {
+      const colour = COLOURS[(several ? g : l) % COLOURS.length], dash = DASHES[(several ? l : 0) % DASHES.length];
+      const present = group.filter((index) => data.runs[index].metrics[line.metric]);
+      if (!present.length) return;
+      const who = several ? data.runs[present[0]].name + (present.length > 1 ? ` and ${present.length - 1} more` : "") : "";
+      const label = [who, chart.lines.length > 1 || !several ? line.label : ""].filter(Boolean).join(": ");
+      if (present.length > 1) { traces.push(...bands(line, colour, present, label)); return; }
+      const series = data.runs[present[0]].metrics[line.metric], x = series.steps.map((step) => position(present[0], step));
+      const sparse = series.values.length < 40, mode = sparse ? "lines+markers" : "lines";
+      const show = state.smooth && !sparse;
+      if (show) traces.push({ x, y: series.values, mode: "lines", line: { color: colour, width: 1 }, opacity: 0.3, hoverinfo: "skip", showlegend: false, legendgroup: label });
+      traces.push({ x, y: show ? smoothed(series.values) : series.values, mode, name: label, legendgroup: label,
+        line: { color: colour, width: 2, dash }, marker: { size: 5 } });
+    }));
+    return traces;
+  };
+  const stacked = (chart) => chart.lines.filter((line) => data.runs[0].metrics[line.metric]).map((line, l) => {
+    const series = data.runs[0].metrics[line.metric];
+    return { x: series.steps.map((step) => position(0, step)), y: series.values, name: line.label, stackgroup: "all", mode: "lines",
+      line: { width: 0.5, color: COLOURS[l % COLOURS.length] }, fillcolor: COLOURS[l % COLOURS.length] + "99" };
+  });
+  const addChart = (parent, chart, make = lines, wide = false) => {
+    const node = el("div", { class: wide ? "chart wide" : "chart", role: "img", "aria-label": `chart: ${chart.title}` });
+    const what = chart.lines.map((line) => line.metric).filter((name) => data.definitions[name])
+      .map((name) => `${name}: ${data.definitions[name]}`).join("\n");
+    parent.append(el("figure", { title: what }, el("h3", {}, chart.title), node));
+    charts.push({ node, chart, make });
+    return node;
+  };
+  const draw = (item) => {
+    Plotly.react(item.node, item.make(item.chart), layout(item.chart.unit, item.more || {}), config);
+    if (item.linked || item.more) return;
+    item.linked = true;
+    item.node.on("plotly_relayout", (event) => {  // zooming one zooms all
+      if (state.sync || !("xaxis.range[0]" in event || "xaxis.autorange" in event)) return;
+      state.sync = true;
+      const change = "xaxis.autorange" in event ? { "xaxis.autorange": true } : { "xaxis.range": [event["xaxis.range[0]"], event["xaxis.range[1]"]] };
+      Promise.all(charts.filter((other) => other !== item && other.drawn && !other.more).map((other) => Plotly.relayout(other.node, change)))
+        .finally(() => { state.sync = false; });
+    });
+  };
+  const redraw = () => charts.filter((item) => item.drawn).forEach(draw);
+  const watcher = new IntersectionObserver((entries) => entries.forEach((entry) => {  // what is not in view waits
+    const item = charts.find((each) => each.node === entry.target);
+    if (entry.isIntersecting && item && !item.drawn) { item.drawn = true; draw(item); }
+  }), { rootMargin: "300px" });
+  const drawAll = () => charts.forEach((item) => { if (!item.drawn) { item.drawn = true; draw(item); } });
+
+  // Headline
+  const names = data.runs.map((run) => run.name);
+  document.title = `Podium: ${names.join(", ")}`;
+  document.getElementById("title").textContent = names.join(", ");
+  const tile = (value, label) => el("div", { class: "tile" }, el("b", {}, value), el("span", {}, label));
+  const range = (interval) => interval.length === 2 ? `, 95 % interval ${interval[0].toFixed(3)} to ${interval[1].toFixed(3)}` : "";
+  const heads = section("headline", "Did it learn?");
+  data.runs.forEach((run) => {
+    const h = run.headline, tiles = [];
+    h.tasks.forEach((task) => {
+      tiles.push(tile(`${task.first[1].toFixed(3)} → ${task.last[1].toFixed(3)}`, `accuracy on ${task.task}, step ${task.first[0]} to ${task.last[0]}${range(task.interval)}`));
+      if (task.avg_at_k !== null) tiles.push(tile(number(task.avg_at_k), `avg@k on ${task.task}`));
+      if (task.pass_at_k !== null) tiles.push(tile(number(task.pass_at_k), `pass@k on ${task.task}`));
+    });
+    if (h.reward) tiles.push(tile(`${number(h.reward[0], 3)} → ${number(h.reward[1], 3)}`, "mean reward, first and last step"));
+    tiles.push(tile(`${h.steps}${h.planned_steps ? ` of ${h.planned_steps}` : ""}`, "steps"));
+    tiles.push(tile(clock(h.wall_s), "wall time"), tile(clock(h.cpu_s), "CPU time"));
+    if (h.generated_tokens !== null) tiles.push(tile(number(h.generated_tokens), "tokens generated"));
+    if (several) heads.append(el("h3", {}, run.name));
+    heads.append(el("div", { class: "tiles" }, ...tiles));
+    const facts = [["model", h.model], ["recipe", h.recipe], ["machine", h.machine], ["commit", h.commit]].filter((fact) => fact[1]);
+    heads.append(el("p", { class: "soft" }, facts.map((fact) => fact.join(" ")).join(" · ")));
+  });
+
+  // Problems with the files
+  if (data.runs.some((run) => run.problems.length)) {
+    const node = section("files", "Missing or damaged");
+    data.runs.forEach((run) => run.problems.forEach((text) => node.append(el("p", { class: "card problem" }, several ? `${run.name}: ${text}` : text))));
+  }
+
+  // Comparison
+  if (data.comparison) {
+    const node = section("comparison", "Which is better?"), c = data.comparison;
+    const called = (indices) => indices.map((i) => data.runs[i].name).join(", ");
+    if (c.metric) node.append(el("p", { class: "soft" }, `by ${c.metric}`),
+      table(["runs", "score", "95 % interval over seeds", "against the next"], c.ranking.map((row) => [called(row.runs), number(row.score),
+        row.interval ? `${number(row.interval[0])} to ${number(row.interval[1])}` : "one seed", row.against_next || ""]), [1]));
+    const keys = Object.entries(c.differences);
+    node.append(keys.length ? table(["setting", ...names], keys.map(([key, values]) => [key, ...values.map((v) => v === null ? "–" : JSON.stringify(v))]))
+      : el("p", {}, "Their settings are the same."));
+  }
+
+  // Findings
+  const found = section("findings", "What stands out");
+  let any = false;
+  data.runs.forEach((run) => run.findings.forEach((finding) => {
+    any = true;
+    found.append(el("div", { class: `card ${finding.level}`, "data-rule": finding.rule }, el("h3", {}, several ? `${run.name}: ${finding.title}` : finding.title),
+      el("p", { class: "soft" }, finding.evidence), el("p", {}, finding.advice)));
+  }));
+  if (!any) found.append(el("p", {}, "No rule found a fault."));
+
+  // Curves
+  const curves = section("curves", "Curves");
+  const choice = (label, options, change) => el("label", {}, label + " ", el("select", { onchange: (event) => change(event.target.value) },
+    ...options.map(([value, text]) => el("option", { value }, text))));
+  curves.append(el("div", { class: "controls" },
+    choice("x axis", [["step", "steps"], ["tokens", "generated tokens"], ["hours", "hours"]], (value) => { state.axis = value; redraw(); }),
+    el("label", {}, el("input", { type: "checkbox", checked: "", onchange: (event) => { state.smooth = event.target.checked; redraw(); } }), " smoothed over raw")));
+  const grid = el("div", { class: "grid" });
+  curves.append(grid);
+  data.curves.forEach((chart) => addChart(grid, chart));
+
+  // Time and memory
+  const work = section("time", "Where the time went");
+  if (data.phases && !several) addChart(work, data.phases, stacked, true);
+  const workGrid = el("div", { class: "grid" });
+  work.append(workGrid);
+  data.work.forEach((chart) => addChart(workGrid, chart));
+  const middle = (run, name) => {
+    const series = run.metrics[name];
+    if (!series) return null;
+    const values = [...series.values].sort((a, b) => a - b);
+    return values[Math.floor(values.length / 2)];
+  };
+  data.runs.filter((run) => run.plan).forEach((run) => {
+    const p = run.plan, measured = { step: middle(run, "time/train/step_s") };
+    Object.keys(p.parts).forEach((part) => { measured[part] = middle(run, `time/train/${part}_s`); });
+    work.append(el("h3", {}, `Planned and measured${several ? `: ${run.name}` : ""}`), el("p", { class: "soft" }, p.text || ""),
+      table(["part", "planned s", "range", "measured s (median)"], [["step", p.seconds], ...Object.entries(p.parts)].map(([part, t]) =>
+        [part, number(t.value, 3), `${number(t.low, 3)} to ${number(t.high, 3)}`, number(measured[part], 3)]), [1, 3]));
+    if (p.memory.length) work.append(table(["phase", "planned GiB of a device"], p.memory.map(([name, gib]) => [name, number(gib, 3)]), [1]));
+  });
+
+  // Learning by prompt
+  data.runs.filter((run) => run.heat && run.heat.steps.length > 1).forEach((run) => {
+    const id = `prompts-${data.runs.indexOf(run)}`, node = section(id, several ? `Learning by prompt: ${run.name}` : "Learning by prompt");
+    node.append(el("p", { class: "soft" }, run.heat.by_prompt ? "Share of right answers of each recorded prompt that was asked more than once; hardest at the bottom."
+      : "Share of right answers by task; no recorded prompt was asked twice."));
+    const box = el("div", { class: "chart", role: "img", "aria-label": "heat map of prompts over steps" });
+    box.style.height = `${Math.max(160, 60 + 14 * run.heat.rows.length)}px`;
+    node.append(box);
+    const names = run.heat.rows.map((name, i) => `${i + 1} ${name.length > 34 ? name.slice(0, 33) + "…" : name}`);
+    charts.push({ node: box, chart: { unit: "" }, make: () => [{ type: "heatmap", x: run.heat.steps, y: names, z: run.heat.values, zmin: 0, zmax: 1,
+      colorscale: "Cividis", hoverongaps: false, colorbar: { thickness: 10, outlinewidth: 0 } }],
+      more: { margin: { l: innerWidth < 600 ? 90 : 220, r: 8, t: 4, b: 34 }, hovermode: "closest", yaxis: { autorange: "reversed", tickfont: { size: 10 } },
+        xaxis: { title: { text: "step" } } } });
+  });
+
+  // Samples
+  data.runs.forEach((run, index) => {
+    const node = section(`samples-${index}`, several ? `Samples: ${run.name}` : "Samples");
+    if (!run.samples.length) { node.append(el("p", {}, "No samples were recorded.")); return; }
+    node.append(el("p", { class: "soft" }, `${run.samples.length} of ${run.recorded_samples} recorded groups`));
+    const box = el("div"), selectStep = el("select", { "aria-label": "step" }), selectPrompt = el("select", { "aria-label": "prompt" });
+    const steps = [...new Set(run.samples.map((sample) => sample.step))];
+    steps.forEach((step) => selectStep.append(el("option", { value: step }, `step ${step}`)));
+    const at = (step) => run.samples.filter((sample) => sample.step === step);
+    const fill = () => {
+      selectPrompt.replaceChildren(...at(Number(selectStep.value)).map((sample, i) =>
+        el("option", { value: i }, `${sample.split} ${sample.task}: ${String(sample.question).slice(0, 60)}`)));
+      show();
+    };
+    const jump = (sample) => { selectStep.value = sample.step; fill(); selectPrompt.value = at(sample.step).indexOf(sample); show(); };
+    const mean = (sample) => sample.completions.reduce((sum, each) => sum + (each.reward || 0), 0) / Math.max(1, sample.completions.length);
+    const show = () => {
+      const sample = at(Number(selectStep.value))[Number(selectPrompt.value) || 0];
+      const same = run.samples.filter((other) => other.prompt === sample.prompt && other.task === sample.task && other.split === sample.split);
+      box.replaceChildren(el("div", { class: "card" }, el("h3", {}, "question"), el("div", { class: "text" }, String(sample.question)),
+        el("h3", {}, "expected"), el("div", { class: "text" }, String(sample.answer ?? ""))),
+        ...(same.length > 1 ? [el("p", {}, "The same prompt earned: "), el("div", { class: "controls" }, ...same.map((other) =>
+          el("button", { type: "button", onclick: () => jump(other), ...(other === sample ? { "aria-current": "true" } : {}) }, `step ${other.step}: ${number(mean(other), 3)}`)))] : []),
+        ...sample.completions.map((each) => completion(each, sample)));
+    };
+    selectStep.addEventListener("change", fill);
+    selectPrompt.addEventListener("change", show);
+    node.append(el("div", { class: "controls" }, selectStep, selectPrompt), box);
+    selectStep.value = steps[steps.length - 1];
+    fill();
+  });
+  function completion(each, sample) {
+    const parts = Object.entries(each.parts || {}).map(([name, value]) => `${name} ${number(value, 3)}`).join(", ");
+    const facts = [parts, each.advantage === undefined ? null : `advantage ${number(each.advantage, 3)}`, `ended by ${each.finish_reason}`, `${each.tokens} tokens`];
+    const text = el("div", { class: "text" });
+    if (each.pieces && each.logprobs) {
+      text.classList.add("tokens");
+      each.pieces.forEach((piece, i) => {
+        const logprob = each.logprobs[i], span = el("span", { title: `${JSON.stringify(piece)} log-prob ${logprob}` }, piece);
+        span.style.background = `rgba(${css("--token")}, ${Math.min(0.75, -logprob / 6).toFixed(2)})`;
+        text.append(span);
+      });
+    } else text.append(String(each.text));
+    return el("div", { class: "card" }, el("p", {}, el("span", { class: each.reward > 0 ? "right" : "wrong" }, `reward ${number(each.reward, 3)}`),
+      el("span", { class: "soft" }, ` · ${facts.filter(Boolean).join(" · ")}`)), text);
+  }
+
+  // Settings
+  const settings = section("settings", "Settings that are not defaults");
+  data.runs.forEach((run) => settings.append(...(several ? [el("h3", {}, run.name)] : []),
+    run.settings.length ? table(["key", "value", "default"], run.settings) : el("p", {}, "None.")));
+
+  charts.forEach((item) => watcher.observe(item.node));
+  addEventListener("beforeprint", drawAll);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  document.documentElement.dataset.ready = "yes";
+})();

@@ -1,0 +1,163 @@
+"""`podium report`: one self-contained HTML file that says whether a run learned, why not, and what to change.
+
+The page is page.html with style and script inlined, plotly from its Python package, and the runs as one JSON object.
+Texts of models and users reach the page as JSON strings, and the document as text nodes alone: nothing in them is
+markup. No jax.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from podium.config.schema import Config
+from podium.files import write_atomically
+from podium.observe.metrics import find_metric
+from podium.observe.report.charts import CURVES, PHASES, WORK, chart_object
+from podium.observe.report.compare import comparison, flat
+from podium.observe.report.findings import evaluated_tasks, findings
+from podium.observe.report.read import RunRecords, read_run
+from podium.observe.report.samples import read_samples
+
+FOLDER = Path(__file__).parent
+DIGITS = 6
+"""Significant digits of a value on the page."""
+
+
+def write_report(folders: Sequence[Path], out: Path) -> None:
+    """Write the report of one run, or of several side by side.
+
+    Raises:
+        ValueError: a folder is no run's, plotly is not installed, or `out` cannot be written.
+    """
+    write_atomically(out, make_page(report_object(folders), plotly_script()))
+
+
+def plotly_script() -> str:
+    """The JavaScript of plotly, from its Python package. Raises ValueError where that is not installed."""
+    try:
+        import plotly
+    except ImportError:
+        raise ValueError(
+            "podium report draws with plotly, which is not installed; pip install 'podium-rl[report]'"
+        ) from None
+    return (Path(plotly.__path__[0]) / "package_data" / "plotly.min.js").read_text("utf-8")
+
+
+def make_page(content: dict[str, Any], plotly: str) -> str:
+    """The page: everything inlined, and a content security policy that lets it load nothing."""
+    style, script = ((FOLDER / name).read_text("utf-8") for name in ("page.css", "page.js"))
+    data = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    page = (FOLDER / "page.html").read_text("utf-8")
+    for mark, text in (
+        ("/*STYLE*/", style),
+        ("/*DATA*/", data.replace("<", "\\u003c").replace("&", "\\u0026")),
+        ("/*PLOTLY*/", plotly.replace("</script", "<\\/script")),
+        ("/*SCRIPT*/", script),
+    ):
+        head, _, tail = page.partition(mark)
+        page = head + text + tail
+    return page
+
+
+def report_object(folders: Sequence[Path]) -> dict[str, Any]:
+    """All that the page shows, as JSON takes it: a table of charts, each run, and their comparison."""
+    runs = [read_run(folder) for folder in folders]
+    names = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    return {
+        "curves": [chart for each in CURVES if (chart := chart_object(each, names))],
+        "phases": chart_object(PHASES, names),
+        "work": [chart for each in WORK if (chart := chart_object(each, names))],
+        "definitions": {name: metric.definition for name in names if (metric := find_metric(name))},
+        "runs": [run_object(run) for run in runs],
+        "comparison": comparison(runs),
+    }
+
+
+def run_object(run: RunRecords) -> dict[str, Any]:
+    """One run as the page reads it."""
+    problems = list(run.problems)
+    samples = read_samples(run.folder, problems)
+    return {
+        "name": run.name,
+        "headline": headline(run),
+        "settings": changed_settings(run),
+        "metrics": {
+            name: {"steps": series.steps, "values": [float(f"{value:.{DIGITS}g}") for value in series.values]}
+            for name, series in run.metrics.items()
+        },
+        "findings": [finding.__dict__ for finding in findings(run)],
+        "plan": planned(run),
+        "samples": samples.shown,
+        "recorded_samples": samples.recorded,
+        "heat": samples.heat.__dict__ if samples.heat else None,
+        "problems": problems,
+    }
+
+
+def headline(run: RunRecords) -> dict[str, Any]:
+    """Numbers at the top: accuracy before and after, steps, seconds, tokens, machine, commit."""
+    tasks = []
+    for task, accuracy in evaluated_tasks(run):
+        ends = [run.metrics.get(f"eval/{task}/accuracy_interval/{end}") for end in ("low", "high")]
+        others = {kind: run.metrics.get(f"eval/{task}/{kind}") for kind in ("avg_at_k", "pass_at_k")}
+        tasks.append(
+            {
+                "task": task,
+                "first": [accuracy.steps[0], accuracy.values[0]],
+                "last": [accuracy.steps[-1], accuracy.values[-1]],
+                "interval": [series.values[-1] for series in ends if series],
+                **{kind: series.values[-1] if series else None for kind, series in others.items()},
+            }
+        )
+    reward = run.metrics.get("train-reward/total/mean")
+    return {
+        "tasks": tasks,
+        "reward": [reward.values[0], reward.values[-1]] if reward else None,
+        "model": run.setting("model"),
+        "recipe": run.setting("algorithm.recipe"),
+        "steps": run.steps,
+        "planned_steps": run.setting("steps"),
+        "wall_s": _last(run, "time/wall_s"),
+        "cpu_s": _last(run, "time/cpu_s"),
+        "generated_tokens": _total(run, "rollout/completion_tokens"),
+        "trained_tokens": _total(run, "train-other/total_valid_token_count"),
+        "machine": run.machine.get("text"),
+        "commit": run.summary.get("commit"),
+    }
+
+
+def changed_settings(run: RunRecords) -> list[list[str]]:
+    """Settings that are not the defaults: key, value, default."""
+    defaults = flat(Config.model_construct().model_dump(mode="json", warnings=False))
+    return [
+        [key, json.dumps(value), json.dumps(defaults[key]) if key in defaults else "(none)"]
+        for key, value in flat(run.config).items()
+        if key not in defaults or value != defaults[key]
+    ]
+
+
+def planned(run: RunRecords) -> dict[str, Any] | None:
+    """What was planned for the run, beside what was measured; None where nothing was."""
+    seconds = run.plan.get("step_seconds")
+    if not isinstance(seconds, dict):
+        return None
+    parts = run.plan.get("step_parts")
+    phases = [phase for phase in run.plan.get("phases") or [] if isinstance(phase, dict)]
+    return {
+        "text": run.plan.get("text"),
+        "seconds": seconds,
+        "parts": parts if isinstance(parts, dict) else {},
+        "memory": [[str(phase.get("name")), phase.get("gib")] for phase in phases],
+        "hbm_gib": run.plan.get("hbm_gib"),
+    }
+
+
+def _last(run: RunRecords, name: str) -> float | None:
+    series = run.metrics.get(name)
+    return series.values[-1] if series else None
+
+
+def _total(run: RunRecords, name: str) -> float | None:
+    series = run.metrics.get(name)
+    return sum(series.values) if series else None

@@ -1,0 +1,152 @@
+"""A run as its folder tells it, damaged or not: what can be read is read, and what cannot is said. No jax."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from podium.observe.run_dir import CONFIG, MACHINE, METRICS, SUMMARY
+
+PLAN = "plan.json"  # podium.plan.check
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """The values of one metric, at the steps that have it."""
+
+    steps: list[int]
+    values: list[float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunRecords:
+    """The files of a run, except for its samples (`podium.observe.report.samples`)."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    machine: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    metrics: Mapping[str, Series]
+    """By name, in the order of their first appearance."""
+    problems: tuple[str, ...]
+    """What is missing or damaged, a sentence each."""
+
+    @property
+    def name(self) -> str:
+        """The run's name; without a config, its folder's."""
+        return str(self.config.get("name") or self.folder.name)
+
+    @property
+    def steps(self) -> int:
+        """The last step with a metric."""
+        return max((series.steps[-1] for series in self.metrics.values()), default=0)
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """The config's value of a dotted key."""
+        value: Any = self.config
+        for part in key.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return default
+            value = value[part]
+        return value
+
+
+def read_run(folder: Path) -> RunRecords:
+    """The records of the run in `folder`.
+
+    Raises:
+        ValueError: the folder has neither metrics nor a config, so it is not a run's.
+    """
+    if not any((folder / name).is_file() for name in (METRICS, CONFIG)):
+        raise ValueError(
+            f"{folder} has no {METRICS} and no {CONFIG}, so it is not a run's folder; give one, such as runs/demo"
+        )
+    problems: list[str] = []
+    config = _document(folder / CONFIG, yaml.safe_load, problems, "settings are not shown")
+    summary = _document(folder / SUMMARY, json.loads, problems, "the run has not ended, or was stopped")
+    plan = _document(folder / PLAN, json.loads, problems, "")
+    machine = _document(folder / MACHINE, json.loads, problems, "")
+    metrics = _metrics(folder / METRICS, problems)
+    return RunRecords(
+        folder=folder,
+        config=config,
+        summary=summary,
+        machine=machine,
+        plan=plan,
+        metrics=metrics,
+        problems=tuple(problems),
+    )
+
+
+def records(path: Path, problems: list[str]) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """The whole records of a file of JSON lines, each behind its first byte and its length.
+
+    Damaged lines are left out and said in `problems`, at the end.
+    """
+    if not path.exists():
+        problems.append(f"{path.name} is missing")
+        return
+    damaged: list[int] = []
+    with path.open("rb") as file:
+        start = 0
+        for number, line in enumerate(file, start=1):
+            record = _record(line)
+            if record is not None:
+                yield start, len(line), record
+            elif line.strip():
+                damaged.append(number)
+            start += len(line)
+    if damaged:
+        lines = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
+        noun = "line is" if len(damaged) == 1 else "lines are"
+        problems.append(f"{path.name}: {len(damaged)} {noun} damaged (line {lines}) and left out")
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _document(path: Path, parse: Any, problems: list[str], consequence: str) -> Mapping[str, Any]:
+    """A file that holds one mapping; without a `consequence` it may be missing."""
+    try:
+        found = parse(path.read_text("utf-8", "backslashreplace"))
+    except OSError:
+        if consequence:
+            problems.append(f"{path.name} is missing: {consequence}")
+        return {}
+    except (ValueError, yaml.YAMLError, RecursionError):
+        found = None
+    if not isinstance(found, Mapping):
+        problems.append(f"{path.name} is damaged and left out")
+        return {}
+    return found
+
+
+def _metrics(path: Path, problems: list[str]) -> dict[str, Series]:
+    """Every metric's values by step; of a step that was written twice the last record counts."""
+    found: dict[str, dict[int, float]] = {}
+    last, repeated = -1, 0
+    for _, _, record in records(path, problems):
+        step = record.get("step")
+        if not isinstance(step, int) or isinstance(step, bool):
+            continue
+        repeated += step < last
+        last = step
+        for name, value in record.items():
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if name != "step" and number:
+                found.setdefault(name, {})[step] = value
+    if repeated:
+        problems.append(
+            f"{path.name}: steps go back {repeated} times, as if it held two runs; of each step the last line counts"
+        )
+    return {name: Series(sorted(values), [values[step] for step in sorted(values)]) for name, values in found.items()}
