@@ -199,6 +199,19 @@ def report(
     print(f"{out} ({out.stat().st_size / 1e6:.1f} MB); open it in a browser, it loads nothing from the network")
 
 
+@app.command()
+def watch(
+    runs_dir: Annotated[Path, typer.Argument(metavar="[RUNS_DIR]", help="Folder of runs.")] = Path("runs"),
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 7860,
+    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need --token.")] = "127.0.0.1",
+    token: Annotated[str | None, typer.Option(help="Who looks must give this.")] = None,
+) -> None:
+    """Serve the report of runs, live, to a browser; from another machine: `ssh -L 7860:localhost:7860 MACHINE`."""
+    from podium.observe.watch import serve
+
+    serve(runs_dir, host=host, port=port, token=token)
+
+
 @config_app.command("show")
 def config_show(config: ConfigFiles, settings: Settings = None) -> None:
     """Print all settings, and where those that are not defaults were set."""

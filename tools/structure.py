@@ -55,7 +55,7 @@ STEP = (
     "algorithms.losses",
 )
 """What one must read to follow a step."""
-CAPABILITIES = {"observe.report": 1_200}
+CAPABILITIES = {"observe.report": 1_200, "observe.watch": 300}
 """What one need not read to understand training: each counts for itself, with a goal of its own."""
 FILE_LINES, FUNCTION_LINES, CLASS_LINES = 400, 60, 150
 

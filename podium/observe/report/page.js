@@ -1,14 +1,20 @@
 "use strict";
-// Draws the report's JSON object. Texts reach the document as text nodes only.
+// Draws the report's JSON object, and draws it anew when a live page hears of a change.
+// Texts reach the document as text nodes only.
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
   const main = document.getElementById("main");
+  const state = { axis: "step", smooth: true, sync: false, samples: {} };
+  let stopWatching = () => {};
+  const render = (data) => {
+  stopWatching();
+  main.style.minHeight = `${main.offsetHeight}px`;  // so that the reader's place stays
+  main.replaceChildren();
+  document.getElementById("contents").replaceChildren();
   // Okabe and Ito's palette, without black and yellow: told apart by colour-blind readers, on light and on dark.
   const COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#9467BD"];
   const DASHES = ["solid", "dash", "dot", "dashdot"];
   const several = data.runs.length > 1;
   const charts = [];
-  const state = { axis: "step", smooth: true, sync: false };
 
   const el = (tag, attributes = {}, ...children) => {
     const node = document.createElement(tag);
@@ -200,10 +206,10 @@
   // Curves
   const curves = section("curves", "Curves");
   const choice = (label, options, change) => el("label", {}, label + " ", el("select", { onchange: (event) => change(event.target.value) },
-    ...options.map(([value, text]) => el("option", { value }, text))));
+    ...options.map(([value, text]) => el("option", { value, ...(value === state.axis ? { selected: "" } : {}) }, text))));
   curves.append(el("div", { class: "controls" },
     choice("x axis", [["step", "steps"], ["tokens", "generated tokens"], ["hours", "hours"]], (value) => { state.axis = value; redraw(); }),
-    el("label", {}, el("input", { type: "checkbox", checked: "", onchange: (event) => { state.smooth = event.target.checked; redraw(); } }), " smoothed over raw")));
+    el("label", {}, el("input", { type: "checkbox", ...(state.smooth ? { checked: "" } : {}), onchange: (event) => { state.smooth = event.target.checked; redraw(); } }), " smoothed over raw")));
   const grid = el("div", { class: "grid" });
   curves.append(grid);
   data.curves.forEach((chart) => addChart(grid, chart));
@@ -261,6 +267,7 @@
     const jump = (sample) => { selectStep.value = sample.step; fill(); selectPrompt.value = at(sample.step).indexOf(sample); show(); };
     const mean = (sample) => sample.completions.reduce((sum, each) => sum + (each.reward || 0), 0) / Math.max(1, sample.completions.length);
     const show = () => {
+      state.samples[run.name] = [selectStep.value, selectPrompt.value];
       const sample = at(Number(selectStep.value))[Number(selectPrompt.value) || 0];
       const same = run.samples.filter((other) => other.prompt === sample.prompt && other.task === sample.task && other.split === sample.split);
       box.replaceChildren(el("div", { class: "card" }, el("h3", {}, "question"), el("div", { class: "text" }, String(sample.question)),
@@ -272,8 +279,10 @@
     selectStep.addEventListener("change", fill);
     selectPrompt.addEventListener("change", show);
     node.append(el("div", { class: "controls" }, selectStep, selectPrompt), box);
-    selectStep.value = steps[steps.length - 1];
+    const [step, prompt] = state.samples[run.name] || [];
+    selectStep.value = steps.includes(Number(step)) ? step : steps[steps.length - 1];
     fill();
+    if (selectPrompt.options[prompt]) { selectPrompt.value = prompt; show(); }
   });
   function completion(each, sample) {
     const parts = Object.entries(each.parts || {}).map(([name, value]) => `${name} ${number(value, 3)}`).join(", ");
@@ -297,7 +306,29 @@
     run.settings.length ? table(["key", "value", "default"], run.settings) : el("p", {}, "None.")));
 
   charts.forEach((item) => watcher.observe(item.node));
+  const scheme = matchMedia("(prefers-color-scheme: dark)");
   addEventListener("beforeprint", drawAll);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  scheme.addEventListener("change", redraw);
+  stopWatching = () => {
+    watcher.disconnect();
+    removeEventListener("beforeprint", drawAll);
+    scheme.removeEventListener("change", redraw);
+    charts.forEach((item) => item.drawn && Plotly.purge(item.node));
+  };
+  main.style.minHeight = "";
   document.documentElement.dataset.ready = "yes";
+  };
+
+  render(JSON.parse(document.getElementById("data").textContent));
+  const live = document.body.dataset.live;  // where a served page hears of changes
+  if (live) {
+    const status = document.getElementById("status"), source = new EventSource(`${live}/events`);
+    source.onmessage = async (event) => {
+      status.textContent = event.data;
+      const answer = await fetch(`${live}/data`);
+      if (answer.ok) render(await answer.json());
+    };
+    source.addEventListener("state", (event) => { status.textContent = event.data; });
+    source.onerror = () => { status.textContent = "not connected; trying again"; };
+  }
 })();

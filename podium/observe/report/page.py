@@ -5,6 +5,7 @@ Texts of models and users reach the page as JSON strings, and the document as te
 markup. No jax.
 """
 
+import html
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,12 +45,17 @@ def plotly_script() -> str:
     return (Path(plotly.__path__[0]) / "package_data" / "plotly.min.js").read_text("utf-8")
 
 
-def make_page(content: dict[str, Any], plotly: str) -> str:
-    """The page: everything inlined, and a content security policy that lets it load nothing."""
+def make_page(content: dict[str, Any], plotly: str, *, live: str = "") -> str:
+    """The page: everything inlined, and a content security policy that lets it load nothing.
+
+    A page with `live` asks its own server there for changes.
+    """
     style, script = ((FOLDER / name).read_text("utf-8") for name in ("page.css", "page.js"))
     data = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     page = (FOLDER / "page.html").read_text("utf-8")
     for mark, text in (
+        ("/*CONNECT*/", "'self'" if live else "'none'"),
+        ("/*LIVE*/", html.escape(live, quote=True)),
         ("/*STYLE*/", style),
         ("/*DATA*/", data.replace("<", "\\u003c").replace("&", "\\u0026")),
         ("/*PLOTLY*/", plotly.replace("</script", "<\\/script")),

@@ -1,0 +1,173 @@
+"""A real server on loopback, asked as a browser asks."""
+
+import fcntl
+import http.client
+import json
+import socket
+import threading
+import time
+
+import pytest
+from made_run import make_run, sample
+
+from podium.observe import watch
+from podium.observe.run_dir import LOCK
+
+uvicorn = pytest.importorskip("uvicorn")
+TOKEN = "a token"
+
+
+class Server:
+    """The application, served in a thread."""
+
+    def __init__(self, app):
+        self.socket = socket.socket()
+        self.socket.bind(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self.socket]})
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+
+    def ask(self, path, method="GET", **headers):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        body = answer.read().decode()
+        connection.close()
+        return answer.status, body, answer
+
+    def listen(self, path):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection.request("GET", path)
+        return connection, connection.getresponse()
+
+    @property
+    def clients(self):
+        return len(self._server.server_state.connections)
+
+    def close(self):
+        self._server.should_exit = True
+        self._thread.join()
+        self.socket.close()
+
+
+@pytest.fixture
+def runs(tmp_path):
+    make_run(tmp_path / "runs" / "first", samples=[sample(1)])
+    make_run(tmp_path / "runs" / "a b&<i>", steps=8, accuracies={})
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def server(runs, monkeypatch):
+    monkeypatch.setattr(watch, "LOOK_S", 0.02)
+    monkeypatch.setattr(watch, "plotly_script", lambda: "")
+    served = Server(watch.make_app(runs))
+    yield served
+    served.close()
+
+
+def test_runs_are_listed_and_shown(server):
+    status, body, _ = server.ask("/")
+    assert status == 200 and ">first<" in body and 'href="/runs/a%20b%26%3Ci%3E"' in body
+    assert "a b&amp;&lt;i&gt;" in body and "<i>" not in body
+    status, body, _ = server.ask("/runs/first")
+    assert status == 200 and 'data-live="/runs/first"' in body and "connect-src 'self'" in body
+    status, body, _ = server.ask("/runs/first/data")
+    assert status == 200 and json.loads(body)["runs"][0]["name"] == "made"
+    assert server.ask("/runs/a%20b%26%3Ci%3E")[0] == 200
+
+
+@pytest.mark.parametrize("name", ["none", "..", "%2e%2e", "..%2f..%2fetc", "first%2f..%2ffirst", "first%00"])
+def test_what_is_no_run_is_not_found(server, name):
+    assert server.ask(f"/runs/{name}")[0] == 404
+    assert server.ask(f"/runs/{name}/data")[0] == 404
+    assert server.ask(f"/runs/{name}/events")[0] == 404
+
+
+def test_nothing_can_be_written(server, runs):
+    for route in watch.make_app(runs).routes:
+        assert route.methods == {"GET", "HEAD"}
+    before = {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
+    for method in ("POST", "PUT", "DELETE", "PATCH"):
+        for path in ("/", "/runs/first", "/runs/first/data", "/runs/first/events"):
+            assert server.ask(path, method)[0] == 405
+    assert {path: path.stat().st_mtime_ns for path in runs.rglob("*")} == before
+
+
+def test_a_change_is_told_and_the_data_is_new(server, runs, monkeypatch):
+    monkeypatch.setattr(watch, "REST", 0.0)
+    connection, stream = server.listen("/runs/first/events")
+    assert stream.readline() == b"event: state\n"
+    assert stream.readline().startswith(b"data: not training; last written 0:0")
+    assert stream.readline() == b"\n"
+    with (runs / "first" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "train-reward/total/mean": 0.5}\n')
+    assert stream.readline().startswith(b"data: not training")
+    connection.close()
+    values = json.loads(server.ask("/runs/first/data")[1])["runs"][0]["metrics"]["train-reward/total/mean"]["values"]
+    assert values[-1] == 0.5
+
+
+def test_reports_are_made_once_for_all_who_look(server, runs, monkeypatch):
+    made = []
+    monkeypatch.setattr(watch, "report_object", lambda folders: made.append(folders) or time.sleep(0.2) or {"runs": []})
+    threads = [threading.Thread(target=server.ask, args=("/runs/first/data",)) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    with (runs / "first" / "metrics.jsonl").open("a") as file:  # a change soon after waits: training has the machine
+        file.write("{}\n")
+    server.ask("/runs/first/data")
+    assert len(made) == 1
+
+
+def test_clients_that_are_gone_leave_nothing(server):
+    connections = [server.listen("/runs/first/events") for _ in range(20)]
+    for _, stream in connections:
+        stream.readline()
+    assert server.clients == 20
+    for connection, stream in connections:
+        stream.close()
+        connection.close()
+    limit = time.monotonic() + 20
+    while server.clients and time.monotonic() < limit:
+        server.ask("/")
+    assert server.clients <= 1  # the one that asks
+
+
+def test_another_site_s_name_for_this_machine_is_refused(server):
+    assert server.ask("/", Host="evil.example")[0] == 421
+    assert server.ask("/", Host="127.0.0.1.evil.example:80")[0] == 421
+    assert server.ask("/", Host=f"localhost:{server.port}")[0] == 200
+
+
+def test_elsewhere_than_on_loopback_a_token_is_needed(runs, monkeypatch):
+    with pytest.raises(ValueError, match=r"--host 0\.0\.0\.0 lets others in: give a --token"):
+        watch.serve(runs, host="0.0.0.0", port=1, token=None)
+    with pytest.raises(ValueError, match="is no folder of runs"):
+        watch.serve(runs / "none", host="127.0.0.1", port=1, token=None)
+    monkeypatch.setattr(watch, "plotly_script", lambda: "")
+    served = Server(watch.make_app(runs, token=TOKEN, hosts=()))
+    try:
+        for path in ("/", "/runs/first", "/runs/first/data", "/runs/first/events", "/?token=wrong"):
+            assert served.ask(path)[0] == 401
+        assert served.ask("/", Cookie="podium_token=wrong")[0] == 401
+        status, _, answer = served.ask("/?token=a%20token", Host="pod.example")
+        assert status == 303 and "httponly" in answer.headers["set-cookie"].lower()
+        cookie = answer.headers["set-cookie"].partition(";")[0]
+        assert served.ask("/runs/first", Cookie=cookie)[0] == 200
+    finally:
+        served.close()
+
+
+def test_whether_a_run_trains_is_seen_without_taking_its_lock(runs):
+    assert watch.state(runs / "first").startswith("not training")
+    with (runs / "first" / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert watch.state(runs / "first").startswith("training")
+    assert watch.state(runs / "first").startswith("not training")
