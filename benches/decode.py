@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benches.record import arguments, record
+from podium.config.attention import attention_backend
 from podium.config.schema import RolloutConfig
 from podium.models.architecture import DecoderConfig
 from podium.models.decoder import head_weights
@@ -109,7 +110,14 @@ def main() -> None:
         refill_steps=args.refill_steps,
     )
     decoder = dataclasses.replace(SMOLLM2_135M, layers=args.layers, vocab=args.vocab)
-    engine = RolloutEngine(config, decoder, rules, NoText(), dtype=jnp.dtype(args.dtype))
+    engine = RolloutEngine(
+        config,
+        decoder,
+        rules,
+        NoText(),
+        dtype=jnp.dtype(args.dtype),
+        attention=attention_backend("auto", jax.default_backend()),
+    )
     engine.load(init_params(0, param_specs(decoder), rules))
     prompts = np.random.default_rng(0).integers(0, decoder.vocab, (args.requests, args.prompt_tokens))
     sampling = SamplingParams(max_new_tokens=args.new_tokens)

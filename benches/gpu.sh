@@ -1,8 +1,9 @@
 #!/bin/sh
-# What Podium does on a CUDA machine: the tests that need one, then decode and update of SmolLM2-135M's shape in bfloat16.
+# What Podium does on a CUDA machine: the tests that need one, then decode and update of SmolLM2-135M's shape in bfloat16,
+# then what `podium plan` says of that GPU beside what memory_stats, nvidia-smi and the clock say (benches/gpu_accuracy.py).
 #
-#     benches/gpu.sh             results in benches/results/*-gpu.json, about five minutes
-#     benches/gpu.sh --tiny      the same commands on the CPU, one layer, nothing kept: does this script work?
+#     benches/gpu.sh             results in benches/results/*-gpu.json and gpu-accuracy-*.json, about fifteen minutes
+#     benches/gpu.sh --tiny      the first two on the CPU, one layer, nothing kept: does this script work?
 #
 # From a checkout, in an environment with `pip install -e '.[cuda,demo]' pytest`; PYTHON names another interpreter.
 set -eu
@@ -26,7 +27,7 @@ elif [ $# -eq 0 ]; then
     decode="$lengths --max-prompt-tokens 256 --slots 512 --requests 64 --completions 16 --prefill-rows 32 --refill-steps 16"
     update="$lengths --prompts 32 --completions 16 --row-tokens 1024 --rows 16 --head-chunk-tokens 8192"
 else
-    sed -n '2,7s/^# \{0,1\}//p' "$0"
+    sed -n '2,8s/^# \{0,1\}//p' "$0"
     exit 2
 fi
 
@@ -35,3 +36,6 @@ fi
 "$PYTHON" -m benches.decode --dtype bfloat16 --results "$results" $decode
 # shellcheck disable=SC2086
 "$PYTHON" -m benches.update --dtype bfloat16 --results "$results" $update
+if [ -z "${1:-}" ]; then
+    "$PYTHON" -m benches.gpu_accuracy --results "$results"
+fi

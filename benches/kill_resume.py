@@ -1,12 +1,14 @@
 """A run killed with SIGKILL at any instant, also inside a save, and continued ends as if nothing had happened.
 
-    python -m benches.kill_resume --kills 20 --in-save 6        (CPU; a minute or two per kill)
+    python -m benches.kill_resume --kills 20        (CPU; a minute or two per kill)
 
 A tiny random model learns sums, with a checkpoint every second step and after the best evaluations. One run is left
-alone. Each other one is killed, every fourth once more while it is being continued, and continued by the same command
-until it is done; then its records (but for times, speeds and memory), its checkpoints' steps and every array of the
-last checkpoint are compared bit by bit with those of the first. Prints a line per run, where the kills landed and what
-differs, and writes benches/results/kill-resume-cpu.json; exit status 1 where anything differs.
+alone. Each other one is killed: a quarter inside saves, a quarter in the first compilations (of the evaluation, the
+rollout and the update), some in later evaluations, the others anywhere; every fourth once more while it is being
+continued. The instants are others each time this runs, unless `--seed` is given. Then it is continued by the same
+command until it is done; then its records (but for times, speeds and memory), its checkpoints' steps and every array of
+the last checkpoint are compared bit by bit with those of the first. Prints a line per run, where the kills landed and
+what differs, and writes benches/results/kill-resume-cpu.json; exit status 1 where anything differs.
 """
 
 import dataclasses
@@ -32,13 +34,15 @@ import yaml
 from benches.recipes import write_tiny_model
 from benches.record import arguments, record
 from podium.config.sizes import optimizer_steps
+from podium.job.records import PROGRESS, read_json
 from podium.models.params import param_specs
 from podium.observe.run_dir import CHECKPOINTS, CONFIG, LENGTHS, METRICS, SAMPLES, read_config
 from podium.sharding import abstract_params
-from podium.train.checkpoint import restore_state, saved_steps
+from podium.train.checkpoint import restore_state
 from podium.train.optimizer import make_optimizer
 from podium.train.setup import make_model
 from podium.train.state import abstract_state
+from podium.train.step_files import saved_steps
 
 STEPS = 14
 SETTINGS: dict[str, Any] = {
@@ -54,17 +58,23 @@ SETTINGS: dict[str, Any] = {
 }
 VOLATILE = ("time/", "throughput/", "memory/", "rollout/prefill_s", "rollout/decode_s", "rollout/tokens_per_s")
 COMPILATIONS = "rollout/compilations"  # a continued run compiles anew
+COMPILED = ("evaluation", "rollout", "update")
+"""Phases that compile programs when they come first."""
+EVALUATED = (6, 12)
+"""Lines of metrics.jsonl when a later evaluation begins: those of five or ten steps, and of the evaluations before."""
 POLL_S = 0.001
 LIMIT_S = 600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kill:
-    """When to kill: once metrics.jsonl has so many lines (inside a save: and the next save has begun), and a while."""
+    """When to kill: once metrics.jsonl has so many lines (and the next save has begun, or a phase has), and a while."""
 
     lines: int
     delay_s: float
-    in_save: bool
+    in_save: bool = False
+    in_phase: str | None = None
+    """As the run tells its launcher; it does so every second, so only phases that compile are met."""
     again_s: float | None = None
     """Kill the continued run too, so long after it was started."""
 
@@ -93,8 +103,11 @@ def write_config(folder: Path, name: str) -> Path:
 def start(config: Path) -> subprocess.Popen[bytes]:
     """`podium train`, its output in a file beside the config."""
     command = [sys.executable, "-m", "podium.cli", "train", str(config), "--plain"]
+    job = config.with_suffix(".job")
+    shutil.rmtree(job, ignore_errors=True)
+    job.mkdir()
     with config.with_suffix(".log").open("ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log)
+        return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "PODRUN_JOB_DIR": str(job)})
 
 
 def finish(config: Path) -> None:
@@ -109,14 +122,20 @@ def disturb(config: Path, kill: Kill) -> Landing | None:
     """Start the run, or continue it, and kill it; None if it ended before that."""
     run = config.with_suffix("")
     process = start(config)
-    if not _wait(process, lambda: _lines(run) >= kill.lines and (not kill.in_save or bool(_unfinished(run)))):
+
+    def reached() -> bool:
+        saving = not kill.in_save or bool(_unfinished(run))
+        return _lines(run) >= kill.lines and saving and kill.in_phase in (None, _told_phase(run))
+
+    if not _wait(process, reached):
         return None
     time.sleep(kill.delay_s)
     children = _children(process.pid)
     process.send_signal(signal.SIGKILL)
     if process.wait() != -signal.SIGKILL:
         return None
-    return Landing(phase=phase(run), continued_from=max(saved_steps(run / CHECKPOINTS), default=0), children=children)
+    where = f"compiling the first {kill.in_phase}" if kill.in_phase else phase(run)
+    return Landing(phase=where, continued_from=max(saved_steps(run / CHECKPOINTS), default=0), children=children)
 
 
 def phase(run: Path) -> str:
@@ -151,17 +170,24 @@ def differences(run: Path, other: Path) -> list[str]:
     return found
 
 
-def draw_kills(count: int, in_save: int, seed: int) -> list[Kill]:
-    """Seeded instants: while the process starts, anywhere in the steps, and inside saves."""
+def draw_kills(count: int, seed: int) -> list[Kill]:
+    """Instants of every kind, for each eight: two saves, two compilations, a later evaluation, three anywhere."""
     draw = random.Random(seed)
     kills = []
     for index in range(count):
-        saving = index < in_save
-        lines = draw.randrange(0, STEPS + 1)
-        longest = 0.03 if saving else (0.2 if lines else 15.0)  # a step takes about 0.1 s, starting some seconds
-        delay_s, again_s = draw.uniform(0.0, longest), draw.uniform(0.0, 15.0)
-        again = again_s if index % 4 == 3 else None
-        kills.append(Kill(lines=lines, delay_s=delay_s, in_save=saving, again_s=again))
+        kind = ("save", "compilation", "anywhere", "evaluation")[index % 4]
+        again_s = draw.uniform(0.0, 15.0) if (index // 4 + index) % 4 == 3 else None
+        if kind == "save":
+            kill = Kill(lines=draw.randrange(STEPS), delay_s=draw.uniform(0.0, 0.03), in_save=True)
+        elif kind == "compilation":
+            kill = Kill(lines=0, delay_s=draw.uniform(0.0, 1.0), in_phase=draw.choice(COMPILED))
+        elif kind == "evaluation":  # begins when the line of its step is written
+            kill = Kill(lines=draw.choice(EVALUATED), delay_s=draw.uniform(0.0, 0.1))
+        else:  # a step takes about 0.1 s, starting some seconds
+            lines = draw.randrange(STEPS + 1)
+            kill = Kill(lines=lines, delay_s=draw.uniform(0.0, 0.2 if lines else 15.0))
+        kills.append(dataclasses.replace(kill, again_s=again_s))
+    draw.shuffle(kills)
     return kills
 
 
@@ -170,7 +196,7 @@ def measure(folder: Path, kill: Kill, index: int) -> dict[str, Any] | None:
     config = write_config(folder, f"killed-{index}")
     landings = [disturb(config, kill)]
     if landings[0] is not None and kill.again_s is not None:
-        again = disturb(config, Kill(lines=0, delay_s=kill.again_s, in_save=False))
+        again = disturb(config, Kill(lines=0, delay_s=kill.again_s))
         where = f"{kill.again_s:.1f} s after the continued run was started"  # its files may be the first kill's
         landings.append(again and dataclasses.replace(again, phase=where))
     landed = [landing for landing in landings if landing is not None]
@@ -202,6 +228,12 @@ def _wait(process: subprocess.Popen[bytes], reached: Callable[[], bool]) -> bool
 def _lines(run: Path) -> int:
     path = run / METRICS
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _told_phase(run: Path) -> str | None:
+    """The phase that the run has told its launcher last, before its first step was done."""
+    progress = read_json(run.with_suffix(".job") / PROGRESS)
+    return progress["phase"] if progress and not progress["step"] else None
 
 
 def _unfinished(run: Path) -> list[Path]:
@@ -250,7 +282,8 @@ def table(folder: Path, kills: Sequence[Kill]) -> list[dict[str, Any]]:
     for index, kill in enumerate(kills):
         while (row := measure(folder, kill, index)) is None:
             again_s = None if kill.again_s is None else kill.again_s / 2
-            kill = dataclasses.replace(kill, lines=max(0, kill.lines - 1), delay_s=kill.delay_s / 2, again_s=again_s)
+            lines = max(0, kill.lines - 1)
+            kill = dataclasses.replace(kill, lines=lines, delay_s=kill.delay_s / 2, again_s=again_s)
         rows.append({"kill": dataclasses.asdict(kill), **row})
         verdict = "equal" if not row["differences"] else f"differs: {', '.join(row['differences'][:3])}"
         orphans = f", orphans {row['orphans']}" if row["orphans"] else ""
@@ -265,14 +298,14 @@ def main() -> None:
     """Prints and writes the table; exit status 1 where a run differs or leaves a process behind."""
     parser = arguments(__doc__)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--in-save", type=int, default=6, help="how many of them come while a checkpoint is written")
-    parser.add_argument("--seed", type=int, default=0, help="of the instants")
+    parser.add_argument("--seed", type=int, default=None, help="of the instants; unset: another one each time")
     args = parser.parse_args()
+    seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     with tempfile.TemporaryDirectory() as folder:
-        rows = table(Path(folder), draw_kills(args.kills, args.in_save, args.seed))
+        rows = table(Path(folder), draw_kills(args.kills, seed))
     equal = sum(not row["differences"] and not row["orphans"] for row in rows)
     print(f"{equal} of {len(rows)} equal, bit by bit")
-    result = {"steps": STEPS, "settings": SETTINGS, "kills": len(rows), "equal": equal, "rows": rows}
+    result = {"seed": seed, "steps": STEPS, "settings": SETTINGS, "kills": len(rows), "equal": equal, "rows": rows}
     record(f"kill-resume-{jax.default_backend()}", result, args.results)
     sys.exit(equal < len(rows))
 

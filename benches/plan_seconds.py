@@ -1,4 +1,4 @@
-"""How long `podium plan` takes: the first time, again, and by the closed form.
+"""How long `podium plan` takes: the first time, again, by the closed form, and to search.
 
     python -m benches.plan_seconds         (about ten minutes on two cores)
 
@@ -19,7 +19,9 @@ from benches.record import arguments, record
 
 ROOT = Path(__file__).parents[1]
 CONFIG, TPU = "configs/gsm8k_qwen25_3b.yaml", "v6e-8"
-BARS = {"cold": 720.0, "cached": 5.0, "fast": 5.0}
+BARS = {"cold": 720.0, "cached": 5.0, "fast": 5.0, "search": 360.0}
+LONG = ("rollout.max_new_tokens=2048", "train.row_tokens=2560", "prompts_per_step=64")
+"""Settings of the search: rows of 2,560 tokens, and more completions than fit."""
 
 
 def seconds(cache: str, *more: str) -> dict[str, Any]:
@@ -34,10 +36,13 @@ def seconds(cache: str, *more: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints and records all three."""
+    """Prints and records all four."""
     args = arguments(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as cache:
         found = {"fast": seconds(cache, "--fast"), "cold": seconds(cache), "cached": seconds(cache)}
+    with tempfile.TemporaryDirectory() as cache:
+        long = [part for setting in LONG for part in ("--set", setting)]
+        found["search"] = seconds(cache, *long, "--search", "train.rows_per_device")
     for name, row in found.items():
         print(f"{name}: {row}", flush=True)
     record("plan-seconds-cpu", {"config": CONFIG, "tpu": TPU, "bars": BARS, "rows": found}, args.results)

@@ -110,12 +110,12 @@ def make_run(folder: Path, *, steps: int, groups: int, text: str, name: str = "m
 
 def main() -> None:
     """Prints and writes what was found."""
-    from playwright.sync_api import sync_playwright
-
     parser = arguments(__doc__)
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument("--chromium", default="/usr/bin/chromium", help="the browser's program")
     args = parser.parse_args()
+    from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
+
     with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
         folder, browser = (
             Path(scratch),

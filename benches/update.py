@@ -4,11 +4,12 @@
 
 A random model of SmolLM2-135M's shape. Prints one JSON line and writes benches/results/update-PLATFORM.json: seconds
 per optimizer step, wall clock and CPU (on a busy machine only CPU seconds can be compared), tokens by kind, and model
-FLOP/s: 6 per parameter and real token, whatever is recomputed.
+FLOP/s as `podium.models.flops` counts them. For a config's own update there is `podium bench update`.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 
 import jax
@@ -18,7 +19,9 @@ import numpy as np
 from benches.decode import SMOLLM2_135M, best
 from benches.record import arguments, record
 from podium.algorithms.recipes import RECIPES
+from podium.config.attention import attention_backend
 from podium.config.schema import OptimizerConfig
+from podium.models.flops import step_work, update_flops
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, param_specs
 from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batch import Batch, BatchSizes, Sample, make_batch
@@ -28,8 +31,8 @@ from podium.train.state import init_state
 from podium.train.step import TrainSettings, make_train_step, shard_batch
 
 
-def random_batch(args: argparse.Namespace, vocab: int, rows: int) -> Batch:
-    """Groups of completions of a quarter to all of `new_tokens`, packed as the trainer packs them; numpy arrays."""
+def random_samples(args: argparse.Namespace, vocab: int) -> list[Sample]:
+    """Groups of completions of a quarter to all of `new_tokens`; the same at any time."""
     random = np.random.default_rng(0)
     samples = []
     for group in range(args.prompts):
@@ -39,10 +42,15 @@ def random_batch(args: argparse.Namespace, vocab: int, rows: int) -> Batch:
             logprobs = np.full(length, -np.log(vocab), np.float32)
             samples.append(Sample(group=group, prompt=prompt, tokens=tokens, sampled_logprobs=logprobs))
     weight = 1.0 / sum(len(sample.tokens) for sample in samples)
-    samples = [
+    return [
         dataclasses.replace(sample, advantage=float(advantage), weight=weight)
         for sample, advantage in zip(samples, random.standard_normal(len(samples)), strict=True)
     ]
+
+
+def random_batch(args: argparse.Namespace, vocab: int, rows: int) -> Batch:
+    """Those samples, packed as the trainer packs them; numpy arrays."""
+    samples = random_samples(args, vocab)
     batch, _ = make_batch(
         samples,
         BatchSizes(
@@ -68,6 +76,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         temperature=1.0,
         remat=args.remat,
         head_chunk_tokens=args.head_chunk_tokens,
+        attention=attention_backend("auto", jax.default_backend()),
     )
     train_step = make_train_step(settings, RECIPES["grpo"], optimizer)
     state = init_state(init_params(0, specs, ShardingRules(mesh, TRAIN_AXES)), optimizer)
@@ -82,7 +91,9 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     wall_s, cpu_s = best(step, args.repeats)
     filled = int(np.sum(np.asarray(batch.segments) > 0))
     room = int(batch.num_micro_batches) * int(np.prod(batch.tokens.shape[1:]))
-    matrices = sum(int(np.prod(spec.shape)) for spec in specs.values())  # the embedding once: tied, as the head
+    groups = itertools.groupby(random_samples(args, decoder.vocab), key=lambda sample: sample.group)
+    lengths = [[len(sample.tokens) for sample in own] for _, own in groups]
+    work = step_work([args.prompt_tokens] * args.prompts, lengths)
     stats = jax.local_devices()[0].memory_stats() or {}
     return {
         "wall_s": wall_s,
@@ -91,7 +102,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         "tokens/prompt": filled - float(batch.num_tokens),
         "tokens/padding": room - filled,
         "completion_tokens_per_s": float(batch.num_tokens) / wall_s,
-        "model_tflop_per_s": 6 * matrices * filled / wall_s / 1e12,
+        "model_tflop_per_s": update_flops(decoder, work) / wall_s / 1e12,
         "peak_memory_gib": stats.get("peak_bytes_in_use", 0) / 2**30,
     }
 

@@ -16,7 +16,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 GIB = 2**30
-GPU_POOL = 0.75  # of a GPU's memory that jax takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
+GPU_POOL, POOL_VARIABLE = 0.75, "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""Share of a GPU's memory that jax takes for arrays, and the variable that sets another."""
+CUDA_CONTEXT, ALLOCATOR_RESERVE = 1 * GIB, 0.02
+"""Memory of a GPU for CUDA's context, kernels and NCCL's buffers, outside that share; and what part of the share its
+allocator cannot give away, for arrays are in one piece. Assumed: benches/gpu.sh measures both."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,8 @@ class Accelerator:
     """Chips of a host along each axis; None: the compiler does not know this machine."""
     chip_config: str | None = None
     """The compiler's name of how a chip's cores are used; None: there is one way."""
+    slices: int = 1
+    """Groups of devices joined by a network slower than the interconnect: machines of GPUs, as jax counts slices."""
 
     @property
     def devices_per_host(self) -> int:
@@ -48,18 +54,22 @@ class Accelerator:
         return self.devices // self.hosts
 
     @property
-    def compiles(self) -> bool:
-        """Whether programs can be compiled for it without having it; otherwise there is only the closed form."""
-        return self.host_bounds is not None
+    def platform(self) -> Literal["cpu", "gpu", "tpu"]:
+        """What jax calls its kind of device."""
+        return "tpu" if self.host_bounds is not None else "gpu" if self.generation in GPUS else "cpu"
 
     @property
     def topology(self) -> str:
-        """The compiler's name of the slice, as `v6e:2x4`."""
+        """The compiler's name of the slice, as `v6e:2x4`; of GPUs, machines x 1 x those of each."""
+        if self.platform == "gpu":
+            return f"{self.hosts}x1x{self.devices_per_host}"
         return f"{self.generation}:{'x'.join(map(str, self.torus))}"
 
     @property
     def topology_options(self) -> dict[str, Any]:
         """Keyword arguments of jax's `get_topology_desc`, besides name and platform."""
+        if self.platform != "tpu":
+            return {}
         options: dict[str, Any] = {"chips_per_host_bounds": self.host_bounds}
         return options | ({"chip_config_name": self.chip_config} if self.chip_config else {})
 
@@ -69,17 +79,41 @@ class Accelerator:
         return sum((2 if wraps and size > 2 else 1) for size, wraps in self._axes if size > 1)
 
     @property
+    def wiring_known(self) -> bool:
+        """Whether it is published which ends of its axes are connected: not for parts of a v5e's or v6e's 16x16."""
+        return len(self.torus) != 2 or self.devices == 1 or all(self.wrapped)
+
+    @property
     def _axes(self) -> list[tuple[int, bool]]:
         return list(zip(self.torus, self.wrapped, strict=True))
 
 
 # Available HBM in the compiler's own refusals (libtpu 0.0.42.1): "exceeds available HBM (31.25G)".
 HBM_GIB = {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25}
-# Total memory by nvidia-smi: 81,559 MiB and 143,771 MiB.
-GPU_GIB = {"h100": 81559 / 1024, "h200": 143771 / 1024}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU; its target file in `podium/plan/gpus` has the sources."""
+
+    memory: int  # bytes that CUDA reports as total
+    networked: bool = True  # whether there is a figure of the network between machines, in `podium/plan/chips`
+
+
+GPUS: Mapping[str, Gpu] = {
+    "a100-40": Gpu(42_331_013_120),
+    "a100-80": Gpu(85_100_068_864),
+    "l4": Gpu(int(22.03 * GIB), networked=False),
+    "l40s": Gpu(int(44.40 * GIB), networked=False),
+    "h100": Gpu(84_942_979_072),
+    "h200": Gpu(151_397_597_184),
+    "b200": Gpu(191_514_411_008),
+    "rtx4090": Gpu(int(23.64 * GIB), networked=False),
+}
 CHIPS_2D = (1, 4, 8, 16, 32, 64, 128, 256)  # v5e and v6e: 1x1, 2x2, 2x4, 4x4, ..., 16x16
 CORES_3D = {"v4": (8, 16, 32, 64, 128, 256, 512), "v5p": (8, 16, 32, 64, 128, 256, 512, 1024)}
-GPUS = (1, 2, 4, 8)
+GPU_COUNTS, MACHINE = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256), 8
+"""Numbers of GPUs that are planned for, and the most of one machine."""
 ALIASES = {"v5e": "v5litepod"}  # the cloud's own name of the second
 CPU_INFO = Path("/proc/cpuinfo")
 CPU_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})
@@ -95,20 +129,34 @@ DEVICE_KINDS: Mapping[str, str] = {
     "TPU v5e": "v5litepod",
     "TPU v5": "v5p",
     "TPU v4": "v4",
+    "NVIDIA A100-SXM4-40GB": "a100-40",
+    "NVIDIA A100-PCIE-40GB": "a100-40",
+    "NVIDIA A100": "a100-80",
     "NVIDIA H100": "h100",
     "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA L40": "",  # another GPU, of which there is no target
+    "NVIDIA L4": "l4",
+    "NVIDIA GeForce RTX 4090": "rtx4090",
 }
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """The accelerator of that name, as v6e-8, v5litepod-16 (or v5e-16), v5p-64, h100-8.
+    """The accelerator of that name, as v6e-8, v5litepod-16 (or v5e-16), v5p-64, h100-8, a100-80-8.
 
     Raises ValueError where there is none; the message has the nearest names.
     """
     table = accelerators()
-    kind, _, size = name.strip().lower().partition("-")
+    kind, _, size = name.strip().lower().rpartition("-")
     known = f"{ALIASES.get(kind, kind)}-{size}"
     if known not in table:
+        if kind in GPUS and not GPUS[kind].networked and size.isdigit() and int(size) > MACHINE:
+            others = ", ".join(other for other, gpu in GPUS.items() if gpu.networked)
+            raise ValueError(
+                f"{known}: there is no figure of the network between machines of {kind}; plan one machine, as"
+                f" {kind}-{MACHINE}, or a GPU with such a figure ({others})"
+            )
         near = _nearest(known, table)
         raise ValueError(f"unknown accelerator {name!r}; nearest: {', '.join(near)}")
     return table[known]
@@ -125,8 +173,30 @@ def accelerators() -> dict[str, Accelerator]:
     """Every accelerator by name, small to large within its kind."""
     slices = [_flat_slice(generation, chips) for generation in ("v5e", "v6e") for chips in CHIPS_2D]
     slices += [_cubic_slice(generation, cores) for generation, sizes in CORES_3D.items() for cores in sizes]
-    gpus = [_gpus(generation, count) for generation in GPU_GIB for count in GPUS]
+    counts = [(kind, count) for kind, gpu in GPUS.items() for count in GPU_COUNTS if count <= MACHINE or gpu.networked]
+    gpus = [_gpus(kind, count) for kind, count in counts]
     return {each.name: each for each in (*slices, *gpus)}
+
+
+def pool_share() -> float:
+    """The share of a GPU's memory that jax takes for arrays, where a run has this process's environment.
+
+    Raises ValueError where the variable for it holds no share.
+    """
+    text = os.environ.get(POOL_VARIABLE, str(GPU_POOL))
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ValueError(f"{POOL_VARIABLE}={text}: expected a share of the memory above 0, at most 1; unset it")
+    return share
+
+
+def usable_gpu_memory(kind: str, share: float) -> int:
+    """Bytes of a GPU for arrays: the share that jax takes, beside CUDA's context, but for the allocator's reserve."""
+    memory = GPUS[kind].memory
+    return int((1 - ALLOCATOR_RESERVE) * min(share * memory, memory - CUDA_CONTEXT))
 
 
 def auto_dtype(platform: str, flags: Set[str]) -> Literal["float32", "bfloat16"]:
@@ -193,21 +263,28 @@ def _to_double(torus: list[int]) -> int:
     return max(axis for axis, size in enumerate(torus) if size == min(torus))
 
 
-def _gpus(generation: str, count: int) -> Accelerator:
-    """GPUs of one machine behind one switch."""
+def _gpus(kind: str, count: int) -> Accelerator:
+    """GPUs of one machine behind one switch, or of several machines of 8."""
+    machines = max(1, count // MACHINE)
     return Accelerator(
-        name=f"{generation}-{count}",
-        generation=generation,
+        name=f"{kind}-{count}",
+        generation=kind,
         devices=count,
-        hosts=1,
-        hbm_bytes=int(GPU_POOL * GPU_GIB[generation] * GIB),
+        hosts=machines,
+        hbm_bytes=usable_gpu_memory(kind, pool_share()),
+        slices=machines,
     )
 
 
 def _nearest(name: str, table: dict[str, Accelerator]) -> list[str]:
-    """Up to three names most like a wrong one: of its kind the nearest in size, else those spelt alike."""
-    kind, _, size = name.partition("-")
-    same_kind = [each for each in table if each.startswith(f"{kind}-")]
-    if same_kind and size.isdigit():
-        return sorted(same_kind, key=lambda each: abs(int(each.partition("-")[2]) - int(size)))[:3]
-    return difflib.get_close_matches(name, table, 3, cutoff=0.0)
+    """Up to three names most like a wrong one: of the kinds most like its own those nearest in size."""
+    kind, _, size = name.rpartition("-")
+    kinds = list(dict.fromkeys(each.rpartition("-")[0] for each in table))
+    like = [each for each in kinds if each == kind] or [each for each in kinds if each.startswith(f"{kind}-")]
+    like = like or difflib.get_close_matches(kind or name, kinds, 3, cutoff=0.0)
+    count = int(size) if size.isdigit() else MACHINE
+    sizes = {
+        each: [int(other.rpartition("-")[2]) for other in table if other.rpartition("-")[0] == each] for each in like
+    }
+    by_size = {each: sorted(sizes[each], key=lambda other: abs(other - count)) for each in like}
+    return [f"{each}-{by_size[each][rank]}" for rank in range(3) for each in like][:3]

@@ -124,49 +124,74 @@ def train(
 app.command(cls=PlanCommand)(plan)
 
 
+@app.command()
+def certify(
+    config: ConfigFiles,
+    settings: Settings = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Check the model's real weights instead of a tiny clone of it.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Prove on the config's own model that its updates are right, however they are cut up and computed.
+
+    Exit status: 0 every check is green, 1 one is not, 2 wrong settings or usage.
+    """
+    from podium.settings import load_settings
+
+    loaded = load_settings(config, settings or [])
+    from podium.certify.command import certify
+
+    raise typer.Exit(certify(loaded.config, full=full, as_json=as_json))
+
+
 @app.command("eval")
 def evaluate(
     target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run, RUN@STEP, or a model as in a config.")],
-    task: Annotated[str, typer.Option(help="Task to evaluate; `podium tasks` lists them.")],
+    task: Annotated[
+        str | None, typer.Option(help="Task to evaluate; `podium tasks` lists them. Default: all of the run's.")
+    ] = None,
     split: Annotated[str | None, typer.Option(help="Split of its questions; default: the task's eval_split.")] = None,
     path: Annotated[str | None, typer.Option(help="Local file or folder with the questions.")] = None,
     questions: Annotated[int | None, typer.Option(min=1, help="Use only the first questions; default: all.")] = None,
     samples: Annotated[int | None, typer.Option(min=0, help="Sampled answers per question.")] = None,
     greedy: Annotated[bool | None, typer.Option(help="Answer each question once, greedily.")] = None,
+    show: Annotated[int, typer.Option(min=0, metavar="N", help="Print the first N answers of each task.")] = 0,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all answers, a line per question.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     settings: Settings = None,
 ) -> None:
-    """Evaluate a run's weights, or any model, on a task's held-out questions."""
+    """Evaluate a run's weights, or any model, on held-out questions."""
     from podium.config.load import load
+    from podium.files import as_path
     from podium.settings import load_settings
 
     run = _run_at(target)
-    files = [Path(run.run) / "config.yaml"] if run else []
-    known = load(files, [], os.environ).config.tasks if run else ()
-    same = [each.model_dump(mode="json") for each in known if each.name == task]
-    chosen: dict[str, Any] = same[0] if same else {"name": task}
-    chosen["rewards"] = {"correct": 1.0}
-    if split is not None:
-        chosen["eval_split"] = split
-    if path is not None:
-        chosen["eval_path"] = path
+    files = [as_path(run.run) / "config.yaml"] if run else []
+    if run is None and task is None:
+        _fail(f"{target} is no run, which has tasks of its own; name one with --task (podium tasks)", status=2)
+    known = [each.model_dump(mode="json") for each in load(files, [], os.environ).config.tasks] if run else []
+    chosen = [each for each in known if task in (None, each["name"])][: None if task is None else 1] or [{"name": task}]
+    given = {"eval_split": split, "eval_path": path}
+    changes = {"rewards": {"correct": 1.0}, **{key: value for key, value in given.items() if value is not None}}
+    chosen = [each | changes for each in chosen]
     options = {"eval.samples": samples, "eval.greedy": greedy, "eval.questions": questions}
     loaded = load_settings(files, [*_evaluation_overrides(target, run, chosen, options), *(settings or [])])
     from podium.train.evaluate import evaluate_command
 
-    raise typer.Exit(evaluate_command(loaded.config, run=run, as_json=as_json))
+    raise typer.Exit(evaluate_command(loaded.config, run=run, as_json=as_json, show=show, out=out))
 
 
 def _evaluation_overrides(
-    target: str, run: "Fork | None", task: dict[str, Any], options: dict[str, Any]
+    target: str, run: "Fork | None", tasks: list[dict[str, Any]], options: dict[str, Any]
 ) -> list["Override"]:
-    """An evaluation's options as settings: one task, graded by its answers alone, on all questions unless limited."""
+    """An evaluation's options as settings: tasks, graded by their answers alone, on all questions unless limited."""
     from podium.config.load import Override
 
     given = [Override(key, value, f"--{key.removeprefix('eval.')}") for key, value in options.items()]
     return [
         *([] if run else [Override("model", target, f"argument {target}")]),
-        Override("tasks", [task], f"--task {task['name']}"),
+        Override("tasks", tasks, f"--task {tasks[0]['name']}"),
         Override("grading.overlong_buffer_tokens", 0, "podium eval"),
         *(override for override in given if override.value is not None or override.key == "eval.questions"),
     ]
@@ -184,7 +209,7 @@ def export(
         _fail(f"{run} has no config.yaml, so it is not a run's folder; give one, such as runs/demo", status=2)
     from podium.train.export import export_run
 
-    raise typer.Exit(export_run(Path(run), folder, step=step, dtype=dtype))
+    raise typer.Exit(export_run(run, folder, step=step, dtype=dtype))
 
 
 @app.command()
@@ -273,6 +298,25 @@ def bench_gather(
             require=require_process_count,
         )
     )
+
+
+@bench_app.command("update")
+def bench_update(
+    config: ConfigFiles,
+    settings: Settings = None,
+    lengths: Annotated[
+        str, typer.Option(metavar="gsm8k|fixed:N|RUN", help="Lengths of prompts and completions, as of podium plan.")
+    ] = "gsm8k",
+    repeats: Annotated[int, typer.Option(min=1, help="Steps to time; the fastest counts.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Time a config's update on random weights and completions: seconds, tokens, and the share of the peak (MFU)."""
+    from podium.settings import load_settings
+
+    loaded = load_settings(config, settings or [])
+    from podium.bench.update import bench
+
+    raise typer.Exit(bench(loaded.config, lengths=lengths, repeats=repeats, as_json=as_json))
 
 
 @app.command()

@@ -3,18 +3,42 @@
 A record is one line of JSON, flushed when written. Which files a run has is `podium.observe.run_dir`.
 """
 
+import errno
 import json
 import math
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 Record = Mapping[str, Any]
+BUCKET = "gs://"
 
 
 class RunFileError(ValueError):
     """A file or folder of a run that cannot be written, or does not hold what Podium writes."""
+
+
+def as_path(text: str) -> Path:
+    """A path of this machine, or of a bucket where the text begins with gs://: it has pathlib's methods too."""
+    if not text.startswith(BUCKET):
+        return Path(text)
+    from etils import epath
+    from fsspec import config as fsspec_settings
+
+    fsspec_settings.conf.setdefault("gcs", {})["use_listings_cache"] = False  # other hosts write there too
+    return epath.Path(text)  # pyright: ignore[reportReturnType]  # pathlib's methods without its type
+
+
+def in_bucket(path: Path) -> bool:
+    """Whether the path is of a bucket."""
+    return str(path).startswith(BUCKET)
+
+
+def absolute(path: Path) -> Path:
+    """The path from the root on; those of buckets always are."""
+    return path if in_bucket(path) else path.absolute()
 
 
 class JsonLines:
@@ -31,10 +55,8 @@ class JsonLines:
             self._file.write(to_json(record) + "\n")
             self._file.flush()
         except OSError as error:
-            raise RunFileError(
-                f"{self.path} cannot be written: {error.strerror}; free some space and run the same command again, "
-                "it continues from the last checkpoint"
-            ) from error
+            way_out = "run the same command again, it continues from the last checkpoint"
+            raise RunFileError(f"{why_not_written(self.path, error)}; {way_out}") from error
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -61,13 +83,19 @@ def _plain(value: Any) -> Any:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, oldest first; none if there is no file. A last line that was cut by a kill is left out.
+    """The records of a file, oldest first; none if there is no file.
+
+    A last line that was cut by a kill is left out, and so are the zeros that a crash of the machine leaves at the end.
+
+    So are last lines with zero bytes, which a file system leaves of what a host had not written when it went down.
 
     Raises RunFileError where another line is not a record.
     """
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")
+    while len(lines) > 1 and (not lines[-1] or b"\0" in lines[-1]) and b"\0" in lines[-2]:
+        lines[-2:] = [b""]
     complete, torn = lines[:-1], lines[-1]
     records = [_parse(line, f"{path}:{number}") for number, line in enumerate(complete, start=1)]
     if torn:
@@ -101,6 +129,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
     Raises RunFileError where the folder cannot be written.
     """
+    if in_bucket(path):  # an object is there whole or not at all
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -109,6 +140,19 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise RunFileError(f"{path} cannot be written: {error.strerror}") from error
+        temporary.unlink(missing_ok=True)  # its room counts as free
+        raise RunFileError(why_not_written(path, error, len(content))) from error
     finally:
         temporary.unlink(missing_ok=True)  # there only if it was not put in place
+
+
+def why_not_written(path: Path, error: OSError, size: int | None = None) -> str:
+    """What to say of a file that cannot be written; of a full disk also the room that there is and is needed."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return f"{path} cannot be written: {error.strerror}"
+    room = f"{shutil.disk_usage(path.parent).free / 1e6:,.2f} MB are free"
+    need = "" if size is None else f", {size / 1e6:,.2f} MB are needed"
+    return (
+        f"{path} cannot be written: {error.strerror}; free some space in {path.parent} ({room}{need}),"
+        " or write the run elsewhere with runs_dir"
+    )

@@ -6,21 +6,27 @@ downloaded, and nothing here imports jax, so that every error in a config comes 
 
 import os
 import re
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from podium.algorithms.recipes import RECIPES, conflicts
 from podium.config.errors import ConfigError, Contradiction, Problem, nearest, not_in
 from podium.config.load import Loaded, Override, load
 from podium.config.schema import Config
 from podium.models.architecture import ModelError
+from podium.models.layouts import AUTO
 from podium.models.params import ROLLOUT_LAYOUTS
 from podium.models.source import on_disk, read_architecture, resolve
 from podium.tasks.registry import make_task
 from podium.tasks.rewards import TEXT_REWARDS
 from podium.tools.seed_keys import spellings, trl_keys
 
-NAMES: Mapping[str, Mapping[str, object]] = {"algorithm.recipe": RECIPES, "rollout.layout": ROLLOUT_LAYOUTS}
+_LAYOUTS: Mapping[str, object] = ChainMap[str, Any](
+    cast(dict[str, Any], ROLLOUT_LAYOUTS), {AUTO: "chosen by `podium.models.layouts`"}
+)
+NAMES: Mapping[str, Mapping[str, object]] = {"algorithm.recipe": RECIPES, "rollout.layout": _LAYOUTS}
 """Settings that name an entry of a table: whoever adds an entry there adds a value here."""
 
 
@@ -90,7 +96,16 @@ def _rewards(config: Config) -> Iterator[Contradiction]:
         yield Contradiction(("tasks.0.rewards",), message)
 
 
-RULES = (_names, _algorithm, _rewards)
+def _layout(config: Config) -> Iterator[Contradiction]:
+    layout, group = config.rollout.layout, config.rollout.group_chips
+    if group is not None and layout != "hybrid":
+        key, other = "rollout.group_chips", "rollout.layout"
+        yield Contradiction(
+            (key, other), f"{group} has no effect with {other} {layout}; set that to hybrid, or leave this out"
+        )
+
+
+RULES = (_names, _algorithm, _rewards, _layout)
 """What recipes and rewards add to the rules of `podium.config.schema`."""
 
 

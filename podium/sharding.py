@@ -32,7 +32,7 @@ class ShardingRules:
 
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
         """The partition of an array with these logical axes."""
-        return PartitionSpec(*(None if axis is None else self.axes.get(axis) for axis in axes))
+        return PartitionSpec(*(None if axis is None else self._mesh_axes(axis) for axis in axes))
 
     def sharding(self, *axes: str | None) -> NamedSharding:
         """The sharding of an array with these logical axes; no axes at all: replicated."""
@@ -65,7 +65,11 @@ class ShardingRules:
 
     def num_shards(self, axis: str) -> int:
         """Into how many parts a logical axis is split."""
-        return _size(self.mesh, self.axes.get(axis))
+        return _size(self.mesh, self._mesh_axes(axis))
+
+    def _mesh_axes(self, axis: str) -> MeshAxes:
+        """What splits a logical axis; rows that meet weights are split as the batch, unless the table has them."""
+        return self.axes.get("batch" if axis == "rows" and "rows" not in self.axes else axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 if threading.current_thread() is threading.main_thread():
@@ -24,14 +25,18 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION
 MARK = "PYTEST_SESSION_PID"
 os.environ[MARK] = str(os.getpid())
 
+# Many tests make the same small programs anew: a process of the session, and those that it starts, compile each once.
+COMPILED = tempfile.TemporaryDirectory(prefix="podium-tests-")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Many tests make the same small programs anew: each process of the session compiles one of them once.
-COMPILED = tempfile.TemporaryDirectory(prefix="podium-tests-")
-jax.config.update("jax_compilation_cache_dir", COMPILED.name)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+hypothesis.settings.register_profile("podium", deadline=None)  # a machine may have other work
+hypothesis.settings.load_profile("podium")
 
 GRACE_S = 10.0
 PYTHON_S_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # end with this process

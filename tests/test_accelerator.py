@@ -11,6 +11,7 @@ import pytest
 from benches.decode import SMOLLM2_135M, NoText
 from benches.update import random_batch
 from podium.algorithms.recipes import RECIPES
+from podium.config.attention import attention_backend
 from podium.config.schema import OptimizerConfig, RolloutConfig
 from podium.models.params import GATHERED_AXES, ROLLOUT_AXES, TRAIN_AXES, param_specs
 from podium.rollout.engine import RolloutEngine
@@ -37,7 +38,10 @@ def mesh_of(platform: str | None):
 def completions(platform: str | None, dtype=jnp.float32):
     config = RolloutConfig(max_prompt_tokens=32, max_new_tokens=16, slots=8, prefill_rows=4)
     mesh = mesh_of(platform)
-    engine = RolloutEngine(config, DECODER, ShardingRules(mesh, ROLLOUT_AXES), NoText(), dtype=jnp.dtype(dtype))
+    attention = attention_backend("auto", mesh.devices.flat[0].platform)
+    engine = RolloutEngine(
+        config, DECODER, ShardingRules(mesh, ROLLOUT_AXES), NoText(), dtype=jnp.dtype(dtype), attention=attention
+    )
     params = init_params(0, param_specs(DECODER), ShardingRules(mesh, TRAIN_AXES))
     engine.load({name: value if "norm" in name else 5 * value for name, value in params.items()})
     prompts = np.random.default_rng(0).integers(0, DECODER.vocab, (6, 20)).tolist()
@@ -52,7 +56,13 @@ def updated(platform: str | None):
     mesh, specs = mesh_of(platform), param_specs(DECODER)
     optimizer = make_optimizer(OptimizerConfig(name="sgd", learning_rate=1.0, clip_norm=0.0), 10, specs)
     settings = TrainSettings(
-        decoder=DECODER, mesh=mesh, dtype=jnp.dtype("float32"), temperature=1.0, remat="layer", head_chunk_tokens=32
+        decoder=DECODER,
+        mesh=mesh,
+        dtype=jnp.dtype("float32"),
+        temperature=1.0,
+        remat="layer",
+        head_chunk_tokens=32,
+        attention=attention_backend("auto", mesh.devices.flat[0].platform),
     )
     state = init_state(init_params(0, specs, ShardingRules(mesh, TRAIN_AXES)), optimizer)
     batch = shard_batch(random_batch(BATCH, DECODER.vocab, 2), ShardingRules(mesh, GATHERED_AXES))

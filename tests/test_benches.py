@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benches import closed_form
+from benches import closed_form, gpu_accuracy
 from benches.demo import RandomArithmetic, meets_bar
 from benches.gsm8k import check_grader
 from benches.record import record
@@ -63,6 +63,20 @@ def test_gpu_script_says_how_it_is_used():
     finished = run("sh", "benches/gpu.sh", "--help")
     assert finished.returncode == 2
     assert "--tiny" in finished.stdout
+
+
+@pytest.mark.parametrize(("name", "found"), [("NVIDIA L40S", "l40s-1"), ("NVIDIA A100-SXM4-80GB", "a100-80-1")])
+def test_a_gpu_is_planned_for_by_what_nvidia_smi_calls_it(monkeypatch, name, found):
+    monkeypatch.setattr(gpu_accuracy, "_smi", lambda what: f"{name}\nanother\n")
+    assert gpu_accuracy.this_gpu().name == found
+
+
+def test_a_gpu_without_a_target_is_told_where_to_add_one(monkeypatch):
+    monkeypatch.setattr(gpu_accuracy, "_smi", lambda what: "NVIDIA L40\n")
+    with pytest.raises(
+        ValueError, match="NVIDIA L40: podium plan has no target for this GPU; add one to podium/plan/gpus"
+    ):
+        gpu_accuracy.this_gpu()
 
 
 def test_record_says_how_a_number_came_about(tmp_path: Path):
@@ -131,7 +145,7 @@ class Sized:
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.total, self.device_bytes = name, size, size
-        self.memory = Memory(peak=size, code=0)
+        self.memory, self.refused = Memory(peak=size, code=0), False
 
 
 def test_grader_check_counts_what_is_graded_wrongly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

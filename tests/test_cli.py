@@ -144,7 +144,7 @@ def test_wrong_settings_are_status_2_with_everything_on_stderr(podium):
     )
 
 
-@pytest.mark.parametrize("arguments", [["trian"], ["train"], ["train", "run.yaml", "--nope"], ["eval", "demo"]])
+@pytest.mark.parametrize("arguments", [["trian"], ["train"], ["train", "run.yaml", "--nope"], ["eval"]])
 def test_wrong_usage_is_status_2(podium, arguments):
     status, out, err = podium(*arguments)
     assert (status, out) == (2, "") and "Traceback" not in err and "Usage:" in err
@@ -231,7 +231,7 @@ def test_evaluation_of_a_model_asks_all_questions_of_one_task(podium, stub):
     arguments = ["--task", "arithmetic", "--samples", "4", "--no-greedy", "--json", "--set", "tasks.0.options.digits=2"]
     assert podium("eval", "nobody/nothing", *arguments)[0] == 0
     ((config,), options) = calls[0]
-    assert options == {"run": None, "as_json": True}
+    assert options == {"run": None, "as_json": True, "show": 0, "out": None}
     assert (config.model, config.eval.samples, config.eval.greedy, config.eval.questions) == (
         "nobody/nothing", 4, False, None,
     )  # fmt: skip
@@ -249,11 +249,31 @@ def test_evaluation_of_a_run_uses_its_settings(podium, stub):
     )
     assert podium("eval", "runs/a@20", "--task", "arithmetic", "--split", "other", "--questions", "9")[0] == 0
     ((config,), options) = calls[0]
-    assert options == {"run": ("runs/a", 20), "as_json": False}
+    assert options == {"run": ("runs/a", 20), "as_json": False, "show": 0, "out": None}
     assert (config.rollout.slots, config.eval.questions, config.name) == (16, 9, "a")
     (task,) = config.tasks
     assert (task.options, task.system_prompt, task.eval_split) == ({"digits": 3}, "Be short.", "other")
     assert task.rewards == {"correct": 1.0}
+
+
+def test_evaluation_of_a_run_asks_all_of_its_tasks_unless_told_otherwise(podium, stub):
+    calls = stub("podium.train.evaluate", "evaluate_command", 0)
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/config.yaml").write_text(
+        "name: a\nmodel: nobody/nothing\ntasks:\n"
+        "- {name: gsm8k, rewards: {correct: 1.0, length: 0.1}}\n- {name: arithmetic}\n"
+    )
+    assert podium("eval", "runs/a", "--show", "5", "--out", "answers.jsonl")[0] == 0
+    ((config,), options) = calls[0]
+    assert [(task.name, task.rewards) for task in config.tasks] == [
+        ("gsm8k", {"correct": 1.0}), ("arithmetic", {"correct": 1.0}),
+    ]  # fmt: skip
+    assert options == {"run": ("runs/a", None), "as_json": False, "show": 5, "out": Path("answers.jsonl")}
+
+
+def test_evaluation_of_a_model_without_a_task_says_what_to_name(podium):
+    status, _, err = podium("eval", "nobody/nothing")
+    assert status == 2 and "nobody/nothing is no run, which has tasks of its own; name one with --task" in err
 
 
 def test_an_unknown_task_of_an_evaluation_names_the_option(podium):
@@ -266,7 +286,7 @@ def test_export_hands_over_run_folder_and_format(podium, stub):
     Path("runs/a").mkdir(parents=True)
     Path("runs/a/config.yaml").write_text(CONFIG)
     assert podium("export", "runs/a", "out", "--step", "3", "--dtype", "float32")[0] == 0
-    assert calls == [((Path("runs/a"), Path("out")), {"step": 3, "dtype": "float32"})]
+    assert calls == [(("runs/a", Path("out")), {"step": 3, "dtype": "float32"})]
 
 
 def test_the_version_is_printed(podium):

@@ -68,9 +68,8 @@ def test_a_model_is_an_entry(monkeypatch):
 
 
 def test_an_accelerator_is_an_entry(monkeypatch, new_accelerators):
-    monkeypatch.setitem(accelerators.GPU_GIB, "b200", 180.0)
-    monkeypatch.setattr(accelerators, "GPUS", (*accelerators.GPUS, 16))
-    assert find_accelerator("b200-8").hbm_bytes == int(0.75 * 180 * 2**30)
+    monkeypatch.setitem(accelerators.GPUS, "b300", accelerators.Gpu(280 * 2**30))  # pyright: ignore[reportArgumentType]
+    assert 0.7 * 280 * 2**30 < find_accelerator("b300-8").hbm_bytes < 0.76 * 280 * 2**30
     config = load_settings([], [*RUN, "rollout.prefill_rows=16"], {}).config
     plan = make_plan(config, find_accelerator("h200-16"), fast=True)
     assert (plan.devices, plan.verdict) == (16, "fits")
@@ -79,7 +78,8 @@ def test_an_accelerator_is_an_entry(monkeypatch, new_accelerators):
 def test_a_rollout_layout_is_an_entry(monkeypatch):
     """Weights split as in training, sequences over dp and tp: nothing else knows of it, and it decodes the same."""
     setting = [*RUN, "rollout.layout=mixed"]
-    with pytest.raises(ConfigError, match=r"rollout\.layout: expected one of replicated, legacy, maxtext, got 'mixed'"):
+    known = "auto, replicated, tensor, hybrid, legacy, maxtext"
+    with pytest.raises(ConfigError, match=rf"rollout\.layout: expected one of {known}, got 'mixed'"):
         load_settings([], setting, {})
     monkeypatch.setitem(ROLLOUT_LAYOUTS, "mixed", {**TRAIN_AXES, "batch": ("dp", "tp")})
     layout = load_settings([], setting, {}).config.rollout.layout

@@ -1,4 +1,7 @@
+import contextlib
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +44,25 @@ def test_no_file_has_no_records(tmp_path):
     assert read_lines(tmp_path / "metrics.jsonl") == []
 
 
-@pytest.mark.parametrize("tail", [b'{"step": 3, "lo', b"{", b'{"step": 3, "x": "\xe2\x82', b"\x00\x00\x00"])
+def test_zeros_that_a_crash_left_at_the_end_are_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + b"\0" * 4096)
+    assert [record["step"] for record in read_lines(path)] == [1, 2]
+    path.write_bytes(b'{"step": 1}\n{"st' + b"\0" * 4096)
+    assert [record["step"] for record in read_lines(path)] == [1]
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b'{"step": 3, "lo',
+        b"{",
+        b'{"step": 3, "x": "\xe2\x82',
+        b"\x00\x00\x00",
+        b"\0" * 4096 + b"\n",
+        b'{"st\0\0\n\0\0\n\0',
+    ],
+)
 def test_a_torn_last_line_is_left_out(tmp_path, tail):
     write_lines(tmp_path / "metrics.jsonl", [1, 2], tail)
     assert [record["step"] for record in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
@@ -98,3 +119,29 @@ def test_a_full_disk_is_named_with_the_way_out():
         full.write({"step": 1})
     with pytest.raises(OSError, match="No space"):  # what is left in the buffer
         full.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 64 KB."""
+    if os.geteuid():
+        pytest.skip("only root can mount one")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_told_with_the_folder_the_room_and_the_way_out(small_disk):
+    with pytest.raises(RunFileError) as caught:
+        write_atomically(small_disk / "summary.json", b"x" * 250_000)
+    message = str(caught.value)
+    assert f"{small_disk / 'summary.json'} cannot be written: No space left on device" in message
+    assert f"free some space in {small_disk} (0.07 MB are free, 0.25 MB are needed)" in message
+    assert message.endswith("or write the run elsewhere with runs_dir")
+    lines = JsonLines(small_disk / "metrics.jsonl")
+    with pytest.raises(RunFileError, match=r"small \(0\.0. MB are free\), .* runs_dir; run the same command again"):
+        lines.write({"text": "x" * 250_000})
+    with contextlib.suppress(OSError):  # its buffer still holds the record
+        lines.close()

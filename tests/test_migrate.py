@@ -125,7 +125,7 @@ def test_every_setting_of_a_full_file_arrives(translate):
 
 
 @pytest.mark.parametrize(
-    ("style", "layout"), [("legacy", "legacy"), ("maxtext", "maxtext"), ("DP_only", "maxtext"), (None, "replicated")]
+    ("style", "layout"), [("legacy", "legacy"), ("maxtext", "maxtext"), ("DP_only", "maxtext"), (None, "auto")]
 )
 def test_a_layout_is_kept_where_the_file_chose_one(translate, style, layout):
     config, _, lost = translate(f"rollout: {{sharding_style: {style}}}" if style else "steps: 1")

@@ -12,6 +12,7 @@ talks; jobs are `podium train` of a tiny random model over jax.distributed on CP
     d  --keep-alive while machines are preempted at random instants: metrics continue bit for bit
     e  a job that ends with 255, ssh sessions that drop, a laptop that is killed and starts again: one copy of the job
     f  lost replies, stock-outs, 429, deletion during creation; 200 random fault sequences: nothing is left rented
+    soak  --keep-alive through 200 random sequences of faults over whole runs, by a clock that is not waited for
     g  planted secrets: in no file, no request and no output of all that the other bars leave
 
 Prints a line per case and writes benches/results/pods-BAR-cpu.json; exit status 1 where a case misses its bar.
@@ -30,6 +31,7 @@ from benches.pods.bench import WORKERS, Bench, seconds_since
 from benches.pods.failures import bar_b, bar_c
 from benches.pods.renting import PLANTED, bar_f, bar_g
 from benches.pods.runs import bar_a, bar_d, bar_e
+from benches.pods.soak import bar_soak
 from benches.record import arguments, record
 from podium.train.platform import prepare_platform
 from tests.pods.hosts import ROOT
@@ -54,7 +56,7 @@ def make_checkout(folder: Path) -> Path:
     return folder
 
 
-BARS = {"a": bar_a, "b": bar_b, "c": bar_c, "d": bar_d, "e": bar_e, "f": bar_f, "g": bar_g}
+BARS = {"a": bar_a, "b": bar_b, "c": bar_c, "d": bar_d, "e": bar_e, "f": bar_f, "g": bar_g, "soak": bar_soak}
 
 
 def main() -> None:

@@ -50,6 +50,8 @@ class Bench:
         cache = {"JAX_COMPILATION_CACHE_DIR": compiled, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0}
         self.compiled_once: dict[str, Any] = cache
         """Variables with which runs find the programs of those before them."""
+        self._prepare = folder / "prepare.sh"
+        self._prepare.write_text("echo prepared\n")  # so that every run has a setup, as every user's has
         self.outputs: list[str] = []
         self._model = world.shared / "model"
         self._model.mkdir()
@@ -79,7 +81,7 @@ class Bench:
     def run_words(self, config: Path, *more: str, devices: int = DEVICES) -> list[str]:
         """`run` of a config, on CPU."""
         settings = {**on_cpu(devices), **self.compiled_once, SIGNS: self.signs}
-        return ["run", str(config), "--python", sys.executable, *options(settings), *more]
+        return ["run", str(config), *self._with_setup(sys.executable), *options(settings), *more]
 
     def counting_words(self, name: str, **plan: Any) -> list[str]:
         """`run` of a job that only counts steps (tests/pods/fake_job.py), in `shared/NAME`."""
@@ -87,7 +89,10 @@ class Bench:
         folder.mkdir()
         (folder / "plan.json").write_text(json.dumps(plan))
         config = self.config(name, runs_dir=str(folder))
-        return ["run", str(config), "--python", str(fake_python(self.folder)), *options(on_cpu(1))]
+        return ["run", str(config), *self._with_setup(str(fake_python(self.folder))), *options(on_cpu(1))]
+
+    def _with_setup(self, python: str) -> list[str]:
+        return ["--python", python, "--prepare", str(self._prepare)]
 
     @contextlib.contextmanager
     def following(self, *words: str) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:

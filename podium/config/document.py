@@ -6,6 +6,7 @@ tags are errors. What the keys mean is for `podium.config.load`.
 """
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,10 @@ _SCALARS = {
     ),
 }
 _TAG = "tag:yaml.org,2002:"
+DEEPEST = 40
+"""Sections and lists inside each other: more than any setting needs, less than Python's stack takes."""
+MOST_VALUES = 100_000
+"""Values of a document with its aliases written out: a few hundred bytes of them can mean thousands of millions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +118,7 @@ def read_document(path: Path) -> Node:
     except UnicodeDecodeError as error:
         raise wrong(str(path), f"is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     try:
-        root = yaml.compose(text, _Loader)
+        root = _compose(text, str(path))
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise wrong(f"{path}:{line}", f"not YAML: the character {chr(error.character)!r}; remove it") from None
@@ -125,13 +130,13 @@ def read_document(path: Path) -> Node:
         return Node({}, str(path))
     if not isinstance(root, yaml.MappingNode):
         raise wrong(f"{path}:{root.start_mark.line + 1}", "expected `key: value` lines at the top of the file")
-    return _convert(root, str(path), root.start_mark.line + 1, ())
+    return _convert(root, str(path), root.start_mark.line + 1, (), itertools.count(1))
 
 
 def parse_text(text: str, origin: str) -> Node:
     """A value of the environment or the command line: a scalar, `[...]` or `{...}`; anything else is text as typed."""
     try:
-        root = yaml.compose(text, _Loader)
+        root = _compose(text, origin)
     except yaml.YAMLError:
         return Node(text, origin, text)
     if root is None:
@@ -139,8 +144,9 @@ def parse_text(text: str, origin: str) -> Node:
     if isinstance(root, yaml.CollectionNode):
         if not root.flow_style:
             return Node(text, origin, text)
-        node = _convert(root, origin, None, ())
+        node = _convert(root, origin, None, (), itertools.count(1))
         return Node(node.value, origin, text)
+    assert isinstance(root, yaml.ScalarNode)
     if root.tag.removeprefix(_TAG) not in _SCALARS and root.style is None:
         return Node(text, origin, text)
     return Node(_scalar(root, origin), origin, text)
@@ -152,16 +158,29 @@ def dump_value(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def _convert(node: yaml.Node, source: str, line: int | None, parents: tuple[int, ...]) -> Node:
-    """A composed node as a `Node`; `line` is None where the whole value has one origin."""
+def _compose(text: str, origin: str) -> yaml.Node | None:
+    try:
+        return yaml.compose(text, _Loader)
+    except RecursionError:  # PyYAML's parser calls itself for each level
+        raise wrong(origin, f"nested too deep: at most {DEEPEST} sections and lists inside each other") from None
+
+
+def _convert(
+    node: yaml.Node, source: str, line: int | None, parents: tuple[int, ...], count: "itertools.count[int]"
+) -> Node:
+    """A composed node as a `Node`; `line` is None where the whole value has one origin, `count` counts all values."""
     origin = source if line is None else f"{source}:{line}"
+    if len(parents) > DEEPEST:
+        raise wrong(origin, f"nested too deep: at most {DEEPEST} sections and lists inside each other")
+    if next(count) > MOST_VALUES:
+        raise wrong(source, f"has more than {MOST_VALUES:,} values with its aliases (*name) written out; remove some")
     if id(node) in parents:
         raise wrong(origin, "an alias (*name) is inside its own anchor (&name)")
     inside = (*parents, id(node))
     if isinstance(node, yaml.ScalarNode):
         return Node(_scalar(node, origin), origin)
     if isinstance(node, yaml.SequenceNode):
-        items = [_convert(item, source, line and item.start_mark.line + 1, inside) for item in node.value]
+        items = [_convert(item, source, line and item.start_mark.line + 1, inside, count) for item in node.value]
         return Node(items, origin)
     children: dict[str, Node] = {}
     for key, value in node.value:
@@ -171,7 +190,7 @@ def _convert(node: yaml.Node, source: str, line: int | None, parents: tuple[int,
             raise wrong(where, "a key must be plain text, not a list or a mapping")
         if key.value in children:
             raise wrong(key.value, "written twice in one section; keep one", children[key.value].origin, where)
-        children[key.value] = _convert(value, source, key_line, inside)
+        children[key.value] = _convert(value, source, key_line, inside, count)
     return Node(children, origin)
 
 

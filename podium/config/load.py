@@ -68,7 +68,7 @@ def load(
     problems: list[Problem] = []
     for file in files:
         with _collecting(problems):
-            tree = merge(tree, _read_with_bases(Path(file), ()))
+            tree = merge(tree, _read_with_bases(Path(file) if isinstance(file, str) else file, ()))
     names = sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX))
     settings = [_environment_setting(name, environ[name]) for name in names]
     for override in overrides:

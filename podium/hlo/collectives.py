@@ -39,6 +39,9 @@ class Transfer:
     group: int  # devices that take part together; of a permute, 2
     sent: int  # bytes that this device sends, as around a ring
     overlaps: bool  # whether the device works on while it is under way
+    machines: int = 1  # over which the group is spread, where a network joins machines
+    beside: tuple[float, float, float] | None = None
+    """Where the program says when it waits: float32 and other operations, and bytes of memory traffic, until then."""
 
 
 def kind_of(instruction: Instruction) -> str | None:
@@ -48,13 +51,23 @@ def kind_of(instruction: Instruction) -> str | None:
 
 
 def transfer(
-    instruction: Instruction, kind: str, computation: Computation, mesh: Mapping[str, int], *, overlaps: bool
+    instruction: Instruction,
+    kind: str,
+    computation: Computation,
+    mesh: Mapping[str, int],
+    *,
+    overlaps: bool,
+    per_machine: int = 0,
 ) -> Transfer:
     """What a collective sends, whose kind is from `kind_of`.
 
     All-reduces of which each device keeps a slice are reduce-scatters to the TPU. `mesh` has the sizes of the mesh's
-    axes, major first; devices are numbered in that order.
+    axes, major first; devices are numbered in that order, `per_machine` on each (0: there are no machines apart).
     """
+
+    def machines(devices: Sequence[int]) -> int:
+        return len({device // per_machine for device in devices}) if per_machine else 1
+
     if kind == "all-reduce" and _only_sliced(instruction, computation):
         kind = "reduce-scatter"
     given = sum(shape.size for name in instruction.operands for shape in computation.instructions[name].shapes)
@@ -63,10 +76,12 @@ def transfer(
     if kind == "collective-permute":
         pairs = [numbers(pair) for pair in _listed(instruction, "source_target_pairs")]
         axes = {axis for pair in pairs for axis in _differing(pair, mesh)}
-        return Transfer(kind, tuple(axis for axis in mesh if axis in axes), 2, given if pairs else 0, overlaps)
+        apart = max((machines(pair) for pair in pairs), default=1)
+        return Transfer(kind, tuple(axis for axis in mesh if axis in axes), 2, given if pairs else 0, overlaps, apart)
     devices = group_of(instruction, math.prod(mesh.values()))
     size = len(devices)
-    return Transfer(kind, _differing(devices, mesh), size, round(given * KINDS[kind].sent(size)), overlaps)
+    sent = round(given * KINDS[kind].sent(size))
+    return Transfer(kind, _differing(devices, mesh), size, sent, overlaps, machines(devices))
 
 
 def group_of(instruction: Instruction, num_devices: int) -> list[int]:

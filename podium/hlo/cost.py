@@ -6,6 +6,7 @@ declare. `roofline` gives the least seconds; factors that were measured are the 
 """
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +16,11 @@ from podium.hlo.text import Computation, Instruction, Module
 from podium.hlo.traffic import hbm_traffic, products
 
 HOP_S = 1e-6  # of a message to the neighbouring chip: jax-ml.github.io/scaling-book/sharding
-KERNEL = "tpu_custom_call"
+KERNELS = ('"tpu_custom_call"', '"__gpu$xla.gpu.triton"')
+DECLARED = re.compile(
+    r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(?P<tpu>\d+)|serialized_metadata = "\{\\22flops\\22: \\22(?P<gpu>\d+)'
+)
+GPU_COLLECTIVE = '"collective_backend_config"'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +31,8 @@ class Peaks:
     flops_f32: float  # operations of float32 products at jax's default precision
     hbm_bandwidth: float  # bytes to and from main memory
     link_bandwidth: float  # bytes over one link to another device, in one direction
+    collective_s: float = 0.0  # the least that an exchange takes, however small
+    network_bandwidth: float = 0.0  # bytes to another machine, of each device's share; 0: there are no machines apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,13 +104,26 @@ class _Context:
     module: Module
     mesh: Mapping[str, int]
     trips: Mapping[str, float]
+    skipped: frozenset[str]
+    per_machine: int
 
 
-def walk(module: Module, mesh: Mapping[str, int], *, trips: Mapping[str, float] | None = None) -> ProgramCost:
+def walk(
+    module: Module,
+    mesh: Mapping[str, int],
+    *,
+    trips: Mapping[str, float] | None = None,
+    skipped: Iterable[str] = (),
+    per_machine: int = 0,
+) -> ProgramCost:
     """The cost of one run on one device; of a conditional, the costliest branch counts.
 
-    `mesh` has the sizes of the mesh's axes, major first, as its devices are numbered; `trips`, by source, how often
-    loops run whose count is not in the text: `unknown_loops` names them.
+    Args:
+        module: the compiled program.
+        mesh: the sizes of the mesh's axes, major first, as its devices are numbered.
+        trips: by source, how often loops run whose count is not in the text: `unknown_loops` names them.
+        skipped: scopes whose conditionals take their cheapest branch, as the caller knows.
+        per_machine: devices of a machine, where a network joins several; 0: there are none apart.
 
     Raises:
         ValueError: the program was compiled for another number of devices, or a loop has no count here or there.
@@ -113,7 +133,7 @@ def walk(module: Module, mesh: Mapping[str, int], *, trips: Mapping[str, float] 
             f"{module.name} is compiled for {module.num_partitions} devices, not for the {math.prod(mesh.values())} of"
             f" mesh {dict(mesh)}; give the mesh that it was lowered on"
         )
-    context = _Context(module, mesh, trips or {})
+    context = _Context(module, mesh, trips or {}, frozenset(skipped), per_machine)
     if missing := [source for source in unknown_loops(module) if source not in context.trips]:
         raise ValueError(
             f"{module.name}: how often {' and '.join(map(repr, missing))} runs is not in the program's text;"
@@ -136,7 +156,9 @@ def _walk(context: _Context, computation: Computation, times: float) -> Iterator
             for part in inner:
                 yield from _walk(context, part, times * again)
         elif each.opcode == "conditional":
-            yield from max((tuple(_walk(context, part, times)) for part in inner), key=_weight)
+            branches = [tuple(_walk(context, part, times)) for part in inner]
+            runs = min if context.skipped.intersection(re.split(r"[/()]+", each.source)) else max
+            yield from runs(branches, key=_weight)
         elif inner:
             for part in inner:
                 yield from _walk(context, part, times)
@@ -163,9 +185,10 @@ def _work(context: _Context, each: Instruction, computation: Computation, times:
         hbm_bytes=hbm_traffic(each, computation, context.module),
         transfers=tuple(_transfers(context, inside)),
     )
-    if each.attribute("custom_call_target") == f'"{KERNEL}"':  # its author may declare its operations
-        declared = re.search(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', each.attributes)
-        work = dataclasses.replace(work, flops=float(declared[1]) if declared else 0.0)
+    if each.attribute("custom_call_target") in KERNELS:  # its author may declare its operations
+        declared = DECLARED.search(each.attributes)
+        flops = float(declared["tpu"] or declared["gpu"]) if declared else 0.0
+        work = dataclasses.replace(work, flops=flops)
     return work if any((work.flops, work.flops_f32, work.hbm_bytes, work.transfers)) else None
 
 
@@ -190,8 +213,21 @@ def _transfers(context: _Context, inside: list[tuple[Instruction, Computation]])
     for part, computation in inside:
         chained = "chain_id" in part.attribute("frontend_attributes")
         if (kind := kind_of(part)) and (starts or not chained):
-            overlaps = starts or part.opcode.endswith("-start")
-            yield transfer(part, kind, computation, context.mesh, overlaps=overlaps)
+            begins = part.opcode.endswith("-start")
+            waits = begins and GPU_COLLECTIVE in part.attributes
+            options = {"overlaps": starts or (begins and not waits), "per_machine": context.per_machine}
+            found = transfer(part, kind, computation, context.mesh, **options)
+            yield dataclasses.replace(found, beside=_until_done(context, part, computation)) if waits else found
+
+
+def _until_done(context: _Context, start: Instruction, computation: Computation) -> tuple[float, float, float]:
+    """What a GPU does while a collective is under way: instructions run in the order of the text."""
+    rest = itertools.dropwhile(lambda each: each is not start, computation.instructions.values())
+    between = itertools.takewhile(lambda each: start.name not in each.operands, itertools.islice(rest, 1, None))
+    works = [_work(context, each, computation, 1.0) for each in between if not kind_of(each)]
+    found = ProgramCost(tuple(work for work in works if work is not None))
+    float32 = sum(work.flops_f32 for work in found.works)
+    return float32, found.flops - float32, found.hbm_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,10 +254,25 @@ def roofline(cost: ProgramCost, peaks: Peaks, *, links: int) -> Roofline:
         compute += work.times * multiplying * (multiplying >= moving)
         hbm += work.times * moving * (moving > multiplying)
         for each in work.transfers:
-            link_s = each.sent / (links * peaks.link_bandwidth)
-            waited += work.times * link_s * (not each.overlaps)
+            link_s, doing = _seconds(each, peaks, links), 0.0
+            if each.beside is not None:
+                f32, flops, traffic = each.beside
+                doing = max(f32 / peaks.flops_f32 + flops / peaks.flops_bf16, traffic / peaks.hbm_bandwidth)
+            waited += work.times * max(0.0, link_s - doing) * (not each.overlaps)
             beside += work.times * link_s * each.overlaps
             hops = KINDS[each.kind].rounds * max(1, each.group // 2)  # one after the other, both ways round a ring
-            latency += work.times * max(0.0, hops * HOP_S - link_s) * (not each.overlaps)
+            least = max(hops * HOP_S, peaks.collective_s)
+            latency += work.times * max(0.0, least - link_s) * (not each.overlaps)
     ici = waited + max(0.0, beside - compute - hbm)
     return Roofline(compute, hbm, ici, latency)
+
+
+def _seconds(each: Transfer, peaks: Peaks, links: int) -> float:
+    """The time that a transfer's bytes take: within machines, or where they are fewer there, between them.
+
+    Of a group over several machines only what leaves a machine goes over the network, shared by the group's devices.
+    """
+    within = each.sent / (links * peaks.link_bandwidth)
+    if each.machines == 1:
+        return within
+    return max(within, each.sent * each.machines / each.group / peaks.network_bandwidth)

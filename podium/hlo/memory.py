@@ -14,7 +14,8 @@ from typing import Any
 from podium.hlo.liveness import Buffer, live_at_peak
 from podium.hlo.text import Computation, Module, Shape
 
-OTHER = "other"
+OTHER, BETWEEN = "other", "fragmentation"
+"""Arrays that no name is known for, and the memory of a program that lies between its arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,22 +36,21 @@ class ArrayNames:
 class Memory:
     """Bytes of a device that one program takes, by the compiler's account."""
 
-    peak: int  # all arrays at the moment of most need, arguments and results among them; donated ones once
+    peak: int  # all arrays at the moment of most need, arguments and results among them, donated ones once; of a TPU's
+    # program also what is lost between them
     code: int
 
 
-def measure(compiled: Any, *, on_cpu: bool = False) -> Memory:
-    """The memory of a compiled program.
+def measure(compiled: Any) -> Memory:
+    """The memory of a program compiled for a CPU or a GPU.
 
-    The compiler's own peak counts what lies in the chip's cache too, which shows where a program has few temporaries:
-    nothing can take more than arguments, results and temporaries together, outputs in the place of donated arguments
-    once. On CPU it leaves temporaries out, which are in one piece there, for as long as the program runs.
+    Temporaries are in one piece there, for as long as the program runs; outputs in the place of donated arguments count
+    once. (Of a TPU's program `podium.plan.tpu_compile` has the compiler's own report.)
     """
     stats = compiled.memory_analysis()
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    allocated = stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
-    peak = allocated if on_cpu else min(stats.peak_memory_in_bytes or allocated, allocated)
-    return Memory(peak=peak, code=stats.generated_code_size_in_bytes)
+    size = stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
+    return Memory(peak=size, code=stats.generated_code_size_in_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,7 @@ class NamedBuffer:
     shape: str
     size: int  # bytes
     source: str  # the argument's path, or the path of names under which it was traced
+    is_argument: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,11 @@ class NamedPeak:
         for buffer in self.buffers:
             total[buffer.name] = total.get(buffer.name, 0) + buffer.size
         return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+    @property
+    def arguments_by_name(self) -> dict[str, int]:
+        """Bytes of arguments under each name: their sizes are known, whatever the compiler does."""
+        return NamedPeak(self.size, tuple(each for each in self.buffers if each.is_argument)).by_name
 
 
 def largest(module: Module, names: ArrayNames) -> NamedPeak:
@@ -98,6 +104,7 @@ def _named(buffer: Buffer, module: Module, names: ArrayNames, known: _Known) -> 
     made = [(module.computations[array.computation], array.instruction) for array in buffer.arrays]
     given = [where.instructions[name] for where, name in made if where is module.entry]
     source = next((each.source for each in given if each.opcode == "parameter"), None)
+    is_argument = source is not None
     if source is not None:
         name = _argument_name(source, names.arguments)
     elif names.results and any(each.is_root for each in given):
@@ -105,7 +112,7 @@ def _named(buffer: Buffer, module: Module, names: ArrayNames, known: _Known) -> 
     else:
         source = _source(made, names.scopes)
         name = _name(buffer.shape, source, names, known)
-    return NamedBuffer(name, str(buffer.shape), buffer.size, source)
+    return NamedBuffer(name, str(buffer.shape), buffer.size, source, is_argument)
 
 
 def _name(shape: Shape, source: str, names: ArrayNames, known: _Known) -> str:

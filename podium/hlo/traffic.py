@@ -23,11 +23,13 @@ IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
 
 
 def products(instruction: Instruction, computation: Computation) -> int:
-    """Twice the multiply-adds of a dot or a convolution, 0 of anything else.
+    """Twice the multiply-adds of a dot, a convolution or cuDNN's attention, 0 of anything else.
 
     The TPU's programs hold matrix products as convolutions in which a batch or the heads are a spatial dimension,
     padded, dilated or strided so that each output meets its own inputs alone: holes and padding are no products.
     """
+    if instruction.opcode == "custom-call":
+        return _attention_products(instruction, computation)
     if instruction.opcode not in ("dot", "convolution"):
         return 0
     lhs, rhs = (computation.instructions[name].shapes[0].dims for name in instruction.operands)
@@ -43,6 +45,21 @@ def products(instruction: Instruction, computation: Computation) -> int:
         label = str(dim)
         total *= _meetings(out[of_out.index(label)], rhs[of_rhs.index(label)], lhs[of_lhs.index(label)], *window)
     return total
+
+
+CUDNN_ATTENTION = "__cudnn$fmhaSoftmax"
+
+
+def _attention_products(call: Instruction, computation: Computation) -> int:
+    """Of cuDNN's attention: two products of all pairs forward, five backward; of the pairs what causality leaves."""
+    if not (found := re.search(rf'custom_call_target="{re.escape(CUDNN_ATTENTION)}(Backward)?"', call.attributes)):
+        return 0
+    scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', call.attributes)
+    assert scores, call.attributes
+    B, H, T, S = (int(size) for size in re.findall(r"\d+", scores[1]))
+    pairs = B * H * T * (S + 1) // 2 if re.search(r'"mask_type":\s*"\w*CAUSAL"', call.attributes) else B * H * T * S
+    head_size = computation.instructions[call.operands[0]].shapes[0].dims[-1]
+    return 2 * (5 if found[1] else 2) * pairs * head_size
 
 
 def hbm_traffic(instruction: Instruction, computation: Computation, module: Module) -> int:
@@ -156,7 +173,11 @@ def updates(computation: Computation, module: Module) -> list[Update | None]:
     root = computation.root
     if root.opcode != "tuple":
         return [_update(root, computation, module)] if len(root.shapes) == 1 else [None] * len(root.shapes)
-    return [_update(computation.instructions[name], computation, module) for name in root.operands]
+    found: list[Update | None] = []
+    for each in (computation.instructions[name] for name in root.operands):
+        new = len(each.shapes) != 1  # a reduction of several arrays at once
+        found += [None] * len(each.shapes) if new else [_update(each, computation, module)]
+    return found
 
 
 def _update(output: Instruction, computation: Computation, module: Module) -> Update | None:

@@ -19,6 +19,7 @@ LAUNCHERS = (
     ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS"),
 )
 """Variables of our launcher, and jax's own: the index of this process, their number, HOST:PORT of the first."""
+METADATA = "metadata.google.internal"
 METADATA_S = 2.0
 CHIPS = ("/dev/accel*", "/dev/vfio/[0-9]*")
 
@@ -66,10 +67,11 @@ def from_metadata(environ: Mapping[str, str]) -> Cluster | None:
     """The slice of this TPU virtual machine, from Google's metadata server; None on any other machine."""
     if environ.get("TPU_SKIP_MDS_QUERY") or not any(glob.glob(pattern) for pattern in CHIPS):
         return None
-    server = environ.get("GCE_METADATA_IP", "metadata.google.internal")
+    server = environ.get("GCE_METADATA_IP", METADATA)
     try:
         accelerator, worker, endpoints = (
-            _metadata(server, key) for key in ("accelerator-type", "agent-worker-number", "worker-network-endpoints")
+            read_metadata(server, f"attributes/{key}")
+            for key in ("accelerator-type", "agent-worker-number", "worker-network-endpoints")
         )
         addresses = [endpoint.split(":")[2] for endpoint in endpoints.split(",")]
         coordinator = f"{addresses[0]}:{environ.get('JAX_COORDINATOR_PORT', COORDINATOR_PORT)}"
@@ -144,12 +146,13 @@ def _check_hosts(accelerator: str | None, workers: int) -> None:
         )
 
 
-def _metadata(server: str, key: str) -> str:
+def read_metadata(server: str, key: str, timeout_s: float = METADATA_S) -> str:
+    """What a virtual machine's metadata server says of it. Raises OSError where there is none, or no such key."""
     request = urllib.request.Request(
-        f"http://{server}/computeMetadata/v1/instance/attributes/{key}", headers={"Metadata-Flavor": "Google"}
+        f"http://{server}/computeMetadata/v1/instance/{key}", headers={"Metadata-Flavor": "Google"}
     )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=METADATA_S) as reply:
+    with opener.open(request, timeout=timeout_s) as reply:
         return reply.read().decode().strip()
 
 

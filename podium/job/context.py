@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from podium.config.schema import Config
-from podium.job.cluster import Cluster, find_cluster
+from podium.files import as_path
+from podium.job.cluster import METADATA, Cluster, find_cluster
 from podium.job.guard import ARRIVAL_S, Guard
+from podium.job.notice import Notice
 from podium.job.records import ProgressReport, exit_status
 from podium.job.watchdog import Watchdog
 from podium.observe.summary import commit, versions
@@ -26,16 +28,21 @@ class JobContext:
     report: ProgressReport
     watchdog: Watchdog
     guard: Guard | None = None
+    notice: Notice = dataclasses.field(default_factory=Notice)
 
     @property
     def watched(self) -> bool:
         """Whether other machines wait for this process."""
         return self.cluster is not None or self.report.folder is not None
 
+    def watching_for_notices(self) -> contextlib.AbstractContextManager[object]:
+        """In the block, a notice of Google that this machine is about to go has the run save and stop."""
+        return self.notice.watching() if self.watched else contextlib.nullcontext()
+
     def agree(self, config: Config) -> None:
         """Return when all workers are there with one config, code and `runs_dir`; raises GuardError otherwise."""
         if self.guard is not None:
-            self.guard.agree(identity(config), Path(config.runs_dir))
+            self.guard.agree(identity(config), as_path(config.runs_dir))
 
 
 def alone() -> JobContext:
@@ -60,8 +67,10 @@ def join_job(environ: Mapping[str, str]) -> Iterator[JobContext]:
             if cluster is not None:
                 report.phase("guard")
                 arrival_s = float(environ.get("PODRUN_ARRIVAL_S", ARRIVAL_S))
-                guard = stack.enter_context(Guard(cluster, arrival_s=arrival_s))
-            yield JobContext(cluster=cluster, report=report, watchdog=watchdog, guard=guard)
+                nonce = environ.get("PODRUN_NONCE", "")
+                guard = stack.enter_context(Guard(cluster, arrival_s=arrival_s, nonce=nonce))
+            notice = Notice(environ.get("GCE_METADATA_IP", METADATA), announce=report.announce)
+            yield JobContext(cluster=cluster, report=report, watchdog=watchdog, guard=guard, notice=notice)
     except BaseException as error:
         if exit_status(error) != 0:
             report.failed(error)

@@ -8,12 +8,14 @@ afterwards, before anything heavy is imported:
     worker k -> worker 0   {"identity": {...}}                           when its settings are read
     worker 0 -> worker k   {"file": ...}                                 a file with a nonce, in `runs_dir`
     worker k -> worker 0   {"nonce": ...}                                as worker k reads it there
-    worker 0 -> worker k   {"problems": [...]}                           none: start
+    worker 0 -> worker k   {"problems": [...], "lasting": ...}           none: start
 
-Standard library only.
+Every message carries a proof that its sender knows the job's nonce (PODRUN_NONCE, which the launcher draws for each
+attempt), one for worker 0 and another for the others: who does not know it is not heard. Standard library only.
 """
 
 import contextlib
+import hashlib
 import json
 import secrets
 import socket
@@ -22,10 +24,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from podium.files import RunFileError, write_atomically
+from podium.files import RunFileError, absolute, in_bucket, write_atomically
 from podium.job.cluster import Cluster, ClusterError
 
-ARRIVAL_S = 6.0
+ARRIVAL_S = 60.0
 """How long after one worker's arrival the next may come."""
 ANSWER_S = 60.0
 """How long a worker that has arrived may take to read its settings."""
@@ -37,11 +39,20 @@ RETRY_S = 0.1
 SHOWN = 3
 """Differences that are listed per worker."""
 
+FILE = ".guard-"
 Message = dict[str, Any]
 
 
 class GuardError(ClusterError):
-    """A worker of the job is missing, duplicated or mismatched."""
+    """A worker of the job is duplicated or mismatched: the same command would fail again."""
+
+    kind = "guard"
+
+
+class MissingError(GuardError):
+    """A worker is not there, or ended while it was being checked: the same command may succeed."""
+
+    kind = "missing"
 
 
 class Guard(contextlib.AbstractContextManager["Guard"]):
@@ -51,10 +62,10 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
         GuardError: worker 0 cannot be reached, or this is worker 0 and cannot listen.
     """
 
-    def __init__(self, cluster: Cluster, *, arrival_s: float = ARRIVAL_S) -> None:
-        self.cluster, self._arrival_s = cluster, arrival_s
+    def __init__(self, cluster: Cluster, *, arrival_s: float = ARRIVAL_S, nonce: str = "") -> None:
+        self.cluster, self._arrival_s, self._nonce = cluster, arrival_s, nonce
         self._server = _listen(cluster) if cluster.worker == 0 else None
-        self._leader = None if cluster.worker == 0 else _connect(cluster, arrival_s)
+        self._leader = None if cluster.worker == 0 else _connect(cluster, arrival_s, nonce)
         if self._leader:
             self._leader.send({"worker": cluster.worker, "workers": cluster.workers, "host": socket.gethostname()})
 
@@ -69,9 +80,9 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
             GuardError: on all workers that are there; the message says what is wrong with which worker.
         """
         with self:
-            problems = self._lead(identity, folder) if self._leader is None else self._follow(identity, folder)
+            problems, lasting = self._lead(identity, folder) if self._leader is None else self._follow(identity, folder)
         if problems:
-            raise GuardError("launch guard: " + "; ".join(problems))
+            raise (GuardError if lasting else MissingError)("launch guard: " + "; ".join(problems))
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -81,8 +92,8 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
         for connection in filter(None, (self._server, self._leader)):
             connection.close()  # again where `agree` has done so: that does nothing
 
-    def _follow(self, identity: Mapping[str, str], folder: Path | None) -> list[str]:
-        """The problems that worker 0 reports."""
+    def _follow(self, identity: Mapping[str, str], folder: Path | None) -> tuple[list[str], bool]:
+        """The problems that worker 0 reports, and whether they would be the same again."""
         assert self._leader is not None
         leader, patience = self._leader, ANSWER_S + self._arrival_s * self.cluster.workers
         try:
@@ -90,40 +101,41 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
             while True:
                 message = leader.receive(patience)
                 if "problems" in message:
-                    return message["problems"]
+                    return message["problems"], message["lasting"]
                 assert folder is not None, "worker 0 does the same"
-                leader.send({"nonce": _read_nonce(folder / message["file"]), "folder": str(folder.absolute())})
-        except (OSError, ValueError) as error:
+                name = FILE + Path(message["file"]).name.removeprefix(FILE)  # no other file, whoever asks
+                leader.send({"nonce": _read_nonce(folder / name), "folder": str(absolute(folder))})
+        except (OSError, ValueError, KeyError) as error:
             return [
                 f"worker {self.cluster.worker}: worker 0 is not waiting for this job at {self.cluster.coordinator}"
                 f" ({error}); the job is already running there, another program has the port, or worker 0 has ended"
-            ]
+            ], False
 
-    def _lead(self, identity: Mapping[str, str], folder: Path | None) -> list[str]:
-        """The problems that worker 0 finds; it reports them to the others."""
-        peers, problems = self._meet()
+    def _lead(self, identity: Mapping[str, str], folder: Path | None) -> tuple[list[str], bool]:
+        """The problems that worker 0 finds, and whether they would be the same again; it reports them to the others."""
+        peers, problems, missing = self._meet()
         try:
-            if not problems:
-                problems = self._compare(peers, identity)
-            if not problems and folder is not None:
+            if not problems and not missing:
+                problems, missing = self._compare(peers, identity)
+            if not problems and not missing and folder is not None:
                 problems = _check_shared(peers, folder)
             for peer in peers:
                 with contextlib.suppress(OSError):  # it has ended: its own record says why
-                    peer.send({"problems": problems})
+                    peer.send({"problems": [*problems, *missing], "lasting": bool(problems)})
         finally:
             for peer in peers:
                 peer.close_last()
-        return problems
+        return [*problems, *missing], bool(problems)
 
-    def _meet(self) -> tuple[list["_Peer"], list[str]]:
-        """The workers that arrive, and which are missing, duplicated or of another job."""
+    def _meet(self) -> tuple[list["_Peer"], list[str], list[str]]:
+        """The workers that arrive, which are duplicated or of another number, and which are missing."""
         assert self._server is not None
         workers = self.cluster.workers
         peers: list[_Peer] = []
         here, problems = {0: socket.gethostname()}, []
         last = time.monotonic()
         while len(here) < workers and time.monotonic() < last + self._arrival_s:
-            peer = _accept(self._server, last + self._arrival_s - time.monotonic())
+            peer = _accept(self._server, last + self._arrival_s - time.monotonic(), self._nonce)
             if peer is None:
                 continue
             peers.append(peer)
@@ -139,25 +151,22 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
                 )
             else:
                 here[peer.worker] = peer.host
-        missing = sorted(set(range(workers)) - set(here))
-        if missing:
-            names = f"worker {missing[0]} is" if len(missing) == 1 else f"workers {', '.join(map(str, missing))} are"
-            problems.append(
-                f"{names} missing: {len(here)} of {workers} arrived, and no more within {self._arrival_s:g} s;"
-                " start the same command on all workers (--worker=all), or set PODRUN_ARRIVAL_S to wait longer"
-            )
-        return peers, problems
+        absent = sorted(set(range(workers)) - set(here))
+        names = f"worker {absent[0]} is" if len(absent) == 1 else f"workers {', '.join(map(str, absent))} are"
+        missing = (
+            f"{names} missing: {len(here)} of {workers} arrived, and no more within {self._arrival_s:g} s;"
+            " start the same command on all workers (--worker=all), or set PODRUN_ARRIVAL_S to wait longer"
+        )
+        return peers, problems, [missing] if absent else []
 
-    def _compare(self, peers: list["_Peer"], ours: Mapping[str, str]) -> list[str]:
-        """How workers differ from worker 0."""
-        problems = []
+    def _compare(self, peers: list["_Peer"], ours: Mapping[str, str]) -> tuple[list[str], list[str]]:
+        """How workers differ from worker 0, and which have ended meanwhile."""
+        problems, ended = [], []
         for peer in peers:
             try:
                 theirs = peer.receive(ANSWER_S)["identity"]
             except (OSError, ValueError, KeyError):
-                problems.append(
-                    f"{peer.name} arrived and then ended, or was silent for {ANSWER_S:g} s; see its own log"
-                )
+                ended.append(f"{peer.name} arrived and then ended, or was silent for {ANSWER_S:g} s; see its own log")
                 continue
             differences = [
                 f"{key} is {theirs.get(key)!r} on {peer.name} and {ours.get(key)!r} on worker 0"
@@ -166,7 +175,7 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
             ]
             more = [f"and {len(differences) - SHOWN} more"] if len(differences) > SHOWN else []
             problems += differences[:SHOWN] + more
-        return problems
+        return problems, ended
 
 
 class _Peer:
@@ -174,18 +183,21 @@ class _Peer:
 
     worker, workers, host = -1, 0, "?"
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, nonce: str, *, leads: bool) -> None:
+        """`leads`: worker 0 is at the other end."""
         self._connection, self._buffer = connection, b""
+        proofs = [hashlib.sha256(f"{nonce} {role}".encode()).hexdigest() for role in ("leader", "follower")]
+        self._theirs, self._ours = proofs if leads else proofs[::-1]
 
     @property
     def name(self) -> str:
         return f"worker {self.worker} ({self.host})"
 
     def send(self, message: Message) -> None:
-        self._connection.sendall(json.dumps(message).encode() + b"\n")
+        self._connection.sendall(json.dumps({"proof": self._ours, **message}).encode() + b"\n")
 
     def receive(self, timeout_s: float) -> Message:
-        """The next line. Raises OSError where none comes, ValueError where it is not JSON."""
+        """The next line. Raises OSError where none comes, ValueError where it is no message of this job."""
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
             self._connection.settimeout(max(0.01, deadline - time.monotonic()))
@@ -196,7 +208,10 @@ class _Peer:
             if not self._buffer.startswith(b"{"):
                 raise ValueError("another protocol")
         line, _, self._buffer = self._buffer.partition(b"\n")
-        return json.loads(line)
+        message = json.loads(line)
+        if message.get("proof") != self._theirs:
+            raise ValueError("another job: it has another nonce")
+        return message
 
     def close_last(self) -> None:
         """Close after the other end, or after a second: who closes first keeps the port busy for a minute."""
@@ -220,42 +235,44 @@ def _listen(cluster: Cluster) -> socket.socket:
         ) from error
 
 
-def _connect(cluster: Cluster, patience_s: float) -> _Peer:
+def _connect(cluster: Cluster, patience_s: float, nonce: str) -> _Peer:
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            return _Peer(socket.create_connection(cluster.address, timeout=max(0.1, deadline - time.monotonic())))
+            connection = socket.create_connection(cluster.address, timeout=max(0.1, deadline - time.monotonic()))
+            return _Peer(connection, nonce, leads=True)
         except OSError as error:
             if time.monotonic() + RETRY_S > deadline:
-                raise GuardError(
+                raise MissingError(
                     f"launch guard: worker {cluster.worker} cannot reach worker 0 at {cluster.coordinator} for"
                     f" {patience_s:g} s ({error.strerror or error}); start worker 0, or open the port between workers"
                 ) from error
         time.sleep(RETRY_S)
 
 
-def _accept(server: socket.socket, timeout_s: float) -> _Peer | None:
+def _accept(server: socket.socket, timeout_s: float, nonce: str) -> _Peer | None:
     """A worker that has introduced itself; None: nobody came, or something else did."""
     server.settimeout(max(0.01, timeout_s))
     with contextlib.suppress(OSError):
-        peer = _Peer(server.accept()[0])
+        peer = _Peer(server.accept()[0], nonce, leads=False)
         try:
             hello = peer.receive(HELLO_S)
             peer.worker, peer.workers, peer.host = int(hello["worker"]), int(hello["workers"]), str(hello["host"])
             return peer
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             peer.close()
     return None
 
 
 def _check_shared(peers: list[_Peer], folder: Path) -> list[str]:
     """Which workers do not see in the folder what worker 0 writes there."""
-    path, nonce = folder / f".guard-{secrets.token_hex(8)}", secrets.token_hex(8)
+    path, nonce = folder / f"{FILE}{secrets.token_hex(8)}", secrets.token_hex(8)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not in_bucket(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, nonce)
     except (OSError, RunFileError) as error:
-        return [f"worker 0 cannot write to {folder.absolute()} ({error}); set runs_dir"]
+        return [f"worker 0 cannot write to {absolute(folder)} ({error}); set runs_dir"]
     try:
         for peer in peers:
             with contextlib.suppress(OSError):  # reported below
@@ -274,7 +291,7 @@ def _missing_nonce(peer: _Peer, path: Path, nonce: str) -> str | None:
     if reply.get("nonce") == nonce:
         return None
     return (
-        f"{peer.name} does not see what worker 0 writes to {path.parent.absolute()} (its folder is"
+        f"{peer.name} does not see what worker 0 writes to {absolute(path.parent)} (its folder is"
         f" {reply.get('folder')}): set runs_dir to one directory that all hosts share"
     )
 

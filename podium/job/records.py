@@ -5,11 +5,13 @@ So each process writes why it ends while it still can (`ProgressReport`), its su
 see, and `first_failure` finds the cause in all records together. Standard library only.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,8 +19,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from podium.files import write_atomically
+from podium.job.redact import own_redactor, without_controls
 
-Kind = Literal["exception", "lost", "hang", "guard", "signal", "stopped", "done", "exit"]
+Kind = Literal["exception", "lost", "hang", "guard", "missing", "signal", "stopped", "done", "exit"]
 RECORD = "record.json"
 PROGRESS = "progress.json"
 GUARD, HANG, STOPPED, ABORTED = 78, 124, 143, 134
@@ -55,6 +58,11 @@ class ProgressReport:
         with self._lock:
             self._progress |= values
 
+    def announce(self, text: str) -> None:
+        """Say something that is to be seen in the job's log and in its progress."""
+        print(text, file=sys.stderr, flush=True)
+        self.update(notice=text)
+
     def write_progress(self, beat: float) -> None:
         """Replace progress.json; raises RunFileError where that fails. `beat`: the last sign of life, Unix seconds."""
         if self.folder is None:
@@ -69,13 +77,14 @@ class ProgressReport:
             return
         with self._lock:
             progress = dict(self._progress)
-        write_record(self.folder, kind, message, status, worker=self.worker, progress=progress)
+        with contextlib.suppress(OSError):  # a full disk: the supervisor keeps some room to tell how this ended
+            write_record(self.folder, kind, message, status, worker=self.worker, progress=progress)
 
     def failed(self, error: BaseException) -> int:
         """Record the exception that ends this process; returns the exit status to end with."""
         status = exit_status(error)
         if status == GUARD:
-            self.end("guard", str(error), status)
+            self.end(getattr(error, "kind", "guard"), str(error), status)
         else:
             kind = "lost" if PEER_LOST.match(str(error)) else "exception"
             self.end(kind, f"{type(error).__name__}: {error}", status)
@@ -96,20 +105,23 @@ def write_record(
 ) -> None:
     """Write record.json, why a process ended just now, unless there is one: what comes later is not the cause.
 
+    The message is written without the values of this process's secrets.
+
     It has kind, message (one line), exit, worker, host, pid, time (Unix seconds) and, from `progress`, step (null:
     training had not begun), phase, and position (phases begun: equal in all workers at one point of the program).
     """
-    record = {"kind": kind, "message": one_line(message), "exit": status, "worker": worker, "time": time.time()}
+    message = one_line(own_redactor().redact(without_controls(message)))
+    record = {"kind": kind, "message": message, "exit": status, "worker": worker, "time": time.time()}
     record |= {"host": socket.gethostname(), "pid": os.getpid()}
     record |= {name: progress.get(name) for name in ("step", "phase", "position")}
     unnamed = folder / f"{RECORD}.{os.getpid()}.{threading.get_ident()}.tmp"
-    unnamed.write_text(json.dumps(record), encoding="utf-8")
     try:
+        unnamed.write_text(json.dumps(record), encoding="utf-8")
         os.link(unnamed, folder / RECORD)  # unlike a renaming, this fails where the name is taken
-    except FileExistsError:
+    except OSError:  # there is one; or the disk is full, which must not hide the error that is being recorded
         pass
     finally:
-        unnamed.unlink()
+        unnamed.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -121,8 +133,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def one_line(text: str) -> str:
-    """A text in one line of at most `SHOWN` characters, cut in its middle: the end of an error names the cause."""
-    line = " ".join(text.split())
+    """A text in one printable line of at most `SHOWN` characters, cut in its middle: an error's end names the cause."""
+    line = " ".join(without_controls(text).split())
     return line if len(line) <= SHOWN else f"{line[: SHOWN // 2 - 3]} ... {line[-SHOWN // 2 + 2 :]}"
 
 
@@ -200,9 +212,10 @@ def _end_of(worker: int, status: Status | None) -> _End | None:
     if record is None or record["kind"] in ("done", "stopped") or record["exit"] in (0, STOPPED):
         return None
     kind, hang = record["kind"], record["kind"] == "hang"
-    blame = _CONSEQUENCE if kind == "lost" or record["exit"] == ABORTED else _GUARD if kind == "guard" else _CAUSE
+    guard = kind in ("guard", "missing")
+    blame = _CONSEQUENCE if kind == "lost" or record["exit"] == ABORTED else _GUARD if guard else _CAUSE
     position = record["position"] if hang and record["position"] is not None else 0
-    order = (position, worker if kind == "guard" else record["time"])  # the guard gives all workers the same message
+    order = (position, worker if guard else record["time"])  # the guard gives all workers the same message
     return _End(worker, blame, order, f"{name} {_sentence(record)}", hang)
 
 
@@ -211,6 +224,7 @@ def _sentence(record: Mapping[str, Any]) -> str:
     where += "" if record["step"] is None else f" after step {record['step']}"
     verb = {
         "guard": "did not begin",
+        "missing": "did not begin",
         "lost": f"lost another worker{where}",
         "hang": f"was stuck{where}",
         "signal": f"was ended{where}",

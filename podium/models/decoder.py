@@ -4,12 +4,14 @@
 whether keys and values are kept, is the caller's: training brings a mask over packed rows, the engine its cache.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from podium.config.schema import Remat
 from podium.models.architecture import DecoderConfig
@@ -17,6 +19,8 @@ from podium.models.linear import Linear, activation_dtype, make_linear
 from podium.models.params import LAYERS, param_specs
 from podium.sharding import Params, ShardingRules
 
+LAYER_INPUT = "layer_input"
+"""The name of what enters a layer, for what decides where it waits."""
 Attend = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array], tuple[Any, jax.Array]]
 """`(kv, layer [], q [B, T, H, Q], k [B, T, K, Q], v [B, T, K, Q]) -> (kv, attended [B, T, H, Q])`."""
 
@@ -32,6 +36,7 @@ def forward(
     rules: ShardingRules,
     dtype: jnp.dtype,
     remat: Remat = "none",
+    groups: int = 1,
 ) -> tuple[jax.Array, Any]:
     """The hidden states from which the next tokens are predicted.
 
@@ -44,8 +49,10 @@ def forward(
         config: the decoder's numbers.
         rules: where weights and activations are while they compute (not where they are stored).
         dtype: of the products' operands (`podium.models.linear`); norms and softmax are float32 inside.
-        remat: what the backward pass makes again: nothing, each layer from its input ("layer"), or all of a layer but
-            the results of its products with weights ("products").
+        remat: what the backward pass makes again: nothing, each layer from its input ("layer"; "offload": kept by
+            the host), or all of a layer but the results of its products with weights ("products").
+        groups: of each device's rows, which a layer computes one after the other with the weights that it gathered
+            once; `kv` is then arrays [B, ...] that `attend` only reads.
 
     Returns:
         Hidden states after the final norm, [B, T, D] in `activation_dtype(rules, dtype)`, and `kv`.
@@ -60,31 +67,106 @@ def forward(
     def layer(carry: tuple[jax.Array, Any], xs: tuple[jax.Array, Params]) -> tuple[tuple[jax.Array, Any], None]:
         x, kv = carry
         index, stored = xs
+        x = checkpoint_name(x, LAYER_INPUT)
         w = {name: weight(LAYERS + name, value) for name, value in stored.items()}
-        with jax.named_scope("attention"):
-            q, k, v = _project(rms_norm(x, w["attention_norm"], config.norm_eps), w, config, linear)
-            kv, attended = attend(kv, index, rotate(q, cos, sin), rotate(k, cos, sin), v)
-            x = x + _to_rows(rules, linear("bthq,hqd->btd", attended, w["o"]))
-        with jax.named_scope("mlp"):
-            x = x + _to_rows(rules, _mlp(rms_norm(x, w["mlp_norm"], config.norm_eps), w, linear))
-        return (rules.constrain(x, "batch", None, None), kv), None
+        compute = functools.partial(_layer, index=index, attend=attend, config=config, rules=rules)
+        if groups > 1:
+            return (_in_groups(compute, w, (x, cos, sin, kv), groups, rules, dtype, remat), kv), None
+        return compute(w, (x, cos, sin, kv)), None
 
-    linear = make_linear(rules)
     cos, sin = rope_tables(positions, config)  # [B, T, Q/2]
     # Rows are taken of the table as it is stored: they are less to exchange than the table, or than its gradient.
     with jax.named_scope("embed"):
         x = _to_rows(rules.storage, params["embed"][tokens].astype(dtype)).astype(activation_dtype(rules, dtype))
     stacked = {name.removeprefix(LAYERS): value for name, value in params.items() if name.startswith(LAYERS)}
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "products" else None
-    body = layer if remat == "none" else jax.checkpoint(layer, prevent_cse=False, policy=policy)
     with jax.named_scope("layers"):
-        (x, kv), _ = jax.lax.scan(body, (x, kv), (jnp.arange(config.layers), stacked))
+        (x, kv), _ = jax.lax.scan(_remat(layer, remat), (x, kv), (jnp.arange(config.layers), stacked))
     return rms_norm(x, weight("final_norm", params["final_norm"]), config.norm_eps), kv
+
+
+def _layer(
+    w: Params, rows: tuple, *, index: jax.Array, attend: Attend, config: DecoderConfig, rules: ShardingRules
+) -> tuple[jax.Array, Any]:
+    """What leaves a layer and what `attend` keeps, of rows (x [B, T, D], cosines, sines, what `attend` kept)."""
+    (x, cos, sin, kv), linear = rows, make_linear(rules)
+    with jax.named_scope("attention"):
+        q, k, v = _project(rms_norm(x, w["attention_norm"], config.norm_eps), w, config, linear, rules)
+        kv, attended = attend(kv, index, rotate(q, cos, sin), rotate(k, cos, sin), v)
+        attended = _from_sequences(rules, attended)
+        x = x + _to_rows(rules, linear("bthq,hqd->btd", attended, w["o"]))
+    with jax.named_scope("mlp"):
+        x = x + _to_rows(rules, _mlp(rms_norm(x, w["mlp_norm"], config.norm_eps), w, linear))
+    return rules.constrain(x, "rows", None, None), kv
+
+
+def _in_groups(
+    compute: Callable, w: Params, rows: tuple, groups: int, rules: ShardingRules, dtype: jnp.dtype, remat: Remat
+) -> jax.Array:
+    """What leaves a layer whose rows are computed group by group; the weights' gradients are added in float32."""
+    sums = {name: value.astype(jnp.float32) for name, value in w.items()}
+
+    def group(rows: tuple) -> jax.Array:
+        return compute({name: value.astype(dtype) for name, value in sums.items()}, rows)[0]
+
+    return _merge(rules, jax.lax.map(_remat(group, remat), jax.tree.map(lambda x: _split(rules, x, groups), rows)))
+
+
+def _remat(body: Callable, remat: Remat) -> Callable:
+    """A loop's body whose backward pass keeps what `remat` says, and makes the rest again."""
+    if remat == "none":
+        return body
+    policies = jax.checkpoint_policies
+    policy = {
+        "layer": None,
+        "products": policies.dots_with_no_batch_dims_saveable,
+        "offload": policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[LAYER_INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    }[remat]
+    return jax.checkpoint(body, prevent_cse=False, policy=policy)
+
+
+def _split(rules: ShardingRules, x: jax.Array, groups: int) -> jax.Array:
+    """[B, ...] in groups of every device's rows, [groups, B/groups, ...]; nothing moves between devices."""
+    devices = rules.num_shards("batch")
+    x = x.reshape(devices, groups, -1, *x.shape[1:])
+    x = jnp.moveaxis(x, 1, 0).reshape(groups, -1, *x.shape[3:])
+    return rules.constrain(x, None, "batch", *[None] * (x.ndim - 2))
+
+
+def _merge(rules: ShardingRules, x: jax.Array) -> jax.Array:
+    """The rows of `_split` as they were."""
+    groups, devices = len(x), rules.num_shards("batch")
+    x = x.reshape(groups, devices, -1, *x.shape[2:])
+    x = jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[3:])
+    return rules.constrain(x, "batch", *[None] * (x.ndim - 1))
 
 
 def _to_rows(rules: ShardingRules, x: jax.Array) -> jax.Array:
     """[B, T, D] that weights split by width have made, part of the width each, laid out by rows."""
-    return rules.constrain(rules.constrain(x, "batch_by_width", None, "width"), "batch", None, None)
+    return rules.constrain(rules.constrain(x, "batch_by_width", None, "width"), "rows", None, None)
+
+
+def _to_sequences(rules: ShardingRules, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+    """Parts of every head of all rows, [B, T, H or K, Q], become whole heads of some rows, in one exchange."""
+    if rules.num_shards("head_dim") == 1:
+        return q, k, v
+    B, T, H, Q = q.shape
+    K = k.shape[2]
+    parts = (q.reshape(B, T, K, H // K, Q), k[:, :, :, None], v[:, :, :, None])
+    joined = rules.constrain(jnp.concatenate(parts, axis=3), "rows", None, "kv_heads", None, "head_dim")
+    joined = rules.constrain(joined, "batch", None, "cache_heads", None, None)
+    return joined[:, :, :, :-2].reshape(B, T, H, Q), joined[:, :, :, -2], joined[:, :, :, -1]
+
+
+def _from_sequences(rules: ShardingRules, attended: jax.Array) -> jax.Array:
+    """[B, T, H, Q]: the way back from `_to_sequences`."""
+    if rules.num_shards("head_dim") == 1:
+        return attended
+    return rules.constrain(attended, "rows", None, "heads", "head_dim")
 
 
 def head_weights(params: Params, rules: ShardingRules, dtype: jnp.dtype) -> jax.Array:
@@ -93,11 +175,14 @@ def head_weights(params: Params, rules: ShardingRules, dtype: jnp.dtype) -> jax.
         return rules.storage.constrain(params.get("head", params["embed"]).astype(dtype), "vocab", "width")
 
 
-def _project(x: jax.Array, w: Params, config: DecoderConfig, linear: Linear) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _project(
+    x: jax.Array, w: Params, config: DecoderConfig, linear: Linear, rules: ShardingRules
+) -> tuple[jax.Array, ...]:
     """Queries [B, T, H, Q], keys and values [B, T, K, Q] of a layer, not yet rotated."""
     q, k, v = (linear("btd,dhq->bthq", x, w[name]) for name in ("q", "k", "v"))
     if config.qkv_bias:
         q, k, v = (y + w[name][None, None] for y, name in ((q, "q_bias"), (k, "k_bias"), (v, "v_bias")))
+    q, k, v = _to_sequences(rules, q, k, v)
     if config.qk_norm:
         q, k = rms_norm(q, w["q_norm"], config.norm_eps), rms_norm(k, w["k_norm"], config.norm_eps)
     return q, k, v

@@ -3,6 +3,7 @@
 Initialisation, sharding, names in files, checkpoints and the planner's abstract arrays are readings of `param_specs`.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -12,8 +13,11 @@ from podium.config.mesh import AXES, mesh_shape
 from podium.config.schema import Config
 from podium.config.sizes import check_split
 from podium.models.architecture import DecoderConfig
+from podium.models.layouts import resolve
 
 LAYERS = "layers."
+VOCAB_BLOCK = 128
+"""Tokens that are drawn from together (`podium.rollout.sampling`); a vocabulary is split between blocks."""
 MeshAxes = str | tuple[str, ...] | None
 
 
@@ -43,11 +47,29 @@ TRAIN_AXES: Mapping[str, MeshAxes] = {
 GATHERED_AXES: Mapping[str, MeshAxes] = {**TRAIN_AXES, "batch_by_width": ("dp", "fsdp"), "width": None}
 # Rollout: every device holds all weights and its own share of the sequences.
 ROLLOUT_AXES: Mapping[str, MeshAxes] = {"batch": ("dp", "fsdp", "tp"), "batch_by_width": ("dp", "fsdp", "tp")}
+# Rollout in groups of devices (dp counts them) that hold one copy of the weights between them. A group's rows are with
+# all of its devices while they meet weights ("rows"). Key/value heads are split over tp as far as they go; over the
+# rest of a group, fsdp, each head is split while it is projected, and its sequences while they attend ("batch"): no
+# device repeats another's attention. Logits are drawn from where they are, split by the vocabulary.
+GROUP_AXES: Mapping[str, MeshAxes] = {
+    "batch": ("dp", "fsdp"),
+    "rows": "dp",
+    "batch_by_width": "dp",
+    "vocab": ("tp", "fsdp"),
+    "logits": ("tp", "fsdp"),
+    "heads": "tp",
+    "kv_heads": "tp",
+    "cache_heads": "tp",
+    "head_dim": "fsdp",
+    "mlp": ("tp", "fsdp"),
+}
 # The two layouts of the seed decode from weights split as in training. With the sequences over all devices
 # (legacy), the weights of each layer come over the interconnect for every token; with the sequences over dp alone
 # (maxtext), every device of a dp group does all its attention, and sums over the split width come instead.
-ROLLOUT_LAYOUTS: Mapping[str, Mapping[str, MeshAxes]] = {
+ROLLOUT_LAYOUTS: dict[str, Mapping[str, MeshAxes]] = {
     "replicated": ROLLOUT_AXES,
+    "tensor": GROUP_AXES,
+    "hybrid": GROUP_AXES,
     "legacy": {**TRAIN_AXES, "batch": ("dp", "fsdp", "tp"), "batch_by_width": ("dp", "tp")},
     "maxtext": {**TRAIN_AXES, "batch": "dp"},
 }
@@ -60,10 +82,10 @@ def param_specs(config: DecoderConfig) -> ParamSpecs:
     std, out_std = 0.02, 0.02 / math.sqrt(2 * config.layers)  # GPT-2's: residual branches start small
     one_layer = {
         "attention_norm": ParamSpec((D,), (None,), 0.0, 1.0),
-        "q": ParamSpec((D, H, Q), ("width", "heads", None), std),
-        "k": ParamSpec((D, K, Q), ("width", "kv_heads", None), std),
-        "v": ParamSpec((D, K, Q), ("width", "kv_heads", None), std),
-        "o": ParamSpec((H, Q, D), ("heads", None, "width"), out_std),
+        "q": ParamSpec((D, H, Q), ("width", "heads", "head_dim"), std),
+        "k": ParamSpec((D, K, Q), ("width", "kv_heads", "head_dim"), std),
+        "v": ParamSpec((D, K, Q), ("width", "kv_heads", "head_dim"), std),
+        "o": ParamSpec((H, Q, D), ("heads", "head_dim", "width"), out_std),
         "mlp_norm": ParamSpec((D,), (None,), 0.0, 1.0),
         "gate": ParamSpec((D, F), ("width", "mlp"), std),
         "up": ParamSpec((D, F), ("width", "mlp"), std),
@@ -83,6 +105,20 @@ def param_specs(config: DecoderConfig) -> ParamSpecs:
     if not config.tied:
         specs["head"] = ParamSpec((V, D), ("vocab", "width"), std)
     return specs
+
+
+def matrix_dims(spec: ParamSpec) -> list[int]:
+    """The first dimensions of what a parameter maps from and to, layer by layer; of norms and biases, fewer than two.
+
+    The numbers of a head belong to the heads.
+    """
+    return [dim for dim, axis in enumerate(spec.axes) if axis not in (None, "head_dim")]
+
+
+def rollout_specs(config: DecoderConfig, parts: int) -> ParamSpecs:
+    """The weights as the rollout has them: the vocabulary padded to whole blocks where it is split into `parts`."""
+    block = VOCAB_BLOCK * parts if parts > 1 else 1
+    return param_specs(dataclasses.replace(config, vocab=-(-config.vocab // block) * block))
 
 
 def axis_parts(axes: Mapping[str, MeshAxes], mesh: Mapping[str, int]) -> dict[str, int]:
@@ -118,24 +154,28 @@ def check_divisible(config: Config, decoder: DecoderConfig, accelerator: Acceler
     Raises ValueError where the mesh does not fit the machine, or does not divide the model or the rollout's slots; the
     message has the values that work.
     """
-    shape = mesh_shape(config.mesh, devices=accelerator.devices, hosts=accelerator.hosts)
+    devices, hosts = accelerator.devices, accelerator.hosts
+    shape = mesh_shape(config.mesh, devices=devices, hosts=hosts, slices=accelerator.slices)
     mesh: dict[str, int] = dict(zip(AXES, shape, strict=True))
     specs = param_specs(decoder)
-    for _, axis, dim in indivisible(specs, axis_parts(TRAIN_AXES, mesh).__getitem__):
+    parts = axis_parts(TRAIN_AXES, mesh)
+    for _, axis, dim in indivisible(specs, lambda axis: parts.get(axis, 1)):
         (by,) = mesh_axis_names(TRAIN_AXES[axis])
         works = ", ".join(str(size) for size in _working_sizes(specs, by, accelerator.devices))
         raise ValueError(
             f"mesh {config.mesh!r}: {_IN_WORDS[axis].format(dim)} ({config.model}) cannot be split evenly by"
             f" {by}:{mesh[by]}; on {accelerator.devices} devices {by} can be {works}"
         )
-    check_split(config.rollout, axis_parts(ROLLOUT_LAYOUTS[config.rollout.layout], mesh)["batch"])
+    layout = resolve(config, decoder, accelerator, devices=accelerator.devices, hosts=accelerator.hosts)
+    rollout_mesh = layout.mesh(mesh, decoder.kv_heads)
+    check_split(config.rollout, axis_parts(ROLLOUT_LAYOUTS[layout.name], rollout_mesh)["batch"])
 
 
 def _working_sizes(specs: ParamSpecs, mesh_axis: str, devices: int) -> list[int]:
     """Sizes of a mesh axis that divide the devices and every dimension that the axis splits."""
 
     def parts(size: int) -> Callable[[str], int]:
-        return lambda axis: size if TRAIN_AXES[axis] == mesh_axis else 1
+        return lambda axis: size if TRAIN_AXES.get(axis) == mesh_axis else 1
 
     sizes = (size for size in range(1, devices + 1) if devices % size == 0)
     return [size for size in sizes if not any(indivisible(specs, parts(size)))]

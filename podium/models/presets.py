@@ -11,6 +11,7 @@ from typing import Any
 from podium.models.architecture import DecoderConfig, ModelError, RopeScaling, from_hf_config
 from podium.models.source import from_hub, on_disk, read_architecture, read_json, resolve
 
+HUB_TIMEOUT_S = 2.0  # that a plan waits for the hub: it is asked for a small file
 _QWEN25: Mapping[str, Any] = {
     "model_type": "qwen2",
     "vocab": 151936,
@@ -73,7 +74,7 @@ def find_architecture(model: str) -> DecoderConfig:
     if model in PRESETS:
         return PRESETS[model]
     try:
-        folder = from_hub(model, ["config.json"])
+        folder = from_hub(model, ["config.json"], timeout_s=HUB_TIMEOUT_S)
     except ModelError as error:
         raise ModelError(
             f"{error}; a plan needs only its config.json, and these models need no download: {', '.join(PRESETS)}"

@@ -7,6 +7,7 @@ import dataclasses
 import importlib.metadata
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,20 +104,19 @@ def _demo_file() -> Path:
     return found[0]
 
 
-def from_hub(model: str, files: list[str]) -> Path:
+def from_hub(model: str, files: list[str], *, timeout_s: float | None = None) -> Path:
     """The folder of a hub model's snapshot, as new as the hub's, or from the local cache where the hub is unreachable.
 
-    `files` are patterns of what to download, config.json among them. Raises ModelError where this user cannot have the
+    `files` are patterns of what to download, config.json among them; `timeout_s` is for the hub's first answer, looking
+    up its address included; unset: 10 s. Raises ModelError where this user cannot have the
     model from the hub, nor is it in the cache; or where it has no config.json.
     """
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]  # of httpx, later httpx2
 
-    unreachable: Exception | None = None
-    try:  # snapshot_download asks this too, but waits for ever where nobody answers
-        HfApi().model_info(model, timeout=HUB_TIMEOUT_S)
-    except (HTTPError, OSError, ValueError) as error:
-        unreachable = error
+    unreachable = _ask_hub(
+        model, timeout_s or HUB_TIMEOUT_S
+    )  # snapshot_download asks too, but waits for ever where nobody answers
     try:
         cached = unreachable is not None
         folder = Path(
@@ -128,6 +128,26 @@ def from_hub(model: str, files: list[str]) -> Path:
     if not (folder / "config.json").is_file():
         raise ModelError(f"model {model!r}: the hub's repository has no config.json")
     return folder
+
+
+def _ask_hub(model: str, timeout_s: float) -> Exception | None:
+    """Whether the hub has a model: the reason why not, or why that is not known."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
+
+    found: list[Exception | None] = []
+
+    def ask() -> None:
+        try:
+            HfApi().model_info(model, timeout=timeout_s)
+            found.append(None)
+        except (HTTPError, OSError, ValueError) as error:
+            found.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)  # no timeout of a request covers the look-up of its address
+    thread.start()
+    thread.join(timeout_s + 0.2)
+    return found[0] if found else TimeoutError(f"no answer within {timeout_s:g} s")
 
 
 def _hub_problem(error: Exception) -> str:

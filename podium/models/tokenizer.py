@@ -103,7 +103,8 @@ def _import_transformers() -> ModuleType:
 
 def _folder_backend(folder: Path) -> Any:
     try:
-        return _import_transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        transformers = _import_transformers()
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{folder}: has no tokenizer that transformers can load ({error})") from error
 

@@ -14,6 +14,7 @@ from podium.observe.metric_table import METRICS, Metric, Value
 from podium.observe.stats import EvaluationStats, StepStats
 
 REWARD, ACCURACY, UPDATES = "train-reward/total/mean", "eval/accuracy", "optimizer/updates"
+TRUNCATED = "rollout/truncated_fraction"
 STEP_REPORT = (REWARD, "train-other/loss", ACCURACY, "time/train/step_s")
 """What a status on a worker shows of the last step."""
 STATISTICS: Mapping[str, Callable[[np.ndarray], Any]] = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}

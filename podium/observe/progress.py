@@ -1,9 +1,11 @@
 """What the user sees of a run while it runs, on stderr: a live view on a terminal, plain lines elsewhere."""
 
 import collections
+import sys
+import termios
 import time
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,7 +20,25 @@ PHASES = ("rollout", "reward", "score", "update", "sync")
 """Whose seconds of the last step are shown (`time/train/<phase>_s`)."""
 RECENT_STEPS = 10
 """Steps whose mean duration gives the time left."""
-WIDTH = 100
+SIDE_BY_SIDE = 120
+"""Columns from which the sample stands beside the numbers, not below them."""
+LINE_S = 30.0
+"""Between two plain lines of a phase that goes on."""
+COMPILED_IN = ("rollout", "update", "score", "evaluation")
+"""Phases whose programs are compiled when a process first comes to them, or loaded if they are kept."""
+
+
+class PhaseProgress(NamedTuple):
+    """How far a rollout or an evaluation is."""
+
+    total: int
+    done: int
+    tokens: int
+
+    def text(self, seconds: float) -> str:
+        """Such as `40 of 64 completions, 3,120 tokens, 0:12 left`, after so many seconds."""
+        left = clock(seconds / self.done * (self.total - self.done)) if self.done else "?"
+        return f"{self.done} of {self.total} completions, {self.tokens:,} tokens, {left} left"
 
 
 class ShownCompletion(NamedTuple):
@@ -40,8 +60,10 @@ class Progress:
         self._done = first_step
         self._started = self._phase_started = time.monotonic()
         self._step_ended: float | None = None
-        self._phase = "start"
+        self._phase, self._first = "start", False
         self._phases_seen: set[str] = set()
+        self._advance: PhaseProgress | None = None
+        self._line_at = self._started
         self._durations: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
         self._rewards: list[float] = []
         self._lengths: list[float] = []
@@ -51,10 +73,12 @@ class Progress:
         self._notice: str | None = None
         self._live: Live | None = None
         if self.console.is_interactive:
-            self._live = Live(self, console=self.console, refresh_per_second=4)
+            self._live = _View(self, console=self.console, refresh_per_second=4)
+        self._terminal: _NoEcho | None = None
 
     def __enter__(self) -> "Progress":
         if self._live is not None:
+            self._terminal = _NoEcho()
             self._live.start()
         return self
 
@@ -65,16 +89,27 @@ class Progress:
         """Leave the live view as it is; what is printed from now on stands below it."""
         if self._live is not None:
             self._live.stop()
+        if self._terminal is not None:
+            self._terminal.restore()
 
     def phase(self, name: str) -> None:
         """Say what is being done from now on: `model`, `rollout`, `update`, `evaluation`, ..."""
-        self._phase, self._phase_started = name, time.monotonic()
+        self._phase, self._phase_started, self._advance = name, time.monotonic(), None
+        self._line_at = self._phase_started
+        self._first = name not in self._phases_seen
         if self._live is None and self._notice is not None:
             self.message(self._notice)
             self._notice = None
-        if self._live is None and name not in self._phases_seen:
-            self.message(f"{name} ...")
+        if self._live is None and self._first:
+            self.message(f"{name} ...{' (the first compiles)' if name in COMPILED_IN else ''}")
         self._phases_seen.add(name)
+
+    def advance(self, total: int, done: int, tokens: int) -> None:
+        """Say how far the phase is: completions, how many are complete, and their tokens."""
+        now, self._advance = time.monotonic(), PhaseProgress(total, done, tokens)
+        if self._live is None and now - self._line_at >= LINE_S:
+            self._line_at = now
+            self.message(f"{self._phase}: {self._advance.text(now - self._phase_started)}")
 
     def step(self, step: int, metrics: Mapping[str, float], sample: ShownCompletion | None = None) -> None:
         """Show a step that is done: how many are, its metrics by their names, and one of its completions."""
@@ -118,62 +153,134 @@ class Progress:
 
     def __rich__(self) -> RenderableType:
         """The live view, drawn anew four times a second."""
-        now = time.monotonic()
-        rows: list[RenderableType] = [self._bar(now), Text(), self._numbers()]
-        if self._sample is not None:
-            rows += [Text(), _last_sample(self._sample, self._width())]
+        now, room = time.monotonic(), self.console.width - 4
+        rows: list[RenderableType] = [self._bar(), self._doing(now), Text()]
+        if self.console.width >= SIDE_BY_SIDE and self._sample is not None:
+            both = Table.grid(padding=(0, 2), expand=True)
+            both.add_column(ratio=1)
+            both.add_column(ratio=1)
+            both.add_row(self._numbers(room // 2 - 2), _last_sample(self._sample, room // 2 - 2))
+            rows.append(both)
+        else:
+            rows.append(self._numbers(room))
+            if self._sample is not None:
+                rows += [Text(), _last_sample(self._sample, room)]
         title = Text.assemble(("podium ", "bold"), f"{shown(self._name, 40)} ", (clock(now - self._started), "dim"))
         if self._notice is not None:
             rows += [Text(), Text(self._notice, style="bold yellow")]
-        return Panel(Group(*rows), title=title, title_align="left", border_style="cyan", width=self._width())
+        return Panel(Group(*rows), title=title, title_align="left", border_style="cyan", width=self.console.width)
 
-    def _width(self) -> int:
-        return min(self.console.width, WIDTH)
+    def _numbers(self, width: int) -> RenderableType:
+        return _numbers(self._rewards, self._lengths, self._metrics, self._evaluations, width)
 
-    def _bar(self, now: float) -> RenderableType:
+    def _bar(self) -> RenderableType:
         row = Table.grid(padding=(0, 2), expand=True)
         row.add_column(no_wrap=True)
         row.add_column(ratio=1)
         row.add_column(no_wrap=True, justify="right")
-        phase = Text.assemble((self._phase, "bold cyan"), f" {now - self._phase_started:.0f} s")
         row.add_row(
             Text(f"step {self._done}/{self._steps}", style="bold"),
             ProgressBar(total=self._steps, completed=self._done),
-            Text.assemble(phase, "   ", (f"{self._left()} left", "dim")),
+            Text(f"{self._left()} left", style="dim"),
         )
         return row
 
-    def _numbers(self) -> RenderableType:
-        width = max(8, self._width() // 3)
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="dim", no_wrap=True)
-        grid.add_column(justify="right", no_wrap=True, min_width=6)
-        grid.add_column(no_wrap=True, overflow="ellipsis")
-        if self._rewards:
-            grid.add_row("reward", f"{self._rewards[-1]:.3f}", Text(sparkline(self._rewards, width), style="green"))
-            grid.add_row("length", f"{self._lengths[-1]:.1f}", Text(sparkline(self._lengths, width), style="blue"))
-            grid.add_row("step", f"{self._step_s():.1f} s", Text(_seconds(self._metrics)))
-        if self._evaluations:
-            values = [accuracy for _, accuracy in self._evaluations]
-            steps = " > ".join(f"{value:.2f}" for value in values[-6:])
-            note = f"{steps}  (step {self._evaluations[-1][0]})"
-            grid.add_row("accuracy", f"{values[-1]:.3f}", Text(note, style="magenta"))
-        return grid
+    def _doing(self, now: float) -> Text:
+        """The phase, its seconds, and how far it is."""
+        seconds = now - self._phase_started
+        more = ""
+        if self._advance is not None:
+            more = self._advance.text(seconds)
+        elif self._first and self._phase in COMPILED_IN:
+            more = "the first one compiles its programs"
+        line = Text.assemble((self._phase, "bold cyan"), f" {seconds:.0f} s   ", (more, "dim"))
+        line.truncate(self.console.width - 4)
+        return line
+
+
+class _View(Live):
+    """A live view that is drawn on an empty screen after the terminal has become narrower or wider."""
+
+    _columns = 0
+
+    def refresh(self) -> None:
+        """Draw it anew."""
+        columns = self.console.width
+        if self._columns not in (0, columns):
+            self.console.clear()  # lines that were wrapped or cut cannot be found again
+        self._columns = columns
+        super().refresh()
+
+
+class _NoEcho:
+    """Keeps a terminal from showing `^C`, which would move the view by a line."""
+
+    def __init__(self) -> None:
+        self._saved: list[Any] | None = None
+        try:
+            self._saved = termios.tcgetattr(sys.stdin)
+            quiet = termios.tcgetattr(sys.stdin)
+            quiet[3] &= ~termios.ECHOCTL
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, quiet)
+        except (termios.error, OSError, ValueError):  # not a terminal
+            self._saved = None
+
+    def restore(self) -> None:
+        """As it was."""
+        if self._saved is not None:
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._saved)
+            self._saved = None
+
+
+def _numbers(
+    rewards: Sequence[float],
+    lengths: Sequence[float],
+    metrics: Mapping[str, float],
+    evaluations: Sequence[tuple[int, float]],
+    width: int,
+) -> RenderableType:
+    """The table of numbers; labels are never cut: what has no room is at the end of a line."""
+    label, value = 8, 7
+    room = max(4, width - label - value - 4)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True, width=label)
+    grid.add_column(justify="right", no_wrap=True, width=value)
+    grid.add_column(no_wrap=True, overflow="crop", width=room)
+    if rewards:
+        grid.add_row("reward", f"{rewards[-1]:.3f}", Text(sparkline(rewards, room), style="green"))
+        grid.add_row("length", f"{lengths[-1]:.1f}", Text(sparkline(lengths, room), style="blue"))
+        step_s = f"{metrics.get('time/train/step_s', 0.0):.1f} s"
+        for index, text in enumerate(_seconds(metrics, room)):
+            grid.add_row("" if index else "step", "" if index else step_s, Text(text))
+    if evaluations:
+        values = [accuracy for _, accuracy in evaluations]
+        note = f"  (step {evaluations[-1][0]})"
+        kept = max(1, min(len(values), (room - len(note) + 3) // 7))
+        steps = " > ".join(f"{value:.2f}" for value in values[-kept:])
+        grid.add_row("accuracy", f"{values[-1]:.3f}", Text(steps + note, style="magenta"))
+    return grid
 
 
 def _speed(metrics: Mapping[str, float]) -> str:
     return f"{metrics.get('throughput/train/valid_tokens_per_s', 0.0):,.0f} tokens/s"
 
 
-def _seconds(metrics: Mapping[str, float]) -> str:
+def _seconds(metrics: Mapping[str, float], width: int) -> list[str]:
+    """The seconds of the phases and the speed, in as many lines as they need."""
     spent = {phase: metrics.get(f"time/train/{phase}_s", 0.0) for phase in PHASES}
-    return "  ".join([*(f"{phase} {value:.1f}" for phase, value in spent.items() if value), _speed(metrics)])
+    lines: list[str] = []
+    for word in (*(f"{phase} {value:.1f}" for phase, value in spent.items() if value), _speed(metrics)):
+        if lines and len(lines[-1]) + 2 + len(word) <= width:
+            lines[-1] += f"  {word}"
+        else:
+            lines.append(word)
+    return lines
 
 
 def _last_sample(sample: ShownCompletion, width: int) -> RenderableType:
-    room = 2 * (width - 16)
+    room = 2 * (width - 12)
     grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(style="dim", no_wrap=True, width=8)
     grid.add_column(overflow="fold")
     grid.add_row("prompt", Text(shown(sample.prompt, room)))
     grid.add_row("answer", Text(shown(sample.completion, room), style="italic"))

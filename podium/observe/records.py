@@ -42,7 +42,7 @@ def sample_record(
         found = [{**each, "advantage": float(a)} for each, a in zip(found, advantages, strict=True)]
     if pieces is not None:
         logprobs = [[round(float(x), 4) for x in each.sampled_logprobs] for each in completions]
-        texts = [pieces(each.tokens) for each in completions]
+        texts = [pieces(each.tokens.tolist()) for each in completions]
         found = [{**each, "pieces": t, "logprobs": x} for each, t, x in zip(found, texts, logprobs, strict=True)]
     return {
         "step": step,

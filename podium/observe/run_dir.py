@@ -9,7 +9,8 @@
     plan.json        what was planned for it (podium.plan.check), on TPU and GPU
     checkpoints/     podium.train.checkpoint
 
-What the records hold is `podium.observe.records`. Nothing here imports jax.
+Of a run in a bucket all this is there and, but for the checkpoints, on this machine too (podium.observe.bucket). What
+the records hold is `podium.observe.records`. Nothing here imports jax.
 """
 
 import errno
@@ -26,7 +27,18 @@ from pydantic import ValidationError
 
 from podium.config.schema import Config
 from podium.config.show import to_yaml
-from podium.files import JsonLines, Record, RunFileError, drop_lines_after, read_lines, to_json, write_atomically
+from podium.files import (
+    JsonLines,
+    Record,
+    RunFileError,
+    as_path,
+    drop_lines_after,
+    in_bucket,
+    read_lines,
+    to_json,
+    write_atomically,
+)
+from podium.observe.bucket import Mirror, records_folder
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
@@ -48,12 +60,15 @@ MAY_CHANGE = (
     "metrics",
     "grading.workers",
     "rollout.layout",
+    "rollout.group_chips",
     "rollout.slots",
     "rollout.prefill_rows",
     "rollout.refill_steps",
     "train.rows_per_device",
     "train.tokens_per_device",
     "train.remat",
+    "train.layer_chunk_tokens",
+    "train.attention",
     "train.head_chunk_tokens",
 )
 """Keys (or whole sections) in which a continued run may differ from its stored config: they say where a run runs, how
@@ -75,7 +90,7 @@ class Fork(NamedTuple):
     @property
     def checkpoints(self) -> Path:
         """Folder of that run's checkpoints."""
-        return Path(self.run) / CHECKPOINTS
+        return as_path(self.run) / CHECKPOINTS
 
 
 def parse_fork(text: str) -> Fork:
@@ -89,7 +104,7 @@ def parse_fork(text: str) -> Fork:
         folder, step = text, ""
     if separator and not step.isdecimal():
         raise ValueError(f"--from {text}: {step!r} is not a step; write RUN@STEP, such as runs/demo@20, or RUN")
-    if not (Path(folder) / CONFIG).is_file():
+    if not (as_path(folder) / CONFIG).is_file():
         raise ValueError(
             f"--from {text}: {folder} has no {CONFIG}, so it is not a run's folder; give one, such as runs/demo"
         )
@@ -99,15 +114,26 @@ def parse_fork(text: str) -> Fork:
 class RunDir:
     """The folder of the run that this process trains; one process has it open and writes there, until `close`."""
 
-    def __init__(self, path: Path, lock: IO[str] | None, *, continued: bool, fork: Fork | None):
+    def __init__(
+        self,
+        home: Path,
+        lock: IO[str] | None,
+        *,
+        continued: bool,
+        fork: Fork | None,
+        mirror: Mirror | None = None,
+    ):
         """Use `RunDir.open` or `RunDir.follow`."""
-        self.path = path
+        self.home = home
+        """The run's folder for all machines, in a bucket perhaps."""
+        self.path = records_folder(home) if in_bucket(home) else home
+        """Folder of this machine with the run's records."""
         self.continued = continued
         """The folder held this run already; it may or may not have a checkpoint."""
         self.fork = fork
         """Where the weights of the first step come from, if not from the config's model."""
         self.opened = time.monotonic()
-        self._lock = lock
+        self._lock, self._mirror = lock, mirror
         self._lines: dict[str, JsonLines] = {}
 
     @classmethod
@@ -122,7 +148,8 @@ class RunDir:
             RunInUseError: Another process trains there.
             RunFileError: The folder cannot be written, holds something else, or a run of another config.
         """
-        path = Path(config.runs_dir) / _folder_name(config)
+        home = as_path(config.runs_dir) / _folder_name(config)
+        path = records_folder(home) if in_bucket(home) else home
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -131,9 +158,10 @@ class RunDir:
             ) from error
         if not (path / CONFIG).exists():
             _check_empty(path)
-        lock = _take_lock(path)
+        lock, mirror = _take_lock(path), None
         try:
-            continued = (path / CONFIG).exists() and _has_begun(path)
+            mirror = Mirror(path, home) if in_bucket(home) else None
+            continued = (path / CONFIG).exists() and _has_begun(path, home)
             if continued:
                 _check_agreement(path, config)
                 fork = _kept_fork(path, fork)
@@ -142,10 +170,14 @@ class RunDir:
             else:
                 (path / FORK).unlink(missing_ok=True)
             write_atomically(path / CONFIG, to_yaml(config.model_dump(mode="json"), {}))
+            if mirror is not None:
+                mirror.push()
         except BaseException:
+            if mirror is not None:
+                mirror.close()
             lock.close()
             raise
-        return cls(path, lock, continued=continued, fork=fork)
+        return cls(home, lock, continued=continued, fork=fork, mirror=mirror)
 
     @classmethod
     def follow(cls, config: Config, *, continued: bool, fork: Fork | None) -> "RunDir":
@@ -153,7 +185,7 @@ class RunDir:
 
         `continued` and `fork` are as the process that opened it, and writes there, found them.
         """
-        return cls(Path(config.runs_dir) / _folder_name(config), None, continued=continued, fork=fork)
+        return cls(as_path(config.runs_dir) / _folder_name(config), None, continued=continued, fork=fork)
 
     @property
     def writes(self) -> bool:
@@ -163,7 +195,12 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
-        return self.path / CHECKPOINTS
+        return self.home / CHECKPOINTS
+
+    def push(self) -> None:
+        """Have what was recorded where the run's checkpoints are, before one is saved."""
+        if self._mirror is not None:
+            self._mirror.push()
 
     def truncate(self, step: int) -> None:
         """Forget what was recorded after `step`: training goes on from there and records it again."""
@@ -193,8 +230,12 @@ class RunDir:
     def close(self) -> None:
         """Close the files and give up the lock; a second call does nothing."""
         self._close_lines()
-        if self._lock is not None:
-            self._lock.close()
+        try:
+            if self._mirror is not None:
+                self._mirror.close()
+        finally:
+            if self._lock is not None:
+                self._lock.close()
 
     def _close_lines(self) -> None:
         for lines in self._lines.values():
@@ -240,9 +281,9 @@ def _take_lock(path: Path) -> IO[str]:
     return lock
 
 
-def _has_begun(path: Path) -> bool:
+def _has_begun(path: Path, home: Path) -> bool:
     """Whether a run has left more than its config: one that failed before its first line may begin with another."""
-    return bool(read_lines(path / METRICS)) or any((path / CHECKPOINTS).glob("*"))
+    return bool(read_lines(path / METRICS)) or any((home / CHECKPOINTS).glob("*"))
 
 
 def _check_empty(path: Path) -> None:

@@ -3,7 +3,9 @@
 import importlib.metadata
 import platform
 import shlex
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -148,16 +150,30 @@ def _files(folder: Path) -> Table:
     return grid
 
 
-def _next_commands(folder: Path, history: History) -> Table:
-    run, config = shlex.quote(str(folder)), shlex.quote(str(folder / CONFIG))
-    again = f"podium train {config} --set steps={2 * max(1, history.steps)}"
+def next_commands(folder: Path, steps: int) -> list[str]:
+    """What to do with a run that has done so many steps, as one types it in the folder that this process runs in."""
+    podium, run, config = _program(), shlex.quote(str(folder)), shlex.quote(str(folder / CONFIG))
+    again = f"{podium} train {config} --set steps={2 * max(1, steps)}"
     schedule = yaml.safe_load((folder / CONFIG).read_text())["train"]["optimizer"]["schedule"]
     if schedule != "constant":  # it has ended with the last step: more steps are another run
         again += f" --set name={shlex.quote(folder.name + '-more')} --from {run}"
+    return [f"{podium} eval {run} --show 5", f"{podium} export {run} {shlex.quote(f'{folder}-model')}", again]
+
+
+def _program() -> str:
+    """How a shell without an activated environment reaches the command of this one."""
+    installed = Path(sys.executable).parent / "podium"
+    found = shutil.which("podium")
+    if not installed.exists() or (found and Path(found).resolve() == installed.resolve()):
+        return "podium"
+    here = installed.relative_to(Path.cwd()) if installed.is_relative_to(Path.cwd()) else installed
+    return shlex.quote(str(here))
+
+
+def _next_commands(folder: Path, history: History) -> Table:
     grid = _grid()
-    grid.add_row("try next", Text(f"podium eval {run}"))
-    grid.add_row("", Text(f"podium export {run} {shlex.quote(f'{folder}-model')}"))
-    grid.add_row("", Text(again))
+    for index, command in enumerate(next_commands(folder, history.steps)):
+        grid.add_row("" if index else "try next", Text(command))
     return grid
 
 

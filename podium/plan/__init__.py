@@ -1,0 +1,39 @@
+"""Plans of runs on machines that are not there: `from podium.plan import plan`."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from podium.plan.result import Plan
+
+
+def plan(config: str, on: str, *, settings: Sequence[str] = (), fast: bool = False, lengths: str = "gsm8k") -> "Plan":
+    """Whether a run fits a machine, what limits it, and how long its steps take; what `podium plan` prints.
+
+    Args:
+        config: a YAML file, or a model: a hub id, a folder or a .gguf file, with the default settings.
+        on: the machine, as `v6e-8` or `h100-8`.
+        settings: `key=value`, as `--set` takes them.
+        fast: estimate with the closed form, in seconds; else every program is compiled, in minutes, once.
+        lengths: of prompts and completions: `gsm8k`, `fixed:N` or the folder of a run.
+
+    Raises:
+        ValueError: something of this is wrong; the message says what.
+        CompilerError: a program could not be compiled.
+    """
+    from podium.accelerators import find_accelerator
+    from podium.models.params import check_divisible
+    from podium.models.presets import find_architecture
+    from podium.plan.defaults import names_model, with_defaults
+    from podium.plan.planner import make_plan
+    from podium.settings import load_settings
+
+    model, machine = config if names_model(config) else None, find_accelerator(on)
+
+    def load(more: Sequence[str] = (), base: Sequence[str] = ()):
+        return load_settings([] if model else [config], [*base, *settings, *more])
+
+    load, _ = with_defaults(load, model, machine)
+    loaded = load(()).config
+    check_divisible(loaded, find_architecture(loaded.model), machine)
+    return make_plan(loaded, machine, fast=fast, lengths=lengths)

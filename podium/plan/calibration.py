@@ -36,7 +36,9 @@ def load_chip(generation: str) -> Chip:
     raw: dict[str, Any] = json.loads(text)
     constants = {name: entry["value"] for name, entry in raw["constants"].items()}
     return Chip(
-        peaks=Peaks(**{field.name: constants[field.name] for field in dataclasses.fields(Peaks)}),
+        peaks=Peaks(
+            **{each.name: constants[each.name] for each in dataclasses.fields(Peaks) if each.name in constants}
+        ),
         links=constants["links"],
         calibration={kind: Factor(**entry) for kind, entry in raw["calibration"].items()},
     )

@@ -1,6 +1,7 @@
 """The `podium plan` command. What it does is `podium.plan.command`, which is not imported before the command is given.
 
-Its exit status is its own: 0 the run fits, 2 it does not, 1 wrong settings or usage, 3 the compiler failed.
+Its exit status is its own: 0 the run fits, 2 it does not, 1 wrong settings or usage, 3 the compiler failed, 130 stopped
+by Ctrl-C.
 """
 
 import sys
@@ -11,19 +12,49 @@ import typer
 from typer.core import TyperCommand
 
 ConfigFiles = Annotated[
-    list[Path] | None, typer.Argument(metavar="CONFIG...", help="YAML files; later ones win.", show_default=False)
+    list[str] | None,
+    typer.Argument(
+        metavar="CONFIG...",
+        help="YAML files, later ones win; or a model (a hub id, a folder, a .gguf file), with default settings.",
+        show_default=False,
+    ),
 ]
 Machines = Annotated[
-    str | None, typer.Option(metavar="NAME[,NAME]", help="Machines to plan for: v6e-8, v5litepod-16, h100-8, ...")
+    str | None,
+    typer.Option(
+        "--on",
+        "--tpu",
+        metavar="NAME[,NAME]",
+        help="Machines to plan for: v6e-8, v5litepod-16, h100-8, a100-80-16, ...; auto: the cheapest that it fits.",
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="One setting, as rollout.max_new_tokens=64. Repeatable."),
 ]
-Fast = Annotated[bool, typer.Option("--fast", help="Estimate with the closed form, in seconds; compile nothing.")]
-Lengths = Annotated[str, typer.Option(metavar="gsm8k|fixed:N|RUN", help="Lengths of prompts and completions.")]
+Fast = Annotated[
+    bool | None,
+    typer.Option(
+        "--fast/--compile",
+        help="Estimate with the closed form, in seconds, or compile. Unset: compile, but for a model without a config.",
+    ),
+]
+Lengths = Annotated[
+    str | None,
+    typer.Option(
+        metavar="gsm8k|fixed:N|RUN",
+        help="Lengths of prompts and completions; unset: GSM8K's, and what others do.",
+    ),
+]
 SEARCHED = "train.rows_per_device, prompts_per_step, rollout.max_new_tokens or rollout.slots"
-Search = Annotated[str | None, typer.Option(metavar="KEY", help=f"Find the largest value that fits, of {SEARCHED}.")]
+Search = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KEY[,KEY]",
+        help=f"Find the largest value that fits, of {SEARCHED}; of several keys, the fastest settings that fit.",
+    ),
+]
+Budget = Annotated[int, typer.Option(min=1, help="Plans that a search over several keys may compile.")]
 Compare = Annotated[
     str | None,
     typer.Option(
@@ -34,7 +65,7 @@ Suggest = Annotated[
     bool | None,
     typer.Option(
         "--suggest/--no-suggest",
-        help="Try the changes most likely to help. Unset: only if the run does not fit, or with --fast.",
+        help="Compile the changes most likely to help. Unset: estimate them; compile if the run does not fit.",
     ),
 ]
 Steps = Annotated[int | None, typer.Option(min=1, help="Number of steps to price; unset: the config's.")]
@@ -44,6 +75,7 @@ Page = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write
 Check = Annotated[
     Path | None, typer.Option(metavar="RUN", help="Instead, compare plan and measurements of a run on TPU or GPU.")
 ]
+INTERRUPTED = 130
 UsageError: Any = typer.BadParameter.__base__  # what typer calls wrong usage; it has no public name for it
 
 
@@ -61,11 +93,12 @@ class PlanCommand(TyperCommand):
 
 def plan(
     config: ConfigFiles = None,
-    tpu: Machines = None,
+    on: Machines = None,
     settings: Settings = None,
-    fast: Fast = False,
-    lengths: Lengths = "gsm8k",
+    fast: Fast = None,
+    lengths: Lengths = None,
     search: Search = None,
+    budget: Budget = 4,
     compare: Compare = None,
     suggest: Suggest = None,
     steps: Steps = None,
@@ -82,21 +115,40 @@ def plan(
     from podium.config.errors import ConfigError
     from podium.plan.command import PlanRequest, check_command, plan_command
     from podium.plan.compile import CompilerError
+    from podium.plan.defaults import names_model
     from podium.settings import load_settings
 
-    others = (config, tpu, settings, fast, search, compare, suggest, steps, prices, html)
+    others = (config, on, settings, fast, search, compare, suggest, steps, prices, html)
     if check is not None and not any(others):
         raise typer.Exit(check_command(check, as_json=as_json))
-    if check is not None or not config or tpu is None:
-        _fail("give CONFIG and --tpu, as `podium plan run.yaml --tpu v6e-8`, or --check RUN alone", status=1)
+    if check is not None or not config or on is None:
+        _fail("give CONFIG and --on, as `podium plan run.yaml --on v6e-8`, or --check RUN alone", status=1)
+    model = config[0] if len(config) == 1 and names_model(config[0]) else None
+    files = [] if model else config
+    fast = model is not None if fast is None else fast
     asked: dict[str, Any] = {"search": search, "compare": compare, "suggest": suggest, "steps": steps}
-    request = PlanRequest(tpu=tpu, fast=fast, lengths=lengths, prices=prices, as_json=as_json, html=html, **asked)
+    asked |= {
+        "subject": " ".join(config),
+        "model": model,
+        "lengths": lengths or "gsm8k",
+        "lengths_known": lengths is not None,
+        "prices": prices,
+        "as_json": as_json,
+        "html": html,
+        "budget": budget,
+    }
     try:
-        status = plan_command(request, lambda more: load_settings(config, [*(settings or []), *more]))
+        status = plan_command(
+            PlanRequest(on=on, fast=fast, **asked),
+            lambda more, base=(): load_settings(files, [*base, *(settings or []), *more]),
+        )
     except ConfigError as error:
         _fail(error, status=1)
     except CompilerError as error:
         _fail(error, status=CompilerError.exit_code)
+    except KeyboardInterrupt:
+        print("\ninterrupted; compiled parts are kept, the same command goes on", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
     raise typer.Exit(status)
 
 

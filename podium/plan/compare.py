@@ -190,12 +190,12 @@ def _operations_cause(pair: _Pair) -> str:
 
 
 def _transfers_cause(pair: _Pair) -> str:
-    """What is sent: `gathers 4.25 GB per token over ICI, the other none`."""
+    """What is sent: `gathers 4.25 GB per token between devices, the other none`."""
     sent, others_sent = pair.sent
     if sent <= LITTLE:
-        return f"sends nothing over ICI, the other {pair.verb(1)} {data_size(others_sent)} per {pair.unit}"
+        return f"sends nothing between devices, the other {pair.verb(1)} {data_size(others_sent)} per {pair.unit}"
     theirs = data_size(others_sent) if others_sent > LITTLE else "none"
-    return f"{pair.verb(0)} {data_size(sent)} per {pair.unit} over ICI, the other {theirs}"
+    return f"{pair.verb(0)} {data_size(sent)} per {pair.unit} between devices, the other {theirs}"
 
 
 def _time_cause(pair: _Pair) -> str:

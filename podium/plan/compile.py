@@ -26,7 +26,7 @@ from pydantic import TypeAdapter
 import podium
 from podium.accelerators import GIB, Accelerator
 from podium.files import write_atomically
-from podium.plan.topology import check_compiler, compiler_environment
+from podium.plan.topology import check_compiler, compiler_environment, missing_library
 from podium.plan.worker import JOB, JOB_RESULT, CompiledPhase, Job, key_of
 
 AT_ONCE = 2
@@ -64,10 +64,23 @@ def compile_phases(
     limit_s: float = LIMIT_S,
     progress: OnProgress | None = None,
 ) -> dict[str, CompiledPhase]:
-    """Every phase's compiled program, by name; from disk what was compiled before.
+    """Every phase's compiled program, by name, of jobs for one config each: as `compile_jobs` makes them."""
+    found = compile_jobs(jobs, folder=folder, at_once=at_once, limit_s=limit_s, progress=progress)
+    return {job.phase: compiled for job, compiled in zip(jobs, found, strict=True)}
+
+
+def compile_jobs(
+    jobs: Sequence[Job],
+    *,
+    folder: Path | None = None,
+    at_once: int = AT_ONCE,
+    limit_s: float = LIMIT_S,
+    progress: OnProgress | None = None,
+) -> list[CompiledPhase]:
+    """What each job comes to; from disk what was compiled before.
 
     Args:
-        jobs: one for each phase; what takes longest should come first.
+        jobs: in the order in which they begin: what takes longest should come first.
         folder: where answers and texts of crashes are kept; unset: the user's cache folder.
         at_once: processes.
         limit_s: seconds that one compilation may take.
@@ -77,40 +90,41 @@ def compile_phases(
         ValueError: the config does not fit the machine, or there is no compiler for it.
         CompilerError: a program could not be compiled; those that were are kept.
     """
-    for machine in {job.accelerator for job in jobs if job.accelerator.generation != "cpu"}:
+    for machine in {job.accelerator for job in jobs if job.accelerator.platform != "cpu"}:
         check_compiler(machine)
     folder = folder or cache_folder()
     for name in ("answers", "crashes"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    found: dict[str, CompiledPhase] = {}
-    waiting: list[Job] = []
+    found: dict[int, CompiledPhase] = {}
+    waiting: list[tuple[int, Job]] = []
 
     def report(job: Job, state: Literal["cached", "compiling", "compiled"], seconds: float) -> None:
         if progress is not None:
             progress(CompileProgress(phase=job.phase, state=state, seconds=seconds, done=len(found), total=len(jobs)))
 
-    for job in jobs:
+    for number, job in enumerate(jobs):
         path = _answer_path(folder, job)
         if path.exists():
-            found[job.phase] = _ANSWER.validate_json(path.read_bytes())
+            found[number] = _ANSWER.validate_json(path.read_bytes())
             report(job, "cached", 0.0)
         else:
-            waiting.append(job)
+            waiting.append((number, job))
     with contextlib.ExitStack() as stack:
-        running: list[_Compilation] = []
+        running: dict[int, _Compilation] = {}
         while waiting or running:
             while waiting and len(running) < at_once:
-                running.append(stack.enter_context(_Compilation(waiting.pop(0), folder, limit_s)))
-            for each in list(running):
+                number, job = waiting.pop(0)
+                running[number] = stack.enter_context(_Compilation(job, folder, limit_s))
+            for number, each in list(running.items()):
                 if (compiled := each.result()) is not None:
-                    running.remove(each)
-                    found[each.job.phase] = compiled
+                    del running[number]
+                    found[number] = compiled
                     write_atomically(_answer_path(folder, each.job), _ANSWER.dump_json(compiled))
                     report(each.job, "compiled", each.seconds)
                 else:
                     report(each.job, "compiling", each.seconds)
             time.sleep(POLL_S)
-    return found
+    return [found[number] for number in range(len(jobs))]
 
 
 def cache_folder() -> Path:
@@ -213,6 +227,8 @@ class _Compilation:
                 f"{where}: this machine has too little memory; the compiler had taken {taken / GIB:.1f} of"
                 f" its {machine / GIB:.1f} GiB when it ended. Free some, or plan with --fast. Its output: {path}"
             )
+        if library := missing_library(text.decode(errors="replace")):
+            return f"{where}: {library}. Its output: {path}"
         last = text.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         return f"{where}: the compiler failed ({how}): {last[0][:300]}\nIts whole output: {path}"
@@ -220,6 +236,5 @@ class _Compilation:
 
 def _environment(accelerator: Accelerator) -> dict[str, str]:
     """The environment of a process that compiles for an accelerator."""
-    own = {"JAX_PLATFORMS": "cpu"} if accelerator.generation == "cpu" else compiler_environment(accelerator)
     paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | own | {"PYTHONPATH": os.pathsep.join(paths)}
+    return os.environ | compiler_environment(accelerator) | {"PYTHONPATH": os.pathsep.join(paths)}

@@ -1,8 +1,8 @@
 """The closed form: memory, operations and traffic of every phase, per device, from a config's numbers alone.
 
-It answers before the compiler does, and where there is none (GPUs). It describes the programs as they are written
+It answers before the compiler does, and where none is installed. It describes the programs as they are written
 (`podium.train.step`, `podium.rollout.programs`) and as compilers were seen to treat them; the compiled programs are the
-truth. Multiply-adds count as two operations, attention without the saving that a causal mask allows.
+truth. Multiply-adds count as two operations, attention in every block of a row that is one sequence.
 
 B rows and S slots below are a device's own; `a` is the size of an activation's number in bytes.
 """
@@ -11,20 +11,25 @@ import dataclasses
 from collections.abc import Mapping
 
 from podium.accelerators import GIB, Accelerator
+from podium.config.attention import attended_pairs, cut
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
+from podium.models.flops import layer_elements
 from podium.models.params import param_specs
-from podium.plan.sizes import F32, RunSizes, layer_matmul, local_count, make_sizes
+from podium.plan.sizes import F32, RunSizes, local_count, make_sizes
 
 Parts = dict[str, int]
 
 MARGIN = 1.5  # past so many times the memory there is, the closed form alone is enough to refuse
 BATCH_ARRAYS = 9  # of podium.train.batch.Batch, [K, B, T] of 4 bytes each, without old and reference log-probabilities
 SAMPLER_LOGITS = 3  # logits, what is weighed of them, and their blocks
-MLP_FORWARD, MLP_BACKWARD = 2, 6  # arrays [B, T, F] alive at once
+MLP_FORWARD, MLP_BACKWARD = 2, 5  # arrays [B, T, F] alive at once; where all scores are made, one more
 MLP_SAVED, MLP_BACKWARD_SAVED = 6, 3  # the same of each layer, and at once, where nothing is made again
+OFFLOADING = 3  # layers whose inputs are on their way to the host's memory, or back
+# Products of queries with keys, or their like: forward, made again, and backward, where kernels make scores twice.
+PRODUCTS: Mapping[str, int] = {"forward": 2, "again": 2, "reference": 4, "blocks": 5, "tpu_kernel": 7, "gpu_kernel": 7}
 SCORES_SAVED = 2  # float32 arrays [B, H, T, T] of each layer, there too
-RESIDUAL_BACKWARD = 2  # arrays [B, T, D] beside them
+RESIDUAL_BACKWARD, RESIDUAL_GROUPS = 2, 3  # arrays [B, T, D] beside them; where rows are cut into groups
 # HBM traffic of a layer in arrays: [tokens, F] of `a` bytes, and float32 scores; fitted to compiled v6e programs.
 MLP_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 30}
 SCORE_TRAFFIC: Mapping[str, int] = {"forward": 1, "update": 11}
@@ -103,7 +108,7 @@ def sync_phase(run: RunSizes) -> PhaseEstimate:
         parts=residents(run) | {"gathered_weights": beside if whole > own * run.rollout_activation else 0},
         flops=0,
         hbm_bytes=own * F32 + 2 * whole,
-        ici_bytes=whole - own * run.rollout_activation,
+        ici_bytes=max(whole - own * run.rollout_activation, whole - whole // run.fsdp if run.layout.group > 1 else 0),
     )
 
 
@@ -111,16 +116,17 @@ def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
     """One call for `prefill_rows` prompts of a bucket."""
     rows, a, decoder = -(-run.config.rollout.prefill_rows // run.rollout_shards), run.rollout_activation, run.decoder
     tokens = rows * bucket
-    scored = tokens if run.config.rollout.layout == "legacy" else rows
-    logits = F32 * scored * decoder.vocab
-    flops = tokens * 2 * layer_matmul(decoder) * decoder.layers + 2 * scored * decoder.vocab * decoder.width
-    flops += _attention_flops(run, tokens, bucket, split=1)
-    traffic = _layers_traffic(run, "forward", rows, bucket, a, split=1)
+    scored = tokens if run.layout.name == "legacy" else rows
+    heads = run.rollout_heads
+    logits = F32 * scored * decoder.vocab // heads
+    matmul = tokens * 2 * layer_elements(decoder) * decoder.layers + 2 * scored * decoder.vocab * decoder.width
+    flops = matmul // heads + _attention_flops(run, rows, bucket, PRODUCTS["forward"], split=heads)
+    traffic = _layers_traffic(run, "forward", rows, bucket, a, split=heads)
     return PhaseEstimate(
         name="prefill",
         parts=_rollout_residents(run)
         | {"logits": logits, "gathered_weights": run.gathered_in_rollout}
-        | _forward_peak(run, rows, bucket, a),
+        | _forward_peak(run, rows, bucket, a, split=heads),
         flops=flops,
         hbm_bytes=run.rollout_weight_bytes + traffic + run.kv_bytes(tokens) + logits,
         ici_bytes=run.rollout_ici(tokens),
@@ -130,8 +136,9 @@ def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
 def decode_phase(run: RunSizes) -> PhaseEstimate:
     """One step of all slots; attention reads whole slots, however full they are."""
     slots, a, decoder = -(-run.config.rollout.slots // run.rollout_shards), run.rollout_activation, run.decoder
-    cache, logits = run.kv_bytes(slots * run.cache_length), F32 * slots * decoder.vocab
-    scores = F32 * slots * decoder.heads * run.cache_length
+    heads, matmul = run.rollout_heads, run.matmul_count // run.layout.group
+    cache, logits = run.kv_bytes(slots * run.cache_length), F32 * slots * decoder.vocab // heads
+    scores = F32 * slots * decoder.heads * run.cache_length // heads
     # The TPU's compiler lays the stacks of q, k and v out anew in each call.
     stacks = (param_specs(decoder)[f"layers.{name}"] for name in ("q", "k", "v") if run.platform == "tpu")
     relaid = a * sum(local_count(each, run.rollout_parts) for each in stacks)
@@ -145,8 +152,10 @@ def decode_phase(run: RunSizes) -> PhaseEstimate:
             "logits": SAMPLER_LOGITS * logits,
             "gathered_weights": run.gathered_in_rollout,
         },
-        flops=slots * 2 * run.matmul_count + _attention_flops(run, slots, run.cache_length, split=1),
-        hbm_bytes=run.matmul_count * a + cache + calls + 2 * SAMPLER_LOGITS * logits,
+        flops=slots
+        * (2 * run.matmul_count + 4 * run.cache_length * decoder.heads * decoder.head_dim * decoder.layers)
+        // heads,
+        hbm_bytes=matmul * a + cache + calls + 2 * SAMPLER_LOGITS * logits,
         ici_bytes=run.rollout_ici(slots),
     )
 
@@ -176,11 +185,11 @@ def score_phase(run: RunSizes) -> PhaseEstimate:
         name="score",
         parts=trainers(run)
         | _batch(run)
-        | {"working_weights": run.working_weights, "gathered_weights": _copied(run, head)}
+        | {"working_weights": _working_weights(run), "gathered_weights": _copied(run, head)}
         | max(_logits(run), _forward_peak(run, run.rows, run.row_tokens, a), key=_total),
         flops=_forward_flops(run),
         hbm_bytes=passes + run.own_count * (F32 + a),
-        ici_bytes=(layers + head) * a * (run.fsdp - 1) // run.fsdp + 2 * run.tp_ici(tokens),
+        ici_bytes=(layers + head) * a * (run.fsdp - 1) // run.fsdp + 2 * _tp_ici(run, tokens),
     )
 
 
@@ -200,7 +209,7 @@ def update_phase(run: RunSizes) -> PhaseEstimate:
         hbm_bytes=_passes(run, "update") + OPTIMIZER_TRAFFIC * own * F32 + 2 * F32 * (own + run.optimizer_count),
         ici_bytes=int(gathers * sends + head * a * sends)
         + reduced
-        + (6 if remat == "layer" else 4) * run.tp_ici(tokens),
+        + (6 if remat in ("layer", "offload") else 4) * _tp_ici(run, tokens),
     )
 
 
@@ -218,18 +227,21 @@ def _update_peak(run: RunSizes) -> Parts:
     tokens = run.rows * run.row_tokens
     layers, head = run.gathered_counts
     gradients = F32 * run.own_count
-    always = {"working_weights": run.working_weights, "gathered_weights": _copied(run, head)}
-    kept = {"layer_inputs": decoder.layers * tokens * decoder.width * a}
+    always = {"working_weights": _working_weights(run), "gathered_weights": _copied(run, head)}
+    offload = run.config.train.remat == "offload"
+    kept = {"layer_inputs": (OFFLOADING if offload else decoder.layers) * tokens * decoder.width * a}
     if saved := run.config.train.remat == "none":
         kept |= _saved(run)
     elif run.config.train.remat == "products":
         kept |= _saved_products(run)
     at_head = kept | {"gradients": gradients + head * a} | _logits(run, all_tokens=saved)
-    in_layers = kept | {"gradients": gradients + F32 * run.own_layers} | _backward_peak(run)
+    in_layers = kept | {"gradients": gradients + F32 * _own_layers(run)} | _backward_peak(run)
     in_layers["gathered_weights"] = _copied(run, layers // decoder.layers)
+    if run.groups > 1:  # a layer's weights, and the sum of their gradients
+        in_layers["gathered_weights"] += 2 * F32 * layers // decoder.layers
     embedding = head if decoder.tied else head // 2
     # The layers' activations are gone by then, and what was gathered.
-    at_embedding = {"gradients": gradients + F32 * (run.own_layers + embedding), "gathered_weights": 0}
+    at_embedding = {"gradients": gradients + F32 * (_own_layers(run) + embedding), "gathered_weights": 0}
     return max((always | each for each in (at_head, in_layers, at_embedding)), key=_total)
 
 
@@ -245,25 +257,44 @@ def _logits(run: RunSizes, *, all_tokens: bool = False) -> Parts:
     return {"logits": chunk * run.decoder.vocab // run.tp * F32}
 
 
-def _forward_peak(run: RunSizes, rows: int, length: int, a: int) -> Parts:
-    """One layer of a forward pass: the scores of its attention, or its MLP, which begins when they are gone."""
-    decoder, tokens = run.decoder, rows * length
-    mask = {"attention_mask": tokens * length}
-    scores = mask | {"attention_scores": F32 * tokens * length * decoder.heads}
-    return max(scores, mask | {"layer_activations": MLP_FORWARD * tokens * decoder.mlp_width * a}, key=_total)
+def _forward_peak(run: RunSizes, rows: int, length: int, a: int, *, split: int = 1) -> Parts:
+    """One layer of a forward pass: its attention, or its MLP, which begins when that is gone."""
+    mlp = {"layer_activations": MLP_FORWARD * rows * length * run.decoder.mlp_width * a // split}
+    arrays = _attention_arrays(run, rows, length, a, backward=False)
+    attention = {name: size // (1 if name == "attention_mask" else split) for name, size in arrays.items()}
+    return max(attention, attention | mlp | {"attention_scores": 0}, key=_total)
 
 
 def _backward_peak(run: RunSizes) -> Parts:
-    """One layer of a backward pass: its scores, recomputed, beside the MLP's gradients, or beside their own."""
-    tokens, decoder, a = run.rows * run.row_tokens, run.decoder, run.activation
-    scores = F32 * tokens * run.row_tokens * decoder.heads // run.tp
-    arrays = MLP_BACKWARD if run.config.train.remat == "layer" else MLP_BACKWARD_SAVED
+    """One layer of a backward pass: its attention, recomputed, beside the MLP's gradients, or beside their own."""
+    rows, decoder, a = run.rows // run.groups, run.decoder, run.activation
+    tokens = rows * run.row_tokens  # of a group
+    attention = _attention_arrays(run, rows, run.row_tokens, a, backward=True)
+    scores = attention["attention_scores"]
+    arrays = MLP_BACKWARD + (run.attention == "reference")
+    if run.config.train.remat not in ("layer", "offload"):
+        arrays = MLP_BACKWARD_SAVED
     mlp = arrays * tokens * decoder.mlp_width // run.tp * a
-    return {
-        "attention_mask": tokens * run.row_tokens,
-        "attention_scores": scores + (scores if scores > mlp else 0),
-        "layer_activations": RESIDUAL_BACKWARD * tokens * decoder.width * a + (0 if scores > mlp else mlp),
-    }
+    if run.attention == "reference":
+        attention["attention_scores"] += scores if scores > mlp else 0
+    elif mlp > scores:
+        attention["attention_scores"] = 0
+    residual = (
+        (RESIDUAL_BACKWARD if run.groups == 1 else RESIDUAL_GROUPS) * run.rows * run.row_tokens * decoder.width * a
+    )
+    return attention | {"layer_activations": residual + (0 if scores > mlp else mlp)}
+
+
+def _attention_arrays(run: RunSizes, rows: int, length: int, a: int, *, backward: bool) -> Parts:
+    """What the attention of one layer makes of so many rows."""
+    decoder, tokens, split = run.decoder, rows * length, run.tp if backward else 1
+    if run.attention == "reference":
+        scores = F32 * tokens * length * decoder.heads // split
+        return {"attention_mask": tokens * length, "attention_scores": scores}
+    n, t = cut(run.attention, length)
+    # Queries, keys and values in blocks and what comes of them; backward their gradients, and the result's, too.
+    heads = (2 if backward else 1) * (2 * decoder.heads + 2 * decoder.kv_heads)
+    return {"attention_scores": rows * n * t * heads * decoder.head_dim * a // split}
 
 
 def _saved(run: RunSizes) -> Parts:
@@ -271,9 +302,11 @@ def _saved(run: RunSizes) -> Parts:
     decoder, a, tokens = run.decoder, run.activation, run.rows * run.row_tokens
     layers, _ = run.gathered_counts
     width = 4 * decoder.width + 2 * (decoder.heads + decoder.kv_heads) * decoder.head_dim // run.tp
+    of_query = SCORES_SAVED * run.row_tokens if run.attention == "reference" else 1  # else the logarithm of their sum
+    saved_scores = decoder.layers * tokens * decoder.heads // run.tp * of_query * F32
     return {
         "saved_activations": decoder.layers * tokens * (width + MLP_SAVED * decoder.mlp_width // run.tp) * a,
-        "saved_scores": decoder.layers * tokens * run.row_tokens * decoder.heads // run.tp * SCORES_SAVED * F32,
+        "saved_scores": saved_scores,
         "saved_weights": layers * a,
     }
 
@@ -300,16 +333,18 @@ def _rollout_residents(run: RunSizes) -> Parts:
     return residents(run) | {"kv_cache": run.kv_bytes(slots * run.cache_length), "prompts": held}
 
 
-def _attention_flops(run: RunSizes, queries: int, keys: int, *, split: int) -> int:
-    """Scores and weighted sums of all layers. Where the scores do not fit in VMEM, the softmax makes them again."""
+def _attention_flops(run: RunSizes, rows: int, length: int, products: int, *, split: int) -> int:
+    """So many products of all layers' queries with keys. A TPU makes reference scores twice that do not fit."""
     decoder = run.decoder
-    again = run.platform == "tpu" and F32 * queries * keys * decoder.heads // split >= VMEM
-    return (6 if again else 4) * queries * keys * decoder.heads * decoder.head_dim * decoder.layers // split
+    pairs = rows * attended_pairs(run.attention, length)
+    if run.attention == "reference" and run.platform == "tpu" and products == PRODUCTS["forward"]:
+        products += F32 * pairs * decoder.heads // split >= VMEM
+    return 2 * products * pairs * decoder.heads * decoder.head_dim * decoder.layers // split
 
 
 def _forward_flops(run: RunSizes) -> int:
     """One forward pass of a micro-batch, logits included."""
-    attention = _attention_flops(run, run.rows * run.row_tokens, run.row_tokens, split=run.tp)
+    attention = _attention_flops(run, run.rows, run.row_tokens, PRODUCTS["forward"], split=run.tp)
     return _matmul_flops(run) // run.tp + attention
 
 
@@ -320,14 +355,12 @@ def _matmul_flops(run: RunSizes) -> int:
 
 def _update_flops(run: RunSizes) -> int:
     """Forward, backward, and what is made again: of a whole layer all but its last product, which no gradient needs."""
-    decoder, tokens = run.decoder, run.rows * run.row_tokens
-    attention = 4 * tokens * run.row_tokens * decoder.heads * decoder.head_dim * decoder.layers
-    again = {
-        "none": 0,
-        "layer": _matmul_flops(run) + attention - 2 * tokens * decoder.width * decoder.mlp_width * decoder.layers,
-        "products": attention + 2 * tokens * decoder.vocab * decoder.width,
-    }[run.config.train.remat]
-    return _forward_flops(run) + (2 * (_matmul_flops(run) + attention) + again) // run.tp
+    decoder, tokens, remat = run.decoder, run.rows * run.row_tokens, run.config.train.remat
+    whole = _matmul_flops(run) - 2 * tokens * decoder.width * decoder.mlp_width * decoder.layers
+    again = {"none": 0, "products": 2 * tokens * decoder.vocab * decoder.width}.get(remat, whole)
+    products = PRODUCTS[run.attention] + (PRODUCTS["again"] if remat != "none" else 0)
+    attention = _attention_flops(run, run.rows, run.row_tokens, products, split=run.tp)
+    return _forward_flops(run) + (2 * _matmul_flops(run) + again) // run.tp + attention
 
 
 def _passes(run: RunSizes, kind: str) -> int:
@@ -343,9 +376,24 @@ def _layers_traffic(run: RunSizes, kind: str, rows: int, length: int, a: int, *,
     """HBM traffic of all layers' activations; on a TPU what fits in VMEM stays there."""
     free = VMEM // 4 if run.platform == "tpu" else 0
     mlp = rows * length * run.decoder.mlp_width // split * a
-    scores = F32 * rows * length**2 * run.decoder.heads // split
+    scores = F32 * rows * length**2 * run.decoder.heads // split if run.attention == "reference" else 0
     traffic = MLP_TRAFFIC[kind] * (mlp if mlp > free else 0) + SCORE_TRAFFIC[kind] * (scores if scores > free else 0)
     return run.decoder.layers * traffic
+
+
+def _own_layers(run: RunSizes) -> int:
+    """Parameters of the layers, without embedding and head, that a device stores in training."""
+    return run.own_count - run.ends_count(run.train_parts)
+
+
+def _working_weights(run: RunSizes) -> int:
+    """Bytes of a device's parameters in the format of the products; nothing where that is float32."""
+    return run.activation * run.own_count if run.activation < F32 else 0
+
+
+def _tp_ici(run: RunSizes, tokens: int) -> int:
+    """Bytes that a device sends in one all-reduce of activations over tp in every layer."""
+    return 2 * run.decoder.layers * tokens * run.decoder.width * run.activation * (run.tp - 1) // run.tp
 
 
 def _total(parts: Parts) -> int:

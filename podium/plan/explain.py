@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from podium.accelerators import GIB, Accelerator
+from podium.accelerators import ALLOCATOR_RESERVE, GIB, GPUS, POOL_VARIABLE, Accelerator, pool_share
 from podium.plan.formatting import LITTLE
 from podium.plan.result import TOO_CLOSE, Phase, judge
 from podium.plan.sizes import F32, RunSizes
@@ -16,15 +16,27 @@ def explain(run: RunSizes, accelerator: Accelerator, phases: Sequence[Phase], wo
     found = [*_verdict(phases, accelerator), *_recomputation(phases), *_decode(phases, workload)]
     host = F32 * (run.own_count + run.optimizer_count) * accelerator.devices_per_host
     checkpoint = f"a checkpoint copies {host / GIB:.1f} GiB to each host's memory"
-    return (*found, *_rollout(run, workload), checkpoint)
+    return (*found, *_rollout(run, workload), *_offload(run, accelerator), checkpoint)
 
 
 def _verdict(phases: Sequence[Phase], accelerator: Accelerator) -> Iterator[str]:
-    compiled = any(phase.compiled for phase in phases)
     if judge((phase.bytes for phase in phases), accelerator.hbm_bytes) == "too_close":
         yield f"within {TOO_CLOSE:.0%} of the memory limit: it may or may not fit on the device"
-    if not compiled and not accelerator.compiles:
-        yield f"programs for {accelerator.name} cannot be compiled in advance: every figure is an estimate"
+    if accelerator.platform == "gpu":
+        yield (
+            f"usable is {pool_share():.0%} of {GPUS[accelerator.generation].memory / GIB:.1f} GiB, what jax takes for"
+            f" arrays ({POOL_VARIABLE} sets another share), less {ALLOCATOR_RESERVE:.0%} for its allocator; CUDA's"
+            " context is outside. Not calibrated on a GPU yet: benches/gpu.sh does that"
+        )
+
+
+def _offload(run: RunSizes, accelerator: Accelerator) -> Iterator[str]:
+    if run.config.train.remat == "offload":
+        inputs = run.decoder.layers * run.rows * run.row_tokens * run.decoder.width * run.activation
+        yield (
+            f"during an update the layers' inputs take {inputs * accelerator.devices_per_host / GIB:.1f} GiB of each"
+            " host's memory"
+        )
 
 
 def _recomputation(phases: Sequence[Phase]) -> Iterator[str]:
@@ -40,19 +52,22 @@ def _decode(phases: Sequence[Phase], workload: Workload) -> Iterator[str]:
     if not phase.compiled or not steps:
         return
     sent = sum(each.sent for each in phase.collectives) / steps
+    waits = f"{sum(each.calls for each in phase.collectives) / steps:.2g} collectives"
     if sent < LITTLE:
-        yield "a decode step sends next to nothing between devices"
+        yield f"a decode step sends next to nothing between devices: {waits}"
         return
     kinds = ", ".join(
         f"{each.calls / steps:.0f} {each.kind} over {' and '.join(each.axes)}"
         for each in phase.collectives
         if each.sent / steps >= LITTLE
     )
-    yield f"each decode step sends {sent / 1e9:.2f} GB from every device: {kinds}"
+    yield f"each decode step sends {sent / 1e9:.2f} GB from every device in {waits}: {kinds}"
 
 
 def _rollout(run: RunSizes, workload: Workload) -> Iterator[str]:
     rollout, recipe = run.config.rollout, run.recipe
+    if run.layout.why:
+        yield f"rollout.layout auto is {run.layout.why}"
     busy = workload.slot_utilisation(rollout.slots)
     yield f"slots are {busy:.0%} busy over {workload.decode_steps} decode steps"
     if recipe.zero_variance == "refill":

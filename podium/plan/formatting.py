@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from podium.accelerators import GIB
-from podium.plan.result import Phase, Plan, Seconds, total
+from podium.plan.result import Phase, Plan, Probe, Seconds, total
 
 STEP_PARTS: dict[str, tuple[str, ...]] = {
     "sync": ("sync",),
@@ -15,7 +15,8 @@ STEP_PARTS: dict[str, tuple[str, ...]] = {
 """The parts of a step as users know them, in order, and the phases in each; `host` comes last."""
 NEGLIGIBLE = 0.01  # share of a step below which a part is not mentioned
 LITTLE = 1e6  # bytes below which a transfer is not mentioned
-LIMITS = {"compute": "compute", "hbm": "HBM", "ici": "ICI", "latency": "latency"}
+LIMITS = {"compute": "compute", "hbm": "HBM bandwidth", "ici": "link bandwidth", "latency": "latency"}
+"""What a phase's time is bound by: never by how much memory there is."""
 VERDICTS = {"fits": "fits", "too_close": "too close to call", "does_not_fit": "does not fit"}
 
 
@@ -31,6 +32,11 @@ def number(value: float) -> str:
 def with_range(seconds: Seconds) -> str:
     """A figure with its range: `3.1 (2.6-3.7)`."""
     return f"{number(seconds.value)} ({number(seconds.low)}-{number(seconds.high)})"
+
+
+def share(part: Seconds) -> str:
+    """A share with its range: `34 % (30-38)`."""
+    return f"{100 * part.value:.0f} % ({100 * part.low:.0f}-{100 * part.high:.0f})"
 
 
 def duration(time: Seconds) -> str:
@@ -89,7 +95,12 @@ def main_parts(phases: Sequence[Phase], most: int) -> list[str]:
 
 def verdict_line(plan: Plan) -> str:
     """The answer in one line: whether it fits, which phase peaks, how long a step takes and its parts."""
-    worst, (part, size) = plan.worst, largest_part(plan.worst)
+    return f"{verdict_head(plan)}; {peak_and_step(plan)}"
+
+
+def verdict_head(plan: Plan) -> str:
+    """Whether it fits, and by how much."""
+    worst = plan.worst
     needs = f": {worst.name} needs {gib(worst.bytes)} of {exact_gib(plan.hbm_bytes)} GiB"
     where = f" {plan.accelerator}{' by closed-form estimate' if plan.estimate_only else ''}"
     memory = {
@@ -97,9 +108,13 @@ def verdict_line(plan: Plan) -> str:
         "too_close": f" on{where}{needs}",
         "does_not_fit": f"{where}{needs}, {spare(plan)}",
     }[plan.verdict]
-    return (
-        f"{VERDICTS[plan.verdict]}{memory}; peak in {worst.name} ({readable(part)} {gib(size)} GiB); {step_text(plan)}"
-    )
+    return f"{VERDICTS[plan.verdict]}{memory}"
+
+
+def peak_and_step(plan: Plan) -> str:
+    """Which phase peaks, how long a step takes and its parts."""
+    part, size = largest_part(plan.worst)
+    return f"peak in {plan.worst.name} ({readable(part)} {gib(size)} GiB); {step_text(plan)}"
 
 
 def spare(plan: Plan) -> str:
@@ -128,6 +143,13 @@ def method_line(plan: Plan) -> str:
         return f"everything is estimated by the closed form; {ranges}"
     rest = f"; estimated by the closed form: {joined(estimated)}" if estimated else ""
     return f"compiled for {plan.accelerator}: memory, operations and transfers of {joined(compiled)}{rest}; {ranges}"
+
+
+def probe_text(probe: Probe, hbm_bytes: int) -> str:
+    """What came of a probe: `update needs 30.1 GiB, 1.2 to spare`."""
+    spare = hbm_bytes - probe.bytes
+    room = "refused by the compiler" if probe.refused else f"{gib(spare)} to spare" if spare >= 0 else "too large"
+    return f"{probe.phase} needs {gib(probe.bytes)} of {exact_gib(hbm_bytes)} GiB, {room}"
 
 
 def joined(names: Sequence[str]) -> str:

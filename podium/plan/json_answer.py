@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from podium.accelerators import GIB
+from podium.plan.advice import advice_line
 from podium.plan.compare import PlanEntry, Refused
 from podium.plan.formatting import step_parts, verdict_line
+from podium.plan.result import Plan
 from podium.plan.search import SearchResult, Trial
+from podium.plan.tune import TuneResult
 
 Object = dict[str, Any]
 NAMES = {
@@ -28,19 +31,21 @@ NAMES = {
 ROLLOUT = ("prompt_tokens", "completion_tokens", "decode_steps", "mean_context")  # what an object has of the workload
 
 
-def plan_object(entry: PlanEntry, suggestions: Sequence[Trial] = ()) -> Object:
-    """One plan."""
+def plan_object(entry: PlanEntry, suggestions: Sequence[Trial] | None = None, longest: Plan | None = None) -> Object:
+    """One plan; `longest` is the same with completions as long as they can be, where lengths were only assumed."""
     plan = entry.plan
     found = as_object(plan)
     del found["host"]  # it is among the parts of the step
     found["rollout"] = {name: found["rollout"][name] for name in ROLLOUT}
     return found | {
+        "advice": advice_line(plan, suggestions),
         "text": verdict_line(plan),
         "setting": entry.setting or None,
         "step_parts": {name: dataclasses.asdict(time) for name, time in step_parts(plan)},
         "cost": as_object(entry.cost) if entry.cost else None,
         "reason": entry.reason or None,
-        "suggestions": [_suggestion(each) for each in suggestions],
+        "suggestions": [_suggestion(each) for each in suggestions or ()],
+        "step_seconds_if_longest": as_object(longest.step) if longest and longest.step else None,
     }
 
 
@@ -51,20 +56,30 @@ def comparison_object(entries: Sequence[PlanEntry], refused: Sequence[Refused]) 
 
 def search_object(found: SearchResult) -> Object:
     """How a search went; `value` is null where no value fits."""
-    best, over = found.best, found.too_large
-    return {
+    values = {"value": found.best, "with_room": found.roomy, "too_large": found.too_large}
+    return {name: each.value if each else None for name, each in values.items()} | {
         "key": found.key,
-        "value": best.change.value if best else None,
-        "too_large": over.change.value if over else None,
         "proven": found.proven,
         "step": found.range.unit,
         "most": found.range.most,
         "why_most": found.range.why,
-        "tried": [
-            {"value": each.change.value, "verdict": each.plan.verdict, "gib": each.plan.worst.bytes / GIB}
-            for each in found.trials
-        ],
+        "tried": [as_object(each) for each in found.probes],
     }
+
+
+def tune_object(found: TuneResult) -> Object:
+    """How a search over several settings went, best first."""
+    tried = [
+        {
+            "settings": {change.key: change.value for change in each.settings},
+            "verdict": each.plan.verdict,
+            "gib": each.plan.worst.bytes / GIB,
+            "step_seconds": as_object(each.plan.step) if each.plan.step else None,
+            "compiled": not each.plan.estimate_only,
+        }
+        for each in found.tried
+    ]
+    return {"estimated": found.estimated, "budget": found.budget, "tried": tried}
 
 
 def as_object(value: Any) -> Object:

@@ -13,6 +13,7 @@ from podium.plan.sections import REST, Chart, Content, Line, ReportSection, Tabl
 
 COLOURS = ("#4269d0", "#efb118", "#3ca951", "#ff725c", "#a463f2", "#6cc5b0", "#ff8ab7", "#9c6b4e", "#97bbf5")
 REST_COLOUR = "#9498a0"
+NARROW = 4  # columns that any page has room for
 
 
 def check_page(path: Path) -> None:
@@ -70,6 +71,12 @@ def _chart(chart: Chart) -> str:
             for part, begin, end in bar.segments
             if end > begin
         ]
+        if bar.range is not None:
+            low, high = bar.range
+            cells.append(
+                f'<i class="range" style="left:{_share(low, chart)};width:{_share(high - low, chart)}"'
+                f' title="between {low:.3g} and {high:.3g}"></i>'
+            )
         if chart.limit is not None:
             cells.append(f'<i class="limit" style="left:{_share(chart.limit, chart)}"></i>')
         bad, name = " bad" * bar.bad, html.escape(bar.name)
@@ -81,19 +88,22 @@ def _chart(chart: Chart) -> str:
         f'<span><i style="background:{colours[part]}"></i>{html.escape(readable(part))}</span>' for part in chart.parts
     ]
     key += [f'<span><i style="background:#c1121f"></i>{html.escape(chart.limit_text)}</span>'] * bool(chart.limit_text)
+    if any(bar.range for bar in chart.bars):
+        key.append('<span><i class="range"></i>where the end may be</span>')
     return f'<div class="chart">{"".join(rows)}</div>' + (f'<div class="key">{"".join(key)}</div>' if key else "")
 
 
 def _share(value: float, chart: Chart) -> str:
-    return f"{100 * value / chart.end:.4f}%"
+    return f"{100 * value / chart.reach:.4f}%"
 
 
 def _table(table: Table) -> str:
-    """A table that scrolls sideways where the page is narrow."""
+    """A table that scrolls sideways where the page is narrow, and then says so."""
 
     def cell(tag: str, column: int, content: str) -> str:
         return f"<{tag}{' class=text' * (column in table.text)}>{html.escape(content)}</{tag}>"
 
     lines = [("th", table.heads), *(("td", row) for row in table.rows)]
     body = "".join(f"<tr>{''.join(cell(tag, i, each) for i, each in enumerate(row))}</tr>" for tag, row in lines)
-    return f'<div class="wide"><table>{body}</table></div>'
+    hint = '<p class="scroll">This table scrolls sideways.</p>' if len(table.heads) > NARROW else ""
+    return f'{hint}<div class="wide" tabindex="0"><table>{body}</table></div>'

@@ -15,14 +15,21 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from podium.algorithms.recipes import make_recipe
+from podium.config.attention import Backend
 from podium.config.schema import Config
 from podium.config.sizes import prompt_buckets
 from podium.models.architecture import DecoderConfig
 from podium.models.params import param_specs
-from podium.rollout.programs import abstract_engine_cache, abstract_prompts, idle_slots, make_engine_programs
+from podium.rollout.programs import (
+    abstract_engine_cache,
+    abstract_prompts,
+    engine_specs,
+    idle_slots,
+    make_engine_programs,
+)
 from podium.sharding import abstract_params
 from podium.train.batch import batch_sizes, make_batch
-from podium.train.generate import as_dtype, rollout_rules
+from podium.train.generate import as_dtype, rollout_layout, rollout_rules
 from podium.train.optimizer import make_opt_init
 from podium.train.setup import make_run_optimizer, make_train_settings
 from podium.train.state import abstract_state
@@ -55,7 +62,9 @@ def phase_programs(config: Config, decoder: DecoderConfig, mesh: Mesh) -> dict[s
     params: Any = abstract_params(specs, jnp.dtype(jnp.float32), settings.stored)
     state = abstract_state(params, optimizer)
     score, train_step = make_train_programs(settings, recipe, optimizer)
-    batch = abstract_batch(make_batch([], batch_sizes(config, settings.computing))[0], settings.computing)
+    batch = abstract_batch(
+        make_batch([], batch_sizes(config, settings.decoder, settings.computing))[0], settings.computing
+    )
     logprobs: Any = jax.ShapeDtypeStruct(batch.tokens.shape, jnp.float32, sharding=batch.tokens.sharding)
     reference = params if recipe.needs_reference else None
     scored = with_scores(batch, recipe, lambda *_: logprobs, params, reference)
@@ -63,7 +72,9 @@ def phase_programs(config: Config, decoder: DecoderConfig, mesh: Mesh) -> dict[s
     own = {"parameters": device_bytes(params)}
     moments = {"optimizer": device_bytes((state.step, state.opt_state))}
     anchor = {"reference_weights": device_bytes(reference)} if recipe.needs_reference else {}
-    rollout = _rollout_programs(config, decoder, mesh, params, own | moments | anchor, moments | anchor)
+    rollout = _rollout_programs(
+        config, decoder, mesh, settings.attention, params, own | moments | anchor, moments | anchor
+    )
     waiting = config.algorithm.minibatches * device_bytes(scored)
     found = {"init": _phase(make_opt_init(optimizer, params), (params,), {}), **rollout}
     if recipe.scores_old_logprobs or recipe.needs_reference:
@@ -77,17 +88,19 @@ def _rollout_programs(
     config: Config,
     decoder: DecoderConfig,
     mesh: Mesh,
+    attention: Backend,
     params: Any,
     trainers: Mapping[str, int],
     beside_params: Mapping[str, int],
 ) -> dict[str, PhaseProgram]:
     """The engine's programs; `trainers` are bytes that the trainer holds, `beside_params` those but for `params`."""
-    rules, dtype = rollout_rules(config.rollout, mesh), as_dtype(config.rollout.dtype, mesh)
+    rules = rollout_rules(rollout_layout(config, decoder, mesh), decoder, mesh)
+    dtype = as_dtype(config.rollout.dtype, mesh)
     engine = (config.rollout, decoder, rules, dtype)
-    programs = make_engine_programs(*engine)
-    weights: Any = abstract_params(param_specs(decoder), dtype, rules)
+    programs = make_engine_programs(*engine, attention)
+    weights: Any = abstract_params(engine_specs(decoder, rules), dtype, rules)
     cache = abstract_engine_cache(*engine)
-    split = rules.sharding("batch")
+    split = rules.sharding("rows")
     on_device = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split))
     slots: Any = on_device(idle_slots(config.rollout.slots))
     rows: Any = jax.ShapeDtypeStruct((config.rollout.slots,), jnp.int32, sharding=split)

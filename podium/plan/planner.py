@@ -6,29 +6,34 @@ the shares of it that chips were seen to reach. Without a compiler both come fro
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import podium.plan.estimate as closed_form
 from podium import __version__
 from podium.accelerators import Accelerator
 from podium.config.schema import Config
-from podium.hlo.cost import Roofline, roofline, sum_collectives
+from podium.hlo.cost import Peaks, Roofline, roofline, sum_collectives
 from podium.models.architecture import DecoderConfig
+from podium.models.flops import step_work, update_flops
 from podium.models.presets import find_architecture
-from podium.plan import estimate as closed_form
 from podium.plan.calibration import Chip, Factor, load_chip
 from podium.plan.compile import OnProgress, cache_folder, compile_phases
 from podium.plan.estimate import PhaseEstimate
 from podium.plan.explain import explain
-from podium.plan.result import NO_TIME, BoundBy, LargeArray, Phase, Plan, Seconds, judge, total
+from podium.plan.result import NO_TIME, BoundBy, LargeArray, Phase, Plan, Seconds, Verdict, judge, total
 from podium.plan.sizes import F32, RunSizes, make_sizes
 from podium.plan.topology import compiler_versions
 from podium.plan.worker import CompiledPhase, Job
-from podium.plan.workload import Workload, draw_lengths, packed_micro_batches, simulate_rollout
+from podium.plan.workload import SequenceLengths, Workload, draw_lengths, packed_micro_batches, simulate_rollout
 
 KINDS: Mapping[str, str] = {"prefill": "prefill", "score": "update", "update": "update"}
 """The kind of calibration of a phase; phases that are not named stream memory, as decoding does."""
 SLOWEST_FIRST = ("update", "decode", "score", "prefill", "sync", "insert", "init")  # by how long they take to compile
+
+
+Line = tuple[float, Roofline]
+"""How often something is done in a step, and its least time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,18 +62,19 @@ def make_plan(
     progress: OnProgress | None = None,
     decoder: DecoderConfig | None = None,
     chip: Chip | None = None,
+    whole: Collection[str] = (),
 ) -> Plan:
     """Whether a run fits an accelerator, what limits it, and how long its steps take.
 
     Args:
         config: of the run.
         accelerator: from `find_accelerator`.
-        fast: the closed form alone; GPUs have nothing else.
+        fast: the closed form alone.
         lengths: where the lengths of prompts and completions come from, as `draw_lengths` takes them.
         progress: called when a phase's compilation begins, goes on and ends.
         decoder: the model's numbers; unset: those of the config's model.
-        chip: constants of a device; unset: those of the accelerator's generation. A CPU has none of its own: without
-            them the plan has no seconds.
+        chip: constants of a device; unset: those of its generation. A CPU has none: its plan then has no seconds.
+        whole: names of programs whose code is generated too: minutes each, for what is known of a TPU without.
 
     Raises:
         ValueError: the model, the mesh or the lengths cannot be used.
@@ -76,18 +82,13 @@ def make_plan(
     """
     decoder = decoder or find_architecture(config.model)
     run = make_sizes(config, decoder, accelerator)
-    is_cpu = accelerator.generation == "cpu"
-    device = _Device(accelerator, chip or (None if is_cpu else load_chip(accelerator.generation)))
+    device = _Device(accelerator, chip or _own_chip(accelerator))
     drawn = draw_lengths(lengths, config)
     workload = simulate_rollout(drawn, config, shards=run.rollout_shards)
     micro_batches = packed_micro_batches(drawn, config, rows=run.rows * run.dp * run.fsdp)
     calls = step_calls(run, workload, micro_batches)
-    compiled: dict[str, CompiledPhase] = {}
-    if not fast and (accelerator.compiles or is_cpu):
-        names = list(
-            dict.fromkeys(call.program for call in sorted(calls, key=lambda call: SLOWEST_FIRST.index(call.phase)))
-        )
-        compiled = compile_phases(make_jobs(config, decoder, accelerator, names), progress=progress)
+    jobs = [] if fast else make_jobs(config, decoder, accelerator, _slowest_first(calls), whole)
+    compiled = compile_phases(jobs, progress=progress) if jobs else {}
     phases = tuple(device.phases(calls, compiled, run))
     host = device.host(sum(call.calls for call in calls))
     step = total([*(phase.seconds for phase in phases if phase.seconds), host]) if host else None
@@ -96,7 +97,7 @@ def make_plan(
         accelerator=accelerator.name,
         devices=accelerator.devices,
         hbm_bytes=accelerator.hbm_bytes,
-        verdict=judge((phase.bytes for phase in phases), accelerator.hbm_bytes),
+        verdict=_verdict(phases, accelerator.hbm_bytes),
         spare_bytes=accelerator.hbm_bytes - max(phase.bytes for phase in phases),
         phases=phases,
         host=host,
@@ -106,14 +107,34 @@ def make_plan(
         micro_batches=micro_batches,
         notes=explain(run, accelerator, phases, workload),
         estimate_only=not compiled,
+        slots=config.rollout.slots,
         versions={"podium": __version__} | (compiler_versions(accelerator) if compiled else {}),
+        mfu=device.mfu(run, drawn, phases),
     )
 
 
-def make_jobs(config: Config, decoder: DecoderConfig, accelerator: Accelerator, names: Sequence[str]) -> list[Job]:
+def _verdict(phases: Sequence[Phase], hbm_bytes: int) -> Verdict:
+    refused = any(phase.refused for phase in phases)
+    return "does_not_fit" if refused else judge((phase.bytes for phase in phases), hbm_bytes)
+
+
+def _own_chip(accelerator: Accelerator) -> Chip | None:
+    return None if accelerator.platform == "cpu" else load_chip(accelerator.generation)
+
+
+def _slowest_first(calls: Sequence[Call]) -> list[str]:
+    """The programs of some calls, those first that take long to compile."""
+    ordered = sorted(calls, key=lambda call: SLOWEST_FIRST.index(call.phase))
+    return list(dict.fromkeys(call.program for call in ordered))
+
+
+def make_jobs(
+    config: Config, decoder: DecoderConfig, accelerator: Accelerator, names: Sequence[str], whole: Collection[str] = ()
+) -> list[Job]:
     """A compilation for each of these programs; what is compiled is kept in the user's cache folder."""
     common: dict[str, Any] = {"config": config, "decoder": decoder, "accelerator": accelerator}
-    return [Job(phase=name, programs=cache_folder() / "programs", **common) for name in names]
+    folder = cache_folder() / "programs"
+    return [Job(phase=name, programs=folder, whole=name in whole, **common) for name in names]
 
 
 def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Call]:
@@ -165,7 +186,7 @@ class _Device:
             if compiled:
                 yield self.compiled_phase(own, compiled)
             elif own[0].closed_form is not None:
-                yield self.estimated_phase(own, float32=run.activation == F32)
+                yield self.estimated_phase(own, run)
         resting = closed_form.checkpoint_phase(run)
         yield self.phase(resting.name, resting.parts)
 
@@ -177,12 +198,17 @@ class _Device:
         for name, size in (*largest.parts.items(), ("code", code)):
             parts[name] = parts.get(name, 0) + size
         costs = [(call, compiled[call.program].cost(call.rounds)) for call in calls]
-        peaks, links = (self.chip.peaks, self.links) if self.chip else (None, 0)
-        lines = [(call.calls, roofline(cost, peaks, links=links)) for call, cost in costs if peaks]
-        seconds, bound_by = self.timed(calls[0].phase, lines)
+        seconds, bound_by = self.timed(
+            calls[0].phase,
+            lambda chip, links: [(call.calls, roofline(cost, chip.peaks, links=links)) for call, cost in costs],
+        )
         resident = [LargeArray(name=name, shape="", bytes=size) for name, size in largest.residents.items()]
+        phase = self.phase(calls[0].phase, parts)
+        refused = any(compiled[call.program].refused for call in calls)
         return dataclasses.replace(
-            self.phase(calls[0].phase, parts),
+            phase,
+            fits=phase.fits and not refused,
+            refused=refused,
             seconds=seconds,
             bound_by=bound_by,
             largest=tuple(sorted((*resident, *largest.largest), key=lambda array: -array.bytes)),
@@ -194,12 +220,16 @@ class _Device:
             compiled=True,
         )
 
-    def estimated_phase(self, calls: list[Call], *, float32: bool) -> Phase:
+    def estimated_phase(self, calls: list[Call], run: RunSizes) -> Phase:
         """One phase by the closed form."""
         forms = [(call, call.closed_form) for call in calls if call.closed_form is not None]
         largest = max((form for _, form in forms), key=lambda form: form.total)
-        lines = [(call.repeats, self.closed_form_roofline(form, float32)) for call, form in forms] if self.chip else []
-        seconds, bound_by = self.timed(calls[0].phase, lines)
+        seconds, bound_by = self.timed(
+            calls[0].phase,
+            lambda chip, links: [
+                (call.repeats, closed_form_roofline(form, run, chip.peaks, links)) for call, form in forms
+            ],
+        )
         flops = sum(call.closed_form_flops for call in calls)
         return dataclasses.replace(
             self.phase(calls[0].phase, largest.parts),
@@ -222,25 +252,21 @@ class _Device:
             largest=tuple(LargeArray(name=part, shape="", bytes=size) for part, size in held.items()),
         )
 
-    def timed(self, name: str, lines: list[tuple[float, Roofline]]) -> tuple[Seconds | None, BoundBy]:
-        """Seconds of a phase's calls, each with how often it is made, and what most of them wait for."""
+    def timed(self, name: str, lines: Callable[[Chip, int], list[Line]]) -> tuple[Seconds | None, BoundBy]:
+        """Seconds of a phase's calls, and what most of them wait for; `lines` makes those of chips with so many links.
+
+        A transfer uses the links of the worst placed chip, or all that go to a switch. Where it is not published which
+        are connected, all of a chip's may be: then transfers may be that much faster.
+        """
         if self.chip is None or name == "init":
             return None, ""
-        return calibrated(lines, self.chip, KINDS.get(name, "decode"))
-
-    def closed_form_roofline(self, form: PhaseEstimate, float32: bool) -> Roofline:
-        """By totals: products or memory traffic, whichever takes longer, and transfers."""
-        assert self.chip is not None
-        peaks = self.chip.peaks
-        compute = form.flops / (peaks.flops_f32 if float32 else peaks.flops_bf16)
-        hbm, ici = form.hbm_bytes / peaks.hbm_bandwidth, form.ici_bytes / (self.links * peaks.link_bandwidth)
-        return Roofline(compute * (compute >= hbm), hbm * (hbm > compute), ici, latency=0.0)
-
-    @property
-    def links(self) -> int:
-        """Links that a transfer uses at once: those of the worst placed chip, or all that go to a switch."""
-        assert self.chip is not None
-        return max(1, self.accelerator.ici_links if self.accelerator.torus else self.chip.links)
+        chip, kind = self.chip, KINDS.get(name, "decode")
+        links = max(1, self.accelerator.ici_links if self.accelerator.torus else chip.links)
+        seconds, bound_by = calibrated(lines(chip, links), chip, kind)
+        if self.accelerator.wiring_known:
+            return seconds, bound_by
+        best, _ = calibrated(lines(chip, chip.links), chip, kind)
+        return dataclasses.replace(seconds, low=best.low), bound_by
 
     def host(self, calls: float) -> Seconds | None:
         """Host time for a number of calls, while the device waits."""
@@ -249,8 +275,27 @@ class _Device:
         each = self.chip.calibration["host_s"]
         return Seconds(value=each.value, low=each.low, high=each.high) * calls
 
+    def mfu(self, run: RunSizes, lengths: SequenceLengths, phases: Sequence[Phase]) -> Seconds | None:
+        """The share of the peak that a step's updates reach, counted as `podium.models.flops` does."""
+        seconds = next((phase.seconds for phase in phases if phase.name == "update"), None)
+        if self.chip is None or seconds is None:
+            return None
+        work = step_work(lengths.prompts.tolist(), lengths.completions.tolist())
+        peak = self.chip.peaks.flops_f32 if run.activation == F32 else self.chip.peaks.flops_bf16
+        flops = run.config.algorithm.updates_per_batch * update_flops(run.decoder, work)
+        return seconds.rate(flops / self.accelerator.devices / peak)
 
-def calibrated(lines: list[tuple[float, Roofline]], chip: Chip, kind: str) -> tuple[Seconds, BoundBy]:
+
+def closed_form_roofline(form: PhaseEstimate, run: RunSizes, peaks: Peaks, links: int) -> Roofline:
+    """By totals: products or memory traffic, whichever takes longer, and transfers."""
+    compute = form.flops / (peaks.flops_f32 if run.activation == F32 else peaks.flops_bf16)
+    hbm, ici = form.hbm_bytes / peaks.hbm_bandwidth, form.ici_bytes / (links * peaks.link_bandwidth)
+    if peaks.network_bandwidth:
+        ici += run.network_bytes(form.name, form.ici_bytes) / peaks.network_bandwidth
+    return Roofline(compute * (compute >= hbm), hbm * (hbm > compute), ici, latency=0.0)
+
+
+def calibrated(lines: list[Line], chip: Chip, kind: str) -> tuple[Seconds, BoundBy]:
     """Seconds of calls on the device, and what most of them wait for; `lines` say how often, and the roofline of each.
 
     The chip's calibration says what share is reached of the roofline of an update, prefill or decode, the `kind`;

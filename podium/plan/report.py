@@ -1,7 +1,7 @@
 """Sections of a report in the terminal. Colours tell parts of a bar apart where there are any; elsewhere letters do."""
 
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -87,8 +87,20 @@ def _chart(chart: Chart, console: Console) -> RenderableType:
         grid.add_row(Text(bar.name, style=style), Text(bar.figure, style=style), cells, Text(bar.note, style="dim"))
     if not chart.parts:
         return grid
-    key = Text("   ").join(Text.assemble(mark, f" {readable(part)}") for part, mark in marks.items())
-    return Group(grid, Text.assemble(key, f"   {LIMIT} {chart.limit_text}" if chart.limit is not None else ""))
+    key = [Text.assemble(mark, f" {readable(part)}") for part, mark in marks.items()]
+    key += [Text(f"{LIMIT} {chart.limit_text}")] * (chart.limit is not None)
+    return Group(grid, *_lines(key, _width(console) - 2))
+
+
+def _lines(entries: Sequence[Text], width: int) -> Iterator[Text]:
+    """Entries beside each other, on a new line where one would not be whole."""
+    line = Text()
+    for entry in entries:
+        if line and len(line) + 3 + len(entry) > width:
+            yield line
+            line = Text()
+        line = Text("   ").join((line, entry)) if line else entry
+    yield line
 
 
 def _marks(parts: Sequence[str], *, coloured: bool) -> dict[str, Text]:

@@ -54,6 +54,7 @@ class Phase:
     bytes: int  # at the peak, per device: residents, arguments, temporaries, and the code of all programs
     parts: Mapping[str, int]  # bytes by our names; they add up to `bytes`
     fits: bool
+    refused: bool = False  # whether the compiler itself says that the program does not fit
     seconds: Seconds | None = None  # of all its calls in a step, on the device; None: unknown, or not a part of a step
     bound_by: BoundBy = ""  # what most of `seconds` waits for
     largest: tuple[LargeArray, ...] = ()  # the largest arrays first, residents among them
@@ -84,6 +85,8 @@ class Plan:
     notes: tuple[str, ...]  # what else a user should know, in sentences
     estimate_only: bool  # whether no phase was compiled
     versions: Mapping[str, str]  # of Podium and what compiled
+    mfu: Seconds | None = None  # share of the peak that a step's updates reach (`podium.models.flops`); no time
+    slots: int = 0  # of the rollout
 
     @property
     def worst(self) -> Phase:
@@ -97,6 +100,21 @@ class Plan:
     def find_phase(self, name: str) -> Phase | None:
         """The phase of that name, if there is one."""
         return next((phase for phase in self.phases if phase.name == name), None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Probe:
+    """The largest of the programs that a value moves."""
+
+    value: int
+    phase: str
+    bytes: int  # of a device: what stays beside the program, all that it allocates, its code
+    refused: bool  # by the compiler, whatever else is on the device
+    compiled: bool
+
+    def accepted(self, hbm_bytes: int) -> bool:
+        """Whether it fits."""
+        return not self.refused and self.bytes <= hbm_bytes
 
 
 def judge(phase_bytes: Iterable[int], hbm_bytes: int) -> Verdict:

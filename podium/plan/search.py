@@ -1,7 +1,7 @@
-"""Changes to a config that are tried by planning them: the largest value that fits, and changes that help.
+"""Changes to a config that are tried: the largest value of a setting that fits, and changes that help.
 
-`--search` and `--suggest` share one loop, `try_changes`: a search names its next change by the last one's plan. The
-closed form says what to try; what a change does not touch comes from the planner's cache.
+The closed form says what to try, the compiler what comes of it; what a change does not touch comes from the planner's
+cache.
 """
 
 import bisect
@@ -14,10 +14,11 @@ from podium.config.schema import Config, Remat
 from podium.config.sizes import batch_sequences, row_tokens, rows_per_device
 from podium.models.params import ROLLOUT_LAYOUTS
 from podium.plan.compare import ORDER, difference
-from podium.plan.result import TOO_CLOSE, Plan
+from podium.plan.result import TOO_CLOSE, Plan, Probe
 from podium.plan.sizes import RunSizes
 
-MOST_PLANS = 6  # compiled in one search
+MOST_PROBES = 16  # of one search: values whose memory is looked up
+FAR = 0.05  # over the memory: the compiler has been seen to need 2 % less for one more row, never so much
 MOST_CANDIDATES = 4  # changes that are compiled to find those that help most
 SHOWN = 3  # changes that a report names
 WIDEST = 16  # times the config's value, where nothing else ends a search
@@ -45,16 +46,11 @@ class Trial:
 
     change: Change
     plan: Plan
+    before: Plan  # without the change, made in the same way
     reason: str = ""  # what it makes better, if it does
 
 
 Make = Callable[[Change], Plan]
-
-
-def try_changes(changes: Iterable[Change], make: Make, trials: list[Trial], *, most: int) -> None:
-    """Plan one change after the other, `most` of them; each trial is added to `trials`, which `changes` may read."""
-    for change in itertools.islice(changes, most):
-        trials.append(Trial(change=change, plan=make(change)))
 
 
 # The largest value that fits
@@ -75,62 +71,135 @@ class SearchResult:
 
     key: str
     range: SearchRange
-    trials: tuple[Trial, ...]  # in the order of their values
+    probes: tuple[Probe, ...]  # in the order of their values
+    hbm_bytes: int
 
     @property
-    def best(self) -> Trial | None:
-        """The largest value whose plan fits; None: even the smallest does not."""
-        return next((each for each in reversed(self.trials) if each.plan.verdict == "fits"), None)
+    def best(self) -> Probe | None:
+        """The largest value tried that is accepted; None: even the smallest is not."""
+        return next((each for each in reversed(self.probes) if each.accepted(self.hbm_bytes)), None)
 
     @property
-    def too_large(self) -> Trial | None:
-        """The smallest value tried that is too large, or too close to call."""
-        return next((each for each in self.trials if each.plan.verdict != "fits"), None)
+    def roomy(self) -> Probe | None:
+        """The largest value tried that is not too close to the limit either."""
+        room = (1 - TOO_CLOSE) * self.hbm_bytes
+        return next((each for each in reversed(self.probes) if not each.refused and each.bytes < room), None)
+
+    @property
+    def too_large(self) -> Probe | None:
+        """The smallest value tried above the best."""
+        best = self.best.value if self.best else 0
+        return next((each for each in self.probes if each.value > best), None)
 
     @property
     def proven(self) -> bool:
         """Whether the value next to the largest that fits was tried too, or there is none."""
-        low, high = self.best, self.too_large
-        first_unknown = (int(low.change.value) if low else 0) + self.range.unit
-        return first_unknown >= (int(high.change.value) if high else self.range.most + 1)
+        first_unknown = (self.best.value if self.best else 0) + self.range.unit
+        return first_unknown >= (self.too_large.value if self.too_large else self.range.most + 1)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the compiler was asked."""
+        return all(each.compiled for each in self.probes)
 
 
 def search(
-    key: str, values: SearchRange, *, closed_form: Callable[[int], int], make: Make, hbm_bytes: int
+    key: str,
+    values: SearchRange,
+    *,
+    closed_form: Callable[[int], int],
+    probe: Callable[[Sequence[int]], list[Probe]],
+    hbm_bytes: int,
 ) -> SearchResult:
-    """The largest value of a setting whose plan fits, in at most six plans.
+    """The largest value of a setting that fits, in at most 16 probes; two at a time, as they are compiled.
 
-    `closed_form` gives the bytes of the phase with the least head-room, as estimated for a value; they rise with it.
+    First a value that fits next to one that does not, where the closed form, corrected by what was probed, sees the
+    limit. Memory need not rise with the value, for near its limit the compiler computes some things twice: so values
+    above are probed too, until they are 5 % too large. Then values below, until one has room to spare.
+
+    Args:
+        key: of the setting.
+        values: that are worth trying.
+        closed_form: bytes of a value, as estimated.
+        probe: bytes of some values.
+        hbm_bytes: usable memory of a device.
     """
-    trials: list[Trial] = []
-    room = (1 - TOO_CLOSE) * hbm_bytes
-    try_changes(_bisection(key, values, closed_form, room, trials), make, trials, most=MOST_PLANS)
-    ordered = tuple(sorted(trials, key=lambda trial: int(trial.change.value)))
-    return SearchResult(key=key, range=values, trials=ordered)
+    return _Search(key, values, closed_form, probe, hbm_bytes).run()
 
 
-def _bisection(
-    key: str, values: SearchRange, closed_form: Callable[[int], int], room: float, trials: Sequence[Trial]
-) -> Iterator[Change]:
-    """The values to try, until none is left between what fits and what does not; `trials` has the last one's plan.
+class _Search:
+    def __init__(
+        self,
+        key: str,
+        values: SearchRange,
+        closed_form: Callable[[int], int],
+        probe: Callable[[Sequence[int]], list[Probe]],
+        hbm_bytes: int,
+    ) -> None:
+        self.key, self.values, self.closed_form, self.probe, self.hbm_bytes = key, values, closed_form, probe, hbm_bytes
+        self.end = values.most // values.unit  # in units, as all values here
+        self.found: dict[int, Probe] = {}
 
-    The next is where the closed form, corrected by the last plan, sees the limit, or the one above, to prove it; after
-    the corrected form was wrong, it is the middle of what is left.
-    """
-    low, high = 0, values.most // values.unit + 1  # in units: fits, and does not; both as yet untried
-    correction, misled = 1.0, False
-    while high - low > 1:
+    def run(self) -> SearchResult:
+        self._bracket()
+        self._look_above()
+        self._look_for_room()
+        probes = tuple(self.found[units] for units in sorted(self.found))
+        return SearchResult(key=self.key, range=self.values, probes=probes, hbm_bytes=self.hbm_bytes)
+
+    def _ask(self, *wanted: int) -> bool:
+        """Probe those that were not; False: there is none, or no probe is left."""
+        new = [units for units in dict.fromkeys(wanted) if 1 <= units <= self.end and units not in self.found]
+        new = new[: MOST_PROBES - len(self.found)]
+        if new:
+            self.found |= zip(new, self.probe([units * self.values.unit for units in new]), strict=True)
+        return bool(new)
+
+    def _accepted(self, units: int) -> bool:
+        return self.found[units].accepted(self.hbm_bytes)
+
+    @property
+    def _best(self) -> int:
+        return max((units for units in self.found if self._accepted(units)), default=0)
+
+    def _bracket(self) -> None:
+        """Find a value that is accepted beside one that is not."""
+        low, high, misled = 0, self.end + 1, False
+        while high - low > 1:
+            expected = min(max(self._expected(low, high), low + 1), high - 1)
+            pair = (expected, min(expected + 1, high - 1))
+            if not self._ask(*(((low + high) // 2,) if misled else pair)):
+                return
+            width = high - low
+            low = self._best
+            high = min((units for units in self.found if units > low), default=self.end + 1)
+            misled = high - low > width // 2
+
+    def _expected(self, low: int, high: int) -> int:
+        """The last value between two that the closed form, corrected by the nearest probe, sees fit."""
         inside = range(low + 1, high)
-        expected = low + bisect.bisect_left(
-            inside, room / correction, key=lambda units: closed_form(units * values.unit)
-        )
-        units = (low + high) // 2 if misled else max(expected, low + 1)
-        yield Change(key=key, value=units * values.unit)
-        plan = trials[-1].plan
-        fits = plan.verdict == "fits"
-        misled = len(trials) > 1 and fits != (units <= expected)  # once is what the correction is for
-        correction = plan.worst.bytes / closed_form(units * values.unit)
-        low, high = (units, high) if fits else (low, units)
+        near = min(self.found, key=lambda units: abs(self.found[units].bytes - self.hbm_bytes), default=None)
+        correction = self.found[near].bytes / self._estimate(near) if near else 1.0
+        return low + bisect.bisect_right(inside, self.hbm_bytes / correction, key=self._estimate)
+
+    def _estimate(self, units: int) -> int:
+        return self.closed_form(units * self.values.unit)
+
+    def _look_above(self) -> None:
+        """Two values in a row that are far too large end it."""
+        units, far = self._best + 1, 0
+        while units <= self.end and far < 2:
+            if units not in self.found and not self._ask(units, units + 1):
+                return
+            far = far + 1 if self.found[units].bytes > (1 + FAR) * self.hbm_bytes else 0
+            units += 1
+
+    def _look_for_room(self) -> None:
+        units = self._best
+        while units >= 1 and (units in self.found or self._ask(units, units - 1)):
+            if self._accepted(units) and self.found[units].bytes < (1 - TOO_CLOSE) * self.hbm_bytes:
+                return
+            units -= 1
 
 
 def search_range(key: str, config: Config, run: RunSizes) -> SearchRange:
@@ -153,7 +222,7 @@ def _rows(config: Config, run: RunSizes) -> SearchRange:
             "--search train.rows_per_device: the config sets train.tokens_per_device instead; unset it with"
             " --set train.tokens_per_device=null"
         )
-    return SearchRange(1, _most_rows(config, run), "one micro-batch then holds all completions of an optimizer step")
+    return SearchRange(1, most_rows(config, run), "one micro-batch then holds all completions of an optimizer step")
 
 
 def _prompts(config: Config, _: RunSizes) -> SearchRange:
@@ -183,7 +252,8 @@ SEARCHED: Mapping[str, Callable[[Config, RunSizes], SearchRange]] = {
 """The settings that can be searched."""
 
 
-def _most_rows(config: Config, run: RunSizes) -> int:
+def most_rows(config: Config, run: RunSizes) -> int:
+    """Rows of a device with which one micro-batch holds all completions of an optimizer step."""
     return -(-batch_sequences(config) // (run.dp * run.fsdp))
 
 
@@ -194,7 +264,7 @@ def candidates(config: Config, run: RunSizes) -> Iterator[Change]:
     """Changes that leave what is learned as it is; some will not help."""
     train, rollout, rows = config.train, config.rollout, rows_per_device(config)
     for more in (rows // 2, 2 * rows):
-        if not 1 <= more <= _most_rows(config, run):
+        if not 1 <= more <= most_rows(config, run):
             continue
         if train.tokens_per_device is None:
             yield Change(key="train.rows_per_device", value=more, old=rows)
@@ -212,7 +282,7 @@ def candidates(config: Config, run: RunSizes) -> Iterator[Change]:
         if slots % run.rollout_shards == 0 and 1 <= slots < 2 * sequences:
             yield Change(key="rollout.slots", value=slots, old=rollout.slots)
     for layout in ROLLOUT_LAYOUTS:
-        if layout != rollout.layout:
+        if layout not in (rollout.layout, run.layout.name):
             yield Change(key="rollout.layout", value=layout, old=rollout.layout)
     yield Change(key="rollout.refill_steps", value=2 * rollout.refill_steps, old=rollout.refill_steps)
 
@@ -229,15 +299,16 @@ def promising(changes: Iterable[Change], plan: Plan, estimated: Make) -> list[Ch
         except ValueError:  # a slot for each device, say, is not to be had with so few
             continue
         if helps(changed, plan):
-            found.append((_rank(changed), change))
+            found.append((rank_of(changed), change))
     return [change for _, change in sorted(found, key=lambda each: each[0])[:MOST_CANDIDATES]]
 
 
 def suggest(changes: Iterable[Change], plan: Plan, make: Make) -> list[Trial]:
     """The changes that help most, best first, each with the plan that shows it, made as `plan` was without them."""
-    trials: list[Trial] = []
-    try_changes(changes, make, trials, most=MOST_CANDIDATES)
-    better = sorted((trial for trial in trials if helps(trial.plan, plan)), key=lambda trial: _rank(trial.plan))
+    trials = [
+        Trial(change=change, plan=make(change), before=plan) for change in itertools.islice(changes, MOST_CANDIDATES)
+    ]
+    better = sorted((trial for trial in trials if helps(trial.plan, plan)), key=lambda trial: rank_of(trial.plan))
     return [dataclasses.replace(each, reason=difference(each.plan, plan)) for each in better[:SHOWN]]
 
 
@@ -250,7 +321,7 @@ def helps(changed: Plan, plan: Plan) -> bool:
     return changed.step is not None and plan.step is not None and changed.step.value < BETTER * plan.step.value
 
 
-def _rank(plan: Plan) -> tuple[int, float]:
-    """Best first: what fits by its seconds, what does not by its memory."""
+def rank_of(plan: Plan) -> tuple[int, float]:
+    """For sorting, best first: what fits by its seconds, what does not by its memory."""
     fits = plan.verdict == "fits" and plan.step is not None
     return ORDER.index(plan.verdict), plan.step.value if fits and plan.step else float(plan.worst.bytes)

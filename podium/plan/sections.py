@@ -8,12 +8,14 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import podium.plan.formatting as text
 from podium.accelerators import GIB
-from podium.plan import formatting as text
+from podium.plan.advice import advice_line, effect
 from podium.plan.check import CheckRow
 from podium.plan.compare import PlanEntry, Refused, RunCost, by_price
 from podium.plan.result import Phase, Plan, Verdict
 from podium.plan.search import SearchResult, Trial
+from podium.plan.tune import TuneResult
 
 MOST_PARTS = 9  # parts of the memory that a bar shows by themselves
 REST = "others"  # the remaining parts of the memory, together
@@ -39,6 +41,7 @@ class Bar:
     segments: tuple[tuple[str, float, float], ...]  # name of the part, where it begins and where it ends
     note: str
     bad: bool = False
+    range: tuple[float, float] | None = None  # between which its end may be
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,11 @@ class Chart:
     """What segments are called, in the order of their colours; none: bars of a single colour."""
     limit: float | None = None
     limit_text: str = ""
+
+    @property
+    def reach(self) -> float:
+        """The end of the scale where ranges are drawn too."""
+        return max([self.end, *(bar.range[1] for bar in self.bars if bar.range)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,32 +83,35 @@ class ReportSection:
     details: bool = False  # whether it is for the page alone, which has room
 
 
-def plan_sections(entry: PlanEntry, suggestions: Sequence[Trial] | None = None, hint: str = "") -> list[ReportSection]:
-    """All that there is to say about one plan, the verdict first.
+def plan_sections(
+    entry: PlanEntry, suggestions: Sequence[Trial] | None = None, longest: Plan | None = None
+) -> list[ReportSection]:
+    """All that there is to say about one plan, what to do about it first.
 
-    `suggestions` are changes that help; where they were not looked for they are None, and `hint` says how to have them.
+    `suggestions` are changes that help, None where they were not looked for; `longest` is the plan with completions as
+    long as they can be, where their lengths were only assumed.
     """
     plan = entry.plan
     memory = f"memory per device by phase, in GiB of {text.exact_gib(plan.hbm_bytes)}"
-    found = [ReportSection("", (Line(text=text.verdict_line(plan), verdict=plan.verdict),))]
-    found.append(ReportSection(memory, (_memory(plan),)))
+    found = [ReportSection("", (Line(text=advice_line(plan, suggestions), verdict=plan.verdict),))]
+    found.append(ReportSection(memory, (Line(text=text.peak_and_step(plan)), _memory(plan))))
     if plan.step is not None:
         speed = Line(label=f"step  {text.duration(plan.step)}", text=_speed(plan))
-        found.append(ReportSection("a step", (_timeline(plan), speed)))
+        lengths = (_lengths(plan, longest),) if longest else ()
+        found.append(ReportSection("a step", (_timeline(plan), speed, *lengths)))
     phases = _table(PHASES, ((phase,) for phase in plan.phases), 0, 5, 8)
-    arrays = _table(ARRAYS, ((array,) for array in plan.worst.largest), 0, 1)
     found.append(ReportSection("phases", (phases,), details=True))
-    found.append(ReportSection(f"largest arrays of {plan.worst.name}", (arrays,), details=True))
+    for phase in sorted(plan.phases, key=lambda phase: -phase.bytes):
+        arrays = _table(ARRAYS, ((array,) for array in phase.largest), 0, 1)
+        found.append(ReportSection(f"largest arrays of {phase.name}", (arrays,), details=True))
     if transfers := [(phase, each) for phase in plan.phases for each in phase.collectives]:
         table = _table(TRANSFERS, transfers, 0, 1, 2)
-        found.append(ReportSection("transfers between chips, in a step", (table,), details=True))
+        found.append(ReportSection("transfers between devices, in a step", (table,), details=True))
     if entry.cost is not None:
         found.append(ReportSection("cost", (Line(text=_cost(entry.cost, plan)),)))
     if suggestions is not None:
         nothing = Line(text="None of the changes tried helps.")
         found.append(ReportSection("changes that help most", tuple(map(_suggestion, suggestions)) or (nothing,)))
-    elif hint:
-        found.append(ReportSection("changes that may help", (Line(text=hint),)))
     versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
     notes = (text.method_line(plan), *plan.notes, versions)
     return [*found, ReportSection("notes", tuple(Line(text=note, bullet=True) for note in notes))]
@@ -120,24 +131,63 @@ def comparison_sections(entries: Sequence[PlanEntry], refused: Sequence[Refused]
     return [*found, ReportSection("seconds per step", (_steps(timed),), details=True)] if timed else found
 
 
+def auto_sections(
+    first: str, heads: tuple[str, ...], rows: tuple[tuple[str, ...], ...], notes: Sequence[str]
+) -> list[ReportSection]:
+    """Machines by what a run costs there."""
+    table = (Table(heads=heads, rows=rows, text=frozenset({0, 4, 6})),) if rows else ()
+    return [ReportSection("", (Line(text=first), *table, *(Line(text=note) for note in notes)))]
+
+
 def search_section(found: SearchResult) -> ReportSection:
-    """The result of a search, and its trials."""
-    table = _table(TRIALS, ((trial,) for trial in found.trials), 1, 2, 3)
+    """The result of a search, and what was tried."""
+    table = _table(TRIED, ((probe, found) for probe in found.probes), 1, 2, 3)
     return ReportSection("", (Line(text=search_line(found)), table))
+
+
+def tune_section(found: TuneResult) -> ReportSection:
+    """The best of several settings, and what was tried."""
+    best, before = found.best, found.before
+    steps = [text.number(each.plan.step.value) for each in (best, before) if each.plan.step is not None]
+    made = "estimated" if best.plan.estimate_only else "compiled"
+    looked = f"{found.estimated} combinations estimated, {len(found.tried)} of at most {found.budget} {made}"
+    if best.plan.verdict == "does_not_fit":
+        first = f"nothing fits ({looked})"
+    elif best.settings == before.settings:
+        first = f"the settings as they are are the best ({looked})"
+    else:
+        now = f", a step {steps[0]} s instead of {steps[1]}" if len(steps) > 1 else ""
+        first = f"{' '.join(f'--set {each}' for each in best.changes(before))}{now} ({looked})"
+    rows = (
+        (
+            ", ".join(map(str, each.changes(before))) or "as it is",
+            text.VERDICTS[each.plan.verdict],
+            f"{each.plan.worst.name} {text.gib(each.plan.worst.bytes)} GiB",
+            text.with_range(each.plan.step) if each.plan.step else "-",
+        )
+        for each in found.tried
+    )
+    table = Table(heads=("settings", "", "needs", "s per step"), rows=tuple(rows), text=frozenset({0, 1, 2}))
+    return ReportSection("", (Line(text=first), table))
 
 
 def search_line(found: SearchResult) -> str:
     """The result of a search in a line."""
     best, over, values = found.best, found.too_large, found.range
+    made = "" if found.compiled else "estimated by the closed form, not compiled: "
     if best is None:
-        smallest = found.trials[0]
-        return f"{found.key}: even {smallest.change.value} does not fit ({text.gib(smallest.plan.worst.bytes)} GiB)"
+        smallest = found.probes[0]
+        return f"{made}{found.key}: even {smallest.value} does not fit ({text.gib(smallest.bytes)} GiB)"
     if over is None:
-        return f"{found.key}: {best.change.value:,} fits, and more would not help: {values.why}"
-    gap = f"{over.change.value:,} {'is too close to call' if over.plan.verdict == 'too_close' else 'does not'}"
-    if found.proven:
-        return f"{found.key}: {best.change.value:,} is the largest that fits; {gap}"
-    return f"{found.key}: {best.change.value:,} fits, {gap}; values in between were not tried"
+        return f"{made}{found.key}: {best.value:,} fits, and more would not help: {values.why}"
+    gap = f"{over.value:,} does not" + ("" if found.proven else "; values in between were not tried")
+    room = ""
+    if found.roomy is None or found.roomy.value != best.value:
+        roomy = f"; {found.roomy.value:,} leaves more" if found.roomy else ""
+        room = f", but it is within 3 % of the memory, too close to call{roomy}"
+    last = found.probes[-1].value
+    beyond = f" (tried up to {last:,})" if last > over.value else ""
+    return f"{made}{found.key}: {best.value:,} is the largest that fits{room}; {gap}{beyond}"
 
 
 def check_section(rows: Sequence[CheckRow]) -> ReportSection:
@@ -179,7 +229,13 @@ def _timeline(plan: Plan) -> Chart:
     rows += [("host", plan.host, "between programs, and grading")] if plan.host is not None else []
     segments = _stacked({name: time.value for name, time, _ in rows})
     bars = (
-        Bar(name=name, figure=text.duration(time), segments=(segment,), note=work)
+        Bar(
+            name=name,
+            figure=text.duration(time),
+            segments=(segment,),
+            note=work,
+            range=(segment[1] + time.low, segment[1] + time.high),
+        )
         for (name, time, work), segment in zip(rows, segments, strict=True)
     )
     return Chart(bars=tuple(bars), end=sum(time.value for _, time, _ in rows) or 1.0)
@@ -189,9 +245,10 @@ def _steps(entries: Sequence[PlanEntry]) -> Chart:
     """A bar of each plan's step in its parts."""
     times = [{name: time.value for name, time in text.step_parts(entry.plan)} for entry in entries]
     figures = [text.number(sum(each.values())) for each in times]
+    ranges = [(step.low, step.high) if (step := entry.plan.step) else None for entry in entries]
     bars = (
-        Bar(name=entry.label, figure=f"{figure} s", segments=_stacked(each), note="")
-        for entry, each, figure in zip(entries, times, figures, strict=True)
+        Bar(name=entry.label, figure=f"{figure} s", segments=_stacked(each), note="", range=reach)
+        for entry, each, figure, reach in zip(entries, times, figures, ranges, strict=True)
     )
     parts = tuple(dict.fromkeys(part for each in times for part in each))
     return Chart(bars=tuple(bars), end=max(sum(each.values()) for each in times) or 1.0, parts=parts)
@@ -208,7 +265,7 @@ def _work(phase: Phase) -> str:
     sent = sum(each.sent for each in phase.collectives)
     found = [f"{phase.calls:,.0f} call{'s' * (phase.calls != 1)}"]
     found += [f"bound by {text.LIMITS[phase.bound_by]}"] if phase.bound_by else []
-    found += [f"{text.data_size(sent)} over ICI"] if sent >= text.LITTLE else []
+    found += [f"{text.data_size(sent)} between devices"] if sent >= text.LITTLE else []
     return ", ".join(found)
 
 
@@ -216,7 +273,19 @@ def _speed(plan: Plan) -> str:
     """The tokens of a step, and their rate."""
     speed, tokens = plan.tokens_per_s_per_device, plan.workload.completion_tokens
     rate = f", {text.with_range(speed)} per second per chip" if speed is not None else ""
-    return f"{tokens:,} completion tokens{rate}"
+    share = f"; updates at {text.share(plan.mfu)} of the peak" if plan.mfu is not None else ""
+    return f"{tokens:,} completion tokens{rate}{share}"
+
+
+def _lengths(plan: Plan, longest: Plan) -> Line:
+    """What the lengths that no config says would make of a step."""
+    assumed = plan.workload.completion_tokens / plan.workload.completions
+    step = f"{text.number(longest.step.value)} s" if longest.step else "unknown"
+    return Line(
+        label="lengths",
+        text=f"assumed to be GSM8K's, {assumed:,.0f} tokens on average; with every completion as long as allowed, a"
+        f" step takes {step}. --lengths RUN takes an earlier run's, --lengths fixed:N one length",
+    )
 
 
 Columns = Sequence[tuple[str, Callable[..., str]]]
@@ -226,7 +295,7 @@ PHASES: Columns = (
     ("fits", lambda phase: "yes" if phase.fits else "no"),
     ("time", lambda phase: text.duration(phase.seconds) if phase.seconds else "-"),
     ("calls", lambda phase: f"{phase.calls:,.0f}"),
-    ("bound by", lambda phase: text.LIMITS.get(phase.bound_by, "-")),
+    ("time bound by", lambda phase: text.LIMITS.get(phase.bound_by, "-")),
     ("TFLOP", lambda phase: text.number(phase.flops / 1e12)),
     ("of closed form", lambda phase: f"{phase.flops / base:.2f}" if (base := phase.closed_form_flops) else "-"),
     ("made by", lambda phase: "compiler" if phase.compiled else "closed form"),
@@ -246,11 +315,11 @@ TRANSFERS: Columns = (
     ("sent per device", lambda phase, each: text.data_size(each.sent)),
     ("while computing", lambda phase, each: "yes" if each.overlaps else "no"),
 )
-TRIALS: Columns = (
-    ("tried", lambda trial: f"{trial.change.value:,}"),
-    ("verdict", lambda trial: text.VERDICTS[trial.plan.verdict]),
-    ("needs", lambda trial: f"{trial.plan.worst.name} {text.gib(trial.plan.worst.bytes)} GiB"),
-    ("made by", lambda trial: "closed form" if trial.plan.estimate_only else "compiled"),
+TRIED: Columns = (
+    ("tried", lambda probe, found: f"{probe.value:,}"),
+    ("", lambda probe, found: "fits" if probe.accepted(found.hbm_bytes) else "does not fit"),
+    ("needs", lambda probe, found: f"{probe.phase} {probe.bytes / GIB:.2f} GiB"),
+    ("by", lambda probe, found: ("its refusal" if probe.refused else "compiler") if probe.compiled else "closed form"),
 )
 
 
@@ -273,13 +342,11 @@ def _cost(cost: RunCost, plan: Plan) -> str:
 
 def _suggestion(trial: Trial) -> Line:
     """A change with what it makes of memory and step, and why."""
-    plan = trial.plan
-    step = f", {text.with_range(plan.step)} s per step" if plan.step is not None else ""
-    made_by = "closed form" if plan.estimate_only else "compiled"
+    room = "" if trial.before.verdict != "fits" else f", {text.spare(trial.plan)}"
     return Line(
         label=f"{trial.change} instead of {trial.change.old}",
-        text=f"{text.VERDICTS[plan.verdict]}, {text.spare(plan)}{step} ({made_by})",
-        verdict=plan.verdict,
+        text=f"{effect(trial)}{room}",
+        verdict=trial.plan.verdict,
         note=trial.reason,
     )
 

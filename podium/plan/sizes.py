@@ -11,11 +11,14 @@ from collections.abc import Iterable, Mapping
 
 from podium.accelerators import Accelerator, auto_dtype, cpu_flags
 from podium.algorithms.recipes import Recipe, make_recipe
+from podium.config.attention import Backend, attention_backend
 from podium.config.mesh import AXES, mesh_shape
 from podium.config.schema import Config, Dtype
-from podium.config.sizes import batch_sequences, prompt_buckets, row_tokens, rows_per_device
+from podium.config.sizes import batch_sequences, prompt_buckets, row_groups, row_tokens, rows_per_device
 from podium.models import params
 from podium.models.architecture import DecoderConfig
+from podium.models.flops import matrix_elements
+from podium.models.layouts import Layout, group_bytes, resolve
 from podium.models.params import ParamSpec, param_specs
 
 F32 = 4
@@ -39,6 +42,11 @@ class RunSizes:
     row_tokens: int  # T
     max_micro_batches: int  # K
     buckets: tuple[int, ...]
+    layout: Layout
+    attention: Backend
+    groups: int  # of rows, which a layer computes one after the other
+    machines: int = 1  # that a network joins
+    per_machine: int = 0  # devices of one of them
 
     @property
     def rollout_shards(self) -> int:
@@ -58,7 +66,13 @@ class RunSizes:
     @functools.cached_property
     def rollout_parts(self) -> Parts:
         """Into how many parts the rollout's layout splits each logical axis."""
-        return self._parts(params.ROLLOUT_LAYOUTS[self.config.rollout.layout])
+        mesh = self.layout.mesh(self._mesh, self.decoder.kv_heads)
+        return params.axis_parts(params.ROLLOUT_LAYOUTS[self.layout.name], mesh)
+
+    @property
+    def rollout_heads(self) -> int:
+        """Into how many parts the rollout's attention splits its heads."""
+        return self.rollout_parts.get("cache_heads", 1)
 
     @property
     def rollout_weight_bytes(self) -> int:
@@ -66,14 +80,15 @@ class RunSizes:
         return self.rollout_activation * sum(self._counts(self.rollout_parts))
 
     def kv_bytes(self, tokens: int) -> int:
-        """Keys and values of a number of tokens."""
+        """Keys and values of a number of tokens, as far as a device has their heads."""
         decoder = self.decoder
-        return 2 * decoder.layers * decoder.kv_heads * decoder.head_dim * tokens * self.rollout_activation
+        numbers = 2 * decoder.layers * decoder.kv_heads * decoder.head_dim * tokens
+        return numbers * self.rollout_activation // self.rollout_heads
 
     @property
     def matmul_count(self) -> int:
         """Elements of all matrices that a token is multiplied with."""
-        return layer_matmul(self.decoder) * self.decoder.layers + self.decoder.vocab * self.decoder.width
+        return matrix_elements(self.decoder)
 
     @property
     def own_count(self) -> int:
@@ -81,19 +96,9 @@ class RunSizes:
         return sum(self._counts(self.train_parts))
 
     @property
-    def own_layers(self) -> int:
-        """Parameters of the layers, without embedding and head, that a device stores in training."""
-        return self.own_count - self.ends_count(self.train_parts)
-
-    @property
     def optimizer_count(self) -> int:
         """Float32 numbers of the optimizer's state on a device."""
         return optimizer_count(self.decoder, self.config.train.optimizer.name, self.train_parts)
-
-    @property
-    def working_weights(self) -> int:
-        """Bytes of a device's parameters in the format of the products; nothing where that is float32."""
-        return self.activation * self.own_count if self.activation < F32 else 0
 
     @property
     def gathered_counts(self) -> tuple[int, int]:
@@ -115,15 +120,17 @@ class RunSizes:
         return self.rollout_activation * largest // summed if gathered > 1 else 0
 
     def rollout_ici(self, tokens: int) -> int:
-        """Bytes that a device sends in one pass of the rollout: gathered weights, and sums over a split width."""
+        """Bytes that a device sends in one pass of the rollout: gathered weights, and sums over a split width.
+
+        `tokens` are those whose attention it computes.
+        """
+        if (group := self.layout.group) > 1:
+            rows = tokens * group // self.rollout_heads
+            return int(group_bytes(self.decoder, group, rows, self.rollout_activation))
         gathered, summed = self._rollout_exchange
         outputs = self.rollout_activation * (self.decoder.layers * self._layer_outputs + self.decoder.vocab)
         weights = self.decoder.width * outputs // summed
         return weights * (gathered - 1) // gathered + 2 * tokens * outputs * (summed - 1) // summed
-
-    def tp_ici(self, tokens: int) -> int:
-        """Bytes that a device sends in one all-reduce of activations over tp in every layer."""
-        return 2 * self.decoder.layers * tokens * self.decoder.width * self.activation * (self.tp - 1) // self.tp
 
     @property
     def _rollout_exchange(self) -> tuple[int, int]:
@@ -131,12 +138,24 @@ class RunSizes:
 
         A mesh axis that splits sequences too makes a device gather weights; without it, products are summed over it.
         """
-        axes = params.ROLLOUT_LAYOUTS[self.config.rollout.layout]
+        axes = params.ROLLOUT_LAYOUTS[self.layout.name]
         names = {axis for spec in param_specs(self.decoder).values() for axis in spec.axes if axis}
-        sequences = set(params.mesh_axis_names(axes["batch"]))
+        sequences = set(params.mesh_axis_names(axes.get("rows", axes["batch"])))
         weights = {name for axis in names for name in params.mesh_axis_names(axes.get(axis))}
         width = set(params.mesh_axis_names(axes.get("width")))
         return self._devices(weights & sequences), self._devices(width - sequences)
+
+    def network_bytes(self, phase: str, sent: int) -> int:
+        """What of a device's `sent` bytes leaves its machine, on average over the machine's devices.
+
+        Machines are the outermost part of the mesh: as long as dp alone joins them, gradients alone are summed over the
+        network. Of a ring over several machines, each device of a machine carries a share.
+        """
+        if self.machines == 1:
+            return 0
+        if self.fsdp * self.tp > self.per_machine:
+            return sent // self.per_machine
+        return 2 * self.own_count * F32 * (self.machines - 1) // self.machines if phase == "update" else 0
 
     @property
     def _layer_outputs(self) -> int:
@@ -160,14 +179,15 @@ class RunSizes:
 
 def make_sizes(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> RunSizes:
     """The numbers of a run on a machine. Raises ValueError where the mesh does not fit it."""
-    dp, fsdp, tp = mesh_shape(config.mesh, devices=accelerator.devices, hosts=accelerator.hosts)
+    devices, hosts = accelerator.devices, accelerator.hosts
+    dp, fsdp, tp = mesh_shape(config.mesh, devices=devices, hosts=hosts, slices=accelerator.slices)
     recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
     rows = rows_per_device(config)
     return RunSizes(
         decoder=decoder,
         config=config,
         recipe=recipe,
-        platform="cpu" if accelerator.generation == "cpu" else "tpu" if accelerator.compiles else "gpu",
+        platform=accelerator.platform,
         dp=dp,
         fsdp=fsdp,
         tp=tp,
@@ -177,6 +197,11 @@ def make_sizes(config: Config, decoder: DecoderConfig, accelerator: Accelerator)
         row_tokens=row_tokens(config),
         max_micro_batches=-(-batch_sequences(config) // (rows * dp * fsdp)),
         buckets=tuple(prompt_buckets(config.rollout.max_prompt_tokens)),
+        layout=resolve(config, decoder, accelerator, devices=accelerator.devices, hosts=accelerator.hosts),
+        attention=attention_backend(config.train.attention, accelerator.platform),
+        groups=row_groups(config),
+        machines=accelerator.slices,
+        per_machine=accelerator.devices_per_host,
     )
 
 
@@ -194,15 +219,9 @@ def optimizer_count(decoder: DecoderConfig, name: str, parts: Parts) -> int:
     if name in ("lion", "sgd"):
         return sum(local.values())
     if name == "muon":  # one moment of what it orthogonalises (`podium.train.optimizer`), Adam's two of the rest
-        hidden = {key for key, spec in specs.items() if sum(map(bool, spec.axes)) > 1 and "vocab" not in spec.axes}
+        hidden = {key for key, spec in specs.items() if len(params.matrix_dims(spec)) > 1 and "vocab" not in spec.axes}
         return sum(count * (1 if key in hidden else 2) for key, count in local.items())
     return sum(_factored_count(spec, local[key]) for key, spec in specs.items())
-
-
-def layer_matmul(decoder: DecoderConfig) -> int:
-    """Elements of a layer's matrices."""
-    attention = 2 * decoder.width * (decoder.heads + decoder.kv_heads) * decoder.head_dim
-    return attention + 3 * decoder.width * decoder.mlp_width
 
 
 def _factored_count(spec: ParamSpec, local: int) -> int:
@@ -218,5 +237,5 @@ def _factored_count(spec: ParamSpec, local: int) -> int:
 
 def _itemsize(dtype: Dtype, accelerator: Accelerator) -> int:
     """Bytes of a number in the format that a config's `dtype` means on a machine."""
-    known = auto_dtype(accelerator.generation, cpu_flags()) if dtype == "auto" else dtype
+    known = auto_dtype(accelerator.platform, cpu_flags()) if dtype == "auto" else dtype
     return {"float32": 4, "bfloat16": 2}[known]

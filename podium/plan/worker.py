@@ -21,17 +21,19 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from podium.accelerators import Accelerator
+from podium.compiler import compiler_options
+from podium.config.mesh import mesh_shape
 from podium.config.schema import Config
 from podium.files import write_atomically
 from podium.hlo.cost import ProgramCost, Work, unknown_loops, walk
-from podium.hlo.memory import OTHER, Memory, OutOfMemory, largest, measure, parse_out_of_memory
+from podium.hlo.memory import BETWEEN, Memory, OutOfMemory, largest, measure
 from podium.hlo.text import Module, parse
 from podium.models.architecture import DecoderConfig
 from podium.plan.array_names import names_of
 from podium.plan.result import LargeArray
-from podium.plan.topology import compiler_versions, topology_devices
+from podium.plan.topology import compiler_versions, target_of, topology_devices
+from podium.plan.tpu_compile import TpuProgram, compile_tpu
 
-TPU_OPTIONS = {"xla_tpu_no_crash_on_oom": "true"}  # an analysis also of what does not fit: by how much, and of what
 WATCH_S = 1.0
 KEPT_ARRAYS = 12  # how many of the arrays at the peak are kept, the largest, to be shown
 
@@ -55,6 +57,8 @@ class CompiledPhase:
     largest: tuple[LargeArray, ...]
     work: tuple[LoopedWork, ...]
     compile_s: float
+    refused: bool = False  # whether the compiler says that it does not fit, with nothing beside it
+    whole: bool = True  # whether its code was generated too
 
     @property
     def device_bytes(self) -> int:
@@ -76,6 +80,7 @@ class Job:
     decoder: DecoderConfig
     accelerator: Accelerator
     programs: Path  # folder of compiled programs
+    whole: bool = False  # whether to generate code for a TPU: all else is known long before
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,8 +88,9 @@ class _Built:
     """A compiled program as it is kept; its text lies beside it."""
 
     memory: Memory
-    refusal: OutOfMemory | None  # where the compiler would not make it for want of memory; there is no text then
+    refusal: OutOfMemory | None  # where the compiler would not make it for want of memory
     compile_s: float
+    whole: bool
 
 
 JOB, BUILT = TypeAdapter(Job), TypeAdapter(_Built)
@@ -99,7 +105,7 @@ def main(job_file: str, result_file: str, parent: str) -> None:
 
     job = JOB.validate_json(Path(job_file).read_bytes())
     try:
-        mesh = make_mesh(job.config.mesh, _devices(job.accelerator))
+        mesh = make_mesh(_mesh(job), _devices(job.accelerator))
         program = phase_programs(job.config, job.decoder, mesh)[job.phase]
         lowered = program.lower()
     except ValueError as error:
@@ -109,26 +115,31 @@ def main(job_file: str, result_file: str, parent: str) -> None:
     else:
         result = _finish(job, lowered, program.residents, dict(mesh.shape))
     write_atomically(Path(result_file), JOB_RESULT.dump_json(result))
+    os._exit(0)  # the compiler may still be at work on what nobody needs
 
 
 def _finish(job: Job, lowered: Any, residents: Mapping[str, int], mesh: Mapping[str, int]) -> CompiledPhase:
     """Compile what was lowered, unless that was done before, and read what came of it."""
     built, text = _build(lowered, job)
-    if built.refusal:
+    if built.refusal and not text:
         parts, work = {"program": built.refusal.needed}, ()
         arrays = [LargeArray(name=each.source, shape=each.shape, bytes=each.size) for each in built.refusal.largest]
     else:
         module = parse(text)
         parts, arrays = named_memory(module, built.memory.peak)
-        work = looped_work(module, mesh)
+        work = looped_work(module, mesh, skipped=_skipped(job.config), per_machine=_per_machine(job.accelerator))
     known: dict[str, Any] = {"memory": built.memory, "compile_s": built.compile_s, "residents": residents}
+    known |= {"refused": built.refusal is not None, "whole": built.whole}
     return CompiledPhase(parts=parts, largest=tuple(arrays[:KEPT_ARRAYS]), work=work, **known)
 
 
-def looped_work(module: Module, mesh: Mapping[str, int]) -> tuple[LoopedWork, ...]:
-    """The cost of a program, split by whether it is repeated with the program's own loop; equal work together."""
+def looped_work(module: Module, mesh: Mapping[str, int], **options: Any) -> tuple[LoopedWork, ...]:
+    """The cost of a program, split by whether it is repeated with the program's own loop; equal work together.
+
+    `options` are those of `walk`.
+    """
     loops = unknown_loops(module)
-    one, two = (walk(module, mesh, trips=dict.fromkeys(loops, rounds)).works for rounds in (1, 2))
+    one, two = (walk(module, mesh, trips=dict.fromkeys(loops, rounds), **options).works for rounds in (1, 2))
     times: dict[Work, tuple[float, float]] = {}
     for first, second in zip(one, two, strict=True):
         work = dataclasses.replace(first, name="", source="", times=0.0)
@@ -137,19 +148,31 @@ def looped_work(module: Module, mesh: Mapping[str, int]) -> tuple[LoopedWork, ..
     return tuple(LoopedWork(work, once, each) for work, (once, each) in times.items())
 
 
-def named_memory(module: Module, peak: int) -> tuple[dict[str, int], list[LargeArray]]:
-    """The bytes at a program's peak by our names, and its arrays, largest first.
+def _skipped(config: Config) -> list[str]:
+    """Scopes of branches that a run never takes: the search for a cut, where sampling is from all tokens."""
+    return ["sample"] if config.rollout.top_k == 0 and config.rollout.top_p == 1 else []
 
-    What lives at the peak is found again from the program's text; where the compiler's own figure is another, the
-    difference goes to `other`, or is taken from all in proportion.
+
+def _per_machine(accelerator: Accelerator) -> int:
+    return accelerator.devices_per_host if accelerator.slices > 1 else 0
+
+
+def named_memory(module: Module, peak: int) -> tuple[dict[str, int], list[LargeArray]]:
+    """The bytes that a program takes by our names, and its arrays, largest first.
+
+    What lives at the peak is found again from the program's text. The compiler's own figure has what is lost between
+    arrays besides, under a name of its own; arguments are known exactly, so where the figure is smaller than what was
+    found, the difference is taken from all others in proportion.
     """
     found = largest(module, names_of(module.name))
     parts = dict(found.by_name)
-    if (beyond := peak - found.size) > 0:
-        parts[OTHER] = parts.get(OTHER, 0) + beyond
-    elif beyond < 0:
-        parts = {name: size * peak // found.size for name, size in parts.items()}
-        parts[OTHER] = parts.get(OTHER, 0) + peak - sum(parts.values())
+    beyond = peak - found.size
+    if beyond < 0:
+        exact = found.arguments_by_name
+        loose = {name: size - exact.get(name, 0) for name, size in parts.items()}
+        share = max(0.0, 1 + beyond / sum(loose.values())) if any(loose.values()) else 0.0
+        parts = {name: exact.get(name, 0) + int(size * share) for name, size in loose.items()}
+    parts[BETWEEN] = peak - sum(parts.values())
     arrays = [LargeArray(name=each.name, shape=each.shape, bytes=each.size) for each in found.buffers]
     return {name: size for name, size in parts.items() if size}, arrays
 
@@ -160,9 +183,16 @@ def _raised_here(error: Exception) -> bool:
     return Path(innermost).is_relative_to(Path(__file__).parents[1])
 
 
+def _mesh(job: Job) -> str:
+    """The mesh with its sizes: devices that are not there do not say which machine they are of."""
+    machine = job.accelerator
+    sizes = mesh_shape(job.config.mesh, devices=machine.devices, hosts=machine.hosts, slices=machine.slices)
+    return ",".join(map(str, sizes))
+
+
 def _devices(accelerator: Accelerator) -> list[Any]:
     """What to compile for; a CPU's devices are this machine's."""
-    if accelerator.generation != "cpu":
+    if accelerator.platform != "cpu":
         return topology_devices(accelerator)
     import jax
 
@@ -171,37 +201,29 @@ def _devices(accelerator: Accelerator) -> list[Any]:
 
 
 def _build(lowered: Any, job: Job) -> tuple[_Built, str]:
-    """The compiled program and its text, from disk if the same was compiled before."""
-    on_cpu = job.accelerator.generation == "cpu"
-    options = {} if on_cpu else TPU_OPTIONS
-    target = [job.accelerator.topology, job.accelerator.topology_options, job.accelerator.devices]
-    key = key_of([lowered.as_text(), options, target], job.accelerator)
+    """The compiled program and its text, from disk if the same was compiled before, as far as it is asked for now."""
+    options = compiler_options(job.accelerator.platform)  # the programs' own, which no text has
+    key = key_of([lowered.as_text(), options, target_of(job.accelerator)], job.accelerator)
     record, module = job.programs / f"{key}.json", job.programs / f"{key}.hlo.gz"
     if record.exists():
-        return BUILT.validate_json(record.read_bytes()), gzip.decompress(module.read_bytes()).decode()
+        built = BUILT.validate_json(record.read_bytes())
+        if built.whole or built.refusal or not job.whole:
+            return built, gzip.decompress(module.read_bytes()).decode()
     start = time.perf_counter()
-    memory, refusal, text = _compile(lowered, options, on_cpu)
-    built = _Built(memory=memory, refusal=refusal, compile_s=time.perf_counter() - start)
+    made = _compile(lowered, job)
+    took = time.perf_counter() - start
+    built = _Built(memory=made.memory, refusal=made.refusal, compile_s=took, whole=made.whole)
     job.programs.mkdir(parents=True, exist_ok=True)
-    write_atomically(module, gzip.compress(text.encode(), 6))
+    write_atomically(module, gzip.compress(made.text.encode(), 6))
     write_atomically(record, BUILT.dump_json(built))  # last: what has it is whole
-    return built, text
+    return built, made.text
 
 
-def _compile(lowered: Any, options: dict[str, str], on_cpu: bool) -> tuple[Memory, OutOfMemory | None, str]:
-    """The program's memory, the compiler's refusal of it, if any, and its text."""
-    import jax
-
-    try:
-        compiled = lowered.compile(compiler_options=options or None)
-    except jax.errors.JaxRuntimeError as error:
-        refusal = parse_out_of_memory(str(error))
-        if refusal is None and options:  # with ours the compiler fails at programs far too large for a v4
-            return _compile(lowered, {}, on_cpu)
-        if refusal is None:
-            raise
-        return Memory(peak=refusal.needed, code=0), refusal, ""
-    return measure(compiled, on_cpu=on_cpu), None, compiled.as_text()
+def _compile(lowered: Any, job: Job) -> TpuProgram:
+    if job.accelerator.platform == "tpu":
+        return compile_tpu(lowered, whole=job.whole)
+    compiled = lowered.compile()
+    return TpuProgram(memory=measure(compiled), refusal=None, text=compiled.as_text(), whole=True)
 
 
 def key_of(decisive: Sequence[Any], accelerator: Accelerator) -> str:

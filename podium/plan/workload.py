@@ -49,6 +49,7 @@ class Workload:
     mean_context: float  # tokens that an occupied slot attends to, its own included, on average over slots and steps
     prompt_tokens: int
     completion_tokens: int
+    completions: int
 
     def slot_utilisation(self, slots: int) -> float:
         """Share of the slots that made tokens that count."""
@@ -191,6 +192,7 @@ class _Rollout:
             mean_context=self.attended / self.occupied if self.occupied else 0.0,
             prompt_tokens=int(self.lengths.prompts.sum()),
             completion_tokens=int(self.lengths.completions.sum()),
+            completions=self.lengths.completions.size,
         )
 
     def _admit(self, admission: Admission) -> None:

@@ -14,17 +14,23 @@ import typer
 
 from podium.job.records import first_failure
 from podium.pods import dry_run
+from podium.pods.clusters import k8s_manifest, slurm_script
+from podium.pods.gcloud import GcloudError
+from podium.pods.inventory import STOP, Slice
 from podium.pods.launch import JobStatus, poll, read_log, stop_job
 from podium.pods.options import Common, Rent, RunOptions, flattened
-from podium.pods.project import open_project
+from podium.pods.project import Project, open_project
+from podium.pods.remote import RemoteError
 from podium.pods.rental import rent_slice
 from podium.pods.run import run_config
 from podium.pods.sky import sky_task
-from podium.pods.slices import BadRequestError
+from podium.pods.slices import BadRequestError, SliceError
 from podium.pods.tables import slice_json, slice_table, worker_table
 from podium.settings import load_settings
 
 POLL_S = 5.0
+WHOLE_LOG_BYTES = 2**23
+"""Read of a log at a time, when all of it is asked for."""
 LINE_BYTES = 300
 """Assumed length of a log line, at the most, when the last N lines are asked for."""
 
@@ -100,6 +106,7 @@ def logs(
     worker: Annotated[int, typer.Option(min=0, help="Number of the worker.")] = 0,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines while the job runs.")] = False,
     tail: Annotated[int, typer.Option(min=1, help="How many of the last lines to print.")] = 200,
+    whole: Annotated[bool, typer.Option("--all", help="Print the whole log.")] = False,
 ) -> None:
     """Print a worker's log."""
     if common.dry_run:
@@ -112,8 +119,14 @@ def logs(
     if job.name is None and not job.silent:
         return project.answer(f"no job has been started on {remote.name}")
     size = (job.workers[worker] or {}).get("log_bytes") or 0
-    text, offset = read_log(remote, worker, job.name, max(0, size - LINE_BYTES * tail))
-    project.answer("".join(text.splitlines(keepends=True)[-tail:]), end="")
+    offset, before = 0, -1
+    while whole and before < offset < size:
+        before = offset
+        text, offset = read_log(remote, worker, job.name, offset, WHOLE_LOG_BYTES)
+        project.answer(text, end="")
+    if not whole:
+        text, offset = read_log(remote, worker, job.name, max(0, size - LINE_BYTES * tail), LINE_BYTES * tail)
+        project.answer("".join(text.splitlines(keepends=True)[-tail:]), end="")
     while follow and (job.outcome == "running" or job.silent):
         project.clock.sleep(POLL_S)
         job = poll(remote, job.name)
@@ -124,15 +137,28 @@ def logs(
 @app.command()
 @flattened
 def stop(common: Common, name: AnyName = None) -> None:
-    """Stop the run: it saves and can be continued. The machines are kept and still cost money."""
+    """Stop the run: it saves and can be continued. The machines are kept, unless --keep-alive follows the run."""
     if common.dry_run:
         return dry_run.show(dry_run.stop(common, name))
     project = open_project(common)
-    remote = project.remote(project.slices.locate(name))
-    before = poll(remote)
+    tpu_slice = project.slices.locate(name)
+    where = f"{tpu_slice.name} in {tpu_slice.zone}"
+    if tpu_slice.state != "ready":
+        raise SliceError(
+            f"{where} is not ready ({tpu_slice.detail}), so nothing runs there; podium pod down {tpu_slice.name} "
+            "deletes it, and keeps --keep-alive from waiting for it"
+        )
+    remote = project.remote(tpu_slice)
+    project.slices.label(tpu_slice, {STOP: str(int(project.clock.time()))})  # whoever keeps it alive reads this
+    try:
+        before = poll(remote)
+        after = stop_job(remote, None, clock=project.clock, say=project.say)
+    except (RemoteError, GcloudError):
+        if (now := project.slices.now(tpu_slice)) is None or now.state == "deleting":
+            return project.answer(f"{where} has been deleted by who kept its run alive")
+        raise
     if before.name is None:
         return project.answer(f"no job has been started on {remote.name}")
-    after = stop_job(remote, before.name, remember=before.outcome == "running")
     project.answer(
         f"{before.name} has ended on all {remote.workers} workers ({after.outcome}); {remote.name} is still rented"
     )
@@ -178,12 +204,36 @@ def reap(
     common: Common,
     everyone: Annotated[bool, typer.Option("--all", help="Also delete what Podium rented for other people.")] = False,
 ) -> None:
-    """Delete slices whose lease has expired."""
+    """Delete slices whose lease has expired and on which nothing runs."""
     if common.dry_run:
-        return dry_run.show(dry_run.down(common, None))
+        return dry_run.show(dry_run.reap(common))
     project = open_project(common)
-    deleted = project.slices.reap(everyone=everyone)
-    project.answer(f"deleted {', '.join(each.name for each in deleted)}" if deleted else "no lease has expired")
+    past = project.slices.expired(everyone=everyone)
+    deleted = []
+    for each in past:
+        if (use := _use(project, each)) is not None:
+            project.say(f"{each.name} in {each.zone} is kept, though its lease has expired: {use}; podium pod down")
+            continue
+        project.say(f"deleting {each.name} in {each.zone}: its lease has expired, {each.detail}")
+        project.slices.delete(each)
+        deleted.append(each.name)
+    nothing = "nothing was deleted" if past else "no lease has expired"
+    project.answer(f"deleted {', '.join(deleted)}" if deleted else nothing)
+
+
+def _use(project: Project, tpu_slice: Slice) -> str | None:
+    """What may be running on a slice; None: nothing."""
+    if tpu_slice.state != "ready":
+        return None
+    try:
+        job = poll(project.remote(tpu_slice))
+    except GcloudError as error:
+        if error.kind == "unusable":  # it has ended since
+            return None
+        raise
+    if job.unheard:
+        return "its machines do not answer, so that it is unknown what they do"
+    return f"{job.name} runs there, at step {job.step}" if job.running else None
 
 
 @app.command()
@@ -216,3 +266,36 @@ def sky(
     """Print the config as a SkyPilot task, for `sky launch` or `sky jobs launch`."""
     loaded = load_settings(config, settings or [])
     print(sky_task(loaded.config, type, zone=zone, spot=spot, runtime=runtime), end="")
+
+
+@app.command()
+def slurm(
+    config: ConfigFiles,
+    settings: Settings = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines, with a process on each.")] = 1,
+    gpus: Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs of each machine; 0: none.")] = 0,
+    time: Annotated[
+        str, typer.Option(metavar="TIME", help="Limit, after which it saves and is requeued.")
+    ] = "24:00:00",
+    python: Annotated[str, typer.Option(metavar="PATH", help="Python with Podium's dependencies.")] = "python",
+) -> None:
+    """Print the config as a script for Slurm's sbatch."""
+    loaded = load_settings(config, settings or [])
+    print(slurm_script(loaded.config, nodes=nodes, gpus=gpus, time=time, python=python), end="")
+
+
+@app.command()
+def k8s(
+    config: ConfigFiles,
+    type: Annotated[str, typer.Option(metavar="TYPE", help="Accelerator type, such as v6e-16 or h100-8.")],
+    image: Annotated[str, typer.Option(metavar="IMAGE", help="Container image with Podium and its dependencies.")],
+    settings: Settings = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines with GPUs; a TPU type has its own number.")] = 1,
+    claim: Annotated[
+        str | None, typer.Option(metavar="NAME", help="PersistentVolumeClaim that is mounted at runs_dir.")
+    ] = None,
+    spot: Annotated[bool, typer.Option("--spot/--on-demand", help="Which machines the node pool has.")] = True,
+) -> None:
+    """Print the config as a JobSet for GKE, where TPU7x is rented alone and GPUs too."""
+    loaded = load_settings(config, settings or [])
+    print(k8s_manifest(loaded.config, type, nodes=nodes, image=image, claim=claim, spot=spot), end="")

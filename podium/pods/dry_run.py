@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from podium.pods import launch
 from podium.pods.gcloud import Argv
-from podium.pods.inventory import LEASE, label_text
+from podium.pods.inventory import LEASE, LEASE_S, RUN, STOP, label_text, owner_label
 from podium.pods.options import Common, Rent
 from podium.pods.remote import wrapped
 from podium.pods.rental import new_order, tpu
@@ -29,7 +29,7 @@ def show(lines: Iterable[Line]) -> None:
 def up(common: Common, name: str, rent: Rent) -> Iterator[Line]:
     """Rent a slice."""
     argv, zones = Argv(common.project), rent.zones or [ZONE]
-    order = new_order(name, rent, label_text(getpass.getuser()), zones, time.time())
+    order = new_order(name, rent, owner_label(getpass.getuser()), zones, time.time())
     yield from survey(common)
     yield f"if no slice is named {name}; the owner is that of gcloud's account; the next zone if one refuses:"
     for zone in zones:
@@ -38,7 +38,7 @@ def up(common: Common, name: str, rent: Rent) -> Iterator[Line]:
     for zone in zones:
         yield from (argv.nodes(zone), argv.queued(zone))
     yield f"if {name} was rented before and its lease ends earlier:"
-    yield argv.label(name, zones[0], {LEASE: order.labels[LEASE]})
+    yield argv.label(name, zones[0], {each: order.labels[each] for each in (LEASE, LEASE_S)})
 
 
 def survey(common: Common, zones: Sequence[str] | None = None) -> Iterator[Line]:
@@ -76,10 +76,22 @@ def logs(common: Common, name: str | None, worker: int) -> Iterator[Line]:
 
 def stop(common: Common, name: str | None) -> Iterator[Line]:
     """End the job of a slice."""
-    yield from status(common, name)
-    yield "if the job runs, with a note that it must not be restarted; else without:"
-    yield from (_ask(common, name, launch.stop_command(JOB, remember=running)) for running in (True, False))
-    yield _ask(common, name, launch.status_command(JOB))
+    argv = Argv(common.project)
+    yield argv.nodes()
+    yield "so that nobody restarts it:"
+    yield argv.label(name or NAME, ZONE, {STOP: str(int(time.time()))})
+    yield _ask(common, name, launch.status_command(None))
+    yield "until it has saved and ended:"
+    yield _ask(common, name, launch.stop_command(None))
+    yield _ask(common, name, launch.status_command(None))
+
+
+def reap(common: Common) -> Iterator[Line]:
+    """Delete what is past its lease."""
+    yield from survey(common)
+    yield "for every slice whose lease has expired, if it is ready; one on which a job runs is kept:"
+    yield _ask(common, None, launch.status_command(None))
+    yield from list(down(common, None))[len(list(survey(common))) :]
 
 
 def ssh(common: Common, name: str | None, worker: str, command: str | None) -> Iterator[Line]:
@@ -114,12 +126,15 @@ def run(common: Common, name: str | None, rent: Rent, spec: launch.RunSpec) -> I
     yield argv.scp([str(file) for file in files], target, zone, "all", f"{spec.package.folder}/")
     yield ask(launch.unpack_command(spec, files))
     if spec.package.sets_up:
-        yield ask(launch.setup_command(spec, f"{job}-setup"))
+        yield ask(launch.setup_command(spec, launch.SETUP + job))
         yield "until the setup is done:"
-        yield ask(launch.status_command(f"{job}-setup"))
+        yield ask(launch.status_command(launch.SETUP + job))
+    yield argv.label(target, zone, {RUN: label_text(job)})
+    if spec.secrets:
+        yield ask(launch.secrets_folder())
     for worker in launch.secrets_by_target(spec.secrets):
         yield argv.scp([f"/dev/shm/FOLDER/secrets-{worker}"], target, zone, worker, f"{launch.SECRETS}/")
-    yield ask(launch.start_command(addresses, spec, job))
+    yield ask(launch.start_command(addresses, spec, job, "NONCE"))
     yield "until the run has ended, with the log of worker 0:"
     yield ask(launch.status_command(job))
     yield ask(launch.log_command(job, 0), worker="0")

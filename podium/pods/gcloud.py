@@ -30,6 +30,11 @@ Kind = Literal[
 """missing: gcloud itself; disabled: the API is not enabled; rate: too many requests, may succeed later; unusable: the
 node has ended; unavailable and timeout: the request may or may not have been done."""
 _KINDS: tuple[tuple[Kind, str], ...] = (
+    # without a network gcloud cannot refresh a user's token, and says to log in
+    (
+        "unavailable",
+        r"refreshing your current auth tokens.*(max retries|connection|resolve|timed out|unreachable|proxy)",
+    ),
     ("project", r"property \[(core/)?project\] is not|attribute \[project\]"),
     ("login", r"active account selected|gcloud auth login|reauthenticat|invalid authentication credentials"),
     ("disabled", r"service_disabled|has not been used in project"),
@@ -227,10 +232,14 @@ class Gcloud:
     """One project's Cloud TPUs."""
 
     def __init__(
-        self, runner: Runner = run_process, *, project: str | None = None, secrets: Sequence[str] = ()
+        self,
+        runner: Runner = run_process,
+        *,
+        project: str | None = None,
+        is_secret: Callable[[str], bool] = lambda word: False,
     ) -> None:
-        """`secrets` are values that no command may contain."""
-        self.argv, self._runner, self._secrets = Argv(project), runner, secrets
+        """No command may have a word for which `is_secret` holds."""
+        self.argv, self._runner, self._is_secret = Argv(project), runner, is_secret
 
     def ask(self, argv: Sequence[str], timeout_s: float = READ_S) -> Any:
         """The answer of a command as JSON: objects as the API describes them."""
@@ -249,7 +258,7 @@ class Gcloud:
 
     def run(self, argv: Sequence[str], timeout_s: float) -> Finished:
         """Run a command, whether it succeeds or not."""
-        assert not any(secret in word for secret in self._secrets for word in argv), "a secret in a command"
+        assert not any(map(self._is_secret, argv)), "a secret in a command"
         return self._runner(argv, timeout_s)
 
 

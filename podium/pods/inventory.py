@@ -6,6 +6,7 @@ labels, so that any laptop of the owner can use it and nothing without these lab
 
 import dataclasses
 import datetime
+import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
@@ -16,7 +17,14 @@ the queued resource will never get machines. dead and failed slices use quota un
 
 OWNER = "podium-owner"
 LEASE = "podium-lease"
+"""When the lease expires, in Unix seconds."""
+LEASE_S = "podium-lease-s"
+"""How long the lease was made out for, and is renewed for."""
 ZONES = "podium-zones"
+RUN = "podium-run"
+"""The job that was last started on its machines, or is about to be."""
+STOP = "podium-stop"
+"""When `podium pod stop` was last given, in Unix seconds."""
 LABEL_LENGTH = 63
 """Longest value of a label; it may have lower-case letters, digits, `-` and `_`."""
 
@@ -68,8 +76,12 @@ class Slice:
     @property
     def lease(self) -> float | None:
         """When its lease expires, in Unix seconds; None if the label is missing or not a number."""
-        text = self.labels.get(LEASE, "")
-        return float(text) if text.isdecimal() else None
+        return self._number(LEASE)
+
+    @property
+    def lease_s(self) -> float | None:
+        """For how many seconds the lease is renewed; None if no label says so."""
+        return self._number(LEASE_S)
 
     @property
     def zones(self) -> tuple[str, ...]:
@@ -85,6 +97,15 @@ class Slice:
     def billed(self) -> bool:
         """Whether machines exist."""
         return self.node and self.state in ("ready", "creating")
+
+    def _number(self, label: str) -> float | None:
+        text = self.labels.get(label, "")
+        return float(text) if text.isdecimal() else None
+
+
+def owner_label(account: str) -> str:
+    """An account as the value of the owner's label: its digest tells `a.b@x` from `a-b@x`."""
+    return f"{label_text(account)[: LABEL_LENGTH - 9]}-{hashlib.sha256(account.encode()).hexdigest()[:8]}"
 
 
 def label_text(text: str) -> str:

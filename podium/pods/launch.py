@@ -1,9 +1,9 @@
 """From ready machines to a running job, and its status: every step on all workers, and safe to repeat.
 
-    connect to one -> poll -> send -> unpack -> set up -> probe all -> secrets -> start all -> poll
+    connect to one -> poll -> send -> unpack -> probe all -> set up -> secrets -> start all -> poll
 
 Every attempt is a job with a name of its own, which begins with the run's name and a digest of config and code: so the
-same command, from any laptop, finds the job that it started.
+same command, from any laptop, finds the job that it started. Its setup is a job too, `setup-JOB`, found likewise.
 """
 
 import base64
@@ -11,31 +11,33 @@ import contextlib
 import dataclasses
 import hashlib
 import re
+import secrets
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from podium.accelerators import find_accelerator
-from podium.job.records import NO_JOB, JobOutcome, Status, outcome
+from podium.job.records import NO_JOB, JobOutcome, Status, listed, outcome
+from podium.pods.gcloud import GcloudError
 from podium.pods.push import DEMO_MODEL, HOME, Package
-from podium.pods.remote import Remote, RemoteError, WorkerReply, arrived
+from podium.pods.remote import Remote, RemoteError, UnusableError, WorkerReply, arrived
 from podium.pods.secrets import LAST_LINE, Secrets, written
 from podium.pods.slices import Clock
 
 AGENT = f"{HOME}/agent"
 SECRETS = "/dev/shm/podrun-secrets"
 """On the workers: a folder in memory."""
-ASKED_TO_STOP = f"{HOME}/asked-to-stop"
-"""Contains the job that `podium pod stop` ended, so that it is not restarted."""
 NO_AGENT = 3
-UNPACK_S, START_S, STOP_S = 300.0, 90.0, 60.0
+UNPACK_S, START_S, STOP_S = 300.0, 90.0, 20.0
 SETUP_S, SETUP_POLL_S = 3600.0, 10.0
 POLL_S, POLL_WORKER_S = 15.0, 0.5
 """Seconds that all workers, and each of them in addition, have to report: a host that is gone is to be named soon."""
 SKEW_S = 60.0
 LOG_BYTES = 2**18
 """Read of a log at a time."""
+SETUP = "setup-"
+UNDER_WAY = ("running", "starting")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,12 @@ class RunSpec:
     def prefix(self) -> str:
         """How the names of its jobs begin: equal for equal settings and code."""
         digest = hashlib.sha256(f"{self.package.key}\n{self.config}".encode()).hexdigest()[:6]
-        return f"{re.sub(r'[^A-Za-z0-9._-]', '-', self.name)[:40]}-{digest}-"
+        return f"{self.name[:40]}-{digest}-"
+
+    def attempt(self, job: str | None) -> int | None:
+        """Which of its attempts a job is, or sets up; None: another run's."""
+        found = re.fullmatch(f"(?:{SETUP})?{re.escape(self.prefix)}([0-9]+)", job or "")
+        return int(found[1]) if found else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,8 +76,6 @@ class JobStatus:
 
     workers: Sequence[Status | None]
     """In the order of the workers; None: no reply."""
-    asked_to_stop: str | None = None
-    """The job that was ended by `podium pod stop`."""
 
     @property
     def outcome(self) -> JobOutcome:
@@ -93,22 +98,38 @@ class JobStatus:
         """Workers that did not reply."""
         return [worker for worker, status in enumerate(self.workers) if status is None]
 
+    @property
+    def unheard(self) -> bool:
+        """Whether no worker replied."""
+        return not any(self.workers)
+
+    @property
+    def missing(self) -> bool:
+        """Whether all that the launch guard found is that a worker was not there."""
+        records = [status["record"] for status in self.workers if status and status.get("record")]
+        return not any(record["kind"] == "guard" for record in records)
+
+    @property
+    def running(self) -> bool:
+        """Whether a worker says that it runs there."""
+        return any(status and status["state"] in UNDER_WAY for status in self.workers)
+
 
 def status_command(job: str | None) -> str:
-    """Prints the job that was asked to stop, and the agent's status of a job, or of the latest."""
+    """Prints the agent's status of a job, or of the latest."""
     status = f"{AGENT} status {job or ''}".strip()
-    return f"(cat {ASKED_TO_STOP} 2>/dev/null; echo; [ -x {AGENT} ] || exit {NO_AGENT}; {status})"
+    return f"([ -x {AGENT} ] || exit {NO_AGENT}; {status})"
 
 
-def log_command(job: str | None, offset: int) -> str:
-    """Prints a job's log from a byte offset on, in base64."""
-    return f"{AGENT} logs {job or ''} --from-byte {offset} 2>/dev/null | head -c {LOG_BYTES} | base64 -w0"
+def log_command(job: str | None, offset: int, size: int = LOG_BYTES) -> str:
+    """Prints a part of a job's log, in base64."""
+    return f"{AGENT} logs {job or ''} --from-byte {offset} --bytes {size} 2>/dev/null | base64 -w0"
 
 
-def stop_command(job: str, *, remember: bool) -> str:
-    """Ends a job with all its processes; `remember`: it is not restarted."""
-    note = f"echo {job} > {ASKED_TO_STOP}; " if remember else ""
-    return f"(rm -rf {SECRETS}; [ -x {AGENT} ] || exit 0; {note}{AGENT} stop {job} --grace {STOP_S:.0f})"
+def stop_command(job: str | None) -> str:
+    """Asks a job, or the latest, to save and end, and waits a while; prints which of its processes are `left`."""
+    stop = f"{AGENT} stop {job or ''} --wait {STOP_S:.0f}"
+    return f"(rm -rf {SECRETS}; [ -x {AGENT} ] || {{ echo '{{}}'; exit 0; }}; {stop})"
 
 
 def folder_command(spec: RunSpec) -> str:
@@ -122,8 +143,7 @@ def unpack_command(spec: RunSpec, files: Sequence[Path]) -> str:
     devices = find_accelerator(spec.accelerator).devices_per_host
     expected = "" if spec.on_cpu else f" --expect-devices {devices}"
     unpack = shlex.join(("sh", f"{package.folder}/setup.sh", "unpack", package.key, package.python or "-"))
-    fresh = f"rm -rf {SECRETS} {ASKED_TO_STOP} && mkdir -m 700 {SECRETS}"
-    return " && ".join((arrived(files, package.folder), unpack, fresh, f"{AGENT} probe{expected}"))
+    return " && ".join((arrived(files, package.folder), unpack, f"{AGENT} probe{expected}"))
 
 
 def setup_command(spec: RunSpec, job: str) -> str:
@@ -136,7 +156,7 @@ def setup_command(spec: RunSpec, job: str) -> str:
     return f"{AGENT} start {job} -- sh -c {shlex.quote(setup)}"
 
 
-def start_command(addresses: Sequence[str], spec: RunSpec, job: str) -> str:
+def start_command(addresses: Sequence[str], spec: RunSpec, job: str, nonce: str) -> str:
     """Starts the job on a worker, once, with the secrets that were sent, and deletes them."""
     package = spec.package
     installed = f'"$HOME/{HOME}/venvs/{package.environment}/bin/python"'
@@ -146,6 +166,7 @@ def start_command(addresses: Sequence[str], spec: RunSpec, job: str) -> str:
         f"--accelerator {spec.accelerator}",
         f'--cwd "$code/"{shlex.quote(package.inside)}',
         "--env PYTHONPATH=$code",
+        f"--env PODRUN_NONCE={nonce}",
         *(f"--env {name}={shlex.quote(value)}" for name, value in spec.environment.items()),
         *(("--env-file $secrets",) if spec.secrets else ()),
     ]
@@ -163,6 +184,11 @@ def _own_secrets(secrets: Secrets) -> str:
     return f"secrets={SECRETS}/secrets-all; {own}[ \"$(tail -n 1 $secrets 2>&1)\" = '{LAST_LINE}' ] || rm -f $secrets; "
 
 
+def secrets_folder() -> str:
+    """Makes the folder for secrets afresh."""
+    return f"rm -rf {SECRETS} && mkdir -m 700 {SECRETS}"
+
+
 def secrets_by_target(secrets: Secrets) -> dict[str, Secrets]:
     """What to send to `all` workers, and to worker `0` if it needs more."""
     others, first = secrets.of_worker(1), secrets.of_worker(0)
@@ -173,57 +199,84 @@ def poll(remote: Remote, job: str | None = None) -> JobStatus:
     """What all workers report about a job, or about the latest."""
     replies = remote.ask(status_command(job), timeout_s=POLL_S + POLL_WORKER_S * remote.workers)
     workers: list[Status | None] = [None] * remote.workers
-    asked = None
     for worker, reply in replies.items():
-        asked = reply.text.partition("\n")[0].strip() or asked
         workers[worker] = NO_JOB if reply.status == NO_AGENT else reply.json()
-    return JobStatus(workers=workers, asked_to_stop=asked)
+    return JobStatus(workers=workers)
 
 
-def launch(remote: Remote, spec: RunSpec, *, clock: Clock, say: Callable[[str], None]) -> str:
-    """Start the run, or find it running or done. Returns the name of its job.
+def prepare(remote: Remote, spec: RunSpec, *, clock: Clock, say: Callable[[str], None]) -> tuple[str, bool]:
+    """The run's job on these workers, and whether it is still to be started: all that it needs is there then.
 
     Raises:
-        RemoteError: a step failed on some workers, or another job runs; the message names the workers.
+        UnusableError: machines do not answer, or lack what they should have.
+        RemoteError: a step failed on some workers, or another job runs; the message names it.
     """
     remote.warm_up()
     before = poll(remote)
-    ours = [status for status in before.workers if status and (status["job"] or "").startswith(spec.prefix)]
-    running = any(status and status["state"] in ("running", "starting") for status in before.workers)
-    if running and not ours:
-        raise RemoteError(
-            f"{remote.name} is busy with job {before.name}; wait for it, or: podium pod stop {remote.name}"
-        )
-    if running or (len(ours) == remote.workers and before.outcome == "done"):
-        say(f"{before.name} is {'already running; following it' if running else 'done'}")
-        return str(before.name)
-    attempts = [int(status["job"].removeprefix(spec.prefix)) for status in ours]
-    job = f"{spec.prefix}{max(attempts, default=0) + 1}"
-    say(f"sending code {spec.package.key} and config to {remote.workers} workers")
-    _send(remote, spec, job, say)
+    jobs = [status for status in before.workers if status and status["job"]]
+    busy = [status["job"] for status in jobs if status["state"] in UNDER_WAY and spec.attempt(status["job"]) is None]
+    if busy:
+        raise RemoteError(f"{remote.name} is busy with job {busy[0]}; wait for it, or: podium pod stop {remote.name}")
+    newest = max((spec.attempt(status["job"]) or 0 for status in jobs), default=0)
+    job = f"{spec.prefix}{newest}"
+    for old in sorted({each["job"] for each in jobs if each["state"] in UNDER_WAY} - {job, SETUP + job}):
+        stop_job(remote, old, clock=clock, say=say)  # an earlier attempt, of which the others know no more
+    here = [status for status in jobs if status["job"] == job]
+    if any(status["state"] in UNDER_WAY for status in here):
+        whole = len(here) == remote.workers or bool(before.silent)
+        say(f"{job} is already running; " + ("following it" if whole else "starting it where it is not"))
+        return job, not whole
+    if len(here) == remote.workers and before.outcome == "done":
+        say(f"{job} is done")
+        return job, False
+    if any(status["job"] == SETUP + job and status["state"] in UNDER_WAY for status in jobs):
+        say(f"{job} is being set up; waiting for that")
+    else:
+        job = f"{spec.prefix}{newest + 1}"
+        say(f"sending code {spec.package.key} and config to {remote.workers} workers")
+        _send(remote, spec, job, say)
     if spec.package.sets_up:
-        _set_up(remote, spec, f"{job}-setup", clock, say)
+        _set_up(remote, spec, SETUP + job, clock, say)
+    return job, True
+
+
+def start(remote: Remote, spec: RunSpec, job: str, *, say: Callable[[str], None]) -> None:
+    """Start a prepared job on all workers. Raises RemoteError where some do not say that they have."""
     try:
+        if spec.secrets:
+            remote.ask_all(secrets_folder(), "making a folder in memory")
         for target, kept in secrets_by_target(spec.secrets).items():
             with written(kept, f"secrets-{target}") as file:
                 remote.send([file], SECRETS, target=target)
         say(f"starting {job} on {remote.workers} workers")
-        remote.ask_all(start_command(remote.addresses, spec, job), f"starting {job}", timeout_s=START_S)
+        command = start_command(remote.addresses, spec, job, secrets.token_hex(8))
+        remote.ask_all(command, f"starting {job}", timeout_s=START_S)
     except BaseException:
-        remote.ask(f"rm -rf {SECRETS}")
+        with contextlib.suppress(GcloudError, RemoteError):
+            remote.ask(f"rm -rf {SECRETS}")
         raise
-    return job
 
 
-def stop_job(remote: Remote, job: str, *, remember: bool) -> JobStatus:
-    """End a job on all workers; raises RemoteError where something of it is left. `remember`: it is not restarted."""
-    remote.ask_all(stop_command(job, remember=remember), f"stopping {job}", timeout_s=STOP_S + 60.0)
-    return poll(remote, job)
+def stop_job(remote: Remote, job: str | None, *, clock: Clock, say: Callable[[str], None]) -> JobStatus:
+    """Ask a job, or each worker's latest, to save and end, and wait until it has on all workers.
+
+    Raises RemoteError where one does not answer; those that do have been asked.
+    """
+    said = False
+    while True:
+        replies = remote.ask_all(stop_command(job), f"stopping {job or 'the job'}", timeout_s=STOP_S + 60.0)
+        saving = [reply.worker for reply in replies if reply.json().get("left")]
+        if not saving:
+            return poll(remote, job)
+        if not said:
+            say(f"{job or 'the job'} is saving on {listed(saving)}")
+        said = True
+        clock.sleep(1.0)
 
 
-def read_log(remote: Remote, worker: int, job: str | None, offset: int) -> tuple[str, int]:
-    """What a worker's log has after `offset` bytes, up to `LOG_BYTES`, and the next offset; "" without a reply."""
-    reply = remote.ask(log_command(job, offset), worker=worker).get(worker)
+def read_log(remote: Remote, worker: int, job: str | None, offset: int, size: int = LOG_BYTES) -> tuple[str, int]:
+    """What a worker's log has after `offset` bytes, up to `size`, and the next offset; "" without a reply."""
+    reply = remote.ask(log_command(job, offset, size), worker=worker).get(worker)
     data = base64.b64decode(reply.text) if reply else b""
     return data.decode(errors="replace"), offset + len(data)
 
@@ -241,20 +294,24 @@ def _send(remote: Remote, spec: RunSpec, job: str, say: Callable[[str], None]) -
 
 
 def _set_up(remote: Remote, spec: RunSpec, job: str, clock: Clock, say: Callable[[str], None]) -> None:
-    """Run the user's script and the installation as a job of its own, and wait for it on all workers."""
+    """Run the user's script and the installation as a job of its own, or find it running, and wait for it."""
     say("setting up the workers: this takes minutes the first time")
     remote.ask_all(setup_command(spec, job), "starting the setup", timeout_s=START_S)
-    until = clock.time() + SETUP_S
-    while clock.time() < until:
+    until = clock.monotonic() + SETUP_S
+    while clock.monotonic() < until:
         workers = poll(remote, job).workers
-        failed = [worker for worker, status in enumerate(workers) if status and status["exit"]]
+        ended = [status and status["state"] in ("finished", "killed") for status in workers]
+        failed = [worker for worker, status in enumerate(workers) if ended[worker] and status and status["exit"] != 0]
         if failed:
-            text, _ = read_log(remote, failed[0], job, 0)
+            size = (workers[failed[0]] or NO_JOB)["log_bytes"]
+            text, _ = read_log(remote, failed[0], job, max(0, size - LOG_BYTES))
             last = " | ".join(text.strip().splitlines()[-5:])
+            stop_job(remote, job, clock=clock, say=say)
             raise RemoteError(f"{remote.name}: the setup failed on worker(s) {', '.join(map(str, failed))}: {last}")
-        if all(status is not None and status["state"] in ("finished", "killed") for status in workers):
+        if all(ended):
             return
         clock.sleep(SETUP_POLL_S)
+    stop_job(remote, job, clock=clock, say=say)
     raise RemoteError(f"{remote.name}: the setup did not finish within {SETUP_S:.0f} s; podium pod ssh {remote.name}")
 
 
@@ -266,7 +323,7 @@ def _check_probes(remote: Remote, replies: dict[int, WorkerReply], say: Callable
             found[worker] = reply.json()
     problems = [f"    worker {worker}: {problem}" for worker in found for problem in found[worker].get("problems", ())]
     if problems:
-        raise RemoteError("\n".join((f"{remote.name}: unusable workers:", *problems)))
+        raise UnusableError("\n".join((f"{remote.name}: unusable workers:", *problems)))
     remote.check_all(replies, "unpacking the code")
     clocks = [each["time"] for each in found.values()]
     if max(clocks) - min(clocks) > SKEW_S:

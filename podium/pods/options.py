@@ -33,9 +33,14 @@ class Rent:
     valid_until: Annotated[str, Option(metavar="TIME", help="How long to wait in each zone's queue, such as 90m.")] = (
         "4h"
     )
-    lease: Annotated[str, Option(metavar="TIME", help="`podium pod reap` deletes it after this time, such as 12h.")] = (
-        "24h"
-    )
+    lease: Annotated[
+        str | None,
+        Option(
+            metavar="TIME",
+            help="`podium pod reap` deletes it after this time, such as 12h, unless a run on it is followed; "
+            "unset: 24h, or as before.",
+        ),
+    ] = None
     runtime: Annotated[
         str | None, Option("--runtime-version", metavar="VERSION", help="TPU software version; unset: by type.")
     ] = None
@@ -65,6 +70,10 @@ class RunOptions:
     python: Annotated[
         str | None,
         Option(metavar="PATH", help="Python on the machines with all dependencies; unset: they are installed."),
+    ] = None
+    down: Annotated[
+        bool | None,
+        Option("--down/--keep", help="Delete the slice when the run has ended; unset: with --keep-alive."),
     ] = None
     restarts: Annotated[int, Option(min=0, help="With --keep-alive: most restarts in a row without a new step.")] = 3
     replacements: Annotated[

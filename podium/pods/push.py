@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 from podium.config.schema import Config
+from podium.files import BUCKET
 from podium.pods.options import RunOptions
 from podium.pods.secrets import Secrets
 
@@ -128,6 +129,8 @@ def pack(config: Config, folder: Path, *, here: Path, options: RunOptions, secre
         files.append(pins[-1])
     if options.prepare is not None:
         files.append(_copied(options.prepare, folder / "prepare.sh"))
+        if held := secrets.found_in(files[-1].read_text(encoding="utf-8", errors="replace")):
+            raise PushError(f"--prepare {options.prepare} contains the value of {held[0]}; it is sent separately")
     _check_paths(config, here, checkout)
     wanted = extras(config)
     sent = (file.name.encode() + file.read_bytes() for file in files if file.suffix != ".bundle")
@@ -150,6 +153,7 @@ def extras(config: Config) -> tuple[str, ...]:
         "demo": config.model == "demo" or config.model.endswith(".gguf"),
         "data": any(task.path is None and task.name in ("gsm8k", "math") for task in config.tasks),
         "gym": "reasoning_gym" in names,
+        "gcs": config.runs_dir.startswith(BUCKET),
         "wandb": metrics.wandb.mode != "disabled",
         "tensorboard": metrics.tensorboard,
         "trackio": metrics.trackio is not None,

@@ -11,13 +11,15 @@ from typing import Literal
 from podium.job.records import ABORTED, GUARD, STOPPED, first_failure, listed
 from podium.pods.gcloud import GcloudError
 from podium.pods.launch import JobStatus
-from podium.pods.remote import RemoteError
+from podium.pods.remote import RemoteError, UnusableError
 from podium.pods.session import Observation, Session
-from podium.pods.slices import Clock, SliceError
+from podium.pods.slices import NODE_S, Clock, DeletedError, SliceError
 
-Act = Literal["wait", "start", "restart", "replace", "end"]
+Act = Literal["wait", "start", "restart", "replace", "stop", "end"]
 WRONG_SETTINGS = 2
 RUNNING = "running"
+ENDINGS = 1000
+"""How often the slice is tried to be deleted in the end, while the network or the API fails."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,15 +30,23 @@ class Policy:
     """How often a job may fail on the same machines without a step in between."""
     replacements: int = 20
     """How often machines may be replaced without a step in between."""
+    unusable: int = 5
+    """How often in a row machines may not answer, or lack something, when a job is to be started."""
+    down: bool = True
+    """Whether the slice is deleted when the run has ended, however it has."""
     poll_s: float = 10.0
     silence_s: float = 300.0
-    """After which workers that do not answer are given up, although their node is listed as ready."""
+    """After which some workers that do not answer are given up, where the job has failed on others."""
     ends_s: float = 20.0
     """How long after a failure the other workers may take to end: the cause is known when all have ended."""
     settle_s: float = 90.0
-    """How long after SIGTERM a node that is being preempted may still be listed as ready."""
+    """How long after SIGTERM a node that is being preempted may still be listed as ready, or a new one not at all."""
+    look_s: float = 60.0
+    """What one look counts for, at the most: a laptop that slept has not seen anything meanwhile."""
     pauses_s: tuple[float, ...] = (10.0, 30.0, 60.0)
     """Before the first, second and further restarts."""
+    no_capacity_s: tuple[float, ...] = (60.0, 120.0, 300.0, 600.0)
+    """Before the first, second and further attempts to rent what no zone gave."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +56,11 @@ class Counts:
     step: int = 0
     restarts: int = 0
     replacements: int = 0
+    starts: int = 0
+    """How often in a row a start has failed, as in its setup."""
+    unusable: int = 0
+    refused: int = 0
+    """How often in a row no zone gave a slice."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,35 +74,55 @@ class Decision:
 
 def decide(seen: Observation, counts: Counts, policy: Policy) -> Decision:
     """What to do about an observation."""
-    if seen.slice is None or not seen.slice.alive:
-        detail = seen.slice.detail if seen.slice else "gone"
-        return _replace(f"the slice is lost ({detail})", counts, policy)
+    if seen.replacing:
+        return Decision(act="replace", why="another slice is being rented")
+    if seen.asked_to_stop and not (seen.job and (seen.job.running or seen.job.unheard)):
+        if seen.job is not None and seen.job.outcome == "done":
+            return Decision(act="end", why="done")
+        return Decision(act="end", why="stopped on request; it can be continued", status=STOPPED)
+    if seen.asked_to_stop and seen.job and seen.job.running:
+        return Decision(act="stop", why="it is to stop on request")
+    if seen.slice is None:
+        if seen.waited_s < policy.settle_s:
+            return Decision(act="wait", why="the slice is not listed")
+        return Decision(act="end", why="the slice was deleted, by somebody else than this command", status=1)
+    if not seen.slice.alive:
+        return _replace(f"the slice is lost ({seen.slice.detail})", counts, policy)
     if seen.slice.state != "ready" or seen.job is None:
+        if seen.slice.state == "creating" and seen.waited_s > NODE_S:
+            return _replace(
+                f"the slice has been {seen.slice.detail} for {seen.waited_s / 60:.0f} minutes", counts, policy
+            )
         return Decision(act="wait", why=f"the slice is {seen.slice.detail}")
-    job = seen.job
+    return _about_job(seen, seen.job, counts, policy)
+
+
+def _about_job(seen: Observation, job: JobStatus, counts: Counts, policy: Policy) -> Decision:
+    """What to do about a job on machines that are listed as ready."""
+    if job.unheard:
+        why = "no worker answers, and the machines are ready: they are kept, as the run may go on; is ssh blocked here?"
+        return Decision(act="wait", why=why)
     match job.outcome:
         case "none":
             return _restart("no job has been started", counts, policy, 1, act="start")
-        case "running" if not job.silent:
+        case "running" if job.running and not job.silent:
             return Decision(act="wait", why=RUNNING)
-        case "running" if seen.waited_s < policy.silence_s:
+        case "running" if job.running:
             return Decision(act="wait", why=f"{_silence(job)}; no worker has failed yet")
         case "done":
             return Decision(act="end", why="done")
-        case "stopped" if job.asked_to_stop == job.name:
-            return Decision(act="end", why="stopped on request; it can be continued", status=STOPPED)
         case "stopped" if seen.waited_s < policy.settle_s:
             return Decision(act="wait", why="stopped by SIGTERM; its machines may be about to be preempted")
         case "stopped":
             return _restart("stopped by SIGTERM, and the machines still exist", counts, policy, STOPPED)
-        case "guard":
+        case "guard" if not job.missing:
             why = first_failure(job.workers) or "guard"
             return Decision(act="end", why=f"{why}; not restarted: it would fail again", status=GUARD)
     return _after_failure(seen, job, counts, policy)
 
 
 def _after_failure(seen: Observation, job: JobStatus, counts: Counts, policy: Policy) -> Decision:
-    why = first_failure(job.workers) or _silence(job)
+    why = first_failure(job.workers) or (_silence(job) if job.silent else "the job runs on no worker")
     if job.silent:
         if seen.waited_s < policy.silence_s:
             return Decision(act="wait", why=why)
@@ -106,10 +141,13 @@ def _silence(job: JobStatus) -> str:
 
 
 def _restart(why: str, counts: Counts, policy: Policy, status: int, act: Act = "restart") -> Decision:
-    if counts.restarts < policy.restarts:
+    if counts.unusable >= policy.unusable:
+        return _replace(f"{why}, and the machines were unusable {counts.unusable} times", counts, policy)
+    tried = counts.starts if act == "start" else counts.restarts
+    if tried < policy.restarts:
         return Decision(act=act, why=why)
     if policy.restarts:
-        why = f"{why}; restarted {counts.restarts} times without a new step"
+        why = f"{why}; {act}ed {tried} times without a new step"
     return Decision(act="end", why=why, status=status)
 
 
@@ -125,34 +163,33 @@ def _replace(why: str, counts: Counts, policy: Policy) -> Decision:
 def keep_alive(session: Session, policy: Policy, *, clock: Clock, say: Callable[[str], None]) -> int:
     """Observe and act until the run has ended; returns its exit status."""
     counts = Counts()
-    before, since, said = None, clock.time(), ""
+    before, waited, looked, said = None, 0.0, clock.monotonic(), ""
     while True:
         seen = _observe(session, clock, say)
         job = seen.job
         state = (seen.slice and seen.slice.detail, job and (job.outcome, job.silent, job.name))
-        if state != before:  # the waiting time counts while this is the same
-            before, since = state, clock.time()
-        seen = dataclasses.replace(seen, waited_s=clock.time() - since)
+        now = clock.monotonic()
+        waited = waited + min(now - looked, policy.look_s) if state == before else 0.0
+        before, looked = state, now
         if job is not None:
             session.show(job)
             if job.step > counts.step:
                 counts = Counts(step=job.step)
-        decision = decide(seen, counts, policy)
+        decision = decide(dataclasses.replace(seen, waited_s=waited), counts, policy)
         if decision.why != said and decision.why != RUNNING:
             say(decision.why if decision.act in ("wait", "end") else f"{decision.act}: {decision.why}")
         said = decision.why
-        if decision.act == "end":
-            if job is not None and job.outcome in ("failed", "guard"):
-                try:  # workers that did not notice the failure
-                    session.stop()
-                except (RemoteError, SliceError, GcloudError) as error:
-                    say(str(error))
-            return decision.status
         if decision.act == "wait":
             clock.sleep(policy.poll_s)
-        else:
+            continue
+        try:
+            if decision.act == "end":
+                return _end(decision, session, job, policy, clock, say)
             counts = _act(decision, session, counts, policy, clock, say)
-            before = None
+        except DeletedError as error:
+            say(f"{error}, by somebody else than this command")
+            return 1
+        before = None
 
 
 def _act(
@@ -160,23 +197,70 @@ def _act(
 ) -> Counts:
     """Carry out a decision and return the new counts. A failure is printed; the next observation shows it again."""
     try:
-        if decision.act == "replace":
-            counts = dataclasses.replace(counts, replacements=counts.replacements + 1, restarts=0)
-            session.replace()
-        elif decision.act == "restart":
-            pause = policy.pauses_s[min(counts.restarts, len(policy.pauses_s) - 1)]
-            counts = dataclasses.replace(counts, restarts=counts.restarts + 1)
+        if decision.act == "stop":
             session.stop()
-            clock.sleep(pause)
+            return counts
+        if decision.act == "replace":
+            session.replace()
+            return dataclasses.replace(counts, replacements=counts.replacements + 1, restarts=0, unusable=0, refused=0)
+        if decision.act == "restart":
+            session.stop()
+            clock.sleep(_pause(policy.pauses_s, counts.restarts))
+            counts = dataclasses.replace(counts, restarts=counts.restarts + 1)
         session.start()
-    except (RemoteError, SliceError, GcloudError) as error:
-        if isinstance(error, GcloudError) and error.lasting:
+        return dataclasses.replace(counts, unusable=0, starts=0)
+    except DeletedError:
+        raise
+    except UnusableError as error:
+        say(str(error))
+        if error.answered or not session.may_run:
+            counts = dataclasses.replace(counts, unusable=counts.unusable + 1)
+        clock.sleep(_pause(policy.pauses_s, counts.unusable))
+    except RemoteError as error:
+        say(str(error))
+        counts = dataclasses.replace(counts, starts=counts.starts + 1)
+        clock.sleep(policy.poll_s)
+    except SliceError as error:
+        say(str(error))
+        clock.sleep(_pause(policy.no_capacity_s, counts.refused))
+        counts = dataclasses.replace(counts, refused=counts.refused + 1)
+    except GcloudError as error:
+        if error.lasting:
             raise
         say(str(error))
         clock.sleep(policy.poll_s)
-        if decision.act == "start":
-            counts = dataclasses.replace(counts, restarts=counts.restarts + 1)
     return counts
+
+
+def _pause(pauses_s: tuple[float, ...], times: int) -> float:
+    return pauses_s[min(times, len(pauses_s) - 1)]
+
+
+def _end(
+    decision: Decision,
+    session: Session,
+    job: JobStatus | None,
+    policy: Policy,
+    clock: Clock,
+    say: Callable[[str], None],
+) -> int:
+    """Leave nothing that runs or costs money, where that is wanted; returns the exit status."""
+    for attempt in range(ENDINGS):
+        try:
+            if policy.down:
+                session.give_back()
+                say(f"deleted {session.slice.name}; podium pod run --keep leaves it rented")
+            elif job is not None and job.outcome in ("failed", "guard"):
+                session.stop()  # workers that did not notice the failure
+            return decision.status
+        except (RemoteError, SliceError, GcloudError) as error:
+            say(str(error))
+            if not policy.down or (isinstance(error, GcloudError) and error.lasting):
+                break
+        clock.sleep(_pause(policy.no_capacity_s, attempt))
+    if policy.down:
+        say(f"{session.slice.name} may still be rented: podium pod down {session.slice.name}")
+    return decision.status
 
 
 def _observe(session: Session, clock: Clock, say: Callable[[str], None]) -> Observation:

@@ -36,6 +36,14 @@ class RemoteError(ValueError):
     """Workers that did not do what they were asked; the message names them."""
 
 
+class UnusableError(RemoteError):
+    """Machines that do not answer or lack what they should have: others may do better. `answered`: one has."""
+
+    def __init__(self, message: str, *, answered: bool = True) -> None:
+        super().__init__(message)
+        self.answered = answered
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerReply:
     """The reply of one worker."""
@@ -125,7 +133,8 @@ class Remote:
         why = f": {self._complaint}" if self._complaint else ""
         lines += [f"    worker {worker} ({self.addresses[worker]}) did not answer{why}" for worker in missing]
         lines += [f"    worker {each.worker}: status {each.status}: {_last_lines(each.text)}" for each in failed]
-        raise RemoteError("\n".join(lines))
+        text = "\n".join(lines)
+        raise UnusableError(text, answered=bool(answers)) if missing else RemoteError(text)
 
     def send(self, files: Sequence[Path], folder: str, *, target: str = "all") -> None:
         """Copy files into an existing folder of all workers, or of the one with this number.
@@ -140,7 +149,8 @@ class Remote:
         answers = self.ask("true", worker=0, timeout_s=180.0)
         if 0 not in answers:
             why = self._complaint or "no answer"
-            raise RemoteError(f"{self.name}: worker 0 ({self.addresses[0]}) cannot be reached by ssh: {why}")
+            message = f"{self.name}: worker 0 ({self.addresses[0]}) cannot be reached by ssh: {why}"
+            raise UnusableError(message, answered=bool(self.ask("true")))
 
 
 def wrapped(command: str, mark: str, addresses: Sequence[str]) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from podium.accelerators import Accelerator, find_accelerator
 from podium.config.errors import nearest
 from podium.pods.gcloud import Order
-from podium.pods.inventory import LEASE, OWNER, ZONES, Slice, zones_label
+from podium.pods.inventory import LEASE, LEASE_S, OWNER, ZONES, Slice, zones_label
 from podium.pods.options import Rent
-from podium.pods.slices import BadRequestError, Slices
+from podium.pods.slices import BadRequestError, InterruptedRentalError, Slices
 
 RUNTIMES: Mapping[str, str] = {
     "v4": "tpu-ubuntu2204-base",
@@ -18,6 +18,7 @@ RUNTIMES: Mapping[str, str] = {
     "v6e": "v6e-ubuntu-2404",
 }
 """Default TPU software version by generation."""
+DEFAULT_LEASE = "24h"
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -59,16 +60,21 @@ def rent_slice(slices: Slices, name: str, rent: Rent, *, default_zone: str | Non
             near = nearest(zone, slices.zones)
             hint = f"did you mean {near}?" if near else f"zones: {', '.join(slices.zones)}"
             raise BadRequestError(f"--zone {zone}: not a TPU zone of this project; {hint}")
-    tpu_slice = slices.up(order, zones)
-    lease = float(order.labels[LEASE])
-    if (tpu_slice.lease or 0.0) < lease:
-        slices.renew(tpu_slice, lease)
+    try:
+        tpu_slice = slices.up(order, zones)
+    except KeyboardInterrupt:
+        raise InterruptedRentalError(
+            f"interrupted; what was requested stays requested, and may be granted and cost money later: "
+            f"podium pod down {name} withdraws it; the same command goes on waiting"
+        ) from None
+    if (tpu_slice.lease or 0.0) < float(order.labels[LEASE]):
+        slices.label(tpu_slice, {each: order.labels[each] for each in (LEASE, LEASE_S)})
     return tpu_slice
 
 
 def new_order(name: str, rent: Rent, owner: str, zones: Sequence[str], now: float) -> Order:
     """The order for a new slice. Raises BadRequestError where type, time or name is invalid."""
-    accelerator = tpu(rent.type)
+    accelerator, lease_s = tpu(rent.type), seconds(rent.lease or DEFAULT_LEASE, "--lease")
     if not NAME.fullmatch(name):
         raise BadRequestError(
             f"name {name!r}: use up to 40 lower-case letters, digits and '-', starting with a letter, as my-run"
@@ -82,15 +88,16 @@ def new_order(name: str, rent: Rent, owner: str, zones: Sequence[str], now: floa
         valid_until_s=seconds(rent.valid_until, "--valid-until"),
         labels={
             OWNER: owner,
-            LEASE: str(int(now) + seconds(rent.lease, "--lease")),
+            LEASE: str(int(now) + lease_s),
+            LEASE_S: str(lease_s),
             ZONES: zones_label(zones),
         },
         service_account=rent.service_account,
     )
 
 
-def rent_again(slices: Slices, old: Slice, rent: Rent) -> Slice:
-    """Delete a slice that was lost and rent another like it, in the same zones unless others are given."""
+def same_again(slices: Slices, old: Slice, rent: Rent) -> tuple[Order, Sequence[str]]:
+    """The order for another slice like one that was lost, and its zones: those of that one unless others are given."""
     same = dataclasses.replace(
         rent,
         type=old.accelerator,
@@ -98,8 +105,17 @@ def rent_again(slices: Slices, old: Slice, rent: Rent) -> Slice:
         spot=old.spot,
         queued=old.from_queue,
         service_account=rent.service_account or old.service_account,
+        lease=rent.lease or (f"{old.lease_s:.0f}s" if old.lease_s else None),
     )
     zones = rent.zones or old.zones
-    order = new_order(old.name, same, slices.owner, zones, slices.clock.time())
-    slices.down(old.name)
-    return slices.up(order, zones)
+    return new_order(old.name, same, slices.owner, zones, slices.clock.time()), zones
+
+
+def renew_lease(slices: Slices, tpu_slice: Slice, rent: Rent) -> float:
+    """Renew the lease of a slice whose run is followed, when half of it is over; returns when it ends."""
+    length = seconds(rent.lease, "--lease") if rent.lease else tpu_slice.lease_s or seconds(DEFAULT_LEASE, "--lease")
+    now, lease = slices.clock.time(), tpu_slice.lease or 0.0
+    if lease - now > length / 2:
+        return lease
+    slices.label(tpu_slice, {LEASE: str(int(now + length)), LEASE_S: str(int(length))})
+    return now + length

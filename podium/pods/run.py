@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -10,19 +11,18 @@ from podium.config.errors import ConfigError, Problem
 from podium.config.load import Loaded
 from podium.config.schema import Config
 from podium.config.show import to_yaml
+from podium.files import BUCKET
 from podium.models.architecture import ModelError
 from podium.models.params import check_divisible
 from podium.models.presets import find_architecture
 from podium.pods import dry_run
-from podium.pods.gcloud import GcloudError
 from podium.pods.inventory import Slice, label_text
 from podium.pods.launch import RunSpec
 from podium.pods.options import Common, Rent, RunOptions
 from podium.pods.project import Project, open_project
 from podium.pods.push import pack
 from podium.pods.recover import Policy, keep_alive
-from podium.pods.remote import RemoteError
-from podium.pods.rental import rent_again, rent_slice, tpu
+from podium.pods.rental import rent_slice, tpu
 from podium.pods.secrets import gather, read_variables
 from podium.pods.session import Session
 from podium.pods.slices import BadRequestError, SliceError
@@ -36,6 +36,7 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
     environment = read_variables(options.env or ())
     if settings := [name for name in environment if name.startswith("PODIUM_")]:
         raise BadRequestError(f"--env {settings[0]}: this is a setting; use --set")
+    _check_name(str(loaded.config.name), options)
     text = to_yaml(loaded.config.model_dump(mode="json"))
     if held := secrets.found_in(text):
         message = f"the settings contain the value of {held[0]}; remove it, it is sent separately"
@@ -66,16 +67,12 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
         spec = dataclasses.replace(spec, accelerator=tpu_slice.accelerator)
         _check_divisible(loaded.config, spec)
         session = Session(project, tpu_slice, rent, spec)
-        try:
+        if options.detach or not options.keep_alive:  # otherwise a start that fails is dealt with like all else
             session.start()
-        except (RemoteError, GcloudError) as error:  # handled like any later failure, if that is possible
-            if (isinstance(error, GcloudError) and error.lasting) or not options.keep_alive or options.detach:
-                raise
-            project.say(str(error))
         if options.detach:
             project.say(f"to follow it: podium pod logs -f {tpu_slice.name}")
             return 0
-        return _follow(project, session, options)
+        return follow(project, session, options)
 
 
 def _find_slice(project: Project, name: str | None, rent: Rent, options: RunOptions) -> Slice:
@@ -84,25 +81,32 @@ def _find_slice(project: Project, name: str | None, rent: Rent, options: RunOpti
         assert name is not None
         return rent_slice(project.slices, name, rent, default_zone=project.zone)
     tpu_slice = project.slices.locate(name)
-    if tpu_slice.state == "ready":
+    if tpu_slice.state == "ready" or options.keep_alive:  # which replaces it, if need be
         return tpu_slice
-    if options.keep_alive:
-        return rent_again(project.slices, tpu_slice, rent)
     raise SliceError(
         f"{tpu_slice.name} in {tpu_slice.zone} is not ready ({tpu_slice.detail}); wait for it with podium pod up "
         f"{tpu_slice.name} --type {tpu_slice.accelerator} --zone {tpu_slice.zone}, or replace it with --keep-alive"
     )
 
 
+def _check_name(name: str, options: RunOptions) -> None:
+    """Raises ConfigError for a name that is no job's, BadRequestError for options that contradict each other."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        message = f"{name!r} cannot name a job on the machines: letters, digits, '.', '_' and '-', such as name=my-run"
+        raise ConfigError([Problem(key="name", message=message)])
+    if options.detach and options.down:
+        raise BadRequestError("--down needs a run that is followed to its end; leave out --detach, or --down")
+
+
 def _check_runs_dir(loaded: Loaded, options: RunOptions, workers: int) -> None:
     """Raises ConfigError where every machine would have a run folder of its own, or it would be lost with them."""
     folder = Path(loaded.config.runs_dir)
-    if folder.is_absolute() or (workers == 1 and not options.keep_alive):
+    if folder.is_absolute() or loaded.config.runs_dir.startswith(BUCKET) or (workers == 1 and not options.keep_alive):
         return
     why = f"{workers} workers need one folder" if workers > 1 else "--keep-alive replaces machines and their disks"
     message = (
-        f"{loaded.config.runs_dir!r} is below each machine's own home, and {why}; mount a file system on all "
-        "(--prepare SCRIPT) and set its path, as --set runs_dir=/mnt/runs"
+        f"{loaded.config.runs_dir!r} is below each machine's own home, and {why}; write to a bucket, as "
+        "--set runs_dir=gs://BUCKET/runs, or mount a file system on all (--prepare SCRIPT) and set its path"
     )
     places = (loaded.provenance["runs_dir"],) if "runs_dir" in loaded.provenance else ()
     raise ConfigError([Problem(key="runs_dir", message=message, origins=places)])
@@ -122,13 +126,21 @@ def _check_divisible(config: Config, spec: RunSpec) -> None:
         raise BadRequestError(f"on {spec.accelerator}: {error}") from None
 
 
-def _follow(project: Project, session: Session, options: RunOptions) -> int:
+def follow(project: Project, session: Session, options: RunOptions) -> int:
+    """Follow a run to its end, and keep it alive where that is asked for; returns its exit status."""
     restarts, replacements = (options.restarts, options.replacements) if options.keep_alive else (0, 0)
-    policy = Policy(restarts=restarts, replacements=replacements)
+    down = options.keep_alive if options.down is None else options.down
+    policy = Policy(restarts=restarts, replacements=replacements, down=down)
     try:
         return keep_alive(session, policy, clock=project.clock, say=project.say)
     except KeyboardInterrupt:
         name = session.slice.name
+        if session.replacing:
+            project.say(
+                f"\nstopped while {name} was being replaced: what was requested stays requested, and may cost money"
+            )
+            project.say(f"later; podium pod down {name} withdraws it, and the same command goes on with it")
+            return INTERRUPTED
         project.say(f"\nstopped following; the run continues. podium pod logs -f {name} shows its log,")
         project.say(f"podium pod stop {name} ends it, and the same command follows it again")
         return INTERRUPTED

@@ -5,7 +5,6 @@ list and in gcloud's own log, metadata and labels to everybody in the project, a
 snapshots. Only the names in `ALLOWED` are sent. The workers' agent uses this module too: standard library only.
 """
 
-import base64
 import contextlib
 import dataclasses
 import functools
@@ -13,20 +12,17 @@ import os
 import re
 import shutil
 import tempfile
-import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+from podium.job.redact import SECRET_NAME, SHORTEST, Redactor
 
 ALLOWED = ("HF_TOKEN", "WANDB_API_KEY")
 """The secrets that Podium uses."""
 FIRST_WORKER_ONLY = ("WANDB_API_KEY",)
 """Only process 0 writes to services."""
-SHORTEST = 8
-"""Characters that a secret must have at least: shorter values occur in any text."""
-HIDDEN = "[redacted]"
 LAST_LINE = "# end"
 """Last line of a file of secrets; a file without it was cut short."""
-_SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
 _LINE = re.compile(r"\s*(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=(.*)")
 
 
@@ -55,33 +51,21 @@ class Secrets:
         return Secrets({name: self.values[name] for name in self.values if not worker or name not in FIRST_WORKER_ONLY})
 
     @functools.cached_property
-    def forms(self) -> tuple[str, ...]:
-        """Every way in which a value may be written, longest first."""
-        found = {form for value in self.values.values() if value for form in _forms(value)}
-        return tuple(sorted(found, key=len, reverse=True))
+    def redactor(self) -> Redactor:
+        """Removes their values, and those of this process's own secrets, from texts."""
+        return Redactor.from_environment(os.environ, self.values.values())
 
     def redact(self, text: str) -> str:
-        """The text without their values, also where they are quoted for a URL or encoded in base64."""
-        for form in self.forms:
-            text = text.replace(form, HIDDEN)
-        return text
+        """The text without their values, in whatever form it has them."""
+        return self.redactor.redact(text)
 
     def found_in(self, text: str) -> list[str]:
         """The names of the secrets whose value the text contains."""
-        return [name for name in self.names if any(form in text for form in _forms(self.values[name]))]
+        return [name for name in self.names if Redactor([self.values[name]]).found_in(text)]
 
     def text(self) -> str:
         """The content of a file for the agent's --env-file."""
         return "".join(f"{name}={self.values[name]}\n" for name in self.names) + f"{LAST_LINE}\n"
-
-
-def _forms(value: str) -> set[str]:
-    data = value.encode()
-    # base64 of a longer text that holds the value shows it shifted by nothing, one or two bytes; its ends depend on
-    # what stands beside it.
-    shifted = (base64.b64encode(b"\0" * shift + data).decode() for shift in range(3))
-    inner = {text[-(-8 * shift // 6) : -4] for shift, text in enumerate(shifted)}
-    return {value, urllib.parse.quote(value, safe=""), *(text for text in inner if len(text) >= SHORTEST)}
 
 
 def read_variables(pairs: Sequence[str]) -> dict[str, str]:
@@ -89,9 +73,9 @@ def read_variables(pairs: Sequence[str]) -> dict[str, str]:
     found = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
-        if not equals or not name:
-            raise SecretError(f"--env {pair}: write NAME=VALUE")
-        if _SECRET_NAME.search(name):
+        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise SecretError(f"--env {pair}: write NAME=VALUE; a name has letters, digits and '_'")
+        if SECRET_NAME.search(name):
             raise SecretError(
                 f"--env {name}: secrets must not appear in a command; put it in a file and use --env-file"
             )
@@ -108,9 +92,10 @@ def gather(environ: Mapping[str, str], env_file: Path | None) -> Secrets:
     given = {**environ, **{name: value for name, value in read_env_file(env_file).items() if value}}
     known = {name: given[name] for name in ALLOWED if given.get(name)}
     for name, value in known.items():
-        if len(value) < SHORTEST or any(character.isspace() or not character.isprintable() for character in value):
+        letters = sum(character.isascii() and character.isalnum() for character in value)
+        if letters < SHORTEST or any(character.isspace() or not character.isprintable() for character in value):
             raise SecretError(
-                f"{name} is not a usable secret: at least {SHORTEST} printable characters without spaces are needed"
+                f"{name} is not a usable secret: at least {SHORTEST} letters or digits, and no spaces, are needed"
             )
     return Secrets(known)
 

@@ -2,15 +2,19 @@
 
 import contextlib
 import dataclasses
+from typing import Literal
 
 from podium.job.records import NO_JOB
 from podium.pods.gcloud import GcloudError
-from podium.pods.inventory import Slice
-from podium.pods.launch import JobStatus, RunSpec, launch, poll, read_log, stop_job
+from podium.pods.inventory import RUN, STOP, Slice, label_text
+from podium.pods.launch import LOG_BYTES, JobStatus, RunSpec, poll, prepare, read_log, start, stop_job
 from podium.pods.options import Rent
 from podium.pods.project import Project
 from podium.pods.remote import RemoteError
-from podium.pods.rental import rent_again
+from podium.pods.rental import renew_lease, same_again
+
+TAIL_BYTES = 2**14
+"""Shown of a log that has grown by more than can be read at a time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,8 +24,12 @@ class Observation:
     slice: Slice | None
     job: JobStatus | None
     """None: the machines cannot be asked."""
+    asked_to_stop: bool = False
+    """Whether `podium pod stop` was given since this session began."""
+    replacing: bool = False
+    """Whether this session has begun to replace the slice and has no other yet."""
     waited_s: float = 0.0
-    """Since the first observation with the same state."""
+    """For how long it has been seen like this."""
 
 
 class Session:
@@ -32,43 +40,87 @@ class Session:
         self.slice, self._project, self._rent, self._spec = tpu_slice, project, rent, spec
         self._shown: dict[str, int] = {}  # job -> bytes of its log
         self._job: str | None = None
+        self._stop_before = tpu_slice.labels.get(STOP)  # which this command, being given after it, takes back
+        self._replacing: Literal["no", "deleting", "renting"] = "no"
+
+    @property
+    def may_run(self) -> bool:
+        """Whether a job may run on the machines, though they do not answer: one was started there once."""
+        return RUN in self.slice.labels
+
+    @property
+    def replacing(self) -> bool:
+        """Whether the slice is being replaced, so that nothing runs."""
+        return self._replacing != "no"
 
     def observe(self) -> Observation:
         """The slice and its workers, now."""
-        now = self._project.slices.now(self.slice)
-        if now is None or now.state != "ready":
-            return Observation(slice=now, job=None)
+        now = self._now()
+        seen = Observation(slice=now, job=None, asked_to_stop=self._asked(now), replacing=self.replacing)
+        if now is None or now.state != "ready" or self.replacing:
+            return seen
+        with contextlib.suppress(GcloudError):  # it lasts for a while yet
+            renew_lease(self._project.slices, now, self._rent)
         if self._job is None:  # other jobs are ignored
-            return Observation(slice=now, job=JobStatus(workers=[NO_JOB] * len(now.addresses)))
+            return dataclasses.replace(seen, job=JobStatus(workers=[NO_JOB] * len(now.addresses)))
         try:
-            return Observation(slice=now, job=poll(self._project.remote(now), self._job))
+            return dataclasses.replace(seen, job=poll(self._project.remote(now), self._job))
         except GcloudError as error:
             if error.kind != "unusable":  # the node has ended since
                 raise
-            return Observation(slice=now, job=None)
+            return seen
 
     def start(self) -> None:
-        """Start the run where it is not running."""
+        """Start the run where it is not running, unless it is to stop by now."""
         project = self._project
-        self._job = launch(project.remote(self.slice), self._spec, clock=project.clock, say=project.say)
+        self._job, needed = prepare(project.remote(self.slice), self._spec, clock=project.clock, say=project.say)
+        if needed and not self._asked(self._now()):
+            project.slices.label(self.slice, {RUN: label_text(self._job)})
+            start(project.remote(self.slice), self._spec, self._job, say=project.say)
 
     def stop(self) -> None:
-        """End what is left of the job, on all workers."""
+        """Have what is left of the job save and end, on all workers."""
         if self._job is not None:
-            stop_job(self._project.remote(self.slice), self._job, remember=False)
+            project = self._project
+            stop_job(project.remote(self.slice), self._job, clock=project.clock, say=project.say)
 
     def replace(self) -> None:
-        """Delete the slice and rent another like it."""
-        self._job = None
-        self.slice = rent_again(self._project.slices, self.slice, self._rent)
+        """Delete the slice and rent another like it; after a failure, go on with that."""
+        slices = self._project.slices
+        if not self.replacing:
+            if self._asked(self._now()):
+                return
+            self._job, self._replacing = None, "deleting"
+        order, zones = same_again(slices, self.slice, self._rent)
+        if self._replacing == "deleting":
+            slices.down(self.slice.name)
+            self._replacing = "renting"
+        self.slice = slices.up(order, zones)
+        self._replacing = "no"
+
+    def give_back(self) -> None:
+        """Delete the slice."""
+        self._project.slices.down(self.slice.name)
 
     def show(self, job: JobStatus) -> None:
         """Print new lines of worker 0's log; if its machine is gone, the next observation shows it."""
         first = job.workers[0] or NO_JOB
-        name, offset, before = first["job"], self._shown.get(first["job"], 0), -1
+        name, size, offset = first["job"], first["log_bytes"], self._shown.get(first["job"], 0)
+        if size <= offset:
+            return
+        skipped = size - TAIL_BYTES - offset if size - offset > LOG_BYTES else 0
         with contextlib.suppress(RemoteError, GcloudError):
-            while before < offset < first["log_bytes"]:
-                before = offset
-                text, offset = read_log(self._project.remote(self.slice), 0, name, offset)
-                self._project.answer(text, end="")
-                self._shown[name] = offset
+            text, self._shown[name] = read_log(self._project.remote(self.slice), 0, name, offset + skipped)
+            if skipped:
+                text = text.partition("\n")[2]
+                self._project.say(f"[{skipped / 1e6:.1f} MB of the log are left out: podium pod logs --all]")
+            self._project.answer(text, end="")
+
+    def _now(self) -> Slice | None:
+        """The slice as it is listed."""
+        now = self._project.slices.now(self.slice)
+        self.slice = now or self.slice
+        return now
+
+    def _asked(self, now: Slice | None) -> bool:
+        return now is not None and now.labels.get(STOP) not in (None, self._stop_before)

@@ -12,12 +12,12 @@ Nothing is remembered here: every call asks what exists.
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from podium.pods.gcloud import CHANGE_S, READ_S, Gcloud, GcloudError, Order
-from podium.pods.inventory import LEASE, Slice, read_slices
+from podium.pods.inventory import Slice, read_slices
 
 PAUSES_S = (2.0, 5.0, 15.0, 30.0)
 """Pauses between attempts of a request that may succeed soon."""
@@ -33,6 +33,10 @@ DELETE_S = 900.0
 
 class Clock(Protocol):
     """Time and waiting, as the module `time` has them."""
+
+    def monotonic(self) -> float:
+        """Seconds for which this machine has been awake, from any beginning."""
+        ...
 
     def time(self) -> float:
         """Seconds since 1970."""
@@ -53,12 +57,22 @@ class BadRequestError(SliceError):
     exit_status = 2
 
 
+class InterruptedRentalError(SliceError):
+    """Ctrl-C while a slice was being rented; the message says what stays requested."""
+
+    exit_status = 130
+
+
+class DeletedError(SliceError):
+    """Somebody deleted the slice while it was being made."""
+
+
 class _RefusedError(Exception):
     """A zone that does not give us the slice now; the message is the reason."""
 
 
 class SliceLists:
-    """The slices of a project as they are now, and which of them are ours."""
+    """The slices of a project as they are now, their labels, and which of them are ours."""
 
     def __init__(
         self,
@@ -92,6 +106,15 @@ class SliceLists:
     def find(self, name: str) -> list[Slice]:
         """All slices of a name, in all zones."""
         return [each for each in self.survey() if each.name == name]
+
+    def expired(self, *, everyone: bool = False) -> list[Slice]:
+        """The slices whose lease has expired: ours, or everyone's that Podium rented."""
+        rented = [each for each in self.survey() if each.owner and (everyone or self.is_ours(each))]
+        return [each for each in rented if each.lease is not None and each.lease < self.clock.time()]
+
+    def label(self, tpu_slice: Slice, labels: Mapping[str, str]) -> None:
+        """Set labels of a slice's node."""
+        self._answer(self.gcloud.argv.label(tpu_slice.name, tpu_slice.zone, labels), CHANGE_S)
 
     def locate(self, name: str | None) -> Slice:
         """Our slice of that name, or our only one; asks for nodes first, which is quick.
@@ -207,19 +230,9 @@ class Slices(SliceLists):
             raise SliceError(f"{name} is still in {', '.join(each.zone for each in left)}; run the command again")
         return ours
 
-    def reap(self, *, everyone: bool = False) -> list[Slice]:
-        """Delete and return slices whose lease has expired: ours, or everyone's that Podium rented."""
-        rented = [each for each in self.survey() if each.owner and (everyone or self.is_ours(each))]
-        past = [each for each in rented if each.lease is not None and each.lease < self.clock.time()]
-        for each in past:
-            self.say(f"deleting {each.name} in {each.zone}: its lease has expired, {each.detail}")
-            self._clear(each.name, each.zone, owner=each.owner)
-        return past
-
-    def renew(self, tpu_slice: Slice, lease: float) -> None:
-        """Set the end of a slice's lease, in Unix seconds."""
-        labels = {LEASE: str(int(lease))}
-        self._answer(self.gcloud.argv.label(tpu_slice.name, tpu_slice.zone, labels), CHANGE_S)
+    def delete(self, tpu_slice: Slice) -> None:
+        """Delete a slice, whoever owns it, and verify that it is gone."""
+        self._clear(tpu_slice.name, tpu_slice.zone, owner=tpu_slice.owner)
 
     def _existing(self, order: Order, zones: Sequence[str]) -> Slice | None:
         """Our slice of that name that can be used; every other one of ours is deleted."""
@@ -272,11 +285,13 @@ class Slices(SliceLists):
 
     def _wait(self, order: Order, zone: str) -> Slice:
         """Wait until it is ready. Raises _RefusedError when it will not be."""
-        began, detail = self.clock.time(), "never listed"
-        limit_s = NODE_S + (order.valid_until_s if order.queued else 0)
-        while (waited_s := self.clock.time() - began) < limit_s:
+        now = self.clock.monotonic  # a closed lid is no time in which nothing came
+        began = seen = now()
+        detail, creating = "", None  # since when machines are being made
+        while (waited_s := now() - began) < NODE_S + (order.valid_until_s if order.queued else 0):
             mine = self.mine(order.name, zone)
             if mine is not None:
+                seen = now()
                 if mine.detail != detail:
                     detail = mine.detail
                     self.say(f"{zone}: {detail}")
@@ -284,16 +299,21 @@ class Slices(SliceLists):
                     return mine
                 if not mine.alive:
                     raise _RefusedError(detail)
-            elif waited_s > SETTLE_S:
-                raise _RefusedError("it was deleted while it was being created")
+                creating = (creating or now()) if mine.state == "creating" else None
+                if creating and now() - creating > NODE_S:
+                    raise _RefusedError(f"its machines have been {detail} for {NODE_S / 60:.0f} minutes; given up")
+            elif now() - seen > SETTLE_S and detail:
+                raise DeletedError(f"{order.name} in {zone} was deleted while it was being created")
+            elif now() - seen > SETTLE_S:
+                raise _RefusedError("it was asked for and never listed")
             self.clock.sleep(min(POLL_S, 2.0 + waited_s / 10))
-        raise _RefusedError(f"not ready after {limit_s:.0f} s ({detail})")
+        raise _RefusedError(f"not ready after {waited_s:.0f} s ({detail})")
 
     def _clear(self, name: str, zone: str, *, owner: str | None = None) -> None:
         """Delete our slices of that name in a zone and wait until lists no longer show them."""
-        until = self.clock.time() + DELETE_S
+        until = self.clock.monotonic() + DELETE_S
         while (mine := self.mine(name, zone, owner=owner)) is not None:
-            if self.clock.time() > until:
+            if self.clock.monotonic() > until:
                 raise SliceError(f"{name} in {zone} still exists ({mine.detail}); run podium pod down {name} again")
             if mine.state != "deleting":
                 try:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from podium.models.architecture import DecoderConfig
 from podium.sharding import ShardingRules
 
-AXES = (None, "batch", None, None, None)  # of keys and values
+AXES = (None, "batch", "cache_heads", None, None)  # of keys and values
 
 
 @jax.tree_util.register_dataclass
@@ -88,8 +88,9 @@ def append(
         at = (*where, slice(None), ends) if cache.key_dims == "skqc" else (*where, ends)
         return dataclasses.replace(cache, keys=cache.keys.at[at].set(k), values=cache.values.at[(*where, ends)].set(v))
 
-    split, rows = rules.spec(AXES), rules.spec(("batch",))
-    local = jax.shard_map(write, mesh=rules.mesh, in_specs=(split, PartitionSpec(), rows, rows, rows), out_specs=split)
+    split, rows, heads = rules.spec(AXES), rules.spec(("batch",)), rules.spec(AXES[1:3])
+    specs = (split, PartitionSpec(), rows, heads, heads)
+    local = jax.shard_map(write, mesh=rules.mesh, in_specs=specs, out_specs=split)
     return local(cache, layer, lengths, k, v)
 
 

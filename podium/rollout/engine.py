@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podium.config.attention import Backend
 from podium.config.schema import RolloutConfig
 from podium.config.sizes import prompt_buckets
 from podium.models.architecture import DecoderConfig
@@ -55,15 +56,17 @@ class RolloutEngine:
         tokenizer: TextDecoder,
         *,
         dtype: jnp.dtype,
+        attention: Backend = "blocks",
     ) -> None:
         """Makes the programs; they are compiled when they are first used.
 
         `config` gives lengths, slots and rows of the programs; how tokens are drawn is each request's. `rules` put one
         of ROLLOUT_LAYOUTS on the mesh. `dtype` is the weights'; activations and cache follow (`podium.models.linear`).
+        `attention` is that of prefill.
         Raises ValueError where slots or prefill rows do not divide over the devices that split them.
         """
         self.config, self.decoder, self.rules, self.tokenizer, self.dtype = config, decoder, rules, tokenizer, dtype
-        self.programs = make_engine_programs(config, decoder, rules, dtype)
+        self.programs = make_engine_programs(config, decoder, rules, dtype, attention)
         self.params: Params | None = None
 
     def load(self, params: Params) -> None:
@@ -267,7 +270,7 @@ class _Generation:
 
     def on_device(self, tree: Any) -> Any:
         """Host arrays of rows, split over the devices; copied, because the host goes on writing into its own."""
-        return jax.device_put(tree, self.engine.rules.sharding("batch"), may_alias=False)
+        return jax.device_put(tree, self.engine.rules.sharding("rows"), may_alias=False)
 
     def _completion(self, draft: _Draft) -> Completion:
         assert draft.finish_reason is not None, "a completion was left unfinished"

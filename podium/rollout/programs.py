@@ -11,17 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podium.config.attention import Backend
 from podium.config.schema import RolloutConfig
 from podium.config.sizes import check_split
 from podium.models.architecture import DecoderConfig
-from podium.models.attention import causal_attention
+from podium.models.attention import row_attention
 from podium.models.decoder import forward, head_weights
 from podium.models.linear import activation_dtype
 from podium.models.logprobs import logits_at
-from podium.models.params import LAYERS, TRAIN_AXES, param_specs
+from podium.models.params import LAYERS, TRAIN_AXES, ParamSpecs, param_specs, rollout_specs
 from podium.rollout import cache as caches
 from podium.rollout.cache import Cache, Prompts
-from podium.rollout.sampling import SamplingRows, idle_rows, sample
+from podium.rollout.sampling import SamplingRows, idle_rows, sample, sample_split
 from podium.sharding import Params, ShardingRules, param_shardings
 
 MAX_STOP_TOKENS = 8
@@ -72,16 +73,18 @@ class EnginePrograms(NamedTuple):
 
 
 def make_engine_programs(
-    config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
+    config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, attention: Backend = "blocks"
 ) -> EnginePrograms:
     """The programs of the engine that a config describes; the engine runs them and the planner compiles them.
+
+    `attention` is that of prefill.
 
     Raises ValueError where slots or prefill rows do not divide over the devices that split them.
     """
     check_split(config, rules.num_shards("batch"))
     return EnginePrograms(
         sync=make_sync(decoder, rules, dtype),
-        prefill=make_prefill(decoder, rules, dtype, all_logits=config.layout == "legacy"),
+        prefill=make_prefill(decoder, rules, dtype, attention=attention, all_logits=config.layout == "legacy"),
         insert=make_insert(rules, crosses=False),
         insert_across=make_insert(rules, crosses=True),
         decode=make_decode(decoder, rules, dtype, steps=config.refill_steps),
@@ -112,19 +115,27 @@ def abstract_prompts(
     return Prompts(kv=kv, logits=logits)
 
 
+def engine_specs(decoder: DecoderConfig, rules: ShardingRules) -> ParamSpecs:
+    """The weights that an engine with these rules has."""
+    return rollout_specs(decoder, rules.num_shards("logits"))
+
+
 def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> Any:
     """The jitted `training params -> rollout params`: cast and laid out for decoding, in buffers of their own.
 
     The copy is what lets the trainer donate its parameters to the next update. Where weights are gathered, layers go
     one after the other: all at once, the TPU gathers them all before it puts any in its place, in twice their memory.
     """
-    specs = param_specs(decoder)
-    stored, wanted = (param_shardings(specs, each) for each in (ShardingRules(rules.mesh, TRAIN_AXES), rules))
+    specs = engine_specs(decoder, rules)
+    stored = param_shardings(param_specs(decoder), ShardingRules(rules.mesh, TRAIN_AXES))
+    wanted = param_shardings(specs, rules)
     in_place = all(stored[name].is_equivalent_to(wanted[name], len(spec.shape)) for name, spec in specs.items())
 
     def move(name: str, value: jax.Array) -> jax.Array:
-        axes = specs[name].axes
-        return jnp.copy(rules.constrain(value.astype(dtype), *axes[len(axes) - value.ndim :]))
+        shape, axes, *_ = specs[name]
+        missing = [(0, size - found) for size, found in zip(shape[-value.ndim :], value.shape, strict=True)]
+        value = jnp.pad(value.astype(dtype), missing)
+        return jnp.copy(rules.constrain(value, *axes[len(axes) - value.ndim :]))
 
     def move_layer(carry: None, layer: Params) -> tuple[None, Params]:
         return carry, {name: move(name, value) for name, value in layer.items()}
@@ -137,7 +148,14 @@ def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) ->
     return jax.jit(sync, out_shardings=wanted)
 
 
-def make_prefill(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *, all_logits: bool = False) -> Any:
+def make_prefill(
+    decoder: DecoderConfig,
+    rules: ShardingRules,
+    dtype: jnp.dtype,
+    *,
+    attention: Backend = "blocks",
+    all_logits: bool = False,
+) -> Any:
     """The jitted `(params, tokens [R, T], lengths [R]) -> Prompts`: one compiled variant per bucket T.
 
     `all_logits` makes those of every prompt token, [R, T, V], and keeps the last: the seed ran out of memory with
@@ -147,10 +165,11 @@ def make_prefill(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype,
     def prefill(params: Params, tokens: jax.Array, lengths: jax.Array) -> Prompts:
         R, T = tokens.shape
         empty = caches.make_cache(decoder, slots=R, length=T, dtype=activation_dtype(rules, dtype), rules=rules)
-        mask = jnp.broadcast_to(jnp.tri(T, dtype=bool), (R, T, T))  # padding comes last: no prompt token sees it
+        segments = (jnp.arange(T)[None] < lengths[:, None]).astype(jnp.int32)  # [R, T], 1 in the prompt, 0 behind it
+        attended = row_attention(attention, segments, segments, rules)
 
         def attend(kv: Cache, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Cache, jax.Array]:
-            return caches.fill(kv, layer, k, v), causal_attention(q, k, v, mask)
+            return caches.fill(kv, layer, k, v), attended(q, k, v)
 
         positions = jnp.broadcast_to(jnp.arange(T), (R, T))
         hidden, kv = forward(params, tokens, positions, attend, empty, config=decoder, rules=rules, dtype=dtype)
@@ -159,7 +178,8 @@ def make_prefill(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype,
             logits = _last(logits_at(hidden, head, 1.0), lengths)
         else:
             logits = logits_at(_last(hidden, lengths), head, 1.0)
-        return Prompts(kv=kv, logits=rules.constrain(logits, "batch", None))
+        logits = rules.constrain(rules.constrain(logits, "rows", "logits"), "batch", None)
+        return Prompts(kv=kv, logits=logits[:, : decoder.vocab])
 
     return jax.jit(prefill)
 
@@ -213,7 +233,7 @@ def make_decode(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, 
             cache, slots, drawn, i = carry
             logits, cache = _next_logits(params, cache, slots, decoder=decoder, rules=rules, dtype=dtype)
             lengths = slots.lengths + slots.live
-            sampled = sample(logits, slots.sampling, lengths, slots.live)
+            sampled = sample_split(logits, slots.sampling, lengths, slots.live, rules)
             drawn = Drawn(
                 tokens=drawn.tokens.at[:, i].set(sampled.tokens),
                 logprobs=drawn.logprobs.at[:, i].set(sampled.logprobs),
@@ -255,7 +275,10 @@ def _next_logits(
     hidden, cache = forward(
         params, slots.tokens[:, None], lengths[:, None], attend, cache, config=decoder, rules=rules, dtype=dtype
     )
-    return logits_at(hidden[:, 0], head_weights(params, rules, dtype), 1.0), cache
+    logits = rules.constrain(logits_at(hidden[:, 0], head_weights(params, rules, dtype), 1.0), "rows", "logits")
+    if logits.shape[1] > decoder.vocab:  # padded
+        logits = jnp.where(jnp.arange(logits.shape[1])[None] < decoder.vocab, logits, -jnp.inf)
+    return logits, cache
 
 
 def _ends(slots: Slots, tokens: jax.Array, positions: jax.Array) -> jax.Array:

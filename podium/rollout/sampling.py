@@ -5,16 +5,17 @@ live, and what a drawn token means, is the engine's.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podium.models.params import VOCAB_BLOCK, MeshAxes, mesh_axis_names
 from podium.rollout.request import SamplingParams
+from podium.sharding import ShardingRules
 
-BLOCK = 128  # tokens of the vocabulary that one entry of the upper level of the draw stands for
+BLOCK = VOCAB_BLOCK  # tokens of the vocabulary that one entry of the upper level of the draw stands for
 
 
 @jax.tree_util.register_dataclass
@@ -57,8 +58,28 @@ def fill_row(rows: Any, row: int, settings: SamplingParams, *, seed: int, comple
     rows.min_p[row] = settings.min_p
 
 
+def sample_split(
+    logits: jax.Array, rows: SamplingRows, positions: jax.Array, live: jax.Array, rules: ShardingRules
+) -> Sampled:
+    """`sample` where the logits are: every device searches and draws for its own rows, in its part of the vocabulary.
+
+    Devices exchange a few numbers of a row where they share its vocabulary, and nothing where they do not.
+    """
+    vocab, split = rules.axes.get("logits"), rules.spec(("rows",))
+
+    def draw(logits: jax.Array, rows: SamplingRows, positions: jax.Array, live: jax.Array) -> Sampled:
+        return sample(logits, rows, positions, live, vocab)
+
+    here = (rules.spec(("rows", "logits")), split, split, split)
+    return jax.shard_map(draw, mesh=rules.mesh, in_specs=here, out_specs=split, check_vma=False)(
+        logits, rows, positions, live
+    )
+
+
 @jax.named_scope("sample")
-def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array, live: jax.Array) -> Sampled:
+def sample(
+    logits: jax.Array, rows: SamplingRows, positions: jax.Array, live: jax.Array, split: MeshAxes = None
+) -> Sampled:
     """One token of each row.
 
     A row's distribution is its softmax at the temperature, cut to top-k, then top-p of what is left, then min-p, and
@@ -71,18 +92,20 @@ def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array, live: ja
         rows: how each row draws.
         positions: [S] int32, where in its sequence each token will stand.
         live: [S] bool; rows that are not live draw something without meaning, and cost no search for their cut.
+        split: mesh axes over which the logits are split into parts of V tokens, whole blocks, inside a shard_map.
     """
     S, V = logits.shape
+    shards = _Shards(mesh_axis_names(split))
     greedy = rows.temperature == 0
-    highest = jnp.max(logits, axis=1)  # [S]
+    highest = shards.max(jnp.max(logits, axis=1))  # [S]
     temperature = jnp.where(greedy, 1.0, rows.temperature)
 
-    def scale(x: jax.Array) -> jax.Array:  # [S, ...]; shifted, then divided: finite logits cannot overflow upwards
-        return (x - _beside(highest, x)) / _beside(temperature, x)
+    def scale(x: jax.Array) -> jax.Array:  # [S, ...]
+        return _scale(x, highest, temperature)
 
     # Cuts are values of logits, which are compared as they came: what was rounded might differ between two uses.
     lowest = jnp.maximum(
-        _lowest_kept(logits, lambda: jnp.exp(scale(logits)), rows, live & ~greedy),
+        _lowest_kept(logits, highest, temperature, rows, live & ~greedy, shards),
         jnp.where(greedy, highest, highest + temperature * jnp.log(rows.min_p)),
     )  # [S]
 
@@ -93,17 +116,28 @@ def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array, live: ja
     block_weights = jnp.sum(weigh(blocks), axis=2)  # [S, V / BLOCK]
     # A greedy row keeps its maxima alone, and the uniform 0 takes the first of them.
     uniforms = jax.vmap(_uniforms)(rows.seeds, rows.completions, positions) * ~greedy[:, None]  # [S, 2]
-    block = _invert(block_weights, uniforms[:, 0])  # [S]
+    everything = jnp.sum(jnp.exp(scale(logits)), axis=1)
+    totals = shards.gather(jnp.stack([jnp.sum(block_weights, axis=1), everything]))  # [shards, 2, S]
+    kept, everything = jnp.sum(totals, axis=0)  # [S]
+    before = jnp.sum(totals[:, 0] * (jnp.arange(len(totals)) < shards.index())[:, None], axis=0)  # [S]
+    block, reached, possible = _invert(block_weights, uniforms[:, 0], before, kept)  # [S]
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]  # [S, BLOCK]
-    token = _invert(weigh(inside), uniforms[:, 1])  # [S]
+    weights = weigh(inside)
+    token, _, _ = _invert(weights, uniforms[:, 1], jnp.zeros(S), jnp.sum(weights, axis=1))  # [S]
     chosen = scale(jnp.take_along_axis(inside, token[:, None], axis=1)[:, 0])
-    kept, everything = jnp.sum(block_weights, axis=1), jnp.sum(jnp.exp(scale(logits)), axis=1)  # [S]
+    token = jnp.minimum(shards.index() * V + block * BLOCK + token, len(totals) * V - 1)
+    token, chosen = shards.take(reached, possible, token, chosen)
     cut = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)  # elsewhere the two are equal but for their rounding
     return Sampled(
-        tokens=jnp.minimum(block * BLOCK + token, V - 1),
+        tokens=token,
         logprobs=chosen - jnp.log(jnp.where(greedy, everything, kept)),
         full_logprobs=chosen - jnp.log(jnp.where(greedy | cut, everything, kept)),
     )
+
+
+def _scale(x: jax.Array, highest: jax.Array, temperature: jax.Array) -> jax.Array:
+    """Logits [S, ...], shifted, then divided: finite ones cannot overflow upwards."""
+    return (x - _beside(highest, x)) / _beside(temperature, x)
 
 
 def _beside(rows: jax.Array, x: jax.Array) -> jax.Array:
@@ -118,38 +152,113 @@ def _uniforms(seed: jax.Array, completion: jax.Array, position: jax.Array) -> ja
     return (jax.random.bits(key, (2,), jnp.uint32) >> 8).astype(jnp.float32) * 2.0**-24
 
 
-def _invert(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
+def _invert(
+    weights: jax.Array, uniforms: jax.Array, before: jax.Array, total: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The inverse of each row's distribution function, [S] int32: an index of weight above 0, whatever sums round to.
 
-    `weights` are [S, N], at least 0, not normalised; `uniforms` [S] in [0, 1).
+    `weights` are [S, N], at least 0, not normalised; `uniforms` [S] in [0, 1); `before` [S] is the weight on earlier
+    shards, `total` [S] that of all. Also whether the index was reached, and whether any weight is above 0, [S].
     """
-    cumulative = jnp.cumsum(weights, axis=1)
+    cumulative = before[:, None] + jnp.cumsum(weights, axis=1)
     possible = weights > 0
-    reached = possible & (cumulative > (uniforms * cumulative[:, -1])[:, None])
+    reached = possible & (cumulative > (uniforms * total)[:, None])
     last = weights.shape[1] - 1 - jnp.argmax(possible[:, ::-1], axis=1)
-    return jnp.where(jnp.any(reached, axis=1), jnp.argmax(reached, axis=1), last).astype(jnp.int32)
+    found = jnp.any(reached, axis=1)
+    return jnp.where(found, jnp.argmax(reached, axis=1), last).astype(jnp.int32), found, jnp.any(possible, axis=1)
 
 
-def _lowest_kept(logits: jax.Array, weigh: Callable[[], jax.Array], rows: SamplingRows, live: jax.Array) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class _Shards:
+    """What devices tell each other that share the vocabulary of their rows; with no axes there is one."""
+
+    axes: tuple[str, ...]
+
+    def index(self) -> jax.Array | int:
+        """Which part of the vocabulary is here."""
+        return jax.lax.axis_index(self.axes) if self.axes else 0
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """The largest of everybody's."""
+        return jax.lax.pmax(x, self.axes) if self.axes else x
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Everybody's, in the vocabulary's order, on a new first dimension."""
+        return jax.lax.all_gather(x, self.axes) if self.axes else x[None]
+
+    def whole_rows(self, logits: jax.Array, *settings: jax.Array) -> tuple[jax.Array, ...]:
+        """Of [S, V] everywhere, some rows of all parts of the vocabulary, and the settings [S] of these rows."""
+        size = jax.lax.axis_size(self.axes)
+        padded = jnp.pad(logits, ((0, -len(logits) % size), (0, 0)))
+        own = len(padded) // size
+        start = self.index() * own
+        padded_settings = (jnp.pad(x, (0, -len(logits) % size)) for x in settings)
+        return (
+            jax.lax.all_to_all(padded, self.axes, split_axis=0, concat_axis=1, tiled=True),
+            *(jax.lax.dynamic_slice_in_dim(x, start, own) for x in padded_settings),
+        )
+
+    def all_rows(self, x: jax.Array, count: int) -> jax.Array:
+        """Numbers of the rows of `whole_rows`, for everybody, [S]."""
+        return jax.lax.all_gather(x, self.axes, tiled=True)[:count]
+
+    def take(
+        self, reached: jax.Array, possible: jax.Array, token: jax.Array, chosen: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Token and number of the first shard that reached the draw; if sums round so that none did, of the last."""
+        if not self.axes:
+            return token, chosen
+        found = jnp.stack([reached, possible, token, jax.lax.bitcast_convert_type(chosen, jnp.int32)])  # [4, S]
+        reached, possible, token, chosen = jnp.moveaxis(self.gather(found), 0, 1)  # [shards, S]
+        last = len(reached) - 1 - jnp.argmax(possible[::-1], axis=0)
+        where = jnp.where(jnp.any(reached > 0, axis=0), jnp.argmax(reached, axis=0), last)[None]
+        token, chosen = (jnp.take_along_axis(x, where, axis=0)[0] for x in (token, chosen))
+        return token, jax.lax.bitcast_convert_type(chosen, jnp.float32)
+
+
+def _lowest_kept(
+    logits: jax.Array,
+    highest: jax.Array,
+    temperature: jax.Array,
+    rows: SamplingRows,
+    live: jax.Array,
+    shards: _Shards,
+) -> jax.Array:
     """The least logit of [S, V] that top-k and top-p keep, [S]; no search where no live row is cut by it.
 
-    `weigh` makes the weights that top-p adds up, [S, V].
+    Devices that share a vocabulary search whole rows, some each: otherwise they would exchange sums for every bit.
     """
+    top_k, top_p = jnp.where(live, rows.top_k, 0), jnp.where(live, rows.top_p, 1.0)
+    if not shards.axes:
+        return _search(logits, highest, temperature, top_k, top_p)
+
+    def search() -> jax.Array:
+        whole, *settings = shards.whole_rows(logits, highest, temperature, top_k, top_p)
+        return shards.all_rows(_search(whole, *settings), len(logits))
+
+    cut = jnp.any((top_k > 0) | (top_p < 1))
+    return jax.lax.cond(cut, search, lambda: jnp.full(len(logits), -jnp.inf))
+
+
+def _search(
+    logits: jax.Array, highest: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array
+) -> jax.Array:
+    """`_lowest_kept` of whole rows, [S, V]; top-k comes first, and top-p is of what it leaves."""
     S, V = logits.shape
     everything = jnp.full((S,), -jnp.inf, jnp.float32)
 
-    def top_k() -> jax.Array:
-        wanted = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, V), V).astype(jnp.float32)
+    def by_count() -> jax.Array:
+        wanted = jnp.where(top_k > 0, jnp.minimum(top_k, V), V).astype(jnp.float32)
         return _threshold(logits, jnp.ones_like(logits), wanted)
 
-    kept = jax.lax.cond(jnp.any(live & (rows.top_k > 0)), top_k, lambda: everything)
+    kept = jax.lax.cond(jnp.any(top_k > 0), by_count, lambda: everything)
 
-    def top_p() -> jax.Array:
-        weights = jnp.where(logits >= kept[:, None], weigh(), 0.0)
-        found = _threshold(logits, weights, rows.top_p * jnp.sum(weights, axis=1))
-        return jnp.where(rows.top_p < 1, jnp.maximum(found, kept), kept)
+    def by_weight() -> jax.Array:
+        weights = jnp.where(logits >= kept[:, None], jnp.exp(_scale(logits, highest, temperature)), 0.0)
+        found = _threshold(logits, weights, top_p * jnp.sum(weights, axis=1))
+        return jnp.where(top_p < 1, jnp.maximum(found, kept), kept)
 
-    return jax.lax.cond(jnp.any(live & (rows.top_p < 1)), top_p, lambda: kept)
+    return jax.lax.cond(jnp.any(top_p < 1), by_weight, lambda: kept)
 
 
 def _threshold(values: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:

@@ -4,9 +4,11 @@ Nothing that a model wrote stops a run: a worker that takes too long or dies on 
 counts as wrong. A bug in a grader does stop the run, with an error that has all that is needed to repeat it.
 """
 
+import contextlib
 import logging
 import os
 import queue
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 300.0
 """How long a worker may take to import and make its tasks."""
+NOT_FOR_GRADERS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN", "WANDB_API_KEY")
+"""Variables that a process which runs what a model wrote does not get; graders have no use for them."""
 CHUNK = 16
 """Most items sent to a worker at once."""
 SHOWN_CHARS = 2_000
@@ -159,7 +163,10 @@ class _Worker:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", f"from podium.tasks.worker import main; main({theirs.fileno()})"],
             pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            env={
+                **{name: value for name, value in os.environ.items() if name not in NOT_FOR_GRADERS},
+                "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            },
             stdin=subprocess.DEVNULL,
             stdout=2,  # what a grader prints must not mix with `podium eval --json`
             start_new_session=True,
@@ -189,8 +196,9 @@ class _Worker:
         return self._process.poll() is None
 
     def stop(self) -> None:
-        """Ends the process, from any thread."""
-        self._process.kill()
+        """Ends the process and those that it has started, from any thread."""
+        with contextlib.suppress(ProcessLookupError):  # none is left
+            os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session of its own
         self._process.wait()
 
     def discard(self) -> None:

@@ -12,8 +12,10 @@ import numpy as np
 
 from podium.config.schema import Config
 from podium.config.sizes import batch_sequences, row_tokens, rows_per_device
+from podium.models.architecture import DecoderConfig
+from podium.models.flops import matrix_elements, pair_flops
 from podium.sharding import ShardingRules
-from podium.train.packing import Chunk, Packing, Sample, chunk_tokens, pack_rows
+from podium.train.packing import Chunk, Packing, Sample, balanced_rows, chunk_tokens, pack_rows
 
 
 @jax.tree_util.register_dataclass
@@ -49,6 +51,10 @@ class BatchSizes:
     packing: Packing
     max_new_tokens: int
     """The longest that a completion may be: the denominator of `mean: constant`."""
+    devices: int = 1
+    """That share the rows of a micro-batch; for one alone rows are not balanced."""
+    pair_cost: float = 0.0
+    """Work of a token that sees another, in units of a token's share of the matrices; rows are of equal work."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,14 +66,16 @@ class TokenSpan:
     length: int
 
 
-def batch_sizes(config: Config, rules: ShardingRules) -> BatchSizes:
-    """The sizes that a config means on the mesh of these rules."""
+def batch_sizes(config: Config, decoder: DecoderConfig, rules: ShardingRules) -> BatchSizes:
+    """The sizes that a config and its model mean on the mesh of these rules."""
     return BatchSizes(
         row_tokens=row_tokens(config),
         rows=rows_per_device(config) * rules.num_shards("batch"),
         max_rows=batch_sequences(config),
         packing=config.train.packing,
         max_new_tokens=config.rollout.max_new_tokens,
+        devices=rules.num_shards("batch"),
+        pair_cost=pair_flops(decoder) / (2 * matrix_elements(decoder)),
     )
 
 
@@ -78,7 +86,10 @@ def make_batch(samples: Sequence[Sample], sizes: BatchSizes) -> tuple[Batch, lis
         The batch (numpy arrays, old and reference log-probabilities None) and the span of each sample.
     """
     rows, T = sizes.rows, sizes.row_tokens
-    packed = pack_rows(samples, row_tokens=T, packing=sizes.packing)
+    if sizes.devices == 1:
+        packed = pack_rows(samples, row_tokens=T, packing=sizes.packing)
+    else:
+        packed = balanced_rows(samples, row_tokens=T, packing=sizes.packing, rows=rows, pair_cost=sizes.pair_cost)
     shape = (-(-sizes.max_rows // rows) * rows, T)
     arrays = {name: np.zeros(shape, dtype) for name, dtype in _ARRAYS.items()}
     spans: dict[int, TokenSpan] = {}

@@ -3,13 +3,14 @@
     RUN/checkpoints/20/params/       the model, alone, so that evaluation and export read nothing else
     RUN/checkpoints/20/optimizer/    the optimizer's state and the step
     RUN/checkpoints/20/host/         what the loop wants back, as JSON
-    RUN/checkpoints/20/sizes.json    bytes of every file above, written last: a damaged step differs from it
+    RUN/checkpoints/20/sizes.json    bytes of every file, beside their digests (podium.train.step_files), written last
 
 A step is written to a temporary folder and renamed when complete (orbax); a kill leaves only such a folder, and the
 next `Checkpointer` of the run removes it. Arrays are stored by name, `layers.q` or `opt_state.1.mu.layers.q`, exactly,
 and are read onto whatever mesh the reader asks for.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -17,8 +18,9 @@ import logging
 import shutil
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,14 +29,19 @@ import jax
 import orbax.checkpoint as ocp
 
 from podium.config.schema import CheckpointConfig
+from podium.files import absolute, in_bucket
 from podium.observe.summary import versions
 from podium.sharding import Params
+from podium.train.distributed import from_leader
 from podium.train.state import TrainState
+from podium.train.step_files import Beat, CheckpointError, damage, first_line, saved_steps, seal, stored_sizes
 
-SIZES = "sizes.json"
-ITEMS = ("params", "optimizer", "host")
 SCORE = "score"
 SHOWN_DIFFERENCES = 3
+LOOK_S = 2.0
+"""Between two looks at how much of a step is written."""
+SAVE_LIMIT_S = 24 * 3600
+"""After so long orbax gives a save up; a save that stands still is for the watchdog."""
 
 
 @functools.cache
@@ -54,22 +61,20 @@ def _quiet_orbax() -> None:
     sys.unraisablehook = report_others
 
 
-class CheckpointError(ValueError):
-    """A checkpoint cannot be written, or cannot be read; the message says which, why, and what to do."""
-
-
 class Checkpointer:
     """Saves the states of one run, several hosts included, and gives them back.
 
     The folder is the run's `checkpoints`, made if it is not there; only the run itself may write to it. `on_save` is
-    called when `maybe_save` begins to save.
+    called when `maybe_save` begins to save; `beat`, while somebody waits for a save and what is on disk of it grows.
 
     Raises:
         CheckpointError: if the folder cannot be made or written to.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig, *, on_save: Callable[[], None] = lambda: None) -> None:
-        self._folder, self._config, self._on_save = folder.absolute(), config, on_save
+    def __init__(
+        self, folder: Path, config: CheckpointConfig, *, on_save: Beat = lambda: None, beat: Beat = lambda: None
+    ) -> None:
+        self._folder, self._config, self._on_save, self._beat = absolute(folder), config, on_save, beat
         self._step: int | None = None  # last handed to orbax, whether or not it is whole yet
         self._failed = False  # what became of it
         self._bytes = 0  # of the arrays of that step
@@ -78,27 +83,29 @@ class Checkpointer:
             preservation_policy=KeepPolicy(config),
             best_fn=lambda metrics: metrics[SCORE],  # has orbax store the scores; KeepPolicy compares them
             cleanup_tmp_directories=True,
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_sizes),
+            async_options=ocp.AsyncOptions(timeout_secs=SAVE_LIMIT_S, post_finalization_callback=self._seal),
         )
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self._folder):
-                pass
+            _try_to_write(self._folder)
             self._manager = ocp.CheckpointManager(self._folder, options=options)
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"checkpoints cannot be kept in {self._folder}: {_first_line(error)}; make it writable,"
+                f"checkpoints cannot be kept in {self._folder}: {first_line(error)}; make it writable,"
                 " or write the run elsewhere with runs_dir"
             ) from error
 
-    def maybe_save(self, step: int, state: TrainState, cursor: int, *, score: float | None, last: bool) -> float | None:
-        """Save a step where the config says so, and the last one; the seconds that this took, None without a save.
+    def maybe_save(
+        self, step: int, state: TrainState, cursor: int, *, score: float | None, last: bool, due: bool = False
+    ) -> float | None:
+        """Save a step where the config says so, the last one, and one that is `due`; the seconds that this took.
+
+        None without a save. All hosts of a run must agree on what is due.
 
         The cursor is the feed's: prompts drawn so far. The score is for `keep_best`; None: the step was not evaluated.
         Nothing comes after the `last`: it is whole on disk when this returns.
         """
         every, best = self._config.every_steps, self._config.keep_best and score is not None
-        if not (last or best or (every and step % every == 0)):
+        if not (last or best or due or (every and step % every == 0)):
             return None
         self._on_save()
         start = time.perf_counter()
@@ -128,28 +135,27 @@ class Checkpointer:
                 host=ocp.args.JsonSave(json.loads(json.dumps(host_state))),  # the loop goes on changing its own
             )
             metrics = None if score is None else {SCORE: score}
-            with self._write_errors():
+            with self._write_errors(), self._beating():
                 self._manager.save(step, args=items, metrics=metrics, force=True)
         if wait:
             self.wait()
 
     def wait(self) -> None:
         """Returns when the last save is whole on disk. Raises CheckpointError if it failed."""
-        with self._write_errors():
+        with self._write_errors(), self._beating():
             self._manager.wait_until_finished()
 
     def steps(self) -> list[int]:
         """The steps that are whole on disk, oldest first."""
         return saved_steps(self._folder)
 
-    def latest(self) -> int | None:
-        """The newest step that is whole on disk."""
-        return max(self.steps(), default=None)
-
     def restore(self, step: int | None, abstract_state: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """A saved state and its host state, as `restore_state` reads them, after what is still being written."""
+        """A saved state and its host state, as `restore_state` reads them, after what is still being written.
+
+        Digests are not compared: `newest_whole_step` has done that before a run goes on.
+        """
         self.wait()
-        return restore_state(self._folder, step, abstract_state)
+        return restore_state(self._folder, step, abstract_state, digests=False)
 
     def close(self) -> None:
         """Waits for the last save and stops orbax's threads. Raises CheckpointError if the save failed."""
@@ -159,11 +165,38 @@ class Checkpointer:
             with self._write_errors():
                 self._manager.close()
 
-    def _write_sizes(self) -> None:
-        """Called by orbax between the last byte of a step and its renaming, on every host."""
-        if jax.process_index() == 0:
-            (unnamed,) = self._folder.glob(f"{self._step}{ocp.utils.TMP_DIR_SUFFIX}*")
-            (unnamed / SIZES).write_text(json.dumps(_sizes(unnamed)))
+    def _seal(self) -> None:
+        """Called by orbax between the last byte of a step and its renaming, on the first host."""
+        (unnamed,) = self._unfinished()
+        seal(unnamed, self._beat)
+
+    def _unfinished(self) -> list[Path]:
+        """The folder in which the step is being written, if it is; in a bucket it has its final name already."""
+        if in_bucket(self._folder):
+            return [] if self._step is None else [self._folder / str(self._step)]
+        return list(self._folder.glob(f"{self._step}{ocp.utils.TMP_DIR_SUFFIX}*"))
+
+    @contextmanager
+    def _beating(self) -> Iterator[None]:
+        """In the block, a sign of life as long as the bytes of the step that is being written become more."""
+        done = threading.Event()
+
+        def watch() -> None:
+            before = -1
+            while not done.wait(LOOK_S * (5 if in_bucket(self._folder) else 1)):
+                with contextlib.suppress(OSError):  # files are renamed meanwhile
+                    now = sum(sum(stored_sizes(folder).values()) for folder in self._unfinished())
+                    if now != before:
+                        self._beat()
+                    before = now
+
+        thread = threading.Thread(target=watch, name="bytes-written", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     @contextmanager
     def _write_errors(self) -> Iterator[None]:
@@ -174,9 +207,8 @@ class Checkpointer:
             self._failed = True
             self._manager.reload()  # it has forgotten the steps that the failed one would have replaced
             raise CheckpointError(
-                f"the checkpoint of step {self._step} could not be written to {self._folder}: {_first_line(error)};"
-                f" it takes up to {self._bytes / 1e6:,.2f} MB, and"
-                f" {shutil.disk_usage(self._folder).free / 1e6:,.2f} MB are free; complete steps: {self.steps()};"
+                f"the checkpoint of step {self._step} could not be written to {self._folder}: {first_line(error)};"
+                f" it takes up to {self._bytes / 1e6:,.2f} MB{_free(self._folder)}; complete steps: {self.steps()};"
                 " make room and continue the run"
             ) from error
 
@@ -205,23 +237,21 @@ class KeepPolicy(ocp.checkpoint_managers.PreservationPolicy):
         return [info.step in keep for info in checkpoints]
 
 
-def saved_steps(folder: Path) -> list[int]:
-    """The steps that a run's `checkpoints` folder has under their final names, oldest first. Reads only."""
-    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
-
-
-def restore_state(folder: Path, step: int | None, abstract_state: TrainState) -> tuple[TrainState, dict[str, Any]]:
+def restore_state(
+    folder: Path, step: int | None, abstract_state: TrainState, *, digests: bool = True
+) -> tuple[TrainState, dict[str, Any]]:
     """A saved state, bit for bit, and the host state saved with it. Reads only: the run may be another's.
 
     Args:
         folder: `checkpoints` of a run directory.
         step: None: the newest.
         abstract_state: shapes, dtypes and shardings, on any mesh.
+        digests: whether every byte is compared with what was written, not sizes alone.
 
     Raises:
         CheckpointError: if there is no such step, its files are damaged, or it is of another model or optimizer.
     """
-    step = _checked_step(folder, step)
+    step = _checked_step(folder, step, digests=digests)
     targets = {"params": abstract_state.params, "optimizer": _rest(abstract_state)}
     read = _read(folder, step, targets, host=True)
     return TrainState(params=read["params"], **read["optimizer"]), read["host"]
@@ -229,7 +259,22 @@ def restore_state(folder: Path, step: int | None, abstract_state: TrainState) ->
 
 def restore_params(folder: Path, step: int | None, abstract_params: dict[str, jax.ShapeDtypeStruct]) -> Params:
     """The parameters of a saved step, without the optimizer's state; otherwise as `restore_state`."""
-    return _read(folder, _checked_step(folder, step), {"params": abstract_params}, host=False)["params"]
+    return _read(folder, _checked_step(folder, step, digests=True), {"params": abstract_params}, host=False)["params"]
+
+
+def _try_to_write(folder: Path) -> None:
+    """Make the folder, and a file in it that is deleted."""
+    if in_bucket(folder):
+        (folder / ".written").write_text("")
+        (folder / ".written").unlink()
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def _free(folder: Path) -> str:
+    return "" if in_bucket(folder) else f", and {shutil.disk_usage(folder).free / 1e6:,.2f} MB are free"
 
 
 def _rest(state: TrainState) -> dict[str, Any]:
@@ -242,49 +287,34 @@ def _named_arrays(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def _sizes(folder: Path) -> dict[str, int]:
-    files = (path for item in ITEMS for path in (folder / item).rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+def _checked_step(folder: Path, step: int | None, *, digests: bool) -> int:
+    """The step to read, whose files are as they were written; every process must call it."""
 
+    def checked() -> int:
+        steps = saved_steps(folder)
+        if not steps or (step is not None and step not in steps):
+            raise CheckpointError(
+                f"{folder} has no checkpoint{'' if step is None else f' of step {step}'}; it has steps {steps}"
+            )
+        found = steps[-1] if step is None else step
+        if what := damage(folder / str(found), digests=digests):
+            raise _damaged(folder, found, what)
+        return found
 
-def _checked_step(folder: Path, step: int | None) -> int:
-    """The step to read, whose files all have the sizes that they had when they were written."""
-    steps = saved_steps(folder)
-    if not steps or (step is not None and step not in steps):
-        raise CheckpointError(
-            f"{folder} has no checkpoint{'' if step is None else f' of step {step}'}; it has steps {steps}"
-        )
-    step = steps[-1] if step is None else step
-    if damage := _damage(folder / str(step)):
-        raise _damaged(folder, step, damage)
-    return step
-
-
-def _damage(path: Path) -> str | None:
-    """The first file of a step that is not as it was written, and how; None: all are."""
-    try:
-        expected, found = json.loads((path / SIZES).read_text()), _sizes(path)
-    except (OSError, ValueError) as error:
-        return f"{SIZES}: {_first_line(error)}"
-    for file, size in expected.items():
-        if file not in found:
-            return f"{file} is missing"
-        if found[file] != size:
-            return f"{file} has {found[file]} bytes instead of {size}"
-    return None
+    return from_leader(checked)
 
 
 def _read(folder: Path, step: int, targets: dict[str, Any], *, host: bool) -> dict[str, Any]:
     """Each target with arrays for its leaves, and under "host" the host state."""
     _quiet_orbax()
-    path = (folder / str(step)).absolute()
+    path = absolute(folder / str(step))
     wanted = {item: _named_arrays(target) for item, target in targets.items()}
     args: dict[str, Any] = {item: ocp.args.StandardRestore(arrays) for item, arrays in wanted.items()}
     try:
         with ocp.StandardCheckpointer() as reader:
             stored: dict[str, Any] = {item: reader.metadata(path / item).item_metadata.tree for item in wanted}
     except Exception as error:
-        raise _damaged(folder, step, _first_line(error)) from error
+        raise _damaged(folder, step, first_line(error)) from error
     for item, arrays in wanted.items():
         _check_same_arrays(path / item, arrays, stored[item])
     try:
@@ -293,7 +323,7 @@ def _read(folder: Path, step: int, targets: dict[str, Any], *, host: bool) -> di
                 path, ocp.args.Composite(**args, **({"host": ocp.args.JsonRestore()} if host else {}))
             )
     except Exception as error:
-        raise _damaged(folder, step, _first_line(error)) from error
+        raise _damaged(folder, step, first_line(error)) from error
     trees = {item: jax.tree.structure(target) for item, target in targets.items()}
     restored = {item: trees[item].unflatten([read[item][name] for name in wanted[item]]) for item in targets}
     return restored | ({"host": read["host"]} if host else {})
@@ -320,11 +350,7 @@ def _check_same_arrays(path: Path, wanted: dict[str, Any], stored: dict[str, Any
 
 
 def _damaged(folder: Path, step: int, what: str) -> CheckpointError:
-    run, before = folder.absolute().parent, [other for other in saved_steps(folder) if other < step]
-    whole = [other for other in before if _damage(folder / str(other)) is None]
-    way_out = f"continue from the previous one with --from {run}@{whole[-1]}" if whole else "no earlier one is intact"
+    run, others = absolute(folder).parent, [other for other in saved_steps(folder) if other != step]
+    whole = [other for other in others if damage(folder / str(other), digests=False) is None]
+    way_out = f"name the newest whole one, {run}@{whole[-1]}" if whole else "no other one is whole"
     return CheckpointError(f"checkpoint {folder / str(step)} is damaged: {what}; {way_out}")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].partition(" [tensorstore_spec")[0]

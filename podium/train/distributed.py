@@ -30,7 +30,9 @@ from podium.sharding import Params, ShardingRules, param_shardings
 from podium.train.platform import prepare_platform
 from podium.train.signals import StopSignal
 
-INITIALIZATION_S, HEARTBEAT_S, SHUTDOWN_S = 120, 30, 30
+INITIALIZATION_S, HEARTBEAT_S = 120, 30
+SHUTDOWN_S = 300
+"""How long processes that are done wait for the last: process 0 first hands its metrics over, perhaps for a minute."""
 CLEAN_UP_S = 10.0
 """How long a process that failed may take to close its files: the others wait for it."""
 SMALLEST_MESSAGE = 4096  # bytes; messages are padded to powers of two, so that few programs are compiled

@@ -4,24 +4,30 @@ import contextlib
 import dataclasses
 import json
 import math
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from podium.config.schema import Config
+from podium.files import to_json, write_atomically
 from podium.observe.metrics import evaluation_metrics
 from podium.observe.records import sample_record
 from podium.observe.run_dir import Fork
 from podium.observe.stats import EvaluationStats, TaskScores
+from podium.observe.text import shown
 from podium.rollout.request import RolloutStats
 from podium.tasks.mixture import TaskPrompt
 from podium.train.feed import request_seed
 from podium.train.generate import AnswerSettings, Group, Rollouts, sampling_params
 from podium.train.setup import load_weights, make_model
+from podium.train.step_files import saved_steps
 
 Z_95 = 1.959963984540054
+SHOWN_CHARACTERS = 400
 SHOWN_QUESTIONS = 8
 """Evaluated questions of each task that go to samples.jsonl."""
 
@@ -34,12 +40,12 @@ class Evaluation:
     groups: dict[str, list[Group]]
     """The answers by task: greedy ones where there are, else the sampled."""
 
-    def records(self, step: int) -> list[dict[str, Any]]:
-        """Lines of samples.jsonl: the first questions of each task, the same ones every time."""
+    def records(self, step: int, *, questions: int | None = SHOWN_QUESTIONS) -> list[dict[str, Any]]:
+        """Lines of samples.jsonl: the first questions of each task (None: all), the same ones every time."""
         return [
             sample_record(step, "eval", task, group.prompt.prompt, group.completions, group.rewards)
             for task, groups in self.groups.items()
-            for group in groups[:SHOWN_QUESTIONS]
+            for group in groups[:questions]
         ]
 
 
@@ -110,23 +116,45 @@ def wilson_interval(share: float, n: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def evaluate_command(config: Config, *, run: Fork | None, as_json: bool) -> int:
+def evaluate_command(config: Config, *, run: Fork | None, as_json: bool, show: int = 0, out: Path | None = None) -> int:
     """`podium eval`: evaluate a run's weights, or without one the config's model, on the config's tasks.
 
-    Prints a table, or one JSON object; the exit status.
+    Prints a table, or one JSON object, and to stderr the first `show` answers of each task; writes all answers to
+    `out`, as samples.jsonl has them. The exit status.
     """
     model = make_model(config)
+    if run is not None and run.step is None:
+        run = run._replace(step=max(saved_steps(run.checkpoints), default=None))
     with contextlib.closing(Rollouts(config, model.decoder, model.tokenizer, model.mesh)) as rollouts:
         rollouts.load(load_weights(model, run))
         evaluation = evaluate(rollouts)
-    target = config.model if run is None else f"{run.run}@{'newest' if run.step is None else run.step}"
-    result = {"target": target, **evaluation_metrics(evaluation.stats)}
+    step = None if run is None else run.step
+    if out is not None:
+        records = evaluation.records(step or 0, questions=None)
+        write_atomically(out, "".join(to_json(record) + "\n" for record in records))
+    for record in evaluation.records(step or 0, questions=show):
+        _print_answer(record)
+    for task, scores in evaluation.stats.tasks.items():
+        if scores.too_long:
+            unasked = f"{scores.too_long} of {scores.questions} questions of {task} do not fit in"
+            print(f"{unasked} rollout.max_prompt_tokens: they count as wrong", file=sys.stderr)
+    target = config.model if run is None else f"{run.run}@{step}"
+    result = {"target": target, "step": step, **evaluation_metrics(evaluation.stats)}
     if as_json:
         print(json.dumps(result))
         return 0
     for name, value in result.items():
         print(f"{name:<40} {value:.4f}" if isinstance(value, float) else f"{name:<40} {value}")
     return 0
+
+
+def _print_answer(record: dict[str, Any]) -> None:
+    """A question with its first answer, to stderr."""
+    first = record["completions"][0]
+    rows = {"question": record["question"], "expected": record["answer"], "answer": first["text"]}
+    for name, text in rows.items():
+        print(f"{name:<9} {shown(text, SHOWN_CHARACTERS)}", file=sys.stderr)
+    print(f"correct   {first['parts']['correct']:g}, {first['finish_reason']}\n", file=sys.stderr)
 
 
 def _correct(groups: Sequence[Group]) -> np.ndarray:

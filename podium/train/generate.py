@@ -3,21 +3,23 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from podium.accelerators import auto_dtype, cpu_flags
+from podium.accelerators import auto_dtype, cpu_flags, recognise
 from podium.algorithms.advantages import equal_reward_groups
 from podium.algorithms.recipes import make_recipe
+from podium.config.attention import attention_backend
 from podium.config.schema import Config, Dtype, RolloutConfig
 from podium.config.sizes import check_split
 from podium.job.context import alone
 from podium.job.watchdog import Watchdog
 from podium.models.architecture import DecoderConfig
+from podium.models.layouts import Layout, resolve
 from podium.models.params import ROLLOUT_LAYOUTS
 from podium.models.tokenizer import Tokenizer
 from podium.rollout.engine import RolloutEngine
@@ -82,10 +84,12 @@ class Rollouts:
         *,
         stop: AgreedStop | None = None,
         watchdog: Watchdog | None = None,
+        on_progress: Callable[[int, int, int], None] = lambda total, done, tokens: None,
     ) -> None:
         """Starts the graders and makes the engine, of this host's devices in the mesh alone; `load` gives it weights.
 
-        Where it is set, `stop` ends a rollout before its time and `watchdog` often hears that it goes on.
+        Where it is set, `stop` ends a rollout before its time and `watchdog` often hears that it goes on. `on_progress`
+        hears of each group that is complete: this host's completions, how many are complete, and their tokens.
 
         Raises:
             ValueError: a task, its data or the engine's sizes are wrong.
@@ -99,12 +103,15 @@ class Rollouts:
         )
         dtype = as_dtype(config.rollout.dtype, mesh)
         local = host_mesh(mesh)
-        rules = rollout_rules(config.rollout, local)
+        self.layout = rollout_layout(config, decoder, mesh)
+        rules = rollout_rules(self.layout, decoder, local)
         settings = host_settings(config.rollout, hosts=mesh.size // local.size)
         self._localize = make_localize(decoder, mesh, dtype)
-        self.engine = RolloutEngine(settings, decoder, rules, tokenizer, dtype=dtype)
+        attention = attention_backend(config.train.attention, local.devices.flat[0].platform)
+        self.engine = RolloutEngine(settings, decoder, rules, tokenizer, dtype=dtype, attention=attention)
         self._stop = stop or AgreedStop(StopSignal())
         self._watchdog = watchdog or alone().watchdog
+        self._on_progress = on_progress
         self.grader = Grader(config.tasks, config.grading, max_new_tokens=config.rollout.max_new_tokens)
 
     def load(self, params: Params) -> float:
@@ -140,7 +147,7 @@ class Rollouts:
                 Request(prompt=p.tokens, sampling=settings.sampling, seed=p.seed, completions=settings.completions)
                 for p in own
             ]
-            grades = _Grades(self.grader, own)
+            grades = _Grades(self.grader, own, functools.partial(self._on_progress, len(own) * settings.completions))
             try:
                 # a group is graded while others are still decoded
                 made = self.engine.generate(requests, grades.submit, self._poll) if own else ([], RolloutStats())
@@ -187,15 +194,21 @@ class Rollouts:
 class _Grades:
     """The gradings of a host's prompts, begun group by group while the engine goes on."""
 
-    def __init__(self, grader: Grader, prompts: Sequence[EncodedPrompt]) -> None:
-        self._grader, self._prompts = grader, prompts
+    def __init__(
+        self, grader: Grader, prompts: Sequence[EncodedPrompt], on_progress: Callable[[int, int], None]
+    ) -> None:
+        self._grader, self._prompts, self._on_progress = grader, prompts, on_progress
         self._gradings: dict[int, Grading] = {}
+        self._done = self._tokens = 0
 
     def submit(self, index: int, completions: list[Completion]) -> None:
         """Begin to grade the completions of a prompt."""
         prompt = self._prompts[index].prompt
         graded = [(prompt, Graded(text=each.text, num_tokens=len(each.tokens))) for each in completions]
         self._gradings[index] = self._grader.submit(graded)
+        self._done += len(completions)
+        self._tokens += sum(len(each.tokens) for each in completions)
+        self._on_progress(self._done, self._tokens)
 
     def wait_for(self, completed: list[list[Completion]], stats: RolloutStats) -> _HostPart:
         """All completions with their rewards, and the stats with the seconds of waiting for these."""
@@ -204,9 +217,18 @@ class _Grades:
         return _HostPart(answers, dataclasses.replace(stats, reward_s=time.perf_counter() - start))
 
 
-def rollout_rules(config: RolloutConfig, mesh: Mesh) -> ShardingRules:
-    """How the rollout's weights and sequences are split over a mesh."""
-    return ShardingRules(mesh, ROLLOUT_LAYOUTS[config.layout])
+def rollout_layout(config: Config, decoder: DecoderConfig, mesh: Mesh) -> Layout:
+    """The layout of a run's rollout on the mesh of all its devices, whose hosts decode each by itself."""
+    devices: list[Any] = list(mesh.devices.flat)
+    hosts = len({device.process_index for device in devices})
+    machine = recognise(devices[0].device_kind, mesh.size)
+    return resolve(config, decoder, machine, devices=mesh.size, hosts=hosts)
+
+
+def rollout_rules(layout: Layout, decoder: DecoderConfig, mesh: Mesh) -> ShardingRules:
+    """How weights and sequences are split over the devices of a mesh, in the order that they have there."""
+    shape = layout.mesh(mesh.shape, decoder.kv_heads)
+    return ShardingRules(Mesh(mesh.devices.reshape(tuple(shape.values())), tuple(shape)), ROLLOUT_LAYOUTS[layout.name])
 
 
 def host_settings(config: RolloutConfig, *, hosts: int) -> RolloutConfig:

@@ -41,7 +41,8 @@ def train(
             run.progress.message(f"stopped and saved; to continue: podium train {run.run_dir.path}/config.yaml")
         summarise(run)
         status = run.stop.exit_code  # of all processes, which know each other until here
-    stopped = f"stopped by signal {status - 128} after step {done}, which is saved"
+    why = job.notice.text or f"stopped by signal {status - 128}"
+    stopped = f"{why} after step {done}, which is saved"
     job.report.end(*(("stopped", stopped) if status else ("done", f"{done} steps")), status)
     return status
 
@@ -74,7 +75,10 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
             score = evaluate_now(run, done) if evaluation_due(config, done) else None
             stopping = run.stop.requested is not None
             last = stopping or done == config.steps
-            checkpoint_s = run.checkpointer.maybe_save(done, state, cursor, score=score, last=last)
+            due = run.save_timer.due()
+            checkpoint_s = run.checkpointer.maybe_save(done, state, cursor, score=score, last=last, due=due)
+            if checkpoint_s is not None:
+                run.save_timer.restart()
             if stopping:
                 break
     except Interrupted:  # in a rollout: the step before it is done; in an evaluation, the run goes on with that

@@ -13,7 +13,7 @@ import optax.contrib
 from jax.sharding import NamedSharding, PartitionSpec
 
 from podium.config.schema import OptimizerConfig
-from podium.models.params import ParamSpec, ParamSpecs
+from podium.models.params import ParamSpec, ParamSpecs, matrix_dims
 from podium.sharding import Params
 
 ADAM_UPDATE_RMS = 0.2  # arXiv:2502.16982: Muon's updates scaled to it take AdamW's learning rates
@@ -59,7 +59,7 @@ def make_optimizer(config: OptimizerConfig, total_steps: int, specs: ParamSpecs)
 
 def is_matrix(spec: ParamSpec) -> bool:
     """Whether a parameter, layer by layer, maps one named axis to another; norm scales and biases do not."""
-    return sum(axis is not None for axis in spec.axes) > 1
+    return len(matrix_dims(spec)) > 1
 
 
 def make_opt_init(optimizer: optax.GradientTransformation, params: AnyParams) -> Callable[[Params], optax.OptState]:
@@ -129,7 +129,7 @@ def muon_dimensions(spec: ParamSpec) -> optax.contrib.MuonDimensionNumbers | Non
     """
     if not is_matrix(spec) or "vocab" in spec.axes:
         return None
-    first, second = (dim for dim, axis in enumerate(spec.axes) if axis is not None)
+    first, second = matrix_dims(spec)
     return optax.contrib.MuonDimensionNumbers(
         reduction_axis=tuple(range(first, second)), output_axis=tuple(range(second, len(spec.axes)))
     )

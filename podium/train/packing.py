@@ -6,10 +6,13 @@ predicted, then the completion without its last. So a prompt costs its length on
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
+
+from podium.train.balance import Lengths, balance
 
 Packing = Literal["none", "sequences", "shared_prompts"]
 Chunk = list[int]
@@ -38,6 +41,31 @@ def pack_rows(samples: Sequence[Sample], *, row_tokens: int, packing: Packing) -
     """
     chunks = _chunks(samples, row_tokens, packing == "shared_prompts")
     return [[chunk] for chunk in chunks] if packing == "none" else _first_fit(chunks, samples, row_tokens)
+
+
+def balanced_rows(
+    samples: Sequence[Sample], *, row_tokens: int, packing: Packing, rows: int, pair_cost: float
+) -> list[list[Chunk]]:
+    """What each row of a batch holds: as many micro-batches of `rows` as `pack_rows` takes, their rows of equal work.
+
+    Without packing, every row is one sample. `pair_cost` is as of `podium.train.balance.balance`.
+
+    Raises:
+        ValueError: a prompt with its completion is longer than a row.
+    """
+    packed = pack_rows(samples, row_tokens=row_tokens, packing=packing)
+    if packing == "none":
+        return packed
+    shared = packing == "shared_prompts"
+    lengths = {
+        index: Lengths(group=sample.group if shared else index, shown=len(sample.prompt) - 1, own=len(sample.tokens))
+        for index, sample in enumerate(samples)
+    }
+    together = [[index for chunk in row for index in chunk] for row in packed]
+    count = -(-len(packed) // rows) * rows
+    found = balance(together, lengths, rows=count, row_tokens=row_tokens, pair_cost=pair_cost)
+    of_group = lambda index: lengths[index].group  # noqa: E731
+    return [[list(chunk) for _, chunk in itertools.groupby(row, of_group)] for row in found]
 
 
 def chunk_tokens(chunk: Chunk, samples: Sequence[Sample]) -> int:

@@ -2,18 +2,40 @@
 
 import ctypes
 import glob
+import hashlib
 import os
 import re
 from pathlib import Path
 
 import jax
 
+from podium.accelerators import cpu_flags
+
+CACHE_BYTES = 10 * 2**30
+"""Of compiled programs that are kept; those not used for the longest time go first."""
+
 
 def prepare_platform() -> None:
-    """Have jax start on the CPU alone where there is nothing else; a second call does nothing new."""
+    """Have jax start on the CPU alone where there is nothing else, and keep what it compiles; a second call is free."""
+    keep_compiled()
     if only_cpu():
         jax.config.update("jax_platforms", "cpu")  # an installed libtpu would search for chips for a long time
         keep_freed_memory()
+
+
+def keep_compiled() -> None:
+    """Have jax keep compiled programs in ~/.cache/podium/xla, so that a second start compiles nothing.
+
+    `JAX_COMPILATION_CACHE_DIR` says another folder, or none if it is empty. Programs for CPU are kept apart by its
+    features: a home folder may be shared by machines that differ.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ or jax.config.values.get("jax_compilation_cache_dir") is not None:
+        return
+    features = hashlib.sha256(" ".join(sorted(cpu_flags())).encode()).hexdigest()[:8]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    jax.config.update("jax_compilation_cache_dir", str(cache / "podium" / "xla" / features))
+    jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def keep_freed_memory() -> None:

@@ -13,7 +13,7 @@ from podium.algorithms.recipes import Recipe
 from podium.config.schema import Config
 from podium.job.records import ProgressReport
 from podium.models.architecture import DecoderConfig
-from podium.observe.metrics import STEP_REPORT, evaluation_metrics, step_metrics
+from podium.observe.metrics import REWARD, STEP_REPORT, TRUNCATED, evaluation_metrics, step_metrics
 from podium.observe.progress import Progress, ShownCompletion
 from podium.observe.records import lengths_record, sample_record, sampled_groups
 from podium.observe.run_dir import LENGTHS, SAMPLES, RunDir
@@ -25,6 +25,8 @@ from podium.train.evaluate import Evaluation
 from podium.train.generate import Group
 
 STEPS_AVERAGED = 10
+MOSTLY_RIGHT, MOSTLY_CUT = 0.9, 0.25
+"""Mean reward from which equal rewards are what learning looks like; share of cut completions that is told."""
 
 
 class PlanCheck(Protocol):
@@ -59,7 +61,7 @@ class Recorder:
         self.config, self.run_dir, self.writer, self.progress = config, run_dir, writer, progress
         self._recipe, self._report, self._labels, self._check = recipe, report, task_labels, check
         self._pieces = pieces
-        self._warned = False
+        self._warned = self._taught_nothing = False
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=STEPS_AVERAGED)
         self._checkpoint_s: float | None = None
         self._start = self._cpu_start = 0.0
@@ -101,6 +103,7 @@ class Recorder:
             if line is not None:
                 self.progress.message(line)
         self._warn_of_narrow_clip(updated)
+        self._warn_of_equal_rewards(batched, metrics)
         self.writer.write(step, metrics)
         self._report.update(step=step, metrics={name: metrics[name] for name in STEP_REPORT if name in metrics})
         self._write_completions(step, groups, batched)
@@ -115,11 +118,28 @@ class Recorder:
             self._warned = True
             self.progress.message(warning)
 
+    def _warn_of_equal_rewards(self, batched: BatchStats, metrics: Mapping[str, float]) -> None:
+        """Say once that a step taught nothing, where all groups earned the same and it was not the most."""
+        reward, cut = metrics[REWARD], metrics[TRUNCATED]
+        if self._taught_nothing or batched.equal_groups < batched.groups or reward >= MOSTLY_RIGHT:
+            return
+        self._taught_nothing, rollout = True, self.config.rollout
+        advice = "take easier questions, a reward with more levels, or a larger group_size"
+        if cut > MOSTLY_CUT:
+            advice = f"{cut:.0%} hit rollout.max_new_tokens ({rollout.max_new_tokens}): raise it, or {advice}"
+        self.progress.message(f"all groups earned the same (mean reward {reward:.2f}): nothing was learned; {advice}")
+
     def _write_completions(self, step: int, groups: list[Group], batched: BatchStats) -> None:
         """Samples of the step's groups, the first with its tokens, and the lengths of all."""
         every = self.config.metrics.samples_every
         sampled = sampled_groups(step, prompts_per_step=self.config.prompts_per_step, samples_every=every)
-        advantages = dict(zip(batched.kept.tolist(), batched.advantages.reshape(len(batched.kept), -1), strict=True))
+        advantages = dict(
+            zip(
+                batched.kept.tolist(),
+                batched.advantages.reshape(len(batched.kept), len(groups[0].completions)),
+                strict=True,
+            )
+        )
         for index in sampled:
             group = groups[index]
             task = self._labels[group.prompt.task]

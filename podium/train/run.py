@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from rich.console import Console
 
 from podium.algorithms.recipes import make_recipe
 from podium.config.schema import Config
+from podium.files import absolute
 from podium.job.context import JobContext
 from podium.models.params import param_specs
 from podium.observe.progress import Progress
@@ -28,6 +31,7 @@ from podium.train.recorder import PlanCheck, Recorder
 from podium.train.setup import Model, load_weights, make_model, make_run_optimizer, make_train_settings
 from podium.train.signals import StopSignal
 from podium.train.state import TrainState, abstract_state, init_state, restarted
+from podium.train.step_files import newest_whole_step
 from podium.train.trainer import Trainer
 
 
@@ -45,6 +49,7 @@ class RunParts:
     trainer: Trainer
     recorder: Recorder
     checkpointer: Checkpointer
+    save_timer: "SaveTimer"
     resources: contextlib.ExitStack
     """Closes what is the run's alone: services, the last checkpoint, graders, the engine."""
 
@@ -67,7 +72,7 @@ def open_run(
         stack.enter_context(job.watchdog.watching() if job.watched else contextlib.nullcontext())
         resources = stack.enter_context(contextlib.ExitStack())
         stack.enter_context(failing_fast(job))
-        job.report.update(steps=config.steps, run_dir=str(run_dir.path.absolute()))
+        job.report.update(steps=config.steps, run_dir=str(absolute(run_dir.home)))
 
         def phase(name: str) -> None:
             progress.phase(name)
@@ -75,28 +80,27 @@ def open_run(
 
         phase("model")
         model = make_model(config)
-        if check is not None:
-            line = check.begin(config, model.decoder, run_dir.path if jax.process_index() == 0 else None)
-            if line is not None:
-                progress.message(line)
+        run_dir.write_machine(machine_text())
+        _plan(check, config, model, run_dir, progress)
         optimizer = make_run_optimizer(config, model.decoder)
-        rollouts = Rollouts(config, model.decoder, model.tokenizer, model.mesh, stop=stop, watchdog=job.watchdog)
+        hooks = {"stop": stop, "watchdog": job.watchdog, "on_progress": progress.advance}
+        rollouts = Rollouts(config, model.decoder, model.tokenizer, model.mesh, **hooks)
         resources.callback(rollouts.close)
         rollouts.feed.tasks.num_prompts()  # read now: bad data is an error before the first compile
-        checkpointer = Checkpointer(run_dir.checkpoints, config.checkpoint, on_save=lambda: phase("checkpoint"))
+        beat = job.watchdog.beat
+        newest = from_leader(lambda: newest_whole_step(run_dir.checkpoints, progress.message, beat))
+        saving = partial(_begin_save, phase, run_dir)
+        checkpointer = Checkpointer(run_dir.checkpoints, config.checkpoint, on_save=saving, beat=beat)
         resources.callback(checkpointer.close)
-        state, saved, done = _load_state(run_dir.fork, model, optimizer, checkpointer)
+        state, saved, done = _load_state(run_dir.fork, newest, model, optimizer, checkpointer)
         rollouts.feed.cursor = saved["cursor"]
-        if changed := [name for name, version in versions().items() if saved["versions"].get(name, version) != version]:
-            progress.message(
-                f"versions differ from the checkpoint's: {', '.join(changed)}; the run will not be bit for bit the same"
-            )
+        _say_what_changed(saved["versions"], progress)
         job.report.update(step=done)
         run_dir.truncate(done if done else -1)
         writer = resources.enter_context(MetricWriter(run_dir, config, announce=progress.message))
         trainer = _make_trainer(config, model, optimizer, run_dir.path)
         rollouts.load(state.params)
-        progress.message(f"number formats: update {trainer.settings.dtype}, rollout {rollouts.engine.dtype}")
+        _say_what_was_chosen(trainer, rollouts, progress)
         recorder = Recorder(
             config,
             run_dir,
@@ -108,8 +112,55 @@ def open_run(
             pieces=model.tokenizer.pieces,
             check=check,
         )
-        parts = RunParts(config, run_dir, progress, phase, stop, rollouts, trainer, recorder, checkpointer, resources)
-        yield parts, state, done
+        resources.enter_context(job.watching_for_notices())
+        live = (config, run_dir, progress, phase, stop, rollouts, trainer, recorder, checkpointer)
+        yield RunParts(*live, SaveTimer(60.0 * config.checkpoint.every_minutes), resources), state, done
+
+
+class SaveTimer:
+    """Whether a save is due by the time since the last one; process 0 decides for all."""
+
+    def __init__(self, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`every_s`: 0: never."""
+        self._every_s, self._clock = every_s, clock
+        self.restart()
+
+    def restart(self) -> None:
+        """A save has begun."""
+        self._since = self._clock()
+
+    def due(self) -> bool:
+        """The same on all hosts; each must call it after each step."""
+        return bool(self._every_s) and from_leader(lambda: self._clock() - self._since >= self._every_s)
+
+
+def _plan(check: PlanCheck | None, config: Config, model: Model, run_dir: RunDir, progress: Progress) -> None:
+    """Say what was planned for the run. Raises ValueError where it is far too large."""
+    if check is None:
+        return
+    line = check.begin(config, model.decoder, run_dir.path if jax.process_index() == 0 else None)
+    if line is not None:
+        progress.message(line)
+
+
+def _say_what_was_chosen(trainer: Trainer, rollouts: Rollouts, progress: Progress) -> None:
+    """Name what the config leaves to the machine."""
+    progress.message(f"number formats: update {trainer.settings.dtype}, rollout {rollouts.engine.dtype}")
+    progress.message(f"attention: {trainer.settings.attention}")
+    progress.message(f"rollout layout: {rollouts.layout.why or rollouts.layout.name}")
+
+
+def _say_what_changed(saved: dict[str, str], progress: Progress) -> None:
+    """Name the packages whose versions are not the checkpoint's."""
+    if changed := [name for name, version in versions().items() if saved.get(name, version) != version]:
+        progress.message(
+            f"versions differ from the checkpoint's: {', '.join(changed)}; the run will not be bit for bit the same"
+        )
+
+
+def _begin_save(phase: Callable[[str], None], run_dir: RunDir) -> None:
+    phase("checkpoint")
+    run_dir.push()  # records first: whoever continues from the checkpoint needs them
 
 
 def _open_run_dir(config: Config, fork: Fork | None) -> RunDir:
@@ -121,10 +172,7 @@ def _open_run_dir(config: Config, fork: Fork | None) -> RunDir:
         return opened[0].continued, opened[0].fork
 
     continued, kept = from_leader(open_it)
-    if not opened:
-        return RunDir.follow(config, continued=continued, fork=kept)
-    opened[0].write_machine(machine_text())
-    return opened[0]
+    return opened[0] if opened else RunDir.follow(config, continued=continued, fork=kept)
 
 
 def _make_trainer(config: Config, model: Model, optimizer: optax.GradientTransformation, folder: Path) -> Trainer:
@@ -135,19 +183,22 @@ def _make_trainer(config: Config, model: Model, optimizer: optax.GradientTransfo
 
 
 def _load_state(
-    fork: Fork | None, model: Model, optimizer: optax.GradientTransformation, checkpointer: Checkpointer
+    fork: Fork | None,
+    newest: int | None,
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    checkpointer: Checkpointer,
 ) -> tuple[TrainState, dict[str, Any], int]:
     """Where the run stands: its newest checkpoint, else that of the run it was forked from, else the model.
 
     Returns:
         The state, the host's part of it (`cursor` and `versions`), and the steps done.
     """
-    latest = from_leader(checkpointer.latest)
-    if latest is None and fork is None:
+    if newest is None and fork is None:
         return init_state(load_weights(model, None), optimizer), {"cursor": 0, "versions": {}}, 0
     abstract = abstract_state(abstract_params(param_specs(model.decoder), jnp.float32, model.rules), optimizer)
-    if latest is not None:
-        return *checkpointer.restore(latest, abstract), latest
+    if newest is not None:
+        return *checkpointer.restore(newest, abstract), newest
     assert fork is not None
     state, saved = restore_state(fork.checkpoints, fork.step, abstract)
     return restarted(state), saved, 0

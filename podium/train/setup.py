@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from podium.config.attention import attention_backend
 from podium.config.schema import Config
-from podium.config.sizes import optimizer_steps
+from podium.config.sizes import optimizer_steps, row_groups
 from podium.models.architecture import DecoderConfig
 from podium.models.hf import load_params
 from podium.models.params import TRAIN_AXES, param_specs
@@ -62,6 +63,8 @@ def make_train_settings(config: Config, decoder: DecoderConfig, mesh: Mesh) -> T
         temperature=config.rollout.temperature,
         remat=config.train.remat,
         head_chunk_tokens=config.train.head_chunk_tokens,
+        attention=attention_backend(config.train.attention, mesh.devices.flat[0].platform),
+        row_groups=row_groups(config),
     )
 
 

@@ -16,9 +16,11 @@ from jax.sharding import NamedSharding
 
 from podium.algorithms.losses import entropy_loss, policy_loss
 from podium.algorithms.recipes import Recipe
+from podium.compiler import compiler_options
+from podium.config.attention import Backend
 from podium.config.schema import Remat
 from podium.models.architecture import DecoderConfig
-from podium.models.attention import causal_attention, packed_mask
+from podium.models.attention import row_attention
 from podium.models.decoder import forward, head_weights
 from podium.models.logprobs import TokenLogprobs, token_logprobs
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, param_specs
@@ -38,6 +40,13 @@ class TrainSettings(NamedTuple):
     temperature: float  # of the softmax, the sampler's
     remat: Remat
     head_chunk_tokens: int
+    attention: Backend = "blocks"
+    row_groups: int = 1  # that a layer computes one after the other
+
+    @property
+    def platform(self) -> str:
+        """Jax's name of what the devices are."""
+        return self.mesh.devices.flat[0].platform
 
     @property
     def stored(self) -> ShardingRules:
@@ -77,7 +86,8 @@ def make_score(settings: TrainSettings) -> Callable[[Params, Batch], jax.Array]:
             return one(jnp.int32(0), nothing)
         return jax.lax.fori_loop(0, batch.num_micro_batches, one, nothing)
 
-    return jax.jit(score, out_shardings=settings.computing.sharding(None, "batch", None))
+    shardings = settings.computing.sharding(None, "batch", None)
+    return jax.jit(score, out_shardings=shardings, compiler_options=compiler_options(settings.platform))
 
 
 def make_train_step(
@@ -130,7 +140,12 @@ def make_train_step(
             params: Params = jax.tree.map(jnp.add, state.params, updates)
         return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
-    return jax.jit(train_step, donate_argnames="state", out_shardings=(state_shardings, None))
+    return jax.jit(
+        train_step,
+        donate_argnames="state",
+        out_shardings=(state_shardings, None),
+        compiler_options=compiler_options(settings.platform),
+    )
 
 
 def shard_batch(batch: Batch, rules: ShardingRules) -> Batch:
@@ -157,20 +172,23 @@ def _micro_batch(batch: Batch, index: jax.Array) -> Batch:
 def _logprobs(settings: TrainSettings, params: Params, batch: Batch) -> TokenLogprobs:
     """Log-probabilities and entropies of a micro-batch's targets."""
     rules = settings.computing
-    mask = rules.constrain(packed_mask(batch.segments, batch.prompts), "batch", None, None)  # [B, T, T]
 
-    def attend(kv: tuple, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[tuple, jax.Array]:
-        return kv, causal_attention(q, k, v, mask)
+    def attend(
+        ids: tuple[jax.Array, jax.Array], layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[tuple, jax.Array]:
+        return ids, row_attention(settings.attention, *ids, rules)(q, k, v)
 
     hidden, _ = forward(
         params,
         batch.tokens,
         batch.positions,
         attend,
+        (batch.segments, batch.prompts),
         config=settings.decoder,
         rules=rules,
         dtype=settings.dtype,
         remat=settings.remat,
+        groups=settings.row_groups,
     )
     return token_logprobs(
         hidden,

@@ -120,7 +120,7 @@ class Trainer:
         saved.
         """
         self.recipe, self.settings, self.reference, self.folder = recipe, settings, reference, folder
-        self.sizes = batch_sizes(config, settings.computing)
+        self.sizes = batch_sizes(config, settings.decoder, settings.computing)
         self.score, self.train_step = make_train_programs(settings, recipe, optimizer)
         self.learning_rate = learning_rate(config.train.optimizer, optimizer_steps(config))
         self.updates_per_step = recipe.updates_per_batch * recipe.minibatches

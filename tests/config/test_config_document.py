@@ -1,6 +1,8 @@
 """YAML as we read and write it."""
 
+import itertools
 import math
+import time
 
 import pytest
 import yaml
@@ -120,3 +122,23 @@ def test_what_is_written_reads_back_the_same(value):
 @given(VALUES)
 def test_what_is_written_reads_the_same_in_yaml_1_1(value):
     assert yaml.safe_load(f"[{dump_value(value)}]") == [value]
+
+
+def test_a_document_of_aliases_is_refused_before_it_fills_memory(read):
+    """330 bytes that mean 9^9 values: PyYAML shares them, and whoever writes them out does not end."""
+    levels = "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in itertools.pairwise("abcdefghi"))
+    start = time.perf_counter()
+    message = refused(read, f"a: &a [{', '.join(['x'] * 9)}]\n{levels}")
+    assert time.perf_counter() - start < 5
+    assert "a.yaml: has more than 100,000 values with its aliases (*name) written out" in " ".join(message.split())
+
+
+@pytest.mark.parametrize("depth", [100, 3_000, 100_000])
+def test_nesting_that_would_take_all_of_the_stack_is_refused(read, depth):
+    assert "nested too deep: at most 40" in refused(read, "a: " + "[" * depth + "]" * depth)
+    with pytest.raises(ConfigError, match="nested too deep"):
+        parse_text("[" * depth + "]" * depth, "--set a=[...]")
+
+
+def test_aliases_that_repeat_a_section_stay_allowed(read):
+    assert read("a: &a {x: [1, 2]}\nb: *a\nc: [*a, *a]\n").plain()["c"] == [{"x": [1, 2]}] * 2

@@ -1,3 +1,4 @@
+import dataclasses
 import importlib.util
 import math
 import subprocess
@@ -17,7 +18,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "plan"
 FSDP = {"fsdp": 8}
 MESH = {"dp": 2, "fsdp": 2, "tp": 2}
 LAYERS, TOKENS, WIDTH, HIDDEN = 4, 4096, 2048, 8192  # of golden/plan/record.py, per device
-GENERATE = "jit(generate)/while"
+GENERATE = GPU_GENERATE = "jit(generate)/while"
 
 
 def recorded(name, mesh=FSDP, **options):
@@ -190,6 +191,40 @@ def test_what_is_recorded_is_what_the_compiler_makes_today(tmp_path):
     assert by_kind(cost) == by_kind(recorded("stack"))
 
 
+# Programs compiled for a GPU
+
+
+def test_a_stack_on_gpu_has_the_products_and_collectives_of_the_tpus():
+    cost, tpu = recorded("gpu_stack"), recorded("stack")
+    assert cost.flops == tpu.flops
+    sent = {each.kind: (each.calls, each.sent) for each in cost.collectives}
+    assert sent["all-gather"] == by_kind(tpu)[("all-gather", False)]
+    calls, scattered = by_kind(tpu)[("reduce-scatter", False)]
+    assert sent["reduce-scatter"] == (calls / 2, scattered)  # both of a layer in one exchange
+
+
+def test_a_gpu_waits_for_a_transfer_but_for_what_it_does_meanwhile():
+    found = [each for work in recorded("gpu_stack").works for each in work.transfers]
+    assert all(each.beside is not None and not each.overlaps for each in found)
+    busy = [each.beside for each in found if each.beside and each.beside[1] > 0]
+    assert busy and all(traffic > 0 for _, _, traffic in busy)
+
+
+def test_a_branch_that_is_never_taken_is_left_out():
+    both = [recorded("gpu_decode", trips={GPU_GENERATE: 1}, skipped=skipped).flops for skipped in ((), ("cond",))]
+    assert both[0] - both[1] == 2 * 8 * HIDDEN * HIDDEN
+
+
+def test_groups_over_several_machines_are_counted():
+    found = {
+        per_machine: {
+            each.machines for work in recorded("gpu_stack", per_machine=per_machine).works for each in work.transfers
+        }
+        for per_machine in (0, 4, 8)
+    }
+    assert found == {0: {1}, 4: {2}, 8: {1}}
+
+
 # Traps, each as a text of a few lines
 
 
@@ -321,6 +356,64 @@ def test_groups_of_devices_are_read_in_each_spelling(groups, expected):
     assert group_of(parse(text).entry.root, 8) == expected
 
 
+def test_a_fusion_with_a_reduction_of_several_arrays_is_counted_whole():
+    cost = cost_of(
+        """  %x = f32[16,128]{1,0} parameter(0)
+  %n = s32[16,128]{1,0} parameter(1)
+  ROOT %f = (f32[16,128]{1,0}, (f32[16]{0}, s32[16]{0})) fusion(%x, %n), kind=kInput, calls=%both""",
+        computations="""%pair (a: f32[], b: s32[], c: f32[], d: s32[]) -> (f32[], s32[]) {
+  %a = f32[] parameter(0)
+  %b = s32[] parameter(1)
+  %c = f32[] parameter(2)
+  %d = s32[] parameter(3)
+  ROOT %t = (f32[], s32[]) tuple(%a, %b)
+}
+
+%both (x: f32[16,128], n: s32[16,128]) -> (f32[16,128], (f32[16], s32[16])) {
+  %x.1 = f32[16,128]{1,0} parameter(0)
+  %n.1 = s32[16,128]{1,0} parameter(1)
+  %zero = f32[] constant(0)
+  %none = s32[] constant(0)
+  %twice = f32[16,128]{1,0} add(%x.1, %x.1)
+  %r = (f32[16]{0}, s32[16]{0}) reduce(%twice, %n.1, %zero, %none), dimensions={1}, to_apply=%pair
+  ROOT %all = (f32[16,128]{1,0}, (f32[16]{0}, s32[16]{0})) tuple(%twice, %r)
+}
+""",
+    )
+    assert cost.hbm_bytes == 4 * (3 * 16 * 128 + 2 * 16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mask", "products"),
+    [
+        ("", "NO_MASK", 2 * 1024),
+        ("", "CAUSAL", 1025),
+        ("Backward", "CAUSAL", 5 * 1025 // 2),
+        ("", "PADDING_CAUSAL", 1025),
+    ],
+)
+def test_attention_of_cudnn_counts_the_pairs_that_causality_leaves(kind, mask, products):
+    dimensions = '"dimensions": ["1", "4", "1024", "1024"]'
+    cost = cost_of(
+        f"""  %q = bf16[1,1024,4,128]{{3,2,1,0}} parameter(0)
+  ROOT %c = bf16[1,4,1024,128]{{3,1,2,0}} custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax{kind}", """
+        f"""backend_config={{"cudnn_fmha_backend_config": {{"intermediate_tensor_shape": {{"element_type": "BF16", """
+        f"""{dimensions}}}, "mask_type": "{mask}"}}}}"""
+    )
+    assert cost.flops == pytest.approx(2 * products * 4 * 1024 * 128, rel=1e-3)
+    assert cost.hbm_bytes == 2 * 2 * 1024 * 4 * 128
+
+
+def test_a_triton_kernel_counts_with_what_it_declares():
+    cost = cost_of(
+        r"""  %q = bf16[16,4,512,128]{3,2,1,0} parameter(0)
+  ROOT %c = bf16[16,4,512,128]{3,2,1,0} custom-call(%q), custom_call_target="__gpu$xla.gpu.triton", """
+        r"""backend_config={grid_x = 24 : i32, name = "k", serialized_metadata = "{\22flops\22: \222415919104\22}"}"""
+    )
+    assert cost.flops == 2415919104
+    assert cost.hbm_bytes == 2 * 2 * 16 * 4 * 512 * 128
+
+
 def test_products_of_a_dilated_convolution_leave_out_its_holes():
     # heads as a spatial dimension: 2 heads, each output meets its own head alone
     cost = cost_of("""  %a = bf16[2,320,8,128]{3,2,1,0} parameter(0)
@@ -333,6 +426,39 @@ def test_products_of_a_dilated_convolution_leave_out_its_holes():
 # Seconds
 
 PEAKS = Peaks(flops_bf16=1e12, flops_f32=5e11, hbm_bandwidth=1e11, link_bandwidth=1e9)
+
+
+def a_transfer_over(machines: int, group: int) -> Transfer:
+    return Transfer("all-reduce", ("dp",), group, 10**9, False, machines=machines)
+
+
+def test_between_machines_the_network_is_waited_for():
+    peaks = dataclasses.replace(PEAKS, network_bandwidth=1e9)
+    works = [Work("a", "", 1.0, transfers=(a_transfer_over(*each),)) for each in ((1, 8), (2, 2), (2, 16))]
+    within, alone, shared = (roofline(ProgramCost((work,)), peaks, links=2).ici for work in works)
+    assert within == 10**9 / (2 * PEAKS.link_bandwidth)
+    assert alone == 1.0  # a device of each machine: all of it goes over its own share of the network
+    assert shared == max(within, 1 / 8)  # a ring of 16: each of a machine's 8 devices carries a part
+
+
+def test_an_exchange_takes_some_time_however_small_it_is():
+    peaks = dataclasses.replace(PEAKS, collective_s=1e-5)
+    small = dataclasses.replace(a_transfer_over(1, 8), sent=8)
+    line = roofline(ProgramCost((Work("a", "", 3.0, transfers=(small,)),)), peaks, links=2)
+    assert line.ici + line.latency == pytest.approx(3e-5)
+
+
+def test_a_transfer_is_waited_for_but_for_what_is_done_meanwhile():
+    link_s = 10**9 / (2 * PEAKS.link_bandwidth)
+
+    def waited(beside):
+        transfer = dataclasses.replace(a_transfer_over(1, 8), beside=beside)
+        return roofline(ProgramCost((Work("a", "", 1.0, transfers=(transfer,)),)), PEAKS, links=2).ici
+
+    half = link_s / 2 * PEAKS.hbm_bandwidth
+    assert waited((0, 0, 0)) == link_s
+    assert waited((0, 0, half)) == pytest.approx(link_s / 2)
+    assert waited((0, 1e30, half)) == 0
 
 
 def a_transfer(sent, *, overlaps=False, group=8, kind="all-gather"):

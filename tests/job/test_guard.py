@@ -1,5 +1,7 @@
 """The launch guard: workers as threads here, each with a connection of its own, and once as the real command."""
 
+import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -17,7 +19,7 @@ import yaml
 from podium.config.schema import Config, TaskConfig
 from podium.job.cluster import Cluster, ClusterError, check_devices, find_cluster, from_metadata, local_worker
 from podium.job.context import identity
-from podium.job.guard import Guard, GuardError
+from podium.job.guard import ARRIVAL_S, Guard, GuardError
 from podium.job.records import read_json
 
 SAME = {"steps": "3", "commit": "abc", "version of jax": "0.10.2"}
@@ -43,11 +45,13 @@ def meet(
         mine = {**SAME, **changes.get("identity", {}).get(place, {})}
         path = changes.get("folders", {}).get(place, folder)
         try:
-            with Guard(make_cluster(worker, port, number), arrival_s=arrival_s) as guard:
+            nonce = changes.get("nonces", {}).get(place, "")
+            with Guard(make_cluster(worker, port, number), arrival_s=arrival_s, nonce=nonce) as guard:
                 guard.agree(mine, path)
             ends[place] = ""
         except GuardError as error:
             ends[place] = str(error)
+            changes.get("kinds", {})[place] = error.kind
 
     threads = [threading.Thread(target=join, args=each) for each in enumerate(workers)]
     start = time.monotonic()
@@ -65,6 +69,49 @@ def test_all_there_and_alike_go_on_and_leave_the_port_and_the_folder_free(port, 
     assert list((tmp_path / "runs").iterdir()) == []
     for _ in range(2):  # no connection that is closing keeps it
         socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_a_worker_of_another_attempt_is_not_heard_and_disturbs_nobody(port, tmp_path):
+    """It comes as worker 1 too, and knows another nonce: the job begins, and the stray ends alone."""
+    ends, _ = meet(port, tmp_path, [0, 1, 1, 2, 3], nonces={2: "n1"})
+    assert {place: end for place, end in ends.items() if end} == {2: ends[2]}
+    assert "worker 0 is not waiting for this job" in ends[2]
+
+
+def test_what_is_missing_may_come_and_what_differs_stays_so(port, tmp_path):
+    kinds: dict[int, str] = {}
+    meet(port, tmp_path, [0, 2], arrival_s=0.5, kinds=kinds)
+    assert kinds == {0: "missing", 1: "missing"}
+    meet(port, tmp_path, [0, 1, 2, 3], kinds=kinds, identity={3: {"steps": "4"}})
+    assert kinds == dict.fromkeys(range(4), "guard")
+    assert ARRIVAL_S == 60.0  # one machine may be reached a good while after the others
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_stranger_at_worker_0s_port_reads_no_file_of_a_follower(port, tmp_path, knows):
+    """It may know the nonce or not: it is given no file but those that the guard makes."""
+    (tmp_path / "token").write_text("hf_CANARY")
+    said: list[str] = []
+
+    def stranger() -> None:
+        with socket.create_server(("127.0.0.1", port)) as server:
+            connection = server.accept()[0]
+            proof = hashlib.sha256(b" leader").hexdigest() if knows else "guessed"
+            connection.sendall(json.dumps({"proof": proof, "file": "../token"}).encode() + b"\n")
+            connection.settimeout(5.0)
+            with contextlib.suppress(OSError):
+                while data := connection.recv(65536):
+                    said.append(data.decode())
+            connection.close()
+
+    thread = threading.Thread(target=stranger)
+    thread.start()
+    (tmp_path / "runs").mkdir()
+    ends, _ = meet(port, tmp_path / "runs", [1], arrival_s=5.0)
+    thread.join()
+    assert ends[0]
+    assert "identity" in "".join(said)
+    assert "CANARY" not in "".join(said)
 
 
 def test_missing_workers_are_named_to_all(port, tmp_path):

@@ -16,9 +16,9 @@ from podium.models.architecture import from_hf_config
 FAST_S = 2.0
 ASK = """
 import dataclasses, json, sys, time
-from podium.models import source
+from podium.models import presets, source
 from podium.models.presets import find_architecture
-source.HUB_TIMEOUT_S = 0.3
+source.HUB_TIMEOUT_S = presets.HUB_TIMEOUT_S = 0.3
 found = {}
 for model in sys.argv[1:]:
     for ask in (find_architecture, lambda model: source.read_architecture(source.resolve(model))):
@@ -118,3 +118,17 @@ def test_what_was_downloaded_serves_when_the_hub_is_gone(tmp_path: Path):
         ask(tmp_path / "cache", MODEL, HF_ENDPOINT=address)
     for answer, _ in ask(tmp_path / "cache", MODEL, HF_ENDPOINT="http://127.0.0.1:9")[MODEL]:
         assert answer["layers"] == 3
+
+
+def test_a_plan_waits_two_seconds_even_for_a_name_server_that_does_not_answer():
+    code = (
+        "import socket, sys, threading, time; from podium.models import presets, source;"
+        "socket.getaddrinfo = lambda *_, **__: threading.Event().wait(60);"
+        "start = time.perf_counter()\n"
+        "try: presets.find_architecture('nobody/nothing')\n"
+        "except source.ModelError as error: print(time.perf_counter() - start, error)"
+    )
+    env = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    seconds, _, message = done.stdout.partition(" ")
+    assert 2 <= float(seconds) < 6 and "no answer within 2 s" in message, done.stderr

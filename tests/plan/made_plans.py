@@ -76,6 +76,7 @@ def plan(*, hbm: int = HBM, made: tuple[Phase, ...] | None = None, **changed: An
         "notes": ("Lengths are gsm8k's: 200 tokens on average.",),
         "estimate_only": not any(each.compiled for each in made),
         "versions": {"podium": "0.1.0", "libtpu": "0.0.42.1"},
+        "slots": 64,
     }
     return Plan(**{**fields, **changed})
 
@@ -104,5 +105,6 @@ def workload(**changed: Any) -> Workload:
         "mean_context": 200.0,
         "prompt_tokens": 1_600,
         "completion_tokens": 25_600,
+        "completions": 128,
     }
     return Workload(**{**fields, **changed})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from podium.plan.compare import PlanEntry, Refused, cost_of, ranked
-from podium.plan.formatting import verdict_line
+from podium.plan.formatting import peak_and_step, verdict_head
 from podium.plan.page import check_page, write_page
 from podium.plan.search import Change, Trial
 from podium.plan.sections import comparison_sections, plan_sections
@@ -53,12 +53,18 @@ class Page(html.parser.HTMLParser):
         segment = r'<i style="left:([\d.]+)%;width:([\d.]+)%'
         return [[[(float(a), float(b)) for a, b in re.findall(segment, bar)] for bar in chart] for chart in bars]
 
+    @property
+    def ranges(self) -> list[tuple[float, float]]:
+        """Where each range begins and how long it is, in percent of the scale."""
+        found = re.findall(r'<i class="range" style="left:([\d.]+)%;width:([\d.]+)%', self.source)
+        return [(float(a), float(b)) for a, b in found]
+
 
 @pytest.fixture
 def one(tmp_path) -> Page:
     made = plan(made=(*phases(collectives=(gathers(4e9, 36),)),))
     change = Change(key="train.rows_per_device", value=8, old=4)
-    suggestion = Trial(change=change, plan=plan(made=phases(took=0.8)), reason="2 micro-batches against 4")
+    suggestion = Trial(change=change, plan=plan(made=phases(took=0.8)), before=plan(), reason="2 micro-batches")
     entry = PlanEntry(plan=made, cost=cost_of(made, 100, PRICES))
     write_page(tmp_path / "plan.html", "podium plan: a run", plan_sections(entry, [suggestion]))
     return Page(tmp_path / "plan.html")
@@ -71,11 +77,12 @@ def test_the_page_needs_no_network(one):
 
 
 def test_the_page_says_what_the_terminal_says(one):
-    assert verdict_line(plan()) in one.text
     for text in (
+        verdict_head(plan()),
+        peak_and_step(plan()),
         "0.69 (0.55-0.83) chip-hours",
         "(the <shop>, 2026-01-02)",
-        "train.rows_per_device=8 instead of 4 : fits, 6.9 GiB to spare",
+        "train.rows_per_device=8 instead of 4 : makes a step 2.8 s instead of 3.1 (compiled), 6.9 GiB to spare",
     ):
         assert text in one.text
     assert "all-gather fsdp 8 36 4 GB no" in one.text
@@ -96,7 +103,21 @@ def test_the_timeline_goes_on_where_the_phase_before_ends(one):
     assert len(segments) == 6  # sync, prefill, insert, decode, update, host
     ends = [begin + length for begin, length in segments]
     assert [begin for begin, _ in segments[1:]] == pytest.approx(ends[:-1], abs=0.01)
-    assert ends[-1] == pytest.approx(100, abs=0.01)
+    ranges = one.ranges
+    assert max(begin + length for begin, length in ranges) == pytest.approx(100, abs=0.01)
+    for (begin, length), end in zip(ranges, ends, strict=True):
+        assert begin < end < begin + length  # the value is within its range
+    assert "where the end may be" in one.text
+
+
+def test_the_arrays_of_every_phase_are_there(one):
+    for each in plan().phases:
+        assert f"largest arrays of {each.name}" in one.text
+
+
+def test_a_table_says_that_it_scrolls_where_the_page_may_be_too_narrow(one):
+    assert one.source.count("This table scrolls sideways.") == 2  # phases and transfers
+    assert "@media (max-width: 900px) { .scroll { display: block; } }" in one.source
 
 
 def test_several_plans_stand_beside_each_other_with_their_reasons(tmp_path):

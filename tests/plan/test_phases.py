@@ -21,7 +21,7 @@ from podium.rollout.programs import EnginePrograms
 from podium.rollout.request import Request, SamplingParams
 from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batch import Sample, make_batch
-from podium.train.generate import as_dtype, rollout_rules
+from podium.train.generate import as_dtype, rollout_layout, rollout_rules
 from podium.train.setup import make_run_optimizer, make_train_settings
 from podium.train.state import init_state
 from podium.train.step import shard_batch
@@ -62,7 +62,8 @@ class Letters:
 
 def make_engine(config: Config) -> RolloutEngine:
     mesh = make_mesh(config.mesh)
-    rules, dtype = rollout_rules(config.rollout, mesh), as_dtype(config.rollout.dtype, mesh)
+    rules = rollout_rules(rollout_layout(config, DECODER, mesh), DECODER, mesh)
+    dtype = as_dtype(config.rollout.dtype, mesh)
     return RolloutEngine(config.rollout, DECODER, rules, Letters(), dtype=dtype)
 
 

@@ -12,10 +12,12 @@ import pytest
 
 from podium import cli
 from podium.config.schema import Config
-from podium.plan import command
+from podium.hlo.memory import Memory
+from podium.plan import command, probe
 from podium.plan.compile import CompileProgress, CompilerError
 from podium.plan.result import Plan
-from tests.plan.made_plans import close, estimated, plan, seconds, too_large
+from podium.plan.worker import CompiledPhase, Job
+from tests.plan.made_plans import GIB, HBM, close, estimated, plan, seconds, too_large
 from tests.plan.test_check import write_run
 
 MODEL = {
@@ -66,7 +68,7 @@ def planner(monkeypatch):
         compiled: Any = staticmethod(lambda config: plan())
         closed_form: Any = staticmethod(lambda config: estimated())
 
-        def __call__(self, config, accelerator, *, fast=False, lengths="gsm8k", progress=None) -> Plan:
+        def __call__(self, config, accelerator, *, fast=False, lengths="gsm8k", progress=None, whole=()) -> Plan:
             self.calls.append((config, accelerator.name, fast))
             if not fast and progress is not None:
                 for state, done in (("compiling", 0), ("compiled", 1)):
@@ -117,6 +119,16 @@ def test_what_the_compiler_does_is_told_on_stderr_after_an_estimate(podium, plan
     assert out.startswith("fits v6e-8 with 6.9 GiB to spare") and "while" not in out
 
 
+def test_whoever_interrupts_is_told_what_is_kept(podium, planner):
+    def interrupt(config):
+        raise KeyboardInterrupt
+
+    planner.compiled = interrupt
+    status, out, err = podium("plan", "run.yaml", "--tpu", "v6e-8")
+    assert (status, out) == (130, "")
+    assert err.endswith("interrupted; compiled parts are kept, the same command goes on\n") and "error" not in err
+
+
 def test_a_crash_of_the_compiler_is_status_3(podium, planner):
     def crash(config):
         raise CompilerError(
@@ -137,14 +149,14 @@ FAST = ("run.yaml", "--tpu", "v6e-8", "--fast")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "give CONFIG and --tpu, as `podium plan run.yaml --tpu v6e-8`, or --check RUN alone"),
-        (("run.yaml",), "give CONFIG and --tpu, as `podium plan run.yaml --tpu v6e-8`, or --check RUN alone"),
+        ((), "give CONFIG and --on, as `podium plan run.yaml --on v6e-8`, or --check RUN alone"),
+        (("run.yaml",), "give CONFIG and --on, as `podium plan run.yaml --on v6e-8`, or --check RUN alone"),
         (
             ("--check", "runs/a", "--html", "plan.html"),
-            "give CONFIG and --tpu, as `podium plan run.yaml --tpu v6e-8`, or",
+            "give CONFIG and --on, as `podium plan run.yaml --on v6e-8`, or",
         ),
         ((*FAST, "--compare", "seed=1,2", "--suggest"), "--suggest works on one plan for one machine; drop it"),
-        (("run.yaml", "--check", "runs/a"), "give CONFIG and --tpu, as `podium plan run.yaml --tpu v6e-8`, or"),
+        (("run.yaml", "--check", "runs/a"), "give CONFIG and --on, as `podium plan run.yaml --on v6e-8`, or"),
         (("run.yaml", "--tpu", "v6e-9"), "unknown accelerator 'v6e-9'; nearest: v6e-8, v6e-4, v6e-16"),
         (("run.yaml", "--tpu", "v6e-8,"), "unknown accelerator ''; nearest: "),
         ((*FAST, "--set", "mesh=fsdp:3"), "mesh 'fsdp:3' needs 3 devices, and this machine has 8; set mesh to auto"),
@@ -153,10 +165,13 @@ FAST = ("run.yaml", "--tpu", "v6e-8", "--fast")
             "mesh 'fsdp:2,tp:4': 6 query heads (./model) cannot be split evenly by tp:4; on 8 devices tp can be 1, 2",
         ),
         (
-            (*FAST, "--set", "rollout.slots=12"),
+            (*FAST, "--set", "rollout.layout=replicated", "--set", "rollout.slots=12"),
             "rollout.slots is 12 and is split over 8 devices; set it to a multiple of 8",
         ),
-        ((*FAST, "--set", "rollout.prefill_rows=3"), "rollout.prefill_rows is 3 and is split over 8 devices"),
+        (
+            (*FAST, "--set", "rollout.layout=replicated", "--set", "rollout.prefill_rows=3"),
+            "rollout.prefill_rows is 3 and is split over 8 devices",
+        ),
         ((*FAST, "--lengths", "fixed:99"), "lengths 'fixed:99': must be 1 to rollout.max_new_tokens, 64; raise that"),
         (
             (*FAST, "--lengths", "nowhere"),
@@ -198,7 +213,18 @@ def test_a_missing_compiler_is_told_before_any_work(podium, monkeypatch):
     assert (status, out) == (1, "")
     assert err.startswith("error: v6e-8: the TPU compiler (libtpu) is not installed; pip install 'podium-rl[tpu]', or")
     assert podium("plan", "run.yaml", "--tpu", "v6e-8", "--fast")[0] == 0
-    assert podium("plan", "run.yaml", "--tpu", "h100-8")[0] == 0  # there is nothing to compile for
+
+
+def test_a_missing_gpu_compiler_is_told_too(podium, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "cuda" in name else find(name))
+    status, out, err = podium("plan", "run.yaml", "--on", "h100-8")
+    assert (status, out) == (1, "")
+    assert err == (
+        "error: h100-8: the GPU compiler (jax_cuda12_plugin) is not installed; pip install 'podium-rl[plan-gpu]', or"
+        " plan with --fast\n"
+    )
+    assert podium("plan", "run.yaml", "--on", "h100-8", "--fast")[0] == 0
 
 
 def test_changes_are_compiled_where_they_are_needed_or_asked_for(podium, planner):
@@ -208,8 +234,9 @@ def test_changes_are_compiled_where_they_are_needed_or_asked_for(podium, planner
         plan(), step=seconds(2.5 if config.rollout.slots == 16 else 3.1)
     )
     _, out, _ = podium("plan", "run.yaml", "--tpu", "v6e-8")
-    assert "--suggest compiles what the closed form finds best: rollout.slots=16" in " ".join(out.split())
-    assert sum(not fast for _, _, fast in planner.calls) == 1
+    first = out.splitlines()[0]
+    assert first.endswith("--set rollout.slots=16 makes a step 2.0 s instead of 3.1 (estimated)")  # 60 s to compile
+    assert {config.rollout.slots for config, _, fast in planner.calls if not fast} == {32}
     _, out, _ = podium("plan", "run.yaml", "--tpu", "v6e-8", "--suggest", "--json")
     (found,) = json.loads(out)["suggestions"]
     assert (found["key"], found["value"], found["old"], found["compiled"]) == ("rollout.slots", 16, 32, True)
@@ -227,18 +254,55 @@ def test_a_run_that_does_not_fit_gets_a_way_out(podium, planner):
     assert "rollout.slots=16 instead of 32: fits, 6.9 GiB to spare" in " ".join(out.split())
 
 
-def test_a_search_plans_few_values_and_answers_with_the_best(podium, planner):
-    planner.compiled = lambda config: plan() if config.rollout.slots <= 24 else too_large()
-    status, out, _ = podium("plan", "run.yaml", "--tpu", "v6e-8", "--search", "rollout.slots", "--json")
+@pytest.fixture
+def compiler(monkeypatch):
+    """Takes the place of the compiler of probes; `accepts` decides about a config. Keeps the jobs."""
+
+    class Compiler:
+        jobs: list[Job] = []  # noqa: RUF012
+        accepts: Any = staticmethod(lambda config: True)
+
+        def __call__(self, jobs, *, progress=None) -> list[CompiledPhase]:
+            self.jobs += jobs
+            sizes = [20 * GIB if self.accepts(job.config) else int(36.4 * GIB) for job in jobs]
+            empty: dict[str, Any] = {"residents": {}, "parts": {}, "largest": (), "work": (), "compile_s": 9.0}
+            return [
+                CompiledPhase(memory=Memory(peak=size, code=0), refused=size > HBM, whole=False, **empty)
+                for size in sizes
+            ]
+
+    compiler = Compiler()
+    compiler.jobs = []
+    monkeypatch.setattr(probe, "compile_jobs", compiler)
+    return compiler
+
+
+def test_a_search_probes_only_what_the_setting_moves_and_plans_the_answer(podium, planner, compiler):
+    compiler.accepts = lambda config: config.rollout.slots <= 24
+    status, out, err = podium("plan", "run.yaml", "--tpu", "v6e-8", "--search", "rollout.slots", "--json")
     value = json.loads(out)
     assert status == 0 and value["setting"] == "rollout.slots=24" and value["verdict"] == "fits"
     assert (value["search"]["value"], value["search"]["too_large"], value["search"]["proven"]) == (24, 32, True)
-    planned = [config.rollout.slots for config, _, fast in planner.calls if not fast]
-    assert planned[0] == 32 and len(planned) <= 4  # the closed form sees no limit: the largest of use comes first
+    assert "rollout.slots=32: decode needs 36.4 of 31.25 GiB, refused by the compiler" in err
+    assert {job.phase.partition(":")[0] for job in compiler.jobs} == {"prefill", "insert_across", "decode"}
+    assert [config.rollout.slots for config, _, fast in planner.calls if not fast] == [24]
 
 
-def test_a_search_in_which_nothing_fits_is_status_2(podium, planner):
+def test_several_keys_are_searched_for_the_fastest_within_a_budget(podium, planner):
+    planner.closed_form = lambda config: dataclasses.replace(estimated(), step=seconds(1 + config.rollout.slots / 8))
+    planner.compiled = lambda config: dataclasses.replace(plan(), step=seconds(1 + config.rollout.slots / 8))
+    keys = ["--search", "rollout.slots,train.remat", "--budget", "2"]
+    status, out, _ = podium("plan", "run.yaml", "--on", "v6e-8", *keys)
+    assert status == 0 and out.startswith("--set rollout.slots=8, a step 2.0 s instead of 5.0 (")
+    assert "2 of at most 2 compiled)" in out.splitlines()[0]
+    assert sum(not fast for _, _, fast in planner.calls) == 2
+    value = json.loads(podium("plan", "run.yaml", "--on", "v6e-8", *keys, "--json")[1])
+    assert value["search"]["tried"][0]["settings"]["rollout.slots"] == 8 and value["search"]["budget"] == 2
+
+
+def test_a_search_in_which_nothing_fits_is_status_2(podium, planner, compiler):
     planner.compiled = lambda config: too_large()
+    compiler.accepts = lambda config: False
     status, out, _ = podium("plan", "run.yaml", "--tpu", "v6e-8", "--search", "rollout.slots")
     assert status == 2 and out.startswith("rollout.slots: even 8 does not fit (36.4 GiB)\n")
 

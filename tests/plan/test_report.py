@@ -11,11 +11,11 @@ from podium.plan.compare import PlanEntry, Refused, cost_of, ranked
 from podium.plan.formatting import duration, method_line, number, step_parts, verdict_line
 from podium.plan.json_answer import comparison_object, plan_object
 from podium.plan.report import print_sections
-from podium.plan.result import Plan, Seconds
+from podium.plan.result import Plan, Probe, Seconds
 from podium.plan.search import Change, SearchRange, SearchResult, Trial
 from podium.plan.sections import ReportSection, comparison_sections, plan_sections, search_line, search_section
 from podium.prices import Price, load_prices
-from tests.plan.made_plans import GIB, close, estimated, phases, plan, seconds, too_large
+from tests.plan.made_plans import GIB, HBM, close, estimated, phases, plan, seconds, too_large
 
 PRICES = {"v6e": Price(usd_per_chip_hour=2.0, source="the shop", date="2026-01-02")}
 ROWS = SearchRange(unit=1, most=16, why="all rows are there")
@@ -34,12 +34,46 @@ def entry(made: Plan, **changed) -> PlanEntry:
     return PlanEntry(plan=made, cost=cost_of(made, 100, PRICES), **changed)
 
 
-def test_the_first_line_is_the_verdict():
-    first = output(plan_sections(entry(plan()))).splitlines()[0]
-    assert first == (
+def test_the_first_line_says_what_to_do():
+    def first(made: Plan, *suggested: Trial) -> str:
+        return output(plan_sections(entry(made), suggested)).splitlines()[0]
+
+    decoding = "57% of a step is decode, bound by HBM bandwidth, with slots 65% busy"
+    assert first(plan(), suggestion(plan(made=phases(took=0.8)))) == (
+        f"fits v6e-8 with 6.9 GiB to spare. {decoding}: --set train.rows_per_device=8 makes a step 2.8 s instead of 3.1"
+        " (compiled)"
+    )
+    assert first(plan()) == (f"fits v6e-8 with 6.9 GiB to spare. {decoding}; no change that was tried makes it better")
+    assert first(too_large(), suggestion(plan(), before=too_large())) == (
+        "does not fit v6e-8: update needs 36.4 of 31.25 GiB, over by 5.2 GiB. Most of update is saved activations 24.2"
+        " and rollout weights 5.8 GiB: --set train.rows_per_device=8 fits, 6.9 GiB to spare, 3.1 s per step (compiled)"
+    )
+    assert first(estimated(), suggestion(estimated(), before=estimated())).endswith("(estimated)")
+
+
+def test_the_verdict_names_the_peak_and_the_parts_of_a_step():
+    assert verdict_line(plan()) == (
         "fits v6e-8 with 6.9 GiB to spare; peak in update (layer activations 12.1 GiB); 3.1 s per step (2.5-3.7):"
         " rollout 1.9, update 1.1, sync 0.050, host 0.050"
     )
+
+
+def test_lengths_that_were_only_assumed_are_told_with_their_effect():
+    text = " ".join(output(plan_sections(entry(plan()), (), plan(step=seconds(10.4)))).split())
+    assert "lengths: assumed to be GSM8K's, 200 tokens on average; with every completion as long as allowed, a" in text
+    assert "step takes 10.4 s. --lengths RUN" in text
+    assert "assumed to be GSM8K's" not in output(plan_sections(entry(plan())))
+
+
+@pytest.mark.parametrize("width", [60, 80, 110])
+def test_no_entry_of_the_key_is_broken(width):
+    lines = output(plan_sections(entry(plan())), width=width).splitlines()
+    for part in ("rollout weights", "layer activations", "gathered weights", "31.25 GiB, the memory limit"):
+        assert any(part in line for line in lines), part
+
+
+def test_what_a_phase_waits_for_is_a_time_and_never_how_much_memory_there_is():
+    assert "bound by HBM bandwidth" in output(plan_sections(entry(plan())))
 
 
 def test_the_verdict_says_by_how_much_a_run_is_too_large():
@@ -152,17 +186,20 @@ def test_a_plan_without_seconds_has_neither_timeline_nor_cost():
     assert "seconds per step unknown" in text and "a step" not in text and "cost" not in text
 
 
-def suggestion(made: Plan) -> Trial:
+def suggestion(made: Plan, before: Plan | None = None) -> Trial:
     change = Change(key="train.rows_per_device", value=8, old=4)
-    return Trial(change=change, plan=made, reason="update 0.80 s against 1.1: 2 micro-batches against 4")
+    reason = "update 0.80 s against 1.1: 2 micro-batches against 4"
+    return Trial(change=change, plan=made, before=before or plan(), reason=reason)
 
 
 def test_a_suggestion_says_what_it_makes_of_the_run_and_who_says_so():
     better = plan(made=phases(took=0.8))
-    text = output(plan_sections(entry(plan()), [suggestion(better)]))
-    assert "train.rows_per_device=8 instead of 4: fits, 6.9 GiB to spare, 2.8 (2.2-3.4) s per step (compiled)" in text
+    text = " ".join(output(plan_sections(entry(plan()), [suggestion(better)])).split())
+    assert (
+        "train.rows_per_device=8 instead of 4: makes a step 2.8 s instead of 3.1 (compiled), 6.9 GiB to spare" in text
+    )
     assert "2 micro-batches against 4" in text
-    assert "s per step (closed form)" in output(plan_sections(entry(estimated()), [suggestion(estimated())]))
+    assert "(estimated)" in output(plan_sections(entry(estimated()), [suggestion(estimated(), estimated())]))
     assert "None of the changes tried helps." in output(plan_sections(entry(plan()), []))
 
 
@@ -215,18 +252,34 @@ def test_a_comparison_fits_eighty_columns():
 @pytest.mark.parametrize(
     ("tries", "proven", "says"),
     [
-        ([(8, plan()), (9, close())], True, "k: 8 is the largest that fits; 9 is too close to call"),
-        ([(8, plan()), (9, too_large())], True, "k: 8 is the largest that fits; 9 does not"),
-        ([(8, plan()), (12, too_large())], False, "k: 8 fits, 12 does not; values in between were not tried"),
-        ([(16, plan())], True, "k: 16 fits, and more would not help: all rows are there"),
-        ([(1, too_large())], True, "k: even 1 does not fit (36.4 GiB)"),
+        ({8: 24, 9: 33}, True, "k: 8 is the largest that fits; 9 does not"),
+        ({8: 24, 9: 33, 10: 34}, True, "k: 8 is the largest that fits; 9 does not (tried up to 10)"),
+        (
+            {7: 30, 8: 31, 9: 33},
+            True,
+            "k: 8 is the largest that fits, but it is within 3 % of the memory, too close to call; 7 leaves more;"
+            " 9 does not",
+        ),
+        ({8: 24, 12: 33}, False, "k: 8 is the largest that fits; 12 does not; values in between were not tried"),
+        ({16: 24}, True, "k: 16 fits, and more would not help: all rows are there"),
+        ({1: 36.4}, True, "k: even 1 does not fit (36.4 GiB)"),
     ],
 )
 def test_a_search_says_how_sure_it_is(tries, proven, says):
-    made = tuple(Trial(change=Change(key="k", value=value), plan=plan) for value, plan in tries)
-    found = SearchResult(key="k", range=ROWS, trials=made)
+    probes = tuple(
+        Probe(value=value, phase="update", bytes=int(gib * GIB), refused=gib > 32, compiled=True)
+        for value, gib in tries.items()
+    )
+    found = SearchResult(key="k", range=ROWS, probes=probes, hbm_bytes=HBM)
     assert found.proven is proven and search_line(found) == says
-    assert output([search_section(found)]).count("compiled") == len(tries)
+    text = output([search_section(found)])
+    assert text.count("compiler") + text.count("its refusal") == len(tries)
+
+
+def test_a_search_by_the_closed_form_says_so_first():
+    probes = (Probe(value=16, phase="update", bytes=24 * GIB, refused=False, compiled=False),)
+    found = SearchResult(key="k", range=ROWS, probes=probes, hbm_bytes=HBM)
+    assert search_line(found).startswith("estimated by the closed form, not compiled: k: 16 fits")
 
 
 @pytest.mark.parametrize(
@@ -261,7 +314,7 @@ def test_a_users_prices_replace_ours(tmp_path):
         ("v6e: [", "cannot be read"),
         ("- 1", "expected entries such as"),
         ("v6e: 2.7", "expected entries such as"),
-        ("v7: {}", "'v7' is not a kind of chip; write one of h100, h200, v4"),
+        ("v7: {}", "'v7' is not a kind of chip; write one of a100-40, a100-80, b200, h100"),
         ("v6e: {usd: 2}", "v6e: expected usd_per_chip_hour, source, date; found usd"),
         ("v6e: {usd_per_chip_hour: free, source: a, date: 2026-01-01}", "expected a number above 0, got 'free'"),
         ("v6e: {usd_per_chip_hour: -1, source: a, date: 2026-01-01}", "expected a number above 0, got -1"),

@@ -1,4 +1,5 @@
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -6,12 +7,11 @@ import pytest
 from podium.accelerators import find_accelerator
 from podium.config.schema import Config
 from podium.plan.compare import PlanEntry, cost_of, difference, ranked
-from podium.plan.result import Plan
+from podium.plan.result import TOO_CLOSE, Plan, Probe
 from podium.plan.search import (
-    MOST_PLANS,
+    MOST_PROBES,
     Change,
     SearchRange,
-    SearchResult,
     candidates,
     helps,
     promising,
@@ -20,11 +20,10 @@ from podium.plan.search import (
     suggest,
 )
 from podium.plan.sizes import RunSizes, make_sizes
+from podium.plan.tune import TUNED, tune, tune_grid
 from podium.prices import Price
 from tests.plan.made_plans import GIB, HBM, estimated, gathers, phase, phases, plan, seconds, too_large, workload
 from tests.plan.test_estimate import QWEN_3B
-
-LIMIT = 0.97 * HBM  # from here on it is too close to call
 
 
 def config(**changed: Any) -> Config:
@@ -38,33 +37,29 @@ def config(**changed: Any) -> Config:
     }
     for name, value in changed.items():
         settings[name] = {**settings[name], **value} if isinstance(value, dict) and name in settings else value
-    return Config.model_validate(settings)
+    return Config.model_validate({**settings, "rollout": {"layout": "replicated", **settings["rollout"]}})
 
 
 def sizes(changed: Config | None = None, machine: str = "v6e-8") -> RunSizes:
     return make_sizes(changed or config(), QWEN_3B, find_accelerator(machine))
 
 
-def of_bytes(size: float) -> Plan:
-    """A plan whose update needs so much."""
-    parts = {"layer_activations": int(size)}
-    return plan(made=(phase("update", bytes=int(size), parts=parts, fits=size <= HBM),))
+def run_search(true_bytes, closed_form, values: SearchRange, *, refused=lambda value: False):
+    """A search, and the values that were probed in their order."""
+    probed: list[int] = []
+
+    def probe(wanted: Sequence[int]) -> list[Probe]:
+        assert not set(wanted) & set(probed), "probed twice"
+        assert len(wanted) <= 2 and all(value % values.unit == 0 and value <= values.most for value in wanted)
+        probed.extend(wanted)
+        known: dict[str, Any] = {"phase": "update", "compiled": True}
+        return [Probe(value=v, bytes=int(true_bytes(v)), refused=refused(v), **known) for v in wanted]
+
+    return search("k", values, closed_form=closed_form, probe=probe, hbm_bytes=HBM), probed
 
 
-def run_search(true_bytes, closed_form, values: SearchRange) -> tuple[SearchResult, list[int]]:
-    """A search, and the values that were planned in their order."""
-    planned: list[int] = []
-
-    def make(change: Change) -> Plan:
-        assert change.key == "k" and change.value not in planned, "planned twice"
-        planned.append(int(change.value))
-        return of_bytes(true_bytes(change.value))
-
-    return search("k", values, closed_form=closed_form, make=make, hbm_bytes=HBM), planned
-
-
-def largest(true_bytes, values: SearchRange) -> int | None:
-    fitting = [value for value in range(values.unit, values.most + 1, values.unit) if true_bytes(value) < LIMIT]
+def largest(true_bytes, values: SearchRange, limit: float = HBM) -> int | None:
+    fitting = [value for value in range(values.unit, values.most + 1, values.unit) if true_bytes(value) <= limit]
     return max(fitting, default=None)
 
 
@@ -76,44 +71,68 @@ def test_the_largest_that_fits_is_found_and_proven(unit, error, slope):
         return 10 * GIB + slope * GIB * value / unit
 
     values = SearchRange(unit=unit, most=100 * unit, why="")
-    found, planned = run_search(true_bytes, lambda value: int(error * true_bytes(value)), values)
-    assert found.best is not None and found.best.change.value == largest(true_bytes, values)
-    assert found.proven and len(planned) <= 4
+    found, _ = run_search(true_bytes, lambda value: int(error * true_bytes(value)), values)
+    assert found.best is not None and found.best.value == largest(true_bytes, values)
+    assert found.roomy is not None and found.roomy.value == largest(true_bytes, values, (1 - TOO_CLOSE) * HBM)
+    assert found.proven
 
 
 @pytest.mark.parametrize("wrong", [0.5, 2.0])
 @pytest.mark.parametrize("base", [1, 25])
-def test_a_wrong_closed_form_costs_plans_but_no_wrong_answer(wrong, base):
+def test_a_wrong_closed_form_costs_probes_but_no_wrong_answer(wrong, base):
     """The closed form misses what does not grow, or has what is not there."""
 
     def true_bytes(value: int) -> float:
         return (base + 0.37 * value**1.2) * GIB
 
     values = SearchRange(unit=1, most=60, why="")
-    found, planned = run_search(true_bytes, lambda value: int(GIB * (1 + wrong * value)), values)
-    assert len(planned) <= MOST_PLANS
-    best, over, exact = found.best, found.too_large, largest(true_bytes, values)
-    assert best is not None and over is not None and exact is not None
-    assert best.change.value <= exact < over.change.value
-    assert found.proven == (over.change.value == best.change.value + 1)
-    assert best.change.value >= exact - 4
+    found, probed = run_search(true_bytes, lambda value: int(GIB * (1 + wrong * value)), values)
+    assert len(probed) <= MOST_PROBES
+    assert found.best is not None and found.best.value == largest(true_bytes, values) and found.proven
 
 
-def test_where_all_fit_one_plan_is_enough():
+def test_memory_that_falls_again_is_seen():
+    """As compiled of a 7B model on v4-16: 6 rows need 31.72 GiB, 7 need 31.20, 8 need 32.87."""
+    measured = {5: 30.9, 6: 31.72, 7: 31.20, 8: 32.87}
+
+    def true_bytes(value: int) -> float:
+        return GIB * measured.get(value, 27 + 0.8 * value)
+
+    found, _ = run_search(true_bytes, lambda value: int(GIB * (26 + value)), SearchRange(unit=1, most=32, why=""))
+    assert found.best is not None and found.best.value == 7
+    assert {5, 6, 7, 8} <= {each.value for each in found.probes}
+
+
+def test_what_the_compiler_refuses_does_not_fit_whatever_its_figure():
+    found, _ = run_search(
+        lambda value: 20 * GIB + value,
+        lambda value: value * GIB,
+        SearchRange(1, 16, ""),
+        refused=lambda value: value > 9,
+    )
+    assert found.best is not None and found.best.value == 9
+    assert found.too_large is not None and found.too_large.refused
+
+
+def test_where_all_fit_one_probe_is_enough():
     values = SearchRange(unit=8, most=64, why="")
-    found, planned = run_search(lambda value: 3 * GIB, lambda value: 3 * GIB, values)
-    assert planned == [64] and found.proven and found.too_large is None
+    found, probed = run_search(lambda value: 3 * GIB, lambda value: 3 * GIB, values)
+    assert probed == [64] and found.proven and found.too_large is None
 
 
-def test_where_none_fits_the_smallest_was_planned():
-    found, planned = run_search(lambda value: 40 * GIB, lambda value: 40 * GIB, SearchRange(unit=1, most=16, why=""))
-    assert found.best is None and planned == [1] and found.proven
+def test_where_none_fits_the_smallest_was_probed():
+    found, probed = run_search(lambda value: 40 * GIB, lambda value: 40 * GIB, SearchRange(unit=1, most=16, why=""))
+    assert found.best is None and 1 in probed and found.proven
 
 
-def test_too_close_to_call_does_not_count_as_fitting():
-    found, _ = run_search(lambda value: value * GIB, lambda value: value * GIB, SearchRange(unit=1, most=40, why=""))
-    assert found.best is not None and found.best.change.value == 30
-    assert found.too_large is not None and found.too_large.plan.verdict == "too_close"
+def test_a_search_ends_when_its_probes_are_spent():
+    """The closed form says nothing, and memory goes up and down."""
+
+    def true_bytes(value: int) -> float:
+        return GIB * (31.25 + 0.5 * (-1) ** value + value / 1000)
+
+    found, probed = run_search(true_bytes, lambda value: GIB, SearchRange(unit=1, most=1000, why=""))
+    assert len(probed) == MOST_PROBES and found.best is not None
 
 
 @pytest.mark.parametrize(
@@ -158,11 +177,11 @@ LEGACY = decoding(9.5, bound_by="ici", collectives=(gathers(4.25e9 * 600, 600 * 
 
 
 def test_the_reason_of_a_slow_layout_is_what_it_sends():
-    assert (
-        difference(LEGACY, REPLICATED) == "decode 9.5 s against 1.8: gathers 4.25 GB per token over ICI, the other none"
+    assert difference(LEGACY, REPLICATED) == (
+        "decode 9.5 s against 1.8: gathers 4.25 GB per token between devices, the other none"
     )
     assert difference(REPLICATED, LEGACY) == (
-        "decode 1.8 s against 9.5: sends nothing over ICI, the other gathers 4.25 GB per token"
+        "decode 1.8 s against 9.5: sends nothing between devices, the other gathers 4.25 GB per token"
     )
 
 
@@ -178,7 +197,10 @@ def test_fewer_calls_are_a_reason():
 
 def test_without_a_count_the_time_of_each_is_told():
     slower = decoding(2.4)
-    assert difference(slower, REPLICATED) == "decode 2.4 s against 1.8: 4.0 ms per token against 3.0, bound by HBM"
+    assert (
+        difference(slower, REPLICATED)
+        == "decode 2.4 s against 1.8: 4.0 ms per token against 3.0, bound by HBM bandwidth"
+    )
 
 
 def test_the_steps_of_decoding_are_counted_not_its_calls():
@@ -234,7 +256,7 @@ def test_candidates_change_nothing_that_is_learned():
     found = {(each.key, each.value): each.old for each in candidates(config(), sizes())}
     assert found["train.rows_per_device", 8] == 4 and found["train.rows_per_device", 2] == 4
     assert found["rollout.slots", 64] == 128 and ("rollout.slots", 256) not in found  # 128 completions
-    assert {value for key, value in found if key == "rollout.layout"} == {"legacy", "maxtext"}
+    assert {value for key, value in found if key == "rollout.layout"} == {"hybrid", "tensor", "legacy", "maxtext"}
     learned = {"group_size", "prompts_per_step", "rollout.max_new_tokens", "train.optimizer.name", "algorithm.recipe"}
     assert not learned & {key for key, _ in found}
 
@@ -302,3 +324,57 @@ def test_at_most_three_changes_are_told_best_first():
 )
 def test_a_change_helps_if_it_fits_or_is_faster_and_fits_still(changed, before, better):
     assert helps(changed, before) is better
+
+
+# Several settings at once
+
+
+SLOTS, ROWS = (Change(key="rollout.slots", value=128), Change(key="train.rows_per_device", value=4))
+GRID = {"rollout.slots": (32, 64, 128), "train.rows_per_device": (1, 2, 4, 8)}
+
+
+def timed(settings: tuple[Change, ...], *, gib: float = 0.0) -> Plan:
+    """Fastest with 64 slots and 8 rows; each row takes 3 GiB."""
+    slots, rows = (int(each.value) for each in settings)
+    took = 1 + abs(slots - 64) / 64 + 1 / rows
+    return plan(made=phases(took=took, gib={"layer_activations": 3.0 * rows + gib}))
+
+
+def test_several_settings_are_tuned_together():
+    found = tune(GRID, (SLOTS, ROWS), estimate=timed, make=timed, budget=3)
+    values = [[each.value for each in tried.settings] for tried in found.tried]
+    assert values[0] == [64, 4] and [128, 4] in values  # 8 rows do not fit; the config's own are compiled too
+    assert len(found.tried) <= 3 and found.estimated >= len(found.tried)
+    assert found.best.plan.verdict == "fits" and [str(each) for each in found.best.changes(found.before)] == [
+        "rollout.slots=64"
+    ]
+
+
+def test_what_needs_more_than_what_did_not_fit_is_not_compiled():
+    compiled: list[int] = []
+
+    def make(settings: tuple[Change, ...]) -> Plan:
+        compiled.append(int(settings[1].value))
+        return timed(settings, gib=12.0)  # the closed form missed it: 4 rows do not fit
+
+    found = tune(GRID, (SLOTS, ROWS), estimate=timed, make=make, budget=4)
+    assert compiled[0] == 4 and max(compiled[1:]) <= 2
+    assert found.best.plan.verdict == "fits" and found.best.settings[1].value == 2
+
+
+def test_settings_that_contradict_each_other_are_left_out():
+    def estimate(settings: tuple[Change, ...]) -> Plan:
+        if settings[0].value == 64:
+            raise ValueError("64 slots do not divide")
+        return timed(settings)
+
+    found = tune(GRID, (SLOTS, ROWS), estimate=estimate, make=None, budget=2)
+    assert all(tried.settings[0].value != 64 for tried in found.tried) and len(found.tried) == 2
+
+
+def test_the_values_of_several_settings_are_those_that_are_worth_trying():
+    grid, now = tune_grid([*TUNED], config(), sizes())
+    assert grid["train.rows_per_device"] == [1, 2, 4, 8, 16] and grid["rollout.slots"] == [8, 16, 32, 64, 128]
+    assert {each.key: each.value for each in now}["rollout.slots"] == 128
+    with pytest.raises(ValueError, match="seed cannot be searched together with others; these can: train"):
+        tune_grid(["rollout.slots", "seed"], config(), sizes())

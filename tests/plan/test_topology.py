@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from podium.accelerators import accelerators, find_accelerator
+from podium.accelerators import GPUS, accelerators, find_accelerator, pool_share, usable_gpu_memory
 from podium.plan.calibration import load_chip
-from podium.plan.topology import compiler_environment, topology_devices
+from podium.plan.topology import compiler_environment, gpu_target, missing_library, topology_devices
 
 GIB = 2**30
 ROOT = Path(__file__).parents[2]
-COMPILED = [each for each in accelerators().values() if each.compiles]
+CHIPS = ROOT / "podium" / "plan" / "chips"
+TPUS = [each for each in accelerators().values() if each.platform == "tpu"]
 
 
 def shape(name: str) -> tuple:
@@ -36,7 +37,7 @@ def test_the_range_of_each_kind_is_whole():
     names = list(accelerators())
     assert [name for name in names if name.startswith("v4")] == [f"v4-{8 * 2**k}" for k in range(7)]
     assert [name for name in names if name.startswith("v6e")] == [f"v6e-{n}" for n in (1, 4, 8, 16, 32, 64, 128, 256)]
-    assert {"v5p-8", "v5p-1024", "v5litepod-1", "v5litepod-256", "h200-1"} <= set(names)
+    assert {"v5p-8", "v5p-1024", "v5litepod-1", "v5litepod-256", "h200-1", "b200-256"} <= set(names)
 
 
 def test_v5e_is_another_name_of_v5litepod():
@@ -66,27 +67,100 @@ def test_usable_memory_is_the_compilers_figure():
     assert gib == pytest.approx({"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25})
 
 
-def test_a_gpu_offers_the_share_that_jax_takes():
-    assert find_accelerator("h100-1").hbm_bytes / GIB == pytest.approx(0.75 * 79.647, rel=1e-4)
+def test_a_gpu_offers_the_share_that_jax_takes_but_for_the_allocators_reserve():
+    assert find_accelerator("h100-1").hbm_bytes == int(0.98 * 0.75 * 84_942_979_072)
+    assert usable_gpu_memory("h100", 1.0) == int(0.98 * (84_942_979_072 - GIB))  # CUDA's context is beside
+
+
+@pytest.mark.parametrize("share", ["0", "1.5", "most"])
+def test_a_share_that_is_none_is_refused(monkeypatch, share):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", share)
+    with pytest.raises(ValueError, match=f"XLA_PYTHON_CLIENT_MEM_FRACTION={share}: expected a share of the memory"):
+        pool_share()
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("v6e-12", "v6e-8, v6e-16"), ("v5e-24", "v5litepod-16, v5litepod-32"), ("a100-8", "h100-8")]
+    ("name", "near"),
+    [
+        ("v6e-12", "v6e-8, v6e-16"),
+        ("v5e-24", "v5litepod-16, v5litepod-32"),
+        ("a100-8", "a100-40-8, a100-80-8"),
+        ("h800-8", "h100-8"),
+        ("rtx3090-1", "rtx4090-1"),
+        ("h100-12", "h100-8, h100-16"),
+    ],
 )
 def test_an_unknown_name_is_told_its_nearest(name, near):
     with pytest.raises(ValueError, match=f"unknown accelerator '{name}'; nearest: .*{near}"):
         find_accelerator(name)
 
 
-def test_a_gpu_is_not_compiled_for():
-    with pytest.raises(ValueError, match=r"h200-8: .*--fast"):
-        topology_devices(find_accelerator("h200-8"))
+def test_machines_of_gpus_are_joined_where_their_network_has_a_figure():
+    assert shape("h100-16") == ("h100", 16, 2, 8, ())
+    assert (find_accelerator("h100-16").slices, find_accelerator("h100-16").topology) == (2, "2x1x8")
+    with pytest.raises(ValueError, match=r"l4-16: .*no figure of the network.*plan one machine, as l4-8, or .*h100"):
+        find_accelerator("l4-16")
 
 
-def test_a_missing_compiler_is_told_with_what_installs_it(monkeypatch):
+@pytest.mark.parametrize(("name", "extra"), [("v6e-8", "tpu"), ("h100-8", "plan-gpu")])
+def test_a_missing_compiler_is_told_with_what_installs_it(monkeypatch, name, extra):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"v6e-8: .*pip install 'podium-rl\[tpu\]'"):
-        topology_devices(find_accelerator("v6e-8"))
+    with pytest.raises(ValueError, match=rf"{name}: .*pip install 'podium-rl\[{extra}\]'"):
+        topology_devices(find_accelerator(name))
+
+
+@pytest.mark.parametrize(
+    ("text", "package"),
+    [
+        ("E0000 libdevice.10.bc: cannot find in /usr/local/cuda", "nvidia-cuda-nvcc-cu12"),
+        ("INTERNAL: cuDNN not found", "nvidia-cudnn-cu12"),
+        ("Failed to load libcublas.so.12: no such file", "nvidia-cublas-cu12"),
+    ],
+)
+def test_a_library_that_the_gpus_compiler_misses_is_told_with_its_package(text, package):
+    found = missing_library(f"a line\n{text}\nanother")
+    assert found is not None and f"pip install {package}" in found
+
+
+def test_a_failure_for_another_reason_misses_no_library():
+    assert missing_library("INTERNAL: cudnn graph has no plan\nValueError: file not found: x.yaml") is None
+
+
+@pytest.mark.parametrize("kind", GPUS)
+def test_every_gpu_has_a_target_of_its_memory_with_a_source(kind):
+    target = gpu_target(find_accelerator(f"{kind}-1"))
+    assert target.startswith("# Source: ") and f"device_memory_size: {GPUS[kind].memory}\n" in target
+    assert ("network_bandwidth" in json.loads((CHIPS / f"{kind}.json").read_text())["constants"]) == GPUS[
+        kind
+    ].networked
+
+
+def test_the_environment_of_a_gpus_compiler_keeps_the_users_flags(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
+    environment = compiler_environment(find_accelerator("h100-8"))
+    assert environment == {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_a=1 --xla_gpu_autotune_level=0"}
+
+
+GPU_COMPILER = importlib.util.find_spec("jax_cuda12_plugin") is not None
+DESCRIBE_GPU = """
+import sys
+from podium.accelerators import GPUS, find_accelerator
+from podium.plan.topology import topology_devices
+for kind in GPUS:
+    devices = topology_devices(find_accelerator(f"{kind}-4"))
+    print(kind, len(devices), *{device.platform for device in devices})
+print(*sorted({device.process_index for device in topology_devices(find_accelerator("h100-16"))}))
+"""
+
+
+@pytest.mark.skipif(not GPU_COMPILER, reason="jax-cuda12-plugin, the GPU's compiler, is not installed")
+def test_the_gpus_compiler_knows_every_gpu_and_machine():
+    environment = {**os.environ, **compiler_environment(find_accelerator("h100-8"))}
+    done = subprocess.run(
+        [sys.executable, "-c", DESCRIBE_GPU], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:-1] == [*(f"{kind} 4 gpu" for kind in GPUS), "0 1"]
 
 
 def test_the_compilers_environment_keeps_it_from_looking_for_a_tpu():
@@ -118,7 +192,7 @@ print(json.dumps(seen))
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU's compiler, is not installed")
 def test_the_compiler_has_the_devices_hosts_and_axes_of_the_table():
-    names = [each.name for each in COMPILED]
+    names = [each.name for each in TPUS]
     environment = {**os.environ, **compiler_environment(find_accelerator("v6e-8"))}
     done = subprocess.run(
         [sys.executable, "-c", DESCRIBE, *names], cwd=ROOT, env=environment, capture_output=True, text=True
@@ -133,7 +207,7 @@ def test_the_compiler_has_the_devices_hosts_and_axes_of_the_table():
             "mesh": [each.hosts, each.devices_per_host, 1],
             "rows_of_one_host": True,
         }
-        for each in COMPILED
+        for each in TPUS
     }
     assert seen == expected
 

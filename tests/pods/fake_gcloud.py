@@ -26,6 +26,9 @@ class Clock:
     def time(self) -> float:
         return self.now
 
+    def monotonic(self) -> float:
+        return self.now
+
     def sleep(self, seconds: float, /) -> None:
         self.now += seconds
 
@@ -48,6 +51,8 @@ class FakeGcloud:
     def __init__(self, fake: FakeTpu, clock: Clock, hosts: Hosts | None = None, project: str | None = "p") -> None:
         self.fake, self.clock, self.hosts, self.project = fake, clock, hosts, project
         self.commands: list[tuple[str, ...]] = []
+        self.parallel = True
+        """Whether all machines are asked at once."""
         self.before: Callable[[tuple[str, ...]], None] = lambda argv: None
         """Called before each command; may raise, as if the laptop was closed."""
 
@@ -65,9 +70,9 @@ class FakeGcloud:
         if not (flags.get("project") or self.project):
             text = f"(gcloud.compute.tpus.{group}.{verb}) Error parsing [zone].\nFailed to find attribute [project]."
             return self._finished(argv, 1, "", f"ERROR: {text}\n")
-        if verb in ("ssh", "scp"):
-            return self._on_hosts(argv, verb, words, flags, timeout_s)
         try:
+            if verb in ("ssh", "scp"):
+                return self._on_hosts(argv, verb, words, flags, timeout_s)
             answer = self._api(group, verb, words, flags)
         except ApiError as error:
             message = f"ERROR: (gcloud.compute.tpus.{group}.{verb}) {error.status}: {error.message}\n"
@@ -147,7 +152,7 @@ class FakeGcloud:
             return status, said, message
 
         with ThreadPoolExecutor(len(workers)) as pool:
-            done = list(pool.map(of_worker, workers))
+            done = list((pool.map if self.parallel else map)(of_worker, workers))
         statuses = [status for status, _, _ in done]
         code = None if 255 in statuses else max(statuses)  # after ten times five seconds nobody waits any more
         return self._finished(argv, code, "".join(out for _, out, _ in done), "".join(err for _, _, err in done))

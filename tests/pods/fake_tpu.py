@@ -84,6 +84,8 @@ class FakeTpu:
         self.operations: dict[str, dict[str, Any]] = {}
         self.capacity: dict[str, int] = {}
         """Slices that a zone has left; a zone that is not named has enough."""
+        self.stuck_zones: set[str] = set()
+        """Zones in which machines are made for ever."""
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str, str, Any]] = []
         """Method, path, query and body of all requests."""
@@ -245,7 +247,7 @@ class FakeTpu:
         self._later(self.provision_s, lambda: self._activate(queued, node))
 
     def _activate(self, queued: dict[str, Any], node: dict[str, Any]) -> None:
-        if queued["state"]["state"] == "PROVISIONING":
+        if queued["state"]["state"] == "PROVISIONING" and queued["name"].split("/")[3] not in self.stuck_zones:
             node["state"] = "READY"
             queued["state"] = {"state": "ACTIVE", "activeData": {}}
 

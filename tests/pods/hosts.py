@@ -37,6 +37,8 @@ class LocalHosts:
     def __init__(self, folder: Path, addresses: Sequence[str]) -> None:
         self.addresses = tuple(addresses)
         self.homes = [folder / f"host{worker}" for worker in range(len(addresses))]
+        self.variables: dict[str, str] = {}
+        """Environment variables of every host besides its own."""
         self.gone: set[int] = set()
         """Workers that cannot be reached."""
         self.after: Callable[[int, str], int | None] = lambda worker, command: None
@@ -51,7 +53,8 @@ class LocalHosts:
     def environment(self, worker: int) -> dict[str, str]:
         """What a login on that host has."""
         home = self.homes[worker]
-        return {"HOME": str(home), "PATH": f"{home}/bin:{os.environ['PATH']}", "LANG": "C.UTF-8", "TMPDIR": str(home)}
+        own = {"HOME": str(home), "PATH": f"{home}/bin:{os.environ['PATH']}", "LANG": "C.UTF-8", "TMPDIR": str(home)}
+        return own | self.variables
 
     def run(self, worker: int, command: str, timeout_s: float) -> tuple[int, str, str]:
         """Run a command there."""

@@ -59,8 +59,9 @@ class NetworkWorld:
         return ("ip", "netns", "exec", self.hosts.laptop)
 
     def jobs(self) -> list[list[str]]:
-        """The jobs that each host has had."""
-        return [sorted(path.name for path in home.glob("podrun/jobs/*")) for home in self.hosts.homes]
+        """The jobs that each host has had, without their setups."""
+        names = [[path.name for path in home.glob("podrun/jobs/*")] for home in self.hosts.homes]
+        return [sorted(name for name in each if not name.startswith("setup-")) for each in names]
 
 
 @contextlib.contextmanager

@@ -30,6 +30,9 @@ class QuickClock:
     def time(self) -> float:
         return time.time() + self._skipped
 
+    def monotonic(self) -> float:
+        return time.monotonic() + self._skipped
+
     def sleep(self, seconds: float, /) -> None:
         real = min(seconds, self._longest_s)
         time.sleep(real)
@@ -58,6 +61,8 @@ class PodWorld:
         self.python = fake_python(folder)
         self.config = folder / "job.yaml"
         self.config.write_text(f"model: demo\nruns_dir: {self.shared}\ntasks: [{{name: arithmetic}}]\n")
+        self.prepare = folder / "prepare.sh"
+        self.prepare.write_text("echo prepared\n")  # so that every run has a setup, as every user's has
         self.plan(steps=4)
 
     @property
@@ -92,7 +97,7 @@ class PodWorld:
 
     def run_arguments(self, *more: str) -> list[str]:
         """`podium pod run` of this world's config."""
-        own = ["--python", str(self.python), "--env", "JAX_PLATFORMS=cpu"]
+        own = ["--python", str(self.python), "--prepare", str(self.prepare), "--env", "JAX_PLATFORMS=cpu"]
         return ["run", str(self.config), *own, *more]
 
     def metrics(self) -> list[dict[str, Any]]:

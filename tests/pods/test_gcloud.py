@@ -1,6 +1,7 @@
 """gcloud's command lines and what it answers: recorded, faked, and, where it is installed, real."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from podium.pods.inventory import Slice, read_slices
 from tests.pods.fake_gcloud import Clock, FakeGcloud
 from tests.pods.fake_tpu import FakeTpu
 from tests.pods.gcloud_cases import CASES, DIRECT, ORDER, ZONE
+from tests.pods.hosts import gcloud_environment
 from tests.pods.record_gcloud import RECORDED, real_answer
 
 recorded = json.loads(RECORDED.read_text())
@@ -102,6 +104,30 @@ def test_gcloud_does_not_make_a_refused_request_again(tmp_path):
     assert sum(method == "POST" for method, *_ in fake.requests) == 1
 
 
+@needs_gcloud
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="a network of its own needs root")
+def test_a_user_without_a_network_is_not_told_to_log_in(tmp_path):
+    """The real gcloud with a user's credentials, in a network that has nothing: it says `gcloud auth login`."""
+    credentials = {"type": "authorized_user", "client_id": "x", "client_secret": "y", "refresh_token": "1//z"}
+    (tmp_path / "user.json").write_text(json.dumps(credentials))
+    settings = gcloud_environment(tmp_path, "http://127.0.0.1:1/") | {
+        "CLOUDSDK_AUTH_DISABLE_CREDENTIALS": "false",
+        "CLOUDSDK_AUTH_CREDENTIAL_FILE_OVERRIDE": str(tmp_path / "user.json"),
+    }
+    words = [f"{name}={value}" for name, value in settings.items()]
+    finished = run_process(("unshare", "--net", "env", *words, *Argv().nodes()), 120.0)
+    assert "gcloud auth login" in finished.stderr
+    error = failure(finished)
+    assert (finished.returncode, error.kind, error.transient) == (1, "unavailable", True)
+
+
+def test_a_login_that_has_expired_is_no_matter_of_the_network():
+    text = "There was a problem refreshing your current auth tokens: ('invalid_grant: Bad Request', {'error': 'invalid_"
+    text += "grant'})\nPlease run:\n\n  $ gcloud auth login"
+    finished = Finished(argv=("gcloud", "x"), returncode=1, stdout="", stderr=f"ERROR: (gcloud.x) {text}\n")
+    assert failure(finished).kind == "login"
+
+
 def test_errors_say_what_was_said_and_what_to_do():
     texts = {name: str(failure(as_recorded(name))) for name in ("quota", "no_project", "stockout", "denied")}
     assert "Quota limit 'TPUV6EPreemptiblePerProjectPerZoneForTPUAPI' has been exceeded" in texts["quota"]
@@ -172,7 +198,7 @@ def test_the_exact_command_lines():
 
 
 def test_no_command_may_hold_a_secret():
-    gcloud = Gcloud(lambda argv, timeout_s: pytest.fail("it was run"), secrets=("hf_secret_value",))
+    gcloud = Gcloud(lambda argv, timeout_s: pytest.fail("it was run"), is_secret=lambda word: "hf_secret_value" in word)
     with pytest.raises(AssertionError):
         gcloud.checked(("gcloud", "ssh", "--command=echo hf_secret_value"), 1.0)
 

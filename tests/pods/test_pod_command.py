@@ -69,7 +69,98 @@ def test_given_again_it_finds_what_it_started_and_then_what_it_finished(make_wor
     assert pod(*world.run_arguments())[0] == 0
     assert len(world.metrics()) == 3
     for home in world.hosts.homes:
-        assert len(list((home / "podrun" / "jobs").iterdir())) == 1
+        assert len([path for path in (home / "podrun" / "jobs").iterdir() if not path.name.startswith("setup-")]) == 1
+
+
+def test_ctrl_c_in_the_first_setup_and_the_same_command_again(make_world, pod):
+    """The setup goes on without the laptop; the next command waits for it, and trains."""
+    world = make_world(workers=2)
+    world.plan(steps=3)
+    world.prepare.write_text('while [ ! -e "$HOME/go" ]; do sleep 0.05; done\n')
+    rent(world, pod)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    world.on_command("agent status setup-", interrupt)
+    assert pod(*world.run_arguments())[0] != 0
+    assert pod("status", "--json")[1].count('"running"') >= 2
+    world.on_command("agent status setup-", lambda: [(home / "go").touch() for home in world.hosts.homes])
+    status, _, err = pod(*world.run_arguments())
+    assert (status, len(world.metrics())) == (0, 3), err
+    assert "is being set up; waiting for that" in err
+
+
+def test_a_setup_that_failed_once_is_tried_again(make_world, pod):
+    world = make_world(workers=2)
+    rent(world, pod)
+    world.prepare.write_text('mkdir "$HOME/tried" 2>/dev/null && exit 1; true\n')
+    status, _, err = pod(*world.run_arguments())
+    assert status == 1
+    assert "the setup failed on worker(s) 0, 1" in err
+    assert pod(*world.run_arguments())[0] == 0
+    assert len(world.metrics()) == 4
+
+
+def test_a_stop_whose_save_outlasts_the_grace_is_not_undone(make_world, pod, monkeypatch):
+    """It gives signs of life while it writes; the keeper then ends, and gives the slice back."""
+    monkeypatch.setattr("podium.pods.launch.STOP_S", 0.2)
+    world = make_world(workers=2)
+    world.plan(steps=5000, step_s=0.2, save_s=4.0)
+    rent(world, pod)
+    results = []
+    keeper = threading.Thread(target=lambda: results.append(pod(*world.run_arguments("--keep-alive"))))
+    keeper.start()
+    wait_for(world.metrics)
+    commands.stop(name="demo", project=None, dry_run=False)
+    keeper.join(300)
+    assert results[0][0] == 143
+    assert "is saving on workers 0, 1" in results[0][2]
+    assert "stopped on request" in results[0][2]
+    assert sum(line["step"] == 1 for line in world.metrics()) == 1
+    assert world.fake.everything() == []
+
+
+def test_reap_keeps_what_a_run_is_on_and_asks_no_mute_machines_away(make_world, pod):
+    world = make_world(workers=1)
+    world.plan(steps=3, hold=True)
+    assert pod("up", "demo", "--type", "v6e-8", "--zone", ZONES[0], "--lease", "2h")[0] == 0
+    assert pod(*world.run_arguments("--detach"))[0] == 0
+    world.clock.sleep(7300)
+    status, out, err = pod("reap")
+    assert (status, out) == (0, "nothing was deleted\n")
+    assert re.search(r"demo in us-east1-d is kept, though its lease has expired: job-\w+-1 runs there, at step \d", err)
+    world.hosts.gone.add(0)
+    assert "its machines do not answer" in pod("reap")[2]
+    world.hosts.gone.clear()
+    world.release()
+    wait_for(lambda: "step 3 of 3" in world.log(0))
+    wait_for(lambda: json.loads(pod("status", "--json")[1])["outcome"] == "done")
+    assert pod("reap")[1] == "deleted demo\n"
+
+
+def test_who_follows_a_run_renews_the_lease_for_as_long_as_it_was(make_world, pod):
+    world = make_world(workers=1)
+    world.plan(steps=3, hold=True)
+    assert pod("up", "demo", "--type", "v6e-8", "--zone", ZONES[0], "--lease", "2h")[0] == 0
+    assert pod(*world.run_arguments("--detach"))[0] == 0
+    world.clock.sleep(5400)
+    world.on_command("agent logs", world.release)
+    assert pod(*world.run_arguments())[0] == 0
+    assert re.search(r" (2\.0|1\.9) h ", pod("ls")[1])
+
+
+NAMES = ("$(id)", "-x", ".hid")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_no_job_can_have_is_refused_before_anything_is_sent(make_world, pod, name):
+    world = make_world(workers=1)
+    status, _, err = pod(*world.run_arguments("--set", f"name={name}", "--type", "v6e-8", "--zone", ZONES[0]))
+    assert status == 2
+    assert "name: " in err
+    assert "cannot name a job" in err
+    assert world.gcloud.commands == []
 
 
 def test_another_config_does_not_disturb_a_job(make_world, pod):
@@ -123,7 +214,8 @@ def test_a_failure_is_told_with_its_worker_and_ends_the_following(make_world, po
     rent(world, pod)
     status, _, err = pod(*world.run_arguments())
     assert status == 1
-    assert re.search(r"worker 2 \(\S+\) failed first.*told to fail at step 2; workers 0, 1, 3 ended after it", err), err
+    ended = r"worker 2 \(\S+\) failed first.*told to fail at step 2.*workers 0, 1, 3 ended after it"
+    assert re.search(ended, err, re.DOTALL), err
 
 
 def test_a_guards_verdict_is_passed_on(make_world, pod):
@@ -271,6 +363,9 @@ RUN_WRONG = {
         "runs_dir: 'runs' is below each machine's own home, and 4 workers need one",
     ),
     "secret in env": (["--env", "MY_TOKEN=x"], "secrets must not appear in a command"),
+    "no name in env": (["--env", "A B=1"], "write NAME=VALUE; a name has letters"),
+    "a command in env": (["--env", "$(id)=1"], "write NAME=VALUE; a name has letters"),
+    "detached down": (["--detach", "--down"], "--down needs a run that is followed"),
     "setting in env": (["--env", "PODIUM_STEPS=3"], "use --set"),
     "secret in config": (
         ["--set", "chat_template=hf_CANARYaaaaBBBBccccDDDD1234"],
@@ -370,7 +465,8 @@ def normal(command: str) -> str:
     """A command without what is made up when it is not run, or differs from time to time."""
     command = re.sub(r"127\.\d+\.\d+\.\d+|ADDRESS\d", "ADDRESS", command)
     command = re.sub(r"\b[0-9a-f]{12}\b(?= \$worker)|MARK", "MARK", command)
-    command = re.sub(r"podium-lease=\d+", "podium-lease=N", command)
+    command = re.sub(r"(podium-(?:lease|stop))=\d+", r"\1=N", command)
+    command = re.sub(r"(PODRUN_NONCE)=(NONCE|[0-9a-f]{16})", r"\1=N", command)
     command = re.sub(r"podium-owner=[\w-]+", "podium-owner=ME", command)
     return re.sub(r"/\S*?/(?=podium-|[^/ ]+\.(yaml|sh|bundle)|secrets-)|podium-\w+/", "", command)
 

@@ -31,7 +31,10 @@ def run_arguments(world: NetworkWorld, **plan: object) -> list[str]:
     (world.shared / "plan.json").write_text(json.dumps(plan))
     config = world.folder / "job.yaml"
     config.write_text(f"model: demo\nruns_dir: {world.shared}\ntasks: [{{name: arithmetic}}]\n")
-    return ["run", str(config), "--python", str(fake_python(world.folder)), "--env", "JAX_PLATFORMS=cpu"]
+    prepare = world.folder / "prepare.sh"
+    prepare.write_text("echo prepared\n")  # so that there is a setup, as every user has one
+    own = ["--python", str(fake_python(world.folder)), "--prepare", str(prepare), "--env", "JAX_PLATFORMS=cpu"]
+    return ["run", str(config), *own]
 
 
 @pytest.fixture(scope="module")

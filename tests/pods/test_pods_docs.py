@@ -10,7 +10,7 @@ from podium.pods.commands import app
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "pods.md").read_text(encoding="utf-8")
-COMMANDS = sorted(set(re.findall(r"podium pod ([a-z]+)([^`|\n]*)", TEXT)))
+COMMANDS = sorted(set(re.findall(r"podium pod ([a-z][a-z0-9]*)([^`|\n]*)", TEXT)))
 OPTIONS = {
     name: {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     for name, command in typer.main.get_command(app).commands.items()  # pyright: ignore[reportAttributeAccessIssue]

@@ -14,13 +14,13 @@ from podium.pods.gcloud import GcloudError
 from podium.pods.inventory import Slice
 from podium.pods.launch import JobStatus
 from podium.pods.recover import RUNNING, Counts, Policy, decide, keep_alive
-from podium.pods.remote import RemoteError
+from podium.pods.remote import RemoteError, UnusableError
 from podium.pods.session import Observation
 from podium.pods.slices import SliceError
 from tests.pods.fake_gcloud import Clock
 from tests.pods.pod_world import ZONES
 
-POLICY = Policy()
+POLICY = Policy(down=False)
 SLICE = Slice(
     name="demo",
     zone="us-a",
@@ -56,11 +56,9 @@ def status(
     }
 
 
-def seen(
-    *statuses: dict[str, Any] | None, asked: str | None = None, waited_s: float = 0.0, **of_slice: Any
-) -> Observation:
+def seen(*statuses: dict[str, Any] | None, asked: bool = False, waited_s: float = 0.0, **of_slice: Any) -> Observation:
     tpu_slice = dataclasses.replace(SLICE, **of_slice)
-    return Observation(slice=tpu_slice, job=JobStatus(workers=statuses, asked_to_stop=asked), waited_s=waited_s)
+    return Observation(slice=tpu_slice, job=JobStatus(workers=statuses), asked_to_stop=asked, waited_s=waited_s)
 
 
 DONE = status("finished", 0, kind="done")
@@ -68,6 +66,8 @@ STOPPED = status("finished", 143, kind="stopped")
 FAILED = status("finished", 1, kind="exception")
 LOST = status("finished", 134, kind="lost")
 GUARD = status("finished", 78, kind="guard")
+MISSING = status("finished", 78, kind="missing")
+KILLED = status("finished", 137, kind="signal")
 WRONG = status("finished", 2, kind="exit")
 NONE = {**status("none"), "job": None, "progress": None}
 TABLE: dict[str, tuple[Observation, str, int]] = {
@@ -75,21 +75,40 @@ TABLE: dict[str, tuple[Observation, str, int]] = {
     "one silent while running": (seen(status(), None), "wait", 0),
     "nothing started": (seen(NONE, NONE), "start", 0),
     "done": (seen(DONE, DONE), "end", 0),
-    "stopped as asked": (seen(STOPPED, STOPPED, asked="j-1"), "end", 143),
+    "stopped as asked": (seen(STOPPED, STOPPED, asked=True), "end", 143),
+    "killed while it saved, as it had been asked to stop": (seen(KILLED, LOST, asked=True), "end", 143),
+    "asked to stop, and restarted meanwhile": (seen(status(), status(), asked=True), "stop", 0),
+    "asked to stop, and not heard": (seen(None, None, asked=True), "wait", 0),
+    "asked to stop, and preempted then": (
+        Observation(slice=dataclasses.replace(SLICE, state="dead", detail="PREEMPTED"), job=None, asked_to_stop=True),
+        "end",
+        143,
+    ),
+    "asked to stop when it was done": (seen(DONE, DONE, asked=True), "end", 0),
     "stopped, machines may go": (seen(STOPPED, STOPPED), "wait", 0),
     "stopped, machines stayed": (seen(STOPPED, STOPPED, waited_s=100.0), "restart", 0),
-    "an old job was asked to stop": (seen(STOPPED, STOPPED, asked="j-0", waited_s=100.0), "restart", 0),
     "guard": (seen(GUARD, GUARD), "end", 78),
     "guard on one": (seen(GUARD, LOST), "end", 78),
+    "started on one that is silent now": (seen(None, NONE, waited_s=301.0), "start", 0),
+    "started on some, which have ended": (seen(DONE, NONE, waited_s=30.0), "restart", 0),
+    "a worker came too late": (seen(MISSING, MISSING), "restart", 0),
+    "one silent while running, for long": (seen(status(), None, waited_s=9999.0), "wait", 0),
     "wrong settings": (seen(WRONG, LOST), "end", 2),
     "failed": (seen(LOST, FAILED), "restart", 0),
     "failed and one silent": (seen(LOST, None), "wait", 0),
     "failed and one silent for long": (seen(LOST, None, waited_s=301.0), "replace", 0),
     "all silent": (seen(None, None), "wait", 0),
-    "all silent for long": (seen(None, None, waited_s=301.0), "replace", 0),
+    "all silent for long": (seen(None, None, waited_s=9999.0), "wait", 0),
     "preempted": (seen(status(), status(), state="dead", detail="PREEMPTED"), "replace", 0),
     "done before it was preempted": (seen(state="dead", detail="PREEMPTED"), "replace", 0),
-    "gone": (Observation(slice=None, job=None), "replace", 0),
+    "not listed": (Observation(slice=None, job=None), "wait", 0),
+    "deleted by somebody": (Observation(slice=None, job=None, waited_s=100.0), "end", 1),
+    "being replaced": (Observation(slice=None, job=None, replacing=True), "replace", 0),
+    "in repair for ever": (
+        Observation(slice=dataclasses.replace(SLICE, state="creating", detail="REPAIRING"), job=None, waited_s=1801.0),
+        "replace",
+        0,
+    ),
     "being repaired": (
         Observation(slice=dataclasses.replace(SLICE, state="creating", detail="REPAIRING"), job=None),
         "wait",
@@ -115,7 +134,7 @@ def test_restarts_and_replacements_are_bounded():
     failed = decide(seen(LOST, FAILED), Counts(restarts=3), POLICY)
     assert (failed.act, failed.status) == ("end", 1)
     assert "restarted 3 times without a new step" in failed.why
-    lost = decide(Observation(slice=None, job=None), Counts(replacements=20), POLICY)
+    lost = decide(seen(state="dead", detail="PREEMPTED"), Counts(replacements=20), POLICY)
     assert (lost.act, lost.status) == ("end", 1)
 
 
@@ -135,6 +154,7 @@ class Story:
         self.looks, self.done, self.said = list(looks), [], []
         self.fails = fails or {}
         self.clock = Clock()
+        self.slice, self.may_run = SLICE, True
 
     def observe(self) -> Observation:
         found = self.looks.pop(0)
@@ -151,6 +171,9 @@ class Story:
     def replace(self) -> None:
         self._do("replace")
 
+    def give_back(self) -> None:
+        self._do("give back")
+
     def show(self, job: JobStatus) -> None:
         pass
 
@@ -164,12 +187,10 @@ class Story:
 
 
 def test_a_preempted_run_goes_on_on_other_machines():
-    story = Story(
-        seen(status(), status()), seen(state="dead", detail="PREEMPTED"), seen(status(), status()), seen(DONE, DONE)
-    )
+    story = Story(seen(status(), status()), seen(state="dead", detail="PREEMPTED"), seen(NONE, NONE), seen(DONE, DONE))
     assert story.outcome() == 0
     assert story.done == ["replace", "start"]
-    assert story.said == ["replace: the slice is lost (PREEMPTED)", "done"]
+    assert story.said == ["replace: the slice is lost (PREEMPTED)", "start: no job has been started", "done"]
 
 
 def test_a_failed_run_is_stopped_everywhere_and_started_again_after_a_pause():
@@ -202,14 +223,74 @@ def test_a_start_that_fails_is_tried_again_but_not_for_ever():
 
     never = Never(*[seen(NONE, NONE)] * 9)
     assert never.outcome() == 1
+    assert "started 3 times without a new step" in never.said[-1]
     assert never.done == ["start"] * 3
 
 
 def test_no_capacity_for_a_replacement_is_tried_again():
-    gone = Observation(slice=None, job=None)
-    story = Story(gone, gone, seen(DONE, DONE), fails={"replace": SliceError("no zone gave v6e-16")})
+    gone, going = seen(state="dead", detail="PREEMPTED"), Observation(slice=None, job=None, replacing=True)
+
+    class NoCapacity(Story):
+        def replace(self) -> None:
+            self.done.append("replace")
+            if len(self.done) <= 30:
+                raise SliceError("no zone gave v6e-16")
+
+    story = NoCapacity(gone, *[going] * 30, seen(NONE, NONE), seen(DONE, DONE))
+    began = story.clock.now
     assert story.outcome() == 0
-    assert story.done == ["replace", "replace", "start"]
+    assert story.done == ["replace"] * 31 + ["start"]
+    assert story.clock.now - began > 4 * 3600  # a stock-out costs nothing
+
+
+def test_machines_that_were_never_usable_are_replaced_and_running_ones_never():
+    """A new machine that does not answer, or has not its chips, before anything was started on it."""
+    mute = UnusableError("worker 0 cannot be reached by ssh", answered=False)
+
+    class Mute(Story):
+        def start(self) -> None:
+            self.done.append("start")
+            if self.done.count("replace") == 0:
+                raise mute
+
+    story = Mute(*[seen(NONE, NONE)] * 7, seen(DONE, DONE))
+    story.may_run = False
+    assert story.outcome() == 0
+    assert story.done == ["start"] * 5 + ["replace", "start"]
+    kept = Mute(*[seen(NONE, NONE)] * 40, seen(DONE, DONE))
+    kept.may_run = True  # a job was started there once, and may go on
+    assert kept.outcome() == 0
+    assert set(kept.done) == {"start"}
+
+
+def test_in_the_end_the_slice_is_deleted_however_often_that_fails():
+    offline = GcloudError("unavailable", "no network")
+
+    class Offline(Story):
+        def give_back(self) -> None:
+            self.done.append("give back")
+            if len(self.done) < 9:
+                raise offline
+
+    story = Offline(seen(DONE, DONE))
+    assert story.outcome(Policy()) == 0
+    assert story.done == ["give back"] * 9
+    failed = Story(seen(WRONG, LOST))
+    assert failed.outcome(Policy()) == 2
+    assert failed.done == ["give back"]
+
+
+def test_a_lid_that_was_closed_is_one_look():
+    """Some workers do not answer and the job failed on others: an hour of sleep is no hour of silence."""
+
+    class Asleep(Story):
+        def observe(self) -> Observation:
+            self.clock.sleep(3600.0)
+            return super().observe()
+
+    story = Asleep(*[seen(LOST, None)] * 4, seen(DONE, DONE))
+    assert story.outcome() == 0
+    assert story.done == []
 
 
 def test_the_laptops_network_may_go_away():
@@ -226,8 +307,7 @@ def test_what_gcloud_will_not_do_however_often_it_is_asked_ends_the_following():
 
 
 def test_silence_is_waited_out_before_machines_are_replaced():
-    looks = [seen(LOST, None)] * 40 + [seen(status(), status())]
-    story = Story(*looks, seen(DONE, DONE))
+    story = Story(*[seen(LOST, None)] * 32, seen(NONE, NONE), seen(DONE, DONE))
     began = story.clock.now
     assert story.outcome() == 0
     assert "replace" in story.done
@@ -292,7 +372,8 @@ def test_machines_taken_at_random_instants_cost_at_most_two_save_intervals(make_
     repeated = len(steps) - STEPS
     assert 0 <= repeated <= 2 * SAVE_EVERY
     assert {line["step"]: line["chain"] for line in world.metrics()} == undisturbed()
-    assert [each.split("/")[3] for each in world.fake.queued] == [ZONES[1]], err
+    assert f"{ZONES[1]}: ACTIVE" in err
+    assert world.fake.everything() == []
 
 
 @pytest.mark.parametrize("word", ["scp", "agent start", "agent logs"])

@@ -67,8 +67,8 @@ def test_every_way_of_writing_a_value_is_hidden(before):
 
 
 def test_the_longest_secret_is_hidden_first():
-    secrets = Secrets({"HF_TOKEN": "a-token", "WANDB_API_KEY": "a-token-and-more", "NONE": ""})
-    assert secrets.redact("a-token-and-more and a-token") == "[redacted] and [redacted]"
+    secrets = Secrets({"HF_TOKEN": "first-token", "WANDB_API_KEY": "first-token-and-more", "NONE": ""})
+    assert secrets.redact("first-token-and-more and first-token") == "[redacted] and [redacted]"
 
 
 def test_shown_it_has_no_values():
@@ -83,30 +83,44 @@ def test_the_file_is_ours_alone_and_gone_afterwards():
     assert not file.parent.exists()
 
 
-def files_with(folders: list[Path], texts: list[str]) -> list[str]:
-    """Files below folders that hold one of the texts, also packed ones."""
-    found = []
-    for folder in folders:
-        for file in folder.rglob("*"):
-            if file.is_file() and not file.is_symlink():
-                data = file.read_bytes()
-                found += [str(file) for text in texts if text.encode() in data]
-    return found
+def forms_of(value: str) -> list[str]:
+    """Letters and digits, lower case, that stay of a value in each encoding, whatever stands beside it."""
+    data = value.encode()
+    cores = [base64.b64encode(b"x" * shift + data).decode()[4:-4] for shift in range(3)]
+    return [letters(form) for form in (value, data.hex(), urllib.parse.quote(value, safe=""), *cores)]
+
+
+def letters(text: str) -> str:
+    return re.sub("[^0-9a-z]", "", text.lower())
+
+
+def leaked(text: str, values: list[str]) -> list[str]:
+    """The values that a text has, in any encoding, on one line or on several."""
+    plain = letters(re.sub(r"\x1b\[[0-9;]*m", "", text))
+    return [value for value in values if any(form in plain for form in forms_of(value))]
+
+
+def files_with(folders: list[Path], values: list[str]) -> list[str]:
+    """Files below folders that hold one of the values, also packed ones."""
+    files = (file for folder in folders for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
+    return [str(file) for file in files if leaked(file.read_bytes().decode("latin-1"), values)]
 
 
 def test_planted_secrets_are_found_nowhere_after_a_run_with_failures(make_world, pod, tmp_path, monkeypatch):
-    """Five kinds: of the environment, of a .env file, of a name that is not allowed, in --env, and in a setting.
-
-    The job prints what it is given.
+    """Eight kinds: of the environment (two), of a .env file, of names that are not allowed there and there, in --env,
+    in a setting, and the machines' own. The job prints and fails with what it finds, in six encodings.
     """
     world = make_world()
     third = "hf_CANARYfromTheFile0123456789"
     file = tmp_path / "secret.env"
-    unknown = "CANARYofAnotherService0123456789"
+    unknown, other = "CANARYofAnotherService0123456789", "CANARYofAThirdService/+0123456789"
     file.write_text(f"HF_TOKEN={third}\nAWS_SECRET_ACCESS_KEY={unknown}\n")
     file.chmod(0o600)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", unknown)
-    texts = [third, unknown, *CANARIES.values(), "CANARYinEnv12345"]
+    monkeypatch.setenv("OPENAI_API_KEY", other)
+    machines = "CANARYthatTheMachineHas0123456789"
+    world.hosts.variables["MACHINE_API_KEY"] = machines
+    values = [third, unknown, other, machines, *CANARIES.values(), "CANARYinEnv12345"]
     world.plan(steps=12, save_every=100)
     world.fake.faults = [Fault("POST", "lost_reply")]
     (world.shared / "fail-1-3").write_text("1")
@@ -122,16 +136,21 @@ def test_planted_secrets_are_found_nowhere_after_a_run_with_failures(make_world,
     said.append(pod(*arguments, "--dry-run"))
     said.append(pod(*arguments))
     assert said[-1][0] == 0
-    assert "restart" in said[-1][2]
+    assert re.search(r"starting job-\w+-2 on 4 workers", said[-1][2]), said[-1][2]  # after the failure
+    records = [file for home in world.hosts.homes for file in home.rglob("record.json")]
+    assert any("told to fail at step 3: " in file.read_text() for file in records)
     said += [pod("status"), pod("logs"), pod("logs", "--worker", "2"), pod("stop"), pod("down", "demo")]
-    assert all("worker" in world.log(worker) and "[redacted]" in world.log(worker) for worker in range(4))
+    for worker in range(4):
+        log = world.log(worker)
+        assert log.count("[redacted]") >= 16, log  # two secrets, eight forms
+        assert "\x1b" not in log
     told = "".join(f"{out}{err}" for _, out, err in said)
-    for text in texts:
-        assert text not in told
-        assert not any(text in word for argv in world.gcloud.commands for word in argv)
-        assert not any(text in str(request) for request in world.fake.requests)
-    assert files_with(list(world.hosts.homes), texts) == []
-    assert files_with([world.shared], texts) == []
+    assert leaked(told, values) == []
+    assert "\x1b" not in told
+    assert leaked("\n".join(word for argv in world.gcloud.commands for word in argv), values) == []
+    assert leaked("\n".join(map(str, world.fake.requests)), values) == []
+    assert files_with(list(world.hosts.homes), values) == []
+    assert files_with([world.shared], values) == []
     assert left_in_memory() == []
 
 

@@ -2,15 +2,16 @@
 
 import dataclasses
 import random
+import re
 from collections.abc import Callable
 
 import pytest
 
 from podium.pods.gcloud import Gcloud, GcloudError, Order
-from podium.pods.inventory import LABEL_LENGTH, LEASE, OWNER, Slice, label_text, read_slices, zones_label
+from podium.pods.inventory import LABEL_LENGTH, LEASE, OWNER, Slice, label_text, owner_label, read_slices, zones_label
 from podium.pods.options import Rent
 from podium.pods.rental import new_order
-from podium.pods.slices import SliceError, Slices
+from podium.pods.slices import DeletedError, SliceError, Slices
 from tests.pods import fake_gcloud
 from tests.pods.fake_gcloud import Clock, Closed, FakeGcloud
 from tests.pods.fake_tpu import FakeTpu, Fault
@@ -169,7 +170,7 @@ def test_another_owner_of_podium_is_somebody_else(world):
         world.slices.down("run")
     with pytest.raises(SliceError, match="is not yours"):
         world.slices.up(ORDER, ZONES)
-    assert world.slices.reap() == []
+    assert world.slices.expired() == []
     assert len(world.fake.everything()) == 2
 
 
@@ -197,7 +198,7 @@ def test_deleting_while_machines_are_being_made(world):
     assert world.fake.everything() == []
 
 
-def test_one_that_vanishes_while_it_is_made_is_asked_for_elsewhere(world):
+def test_one_that_somebody_deletes_while_it_is_made_is_not_asked_for_elsewhere(world):
     world.fake.capacity = {"us-a": 0}
     waits = iter(range(100))
 
@@ -206,8 +207,25 @@ def test_one_that_vanishes_while_it_is_made_is_asked_for_elsewhere(world):
             world.fake.vanish("run")
 
     world.gcloud.before = vanish
-    assert world.slices.up(ORDER, ["us-a", "us-b"]).zone == "us-b"
-    assert any("deleted while it was being created" in line for line in world.said)
+    with pytest.raises(DeletedError, match="run in us-a was deleted while it was being created"):
+        world.slices.up(ORDER, ["us-a", "us-b"])
+    assert world.fake.everything() == []
+
+
+def test_machines_that_stay_in_creation_are_given_up_and_asked_for_elsewhere():
+    world = World(provision_s=10.0)
+    world.fake.stuck_zones = {"us-a"}
+    began = world.clock.now
+    assert world.slices.up(dataclasses.replace(ORDER, valid_until_s=4 * 3600), ["us-a", "us-b"]).zone == "us-b"
+    assert world.clock.now - began < 2400
+    assert any("its machines have been PROVISIONING, node CREATING for 30 minutes" in line for line in world.said)
+
+
+def test_a_closed_lid_is_no_time_in_which_a_zone_gave_nothing(world, monkeypatch):
+    """The wall clock jumps by six hours while the request waits; the machines come a moment later."""
+    jump = iter([0.0] * 4 + [6 * 3600.0] * 10_000)
+    monkeypatch.setattr(world.clock, "time", lambda: world.clock.now + next(jump), raising=False)
+    assert world.slices.up(ORDER, ["us-a", "us-b"]).zone == "us-a"
 
 
 def test_another_type_under_the_same_name_is_refused(world):
@@ -228,29 +246,37 @@ def test_two_of_ours_become_one(world):
     assert world.ours() == {"us-b"}
 
 
+def reaped(slices: Slices, *, everyone: bool = False) -> list[str]:
+    """Deletes what is past its lease, as `podium pod reap` does where nothing runs."""
+    past = slices.expired(everyone=everyone)
+    for each in past:
+        slices.delete(each)
+    return [each.name for each in past]
+
+
 def test_reap_deletes_what_is_past_its_lease_and_nothing_else(world):
     world.slices.up(ORDER, ZONES)
     short = {OWNER: "ada", LEASE: str(int(world.clock.now) + 600)}
     world.slices.up(dataclasses.replace(ORDER, name="old", labels=short), ZONES)
     world.fake.stranger("us-b", "theirs", {LEASE: "1"})
     world.clock.sleep(3600)
-    assert [each.name for each in world.slices.reap()] == ["old"]
+    assert reaped(world.slices) == ["old"]
     assert sorted({each.rpartition("/")[2] for each in world.fake.everything()}) == ["run", "theirs"]
 
 
 def test_a_renewed_lease_counts(world):
     short = dataclasses.replace(ORDER, labels={OWNER: "ada", LEASE: "1"})
     got = world.slices.up(short, ZONES)
-    world.slices.renew(got, world.clock.now + 999)
-    assert world.slices.reap() == []
+    world.slices.label(got, {LEASE: str(int(world.clock.now) + 999)})
+    assert world.slices.expired() == []
     world.clock.sleep(1000)
-    assert [each.name for each in world.slices.reap()] == ["run"]
+    assert reaped(world.slices) == ["run"]
 
 
 def test_reap_for_everyone_keeps_to_podiums_own(world):
     world.owned_by("bob").up(dataclasses.replace(ORDER, labels={OWNER: "bob", LEASE: "1"}), ["us-b"])
     node = world.fake.stranger("us-a", "theirs", {LEASE: "1"})
-    assert [each.owner for each in world.slices.reap(everyone=True)] == ["bob"]
+    assert reaped(world.slices, everyone=True) == ["run"]
     assert world.fake.everything() == [node]
 
 
@@ -276,6 +302,12 @@ def test_a_node_is_found_without_reading_queues(world):
     world.slices.up(dataclasses.replace(ORDER, name="second"), ["us-a"])
     with pytest.raises(SliceError, match="several slices: run, second; name one"):
         world.slices.locate(None)
+
+
+def test_owners_that_look_alike_are_told_apart():
+    assert owner_label("a.b@x.org") != owner_label("a-b@x.org")
+    assert re.fullmatch(r"a-b-x-org-[0-9a-f]{8}", owner_label("a.b@x.org"))
+    assert len(owner_label(f"{'a' * 80}@x.org")) <= LABEL_LENGTH
 
 
 def test_labels_fit_their_rules():

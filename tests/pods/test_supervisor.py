@@ -123,6 +123,7 @@ def test_exit_255_is_kept_and_never_the_agent_s_own(agent):
 
 def test_kill_9_of_the_command_is_told_by_its_supervisor(agent):
     agent.ask("start", "a-1", *shell("exec sleep 100"))
+    wait_for(lambda: any("sleep" in name_of(each) for each in marked("PODRUN_JOB", "a-1")))
     (process,) = [each for each in marked("PODRUN_JOB", "a-1") if "sleep" in name_of(each)]
     os.kill(process, signal.SIGKILL)
     found = agent.ended("a-1")
@@ -164,6 +165,76 @@ def test_stop_lets_a_job_save(agent):
     assert agent.ask("stop")[0] == 0  # again: nothing is left to stop
 
 
+SLOW_SAVE = """
+import json, os, signal, sys, time
+def save(number, frame):
+    for _ in range(8):
+        time.sleep(0.5)
+        with open(os.environ["PODRUN_JOB_DIR"] + "/new", "w") as file:
+            json.dump({"beat": time.time()}, file)
+        os.replace(file.name, os.environ["PODRUN_JOB_DIR"] + "/progress.json")
+    print("saved", flush=True)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+while True:
+    time.sleep(0.05)
+"""
+
+
+def test_stop_waits_for_a_save_that_gives_signs_of_life(agent):
+    """Longer than the grace, and in several commands, as the laptop gives them."""
+    agent.ask("start", "a-1", "--", sys.executable, "-c", SLOW_SAVE)
+    wait_for(lambda: "ready" in agent.run("logs").stdout)
+    status, found = agent.ask("stop", "--grace", "2.5", "--wait", "0.5")
+    assert (status, found["state"]) == (0, "running")
+    assert found["left"]
+    status, found = agent.ask("stop", "--grace", "2.5")
+    assert (status, found["exit"], found["left"]) == (0, 143, [])
+    assert agent.run("logs").stdout == "ready\nsaved\n"
+
+
+def test_a_job_leaves_no_core_file(agent):
+    agent.ask("start", "a-1", *shell("ulimit -c"))
+    agent.ended("a-1")
+    assert agent.run("logs").stdout == "0\n"
+
+
+def test_the_log_is_copied_into_the_run_s_folder(agent, tmp_path):
+    """So that it outlives the machine; the last lines too."""
+    run = tmp_path / "run"
+    run.mkdir()
+    script = (
+        f"""echo '{{"run_dir": "{run}"}}' > $PODRUN_JOB_DIR/progress.json; echo begun; sleep 0.2; echo failed; exit 1"""
+    )
+    agent.ask("start", "a-1", "--worker", "0", *shell(script))
+    agent.ended("a-1")
+    copy = run / "logs" / "a-1-worker0.log"
+    wait_for(lambda: copy.exists() and copy.read_text() == "begun\nfailed\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk needs root")
+def test_a_full_disk_is_told_and_does_not_outlast_itself(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
+    agent = Agent(disk / "home")
+    try:
+        script = "echo begun; cat /dev/zero > $PODRUN_JOB_DIR/big; echo disk is full now; exit 3"
+        assert agent.ask("start", "a-1", *shell(script))[0] == 0
+        found = agent.ended("a-1")
+        assert (found["state"], found["exit"]) == ("finished", 3)
+        assert "the disk of" in found["record"]["message"]
+        status, found = agent.ask("start", "a-2", *SLEEP)
+        assert status == 1
+        assert "cannot be written below" in found["error"]
+        (disk / "home/jobs/a-1/big").unlink()
+        assert agent.ask("start", "a-2", *SLEEP)[1]["state"] == "started"
+        agent.ask("stop", "--grace", "5")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
 def test_stop_ends_what_ignores_it_and_what_has_run_away(agent):
     """A child in a session of its own, whose parents are gone, and which ignores SIGTERM, is still the job's."""
     stubborn = "trap '' TERM; echo $$; while :; do sleep 1; done"
@@ -203,7 +274,7 @@ def test_a_record_that_the_job_wrote_stays(agent):
 
 def test_each_worker_is_told_its_place(agent):
     arguments = ("--worker", "2", "--peers", "10.0.0.1,10.0.0.2,10.0.0.3", "--accelerator", "v4-24")
-    script = "env | grep -E '^(PODRUN|JAX|MODE)_?' | sort"
+    script = "env | grep -E '^(PODRUN|JAX_COORD|JAX_PLAT|MODE)_?' | sort"
     agent.ask("start", "a-1", *arguments, "--env", "MODE=fast", "--cwd", str(agent.home.parent), *shell(script))
     agent.ended("a-1")
     assert agent.run("logs").stdout.splitlines() == [
@@ -232,6 +303,56 @@ def test_secrets_reach_the_job_and_nothing_else(agent, tmp_path):
         if path.is_file():
             assert b"s3cr3t-value-1" not in path.read_bytes(), path
             assert b"hf_canary" not in path.read_bytes(), path
+
+
+def test_terminal_sequences_and_split_secrets_do_not_reach_the_log(agent, tmp_path):
+    secret = tmp_path / "secrets"
+    secret.write_text("HF_TOKEN=hf_canary0123456789\n")
+    secret.chmod(0o600)
+    script = (
+        r"printf '\033[2J\033]0;owned\007red \033[31mtext\033[0m \377\n';"
+        'printf "a ${HF_TOKEN:0:8}"; sleep 0.3; echo "${HF_TOKEN:8} b"; echo "${HF_TOKEN:0:9}"; echo "${HF_TOKEN:9}";'
+        "echo -n $HF_TOKEN | base64; echo -n user:$HF_TOKEN | base64; echo -n $HF_TOKEN | od -An -tx1; exit 1"
+    )
+    assert agent.ask("start", "a-1", "--env-file", str(secret), *shell(script))[0] == 0
+    found = agent.ended("a-1")
+    log = agent.file("a-1", "log").read_text()
+    assert log.startswith("red text \\xff\na [redacted] b\n[redacted]\n")
+    assert "\x1b" not in log
+    assert log.count("[redacted]") == 5
+    assert "canary" not in json.dumps(found)
+
+
+@pytest.fixture
+def small_home(tmp_path):
+    """A host whose home has 256 KB."""
+    if os.geteuid():
+        pytest.skip("only root can mount a small disk")
+    home = tmp_path / "home"
+    home.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(home)], check=True)
+    yield home
+    subprocess.run(["umount", "--lazy", str(home)], check=True)
+
+
+def test_a_job_that_fills_the_disk_is_told_and_not_taken_for_killed(small_home, agent):
+    script = f"dd if=/dev/zero of={small_home}/big bs=4096 2>/dev/null; echo cannot write the checkpoint; exit 3"
+    assert agent.ask("start", "a-1", *shell(script))[0] == 0
+    found = agent.ended("a-1")
+    assert (found["state"], found["exit"]) == ("finished", 3)
+    message = found["record"]["message"]
+    assert message.startswith("exit status 3; the log ends with: cannot write the checkpoint; the disk of ")
+    assert "is full: delete something there" in message
+
+
+def test_a_start_on_a_full_disk_says_so_and_works_once_there_is_room(small_home, agent):
+    assert agent.ask("probe")  # makes the home
+    (small_home / "big").write_bytes(bytes(240 * 1024))
+    status, found = agent.ask("start", "a-1", *SLEEP)
+    assert status == 1
+    assert "No space left on device" in found["error"]
+    (small_home / "big").unlink()
+    assert agent.ask("start", "a-1", *SLEEP)[1]["state"] == "started"
 
 
 def test_secrets_that_others_can_read_are_refused(agent, tmp_path):

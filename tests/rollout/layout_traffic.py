@@ -16,11 +16,14 @@ from podium.config.schema import RolloutConfig
 from podium.hlo.cost import unknown_loops, walk
 from podium.hlo.text import parse
 from podium.models.architecture import DecoderConfig
-from podium.models.params import ROLLOUT_LAYOUTS, param_specs
+from podium.models.layouts import Layout
+from podium.models.params import ROLLOUT_LAYOUTS
 from podium.plan.topology import topology_devices
-from podium.rollout.programs import abstract_engine_cache, idle_slots, make_decode
-from podium.sharding import ShardingRules, abstract_params, make_mesh
+from podium.rollout.programs import abstract_engine_cache, engine_specs, idle_slots, make_decode
+from podium.sharding import abstract_params, make_mesh
+from podium.train.generate import rollout_rules
 
+STEPS = 8
 CONFIG = RolloutConfig(max_prompt_tokens=128, max_new_tokens=128, slots=32)
 DECODER = DecoderConfig(
     model_type="qwen2",
@@ -41,22 +44,28 @@ DECODER = DecoderConfig(
 )
 
 
-def traffic(layout: str, mesh: Mesh, dtype: jnp.dtype) -> dict[str, float]:
-    """Bytes that a device sends in one decode step, by kind of collective; those of a few numbers are left out."""
-    rules = ShardingRules(mesh, ROLLOUT_LAYOUTS[layout])
-    weights = abstract_params(param_specs(DECODER), dtype, rules)
+GROUPS = {"tensor": 8, "hybrid": 4}
+FEW = 4000  # bytes of a collective of a few numbers of each sequence
+
+
+def traffic(layout: str, mesh: Mesh, dtype: jnp.dtype) -> dict[str, dict[str, float]]:
+    """Bytes that a device sends in one decode step, and its collectives, by kind; those of a few numbers as `few`."""
+    rules = rollout_rules(Layout(name=layout, group=GROUPS.get(layout, 1)), DECODER, mesh)
+    weights = abstract_params(engine_specs(DECODER, rules), dtype, rules)
     cache = abstract_engine_cache(CONFIG, DECODER, rules, dtype)
     slots: Any = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rules.sharding("batch")), idle_slots(CONFIG.slots)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rules.sharding("rows")), idle_slots(CONFIG.slots)
     )
-    decode = make_decode(DECODER, rules, dtype, steps=1)
+    decode = make_decode(DECODER, rules, dtype, steps=STEPS)
     module = parse(decode.lower(weights, cache, slots).compile().as_text())
-    cost = walk(module, mesh.shape, trips=dict.fromkeys(unknown_loops(module), 1))
-    sent: dict[str, float] = {}
+    cost = walk(module, mesh.shape, trips=dict.fromkeys(unknown_loops(module), STEPS))
+    found: dict[str, dict[str, float]] = {"sent": {}, "calls": {}}
     for each in cost.collectives:
-        if each.sent / each.calls > 1000:
-            sent[each.kind] = sent.get(each.kind, 0) + each.sent
-    return sent
+        kind = each.kind if each.sent / each.calls > FEW else "few"
+        for name, value in (("sent", each.sent), ("calls", each.calls)):
+            found[name][kind] = found[name].get(kind, 0) + value / STEPS
+    found["sent"].pop("few", None)
+    return found
 
 
 def layers_weights(*names: str) -> int:
@@ -66,7 +75,7 @@ def layers_weights(*names: str) -> int:
     return DECODER.layers * sum(sizes[name] for name in names)
 
 
-def all_layouts(mesh: Mesh, dtype: jnp.dtype) -> Mapping[str, dict[str, float]]:
+def all_layouts(mesh: Mesh, dtype: jnp.dtype) -> Mapping[str, dict[str, dict[str, float]]]:
     """The traffic of every layout."""
     return {layout: traffic(layout, mesh, dtype) for layout in ROLLOUT_LAYOUTS}
 

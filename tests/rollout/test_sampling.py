@@ -8,9 +8,11 @@ import pytest
 
 from podium.algorithms.losses import policy_loss
 from podium.algorithms.recipes import RECIPES
+from podium.models.params import GROUP_AXES
 from podium.rollout import sampling
 from podium.rollout.request import SamplingParams
-from podium.rollout.sampling import fill_row, idle_rows, sample
+from podium.rollout.sampling import fill_row, idle_rows, sample, sample_split
+from podium.sharding import ShardingRules, make_mesh
 
 draw = jax.jit(sample)
 
@@ -128,9 +130,19 @@ def test_a_negative_token_of_an_unchanged_policy_has_its_gradient_under_truncati
 
 
 @functools.cache
-def chi_square_bound(freedom):
+def chi_square_bound(freedom, normal=4.27):
     """About the 1 - 1e-5 quantile (Wilson-Hilferty): seeds are fixed, so this only says how good is good enough."""
-    return freedom * (1 - 2 / (9 * freedom) + 4.27 * math.sqrt(2 / (9 * freedom))) ** 3
+    return freedom * (1 - 2 / (9 * freedom) + normal * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+def chi_square_of(tokens, expected):
+    """The statistic of draws, and its number of cells."""
+    counts = np.bincount(tokens, minlength=len(expected))
+    assert not counts[expected == 0].any()
+    large = expected >= 5
+    rest = expected[~large].sum(), counts[~large].sum()  # what is rare, as one cell
+    observed, wanted = np.append(counts[large], rest[1]), np.append(expected[large], max(rest[0], 1e-9))
+    return float(np.sum((observed - wanted) ** 2 / wanted)), len(wanted)
 
 
 @pytest.mark.parametrize("settings", [SETTINGS[0], SETTINGS[1], SETTINGS[2], SETTINGS[5], SETTINGS[7], SETTINGS[8]])
@@ -139,13 +151,8 @@ def test_tokens_are_distributed_as_they_should_be(settings):
     logits = np.random.default_rng(1).normal(0, 1.5, vocab).astype(np.float32)
     tokens, _ = draw_rows(np.tile(logits, (draws, 1)), [settings] * draws)
     expected = draws * naive_distribution(logits, settings)
-    counts = np.bincount(tokens, minlength=vocab)
-    assert not counts[expected == 0].any()
-    large = expected >= 5
-    rest = expected[~large].sum(), counts[~large].sum()  # what is rare, as one cell
-    observed, wanted = np.append(counts[large], rest[1]), np.append(expected[large], max(rest[0], 1e-9))
-    chi_square = float(np.sum((observed - wanted) ** 2 / wanted))
-    assert chi_square < chi_square_bound(len(wanted))
+    chi_square, cells = chi_square_of(tokens, expected)
+    assert chi_square < chi_square_bound(cells)
 
 
 def test_positions_and_completions_draw_anew():
@@ -238,7 +245,9 @@ def test_the_inverse_never_lands_on_a_weight_of_zero(uniform):
     weights = np.where(rng.random((500, 97)) < 0.7, 0.0, rng.random((500, 97))).astype(np.float32)
     weights[:, 96] = 0.0
     weights[np.arange(500), rng.integers(0, 96, 500)] = 1e-30  # at least one, perhaps a tiny one, in each row
-    index = np.asarray(jax.jit(sampling._invert)(weights, jnp.full(500, uniform, jnp.float32)))
+    uniforms, nothing = jnp.full(500, uniform, jnp.float32), jnp.zeros(500)
+    index, _, possible = jax.device_get(jax.jit(sampling._invert)(weights, uniforms, nothing, weights.sum(axis=1)))
+    assert possible.all()
     assert (weights[np.arange(500), index] > 0).all()
 
 
@@ -250,3 +259,60 @@ def test_the_threshold_is_the_kth_largest_value():
     assert found.tolist() == expected
     everything = jax.jit(sampling._threshold)(values, np.ones_like(values), np.full(20, 514, np.float32))
     assert np.isneginf(everything).all()
+
+
+# Over a vocabulary that 8 devices share, in one group or in two.
+
+
+@functools.cache
+def split_draw(mesh):
+    rules = ShardingRules(make_mesh(mesh), GROUP_AXES)
+    return rules, jax.jit(functools.partial(sample_split, rules=rules))
+
+
+def draw_split(mesh, logits, settings, *, positions=None, **row_settings):
+    """As `draw_all`, of logits [S, V] that devices share."""
+    S = len(settings)
+    rules, draw = split_draw(mesh)
+    positions = np.zeros(S, np.int32) if positions is None else np.asarray(positions, np.int32)
+    placed = jax.device_put(logits.astype(np.float32), rules.sharding("rows", "logits"))
+    return jax.device_get(draw(placed, rows_of(settings, **row_settings), positions, jnp.ones(S, bool)))
+
+
+def padded_logits(S, vocab, spread):
+    """[S, 1024] with nothing behind the vocabulary."""
+    logits = np.random.default_rng(5).normal(0, spread, (S, 1024)).astype(np.float32)
+    logits[:, vocab:] = -np.inf
+    return logits
+
+
+@pytest.mark.parametrize("mesh", ["fsdp:4,tp:2", "dp:2,fsdp:2,tp:2"])
+def test_a_shared_vocabulary_draws_what_one_device_draws(mesh):
+    settings = [*SETTINGS, params(temperature=0.0)] * 8
+    logits, positions = padded_logits(len(settings), 1000, 2.0), np.arange(len(settings))
+    whole = draw_all(logits[:, :1000], settings, positions=positions)
+    found = draw_split(mesh, logits, settings, positions=positions)
+    assert found.tokens.tolist() == whole.tokens.tolist()
+    np.testing.assert_allclose(found.logprobs, whole.logprobs, atol=1e-5)
+    np.testing.assert_allclose(found.full_logprobs, whole.full_logprobs, atol=1e-5)
+
+
+def test_the_first_of_equals_is_greedy_over_a_shared_vocabulary():
+    logits = np.zeros((2, 1024), np.float32)
+    logits[0, [300, 700]] = 3.0
+    logits[1, 1000] = 5.0
+    assert draw_split("fsdp:4,tp:2", logits, [params(temperature=0.0)] * 2).tokens.tolist() == [300, 1000]
+
+
+@pytest.mark.parametrize("settings", [SETTINGS[0], SETTINGS[1], SETTINGS[2], SETTINGS[5], SETTINGS[7], SETTINGS[8]])
+def test_a_shared_vocabulary_is_drawn_from_exactly(settings):
+    """512 draws of each of 20 seeds; none is further off than one in a thousand is by chance."""
+    draws, seeds, vocab = 512, 20, 1000
+    one = padded_logits(1, vocab, 3.0)
+    rows = {"seeds": np.repeat(range(seeds), draws).tolist(), "completions": [*range(draws)] * seeds}
+    found = draw_split("fsdp:4,tp:2", np.repeat(one, draws * seeds, axis=0), [settings] * draws * seeds, **rows)
+    expected = naive_distribution(one[0, :vocab], settings)
+    np.testing.assert_allclose(found.logprobs, np.log(expected[found.tokens]), atol=2e-5)
+    for tokens in found.tokens.reshape(seeds, draws):
+        chi_square, cells = chi_square_of(tokens, draws * expected)
+        assert chi_square < chi_square_bound(cells, 3.09)

@@ -1,6 +1,7 @@
 """Tasks that tests name by import path, some of them broken on purpose."""
 
 import os
+import subprocess
 import time
 from typing import Annotated, Literal
 
@@ -25,6 +26,11 @@ class Echo:
         match completion:
             case "sleep":
                 time.sleep(60)
+            case "children":
+                subprocess.Popen(["sleep", "1234567"])
+                time.sleep(60)
+            case "secrets":
+                return float(not any(name in os.environ for name in ("HF_TOKEN", "WANDB_API_KEY")))
             case "crash":
                 os._exit(3)
             case "memory":

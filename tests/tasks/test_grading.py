@@ -1,6 +1,8 @@
+import contextlib
 import os
 import time
 from concurrent.futures import CancelledError
+from pathlib import Path
 
 import pytest
 
@@ -150,6 +152,30 @@ def test_close_ends_the_processes_at_once_even_while_they_grade():
     assert len(processes) == 2
     with pytest.raises(CancelledError):
         grading.result()
+
+
+def test_what_a_stopped_answer_started_ends_with_it():
+    with contextlib.closing(make_grader(timeout_s=1.0)) as grader:
+        assert [reward.timed_out for reward in grader.grade(answers("children", "7", "children"))] == [
+            True,
+            False,
+            True,
+        ]
+    sleeping = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"sleep\0001234567" in contents(path)]
+    assert sleeping == []
+
+
+def contents(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it ended meanwhile
+        return b""
+
+
+def test_graders_do_not_get_the_runs_tokens(closed, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789")
+    assert [reward.total for reward in closed().grade(answers("secrets"))] == [1.0]
 
 
 def test_a_worker_imports_no_jax(closed):

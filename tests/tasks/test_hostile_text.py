@@ -13,7 +13,7 @@ from podium.tasks.task import Graded, Prompt
 
 REFERENCES = ["18", "-1200", "\\frac{3}{4}", "p - q", "\\text{east}", "(3,4]", "x=5", "3\\sqrt{13}", "0.5", "1+2i"]
 COUNT = 10_000
-LIMIT_S = 1.0
+LIMIT_S = 3.0  # of the clock: the machine may have other work
 START_S = 20.0  # generous: what a replaced worker takes to import sympy on a busy machine
 
 

@@ -144,14 +144,15 @@ def test_a_group_shares_one_copy_of_its_prompt():
     assert (int(batch.num_micro_batches), float(batch.num_tokens)) == (1, 6.0)
 
 
-def test_sequences_are_packed_whole_the_longest_first():
+def test_sequences_are_packed_whole_in_rows_of_equal_work():
     samples = [sample([1], [2, 3]), sample([4, 5], [6, 7, 8]), sample([9], [10])]
-    batch, spans = make_batch(samples, sizes(row_tokens=6, rows=1, max_rows=3, packing="sequences"))
+    shared = dataclasses.replace(sizes(row_tokens=6, rows=1, max_rows=3, packing="sequences"), devices=2)
+    batch, spans = make_batch(samples, shared)
     rows = rows_of(batch)
-    assert rows["tokens"].tolist() == [[4, 5, 6, 7, 1, 2], [9, 0, 0, 0, 0, 0], [0] * 6]
-    assert rows["segments"].tolist() == [[1, 1, 1, 1, 2, 2], [1, 0, 0, 0, 0, 0], [0] * 6]
+    assert rows["tokens"].tolist() == [[4, 5, 6, 7, 0, 0], [1, 2, 9, 0, 0, 0], [0] * 6]
+    assert rows["segments"].tolist() == [[1, 1, 1, 1, 0, 0], [1, 1, 2, 0, 0, 0], [0] * 6]
     assert rows["prompts"].tolist() == rows["segments"].tolist()
-    assert spans == [TokenSpan(0, 4, 2), TokenSpan(0, 1, 3), TokenSpan(1, 0, 1)]
+    assert spans == [TokenSpan(1, 0, 2), TokenSpan(0, 1, 3), TokenSpan(1, 2, 1)]
 
 
 def test_without_packing_every_sample_has_a_row():

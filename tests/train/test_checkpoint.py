@@ -17,9 +17,10 @@ import pytest
 from podium.config.schema import CheckpointConfig, OptimizerConfig
 from podium.models.params import TRAIN_AXES, ParamSpec
 from podium.sharding import ShardingRules, abstract_params, make_mesh
-from podium.train.checkpoint import Checkpointer, CheckpointError, restore_params, restore_state, saved_steps
+from podium.train.checkpoint import Checkpointer, restore_params, restore_state
 from podium.train.optimizer import make_optimizer
 from podium.train.state import TrainState, abstract_state
+from podium.train.step_files import CheckpointError, saved_steps
 
 SPECS = {
     "embed": ParamSpec((64, 32), ("vocab", "width"), 0.02),
@@ -143,18 +144,18 @@ def test_the_newest_the_multiples_and_the_best_are_kept(open_checkpointer, confi
             checkpointer.save(step, make_state(), {}, score=scores.get(step))
         checkpointer.close()
     assert checkpointer.steps() == kept
-    assert checkpointer.latest() == 6
+    assert checkpointer.steps()[-1] == 6
 
 
 def test_a_step_counts_only_when_it_is_whole(open_checkpointer, monkeypatch):
-    write_sizes, seen = Checkpointer._write_sizes, []
+    seal, seen = Checkpointer._seal, []
 
     def look_before_and_after(self):
         seen.append(self.steps())
-        write_sizes(self)
+        seal(self)
         seen.append(self.steps())
 
-    monkeypatch.setattr(Checkpointer, "_write_sizes", look_before_and_after)
+    monkeypatch.setattr(Checkpointer, "_seal", look_before_and_after)
     checkpointer = open_checkpointer()
     checkpointer.save(1, make_state(), {}, score=None, wait=True)
     assert seen == [[], []]
@@ -189,7 +190,7 @@ def test_reading_another_runs_checkpoints_changes_nothing_there(open_checkpointe
 
 def test_no_checkpoint_and_no_such_step_are_told(open_checkpointer, tmp_path):
     checkpointer = open_checkpointer(keep_last=2)
-    assert checkpointer.latest() is None
+    assert checkpointer.steps() == []
     with pytest.raises(CheckpointError, match=r"has no checkpoint; it has steps \[\]"):
         checkpointer.restore(None, target())
     checkpointer.save(3, make_state(), {}, score=None, wait=True)
@@ -240,7 +241,7 @@ def test_every_damaged_file_is_named_and_the_way_back_is_given(open_checkpointer
             checkpointer.restore(None, target())
         assert str(newest) in str(caught.value)
         assert str(file.relative_to(newest)) in str(caught.value)
-        assert f"--from {tmp_path / 'run'}@10" in str(caught.value)
+        assert f"name the newest whole one, {tmp_path / 'run'}@10" in str(caught.value)
         file.write_bytes(content)
     restored, _ = checkpointer.restore(10, target())
     assert_bit_equal(restored, make_state(10))
@@ -253,7 +254,7 @@ def test_content_that_is_no_checkpoint_is_an_error_too(open_checkpointer, tmp_pa
         path = folder(tmp_path) / "1" / file
         content = path.read_bytes()
         path.write_bytes(b"\0" * len(content))
-        with pytest.raises(CheckpointError, match=r"1 is damaged: .*; no earlier one is intact"):
+        with pytest.raises(CheckpointError, match=r"1 is damaged: .*; no other one is whole"):
             checkpointer.restore(1, target())
         path.write_bytes(content)
 
@@ -297,7 +298,7 @@ def test_a_save_that_fails_is_told_at_the_next_call_and_the_last_good_step_stays
     assert_bit_equal(restored, state)
     assert host == HOST
     checkpointer.save(3, make_state(3), {}, score=None, wait=True)
-    assert checkpointer.latest() == 3
+    assert checkpointer.steps()[-1] == 3
 
 
 def test_closing_tells_of_a_failed_save(tmp_path, no_large_files):
@@ -321,7 +322,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 from tests.train.test_checkpoint import *
 
 checkpointer = Checkpointer(Path(sys.argv[1]), CheckpointConfig(keep_every=10))
-first = 1 + (checkpointer.latest() or 0)
+first = 1 + max(checkpointer.steps(), default=0)
 print("open", flush=True)
 for step in range(first, first + 1000):
     checkpointer.save(step, state_of(step), {"step": step}, score=None, wait=step % 2 == 0)

@@ -17,8 +17,8 @@ from host_process import COUNT, ROWS
 from tiny_runs import make_config, read_records
 
 from podium.job.records import first_failure, outcome, read_json
-from podium.train.checkpoint import saved_steps
 from podium.train.loop import train
+from podium.train.step_files import saved_steps
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 300.0
@@ -30,8 +30,10 @@ SETTINGS: dict[str, Any] = {
     "checkpoint": {"every_steps": 2},
 }
 NAMED = "dp:2,fsdp:2,tp:2"
+GROUPS = "groups"
+"""The run in which the devices of a host hold one copy of the rollout's weights between them."""
 GRIDS = [
-    pytest.param((2, {"full": "host_local", "named": NAMED}), id="2x4"),
+    pytest.param((2, {"full": "host_local", "named": NAMED, GROUPS: "auto"}), id="2x4"),
     pytest.param((2, {"full": "auto"}), id="2x4-auto", marks=pytest.mark.long),
     pytest.param((4, {"full": "auto", "local": "host_local", "named": NAMED}), id="4x2", marks=pytest.mark.long),
 ]
@@ -42,6 +44,7 @@ LOCAL = (
     "throughput/",
     "memory/",
     "tokens/padding",
+    "tokens/prompt",  # rows of several devices are balanced, and a moved completion takes a copy of its prompt along
     "rollout/prefill_s",
     "rollout/decode_s",
     "rollout/tokens_per_s",
@@ -138,13 +141,20 @@ def alone(tiny_model, tmp_path_factory) -> Path:
     return Path(config.runs_dir) / "run"
 
 
+def _laid_out(name: str) -> dict[str, Any]:
+    """The settings of a run."""
+    layout = {"layout": "tensor"} if name == GROUPS else {}
+    return {**SETTINGS, "rollout": {**SETTINGS["rollout"], **layout}}
+
+
 @pytest.fixture(scope="module", params=GRIDS)
 def together(request, tiny_model, tmp_path_factory) -> Together:
     """One run on several meshes, by several processes."""
     hosts, meshes = request.param
     folder = tmp_path_factory.mktemp("hosts")
     configs = [
-        make_config(tiny_model, folder / "runs", name=name, mesh=mesh, **SETTINGS) for name, mesh in meshes.items()
+        make_config(tiny_model, folder / "runs", name=name, mesh=mesh, **_laid_out(name))
+        for name, mesh in meshes.items()
     ]
     order = {"configs": [config.model_dump(mode="json") for config in configs]}
     job = Hosts(folder / "job", order, hosts=hosts, devices=8 // hosts)

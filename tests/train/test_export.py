@@ -10,10 +10,10 @@ from podium.models.hf import load_params
 from podium.models.source import read_architecture, resolve
 from podium.models.tokenizer import load_tokenizer
 from podium.observe.run_dir import Fork, read_config
-from podium.train.checkpoint import CheckpointError
 from podium.train.export import export_run
 from podium.train.loop import train
 from podium.train.setup import load_weights, make_model
+from podium.train.step_files import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
 

@@ -22,14 +22,15 @@ from podium import cli
 from podium.config.schema import Config
 from podium.observe.metrics import find_metric
 from podium.observe.run_dir import Fork, RunDir, RunInUseError, read_config
+from podium.observe.summary import next_commands
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.scheduler import Scheduler
-from podium.train.checkpoint import CheckpointError, saved_steps
 from podium.train.evaluate import evaluate_command
 from podium.train.generate import Rollouts
 from podium.train.loop import train
 from podium.train.recorder import Recorder
 from podium.train.setup import load_weights, make_model
+from podium.train.step_files import CheckpointError, saved_steps
 from podium.train.trainer import DivergedError, Trainer
 
 pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
@@ -152,6 +153,21 @@ def test_a_run_of_two_steps_goes_on_to_four_as_if_it_had_never_stopped(run_of, u
     assert train(config_of(run, steps=STEPS), plain=True) == 0
     assert_same_run(run, undisturbed)
     assert json.loads((run / "summary.json").read_text())["steps"] == STEPS
+
+
+def test_a_damaged_newest_checkpoint_is_told_and_the_run_goes_on_from_the_one_before(tmp_path, undisturbed, capfd):
+    shutil.copytree(undisturbed, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "4"
+    largest = max((newest / "optimizer").rglob("*"), key=lambda file: file.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 4
+    largest.write_bytes(data)
+    assert train(config_of(tmp_path / "run", runs_dir=str(tmp_path)), plain=True) == 0
+    said = " ".join(capfd.readouterr().err.split())
+    assert "checkpoint 4 is damaged (optimizer/" in said
+    assert "continuing from step 2" in said
+    assert (newest.parent / "4.damaged").is_dir()
+    assert_same_run(tmp_path / "run", undisturbed)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -330,10 +346,35 @@ def test_an_evaluation_of_a_run_prints_one_object_on_stdout(undisturbed, capfd):
     (line,) = capfd.readouterr().out.splitlines()
     found = json.loads(line)
     last = metrics_of(undisturbed)[-1]
-    assert found["target"].startswith(str(undisturbed))
+    assert (found["target"], found["step"]) == (f"{undisturbed}@{STEPS}", STEPS)
     assert {name: value for name, value in found.items() if name.startswith("eval/")} == {
         name: value for name, value in last.items() if name.startswith("eval/")
     }
+
+
+def test_an_evaluation_shows_and_writes_its_answers(undisturbed, tmp_path, capfd):
+    config, out = config_of(undisturbed), tmp_path / "answers.jsonl"
+    assert evaluate_command(config, run=Fork(str(undisturbed), None), as_json=False, show=2, out=out) == 0
+    said = capfd.readouterr().err
+    answers = read_records(out)
+    assert (len(answers), said.count("question  "), said.count("expected  ")) == (8, 2, 2)
+    assert f"question  {answers[0]['question']}\n" in said
+    assert {answer["step"] for answer in answers} == {STEPS}
+
+
+def test_the_commands_that_the_summary_prints_work_as_they_are_printed(tiny_model, tmp_path, programs):
+    """All of "try next", by a shell that has no environment of ours active."""
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(make_config(tiny_model, tmp_path / "runs", **STEPWISE).model_dump(mode="json")))
+    assert train(Config.model_validate(yaml.safe_load(file.read_text())), plain=True) == 0
+    commands = next_commands(tmp_path / "runs" / "run", STEPS)
+    assert [command.split()[1] for command in commands] == ["eval", "export", "train"]
+    caches = {name.upper(): str(value) for name, value in cache_settings(programs).items()}
+    for command in commands:
+        environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", **caches}
+        environment["PYTHONPATH"] = str(Path(cli.__file__).parents[1])
+        done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
 
 
 def test_an_evaluation_of_an_earlier_step_is_that_of_the_run(tiny_model, tmp_path, undisturbed, capfd):

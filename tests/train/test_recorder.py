@@ -1,3 +1,4 @@
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ class Kept:
     def step(self, *arguments: Any) -> None: ...
 
 
-def record_steps(count: int, *, checkpoint_s: float | None = None, **algorithm: Any) -> Kept:
+def record_steps(count: int, *, checkpoint_s: float | None = None, equal_groups: int = 0, **algorithm: Any) -> Kept:
     """What is recorded of so many steps, of 1 s, 2 s, ..."""
     kept: Any = Kept()
     config = make_config(algorithm=algorithm, prompts_per_step=2, metrics={"samples_every": 1})
@@ -76,12 +77,13 @@ def record_steps(count: int, *, checkpoint_s: float | None = None, **algorithm: 
         check=None,
     )
     groups = [make_group([1.0, 0.0]), make_group([0.5, 0.0], seed=1)]
+    batched = dataclasses.replace(BATCHED, equal_groups=equal_groups)
     for step in range(1, count + 1):
         with pytest.MonkeyPatch.context() as patch:
             ticks = iter((0.0, float(step)))
             patch.setattr(recorder_module.time, "perf_counter", lambda ticks=ticks: next(ticks))
             recorder.begin_step(checkpoint_s)
-            recorder.write(step, groups, RolloutStats(answer_s=0.5, reward_s=0.2), BATCHED, UPDATED, sync_s=0.1)
+            recorder.write(step, groups, RolloutStats(answer_s=0.5, reward_s=0.2), batched, UPDATED, sync_s=0.1)
     return kept
 
 
@@ -121,3 +123,10 @@ def test_samples_have_their_advantages_and_the_first_of_a_step_its_tokens():
     for each in first["completions"]:
         assert len(each["pieces"]) == len(each["logprobs"]) == each["tokens"]
     assert "pieces" not in second["completions"][0]
+
+
+def test_a_step_that_teaches_nothing_is_said_once_with_the_way_out():
+    (said,) = record_steps(3, equal_groups=2).messages
+    assert said.startswith("all groups earned the same (mean reward 0.38): nothing was learned; ")
+    assert "take easier questions" in said
+    assert record_steps(3, equal_groups=1).messages == []

@@ -140,6 +140,7 @@ def test_every_setting_is_read_and_an_invented_one_is_not(tiny_model, tmp_path, 
     with recorded() as read:
         assert train(config, plain=True) == 0  # pyright: ignore[reportArgumentType]
     by_effect = {("AlgorithmConfig", name) for name in ARGUMENTS}
+    by_effect.add(("RolloutConfig", "group_chips"))  # of several devices: tests/models/test_layout_choice.py
     unread = set(settings(type(config))) - read - by_effect
     assert unread == set(settings(type(config))) - set(settings(Config))
     assert len(unread) > 60

@@ -51,6 +51,45 @@ with StopSignal() as stop:
     assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
 
 
+def test_a_second_ctrl_c_ends_a_process_that_is_inside_one_long_instruction():
+    """As an update is: Python's own handlers wait for its end. A thread sends the signals, as a terminal would."""
+    done = run(
+        """
+import hashlib, threading, time
+def type_ctrl_c():
+    for _ in range(2):
+        time.sleep(0.5)
+        began[:] = [time.monotonic()]
+        os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1.9)
+    print("still here", flush=True)
+    os._exit(1)
+began = []
+with StopSignal() as stop:
+    threading.Thread(target=type_ctrl_c, daemon=True).start()
+    hashlib.pbkdf2_hmac("sha256", b"a", b"b", 2_000_000_000)  # hours
+"""
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+
+
+def test_leaving_the_block_in_time_is_not_cut_short():
+    done = run(
+        """
+import time
+try:
+    with StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+except KeyboardInterrupt:
+    time.sleep(2)
+    print("closed")
+"""
+    )
+    assert (done.returncode, done.stdout) == (0, "closed\n")
+
+
 def test_a_second_sigterm_leaves_the_step_its_time():
     done = run(
         """

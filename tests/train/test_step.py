@@ -20,6 +20,7 @@ from tiny_runs import (
     sizes,
 )
 
+from podium.config.sizes import row_groups
 from podium.models.attention import causal_attention
 from podium.models.decoder import forward, head_weights
 from podium.models.logprobs import logits_at
@@ -27,7 +28,7 @@ from podium.train.batch import Sample, make_batch, take
 from podium.train.state import init_state
 from podium.train.step import TrainSettings, make_score, make_train_step, shard_batch
 
-GRADIENT_TOLERANCE = 1e-5  # of a gradient's norm, float32; bar f of the issue
+GRADIENT_TOLERANCE = 1e-5  # of a gradient's norm, float32
 BF16_TOLERANCE = 0.05  # of a gradient's norm, and nat of a log-probability: bfloat16 has 8 bits
 SCALE_TOLERANCE = 1e-5  # of the largest log-probability
 SAMPLES = make_samples(groups=4, completions=4)
@@ -143,6 +144,12 @@ def test_gradients_do_not_depend_on_how_many_micro_batches_there_are(samples, ex
     ("devices", "mesh", "program"),
     [
         (1, "dp:1", {"remat": "layer"}),
+        (1, "dp:1", {"remat": "offload"}),
+        (1, "dp:1", {"remat": "offload", "row_groups": 4}),
+        (8, "2,2,2", {"remat": "layer", "row_groups": 2}),
+        (2, "fsdp:2", {"remat": "products", "row_groups": 2}),
+        (1, "dp:1", {"remat": "none", "row_groups": 8}),
+        (8, "1,8,1", {"attention": "reference"}),
         (1, "dp:1", {"head_chunk_tokens": 8}),
         (8, "2,2,2", {"remat": "layer", "head_chunk_tokens": 56}),  # 28 of 24 columns: the last chunk is padded
     ],
@@ -150,6 +157,14 @@ def test_gradients_do_not_depend_on_how_many_micro_batches_there_are(samples, ex
 def test_memory_settings_do_not_change_gradients(samples, expected, devices, mesh, program):
     found, _ = gradient(samples, mesh=mesh, devices=devices, rows=8, **program)
     assert distance(found, expected[0]) <= GRADIENT_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("limit", "groups"), [(None, 1), (1000, 1), (120, 1), (119, 2), (60, 2), (40, 3), (20, 6), (1, 6)]
+)
+def test_groups_of_rows_are_equal_and_as_few_as_hold_no_more_tokens_than_asked(limit, groups):
+    config = make_config(train={"row_tokens": 20, "rows_per_device": 6, "layer_chunk_tokens": limit})
+    assert row_groups(config) == groups
 
 
 @pytest.mark.parametrize("algorithm", [{"recipe": "gspo", "clip_high": 0.05, "clip_low": 0.05}, {"entropy_bonus": 0.1}])

@@ -18,7 +18,7 @@ from podium.train.generate import Group
 from podium.train.step import shard_batch
 from podium.train.trainer import DivergedError, group_samples, make_batches
 
-GAP_TOLERANCE = 1e-5  # of the largest log-probability, float32; bar d of the issue
+GAP_TOLERANCE = 1e-5  # of the largest log-probability, float32
 BF16_GAP = 0.25  # nat, the largest of some hundred tokens
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [0.5, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0]]
 

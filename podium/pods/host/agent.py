@@ -21,7 +21,7 @@ from typing import Any
 
 from podium.files import RunFileError
 from podium.job.cluster import COORDINATOR_PORT, chips, local_worker
-from podium.pods.host.jobs import GRACE_S, BusyError, Host, JobSpec, StartError
+from podium.pods.host.jobs import GRACE_S, LONGEST_STOP_S, BusyError, Host, JobSpec, StartError
 from podium.pods.host.supervisor import supervise
 from podium.pods.secrets import SecretError, read_variables
 
@@ -74,9 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     start.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="variable, not a secret")
     _with_job(verbs, "status", "print the state of a job", _status)
     stop = _with_job(verbs, "stop", "end a job with all its processes", _stop)
-    stop.add_argument("--grace", type=float, default=GRACE_S, help="seconds from SIGTERM to SIGKILL")
+    stop.add_argument("--grace", type=float, default=GRACE_S, help="seconds without a sign of life before SIGKILL")
+    stop.add_argument("--wait", type=float, default=LONGEST_STOP_S, help="seconds to wait for its end")
     logs = _with_job(verbs, "logs", "print a job's log", _logs)
     logs.add_argument("--from-byte", type=int, default=0, help="print the log from this byte on")
+    logs.add_argument("--bytes", type=int, default=sys.maxsize, help="print at most so many")
     _with_job(verbs, "supervise", "internal: used by start", lambda args, host: supervise(host, args.job), nargs=None)
     return parser
 
@@ -135,8 +137,8 @@ def _status(args: argparse.Namespace, host: Host) -> int:
 
 
 def _stop(args: argparse.Namespace, host: Host) -> int:
-    left = host.stop(args.job, args.grace) if args.job else []
-    return _answer({**host.status(args.job), "left": left}, FAILED if left else DONE)
+    left = host.stop(args.job, args.grace, args.wait) if args.job else []
+    return _answer({**host.status(args.job), "left": left}, DONE)
 
 
 def _logs(args: argparse.Namespace, host: Host) -> int:
@@ -145,7 +147,9 @@ def _logs(args: argparse.Namespace, host: Host) -> int:
         return FAILED
     with (host.folder(args.job) / "log").open("rb") as log:
         log.seek(args.from_byte)
-        shutil.copyfileobj(log, sys.stdout.buffer)
+        left = args.bytes
+        while left > 0 and (data := log.read(min(left, 2**20))):
+            left -= sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
     return DONE
 

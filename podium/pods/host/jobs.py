@@ -21,15 +21,20 @@ import time
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from podium.files import write_atomically
+from podium.files import RunFileError, write_atomically
 from podium.job.records import NO_JOB, PROGRESS, RECORD, one_line, read_json
 from podium.pods.host.processes import kill, marked, wait_until
 
 State = Literal["none", "starting", "running", "finished", "killed"]
 JOB_DIR = "PODRUN_JOB_DIR"
+RESERVE, RESERVE_BYTES = "reserve", 1 << 16
+"""A file that is deleted when the job ends, so that its end can be written to a disk that it has filled."""
 START_S = 20.0
 GRACE_S = 60.0
+"""How long a job that was asked to stop may give no sign of life: a save gives them while it writes."""
+LONGEST_STOP_S = 3600.0
 LOCK_S = 5.0
+ASKED = "asked-to-stop"
 SYSTEMD = Path("/run/systemd/system")
 """Exists where systemd runs the host."""
 KEPT_VARIABLES = ("HOME", "PATH", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH", "USER")
@@ -138,20 +143,36 @@ class Host:
             # What is left of jobs whose supervisor and main process were both killed.
             kill([each for folder in (self.home / "jobs").glob("*") for each in self.processes(folder.name)])
             folder = self.folder(spec.job)
-            folder.mkdir(parents=True, mode=0o700)
-            write_atomically(folder / "job.json", json.dumps(dataclasses.asdict(spec)))
-            self._link(spec.job)
+            try:
+                folder.mkdir(parents=True, mode=0o700, exist_ok=True)  # left by a start on a full disk
+                write_atomically(folder / RESERVE, bytes(RESERVE_BYTES))
+                write_atomically(folder / "job.json", json.dumps(dataclasses.asdict(spec)))
+                self._link(spec.job)
+            except (OSError, RunFileError) as error:
+                shutil.rmtree(folder, ignore_errors=True)
+                free = shutil.disk_usage(self.home).free / 1e6
+                raise StartError(
+                    f"job {spec.job} cannot be written below {self.home}, where {free:.1f} MB are free and it needs"
+                    f" {RESERVE_BYTES / 1e6:.1f} and room for its log: {error}; delete old jobs or code there"
+                ) from error
             self._launch(spec)
             return "started"
 
-    def stop(self, job: str, grace_s: float) -> list[int]:
-        """End a job: SIGTERM, after `grace_s` SIGKILL to all its processes. Returns those that survived."""
-        supervisor = self.status(job)["pid"]
+    def stop(self, job: str, grace_s: float, wait_s: float = LONGEST_STOP_S) -> list[int]:
+        """Ask a job to save and end, and wait for it. Returns its processes that still live: they save.
+
+        Without a sign of life for `grace_s` they get SIGKILL.
+        """
+        folder, supervisor = self.folder(job), self.status(job)["pid"]
         processes = self.processes(job)
+        if processes and not (folder / ASKED).exists():
+            (folder / ASKED).touch()
         for process in [supervisor] if supervisor in processes else processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGTERM)
-        wait_until(lambda: not self.processes(job), grace_s)
+        wait_until(lambda: not self.processes(job) or stuck(folder, grace_s), wait_s)
+        if not stuck(folder, grace_s):
+            return self.processes(job)
         kill([process for process in self.processes(job) if process != supervisor])
         wait_until(lambda: not self.processes(job), LOCK_S)  # for the supervisor to write how it ended
         return kill(self.processes(job))
@@ -187,7 +208,16 @@ class Host:
         if not started.exists():
             process.kill()
             write_atomically(folder / "exit", "1\n")
-            raise StartError(f"job {spec.job} did not start: {one_line(last_line(folder / 'log'))}")
+            raise StartError(f"job {spec.job} did not start: {one_line(last_line(_end(folder / 'log')))}")
+
+
+def stuck(folder: Path, grace_s: float) -> bool:
+    """Whether a job that was asked to stop has given no sign of life for `grace_s` since."""
+    with contextlib.suppress(OSError):
+        asked = (folder / ASKED).stat().st_mtime
+        heard = max(asked, (read_json(folder / PROGRESS) or {}).get("beat") or 0.0)
+        return time.time() > min(heard + grace_s, asked + LONGEST_STOP_S)
+    return False
 
 
 def try_lock(file: IO[str], kind: int) -> bool:
@@ -203,7 +233,7 @@ def unit_command(job: str) -> list[str]:
     """The command prefix that runs a command in a transient systemd unit; empty where there is none that we may use."""
     if os.geteuid() != 0 or not SYSTEMD.is_dir() or shutil.which("systemd-run") is None:
         return []
-    options = ("KillMode=mixed", f"TimeoutStopSec={int(GRACE_S) + 30}", f"WorkingDirectory={ROOT}")
+    options = ("KillMode=mixed", f"TimeoutStopSec={int(LONGEST_STOP_S)}", f"WorkingDirectory={ROOT}")
     return [
         *("systemd-run", f"--unit=podrun-{job}", "--collect", "--quiet"),
         *(f"--property={option}" for option in options),
@@ -213,9 +243,13 @@ def unit_command(job: str) -> list[str]:
     ]
 
 
-def last_line(path: Path, size: int = 2000) -> str:
-    """The last line of a file that is not blank, found in its last `size` bytes."""
+def last_line(text: str) -> str:
+    """The last line of a text that is not blank."""
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "(nothing)")
+
+
+def _end(path: Path, size: int = 2000) -> str:
+    """The last bytes of a file."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - size))
-        lines = file.read().decode(errors="replace").splitlines()
-    return next((line for line in reversed(lines) if line.strip()), "(nothing)")
+        return file.read().decode(errors="replace")

@@ -69,6 +69,7 @@ unpack)
     unpack "$python"
     ;;
 setup)
+    trap 'rm -f "$sent/prepare.sh"' EXIT   # it may hold a password
     if [ -f prepare.sh ]; then sh prepare.sh; fi
     if [ "$3" != - ]; then install "$3" "$4" "$5"; fi
     ;;

@@ -5,21 +5,45 @@ process of the job that loses its parent becomes the supervisor's child; should 
 job's processes are found by `PODRUN_JOB_DIR` in their environment. Linux; standard library only.
 """
 
+import codecs
 import contextlib
 import fcntl
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from podium.files import write_atomically
 from podium.job.records import PROGRESS, read_json, write_record
-from podium.pods.host.jobs import GRACE_S, JOB_DIR, LOCK_S, Host, JobSpec, StartError, last_line, try_lock
+from podium.job.redact import Redactor, filtered
+from podium.pods.host.jobs import (
+    ASKED,
+    GRACE_S,
+    JOB_DIR,
+    LOCK_S,
+    RESERVE,
+    Host,
+    JobSpec,
+    StartError,
+    last_line,
+    stuck,
+    try_lock,
+)
 from podium.pods.host.processes import adopt_orphans, descendants, kill, wait_until
-from podium.pods.secrets import Secrets, read_env_file
+from podium.pods.secrets import read_env_file
+
+CHUNK = 1 << 16  # bytes of output that are read at once
+KEPT_PIECES = 8  # of output, for the message of a job that fails
+FULL_BYTES = 1 << 20  # a disk with less room than this is full
+COPY_S = 30.0
+"""Seconds between copies of the log into the run's folder."""
+POLL_S = 5.0
 
 
 def supervise(host: Host, job: str) -> int:
@@ -28,29 +52,38 @@ def supervise(host: Host, job: str) -> int:
     spec = JobSpec(**(read_json(folder / "job.json") or {}))
     with _hold(host.home / "host.lock", job) as lock:
         adopt_orphans()
-        secrets = Secrets(read_env_file(Path(spec.env_file) if spec.env_file else None))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold secrets, and fill the disk
+        secrets = read_env_file(Path(spec.env_file) if spec.env_file else None)
+        redactor = Redactor.from_environment({**os.environ, **spec.env}, secrets.values())
         with (folder / "log").open("ab", buffering=0) as log:
             process = subprocess.Popen(
                 spec.command,
                 cwd=spec.cwd,
-                env={**os.environ, **spec.env, **_job_variables(spec, folder), **secrets.values},
+                env={**os.environ, **spec.env, **_job_variables(spec, folder), **secrets},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 process_group=0,
                 pass_fds=[lock.fileno()],
             )
-            stopping = _forward_stop(process)
+            stopping = _forward_stop(process, folder)
             write_atomically(folder / "pid", f"{os.getpid()}\n")
-            pump = threading.Thread(target=_pump, args=(process.stdout, log, secrets), daemon=True)
+            tail: deque[str] = deque(maxlen=KEPT_PIECES)
+            pump = threading.Thread(target=_pump, args=(process.stdout, log, redactor, tail), daemon=True)
             pump.start()
-            status = process.wait()
+            copies = LogCopies(folder, spec)
+            while (status := process.poll()) is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(COPY_S)
+                copies.update()
             while left := descendants(os.getpid()):
                 kill(left)
             pump.join(LOCK_S)
         status = 128 - status if status < 0 else status
-        _record_end(folder, spec, status, after_stop=bool(stopping))
+        (folder / RESERVE).unlink(missing_ok=True)
+        _record_end(folder, spec, status, "".join(tail), after_stop=bool(stopping))
         write_atomically(folder / "exit", f"{status}\n")
+        copies.update()
     return 0
 
 
@@ -81,18 +114,21 @@ def _hold(path: Path, job: str) -> Iterator[Any]:
         yield lock
 
 
-def _forward_stop(process: "subprocess.Popen[bytes]") -> list[int]:
-    """Pass SIGTERM on to the command and kill everything after the grace; the list is filled once that has begun."""
+def _forward_stop(process: "subprocess.Popen[bytes]", folder: Path) -> list[int]:
+    """Pass SIGTERM on to the command, and kill all when it gives no sign of life; the list says whether that began."""
     asked: list[int] = []
 
     def stop(number: int, frame: object) -> None:
         if not asked:
             asked.append(number)
+            with contextlib.suppress(OSError):
+                (folder / ASKED).touch()
             process.send_signal(signal.SIGTERM)
-            signal.setitimer(signal.ITIMER_REAL, GRACE_S)
+            signal.setitimer(signal.ITIMER_REAL, GRACE_S, POLL_S)
 
     def end(number: int, frame: object) -> None:
-        kill(descendants(os.getpid()), patience_s=0.0)
+        if stuck(folder, GRACE_S):
+            kill(descendants(os.getpid()), patience_s=0.0)
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGALRM, end)
@@ -101,15 +137,43 @@ def _forward_stop(process: "subprocess.Popen[bytes]") -> list[int]:
     return asked
 
 
-def _pump(source: Any, log: BinaryIO, secrets: Secrets) -> None:
-    """Copy the job's output to its log line by line, without the values of secrets."""
-    for line in source:
-        text = secrets.redact(line.decode("utf-8", "surrogateescape"))
+def _pump(source: Any, log: BinaryIO, redactor: Redactor, tail: "deque[str]") -> None:
+    """Copy the job's output to its log as it comes, without the values of secrets and what could drive a terminal.
+
+    `tail` gets the last of it, also where the disk is full and takes no more.
+    """
+    for text in filtered(_decoded(source), redactor):
+        tail.append(text)
         with contextlib.suppress(OSError):  # a full disk must not end the job
-            log.write(text.encode("utf-8", "surrogateescape"))
+            log.write(text.encode("utf-8"))
 
 
-def _record_end(folder: Path, spec: JobSpec, status: int, *, after_stop: bool) -> None:
+def _decoded(source: Any) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+    while data := source.read1(CHUNK):
+        yield decoder.decode(data)
+    yield decoder.decode(b"", final=True)
+
+
+class LogCopies:
+    """Copies what a job's log has grown by into the run's folder, which outlives this machine."""
+
+    def __init__(self, folder: Path, spec: JobSpec) -> None:
+        self._folder, self._name, self._copied = folder, f"{spec.job}-worker{spec.worker}.log", 0
+
+    def update(self) -> None:
+        """Copy what is new, once the job has said where its run is; a folder that cannot be written is left alone."""
+        run = (read_json(self._folder / PROGRESS) or {}).get("run_dir")
+        with contextlib.suppress(OSError):
+            if run and Path(run).is_dir():
+                (Path(run) / "logs").mkdir(exist_ok=True)
+                with (self._folder / "log").open("rb") as log, (Path(run) / "logs" / self._name).open("ab") as copy:
+                    log.seek(self._copied)
+                    shutil.copyfileobj(log, copy)
+                    self._copied = log.tell()
+
+
+def _record_end(folder: Path, spec: JobSpec, status: int, said: str, *, after_stop: bool) -> None:
     """Record why the job ended, unless it has done so itself."""
     if status == 0:
         kind, message = "done", "done"
@@ -118,5 +182,7 @@ def _record_end(folder: Path, spec: JobSpec, status: int, *, after_stop: bool) -
         why = ": it did not end when asked to stop" if after_stop else ": kill -9, or the host was out of memory"
         kind, message = "signal", f"signal {status - 128} ({name})" + (why if status == 137 else "")
     else:
-        kind, message = "exit", f"exit status {status}; the log ends with: {last_line(folder / 'log')}"
+        kind, message = "exit", f"exit status {status}; the log ends with: {last_line(said)}"
+    if status and shutil.disk_usage(folder).free < FULL_BYTES:
+        message += f"; the disk of {folder} is full: delete something there (podium pod ssh), then start again"
     write_record(folder, kind, message, status, worker=spec.worker, progress=read_json(folder / PROGRESS) or {})

@@ -1,9 +1,10 @@
-"""Texts of small programs as the TPU's compiler optimises them for v6e-8, for tests of podium.plan without a TPU.
+"""Texts of small programs as compilers optimise them for v6e-8 and h100-8, for tests of podium.plan without either.
 
-python tests/golden/plan/record.py [FOLDER [NAME ...]]        needs libtpu (pip install 'jax[tpu]'), takes a minute
+python tests/golden/plan/record.py [FOLDER [NAME ...]]        needs libtpu (pip install 'jax[tpu]'), takes a minute;
+                                                              names in gpu_ need 'podium-rl[plan-gpu]' instead
 
-Recorded with jax 0.10.2 and libtpu 0.0.42.1. Tables of source files and bodies of kernels are cut out: they name
-folders of the machine.
+Recorded with jax 0.10.2, libtpu 0.0.42.1, jax-cuda12-plugin 0.10.2 and nvidia-cuda-nvcc-cu12 12.9.86. Tables of source
+files and bodies of kernels are cut out: they name folders of the machine.
 """
 
 import json
@@ -18,6 +19,7 @@ os.environ |= {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_ACCELERATOR_TYPE": "v6e-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
+    "XLA_FLAGS": "--xla_gpu_autotune_level=0",
 }
 
 import jax
@@ -159,14 +161,23 @@ PROGRAMS = {
     "attention": (attention, {}),
     "decode": (decode, {}),
     "kernel": (kernel, {}),
+    "gpu_stack": (stack, {}),
+    "gpu_decode": (decode, {}),
 }
+H100 = Path(__file__).parents[3] / "podium" / "plan" / "gpus" / "h100.txtpb"
+
+
+def describe(name: str):
+    """The machine that a program is compiled for."""
+    if name.startswith("gpu_"):
+        return topologies.get_topology_desc(platform="cuda", target_config=H100.read_text(), topology="1x1x8")
+    return topologies.get_topology_desc("v6e:2x4", platform="tpu", chips_per_host_bounds=(2, 4, 1))
 
 
 def main(folder: Path, names: list[str]) -> None:
-    topology = topologies.get_topology_desc("v6e:2x4", platform="tpu", chips_per_host_bounds=(2, 4, 1))
     for name in names or PROGRAMS:
         make, options = PROGRAMS[name]
-        function, arguments = make(topology)
+        function, arguments = make(describe(name))
         compiled = function.lower(*arguments).compile(compiler_options=options)
         text = re.sub(r"\nFileNames\n.*?(?=\n\n%|\n\nENTRY)", "", compiled.as_text(), flags=re.DOTALL)
         text = re.sub(r'"body":"[^"]*"', '"body":""', text)

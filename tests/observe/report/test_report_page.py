@@ -50,7 +50,7 @@ def test_texts_are_data_and_never_markup(tmp_path):
     samples = [sample(step, text=text, prompt=text[:50]) for step, text in enumerate(HOSTILE)]
     run = make_run(tmp_path / "run", samples=samples, config={"name": HOSTILE[0]})
     content, rest = data_of(make_page(report_object([run]), "plotly"))
-    assert "pwned" not in rest and "onerror" not in rest
+    assert "pwned" not in rest and "onerror=alert" not in rest
     shown = [each["text"] for record in content["runs"][0]["samples"] for each in record["completions"]]
     assert HOSTILE[0] in shown and HOSTILE[1] in shown
     assert max(map(len, shown)) < 5_000

@@ -1,0 +1,151 @@
+"""Milliseconds of a decode step in every layout, planned: the engine's program compiled for a TPU that is not there.
+
+    python -m benches.decode_layouts              (long: some thirty compilations of large models, each kept)
+
+Each row is a number of sequences of 512 positions, prompt included. `planned` is the roofline of the compiled program
+at the chip's published bandwidths, `floor` that of the arithmetic by which `rollout.layout: auto` chooses
+(`podium.models.layouts`), and `with shares` the plan's estimate with the shares that chips are taken to reach. Writes
+benches/results/decode-layouts-planned.json and its part of docs/planner.md.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benches.record import arguments, record, write_section
+from podium.accelerators import GIB, Accelerator, find_accelerator
+from podium.config.schema import Config
+from podium.hlo.cost import Roofline, roofline
+from podium.models.architecture import DecoderConfig
+from podium.models.layouts import DecodeFloor, host_machine, resolve
+from podium.models.presets import PRESETS
+from podium.plan.calibration import load_chip
+from podium.plan.compile import CompileProgress, compile_phases
+from podium.plan.planner import calibrated, make_jobs
+from podium.plan.worker import CompiledPhase
+from podium.settings import load_settings
+
+ROOT = Path(__file__).parents[1]
+TPU, POSITIONS = "v6e-8", 512
+POINTS = {
+    "Qwen/Qwen2.5-3B-Instruct": (128, 512, 1024, 4096),
+    "Qwen/Qwen2.5-7B-Instruct": (256,),
+    "Qwen/Qwen3-8B": (256,),
+}
+"""Sequences in flight, by model."""
+LAYOUTS = ("replicated", "hybrid-2", "hybrid-4", "tensor")
+FORMER = ("legacy",)
+"""Compiled at the smallest point alone, for comparison."""
+STEPS = 8
+"""Decode steps over which the cost of one is averaged."""
+
+
+def run_config(model: str, rows: int, layout: str) -> Config:
+    """The shipped config with so many slots of 512 positions."""
+    name, _, group = layout.partition("-")
+    settings = [
+        f"model={model}",
+        f"rollout.slots={rows}",
+        f"rollout.max_prompt_tokens={POSITIONS // 2}",
+        f"rollout.max_new_tokens={POSITIONS // 2}",
+        f"rollout.layout={name}",
+        *([f"rollout.group_chips={group}"] if group else []),
+    ]
+    return load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], settings, {}).config
+
+
+def compile_decode(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> CompiledPhase:
+    """The decode program of a run."""
+    return compile_phases(make_jobs(config, decoder, accelerator, ["decode"]), progress=_tell)["decode"]
+
+
+def _tell(progress: CompileProgress) -> None:
+    if progress.state == "compiled":
+        print(f"  compiled in {progress.seconds:.0f} s", flush=True)
+
+
+def measure(model: str, rows: int, layout: str, accelerator: Accelerator) -> dict[str, Any]:
+    """One line of the table."""
+    decoder, chip = PRESETS[model], load_chip(accelerator.generation)
+    config = run_config(model, rows, layout)
+    compiled = compile_decode(config, decoder, accelerator)
+    few, many = compiled.cost(1), compiled.cost(1 + STEPS)
+    lines = [roofline(cost, chip.peaks, links=accelerator.ici_links) for cost in (few, many)]
+    step = Roofline(*((getattr(lines[1], part) - getattr(lines[0], part)) / STEPS for part in Roofline.__annotations__))
+    sent: dict[str, float] = {}
+    calls = 0.0
+    for sign, cost in ((-1, few), (1, many)):
+        for each in cost.collectives:
+            sent[each.kind] = sent.get(each.kind, 0.0) + sign * each.sent / STEPS
+            calls += sign * each.calls / STEPS
+    seconds, _ = calibrated([(1, step)], chip, "decode")
+    planned = step.compute + step.hbm + step.ici + step.latency
+    return {
+        "model": model,
+        "rows": rows,
+        "layout": layout,
+        "floor_ms": round(floor(decoder, rows, layout, accelerator) * 1e3, 3) if layout not in FORMER else None,
+        "planned_ms": round(planned * 1e3, 3),
+        "parts_ms": {part: round(getattr(step, part) * 1e3, 3) for part in Roofline.__annotations__},
+        "with_shares_ms": [round(each * 1e3, 2) for each in (seconds.value, seconds.low, seconds.high)],
+        "collectives": round(calls, 2),
+        "sent_mb": {kind: round(size / 1e6, 3) for kind, size in sent.items()},
+        "gib": round(compiled.device_bytes / GIB, 2),
+        "fits": compiled.device_bytes <= accelerator.hbm_bytes,
+    }
+
+
+def floor(decoder: DecoderConfig, rows: int, layout: str, accelerator: Accelerator) -> float:
+    """Least seconds of a step of so many sequences of 512 positions."""
+    chips = accelerator.devices_per_host
+    machine = host_machine(accelerator, chips)
+    assert machine is not None
+    group = {"replicated": 1, "tensor": chips}.get(layout) or int(layout.partition("-")[2])
+    return DecodeFloor(decoder=decoder, machine=machine, group=group).step_s(rows, rows * POSITIONS)
+
+
+def chosen(model: str, rows: int, accelerator: Accelerator) -> str:
+    """The layout that `auto` takes."""
+    layout = resolve(
+        run_config(model, rows, "auto"),
+        PRESETS[model],
+        accelerator,
+        devices=accelerator.devices,
+        hosts=accelerator.hosts,
+    )
+    return f"hybrid-{layout.group}" if layout.name == "hybrid" else layout.name
+
+
+def lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The table for docs/planner.md."""
+    yield "| model | sequences | layout | floor, ms | planned, ms | with shares, ms | collectives | sent, MB | GiB |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for each in rows:
+        layout = f"**{each['layout']}**" if each["auto"] else each["layout"]
+        least = "" if each["floor_ms"] is None else f"{each['floor_ms']:.2f}"
+        value, low, high = each["with_shares_ms"]
+        gib = f"{each['gib']:.1f}" + ("" if each["fits"] else ", does not fit")
+        yield (
+            f"| {each['model'].partition('/')[2]} | {each['rows']:,} | {layout} | {least} | {each['planned_ms']:.2f} |"
+            f" {value:.1f} ({low:.1f} to {high:.1f}) | {each['collectives']:.0f} |"
+            f" {sum(each['sent_mb'].values()):,.1f} | {gib} |"
+        )
+
+
+def main() -> None:
+    args = arguments(__doc__).parse_args()
+    accelerator, found = find_accelerator(TPU), []
+    for model, points in POINTS.items():
+        for rows in points:
+            auto = chosen(model, rows, accelerator)
+            former = FORMER if (model, rows) == (next(iter(POINTS)), points[0]) else ()
+            for layout in (*LAYOUTS, *former):
+                print(f"{model}, {rows} sequences, {layout}", flush=True)
+                found.append(measure(model, rows, layout, accelerator) | {"auto": layout == auto})
+                print(f"  {found[-1]}", flush=True)
+    record("decode-layouts-planned", {"tpu": TPU, "positions": POSITIONS, "rows": found}, args.results)
+    write_section(ROOT / "docs" / "planner.md", "decode layouts", list(lines(found)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""How fast a config's update is on this machine: the trainer's compiled program on packed random completions.
+
+Weights are random, in the model's shape; lengths are drawn as `podium plan` draws them, so the two can be compared.
+"""
+
+import dataclasses
+import json
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podium.accelerators import recognise
+from podium.algorithms.recipes import make_recipe
+from podium.config.schema import Config
+from podium.models.architecture import DecoderConfig
+from podium.models.flops import Work, step_work, update_flops
+from podium.models.params import param_specs
+from podium.models.presets import find_architecture
+from podium.plan.calibration import load_chip
+from podium.plan.workload import SequenceLengths, draw_lengths
+from podium.sharding import init_params, make_mesh
+from podium.train.batch import Batch, Sample, batch_sizes, make_batch
+from podium.train.platform import prepare_platform
+from podium.train.setup import make_run_optimizer, make_train_settings
+from podium.train.state import init_state
+from podium.train.step import TrainSettings, make_train_step, shard_batch
+
+PRODUCT = 2048
+"""Rows and columns of the product that a peak is measured with, where none is published."""
+
+
+def bench(config: Config, *, lengths: str, repeats: int, as_json: bool) -> int:
+    """Time one optimizer step and print it; the exit status of `podium bench update`.
+
+    Raises:
+        ValueError: the model, the mesh or the lengths cannot be used.
+    """
+    prepare_platform()
+    found = measure(config, find_architecture(config.model), draw_lengths(lengths, config), repeats)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        rate = f"{found['tokens_per_s']:,.0f} real tokens/s"
+        reached = f"{found['model_tflop_per_s_per_device']:.3g} of {found['peak_tflop_per_s']:.3g} TFLOP/s per device"
+        print(
+            f"{found['wall_s']:.3g} s an update ({found['cpu_s']:.3g} CPU s), {rate}; {reached} ({found['peak']} peak):"
+            f" MFU {found['mfu']:.1%}"
+        )
+    return 0
+
+
+def measure(config: Config, decoder: DecoderConfig, lengths: SequenceLengths, repeats: int) -> dict[str, Any]:
+    """The best of so many steps after the first, which compiles; on what the first minibatch of a step holds."""
+    mesh, specs = make_mesh(config.mesh), param_specs(decoder)
+    settings, optimizer = make_train_settings(config, decoder, mesh), make_run_optimizer(config, decoder)
+    recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
+    recipe = dataclasses.replace(recipe, kl="none", kl_coef=0.0)  # a term of the loss: nothing beside the layers
+    train_step = make_train_step(settings, recipe, optimizer)
+    first = len(np.array_split(lengths.prompts, recipe.minibatches)[0])
+    lengths = SequenceLengths(prompts=lengths.prompts[:first], completions=lengths.completions[:first])
+    on_host = random_batch(config, decoder, lengths, settings)
+    batch = shard_batch(on_host, settings.computing)
+    state = init_state(init_params(0, specs, settings.stored), optimizer)
+    times = []
+    for _ in range(repeats + 1):
+        start, cpu = time.perf_counter(), time.process_time()
+        state, metrics = train_step(state, batch)
+        jax.block_until_ready(metrics)
+        times.append((time.perf_counter() - start, time.process_time() - cpu))
+    wall_s, cpu_s = (min(each) for each in zip(*times[1:], strict=True))
+    work = step_work(lengths.prompts.tolist(), lengths.completions.tolist())
+    room = int(on_host.num_micro_batches) * int(np.prod(on_host.tokens.shape[1:]))
+    return {
+        "model": config.model,
+        "device": jax.devices()[0].device_kind,
+        "devices": mesh.size,
+        "dtype": str(settings.dtype),
+        "wall_s": wall_s,
+        "cpu_s": cpu_s,
+        "completion_tokens": int(on_host.num_tokens),
+        "real_tokens": work.tokens,
+        "padding_tokens": room - int(np.sum(np.asarray(on_host.segments) > 0)),
+        "micro_batches": int(on_host.num_micro_batches),
+        "tokens_per_s": work.tokens / wall_s,
+        **use_of_peak(decoder, work, wall_s, settings),
+    }
+
+
+def use_of_peak(decoder: DecoderConfig, work: Work, seconds: float, settings: TrainSettings) -> dict[str, Any]:
+    """What had to be computed, and its share of the devices' peak: published, or a large product's where none is."""
+    devices, dtype = settings.mesh.size, settings.dtype
+    known = recognise(jax.devices()[0].device_kind, devices)
+    if known is not None:
+        peaks = load_chip(known.generation).peaks
+        peak = peaks.flops_f32 if dtype == jnp.float32 else peaks.flops_bf16
+    else:
+        peak = measured_peak(dtype)
+    flops = update_flops(decoder, work)
+    return {
+        "model_tflop": flops / 1e12,
+        "model_tflop_per_s_per_device": flops / seconds / devices / 1e12,
+        "peak_tflop_per_s": peak / 1e12,
+        "peak": "measured" if known is None else "published",
+        "mfu": flops / seconds / devices / peak,
+    }
+
+
+def measured_peak(dtype: jnp.dtype) -> float:
+    """Operations per second of one device in a square product into float32, the best of several."""
+    x = jnp.ones((PRODUCT, PRODUCT), dtype)
+    product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
+    jax.block_until_ready(product(x, x))
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        jax.block_until_ready(product(x, x))
+        best = min(best, time.perf_counter() - start)
+    return 2 * PRODUCT**3 / best
+
+
+def random_batch(config: Config, decoder: DecoderConfig, lengths: SequenceLengths, settings: TrainSettings) -> Batch:
+    """Random tokens of these lengths, packed as the trainer packs them; numpy arrays."""
+    random = np.random.default_rng(0)
+    samples = []
+    for group, (size, own) in enumerate(zip(lengths.prompts, lengths.completions, strict=True)):
+        prompt = tuple(random.integers(0, decoder.vocab, size).tolist())
+        for length in own:
+            tokens = random.integers(0, decoder.vocab, length).astype(np.int32)
+            logprobs = np.full(length, -np.log(decoder.vocab), np.float32)
+            advantage, weight = float(random.standard_normal()), 1.0 / float(np.sum(lengths.completions))
+            samples.append(
+                Sample(
+                    group=group,
+                    prompt=prompt,
+                    tokens=tokens,
+                    sampled_logprobs=logprobs,
+                    advantage=advantage,
+                    weight=weight,
+                )
+            )
+    return make_batch(samples, batch_sizes(config, decoder, settings.computing))[0]

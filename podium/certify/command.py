@@ -1,0 +1,74 @@
+"""What `podium certify` does: every check of a config's model, a table or an object of JSON, and the exit status."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+
+import jax
+from rich.console import Console
+
+from podium.certify.checks import STAGES, skipped
+from podium.certify.report import as_object, print_certificate
+from podium.certify.result import Certificate
+from podium.certify.subject import Subject, make_subject
+from podium.certify.updates import Updates
+from podium.config.schema import Config
+from podium.models.params import param_specs
+from podium.train.platform import only_cpu, prepare_platform
+
+QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""Two dozen small programs run a few times each: LLVM's optimizations would take longer than all the rest."""
+CPU_DEVICES = 8
+"""As many as jax is to make of the CPU, for programs that are split over devices."""
+
+
+def certify(config: Config, *, full: bool, as_json: bool) -> int:
+    """Check a config's model, print what was found, and return the status: 0 green, 1 not.
+
+    Raises:
+        ValueError: something that the config names cannot be used.
+    """
+    if only_cpu() and not full:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}".strip()
+    prepare_platform()
+    split_the_cpu()
+    console = Console(stderr=as_json)
+    subject = make_subject(config, full=full)
+    with console.status("checking") as status:
+        certificate = make_certificate(subject, full=full, progress=lambda name: status.update(f"checked: {name}"))
+    if as_json:
+        print(json.dumps(as_object(certificate), indent=2))
+    else:
+        print_certificate(certificate, console)
+    return 0 if certificate.green else 1
+
+
+def split_the_cpu() -> None:
+    """Have jax make several devices of the CPU; before its first computation."""
+    jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
+
+
+def make_certificate(
+    subject: Subject, *, full: bool = False, progress: Callable[[str], None] = lambda name: None
+) -> Certificate:
+    """All checks of a subject; `progress` is called with the name of each when it is done."""
+    start, updates, found = time.perf_counter(), Updates(subject), []
+    for check in (check for stage in STAGES for check in stage(updates)):
+        found.append(check)
+        progress(check.name)
+    return Certificate(
+        config=subject.user.name or subject.user.model,
+        subject=_in_words(subject, full),
+        device=jax.devices()[0].device_kind,
+        checks=tuple(found),
+        skipped=tuple(skipped(subject)),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _in_words(subject: Subject, full: bool) -> str:
+    size = sum(math.prod(spec.shape) for spec in param_specs(subject.decoder).values())
+    what = "the weights" if full else "a tiny clone"
+    return f"{what} of {subject.user.model} ({subject.decoder.model_type}, {size:,} parameters)"

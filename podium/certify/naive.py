@@ -1,0 +1,174 @@
+"""Model and objective once more, as papers write them: each sequence alone, nothing packed, chunked, split or masked.
+
+It shares no line with the decoder, the packing and the losses that it is compared with; float64 within `in_float64`.
+S completions of a step, each with its prompt before it, padded on the right to T tokens; n is the longest completion.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.lax import stop_gradient
+
+from podium.algorithms.recipes import Recipe
+from podium.models.architecture import DecoderConfig
+
+Weights = dict[str, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """What the completions of a step are, and what the objective takes as given."""
+
+    tokens: jax.Array  # [S, T] int32, prompt and completion
+    starts: jax.Array  # [S] int32, length of the prompt
+    valid: jax.Array  # [S, n] bool, which tokens of a completion there are; none of one that the recipe masks
+    advantages: jax.Array  # [S]
+    sampled_logprobs: jax.Array  # [S, n]
+    old_logprobs: jax.Array | None  # [S, n], the trainer's before the first update; None: the sampler's
+    reference_logprobs: jax.Array | None  # [S, n]
+
+
+class Scores(NamedTuple):
+    """Of each token of each completion."""
+
+    logprobs: jax.Array  # [S, n]
+    entropy: jax.Array  # [S, n]
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """Inside, jax computes in float64, on the CPU: TPUs have no such numbers."""
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]), jax.default_matmul_precision("highest"):
+        yield
+
+
+def logits(weights: Weights, tokens: jax.Array, decoder: DecoderConfig) -> jax.Array:
+    """Logits [T, V] behind each token of one sequence [T]."""
+    (T,) = tokens.shape
+    angles = jnp.arange(T)[:, None] * jnp.asarray(_frequencies(decoder))[None]  # [T, Q/2]
+    causal = jnp.arange(T)[:, None] >= jnp.arange(T)[None]  # query by key
+
+    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:  # [..., D]
+        y = x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + decoder.norm_eps)
+        return y * jnp.expand_dims(scale, range(x.ndim - 1))
+
+    def rotated(x: jax.Array) -> jax.Array:  # [T, H, Q]
+        half = decoder.head_dim // 2
+        pairs = (x[..., :half] + 1j * x[..., half:]) * jnp.exp(1j * angles)[:, None]
+        return jnp.concatenate([pairs.real, pairs.imag], axis=-1)
+
+    def layer(x: jax.Array, w: Weights) -> tuple[jax.Array, None]:
+        y = norm(x, w["attention_norm"])
+        q, k, v = (jnp.einsum("td,dhq->thq", y, w[name]) for name in "qkv")
+        if decoder.qkv_bias:
+            q, k, v = (z + w[f"{name}_bias"][None] for name, z in (("q", q), ("k", k), ("v", v)))
+        if decoder.qk_norm:
+            q, k = norm(q, w["q_norm"]), norm(k, w["k_norm"])
+        q, k = rotated(q), rotated(k)
+        k, v = (jnp.repeat(z, decoder.heads // decoder.kv_heads, axis=1) for z in (k, v))
+        scores = jnp.einsum("thq,shq->hts", q, k) / np.sqrt(decoder.head_dim)
+        shares = jax.nn.softmax(jnp.where(causal[None], scores, -jnp.inf), axis=-1)
+        x = x + jnp.einsum("hts,shq,hqd->td", shares, v, w["o"])
+        y = norm(x, w["mlp_norm"])
+        gate = y @ w["gate"]
+        return x + (gate / (1 + jnp.exp(-gate)) * (y @ w["up"])) @ w["down"], None
+
+    layers = {name.removeprefix("layers."): value for name, value in weights.items() if name.startswith("layers.")}
+    x, _ = jax.lax.scan(layer, weights["embed"][tokens], layers)
+    return norm(x, weights["final_norm"]) @ weights["embed" if decoder.tied else "head"].T
+
+
+def scores(weights: Weights, sequences: Sequences, decoder: DecoderConfig, temperature: float) -> Scores:
+    """Log-probability and entropy of each completion's tokens under the softmax of logits over temperature."""
+    n = sequences.valid.shape[1]
+
+    def of_one(tokens: jax.Array, start: jax.Array) -> Scores:
+        every = logits(weights, tokens, decoder) / temperature  # [T, V]
+        table = every - jax.nn.logsumexp(every, axis=-1, keepdims=True)
+        at = jnp.minimum(start - 1 + jnp.arange(n), len(tokens) - 2)  # whence each token of the completion is predicted
+        own = table[at]  # [n, V]
+        entropy = -jnp.sum(jnp.exp(own) * own, axis=-1)
+        return Scores(jnp.take_along_axis(own, tokens[at + 1][:, None], axis=1)[:, 0], entropy)
+
+    return jax.vmap(of_one)(sequences.tokens, sequences.starts)
+
+
+def objective(recipe: Recipe, found: Scores, sequences: Sequences, max_new_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """The loss of one optimizer step on these completions, [], and the sum of its terms' sizes, which may cancel."""
+    losses = policy_losses(recipe, found.logprobs, sequences) + kl_losses(recipe, found.logprobs, sequences)
+    terms = losses * denominators(recipe, sequences.valid, max_new_tokens)
+    entropy = jnp.sum(found.entropy * sequences.valid) / jnp.sum(sequences.valid)
+    bonus = recipe.entropy_bonus * entropy
+    return jnp.sum(terms) - bonus, jnp.sum(jnp.abs(terms)) + bonus
+
+
+def policy_losses(recipe: Recipe, logprobs: jax.Array, sequences: Sequences) -> jax.Array:
+    """The recipe's policy term of each token, [S, n], with its correction."""
+    A, sampled = sequences.advantages[:, None], sequences.sampled_logprobs
+    old = sampled if recipe.old_logprobs == "sampler" else sequences.old_logprobs
+    if old is None:  # of the trainer, in a batch's only update
+        old = stop_gradient(logprobs)
+    lowest, highest = 1 - recipe.clip_low, 1 + recipe.clip_high
+    if recipe.loss == "reinforce":
+        losses = -A * logprobs
+    elif recipe.loss == "cispo":
+        losses = -stop_gradient(jnp.clip(jnp.exp(logprobs - old), lowest, highest)) * A * logprobs
+    else:
+        ratio = jnp.exp(logprobs - old)
+        if recipe.loss == "gspo":
+            lengths = jnp.maximum(jnp.sum(sequences.valid, axis=1, keepdims=True), 1)
+            mean = jnp.sum((logprobs - old) * sequences.valid, axis=1, keepdims=True) / lengths
+            ratio = jnp.broadcast_to(jnp.exp(mean), logprobs.shape)
+        losses = -jnp.minimum(ratio * A, jnp.clip(ratio, lowest, highest) * A)
+        if recipe.dual_clip is not None:
+            losses = jnp.where(A < 0, jnp.minimum(losses, -recipe.dual_clip * A), losses)
+    if recipe.correction == "none":
+        return losses
+    weight = jnp.exp(old - sampled)
+    if recipe.correction == "truncate":
+        return losses * jnp.minimum(weight, recipe.correction_high)
+    inside = (weight >= recipe.correction_low) & (weight <= recipe.correction_high)
+    return losses * jnp.where(inside, weight, 0.0)
+
+
+def kl_losses(recipe: Recipe, logprobs: jax.Array, sequences: Sequences) -> jax.Array:
+    """The KL term of each token, [S, n]: with d = logprob - reference, d^2/2 (k2) or exp(-d) + d - 1 (k3)."""
+    if recipe.kl in ("none", "k1_reward"):
+        return jnp.zeros_like(logprobs)
+    assert sequences.reference_logprobs is not None
+    d = logprobs - sequences.reference_logprobs
+    k2, k3 = d * d / 2, jnp.exp(-d) + d - 1
+    if recipe.kl == "k3+":  # the value of k3, at most 10, and the gradient of k2
+        return recipe.kl_coef * (k2 + stop_gradient(jnp.minimum(k3, 10.0) - k2))
+    return recipe.kl_coef * (k2 if recipe.kl == "k2" else k3)
+
+
+def denominators(recipe: Recipe, valid: jax.Array, max_new_tokens: int) -> jax.Array:
+    """What each token's loss is multiplied by, [S, n]: the mean of the recipe, over all completions of the step."""
+    S, lengths = len(valid), jnp.maximum(jnp.sum(valid, axis=1, keepdims=True), 1)
+    if recipe.mean == "token":
+        return valid / jnp.sum(valid)
+    return valid / (S * (lengths if recipe.mean == "sequence" else max_new_tokens))
+
+
+def _frequencies(decoder: DecoderConfig) -> np.ndarray:
+    """Radians per position of each pair of a head, [Q/2], one by one as Llama 3.1's code has them."""
+    found = []
+    for pair in range(decoder.head_dim // 2):
+        frequency = decoder.rope_theta ** (-2 * pair / decoder.head_dim)
+        if (scaling := decoder.rope_scaling) is not None:
+            wavelength = 2 * np.pi / frequency
+            original, low, high = scaling.original_max_positions, scaling.low_freq_factor, scaling.high_freq_factor
+            if wavelength > original / low:
+                frequency /= scaling.factor
+            elif wavelength > original / high:
+                kept = (original / wavelength - low) / (high - low)
+                frequency = (1 - kept) * frequency / scaling.factor + kept * frequency
+        found.append(frequency)
+    return np.array(found)

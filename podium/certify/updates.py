@@ -1,0 +1,184 @@
+"""One update of the trainer's compiled program in any of its forms, with its gradient kept; and the naive one beside.
+
+A form is what must not change the result: packing, rows of a micro-batch, mesh, and settings of memory and kernels.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from podium.algorithms.recipes import Recipe
+from podium.certify.naive import Sequences, Weights, in_float64, objective, scores
+from podium.certify.subject import COMPLETIONS, LONGEST, PROMPTS, ROW_TOKENS, Arrays, Subject, one_device
+from podium.models.architecture import DecoderConfig
+from podium.train.batch import Batch, BatchSizes
+from podium.train.generate import Group
+from podium.train.packing import Packing
+from podium.train.setup import make_train_settings
+from podium.train.state import init_state
+from podium.train.step import TrainPrograms, TrainSettings, make_train_programs, shard_batch
+from podium.train.trainer import make_batches, with_scores
+
+PLAIN: Mapping[str, Any] = {
+    "remat": "none",
+    "head_chunk_tokens": 4096,
+    "attention": "reference",
+    "layer_chunk_tokens": None,
+}
+"""The settings of `train` that compute everything at once, and nothing again."""
+RATE = 0.1  # of the plain descent between an update and the next
+
+
+class Update(NamedTuple):
+    """What an update found, and the weights that it left."""
+
+    loss: float
+    gradient: Arrays
+    weights: Arrays
+    loss_size: float = 0.0
+    """Sum of the sizes of the loss's terms, of which differences of losses are a part; the naive update knows it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Form:
+    """How a batch is cut up and computed."""
+
+    packing: Packing = "shared_prompts"
+    rows: int = 16
+    """Of a micro-batch, over all devices; all rows there are fit in 16."""
+    devices: jax.sharding.Mesh | None = None
+    """None: the first device alone."""
+    row_tokens: int = ROW_TOKENS
+    train: Mapping[str, Any] = dataclasses.field(default_factory=lambda: PLAIN)
+    """Changes of the config's section `train`."""
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """What it runs on."""
+        return self.devices or one_device()
+
+
+UNPACKED, PACKED = Form(packing="none"), Form()
+"""The simplest form, which is compared with the naive update; and that which most others are compared with."""
+
+
+class Updates:
+    """Updates of a subject; forms whose programs are the same compile once."""
+
+    def __init__(self, subject: Subject, recipe: Recipe | None = None) -> None:
+        """`recipe`: another one than the subject's."""
+        self.subject = subject
+        self.recipe = dataclasses.replace(recipe or subject.recipe, zero_variance="keep")
+        self._programs: dict[TrainSettings, TrainPrograms] = {}
+
+    @functools.cached_property
+    def unpacked(self) -> list[Update]:
+        """Two updates on the same batch of one sequence a row."""
+        return self.run(UNPACKED, times=2)
+
+    @functools.cached_property
+    def packed(self) -> Update:
+        """The same update, packed, in one micro-batch on one device."""
+        return self.run(PACKED)[0]
+
+    def batch(self, form: Form, groups: list[Group] | None = None) -> Batch:
+        """The completions in a batch of this form, on the host, made as the trainer makes it."""
+        charged = self.subject.reward_kl if groups is None else None
+        (batch,), _ = make_batches(groups or self.subject.groups, self.recipe, sizes_of(form), charged)
+        return batch
+
+    def run(self, form: Form, *, times: int = 1, groups: list[Group] | None = None) -> list[Update]:
+        """So many updates on the same batch, each from the weights that the one before it left."""
+        settings, programs = self.programs(form)
+        subject, placed = self.subject, shard_batch(self.batch(form, groups), settings.computing)
+        params = subject.params(form.mesh)
+        reference = None if subject.reference is None else subject.params(form.mesh, subject.reference)
+        placed = with_scores(placed, self.recipe, programs.score, params, reference)
+        state, found = init_state(params, _keeping_gradient(RATE)), []
+        for _ in range(times):
+            state, metrics = programs.train_step(state, placed)
+            found.append(Update(float(metrics["loss"]), _host(state.opt_state), _host(state.params)))
+        return found
+
+    def programs(self, form: Form) -> tuple[TrainSettings, TrainPrograms]:
+        """The trainer's programs as this form has them, and what they share."""
+        config = self.subject.config
+        changed = config.model_copy(update={"train": config.train.model_copy(update=dict(form.train))})
+        settings = make_train_settings(changed, self.subject.decoder, form.mesh)
+        chunk = min(settings.head_chunk_tokens, form.rows * form.row_tokens)  # more are the same program
+        settings = settings._replace(head_chunk_tokens=chunk)
+        if settings not in self._programs:
+            self._programs[settings] = make_train_programs(settings, self.recipe, _keeping_gradient(RATE))
+        return settings, self._programs[settings]
+
+    def naive(self, weights: Arrays) -> Update:
+        """The update from these weights, by the naive objective in float64; the weights that it leaves are not made."""
+        subject = self.subject
+        with in_float64():
+            wide: Any = {name: np.asarray(value, np.float64) for name, value in weights.items()}
+            gradient = _naive_gradient(
+                subject.decoder,
+                _Hashed(self.recipe),
+                subject.config.rollout.temperature,
+                sizes_of(Form()).max_new_tokens,
+            )
+            (loss, size), found = gradient(wide, subject.sequences)
+            return Update(float(loss), {name: np.asarray(value) for name, value in found.items()}, {}, float(size))
+
+
+def sizes_of(form: Form) -> BatchSizes:
+    """The sizes of a form's batches."""
+    return BatchSizes(
+        row_tokens=form.row_tokens,
+        rows=form.rows,
+        max_rows=PROMPTS * COMPLETIONS,
+        packing=form.packing,
+        max_new_tokens=LONGEST,
+    )
+
+
+def distance(found: Arrays, expected: Arrays) -> float:
+    """Norm of the difference over the norm of what is expected, of the parameter that is worst."""
+    return max(relative(found[name], value) for name, value in expected.items())
+
+
+def relative(found: Any, expected: Any) -> float:
+    """Norm of the difference over the norm of what is expected; the norm itself where nothing is expected."""
+    norm = float(np.linalg.norm(np.asarray(expected, np.float64)))
+    return float(np.linalg.norm(np.asarray(found, np.float64) - np.asarray(expected, np.float64))) / (norm or 1.0)
+
+
+def _keeping_gradient(rate: float) -> optax.GradientTransformation:
+    """Plain descent whose state is the last gradient, so that it can be read exactly."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return jax.tree.map(lambda g: -rate * g, updates), updates
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+
+
+class _Hashed(NamedTuple):
+    """A recipe by identity: those with a partial function in them are not hashable."""
+
+    recipe: Recipe
+
+    def __hash__(self) -> int:
+        return id(self.recipe)
+
+
+@functools.cache
+def _naive_gradient(decoder: DecoderConfig, hashed: _Hashed, temperature: float, max_new_tokens: int) -> Any:
+    def loss(weights: Weights, sequences: Sequences) -> tuple[jax.Array, jax.Array]:
+        return objective(hashed.recipe, scores(weights, sequences, decoder, temperature), sequences, max_new_tokens)
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def _host(params: Any) -> Arrays:
+    return {name: np.asarray(value) for name, value in params.items()}

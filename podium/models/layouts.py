@@ -1,0 +1,241 @@
+"""How a rollout's weights and sequences lie on a machine, and the least time of a decode step in each layout. No jax.
+
+A group of k devices holds one copy of the weights between them and splits its sequences while they attend: k is 1 in
+`replicated`, all devices of a host in `tensor`, in between in `hybrid`. Few sequences want large groups, as reading the
+weights takes the time; many want small ones, as the sums over a group do. `auto` chooses by that arithmetic.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from podium.accelerators import Accelerator
+from podium.config.schema import Config
+from podium.models.architecture import DecoderConfig
+
+AUTO = "auto"
+COLLECTIVE_S = 3e-6  # of each collective, however small: the middle of what is published, 1 to 8 us
+OPTIMIZER_COPIES = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 2, "adafactor": 0}
+BF16, F32 = 2, 4
+ROOM = 0.9  # of a device's memory, for what is counted here
+CHIPS = Path(__file__).parents[1] / "plan" / "chips"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A layout of ROLLOUT_LAYOUTS, with the size of its groups where it has them."""
+
+    name: str
+    group: int = 1
+    """Devices that hold one copy of the weights between them; 1 also where the training mesh decides."""
+    why: str = ""
+    """The reason of `auto`, with its numbers; empty where the config named the layout."""
+
+    def mesh(self, training: Mapping[str, int], kv_heads: int) -> dict[str, int]:
+        """The mesh that the layout's table of axes is for: groups of devices, or the training mesh itself.
+
+        In a group, heads are split over tp as far as they go, and sequences over the rest, fsdp.
+        """
+        if self.group == 1:
+            return dict(training)
+        heads = math.gcd(self.group, kv_heads)
+        groups = math.prod(training.values()) // self.group
+        return dict(zip(training, (groups, self.group // heads, heads), strict=True))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the arithmetic needs of a host's devices, per device."""
+
+    chips: int
+    flops: float  # bfloat16 operations per second
+    hbm_bandwidth: float  # bytes per second
+    link_bandwidth: float  # bytes per second of one link in one direction
+    dimensions: int  # of the interconnect; 0: a switch
+    links: int  # of a device
+    hbm_bytes: int
+
+    def links_in(self, group: int) -> int:
+        """Links into the corner of a compact group: 2 chips span one axis, 4 two, 8 up to three."""
+        return min(self.dimensions, int(math.log2(group))) if self.dimensions else self.links
+
+
+@functools.cache
+def host_machine(accelerator: Accelerator, chips: int) -> Machine | None:
+    """So many chips of a host of an accelerator; None where there are no constants of its kind."""
+    path = CHIPS / f"{accelerator.generation}.json"
+    if not path.exists():
+        return None
+    constants = {name: entry["value"] for name, entry in json.loads(path.read_text())["constants"].items()}
+    return Machine(
+        chips=chips,
+        flops=constants["flops_bf16"],
+        hbm_bandwidth=constants["hbm_bandwidth"],
+        link_bandwidth=constants["link_bandwidth"],
+        dimensions=sum(size > 1 for size in accelerator.torus),
+        links=constants["links"],
+        hbm_bytes=accelerator.hbm_bytes,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeFloor:
+    """The least time of a decode step in groups of k devices: perfect bandwidths, no kernel's own time."""
+
+    decoder: DecoderConfig
+    machine: Machine
+    group: int
+
+    @property
+    def matmul_params(self) -> int:
+        """Parameters that every token is multiplied with: layers and head."""
+        d = self.decoder
+        attention = 2 * d.width * (d.heads + d.kv_heads) * d.head_dim
+        return d.layers * (attention + 3 * d.width * d.mlp_width) + d.vocab * d.width
+
+    @property
+    def params(self) -> int:
+        """All of them."""
+        return self.matmul_params + (0 if self.decoder.tied else self.decoder.vocab * self.decoder.width)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values of a token."""
+        d = self.decoder
+        return d.layers * 2 * d.kv_heads * d.head_dim * BF16
+
+    def step_s(self, rows: int, kv_tokens: float) -> float:
+        """Seconds of one token of each of `rows` sequences of a host, which attend to `kv_tokens` in all.
+
+        A collective waits for the product before it, so that its time comes on top.
+        """
+        d, m = self.decoder, self.machine
+        read = self.matmul_params * BF16 / self.group + kv_tokens * self.kv_bytes / m.chips
+        flops = 2 * self.matmul_params * rows + 4 * d.layers * d.heads * d.head_dim * kv_tokens
+        return max(read / m.hbm_bandwidth, flops / m.chips / m.flops) + self.ici_s(math.ceil(rows / self.groups))
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts the sequences of a host are split while they attend."""
+        return self.machine.chips // math.gcd(self.group, self.decoder.kv_heads)
+
+    def bytes_held(self, kv_tokens: int) -> float:
+        """Weights and cache of a device."""
+        return self.params * BF16 / self.group + kv_tokens * self.kv_bytes / self.machine.chips
+
+    @property
+    def groups(self) -> int:
+        """Groups of a host."""
+        return self.machine.chips // self.group
+
+    def ici_s(self, rows: int) -> float:
+        """Seconds of collectives for `rows` tokens in a group: two sums a layer, two swaps where heads do not divide.
+
+        On top come the embedding's sum and what the sampler exchanges.
+        """
+        if self.group == 1:
+            return 0.0
+        spare = self.group // math.gcd(self.group, self.decoder.kv_heads)
+        count = self.decoder.layers * (2 if spare == 1 else 4) + 2
+        links = self.machine.links_in(self.group) * self.machine.link_bandwidth
+        return group_bytes(self.decoder, self.group, rows, BF16) / links + count * COLLECTIVE_S
+
+
+def group_bytes(decoder: DecoderConfig, group: int, rows: int, itemsize: int) -> float:
+    """What a device sends while `rows` tokens pass through its group: sums, and heads swapped for sequences."""
+    summed = 2 * (1 - 1 / group) * rows * decoder.width * itemsize  # an all-reduce
+    spare = group // math.gcd(group, decoder.kv_heads)
+    heads = 2 * (decoder.heads + decoder.kv_heads) * decoder.head_dim
+    swapped = (1 - 1 / spare) * rows * heads * itemsize / group
+    return decoder.layers * (2 * summed + swapped) + summed
+
+
+def resolve(
+    config: Config, decoder: DecoderConfig, accelerator: Accelerator | None, *, devices: int, hosts: int
+) -> Layout:
+    """The layout of a run's rollout on so many devices and hosts, each of which decodes its share by itself.
+
+    Args:
+        config: of the run.
+        decoder: the model's numbers.
+        accelerator: the machine, or a host of it; None: one that is not in the table, as CPUs are not.
+        devices: of all hosts.
+        hosts: processes.
+
+    Raises:
+        ValueError: a group does not divide a host's devices, or the model.
+    """
+    rollout, chips = config.rollout, devices // hosts
+    machine = host_machine(accelerator, chips) if accelerator else None
+    if rollout.layout == "tensor":
+        return _checked(Layout(name="tensor", group=chips), decoder, chips)
+    if rollout.layout == "hybrid" and rollout.group_chips is not None:
+        return _checked(Layout(name="hybrid", group=rollout.group_chips), decoder, chips)
+    if rollout.layout not in (AUTO, "hybrid"):
+        return Layout(name=rollout.layout)
+    sizes = [size for size in range(1, chips + 1) if chips % size == 0 and not _problem(size, decoder, chips)]
+    if rollout.layout == "hybrid":
+        sizes = [size for size in sizes if 1 < size < chips]
+    if not sizes or (machine is None and rollout.layout == "hybrid"):
+        raise ValueError(
+            f"rollout.layout is hybrid and this machine has no size of groups to choose by itself ({chips} devices on a"
+            " host); set rollout.group_chips, or the layout to auto"
+        )
+    if machine is None:
+        return Layout(name="replicated", group=1, why="replicated: nothing is known of the speed of these devices")
+    return _fastest(config, decoder, machine, sizes, hosts=hosts, devices=devices)
+
+
+def _fastest(
+    config: Config, decoder: DecoderConfig, machine: Machine, sizes: Sequence[int], *, hosts: int, devices: int
+) -> Layout:
+    """The groups with the fastest decode step, all slots at half of their length, among those that have the memory."""
+    rollout = config.rollout
+    rows, length = rollout.slots // hosts, rollout.max_prompt_tokens + rollout.max_new_tokens
+    floors = [DecodeFloor(decoder=decoder, machine=machine, group=size) for size in sizes]
+    floors = [each for each in floors if not (rows % each.shards or (rollout.prefill_rows // hosts) % each.shards)]
+    copies = 1 + OPTIMIZER_COPIES[config.train.optimizer.name]
+    fitting = [
+        each
+        for each in floors
+        if each.bytes_held(rows * length) + copies * F32 * each.params // devices <= ROOM * machine.hbm_bytes
+    ]
+    # nothing fits, or nothing divides: the rest of the program says so better, of the least that there could be
+    candidates = fitting or floors[-1:] or [DecodeFloor(decoder=decoder, machine=machine, group=sizes[-1])]
+    seconds = {each.group: each.step_s(rows, rows * length / 2) for each in candidates}
+    best = min(seconds, key=lambda group: seconds[group])
+    times = ", ".join(f"{_name(group, machine.chips)} {1e3 * s:.2f}" for group, s in seconds.items())
+    small = [_name(each.group, machine.chips) for each in floors if each.group not in seconds]
+    without = f"; no memory for {', '.join(small)}" if small else ""
+    why = f"{_name(best, machine.chips)}: least ms per decode step of {rows} sequences at {length // 2} tokens: {times}"
+    name = {1: "replicated", machine.chips: "tensor"}.get(best, "hybrid")
+    return Layout(name=name, group=best, why=why + without)
+
+
+def _name(group: int, chips: int) -> str:
+    return {1: "replicated", chips: "tensor"}.get(group, f"hybrid-{group}")
+
+
+def _checked(layout: Layout, decoder: DecoderConfig, chips: int) -> Layout:
+    if problem := _problem(layout.group, decoder, chips):
+        works = ", ".join(str(size) for size in range(1, chips + 1) if not _problem(size, decoder, chips))
+        raise ValueError(
+            f"rollout.layout is {layout.name} in groups of {layout.group}: {problem}; groups can be {works}"
+            " (rollout.layout: hybrid, rollout.group_chips)"
+        )
+    return layout
+
+
+def _problem(group: int, decoder: DecoderConfig, chips: int) -> str:
+    """Why a model cannot be split over so many devices of a host; empty: it can."""
+    spare = group // math.gcd(group, decoder.kv_heads)
+    if chips % group:
+        return f"a host has {chips} devices, which they do not divide"
+    if decoder.mlp_width % group:
+        return f"an MLP width of {decoder.mlp_width} does not divide over them"
+    if decoder.head_dim % spare:
+        return f"heads of {decoder.head_dim} numbers do not divide over the {spare} devices of a key/value head"
+    return ""

@@ -1,0 +1,59 @@
+"""The first line of a report: whether a run fits, what most of its step is, and the change that helps most."""
+
+from collections.abc import Sequence
+
+from podium.plan.formatting import LIMITS, number, readable, spare, verdict_head
+from podium.plan.result import Plan
+from podium.plan.search import Trial
+
+MUCH = 0.25  # share of a step from which on the tokens of a wait are worth a word
+
+
+def advice_line(plan: Plan, trials: Sequence[Trial] | None) -> str:
+    """What to do about a plan, in a line.
+
+    Args:
+        plan: of the run as it is.
+        trials: changes that help, best first; None where none were looked for.
+    """
+    head, because = verdict_head(plan), _where(plan)
+    if trials is None:
+        return ". ".join(filter(None, (head, because)))
+    if not trials:
+        return f"{head}. {because}; no change that was tried makes it better" if because else head
+    best = trials[0]
+    return f"{head}. {because + ': ' if because else ''}--set {best.change} {effect(best)}"
+
+
+def effect(trial: Trial) -> str:
+    """What a change makes of a run, and who says so: `makes a step 2.1 s instead of 5.8 (compiled)`."""
+    plan, before = trial.plan, trial.before
+    made = "estimated" if plan.estimate_only else "compiled"
+    if before.verdict != "fits":
+        fits = {"fits": "fits", "too_close": "is too close to call", "does_not_fit": "does not fit either"}[
+            plan.verdict
+        ]
+        step = f", {number(plan.step.value)} s per step" if plan.step else ""
+        return f"{fits}, {spare(plan)}{step} ({made})"
+    if plan.step is None or before.step is None:
+        return f"leaves {spare(plan)} ({made})"
+    return f"makes a step {number(plan.step.value)} s instead of {number(before.step.value)} ({made})"
+
+
+def _where(plan: Plan) -> str:
+    """Of a run that fits, what takes most of its time and why; of another, what its largest phase holds."""
+    if plan.verdict != "fits":
+        parts = sorted(plan.worst.parts.items(), key=lambda part: -part[1])[:2]
+        held = " and ".join(f"{readable(name)} {size / 2**30:.1f}" for name, size in parts)
+        return f"Most of {plan.worst.name} is {held} GiB"
+    timed = [phase for phase in plan.phases if phase.seconds is not None]
+    if plan.step is None or not timed:
+        return ""
+    longest = max(timed, key=lambda phase: phase.seconds.value if phase.seconds else 0.0)
+    assert longest.seconds is not None
+    share = longest.seconds.value / plan.step.value
+    bound = f", bound by {LIMITS[longest.bound_by]}" if longest.bound_by else ""
+    busy = ""
+    if longest.name == "decode" and share > MUCH and plan.slots:
+        busy = f", with slots {plan.workload.slot_utilisation(plan.slots):.0%} busy"
+    return f"{share:.0%} of a step is {longest.name}{bound}{busy}"

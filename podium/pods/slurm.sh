@@ -1,0 +1,42 @@
+#!/bin/bash
+# sbatch THIS_FILE     in a checkout of Podium on a file system that all nodes share. A job that is requeued, because a
+#                      node failed, it was preempted, or its time was over, continues from its last checkpoint.
+# scancel JOB          ends it, and leaves it the cluster's KillWait to save;
+# scancel --signal=USR1 --batch JOB     has it save, with no limit, and be requeued: as Slurm does before its time is over.
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --time={time}
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@{notice_s}
+#SBATCH --output={name}-%j.log
+{gpus}
+set -u
+ulimit -c 0
+attempt=$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}
+export PODRUN_JOBS=$SLURM_SUBMIT_DIR/podium-jobs/$attempt
+mkdir -p "$PODRUN_JOBS"
+cat > "$PODRUN_JOBS/config.yaml" <<'END_OF_CONFIG'
+{config}
+END_OF_CONFIG
+export PODRUN_WORKERS=$SLURM_NNODES PODRUN_NONCE=$attempt REQUIRE_JAX_PROCESS_COUNT={nodes}
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+PODRUN_COORDINATOR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p'):{port}
+export PODRUN_COORDINATOR
+stopping=
+trap 'stopping=1; scancel --signal=TERM "$SLURM_JOB_ID.0"' USR1
+srun --kill-on-bad-exit=0 --label bash -c '
+    export PODRUN_WORKER=$SLURM_PROCID PODRUN_JOB_DIR=$PODRUN_JOBS/$SLURM_PROCID
+    mkdir -p "$PODRUN_JOB_DIR"
+    exec {python} -m podium.cli train "$PODRUN_JOBS/config.yaml" --plain' &
+step=$!
+wait "$step"
+status=$?
+while kill -0 "$step" 2>/dev/null; do   # the signal ended the wait, not the step
+    wait "$step"
+    status=$?
+done
+{python} -m podium.job.report "$PODRUN_JOBS"
+if [ -n "$stopping" ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$status"

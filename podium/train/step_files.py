@@ -1,0 +1,160 @@
+"""The files of saved steps: which are whole, which are damaged, and what becomes of a damaged one.
+
+    20/params/ 20/optimizer/ 20/host/ 20/metrics/    what orbax wrote
+    20/digests.json    a digest of every file above
+    20/sizes.json      bytes of every file above, written last
+    40.damaged/        a step that was found damaged when the run was continued; nothing reads it again
+
+Sizes are compared whenever a step is read; digests, which cost reading every byte, before a run goes on from it and
+before a run or an evaluation begins from it.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from podium.files import BUCKET, in_bucket
+
+SIZES, DIGESTS = "sizes.json", "digests.json"
+ASIDE = ".damaged"
+MARK = "commit_success.txt"
+"""Written by orbax into a step in a bucket when it is whole."""
+BLOCK = 1 << 18  # bytes read at once: they stay in the processor's cache
+READERS = 4
+Beat = Callable[[], None]
+"""A sign of life, given again and again while bytes are read or written."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written, or cannot be read; the message says which, why, and what to do."""
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """The steps that a run's `checkpoints` folder has under their final names, oldest first. Reads only.
+
+    In a bucket, where nothing can be renamed, those that orbax has marked as whole.
+    """
+    steps = [path for path in folder.glob("*") if path.name.isdigit()]
+    return sorted(int(path.name) for path in steps if not in_bucket(folder) or (path / MARK).exists())
+
+
+def seal(path: Path, beat: Beat) -> None:
+    """Write the digests and then the sizes of a step whose other files are all there."""
+    names = [name for name in stored_sizes(path) if "/" in name]  # those beside the folders orbax still changes
+    (path / DIGESTS).write_text(json.dumps(_digests(path, names, beat)))
+    sizes = stored_sizes(path)
+    (path / SIZES).write_text(json.dumps({name: sizes[name] for name in (*names, DIGESTS)}))
+
+
+def damage(path: Path, *, digests: bool, beat: Beat = lambda: None) -> str | None:
+    """The first file of a step that is not as it was written, and how; None: all are.
+
+    With `digests` every byte is read; without, sizes alone are compared. Steps of versions that wrote no digests have
+    only sizes.
+    """
+    try:
+        sizes: dict[str, int] = json.loads((path / SIZES).read_text())
+        stored = stored_sizes(path)
+        for name, size in sizes.items():
+            if name not in stored:
+                return f"{name} is missing"
+            if stored[name] != size:
+                return f"{name} has {stored[name]} bytes instead of {size}"
+        if not digests or DIGESTS not in sizes:
+            return None
+        written: dict[str, str] = json.loads((path / DIGESTS).read_text())
+        found = _digests(path, [name for name in sizes if name != DIGESTS], beat)
+    except (OSError, ValueError, AttributeError) as error:  # a disk that cannot be read, or no JSON, or another object
+        name = Path(getattr(error, "filename", None) or SIZES).name
+        return f"{name} cannot be read: {first_line(error)}"
+    changed = [name for name, digest in found.items() if written.get(name) != digest]
+    return f"{changed[0]} is not what was written (its digest differs)" if changed else None
+
+
+def newest_whole_step(folder: Path, announce: Callable[[str], None], beat: Beat) -> int | None:
+    """The newest step whose every byte is as it was written; newer ones are renamed, and that is announced.
+
+    None: nothing is saved.
+
+    Raises:
+        CheckpointError: there are steps, and all are damaged; nothing is renamed.
+    """
+    damaged: dict[int, str] = {}
+    for step in reversed(saved_steps(folder)):
+        if (what := damage(folder / str(step), digests=True, beat=beat)) is None:
+            for worse, why in damaged.items():
+                aside = _put_aside(folder / str(worse))
+                announce(
+                    f"checkpoint {worse} is damaged ({why}) and is kept as {aside}, which you may delete;"
+                    f" continuing from step {step}"
+                )
+            return step
+        damaged[step] = what
+    if damaged:
+        found = "; ".join(f"{step}: {why}" for step, why in damaged.items())
+        raise CheckpointError(
+            f"every checkpoint in {folder} is damaged ({found}); put back a copy of one, or train from the start: set"
+            f" another name, or delete {folder.parent}"
+        )
+    return None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error, without the specification that tensorstore appends."""
+    return (str(error).splitlines() or [type(error).__name__])[0].partition(" [tensorstore_spec")[0]
+
+
+def stored_sizes(path: Path) -> dict[str, int]:
+    """Bytes of every file of a step, by its name below the step's folder."""
+    if in_bucket(path):
+        return {name: int(about["size"]) for name, about in _objects(path).items()}
+    files = (file for file in sorted(path.rglob("*")) if file.is_file())
+    return {file.relative_to(path).as_posix(): file.stat().st_size for file in files}
+
+
+def _put_aside(path: Path) -> Path:
+    names = (path.with_name(f"{path.name}{ASIDE}{number}") for number in ("", *(f"-{n}" for n in range(2, 1000))))
+    aside = next(name for name in names if not name.exists())
+    if not in_bucket(path):
+        return path.rename(aside)
+    _bucket().mv(str(path), str(aside), recursive=True)
+    return aside
+
+
+def _digests(path: Path, names: Sequence[str], beat: Beat) -> dict[str, str]:
+    """Digests of a step's files: XXH3 of every byte, or in a bucket what the bucket says of its objects."""
+    if in_bucket(path):
+        return {name: _bucket_digest(about) for name, about in _objects(path).items() if name in set(names)}
+    with ThreadPoolExecutor(READERS) as readers:
+        return dict(zip(names, readers.map(lambda name: _digest(path / name, beat), names), strict=True))
+
+
+def _bucket() -> Any:
+    import fsspec
+
+    return fsspec.filesystem("gcs")
+
+
+def _objects(path: Path) -> dict[str, dict[str, Any]]:
+    """What a bucket says of the objects below a folder."""
+    root = str(path).removeprefix(BUCKET).rstrip("/") + "/"
+    return {name.removeprefix(root): about for name, about in _bucket().find(root, detail=True).items()}
+
+
+def _bucket_digest(about: dict[str, Any]) -> str:
+    """MD5 of an object; of one that was put together from parts there is only CRC32C."""
+    return f"md5:{about['md5Hash']}" if "md5Hash" in about else f"crc32c:{about['crc32c']}"
+
+
+def _digest(file: Path, beat: Beat) -> str:
+    """The XXH3 digest of a file, 128 bits, in hexadecimal digits."""
+    digest, block = xxhash.xxh3_128(), memoryview(bytearray(BLOCK))
+    with file.open("rb", buffering=0) as source:
+        while count := source.readinto(block):  # pyright: ignore[reportAttributeAccessIssue]  # a raw file has it
+            digest.update(block[:count])
+            beat()
+    return digest.hexdigest()

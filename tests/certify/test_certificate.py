@@ -1,0 +1,123 @@
+import io
+import json
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from podium.algorithms.recipes import RECIPES
+from podium.certify import command
+from podium.certify.batches import batch_checks
+from podium.certify.formulas import scheduled_rate
+from podium.certify.report import as_object, print_certificate
+from podium.certify.result import Certificate, Check
+from podium.certify.subject import make_subject, tiny_clone
+from podium.certify.updates import Updates
+from podium.config.schema import Config, OptimizerConfig
+from podium.models.presets import PRESETS
+from podium.train.optimizer import learning_rate
+
+MODELS = ("meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B")
+
+
+def make_config(model=MODELS[0], **changes) -> Config:
+    return Config.model_validate({"model": model, "tasks": [{"name": "arithmetic"}], "steps": 10, **changes})
+
+
+def certificate(*checks: Check) -> Certificate:
+    about = {"config": "run", "subject": "a tiny clone of x (llama, 10 parameters)", "device": "cpu", "seconds": 1.0}
+    return Certificate(checks=checks, skipped=(), **about)
+
+
+GREEN = Check(name="loss", claim="the loss is right", difference=1e-7)
+RED = Check(name="mask", claim="the mask is right", difference=1.0, bar=0)
+FOLLOWS = Check(name="gradient", claim="the gradient is right", difference=math.nan, after=("mask",))
+
+
+def printed(found: Certificate) -> str:
+    console = Console(width=80, record=True, file=io.StringIO())
+    print_certificate(found, console)
+    return console.export_text()
+
+
+def test_a_red_check_that_follows_from_another_is_no_cause():
+    found = certificate(RED, GREEN, FOLLOWS)
+    assert not found.green
+    assert [check.name for check in found.causes] == ["mask"]
+    assert [check.name for check in certificate(GREEN, FOLLOWS).causes] == ["gradient"]
+
+
+def test_the_verdict_names_the_cause_and_then_what_follows_within_80_columns():
+    text = printed(certificate(RED, GREEN, FOLLOWS))
+    assert "red: 2 of 3 checks" in text
+    assert "mask: it is not so that the mask is right (off by 1, the bar is 0)" in text
+    assert "and what follows from that: gradient" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "green: 1 checks" in printed(certificate(GREEN))
+
+
+def test_the_object_has_the_names_that_scripts_read():
+    found = as_object(certificate(RED, FOLLOWS))
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert (found["green"], found["causes"]) == (False, ["mask"])
+    assert {"name": "mask", "difference": 1.0, "bar": 0, "ok": False}.items() <= found["checks"][0].items()
+    assert found["checks"][1]["difference"] is None
+
+
+@pytest.mark.parametrize(("green", "status"), [(True, 0), (False, 1)])
+def test_the_status_is_the_verdict(monkeypatch, capsys, green, status):
+    monkeypatch.setattr(command, "prepare_platform", lambda: None)
+    monkeypatch.setattr(command, "split_the_cpu", lambda: None)
+    monkeypatch.setattr(command, "make_certificate", lambda *_, **__: certificate(GREEN if green else RED))
+    assert command.certify(make_config(), full=False, as_json=True) == status
+    assert json.loads(capsys.readouterr().out)["green"] is green
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_clone_keeps_every_switch_and_the_ratio_of_heads(name):
+    model, clone = PRESETS[name], tiny_clone(PRESETS[name])
+    for field in ("model_type", "tied", "qkv_bias", "qk_norm", "rope_scaling", "rope_theta", "norm_eps"):
+        assert getattr(clone, field) == getattr(model, field)
+    assert clone.heads // clone.kv_heads == model.heads // model.kv_heads
+    assert clone.heads % clone.kv_heads == 0
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    """The completions of a clone, whatever is made of them later."""
+    return make_subject(make_config()).sampled
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_batches_of_every_recipe_are_right(recipe, sampled):
+    subject = make_subject(make_config(algorithm={"recipe": recipe}))
+    subject.__dict__["sampled"] = sampled
+    found = list(batch_checks(Updates(subject)))
+    assert [(check.name, check.difference) for check in found if not check.ok] == []
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_the_naive_schedule_is_the_trainer_s(schedule):
+    config = OptimizerConfig(schedule=schedule, warmup_steps=3, final_fraction=0.1, learning_rate=1e-3)
+    rates = [float(jnp.asarray(learning_rate(config, 10)(step))) for step in range(10)]
+    np.testing.assert_allclose(rates, [scheduled_rate(config, 10, step) for step in range(10)], rtol=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_s_certificate_is_green(model):
+    found = command.make_certificate(make_subject(make_config(model)))
+    assert [(check.name, check.difference) for check in found.checks if not check.ok] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "grpo"])
+def test_every_recipe_s_certificate_is_green(recipe):
+    kl = {} if recipe == "maxrl" else {"kl": "k3", "kl_coef": 0.1, "entropy_bonus": 0.01}
+    found = command.make_certificate(make_subject(make_config(algorithm={"recipe": recipe, **kl})))
+    assert [(check.name, check.difference) for check in found.checks if not check.ok] == []
+
+
+pytestmark = pytest.mark.long  # minutes; `make test-long` runs it

@@ -1,0 +1,185 @@
+"""Every way to attend gives what the reference gives, forward and backward, for rows packed in every way."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import rules_on
+
+from podium.config import attention
+from podium.config.attention import attended_pairs, attention_backend, cut
+from podium.models import blockwise, gpu_attention, tpu_attention
+from podium.models.attention import causal_attention, packed_mask, row_attention
+from podium.models.params import GATHERED_AXES, ROLLOUT_LAYOUTS
+from podium.sharding import ShardingRules, make_mesh
+
+BACKENDS = {
+    "blocks": blockwise.blockwise_attention,
+    "tpu_kernel": functools.partial(tpu_attention.tpu_attention, interpret=True),
+    "gpu_kernel": functools.partial(gpu_attention.gpu_attention, interpret=True),
+}
+T = 150
+# Segments and prompts of a row, as (segment, prompt, tokens).
+ROWS = {
+    "one sequence": [(1, 1, T)],
+    "sequences": [(1, 1, 40), (2, 2, 90), (3, 3, 20)],
+    "sequences and padding": [(1, 1, 3), (2, 2, 60), (0, 0, 87)],
+    "completions of a prompt": [(1, 1, 20), (2, 1, 70), (3, 1, 60)],
+    "two prompts and padding": [(1, 1, 9), (2, 1, 30), (3, 1, 1), (4, 4, 30), (5, 4, 31), (6, 4, 20), (0, 0, 29)],
+    "padding alone": [(0, 0, T)],
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    """Blocks of which a row has several, the last one not whole."""
+    monkeypatch.setattr(attention, "BLOCK", 32)
+    monkeypatch.setattr(attention, "TPU_BLOCKS", (64,))
+
+
+def ids(rows=tuple(ROWS)) -> tuple[jax.Array, jax.Array]:
+    """Segments and prompts of rows, [B, T] each."""
+    found = [np.concatenate([np.full((n, 2), (own, prompt)) for own, prompt, n in ROWS[row]]) for row in rows]
+    segments, prompts = np.stack(found).astype(np.int32).transpose(2, 0, 1)
+    return jnp.array(segments), jnp.array(prompts)
+
+
+def arrays(B: int, heads: tuple[int, int, int], dtype="float32") -> list[jax.Array]:
+    """Queries, keys, values, and the gradient of what is attended."""
+    H, K, Q = heads
+    random = np.random.default_rng(0)
+    return [jnp.asarray(random.standard_normal((B, T, n, Q)), dtype) for n in (H, K, K, H)]
+
+
+def reference(segments, prompts):
+    return lambda q, k, v: causal_attention(q, k, v, packed_mask(segments, prompts))
+
+
+def with_gradients(attend, q, k, v, d_out):
+    out, pull = jax.vjp(attend, q, k, v)
+    return [out, *pull(d_out)]
+
+
+@pytest.mark.parametrize("heads", [(4, 4, 8), (6, 2, 16), (2, 1, 64)], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_values_and_gradients_are_the_references(backend, heads):
+    segments, prompts = ids()
+    q, k, v, d_out = arrays(len(segments), heads)
+    live = (segments > 0)[:, :, None, None]
+    ours = lambda q, k, v: BACKENDS[backend](q, k, v, segments, prompts)  # noqa: E731
+    found = jax.jit(functools.partial(with_gradients, ours))(q, k, v, d_out * live)
+    expected = with_gradients(reference(segments, prompts), q, k, v, d_out * live)
+    assert not np.any(np.where(live, 0.0, found[0]))  # padding gives zeros
+    expected[0] = expected[0] * live
+    for name, each, other in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        np.testing.assert_allclose(each, other, rtol=1e-5, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_padding_change_nothing(backend):
+    segments, prompts = ids(["sequences and padding"])
+    q, k, v, d_out = arrays(1, (2, 1, 8))
+    live = (segments > 0)[:, :, None, None]
+    ours = lambda q, k, v: BACKENDS[backend](q, k, v, segments, prompts)  # noqa: E731
+    found, expected = (with_gradients(ours, q, k, v, each) for each in (d_out, d_out * live))
+    for each, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(each, other)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bfloat16_is_as_close_as_the_references(backend):
+    segments, prompts = ids(["completions of a prompt"])
+    q, k, v, d_out = arrays(1, (4, 2, 16), "bfloat16")
+    exact = with_gradients(reference(segments, prompts), *(x.astype("float32") for x in (q, k, v, d_out)))
+    ours = with_gradients(lambda q, k, v: BACKENDS[backend](q, k, v, segments, prompts), q, k, v, d_out)
+    theirs = with_gradients(reference(segments, prompts), q, k, v, d_out)
+    for each, other, true in zip(ours, theirs, exact, strict=True):
+        assert each.dtype == jnp.bfloat16
+        error, others = (float(jnp.linalg.norm(x.astype("float32") - true)) for x in (each, other))
+        assert error <= 1.5 * others
+
+
+@pytest.mark.parametrize("mesh", ["1,8,1", "2,2,2", "1,1,2"])
+def test_rows_and_heads_split_over_devices_attend_as_on_one(mesh):
+    rules = ShardingRules(make_mesh(mesh, jax.devices()[: np.prod([int(n) for n in mesh.split(",")])]), GATHERED_AXES)
+    segments, prompts = (jnp.tile(x, (4, 1)) for x in ids(["two prompts and padding", "sequences"]))
+    q, k, v, d_out = arrays(8, (4, 2, 8))
+    d_out = d_out * (segments > 0)[:, :, None, None]
+    alone = with_gradients(lambda *qkv: blockwise.blockwise_attention(*qkv, segments, prompts), q, k, v, d_out)
+
+    @jax.jit
+    def split(q, k, v, d_out):
+        return with_gradients(row_attention("blocks", segments, prompts, rules), q, k, v, d_out)
+
+    for each, other in zip(split(q, k, v, d_out), alone, strict=True):
+        np.testing.assert_allclose(each, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ROLLOUT_LAYOUTS)
+def test_every_rollout_layout_attends(layout):
+    rules = ShardingRules(make_mesh("2,2,2"), ROLLOUT_LAYOUTS[layout])
+    segments, _ = (jnp.tile(x, (4, 1)) for x in ids(["sequences and padding", "sequences"]))
+    q, k, v, _ = arrays(8, (4, 2, 8))
+    found = jax.jit(row_attention("blocks", segments, segments, rules))(q, k, v)
+    np.testing.assert_allclose(found, blockwise.blockwise_attention(q, k, v, segments, segments), atol=1e-6)
+
+
+def test_blocks_of_keys_that_nobody_sees_are_left_out():
+    segments, prompts = ids(["completions of a prompt"])  # the third segment, from token 90, does not see the second
+    row = blockwise._Row.of(*arrays(1, (2, 1, 8))[:3], segments, prompts)
+    assert row.segments.shape == (1, 5, 30)
+    seen = [np.flatnonzero(row.seen[0, i, : i + 1]).tolist() for i in range(5)]
+    assert seen == [[0], [0, 1], [0, 1, 2], [0, 3], [0, 3, 4]]
+
+
+def test_values_that_nobody_sees_may_be_anything():
+    segments, prompts = ids(["completions of a prompt"])
+    q, k, v, _ = arrays(1, (2, 1, 8))
+    hidden = v.at[:, 30:90].set(jnp.nan)  # of the second segment, in blocks of its own
+    found = blockwise.blockwise_attention(q, k, hidden, segments, prompts)
+    np.testing.assert_array_equal(found[:, 90:], blockwise.blockwise_attention(q, k, v, segments, prompts)[:, 90:])
+
+
+def test_rows_are_cut_so_that_little_is_padded(monkeypatch):
+    monkeypatch.setattr(attention, "TPU_BLOCKS", (512, 384, 256, 128))
+    found = {length: cut("tpu_kernel", length) for length in (100, 2176, 2304, 2560)}
+    assert found == {100: (1, 128), 2176: (6, 384), 2304: (6, 384), 2560: (5, 512)}
+    assert [cut("blocks", length) for length in (20, 32, 33, 100)] == [(1, 20), (1, 32), (2, 17), (4, 25)]
+    assert attended_pairs("reference", 10) == 100
+    assert attended_pairs("tpu_kernel", 1024) == 3 * 512 * 512
+
+
+def test_auto_is_the_platforms_own_and_a_kernel_that_it_lacks_is_an_error():
+    chosen = [attention_backend("auto", platform) for platform in ("cpu", "gpu", "tpu")]
+    assert chosen == ["blocks", "gpu_kernel", "tpu_kernel"]
+    assert attention_backend("kernel", "gpu") == "gpu_kernel"
+    assert attention_backend("reference", "tpu") == "reference"
+    with pytest.raises(
+        ValueError, match=r"train\.attention: kernel is for tpu and gpu, and this run's devices are cpu"
+    ):
+        attention_backend("kernel", "cpu")
+
+
+def test_the_reference_is_one_of_the_choices():
+    segments, prompts = ids()
+    q, k, v, _ = arrays(len(segments), (4, 2, 8))
+    found = row_attention("reference", segments, prompts, rules_on("dp:1", 1))(q, k, v)
+    np.testing.assert_array_equal(found, reference(segments, prompts)(q, k, v))
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (4, 4)])
+def test_the_gpus_kernels_lower_for_a_gpu_and_declare_their_operations(heads):
+    H, K = heads
+    T, Q = 128, 64
+    q, k = (jnp.zeros((2, T, n, Q), jnp.bfloat16) for n in (H, K))
+    segments = jnp.ones((2, T), jnp.int32)
+
+    def total(q, k, v):
+        return gpu_attention.gpu_attention(q, k, v, segments, segments).astype(jnp.float32).sum()
+
+    text = jax.jit(jax.grad(total, argnums=(0, 1, 2))).trace(q, k, k).lower(lowering_platforms=("cuda",)).as_text()
+    pairs = 2 * H * attended_pairs("gpu_kernel", T) * Q
+    for products in (2, 3, 4):  # forward, for queries, for keys and values
+        assert text.count(f"22{2 * products * pairs}") == 1

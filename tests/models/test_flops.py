@@ -1,0 +1,51 @@
+import numpy as np
+import pytest
+from tiny_decoder import DECODER
+
+from podium.models.attention import packed_mask
+from podium.models.flops import Work, forward_flops, group_work, matrix_elements, step_work, update_flops
+from podium.models.params import param_specs
+from podium.train.batch import BatchSizes, make_batch
+from podium.train.packing import Sample
+
+
+def test_a_group_s_prompt_counts_once_and_its_completions_see_it():
+    # 4 tokens of the prompt by themselves: 10 pairs; 3 and 2 that each see them and their own: 12 + 6, 8 + 3
+    assert group_work(5, [3, 2]) == Work(tokens=9, pairs=39)
+    assert group_work(1, [1]) == Work(tokens=1, pairs=1)
+    assert step_work([5, 1], [[3, 2], [1]]) == Work(tokens=10, pairs=40)
+
+
+def test_an_update_is_six_operations_an_element_and_token_and_attention_by_half():
+    layer = 2 * 32 * (4 + 2) * 8 + 3 * 32 * 48
+    assert matrix_elements(DECODER) == 2 * layer + 300 * 32
+    causal = Work(tokens=100, pairs=100 * 101 // 2)
+    whole_square = 12 * 100 * 100 * 4 * 8 * 2
+    found = update_flops(DECODER, causal) - 6 * 100 * matrix_elements(DECODER)
+    assert found == pytest.approx(whole_square / 2, rel=0.011)
+    assert update_flops(DECODER, causal) == 3 * forward_flops(DECODER, causal)
+
+
+def test_the_elements_are_those_of_the_specs_that_are_matrices():
+    specs = param_specs(DECODER)
+    matrices = (spec for spec in specs.values() if sum(axis is not None for axis in spec.axes) > 1)
+    assert matrix_elements(DECODER) == sum(int(np.prod(spec.shape)) for spec in matrices)  # tied: the head once
+
+
+def test_the_work_is_what_a_row_of_shared_prompts_holds():
+    random = np.random.default_rng(0)
+    lengths = [random.integers(1, 9, 3).tolist() for _ in range(4)]
+    prompts = random.integers(1, 7, 4).tolist()
+    samples = [
+        Sample(
+            group=n, prompt=(1,) * prompt, tokens=np.zeros(own, np.int32), sampled_logprobs=np.zeros(own, np.float32)
+        )
+        for n, (prompt, group) in enumerate(zip(prompts, lengths, strict=True))
+        for own in group
+    ]
+    sizes = BatchSizes(row_tokens=32, rows=4, max_rows=12, packing="shared_prompts", max_new_tokens=8)
+    batch, _ = make_batch(samples, sizes)
+    segments, shared = np.concatenate(batch.segments), np.concatenate(batch.prompts)
+    used = segments > 0
+    mask = np.asarray(packed_mask(segments, shared)) & used[:, None] & used[:, :, None]
+    assert step_work(prompts, lengths) == Work(tokens=int(used.sum()), pairs=int(mask.sum()))

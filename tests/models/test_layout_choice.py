@@ -1,0 +1,116 @@
+from typing import Any
+
+import pytest
+
+from podium.accelerators import find_accelerator
+from podium.config.errors import ConfigError
+from podium.config.schema import Config
+from podium.models.layouts import DecodeFloor, Layout, host_machine, resolve
+from podium.models.presets import PRESETS
+from podium.settings import load_settings
+
+QWEN_3B, QWEN_7B, QWEN3_8B = (
+    PRESETS[f"Qwen/{name}"] for name in ("Qwen2.5-3B-Instruct", "Qwen2.5-7B-Instruct", "Qwen3-8B")
+)
+V6E = find_accelerator("v6e-8")
+
+
+def config(**rollout: Any) -> Config:
+    lengths = {"max_prompt_tokens": 512, "max_new_tokens": 512, "prefill_rows": 64}
+    return Config.model_validate(
+        {"model": "none", "tasks": [{"name": "arithmetic"}], "rollout": {**lengths, "layout": "auto", **rollout}}
+    )
+
+
+def chosen(decoder=QWEN_3B, accelerator=V6E, **rollout: Any) -> Layout:
+    return resolve(config(**rollout), decoder, accelerator, devices=accelerator.devices, hosts=accelerator.hosts)
+
+
+def floor_ms(group: int, rows: int) -> float:
+    machine = host_machine(V6E, 8)
+    assert machine is not None
+    return 1e3 * DecodeFloor(decoder=QWEN_3B, machine=machine, group=group).step_s(rows, rows * 512)
+
+
+# Worked by hand for 128 sequences in groups of 8: 3.09e9 parameters that multiply, in bfloat16 771 MB a chip; keys and
+# values of 65,536 tokens at 36 KiB, 302 MB a chip; 1.638e12 bytes/s. Sums: 73 of 128 x 2048 numbers, 7/8 of them sent
+# twice over 2 links of 9e10 bytes/s; swaps: 72 of 3/4 of 128 x 2 x 18 x 128 numbers by 8 chips; 146
+# collectives of 3 us.
+
+
+def test_a_floor_worked_by_hand():
+    read = (2 * (36 * (2 * 2048 * 18 * 128 + 3 * 2048 * 11008) + 151936 * 2048) / 8 + 65536 * 36 * 1024 / 8) / 1.638e12
+    sums = 73 * 2 * 7 / 8 * 128 * 2048 * 2
+    swaps = 36 * 3 / 4 * 128 * 2 * 18 * 128 * 2 / 8
+    assert floor_ms(8, 128) == pytest.approx(1e3 * (read + (sums + swaps) / 1.8e11 + 146 * 3e-6))
+    assert floor_ms(8, 128) == pytest.approx(1.49, abs=0.01)
+    assert floor_ms(1, 128) == pytest.approx(3.95, abs=0.01)  # no collectives
+    assert floor_ms(4, 512) == pytest.approx(2.81, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("slots", "layout", "group"), [(128, "tensor", 8), (512, "hybrid", 4), (1024, "hybrid", 4), (4096, "replicated", 1)]
+)
+def test_auto_takes_large_groups_for_few_sequences_and_says_why(slots, layout, group):
+    found = chosen(slots=slots)
+    assert (found.name, found.group) == (layout, group)
+    name = f"{layout}-{group}" if layout == "hybrid" else layout
+    assert found.why.startswith(f"{name}: least ms per decode step of {slots} sequences at 512 tokens: replicated ")
+    times = {part.split()[0]: float(part.split()[1]) for part in found.why.rpartition(": ")[2].split(", ")}
+    assert set(times) == {"replicated", "hybrid-2", "hybrid-4", "tensor"}
+    assert min(times, key=lambda each: times[each]) == name
+    assert times[name] == pytest.approx(floor_ms(group, slots), abs=0.01)
+
+
+def test_auto_leaves_out_what_has_no_memory_or_does_not_divide():
+    found = chosen(QWEN3_8B, slots=256)
+    assert found.group > 1 and found.why.endswith("; no memory for replicated")
+    assert "replicated" not in chosen(slots=128, prefill_rows=2).why  # prompts for 2 of 8 chips alone
+    found = chosen(QWEN_7B, slots=256)  # 28 heads do not divide over 8 chips: their 4 key/value heads do, and 2 halves
+    assert (found.name, found.group) == ("tensor", 8)
+
+
+def test_every_host_decodes_by_itself():
+    four = chosen(accelerator=find_accelerator("v6e-16"), slots=512)  # of four hosts
+    assert (four.name, four.group) == ("tensor", 4)
+    one = chosen(accelerator=find_accelerator("v6e-4"), slots=64)
+    assert "of 128 sequences" in four.why and "of 64 sequences" in one.why
+
+
+def test_a_group_splits_heads_as_far_as_they_go_and_sequences_over_the_rest():
+    training = {"dp": 1, "fsdp": 8, "tp": 1}
+    assert Layout(name="tensor", group=8).mesh(training, kv_heads=2) == {"dp": 1, "fsdp": 4, "tp": 2}
+    assert Layout(name="hybrid", group=4).mesh(training, kv_heads=8) == {"dp": 2, "fsdp": 1, "tp": 4}
+    assert Layout(name="hybrid", group=2).mesh(training, kv_heads=3) == {"dp": 4, "fsdp": 2, "tp": 1}
+    assert Layout(name="legacy").mesh(training, kv_heads=2) == training
+
+
+def test_machines_that_are_not_in_the_table_are_replicated_unless_told_otherwise():
+    def on_cpu(**rollout):
+        return resolve(config(**rollout), QWEN_3B, None, devices=8, hosts=2)
+
+    found = on_cpu()
+    assert (found.name, found.group) == ("replicated", 1)
+    assert found.why == "replicated: nothing is known of the speed of these devices"
+    assert on_cpu(layout="tensor") == Layout(name="tensor", group=4)
+    assert on_cpu(layout="hybrid", group_chips=2) == Layout(name="hybrid", group=2)
+    with pytest.raises(ValueError, match=r"no size of groups to choose by itself \(4 devices on a host\); set rollout"):
+        on_cpu(layout="hybrid")
+
+
+def test_groups_that_do_not_divide_are_refused_by_name():
+    with pytest.raises(
+        ValueError, match=r"hybrid in groups of 3: a host has 8 devices, .* groups can be 1, 2, 4, 8 \("
+    ):
+        chosen(layout="hybrid", group_chips=3)
+    narrow = PRESETS["Qwen/Qwen2.5-3B-Instruct"].__class__(**{**vars(QWEN_3B), "mlp_width": 11004})
+    with pytest.raises(
+        ValueError, match=r"tensor in groups of 8: an MLP width of 11004 does not .* groups can be 1, 2, 4"
+    ):
+        chosen(narrow, layout="tensor")
+
+
+def test_a_group_size_without_hybrid_is_a_contradiction():
+    settings = ["model=demo", "tasks=[{name: arithmetic}]", "rollout.layout=tensor", "rollout.group_chips=4"]
+    with pytest.raises(ConfigError, match=r"4 has no effect with rollout\.layout tensor; set that to hybrid"):
+        load_settings([], settings, {})

@@ -1,0 +1,157 @@
+"""Machines ranked for a run, and runs that are planned without a config."""
+
+import dataclasses
+import json
+
+import pytest
+
+from podium.accelerators import find_accelerator
+from podium.plan import auto, plan
+from podium.plan.auto import headline, machines, rank, table
+from podium.plan.compare import PlanEntry, RunCost
+from podium.plan.defaults import names_model, with_defaults
+from podium.settings import load_settings
+from tests.plan.made_plans import estimated, seconds, too_large
+from tests.plan.made_plans import plan as made
+from tests.plan.test_plan_command import planner, podium  # noqa: F401  # fixtures
+
+PRICES = {"l4-1": 1.0, "h100-1": 2.0, "v6e-4": 3.0, "v6e-8": 4.0, "h100-8": 5.0}
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The machines that were compiled for, in order; every compiler is there."""
+    monkeypatch.setattr(auto, "check_compiler", lambda machine: None)
+    return []
+
+
+def entry_of(compiled, *, misjudged=()):
+    """Plans of the machines of PRICES, of which some do not fit once they are compiled."""
+
+    def entry(machine, fast):
+        if machine.name not in PRICES:
+            raise ValueError("does not divide")
+        if not fast:
+            compiled.append(machine.name)
+        found = estimated() if fast else too_large() if machine.name in misjudged else made()
+        step = seconds(10.0 / machine.devices)
+        found = dataclasses.replace(found, accelerator=machine.name, step=step)
+        return PlanEntry(plan=found, cost=RunCost(100, seconds(1.0), seconds(PRICES[machine.name])))
+
+    return entry
+
+
+def names(found):
+    return [each.plan.accelerator for each in found.entries]
+
+
+def test_the_cheapest_three_are_compiled(compiled):
+    found = rank(entry_of(compiled), fast=False)
+    assert compiled == ["l4-1", "h100-1", "v6e-4"] and names(found) == list(PRICES)
+    assert [each.plan.estimate_only for each in found.entries] == [False, False, False, True, True]
+    assert found.refused == len(machines()) - len(PRICES)
+
+
+def test_what_the_compiler_refuses_gives_way_to_the_next(compiled):
+    found = rank(entry_of(compiled, misjudged=("l4-1",)), fast=False)
+    assert compiled == ["l4-1", "h100-1", "v6e-4", "v6e-8"]
+    assert names(found) == ["h100-1", "v6e-4", "v6e-8", "h100-8"] and found.unsuitable == 1
+
+
+def test_without_a_compiler_a_machine_stays_an_estimate(compiled, monkeypatch):
+    def check(machine):
+        if machine.platform == "gpu":
+            raise ValueError("h100-1: the GPU compiler is not installed; pip install it")
+
+    monkeypatch.setattr(auto, "check_compiler", check)
+    found = rank(entry_of(compiled), fast=False)
+    assert compiled == ["v6e-4", "v6e-8"] and found.not_compiled == [
+        "h100-1: the GPU compiler is not installed; pip install it"
+    ]
+    assert len(found.entries) == 5
+
+
+def test_nothing_is_compiled_if_that_is_asked_for(compiled):
+    assert names(rank(entry_of(compiled), fast=True)) == list(PRICES) and compiled == []
+
+
+def test_the_headline_has_the_cheapest_and_the_fastest(compiled):
+    found = rank(entry_of(compiled), fast=True)
+    assert headline(found).startswith(
+        "cheapest: l4-1, 1.0 dollars and 0.28 hours for 100 steps; fastest: v6e-8, 4.0 dollars and 0.035 hours"
+    )
+    heads, rows = table(found)
+    assert [row[0] for row in rows] == list(PRICES) and len(heads) == len(rows[0])
+
+
+def test_machines_that_one_rents_are_tried():
+    found = {each.name for each in machines()}
+    assert {"v6e-8", "v5p-128", "l4-1", "h100-8", "b200-64"} <= found
+    assert not {"h100-3", "h100-128", "v6e-128"} & found
+
+
+def test_auto_prints_a_table_and_the_next_command(podium, planner):  # noqa: F811
+    status, out, err = podium("plan", "run.yaml", "--on", "auto", "--fast")
+    assert status == 0 and err == ""
+    assert out.startswith("cheapest: ") and "; fastest: " in out.splitlines()[0]
+    assert "next: podium plan run.yaml --on " in out
+    value = json.loads(podium("plan", "run.yaml", "--on", "auto", "--fast", "--json")[1])
+    usd = [each["cost"]["usd"]["value"] for each in value["plans"]]
+    assert usd == sorted(usd) and all(each["verdict"] == "fits" for each in value["plans"])
+
+
+def test_auto_ranks_and_does_nothing_else(podium):  # noqa: F811
+    status, _, err = podium("plan", "run.yaml", "--on", "auto", "--search", "rollout.slots")
+    assert status == 1 and err.startswith("error: --on auto ranks machines; name one for --search")
+
+
+# Without a config
+
+
+@pytest.mark.parametrize(
+    ("text", "is_model"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", True),
+        ("x.gguf", True),
+        ("run.yaml", False),
+        ("missing/run.yml", False),
+        ("demo", True),
+    ],
+)
+def test_a_model_is_told_from_a_config(text, is_model):
+    assert names_model(text) == is_model
+
+
+def test_a_model_is_planned_with_settings_that_are_printed(podium):  # noqa: F811
+    status, out, _ = podium("plan", "./model", "--on", "v6e-8")
+    lines = out.splitlines()
+    assert status == 0 and lines[0].startswith("fits v6e-8 by closed-form estimate")
+    assert lines[1].startswith("settings (change them with --set, or write them to a file): tasks=[{name: gsm8k}]")
+    assert "rollout.max_prompt_tokens=128 rollout.max_new_tokens=128 rollout.slots=128" in lines[1]
+    assert lines[2] == "next: podium plan ./model --on v6e-8 --compile"
+
+
+def test_settings_of_the_user_win_over_the_defaults(podium):  # noqa: F811
+    status, out, _ = podium("plan", "./model", "--on", "v6e-8", "--set", "rollout.slots=16", "--json")
+    assert status == 0 and json.loads(out)["text"].startswith("fits")
+    status, _, err = podium("plan", "./model", "--on", "v6e-8", "--set", "rollout.slots=7")
+    assert status == 1 and err.startswith("error: rollout.slots is 7 and is split over ")
+
+
+@pytest.mark.parametrize(
+    ("machine", "rows", "slots"), [("v6e-8", 4, 128), ("l4-1", 1, 16), ("h100-8", 4, 128), ("v6e-256", 4, 256)]
+)
+def test_the_largest_rows_and_slots_that_fit_are_taken(machine, rows, slots):
+    load, settings = with_defaults(
+        lambda more, base=(): load_settings([], [*base, *more]), "Qwen/Qwen2.5-7B-Instruct", find_accelerator(machine)
+    )
+    config = load(()).config
+    assert (config.train.rows_per_device, config.rollout.slots) == (rows, slots)
+    assert f"rollout.slots={slots}" in settings
+
+
+def test_a_plan_is_a_call():
+    found = plan("Qwen/Qwen2.5-0.5B-Instruct", "h100-1", settings=["prompts_per_step=8"], fast=True)
+    assert (found.accelerator, found.verdict, found.estimate_only) == ("h100-1", "fits", True)
+    with pytest.raises(ValueError, match="unknown accelerator 'a6000-1'; nearest: "):
+        plan("Qwen/Qwen2.5-0.5B-Instruct", "a6000-1", fast=True)

@@ -1,0 +1,91 @@
+"""What a search compiles of a config: only what the searched setting moves."""
+
+from typing import Any
+
+import pytest
+
+from podium.accelerators import find_accelerator
+from podium.hlo.memory import Memory
+from podium.plan import probe, worker
+from podium.plan.probe import Prober
+from podium.plan.tpu_compile import TpuProgram
+from podium.plan.worker import CompiledPhase, Job
+from tests.plan.made_plans import GIB, HBM
+from tests.plan.test_search import config
+
+V6E = find_accelerator("v6e-8")
+PROBER = Prober(V6E, "gsm8k", fast=False)
+
+
+@pytest.fixture(autouse=True)
+def architecture(monkeypatch):
+    """Every config here is of the 3B model."""
+    from tests.plan.test_estimate import QWEN_3B
+
+    monkeypatch.setattr(probe, "find_architecture", lambda model: QWEN_3B)
+
+
+@pytest.mark.parametrize(
+    ("changed", "phases"),
+    [
+        ({"train": {"rows_per_device": 8}}, ("update",)),
+        ({"rollout": {"slots": 64}}, ("decode", "insert")),
+        ({"train": {"optimizer": {"name": "lion"}}}, ("update", "decode", "prefill", "sync", "insert")),
+        ({}, ("update", "decode", "prefill", "sync", "insert")),  # nothing differs: all are asked for
+    ],
+)
+def test_the_phases_that_a_setting_moves_are_those_whose_memory_differs(changed, phases):
+    found = PROBER.phases([config(), config(**changed)])
+    assert set(phases) <= set(found)
+    if len(phases) < 5:
+        assert "sync" not in found
+
+
+def test_of_each_phase_the_largest_program_is_asked_for():
+    assert PROBER.programs(config(), ["update", "prefill"]) == ["update", "prefill:512"]
+
+
+def test_a_probe_has_the_largest_of_its_programs_and_any_refusal(monkeypatch):
+    def compiled(job: Job) -> CompiledPhase:
+        size = {"update": 20, "decode": 30}[job.phase] * GIB
+        empty: dict[str, Any] = {"parts": {}, "largest": (), "work": (), "compile_s": 1.0}
+        refused = job.phase == "update"
+        return CompiledPhase(residents={"a": GIB}, memory=Memory(peak=size, code=7), refused=refused, **empty)
+
+    monkeypatch.setattr(probe, "compile_jobs", lambda jobs, progress=None: [compiled(job) for job in jobs])
+    (found,) = PROBER({4: config()}, ["update", "decode"])
+    assert (found.value, found.phase, found.bytes, found.refused) == (4, "decode", 31 * GIB + 14, True)
+    assert not found.accepted(HBM)
+
+
+def test_a_probe_by_the_closed_form_compiles_nothing(monkeypatch):
+    monkeypatch.setattr(probe, "compile_jobs", None)
+    few, many = Prober(V6E, "gsm8k", fast=True)({1: config(), 16: config(train={"rows_per_device": 16})}, ["update"])
+    assert few.bytes < many.bytes and not few.compiled and not many.refused
+
+
+def test_a_program_without_its_code_is_compiled_again_when_that_is_asked_for(monkeypatch, tmp_path):
+    asked: list[bool] = []
+
+    def compile_tpu(lowered, *, whole: bool) -> TpuProgram:
+        asked.append(whole)
+        return TpuProgram(memory=Memory(peak=5, code=1), refusal=None, text="HloModule f", whole=whole)
+
+    class Lowered:
+        def as_text(self) -> str:
+            return "a program"
+
+    def build(whole: bool) -> bool:
+        job = Job(
+            phase="update",
+            config=config(),
+            decoder=probe.find_architecture("none"),
+            accelerator=V6E,
+            programs=tmp_path,
+            whole=whole,
+        )
+        return worker._build(Lowered(), job)[0].whole
+
+    monkeypatch.setattr(worker, "compile_tpu", compile_tpu)
+    assert [build(whole) for whole in (False, False, True, True, False)] == [False, False, True, True, True]
+    assert asked == [False, True]

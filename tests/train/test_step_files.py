@@ -1,0 +1,141 @@
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+from test_checkpoint import assert_bit_equal, make_state, open_checkpointer, target  # noqa: F401  # a fixture
+
+from podium.config.schema import CheckpointConfig
+from podium.job.records import ProgressReport
+from podium.job.watchdog import Watchdog
+from podium.train import checkpoint
+from podium.train.checkpoint import Checkpointer, restore_state
+from podium.train.step_files import CheckpointError, damage, newest_whole_step, saved_steps
+
+
+def flip(file: Path, rng: random.Random) -> None:
+    data = bytearray(file.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    file.write_bytes(data)
+
+
+def saved(folder: Path, *steps: int) -> Path:
+    """A checkpoints folder in which every number tells its step's seed."""
+    checkpointer = Checkpointer(folder / "run" / "checkpoints", CheckpointConfig(keep_last=len(steps)))
+    for step in steps:
+        checkpointer.save(step, make_state(step), {"cursor": step}, score=step / 100, wait=True)
+    checkpointer.close()
+    return folder / "run" / "checkpoints"
+
+
+def nothing() -> None:
+    pass
+
+
+def test_a_flipped_bit_in_any_file_is_found_and_the_step_before_is_taken(tmp_path):
+    folder, rng, said = saved(tmp_path, 10, 20), random.Random(0), []
+    newest = folder / "20"
+    files = [file for file in sorted(newest.rglob("*")) if file.is_file() and file.stat().st_size]
+    for file in files:
+        content = file.read_bytes()
+        flip(file, rng)
+        said.clear()
+        step = newest_whole_step(folder, said.append, nothing)
+        if step == 20:  # orbax's own notes beside the step's folders: nothing is read from them
+            assert file.parent == newest
+            assert file.name not in ("sizes.json", "digests.json")
+            restored, host = restore_state(folder, 20, target())
+            assert_bit_equal(restored, make_state(20))
+            assert host == {"cursor": 20}
+        else:
+            aside = folder / "20.damaged"
+            assert (step, saved_steps(folder)) == (10, [10])
+            assert len(said) == 1
+            assert "checkpoint 20 is damaged" in said[0]
+            assert str(aside) in said[0]
+            assert "continuing from step 10" in said[0]
+            aside.rename(newest)
+        file.write_bytes(content)
+    assert newest_whole_step(folder, said.append, nothing) == 20
+
+
+def test_a_damaged_step_is_not_restored_and_the_advice_works(tmp_path):
+    folder = saved(tmp_path, 10, 20)
+    flip(max((folder / "20" / "params").rglob("*"), key=lambda file: file.stat().st_size), random.Random(1))
+    with pytest.raises(CheckpointError, match="its digest differs") as caught:
+        restore_state(folder, None, target())
+    assert f"name the newest whole one, {tmp_path / 'run'}@10" in str(caught.value)
+    assert_bit_equal(restore_state(folder, 10, target())[0], make_state(10))
+
+
+def test_when_every_step_is_damaged_nothing_is_moved_and_nothing_starts_afresh(tmp_path):
+    folder = saved(tmp_path, 10, 20)
+    for step in (10, 20):
+        os.truncate(folder / str(step) / "host" / "metadata", 1)
+    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged \(20: host/metadata has 1 bytes"):
+        newest_whole_step(folder, print, nothing)
+    assert saved_steps(folder) == [10, 20]
+
+
+def test_a_second_damaged_step_of_a_number_does_not_replace_the_first(tmp_path):
+    folder = saved(tmp_path, 10, 20)
+    (folder / "20.damaged").mkdir()
+    (folder / "20" / "sizes.json").unlink()
+    assert newest_whole_step(folder, print, nothing) == 10
+    assert (folder / "20.damaged-2" / "params").is_dir()
+
+
+def test_a_step_without_digests_is_read_by_its_sizes(tmp_path):
+    """As versions before digests wrote them."""
+    folder = saved(tmp_path, 10)
+    (folder / "10" / "digests.json").unlink()
+    sizes = json.loads((folder / "10" / "sizes.json").read_text())
+    del sizes["digests.json"]
+    (folder / "10" / "sizes.json").write_text(json.dumps(sizes))
+    assert newest_whole_step(folder, print, nothing) == 10
+    (folder / "10" / "host" / "metadata").unlink()
+    assert damage(folder / "10", digests=True) == "host/metadata is missing"
+
+
+@pytest.mark.parametrize("text", ["[]", '{"host/metadata": 1}', "{", "\0" * 200])
+def test_sizes_that_are_no_sizes_are_damage(tmp_path, text):
+    folder = saved(tmp_path, 10)
+    (folder / "10" / "sizes.json").write_text(text)
+    assert damage(folder / "10", digests=True) is not None
+
+
+@pytest.fixture
+def watched():
+    """A watchdog that allows half a second of silence, and the statuses with which it would have ended the process."""
+    ends: list[int] = []
+    watchdog = Watchdog(ProgressReport(None), hang_s=0.5, compile_s=0.5, poll_s=0.05, end=ends.append)
+    with watchdog.watching():
+        yield watchdog, ends
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_slow_save_lives_as_long_as_it_writes(open_checkpointer, watched, monkeypatch, grows):  # noqa: F811
+    """Two seconds of a disk that takes a little at a time, or nothing: four times what the watchdog allows."""
+    import time
+
+    watchdog, ends = watched
+    monkeypatch.setattr(checkpoint, "LOOK_S", 0.05)
+    checkpointer = open_checkpointer()
+    monkeypatch.setattr(checkpointer, "_beat", watchdog.beat)
+    seal = checkpointer._seal
+
+    def slowly() -> None:
+        (unfinished,) = checkpointer._unfinished()
+        for _ in range(20):
+            time.sleep(0.1)
+            if grows:
+                with (unfinished / "params" / "more").open("ab") as file:
+                    file.write(b"x" * 1000)
+        if not ends:
+            (unfinished / "params" / "more").unlink()
+        seal()
+
+    monkeypatch.setattr(checkpointer._manager._checkpointer, "_post_finalization_callback", slowly)
+    checkpointer.save(1, make_state(), {}, score=None, wait=True)
+    assert ends == ([] if grows else [124])
