@@ -373,7 +373,7 @@ def test_the_commands_that_the_summary_prints_work_as_they_are_printed(tiny_mode
     for command in commands:
         environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", **caches}
         environment["PYTHONPATH"] = str(Path(cli.__file__).parents[1])
-        done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        done = subprocess.run(command, shell=True, cwd=Path.cwd(), env=environment, capture_output=True, text=True)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
 
 
