@@ -16,6 +16,7 @@ from podium.models.architecture import DecoderConfig
 from podium.observe.metrics import REWARD, STEP_REPORT, TRUNCATED, evaluation_metrics, step_metrics
 from podium.observe.progress import Progress, ShownCompletion
 from podium.observe.records import lengths_record, sample_record, sampled_groups
+from podium.observe.report.findings import MOSTLY_CUT, SOLVED
 from podium.observe.run_dir import LENGTHS, SAMPLES, RunDir
 from podium.observe.stats import BatchStats, CompletionStats, StepStats, UpdateStats
 from podium.observe.writers import MetricWriter
@@ -25,8 +26,6 @@ from podium.train.evaluate import Evaluation
 from podium.train.generate import Group
 
 STEPS_AVERAGED = 10
-MOSTLY_RIGHT, MOSTLY_CUT = 0.9, 0.25
-"""Mean reward from which equal rewards are what learning looks like; share of cut completions that is told."""
 
 
 class PlanCheck(Protocol):
@@ -121,7 +120,7 @@ class Recorder:
     def _warn_of_equal_rewards(self, batched: BatchStats, metrics: Mapping[str, float]) -> None:
         """Say once that a step taught nothing, where all groups earned the same and it was not the most."""
         reward, cut = metrics[REWARD], metrics[TRUNCATED]
-        if self._taught_nothing or batched.equal_groups < batched.groups or reward >= MOSTLY_RIGHT:
+        if self._taught_nothing or batched.equal_groups < batched.groups or reward >= SOLVED:
             return
         self._taught_nothing, rollout = True, self.config.rollout
         advice = "take easier questions, a reward with more levels, or a larger group_size"

@@ -8,12 +8,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
+from podium.observe.metrics import REWARD, TRUNCATED
 from podium.observe.report.read import RunRecords, Series
 
 SOLVED = 0.9
 """Mean reward from which equal rewards, short answers and low entropy are what learning looks like."""
+MOSTLY_CUT = 0.25
+"""Share of completions cut by max_new_tokens from which that is a fault."""
 MIN_STEPS = 6
-REWARD = "train-reward/total/mean"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +63,8 @@ def nothing_learned(run: RunRecords) -> Finding | None:
     equal, reward = quarters(run, "group/equal_rewards_fraction"), quarters(run, REWARD)
     if equal is None or reward is None or equal[1] < 0.9 or solved(run):
         return None
-    truncated = quarters(run, "rollout/truncated_fraction")
-    cut = truncated is not None and truncated[1] > 0.25
+    truncated = quarters(run, TRUNCATED)
+    cut = truncated is not None and truncated[1] > MOSTLY_CUT
     advice = "Take easier questions, a reward with more levels, or more completions per question (group_size)."
     if cut:
         cap = run.setting("rollout.max_new_tokens")
@@ -92,8 +94,8 @@ def entropy_collapse(run: RunRecords) -> Finding | None:
 
 def lengths_at_cap(run: RunRecords) -> Finding | None:
     """More than a quarter of the completions are cut by max_new_tokens."""
-    truncated = quarters(run, "rollout/truncated_fraction")
-    if truncated is None or truncated[1] <= 0.25:
+    truncated = quarters(run, TRUNCATED)
+    if truncated is None or truncated[1] <= MOSTLY_CUT:
         return None
     return Finding(
         "lengths_at_cap",
