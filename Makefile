@@ -60,5 +60,5 @@ $(VENV)/demo.installed: pyproject.toml constraints.txt
 
 $(VENV)/dev.installed: $(VENV)/demo.installed
 	@echo "installing the development tools into $(VENV)"
-	@$(PIP) -e '.[demo,data,wandb,tensorboard,trackio,gym,report,gcs,dev]'
+	@$(PIP) -e '.[demo,data,wandb,tensorboard,trackio,gym,report,gcs,s3,dev]'
 	@touch $@

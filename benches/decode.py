@@ -10,7 +10,7 @@ prefill, sampling, the head. Prints them as one JSON line and writes benches/res
 import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from benches.record import arguments, record
-from podium.config.attention import attention_backend
 from podium.config.schema import RolloutConfig
 from podium.models.architecture import DecoderConfig
 from podium.models.decoder import head_weights
@@ -52,6 +51,7 @@ class NoText:
     """A tokenizer of which nothing is asked: completions run to their full length."""
 
     eos_tokens = ()
+    special_tokens: Mapping[str, int] = {}  # nothing writes it
 
     def decode(self, tokens: list[int]) -> str:
         """Nothing, whatever the tokens."""
@@ -71,7 +71,7 @@ def best(function: Callable[[], Any], repeats: int) -> tuple[float, float]:
 
 def parts(engine: RolloutEngine, repeats: int) -> dict[str, float]:
     """CPU milliseconds per decode step of the head and of sampling, each alone."""
-    S, params, rules = engine.config.slots, engine.params, engine.rules
+    S, params, rules = engine.config.slots, engine.device.params, engine.rules
     assert params is not None
     rows = idle_rows(S)
     for row in range(S):
@@ -116,7 +116,6 @@ def main() -> None:
         rules,
         NoText(),
         dtype=jnp.dtype(args.dtype),
-        attention=attention_backend("auto", jax.default_backend()),
     )
     engine.load(init_params(0, param_specs(decoder), rules))
     prompts = np.random.default_rng(0).integers(0, decoder.vocab, (args.requests, args.prompt_tokens))

@@ -1,13 +1,15 @@
 """Milliseconds of a decode step in every layout, planned: the engine's program compiled for a TPU that is not there.
 
-    python -m benches.decode_layouts              (long: some thirty compilations of large models, each kept)
+    python -m benches.decode_layouts              (long: some fifteen compilations of large models, each kept)
 
 Each row is a number of sequences of 512 positions, prompt included. `planned` is the roofline of the compiled program
 at the chip's published bandwidths, `floor` that of the arithmetic by which `rollout.layout: auto` chooses
-(`podium.models.layouts`), and `with shares` the plan's estimate with the shares that chips are taken to reach. Writes
+(`podium.models.layouts`); a layout whose floor is above what another is planned to take is not compiled, as it cannot
+be the best; and `with shares` the plan's estimate with the shares that chips are taken to reach. Writes
 benches/results/decode-layouts-planned.json and its part of docs/planner.md.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 from benches.record import arguments, record, write_section
 from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.config.schema import Config
+from podium.config.sizes import steps_at_once
 from podium.hlo.cost import Roofline, roofline
 from podium.models.architecture import DecoderConfig
 from podium.models.layouts import DecodeFloor, host_machine, resolve
@@ -22,6 +25,7 @@ from podium.models.presets import PRESETS
 from podium.plan.calibration import load_chip
 from podium.plan.compile import CompileProgress, compile_phases
 from podium.plan.planner import calibrated, make_jobs
+from podium.plan.sizes import make_sizes
 from podium.plan.worker import CompiledPhase
 from podium.settings import load_settings
 
@@ -56,7 +60,10 @@ def run_config(model: str, rows: int, layout: str) -> Config:
 
 def compile_decode(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> CompiledPhase:
     """The decode program of a run."""
-    return compile_phases(make_jobs(config, decoder, accelerator, ["decode"]), progress=_tell)["decode"]
+    run = make_sizes(config, decoder, accelerator)
+    name = f"decode:{config.rollout.slots}"
+    programs = {name: run.in_blocks(POSITIONS) / run.block}
+    return compile_phases(make_jobs(config, decoder, accelerator, programs), progress=_tell)[name]
 
 
 def _tell(progress: CompileProgress) -> None:
@@ -69,7 +76,8 @@ def measure(model: str, rows: int, layout: str, accelerator: Accelerator) -> dic
     decoder, chip = PRESETS[model], load_chip(accelerator.generation)
     config = run_config(model, rows, layout)
     compiled = compile_decode(config, decoder, accelerator)
-    few, many = compiled.cost(1), compiled.cost(1 + STEPS)
+    at_once = steps_at_once(config.rollout.refill_steps, make_sizes(config, decoder, accelerator).rollout_shards)
+    few, many = compiled.cost(1), compiled.cost(1 + STEPS / at_once)
     lines = [roofline(cost, chip.peaks, links=accelerator.ici_links) for cost in (few, many)]
     step = Roofline(*((getattr(lines[1], part) - getattr(lines[0], part)) / STEPS for part in Roofline.__annotations__))
     sent: dict[str, float] = {}
@@ -138,11 +146,16 @@ def main() -> None:
     for model, points in POINTS.items():
         for rows in points:
             auto = chosen(model, rows, accelerator)
+            least = {layout: floor(PRESETS[model], rows, layout, accelerator) for layout in LAYOUTS}
             former = FORMER if (model, rows) == (next(iter(POINTS)), points[0]) else ()
-            for layout in (*LAYOUTS, *former):
+            best = math.inf
+            for layout in (*sorted(LAYOUTS, key=least.__getitem__), *former):
+                if layout in least and 1e3 * least[layout] > best and layout != auto:
+                    continue
                 print(f"{model}, {rows} sequences, {layout}", flush=True)
                 found.append(measure(model, rows, layout, accelerator) | {"auto": layout == auto})
                 print(f"  {found[-1]}", flush=True)
+                best = min(best, found[-1]["planned_ms"]) if found[-1]["fits"] else best
     record("decode-layouts-planned", {"tpu": TPU, "positions": POSITIONS, "rows": found}, args.results)
     write_section(ROOT / "docs" / "planner.md", "decode layouts", list(lines(found)))
 

@@ -44,10 +44,12 @@ class RandomArithmetic(Arithmetic):
         return float(self.coin.random() < 0.5)
 
 
-def train(folder: Path, name: str, seed: int, settings: list[str], isa: str | None) -> dict[str, Any]:
+def train(
+    folder: Path, name: str, seed: int, settings: list[str], isa: str | None, config: Path = CONFIG
+) -> dict[str, Any]:
     """A row of the table: the run's accuracies and rewards, its number formats, and what it cost from start to exit."""
     changes = [f"name={name}", f"runs_dir={folder}", f"seed={seed}", *settings]
-    command = [sys.executable, "-m", "podium.cli", "train", str(CONFIG), "--plain"]
+    command = [sys.executable, "-m", "podium.cli", "train", str(config), "--plain"]
     for change in changes:
         command += ["--set", change]
     env = os.environ | (older_cpu(isa) if isa else {})

@@ -85,9 +85,10 @@ def measure_program(program: str, size: str) -> dict[str, int]:
 def memory_rows(gpu: Accelerator) -> list[dict[str, Any]]:
     """Each program's memory, planned and measured."""
     rows = []
-    for program, size in PROGRAMS:
+    for name, size in PROGRAMS:
         config = config_of(SIZES[size])
-        jobs = make_jobs(config, find_architecture(config.model), gpu, [program])
+        program = f"decode:{config.rollout.slots}" if name == "decode" else name
+        jobs = make_jobs(config, find_architecture(config.model), gpu, {program: 1.0})
         planned = compile_phases(jobs)[program].memory.peak
         command = [sys.executable, "-m", "benches.gpu_accuracy", "--measure", program, "--size", size]
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

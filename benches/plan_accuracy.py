@@ -72,7 +72,6 @@ SETTINGS: Mapping[str, Sequence[str]] = {
     "a reference": ("algorithm.kl=k3", "algorithm.kl_coef=0.01"),
     "2 updates": ("algorithm.updates_per_batch=2",),
 }
-MEMORY_PROGRAMS = ("update", "decode", "prefill:64")
 MEASURED = {
     "prefill": ("rollout/prefill_s",),
     "decode": ("rollout/decode_s", "time/train/sync_s"),
@@ -224,9 +223,10 @@ def plan_of(name: str, folder: Path, machine: Chip) -> Plan:
 def memory_rows(name: str, known: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Memory of the largest programs of a setting that other settings did not have alike, planned and measured."""
     config = config_of(SETTINGS[name])
-    planned = compile_phases(make_jobs(config, find_architecture(config.model), this_cpu(), MEMORY_PROGRAMS))
+    programs = dict.fromkeys(("update", f"decode:{config.rollout.slots}", "prefill:64"), 1.0)
+    planned = compile_phases(make_jobs(config, find_architecture(config.model), this_cpu(), programs))
     rows = []
-    for program in MEMORY_PROGRAMS:
+    for program in programs:
         gib = planned[program].memory.peak / 2**30
         if any(row["program"] == program and abs(row["planned_gib"] / gib - 1) < SAME for row in known):
             continue

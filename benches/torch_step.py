@@ -113,7 +113,7 @@ class Podium:
             self.steps += 1
         with self.clock("sync"):
             self.rollouts.load(self.state.params)
-            jax.block_until_ready(self.rollouts.engine.params)
+            jax.block_until_ready(self.rollouts.engine.device.params)
         return groups, updated
 
     def parts(self, repeats: int) -> dict[str, dict[str, float]]:

@@ -6,23 +6,21 @@ stopped by Ctrl-C, 143 stopped by SIGTERM; a training run that is stopped saves 
 `podium plan` has its own.
 """
 
-import importlib
-import inspect
 import json
 import os
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
 from podium import __version__
+from podium.bench.cli import bench_app
 from podium.plan.cli import PlanCommand, plan
 from podium.pods.cli import pod_app
 
 if TYPE_CHECKING:
-    from podium.config.load import Override
     from podium.observe.run_dir import Fork
 
 app = typer.Typer(
@@ -34,7 +32,6 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Show settings, print their schema, translate old ones.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
-bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 app.add_typer(pod_app, name="pod")
 
@@ -98,6 +95,9 @@ def train(
         bool,
         typer.Option("--force", help="Train even if the plan says that the run is far too large."),
     ] = False,
+    profile: Annotated[
+        str | None, typer.Option(metavar="FIRST:LAST", help="Trace these steps, and tabulate what took longest.")
+    ] = None,
 ) -> None:
     """Train a model. If the run's folder exists and its settings agree, the run is continued."""
     from podium.job.context import join_job
@@ -116,8 +116,45 @@ def train(
         job.agree(loaded.config)
         from podium.plan.check import RunCheck
         from podium.train.loop import train as run
+        from podium.train.profile import parse_window
 
-        status = run(loaded.config, fork=fork, plain=plain, job=job, check=RunCheck(force=force))
+        window = parse_window(profile) if profile is not None else None
+        status = run(loaded.config, fork=fork, plain=plain, job=job, check=RunCheck(force=force), profile=window)
+    raise typer.Exit(status)
+
+
+@app.command()
+def init(folder: Annotated[Path, typer.Argument(metavar="NAME", help="Folder to make.")]) -> None:
+    """Write a project to start from: a config, questions, a reward of your own, and a README."""
+    from podium.tools.project import write_project
+
+    for path in write_project(folder):
+        print(path)
+    print(f"next: cd {folder} && podium train config.yaml")
+
+
+@app.command()
+def sft(
+    config: ConfigFiles,
+    settings: Settings = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")] = False,
+) -> None:
+    """Imitate the answers that the data has: a warm start. Then `podium train CONFIG --from runs/NAME-sft`."""
+    from podium.config.load import Override
+    from podium.job.context import join_job
+    from podium.settings import load_settings
+
+    as_sft = [
+        Override("algorithm", {"recipe": "sft"}, "podium sft"),
+        Override("group_size", 1, "podium sft"),
+        Override("name", f"{config[-1].stem}-sft", "podium sft"),
+    ]
+    with join_job(os.environ) as job:
+        loaded = load_settings(config, [*as_sft, *(settings or [])])
+        job.agree(loaded.config)
+        from podium.train.loop import train as run
+
+        status = run(loaded.config, plain=plain, job=job)
     raise typer.Exit(status)
 
 
@@ -164,7 +201,7 @@ def evaluate(
     """Evaluate a run's weights, or any model, on held-out questions."""
     from podium.config.load import load
     from podium.files import as_path
-    from podium.settings import load_settings
+    from podium.settings import evaluation_overrides, load_settings
 
     run = _run_at(target)
     files = [as_path(run.run) / "config.yaml"] if run else []
@@ -173,28 +210,13 @@ def evaluate(
     known = [each.model_dump(mode="json") for each in load(files, [], os.environ).config.tasks] if run else []
     chosen = [each for each in known if task in (None, each["name"])][: None if task is None else 1] or [{"name": task}]
     given = {"eval_split": split, "eval_path": path}
-    changes = {"rewards": {"correct": 1.0}, **{key: value for key, value in given.items() if value is not None}}
-    chosen = [each | changes for each in chosen]
+    changes = {key: value for key, value in given.items() if value is not None}
+    chosen = [each | changes | {"rewards": {each.get("correct", "correct"): 1.0}} for each in chosen]
     options = {"eval.samples": samples, "eval.greedy": greedy, "eval.questions": questions}
-    loaded = load_settings(files, [*_evaluation_overrides(target, run, chosen, options), *(settings or [])])
+    loaded = load_settings(files, [*evaluation_overrides(target, run, chosen, options), *(settings or [])])
     from podium.train.evaluate import evaluate_command
 
     raise typer.Exit(evaluate_command(loaded.config, run=run, as_json=as_json, show=show, out=out))
-
-
-def _evaluation_overrides(
-    target: str, run: "Fork | None", tasks: list[dict[str, Any]], options: dict[str, Any]
-) -> list["Override"]:
-    """An evaluation's options as settings: tasks, graded by their answers alone, on all questions unless limited."""
-    from podium.config.load import Override
-
-    given = [Override(key, value, f"--{key.removeprefix('eval.')}") for key, value in options.items()]
-    return [
-        *([] if run else [Override("model", target, f"argument {target}")]),
-        Override("tasks", tasks, f"--task {tasks[0]['name']}"),
-        Override("grading.overlong_buffer_tokens", 0, "podium eval"),
-        *(override for override in given if override.value is not None or override.key == "eval.questions"),
-    ]
 
 
 @app.command()
@@ -202,14 +224,40 @@ def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, such as runs/demo.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write the Hugging Face model to.")],
     step: Annotated[int | None, typer.Option(min=0, help="Step of the checkpoint; default: the newest.")] = None,
-    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Number format.")] = "bfloat16",
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Number format of a model.")] = "bfloat16",
+    merge: Annotated[bool, typer.Option("--merge", help="Add a LoRA adapter to the model's weights.")] = False,
+    push: Annotated[
+        str | None, typer.Option(metavar="USER/NAME", help="Upload it to the Hugging Face hub too; needs HF_TOKEN.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="With --push: only you see it.")] = False,
 ) -> None:
-    """Export a run's weights as a Hugging Face model, with config and tokenizer."""
+    """Export a run's weights as a Hugging Face model with config, tokenizer and card; of a LoRA run, PEFT's adapter."""
     if _run_at(run) is None:
         _fail(f"{run} has no config.yaml, so it is not a run's folder; give one, such as runs/demo", status=2)
+    if private and push is None:
+        _fail("--private says who sees what --push uploads; give --push USER/NAME", status=2)
     from podium.train.export import export_run
 
-    raise typer.Exit(export_run(run, folder, step=step, dtype=dtype))
+    raise typer.Exit(export_run(run, folder, step=step, dtype=dtype, merge=merge, push=push, private=private))
+
+
+@app.command()
+def chat(
+    target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run, RUN@STEP, or a model as in a config.")],
+    system: Annotated[str | None, typer.Option(help="First message of the conversation.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling; 0: the likeliest tokens.")] = 0.7,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 512,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+) -> None:
+    """Talk to a run's weights, or to any model."""
+    from rich.console import Console
+
+    from podium.api.chat import chat as talk
+    from podium.api.chat import typed
+
+    console = Console(highlight=False)
+    options = {"system_prompt": system, "temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
+    raise typer.Exit(talk(target, console=console, lines=typed(console), **options))
 
 
 @app.command()
@@ -251,9 +299,9 @@ def config_show(config: ConfigFiles, settings: Settings = None) -> None:
 def config_schema() -> None:
     """Print the JSON schema of config files, for editors."""
     from podium.config.show import file_schema
-    from podium.settings import NAMES
+    from podium.settings import IMPORTABLE, NAMES
 
-    print(json.dumps(file_schema(NAMES), indent=2))
+    print(json.dumps(file_schema(NAMES, IMPORTABLE), indent=2))
 
 
 @config_app.command("migrate")
@@ -276,101 +324,21 @@ def config_migrate(
             print(f"{title}:", *lines, sep="\n  ", file=sys.stderr)
 
 
-@bench_app.command("gather")
-def bench_gather(
-    mode: Annotated[Literal["sharded", "gather"], typer.Option(help="Shard over fsdp, or gather on every device.")],
-    mesh_shape: Annotated[str, typer.Option(help="Mesh, written as in a config.")] = "auto",
-    dtype: Annotated[Literal["bf16", "f16", "f32"], typer.Option(help="Number format.")] = "bf16",
-    target_bytes_gib: Annotated[float, typer.Option(min=0.0, help="Size of the whole array in GiB.")] = 5.6,
-    cols: Annotated[int, typer.Option(min=1, help="Elements per row.")] = 4096,
-    require_process_count: Annotated[int, typer.Option(min=0, help="Fail unless there are this many processes.")] = 0,
-) -> None:
-    """Allocate one large array on the mesh and print the memory of each device as JSON."""
-    from podium.train.gather_memory import bench
-
-    raise typer.Exit(
-        bench(
-            mode=mode,
-            mesh_shape=mesh_shape,
-            dtype=dtype,
-            target_bytes_gib=target_bytes_gib,
-            cols=cols,
-            require=require_process_count,
-        )
-    )
-
-
-@bench_app.command("update")
-def bench_update(
-    config: ConfigFiles,
-    settings: Settings = None,
-    lengths: Annotated[
-        str, typer.Option(metavar="gsm8k|fixed:N|RUN", help="Lengths of prompts and completions, as of podium plan.")
-    ] = "gsm8k",
-    repeats: Annotated[int, typer.Option(min=1, help="Steps to time; the fastest counts.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Time a config's update on random weights and completions: seconds, tokens, and the share of the peak (MFU)."""
-    from podium.settings import load_settings
-
-    loaded = load_settings(config, settings or [])
-    from podium.bench.update import bench
-
-    raise typer.Exit(bench(loaded.config, lengths=lengths, repeats=repeats, as_json=as_json))
-
-
 @app.command()
 def tasks(name: Annotated[str | None, typer.Argument(help="Task to describe.")] = None) -> None:
     """List the built-in tasks, or describe one task and its options."""
+    from podium.tasks.page import task_doc, task_page
     from podium.tasks.registry import TASKS
 
-    if name is not None:
-        print(_task_page(name))
+    if name is None:
+        width = max(map(len, TASKS))
+        for each in TASKS:
+            print(f"{each:{width}}  {task_doc(each).partition(chr(10))[0]}")
         return
-    width = max(map(len, TASKS))
-    for each in TASKS:
-        print(f"{each:{width}}  {_task_doc(each).partition(chr(10))[0]}")
-
-
-def _task_page(name: str) -> str:
-    """The task's description, its options with types and defaults, and its splits."""
-    from podium.config.schema import TaskConfig
-    from podium.tasks.registry import task_options
-
     try:
-        options = task_options(name)
+        print(task_page(name))
     except ValueError as error:
         _fail(error, status=2)
-    splits = {key: TaskConfig.model_fields[key].default for key in ("train_split", "eval_split")}
-    return "\n".join(
-        (
-            f"{name}: {_task_doc(name)}",
-            "\noptions:" if options else "\noptions: none",
-            *(f"  {_option_line(option)}" for option in options.values()),
-            "\nsplits: " + ", ".join(f"{key}: {split}" for key, split in splits.items()),
-        )
-    )
-
-
-def _option_line(option: inspect.Parameter) -> str:
-    from pydantic import TypeAdapter
-
-    from podium.config.document import dump_value
-    from podium.config.explain import rule_text
-
-    default = list(option.default) if isinstance(option.default, tuple) else option.default
-    use = "required" if default is option.empty else f"default {dump_value(default)}"
-    if option.annotation is option.empty or isinstance(option.annotation, str):
-        return f"{option.name}: {use}"
-    schema = TypeAdapter(option.annotation).json_schema()
-    return f"{option.name}: {rule_text(schema, schema)}, {use}"
-
-
-def _task_doc(name: str) -> str:
-    from podium.tasks.registry import TASKS
-
-    module, _, attribute = TASKS.get(name, name).partition(":")
-    return inspect.getdoc(getattr(importlib.import_module(module), attribute)) or "(no description)"
 
 
 if __name__ == "__main__":

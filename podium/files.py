@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 Record = Mapping[str, Any]
-BUCKET = "gs://"
+BUCKETS = ("gs://", "s3://")
 
 
 class RunFileError(ValueError):
@@ -21,19 +21,20 @@ class RunFileError(ValueError):
 
 
 def as_path(text: str) -> Path:
-    """A path of this machine, or of a bucket where the text begins with gs://: it has pathlib's methods too."""
-    if not text.startswith(BUCKET):
+    """A path of this machine, or of a bucket where the text begins with gs:// or s3://: with pathlib's methods too."""
+    if not text.startswith(BUCKETS):
         return Path(text)
     from etils import epath
     from fsspec import config as fsspec_settings
 
-    fsspec_settings.conf.setdefault("gcs", {})["use_listings_cache"] = False  # other hosts write there too
+    for store in ("gcs", "s3"):
+        fsspec_settings.conf.setdefault(store, {})["use_listings_cache"] = False  # other hosts write there too
     return epath.Path(text)  # pyright: ignore[reportReturnType]  # pathlib's methods without its type
 
 
 def in_bucket(path: Path) -> bool:
     """Whether the path is of a bucket."""
-    return str(path).startswith(BUCKET)
+    return str(path).startswith(BUCKETS)
 
 
 def absolute(path: Path) -> Path:

@@ -4,6 +4,7 @@
 downloaded, and nothing here imports jax, so that every error in a config comes before anything heavy starts.
 """
 
+import functools
 import os
 import re
 from collections import ChainMap
@@ -11,23 +12,36 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from podium.algorithms.recipes import RECIPES, conflicts
+from podium.algorithms.recipes import LOSSES, RECIPES, conflicts, find_recipe
 from podium.config.errors import ConfigError, Contradiction, Problem, nearest, not_in
+from podium.config.imports import imported, is_path
 from podium.config.load import Loaded, Override, load
 from podium.config.schema import Config
 from podium.models.architecture import ModelError
-from podium.models.layouts import AUTO
+from podium.models.layouts import AUTO, OPTIMIZER_COPIES
 from podium.models.params import ROLLOUT_LAYOUTS
 from podium.models.source import on_disk, read_architecture, resolve
+from podium.tasks.functions import RewardFunction
 from podium.tasks.registry import make_task
-from podium.tasks.rewards import TEXT_REWARDS
+from podium.tasks.rewards import TEXT_REWARDS, label
 from podium.tools.seed_keys import spellings, trl_keys
 
 _LAYOUTS: Mapping[str, object] = ChainMap[str, Any](
     cast(dict[str, Any], ROLLOUT_LAYOUTS), {AUTO: "chosen by `podium.models.layouts`"}
 )
-NAMES: Mapping[str, Mapping[str, object]] = {"algorithm.recipe": RECIPES, "rollout.layout": _LAYOUTS}
+NAMES: Mapping[str, Mapping[str, object]] = {
+    "algorithm.recipe": RECIPES,
+    "algorithm.loss": dict.fromkeys(LOSSES),
+    "rollout.layout": _LAYOUTS,
+    "train.optimizer.name": OPTIMIZER_COPIES,
+}
 """Settings that name an entry of a table: whoever adds an entry there adds a value here."""
+IMPORTABLE: Mapping[str, str] = {
+    "algorithm.recipe": "a recipe",
+    "algorithm.loss": "a loss",
+    "train.optimizer.name": "an optimizer",
+}
+"""Those of them that may also name what is in a module of the user's, and what that is."""
 
 
 def load_settings(
@@ -43,19 +57,48 @@ def load_settings(
     return loaded
 
 
+def evaluation_overrides(
+    target: str, run: object | None, tasks: list[dict[str, Any]], options: dict[str, Any]
+) -> list[Override]:
+    """The options of `podium eval` as settings: tasks, graded by what is correct, on all questions unless limited."""
+    given = [Override(key, value, f"--{key.removeprefix('eval.')}") for key, value in options.items()]
+    return [
+        *([] if run else [Override("model", target, f"argument {target}")]),
+        Override("tasks", tasks, f"--task {tasks[0]['name']}"),
+        Override("grading.overlong_buffer_tokens", 0, "podium eval"),
+        *(override for override in given if override.value is not None or override.key == "eval.questions"),
+    ]
+
+
 def _names(config: Config) -> Iterator[Contradiction]:
     for key, table in NAMES.items():
-        section, _, name = key.partition(".")
-        part = getattr(config, section)
+        section, _, name = key.rpartition(".")
+        part: Any = functools.reduce(getattr, section.split("."), config)
         value = getattr(part, name)
-        if value not in table:
+        if value is None or value in table:
+            continue
+        if key in IMPORTABLE and is_path(value):
+            try:
+                imported(value, what=IMPORTABLE[key])
+            except ValueError as error:
+                yield Contradiction((key,), str(error))
+        else:
             yield Contradiction((key,), not_in(table, value), about=type(part).model_fields[name].description)
 
 
 def _algorithm(config: Config) -> Iterator[Contradiction]:
     """The recipe's conflicts; the settings that a message names are shown with it."""
-    if config.algorithm.recipe not in RECIPES:
-        return
+    try:
+        find_recipe(config.algorithm.recipe)
+    except ValueError as error:
+        if is_path(config.algorithm.recipe):
+            yield Contradiction(("algorithm.recipe",), str(error))
+        return  # else `_names` has said so
+    if find_recipe(config.algorithm.recipe).demonstrations and config.group_size != 1:
+        rule = (
+            f"recipe {config.algorithm.recipe} has one completion of each prompt, the data's, got {config.group_size}"
+        )
+        yield Contradiction(("group_size", "algorithm.recipe"), f"{rule}; set group_size to 1")
     scope = ("algorithm", "group_size", "prompts_per_step")
     settings = [f"algorithm.{name}" for name in type(config.algorithm).model_fields] + list(scope[1:])
     sizes = {"group_size": config.group_size, "prompts_per_step": config.prompts_per_step}
@@ -71,10 +114,26 @@ def _rewards(config: Config) -> Iterator[Contradiction]:
     buffer_key, shaped = "grading.overlong_buffer_tokens", []
     for index, task in enumerate(config.tasks):
         for part in task.rewards:
-            if part not in known:
+            if is_path(part):
+                try:
+                    RewardFunction(part)
+                except (ValueError, OSError) as error:
+                    yield Contradiction((f"tasks.{index}.rewards.{part}",), str(error))
+            elif part not in known:
                 near = nearest(part, known)
                 way_out = f"did you mean {near}?" if near else f"the parts are {', '.join(known)}"
                 yield Contradiction((f"tasks.{index}.rewards.{part}",), f"not a part of the reward; {way_out}")
+        labels = [label(part) for part in task.rewards]
+        for part in {each for each in labels if labels.count(each) > 1}:
+            yield Contradiction(
+                (f"tasks.{index}.rewards",), f"two parts would be reported as {part!r}; give one function another name"
+            )
+        if task.correct not in ("correct", *task.rewards):
+            key, parts = f"tasks.{index}.correct", ", ".join(dict.fromkeys(("correct", *task.rewards)))
+            yield Contradiction((key, f"tasks.{index}.rewards"), f"{task.correct!r} is not a part of it; set {parts}")
+        if task.correct != "correct" and "correct" in task.rewards:
+            message = f"evaluation counts {task.correct}, so the task does not grade; drop correct, or leave this unset"
+            yield Contradiction((f"tasks.{index}.rewards.correct", f"tasks.{index}.correct"), message)
         if "length" in task.rewards:
             shaped.append(f"tasks.{index}.rewards.length")
     if shaped and not buffer:

@@ -25,9 +25,10 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION
 MARK = "PYTEST_SESSION_PID"
 os.environ[MARK] = str(os.getpid())
 
-# Many tests make the same small programs anew: a process of the session, and those that it starts, compile each once.
-COMPILED = tempfile.TemporaryDirectory(prefix="podium-tests-")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
+# Many tests make the same small programs anew: the processes of a session share what they compiled.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    COMPILED = tempfile.TemporaryDirectory(prefix="podium-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import jax

@@ -1,8 +1,9 @@
 """A model hub on loopback, for what huggingface_hub asks of the real one; no network.
 
-`podium/tiny` is served from a folder. What other names get stands in ANSWERS.
+`podium/tiny` is served from a folder. What other names get stands in ANSWERS. What is uploaded is kept in UPLOADED.
 """
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -22,6 +23,10 @@ ANSWERS: dict[str, tuple[int, dict[str, str], bytes]] = {  # by model: status, h
     "podium/broken": (500, {}, b""),
     "podium/portal": (200, {"Content-Type": "text/html"}, b"<html>Welcome to the hotel</html>"),
 }
+UPLOADED: dict[str, dict[str, bytes]] = {}
+"""By repository: its files, by path."""
+WRITER = "hf_writer"
+"""The token of whoever may write."""
 SILENT, CUT = "podium/silent", "podium/cut"
 
 
@@ -44,6 +49,35 @@ def fake_hub(folder: Path) -> Iterator[str]:
                 self.answer(*ANSWERS["podium/absent"])
 
         do_HEAD = do_GET
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            path = urlsplit(self.path).path
+            repository = "/".join(path.split("/")[3:5])
+            if self.headers.get("Authorization") != f"Bearer {WRITER}":
+                self.answer(401, {"X-Error-Message": "Invalid credentials in Authorization header"}, b"")
+            elif path == "/api/validate-yaml":
+                self.reply({"errors": [], "warnings": []})
+            elif path == "/api/repos/create":
+                asked = json.loads(body)
+                name = f"{asked.get('organization') or 'me'}/{asked['name']}"
+                UPLOADED[name] = {}
+                self.reply({"url": f"http://{self.headers['Host']}/{name}", "id": name})
+            elif path.endswith("/preupload/main"):
+                files = [{"path": each["path"], "uploadMode": "regular"} for each in json.loads(body)["files"]]
+                self.reply({"files": [each | {"shouldIgnore": False, "oid": None} for each in files]})
+            elif path.endswith("/commit/main"):
+                lines = [json.loads(line) for line in body.splitlines()]
+                sent = {x["value"]["path"]: x["value"]["content"] for x in lines if x["key"] == "file"}
+                UPLOADED[repository] |= {name: base64.b64decode(text) for name, text in sent.items()}
+                self.reply(
+                    {"commitUrl": f"http://{self.headers['Host']}/{repository}/commit/{COMMIT}", "commitOid": COMMIT}
+                )
+            else:
+                self.answer(404, {}, b"")
+
+        def reply(self, found: object) -> None:
+            self.answer(200, {"Content-Type": "application/json"}, json.dumps(found).encode())
 
         def serve(self, rest: list[str]) -> None:
             files = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -70,7 +104,7 @@ def fake_hub(folder: Path) -> Iterator[str]:
             for name, value in {**headers, "Content-Length": str(len(body))}.items():
                 self.send_header(name, value)
             self.end_headers()
-            if self.command == "GET":
+            if self.command != "HEAD":
                 self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:

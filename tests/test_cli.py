@@ -286,7 +286,7 @@ def test_export_hands_over_run_folder_and_format(podium, stub):
     Path("runs/a").mkdir(parents=True)
     Path("runs/a/config.yaml").write_text(CONFIG)
     assert podium("export", "runs/a", "out", "--step", "3", "--dtype", "float32")[0] == 0
-    assert calls == [(("runs/a", Path("out")), {"step": 3, "dtype": "float32"})]
+    assert calls == [(("runs/a", Path("out")), {"step": 3, "dtype": "float32", "push": None, "private": False})]
 
 
 def test_the_version_is_printed(podium):
@@ -309,3 +309,21 @@ def test_sigterm_before_training_begins_ends_the_process(tmp_path):
         assert process.stdout is not None and process.stdout.readline() == "started\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == -signal.SIGTERM  # a shell says 143
+
+
+def test_eval_grades_by_the_part_of_the_reward_that_counts_as_correct(podium, stub):
+    calls = stub("podium.train.evaluate", "evaluate_command", 0)
+    Path("own_judge_of_cli.py").write_text("def judge(completion):\n    return 1.0\n")
+    Path("runs/own").mkdir(parents=True)
+    rewards = "rewards: {'own_judge_of_cli:judge': 2.0, tags: 0.5}, correct: 'own_judge_of_cli:judge'"
+    Path("runs/own/config.yaml").write_text(f"model: a/b\nname: own\ntasks: [{{name: arithmetic, {rewards}}}]\n")
+    status, _, errors = podium("eval", "runs/own")
+    assert status == 0, errors
+    assert calls[0][0][0].tasks[0].rewards == {"own_judge_of_cli:judge": 1.0}
+
+
+def test_private_without_push_is_refused(podium):
+    Path("runs/own").mkdir(parents=True)
+    Path("runs/own/config.yaml").write_text(CONFIG)
+    status, _, errors = podium("export", "runs/own", "out", "--private")
+    assert status == 2 and "give --push USER/NAME" in errors

@@ -249,9 +249,11 @@ def test_an_unknown_key_is_listed(translate):
         ("mesh_shape: 1,2\n",
          "mesh_shape: '1,2': write auto, host_local, 'fsdp:4,tp:2' or '1,-1,1' (dp, fsdp, tp)\n    old.yaml:1"),
         ("train: {optimizer: adam}\n",
-         "train.optimizer.name: expected one of adamw, lion, muon, sgd, adafactor, got 'adam'; did you mean adamw?\n"
+         "train.optimizer.name: expected one of adamw, lion, sgd, muon, adafactor, got 'adam'; did you mean adamw?\n"
          "    old.yaml\n"
-         "    Which update rule; state per parameter: adamw 8 bytes, lion, muon and sgd 4, adafactor about 0."),
+         "    Which update rule; state per parameter: adamw 8 bytes, lion, muon and sgd 4, adafactor about 0. Or a"
+         " function of\nyours as `package.module:name`, from these settings to an optax transformation that makes the"
+         " direction uphill."),
     ],
 )  # fmt: skip
 def test_what_made_no_sense_there_is_an_error(translate, text, message):

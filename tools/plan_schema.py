@@ -10,6 +10,7 @@ from podium.files import to_json
 from podium.plan.compare import Refused, RunCost
 from podium.plan.json_answer import NAMES, ROLLOUT
 from podium.plan.result import Plan, Seconds
+from podium.plan.workload import Workload
 
 SIMPLE = {int: "integer", float: "number", str: "string", bool: "boolean"}
 TIME = {"$ref": "#/$defs/Seconds"}
@@ -20,8 +21,8 @@ def plan_schema() -> dict[str, Any]:
     plan, cost, refused = (_object(kind) for kind in (Plan, RunCost, Refused))
     properties = plan["properties"]
     del properties["host"]
-    rollout = properties["rollout"]["properties"]
-    properties["rollout"] = _closed({name: rollout[name] for name in ROLLOUT})
+    fields = properties["rollout"]["properties"]
+    properties["rollout"] = _closed({name: fields.get(name) or _of_property(Workload, name) for name in ROLLOUT})
     properties |= {
         "advice": {"type": "string"},
         "text": {"type": "string"},
@@ -54,6 +55,10 @@ def _object(kind: type) -> dict[str, Any]:
 
 def _closed(properties: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": dict(properties), "required": sorted(properties)}
+
+
+def _of_property(kind: type, name: str) -> dict[str, Any]:
+    return _type(typing.get_type_hints(getattr(kind, name).fget)["return"])
 
 
 def _field(name: str, hint: Any) -> dict[str, Any]:

@@ -17,7 +17,16 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "podium"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("config", "accelerators", "files", "rollout.request", "rollout.scheduler"),
+    (
+        "config",
+        "accelerators",
+        "files",
+        "rollout.request",
+        "rollout.lanes",
+        "rollout.pages",
+        "rollout.prefill",
+        "rollout.scheduler",
+    ),
     (
         "prices",
         "models.architecture",
@@ -36,14 +45,16 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("job",),
     ("pods",),
     ("sharding", "hlo", "compiler"),
+    ("kernels",),
     ("models",),
     ("rollout", "algorithms"),
     ("train",),
     ("plan",),
     ("certify", "bench"),
+    ("api",),
     ("cli",),
 )
-WITHOUT_JAX = {part for floor in FLOORS[:8] for part in floor} | {"hlo", "compiler", "cli", "plan.cli"}
+WITHOUT_JAX = {part for floor in FLOORS[:8] for part in floor} | {"hlo", "compiler", "cli", "plan.cli", "bench.cli"}
 HEIGHTS = {part: height for height, floor in enumerate(FLOORS) for part in floor}
 
 STEP = (
@@ -58,7 +69,14 @@ STEP = (
     "algorithms.losses",
 )
 """What one must read to follow a step."""
-CAPABILITIES = {"observe.report": 1_200, "observe.watch": 300, "certify": 1_400}
+CAPABILITIES = {
+    "observe.report": 1_200,
+    "observe.watch": 300,
+    "certify": 1_400,
+    "kernels": 1_000,
+    "bench": 700,
+    "api": 800,
+}
 """What one need not read to understand training: each counts for itself, with a goal of its own."""
 FILE_LINES, FUNCTION_LINES, CLASS_LINES = 400, 60, 150
 
@@ -162,15 +180,15 @@ def measures(modules: Modules) -> list[Measure]:
     files = [f"podium.{name} ({count})" for name, count in lines.items() if count > FILE_LINES]
     functions = long_definitions(modules, (ast.FunctionDef, ast.AsyncFunctionDef), FUNCTION_LINES)
     classes = long_definitions(modules, (ast.ClassDef,), CLASS_LINES)
-    # Before GPUs, search by refusal, recovery off the laptop and buckets these were 5,000, 4,300 and 12,000.
+    # Before GPUs, search by refusal, recovery off the laptop, buckets and pages of keys: 5,000, 4,300 and 12,000.
     edges = imports(modules)
     in_circles, upward = circles(edges), upward_imports(edges)
     return [
-        Measure("lines of plan + hlo", plan, 6_500),
+        Measure("lines of plan + hlo", plan, 7_000),
         Measure("lines of pods + job", pods, 6_000),
         Measure("lines of tools", tools, 500),
         *(Measure(f"lines of {part}", count, CAPABILITIES[part]) for part, count in added.items()),
-        Measure("lines of everything else", core, 15_000),
+        Measure("lines of everything else", core, 18_000),
         Measure("lines on the path of a step", sum(lines[name] for name in STEP), 2_500),
         Measure("lines of the median file", statistics.median(filter(None, lines.values())), 200),
         Measure("lines of the largest file", max(lines.values()), FILE_LINES, files),

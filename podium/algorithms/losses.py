@@ -9,15 +9,17 @@ advantages, segments and mask, and gives the loss of each token, not masked and 
 to 1 + clip_high.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple, assert_never
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from podium.algorithms.recipes import Recipe
+from podium.algorithms.recipes import LOSSES, Recipe
+from podium.config.imports import imported
 
 # Differences of log-probabilities are held within this before exp: exp(20) is 5e8. Past it the gradient is 0.
 LOG_RATIO_BOUND = 20.0
@@ -118,7 +120,10 @@ def reinforce_loss(
 
 
 def make_loss(recipe: Recipe) -> Loss:
-    """The recipe's policy term with its options: a new loss is a function above and a case here."""
+    """The recipe's policy term with its options: a new loss is a function above and a case here.
+
+    One that a config names by import path has the arguments of the others, and gives a `TokenLoss` or [B, T].
+    """
     match recipe.loss:
         case "clipped":
             clip = partial(clipped_policy_loss, clip_low=recipe.clip_low, clip_high=recipe.clip_high)
@@ -130,7 +135,30 @@ def make_loss(recipe: Recipe) -> Loss:
         case "reinforce":
             return reinforce_loss
         case _:
-            assert_never(recipe.loss)
+            return _imported_loss(recipe)
+
+
+def _imported_loss(recipe: Recipe) -> Loss:
+    """A loss of the user's with those of the clip options that it has."""
+    function = imported(recipe.loss, what="a loss", known=LOSSES)
+    options = {name: getattr(recipe, name) for name in ("clip_low", "clip_high", "dual_clip")}
+    known = inspect.signature(function).parameters
+    bound = partial(function, **{name: value for name, value in options.items() if name in known})
+
+    def loss(
+        logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, segments: jax.Array, mask: jax.Array
+    ) -> TokenLoss:
+        found = bound(logprobs, old_logprobs, advantages, segments, mask)
+        never = jnp.zeros_like(logprobs)
+        found = found if isinstance(found, TokenLoss) else TokenLoss(found, never, never)
+        if found.values.shape != logprobs.shape:
+            raise ValueError(
+                f"loss {recipe.loss} gives {list(found.values.shape)} for log-probabilities of {list(logprobs.shape)};"
+                " it must give the loss of each token, not masked and not averaged"
+            )
+        return found
+
+    return loss
 
 
 def kl_loss(kl: Literal["k2", "k3", "k3+"], logprobs: jax.Array, reference_logprobs: jax.Array) -> jax.Array:

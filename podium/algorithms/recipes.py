@@ -8,7 +8,7 @@ a wrong combination is an error of the config; the losses that recipes name are 
 import dataclasses
 from collections.abc import Iterator
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -18,12 +18,15 @@ from podium.algorithms.advantages import (
     group_advantages,
     leave_one_out_advantages,
     maxrl_advantages,
+    reward_advantages,
     whitened_advantages,
 )
 from podium.config.errors import not_in
+from podium.config.imports import imported, is_path
 from podium.config.schema import AlgorithmConfig
 
 LossName = Literal["clipped", "gspo", "cispo", "reinforce"]
+LOSSES: tuple[str, ...] = get_args(LossName)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,8 +37,9 @@ class Recipe:
     """(rewards [N, G], lengths [N, G]) -> [N, G]. A config may change those of std, std_ddof, std_eps that it binds."""
     group_baseline: bool = True
     """Completions are compared with those of the same prompt: G >= 2, and equal rewards teach nothing."""
-    loss: LossName = "clipped"
-    """The policy term; `podium.algorithms.losses.make_loss` binds it to the clip options."""
+    loss: LossName | str = "clipped"
+    """The policy term, one of LOSSES or `package.module:function`; `podium.algorithms.losses.make_loss` binds it to the
+    clip options that it has."""
     mean: Mean
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -52,6 +56,8 @@ class Recipe:
     max_refills: int = 3
     updates_per_batch: int = 1
     minibatches: int = 1
+    demonstrations: bool = False
+    """Completions are written in the data, one for each prompt, and not sampled."""
 
     @property
     def needs_reference(self) -> bool:
@@ -194,6 +200,22 @@ def maxrl() -> Recipe:
     return Recipe(advantage=partial(maxrl_advantages), mean="constant")
 
 
+def sft() -> Recipe:
+    """Supervised fine-tuning as before RLHF (arXiv:2203.02155): the likelihood of completions that the data has.
+
+    Differs: it is the update of `reinforce` with every advantage 1, so nothing is sampled but by evaluations, and there
+    is no dropout. The mean is over the batch's tokens. `podium sft CONFIG` sets it, with `group_size: 1`.
+    """
+    return Recipe(
+        advantage=partial(reward_advantages),
+        group_baseline=False,
+        loss="reinforce",
+        mean="token",
+        old_logprobs="trainer",
+        demonstrations=True,
+    )
+
+
 RECIPES: dict[str, Recipe] = {
     "grpo": grpo(),
     "dr_grpo": dr_grpo(),
@@ -205,8 +227,25 @@ RECIPES: dict[str, Recipe] = {
     "gspo": gspo(),
     "cispo": cispo(),
     "maxrl": maxrl(),
+    "sft": sft(),
 }
 """What `algorithm.recipe` may be. A new recipe is a function above and its line here."""
+
+
+def find_recipe(name: str) -> Recipe:
+    """The recipe of that name: of RECIPES, or the Recipe (or function that makes one) of an import path.
+
+    Raises ValueError where there is none.
+    """
+    if not is_path(name):
+        if name not in RECIPES:
+            raise ValueError(not_in(RECIPES, name))
+        return RECIPES[name]
+    found = imported(name, what="a recipe")
+    recipe = found() if callable(found) else found
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"{name!r} gives {recipe!r}; it must be a podium.Recipe, or a function that returns one")
+    return recipe
 
 
 def make_recipe(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int) -> Recipe:
@@ -219,9 +258,10 @@ def make_recipe(config: AlgorithmConfig, *, group_size: int, prompts_per_step: i
 
 def conflicts(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int) -> list[tuple[str, str]]:
     """What is wrong with `algorithm:`, as pairs of the config's key and a message: the rule and the way out."""
-    if config.recipe not in RECIPES:
-        return [("algorithm.recipe", not_in(RECIPES, config.recipe))]
-    recipe = _changed(config)
+    try:
+        recipe = _changed(config)
+    except ValueError as error:
+        return [("algorithm.recipe", str(error))]
     found = [
         *_advantage_conflicts(config, recipe, group_size),
         *_loss_conflicts(config, recipe),
@@ -238,8 +278,10 @@ _STD_OPTIONS = ("std", "std_ddof", "std_eps")
 
 def _changed(config: AlgorithmConfig) -> Recipe:
     """The recipe with every option that the config sets, but for those of a standard deviation that it lacks."""
-    recipe = RECIPES[config.recipe]
+    recipe = find_recipe(config.recipe)
     options = config.model_dump(exclude={"recipe"}, exclude_none=True)
+    if options.get("loss") == "reinforce":
+        options.setdefault("old_logprobs", "trainer")  # it has no ratio
     std_options = {name: options.pop(name) for name in _STD_OPTIONS if name in options}
     std_options = {name: value for name, value in std_options.items() if name in recipe.advantage.keywords}
     return dataclasses.replace(recipe, advantage=partial(recipe.advantage, **std_options), **options)

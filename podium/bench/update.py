@@ -18,7 +18,7 @@ from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
 from podium.models.flops import Work, step_work, update_flops
 from podium.models.params import param_specs
-from podium.models.presets import find_architecture
+from podium.models.presets import find_decoder
 from podium.plan.calibration import load_chip
 from podium.plan.workload import SequenceLengths, draw_lengths
 from podium.sharding import init_params, make_mesh
@@ -39,7 +39,7 @@ def bench(config: Config, *, lengths: str, repeats: int, as_json: bool) -> int:
         ValueError: the model, the mesh or the lengths cannot be used.
     """
     prepare_platform()
-    found = measure(config, find_architecture(config.model), draw_lengths(lengths, config), repeats)
+    found = measure(config, find_decoder(config), draw_lengths(lengths, config), repeats)
     if as_json:
         print(json.dumps(found))
     else:

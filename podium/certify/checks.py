@@ -24,7 +24,7 @@ from podium.certify.updates import PACKED, PLAIN, UNPACKED, Form, Updates, dista
 from podium.config.attention import KERNELS
 from podium.config.mesh import mesh_sizes
 from podium.config.schema import Attention, CheckpointConfig, Remat
-from podium.models.params import TRAIN_AXES, indivisible, param_specs
+from podium.models.params import TRAIN_AXES, indivisible, param_specs, trained_specs
 from podium.sharding import ShardingRules, abstract_params, make_mesh
 from podium.train.checkpoint import Checkpointer
 from podium.train.setup import make_run_optimizer, make_train_settings
@@ -195,11 +195,13 @@ def run_checks(updates: Updates) -> Iterator[Check]:
     settings = make_train_settings(config, subject.decoder, mesh)
     reference = None if subject.reference is None else subject.params(mesh, subject.reference)
     with tempfile.TemporaryDirectory(prefix="podium-certify-") as folder:
-        trainer = Trainer(config, recipe, settings, optimizer, reference=reference, folder=Path(folder))
+        trainer = Trainer(
+            config, recipe, settings, optimizer, reference=reference, folder=Path(folder), frozen=subject.frozen(mesh)
+        )
         batches, _ = make_batches(subject.groups, recipe, trainer.sizes, subject.reward_kl)
         norms, rates = [], [scheduled_rate(config.train.optimizer, 2 * STEPS, step) for step in range(STEPS)]
         for step in range(STEPS):
-            _, stats = trainer.update(init_state(subject.params(mesh), optimizer), batches, step)
+            _, stats = trainer.update(init_state(subject.trained(mesh), optimizer), batches, step)
             norms.append(stats.update_norm)
         yield Check(
             name="learning rate",
@@ -207,11 +209,11 @@ def run_checks(updates: Updates) -> Iterator[Check]:
             difference=relative(np.array(norms) / norms[WARMUP - 1], np.array(rates) / rates[WARMUP - 1]),
             after=("schedule",),
         )
-        state, _ = trainer.update(init_state(subject.params(mesh), optimizer), batches, 0)
+        state, _ = trainer.update(init_state(subject.trained(mesh), optimizer), batches, 0)
         with contextlib.closing(Checkpointer(Path(folder) / "checkpoints", CheckpointConfig())) as checkpointer:
             checkpointer.save(1, state, {}, score=None, wait=True)
             straight, _ = trainer.update(state, batches, 1)
-            specs, rules = param_specs(subject.decoder), ShardingRules(mesh, TRAIN_AXES)
+            specs, rules = trained_specs(subject.decoder), ShardingRules(mesh, TRAIN_AXES)
             abstract = abstract_state(abstract_params(specs, jnp.float32, rules), optimizer)
             resumed, _ = trainer.update(checkpointer.restore(1, abstract)[0], batches, 1)
         yield Check(

@@ -80,6 +80,10 @@ def logits(weights: Weights, tokens: jax.Array, decoder: DecoderConfig) -> jax.A
         return x + (gate / (1 + jnp.exp(-gate)) * (y @ w["up"])) @ w["down"], None
 
     layers = {name.removeprefix("layers."): value for name, value in weights.items() if name.startswith("layers.")}
+    for name in [name.removesuffix(".lora_a") for name in layers if name.endswith(".lora_a")]:
+        a, b, lora = layers[f"{name}.lora_a"], layers[f"{name}.lora_b"], decoder.lora
+        outer = jnp.einsum("l...r,lrm->l...m", a, b.reshape(*b.shape[:2], -1)).reshape(layers[name].shape)
+        layers[name] += lora.alpha / lora.rank * outer if lora else 0.0
     x, _ = jax.lax.scan(layer, weights["embed"][tokens], layers)
     return norm(x, weights["final_norm"]) @ weights["embed" if decoder.tied else "head"].T
 

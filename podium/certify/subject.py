@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -12,11 +13,19 @@ import numpy as np
 from podium.algorithms.advantages import penalised_rewards
 from podium.algorithms.recipes import Recipe, make_recipe
 from podium.certify.naive import Scores, Sequences, in_float64, scores
-from podium.config.attention import attention_backend
+from podium.config.imports import is_path
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
-from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, param_specs
-from podium.models.presets import find_architecture
+from podium.models.params import (
+    ROLLOUT_AXES,
+    TRAIN_AXES,
+    ParamSpec,
+    frozen_specs,
+    is_adapter,
+    param_specs,
+    trained_specs,
+)
+from podium.models.presets import find_decoder
 from podium.observe.stats import RewardKl
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Completion, Request
@@ -57,16 +66,25 @@ class Subject:
             for name, value in (self.weights if weights is None else weights).items()
         }
 
+    def trained(self, mesh: jax.sharding.Mesh) -> Params:
+        """Those of `params` that updates change."""
+        specs = trained_specs(self.decoder)
+        return {name: value for name, value in self.params(mesh).items() if name in specs}
+
+    def frozen(self, mesh: jax.sharding.Mesh) -> Params:
+        """The others: with LoRA the model under the adapters."""
+        specs = frozen_specs(self.decoder)
+        return {name: value for name, value in self.params(mesh).items() if name in specs}
+
     @functools.cached_property
     def sampled(self) -> list[list[Completion]]:
         """What the rollout engine makes of random prompts, [N][G], cut to different lengths."""
         rollout, random = self.config.rollout, np.random.default_rng(1)
         mesh = one_device()
         rules = ShardingRules(mesh, ROLLOUT_AXES)
-        attention = attention_backend(self.config.train.attention, mesh.devices.flat[0].platform)
-        options: Any = {"dtype": jnp.dtype("float32"), "attention": attention}
-        engine = RolloutEngine(rollout, self.decoder, rules, _NoText(), **options)
-        engine.load(self.params(mesh))
+        engine = RolloutEngine(rollout, self.decoder, rules, _NoText(), dtype=jnp.dtype("float32"))
+        engine.device.freeze(self.frozen(mesh))
+        engine.load(self.trained(mesh))
         settings = dataclasses.replace(sampling_params(self.config), stop=())
         requests = [
             Request(prompt=prompt, sampling=settings, seed=index, completions=self.config.group_size)
@@ -156,15 +174,18 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
     if full:
         model = make_model(config)
         decoder, loaded = model.decoder, load_weights(dataclasses.replace(model, mesh=one_device()), None)
-        weights = {name: np.asarray(value) for name, value in loaded.items()}
+        weights = {name: np.asarray(value, np.float32) for name, value in loaded.items()}
+        weights |= {name: value for name, value in random_weights(decoder, seed=0).items() if is_adapter(name)}
     else:
-        decoder = tiny_clone(find_architecture(config.model))
+        decoder = tiny_clone(find_decoder(config))
         weights = random_weights(decoder, seed=0)
     recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
     reference = None
     if recipe.needs_reference:
         noise = random_weights(decoder, seed=1)
         reference = {name: value + np.float32(0.02) * noise[name] for name, value in weights.items()}
+    if recipe.needs_reference and decoder.lora is not None:
+        reference = {name: value for name, value in weights.items() if not is_adapter(name)}
     return Subject(user=user, config=config, recipe=recipe, decoder=decoder, weights=weights, reference=reference)
 
 
@@ -180,16 +201,21 @@ def tiny_clone(decoder: DecoderConfig) -> DecoderConfig:
         kv_heads=kv_heads,
         head_dim=min(decoder.head_dim, 16),
         mlp_width=min(decoder.mlp_width, 96),
+        lora=decoder.lora and dataclasses.replace(decoder.lora, rank=4, alpha=4 * decoder.lora.scale),
     )
 
 
 def random_weights(decoder: DecoderConfig, *, seed: int) -> Arrays:
-    """Weights of which none is without effect: biases and norms differ from 0 and 1."""
+    """Weights of which none is without effect: biases and norms differ from 0 and 1, and adapters add something."""
     random = np.random.default_rng(seed)
     return {
-        name: (spec.mean + (SPREAD * spec.std or 0.1) * random.standard_normal(spec.shape)).astype(np.float32)
+        name: (spec.mean + _spread(name, spec) * random.standard_normal(spec.shape)).astype(np.float32)
         for name, spec in param_specs(decoder).items()
     }
+
+
+def _spread(name: str, spec: ParamSpec) -> float:
+    return 0.1 if is_adapter(name) or not spec.std else SPREAD * spec.std
 
 
 def make_group(
@@ -207,14 +233,24 @@ def one_device() -> jax.sharding.Mesh:
 
 
 def _small_step(config: Config) -> Config:
-    """The config with a step of a few short completions, in float32, each batch used twice where a recipe allows it."""
+    """The config with a step of a few short completions, each batch used twice where a recipe allows it.
+
+    Everything is in float32, weights that LoRA freezes too.
+    """
     group = max(COMPLETIONS, 2)
     twice = make_recipe(config.algorithm, group_size=group, prompts_per_step=config.algorithm.minibatches)
+    if is_path(twice.loss):
+        raise ValueError(
+            f"algorithm.loss {twice.loss}: certify has no naive form of it to compare with; test it by itself, and"
+            " certify the run with one of Podium's losses"
+        )
     algorithm = {"minibatches": 1, "updates_per_batch": 1 if twice.loss == "reinforce" else 2}
     lengths = {"max_prompt_tokens": LONGEST_PROMPT, "max_new_tokens": LONGEST}
     slots = {"slots": PROMPTS * group, "prefill_rows": PROMPTS, "layout": "replicated"}
     sizes = {"packing": "shared_prompts", "row_tokens": ROW_TOKENS, "rows_per_device": None, "tokens_per_device": None}
+    lora = config.lora and config.lora.model_copy(update={"base": "bfloat16", "adapter": None})
     parts: dict[str, Any] = {
+        "lora": lora,
         "rollout": config.rollout.model_copy(update={**lengths, **slots, "dtype": "float32"}),
         "train": config.train.model_copy(update={**sizes, "dtype": "float32"}),
         "algorithm": config.algorithm.model_copy(update=algorithm),
@@ -226,6 +262,7 @@ class _NoText:
     """A tokenizer of tokens without text, none of which ends a completion."""
 
     eos_tokens: tuple[int, ...] = ()
+    special_tokens: Mapping[str, int] = MappingProxyType({})
 
     def decode(self, tokens: list[int]) -> str:
         """Nothing."""

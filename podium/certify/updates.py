@@ -17,6 +17,7 @@ from podium.algorithms.recipes import Recipe
 from podium.certify.naive import Sequences, Weights, in_float64, objective, scores
 from podium.certify.subject import COMPLETIONS, LONGEST, PROMPTS, ROW_TOKENS, Arrays, Subject, one_device
 from podium.models.architecture import DecoderConfig
+from podium.models.params import trained_specs
 from podium.train.batch import Batch, BatchSizes
 from podium.train.generate import Group
 from podium.train.packing import Packing
@@ -97,13 +98,13 @@ class Updates:
         """So many updates on the same batch, each from the weights that the one before it left."""
         settings, programs = self.programs(form)
         subject, placed = self.subject, shard_batch(self.batch(form, groups), settings.computing)
-        params = subject.params(form.mesh)
+        params, frozen = subject.trained(form.mesh), subject.frozen(form.mesh)
         reference = None if subject.reference is None else subject.params(form.mesh, subject.reference)
-        placed = with_scores(placed, self.recipe, programs.score, params, reference)
+        placed = with_scores(placed, self.recipe, programs.score, params | frozen, reference)
         state, found = init_state(params, _keeping_gradient(RATE)), []
         for _ in range(times):
-            state, metrics = programs.train_step(state, placed)
-            found.append(Update(float(metrics["loss"]), _host(state.opt_state), _host(state.params)))
+            state, metrics = programs.train_step(state, placed, frozen)
+            found.append(Update(float(metrics["loss"]), _host(state.opt_state), _host(state.params | frozen)))
         return found
 
     def programs(self, form: Form) -> tuple[TrainSettings, TrainPrograms]:
@@ -129,7 +130,8 @@ class Updates:
                 sizes_of(Form()).max_new_tokens,
             )
             (loss, size), found = gradient(wide, subject.sequences)
-            return Update(float(loss), {name: np.asarray(value) for name, value in found.items()}, {}, float(size))
+            gradients = {name: np.asarray(found[name]) for name in trained_specs(subject.decoder)}
+            return Update(float(loss), gradients, {}, float(size))
 
 
 def sizes_of(form: Form) -> BatchSizes:

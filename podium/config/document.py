@@ -85,7 +85,7 @@ class Node:
 class _Loader(yaml.SafeLoader):
     """Resolves YAML 1.2's scalars and no others."""
 
-    yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (PyYAML's own protocol)
+    yaml_implicit_resolvers: dict = {}
 
 
 class _Dumper(yaml.SafeDumper):

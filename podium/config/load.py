@@ -11,6 +11,7 @@ error could not name the variable, nor a file's line.
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from podium.config.explain import Hint, explain
 from podium.config.schema import Config, Rule
 
 ENVIRONMENT_PREFIX = "PODIUM_"
+SHIPPED = Path(sys.prefix) / "share" / "podium"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ def load(
     problems: list[Problem] = []
     for file in files:
         with _collecting(problems):
-            tree = merge(tree, _read_with_bases(Path(file) if isinstance(file, str) else file, ()))
+            tree = merge(tree, _read_with_bases(_located(Path(file) if isinstance(file, str) else file), ()))
     names = sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX))
     settings = [_environment_setting(name, environ[name]) for name in names]
     for override in overrides:
@@ -80,6 +82,12 @@ def load(
     if problems:
         raise ConfigError(problems)
     return validate(tree, files, rules=rules, hint=hint)
+
+
+def _located(file: Path) -> Path:
+    """The file, or where it is not there the config of that name that came with an installed Podium."""
+    shipped = SHIPPED / file
+    return shipped if file.parts[:1] == ("configs",) and not file.exists() and shipped.is_file() else file
 
 
 @contextlib.contextmanager

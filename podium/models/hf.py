@@ -4,11 +4,12 @@ Tensors come in pieces of a few MiB, each written where it belongs before the ne
 model, nor its largest tensor. Names and layouts are `podium.models.names`; GGUF's formats are `podium.models.gguf`.
 """
 
+import contextlib
 import functools
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -36,15 +37,19 @@ FLOATS = ("F32", "F16", "BF16")
 
 
 def load_params(
-    source: ModelSource, config: DecoderConfig, rules: ShardingRules, dtype: DTypeLike = jnp.float32
+    source: ModelSource,
+    config: DecoderConfig,
+    rules: ShardingRules,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    only: Collection[str] | None = None,
 ) -> Params:
     """A model's weights in `dtype`, whatever the files hold, each in its shards on the mesh.
 
-    `config` is `read_architecture(source)`. Raises ModelError where a file is truncated, or a tensor is missing,
-    superfluous, of another shape or not of floats.
+    `config` is `read_architecture(source)`; `only` names the weights that are wanted, unset: all. Raises ModelError
+    where a file is truncated, or a tensor is missing, superfluous, of another shape or not of floats.
     """
     specs = param_specs(config)
-    shardings = param_shardings(specs, rules)
     if source.kind == "gguf":
         header = read_header(source.path)
         tensors: Tensors = GgufTensors(header, config)
@@ -53,12 +58,13 @@ def load_params(
         tensors = SafetensorsFolder(source.path)
     parts = list(_parts(specs, source.kind))
     _check_tensors(tensors, parts, tied=config.tied, where=source.path)
+    specs = {name: spec for name, spec in specs.items() if only is None or name in only}
 
     def zeros() -> Params:
         return {name: jnp.zeros(spec.shape, dtype) for name, spec in specs.items()}
 
-    params = jax.jit(zeros, out_shardings=shardings)()
-    for part in parts:
+    params = jax.jit(zeros, out_shardings=param_shardings(specs, rules))()
+    for part in (each for each in parts if each.param in specs):
         params[part.param] = _fill(params[part.param], part, tensors, specs[part.param], rules)
     return params
 
@@ -218,15 +224,24 @@ def save_model(
     Weights are written in `dtype`, in shards with an index where one file would have more than `max_shard_bytes`.
     Raises ModelError where the folder exists and is not empty.
     """
-    folder = Path(folder)
+    with new_folder(Path(folder)) as unfinished:
+        _save_config(config, tokenizer, unfinished, dtype)
+        _save_weights(params, config, unfinished, dtype, max_shard_bytes)
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder under another name, which gets its own when all that belongs into it is written; else it is removed.
+
+    Raises ModelError where the folder exists and is not empty.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ModelError(f"{folder}: exists and is not an empty folder; export to another, or remove it first")
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
     unfinished.mkdir()
     try:
-        _save_config(config, tokenizer, unfinished, dtype)
-        _save_weights(params, config, unfinished, dtype, max_shard_bytes)
+        yield unfinished
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -239,8 +254,8 @@ def _save_config(config: DecoderConfig, tokenizer: Tokenizer | None, folder: Pat
         tokens = {"eos_token_id": list(tokenizer.eos_tokens), "pad_token_id": tokenizer.pad_token}
         if tokenizer.bos_token is not None:
             tokens["bos_token_id"] = tokenizer.bos_token
-        _write_json(folder / "generation_config.json", tokens)
-    _write_json(folder / "config.json", to_hf_config(config) | tokens | {"dtype": dtype})
+        write_json(folder / "generation_config.json", tokens)
+    write_json(folder / "config.json", to_hf_config(config) | tokens | {"dtype": dtype})
 
 
 def _save_weights(params: Params, config: DecoderConfig, folder: Path, dtype: str, max_shard_bytes: int) -> None:
@@ -262,7 +277,7 @@ def _save_weights(params: Params, config: DecoderConfig, folder: Path, dtype: st
         (folder / name).chmod((folder / "config.json").stat().st_mode)  # safetensors' own is for the owner alone
     if len(shards) > 1:
         weight_map = {part.tensor: name for name, shard in zip(names, shards, strict=True) for part in shard}
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _file_tensor(value: jax.Array, part: _Part, dtype: str) -> np.ndarray:
@@ -271,5 +286,6 @@ def _file_tensor(value: jax.Array, part: _Part, dtype: str) -> np.ndarray:
     return np.ascontiguousarray(ours.transpose(part.layout.to_file_order()).reshape(part.layout.file_shape(part.shape)))
 
 
-def _write_json(path: Path, value: dict) -> None:
+def write_json(path: Path, value: dict) -> None:
+    """A JSON file, indented."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -18,6 +18,7 @@ from podium.models.architecture import DecoderConfig
 
 AUTO = "auto"
 COLLECTIVE_S = 3e-6  # of each collective, however small: the middle of what is published, 1 to 8 us
+# What the optimizers keep of each parameter; one of the user's own is taken to keep two.
 OPTIMIZER_COPIES = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 2, "adafactor": 0}
 BF16, F32 = 2, 4
 ROOM = 0.9  # of a device's memory, for what is counted here
@@ -197,11 +198,12 @@ def _fastest(
     rows, length = rollout.slots // hosts, rollout.max_prompt_tokens + rollout.max_new_tokens
     floors = [DecodeFloor(decoder=decoder, machine=machine, group=size) for size in sizes]
     floors = [each for each in floors if not (rows % each.shards or (rollout.prefill_rows // hosts) % each.shards)]
-    copies = 1 + OPTIMIZER_COPIES[config.train.optimizer.name]
+    # of each weight: itself and the optimizer's numbers, or with LoRA the frozen weight, beside which the rest is small
+    stored = BF16 if decoder.lora else F32 * (1 + OPTIMIZER_COPIES.get(config.train.optimizer.name, 2))
     fitting = [
         each
         for each in floors
-        if each.bytes_held(rows * length) + copies * F32 * each.params // devices <= ROOM * machine.hbm_bytes
+        if each.bytes_held(rows * length) + stored * each.params // devices <= ROOM * machine.hbm_bytes
     ]
     # nothing fits, or nothing divides: the rest of the program says so better, of the least that there could be
     candidates = fitting or floors[-1:] or [DecodeFloor(decoder=decoder, machine=machine, group=sizes[-1])]

@@ -7,14 +7,34 @@ and into bfloat16 results at less than float32's, as it does all elementwise wor
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from podium.sharding import ShardingRules
+from podium.models.params import LORA_A, LORA_B, is_adapter
+from podium.sharding import Params, ShardingRules
 
-Linear = Callable[[str, jax.Array, jax.Array], jax.Array]
+
+class Adapted(NamedTuple):
+    """A frozen matrix with its adapter, whose product with x is xW + scale (xA)B."""
+
+    matrix: jax.Array  # [in..., out...]
+    a: jax.Array  # [in..., r]
+    b: jax.Array  # [r, out...]
+    scale: float
+
+
+Linear = Callable[[str, jax.Array, jax.Array | Adapted], jax.Array]
+
+
+def with_adapters(w: Params, scale: float) -> dict[str, Any]:
+    """The weights of a layer, each that has an adapter together with it."""
+    return {
+        name: Adapted(value, w[name + LORA_A], w[name + LORA_B], scale) if name + LORA_A in w else value
+        for name, value in w.items()
+        if not is_adapter(name)
+    }
 
 
 def activation_dtype(rules: ShardingRules, dtype: jnp.dtype) -> jnp.dtype:
@@ -28,7 +48,22 @@ def make_linear(rules: ShardingRules) -> Linear:
     On CPU a barrier keeps the elementwise work before the backward pass out of its products; elsewhere compilers fuse
     it to good effect.
     """
-    return lambda pattern, x, w: product(pattern, jnp.dtype(x.dtype), rules.on_cpu, x, w)
+
+    def linear(pattern: str, x: jax.Array, w: jax.Array | Adapted) -> jax.Array:
+        if isinstance(w, Adapted):
+            return linear(pattern, x, w.matrix) + adapter(linear, pattern, x, w)
+        return product(pattern, jnp.dtype(x.dtype), rules.on_cpu, x, w)
+
+    return linear
+
+
+def adapter(linear: Linear, pattern: str, x: jax.Array, w: Adapted) -> jax.Array:
+    """What an adapter adds to the product of a pattern: scale (xA)B, through r numbers a token."""
+    x_axes, w_axes, y_axes = pattern.replace("->", ",").split(",")
+    rows = "".join(axis for axis in x_axes if axis not in w_axes)
+    inner, outer = x_axes.removeprefix(rows), "".join(axis for axis in w_axes if axis in y_axes)
+    thin = linear(f"{x_axes},{inner}r->{rows}r", x, w.a) * w.scale
+    return linear(f"{rows}r,r{outer}->{y_axes}", thin, w.b)
 
 
 def product(pattern: str, dtype: jnp.dtype, barrier: bool, x: jax.Array, w: jax.Array) -> jax.Array:

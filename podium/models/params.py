@@ -6,16 +6,19 @@ Initialisation, sharding, names in files, checkpoints and the planner's abstract
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from podium.accelerators import Accelerator
+from podium.config.lora import MATRICES
 from podium.config.mesh import AXES, mesh_shape
 from podium.config.schema import Config
-from podium.config.sizes import check_split
-from podium.models.architecture import DecoderConfig
+from podium.config.sizes import cache_pages, check_split
+from podium.models.architecture import DecoderConfig, Lora
 from podium.models.layouts import resolve
 
 LAYERS = "layers."
+LORA_A, LORA_B, SCALE = ".lora_a", ".lora_b", ".scale"
+"""What follows the name of a matrix in those of its adapter, and of the scales of its outputs where it is int8."""
 VOCAB_BLOCK = 128
 """Tokens that are drawn from together (`podium.rollout.sampling`); a vocabulary is split between blocks."""
 MeshAxes = str | tuple[str, ...] | None
@@ -98,6 +101,8 @@ def param_specs(config: DecoderConfig) -> ParamSpecs:
     if config.qk_norm:
         one_layer["q_norm"] = ParamSpec((Q,), (None,), 0.0, 1.0)
         one_layer["k_norm"] = ParamSpec((Q,), (None,), 0.0, 1.0)
+    if config.lora is not None:
+        one_layer |= _lora_specs(one_layer, config.lora)
     specs = {"embed": ParamSpec((V, D), ("vocab", "width"), std)}
     for name, spec in one_layer.items():
         specs[LAYERS + name] = ParamSpec((config.layers, *spec.shape), (None, *spec.axes), spec.std, spec.mean)
@@ -105,6 +110,64 @@ def param_specs(config: DecoderConfig) -> ParamSpecs:
     if not config.tied:
         specs["head"] = ParamSpec((V, D), ("vocab", "width"), std)
     return specs
+
+
+def _lora_specs(layer: ParamSpecs, lora: Lora) -> ParamSpecs:
+    """What LoRA adds to a layer: two factors beside each target, and scales where the matrices are int8.
+
+    The first factor is split as the matrix's inputs are, the second as its outputs; the second begins at 0.
+    """
+    found = {}
+    for name in MATRICES:
+        shape, axes, *_ = layer[name]
+        first = matrix_outputs(layer[name])
+        if name in lora.targets:
+            std = 1 / math.sqrt(math.prod(shape[:first]))
+            found[name + LORA_A] = ParamSpec((*shape[:first], lora.rank), (*axes[:first], "rank"), std)
+            found[name + LORA_B] = ParamSpec((lora.rank, *shape[first:]), ("rank", *axes[first:]), 0.0)
+        if lora.base == "int8":
+            found[name + SCALE] = ParamSpec(shape[first:], axes[first:], 0.0, 1.0)
+    return found
+
+
+def matrix_outputs(spec: ParamSpec) -> int:
+    """Where the dimensions of a matrix's outputs begin."""
+    return matrix_dims(spec)[1]
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is a factor of an adapter."""
+    return name.endswith((LORA_A, LORA_B))
+
+
+def trained_specs(config: DecoderConfig) -> ParamSpecs:
+    """The weights that updates change: all, or with LoRA the adapters."""
+    return {name: spec for name, spec in param_specs(config).items() if config.lora is None or is_adapter(name)}
+
+
+def frozen_specs(config: DecoderConfig) -> ParamSpecs:
+    """The weights that no update changes: none, or with LoRA the model's own."""
+    return {name: spec for name, spec in param_specs(config).items() if config.lora and not is_adapter(name)}
+
+
+def count(specs: ParamSpecs) -> int:
+    """Numbers of all these weights."""
+    return sum(math.prod(spec.shape) for spec in specs.values())
+
+
+def frozen_dtype(name: str, config: DecoderConfig) -> str:
+    """The number format in which a frozen weight is kept."""
+    if config.lora is None or config.lora.base == "bfloat16":
+        return "bfloat16"
+    return "float32" if name.endswith(SCALE) else "int8" if name.removeprefix(LAYERS) in MATRICES else "bfloat16"
+
+
+def rollout_dtype(name: str, config: DecoderConfig, dtype: Any) -> Any:
+    """The number format in which the rollout has a weight: `dtype`, but for int8 and its scales."""
+    if config.lora is None or config.lora.base == "bfloat16":
+        return dtype
+    kept = frozen_dtype(name, config)
+    return dtype if kept == "bfloat16" else kept
 
 
 def matrix_dims(spec: ParamSpec) -> list[int]:
@@ -116,9 +179,13 @@ def matrix_dims(spec: ParamSpec) -> list[int]:
 
 
 def rollout_specs(config: DecoderConfig, parts: int) -> ParamSpecs:
-    """The weights as the rollout has them: the vocabulary padded to whole blocks where it is split into `parts`."""
+    """The weights as the rollout has them: the vocabulary padded to whole blocks where it is split into `parts`.
+
+    Adapters are among them unless the rollout has them merged.
+    """
     block = VOCAB_BLOCK * parts if parts > 1 else 1
-    return param_specs(dataclasses.replace(config, vocab=-(-config.vocab // block) * block))
+    lora = None if config.lora and config.lora.merged else config.lora
+    return param_specs(dataclasses.replace(config, vocab=-(-config.vocab // block) * block, lora=lora))
 
 
 def axis_parts(axes: Mapping[str, MeshAxes], mesh: Mapping[str, int]) -> dict[str, int]:
@@ -168,7 +235,9 @@ def check_divisible(config: Config, decoder: DecoderConfig, accelerator: Acceler
         )
     layout = resolve(config, decoder, accelerator, devices=accelerator.devices, hosts=accelerator.hosts)
     rollout_mesh = layout.mesh(mesh, decoder.kv_heads)
-    check_split(config.rollout, axis_parts(ROLLOUT_LAYOUTS[layout.name], rollout_mesh)["batch"])
+    shards = axis_parts(ROLLOUT_LAYOUTS[layout.name], rollout_mesh)["batch"]
+    check_split(config.rollout, shards)
+    cache_pages(config.rollout, shards)
 
 
 def _working_sizes(specs: ParamSpecs, mesh_axis: str, devices: int) -> list[int]:

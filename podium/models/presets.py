@@ -8,7 +8,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from podium.models.architecture import DecoderConfig, ModelError, RopeScaling, from_hf_config
+from podium.config.schema import Config
+from podium.models.architecture import DecoderConfig, ModelError, RopeScaling, from_hf_config, make_lora
 from podium.models.source import from_hub, on_disk, read_architecture, read_json, resolve
 
 HUB_TIMEOUT_S = 2.0  # that a plan waits for the hub: it is asked for a small file
@@ -56,6 +57,7 @@ PRESETS: Mapping[str, DecoderConfig] = {
     "Qwen/Qwen3-1.7B": _preset(_QWEN3, 2048, 28, 16, 128, 6144),
     "Qwen/Qwen3-4B": _preset(_QWEN3, 2560, 36, 32, 128, 9728),
     "Qwen/Qwen3-8B": _preset(_QWEN3_LARGE, 4096, 36, 32, 128, 12288),
+    "Qwen/Qwen3-32B": _preset(_QWEN3_LARGE, 5120, 64, 64, 128, 25600),
     "meta-llama/Llama-3.2-1B-Instruct": _preset(_LLAMA32, 2048, 16, 32, 64, 8192),
     "meta-llama/Llama-3.2-3B-Instruct": _preset(_LLAMA32, 3072, 28, 24, 128, 8192),
     "meta-llama/Llama-3.1-8B-Instruct": _preset(_LLAMA31, 4096, 32, 32, 128, 14336),
@@ -81,3 +83,8 @@ def find_architecture(model: str) -> DecoderConfig:
         ) from error
     path = folder / "config.json"
     return from_hf_config(read_json(path), str(path))
+
+
+def find_decoder(config: Config) -> DecoderConfig:
+    """The decoder of a run, with its adapters; otherwise as `find_architecture`."""
+    return dataclasses.replace(find_architecture(config.model), lora=make_lora(config.lora))

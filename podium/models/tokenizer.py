@@ -1,7 +1,7 @@
 """Text to tokens and back: transformers' tokenizer, from a Hugging Face folder or built from what a GGUF file says."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,13 +33,19 @@ class Tokenizer:
         self.bos_token: int | None = backend.bos_token_id
         if not self.eos_tokens:
             raise ModelError("the tokenizer has no end-of-sequence token; set eos_token in tokenizer_config.json")
+        names = {str(token.content): number for number, token in backend.added_tokens_decoder.items() if token.special}
+        self.special_tokens: dict[str, int] = names
         self.pad_token: int = self.eos_tokens[0] if backend.pad_token_id is None else backend.pad_token_id
 
     def encode_chat(self, question: str, system_prompt: str | None) -> list[int]:
         """The tokens of a conversation up to where the assistant answers; no or an empty system prompt: no message."""
         messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
         messages.append({"role": "user", "content": question})
-        return self._backend.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return self.encode_messages(messages)
+
+    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The tokens of a conversation of messages (`role`, `content`) up to where the assistant answers."""
+        return self._backend.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text alone: no beginning- or end-of-sequence token is added."""

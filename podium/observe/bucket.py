@@ -1,4 +1,4 @@
-"""Runs in a bucket: `runs_dir: gs://BUCKET/FOLDER`.
+"""Runs in a bucket: `runs_dir: gs://BUCKET/FOLDER`, or s3://.
 
 Objects are replaced whole, and the records of a run grow by a line at a time: they are written to a folder of this
 machine and copied to the bucket, regularly and always before a checkpoint is saved, so that whoever continues the run
@@ -9,7 +9,7 @@ from there finds them as far as the checkpoint goes. Checkpoints are no part of 
     gs://BUCKET/FOLDER/NAME/run.lease           whose run it is, and when that process was last alive
 
 A bucket has no locks. The process that trains renews its lease; one that finds another's lease waits until it has not
-been renewed for `LEASE_S`, and takes it. Needs the extra `gcs`.
+been renewed for `LEASE_S`, and takes it. Needs the extra `gcs` or `s3`.
 """
 
 import contextlib
@@ -134,21 +134,23 @@ class Mirror:
     @contextlib.contextmanager
     def _told(self) -> Any:
         """What the packages that reach the bucket raise is of many types; it is told as what it is."""
+        extra = "s3" if str(self.bucket).startswith("s3://") else "gcs"
         try:
             yield
         except RunFileError:
             raise
         except ImportError as error:
-            raise RunFileError(f"{self.bucket}: {error}; pip install 'podium-rl[gcs]', or set runs_dir") from error
+            raise RunFileError(f"{self.bucket}: {error}; pip install 'podium-rl[{extra}]', or set runs_dir") from error
         except Exception as error:
             reason = (str(error).splitlines() or [""])[0]
+            login = "aws configure, or AWS_ACCESS_KEY_ID" if extra == "s3" else "gcloud auth application-default login"
             raise RunFileError(
                 f"{self.bucket} cannot be used ({type(error).__name__}: {reason}); check the bucket's name and your"
-                " access to it (gcloud auth application-default login), or set runs_dir"
+                f" access to it ({login}), or set runs_dir"
             ) from error
 
 
 def records_folder(home: Path) -> Path:
     """Where this machine keeps the records of a run in a bucket."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "podium" / "runs" / str(home).removeprefix("gs://")
+    return cache / "podium" / "runs" / str(home).removeprefix("gs://").replace("s3://", "s3/")

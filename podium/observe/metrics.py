@@ -17,6 +17,8 @@ REWARD, ACCURACY, UPDATES = "train-reward/total/mean", "eval/accuracy", "optimiz
 TRUNCATED = "rollout/truncated_fraction"
 STEP_REPORT = (REWARD, "train-other/loss", ACCURACY, "time/train/step_s")
 """What a status on a worker shows of the last step."""
+COMPARED_WITH_SAMPLER = ("policy/logprob_gap", "policy/kl_sampled", "rollout/entropy", "policy/clip")
+"""Beginnings of metrics that mean nothing where completions were not sampled."""
 STATISTICS: Mapping[str, Callable[[np.ndarray], Any]] = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
 """What the last part of a name means of an array; `std` is the population's."""
 

@@ -6,6 +6,7 @@
     machine.json     the devices that it ran on last
     fork.json        of which run's step this began, if it did
     curve.svg        chart of reward and accuracy
+    data/            rows that Python handed over (podium.api)
     plan.json        what was planned for it (podium.plan.check), on TPU and GPU
     checkpoints/     podium.train.checkpoint
 
@@ -50,6 +51,7 @@ LOCK = "run.lock"
 MACHINE = "machine.json"
 CHECKPOINTS = "checkpoints"
 FORK = "fork.json"
+DATA = "data"
 
 MAY_CHANGE = (
     "name",
@@ -64,6 +66,8 @@ MAY_CHANGE = (
     "rollout.slots",
     "rollout.prefill_rows",
     "rollout.refill_steps",
+    "rollout.page_tokens",
+    "rollout.cache_tokens",
     "train.rows_per_device",
     "train.tokens_per_device",
     "train.remat",
@@ -287,7 +291,7 @@ def _has_begun(path: Path, home: Path) -> bool:
 
 
 def _check_empty(path: Path) -> None:
-    ours = (LOCK, FORK, CONFIG)  # what a kill while the folder was made may leave, with temporary files
+    ours = (LOCK, FORK, CONFIG, DATA)  # what a kill while the folder was made may leave, with temporary files
     strangers = sorted(item.name for item in path.iterdir() if item.name not in ours and item.suffix != ".tmp")
     if strangers:
         raise RunFileError(

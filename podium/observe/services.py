@@ -9,9 +9,9 @@ import importlib.util
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from podium.config.schema import Config, MetricsConfig
 from podium.files import write_atomically
@@ -22,6 +22,11 @@ INIT_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 60.0
 
 Metrics = Mapping[str, int | float]
+TABLE = ("step", "prompt", "completion", "expected", "reward", "parts", "tokens", "finish")
+"""Columns of a table of completions."""
+Row = tuple[int, str, str, str, float, str, int, str]
+SHOWN_CHARS = 4_000
+"""Of a text in a table."""
 
 
 class ServiceError(ValueError):
@@ -35,6 +40,10 @@ class Service(Protocol):
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Record the metrics of a step; the same step may come again with other names."""
+        ...
+
+    def write_samples(self, step: int, name: str, rows: Sequence[Row]) -> None:
+        """Record a table of completions, with TABLE's columns."""
         ...
 
     def close(self, *, failed: bool) -> None:
@@ -75,6 +84,32 @@ def make_service(name: str, run: RunDir, config: Config, *, first_step: int) -> 
     if name == "tensorboard":
         return TensorBoardService(run.path / "tensorboard", first_step=first_step)
     return TrackioService(run, config)
+
+
+def table_rows(records: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """The completions of some lines of samples.jsonl as rows of a table."""
+    return [
+        (
+            record["step"],
+            record["question"][:SHOWN_CHARS],
+            each["text"][:SHOWN_CHARS],
+            record["answer"][:SHOWN_CHARS],
+            each["reward"],
+            " ".join(f"{name}={value:g}" for name, value in each["parts"].items()),
+            each["tokens"],
+            each["finish_reason"],
+        )
+        for record in records
+        for each in record["completions"]
+    ]
+
+
+def _cell(value: object) -> str:
+    """A value in a table of Markdown: in one line, without what is a column's end or a tag there."""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    for found, instead in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\r", ""), ("\n", "<br>")):
+        text = text.replace(found, instead)
+    return text
 
 
 class WandbService:
@@ -120,6 +155,11 @@ class WandbService:
         """Queue the metrics; W&B's own process sends them."""
         self._run.log(dict(metrics), step=step)
 
+    def write_samples(self, step: int, name: str, rows: Sequence[Row]) -> None:
+        """Queue a table."""
+        table = importlib.import_module("wandb").Table(columns=list(TABLE), data=[list(row) for row in rows])
+        self._run.log({name: table}, step=step)
+
     def close(self, *, failed: bool) -> None:
         """Send what is left, for at most FINISH_TIMEOUT_S."""
         self._run.finish(exit_code=int(failed))
@@ -159,6 +199,19 @@ class TensorBoardService:
         self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
         self._writer.flush()
 
+    def write_samples(self, step: int, name: str, rows: Sequence[Row]) -> None:
+        """Write a table as Markdown, which TensorBoard shows under Text."""
+        lines = [TABLE, ("---",) * len(TABLE), *rows]
+        text = "\n".join(f"| {' | '.join(_cell(value) for value in line)} |" for line in lines)
+        summary = self._summaries.Summary()
+        value = summary.value.add(tag=name)
+        value.metadata.plugin_data.plugin_name = "text"
+        value.tensor.dtype = importlib.import_module("tensorboard.compat.proto.types_pb2").DT_STRING
+        value.tensor.tensor_shape.SetInParent()  # one text
+        value.tensor.string_val.append(text.encode("utf-8", "backslashreplace"))
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
+        self._writer.flush()
+
     def close(self, *, failed: bool) -> None:
         """Close the file; TensorBoard knows no failed runs."""
         self._writer.close()
@@ -186,6 +239,11 @@ class TrackioService:
     def write(self, step: int, metrics: Metrics) -> None:
         """Queue the metrics; trackio's own thread writes them."""
         self._run.log(dict(metrics), step=step)
+
+    def write_samples(self, step: int, name: str, rows: Sequence[Row]) -> None:
+        """Queue a table; its texts are shown as they are, not as Markdown."""
+        quoted = [[f"`` {x} ``" if isinstance(x, str) and "`" not in x else x for x in row] for row in rows]
+        self._run.log({name: self._trackio.Table(columns=list(TABLE), data=quoted)}, step=step)
 
     def close(self, *, failed: bool) -> None:
         """Write what is left; trackio knows no failed runs."""

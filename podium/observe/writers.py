@@ -5,13 +5,13 @@ metrics.jsonl is the record: it must be written or the run stops. A service may 
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
 from podium.config.schema import Config
 from podium.observe.run_dir import METRICS, RunDir
-from podium.observe.services import Service, ServiceError, make_service, service_names
+from podium.observe.services import Service, ServiceError, make_service, service_names, table_rows
 
 
 class MetricWriter:
@@ -50,6 +50,14 @@ class MetricWriter:
         self._run.append(METRICS, {"step": step, **numbers})
         for service in list(self._services):
             self._guard(service, lambda service=service: service.write(step, numbers))
+
+    def write_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Hand the services a table of the completions of some lines of samples.jsonl, of one split."""
+        if not records or not self._services:
+            return
+        name, rows = f"samples/{records[0]['split']}", table_rows(records)
+        for service in list(self._services):
+            self._guard(service, lambda service=service: service.write_samples(step, name, rows))
 
     def close(self, *, failed: bool = False) -> None:
         """Hand what is left to the services, and whether the run failed; a second call does nothing."""

@@ -1,10 +1,14 @@
-"""Plans of runs on machines that are not there: `from podium.plan import plan`."""
+"""Plans of runs on machines that are not there: `podium.plan("configs/demo.yaml", on="v6e-8")`."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import podium
+
 if TYPE_CHECKING:
     from podium.plan.result import Plan
+
+podium.make_verb(__name__)
 
 
 def plan(config: str, on: str, *, settings: Sequence[str] = (), fast: bool = False, lengths: str = "gsm8k") -> "Plan":
@@ -23,7 +27,7 @@ def plan(config: str, on: str, *, settings: Sequence[str] = (), fast: bool = Fal
     """
     from podium.accelerators import find_accelerator
     from podium.models.params import check_divisible
-    from podium.models.presets import find_architecture
+    from podium.models.presets import find_decoder
     from podium.plan.defaults import names_model, with_defaults
     from podium.plan.planner import make_plan
     from podium.settings import load_settings
@@ -35,5 +39,5 @@ def plan(config: str, on: str, *, settings: Sequence[str] = (), fast: bool = Fal
 
     load, _ = with_defaults(load, model, machine)
     loaded = load(()).config
-    check_divisible(loaded, find_architecture(loaded.model), machine)
+    check_divisible(loaded, find_decoder(loaded), machine)
     return make_plan(loaded, machine, fast=fast, lengths=lengths)

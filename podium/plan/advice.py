@@ -55,5 +55,5 @@ def _where(plan: Plan) -> str:
     bound = f", bound by {LIMITS[longest.bound_by]}" if longest.bound_by else ""
     busy = ""
     if longest.name == "decode" and share > MUCH and plan.slots:
-        busy = f", with slots {plan.workload.slot_utilisation(plan.slots):.0%} busy"
+        busy = f", with slots {plan.workload.slots_busy(plan.slots):.0%} busy"
     return f"{share:.0%} of a step is {longest.name}{bound}{busy}"

@@ -7,15 +7,14 @@ from podium.hlo.memory import ArrayNames
 # By the beginning of an argument's path.
 ARGUMENTS: Mapping[str, str] = {
     "state.params": "parameters", "state.opt_state": "optimizer", "state": "optimizer", "params": "parameters",
-    "batch": "batch", "cache": "kv_cache", "prompts.kv": "kv_cache", "prompts.logits": "logits",
+    "frozen": "frozen_weights", "batch": "batch", "cache": "kv_cache",
 }  # fmt: skip
-ROLLOUT_PROGRAMS = ("jit_prefill", "jit_insert", "jit_decode")  # whose `params` are the rollout's copy
+ROLLOUT_PROGRAMS = ("jit_extend", "jit_copy", "jit_decode")  # whose `params` are the rollout's copy
 WITHOUT_GRADIENTS = ("jit_init_optimizer", "jit_sync", "jit_score", *ROLLOUT_PROGRAMS)
 
 RESULTS: Mapping[str, str] = {
     "jit_init_optimizer": "optimizer",
     "jit_sync": "rollout_weights",
-    "jit_prefill": "prompts",
 }
 
 # By the scope (`jax.named_scope`) under which it is made.

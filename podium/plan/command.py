@@ -18,7 +18,7 @@ from podium.config.load import Override
 from podium.config.schema import Config
 from podium.files import to_json
 from podium.models.params import check_divisible
-from podium.models.presets import find_architecture
+from podium.models.presets import find_decoder
 from podium.plan.auto import AUTO, SHOWN, headline, rank, table
 from podium.plan.check import check_object, check_run
 from podium.plan.compare import PlanEntry, Refused, cost_of, ranked
@@ -36,6 +36,7 @@ from podium.plan.search import (
     SearchResult,
     Trial,
     candidates,
+    or_adapters,
     promising,
     search,
     search_range,
@@ -155,7 +156,7 @@ class _Planning:
 
     def sizes(self, config: Config) -> RunSizes:
         """The numbers of a run on the machine."""
-        return make_sizes(config, find_architecture(config.model), self.accelerator)
+        return make_sizes(config, find_decoder(config), self.accelerator)
 
     def make(self, config: Config, *, fast: bool = False, whole: Sequence[str] = (), lengths: str = "") -> Plan:
         """The plan that was asked for, or the closed form's; how its compilation goes on is shown on stderr.
@@ -165,7 +166,7 @@ class _Planning:
         Raises:
             ValueError: the config does not fit the machine's mesh.
         """
-        check_divisible(config, find_architecture(config.model), self.accelerator)
+        check_divisible(config, find_decoder(config), self.accelerator)
         again = bool(lengths)  # what was compiled before, at other lengths
         lengths = lengths or self.request.lengths
         if fast or self.request.fast:
@@ -201,6 +202,7 @@ class _Planning:
             return self.make(self.vary(change), fast=True)
 
         changes = promising(candidates(config, self.sizes(config)), estimated, estimate)
+        changes = or_adapters(changes, config, estimated, estimate)
         if not self.request.fast and (self.request.suggest or plan.verdict != "fits"):
             return suggest(changes, plan, self.make_changed)
         guessed = suggest(changes, estimated, estimate)
@@ -248,7 +250,7 @@ class _Planning:
             found = search(key, values, closed_form=most_bytes, probe=probe, hbm_bytes=limit)
         chosen = found.best or found.probes[0]
         config = changed(chosen.value)
-        whole = () if fast or not found.best else prober.programs(config, phases)
+        whole = () if fast or not found.best else tuple(prober.programs(config, phases))
         plan = self.make(config, whole=whole)
         return self.entry(plan, config, f"{key}={chosen.value}"), found
 

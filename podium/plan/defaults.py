@@ -9,7 +9,7 @@ from pathlib import Path
 from podium.accelerators import Accelerator
 from podium.config.load import Loaded
 from podium.models.params import check_divisible
-from podium.models.presets import find_architecture
+from podium.models.presets import find_architecture, find_decoder
 from podium.models.source import HUB_ID
 from podium.plan.estimate import estimate
 from podium.plan.result import judge
@@ -48,10 +48,10 @@ def with_defaults(load: Load, model: str | None, accelerator: Accelerator) -> tu
     for rows, share in itertools.product(ROWS, SHARES):
         base = _settings(model, accelerator, rows=rows, share=share)
         config = load((), base).config
-        decoder = find_architecture(config.model)
+        decoder = find_decoder(config)
         check_divisible(config, decoder, accelerator)
         needed = (phase.total for phase in estimate(make_sizes(config, decoder, accelerator)))
-        if judge(needed, accelerator.hbm_bytes) == "fits":
+        if judge(needed, accelerator.hbm_bytes, compiled=False) == "fits":
             break
     return functools.partial(load, base=base), tuple(base)
 

@@ -16,20 +16,17 @@ from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
 from podium.models.flops import layer_elements
 from podium.models.params import param_specs
-from podium.plan.sizes import F32, RunSizes, local_count, make_sizes
-
-Parts = dict[str, int]
+from podium.plan.residents import Parts, frozen_bytes, in_updates, residents
+from podium.plan.sizes import F32, RunSizes, ends_count, local_count, make_sizes
+from podium.plan.update_memory import copied, loss_logits, update_peak, working_weights
 
 MARGIN = 1.5  # past so many times the memory there is, the closed form alone is enough to refuse
 BATCH_ARRAYS = 9  # of podium.train.batch.Batch, [K, B, T] of 4 bytes each, without old and reference log-probabilities
+PAGE_TRAFFIC = 3  # pages are read, put together and read again
 SAMPLER_LOGITS = 3  # logits, what is weighed of them, and their blocks
-MLP_FORWARD, MLP_BACKWARD = 2, 5  # arrays [B, T, F] alive at once; where all scores are made, one more
-MLP_SAVED, MLP_BACKWARD_SAVED = 6, 3  # the same of each layer, and at once, where nothing is made again
-OFFLOADING = 3  # layers whose inputs are on their way to the host's memory, or back
+MLP_FORWARD = 2  # arrays [B, T, F] alive at once
 # Products of queries with keys, or their like: forward, made again, and backward, where kernels make scores twice.
 PRODUCTS: Mapping[str, int] = {"forward": 2, "again": 2, "reference": 4, "blocks": 5, "tpu_kernel": 7, "gpu_kernel": 7}
-SCORES_SAVED = 2  # float32 arrays [B, H, T, T] of each layer, there too
-RESIDUAL_BACKWARD, RESIDUAL_GROUPS = 2, 3  # arrays [B, T, D] beside them; where rows are cut into groups
 # HBM traffic of a layer in arrays: [tokens, F] of `a` bytes, and float32 scores; fitted to compiled v6e programs.
 MLP_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 30}
 SCORE_TRAFFIC: Mapping[str, int] = {"forward": 1, "update": 11}
@@ -58,11 +55,12 @@ class PhaseEstimate:
 def estimate(run: RunSizes) -> list[PhaseEstimate]:
     """Every phase of a step, in its order; `score` only where the recipe needs it.
 
-    Work is that of one call: prefill and insert of the largest bucket, one decode step of all slots, a score and an
-    update of one micro-batch.
+    Work is that of one call: a prefill of the longest chunks, a copy for every slot, one decode step of all slots at
+    their longest, a score and an update of one micro-batch.
     """
     longest = max(run.buckets)
-    phases = [sync_phase(run), prefill_phase(run, longest), insert_phase(run, longest), decode_phase(run)]
+    copies = -(-run.config.rollout.slots // run.rollout_shards)
+    phases = [sync_phase(run), prefill_phase(run, longest), copy_phase(run, copies), decode_phase(run)]
     if run.recipe.needs_reference or run.recipe.scores_old_logprobs:
         phases.append(score_phase(run))
     return [*phases, update_phase(run), checkpoint_phase(run)]
@@ -86,23 +84,13 @@ def far_too_large(config: Config, decoder: DecoderConfig, accelerator: Accelerat
     )
 
 
-def trainers(run: RunSizes) -> Parts:
-    """What the trainer holds on a device through every phase."""
-    parameters = F32 * run.own_count
-    parts = {"parameters": parameters, "optimizer": F32 * run.optimizer_count}
-    return parts | ({"reference_weights": parameters} if run.recipe.needs_reference else {})
-
-
-def residents(run: RunSizes) -> Parts:
-    """What stays on a device between an update and the next: the rollout's weights too, which the update is without."""
-    return trainers(run) | {"rollout_weights": run.rollout_weight_bytes}
-
-
 def sync_phase(run: RunSizes) -> PhaseEstimate:
     """The rollout's weights, made of the trainer's: all are gathered, then copied to where they stay."""
-    own, whole = run.own_count, run.rollout_weight_bytes
+    if run.decoder.lora is not None and not run.decoder.lora.merged:
+        return PhaseEstimate(name="sync", parts=residents(run), flops=0, hbm_bytes=2 * F32 * run.own_count, ici_bytes=0)
+    own, whole = run.own_count + frozen_bytes(run) // run.rollout_activation, run.rollout_weight_bytes
     # Stacked weights are gathered into their place, embedding and head beside it.
-    beside = run.ends_count(run.rollout_parts) * run.rollout_activation
+    beside = ends_count(run.decoder, run.rollout_parts) * run.rollout_activation
     return PhaseEstimate(
         name="sync",
         parts=residents(run) | {"gathered_weights": beside if whole > own * run.rollout_activation else 0},
@@ -113,14 +101,15 @@ def sync_phase(run: RunSizes) -> PhaseEstimate:
 
 
 def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
-    """One call for `prefill_rows` prompts of a bucket."""
+    """One call for `prefill_rows` chunks of prompts."""
     rows, a, decoder = -(-run.config.rollout.prefill_rows // run.rollout_shards), run.rollout_activation, run.decoder
     tokens = rows * bucket
-    scored = tokens if run.layout.name == "legacy" else rows
+    scored = tokens if run.layout.name == "legacy" else 0
     heads = run.rollout_heads
     logits = F32 * scored * decoder.vocab // heads
     matmul = tokens * 2 * layer_elements(decoder) * decoder.layers + 2 * scored * decoder.vocab * decoder.width
-    flops = matmul // heads + _attention_flops(run, rows, bucket, PRODUCTS["forward"], split=heads)
+    scores = 4 * tokens * run.in_blocks(bucket) * decoder.heads * decoder.head_dim * decoder.layers
+    flops = (matmul + scores) // heads
     traffic = _layers_traffic(run, "forward", rows, bucket, a, split=heads)
     return PhaseEstimate(
         name="prefill",
@@ -133,12 +122,17 @@ def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
     )
 
 
-def decode_phase(run: RunSizes) -> PhaseEstimate:
-    """One step of all slots; attention reads whole slots, however full they are."""
-    slots, a, decoder = -(-run.config.rollout.slots // run.rollout_shards), run.rollout_activation, run.decoder
+def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEstimate:
+    """One step of so many slots, of all without a number; attention reads each as far as the longest `context` goes.
+
+    Without a number, as far as the longest sequence can.
+    """
+    a, decoder = run.rollout_activation, run.decoder
+    slots = -(-(size or run.config.rollout.slots) // run.rollout_shards)
     heads, matmul = run.rollout_heads, run.matmul_count // run.layout.group
-    cache, logits = run.kv_bytes(slots * run.cache_length), F32 * slots * decoder.vocab // heads
-    scores = F32 * slots * decoder.heads * run.cache_length // heads
+    read = run.in_blocks(context or run.longest)
+    cache, logits = run.kv_bytes(slots * read), F32 * slots * decoder.vocab // heads
+    block = run.kv_bytes(slots * run.block) // decoder.layers
     # The TPU's compiler lays the stacks of q, k and v out anew in each call.
     stacks = (param_specs(decoder)[f"layers.{name}"] for name in ("q", "k", "v") if run.platform == "tpu")
     relaid = a * sum(local_count(each, run.rollout_parts) for each in stacks)
@@ -148,31 +142,27 @@ def decode_phase(run: RunSizes) -> PhaseEstimate:
         parts=_rollout_residents(run)
         | {
             "relaid_weights": relaid,
-            "attention_scores": scores,
+            "attention_scores": F32 * slots * decoder.heads * run.block // heads + block,
             "logits": SAMPLER_LOGITS * logits,
             "gathered_weights": run.gathered_in_rollout,
         },
-        flops=slots
-        * (2 * run.matmul_count + 4 * run.cache_length * decoder.heads * decoder.head_dim * decoder.layers)
-        // heads,
-        hbm_bytes=matmul * a + cache + calls + 2 * SAMPLER_LOGITS * logits,
+        flops=slots * (2 * run.matmul_count + 4 * read * decoder.heads * decoder.head_dim * decoder.layers) // heads,
+        hbm_bytes=matmul * a + PAGE_TRAFFIC * cache + calls + 2 * SAMPLER_LOGITS * logits,
         ici_bytes=run.rollout_ici(slots),
     )
 
 
-def insert_phase(run: RunSizes, bucket: int, *, crosses: bool = True) -> PhaseEstimate:
-    """One call that copies the prompts of a bucket to their slots.
+def first_flops(run: RunSizes, size: int) -> int:
+    """Operations by which a decode call of so many slots draws first tokens before its steps: the head's product."""
+    slots = -(-size // run.rollout_shards)
+    return 2 * slots * run.decoder.vocab * run.decoder.width // run.rollout_heads
 
-    Where some go to another device than the one that has prefilled them, every device sees all, a layer at a time.
-    """
-    prompts = run.kv_bytes(run.config.rollout.prefill_rows * bucket)
-    gathered = prompts if crosses and run.rollout_shards > 1 else 0
+
+def copy_phase(run: RunSizes, pages: float) -> PhaseEstimate:
+    """One call in which a device copies so many pages, each its own."""
+    size = run.kv_bytes(run.config.rollout.page_tokens)
     return PhaseEstimate(
-        name="insert",
-        parts=_rollout_residents(run) | {"gathered_prompts": gathered // run.decoder.layers},
-        flops=0,
-        hbm_bytes=2 * (gathered or prompts // run.rollout_shards),
-        ici_bytes=gathered * (run.rollout_shards - 1) // run.rollout_shards,
+        name="copy", parts=_rollout_residents(run), flops=0, hbm_bytes=int(2 * pages * size), ici_bytes=0
     )
 
 
@@ -183,10 +173,10 @@ def score_phase(run: RunSizes) -> PhaseEstimate:
     passes = _passes(run, "forward")
     return PhaseEstimate(
         name="score",
-        parts=trainers(run)
+        parts=in_updates(run)
         | _batch(run)
-        | {"working_weights": _working_weights(run), "gathered_weights": _copied(run, head)}
-        | max(_logits(run), _forward_peak(run, run.rows, run.row_tokens, a), key=_total),
+        | {"working_weights": working_weights(run), "gathered_weights": copied(run, head)}
+        | max(loss_logits(run), _forward_peak(run, run.rows, run.row_tokens, a), key=_total),
         flops=_forward_flops(run),
         hbm_bytes=passes + run.own_count * (F32 + a),
         ici_bytes=(layers + head) * a * (run.fsdp - 1) // run.fsdp + 2 * _tp_ici(run, tokens),
@@ -201,10 +191,12 @@ def update_phase(run: RunSizes) -> PhaseEstimate:
     # Weights come as they compute, and gradients go as they do.
     remat = run.config.train.remat
     gathers = (2 if remat == "none" else 3) * layers * a + head * 2 * a
+    if run.decoder.lora is not None:  # of the adapters' gradients next to nothing
+        gathers -= layers * a + head * a
     reduced = 2 * own * F32 * (run.dp - 1) // run.dp
     return PhaseEstimate(
         name="update",
-        parts=trainers(run) | _batch(run) | _update_peak(run),
+        parts=in_updates(run) | _batch(run) | update_peak(run),
         flops=_update_flops(run),
         hbm_bytes=_passes(run, "update") + OPTIMIZER_TRAFFIC * own * F32 + 2 * F32 * (own + run.optimizer_count),
         ici_bytes=int(gathers * sends + head * a * sends)
@@ -221,102 +213,22 @@ def checkpoint_phase(run: RunSizes) -> PhaseEstimate:
     )
 
 
-def _update_peak(run: RunSizes) -> Parts:
-    """What an update makes, at the worst of its moments: at the logits, in a layer's backward pass, or after both."""
-    a, decoder = run.activation, run.decoder
-    tokens = run.rows * run.row_tokens
-    layers, head = run.gathered_counts
-    gradients = F32 * run.own_count
-    always = {"working_weights": _working_weights(run), "gathered_weights": _copied(run, head)}
-    offload = run.config.train.remat == "offload"
-    kept = {"layer_inputs": (OFFLOADING if offload else decoder.layers) * tokens * decoder.width * a}
-    if saved := run.config.train.remat == "none":
-        kept |= _saved(run)
-    elif run.config.train.remat == "products":
-        kept |= _saved_products(run)
-    at_head = kept | {"gradients": gradients + head * a} | _logits(run, all_tokens=saved)
-    in_layers = kept | {"gradients": gradients + F32 * _own_layers(run)} | _backward_peak(run)
-    in_layers["gathered_weights"] = _copied(run, layers // decoder.layers)
-    if run.groups > 1:  # a layer's weights, and the sum of their gradients
-        in_layers["gathered_weights"] += 2 * F32 * layers // decoder.layers
-    embedding = head if decoder.tied else head // 2
-    # The layers' activations are gone by then, and what was gathered.
-    at_embedding = {"gradients": gradients + F32 * (_own_layers(run) + embedding), "gathered_weights": 0}
-    return max((always | each for each in (at_head, in_layers, at_embedding)), key=_total)
-
-
-def _copied(run: RunSizes, count: int) -> int:
-    """Bytes of this many parameters in the compute format; none where they compute as and where they are stored."""
-    return 0 if run.fsdp == 1 and run.activation == F32 else count * run.activation
-
-
-def _logits(run: RunSizes, *, all_tokens: bool = False) -> Parts:
-    """Float32 logits of a chunk of tokens, or of all."""
-    tokens = run.rows * run.row_tokens
-    chunk = tokens if all_tokens else min(tokens, max(run.rows, run.config.train.head_chunk_tokens))
-    return {"logits": chunk * run.decoder.vocab // run.tp * F32}
-
-
 def _forward_peak(run: RunSizes, rows: int, length: int, a: int, *, split: int = 1) -> Parts:
     """One layer of a forward pass: its attention, or its MLP, which begins when that is gone."""
     mlp = {"layer_activations": MLP_FORWARD * rows * length * run.decoder.mlp_width * a // split}
-    arrays = _attention_arrays(run, rows, length, a, backward=False)
+    arrays = _attention_arrays(run, rows, length, a)
     attention = {name: size // (1 if name == "attention_mask" else split) for name, size in arrays.items()}
     return max(attention, attention | mlp | {"attention_scores": 0}, key=_total)
 
 
-def _backward_peak(run: RunSizes) -> Parts:
-    """One layer of a backward pass: its attention, recomputed, beside the MLP's gradients, or beside their own."""
-    rows, decoder, a = run.rows // run.groups, run.decoder, run.activation
-    tokens = rows * run.row_tokens  # of a group
-    attention = _attention_arrays(run, rows, run.row_tokens, a, backward=True)
-    scores = attention["attention_scores"]
-    arrays = MLP_BACKWARD + (run.attention == "reference")
-    if run.config.train.remat not in ("layer", "offload"):
-        arrays = MLP_BACKWARD_SAVED
-    mlp = arrays * tokens * decoder.mlp_width // run.tp * a
+def _attention_arrays(run: RunSizes, rows: int, length: int, a: int) -> Parts:
+    """What the attention of one layer makes of so many rows in a forward pass."""
+    decoder, tokens = run.decoder, rows * length
     if run.attention == "reference":
-        attention["attention_scores"] += scores if scores > mlp else 0
-    elif mlp > scores:
-        attention["attention_scores"] = 0
-    residual = (
-        (RESIDUAL_BACKWARD if run.groups == 1 else RESIDUAL_GROUPS) * run.rows * run.row_tokens * decoder.width * a
-    )
-    return attention | {"layer_activations": residual + (0 if scores > mlp else mlp)}
-
-
-def _attention_arrays(run: RunSizes, rows: int, length: int, a: int, *, backward: bool) -> Parts:
-    """What the attention of one layer makes of so many rows."""
-    decoder, tokens, split = run.decoder, rows * length, run.tp if backward else 1
-    if run.attention == "reference":
-        scores = F32 * tokens * length * decoder.heads // split
-        return {"attention_mask": tokens * length, "attention_scores": scores}
+        return {"attention_mask": tokens * length, "attention_scores": F32 * tokens * length * decoder.heads}
     n, t = cut(run.attention, length)
-    # Queries, keys and values in blocks and what comes of them; backward their gradients, and the result's, too.
-    heads = (2 if backward else 1) * (2 * decoder.heads + 2 * decoder.kv_heads)
-    return {"attention_scores": rows * n * t * heads * decoder.head_dim * a // split}
-
-
-def _saved(run: RunSizes) -> Parts:
-    """What `remat: none` keeps of every layer for the backward pass, its gathered weights and its scores among it."""
-    decoder, a, tokens = run.decoder, run.activation, run.rows * run.row_tokens
-    layers, _ = run.gathered_counts
-    width = 4 * decoder.width + 2 * (decoder.heads + decoder.kv_heads) * decoder.head_dim // run.tp
-    of_query = SCORES_SAVED * run.row_tokens if run.attention == "reference" else 1  # else the logarithm of their sum
-    saved_scores = decoder.layers * tokens * decoder.heads // run.tp * of_query * F32
-    return {
-        "saved_activations": decoder.layers * tokens * (width + MLP_SAVED * decoder.mlp_width // run.tp) * a,
-        "saved_scores": saved_scores,
-        "saved_weights": layers * a,
-    }
-
-
-def _saved_products(run: RunSizes) -> Parts:
-    """What `remat: products` keeps of every layer: the results of its products with weights."""
-    decoder, tokens = run.decoder, run.rows * run.row_tokens
-    split = (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim + 2 * decoder.mlp_width
-    width = 2 * decoder.width + split // run.tp
-    return {"saved_activations": decoder.layers * tokens * width * run.activation}
+    heads = 2 * decoder.heads + 2 * decoder.kv_heads  # queries, keys and values in blocks and what comes of them
+    return {"attention_scores": rows * n * t * heads * decoder.head_dim * a}
 
 
 def _batch(run: RunSizes) -> Parts:
@@ -326,11 +238,10 @@ def _batch(run: RunSizes) -> Parts:
 
 
 def _rollout_residents(run: RunSizes) -> Parts:
-    """What stays through a rollout: besides the residents, the cache and the last prompts of each bucket."""
-    rollout = run.config.rollout
-    slots, rows = -(-rollout.slots // run.rollout_shards), -(-rollout.prefill_rows // run.rollout_shards)
-    held = run.kv_bytes(rows * sum(run.buckets)) + F32 * rows * len(run.buckets) * run.decoder.vocab
-    return residents(run) | {"kv_cache": run.kv_bytes(slots * run.cache_length), "prompts": held}
+    """What stays through a rollout: besides the residents, the pages of the cache, each with a hidden state."""
+    pages = run.cache_tokens // run.config.rollout.page_tokens
+    states = pages * run.decoder.width * run.rollout_activation
+    return residents(run) | {"kv_cache": run.kv_bytes(run.cache_tokens) + states}
 
 
 def _attention_flops(run: RunSizes, rows: int, length: int, products: int, *, split: int) -> int:
@@ -360,7 +271,8 @@ def _update_flops(run: RunSizes) -> int:
     again = {"none": 0, "products": 2 * tokens * decoder.vocab * decoder.width}.get(remat, whole)
     products = PRODUCTS[run.attention] + (PRODUCTS["again"] if remat != "none" else 0)
     attention = _attention_flops(run, run.rows, run.row_tokens, products, split=run.tp)
-    return _forward_flops(run) + (2 * _matmul_flops(run) + again) // run.tp + attention
+    backward = 2 if run.decoder.lora is None else 1  # products per matrix: frozen ones have no gradient of their own
+    return _forward_flops(run) + (backward * _matmul_flops(run) + again) // run.tp + attention
 
 
 def _passes(run: RunSizes, kind: str) -> int:
@@ -379,16 +291,6 @@ def _layers_traffic(run: RunSizes, kind: str, rows: int, length: int, a: int, *,
     scores = F32 * rows * length**2 * run.decoder.heads // split if run.attention == "reference" else 0
     traffic = MLP_TRAFFIC[kind] * (mlp if mlp > free else 0) + SCORE_TRAFFIC[kind] * (scores if scores > free else 0)
     return run.decoder.layers * traffic
-
-
-def _own_layers(run: RunSizes) -> int:
-    """Parameters of the layers, without embedding and head, that a device stores in training."""
-    return run.own_count - run.ends_count(run.train_parts)
-
-
-def _working_weights(run: RunSizes) -> int:
-    """Bytes of a device's parameters in the format of the products; nothing where that is float32."""
-    return run.activation * run.own_count if run.activation < F32 else 0
 
 
 def _tp_ici(run: RunSizes, tokens: int) -> int:

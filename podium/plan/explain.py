@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from podium.accelerators import ALLOCATOR_RESERVE, GIB, GPUS, POOL_VARIABLE, Accelerator, pool_share
 from podium.plan.formatting import LITTLE
-from podium.plan.result import TOO_CLOSE, Phase, judge
+from podium.plan.result import Phase, judge, margin
 from podium.plan.sizes import F32, RunSizes
 from podium.plan.workload import Workload
 
@@ -20,8 +20,10 @@ def explain(run: RunSizes, accelerator: Accelerator, phases: Sequence[Phase], wo
 
 
 def _verdict(phases: Sequence[Phase], accelerator: Accelerator) -> Iterator[str]:
-    if judge((phase.bytes for phase in phases), accelerator.hbm_bytes) == "too_close":
-        yield f"within {TOO_CLOSE:.0%} of the memory limit: it may or may not fit on the device"
+    compiled = any(phase.compiled for phase in phases)
+    if judge((phase.bytes for phase in phases), accelerator.hbm_bytes, compiled=compiled) == "too_close":
+        who = "" if compiled else ", as far as the closed form errs; --compile asks the compiler"
+        yield f"within {margin(compiled):.0%} of the memory limit: it may or may not fit on the device{who}"
     if accelerator.platform == "gpu":
         yield (
             f"usable is {pool_share():.0%} of {GPUS[accelerator.generation].memory / GIB:.1f} GiB, what jax takes for"
@@ -68,8 +70,8 @@ def _rollout(run: RunSizes, workload: Workload) -> Iterator[str]:
     rollout, recipe = run.config.rollout, run.recipe
     if run.layout.why:
         yield f"rollout.layout auto is {run.layout.why}"
-    busy = workload.slot_utilisation(rollout.slots)
-    yield f"slots are {busy:.0%} busy over {workload.decode_steps} decode steps"
+    busy, ran = workload.slots_busy(rollout.slots), workload.slot_utilisation
+    yield f"slots are {busy:.0%} busy over {workload.decode_steps} decode steps, and {ran:.0%} of the programs' rows"
     if recipe.zero_variance == "refill":
         yield "groups of equal rewards are replaced: refills generate completions that are not counted here"
     elif recipe.zero_variance == "drop":

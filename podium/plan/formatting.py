@@ -8,7 +8,7 @@ from podium.plan.result import Phase, Plan, Probe, Seconds, total
 
 STEP_PARTS: dict[str, tuple[str, ...]] = {
     "sync": ("sync",),
-    "rollout": ("prefill", "insert", "decode"),
+    "rollout": ("prefill", "copy", "decode"),
     "score": ("score",),
     "update": ("update",),
 }

@@ -28,7 +28,8 @@ NAMES = {
     "workload": "rollout",
 }
 """What fields are called in an object, where that differs."""
-ROLLOUT = ("prompt_tokens", "completion_tokens", "decode_steps", "mean_context")  # what an object has of the workload
+# What an object has of the workload.
+ROLLOUT = ("prompt_tokens", "prefill_tokens", "completion_tokens", "decode_steps", "slot_utilisation", "mean_context")
 
 
 def plan_object(entry: PlanEntry, suggestions: Sequence[Trial] | None = None, longest: Plan | None = None) -> Object:
@@ -36,7 +37,7 @@ def plan_object(entry: PlanEntry, suggestions: Sequence[Trial] | None = None, lo
     plan = entry.plan
     found = as_object(plan)
     del found["host"]  # it is among the parts of the step
-    found["rollout"] = {name: found["rollout"][name] for name in ROLLOUT}
+    found["rollout"] = {name: getattr(plan.workload, name) for name in ROLLOUT}
     return found | {
         "advice": advice_line(plan, suggestions),
         "text": verdict_line(plan),

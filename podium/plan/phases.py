@@ -15,19 +15,24 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from podium.algorithms.recipes import make_recipe
-from podium.config.attention import Backend
 from podium.config.schema import Config
-from podium.config.sizes import prompt_buckets
+from podium.config.sizes import prompt_buckets, slot_sizes
+from podium.models.adapters import abstract_frozen
 from podium.models.architecture import DecoderConfig
-from podium.models.params import param_specs
+from podium.models.decoder import head_weights
+from podium.models.logprobs import logits_at
+from podium.models.params import trained_specs
+from podium.rollout.cache import Cache
 from podium.rollout.programs import (
+    Chunk,
+    abstract_chunk,
     abstract_engine_cache,
-    abstract_prompts,
-    engine_specs,
-    idle_slots,
+    abstract_slots,
     make_engine_programs,
+    prefill,
 )
-from podium.sharding import abstract_params
+from podium.rollout.weights import abstract_weights, keeps
+from podium.sharding import Params, ShardingRules, abstract_params
 from podium.train.batch import batch_sizes, make_batch
 from podium.train.generate import as_dtype, rollout_layout, rollout_rules
 from podium.train.optimizer import make_opt_init
@@ -50,45 +55,58 @@ class PhaseProgram:
 def phase_programs(config: Config, decoder: DecoderConfig, mesh: Mesh) -> dict[str, PhaseProgram]:
     """The programs of a run by name, in the order in which a run first calls them.
 
-    They are init, sync, prefill:T, insert:T and insert_across:T by bucket, decode, score where the recipe needs it, and
+    They are init, sync, prefill:T by length of a chunk, copy, decode:S by slots, score where the recipe needs it, and
     update.
 
     Raises:
         ValueError: something does not divide over the mesh.
     """
     recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
-    specs, optimizer = param_specs(decoder), make_run_optimizer(config, decoder)
+    specs, optimizer = trained_specs(decoder), make_run_optimizer(config, decoder)
     settings = make_train_settings(config, decoder, mesh)
     params: Any = abstract_params(specs, jnp.dtype(jnp.float32), settings.stored)
+    frozen: Any = abstract_frozen(decoder, settings.stored)
     state = abstract_state(params, optimizer)
     score, train_step = make_train_programs(settings, recipe, optimizer)
     batch = abstract_batch(
         make_batch([], batch_sizes(config, settings.decoder, settings.computing))[0], settings.computing
     )
     logprobs: Any = jax.ShapeDtypeStruct(batch.tokens.shape, jnp.float32, sharding=batch.tokens.sharding)
-    reference = params if recipe.needs_reference else None
+    reference = (frozen or params) if recipe.needs_reference else None
     scored = with_scores(batch, recipe, lambda *_: logprobs, params, reference)
 
     own = {"parameters": device_bytes(params)}
     moments = {"optimizer": device_bytes((state.step, state.opt_state))}
-    anchor = {"reference_weights": device_bytes(reference)} if recipe.needs_reference else {}
-    rollout = _rollout_programs(
-        config, decoder, mesh, settings.attention, params, own | moments | anchor, moments | anchor
-    )
+    anchor = {"reference_weights": device_bytes(reference)} if recipe.needs_reference and not frozen else {}
+    kept = _kept(config, decoder, mesh, frozen)
+    merged = decoder.lora is not None and decoder.lora.merged
+    under = {"frozen_weights": device_bytes(frozen)}
+    trainers = own | moments | anchor | (under if kept or merged else {})  # else the rollout reads the same
+    beside = moments | anchor | ({} if merged else under | kept)
+    rollout = _rollout_programs(config, decoder, mesh, params | frozen if merged else params, trainers, beside)
     waiting = config.algorithm.minibatches * device_bytes(scored)
     found = {"init": _phase(make_opt_init(optimizer, params), (params,), {}), **rollout}
     if recipe.scores_old_logprobs or recipe.needs_reference:
-        beside = moments | anchor | {"batch": waiting - device_bytes(batch)}
-        found["score"] = _phase(score, (params, batch), beside)
-    beside = anchor | {"batch": waiting - device_bytes(scored)}
-    return found | {"update": _phase(train_step, (state, scored), beside)}
+        beside = moments | anchor | kept | {"batch": waiting - device_bytes(batch)}
+        found["score"] = _phase(score, (params | frozen, batch), beside)
+    beside = anchor | kept | {"batch": waiting - device_bytes(scored)}
+    return found | {"update": _phase(train_step, (state, scored, frozen), beside)}
+
+
+def _kept(config: Config, decoder: DecoderConfig, mesh: Mesh, frozen: Any) -> dict[str, int]:
+    """Bytes of the rollout's own copy of frozen weights, which stays while the others are updated."""
+    rules = rollout_rules(rollout_layout(config, decoder, mesh), decoder, mesh)
+    dtype = as_dtype(config.rollout.dtype, mesh)
+    if keeps(frozen, decoder, rules, dtype):
+        return {}
+    weights = abstract_weights(decoder, rules, dtype)
+    return {"rollout_weights": device_bytes([weights[name] for name in frozen])}
 
 
 def _rollout_programs(
     config: Config,
     decoder: DecoderConfig,
     mesh: Mesh,
-    attention: Backend,
     params: Any,
     trainers: Mapping[str, int],
     beside_params: Mapping[str, int],
@@ -97,28 +115,33 @@ def _rollout_programs(
     rules = rollout_rules(rollout_layout(config, decoder, mesh), decoder, mesh)
     dtype = as_dtype(config.rollout.dtype, mesh)
     engine = (config.rollout, decoder, rules, dtype)
-    programs = make_engine_programs(*engine, attention)
-    weights: Any = abstract_params(engine_specs(decoder, rules), dtype, rules)
+    programs = make_engine_programs(*engine)
+    weights = abstract_weights(decoder, rules, dtype)
     cache = abstract_engine_cache(*engine)
-    split = rules.sharding("rows")
-    on_device = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split))
-    slots: Any = on_device(idle_slots(config.rollout.slots))
-    rows: Any = jax.ShapeDtypeStruct((config.rollout.slots,), jnp.int32, sharding=split)
-    prompts = {
-        bucket: abstract_prompts(*engine, bucket=bucket) for bucket in prompt_buckets(config.rollout.max_prompt_tokens)
-    }
-    held = {"prompts": device_bytes(prompts)}  # the last ones of every bucket
+    extend = _with_all_logits(*engine[1:]) if config.rollout.layout == "legacy" else programs.extend
     found = {"sync": _phase(programs.sync, (params,), beside_params)}
-    for bucket, own in prompts.items():
-        tokens = jax.ShapeDtypeStruct((config.rollout.prefill_rows, bucket), jnp.int32, sharding=split)
-        lengths = jax.ShapeDtypeStruct((config.rollout.prefill_rows,), jnp.int32, sharding=split)
-        beside = {**trainers, "kv_cache": device_bytes(cache), **held}
-        found[f"prefill:{bucket}"] = _phase(programs.prefill, (weights, tokens, lengths), beside)
-        others = {"rollout_weights": device_bytes(weights), "prompts": held["prompts"] - device_bytes(own)}
-        for kind, program in (("insert", programs.insert), ("insert_across", programs.insert_across)):
-            found[f"{kind}:{bucket}"] = _phase(program, (cache, own, rows, slots), {**trainers, **others})
-    found["decode"] = _phase(programs.decode, (weights, cache, slots), {**trainers, **held})
+    for length in prompt_buckets(config.rollout.max_prompt_tokens):
+        chunk = abstract_chunk(config.rollout, length, rules)
+        found[f"prefill:{length}"] = _phase(extend, (weights, cache, chunk), trainers)
+    listed: Any = jax.ShapeDtypeStruct((config.rollout.slots,), jnp.int32, sharding=rules.sharding("batch"))
+    beside = {**trainers, "rollout_weights": device_bytes(weights)}
+    found["copy"] = _phase(programs.copy, (cache, listed, listed), beside)
+    for size in slot_sizes(config.rollout, rules.num_shards("batch")):
+        where, slots = abstract_slots(config.rollout, size, rules)
+        found[f"decode:{size}"] = _phase(programs.decode, (weights, cache, where, slots), trainers)
     return found
+
+
+def _with_all_logits(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> Any:
+    """The prefill of the seed system, which made the logits of all prompt tokens, and ran out of memory with them."""
+
+    def extend(params: Params, cache: Cache, chunk: Chunk) -> tuple[Cache, jax.Array]:
+        hidden, cache = prefill(params, cache, chunk, decoder=decoder, rules=rules, dtype=dtype)
+        logits = logits_at(hidden, head_weights(params, rules, dtype), 1.0)  # [R, T, V]
+        last = jnp.take_along_axis(logits, (chunk.counts - 1)[:, None, None], axis=1)[:, 0]
+        return cache, rules.constrain(last, "batch", None)
+
+    return jax.jit(extend, donate_argnums=1)
 
 
 def _phase(program: Any, arguments: tuple[Any, ...], residents: Mapping[str, int]) -> PhaseProgram:

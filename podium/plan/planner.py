@@ -13,23 +13,24 @@ import podium.plan.estimate as closed_form
 from podium import __version__
 from podium.accelerators import Accelerator
 from podium.config.schema import Config
+from podium.config.sizes import steps_at_once
 from podium.hlo.cost import Peaks, Roofline, roofline, sum_collectives
 from podium.models.architecture import DecoderConfig
 from podium.models.flops import step_work, update_flops
-from podium.models.presets import find_architecture
+from podium.models.presets import find_decoder
 from podium.plan.calibration import Chip, Factor, load_chip
 from podium.plan.compile import OnProgress, cache_folder, compile_phases
 from podium.plan.estimate import PhaseEstimate
 from podium.plan.explain import explain
 from podium.plan.result import NO_TIME, BoundBy, LargeArray, Phase, Plan, Seconds, Verdict, judge, total
-from podium.plan.sizes import F32, RunSizes, make_sizes
+from podium.plan.sizes import F32, RunSizes, make_sizes, network_bytes
 from podium.plan.topology import compiler_versions
 from podium.plan.worker import CompiledPhase, Job
 from podium.plan.workload import SequenceLengths, Workload, draw_lengths, packed_micro_batches, simulate_rollout
 
 KINDS: Mapping[str, str] = {"prefill": "prefill", "score": "update", "update": "update"}
 """The kind of calibration of a phase; phases that are not named stream memory, as decoding does."""
-SLOWEST_FIRST = ("update", "decode", "score", "prefill", "sync", "insert", "init")  # by how long they take to compile
+SLOWEST_FIRST = ("update", "decode", "score", "prefill", "sync", "copy", "init")  # by how long they take to compile
 
 
 Line = tuple[float, Roofline]
@@ -43,14 +44,17 @@ class Call:
     phase: str
     program: str  # as `podium.plan.phases` names it
     calls: float
-    rounds: float  # of its loop, in each call: decode steps, micro-batches, prompts that enter slots of a device
+    rounds: float  # of its loop, in each call: (eights of) decode steps, micro-batches, pages that a device copies
+    blocks: float = 1.0  # of the cache that attention reads
     closed_form: PhaseEstimate | None = None
     repeats: float = 0.0  # how often a step does what `closed_form` describes
+    once_flops: int = 0  # of each call, before its rounds
 
     @property
     def closed_form_flops(self) -> float:
         """Operations of a step by the closed form."""
-        return self.repeats * self.closed_form.flops if self.closed_form else 0.0
+        each = self.closed_form.flops if self.closed_form else 0
+        return self.repeats * each + self.calls * self.once_flops
 
 
 def make_plan(
@@ -80,11 +84,11 @@ def make_plan(
         ValueError: the model, the mesh or the lengths cannot be used.
         CompilerError: a program could not be compiled.
     """
-    decoder = decoder or find_architecture(config.model)
+    decoder = decoder or find_decoder(config)
     run = make_sizes(config, decoder, accelerator)
     device = _Device(accelerator, chip or _own_chip(accelerator))
     drawn = draw_lengths(lengths, config)
-    workload = simulate_rollout(drawn, config, shards=run.rollout_shards)
+    workload = simulate_rollout(drawn, config, shards=run.rollout_shards, overlap=device.chip is not None)
     micro_batches = packed_micro_batches(drawn, config, rows=run.rows * run.dp * run.fsdp)
     calls = step_calls(run, workload, micro_batches)
     jobs = [] if fast else make_jobs(config, decoder, accelerator, _slowest_first(calls), whole)
@@ -97,7 +101,7 @@ def make_plan(
         accelerator=accelerator.name,
         devices=accelerator.devices,
         hbm_bytes=accelerator.hbm_bytes,
-        verdict=_verdict(phases, accelerator.hbm_bytes),
+        verdict=_verdict(phases, accelerator.hbm_bytes, bool(compiled)),
         spare_bytes=accelerator.hbm_bytes - max(phase.bytes for phase in phases),
         phases=phases,
         host=host,
@@ -113,60 +117,81 @@ def make_plan(
     )
 
 
-def _verdict(phases: Sequence[Phase], hbm_bytes: int) -> Verdict:
+def _verdict(phases: Sequence[Phase], hbm_bytes: int, compiled: bool) -> Verdict:
     refused = any(phase.refused for phase in phases)
-    return "does_not_fit" if refused else judge((phase.bytes for phase in phases), hbm_bytes)
+    return "does_not_fit" if refused else judge((phase.bytes for phase in phases), hbm_bytes, compiled=compiled)
 
 
 def _own_chip(accelerator: Accelerator) -> Chip | None:
     return None if accelerator.platform == "cpu" else load_chip(accelerator.generation)
 
 
-def _slowest_first(calls: Sequence[Call]) -> list[str]:
-    """The programs of some calls, those first that take long to compile."""
+def _slowest_first(calls: Sequence[Call]) -> dict[str, float]:
+    """The programs of some calls, those first that take long to compile, and the blocks that attention reads there."""
     ordered = sorted(calls, key=lambda call: SLOWEST_FIRST.index(call.phase))
-    return list(dict.fromkeys(call.program for call in ordered))
+    return {call.program: call.blocks for call in ordered}
 
 
 def make_jobs(
-    config: Config, decoder: DecoderConfig, accelerator: Accelerator, names: Sequence[str], whole: Collection[str] = ()
+    config: Config,
+    decoder: DecoderConfig,
+    accelerator: Accelerator,
+    programs: Mapping[str, float],
+    whole: Collection[str] = (),
 ) -> list[Job]:
-    """A compilation for each of these programs; what is compiled is kept in the user's cache folder."""
+    """A compilation for each of these programs, by name with the blocks of the cache that its attention reads.
+
+    What is compiled is kept in the user's cache folder.
+    """
     common: dict[str, Any] = {"config": config, "decoder": decoder, "accelerator": accelerator}
-    folder = cache_folder() / "programs"
-    return [Job(phase=name, programs=folder, whole=name in whole, **common) for name in names]
+    common["programs"] = cache_folder() / "programs"
+    return [Job(phase=name, blocks=blocks, whole=name in whole, **common) for name, blocks in programs.items()]
 
 
 def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Call]:
     """Every program of a run, and how often a step calls it.
 
-    The largest bucket is among them also where a step has no prompt of its length: memory must do for it.
+    The longest chunk and the decode call of all slots are among them also where a step has none: memory must do.
     """
     algorithm, recipe = run.config.algorithm, run.recipe
-    sequences = run.config.prompts_per_step * run.config.group_size
-    prefills, copies, across = workload.prefill_calls, workload.insert_calls, workload.insert_across_calls
-    copied = sequences / sum([*copies.values(), *across.values()]) / run.rollout_shards
-    buckets = sorted({*prefills, *copies, *across, max(run.buckets)})
-    steps, decodes = workload.decode_steps, workload.decode_calls
+    prefills, copies = workload.prefill_calls, workload.copy_calls
+    chunks = sorted({*prefills, max(run.buckets)})
+    at_once = steps_at_once(run.config.rollout.refill_steps, run.rollout_shards)
+    sizes = sorted({*workload.decodes, run.config.rollout.slots}, reverse=True)
     batches, own = algorithm.minibatches, micro_batches / algorithm.minibatches
     scores = batches * (recipe.scores_old_logprobs + recipe.needs_reference)
     updates = batches * algorithm.updates_per_batch
 
     def call(
-        program: str, form: PhaseEstimate, calls: float, *, rounds: float = 0, repeats: float | None = None
+        program: str,
+        form: PhaseEstimate,
+        calls: float,
+        *,
+        rounds: float = 0,
+        repeats: float | None = None,
+        tokens: float = 0,
     ) -> Call:
-        repeats = calls if repeats is None else repeats
-        return Call(phase=form.name, program=program, calls=calls, rounds=rounds, closed_form=form, repeats=repeats)
+        """`tokens` of the longest sequence that attention reads of the cache."""
+        return Call(
+            phase=form.name,
+            program=program,
+            calls=calls,
+            rounds=rounds,
+            blocks=max(1, run.in_blocks(tokens) / run.block),
+            closed_form=form,
+            repeats=calls if repeats is None else repeats,
+        )
 
     found = [Call(phase="init", program="init", calls=0, rounds=0), call("sync", closed_form.sync_phase(run), 1)]
-    found += [call(f"prefill:{T}", closed_form.prefill_phase(run, T), prefills.get(T, 0)) for T in buckets]
-    for program, counts, crosses in (("insert", copies, False), ("insert_across", across, True)):
-        for T in buckets:
-            if T in counts or crosses == (run.rollout_shards > 1):
-                form = closed_form.insert_phase(run, T, crosses=crosses)
-                found.append(call(f"{program}:{T}", form, counts.get(T, 0), rounds=copied))
-    rounds = steps / decodes if decodes else 0.0
-    found.append(call("decode", closed_form.decode_phase(run), decodes, rounds=rounds, repeats=steps))
+    found += [call(f"prefill:{T}", closed_form.prefill_phase(run, T), prefills.get(T, 0), tokens=T) for T in chunks]
+    pages = workload.copied_pages / copies / run.rollout_shards if copies else 0.0
+    found.append(call("copy", closed_form.copy_phase(run, pages), copies, rounds=pages))
+    for size in sizes:
+        calls, steps, tokens = workload.decodes.get(size, (0, 0, 0.0))
+        form = closed_form.decode_phase(run, size, tokens)
+        rounds = steps / calls / at_once if calls else 0.0
+        decode = call(f"decode:{size}", form, calls, rounds=rounds, repeats=steps, tokens=tokens)
+        found.append(dataclasses.replace(decode, once_flops=closed_form.first_flops(run, size)))
     if scores:
         found.append(call("score", closed_form.score_phase(run), scores, rounds=own, repeats=scores * own))
     return [*found, call("update", closed_form.update_phase(run), updates, rounds=own, repeats=updates * own)]
@@ -291,7 +316,7 @@ def closed_form_roofline(form: PhaseEstimate, run: RunSizes, peaks: Peaks, links
     compute = form.flops / (peaks.flops_f32 if run.activation == F32 else peaks.flops_bf16)
     hbm, ici = form.hbm_bytes / peaks.hbm_bandwidth, form.ici_bytes / (links * peaks.link_bandwidth)
     if peaks.network_bandwidth:
-        ici += run.network_bytes(form.name, form.ici_bytes) / peaks.network_bandwidth
+        ici += network_bytes(run, form.name, form.ici_bytes) / peaks.network_bandwidth
     return Roofline(compute * (compute >= hbm), hbm * (hbm > compute), ici, latency=0.0)
 
 

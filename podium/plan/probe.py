@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from podium.accelerators import Accelerator
 from podium.config.schema import Config
-from podium.models.presets import find_architecture
+from podium.models.presets import find_decoder
 from podium.plan.compile import OnProgress, compile_jobs
 from podium.plan.planner import SLOWEST_FIRST, Call, make_jobs, step_calls
 from podium.plan.result import Probe
@@ -31,16 +31,16 @@ class Prober:
         moved = [phase for phase in kept[0] if any(each.get(phase) != kept[0][phase] for each in kept)]
         return tuple(sorted(moved or kept[0], key=SLOWEST_FIRST.index))
 
-    def programs(self, config: Config, phases: Iterable[str]) -> list[str]:
-        """Of each phase the program that needs most."""
-        named = {call.phase: call.program for call in self.largest(config)}
-        return [named[phase] for phase in phases if phase in named]
+    def programs(self, config: Config, phases: Iterable[str]) -> dict[str, float]:
+        """Of each phase the program that needs most, and the blocks of the cache that its attention reads."""
+        largest = {call.phase: call for call in self.largest(config)}
+        return {largest[phase].program: largest[phase].blocks for phase in phases if phase in largest}
 
     def __call__(self, configs: Mapping[int, Config], phases: Sequence[str]) -> list[Probe]:
         """A probe of each value, of these phases; two are compiled at once."""
         if self.fast:
             return [self.estimated(value, config, phases) for value, config in configs.items()]
-        decoder = {value: find_architecture(config.model) for value, config in configs.items()}
+        decoder = {value: find_decoder(config) for value, config in configs.items()}
         jobs = [
             (value, job)
             for value, config in configs.items()
@@ -65,7 +65,7 @@ class Prober:
 
     def largest(self, config: Config) -> list[Call]:
         """The call of each phase that needs most memory, by the closed form; the optimizer's making has none."""
-        run = make_sizes(config, find_architecture(config.model), self.accelerator)
+        run = make_sizes(config, find_decoder(config), self.accelerator)
         workload = simulate_rollout(draw_lengths(self.lengths, config), config, shards=run.rollout_shards)
         found: dict[str, Call] = {}
         for call in step_calls(run, workload, micro_batches=1):

@@ -13,6 +13,7 @@ from podium.plan.workload import Workload
 Verdict = Literal["fits", "does_not_fit", "too_close"]
 BoundBy = Literal["compute", "hbm", "ici", "latency", ""]
 TOO_CLOSE = 0.03  # of the memory: as far as the compiler's figure and a device's own were seen to be apart
+ESTIMATE_TOO_CLOSE = 0.08  # as far as the closed form was seen to be below the compiler's figure
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class LargeArray:
 class Phase:
     """One program of a run, or the state at rest: what a device holds while it runs, and how long it takes."""
 
-    name: str  # init, sync, prefill, insert, decode, score, update or checkpoint
+    name: str  # init, sync, prefill, copy, decode, score, update or checkpoint
     bytes: int  # at the peak, per device: residents, arguments, temporaries, and the code of all programs
     parts: Mapping[str, int]  # bytes by our names; they add up to `bytes`
     fits: bool
@@ -117,10 +118,15 @@ class Probe:
         return not self.refused and self.bytes <= hbm_bytes
 
 
-def judge(phase_bytes: Iterable[int], hbm_bytes: int) -> Verdict:
-    """Whether phases fit: too close where the largest is within 3 % of the memory, on either side."""
+def margin(compiled: bool) -> float:
+    """The share of the memory within which a figure of the compiler, or of the closed form, does not tell."""
+    return TOO_CLOSE if compiled else ESTIMATE_TOO_CLOSE
+
+
+def judge(phase_bytes: Iterable[int], hbm_bytes: int, *, compiled: bool = True) -> Verdict:
+    """Whether phases fit: too close where the largest is as near to the limit as its own error, on either side."""
     worst = max(phase_bytes)
-    if abs(worst - hbm_bytes) <= TOO_CLOSE * hbm_bytes:
+    if abs(worst - hbm_bytes) <= margin(compiled) * hbm_bytes:
         return "too_close"
     return "fits" if worst < hbm_bytes else "does_not_fit"
 

@@ -10,11 +10,12 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import get_args
 
+from podium.config.lora import LoraConfig
 from podium.config.schema import Config, Remat
 from podium.config.sizes import batch_sequences, row_tokens, rows_per_device
-from podium.models.params import ROLLOUT_LAYOUTS
+from podium.models.params import ROLLOUT_LAYOUTS, count, trained_specs
 from podium.plan.compare import ORDER, difference
-from podium.plan.result import TOO_CLOSE, Plan, Probe
+from podium.plan.result import Plan, Probe, margin
 from podium.plan.sizes import RunSizes
 
 MOST_PROBES = 16  # of one search: values whose memory is looked up
@@ -82,7 +83,7 @@ class SearchResult:
     @property
     def roomy(self) -> Probe | None:
         """The largest value tried that is not too close to the limit either."""
-        room = (1 - TOO_CLOSE) * self.hbm_bytes
+        room = (1 - margin(self.compiled)) * self.hbm_bytes
         return next((each for each in reversed(self.probes) if not each.refused and each.bytes < room), None)
 
     @property
@@ -158,6 +159,9 @@ class _Search:
     def _accepted(self, units: int) -> bool:
         return self.found[units].accepted(self.hbm_bytes)
 
+    def _roomy(self, probe: Probe) -> bool:
+        return probe.bytes < (1 - margin(probe.compiled)) * self.hbm_bytes
+
     @property
     def _best(self) -> int:
         return max((units for units in self.found if self._accepted(units)), default=0)
@@ -197,7 +201,7 @@ class _Search:
     def _look_for_room(self) -> None:
         units = self._best
         while units >= 1 and (units in self.found or self._ask(units, units - 1)):
-            if self._accepted(units) and self.found[units].bytes < (1 - TOO_CLOSE) * self.hbm_bytes:
+            if self._accepted(units) and self._roomy(self.found[units]):
                 return
             units -= 1
 
@@ -243,11 +247,20 @@ def _slots(config: Config, run: RunSizes) -> SearchRange:
     return SearchRange(unit, -(-sequences // unit) * unit, "every completion of a step then has a slot")
 
 
+def _rank(config: Config, run: RunSizes) -> SearchRange:
+    lora, specs = run.decoder.lora, trained_specs(run.decoder)
+    if lora is None:
+        raise ValueError("--search lora.rank: the config trains all weights; add --set lora.rank=32")
+    factors = [count({name: spec}) // spec.shape[0] // lora.rank for name, spec in specs.items()]
+    return SearchRange(min(8, min(factors)), min(factors), "a larger one is more than the smallest matrix has")
+
+
 SEARCHED: Mapping[str, Callable[[Config, RunSizes], SearchRange]] = {
     "train.rows_per_device": _rows,
     "prompts_per_step": _prompts,
     "rollout.max_new_tokens": _new_tokens,
     "rollout.slots": _slots,
+    "lora.rank": _rank,
 }
 """The settings that can be searched."""
 
@@ -301,6 +314,16 @@ def promising(changes: Iterable[Change], plan: Plan, estimated: Make) -> list[Ch
         if helps(changed, plan):
             found.append((rank_of(changed), change))
     return [change for _, change in sorted(found, key=lambda each: each[0])[:MOST_CANDIDATES]]
+
+
+def or_adapters(changes: list[Change], config: Config, plan: Plan, estimated: Make) -> list[Change]:
+    """The changes, and before them LoRA where a run does not fit and none of them makes it: it learns otherwise."""
+    if plan.verdict == "fits" or config.lora is not None:
+        return changes
+    if any(estimated(change).verdict == "fits" for change in changes):
+        return changes
+    rank = LoraConfig.model_fields["rank"].default
+    return [*promising([Change(key="lora.rank", value=rank, old="all weights")], plan, estimated), *changes]
 
 
 def suggest(changes: Iterable[Change], plan: Plan, make: Make) -> list[Trial]:

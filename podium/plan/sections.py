@@ -13,11 +13,12 @@ from podium.accelerators import GIB
 from podium.plan.advice import advice_line, effect
 from podium.plan.check import CheckRow
 from podium.plan.compare import PlanEntry, Refused, RunCost, by_price
-from podium.plan.result import Phase, Plan, Verdict
+from podium.plan.result import Phase, Plan, Verdict, margin
 from podium.plan.search import SearchResult, Trial
 from podium.plan.tune import TuneResult
 
 MOST_PARTS = 9  # parts of the memory that a bar shows by themselves
+ESTIMATED = "estimated by the closed form, not compiled: "
 REST = "others"  # the remaining parts of the memory, together
 
 
@@ -149,8 +150,9 @@ def tune_section(found: TuneResult) -> ReportSection:
     """The best of several settings, and what was tried."""
     best, before = found.best, found.before
     steps = [text.number(each.plan.step.value) for each in (best, before) if each.plan.step is not None]
-    made = "estimated" if best.plan.estimate_only else "compiled"
-    looked = f"{found.estimated} combinations estimated, {len(found.tried)} of at most {found.budget} {made}"
+    looked = f"{found.estimated} combinations estimated"
+    if not best.plan.estimate_only:
+        looked += f", {len(found.tried)} of at most {found.budget} compiled"
     if best.plan.verdict == "does_not_fit":
         first = f"nothing fits ({looked})"
     elif best.settings == before.settings:
@@ -158,6 +160,8 @@ def tune_section(found: TuneResult) -> ReportSection:
     else:
         now = f", a step {steps[0]} s instead of {steps[1]}" if len(steps) > 1 else ""
         first = f"{' '.join(f'--set {each}' for each in best.changes(before))}{now} ({looked})"
+    if best.plan.estimate_only:
+        first = f"{ESTIMATED}{first}"
     rows = (
         (
             ", ".join(map(str, each.changes(before))) or "as it is",
@@ -174,7 +178,7 @@ def tune_section(found: TuneResult) -> ReportSection:
 def search_line(found: SearchResult) -> str:
     """The result of a search in a line."""
     best, over, values = found.best, found.too_large, found.range
-    made = "" if found.compiled else "estimated by the closed form, not compiled: "
+    made = "" if found.compiled else ESTIMATED
     if best is None:
         smallest = found.probes[0]
         return f"{made}{found.key}: even {smallest.value} does not fit ({text.gib(smallest.bytes)} GiB)"
@@ -184,7 +188,7 @@ def search_line(found: SearchResult) -> str:
     room = ""
     if found.roomy is None or found.roomy.value != best.value:
         roomy = f"; {found.roomy.value:,} leaves more" if found.roomy else ""
-        room = f", but it is within 3 % of the memory, too close to call{roomy}"
+        room = f", but it is within {margin(found.compiled):.0%} of the memory, too close to call{roomy}"
     last = found.probes[-1].value
     beyond = f" (tried up to {last:,})" if last > over.value else ""
     return f"{made}{found.key}: {best.value:,} is the largest that fits{room}; {gap}{beyond}"

@@ -12,16 +12,30 @@ from collections.abc import Iterable, Mapping
 from podium.accelerators import Accelerator, auto_dtype, cpu_flags
 from podium.algorithms.recipes import Recipe, make_recipe
 from podium.config.attention import Backend, attention_backend
+from podium.config.imports import is_path
 from podium.config.mesh import AXES, mesh_shape
 from podium.config.schema import Config, Dtype
-from podium.config.sizes import batch_sequences, prompt_buckets, row_groups, row_tokens, rows_per_device
+from podium.config.sizes import (
+    batch_sequences,
+    cache_pages,
+    prompt_buckets,
+    row_groups,
+    row_tokens,
+    rows_per_device,
+)
 from podium.models import params
 from podium.models.architecture import DecoderConfig
 from podium.models.flops import matrix_elements
 from podium.models.layouts import Layout, group_bytes, resolve
-from podium.models.params import ParamSpec, param_specs
+from podium.models.params import (
+    ParamSpec,
+    ParamSpecs,
+    param_specs,
+    trained_specs,
+)
 
 F32 = 4
+BLOCK_TOKENS = 256  # `podium.rollout.cache`, which needs jax
 Parts = Mapping[str, int]  # into how many parts each logical axis is split
 
 
@@ -33,6 +47,7 @@ class RunSizes:
     config: Config
     recipe: Recipe
     platform: str
+    generation: str  # of the machine's devices
     dp: int
     fsdp: int
     tp: int
@@ -54,8 +69,24 @@ class RunSizes:
         return self.rollout_parts["batch"]
 
     @property
-    def cache_length(self) -> int:
-        """C, positions of a slot."""
+    def cache_tokens(self) -> int:
+        """Tokens that a device's pages hold."""
+        rollout = self.config.rollout
+        return cache_pages(rollout, self.rollout_shards) // self.rollout_shards * rollout.page_tokens
+
+    @property
+    def block(self) -> int:
+        """Tokens of the cache that attention reads at once."""
+        page = self.config.rollout.page_tokens
+        return page if self.platform == "cpu" else max(page, BLOCK_TOKENS)
+
+    def in_blocks(self, tokens: float) -> int:
+        """Tokens that attention reads of a sequence of so many in the cache: whole blocks."""
+        return -(-int(tokens) // self.block) * self.block
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
         return self.config.rollout.max_prompt_tokens + self.config.rollout.max_new_tokens
 
     @functools.cached_property
@@ -76,8 +107,8 @@ class RunSizes:
 
     @property
     def rollout_weight_bytes(self) -> int:
-        """Bytes of the rollout's copy of the weights."""
-        return self.rollout_activation * sum(self._counts(self.rollout_parts))
+        """Bytes of the weights that the rollout reads."""
+        return rollout_bytes(self, params.rollout_specs(self.decoder, 1))
 
     def kv_bytes(self, tokens: int) -> int:
         """Keys and values of a number of tokens, as far as a device has their heads."""
@@ -92,8 +123,8 @@ class RunSizes:
 
     @property
     def own_count(self) -> int:
-        """Parameters that a device stores in training."""
-        return sum(self._counts(self.train_parts))
+        """Trained parameters that a device stores."""
+        return sum(local_count(spec, self.train_parts) for spec in trained_specs(self.decoder).values())
 
     @property
     def optimizer_count(self) -> int:
@@ -104,13 +135,8 @@ class RunSizes:
     def gathered_counts(self) -> tuple[int, int]:
         """Parameters of all layers, and of embedding and head, as they are while they compute."""
         parts = self._parts(params.GATHERED_AXES)
-        ends = self.ends_count(parts)
+        ends = ends_count(self.decoder, parts)
         return sum(self._counts(parts)) - ends, ends
-
-    def ends_count(self, parts: Parts) -> int:
-        """Elements of the embedding, and of the head where it is another, on one device."""
-        specs = param_specs(self.decoder)
-        return sum(local_count(specs[name], parts) for name in ("embed", "head") if name in specs)
 
     @property
     def gathered_in_rollout(self) -> int:
@@ -145,18 +171,6 @@ class RunSizes:
         width = set(params.mesh_axis_names(axes.get("width")))
         return self._devices(weights & sequences), self._devices(width - sequences)
 
-    def network_bytes(self, phase: str, sent: int) -> int:
-        """What of a device's `sent` bytes leaves its machine, on average over the machine's devices.
-
-        Machines are the outermost part of the mesh: as long as dp alone joins them, gradients alone are summed over the
-        network. Of a ring over several machines, each device of a machine carries a share.
-        """
-        if self.machines == 1:
-            return 0
-        if self.fsdp * self.tp > self.per_machine:
-            return sent // self.per_machine
-        return 2 * self.own_count * F32 * (self.machines - 1) // self.machines if phase == "update" else 0
-
     @property
     def _layer_outputs(self) -> int:
         """Numbers of a token that a layer's products with the width make: q, k and v, and two of the MLP."""
@@ -188,6 +202,7 @@ def make_sizes(config: Config, decoder: DecoderConfig, accelerator: Accelerator)
         config=config,
         recipe=recipe,
         platform=accelerator.platform,
+        generation=accelerator.generation,
         dp=dp,
         fsdp=fsdp,
         tp=tp,
@@ -205,16 +220,45 @@ def make_sizes(config: Config, decoder: DecoderConfig, accelerator: Accelerator)
     )
 
 
+def rollout_bytes(run: RunSizes, specs: ParamSpecs) -> int:
+    """Bytes of a device that these weights take as the rollout has them."""
+    sizes = {"int8": 1, "float32": F32}
+    return sum(
+        sizes.get(params.rollout_dtype(name, run.decoder, ""), run.rollout_activation)
+        * local_count(spec, run.rollout_parts)
+        for name, spec in specs.items()
+    )
+
+
 def local_count(spec: ParamSpec, parts: Parts) -> int:
     """Elements of a parameter on one device, where each logical axis is split into its number of parts."""
     return math.prod(-(-dim // parts.get(axis or "", 1)) for dim, axis in zip(spec.shape, spec.axes, strict=True))
 
 
+def ends_count(decoder: DecoderConfig, parts: Parts) -> int:
+    """Elements of the embedding, and of the head where it is another, on one device."""
+    specs = param_specs(decoder)
+    return sum(local_count(specs[name], parts) for name in ("embed", "head") if name in specs)
+
+
+def network_bytes(run: RunSizes, phase: str, sent: int) -> int:
+    """What of a device's `sent` bytes leaves its machine, on average over the machine's devices.
+
+    Machines are the outermost part of the mesh: as long as dp alone joins them, gradients alone are summed over the
+    network. Of a ring over several machines, each device of a machine carries a share.
+    """
+    if run.machines == 1:
+        return 0
+    if run.fsdp * run.tp > run.per_machine:
+        return sent // run.per_machine
+    return 2 * run.own_count * F32 * (run.machines - 1) // run.machines if phase == "update" else 0
+
+
 def optimizer_count(decoder: DecoderConfig, name: str, parts: Parts) -> int:
     """Float32 numbers of an optimizer's state on one device, but for its counters."""
-    specs = param_specs(decoder)
+    specs = trained_specs(decoder)
     local = {key: local_count(spec, parts) for key, spec in specs.items()}
-    if name == "adamw":
+    if name == "adamw" or is_path(name):  # what one of the user's own keeps is taken to be as much
         return 2 * sum(local.values())
     if name in ("lion", "sgd"):
         return sum(local.values())

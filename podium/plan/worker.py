@@ -35,6 +35,8 @@ from podium.plan.topology import compiler_versions, target_of, topology_devices
 from podium.plan.tpu_compile import TpuProgram, compile_tpu
 
 WATCH_S = 1.0
+NO_TILES = "Couldn't find output tile sizes"  # what XLA says of a product for which it has no kernel of its own
+ATTENTION = "/scores/"  # in the source of its loop over blocks of the cache
 KEPT_ARRAYS = 12  # how many of the arrays at the peak are kept, the largest, to be shown
 
 
@@ -80,6 +82,7 @@ class Job:
     decoder: DecoderConfig
     accelerator: Accelerator
     programs: Path  # folder of compiled programs
+    blocks: float = 1.0  # of pages that attention reads of the cache, in the rollout's programs
     whole: bool = False  # whether to generate code for a TPU: all else is known long before
 
 
@@ -127,19 +130,21 @@ def _finish(job: Job, lowered: Any, residents: Mapping[str, int], mesh: Mapping[
     else:
         module = parse(text)
         parts, arrays = named_memory(module, built.memory.peak)
-        work = looped_work(module, mesh, skipped=_skipped(job.config), per_machine=_per_machine(job.accelerator))
+        options = {"skipped": _skipped(job.config), "per_machine": _per_machine(job.accelerator)}
+        work = looped_work(module, mesh, job.blocks, **options)
     known: dict[str, Any] = {"memory": built.memory, "compile_s": built.compile_s, "residents": residents}
     known |= {"refused": built.refusal is not None, "whole": built.whole}
     return CompiledPhase(parts=parts, largest=tuple(arrays[:KEPT_ARRAYS]), work=work, **known)
 
 
-def looped_work(module: Module, mesh: Mapping[str, int], **options: Any) -> tuple[LoopedWork, ...]:
+def looped_work(module: Module, mesh: Mapping[str, int], blocks: float = 1.0, **options: Any) -> tuple[LoopedWork, ...]:
     """The cost of a program, split by whether it is repeated with the program's own loop; equal work together.
 
-    `options` are those of `walk`.
+    Attention's loop over the cache, inside it, goes over so many `blocks`; `options` are those of `walk`.
     """
-    loops = unknown_loops(module)
-    one, two = (walk(module, mesh, trips=dict.fromkeys(loops, rounds), **options).works for rounds in (1, 2))
+    trips = {loop: blocks for loop in unknown_loops(module) if ATTENTION in loop}
+    loops = [loop for loop in unknown_loops(module) if loop not in trips]
+    one, two = (walk(module, mesh, trips=trips | dict.fromkeys(loops, rounds), **options).works for rounds in (1, 2))
     times: dict[Work, tuple[float, float]] = {}
     for first, second in zip(one, two, strict=True):
         work = dataclasses.replace(first, name="", source="", times=0.0)
@@ -222,8 +227,24 @@ def _build(lowered: Any, job: Job) -> tuple[_Built, str]:
 def _compile(lowered: Any, job: Job) -> TpuProgram:
     if job.accelerator.platform == "tpu":
         return compile_tpu(lowered, whole=job.whole)
-    compiled = lowered.compile()
+    compiled = _compile_kernels(lowered)
     return TpuProgram(memory=measure(compiled), refusal=None, text=compiled.as_text(), whole=True)
+
+
+def _compile_kernels(lowered: Any) -> Any:
+    """Compile for a CPU or GPU.
+
+    Which of XLA's own kernels multiply on a GPU is chosen by trying them there, here by a guess. Where there is no
+    kernel as guessed, cuBLAS multiplies.
+    """
+    import jax
+
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if NO_TILES not in str(error):
+            raise
+        return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
 
 
 def key_of(decisive: Sequence[Any], accelerator: Accelerator) -> str:

@@ -10,15 +10,16 @@ import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from podium.config.schema import Config
-from podium.config.sizes import check_split, prompt_buckets, row_tokens
+from podium.config.sizes import cache_pages, check_split, prompt_buckets, row_tokens, slot_sizes, steps_at_once
 from podium.files import read_lines
 from podium.observe.run_dir import LENGTHS
-from podium.rollout.scheduler import Admission, Scheduler, rounds
+from podium.rollout.lanes import Lane, Row
+from podium.rollout.scheduler import Scheduler
 from podium.train.packing import Sample, pack_rows
 
 # GSM8K's 7,473 training questions under SmolLM2's tokenizer and chat template with the task's system prompt: 38 tokens
@@ -40,19 +41,37 @@ class SequenceLengths:
 class Workload:
     """What one rollout takes, as the engine would count it."""
 
-    prefill_calls: dict[int, int]  # by bucket, the length that prompts are padded to
-    insert_calls: dict[int, int]  # by bucket: where all prompts stay on the device that has prefilled them
-    insert_across_calls: dict[int, int]  # by bucket: where some do not
-    decode_calls: int  # after each, the host polls the slots
-    decode_steps: int
+    prefill_calls: dict[int, int]  # by length of a chunk
+    prefill_tokens: int  # what they prefill: the prompts' tokens, and more where some are prefilled again
+    copy_calls: int
+    copied_pages: int
+    decodes: dict[int, tuple[int, int, float]]
+    """By slots of the decode program: calls, steps, and on average over them the longest context of any slot."""
     occupied_slot_steps: int  # slots in which a step made a token that counts, summed over steps
     mean_context: float  # tokens that an occupied slot attends to, its own included, on average over slots and steps
     prompt_tokens: int
     completion_tokens: int
     completions: int
+    preempted: int = 0
 
-    def slot_utilisation(self, slots: int) -> float:
-        """Share of the slots that made tokens that count."""
+    @property
+    def decode_calls(self) -> int:
+        """Of all sizes."""
+        return sum(calls for calls, _, _ in self.decodes.values())
+
+    @property
+    def decode_steps(self) -> int:
+        """Of all sizes."""
+        return sum(steps for _, steps, _ in self.decodes.values())
+
+    @property
+    def slot_utilisation(self) -> float:
+        """Share of the decode programs' rows that made a token that counts."""
+        rows = sum(slots * steps for slots, (_, steps, _) in self.decodes.items())
+        return self.occupied_slot_steps / rows if rows else 0.0
+
+    def slots_busy(self, slots: int) -> float:
+        """Share of all slots that made a token that counts, on average over steps."""
         return self.occupied_slot_steps / (self.decode_steps * slots) if self.decode_steps else 0.0
 
 
@@ -83,14 +102,16 @@ def draw_lengths(source: str, config: Config, *, seed: int = 0) -> SequenceLengt
     return _from_run(rng, path / LENGTHS if path.is_dir() else path, config)
 
 
-def simulate_rollout(lengths: SequenceLengths, config: Config, *, shards: int = 1) -> Workload:
+def simulate_rollout(lengths: SequenceLengths, config: Config, *, shards: int = 1, overlap: bool = False) -> Workload:
     """The engine's work for these lengths, with its slots split over `shards`: its own scheduler, without a model.
 
+    With `overlap` a decode call is given out before the one before is read, as the engine does on TPU and GPU.
+
     Raises:
-        ValueError: slots or prefill rows do not divide over these devices.
+        ValueError: slots or prefill rows do not divide over these devices, or the cache is too small.
     """
     check_split(config.rollout, shards)
-    return _Rollout(lengths, config, shards).run()
+    return _Rollout(lengths, config, shards, overlap).run()
 
 
 def packed_micro_batches(lengths: SequenceLengths, config: Config, *, rows: int) -> int:
@@ -167,54 +188,108 @@ def _groups(record: dict[str, Any], path: Path, number: int) -> list[tuple[int, 
 class _Rollout:
     """One call of the engine's `generate` in which lengths are known beforehand."""
 
-    def __init__(self, lengths: SequenceLengths, config: Config, shards: int) -> None:
+    def __init__(self, lengths: SequenceLengths, config: Config, shards: int, overlap: bool) -> None:
         rollout = config.rollout
-        self.lengths, self.refill_steps = lengths, rollout.refill_steps
-        self.scheduler = Scheduler(num_slots=rollout.slots, prefill_rows=rollout.prefill_rows, shards=shards)
-        buckets = np.array(prompt_buckets(rollout.max_prompt_tokens))
-        for group, bucket in enumerate(buckets[np.searchsorted(buckets, lengths.prompts)]):
-            self.scheduler.submit(group, bucket=int(bucket), completions=lengths.completions.shape[1])
-        self.left = np.zeros(rollout.slots, int)  # tokens that each slot has yet to make
-        self.context = np.zeros(rollout.slots, int)  # tokens that each slot's next query sees, its own included
-        self.prefills, self.copies, self.copies_across = (collections.Counter[int]() for _ in range(3))
-        self.calls = self.steps = self.occupied = self.attended = 0
+        self.lengths, self.steps, self.overlap = lengths, rollout.refill_steps, overlap
+        self.at_once = steps_at_once(self.steps, shards)
+        self.scheduler = Scheduler(
+            slots=slot_sizes(rollout, shards),
+            num_pages=cache_pages(rollout, shards),
+            page_tokens=rollout.page_tokens,
+            rows=rollout.prefill_rows,
+            chunks=prompt_buckets(rollout.max_prompt_tokens),
+            shards=shards,
+        )
+        self.left: dict[Lane, int] = {}  # tokens that the device has yet to make of each sequence
+        for group, (prompt, completions) in enumerate(zip(lengths.prompts, lengths.completions, strict=True)):
+            limit = int(prompt) + rollout.max_new_tokens
+            lanes = self.scheduler.submit(group, prompt=int(prompt), completions=len(completions), limit=limit)
+            self.left |= {lane: int(tokens) for lane, tokens in zip(lanes, completions, strict=True)}
+        self.unread: list[_Made] = []
+        self.prefills: collections.Counter[int] = collections.Counter()
+        self.decodes: dict[int, tuple[int, int, float]] = {}
+        self.copies = self.copied = self.occupied = self.attended = 0
 
     def run(self) -> Workload:
-        for admission in rounds(self.scheduler):
-            self._decode() if admission is None else self._admit(admission)
+        while self.scheduler.busy:
+            self.look()
+        counts = self.scheduler.take_counts()
         return Workload(
-            prefill_calls=dict(+self.prefills),
-            insert_calls=dict(self.copies),
-            insert_across_calls=dict(self.copies_across),
-            decode_calls=self.calls,
-            decode_steps=self.steps,
+            prefill_calls=dict(self.prefills),
+            prefill_tokens=counts.prefill_tokens,
+            copy_calls=self.copies,
+            copied_pages=self.copied,
+            decodes={
+                size: (calls, steps, total / max(steps, 1)) for size, (calls, steps, total) in self.decodes.items()
+            },
             occupied_slot_steps=self.occupied,
             mean_context=self.attended / self.occupied if self.occupied else 0.0,
             prompt_tokens=int(self.lengths.prompts.sum()),
             completion_tokens=int(self.lengths.completions.sum()),
             completions=self.lengths.completions.size,
+            preempted=counts.preempted,
         )
 
-    def _admit(self, admission: Admission) -> None:
-        """Count the calls of an admission; the first token of each completion comes with it."""
-        self.prefills[admission.bucket] += bool(admission.prefill)
-        (self.copies_across if admission.crosses else self.copies)[admission.bucket] += 1
-        for placement in admission.placements:
-            self.left[placement.slot] = self.lengths.completions[placement.group, placement.completion] - 1
-            self.context[placement.slot] = self.lengths.prompts[placement.group] + 1
-        self._retire()
+    def look(self) -> None:
+        """One look of the engine."""
+        if self.scheduler.wants_size():
+            self.read()
+            self.scheduler.resize()
+        look = self.scheduler.plan(self.steps)
+        self.prefills.update(extend.chunk for extend in look.extends)
+        self.copies += bool(look.copies)
+        self.copied += len(look.copies)
+        made = self.decode(look.rows)
+        if self.overlap:
+            self.read()
+        self.unread = made
+        if not self.overlap:
+            self.read()
 
-    def _decode(self) -> None:
-        """Decode until `refill_steps` are done or no slot has anything left."""
-        made = np.minimum(self.left, self.refill_steps)  # [S]
-        self.calls += 1
-        self.steps += int(made.max())
-        self.occupied += int(made.sum())
-        self.attended += int(np.sum(made * self.context + made * (made - 1) // 2))
-        self.left -= made
-        self.context += made
-        self._retire()
+    def decode(self, rows: Sequence[Row]) -> "list[_Made]":
+        """A decode call, until `refill_steps` are done or no slot has anything left."""
+        made = [
+            _Made(row.lane, row.lane.stay, min(self.steps + row.first, self.left[row.lane]), row.first) for row in rows
+        ]
+        ran = -(-max((each.steps for each in made), default=0) // self.at_once) * self.at_once
+        longest = max((self.context(each.lane) + each.first for each in made if each.steps), default=0)
+        for each in made:
+            self.left[each.lane] -= each.first and each.tokens > 0
+            self.occupied += each.steps
+            self.attended += each.steps * self.context(each.lane) + each.steps * (each.steps - 1) // 2
+            self.left[each.lane] -= each.steps
+        if any(each.tokens for each in made):
+            calls, steps, total = self.decodes.get(self.scheduler.size, (0, 0, 0.0))
+            total += ran * (longest + (ran - 1) / 2)
+            self.decodes[self.scheduler.size] = calls + 1, steps + ran, total
+        return made
 
-    def _retire(self) -> None:
-        for slot in [slot for slot in self.scheduler.running if not self.left[slot]]:
-            self.scheduler.retire(slot)
+    def context(self, lane: Lane) -> int:
+        """Tokens that the next query of a sequence sees, its own included."""
+        made = int(self.lengths.completions[lane.group, lane.index]) - self.left[lane]
+        return int(self.lengths.prompts[lane.group]) + made
+
+    def read(self) -> None:
+        """Tell the scheduler what a call has made; a sequence that was preempted meanwhile makes it again."""
+        for lane, stay, tokens, first in self.unread:
+            if lane.stay != stay:
+                self.left[lane] += tokens
+                continue
+            self.scheduler.advance(lane, tokens=tokens, most=self.steps + first)
+            if lane.length == self.lengths.prompts[lane.group] + self.lengths.completions[lane.group, lane.index]:
+                self.scheduler.retire(lane)
+        self.unread = []
+
+
+class _Made(NamedTuple):
+    """A sequence in a call that the host has not read."""
+
+    lane: Lane
+    stay: int  # in a slot
+    tokens: int
+    first: bool  # whether one of them came before the steps
+
+    @property
+    def steps(self) -> int:
+        """Tokens that steps have made."""
+        return max(0, self.tokens - self.first)

@@ -6,6 +6,7 @@ Results go to stdout, progress to stderr.
 
 import dataclasses
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,9 +18,10 @@ from podium.pods import dry_run
 from podium.pods.clusters import k8s_manifest, slurm_script
 from podium.pods.gcloud import GcloudError
 from podium.pods.inventory import STOP, Slice
+from podium.pods.keeper import delete_keeper
 from podium.pods.launch import JobStatus, poll, read_log, stop_job
 from podium.pods.options import Common, Rent, RunOptions, flattened
-from podium.pods.project import Project, open_project
+from podium.pods.project import OWNER_VARIABLE, Project, open_project
 from podium.pods.remote import RemoteError
 from podium.pods.rental import rent_slice
 from podium.pods.run import run_config
@@ -167,10 +169,12 @@ def stop(common: Common, name: AnyName = None) -> None:
 @app.command()
 @flattened
 def down(name: Name, common: Common) -> None:
-    """Delete a slice of yours and verify that it is gone."""
+    """Delete a slice of yours, and the machine that keeps its run alive, and verify that it is gone."""
     if common.dry_run:
         return dry_run.show(dry_run.down(common, name))
     project = open_project(common)
+    if not os.environ.get(OWNER_VARIABLE) and (keeper := delete_keeper(project, name)):
+        project.say(f"deleted {keeper}, which kept its run alive")
     deleted = project.slices.down(name)
     listed = ", ".join(f"{each.name} in {each.zone}" for each in deleted)
     project.answer(f"deleted {listed}; it is no longer listed" if deleted else f"no slice of yours is named {name}")

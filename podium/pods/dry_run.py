@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from podium.pods import launch
 from podium.pods.gcloud import Argv
-from podium.pods.inventory import LEASE, LEASE_S, RUN, STOP, label_text, owner_label
-from podium.pods.options import Common, Rent
+from podium.pods.inventory import LEASE, LEASE_S, OWNER, RUN, STOP, label_text, owner_label
+from podium.pods.keeper import TOOLS, keeper_spec, machine_name
+from podium.pods.options import Common, Rent, RunOptions
 from podium.pods.remote import wrapped
 from podium.pods.rental import new_order, tpu
 
@@ -55,6 +56,9 @@ def survey(common: Common, zones: Sequence[str] | None = None) -> Iterator[Line]
 def down(common: Common, name: str | None) -> Iterator[Line]:
     """Delete a slice, or those whose lease has expired."""
     argv, which = Argv(common.project), f"of yours that is named {name}" if name else "whose lease has expired"
+    if name:
+        yield "what keeps its run alive, if anything does:"
+        yield from (argv.vms(machine_name(name)), argv.delete_vm(machine_name(name), ZONE))
     yield from survey(common)
     yield f"for every slice {which}; the second if it was not queued:"
     yield from (argv.delete(name or NAME, ZONE, queued=queued) for queued in (True, False))
@@ -105,13 +109,32 @@ def run(common: Common, name: str | None, rent: Rent, spec: launch.RunSpec) -> I
     """Send code and config, and start the job."""
     argv = Argv(common.project)
     zone = rent.zones[0] if rent.type and rent.zones else ZONE
-    job, target = f"{spec.prefix}1", name or NAME
+    target = name or NAME
     addresses = [f"ADDRESS{worker}" for worker in range(tpu(rent.type).hosts if rent.type else 1)]
     if rent.type:
         yield from up(common, target, rent)
     else:
         yield argv.nodes()
         yield "shown for a v6e-8; type, number and addresses of the machines come from the answer:"
+
+    yield from _start(argv, target, zone, addresses, spec)
+
+
+def keep(common: Common, name: str | None, rent: Rent, options: RunOptions, spec: launch.RunSpec) -> Iterator[Line]:
+    """Rent a machine that keeps the run alive, and start that there."""
+    argv, machine, zone = Argv(common.project, vm=True), machine_name(name or NAME), (rent.zones or [ZONE])[0]
+    labels = {OWNER: owner_label(getpass.getuser()), RUN: label_text(name or NAME)}
+    yield argv.vms(machine)
+    yield "if it is not there; the owner is that of gcloud's account:"
+    yield argv.create_vm(machine, zone, labels, rent.service_account)
+    yield argv.ssh(machine, zone, "0", wrapped(TOOLS, "MARK", ["ADDRESS0"]))
+    own = keeper_spec(machine, zone, labels[OWNER], name or NAME, rent, options, spec)
+    yield from _start(argv, machine, zone, ["ADDRESS0"], own)
+
+
+def _start(argv: Argv, target: str, zone: str, addresses: Sequence[str], spec: launch.RunSpec) -> Iterator[Line]:
+    """Send code and config to machines, and start the job."""
+    job = f"{spec.prefix}1"
 
     def ask(command: str, worker: str = "all") -> Line:
         return argv.ssh(target, zone, worker, wrapped(command, "MARK", addresses))
@@ -129,7 +152,8 @@ def run(common: Common, name: str | None, rent: Rent, spec: launch.RunSpec) -> I
         yield ask(launch.setup_command(spec, launch.SETUP + job))
         yield "until the setup is done:"
         yield ask(launch.status_command(launch.SETUP + job))
-    yield argv.label(target, zone, {RUN: label_text(job)})
+    if not argv.vm:
+        yield argv.label(target, zone, {RUN: label_text(job)})
     if spec.secrets:
         yield ask(launch.secrets_folder())
     for worker in launch.secrets_by_target(spec.secrets):

@@ -161,6 +161,8 @@ class Argv:
     """The exact command lines for one project; `Gcloud` runs them and `--dry-run` prints them."""
 
     project: str | None = None
+    vm: bool = False
+    """Whether `ssh` and `scp` are to an ordinary virtual machine, not to the workers of a slice."""
 
     def settings(self) -> tuple[str, ...]:
         """Show gcloud's account, project and zone."""
@@ -205,17 +207,49 @@ class Argv:
         """Run a command on one worker or `all`; without a command, a shell on one."""
         flags = (f"--ssh-flag=-o {option}" for option in SSH_OPTIONS)
         given = (f"--command={command}",) if command is not None else ()
+        if self.vm:
+            return self._gcloud("ssh", node, f"--zone={zone}", *flags, *given, output=())
         return self._tpus("tpu-vm", "ssh", node, f"--zone={zone}", f"--worker={worker}", *flags, *given, output=())
 
     def scp(self, files: Sequence[str], node: str, zone: str, worker: str, folder: str) -> tuple[str, ...]:
         """Copy files into a folder of one worker or `all`."""
         flags = (f"--scp-flag=-o {option}" for option in SSH_OPTIONS)
-        to = (f"{node}:{folder}", f"--zone={zone}", f"--worker={worker}")
-        return self._tpus("tpu-vm", "scp", *files, *to, *flags, output=())
+        to = (f"{node}:{folder}", f"--zone={zone}")
+        if self.vm:
+            return self._gcloud("scp", *files, *to, *flags, output=())
+        return self._tpus("tpu-vm", "scp", *files, *to, f"--worker={worker}", *flags, output=())
+
+    def vms(self, name: str) -> tuple[str, ...]:
+        """List the virtual machines of a name."""
+        return self._gcloud("instances", "list", f"--filter=name={name}")
+
+    def create_vm(
+        self, name: str, zone: str, labels: Mapping[str, str], service_account: str | None
+    ) -> tuple[str, ...]:
+        """Rent a small virtual machine that may rent and delete slices."""
+        return self._gcloud(
+            "instances",
+            "create",
+            name,
+            f"--zone={zone}",
+            "--machine-type=e2-micro",
+            "--image-family=debian-12",
+            "--image-project=debian-cloud",
+            "--scopes=cloud-platform",
+            f"--labels={_pairs(labels)}",
+            *((f"--service-account={service_account}",) if service_account else ()),
+        )
+
+    def delete_vm(self, name: str, zone: str) -> tuple[str, ...]:
+        """Delete a virtual machine."""
+        return self._gcloud("instances", "delete", name, f"--zone={zone}")
 
     def _tpus(self, *arguments: str, output: tuple[str, ...] = ("--format=json",)) -> tuple[str, ...]:
+        return self._gcloud("tpus", *arguments, output=output)
+
+    def _gcloud(self, *arguments: str, output: tuple[str, ...] = ("--format=json",)) -> tuple[str, ...]:
         project = (f"--project={self.project}",) if self.project else ()
-        return ("gcloud", "compute", "tpus", *arguments, *project, *output, "--quiet")
+        return ("gcloud", "compute", *arguments, *project, *output, "--quiet")
 
 
 def _pairs(labels: Mapping[str, str]) -> str:
@@ -240,6 +274,12 @@ class Gcloud:
     ) -> None:
         """No command may have a word for which `is_secret` holds."""
         self.argv, self._runner, self._is_secret = Argv(project), runner, is_secret
+
+    def for_vms(self) -> "Gcloud":
+        """The same, whose `ssh` and `scp` are to ordinary virtual machines."""
+        other = Gcloud(self._runner, is_secret=self._is_secret)
+        other.argv = dataclasses.replace(self.argv, vm=True)
+        return other
 
     def ask(self, argv: Sequence[str], timeout_s: float = READ_S) -> Any:
         """The answer of a command as JSON: objects as the API describes them."""

@@ -31,6 +31,8 @@ SECRETS = "/dev/shm/podrun-secrets"
 NO_AGENT = 3
 UNPACK_S, START_S, STOP_S = 300.0, 90.0, 20.0
 SETUP_S, SETUP_POLL_S = 3600.0, 10.0
+SETUP_SILENCE_S = 300.0
+"""After which machines are given up of which none answers during their setup."""
 POLL_S, POLL_WORKER_S = 15.0, 0.5
 """Seconds that all workers, and each of them in addition, have to report: a host that is gone is to be named soon."""
 SKEW_S = 60.0
@@ -52,6 +54,8 @@ class RunSpec:
     secrets: Secrets
     environment: Mapping[str, str]
     """Variables that are not secret."""
+    command: str = "{python} -m podium.cli train {config} --plain"
+    """What a job runs, for a shell, with these two filled in."""
 
     @property
     def on_cpu(self) -> bool:
@@ -170,8 +174,8 @@ def start_command(addresses: Sequence[str], spec: RunSpec, job: str, nonce: str)
         *(f"--env {name}={shlex.quote(value)}" for name, value in spec.environment.items()),
         *(("--env-file $secrets",) if spec.secrets else ()),
     ]
-    train = f'{python} -m podium.cli train "$HOME/{package.folder}/{job}.yaml" --plain'
-    start = f"{AGENT} start {job} --worker $worker {' '.join(options)} -- {train}"
+    command = spec.command.format(python=python, config=f'"$HOME/{package.folder}/{job}.yaml"')
+    start = f"{AGENT} start {job} --worker $worker {' '.join(options)} -- {command}"
     code = f"code=$HOME/{HOME}/code/{package.key}"
     return f"{_own_secrets(spec.secrets)}{code}; {start}; done=$?; rm -rf {SECRETS}; (exit $done)"
 
@@ -204,8 +208,12 @@ def poll(remote: Remote, job: str | None = None) -> JobStatus:
     return JobStatus(workers=workers)
 
 
-def prepare(remote: Remote, spec: RunSpec, *, clock: Clock, say: Callable[[str], None]) -> tuple[str, bool]:
+def prepare(
+    remote: Remote, spec: RunSpec, *, clock: Clock, say: Callable[[str], None], stop: str | None = None
+) -> tuple[str, bool]:
     """The run's job on these workers, and whether it is still to be started: all that it needs is there then.
+
+    `stop` is the command that ends another job there; unset: `podium pod stop` of the slice.
 
     Raises:
         UnusableError: machines do not answer, or lack what they should have.
@@ -216,7 +224,8 @@ def prepare(remote: Remote, spec: RunSpec, *, clock: Clock, say: Callable[[str],
     jobs = [status for status in before.workers if status and status["job"]]
     busy = [status["job"] for status in jobs if status["state"] in UNDER_WAY and spec.attempt(status["job"]) is None]
     if busy:
-        raise RemoteError(f"{remote.name} is busy with job {busy[0]}; wait for it, or: podium pod stop {remote.name}")
+        stop = stop or f"podium pod stop {remote.name}"
+        raise RemoteError(f"{remote.name} is busy with job {busy[0]}; wait for it, or: {stop}")
     newest = max((spec.attempt(status["job"]) or 0 for status in jobs), default=0)
     job = f"{spec.prefix}{newest}"
     for old in sorted({each["job"] for each in jobs if each["state"] in UNDER_WAY} - {job, SETUP + job}):
@@ -297,9 +306,14 @@ def _set_up(remote: Remote, spec: RunSpec, job: str, clock: Clock, say: Callable
     """Run the user's script and the installation as a job of its own, or find it running, and wait for it."""
     say("setting up the workers: this takes minutes the first time")
     remote.ask_all(setup_command(spec, job), "starting the setup", timeout_s=START_S)
-    until = clock.monotonic() + SETUP_S
-    while clock.monotonic() < until:
+    heard = clock.monotonic()
+    until = heard + SETUP_S
+    while (now := clock.monotonic()) < until:
         workers = poll(remote, job).workers
+        if any(workers):
+            heard = now
+        elif now - heard > SETUP_SILENCE_S:
+            raise UnusableError(f"{remote.name}: no worker answers during the setup", answered=False)
         ended = [status and status["state"] in ("finished", "killed") for status in workers]
         failed = [worker for worker, status in enumerate(workers) if ended[worker] and status and status["exit"] != 0]
         if failed:

@@ -55,6 +55,10 @@ class RunOptions:
     keep_alive: Annotated[
         bool, Option("--keep-alive", help="Replace lost machines, restart after failures, continue the run.")
     ] = False
+    on_vm: Annotated[
+        bool,
+        Option("--on-vm", help="Follow from a small machine of Google's (e2-micro), not from here; with --keep-alive."),
+    ] = False
     detach: Annotated[bool, Option("--detach", help="Start the run and return without following it.")] = False
     allow_dirty: Annotated[bool, Option("--allow-dirty", help="Send uncommitted changes too.")] = False
     wheel: Annotated[Path | None, Option(metavar="FILE", help="Send Podium as a wheel, not this checkout.")] = None

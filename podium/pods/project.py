@@ -2,6 +2,7 @@
 
 import dataclasses
 import getpass
+import os
 import sys
 import time
 
@@ -15,6 +16,8 @@ from podium.pods.slices import Clock, Slices
 
 RUNNER: Runner = run_process
 CLOCK: Clock = time
+OWNER_VARIABLE = "PODRUN_OWNER"
+"""Whose slices they are, as a label has it, where gcloud's account is a machine's own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +55,7 @@ def open_project(common: Common, secrets: Secrets | None = None) -> Project:
     core = settings.get("core", {})
     if not (common.project or core.get("project")):
         raise GcloudError("project", "no project is set")
-    owner = owner_label(core.get("account") or getpass.getuser())
+    owner = os.environ.get(OWNER_VARIABLE) or owner_label(core.get("account") or getpass.getuser())
     slices = Slices(gcloud, owner=owner, clock=CLOCK, say=lambda line: project.say(line))
     project = Project(slices=slices, clock=CLOCK, zone=settings.get("compute", {}).get("zone"), secrets=secrets)
     return project

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 from podium.config.schema import Config
-from podium.files import BUCKET
+from podium.files import BUCKETS
 from podium.pods.options import RunOptions
 from podium.pods.secrets import Secrets
 
@@ -153,7 +153,8 @@ def extras(config: Config) -> tuple[str, ...]:
         "demo": config.model == "demo" or config.model.endswith(".gguf"),
         "data": any(task.path is None and task.name in ("gsm8k", "math") for task in config.tasks),
         "gym": "reasoning_gym" in names,
-        "gcs": config.runs_dir.startswith(BUCKET),
+        "gcs": config.runs_dir.startswith(BUCKETS[0]),
+        "s3": config.runs_dir.startswith(BUCKETS[1]),
         "wandb": metrics.wandb.mode != "disabled",
         "tensorboard": metrics.tensorboard,
         "trackio": metrics.trackio is not None,

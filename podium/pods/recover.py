@@ -12,6 +12,7 @@ from podium.job.records import ABORTED, GUARD, STOPPED, first_failure, listed
 from podium.pods.gcloud import GcloudError
 from podium.pods.launch import JobStatus
 from podium.pods.remote import RemoteError, UnusableError
+from podium.pods.rental import DEFAULT_LEASE, seconds
 from podium.pods.session import Observation, Session
 from podium.pods.slices import NODE_S, Clock, DeletedError, SliceError
 
@@ -47,6 +48,8 @@ class Policy:
     """Before the first, second and further restarts."""
     no_capacity_s: tuple[float, ...] = (60.0, 120.0, 300.0, 600.0)
     """Before the first, second and further attempts to rent what no zone gave."""
+    told_s: float = 3600.0
+    """Between two words on machines that are listed as ready and do not answer: they cost money."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,8 +103,7 @@ def decide(seen: Observation, counts: Counts, policy: Policy) -> Decision:
 def _about_job(seen: Observation, job: JobStatus, counts: Counts, policy: Policy) -> Decision:
     """What to do about a job on machines that are listed as ready."""
     if job.unheard:
-        why = "no worker answers, and the machines are ready: they are kept, as the run may go on; is ssh blocked here?"
-        return Decision(act="wait", why=why)
+        return _about_silence(seen, counts, policy)
     match job.outcome:
         case "none":
             return _restart("no job has been started", counts, policy, 1, act="start")
@@ -119,6 +121,23 @@ def _about_job(seen: Observation, job: JobStatus, counts: Counts, policy: Policy
             why = first_failure(job.workers) or "guard"
             return Decision(act="end", why=f"{why}; not restarted: it would fail again", status=GUARD)
     return _after_failure(seen, job, counts, policy)
+
+
+def _about_silence(seen: Observation, counts: Counts, policy: Policy) -> Decision:
+    """What to do about machines that are ready while none answers: they are kept for as long as a lease, and told."""
+    assert seen.slice is not None
+    lease_s = seen.slice.lease_s or seconds(DEFAULT_LEASE, "--lease")
+    if policy.down and seen.waited_s >= lease_s:
+        why = f"no worker has answered for {lease_s / 3600:.3g} h, the length of its lease"
+        if seen.asked_to_stop:
+            return Decision(act="end", why=f"{why}, and it was to stop", status=STOPPED)
+        return _replace(why, counts, policy)
+    why = "no worker answers, and the machines are ready: they are kept, as the run may go on; is ssh blocked here?"
+    if hours := int(seen.waited_s // policy.told_s):
+        silent = f"no worker has answered for {hours * policy.told_s / 3600:.3g} h"
+        then = f"after {lease_s / 3600:.3g} h the slice is replaced" if policy.down else "nothing deletes them"
+        why = f"{silent}, and the machines are ready and cost money; {then}; podium pod down {seen.slice.name}"
+    return Decision(act="wait", why=why)
 
 
 def _after_failure(seen: Observation, job: JobStatus, counts: Counts, policy: Policy) -> Decision:
@@ -196,6 +215,7 @@ def _act(
     decision: Decision, session: Session, counts: Counts, policy: Policy, clock: Clock, say: Callable[[str], None]
 ) -> Counts:
     """Carry out a decision and return the new counts. A failure is printed; the next observation shows it again."""
+    restarted = int(decision.act == "restart")
     try:
         if decision.act == "stop":
             session.stop()
@@ -206,19 +226,18 @@ def _act(
         if decision.act == "restart":
             session.stop()
             clock.sleep(_pause(policy.pauses_s, counts.restarts))
-            counts = dataclasses.replace(counts, restarts=counts.restarts + 1)
         session.start()
-        return dataclasses.replace(counts, unusable=0, starts=0)
+        return dataclasses.replace(counts, unusable=0, starts=0, restarts=counts.restarts + restarted)
     except DeletedError:
         raise
-    except UnusableError as error:
+    except UnusableError as error:  # nothing was started, so nothing has failed again
         say(str(error))
         if error.answered or not session.may_run:
             counts = dataclasses.replace(counts, unusable=counts.unusable + 1)
         clock.sleep(_pause(policy.pauses_s, counts.unusable))
     except RemoteError as error:
         say(str(error))
-        counts = dataclasses.replace(counts, starts=counts.starts + 1)
+        counts = dataclasses.replace(counts, starts=counts.starts + 1, restarts=counts.restarts + restarted)
         clock.sleep(policy.poll_s)
     except SliceError as error:
         say(str(error))

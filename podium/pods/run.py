@@ -11,12 +11,13 @@ from podium.config.errors import ConfigError, Problem
 from podium.config.load import Loaded
 from podium.config.schema import Config
 from podium.config.show import to_yaml
-from podium.files import BUCKET
+from podium.files import BUCKETS
 from podium.models.architecture import ModelError
 from podium.models.params import check_divisible
-from podium.models.presets import find_architecture
+from podium.models.presets import find_decoder
 from podium.pods import dry_run
 from podium.pods.inventory import Slice, label_text
+from podium.pods.keeper import keep_on_vm
 from podium.pods.launch import RunSpec
 from podium.pods.options import Common, Rent, RunOptions
 from podium.pods.project import Project, open_project
@@ -57,15 +58,26 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
         if wanted:
             _check_divisible(loaded.config, spec)
         if common.dry_run:
-            dry_run.show(dry_run.run(common, name, rent, spec))
+            own = dry_run.keep(common, name, rent, options, spec) if options.on_vm else None
+            dry_run.show(own or dry_run.run(common, name, rent, spec))
             return 0
         project = open_project(common, secrets)
         if spec.package.sends("changes.patch"):
             project.say("uncommitted changes are sent as a patch, which is kept beside the code on the workers")
+        if options.on_vm and rent.type:
+            zone = (rent.zones or [project.zone])[0]
+            if zone is None:
+                raise BadRequestError("which zone? Give --zone: one or more zones in which you have quota")
+            assert name is not None
+            keep_on_vm(project, name, zone, rent, options, spec)
+            return 0
         tpu_slice = _find_slice(project, name, rent, options)
         _check_runs_dir(loaded, options, len(tpu_slice.addresses))
         spec = dataclasses.replace(spec, accelerator=tpu_slice.accelerator)
         _check_divisible(loaded.config, spec)
+        if options.on_vm:
+            keep_on_vm(project, tpu_slice.name, tpu_slice.zone, rent, options, spec)
+            return 0
         session = Session(project, tpu_slice, rent, spec)
         if options.detach or not options.keep_alive:  # otherwise a start that fails is dealt with like all else
             session.start()
@@ -96,17 +108,28 @@ def _check_name(name: str, options: RunOptions) -> None:
         raise ConfigError([Problem(key="name", message=message)])
     if options.detach and options.down:
         raise BadRequestError("--down needs a run that is followed to its end; leave out --detach, or --down")
+    if options.on_vm and (options.detach or not options.keep_alive):
+        raise BadRequestError("--on-vm follows a run for you: give it with --keep-alive and without --detach")
 
 
 def _check_runs_dir(loaded: Loaded, options: RunOptions, workers: int) -> None:
     """Raises ConfigError where every machine would have a run folder of its own, or it would be lost with them."""
-    folder = Path(loaded.config.runs_dir)
-    if folder.is_absolute() or loaded.config.runs_dir.startswith(BUCKET) or (workers == 1 and not options.keep_alive):
+    folder = loaded.config.runs_dir
+    if folder.startswith(BUCKETS):
         return
-    why = f"{workers} workers need one folder" if workers > 1 else "--keep-alive replaces machines and their disks"
+    replaced = "--keep-alive replaces machines and their disks" if options.keep_alive else ""
+    deleted = replaced or ("--down deletes the machines and their disks" if options.down else "")
+    if not Path(folder).is_absolute():
+        where = "is below each machine's own home"
+        why = f"{workers} workers need one folder" if workers > 1 else deleted
+    else:
+        where = "is on each machine's own disk unless something is mounted there"
+        why = "" if options.prepare else deleted
+    if not why:
+        return
     message = (
-        f"{loaded.config.runs_dir!r} is below each machine's own home, and {why}; write to a bucket, as "
-        "--set runs_dir=gs://BUCKET/runs, or mount a file system on all (--prepare SCRIPT) and set its path"
+        f"{folder!r} {where}, and {why}; write to a bucket, as --set runs_dir=gs://BUCKET/runs, or mount a file system "
+        "on all (--prepare SCRIPT) and set its path"
     )
     places = (loaded.provenance["runs_dir"],) if "runs_dir" in loaded.provenance else ()
     raise ConfigError([Problem(key="runs_dir", message=message, origins=places)])
@@ -117,7 +140,7 @@ def _check_divisible(config: Config, spec: RunSpec) -> None:
     if spec.on_cpu:
         return
     try:
-        decoder = find_architecture(config.model)
+        decoder = find_decoder(config)
     except ModelError:
         return
     try:

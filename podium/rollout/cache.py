@@ -1,57 +1,75 @@
-"""Keys and values of the sequences in the slots, and the attention that reads them.
+"""Keys and values in pages, the attention that reads them, and the states from which first tokens are drawn.
 
-One contiguous stretch of C positions per slot for now; pages come with the fast engine. Heads come before positions. On
-CPU keys lie transposed, [L, S, K, Q, C]: a decode step's attention takes 0.45 of the time that it takes over
-[L, S, C, K, Q], and a whole step of SmolLM2-135M 0.86 of the time that it takes with keys as values lie. Elsewhere they
-lie as values do: that is how the TPU writes one position of a slot in place and reads the rest without moving it.
+A page holds P positions of one sequence; a table says which pages are a sequence's, in their order. Every shard of the
+batch has pages of its own, which tables number from 0; a number past the last stands for no page: what is written
+there is dropped. Heads come before positions. On CPU keys lie transposed: a decode step's attention takes 0.45 of the
+time that it takes over keys as values lie. Elsewhere they lie as values do, of which the TPU writes rows in place.
+
+With a page lies the hidden state behind the last of its tokens that a prefill call has made: it goes where the page
+goes, to each of a prompt's completions, and their first tokens are drawn from it without another pass.
+
+Attention goes over blocks of pages up to the longest sequence of its rows, with a running softmax (arXiv:1805.02867):
+its cost follows the tokens that are there, not the size of the cache, and neighbours leave a row's bits alone.
 """
 
 import dataclasses
-from typing import Literal
+import functools
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from podium.models.architecture import DecoderConfig
 from podium.sharding import ShardingRules
 
 AXES = (None, "batch", "cache_heads", None, None)  # of keys and values
+STATE_AXES = ("batch", None)
+NO_PAGE = 2**30  # in a table: no page
+BLOCK_TOKENS = 256  # that attention reads at once; a page on CPU, where larger arrays are slower
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cache:
-    """What attention has seen of each slot's sequence; how much of it counts is the slot's length."""
+    """The keys and values that attention has made, of all pages."""
 
-    keys: jax.Array  # rotated; [L, S, K, Q, C] on CPU, elsewhere [L, S, K, C, Q]
-    values: jax.Array  # [L, S, K, C, Q]
-    key_dims: Literal["skqc", "skcq"] = dataclasses.field(metadata={"static": True})  # of a layer's keys
+    keys: jax.Array  # rotated; [L, N, K, Q, P] on CPU, elsewhere [L, N, K, P, Q]
+    values: jax.Array  # [L, N, K, P, Q]
+    states: jax.Array  # [N, D]
+    key_dims: Literal["nkqp", "nkpq"] = dataclasses.field(metadata={"static": True})  # of a layer's keys
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prompts:
-    """What the prefill of some prompts leaves for their completions; padding after a prompt's end has no meaning."""
-
-    kv: Cache  # of R slots and T positions
-    logits: jax.Array  # [R, V] float32, of each prompt's last token
+    @property
+    def page_tokens(self) -> int:
+        """P."""
+        return self.values.shape[3]
 
 
-def abstract_cache(decoder: DecoderConfig, *, slots: int, length: int, dtype: jnp.dtype, rules: ShardingRules) -> Cache:
-    """The cache of `slots` sequences of up to `length` tokens, without making it: for the planner."""
-    sizes = {"s": slots, "k": decoder.kv_heads, "q": decoder.head_dim, "c": length}
-    key_dims = "skqc" if rules.on_cpu else "skcq"
-    keys, values = (
-        jax.ShapeDtypeStruct((decoder.layers, *(sizes[dim] for dim in dims)), dtype, sharding=rules.sharding(*AXES))
-        for dims in (key_dims, "skcq")
+def abstract_cache(
+    decoder: DecoderConfig, *, pages: int, page_tokens: int, dtype: jnp.dtype, rules: ShardingRules
+) -> Cache:
+    """The cache of so many pages over all devices, without making it: for the planner."""
+    sizes = {"n": pages, "k": decoder.kv_heads, "q": decoder.head_dim, "p": page_tokens}
+    where = cache_shardings(rules)
+    keys, values = ((decoder.layers, *(sizes[dim] for dim in dims)) for dims in (where.key_dims, "nkpq"))
+    shapes = dataclasses.replace(where, keys=keys, values=values, states=(pages, decoder.width))  # pyright: ignore[reportArgumentType]
+    make = functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, tuple))
+    return make(lambda shape, sharding: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), shapes, where)
+
+
+def cache_specs(rules: ShardingRules) -> Any:
+    """How each array of a cache is split."""
+    pages, states = rules.spec(AXES), rules.spec(STATE_AXES)
+    key_dims = "nkqp" if rules.on_cpu else "nkpq"
+    return Cache(keys=pages, values=pages, states=states, key_dims=key_dims)  # pyright: ignore[reportArgumentType]  # no arrays
+
+
+def cache_shardings(rules: ShardingRules) -> Any:
+    """Where each array of a cache is."""
+    specs = cache_specs(rules)
+    return jax.tree.map(
+        lambda spec: NamedSharding(rules.mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
-    return Cache(keys=keys, values=values, key_dims=key_dims)  # pyright: ignore[reportArgumentType]  # not made yet
-
-
-def make_cache(decoder: DecoderConfig, *, slots: int, length: int, dtype: jnp.dtype, rules: ShardingRules) -> Cache:
-    """The empty cache of `slots` sequences of up to `length` tokens."""
-    return empty(abstract_cache(decoder, slots=slots, length=length, dtype=dtype, rules=rules))
 
 
 def empty(abstract: Cache) -> Cache:
@@ -59,102 +77,216 @@ def empty(abstract: Cache) -> Cache:
     return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype, device=array.sharding), abstract)
 
 
-@jax.named_scope("cache")
-def fill(cache: Cache, layer: jax.Array, k: jax.Array, v: jax.Array) -> Cache:
-    """The cache with all positions of a layer set: `k` and `v` are [S, C, K, Q]."""
-    keys = cache.keys.at[layer].set(jnp.einsum(f"sckq->{cache.key_dims}", k))
-    return dataclasses.replace(cache, keys=keys, values=cache.values.at[layer].set(v.swapaxes(1, 2)))
-
-
-@jax.named_scope("cache")
-def append(
-    cache: Cache, layer: jax.Array, lengths: jax.Array, k: jax.Array, v: jax.Array, rules: ShardingRules
-) -> Cache:
-    """The cache with one more token in each slot, behind those that are there; in place in a loop's carry.
+def extend(
+    cache: Cache,
+    layer: jax.Array,
+    tables: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rules: ShardingRules,
+) -> tuple[Cache, jax.Array]:
+    """The cache with new tokens behind those that stay, and what the new ones see in it; in place in a loop's carry.
 
     Args:
-        cache: of S slots.
+        cache: of N pages.
         layer: [] int32.
-        lengths: [S] int32, tokens in each slot so far.
-        k: [S, K, Q].
-        v: [S, K, Q].
-        rules: how slots are split over devices; each writes its own, XLA alone would gather `k` and `v`.
+        tables: [R, W] int32, the pages of each row's sequence.
+        starts: [R] int32, tokens that are there so far.
+        counts: [R] int32, how many of the T new ones count; T may be 1, which decoding is.
+        q: [R, T, H, Q], rotated.
+        k: [R, T, K, Q], rotated.
+        v: [R, T, K, Q].
+        rules: how rows and pages are split over devices; each reads and writes its own.
+
+    Returns:
+        The cache, and [R, T, H, Q]; scores and softmax are float32 inside.
     """
+    pages_at_once = 1 if rules.on_cpu else max(1, BLOCK_TOKENS // cache.page_tokens)
 
-    def write(cache: Cache, layer: jax.Array, lengths: jax.Array, k: jax.Array, v: jax.Array) -> Cache:
-        S, K, _ = k.shape
-        where = layer, jnp.arange(S)[:, None], jnp.arange(K)[None]  # a head each: the TPU writes rows of Q in place
-        ends = lengths[:, None]
-        at = (*where, slice(None), ends) if cache.key_dims == "skqc" else (*where, ends)
-        return dataclasses.replace(cache, keys=cache.keys.at[at].set(k), values=cache.values.at[(*where, ends)].set(v))
+    def local(
+        cache: Cache,
+        layer: jax.Array,
+        tables: jax.Array,
+        starts: jax.Array,
+        counts: jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+    ) -> tuple[Cache, jax.Array]:
+        write = _append if q.shape[1] == 1 else _write
+        cache = write(cache, layer, tables, starts, counts, k, v)
+        return cache, _attend(cache, layer, tables, starts, counts, q, pages_at_once)
 
-    split, rows, heads = rules.spec(AXES), rules.spec(("batch",)), rules.spec(AXES[1:3])
-    specs = (split, PartitionSpec(), rows, heads, heads)
-    local = jax.shard_map(write, mesh=rules.mesh, in_specs=specs, out_specs=split)
-    return local(cache, layer, lengths, k, v)
+    pages, rows = cache_specs(rules), rules.spec(("batch",))
+    heads = rules.spec(("batch", None, "cache_heads", None))
+    mapped = jax.shard_map(
+        local,
+        mesh=rules.mesh,
+        in_specs=(pages, PartitionSpec(), rows, rows, rows, heads, heads, heads),
+        out_specs=(pages, heads),
+        check_vma=False,  # the loop over blocks starts from constants, which all devices share
+    )
+    return mapped(cache, layer, tables, starts, counts, q, k, v)
+
+
+@jax.named_scope("cache")
+def _append(
+    cache: Cache,
+    layer: jax.Array,
+    tables: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+) -> Cache:
+    """One token of each row: the TPU writes a head each, rows of Q, in place."""
+    page = jnp.take_along_axis(tables, (starts // cache.page_tokens)[:, None], axis=1, mode="clip")  # [R, 1]
+    page = jnp.where(counts[:, None] > 0, page, cache.values.shape[1])
+    K, offsets = k.shape[2], (starts % cache.page_tokens)[:, None]
+    where = layer, page, jnp.arange(K)[None]
+    at = (*where, slice(None), offsets) if cache.key_dims == "nkqp" else (*where, offsets)
+    return dataclasses.replace(
+        cache,
+        keys=cache.keys.at[at].set(k[:, 0], mode="drop"),
+        values=cache.values.at[(*where, offsets)].set(v[:, 0], mode="drop"),
+    )
+
+
+@jax.named_scope("cache")
+def _write(
+    cache: Cache,
+    layer: jax.Array,
+    tables: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+) -> Cache:
+    """T tokens of each row, by whole pages: what stands in them already stays."""
+    (R, T, K, Q), P = k.shape, cache.page_tokens
+    n = (T + P - 2) // P + 1  # pages that T tokens can touch
+    first = starts // P
+    column = first[:, None] + jnp.arange(n)[None]  # [R, n]
+    pages = jnp.take_along_axis(tables, column, axis=1, mode="clip")
+    touched = (column * P < (starts + counts)[:, None]) & (column < tables.shape[1])
+    pages = jnp.where(touched, pages, cache.values.shape[1])
+    token = jnp.arange(n * P)[None] - (starts % P)[:, None]  # [R, n P], which of the new ones comes to each position
+    new = ((token >= 0) & (token < counts[:, None])).reshape(R, n, 1, P, 1)
+
+    def put(into: jax.Array, x: jax.Array, dims: str) -> jax.Array:
+        moved = jnp.take_along_axis(x, token[:, :, None, None], axis=1, mode="clip").reshape(R, n, P, K, Q)
+        pattern = f"rnkpq->r{dims}"
+        there = into.at[layer, pages].get(mode="clip")
+        chosen = jnp.where(jnp.einsum(pattern, new), jnp.einsum("rnpkq->r" + dims, moved), there)
+        return into.at[layer, pages].set(chosen, mode="drop")
+
+    return dataclasses.replace(cache, keys=put(cache.keys, k, cache.key_dims), values=put(cache.values, v, "nkpq"))
 
 
 @jax.named_scope("scores")
-def attend(cache: Cache, layer: jax.Array, lengths: jax.Array, q: jax.Array) -> jax.Array:
-    """What one query per slot and head sees in the slot's positions 0 to `lengths`, that one included.
+def _attend(
+    cache: Cache,
+    layer: jax.Array,
+    tables: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    q: jax.Array,
+    pages_at_once: int,
+) -> jax.Array:
+    """[R, T, H, Q]; a query sees its own position and all before it."""
+    R, T, H, Q = q.shape
+    K, P = cache.values.shape[2], cache.page_tokens
+    block = pages_at_once * P
+    columns = -(-tables.shape[1] // pages_at_once) * pages_at_once
+    tables = jnp.pad(tables, ((0, 0), (0, columns - tables.shape[1])))
+    queries = q.reshape(R, T, K, H // K, Q).transpose(0, 2, 3, 1, 4).reshape(R, K, -1, Q)  # [R, K, G T, Q]
+    last = jnp.tile(starts[:, None] + jnp.arange(T)[None], (1, H // K))[:, None, :, None]  # [R, 1, G T, 1]
 
-    Args:
-        cache: of S slots.
-        layer: [] int32.
-        lengths: [S] int32, position of each query.
-        q: [S, H, Q], rotated.
+    def attend(i: jax.Array, seen: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        highest, total, weighted = seen
+        pages = [
+            jax.lax.dynamic_index_in_dim(tables, i * pages_at_once + j, axis=1, keepdims=False)
+            for j in range(pages_at_once)
+        ]
+        keys, values = ([x.at[layer, page].get(mode="clip") for page in pages] for x in (cache.keys, cache.values))
+        pattern = f"nkgq,{cache.key_dims}->nkgp"
+        scores = [jnp.einsum(pattern, queries, each, preferred_element_type=jnp.float32) for each in keys]
+        position = i * block + jnp.arange(block)
+        visible = position[None, None, None] <= last  # [R, 1, G T, block]
+        scores = jnp.where(visible, jnp.concatenate(scores, axis=-1) * Q**-0.5, -jnp.inf)
+        higher = jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True))
+        weights, rescale = jnp.exp(scores - higher), jnp.exp(highest - higher)
+        parts = jnp.split(weights.astype(q.dtype), pages_at_once, axis=-1)
+        sums = [
+            jnp.einsum("nkgp,nkpq->nkgq", part, value, preferred_element_type=jnp.float32)
+            for part, value in zip(parts, values, strict=True)
+        ]
+        total = total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
+        return higher, total, weighted * rescale + sum(sums[1:], sums[0])
 
-    Returns:
-        [S, H, Q]; scores and softmax are float32 inside.
-    """
-    S, H, Q = q.shape
-    keys = jax.lax.dynamic_index_in_dim(cache.keys, layer, keepdims=False)  # `key_dims`
-    values = jax.lax.dynamic_index_in_dim(cache.values, layer, keepdims=False)  # [S, K, C, Q]
-    _, K, C, _ = values.shape
-    grouped = q.reshape(S, K, H // K, Q)
-    scores = jnp.einsum(f"skgq,{cache.key_dims}->skgc", grouped, keys, preferred_element_type=jnp.float32) * Q**-0.5
-    visible = jnp.arange(C)[None] <= lengths[:, None]  # [S, C]
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
-    return jnp.einsum("skgc,skcq->skgq", weights.astype(values.dtype), values).reshape(S, H, Q)
+    # Position 0 is in the first block: from then on the highest score of every query is a number.
+    nothing = jnp.full((*queries.shape[:3], 1), jnp.finfo(jnp.float32).min), jnp.zeros((*queries.shape[:3], 1))
+    blocks = (jnp.max(starts + counts) + block - 1) // block
+    _, total, weighted = jax.lax.fori_loop(0, blocks, attend, (*nothing, jnp.zeros(queries.shape, jnp.float32)))
+    found = (weighted / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)).astype(q.dtype)
+    return found.reshape(R, K, H // K, T, Q).transpose(0, 3, 1, 2, 4).reshape(R, T, H, Q)
 
 
 @jax.named_scope("cache")
-def insert(cache: Cache, prompts: Prompts, rows: jax.Array, rules: ShardingRules, *, crosses: bool = True) -> Cache:
-    """The cache with prompts copied to the front of slots; every device copies to its own slots, and only those named.
+def keep_states(
+    cache: Cache, tables: jax.Array, lengths: jax.Array, counts: jax.Array, states: jax.Array, rules: ShardingRules
+) -> Cache:
+    """The cache with the states [R, D] behind the last tokens of rows, of sequences that are now `lengths` [R] long.
 
-    Where a slot may want any device's prompt, all prompts of a layer are gathered at a time: of all layers they would
-    be the largest array of a large pod.
-
-    Args:
-        cache: of S slots.
-        prompts: of R prompts.
-        rows: [S] int32, which prompt each slot gets; -1: none, the slot stays as it is.
-        rules: how slots and prompts are split over devices.
-        crosses: whether a slot may want a prompt of another device; nothing is exchanged otherwise.
+    Rows without new tokens, by `counts` [R], have none.
     """
-    axes = rules.spec(("batch",))[0] if crosses and rules.num_shards("batch") > 1 else ()
 
-    def copy(cache: Cache, prompts: Cache, rows: jax.Array) -> Cache:
-        order = jnp.argsort(rows < 0, stable=True)  # slots that get a prompt come first
+    def keep(kept: jax.Array, tables: jax.Array, lengths: jax.Array, counts: jax.Array, states: jax.Array) -> jax.Array:
+        page = jnp.where(counts > 0, _last_page(tables, lengths, cache.page_tokens), len(kept))
+        return kept.at[page].set(states, mode="drop")
 
-        def copy_layer(layer: jax.Array, cache: Cache) -> Cache:
-            own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer), prompts)  # [1, R, ...]
-            here = jax.tree.map(lambda x: jax.lax.all_gather(x, axes, axis=1, tiled=True), own) if axes else own
+    pages, rows = rules.spec(STATE_AXES), rules.spec(("batch",))
+    mapped = jax.shard_map(keep, mesh=rules.mesh, in_specs=(pages, rows, rows, rows, rows), out_specs=pages)
+    return dataclasses.replace(cache, states=mapped(cache.states, tables, lengths, counts, states))
 
-            def copy_one(i: jax.Array, cache: Cache) -> Cache:
-                slot = order[i]
 
-                def put(into: jax.Array, source: jax.Array) -> jax.Array:
-                    row = rows[slot] % source.shape[1]  # of those that are here
-                    prompt = jax.lax.dynamic_index_in_dim(source, row, axis=1)  # [1, 1, ...]
-                    return jax.lax.dynamic_update_slice(into, prompt, (layer, slot, 0, 0, 0))
+@jax.named_scope("cache")
+def kept_states(cache: Cache, tables: jax.Array, lengths: jax.Array, rules: ShardingRules) -> jax.Array:
+    """The states [S, D] that `keep_states` has put with the last pages of sequences that are `lengths` [S] long."""
 
-                return jax.tree.map(put, cache, here)
+    def read(kept: jax.Array, tables: jax.Array, lengths: jax.Array) -> jax.Array:
+        return kept.at[_last_page(tables, lengths, cache.page_tokens)].get(mode="clip")
 
-            return jax.lax.fori_loop(0, jnp.sum(rows >= 0), copy_one, cache)
+    pages, rows = rules.spec(STATE_AXES), rules.spec(("batch",))
+    return jax.shard_map(read, mesh=rules.mesh, in_specs=(pages, rows, rows), out_specs=rows)(
+        cache.states, tables, lengths
+    )
 
-        return jax.lax.fori_loop(0, len(cache.keys), copy_layer, cache)
 
-    split = rules.spec(AXES)
-    copy_to_own = jax.shard_map(copy, mesh=rules.mesh, in_specs=(split, split, rules.spec(("batch",))), out_specs=split)
-    return copy_to_own(cache, prompts.kv, rows)
+def _last_page(tables: jax.Array, lengths: jax.Array, page_tokens: int) -> jax.Array:
+    """[R]."""
+    column = (jnp.maximum(lengths, 1) - 1) // page_tokens
+    return jnp.take_along_axis(tables, column[:, None], axis=1, mode="clip")[:, 0]
+
+
+@jax.named_scope("cache")
+def copy_pages(cache: Cache, sources: jax.Array, targets: jax.Array, rules: ShardingRules) -> Cache:
+    """The cache with pages copied, each shard its own; a target past the last page ends a shard's list.
+
+    `sources` and `targets` are [S] int32, as many for each shard.
+    """
+
+    def copy(cache: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
+        def put(x: jax.Array, i: jax.Array) -> jax.Array:
+            axis = 1 if x.ndim == len(AXES) else 0  # of pages
+            page = jax.lax.dynamic_index_in_dim(x, sources[i], axis=axis)
+            return jax.lax.dynamic_update_index_in_dim(x, page, targets[i], axis=axis)
+
+        count = jnp.sum(targets < cache.values.shape[1])
+        return jax.lax.fori_loop(0, count, lambda i, cache: jax.tree.map(lambda x: put(x, i), cache), cache)
+
+    pages, rows = cache_specs(rules), rules.spec(("batch",))
+    return jax.shard_map(copy, mesh=rules.mesh, in_specs=(pages, rows, rows), out_specs=pages)(cache, sources, targets)

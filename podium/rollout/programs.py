@@ -1,92 +1,130 @@
-"""The compiled programs of the rollout engine, one factory each: sync, prefill, insert, decode.
+"""The compiled programs of the rollout engine, one factory each: sync, extend, copy, decode.
 
-The engine calls them, the planner lowers them on abstract arrays, the bench times them. All have fixed shapes: R
-prompts of a bucket's length, S slots, k steps.
+The engine calls them, the planner lowers them on abstract arrays, the bench times them. All have fixed shapes: R rows
+of a chunk's length, S slots (or fewer, as work runs out), k steps.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podium.config.attention import Backend
 from podium.config.schema import RolloutConfig
-from podium.config.sizes import check_split
+from podium.config.sizes import cache_pages, check_split, steps_at_once, table_pages
 from podium.models.architecture import DecoderConfig
-from podium.models.attention import row_attention
+from podium.models.attention import causal_attention
 from podium.models.decoder import forward, head_weights
 from podium.models.linear import activation_dtype
 from podium.models.logprobs import logits_at
-from podium.models.params import LAYERS, TRAIN_AXES, ParamSpecs, param_specs, rollout_specs
+from podium.models.params import LAYERS
 from podium.rollout import cache as caches
-from podium.rollout.cache import Cache, Prompts
-from podium.rollout.sampling import SamplingRows, idle_rows, sample, sample_split
-from podium.sharding import Params, ShardingRules, param_shardings
+from podium.rollout.cache import Cache
+from podium.rollout.draft import MAX_STOP_TOKENS
+from podium.rollout.sampling import SamplingRows, idle_rows, sample_split
+from podium.rollout.weights import make_sync
+from podium.sharding import Params, ShardingRules
 
-MAX_STOP_TOKENS = 8
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """New tokens of some sequences, to be prefilled behind those that stay; each row has a sequence's."""
+
+    tokens: jax.Array  # [R, T] int32
+    starts: jax.Array  # [R] int32, tokens in the cache
+    counts: jax.Array  # [R] int32, how many of the T are the sequence's; 0: the row has none
+    tables: jax.Array  # [R, W] int32, the sequence's pages
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Where:
+    """Where the sequence of each slot stands; a decode call leaves it for the next."""
+
+    lengths: jax.Array  # [S] int32, tokens in the cache
+    tokens: jax.Array  # [S] int32, the last one drawn, not in the cache yet
+    live: jax.Array  # [S] bool
+    any_live: jax.Array  # [] bool, over all devices: they ask each other once a call, not once a step
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slots:
-    """What a program needs to know of each slot."""
+    """What the host says of each slot."""
 
     sampling: SamplingRows
     stop_tokens: jax.Array  # [S, 8] int32, padded with -1
-    lengths: jax.Array  # [S] int32, tokens in the cache
-    tokens: jax.Array  # [S] int32, the last one drawn, not in the cache yet
     last: jax.Array  # [S] int32, position of the last token that may be drawn
-    live: jax.Array  # [S] bool
+    tables: jax.Array  # [S, W] int32, the pages of the slot's sequence
+    taken: jax.Array  # [S] bool, whether a sequence is there
+    fresh: jax.Array  # [S] bool, whether it stands where `where` says, and not where the call before has left it
+    first: jax.Array  # [S] bool, of those, whether all its tokens are in the cache, and the state behind the last
+    any_first: jax.Array  # [] bool, over all devices
+    where: Where
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """The tokens that a program drew for each slot."""
+    """The tokens that a decode call drew for each slot: one of those that are `first`, then one in each of k steps."""
 
-    tokens: jax.Array  # [S, k] int32
-    logprobs: jax.Array  # [S, k] float32, under the distribution that they were drawn from
-    full_logprobs: jax.Array  # [S, k] float32, before top-k, top-p and min-p
-    counts: jax.Array  # [S] int32, how many of the k are drawn
-    live: jax.Array  # [S] bool, whether the slot's sequence goes on
+    tokens: jax.Array  # [S, 1 + k] int32
+    logprobs: jax.Array  # [S, 1 + k] float32, under the distribution that they were drawn from
+    full_logprobs: jax.Array  # [S, 1 + k] float32, before top-k, top-p and min-p
+    counts: jax.Array  # [S] int32, how many are drawn
+    finite: jax.Array  # [S] bool, whether all logits were numbers; a slot stops where they are not
 
 
-def idle_slots(num_slots: int) -> Any:
-    """`Slots` of numpy arrays in which nothing runs, for the host to write into."""
-    integers = {name: np.zeros(num_slots, np.int32) for name in ("lengths", "tokens", "last")}
-    live, stop_tokens = np.zeros(num_slots, np.bool_), np.zeros((num_slots, MAX_STOP_TOKENS), np.int32)
-    made: Any = {"sampling": idle_rows(num_slots), "stop_tokens": stop_tokens, "live": live, **integers}
-    return Slots(**made)
+def nowhere(num_slots: int) -> Any:
+    """`Where` of numpy arrays in which nothing is live."""
+    made: Any = {name: np.zeros(num_slots, np.int32) for name in ("lengths", "tokens")}
+    return Where(**made, live=np.zeros(num_slots, np.bool_), any_live=np.zeros((), np.bool_))  # pyright: ignore[reportArgumentType]  # numpy's
+
+
+def idle_slots(num_slots: int, table: int) -> Any:
+    """`Slots` of numpy arrays in which no sequence is, for the host to write into; `table` is W."""
+    made: Any = {name: np.zeros(num_slots, np.bool_) for name in ("taken", "fresh", "first")}
+    made["any_first"] = np.zeros((), np.bool_)
+    made["stop_tokens"] = np.full((num_slots, MAX_STOP_TOKENS), -1, np.int32)
+    made["tables"] = np.full((num_slots, table), caches.NO_PAGE, np.int32)
+    last = np.zeros(num_slots, np.int32)
+    return Slots(sampling=idle_rows(num_slots), where=nowhere(num_slots), **made, last=last)  # pyright: ignore[reportArgumentType]
+
+
+def idle_chunk(rows: int, length: int, table: int) -> Any:
+    """`Chunk` of numpy arrays without any sequence, for the host to write into."""
+    made: Any = {name: np.zeros(rows, np.int32) for name in ("starts", "counts")}
+    tables = np.full((rows, table), caches.NO_PAGE, np.int32)
+    return Chunk(tokens=np.zeros((rows, length), np.int32), tables=tables, **made)  # pyright: ignore[reportArgumentType]
 
 
 class EnginePrograms(NamedTuple):
     """The compiled programs of an engine."""
 
     sync: Any
-    prefill: Any
-    insert: Any
-    insert_across: Any
-    """`insert` where a slot may want another device's prompt."""
+    place: Any
+    """`sync` of the weights that no update changes, once."""
+    extend: Any
+    copy: Any
     decode: Any
 
 
 def make_engine_programs(
-    config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, attention: Backend = "blocks"
+    config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
 ) -> EnginePrograms:
     """The programs of the engine that a config describes; the engine runs them and the planner compiles them.
-
-    `attention` is that of prefill.
 
     Raises ValueError where slots or prefill rows do not divide over the devices that split them.
     """
     check_split(config, rules.num_shards("batch"))
     return EnginePrograms(
         sync=make_sync(decoder, rules, dtype),
-        prefill=make_prefill(decoder, rules, dtype, attention=attention, all_logits=config.layout == "legacy"),
-        insert=make_insert(rules, crosses=False),
-        insert_across=make_insert(rules, crosses=True),
+        place=make_sync(decoder, rules, dtype, frozen=True),
+        extend=make_extend(decoder, rules, dtype),
+        copy=make_copy(rules),
         decode=make_decode(decoder, rules, dtype, steps=config.refill_steps),
     )
 
@@ -94,193 +132,214 @@ def make_engine_programs(
 def abstract_engine_cache(
     config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
 ) -> Cache:
-    """The cache of all slots of an engine, each with room for the longest prompt and completion."""
+    """The cache of an engine."""
     return caches.abstract_cache(
         decoder,
-        slots=config.slots,
-        length=config.max_prompt_tokens + config.max_new_tokens,
+        pages=cache_pages(config, rules.num_shards("batch")),
+        page_tokens=config.page_tokens,
         dtype=activation_dtype(rules, dtype),
         rules=rules,
     )
 
 
-def abstract_prompts(
-    config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *, bucket: int
-) -> Prompts:
-    """What a prefill of prompts of a bucket's length leaves."""
-    rows = config.prefill_rows
-    kv = caches.abstract_cache(decoder, slots=rows, length=bucket, dtype=activation_dtype(rules, dtype), rules=rules)
-    sharding = rules.sharding("batch", None)
-    logits: Any = jax.ShapeDtypeStruct((rows, decoder.vocab), jnp.float32, sharding=sharding)
-    return Prompts(kv=kv, logits=logits)
+def abstract_slots(config: RolloutConfig, size: int, rules: ShardingRules) -> tuple[Where, Slots]:
+    """What a decode call of so many slots is given beside parameters and cache."""
+    return _abstract((nowhere(size), idle_slots(size, table_pages(config))), rules)
 
 
-def engine_specs(decoder: DecoderConfig, rules: ShardingRules) -> ParamSpecs:
-    """The weights that an engine with these rules has."""
-    return rollout_specs(decoder, rules.num_shards("logits"))
+def abstract_chunk(config: RolloutConfig, length: int, rules: ShardingRules) -> Chunk:
+    """What a prefill call of chunks of a length is given."""
+    return _abstract(idle_chunk(config.prefill_rows, length, table_pages(config)), rules)
 
 
-def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> Any:
-    """The jitted `training params -> rollout params`: cast and laid out for decoding, in buffers of their own.
-
-    The copy is what lets the trainer donate its parameters to the next update. Where weights are gathered, layers go
-    one after the other: all at once, the TPU gathers them all before it puts any in its place, in twice their memory.
-    """
-    specs = engine_specs(decoder, rules)
-    stored = param_shardings(param_specs(decoder), ShardingRules(rules.mesh, TRAIN_AXES))
-    wanted = param_shardings(specs, rules)
-    in_place = all(stored[name].is_equivalent_to(wanted[name], len(spec.shape)) for name, spec in specs.items())
-
-    def move(name: str, value: jax.Array) -> jax.Array:
-        shape, axes, *_ = specs[name]
-        missing = [(0, size - found) for size, found in zip(shape[-value.ndim :], value.shape, strict=True)]
-        value = jnp.pad(value.astype(dtype), missing)
-        return jnp.copy(rules.constrain(value, *axes[len(axes) - value.ndim :]))
-
-    def move_layer(carry: None, layer: Params) -> tuple[None, Params]:
-        return carry, {name: move(name, value) for name, value in layer.items()}
-
-    def sync(params: Params) -> Params:
-        layers = {name: value for name, value in params.items() if name.startswith(LAYERS) and not in_place}
-        moved = {name: move(name, value) for name, value in params.items() if name not in layers}
-        return moved | (jax.lax.scan(move_layer, None, layers)[1] if layers else {})
-
-    return jax.jit(sync, out_shardings=wanted)
+def _abstract(tree: Any, rules: ShardingRules) -> Any:
+    shardings = row_shardings(tree, rules)
+    return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, shardings)
 
 
-def make_prefill(
-    decoder: DecoderConfig,
-    rules: ShardingRules,
-    dtype: jnp.dtype,
-    *,
-    attention: Backend = "blocks",
-    all_logits: bool = False,
-) -> Any:
-    """The jitted `(params, tokens [R, T], lengths [R]) -> Prompts`: one compiled variant per bucket T.
+def row_shardings(tree: Any, rules: ShardingRules) -> Any:
+    """Where the host puts arrays of rows: with all devices that share their weights; numbers alone are everywhere."""
+    return jax.tree.map(lambda x: rules.sharding("rows") if x.ndim else rules.sharding(), tree)
 
-    `all_logits` makes those of every prompt token, [R, T, V], and keeps the last: the seed ran out of memory with
-    them, and only its layout asks for them.
+
+def make_extend(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> Any:
+    """The jitted `(params, cache, chunk) -> cache`: new tokens behind a cache that stays; a variant per chunk length.
+
+    Prompts, their parts, the next turns of a conversation and what new weights or want of pages make necessary again
+    all come in this way. No logits are made: `decode` draws what follows the last token, whose state is kept. The cache
+    is donated.
     """
 
-    def prefill(params: Params, tokens: jax.Array, lengths: jax.Array) -> Prompts:
-        R, T = tokens.shape
-        empty = caches.make_cache(decoder, slots=R, length=T, dtype=activation_dtype(rules, dtype), rules=rules)
-        segments = (jnp.arange(T)[None] < lengths[:, None]).astype(jnp.int32)  # [R, T], 1 in the prompt, 0 behind it
-        attended = row_attention(attention, segments, segments, rules)
+    def extend(params: Params, cache: Cache, chunk: Chunk) -> Cache:
+        return prefill(params, cache, chunk, decoder=decoder, rules=rules, dtype=dtype)[1]
 
-        def attend(kv: Cache, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Cache, jax.Array]:
-            return caches.fill(kv, layer, k, v), attended(q, k, v)
-
-        positions = jnp.broadcast_to(jnp.arange(T), (R, T))
-        hidden, kv = forward(params, tokens, positions, attend, empty, config=decoder, rules=rules, dtype=dtype)
-        head = head_weights(params, rules, dtype)
-        if all_logits:
-            logits = _last(logits_at(hidden, head, 1.0), lengths)
-        else:
-            logits = logits_at(_last(hidden, lengths), head, 1.0)
-        logits = rules.constrain(rules.constrain(logits, "rows", "logits"), "batch", None)
-        return Prompts(kv=kv, logits=logits[:, : decoder.vocab])
-
-    return jax.jit(prefill)
+    return jax.jit(extend, donate_argnums=1, out_shardings=caches.cache_shardings(rules))
 
 
-def _last(x: jax.Array, lengths: jax.Array) -> jax.Array:
-    """What belongs to each row's last token: [R, T, n] to [R, n]."""
-    return jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+def prefill(
+    params: Params, cache: Cache, chunk: Chunk, *, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
+) -> tuple[jax.Array, Cache]:
+    """Hidden states [R, T, D] of a chunk's tokens, and the cache with them."""
+    T = chunk.tokens.shape[1]
+
+    def attend(cache: Cache, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Cache, jax.Array]:
+        return caches.extend(cache, layer, chunk.tables, chunk.starts, chunk.counts, q, k, v, rules)
+
+    positions = chunk.starts[:, None] + jnp.arange(T)[None]
+    hidden, cache = forward(params, chunk.tokens, positions, attend, cache, config=decoder, rules=rules, dtype=dtype)
+    last = jnp.take_along_axis(hidden, (chunk.counts - 1)[:, None, None], axis=1, mode="clip")[:, 0]
+    lengths = chunk.starts + chunk.counts
+    return hidden, caches.keep_states(cache, chunk.tables, lengths, chunk.counts, last, rules)
 
 
-def make_insert(rules: ShardingRules, *, crosses: bool) -> Any:
-    """The jitted `(cache, prompts, rows [S], slots) -> (cache, Drawn)`: prompts into slots, and their first tokens.
+def nonfinite_layer(
+    params: Params, tokens: Sequence[int], decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
+) -> str:
+    """Where a pass over these tokens first meets what is no number: a weight, or a layer. Compiles; slow."""
+    for name, value in params.items():
+        wrong = ~np.asarray(jnp.isfinite(value).reshape(len(value), -1).all(axis=1))
+        if wrong.any():
+            layer = f" of layer {int(np.argmax(wrong))}" if name.startswith(LAYERS) else ""
+            return f"weight {name}{layer} is not finite itself"
 
-    `rows` names the prompt of each slot, -1 for slots that stay as they are. The cache is donated. Without `crosses`
-    each slot's prompt is on the slot's own device, and nothing is sent.
+    def attend(bad: jax.Array, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+        found = ~(jnp.isfinite(q).all() & jnp.isfinite(k).all() & jnp.isfinite(v).all())
+        mask = jnp.tri(len(tokens), dtype=bool)[None]
+        return bad.at[layer].set(found), causal_attention(q, k, v, mask)
+
+    positions, bad = jnp.arange(len(tokens))[None], jnp.zeros(decoder.layers, bool)
+    _, bad = forward(params, jnp.array([tokens]), positions, attend, bad, config=decoder, rules=rules, dtype=dtype)
+    wrong = np.flatnonzero(np.asarray(bad))
+    if len(wrong):
+        return f"what enters layer {int(wrong[0])} is not finite, and all weights are"
+    return f"they overflow behind layer {decoder.layers - 1}; all weights are finite"
+
+
+def make_copy(rules: ShardingRules) -> Any:
+    """The jitted `(cache, sources [S], targets [S]) -> cache`: pages of prompts for their completions (`copy_pages`).
+
+    The cache is donated.
     """
-    split = rules.spec(("batch",))
 
-    def pick(logits: jax.Array, rows: jax.Array) -> jax.Array:
-        return logits[jnp.maximum(rows, 0) % len(logits)]
+    def copy(cache: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
+        return caches.copy_pages(cache, sources, targets, rules)
 
-    pick_own = jax.shard_map(pick, mesh=rules.mesh, in_specs=(split, split), out_specs=split)
-
-    def insert(cache: Cache, prompts: Prompts, rows: jax.Array, slots: Slots) -> tuple[Cache, Drawn]:
-        placed = rows >= 0
-        if crosses:
-            logits = rules.constrain(pick(rules.constrain(prompts.logits, None, None), rows), "batch", None)  # [S, V]
-        else:
-            logits = pick_own(prompts.logits, rows)
-        sampled = sample(logits, slots.sampling, slots.lengths, placed)
-        return caches.insert(cache, prompts, rows, rules, crosses=crosses), Drawn(
-            tokens=sampled.tokens[:, None],
-            logprobs=sampled.logprobs[:, None],
-            full_logprobs=sampled.full_logprobs[:, None],
-            counts=placed.astype(jnp.int32),
-            live=placed & ~_ends(slots, sampled.tokens, slots.lengths),
-        )
-
-    return jax.jit(insert, donate_argnums=0, out_shardings=(rules.sharding(*caches.AXES), rules.sharding("batch")))
+    return jax.jit(copy, donate_argnums=0, out_shardings=caches.cache_shardings(rules))
 
 
 def make_decode(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *, steps: int) -> Any:
-    """The jitted `(params, cache, slots) -> (cache, Drawn, steps [])`: up to `steps` tokens in each live slot.
+    """The jitted `(params, cache, where, slots) -> (cache, where, Drawn, steps [])`: up to `steps` tokens in each slot.
 
-    It leaves early when no slot is live any more, and says how many steps it ran. The cache is donated.
+    Slots that are `first` draw one before the steps. A variant per number of slots. It leaves early when no slot is
+    live any more, and says how many steps it ran. The cache is donated.
     """
+    at_once = steps_at_once(steps, rules.num_shards("batch"))
 
-    def decode(params: Params, cache: Cache, slots: Slots) -> tuple[Cache, Drawn, jax.Array]:
-        S = len(slots.tokens)
+    def decode(params: Params, cache: Cache, left: Where, slots: Slots) -> tuple[Cache, Where, Drawn, jax.Array]:
+        def first(where: Where, drawn: Drawn) -> tuple[Where, Drawn]:
+            states = caches.kept_states(cache, slots.tables, where.lengths, rules)
+            logits = _logits(states, params, decoder=decoder, rules=rules, dtype=dtype)
+            where, drawn = _draw(logits, slots, slots.first, where, drawn, 0, rules)
+            return dataclasses.replace(where, any_live=jnp.any(where.live)), drawn
 
-        def step(carry: tuple[Cache, Slots, Drawn, jax.Array]) -> tuple[Cache, Slots, Drawn, jax.Array]:
-            cache, slots, drawn, i = carry
-            logits, cache = _next_logits(params, cache, slots, decoder=decoder, rules=rules, dtype=dtype)
-            lengths = slots.lengths + slots.live
-            sampled = sample_split(logits, slots.sampling, lengths, slots.live, rules)
-            drawn = Drawn(
-                tokens=drawn.tokens.at[:, i].set(sampled.tokens),
-                logprobs=drawn.logprobs.at[:, i].set(sampled.logprobs),
-                full_logprobs=drawn.full_logprobs.at[:, i].set(sampled.full_logprobs),
-                counts=drawn.counts + slots.live,
-                live=slots.live & ~_ends(slots, sampled.tokens, lengths),
-            )
-            slots = dataclasses.replace(slots, lengths=lengths, tokens=sampled.tokens, live=drawn.live)
-            return cache, slots, drawn, i + 1
+        def step(carry: tuple[Cache, Where, Drawn, jax.Array]) -> tuple[Cache, Where, Drawn, jax.Array]:
+            cache, where, drawn, i = carry
+            logits, cache = _next_logits(params, cache, where, slots, decoder=decoder, rules=rules, dtype=dtype)
+            where = dataclasses.replace(where, lengths=where.lengths + where.live)
+            where, drawn = _draw(logits, slots, where.live, where, drawn, i + 1, rules)
+            return cache, where, drawn, i + 1
 
-        def unfinished(carry: tuple[Cache, Slots, Drawn, jax.Array]) -> jax.Array:
-            _, _, drawn, i = carry
-            return (i < steps) & jnp.any(drawn.live)
+        def some_steps(carry: tuple[Cache, Where, Drawn, jax.Array]) -> tuple[Cache, Where, Drawn, jax.Array]:
+            carry = step(carry) if at_once == 1 else jax.lax.fori_loop(0, at_once, lambda _, carry: step(carry), carry)
+            cache, where, drawn, i = carry
+            return cache, dataclasses.replace(where, any_live=jnp.any(where.live)), drawn, i
 
-        nothing = Drawn(
-            tokens=jnp.zeros((S, steps), jnp.int32),
-            logprobs=jnp.zeros((S, steps), jnp.float32),
-            full_logprobs=jnp.zeros((S, steps), jnp.float32),
-            counts=jnp.zeros(S, jnp.int32),
-            live=slots.live,
-        )
-        cache, _, drawn, ran = jax.lax.while_loop(unfinished, step, (cache, slots, nothing, jnp.int32(0)))
-        return cache, drawn, ran
+        def unfinished(carry: tuple[Cache, Where, Drawn, jax.Array]) -> jax.Array:
+            _, where, _, i = carry
+            return (i < steps) & where.any_live
 
-    shardings = rules.sharding(*caches.AXES), rules.sharding("batch"), rules.sharding()
+        begun = _begin(left, slots), _nothing_drawn(len(left.tokens), steps)
+        where, drawn = jax.lax.cond(slots.any_first, first, lambda *begun: begun, *begun)
+        return jax.lax.while_loop(unfinished, some_steps, (cache, where, drawn, jnp.int32(0)))
+
+    rows, pages = rules.sharding("rows"), caches.cache_shardings(rules)
+    shardings = pages, row_shardings(nowhere(1), rules), rows, rules.sharding()
     return jax.jit(decode, donate_argnums=1, out_shardings=shardings)
 
 
+def _begin(left: Where, slots: Slots) -> Where:
+    """Where the slots of a call stand: where the call before has left them, or where the host says."""
+    given = slots.where
+    return Where(
+        lengths=jnp.where(slots.fresh, given.lengths, left.lengths),
+        tokens=jnp.where(slots.fresh, given.tokens, left.tokens),
+        live=jnp.where(slots.fresh, given.live, left.live) & slots.taken,
+        any_live=given.any_live | left.any_live,
+    )
+
+
+def _nothing_drawn(S: int, steps: int) -> Drawn:
+    return Drawn(
+        tokens=jnp.zeros((S, 1 + steps), jnp.int32),
+        logprobs=jnp.zeros((S, 1 + steps), jnp.float32),
+        full_logprobs=jnp.zeros((S, 1 + steps), jnp.float32),
+        counts=jnp.zeros(S, jnp.int32),
+        finite=jnp.ones(S, bool),
+    )
+
+
+def _draw(
+    logits: jax.Array,
+    slots: Slots,
+    drawing: jax.Array,
+    where: Where,
+    drawn: Drawn,
+    column: jax.Array | int,
+    rules: ShardingRules,
+) -> tuple[Where, Drawn]:
+    """A token of each slot that is `drawing`, [S], from logits [S, V], and whether it goes on behind it."""
+    sampled = sample_split(logits, slots.sampling, where.lengths, drawing, rules)
+    drawn = Drawn(
+        tokens=drawn.tokens.at[:, column].set(sampled.tokens),
+        logprobs=drawn.logprobs.at[:, column].set(sampled.logprobs),
+        full_logprobs=drawn.full_logprobs.at[:, column].set(sampled.full_logprobs),
+        counts=drawn.counts + drawing,
+        finite=drawn.finite & (sampled.finite | ~drawing),
+    )
+    ends = jnp.any(sampled.tokens[:, None] == slots.stop_tokens, axis=1) | (where.lengths >= slots.last)
+    live = where.live & ~(drawing & (ends | ~sampled.finite))
+    tokens = jnp.where(drawing, sampled.tokens, where.tokens)
+    return dataclasses.replace(where, tokens=tokens, live=live), drawn
+
+
 def _next_logits(
-    params: Params, cache: Cache, slots: Slots, *, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
+    params: Params,
+    cache: Cache,
+    where: Where,
+    slots: Slots,
+    *,
+    decoder: DecoderConfig,
+    rules: ShardingRules,
+    dtype: jnp.dtype,
 ) -> tuple[jax.Array, Cache]:
     """Logits [S, V] float32 behind each slot's last token, which enters the cache."""
-    lengths = slots.lengths
+    starts, counts = where.lengths * where.live, where.live.astype(jnp.int32)  # what is not live sees nothing
 
     def attend(cache: Cache, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Cache, jax.Array]:
-        cache = caches.append(cache, layer, lengths, k[:, 0], v[:, 0], rules)
-        return cache, caches.attend(cache, layer, lengths, q[:, 0])[:, None]
+        return caches.extend(cache, layer, slots.tables, starts, counts, q, k, v, rules)
 
     hidden, cache = forward(
-        params, slots.tokens[:, None], lengths[:, None], attend, cache, config=decoder, rules=rules, dtype=dtype
+        params, where.tokens[:, None], starts[:, None], attend, cache, config=decoder, rules=rules, dtype=dtype
     )
-    logits = rules.constrain(logits_at(hidden[:, 0], head_weights(params, rules, dtype), 1.0), "rows", "logits")
+    return _logits(hidden[:, 0], params, decoder=decoder, rules=rules, dtype=dtype), cache
+
+
+def _logits(
+    hidden: jax.Array, params: Params, *, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
+) -> jax.Array:
+    """Logits [S, V] float32 behind states [S, D]."""
+    hidden = rules.constrain(hidden, "rows", None)
+    logits = rules.constrain(logits_at(hidden, head_weights(params, rules, dtype), 1.0), "rows", "logits")
     if logits.shape[1] > decoder.vocab:  # padded
         logits = jnp.where(jnp.arange(logits.shape[1])[None] < decoder.vocab, logits, -jnp.inf)
-    return logits, cache
-
-
-def _ends(slots: Slots, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-    """Whether a token drawn for a position [S] is its sequence's last, [S]."""
-    return jnp.any(tokens[:, None] == slots.stop_tokens, axis=1) | (positions >= slots.last)
+    return logits

@@ -1,7 +1,7 @@
 """Requests, completions and statistics of the rollout engine: plain data, no jax."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -14,12 +14,13 @@ class SamplingParams:
 
     max_new_tokens: int
     temperature: float = 1.0
-    """0 is greedy."""
+    """0 is greedy: the likeliest token, the first of equals; it goes with neither top_k, top_p nor min_p."""
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
-    """Strings that end the completion; they stay in its text and tokens (to the end of the last token)."""
+    """Strings that end the completion; they stay in its text and tokens (to the end of the last token). The text of a
+    special token is that token: it ends the completion, and is no part of its text."""
     stop_tokens: tuple[int, ...] = ()
     """Tokens that end it, besides the model's end-of-sequence tokens. At most 8 with those."""
 
@@ -34,6 +35,8 @@ class Request:
     seed: int
     """With the completion's index and the position it determines every draw, whatever else is running."""
     completions: int = 1
+    keep: bool = False
+    """Park each completion when it ends: `RolloutEngine.extend` goes on with it, `RolloutEngine.cancel` lets it go."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,19 +55,45 @@ class Completion:
     finish_reason: FinishReason
 
 
+class Key(NamedTuple):
+    """A completion that the engine knows."""
+
+    request: int
+    """What `RolloutEngine.submit` returned."""
+    completion: int
+    """Its index in the request."""
+
+
+class Finished(NamedTuple):
+    """A completion that has ended, or a turn of it."""
+
+    key: Key
+    completion: Completion
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutStats:
     """Counts and seconds of answering prompts, in one call or several."""
 
     prompt_tokens: int = 0
-    """Prefilled, one copy per group."""
+    """Of the prompts, one copy per group."""
     completion_tokens: int = 0
+    prefill_tokens: int = 0
+    """Tokens that went through prefill calls: those of the prompts, turns, and what had to be made again."""
+    rebuilt_tokens: int = 0
+    """Of these, tokens whose keys and values had been there before: they were evicted, or made by older weights."""
     decoded_tokens: int = 0
-    """Made by decode steps: not the first of each completion, but also those that a stop string then cut off."""
+    """Made by decode steps, also those that a stop string then cut off."""
     decode_steps: int = 0
     slots: int = 0
     slot_steps: int = 0
-    """Decode steps x slots: the most tokens that could have been decoded."""
+    """Rows of the decode program, summed over steps: the most tokens that could have been decoded."""
+    pages_peak: int = 0
+    """Pages of the cache in use, at most."""
+    preempted: int = 0
+    """Running sequences that lost slot and pages to older ones, and came back."""
+    evicted: int = 0
+    """Parked or waiting sequences that lost their pages, to be prefilled again."""
     compilations: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -80,8 +109,13 @@ class RolloutStats:
 
     @property
     def slot_utilisation(self) -> float:
-        """Share of the slot-steps that made a token; 0 without any."""
+        """Share of the slot-steps that made a token, programs of fewer slots counted as such; 0 without any."""
         return self.decoded_tokens / self.slot_steps if self.slot_steps else 0.0
+
+    @property
+    def slots_busy(self) -> float:
+        """Share of all slots that made a token in a step, on average; 0 without any."""
+        return self.decoded_tokens / (self.decode_steps * self.slots) if self.decode_steps else 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -91,7 +125,8 @@ class RolloutStats:
     def then(self, later: "RolloutStats") -> "RolloutStats":
         """Both calls, one after the other on the same slots."""
         total = {each.name: getattr(self, each.name) + getattr(later, each.name) for each in dataclasses.fields(self)}
-        return RolloutStats(**{**total, "slots": max(self.slots, later.slots)})
+        most = {name: max(getattr(self, name), getattr(later, name)) for name in ("slots", "pages_peak")}
+        return RolloutStats(**{**total, **most})
 
     def beside(self, other: "RolloutStats") -> "RolloutStats":
         """Both calls as if one engine had made them: they ran at the same time, on different hosts.
@@ -101,4 +136,4 @@ class RolloutStats:
         total = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in dataclasses.fields(self)}
         for name in ("decode_steps", "compilations", "prefill_s", "decode_s", "generate_s", "reward_s", "answer_s"):
             total[name] = max(getattr(self, name), getattr(other, name))
-        return RolloutStats(**{**total, "slot_steps": total["decode_steps"] * total["slots"]})
+        return RolloutStats(**total)

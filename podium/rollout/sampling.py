@@ -37,6 +37,7 @@ class Sampled(NamedTuple):
     tokens: jax.Array  # [S] int32
     logprobs: jax.Array  # [S] float32, under the distribution that the token was drawn from
     full_logprobs: jax.Array  # [S] float32, before top-k, top-p, min-p; the same bits where none is set
+    finite: jax.Array  # [S] bool; where logits were not numbers, the rest has no meaning
 
 
 def idle_rows(num_rows: int) -> Any:
@@ -132,6 +133,7 @@ def sample(
         tokens=token,
         logprobs=chosen - jnp.log(jnp.where(greedy, everything, kept)),
         full_logprobs=chosen - jnp.log(jnp.where(greedy | cut, everything, kept)),
+        finite=jnp.isfinite(highest),
     )
 
 

@@ -22,7 +22,8 @@ class Columns:
     """Where a data set keeps what a prompt needs."""
 
     question: str
-    answer: str
+    answer: str | None
+    """None: rows need no answer, and the reward is made of functions alone."""
     reference: Callable[[str], str | None] = str.strip
     """Reads the reference from the answer column; None where there is none."""
     rule: str = "is empty"
@@ -51,40 +52,49 @@ class QuestionSet:
 
         Raises ValueError for a file, split or column that is not there, a row without question or answer, or no rows.
         """
-        task, source = self.name, self.source
-        split_name = source.eval_split if split == "eval" else source.train_split
-        path = (source.eval_path if split == "eval" else None) or source.path
-        if path:
-            rows = (row for file in _local_files(task, split, source) for row in _file_rows(file))
-        elif self.dataset:
-            rows = _hub_rows(task, self.dataset, split_name)
-        else:
-            raise ValueError(f"{task}: path must be set: a .jsonl or .parquet file, or a folder with one per split")
-        prompts = [
-            _prompt(f"{task}/{split_name}/{index}", f"{task}: {location}", row, self.columns)
-            for index, (location, row) in enumerate(rows)
+        name = self.source.eval_split if split == "eval" else self.source.train_split
+        return [
+            _prompt(f"{self.name}/{name}/{index}", f"{self.name}: {location}", row, self.columns)
+            for index, (location, row) in enumerate(read_rows(self.name, self.source, self.dataset, split))
         ]
-        if not prompts:
-            origin = path or (self.dataset and f"{self.dataset.name} ({split_name})")
-            raise ValueError(f"{task}: {origin} has no questions; an empty data set cannot be trained or evaluated on")
-        return prompts
 
     def grade(self, prompt: Prompt, completion: str) -> float:
         """1 if the final answer equals the reference."""
         return float(is_correct(completion, prompt.answer))
 
 
+def read_rows(
+    task: str, source: TaskSource, dataset: HubDataset | None, split: str
+) -> list[tuple[str, dict[str, Any]]]:
+    """The rows of `train` or `eval`, each with where it stands, for messages. Raises ValueError for none."""
+    split_name = source.eval_split if split == "eval" else source.train_split
+    path = (source.eval_path if split == "eval" else None) or source.path
+    if path:
+        rows = [row for file in _local_files(task, split, source) for row in _file_rows(file)]
+    elif dataset:
+        rows = list(_hub_rows(task, dataset, split_name))
+    else:
+        raise ValueError(f"{task}: path must be set: a .jsonl or .parquet file, or a folder with one per split")
+    if not rows:
+        origin = path or (dataset and f"{dataset.name} ({split_name})")
+        raise ValueError(f"{task}: {origin} has no questions; an empty data set cannot be trained or evaluated on")
+    return rows
+
+
 def _prompt(prompt_id: str, location: str, row: dict[str, Any], columns: Columns) -> Prompt:
     """The prompt of one row, or a ValueError that names the row."""
     for column, option in ((columns.question, "question"), (columns.answer, "answer")):
-        if column not in row:
+        if column is not None and column not in row:
             raise ValueError(
                 f"{location}: no column {column!r} (the {option}); {suggestion(column, row)}. "
                 f"The task's options name the columns (`podium tasks`)"
             )
-    question, answer = row[columns.question], row[columns.answer]
+    question = row[columns.question]
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"{location}: the question (column {columns.question!r}) is {question!r}, not text")
+    if columns.answer is None:
+        return Prompt(id=prompt_id, question=question, answer="", metadata=row)
+    answer = row[columns.answer]
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
     if not isinstance(answer, str):
@@ -92,7 +102,7 @@ def _prompt(prompt_id: str, location: str, row: dict[str, Any], columns: Columns
     reference = columns.reference(answer)
     if not reference:
         raise ValueError(f"{location}: the answer (column {columns.answer!r}) {columns.rule}: {answer[-80:]!r}")
-    return Prompt(id=prompt_id, question=question, answer=reference)
+    return Prompt(id=prompt_id, question=question, answer=reference, metadata=row)
 
 
 def _local_files(task: str, split: str, source: TaskSource) -> list[Path]:

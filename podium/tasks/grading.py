@@ -5,20 +5,23 @@ counts as wrong. A bug in a grader does stop the run, with an error that has all
 """
 
 import contextlib
+import functools
+import itertools
 import logging
 import os
 import queue
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from multiprocessing.connection import Pipe
 
 from podium.config.schema import GradingConfig, TaskConfig
+from podium.tasks.functions import FunctionGrader, Part
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.registry import make_task, task_labels
-from podium.tasks.rewards import LengthLimits, make_reward
+from podium.tasks.rewards import LengthLimits, make_reward, own_functions
 from podium.tasks.task import Graded, Reward
 from podium.tasks.worker import Item, Outcome, grade_item
 
@@ -38,6 +41,10 @@ Submission = tuple[TaskPrompt, Graded]
 """A completion to grade, with the prompt that it answers."""
 
 
+NOT_ASKED = Outcome("graded")
+"""Of an answer whose task does not grade it."""
+
+
 class GradingError(ValueError):
     """A bug in a task's grader, with the task, the prompt, the completion and the traceback."""
 
@@ -45,16 +52,23 @@ class GradingError(ValueError):
 class Grading:
     """Completions that are being graded."""
 
-    def __init__(self, chunks: Sequence[Future[list[Reward]]]) -> None:
-        self._chunks = chunks
+    def __init__(
+        self,
+        chunks: Sequence[Future[list[Outcome]]],
+        own: Sequence[Future[list[dict[str, Part]]]],
+        rewards: Callable[[list[Outcome], list[dict[str, Part]]], list[Reward]],
+    ) -> None:
+        """Grades to come, the values of the user's own functions to come, and what makes rewards of both."""
+        self._chunks, self._own, self._rewards = chunks, own, rewards
 
     def result(self) -> list[Reward]:
         """The rewards, in the order of the items, when all are graded. Raises GradingError where a grader has a bug."""
         try:
-            return [reward for chunk in self._chunks for reward in chunk.result()]
+            outcomes = [outcome for chunk in self._chunks for outcome in chunk.result()]
+            return self._rewards(outcomes, [parts for group in self._own for parts in group.result()])
         finally:
-            for chunk in self._chunks:
-                chunk.cancel()  # those that wait behind a bug
+            for future in (*self._chunks, *self._own):
+                future.cancel()  # those that wait behind a bug
 
 
 class Grader:
@@ -72,6 +86,7 @@ class Grader:
         self._warned = False
         self._closed = False
         self._own_tasks = [make_task(task) for task in tasks] if config.workers == 0 else []
+        self._functions = FunctionGrader([own_functions(task) for task in tasks])
         self._threads = ThreadPoolExecutor(config.workers or 1, thread_name_prefix="grading")  # one for each worker
         self._workers = {_Worker(self._configs, self._timeout_s) for _ in range(config.workers)}
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -83,26 +98,57 @@ class Grader:
         return self.submit(items).result()
 
     def submit(self, items: Sequence[Submission]) -> Grading:
-        """Starts to grade completions and returns at once; `.result()` of what it returns waits for the rewards."""
+        """Starts to grade completions and returns at once; `.result()` of what it returns waits for the rewards.
+
+        Neighbours with the same prompt are one group to the user's own reward functions.
+        """
+        groups = [list(group) for _, group in itertools.groupby(items, key=_prompt_key)]
+        own = [self._submit_own(group) for group in groups]
+        asked = [item for item in items if self._configs[item[0].task].correct == "correct"]
         if self._own_tasks:
-            done: Future[list[Reward]] = Future()
-            outcomes = [grade_item(self._own_tasks[item.task], item) for item in map(_item, items)]
-            done.set_result([self._reward(*pair) for pair in zip(items, outcomes, strict=True)])
-            return Grading([done])
-        chunks = [items[start : start + CHUNK] for start in range(0, len(items), CHUNK)]
-        return Grading([self._threads.submit(self._grade_chunk, chunk) for chunk in chunks])
+            done: Future[list[Outcome]] = Future()
+            outcomes = [grade_item(self._own_tasks[item.task], item) for item in map(_item, asked)]
+            done.set_result(self._without_bugs(asked, outcomes))
+            chunks = [done]
+        else:
+            parts = [asked[start : start + CHUNK] for start in range(0, len(asked), CHUNK)]
+            chunks = [self._threads.submit(self._grade_chunk, part) for part in parts]
+        return Grading(chunks, own, functools.partial(self._rewards, items))
+
+    def check(self, prompts: Sequence[TaskPrompt]) -> None:
+        """Raise ValueError where a reward function asks for what the row of one of these prompts lacks."""
+        for each in prompts:
+            self._functions.check(each.task, each.prompt)
 
     def close(self) -> None:
         """Ends the processes at once; what is being graded is dropped."""
         self._closed = True
+        self._functions.close()
         for worker in list(self._workers):
             worker.stop()
         self._threads.shutdown(cancel_futures=True)
         while not self._idle.empty():
             self._idle.get().discard()
 
-    def _grade_chunk(self, submissions: Sequence[Submission]) -> list[Reward]:
-        """The rewards of a chunk, which goes to the next worker where one is lost. Runs in a thread."""
+    def _submit_own(self, group: Sequence[Submission]) -> "Future[list[dict[str, Part]]]":
+        prompt = group[0][0]
+        return self._functions.submit(prompt.task, prompt.prompt, [graded for _, graded in group])
+
+    def _rewards(
+        self, items: Sequence[Submission], outcomes: list[Outcome], own: list[dict[str, Part]]
+    ) -> list[Reward]:
+        """The rewards of completions; those whose task grades by a function alone have no outcome."""
+        graded = iter(outcomes)
+        rewards = []
+        for (asked, completion), parts in zip(items, own, strict=True):
+            config = self._configs[asked.task]
+            outcome = next(graded) if config.correct == "correct" else NOT_ASKED
+            correct, stopped = outcome.correct, outcome.kind == "stopped"
+            rewards.append(make_reward(config, completion, self._limits, correct=correct, own=parts, timed_out=stopped))
+        return rewards
+
+    def _grade_chunk(self, submissions: Sequence[Submission]) -> list[Outcome]:
+        """The outcomes of a chunk, which goes to the next worker where one is lost. Runs in a thread."""
         items = [_item(submission) for submission in submissions]
         outcomes: list[Outcome] = []
         while len(outcomes) < len(items) and not self._closed:
@@ -118,7 +164,7 @@ class Grader:
                 self._idle.put(worker if worker.alive() or self._closed else self._replaced(worker))
         if self._closed:
             raise CancelledError("the grader was closed before it graded all answers")
-        return [self._reward(*pair) for pair in zip(submissions, outcomes, strict=True)]
+        return self._without_bugs(submissions, outcomes)
 
     def _replaced(self, worker: "_Worker") -> "_Worker":
         """A new process instead of one that ended."""
@@ -128,25 +174,25 @@ class Grader:
         self._workers.add(replacement)
         return replacement
 
-    def _reward(self, submission: Submission, outcome: Outcome) -> Reward:
-        """The reward of an outcome; a bug is raised."""
-        task_prompt, graded = submission
-        task, prompt = task_prompt.task, task_prompt.prompt
-        name = f"{self._labels[task]}, prompt {prompt.id}"
-        if outcome.kind == "bug":
-            raise GradingError(
-                f"the grader of {name} failed; fix it, then continue the run.\n"
-                f"--- question\n{_shown(prompt.question)}\n"
-                f"--- reference answer\n{_shown(prompt.answer)}\n--- completion\n{_shown(graded.text)}\n"
-                f"--- {outcome.message}"
-            )
-        stopped = outcome.kind == "stopped"
-        if stopped and not self._warned:
-            self._warned = True
-            logger.warning(
-                "grading of %s was stopped: %s; it counts as wrong, and so will others", name, outcome.message
-            )
-        return make_reward(self._configs[task], graded, self._limits, correct=outcome.correct, timed_out=stopped)
+    def _without_bugs(self, submissions: Sequence[Submission], outcomes: list[Outcome]) -> list[Outcome]:
+        """The outcomes; a bug is raised, and what was stopped is told once."""
+        for (asked, graded), outcome in zip(submissions, outcomes, strict=True):
+            if outcome.kind == "graded":
+                continue
+            name = f"{self._labels[asked.task]}, prompt {asked.prompt.id}"
+            if outcome.kind == "bug":
+                raise GradingError(
+                    f"the grader of {name} failed; fix it, then continue the run.\n"
+                    f"--- question\n{_shown(asked.prompt.question)}\n"
+                    f"--- reference answer\n{_shown(asked.prompt.answer)}\n--- completion\n{_shown(graded.text)}\n"
+                    f"--- {outcome.message}"
+                )
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "grading of %s was stopped: %s; it counts as wrong, and so will others", name, outcome.message
+                )
+        return outcomes
 
 
 class _Worker:
@@ -218,6 +264,11 @@ class _Worker:
             raise RuntimeError(
                 f"a grading process did not create its tasks: it ended (see above), or took {START_LIMIT_S:g} s"
             )
+
+
+def _prompt_key(submission: Submission) -> tuple[int, str]:
+    prompt, _ = submission
+    return prompt.task, prompt.prompt.id
 
 
 def _item(submission: Submission) -> Item:

@@ -54,6 +54,10 @@ class TaskMixture:
         """How many training prompts each task has, by label; the data is read now if it was not before."""
         return {label: len(self._prompts(task, "train")) for task, label in enumerate(self.labels)}
 
+    def first_prompts(self) -> list[TaskPrompt]:
+        """The first training prompt of each task; the data is read now if it was not before."""
+        return [self._task_prompt(task, self._prompts(task, "train")[0]) for task in range(len(self.labels))]
+
     def next(self, n: int) -> list[TaskPrompt]:
         """The next n prompts; the cursor moves past them."""
         prompts = [self.prompt_at(self.cursor + offset) for offset in range(n)]

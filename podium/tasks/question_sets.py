@@ -1,8 +1,10 @@
 """Tasks that are sets of questions with answers: GSM8K, MATH, and your own .jsonl or .parquet file."""
 
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
-from podium.tasks.data import Columns, HubDataset, QuestionSet
+from podium.tasks.answers import is_correct
+from podium.tasks.data import Columns, HubDataset, QuestionSet, read_rows
 from podium.tasks.final_answer import answer_text, final_answer
 from podium.tasks.task import Prompt, TaskSource
 
@@ -62,6 +64,7 @@ class Jsonl(QuestionSet):
     """Rows with a question and an answer; the options name the columns, and how answers are compared.
 
     `match: math` compares numbers and formulas, `match: text` the final answer's words, up to case and outer spaces.
+    With `answer: null` rows need no answer; the reward is then made of functions, one of which is the task's `correct`.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class Jsonl(QuestionSet):
         source: TaskSource,
         *,
         question: str = "question",
-        answer: str = "answer",
+        answer: str | None = "answer",
         match: Literal["math", "text"] = "math",
         dataset: str | None = None,
         subset: str | None = None,
@@ -80,11 +83,65 @@ class Jsonl(QuestionSet):
 
     def grade(self, prompt: Prompt, completion: str) -> float:
         """1 if the final answer equals the row's answer, as `match` says."""
-        if self.match == "math":
-            return super().grade(prompt, completion)
-        text = answer_text(completion)
-        answer = final_answer(text)
-        return float(_bare(text if answer is None else answer) == _bare(prompt.answer))
+        return math_equal(completion, prompt.answer) if self.match == "math" else text_equal(completion, prompt.answer)
+
+
+class Chat:
+    """Conversations to imitate with `podium sft`: rows with `messages`, of which every assistant's is learned.
+
+    A row's `messages` are a list of `{role, content}`; the option `messages` names another column. Evaluation asks for
+    the same messages, and counts those that are word for word the row's.
+    """
+
+    system_prompt: str | None = None
+
+    def __init__(
+        self, source: TaskSource, *, messages: str = "messages", dataset: str | None = None, subset: str | None = None
+    ) -> None:
+        self.source, self.column = source, messages
+        self.dataset = HubDataset(dataset, subset) if dataset else None
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        """A prompt for each message of an assistant: the messages before it, and it as the answer."""
+        rows = read_rows("chat", self.source, self.dataset, split)
+        return [
+            Prompt(id=f"chat/{split}/{index}/{turn}", question=asked, answer=answer, metadata={"conversation": before})
+            for index, (location, row) in enumerate(rows)
+            for turn, (before, asked, answer) in enumerate(_turns(f"chat: {location}", row.get(self.column)))
+        ]
+
+    def grade(self, prompt: Prompt, completion: str) -> float:
+        """1 if it is word for word the row's message, up to case and spacing."""
+        return float(_bare(completion) == _bare(prompt.answer))
+
+
+def _turns(location: str, messages: Any) -> Iterator[tuple[list[dict[str, str]], str, str]]:
+    """Messages before an assistant's, the last of them, and the assistant's; ValueError where they are not messages."""
+    rule = "a list of {role: system, user or assistant, content: text} in which an assistant answers"
+    good = isinstance(messages, list) and all(
+        isinstance(each, dict)
+        and each.get("role") in ("system", "user", "assistant", "tool")
+        and isinstance(each.get("content"), str)
+        for each in messages
+    )
+    found = [index for index, each in enumerate(messages) if index and each["role"] == "assistant"] if good else []
+    if not found:
+        raise ValueError(f"{location}: messages are {messages!r:.200}; expected {rule}")
+    for index in found:
+        before = [{"role": each["role"], "content": each["content"]} for each in messages[:index]]
+        yield before, before[-1]["content"], messages[index]["content"]
+
+
+def math_equal(completion: str, answer: str) -> float:
+    """1 if the completion's final answer equals the reference, a number or a formula; else 0 (docs/tasks.md)."""
+    return float(is_correct(completion, answer))
+
+
+def text_equal(completion: str, answer: str) -> float:
+    """1 if the completion's final answer, or else all of it, is the reference up to case, punctuation and spacing."""
+    text = answer_text(completion)
+    found = final_answer(text)
+    return float(_bare(text if found is None else found) == _bare(answer))
 
 
 def _bare(text: str) -> str:

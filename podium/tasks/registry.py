@@ -3,21 +3,20 @@
 Modules of tasks are imported when their task is made, so that listing names stays fast.
 """
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from podium.config.errors import suggestion
+from podium.config.imports import imported
 from podium.config.schema import TaskConfig
 from podium.tasks.task import Task, TaskSource
 
 TASKS: dict[str, str] = {
     "arithmetic": "podium.tasks.arithmetic:Arithmetic",
+    "chat": "podium.tasks.question_sets:Chat",
     "gsm8k": "podium.tasks.question_sets:Gsm8k",
     "jsonl": "podium.tasks.question_sets:Jsonl",
     "math": "podium.tasks.question_sets:Math",
@@ -70,26 +69,7 @@ def task_labels(tasks: Sequence[TaskConfig]) -> list[str]:
 
 def _constructor(name: str) -> Callable[..., Task]:
     """The class or function that creates the task of this name, imported."""
-    path = TASKS.get(name, name)
-    module_name, colon, attribute = path.partition(":")
-    if not colon:
-        raise ValueError(
-            f"{name!r} is not a task; {suggestion(name, TASKS)} (your own class: write `package.module:Class`)"
-        )
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a module beside the config, also for the installed `podium` command
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(
-            f"{name!r}: no module {error.name!r} here; install its package, or start podium in the folder that holds it"
-        ) from error
-    if not hasattr(module, attribute):
-        classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
-        raise ValueError(f"{name!r}: module {module_name} has no {attribute!r}; {suggestion(attribute, classes)}")
-    return getattr(module, attribute)
+    return imported(TASKS.get(name, name), what="a task", known=TASKS)
 
 
 def _check_type(key: str, value: Any, hint: Any) -> None:

@@ -1,9 +1,14 @@
-"""Rewards: the parts that a config can weigh (the grade, the format, the length), and their weighted sum."""
+"""Rewards: the parts that a config can weigh (the grade, the format, the length), and their weighted sum.
 
-from collections.abc import Callable
+Parts that are functions of the user's are in `podium.tasks.functions`.
+"""
+
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from podium.config.imports import is_path
 from podium.config.schema import TaskConfig
+from podium.tasks.functions import Part
 from podium.tasks.task import Graded, Reward
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -49,11 +54,36 @@ TEXT_REWARDS: dict[str, Callable[[Graded, LengthLimits], float]] = {
 """Parts besides `correct`, which is the task's grade."""
 
 
+def own_functions(task: TaskConfig) -> list[str]:
+    """The parts of a task's reward that are functions named by import path."""
+    return [name for name in task.rewards if is_path(name)]
+
+
 def make_reward(
-    task: TaskConfig, graded: Graded, limits: LengthLimits, *, correct: float, timed_out: bool = False
+    task: TaskConfig,
+    graded: Graded,
+    limits: LengthLimits,
+    *,
+    correct: float,
+    own: Mapping[str, Part] | None = None,
+    timed_out: bool = False,
 ) -> Reward:
-    """The reward of a completion whose `correct` part is known; `correct` is always among the parts."""
+    """The reward of a completion whose `correct` part and `own` functions' values are known.
+
+    `correct` is always among the parts; where the task counts another part as the answer's correctness, it is that
+    part's value, held within 0 and 1.
+    """
+    own = own or {}
     names = [name for name in task.rewards if name != "correct"]
-    parts = {"correct": correct, **{name: TEXT_REWARDS[name](graded, limits) for name in names}}
+    parts = {name: own[name].value if name in own else TEXT_REWARDS[name](graded, limits) for name in names}
+    if task.correct != "correct":
+        correct = min(1.0, max(0.0, parts[task.correct]))
+    parts = {"correct": correct, **parts}
     total = sum(weight * parts[name] for name, weight in task.rewards.items())
-    return Reward(total=total, parts=parts, timed_out=timed_out)
+    timed_out = timed_out or any(part.timed_out for part in own.values())
+    return Reward(total=total, parts={label(name): value for name, value in parts.items()}, timed_out=timed_out)
+
+
+def label(part: str) -> str:
+    """The name of a part in metrics and samples: of a function, its own without its module's."""
+    return part.rpartition(":")[2]

@@ -29,6 +29,8 @@ class Prompt:
     answer: str
     """The reference answer, as the grader reads it."""
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The row that it was made of, for reward functions; with `conversation`, a list of messages, it is more than one
+    question."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,19 +20,21 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint.path import atomicity
 
 from podium.config.schema import CheckpointConfig
 from podium.files import absolute, in_bucket
 from podium.observe.summary import versions
 from podium.sharding import Params
 from podium.train.distributed import from_leader
+from podium.train.s3 import take_s3_for_a_bucket
 from podium.train.state import TrainState
 from podium.train.step_files import Beat, CheckpointError, damage, first_line, saved_steps, seal, stored_sizes
 
@@ -59,6 +61,11 @@ def _quiet_orbax() -> None:
             report(unraisable)
 
     sys.unraisablehook = report_others
+    take_s3_for_a_bucket()
+
+
+def _idle() -> None:
+    """Who is told, where nobody is."""
 
 
 class Checkpointer:
@@ -66,23 +73,31 @@ class Checkpointer:
 
     The folder is the run's `checkpoints`, made if it is not there; only the run itself may write to it. `on_save` is
     called when `maybe_save` begins to save; `beat`, while somebody waits for a save and what is on disk of it grows.
+    `base` is the fingerprint of frozen weights, which are no part of a state: who restores one must have the same.
 
     Raises:
         CheckpointError: if the folder cannot be made or written to.
     """
 
     def __init__(
-        self, folder: Path, config: CheckpointConfig, *, on_save: Beat = lambda: None, beat: Beat = lambda: None
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        base: str | None = None,
+        *,
+        on_save: Beat = _idle,
+        beat: Beat = _idle,
     ) -> None:
         self._folder, self._config, self._on_save, self._beat = absolute(folder), config, on_save, beat
+        self.base = base
         self._step: int | None = None  # last handed to orbax, whether or not it is whole yet
-        self._failed = False  # what became of it
-        self._bytes = 0  # of the arrays of that step
+        self._failed, self._bytes = False, 0  # what became of it, and bytes of its arrays
         _quiet_orbax()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=KeepPolicy(config),
             best_fn=lambda metrics: metrics[SCORE],  # has orbax store the scores; KeepPolicy compares them
             cleanup_tmp_directories=True,
+            temporary_path_class=atomicity.CommitFileTemporaryPath if in_bucket(self._folder) else None,
             async_options=ocp.AsyncOptions(timeout_secs=SAVE_LIMIT_S, post_finalization_callback=self._seal),
         )
         try:
@@ -100,7 +115,6 @@ class Checkpointer:
         """Save a step where the config says so, the last one, and one that is `due`; the seconds that this took.
 
         None without a save. All hosts of a run must agree on what is due.
-
         The cursor is the feed's: prompts drawn so far. The score is for `keep_best`; None: the step was not evaluated.
         Nothing comes after the `last`: it is whole on disk when this returns.
         """
@@ -109,7 +123,7 @@ class Checkpointer:
             return None
         self._on_save()
         start = time.perf_counter()
-        self.save(step, state, {"cursor": cursor, "versions": versions()}, score=score, wait=last)
+        self.save(step, state, {"cursor": cursor, "versions": versions(), "base": self.base}, score=score, wait=last)
         return time.perf_counter() - start
 
     def save(
@@ -155,7 +169,7 @@ class Checkpointer:
         Digests are not compared: `newest_whole_step` has done that before a run goes on.
         """
         self.wait()
-        return restore_state(self._folder, step, abstract_state, digests=False)
+        return restore_state(self._folder, step, abstract_state, base=self.base, digests=False)
 
     def close(self) -> None:
         """Waits for the last save and stops orbax's threads. Raises CheckpointError if the save failed."""
@@ -176,27 +190,9 @@ class Checkpointer:
             return [] if self._step is None else [self._folder / str(self._step)]
         return list(self._folder.glob(f"{self._step}{ocp.utils.TMP_DIR_SUFFIX}*"))
 
-    @contextmanager
-    def _beating(self) -> Iterator[None]:
+    def _beating(self) -> contextlib.AbstractContextManager[None]:
         """In the block, a sign of life as long as the bytes of the step that is being written become more."""
-        done = threading.Event()
-
-        def watch() -> None:
-            before = -1
-            while not done.wait(LOOK_S * (5 if in_bucket(self._folder) else 1)):
-                with contextlib.suppress(OSError):  # files are renamed meanwhile
-                    now = sum(sum(stored_sizes(folder).values()) for folder in self._unfinished())
-                    if now != before:
-                        self._beat()
-                    before = now
-
-        thread = threading.Thread(target=watch, name="bytes-written", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
+        return _growing(self._unfinished, self._beat, LOOK_S * (5 if in_bucket(self._folder) else 1))
 
     @contextmanager
     def _write_errors(self) -> Iterator[None]:
@@ -211,6 +207,29 @@ class Checkpointer:
                 f" it takes up to {self._bytes / 1e6:,.2f} MB{_free(self._folder)}; complete steps: {self.steps()};"
                 " make room and continue the run"
             ) from error
+
+
+@contextmanager
+def _growing(folders: Callable[[], list[Path]], beat: Beat, every_s: float) -> Iterator[None]:
+    """In the block, `beat` is called when the bytes in the folders have become more, looked at every so often."""
+    done = threading.Event()
+
+    def watch() -> None:
+        before = -1
+        while not done.wait(every_s):
+            with contextlib.suppress(OSError):  # files are renamed meanwhile
+                now = sum(sum(stored_sizes(folder).values()) for folder in folders())
+                if now != before:
+                    beat()
+                before = now
+
+    thread = threading.Thread(target=watch, name="bytes-written", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +257,7 @@ class KeepPolicy(ocp.checkpoint_managers.PreservationPolicy):
 
 
 def restore_state(
-    folder: Path, step: int | None, abstract_state: TrainState, *, digests: bool = True
+    folder: Path, step: int | None, abstract_state: TrainState, *, base: str | None = None, digests: bool = True
 ) -> tuple[TrainState, dict[str, Any]]:
     """A saved state, bit for bit, and the host state saved with it. Reads only: the run may be another's.
 
@@ -246,6 +265,7 @@ def restore_state(
         folder: `checkpoints` of a run directory.
         step: None: the newest.
         abstract_state: shapes, dtypes and shardings, on any mesh.
+        base: fingerprint of the frozen weights that the state is to be beside; None: there are none.
         digests: whether every byte is compared with what was written, not sizes alone.
 
     Raises:
@@ -254,12 +274,27 @@ def restore_state(
     step = _checked_step(folder, step, digests=digests)
     targets = {"params": abstract_state.params, "optimizer": _rest(abstract_state)}
     read = _read(folder, step, targets, host=True)
+    _check_base(folder / str(step), read["host"].get("base"), base)
     return TrainState(params=read["params"], **read["optimizer"]), read["host"]
 
 
-def restore_params(folder: Path, step: int | None, abstract_params: dict[str, jax.ShapeDtypeStruct]) -> Params:
+def restore_params(
+    folder: Path, step: int | None, abstract_params: dict[str, jax.ShapeDtypeStruct], *, base: str | None = None
+) -> Params:
     """The parameters of a saved step, without the optimizer's state; otherwise as `restore_state`."""
-    return _read(folder, _checked_step(folder, step, digests=True), {"params": abstract_params}, host=False)["params"]
+    step = _checked_step(folder, step, digests=True)
+    read = _read(folder, step, {"params": abstract_params}, host=True)
+    _check_base(folder / str(step), read["host"].get("base"), base)
+    return read["params"]
+
+
+def _check_base(path: Path, saved: str | None, base: str | None) -> None:
+    """Raises CheckpointError where adapters were trained beside other frozen weights than there are now."""
+    if saved != base:
+        raise CheckpointError(
+            f"{path} has adapters of the base {saved}, and the config's model, as it is kept, is {base}: other weights,"
+            " or another lora.base; set model and lora.base to what the run was trained with"
+        )
 
 
 def _try_to_write(folder: Path) -> None:

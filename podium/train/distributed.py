@@ -6,6 +6,7 @@ the prompts, on its own devices and at its own pace, and handed to all. Process 
 """
 
 import contextlib
+import functools
 import os
 import pickle
 import signal
@@ -151,7 +152,8 @@ def host_mesh(mesh: Mesh) -> Mesh:
 def make_localize(decoder: DecoderConfig, mesh: Mesh, dtype: jnp.dtype) -> Callable[[Params], Params]:
     """The function `params on the mesh of all hosts -> the whole model, split over this host's own devices`.
 
-    They are cast to `dtype` before they travel.
+    Any of the model's parameters can be moved, the others stay. What is trained whole is cast to `dtype` before it
+    travels; adapters and what is frozen travel as they are.
     """
     local = host_mesh(mesh)
     if local is mesh:
@@ -165,16 +167,18 @@ def make_localize(decoder: DecoderConfig, mesh: Mesh, dtype: jnp.dtype) -> Calla
     everywhere = {name: NamedSharding(side_by_side, sharding.spec) for name, sharding in on_local.items()}
 
     def copy(params: Params) -> Params:
-        return {name: value.astype(dtype) for name, value in params.items()}
+        return {name: value.astype(dtype) if decoder.lora is None else value for name, value in params.items()}
 
-    gathered = jax.jit(copy, out_shardings=everywhere)
+    @functools.cache
+    def gathering(names: frozenset[str]) -> Callable[[Params], Params]:
+        return jax.jit(copy, out_shardings={name: everywhere[name] for name in names})
 
     def localize(params: Params) -> Params:
         return {
             name: jax.make_array_from_single_device_arrays(
                 value.shape, on_local[name], [shard.data for shard in value.addressable_shards]
             )
-            for name, value in gathered(params).items()
+            for name, value in gathering(frozenset(params))(params).items()
         }
 
     return localize

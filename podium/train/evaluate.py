@@ -23,7 +23,7 @@ from podium.rollout.request import RolloutStats
 from podium.tasks.mixture import TaskPrompt
 from podium.train.feed import request_seed
 from podium.train.generate import AnswerSettings, Group, Rollouts, sampling_params
-from podium.train.setup import load_weights, make_model
+from podium.train.setup import load_parts, make_model
 from podium.train.step_files import saved_steps
 
 Z_95 = 1.959963984540054
@@ -116,19 +116,24 @@ def wilson_interval(share: float, n: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def evaluate_weights(config: Config, run: Fork | None) -> tuple[Evaluation, int | None]:
+    """Evaluate a run's weights on the config's tasks, or without one the config's model; and the weights' step."""
+    model = make_model(config)
+    if run is not None and run.step is None:
+        run = run._replace(step=max(saved_steps(run.checkpoints), default=None))
+    with contextlib.closing(Rollouts(config, model.decoder, model.tokenizer, model.mesh)) as rollouts:
+        rollouts.grader.check([prompts[0] for prompts in rollouts.feed.tasks.eval_prompts(1).values()])
+        rollouts.load(*load_parts(model, run))
+        return evaluate(rollouts), None if run is None else run.step
+
+
 def evaluate_command(config: Config, *, run: Fork | None, as_json: bool, show: int = 0, out: Path | None = None) -> int:
     """`podium eval`: evaluate a run's weights, or without one the config's model, on the config's tasks.
 
     Prints a table, or one JSON object, and to stderr the first `show` answers of each task; writes all answers to
     `out`, as samples.jsonl has them. The exit status.
     """
-    model = make_model(config)
-    if run is not None and run.step is None:
-        run = run._replace(step=max(saved_steps(run.checkpoints), default=None))
-    with contextlib.closing(Rollouts(config, model.decoder, model.tokenizer, model.mesh)) as rollouts:
-        rollouts.load(load_weights(model, run))
-        evaluation = evaluate(rollouts)
-    step = None if run is None else run.step
+    evaluation, step = evaluate_weights(config, run)
     if out is not None:
         records = evaluation.records(step or 0, questions=None)
         write_atomically(out, "".join(to_json(record) + "\n" for record in records))

@@ -1,27 +1,115 @@
-"""A run's weights as a Hugging Face model, for everybody else."""
+"""A run's weights as a Hugging Face model, or its adapter as PEFT's, for everybody else."""
 
+import dataclasses
+import re
 from pathlib import Path
 from typing import Literal
 
-from podium.files import as_path
+import jax
+import jax.numpy as jnp
+
+from podium.files import as_path, in_bucket
+from podium.models.adapters import merged
 from podium.models.hf import save_model
-from podium.observe.run_dir import parse_fork, read_config
-from podium.train.setup import load_weights, make_model
+from podium.models.params import LAYERS, is_adapter
+from podium.models.peft import save_adapter
+from podium.observe.bucket import records_folder
+from podium.observe.card import model_card
+from podium.observe.run_dir import Fork, parse_fork, read_config
+from podium.sharding import Params
+from podium.train.setup import Model, load_frozen, load_trained, load_weights, make_model
 from podium.train.step_files import saved_steps
 
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
-def export_run(run: str | Path, folder: Path, *, step: int | None, dtype: Literal["bfloat16", "float32"]) -> int:
-    """Write config, tokenizer and safetensors of a run's checkpoint to `folder`; the exit status of `podium export`.
 
-    The run is a folder, or `RUN@STEP`, where `step` overrides STEP; without either it is the newest checkpoint.
+class PushError(ValueError):
+    """The hub did not take the model; the folder is written."""
+
+
+def export_run(
+    run: str | Path,
+    folder: Path,
+    *,
+    step: int | None,
+    dtype: Literal["bfloat16", "float32"],
+    merge: bool = False,
+    push: str | None = None,
+    private: bool = False,
+) -> int:
+    """Write a run's checkpoint to `folder`: config, tokenizer, safetensors, model card; the exit status of the command.
+
+    Of a run with LoRA it is the adapter, in PEFT's format, or with `merge` a model with the adapter added.
+    The run is a folder, or `RUN@STEP`, where `step` overrides STEP; without either it is the newest checkpoint. `push`
+    is the `user/name` on the hub to upload the folder to, `private` or for all to see.
 
     Raises:
-        ValueError: there is no such checkpoint, it is damaged, or `folder` holds something.
+        ValueError: there is no such checkpoint, it is damaged, `folder` holds something, or the hub refuses; or
+            there is nothing to merge, or a base in int8 to merge it into.
     """
+    if push is not None and not REPOSITORY.fullmatch(push):
+        raise PushError(f"--push {push}: expected USER/NAME, such as me/my-model")
     fork = parse_fork(str(run))
     fork = fork if step is None else fork._replace(step=step)
-    model = make_model(read_config(as_path(fork.run)))
-    save_model(load_weights(model, fork), model.decoder, model.tokenizer, folder, dtype=dtype)
+    config = read_config(as_path(fork.run))
+    model = make_model(config)
+    loads = _save(model, fork, folder, dtype, config.model, merge=merge)
     written = fork.step if fork.step is not None else saved_steps(fork.checkpoints)[-1]
-    print(f"{fork.run}@{written} -> {folder}: AutoModelForCausalLM.from_pretrained({str(folder)!r}) loads it")
+    home = as_path(fork.run)
+    records = records_folder(home) if in_bucket(home) else home
+    (folder / "README.md").write_text(model_card(records, config, step=written), encoding="utf-8")
+    print(f"{fork.run}@{written} -> {folder}: {loads} loads it")
+    if push is not None:
+        print(f"uploaded: {_upload(folder, push, private=private)}")
     return 0
+
+
+def _save(
+    model: Model, fork: Fork, folder: Path, dtype: Literal["bfloat16", "float32"], base: str, *, merge: bool
+) -> str:
+    """Write what a run trained, and say what loads it; `base` is how the config names the model under an adapter."""
+    lora = model.decoder.lora
+    if lora is not None and not merge:
+        frozen = load_frozen(model)
+        save_adapter(load_trained(model, fork, frozen), frozen, model.decoder, folder, model=base)
+        return f"PeftModel.from_pretrained(model, {str(folder)!r})"
+    if merge and lora is None:
+        raise ValueError(f"{fork.run} was trained without lora: there is nothing to merge; leave --merge out")
+    if lora is not None and lora.base == "int8":
+        raise ValueError(
+            f"{fork.run} was trained beside a base that is kept in int8 (lora.base), and the sum of the model and the"
+            " adapter would be of another base; export the adapter alone: leave --merge out"
+        )
+    params, decoder = load_weights(model, fork), dataclasses.replace(model.decoder, lora=None)
+    params = merged_model(params, lora.scale, jnp.dtype(dtype)) if lora is not None else params
+    save_model(params, decoder, model.tokenizer, folder, dtype=dtype)
+    return f"AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+
+
+def merged_model(params: Params, scale: float, dtype: jnp.dtype) -> Params:
+    """A model's weights with its adapters added, those of the layers in `dtype`, which is rounded to once."""
+
+    def layer(carry: None, weights: Params) -> tuple[None, Params]:
+        return carry, {name: value.astype(dtype) for name, value in merged(weights, scale).items()}
+
+    layers = {name: value for name, value in params.items() if name.startswith(LAYERS)}
+    made = jax.jit(lambda layers: jax.lax.scan(layer, None, layers)[1])(layers)
+    return {name: made.get(name, value) for name, value in params.items() if not is_adapter(name)}
+
+
+def _upload(folder: Path, repository: str, *, private: bool) -> str:
+    """The page of the repository that now has the folder's files."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    api = HfApi(library_name="podium")
+    way_out = f"{folder} is written; try again with `hf upload {repository} {folder}`"
+    try:
+        url = api.create_repo(repository, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Trained with Podium")
+    except (HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        token = "set HF_TOKEN to a token that may write there, or run `hf auth login`; " if status in (401, 403) else ""
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise PushError(f"--push {repository}: the hub did not take it ({reason}); {token}{way_out}") from error
+    return str(url)

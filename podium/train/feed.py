@@ -62,7 +62,11 @@ class Feed:
 
     def encode(self, prompt: TaskPrompt, seed: int) -> EncodedPrompt | None:
         """The prompt as the model reads it; None if it is too long and such prompts are dropped."""
-        tokens = tuple(self.tokenizer.encode_chat(prompt.prompt.question, prompt.system_prompt))
+        conversation = prompt.prompt.metadata.get("conversation")
+        if conversation is not None:
+            tokens = tuple(self.tokenizer.encode_messages(conversation))
+        else:
+            tokens = tuple(self.tokenizer.encode_chat(prompt.prompt.question, prompt.system_prompt))
         rollout = self.config.rollout
         if len(tokens) <= rollout.max_prompt_tokens:
             return EncodedPrompt(prompt=prompt, tokens=tokens, seed=seed)

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from podium.accelerators import auto_dtype, cpu_flags, recognise
 from podium.algorithms.advantages import equal_reward_groups
 from podium.algorithms.recipes import make_recipe
-from podium.config.attention import attention_backend
 from podium.config.schema import Config, Dtype, RolloutConfig
 from podium.config.sizes import check_split
 from podium.job.context import alone
@@ -107,16 +106,20 @@ class Rollouts:
         rules = rollout_rules(self.layout, decoder, local)
         settings = host_settings(config.rollout, hosts=mesh.size // local.size)
         self._localize = make_localize(decoder, mesh, dtype)
-        attention = attention_backend(config.train.attention, local.devices.flat[0].platform)
-        self.engine = RolloutEngine(settings, decoder, rules, tokenizer, dtype=dtype, attention=attention)
+        self.engine = RolloutEngine(settings, decoder, rules, tokenizer, dtype=dtype)
         self._stop = stop or AgreedStop(StopSignal())
         self._watchdog = watchdog or alone().watchdog
         self._on_progress = on_progress
         self.grader = Grader(config.tasks, config.grading, max_new_tokens=config.rollout.max_new_tokens)
 
-    def load(self, params: Params) -> float:
-        """Complete with these weights from now on; the seconds that it took to bring them here."""
+    def load(self, params: Params, frozen: Params | None = None) -> float:
+        """Complete with these weights from now on; the seconds that it took to bring them here.
+
+        `frozen` are those that no update changes, if there are any: given once, they stay.
+        """
         start = time.perf_counter()
+        if frozen:
+            self.engine.device.freeze(self._localize(frozen))
         self.engine.load(self._localize(params))
         return time.perf_counter() - start
 
@@ -232,9 +235,12 @@ def rollout_rules(layout: Layout, decoder: DecoderConfig, mesh: Mesh) -> Shardin
 
 
 def host_settings(config: RolloutConfig, *, hosts: int) -> RolloutConfig:
-    """A host's share of the engine's slots and rows. Raises ValueError where they do not divide."""
+    """A host's share of the engine's slots, rows and cache. Raises ValueError where they do not divide."""
     check_split(config, hosts, "hosts")
-    return config.model_copy(update={"slots": config.slots // hosts, "prefill_rows": config.prefill_rows // hosts})
+    own = {"slots": config.slots // hosts, "prefill_rows": config.prefill_rows // hosts}
+    if config.cache_tokens is not None:
+        own["cache_tokens"] = config.cache_tokens // hosts
+    return config.model_copy(update=own)
 
 
 def sampling_params(config: Config) -> SamplingParams:

@@ -8,7 +8,8 @@ from podium.observe.run_dir import Fork
 from podium.observe.summary import print_summary, save_summary
 from podium.train.distributed import Interrupted, from_leader
 from podium.train.evaluate import evaluate
-from podium.train.recorder import PlanCheck
+from podium.train.profile import Window
+from podium.train.recorder import OnStep, PlanCheck, unheard
 from podium.train.run import RunParts, open_run
 from podium.train.state import TrainState
 from podium.train.trainer import make_batches
@@ -21,6 +22,8 @@ def train(
     plain: bool = False,
     job: JobContext | None = None,
     check: PlanCheck | None = None,
+    on_step: OnStep = unheard,
+    profile: Window | None = None,
 ) -> int:
     """Train, or go on with a run that was stopped; the exit status of `podium train`.
 
@@ -30,12 +33,15 @@ def train(
         plain: lines instead of the live view.
         job: what this process is a part of; unset: of nothing.
         check: plans the run at its start, and compares; unset: nothing does.
+        on_step: hears of each step that is done.
+        profile: steps that are traced.
 
     Raises:
         ValueError: something that the config names cannot be used; the message says what, and the way out.
     """
     job = job or alone()
-    with open_run(config, fork=fork, plain=plain, job=job, check=check) as (run, state, done):
+    options = {"check": check, "on_step": on_step, "profile": profile}
+    with open_run(config, fork=fork, plain=plain, job=job, **options) as (run, state, done):
         done = run_steps(run, state, done)
         if done < config.steps:
             run.progress.message(f"stopped and saved; to continue: podium train {run.run_dir.path}/config.yaml")
@@ -61,18 +67,21 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
     try:
         evaluate_at_start(run, done)
         for step in range(done, config.steps):
+            run.profiler.begin(step + 1)
             run.recorder.begin_step(checkpoint_s)
             run.phase("rollout")
             prompts = feed.next(config.prompts_per_step)
-            groups, rolled = rollouts.answer(prompts)  # completions, rewards; refills inside
+            groups, rolled = run.answer(prompts)  # completions, rewards; refills inside
             run.phase("update")
             rollouts.unload()  # these weights are done with: the update has their memory
             batches, batched = make_batches(groups, trainer.recipe, trainer.sizes, trainer.reward_kl(groups))
             state, updated = trainer.update(state, batches, step)
             done, cursor = step + 1, feed.cursor
-            sync_s = rollouts.load(state.params)
+            evaluates = evaluation_due(config, done)
+            sync_s = rollouts.load(state.params) if evaluates or run.samples else 0.0
             run.recorder.write(done, groups, rolled, batched, updated, sync_s)
-            score = evaluate_now(run, done) if evaluation_due(config, done) else None
+            run.profiler.end(done)
+            score = evaluate_now(run, done) if evaluates else None
             stopping = run.stop.requested is not None
             last = stopping or done == config.steps
             due = run.save_timer.due()

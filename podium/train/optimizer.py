@@ -12,7 +12,9 @@ import optax
 import optax.contrib
 from jax.sharding import NamedSharding, PartitionSpec
 
+from podium.config.imports import imported, is_path
 from podium.config.schema import OptimizerConfig
+from podium.models.layouts import OPTIMIZER_COPIES
 from podium.models.params import ParamSpec, ParamSpecs, matrix_dims
 from podium.sharding import Params
 
@@ -107,6 +109,14 @@ def _rule(config: OptimizerConfig, specs: ParamSpecs) -> optax.GradientTransform
     if config.name == "adafactor":
         # without the paper's scaling by the parameter's own size: the learning rate means what it means for adamw
         return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(ADAFACTOR_CLIP_RMS))
+    if is_path(config.name):
+        rule = imported(config.name, what="an optimizer", known=OPTIMIZER_COPIES)(config)
+        if not isinstance(rule, optax.GradientTransformation):
+            raise ValueError(
+                f"train.optimizer.name {config.name} gives {type(rule).__name__}; it must give an optax transformation,"
+                " such as optax.scale_by_adam(): clipping, decay and learning rate are added to it"
+            )
+        return rule
     dimensions: Any = {name: muon_dimensions(spec) for name, spec in specs.items()}  # optax's type has no None in it
     muon = optax.contrib.muon(
         learning_rate=1.0,

@@ -4,7 +4,7 @@ import collections
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,7 +13,14 @@ from podium.algorithms.recipes import Recipe
 from podium.config.schema import Config
 from podium.job.records import ProgressReport
 from podium.models.architecture import DecoderConfig
-from podium.observe.metrics import REWARD, STEP_REPORT, TRUNCATED, evaluation_metrics, step_metrics
+from podium.observe.metrics import (
+    COMPARED_WITH_SAMPLER,
+    REWARD,
+    STEP_REPORT,
+    TRUNCATED,
+    evaluation_metrics,
+    step_metrics,
+)
 from podium.observe.progress import Progress, ShownCompletion
 from podium.observe.records import lengths_record, sample_record, sampled_groups
 from podium.observe.report.findings import MOSTLY_CUT, SOLVED
@@ -26,6 +33,13 @@ from podium.train.evaluate import Evaluation
 from podium.train.generate import Group
 
 STEPS_AVERAGED = 10
+
+OnStep = Callable[[int, Mapping[str, float], list[dict[str, Any]]], None]
+"""Hears of each step that is done: how many are, its metrics, and its lines of samples.jsonl."""
+
+
+def unheard(step: int, metrics: Mapping[str, float], samples: list[dict[str, Any]]) -> None:
+    """An `OnStep` that does nothing."""
 
 
 class PlanCheck(Protocol):
@@ -55,11 +69,12 @@ class Recorder:
         task_labels: list[str],
         pieces: Callable[[Sequence[int]], list[str]],
         check: PlanCheck | None,
+        on_step: OnStep = unheard,
     ) -> None:
         """Nothing is written yet; `pieces` splits tokens into texts; without `check` nothing is planned."""
         self.config, self.run_dir, self.writer, self.progress = config, run_dir, writer, progress
         self._recipe, self._report, self._labels, self._check = recipe, report, task_labels, check
-        self._pieces = pieces
+        self._pieces, self._on_step = pieces, on_step
         self._warned = self._taught_nothing = False
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=STEPS_AVERAGED)
         self._checkpoint_s: float | None = None
@@ -96,6 +111,8 @@ class Recorder:
             memory=device_memory(),
         )
         metrics = step_metrics(stats)
+        if self._recipe.demonstrations:
+            metrics = {name: value for name, value in metrics.items() if not name.startswith(COMPARED_WITH_SAMPLER)}
         if self._check is not None:
             more, line = self._check.after_step(metrics)
             metrics |= more
@@ -105,10 +122,11 @@ class Recorder:
         self._warn_of_equal_rewards(batched, metrics)
         self.writer.write(step, metrics)
         self._report.update(step=step, metrics={name: metrics[name] for name in STEP_REPORT if name in metrics})
-        self._write_completions(step, groups, batched)
+        samples = self._write_completions(step, groups, batched)
         first = groups[0]
         shown = ShownCompletion(first.prompt.prompt.question, first.completions[0].text, first.rewards[0].total)
         self.progress.step(step, metrics, shown)
+        self._on_step(step, metrics, samples)
 
     def _warn_of_narrow_clip(self, updated: UpdateStats) -> None:
         """Say once that rounding alone clips tokens, where it does."""
@@ -128,8 +146,9 @@ class Recorder:
             advice = f"{cut:.0%} hit rollout.max_new_tokens ({rollout.max_new_tokens}): raise it, or {advice}"
         self.progress.message(f"all groups earned the same (mean reward {reward:.2f}): nothing was learned; {advice}")
 
-    def _write_completions(self, step: int, groups: list[Group], batched: BatchStats) -> None:
-        """Samples of the step's groups, the first with its tokens, and the lengths of all."""
+    def _write_completions(self, step: int, groups: list[Group], batched: BatchStats) -> list[dict[str, Any]]:
+        """Record samples of the step's groups, the first with its tokens, and the lengths of all; the samples."""
+        samples = []
         every = self.config.metrics.samples_every
         sampled = sampled_groups(step, prompts_per_step=self.config.prompts_per_step, samples_every=every)
         advantages = dict(
@@ -153,16 +172,21 @@ class Recorder:
                 pieces=self._pieces if index == sampled[0] else None,
             )
             self.run_dir.append(SAMPLES, record)
+            samples.append(record)
+        self.writer.write_samples(step, samples)
         prompts = [len(group.tokens) for group in groups]
         completions = [len(completion.tokens) for group in groups for completion in group.completions]
         self.run_dir.append(LENGTHS, lengths_record(step, prompts, completions))
+        return samples
 
     def write_evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Record the evaluation of the weights after `step` steps."""
         metrics = evaluation_metrics(evaluation.stats)
         self.writer.write(step, metrics)
-        for record in evaluation.records(step):
+        records = evaluation.records(step)
+        for record in records:
             self.run_dir.append(SAMPLES, record)
+        self.writer.write_samples(step, records)
         self.progress.evaluated(step, metrics)
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,35 @@ import optax
 from rich.console import Console
 
 from podium.algorithms.recipes import make_recipe
+from podium.config.lora import FULL_RATE, LORA_RATE
 from podium.config.schema import Config
 from podium.files import absolute
 from podium.job.context import JobContext
-from podium.models.params import param_specs
+from podium.models.adapters import base_of
+from podium.models.architecture import DecoderConfig, Lora
+from podium.models.params import count, frozen_specs, trained_specs
 from podium.observe.progress import Progress
 from podium.observe.run_dir import Fork, RunDir
 from podium.observe.summary import versions
 from podium.observe.writers import MetricWriter
-from podium.sharding import abstract_params
+from podium.rollout.request import RolloutStats
+from podium.sharding import Params, abstract_params
 from podium.train.checkpoint import Checkpointer, restore_state
+from podium.train.demonstrations import demonstrate
 from podium.train.distributed import AgreedStop, failing_fast, from_leader, joined
-from podium.train.generate import Rollouts
+from podium.train.feed import EncodedPrompt
+from podium.train.generate import Group, Rollouts
 from podium.train.platform import machine_text
-from podium.train.recorder import PlanCheck, Recorder
-from podium.train.setup import Model, load_weights, make_model, make_run_optimizer, make_train_settings
+from podium.train.profile import Profiler, Window
+from podium.train.recorder import OnStep, PlanCheck, Recorder
+from podium.train.setup import (
+    Model,
+    load_frozen,
+    load_trained,
+    make_model,
+    make_run_optimizer,
+    make_train_settings,
+)
 from podium.train.signals import StopSignal
 from podium.train.state import TrainState, abstract_state, init_state, restarted
 from podium.train.step_files import newest_whole_step
@@ -49,14 +63,34 @@ class RunParts:
     trainer: Trainer
     recorder: Recorder
     checkpointer: Checkpointer
+    profiler: Profiler
     save_timer: "SaveTimer"
     resources: contextlib.ExitStack
     """Closes what is the run's alone: services, the last checkpoint, graders, the engine."""
 
+    @property
+    def samples(self) -> bool:
+        """Whether completions are sampled; else the data has them."""
+        return not self.trainer.recipe.demonstrations
+
+    @property
+    def answer(self) -> Callable[[Sequence[EncodedPrompt]], tuple[list[Group], RolloutStats]]:
+        """What gives the graded completions of a step's prompts, and what they took."""
+        if self.samples:
+            return self.rollouts.answer
+        return partial(demonstrate, config=self.config, tokenizer=self.rollouts.feed.tokenizer)
+
 
 @contextlib.contextmanager
 def open_run(
-    config: Config, *, fork: Fork | None, plain: bool, job: JobContext, check: PlanCheck | None
+    config: Config,
+    *,
+    fork: Fork | None,
+    plain: bool,
+    job: JobContext,
+    check: PlanCheck | None,
+    on_step: OnStep,
+    profile: Window | None,
 ) -> Iterator[tuple[RunParts, TrainState, int]]:
     """The parts of a run, its state, whose weights are loaded, and how many steps are done; arguments as of `train`.
 
@@ -82,38 +116,31 @@ def open_run(
         model = make_model(config)
         run_dir.write_machine(machine_text())
         _plan(check, config, model, run_dir, progress)
-        optimizer = make_run_optimizer(config, model.decoder)
+        optimizer, frozen = make_run_optimizer(config, model.decoder), load_frozen(model)
         hooks = {"stop": stop, "watchdog": job.watchdog, "on_progress": progress.advance}
         rollouts = Rollouts(config, model.decoder, model.tokenizer, model.mesh, **hooks)
         resources.callback(rollouts.close)
-        rollouts.feed.tasks.num_prompts()  # read now: bad data is an error before the first compile
-        beat = job.watchdog.beat
+        rollouts.grader.check(rollouts.feed.tasks.first_prompts())  # bad data is an error before the first compile
+        beat, saving = job.watchdog.beat, partial(_begin_save, phase, run_dir)
         newest = from_leader(lambda: newest_whole_step(run_dir.checkpoints, progress.message, beat))
-        saving = partial(_begin_save, phase, run_dir)
-        checkpointer = Checkpointer(run_dir.checkpoints, config.checkpoint, on_save=saving, beat=beat)
+        checkpointer = Checkpointer(run_dir.checkpoints, config.checkpoint, base_of(frozen), on_save=saving, beat=beat)
         resources.callback(checkpointer.close)
-        state, saved, done = _load_state(run_dir.fork, newest, model, optimizer, checkpointer)
+        state, saved, done = _load_state(run_dir.fork, newest, model, optimizer, checkpointer, frozen)
         rollouts.feed.cursor = saved["cursor"]
         _say_what_changed(saved["versions"], progress)
         job.report.update(step=done)
-        run_dir.truncate(done if done else -1)
+        run_dir.truncate(done or -1)
         writer = resources.enter_context(MetricWriter(run_dir, config, announce=progress.message))
-        trainer = _make_trainer(config, model, optimizer, run_dir.path)
-        rollouts.load(state.params)
+        trainer = _make_trainer(config, model, optimizer, run_dir.path, frozen)
+        rollouts.load(state.params, frozen)
         _say_what_was_chosen(trainer, rollouts, progress)
-        recorder = Recorder(
-            config,
-            run_dir,
-            writer,
-            progress,
-            recipe=trainer.recipe,
-            report=job.report,
-            task_labels=list(rollouts.feed.tasks.labels),
-            pieces=model.tokenizer.pieces,
-            check=check,
-        )
+        told = {"recipe": trainer.recipe, "report": job.report, "check": check, "on_step": on_step}
+        told |= {"task_labels": list(rollouts.feed.tasks.labels), "pieces": model.tokenizer.pieces}
+        recorder = Recorder(config, run_dir, writer, progress, **told)
+        profiler = Profiler(run_dir.path if run_dir.writes else None, profile, progress.message)
+        resources.callback(profiler.close)
         resources.enter_context(job.watching_for_notices())
-        live = (config, run_dir, progress, phase, stop, rollouts, trainer, recorder, checkpointer)
+        live = (config, run_dir, progress, phase, stop, rollouts, trainer, recorder, checkpointer, profiler)
         yield RunParts(*live, SaveTimer(60.0 * config.checkpoint.every_minutes), resources), state, done
 
 
@@ -144,10 +171,22 @@ def _plan(check: PlanCheck | None, config: Config, model: Model, run_dir: RunDir
 
 
 def _say_what_was_chosen(trainer: Trainer, rollouts: Rollouts, progress: Progress) -> None:
-    """Name what the config leaves to the machine."""
+    """Name what the config leaves to the machine, and with LoRA what is trained."""
+    if (lora := trainer.settings.decoder.lora) is not None:
+        progress.message(lora_line(lora, trainer.settings.decoder, rollouts.config.train.optimizer.learning_rate))
     progress.message(f"number formats: update {trainer.settings.dtype}, rollout {rollouts.engine.dtype}")
     progress.message(f"attention: {trainer.settings.attention}")
     progress.message(f"rollout layout: {rollouts.layout.why or rollouts.layout.name}")
+
+
+def lora_line(lora: Lora, decoder: DecoderConfig, rate: float) -> str:
+    """What LoRA trains, and at which rate: one that is for all weights is too low."""
+    trained, whole = (count(specs) for specs in (trained_specs(decoder), frozen_specs(decoder)))
+    text = f"lora: rank {lora.rank} on {', '.join(lora.targets)}: {trained:,} numbers are trained beside {whole:,}"
+    text += f" in {lora.base}; rollout {'merged' if lora.merged else 'apart'}; learning rate {rate:g}"
+    if rate <= FULL_RATE:
+        text += f", the default without lora: adapters want about ten times as much, {LORA_RATE:g}"
+    return text
 
 
 def _say_what_changed(saved: dict[str, str], progress: Progress) -> None:
@@ -175,11 +214,13 @@ def _open_run_dir(config: Config, fork: Fork | None) -> RunDir:
     return opened[0] if opened else RunDir.follow(config, continued=continued, fork=kept)
 
 
-def _make_trainer(config: Config, model: Model, optimizer: optax.GradientTransformation, folder: Path) -> Trainer:
+def _make_trainer(
+    config: Config, model: Model, optimizer: optax.GradientTransformation, folder: Path, frozen: Params
+) -> Trainer:
     recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
-    reference = load_weights(model, None) if recipe.needs_reference else None
+    reference = (frozen or load_trained(model, None, frozen)) if recipe.needs_reference else None
     settings = make_train_settings(config, model.decoder, model.mesh)
-    return Trainer(config, recipe, settings, optimizer, reference=reference, folder=folder)
+    return Trainer(config, recipe, settings, optimizer, reference=reference, folder=folder, frozen=frozen)
 
 
 def _load_state(
@@ -188,6 +229,7 @@ def _load_state(
     model: Model,
     optimizer: optax.GradientTransformation,
     checkpointer: Checkpointer,
+    frozen: Params,
 ) -> tuple[TrainState, dict[str, Any], int]:
     """Where the run stands: its newest checkpoint, else that of the run it was forked from, else the model.
 
@@ -195,10 +237,10 @@ def _load_state(
         The state, the host's part of it (`cursor` and `versions`), and the steps done.
     """
     if newest is None and fork is None:
-        return init_state(load_weights(model, None), optimizer), {"cursor": 0, "versions": {}}, 0
-    abstract = abstract_state(abstract_params(param_specs(model.decoder), jnp.float32, model.rules), optimizer)
+        return init_state(load_trained(model, None, frozen), optimizer), {"cursor": 0, "versions": {}}, 0
+    abstract = abstract_state(abstract_params(trained_specs(model.decoder), jnp.float32, model.rules), optimizer)
     if newest is not None:
         return *checkpointer.restore(newest, abstract), newest
     assert fork is not None
-    state, saved = restore_state(fork.checkpoints, fork.step, abstract)
+    state, saved = restore_state(fork.checkpoints, fork.step, abstract, base=checkpointer.base)
     return restarted(state), saved, 0

@@ -22,9 +22,9 @@ class StopSignal:
 
     A Ctrl-C after that raises KeyboardInterrupt where the program is. Python does that between two instructions, and a
     compiled program is one, however long it runs: a thread of its own hears of the signals as they come, and ends the
-    process `AT_ONCE_S` after the second if it is still in the block. What is lost is what a kill would lose. Works in
-    the main thread only, as Python's signals do; on leaving, the previous handlers are back. Child processes must
-    ignore Ctrl-C by themselves: a terminal sends it to all.
+    process `AT_ONCE_S` after the second if it is still in the block. What is lost is what a kill would lose. In another
+    thread than the main one it hears nothing, as Python's signals go there; on leaving, the previous handlers are back.
+    Child processes must ignore Ctrl-C by themselves: a terminal sends it to all.
     """
 
     def __init__(self, announce: Callable[[str], None] = lambda text: None) -> None:
@@ -36,6 +36,8 @@ class StopSignal:
         self._left = threading.Event()
 
     def __enter__(self) -> "StopSignal":
+        if threading.current_thread() is not threading.main_thread():
+            return self
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._receive)
         numbers, self._numbers = os.pipe()  # to it the interpreter writes each signal's number as the signal comes
@@ -45,6 +47,8 @@ class StopSignal:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if not self._previous:
+            return
         signal.set_wakeup_fd(self._previous_fd)
         self._left.set()
         os.close(self._numbers)  # ends the thread

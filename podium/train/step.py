@@ -23,7 +23,7 @@ from podium.models.architecture import DecoderConfig
 from podium.models.attention import row_attention
 from podium.models.decoder import forward, head_weights
 from podium.models.logprobs import TokenLogprobs, token_logprobs
-from podium.models.params import GATHERED_AXES, TRAIN_AXES, param_specs
+from podium.models.params import GATHERED_AXES, TRAIN_AXES, trained_specs
 from podium.sharding import Params, ShardingRules, abstract_params, to_devices
 from podium.train.batch import Batch
 from podium.train.state import TrainState, abstract_state
@@ -59,11 +59,15 @@ class TrainSettings(NamedTuple):
         return ShardingRules(self.mesh, GATHERED_AXES, stored=TRAIN_AXES)
 
 
+TrainStep = Callable[..., tuple[TrainState, Metrics]]
+"""`(state, batch, frozen) -> (state, metrics)`; without `frozen`, all weights are in the state."""
+
+
 class TrainPrograms(NamedTuple):
     """The compiled programs of a trainer."""
 
     score: Callable[[Params, Batch], jax.Array]
-    train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    train_step: TrainStep
 
 
 def make_train_programs(
@@ -90,19 +94,18 @@ def make_score(settings: TrainSettings) -> Callable[[Params, Batch], jax.Array]:
     return jax.jit(score, out_shardings=shardings, compiler_options=compiler_options(settings.platform))
 
 
-def make_train_step(
-    settings: TrainSettings, recipe: Recipe, optimizer: optax.GradientTransformation
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The jitted update `(state, batch) -> (state, metrics)`; `state` is donated.
+def make_train_step(settings: TrainSettings, recipe: Recipe, optimizer: optax.GradientTransformation) -> TrainStep:
+    """The jitted update `(state, batch, frozen) -> (state, metrics)`; `state` is donated.
 
+    `frozen` are weights that stay as they are, and of which none are in the state: with LoRA all but the adapters.
     Metrics are means over the batch's trained tokens, but for `loss`, norms and maxima.
     """
-    abstract = abstract_params(param_specs(settings.decoder), jnp.float32, settings.stored)
+    abstract = abstract_params(trained_specs(settings.decoder), jnp.float32, settings.stored)
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(abstract, optimizer))
     shardings = state_shardings.params
 
-    def micro_loss(params: Params, batch: Batch) -> tuple[jax.Array, tuple[Metrics, Metrics]]:
-        scored = _logprobs(settings, params, batch)
+    def micro_loss(params: Params, frozen: Params, batch: Batch) -> tuple[jax.Array, tuple[Metrics, Metrics]]:
+        scored = _logprobs(settings, params | frozen, batch)
         losses, stats = policy_loss(
             recipe,
             scored.logprobs,
@@ -121,15 +124,17 @@ def make_train_step(
         sums = {name: jnp.sum(values * batch.mask) for name, values in stats.items()}
         return loss, (sums, {"logprob_gap_max": jnp.max(gap)})
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def train_step(state: TrainState, batch: Batch, frozen: Params | None = None) -> tuple[TrainState, Metrics]:
+        frozen = frozen or {}
+
         def one(index: jax.Array, total: tuple) -> tuple:
-            (loss, (sums, maxima)), grads = gradient(state.params, _micro_batch(batch, index))
+            (loss, (sums, maxima)), grads = gradient(state.params, frozen, _micro_batch(batch, index))
             grads = {name: jax.lax.with_sharding_constraint(x, shardings[name]) for name, x in grads.items()}
             summed = jax.tree.map(jnp.add, total[:3], (grads, loss, sums))
             return *summed, jax.tree.map(jnp.maximum, total[3], maxima)
 
         gradient = jax.value_and_grad(micro_loss, has_aux=True)
-        loss, (sums, maxima) = jax.eval_shape(micro_loss, state.params, _micro_batch(batch, jnp.int32(0)))
+        loss, (sums, maxima) = jax.eval_shape(micro_loss, state.params, frozen, _micro_batch(batch, jnp.int32(0)))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (state.params, loss, sums, maxima))
         grads, loss, sums, maxima = jax.lax.fori_loop(0, batch.num_micro_batches, one, zeros)
         with jax.named_scope("optimizer"):

@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from podium.files import BUCKET, in_bucket
+from podium.files import in_bucket
 
 SIZES, DIGESTS = "sizes.json", "digests.json"
 ASIDE = ".damaged"
@@ -109,9 +109,9 @@ def first_line(error: BaseException) -> str:
 
 
 def stored_sizes(path: Path) -> dict[str, int]:
-    """Bytes of every file of a step, by its name below the step's folder."""
+    """Bytes of every file of a step, by its name below the step's folder; S3 also has objects for its folders."""
     if in_bucket(path):
-        return {name: int(about["size"]) for name, about in _objects(path).items()}
+        return {name: int(about["size"]) for name, about in _objects(path).items() if not name.endswith("/")}
     files = (file for file in sorted(path.rglob("*")) if file.is_file())
     return {file.relative_to(path).as_posix(): file.stat().st_size for file in files}
 
@@ -121,7 +121,10 @@ def _put_aside(path: Path) -> Path:
     aside = next(name for name in names if not name.exists())
     if not in_bucket(path):
         return path.rename(aside)
-    _bucket().mv(str(path), str(aside), recursive=True)
+    store = _store(path)
+    for name in stored_sizes(path):  # one by one: S3's objects for folders cannot be moved
+        store.cp_file(f"{path}/{name}", f"{aside}/{name}")
+    store.rm(str(path), recursive=True)
     return aside
 
 
@@ -133,20 +136,22 @@ def _digests(path: Path, names: Sequence[str], beat: Beat) -> dict[str, str]:
         return dict(zip(names, readers.map(lambda name: _digest(path / name, beat), names), strict=True))
 
 
-def _bucket() -> Any:
+def _store(path: Path) -> Any:
     import fsspec
 
-    return fsspec.filesystem("gcs")
+    return fsspec.filesystem(str(path).partition("://")[0])
 
 
 def _objects(path: Path) -> dict[str, dict[str, Any]]:
     """What a bucket says of the objects below a folder."""
-    root = str(path).removeprefix(BUCKET).rstrip("/") + "/"
-    return {name.removeprefix(root): about for name, about in _bucket().find(root, detail=True).items()}
+    root = str(path).partition("://")[2].rstrip("/") + "/"
+    return {name.removeprefix(root): about for name, about in _store(path).find(root, detail=True).items()}
 
 
 def _bucket_digest(about: dict[str, Any]) -> str:
-    """MD5 of an object; of one that was put together from parts there is only CRC32C."""
+    """MD5 of an object; of one that was put together from parts there is only CRC32C, or S3's digest of digests."""
+    if "ETag" in about:
+        return f"etag:{about['ETag']}"
     return f"md5:{about['md5Hash']}" if "md5Hash" in about else f"crc32c:{about['crc32c']}"
 
 

@@ -102,7 +102,7 @@ def _minibatch(groups: list[list[Sample]], advantages: np.ndarray, recipe: Recip
 
 
 class Trainer:
-    """Turns batches into optimizer steps; holds the compiled programs and the frozen reference."""
+    """Turns batches into optimizer steps; holds the compiled programs and the weights that no update changes."""
 
     def __init__(
         self,
@@ -113,12 +113,14 @@ class Trainer:
         *,
         reference: Params | None,
         folder: Path,
+        frozen: Params | None = None,
     ) -> None:
         """Makes the programs; they are compiled when they are first used.
 
         `reference` are the first model's parameters, where the recipe needs them; in `folder` a batch that diverges is
-        saved.
+        saved. `frozen` are the weights under LoRA's adapters, which are the reference too.
         """
+        self.frozen = frozen or {}
         self.recipe, self.settings, self.reference, self.folder = recipe, settings, reference, folder
         self.sizes = batch_sizes(config, settings.decoder, settings.computing)
         self.score, self.train_step = make_train_programs(settings, recipe, optimizer)
@@ -159,7 +161,10 @@ class Trainer:
         batches = [shard_batch(batch, self.settings.computing) for batch in batches]
         placed = time.perf_counter()
         batches = jax.block_until_ready(
-            [with_scores(batch, self.recipe, self.score, state.params, self.reference) for batch in batches]
+            [
+                with_scores(batch, self.recipe, self.score, state.params | self.frozen, self.reference)
+                for batch in batches
+            ]
         )
         scored = time.perf_counter()
         end = (step + 1) * self.updates_per_step  # of the step's share of the schedule
@@ -167,7 +172,7 @@ class Trainer:
         rate = float(np.asarray(self.learning_rate(end - 1)))
         made: list[UpdateStats] = []
         for position, batch in enumerate(todo, start=end - len(todo)):
-            state, metrics = self.train_step(at_schedule_step(state, position), batch)
+            state, metrics = self.train_step(at_schedule_step(state, position), batch, self.frozen)
             made.append(_update_stats(jax.device_get(metrics), float(batch.num_tokens), rate))
             if not np.isfinite([made[-1].loss, made[-1].gradient_norm]).all():
                 raise DivergedError(self._diverged(int(state.step), batch, made[-1]))

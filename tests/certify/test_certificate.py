@@ -113,6 +113,14 @@ def test_a_model_s_certificate_is_green(model):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("kl", ["none", "k3"])
+def test_the_certificate_of_adapters_is_green(kl):
+    algorithm = {"kl": kl, "kl_coef": 0.1} if kl != "none" else {}
+    found = command.make_certificate(make_subject(make_config(lora={"rank": 8}, algorithm=algorithm)))
+    assert [(check.name, check.difference) for check in found.checks if not check.ok] == []
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "grpo"])
 def test_every_recipe_s_certificate_is_green(recipe):
     kl = {} if recipe == "maxrl" else {"kl": "k3", "kl_coef": 0.1, "entropy_bonus": 0.01}

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from podium.observe.services import FINISH_TIMEOUT_S
 from podium.train.distributed import CLEAN_UP_S, SHUTDOWN_S
 
@@ -24,8 +26,12 @@ with join_job(os.environ) as job:
 """
 
 
-def test_the_others_wait_for_a_first_process_that_ends_slowly(tmp_path):
+def test_the_barrier_outlasts_the_slowest_end():
     assert SHUTDOWN_S > FINISH_TIMEOUT_S + CLEAN_UP_S
+
+
+@pytest.mark.long
+def test_the_others_wait_for_a_first_process_that_ends_slowly(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     processes = []

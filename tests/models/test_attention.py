@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_lowering import lowered_for_gpu
 from tiny_models import rules_on
 
 from podium.config import attention
@@ -179,7 +180,7 @@ def test_the_gpus_kernels_lower_for_a_gpu_and_declare_their_operations(heads):
     def total(q, k, v):
         return gpu_attention.gpu_attention(q, k, v, segments, segments).astype(jnp.float32).sum()
 
-    text = jax.jit(jax.grad(total, argnums=(0, 1, 2))).trace(q, k, k).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered_for_gpu(jax.grad(total, argnums=(0, 1, 2)), q, k, k)
     pairs = 2 * H * attended_pairs("gpu_kernel", T) * Q
     for products in (2, 3, 4):  # forward, for queries, for keys and values
         assert text.count(f"22{2 * products * pairs}") == 1

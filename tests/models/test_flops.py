@@ -1,7 +1,10 @@
+import dataclasses
+
 import numpy as np
 import pytest
 from tiny_decoder import DECODER
 
+from podium.models.architecture import Lora
 from podium.models.attention import packed_mask
 from podium.models.flops import Work, forward_flops, group_work, matrix_elements, step_work, update_flops
 from podium.models.params import param_specs
@@ -24,6 +27,13 @@ def test_an_update_is_six_operations_an_element_and_token_and_attention_by_half(
     found = update_flops(DECODER, causal) - 6 * 100 * matrix_elements(DECODER)
     assert found == pytest.approx(whole_square / 2, rel=0.011)
     assert update_flops(DECODER, causal) == 3 * forward_flops(DECODER, causal)
+
+
+def test_with_adapters_the_frozen_matrices_have_no_gradient():
+    decoder = dataclasses.replace(DECODER, lora=Lora(rank=2, alpha=2.0, targets=("q", "down")))
+    adapters = 2 * (2 * (32 + 32) + 2 * (48 + 32))
+    found = update_flops(decoder, Work(tokens=10, pairs=0))
+    assert found == 10 * (4 * matrix_elements(DECODER) + 6 * adapters)
 
 
 def test_the_elements_are_those_of_the_specs_that_are_matrices():

@@ -26,13 +26,28 @@ def make_config(tmp_path, **metrics):
     )
 
 
-def write_run(config, lines, *, resume_at=None, announce=print):
+SAMPLES = [
+    {
+        "step": 2,
+        "split": "train",
+        "question": "1 + 1?",
+        "answer": "2",
+        "completions": [
+            {"text": "a|b\n<script>", "reward": 0.5, "parts": {"correct": 0.0}, "tokens": 3, "finish_reason": "stop"},
+            {"text": "2", "reward": 1.0, "parts": {"correct": 1.0}, "tokens": 1, "finish_reason": "length"},
+        ],
+    }
+]
+
+
+def write_run(config, lines, *, resume_at=None, announce=print, samples=()):
     with RunDir.open(config) as run:
         if resume_at is not None:
             run.truncate(resume_at)
         with MetricWriter(run, config, announce=announce) as writer:
             for step, metrics in lines:
                 writer.write(step, metrics)
+            writer.write_samples(2, samples)
         return run
 
 
@@ -218,6 +233,27 @@ def test_tensorboard_reads_the_scalars_back_and_forgets_what_a_continued_run_rep
     assert "own/name" in read.Tags()["scalars"]
 
 
+def test_tensorboard_shows_completions_as_text(tmp_path):
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = write_run(make_config(tmp_path, tensorboard=True), [], samples=SAMPLES)
+    read = accumulators.EventAccumulator(str(run.path / "tensorboard"))
+    read.Reload()
+    (event,) = read.Tensors("samples/train")
+    lines = event.tensor_proto.string_val[0].decode().splitlines()
+    assert (event.step, read.SummaryMetadata("samples/train").plugin_data.plugin_name) == (2, "text")
+    assert lines[2] == "| 2 | 1 + 1? | a&#124;b<br>&lt;script> | 2 | 0.5 | correct=0 | 3 | stop |"
+    assert len(lines) == 4
+
+
+def test_wandb_has_a_table_of_completions(tmp_path):
+    pytest.importorskip("wandb")
+    run = write_run(make_config(tmp_path, wandb={"mode": "offline"}), [], samples=SAMPLES)
+    (path,) = run.path.glob("wandb/offline-run-*/files/media/table/**/*.table.json")
+    table = json.loads(path.read_text())
+    assert table["columns"][:3] == ["step", "prompt", "completion"]
+    assert table["data"][0] == [2, "1 + 1?", "a|b\n<script>", "2", 0.5, "correct=0", 3, "stop"]
+
+
 def test_trackio_reads_the_metrics_back_and_prints_nothing_on_stdout(tmp_path):
     pytest.importorskip("trackio")
     config = make_config(tmp_path, trackio="tests")
@@ -230,10 +266,17 @@ def test_trackio_reads_the_metrics_back_and_prints_nothing_on_stdout(tmp_path):
         for step in (1, 2):
             with RunDir.open(config) as run, MetricWriter(run, config, announce=print) as writer:
                 writer.write(step, {{"train-other/loss": 0.5 * step}})
+                writer.write_samples(step, {samples!r} if step == 2 else [])
         from trackio.sqlite_storage import SQLiteStorage
         print(json.dumps(SQLiteStorage.get_logs("tests", "demo")))
     """
-    done = run_program(program.format(tree=config.model_dump(mode="json")), TRACKIO_DIR=str(tmp_path / "trackio"))
+    done = run_program(
+        program.format(tree=config.model_dump(mode="json"), samples=SAMPLES), TRACKIO_DIR=str(tmp_path / "trackio")
+    )
     assert done.returncode == 0, done.stderr
     logs = json.loads(done.stdout)
-    assert [(line["step"], line["train-other/loss"]) for line in logs] == [(1, 0.5), (2, 1.0)]
+    numbers = [(line["step"], line["train-other/loss"]) for line in logs if "train-other/loss" in line]
+    assert numbers == [(1, 0.5), (2, 1.0)]
+    (table,) = [line["samples/train"] for line in logs if "samples/train" in line]
+    assert [row["reward"] for row in table["_value"]] == [0.5, 1.0]
+    assert table["_value"][0]["completion"] == "`` a|b\n<script> ``"

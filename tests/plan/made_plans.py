@@ -48,7 +48,7 @@ def phases(**update: Any) -> tuple[Phase, ...]:
         phase("init", took=None, calls=0.0),
         phase("sync", took=0.05, calls=1.0, gib={"gathered_weights": 0.7}, bound_by="ici"),
         phase("prefill", took=0.12, gib={"kv_cache": 2.4, "logits": 1.1}, calls=3.0),
-        phase("insert", took=0.01, gib={"kv_cache": 2.4}, calls=30.0, bound_by="latency"),
+        phase("copy", took=0.01, gib={"kv_cache": 2.4}, calls=30.0, bound_by="latency"),
         phase("decode", took=1.77, gib={"kv_cache": 4.8, "logits": 0.6}, calls=150.0, bound_by="hbm"),
         phase("update", **{"took": 1.1, "gib": {"layer_activations": 12.1, "logits": 2.0, "batch": 0.01}, **update}),
         phase("checkpoint", took=None, calls=0.0, compiled=False),
@@ -97,10 +97,10 @@ def estimated() -> Plan:
 def workload(**changed: Any) -> Workload:
     fields: dict[str, Any] = {
         "prefill_calls": {128: 3},
-        "insert_calls": {128: 30},
-        "insert_across_calls": {},
-        "decode_calls": 150,
-        "decode_steps": 600,
+        "prefill_tokens": 1_600,
+        "copy_calls": 30,
+        "copied_pages": 128,
+        "decodes": {128: (150, 600, 250.0)},
         "occupied_slot_steps": 25_000,
         "mean_context": 200.0,
         "prompt_tokens": 1_600,

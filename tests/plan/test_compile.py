@@ -22,7 +22,7 @@ from podium.plan import compile as compiling
 from podium.plan.compile import CompileProgress, CompilerError, answer_key, cache_folder, compile_phases
 from podium.plan.phases import phase_programs
 from podium.plan.tpu_compile import CODE_PER_TEXT, compile_tpu
-from podium.plan.worker import Job, looped_work, named_memory
+from podium.plan.worker import Job, _compile_kernels, looped_work, named_memory
 from podium.sharding import make_mesh
 
 CPU = Accelerator(name="cpu-8", generation="cpu", devices=8, hosts=1, hbm_bytes=GIB)
@@ -336,3 +336,24 @@ def test_names_add_up_to_the_compilers_figure(more):
     assert less.get("fragmentation", 0) == pytest.approx(max(0, more), abs=len(parts))
     assert (less["parameters"], less["kv_cache"]) == (parts["parameters"], parts["kv_cache"])  # arguments
     assert [each.bytes for each in arrays] == sorted((each.bytes for each in arrays), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("said", "options"),
+    [
+        ("INTERNAL: Couldn't find output tile sizes that satisfy hlo: %dot.1", {"xla_gpu_enable_triton_gemm": False}),
+        ("INTERNAL: another", None),
+    ],
+)
+def test_products_that_xla_has_no_kernel_for_are_those_of_cublas(said, options):
+    class Lowered:
+        def compile(self, compiler_options=None):
+            if compiler_options is None:
+                raise jax.errors.JaxRuntimeError(said)
+            return compiler_options
+
+    if options is None:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="another"):
+            _compile_kernels(Lowered())
+    else:
+        assert _compile_kernels(Lowered()) == options

@@ -100,7 +100,7 @@ def test_the_bars_of_memory_add_up_to_the_phases(one):
 def test_the_timeline_goes_on_where_the_phase_before_ends(one):
     _, timeline = one.charts
     segments = [segment for bar in timeline for segment in bar]
-    assert len(segments) == 6  # sync, prefill, insert, decode, update, host
+    assert len(segments) == 6  # sync, prefill, copy, decode, update, host
     ends = [begin + length for begin, length in segments]
     assert [begin for begin, _ in segments[1:]] == pytest.approx(ends[:-1], abs=0.01)
     ranges = one.ranges

@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
     "train": {"rows_per_device": 1},
 }
 FACTORIES = {
-    "podium.rollout.programs": ("make_sync", "make_prefill", "make_insert", "make_decode"),
+    "podium.rollout.programs": ("make_sync", "make_extend", "make_copy", "make_decode"),
     "podium.train.step": ("make_score", "make_train_step"),
 }
 
@@ -55,6 +55,7 @@ def planned(config: Config) -> dict[str, PhaseProgram]:
 
 class Letters:
     eos_tokens = (299,)
+    special_tokens: Any = {}  # noqa: RUF012  # nothing writes it
 
     def decode(self, tokens: list[int]) -> str:
         return " ".join(map(str, tokens))
@@ -96,9 +97,11 @@ class Recorded:
         self.calls, self.name, self.program = calls, name, program
 
     def __call__(self, *arguments: Any) -> Any:
-        bucket = {"prefill": lambda _, tokens, __: tokens.shape[1]}
-        bucket |= dict.fromkeys(("insert", "insert_across"), lambda _, new, *__: new.kv.keys.shape[-1])
-        name = f"{self.name}:{bucket[self.name](*arguments)}" if self.name in bucket else self.name
+        name = self.name
+        if name == "extend":
+            name = f"prefill:{arguments[2].tokens.shape[1]}"
+        if name == "decode":
+            name = f"decode:{len(arguments[2].tokens)}"
         self.calls[name] = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arguments
         )
@@ -114,8 +117,9 @@ def run():
     config, calls = config_of(), {}
     rules = ShardingRules(make_mesh(config.mesh), TRAIN_AXES)
     engine = make_engine(config)
-    made = engine.programs._asdict()
-    engine.programs = EnginePrograms(**{name: Recorded(calls, name, program) for name, program in made.items()})
+    made = engine.device.programs._asdict()
+    programs = {name: Recorded(calls, name, program) for name, program in made.items()}
+    engine.device.programs = EnginePrograms(**programs)
     params = init_params(0, param_specs(DECODER), rules)
     trainer = make_trainer(config, init_params(0, param_specs(DECODER), rules))
     optimizer = make_run_optimizer(config, DECODER)
@@ -125,14 +129,13 @@ def run():
     prompts = [tuple(range(1, 1 + length)) for length in (3, 35)]
     requests = [Request(prompt=prompt, sampling=sampling, seed=0, completions=4) for prompt in prompts]
     engine.generate(requests)
-    for request in requests:  # few enough to stay on the device that has their prompt
-        engine.generate([dataclasses.replace(request, completions=2)])
+    engine.warm_up()
     blank = np.zeros(4, np.int32), np.zeros(4, np.float32)
     samples = [Sample(group=n, prompt=(1, 2), tokens=blank[0], sampled_logprobs=blank[1]) for n in range(2)]
     batch = shard_batch(make_batch(samples, trainer.sizes)[0], trainer.settings.computing)
     score = Recorded(calls, "score", trainer.score)
     step = Recorded(calls, "update", trainer.train_step)
-    sizes = {"optimizer": held((state.step, state.opt_state)), "rollout_weights": held(engine.params)}
+    sizes = {"optimizer": held((state.step, state.opt_state)), "rollout_weights": held(engine.device.params)}
     batch = with_scores(batch, trainer.recipe, score, state.params, trainer.reference)
     step(state, batch)
     return SimpleNamespace(config=config, calls=calls, sizes=sizes, engine=engine, trainer=trainer)
@@ -158,18 +161,14 @@ def test_what_a_run_gives_its_programs_is_what_the_planner_lowers_them_with(run)
 def test_residents_are_what_is_held_beside_a_programs_own_arguments(run):
     programs = planned(run.config)
     parameters = held(run.trainer.reference)
-    prompts = sum(device_bytes(program.arguments[1]) for name, program in programs.items() if "insert:" in name)
     whole = {"parameters": parameters, "optimizer": run.sizes["optimizer"], "reference_weights": parameters}
-    cache, weights = device_bytes(run.calls["decode"][1]), run.sizes["rollout_weights"]
+    weights = run.sizes["rollout_weights"]
     batch = device_bytes(run.calls["update"][1])
     assert programs["init"].residents == {}
     assert programs["sync"].residents == {name: whole[name] for name in ("optimizer", "reference_weights")}
-    assert programs["prefill:32"].residents == whole | {"kv_cache": cache, "prompts": prompts}
-    assert programs["prefill:40"].residents == programs["prefill:32"].residents
-    other = device_bytes(programs["insert:32"].arguments[1])
-    assert programs["insert:40"].residents == whole | {"rollout_weights": weights, "prompts": other}
-    assert programs["insert_across:40"].residents == programs["insert:40"].residents
-    assert programs["decode"].residents == whole | {"prompts": prompts}
+    for name in ("prefill:32", "prefill:40", "decode:16", "decode:8"):
+        assert programs[name].residents == whole
+    assert programs["copy"].residents == whole | {"rollout_weights": weights}
     anchor = {"reference_weights": parameters}
     assert programs["update"].residents == anchor | {"batch": batch}  # of the other of two minibatches
     scored = 2 * batch - device_bytes(programs["score"].arguments[1])
@@ -192,8 +191,8 @@ def test_the_closed_form_says_the_same_of_what_stays(optimizer):
 def test_a_recipe_that_scores_nothing_has_no_such_phase():
     config = config_of(algorithm={"kl": "none", "kl_coef": 0.0, "old_logprobs": "sampler", "minibatches": 1})
     programs = planned(config)
-    of_buckets = [f"{phase}:{T}" for T in (32, 40) for phase in ("prefill", "insert", "insert_across")]
-    assert list(programs) == ["init", "sync", *of_buckets, "decode", "update"]
+    rollout = ["prefill:32", "prefill:40", "copy", "decode:16", "decode:8"]
+    assert list(programs) == ["init", "sync", *rollout, "update"]
     assert "reference_weights" not in programs["update"].residents
     assert "batch" not in programs["update"].residents
 
@@ -207,13 +206,11 @@ def test_rows_change_the_update_and_the_score_alone():
     assert {name for name in few if few[name] != many[name]} == {"update", "score"}
 
 
-def test_slots_change_decode_and_insert_and_what_prefill_stands_beside():
-    few, many = texts(config_of()), texts(config_of(rollout={"slots": 32}))
+def test_pages_change_the_rollouts_programs_alone():
+    few, many = texts(config_of()), texts(config_of(rollout={"cache_tokens": 8 * 64 * 9}))
     assert {name for name in few if few[name][0] != many[name][0]} == {
-        "decode",
-        *(f"{phase}:{T}" for phase in ("insert", "insert_across") for T in (32, 40)),
-    }
-    assert many["prefill:40"][1]["kv_cache"] == 2 * few["prefill:40"][1]["kv_cache"]
+        "prefill:32", "prefill:40", "copy", "decode:16", "decode:8",
+    }  # fmt: skip
 
 
 def test_what_does_not_divide_is_the_engines_own_error():

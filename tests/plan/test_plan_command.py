@@ -284,7 +284,7 @@ def test_a_search_probes_only_what_the_setting_moves_and_plans_the_answer(podium
     assert status == 0 and value["setting"] == "rollout.slots=24" and value["verdict"] == "fits"
     assert (value["search"]["value"], value["search"]["too_large"], value["search"]["proven"]) == (24, 32, True)
     assert "rollout.slots=32: decode needs 36.4 of 31.25 GiB, refused by the compiler" in err
-    assert {job.phase.partition(":")[0] for job in compiler.jobs} == {"prefill", "insert_across", "decode"}
+    assert {job.phase.partition(":")[0] for job in compiler.jobs} == {"prefill", "copy", "decode"}
     assert [config.rollout.slots for config, _, fast in planner.calls if not fast] == [24]
 
 

@@ -15,10 +15,10 @@ from podium.config.schema import Config
 from podium.hlo.cost import Peaks, Roofline
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.plan.calibration import Chip, Factor, load_chip
-from podium.plan.estimate import residents, trainers
 from podium.plan.planner import calibrated, make_plan, step_calls
+from podium.plan.residents import residents, trainers
 from podium.plan.result import Plan, Seconds, judge, total
-from podium.plan.sizes import make_sizes
+from podium.plan.sizes import make_sizes, network_bytes
 from podium.plan.worker import _skipped
 from podium.plan.workload import Workload
 from podium.settings import load_settings
@@ -96,7 +96,7 @@ def test_planned_memory_is_that_of_the_programs_that_a_trainer_compiles(plan):
 
 
 def test_a_plan_has_every_phase_in_the_order_of_a_run(plan):
-    names = ["init", "sync", "prefill", "insert", "decode", "score", "update", "checkpoint"]
+    names = ["init", "sync", "prefill", "copy", "decode", "score", "update", "checkpoint"]
     assert [phase.name for phase in plan.phases] == names
     assert [phase.name for phase in plan.phases if phase.compiled] == names[:-1]
     assert not plan.estimate_only
@@ -110,7 +110,6 @@ def test_what_programs_make_has_its_name_also_when_nobody_holds_it_yet(plan):
     run = residents(make_sizes(config_of(), DECODER, CPU))
     assert run["optimizer"] <= plan.phase("init").parts["optimizer"] < run["optimizer"] + 200
     assert plan.phase("sync").parts["rollout_weights"] == run["rollout_weights"]
-    assert plan.phase("prefill").parts["prompts"] > 0
     assert "gradients" in plan.phase("update").parts
     assert not any("gradients" in phase.parts for phase in plan.phases if phase.name != "update")
 
@@ -133,15 +132,15 @@ def test_rows_change_the_update_and_the_score_alone(plan):
 def test_calls_and_rounds_of_a_step_are_the_engines_and_the_updaters():
     config = config_of(
         algorithm={"minibatches": 2, "updates_per_batch": 3, "old_logprobs": "trainer"},
-        rollout={"max_prompt_tokens": 100, "slots": 8},
+        rollout={"max_prompt_tokens": 100, "slots": 16},
     )
     run = make_sizes(config, DECODER, CPU)
     workload = Workload(
         prefill_calls={32: 2},
-        insert_calls={32: 1},
-        insert_across_calls={32: 2, 64: 1},
-        decode_calls=5,
-        decode_steps=15,
+        prefill_tokens=100,
+        copy_calls=4,
+        copied_pages=64,
+        decodes={8: (3, 9, 70.0), 16: (2, 12, 130.0)},
         occupied_slot_steps=100,
         mean_context=20.0,
         prompt_tokens=100,
@@ -150,18 +149,15 @@ def test_calls_and_rounds_of_a_step_are_the_engines_and_the_updaters():
     )
     calls = {call.program: call for call in step_calls(run, workload, micro_batches=6)}
     made = {name: (call.calls, call.rounds) for name, call in calls.items()}
-    placed = 16 / 4 / 8  # sequences over calls and devices
+    copied = 64 / 4 / 8  # pages over calls and devices
     assert made == {
         "init": (0, 0),
         "sync": (1, 0),
         "prefill:32": (2, 0),
-        "prefill:64": (0, 0),
         "prefill:100": (0, 0),
-        "insert:32": (1, placed),
-        "insert_across:32": (2, placed),
-        "insert_across:64": (1, placed),
-        "insert_across:100": (0, placed),
-        "decode": (5, 3),
+        "copy": (4, copied),
+        "decode:16": (2, 6 / 8),  # 8 steps at once
+        "decode:8": (3, 3 / 8),
         "score": (4, 3),
         "update": (6, 3),
     }
@@ -169,12 +165,16 @@ def test_calls_and_rounds_of_a_step_are_the_engines_and_the_updaters():
     assert repeats == {
         "sync": 1,
         "prefill:32": 2,
-        "insert:32": 1,
-        "insert_across:32": 2,
-        "insert_across:64": 1,
-        "decode": 15,
+        "copy": 4,
+        "decode:16": 12,
+        "decode:8": 9,
         "score": 12,
         "update": 18,
+    }
+    assert {name: call.blocks for name, call in calls.items() if call.blocks > 1} == {
+        "prefill:100": 2,  # of pages of 64 tokens
+        "decode:16": 3,
+        "decode:8": 2,
     }
     form = calls["update"].closed_form
     assert form is not None
@@ -219,6 +219,13 @@ def test_errors_of_several_times_may_go_together():
 )
 def test_what_is_within_three_percent_of_the_memory_is_too_close(worst, verdict):
     assert judge([10, worst, 20], 1000) == verdict
+
+
+@pytest.mark.parametrize(
+    ("worst", "verdict"), [(919, "fits"), (920, "too_close"), (1080, "too_close"), (1081, "does_not_fit")]
+)
+def test_an_estimate_is_too_close_as_far_as_it_errs(worst, verdict):
+    assert judge([worst], 1000, compiled=False) == verdict
 
 
 # The closed form
@@ -266,11 +273,11 @@ def test_gradients_alone_go_over_the_network_where_machines_hold_copies():
     inside, apart = (
         make_sizes(config_of(mesh=mesh), DECODER, find_accelerator("h100-16")) for mesh in ("auto", "fsdp:16")
     )
-    assert (inside.dp, inside.fsdp) == (2, 8) and inside.network_bytes("decode", 10**6) == 0
-    assert inside.network_bytes("update", 10**6) == 2 * 4 * inside.own_count // 2
-    assert apart.network_bytes("decode", 8 * 10**6) == 10**6
+    assert (inside.dp, inside.fsdp) == (2, 8) and network_bytes(inside, "decode", 10**6) == 0
+    assert network_bytes(inside, "update", 10**6) == 2 * 4 * inside.own_count // 2
+    assert network_bytes(apart, "decode", 8 * 10**6) == 10**6
     one = make_sizes(config_of(), DECODER, find_accelerator("h100-8"))
-    assert one.network_bytes("update", 10**6) == 0
+    assert network_bytes(one, "update", 10**6) == 0
 
 
 def test_a_search_for_a_cut_counts_where_sampling_is_cut():
@@ -285,7 +292,7 @@ def test_a_gpus_memory_is_said_to_be_uncalibrated():
     assert [phase.name for phase in plan.phases] == [
         "sync",
         "prefill",
-        "insert",
+        "copy",
         "decode",
         "score",
         "update",

@@ -22,16 +22,16 @@ def architecture(monkeypatch):
     """Every config here is of the 3B model."""
     from tests.plan.test_estimate import QWEN_3B
 
-    monkeypatch.setattr(probe, "find_architecture", lambda model: QWEN_3B)
+    monkeypatch.setattr(probe, "find_decoder", lambda config: QWEN_3B)
 
 
 @pytest.mark.parametrize(
     ("changed", "phases"),
     [
         ({"train": {"rows_per_device": 8}}, ("update",)),
-        ({"rollout": {"slots": 64}}, ("decode", "insert")),
-        ({"train": {"optimizer": {"name": "lion"}}}, ("update", "decode", "prefill", "sync", "insert")),
-        ({}, ("update", "decode", "prefill", "sync", "insert")),  # nothing differs: all are asked for
+        ({"rollout": {"slots": 64}}, ("decode", "copy")),
+        ({"train": {"optimizer": {"name": "lion"}}}, ("update", "decode", "prefill", "sync", "copy")),
+        ({}, ("update", "decode", "prefill", "sync", "copy")),  # nothing differs: all are asked for
     ],
 )
 def test_the_phases_that_a_setting_moves_are_those_whose_memory_differs(changed, phases):
@@ -42,12 +42,12 @@ def test_the_phases_that_a_setting_moves_are_those_whose_memory_differs(changed,
 
 
 def test_of_each_phase_the_largest_program_is_asked_for():
-    assert PROBER.programs(config(), ["update", "prefill"]) == ["update", "prefill:512"]
+    assert list(PROBER.programs(config(), ["update", "prefill", "decode"])) == ["update", "prefill:512", "decode:128"]
 
 
 def test_a_probe_has_the_largest_of_its_programs_and_any_refusal(monkeypatch):
     def compiled(job: Job) -> CompiledPhase:
-        size = {"update": 20, "decode": 30}[job.phase] * GIB
+        size = {"update": 20, "decode": 30}[job.phase.partition(":")[0]] * GIB
         empty: dict[str, Any] = {"parts": {}, "largest": (), "work": (), "compile_s": 1.0}
         refused = job.phase == "update"
         return CompiledPhase(residents={"a": GIB}, memory=Memory(peak=size, code=7), refused=refused, **empty)
@@ -79,7 +79,7 @@ def test_a_program_without_its_code_is_compiled_again_when_that_is_asked_for(mon
         job = Job(
             phase="update",
             config=config(),
-            decoder=probe.find_architecture("none"),
+            decoder=probe.find_decoder(config()),
             accelerator=V6E,
             programs=tmp_path,
             whole=whole,

@@ -98,7 +98,7 @@ def test_an_estimate_says_so_in_its_verdict(made):
 def test_what_is_compiled_and_what_is_estimated_is_told():
     text = output(plan_sections(entry(plan())))
     assert (
-        "compiled for v6e-8: memory, operations and transfers of init, sync, prefill, insert, decode and update" in text
+        "compiled for v6e-8: memory, operations and transfers of init, sync, prefill, copy, decode and update" in text
     )
     assert "estimated by the closed form: checkpoint" in " ".join(text.split())
     assert method_line(estimated()).startswith("everything is estimated by the closed form;")
@@ -150,7 +150,7 @@ def test_the_timeline_goes_on_where_the_phase_before_ends():
     lines = output(plan_sections(entry(plan()))).splitlines()
     start = lines.index(next(line for line in lines if line.strip() == "a step"))
     bars = [(line.index("\u2588"), line.rindex("\u2588")) for line in lines[start:] if "\u2588" in line]
-    assert len(bars) == 6  # sync, prefill, insert, decode, update, host
+    assert len(bars) == 6  # sync, prefill, copy, decode, update, host
     assert all(after[0] in (before[1], before[1] + 1) for before, after in itertools.pairwise(bars))
 
 
@@ -209,7 +209,7 @@ def test_the_object_has_what_the_issue_promises():
     assert value["step_seconds"]["low"] < value["step_seconds"]["value"] < value["step_seconds"]["high"]
     assert value["tokens_per_s_per_chip"]["value"] == pytest.approx(3200 / value["step_seconds"]["value"])
     assert [phase["name"] for phase in value["phases"]] == [
-        "init", "sync", "prefill", "insert", "decode", "update", "checkpoint",
+        "init", "sync", "prefill", "copy", "decode", "update", "checkpoint",
     ]  # fmt: skip
     update = value["phases"][5]
     assert {"name", "gib", "fits", "seconds", "bound_by", "largest"} <= set(update)
@@ -257,7 +257,7 @@ def test_a_comparison_fits_eighty_columns():
         (
             {7: 30, 8: 31, 9: 33},
             True,
-            "k: 8 is the largest that fits, but it is within 3 % of the memory, too close to call; 7 leaves more;"
+            "k: 8 is the largest that fits, but it is within 3% of the memory, too close to call; 7 leaves more;"
             " 9 does not",
         ),
         ({8: 24, 12: 33}, False, "k: 8 is the largest that fits; 12 does not; values in between were not tried"),

@@ -204,7 +204,7 @@ def test_without_a_count_the_time_of_each_is_told():
 
 
 def test_the_steps_of_decoding_are_counted_not_its_calls():
-    fewer = dataclasses.replace(decoding(1.2), workload=workload(decode_steps=300))
+    fewer = dataclasses.replace(decoding(1.2), workload=workload(decodes={128: (75, 300, 250.0)}))
     assert difference(fewer, REPLICATED) == "decode 1.2 s against 1.8: 300 tokens against 600"
 
 

@@ -109,10 +109,11 @@ def test_a_wrong_source_is_an_error(source, message):
 
 
 def test_a_rollout_by_hand():
-    """Two slots, decode calls of two steps; prompts of 3 and 40 tokens (buckets 32 and 64), two completions each.
+    """Two slots, decode calls of two steps; prompts of 3 and 40 tokens (chunks of 32 and 64), two completions each.
 
-    Admitted: (4, 1). The one of 1 token ends at once and prompt 2's first (2 tokens) takes its slot. A call of 2 steps:
-    the 4 makes 2 of its 3, the 2 ends. Its slot takes prompt 2's second (3 tokens): a call of 2 ends both.
+    Admitted: (4, 1). A call: the 4 makes its first and 2 more, the 1 ends with its first, and prompt 2's first (2
+    tokens) takes its slot. A call ends both in one step; the last one (3 tokens) is alone, in the program of one slot:
+    its first and 2 steps.
     """
     settings = config(
         prompts=2,
@@ -121,29 +122,47 @@ def test_a_rollout_by_hand():
     )
     lengths = SequenceLengths(prompts=np.array([3, 40]), completions=np.array([[4, 1], [2, 3]]))
     found = simulate_rollout(lengths, settings)
-    assert found.prefill_calls == {32: 1, 64: 1}
-    assert (found.insert_calls, found.insert_across_calls) == ({32: 1, 64: 2}, {})
-    assert (found.decode_calls, found.decode_steps) == (2, 4)
-    assert found.occupied_slot_steps == 3 + 1 + 2
+    assert (found.prefill_calls, found.prefill_tokens) == ({32: 1, 64: 1}, 3 + 40)
+    assert (found.copy_calls, found.copied_pages) == (3, 4)  # the part page of each prompt for each completion
+    assert found.decodes == {2: (2, 3, pytest.approx((2 * 4.5 + 41) / 3)), 1: (1, 2, 41.5)}
+    assert found.occupied_slot_steps == 3 + 0 + 1 + 2
     assert found.mean_context == pytest.approx((4 + 5 + 6 + 41 + 41 + 42) / 6)
     assert (found.prompt_tokens, found.completion_tokens) == (43, 10)
-    assert found.slot_utilisation(2) == pytest.approx(6 / 8)
+    assert found.slots_busy(2) == pytest.approx(6 / 10)
+    assert found.slot_utilisation == pytest.approx(6 / 8)
 
 
-def test_completions_enter_slots_of_the_device_that_has_their_prompt_while_there_are_any():
-    """Four devices of two slots and a row each: four prompts of two completions; of three, each device lacks a slot."""
-    shape = {"max_prompt_tokens": 32, "max_new_tokens": 8, "slots": 8, "prefill_rows": 4, "refill_steps": 2}
-    for group, crosses in ((2, False), (3, True)):
-        lengths = SequenceLengths(prompts=np.full(4, 3), completions=np.full((4, group), 4))
-        found = simulate_rollout(lengths, config(prompts=4, group=group, rollout=shape), shards=4)
-        assert bool(found.insert_across_calls) is crosses
-
-
-def test_a_rollout_of_single_tokens_needs_no_decode():
-    found = simulate_rollout(
-        SequenceLengths(prompts=np.array([5]), completions=np.ones((1, 3), int)), config(prompts=1, group=3)
+def test_calls_that_overlap_leave_a_slot_empty_for_one_more():
+    settings = config(
+        prompts=3, group=1, rollout={"max_prompt_tokens": 8, "max_new_tokens": 8, "slots": 1, "prefill_rows": 1}
     )
-    assert (found.decode_calls, found.decode_steps, found.mean_context, found.slot_utilisation(64)) == (0, 0, 0.0, 0.0)
+    lengths = SequenceLengths(prompts=np.array([1, 1, 1]), completions=np.array([[8], [8], [8]]))
+    apart, over = (simulate_rollout(lengths, settings, overlap=overlap) for overlap in (False, True))
+    assert apart.decodes == over.decodes == {1: (3, 24, 4.5)}
+    assert apart.occupied_slot_steps == over.occupied_slot_steps == 24
+
+
+@pytest.mark.parametrize(("group", "times"), [(2, 1), (8, 2)])
+def test_a_prompt_is_prefilled_once_unless_slots_would_idle(group, times):
+    """Four devices of two slots and a row each: a group of 2 fits one, and one of 8 needs all of them."""
+    shape = {"max_prompt_tokens": 32, "max_new_tokens": 8, "slots": 8, "prefill_rows": 4, "refill_steps": 2}
+    prompts = 8 // group
+    lengths = SequenceLengths(prompts=np.full(prompts, 3), completions=np.full((prompts, group), 4))
+    found = simulate_rollout(lengths, config(prompts=prompts, group=group, rollout=shape), shards=4)
+    assert found.prefill_tokens == 3 * (prompts if times == 1 else 4)
+
+
+def test_pages_that_run_out_cost_steps_but_no_tokens():
+    shape = {"max_prompt_tokens": 32, "max_new_tokens": 64, "slots": 8, "prefill_rows": 4, "page_tokens": 8}
+    lengths = SequenceLengths(prompts=np.full(8, 20), completions=np.full((8, 2), 64))
+    plenty, few = (
+        simulate_rollout(lengths, config(prompts=8, group=2, rollout={**shape, "cache_tokens": tokens}))
+        for tokens in (None, 240)
+    )
+    assert plenty.preempted == 0
+    assert few.preempted > 0
+    assert few.completion_tokens == plenty.completion_tokens
+    assert few.decode_steps > plenty.decode_steps
 
 
 def test_the_workload_is_what_the_engine_counts():
@@ -159,7 +178,9 @@ def test_the_workload_is_what_the_engine_counts():
     )
     found = simulate_rollout(lengths, config(rollout=CONFIG.model_dump()))
     assert found.decode_steps == counted.decode_steps
-    assert found.slot_utilisation(CONFIG.slots) == pytest.approx(counted.slot_utilisation)
+    assert found.slot_utilisation == pytest.approx(counted.slot_utilisation)
+    assert found.slots_busy(CONFIG.slots) == pytest.approx(counted.slots_busy)
+    assert found.prefill_tokens == counted.prefill_tokens
     assert found.completion_tokens == counted.completion_tokens
     assert found.prompt_tokens == counted.prompt_tokens
 

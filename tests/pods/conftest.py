@@ -1,10 +1,12 @@
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from podium import cli
+from podium.pods.host.jobs import Host
+from tests.pods.host_agent import Agent
 from tests.pods.pod_world import PodWorld, make_checkout
 
 
@@ -43,3 +45,12 @@ def pod(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return stopped.value.code or 0, *capsys.readouterr()
 
     return pod
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    agent = Agent(tmp_path / "home")
+    yield agent
+    host = Host(agent.home)
+    for folder in (agent.home / "jobs").glob("*"):
+        assert host.stop(folder.name, 0.0) == []

@@ -53,6 +53,13 @@ class FakeGcloud:
         self.commands: list[tuple[str, ...]] = []
         self.parallel = True
         """Whether all machines are asked at once."""
+        self.vms: dict[str, dict[str, Any]] = {}
+        """Ordinary virtual machines, as Google describes them."""
+        self.vms_refused = ""
+        """What gcloud says to who may not list them."""
+        self.machine: Hosts | None = None
+        self.machine_address = ""
+        """What all of them are, and where."""
         self.before: Callable[[tuple[str, ...]], None] = lambda argv: None
         """Called before each command; may raise, as if the laptop was closed."""
 
@@ -63,6 +70,8 @@ class FakeGcloud:
         if argv[:3] == ("gcloud", "config", "list"):
             core = {"account": "ada@example.org"} | ({"project": self.project} if self.project else {})
             return self._finished(argv, 0, json.dumps({"core": core}))
+        if argv[2] in ("instances", "ssh", "scp"):
+            return self._virtual_machines(argv, timeout_s)
         assert argv[:3] == ("gcloud", "compute", "tpus"), argv
         group, verb = argv[3:5]
         flags = dict(word.removeprefix("--").partition("=")[::2] for word in argv[5:] if word.startswith("--"))
@@ -80,6 +89,33 @@ class FakeGcloud:
         except LostError:
             return self._finished(argv, 1, "", "ERROR: gcloud crashed (ConnectionError): ('Connection aborted.')\n")
         return self._finished(argv, *answer)
+
+    def _virtual_machines(self, argv: tuple[str, ...], timeout_s: float) -> Finished:
+        """`gcloud compute instances`, and `ssh` and `scp` to one."""
+        verb, words = argv[3], [word for word in argv[3:] if not word.startswith("--")]
+        flags = dict(word.removeprefix("--").partition("=")[::2] for word in argv[3:] if word.startswith("--"))
+        if argv[2] != "instances":
+            if words[-1].partition(":")[0] not in self.vms:
+                return self._finished(
+                    argv, 1, "", "ERROR: (gcloud.compute.ssh) Could not fetch resource:\n - not found"
+                )
+            return self._on_hosts(argv, argv[2], words, flags, timeout_s)
+        if verb == "list" and self.vms_refused:
+            return self._finished(argv, 1, "", self.vms_refused)
+        if verb == "list":
+            name = flags["filter"].removeprefix("name=")
+            return self._finished(argv, 0, json.dumps([self.vms[name]] if name in self.vms else []))
+        if verb == "create":
+            self.vms[words[1]] = {
+                "name": words[1],
+                "zone": f"https://www.googleapis.com/compute/v1/projects/p/zones/{flags['zone']}",
+                "status": "RUNNING",
+                "labels": dict(each.split("=") for each in flags["labels"].split(",")),
+                "networkInterfaces": [{"networkIP": self.machine_address}],
+            }
+        else:
+            self.vms.pop(words[1], None)
+        return self._finished(argv, 0, "[]")
 
     def _finished(self, argv: tuple[str, ...], code: int | None, stdout: str, stderr: str = "") -> Finished:
         return Finished(argv=argv, returncode=code, stdout=stdout, stderr=stderr)
@@ -129,6 +165,9 @@ class FakeGcloud:
         self, argv: tuple[str, ...], verb: str, words: list[str], flags: dict[str, str], timeout_s: float
     ) -> Finished:
         target = (words[0] if verb == "ssh" else words[-1].partition(":")[0]).rpartition("@")[2]
+        if argv[2] != "tpus":
+            assert self.machine is not None
+            return self._reached(argv, verb, words, flags, timeout_s, self.machine, range(1))
         node = self._request("GET", f"/v2/projects/p/locations/{flags['zone']}/nodes/{target}")
         if node["state"] in ("PREEMPTED", "TERMINATED"):
             message = f'This TPU has terminal state "{node["state"]}", so it cannot be used anymore.'
@@ -136,8 +175,18 @@ class FakeGcloud:
         count = len(node["networkEndpoints"])
         workers = range(count) if flags.get("worker", "0") == "all" else [int(flags.get("worker", "0"))]
         assert self.hosts is not None
-        hosts = self.hosts
+        return self._reached(argv, verb, words, flags, timeout_s, self.hosts, workers)
 
+    def _reached(
+        self,
+        argv: tuple[str, ...],
+        verb: str,
+        words: list[str],
+        flags: dict[str, str],
+        timeout_s: float,
+        hosts: Hosts,
+        workers: Sequence[int],
+    ) -> Finished:
         def of_worker(worker: int) -> tuple[int, str, str]:
             said, message = "", ""
             for _ in range(SENT_AGAIN):

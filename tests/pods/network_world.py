@@ -43,8 +43,8 @@ class NetworkWorld:
             return subprocess.Popen(command, cwd=self.checkout, env=self.environment, stdout=file, stderr=file)
 
     def command(self, *arguments: str) -> list[str]:
-        """What is typed there."""
-        return [*self.inside, sys.executable, "-m", "podium.cli", "pod", *arguments]
+        """What is typed there; the code is this checkout's, whether or not it is installed."""
+        return [*self.inside, sys.executable, "-P", "-m", "podium.cli", "pod", *arguments]
 
     def run(self, argv: Sequence[str], timeout_s: float) -> Finished:
         """Any command on the laptop: a `podium.pods.gcloud.Runner`."""

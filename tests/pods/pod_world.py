@@ -120,6 +120,7 @@ def make_checkout(folder: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(file.read_bytes())
     (folder / "constraints.txt").write_text("numpy==2.4.6\n")
+    (folder / ".gitignore").write_text("__pycache__/\n")
     git(folder, "init", "--quiet")
     git(folder, "add", "--all")
     git(folder, "commit", "--quiet", "-m", "all")
@@ -131,3 +132,14 @@ def git(folder: Path, *arguments: str) -> str:
     who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
     command: Sequence[str] = ("git", "-C", str(folder), *who, *arguments)
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def rent(world: PodWorld, pod, name: str = "demo") -> None:
+    assert pod("up", name, "--type", world.type, "--zone", ZONES[0])[0] == 0

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,53 +13,18 @@ from typing import Any
 import pytest
 import yaml
 
-from benches.recipes import write_tiny_model
-from podium.job.report import main as report
 from podium.job.report import statuses
+from tests.pods.cluster_runs import (
+    ROOT,
+    config,
+    free_port,
+    jobset_losses,
+    manifest,
+    podium,
+    slurm_losses,
+    submit,
+)
 from tests.pods.slurm_cluster import Slurm, slurm_cluster, why_no_slurm
-
-ROOT = Path(__file__).parents[2]
-SETTINGS: dict[str, Any] = {
-    "prompts_per_step": 4,
-    "group_size": 4,
-    "algorithm": {"recipe": "dr_grpo"},
-    "tasks": [{"name": "arithmetic"}],
-    "grading": {"workers": 0},
-    "rollout": {"max_prompt_tokens": 16, "max_new_tokens": 3, "slots": 16, "prefill_rows": 8},
-    "train": {"rows_per_device": 2, "optimizer": {"learning_rate": 1e-2}},
-    "eval": {"at_start": False, "at_end": False},
-}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-def config(folder: Path, **settings: Any) -> Path:
-    """The config of a tiny run."""
-    (folder / "model").mkdir(exist_ok=True)
-    write_tiny_model(folder / "model")
-    path = folder / "job.yaml"
-    own = {"name": "job", "model": str(folder / "model"), "runs_dir": str(folder / "runs"), "steps": 3}
-    path.write_text(yaml.safe_dump({**SETTINGS, **own, **settings}))
-    return path
-
-
-def podium(*words: str) -> str:
-    """What `podium pod` prints."""
-    command = [sys.executable, "-m", "podium.cli", "pod", *words]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def losses_of(folders: list[Path]) -> list[list[float]]:
-    """The last step's loss and reward, as each process has them."""
-    metrics = [json.loads((folder / "progress.json").read_text())["metrics"] for folder in folders]
-    return [[each["train-other/loss"], each["train-reward/total/mean"]] for each in metrics]
 
 
 @pytest.fixture(scope="module")
@@ -70,31 +34,14 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield cluster
 
 
-def submit(slurm: Slurm, folder: Path, **settings: Any) -> str:
-    """Hand a tiny run to Slurm; the job's number."""
-    slurm.environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT)}
-    words = ("--nodes", "2", "--python", sys.executable, "--time", "1:00:00")
-    script = podium("slurm", str(config(folder, **settings)), *words)
-    path = folder / "job.sh"
-    path.write_text(script.replace(":8476", f":{free_port()}"))
-    return slurm.run("sbatch", "--parsable", str(path), cwd=folder)
-
-
 needs_slurm = pytest.mark.skipif(why_no_slurm() is not None, reason=why_no_slurm() or "")
 
 
 @needs_slurm
 def test_slurm_trains_three_steps_in_two_processes_with_equal_losses(slurm, tmp_path):
-    number = submit(slurm, tmp_path)
-    job = slurm.ended(number, 300)
-    log = (tmp_path / f"job-{number}.log").read_text()
-    assert job["JobState"] == "COMPLETED", log[-3000:]
-    folders = [tmp_path / "podium-jobs" / f"{number}-0" / str(worker) for worker in range(2)]
-    one, other = losses_of(folders)
+    one, other = slurm_losses(slurm, tmp_path)
     assert one == other
     assert all(one)
-    assert len((tmp_path / "runs" / "job" / "metrics.jsonl").read_text().splitlines()) == 3
-    assert log.splitlines()[-1] == "podium: done"
 
 
 @needs_slurm
@@ -124,10 +71,6 @@ def wait_for(condition: Any) -> None:
         time.sleep(0.5)
 
 
-def manifest(folder: Path, *words: str) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(podium("k8s", str(config(folder)), "--image", "podium:1", *words)))
-
-
 def test_a_jobset_asks_for_the_machines_of_a_slice(tmp_path):
     settings, jobset = manifest(tmp_path, "--type", "v6e-16", "--claim", "runs")
     assert yaml.safe_load(settings["data"]["config.yaml"])["steps"] == 3
@@ -148,30 +91,9 @@ def test_a_jobset_asks_for_the_machines_of_a_slice(tmp_path):
 
 
 def test_two_pods_of_a_jobset_train_three_steps_with_equal_losses(tmp_path):
-    """The container's own command and variables, with the address of the first pod instead of its name."""
-    jobset = manifest(tmp_path, "--type", "h100-1", "--nodes", "2", "--claim", "runs")[1]
-    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    container = pod["containers"][0]
-    (script,) = container["args"]
-    script = script.replace("/etc/podium/config.yaml", str(tmp_path / "job.yaml")).replace(
-        "exec python", f"exec {sys.executable}"
-    )
-    given = {each["name"]: each.get("value", "0") for each in container["env"]}
-    assert given["PODRUN_COORDINATOR"] == "job-workers-0-0.job:8476"
-    given |= {"PODRUN_COORDINATOR": f"127.0.0.1:{free_port()}", "PYTHONPATH": str(ROOT)}
-    given |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    processes = []
-    for index in range(2):
-        environment = {**os.environ, **given, "JOB_COMPLETION_INDEX": str(index)}
-        with (tmp_path / f"log{index}").open("wb") as log:
-            command = [*container["command"], script]
-            processes.append(subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=log, stderr=log))
-    assert [process.wait(400) for process in processes] == [0, 0], (tmp_path / "log0").read_text()[-3000:]
-    folders = [tmp_path / "runs" / "jobs" / "job-0" / str(worker) for worker in range(2)]
-    one, other = losses_of(folders)
+    one, other = jobset_losses(tmp_path)
     assert one == other
     assert all(one)
-    assert report([str(folders[0].parent)]) == 0
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")

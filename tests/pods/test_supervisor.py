@@ -5,68 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from podium.pods.host import jobs
 from podium.pods.host.jobs import Host, JobSpec, unit_command
 from podium.pods.host.processes import marked
-
-ROOT = Path(__file__).parents[2]
-SLEEP = ("--", "sleep", "100")
-
-
-class Agent:
-    """A host, by what the laptop can ask of it."""
-
-    def __init__(self, home: Path) -> None:
-        self.home = home
-
-    def run(self, *arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, *python, "-m", "podium.pods.host.agent", "--home", str(self.home), *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-
-    def ask(self, *arguments: str) -> tuple[int, dict[str, Any]]:
-        """Exit status and answer."""
-        done = self.run(*arguments)
-        assert done.stderr == ""
-        (line,) = done.stdout.splitlines()
-        return done.returncode, json.loads(line)
-
-    def state(self, job: str) -> str:
-        return self.ask("status", job)[1]["state"]
-
-    def ended(self, job: str) -> dict[str, Any]:
-        """The status of a job when it has ended."""
-        return wait_for(lambda: (found := self.ask("status", job)[1])["state"] not in ("running", "starting") and found)
-
-    def file(self, job: str, name: str) -> Path:
-        return self.home / "jobs" / job / name
-
-
-@pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Agent]:
-    agent = Agent(tmp_path / "home")
-    yield agent
-    host = Host(agent.home)
-    for folder in (agent.home / "jobs").glob("*"):
-        assert host.stop(folder.name, 0.0) == []
-
-
-def wait_for(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 120
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.05)
-    return found
-
-
-def shell(script: str) -> tuple[str, ...]:
-    return ("--", "bash", "-c", script)
+from tests.pods.host_agent import ROOT, SLEEP, shell, wait_for
 
 
 def test_a_job_runs_to_its_end_and_leaves_its_files(agent):
@@ -213,26 +159,26 @@ def test_the_log_is_copied_into_the_run_s_folder(agent, tmp_path):
     wait_for(lambda: copy.exists() and copy.read_text() == "begun\nfailed\n")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk needs root")
-def test_a_full_disk_is_told_and_does_not_outlast_itself(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
-    agent = Agent(disk / "home")
-    try:
-        script = "echo begun; cat /dev/zero > $PODRUN_JOB_DIR/big; echo disk is full now; exit 3"
-        assert agent.ask("start", "a-1", *shell(script))[0] == 0
-        found = agent.ended("a-1")
-        assert (found["state"], found["exit"]) == ("finished", 3)
-        assert "the disk of" in found["record"]["message"]
-        status, found = agent.ask("start", "a-2", *SLEEP)
-        assert status == 1
-        assert "cannot be written below" in found["error"]
-        (disk / "home/jobs/a-1/big").unlink()
-        assert agent.ask("start", "a-2", *SLEEP)[1]["state"] == "started"
-        agent.ask("stop", "--grace", "5")
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+def test_the_log_is_copied_into_a_bucket_in_parts(agent, tmp_path, monkeypatch):
+    """By the job's own Python; the last lines too."""
+    pytest.importorskip("gcsfs", reason="the extra gcs is not installed")
+    import fake_gcs
+
+    program = (
+        "import json, os, sys; from pathlib import Path\n"
+        "Path(os.environ['PODRUN_JOB_DIR'], 'progress.json').write_text(json.dumps({'run_dir': 'gs://bucket/runs/r'}))\n"
+        "print('begun'); sys.stdout.write('x' * (9 << 20)); print(); print('failed'); sys.exit(1)"
+    )
+    with fake_gcs.running() as (store, environment):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        agent.ask("start", "a-1", "--worker", "0", "--env", f"PYTHONPATH={ROOT}", "--", sys.executable, "-c", program)
+        assert agent.ended("a-1")["exit"] == 1
+        last = ("bucket", "runs/r/logs/a-1-worker0.1.log")
+        wait_for(lambda: store.objects.get(last, b"").endswith(b"failed\n"))
+        first = store.objects["bucket", "runs/r/logs/a-1-worker0.log"]
+        assert first.startswith(b"begun\nxxx")
+        assert len(first) + len(store.objects[last]) == (agent.home / "latest.log").stat().st_size
 
 
 def test_stop_ends_what_ignores_it_and_what_has_run_away(agent):
@@ -272,39 +218,6 @@ def test_a_record_that_the_job_wrote_stays(agent):
     assert agent.ended("a-1")["record"] == {"kind": "exception"}
 
 
-def test_each_worker_is_told_its_place(agent):
-    arguments = ("--worker", "2", "--peers", "10.0.0.1,10.0.0.2,10.0.0.3", "--accelerator", "v4-24")
-    script = "env | grep -E '^(PODRUN|JAX_COORD|JAX_PLAT|MODE)_?' | sort"
-    agent.ask("start", "a-1", *arguments, "--env", "MODE=fast", "--cwd", str(agent.home.parent), *shell(script))
-    agent.ended("a-1")
-    assert agent.run("logs").stdout.splitlines() == [
-        "JAX_COORDINATOR_PORT=8476",
-        *([f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}"] if "JAX_PLATFORMS" in os.environ else []),
-        "MODE=fast",
-        "PODRUN_ACCELERATOR=v4-24",
-        "PODRUN_COORDINATOR=10.0.0.1:8476",
-        "PODRUN_JOB=a-1",
-        f"PODRUN_JOB_DIR={agent.home}/jobs/a-1",
-        "PODRUN_WORKER=2",
-        "PODRUN_WORKERS=3",
-    ]
-
-
-def test_secrets_reach_the_job_and_nothing_else(agent, tmp_path):
-    secret = tmp_path / "secrets"
-    secret.write_text("# keys\nWANDB_API_KEY=s3cr3t-value-1\nHF_TOKEN=hf_canary\n")
-    secret.chmod(0o600)
-    script = 'rm ../secrets 2>/dev/null; echo "key $WANDB_API_KEY $WANDB_API_KEY and ${#HF_TOKEN}"; exit 1'
-    assert agent.ask("start", "a-1", "--env-file", str(secret), *shell(script))[0] == 0
-    secret.unlink()  # as soon as the job has started
-    agent.ended("a-1")
-    assert agent.run("logs").stdout == "key [redacted] [redacted] and 9\n"
-    for path in agent.home.rglob("*"):
-        if path.is_file():
-            assert b"s3cr3t-value-1" not in path.read_bytes(), path
-            assert b"hf_canary" not in path.read_bytes(), path
-
-
 def test_terminal_sequences_and_split_secrets_do_not_reach_the_log(agent, tmp_path):
     secret = tmp_path / "secrets"
     secret.write_text("HF_TOKEN=hf_canary0123456789\n")
@@ -321,109 +234,6 @@ def test_terminal_sequences_and_split_secrets_do_not_reach_the_log(agent, tmp_pa
     assert "\x1b" not in log
     assert log.count("[redacted]") == 5
     assert "canary" not in json.dumps(found)
-
-
-@pytest.fixture
-def small_home(tmp_path):
-    """A host whose home has 256 KB."""
-    if os.geteuid():
-        pytest.skip("only root can mount a small disk")
-    home = tmp_path / "home"
-    home.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(home)], check=True)
-    yield home
-    subprocess.run(["umount", "--lazy", str(home)], check=True)
-
-
-def test_a_job_that_fills_the_disk_is_told_and_not_taken_for_killed(small_home, agent):
-    script = f"dd if=/dev/zero of={small_home}/big bs=4096 2>/dev/null; echo cannot write the checkpoint; exit 3"
-    assert agent.ask("start", "a-1", *shell(script))[0] == 0
-    found = agent.ended("a-1")
-    assert (found["state"], found["exit"]) == ("finished", 3)
-    message = found["record"]["message"]
-    assert message.startswith("exit status 3; the log ends with: cannot write the checkpoint; the disk of ")
-    assert "is full: delete something there" in message
-
-
-def test_a_start_on_a_full_disk_says_so_and_works_once_there_is_room(small_home, agent):
-    assert agent.ask("probe")  # makes the home
-    (small_home / "big").write_bytes(bytes(240 * 1024))
-    status, found = agent.ask("start", "a-1", *SLEEP)
-    assert status == 1
-    assert "No space left on device" in found["error"]
-    (small_home / "big").unlink()
-    assert agent.ask("start", "a-1", *SLEEP)[1]["state"] == "started"
-
-
-def test_secrets_that_others_can_read_are_refused(agent, tmp_path):
-    secret = tmp_path / "secrets"
-    secret.write_text("HF_TOKEN=hf_canary\n")
-    secret.chmod(0o644)
-    status, found = agent.ask("start", "a-1", "--env-file", str(secret), *SLEEP)
-    assert status == 1
-    assert "mode 644); run: chmod 600" in found["error"]
-    assert agent.ask("status", "a-1")[1]["exit"] == 1
-
-
-def test_a_command_that_does_not_exist_is_an_error_of_the_start(agent):
-    status, found = agent.ask("start", "a-1", "--", "no-such-command")
-    assert status == 1
-    assert "job a-1 did not start" in found["error"]
-    assert "no-such-command" in found["error"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (("start", "a-1"), "no command was given; write it after --"),
-        (("start", "../a", *SLEEP), "'../a' is not a job name"),
-        (("start", "a", "--env", "PODRUN_WORKER=1", *SLEEP), "--env PODRUN_WORKER"),
-        (("start", "a", "--env", "HF_TOKEN=x", *SLEEP), "put it in a file and use --env-file"),
-        (("start", "a", "--peers", "198.51.100.1,198.51.100.2", *SLEEP), "must match exactly one of --peers"),
-        (("start", "a", "--peers", "198.51.100.1", "--worker", "1", *SLEEP), "must match exactly one of --peers"),
-        (("dance",), "invalid choice: 'dance'"),
-    ],
-)
-def test_wrong_usage_is_told_as_json(agent, arguments, error):
-    status, found = agent.ask(*arguments)
-    assert status == 2
-    assert error in found["error"]
-    assert "hf" not in found["error"]
-
-
-def test_the_log_can_be_read_from_a_byte_on(agent):
-    agent.ask("start", "a-1", *shell("for i in 1 2 3; do echo line $i; done"))
-    agent.ended("a-1")
-    assert agent.run("logs").stdout == "line 1\nline 2\nline 3\n"
-    assert agent.run("logs", "--from-byte", "14").stdout == "line 3\n"
-    missing = agent.run("logs", "b-1")
-    assert (missing.returncode, missing.stderr) == (1, "error: no job b-1 on this host\n")
-
-
-def test_a_host_is_probed_with_the_standard_library_alone(agent):
-    """Nothing is installed yet when it is."""
-    done = agent.run("probe", python=("-S", "-E"))
-    found = json.loads(done.stdout)
-    assert done.returncode == 0, done.stderr
-    assert (found["job"], found["problems"]) == (None, [])
-    assert found["python"].startswith("3.")
-    assert abs(found["time"] - time.time()) < 60
-
-
-def test_a_probe_tells_what_is_wrong(agent):
-    agent.ask("start", "a-1", *SLEEP)
-    status, found = agent.ask("probe", "--expect-devices", "64")
-    assert status == 1
-    assert found["job"] == "a-1"
-    assert found["problems"][0].endswith("and should have 64; recreate the slice")
-    assert found["problems"][1] == "job a-1 is running here"
-
-
-def test_nothing_was_ever_started(agent):
-    status, found = agent.ask("status")
-    assert (status, found["state"], found["job"], found["exit"]) == (0, "none", None, None)
-    assert agent.ask("stop")[0] == 0
-    assert agent.run("logs").stderr == "error: no job has been started on this host\n"
 
 
 def test_a_unit_of_systemd_holds_the_job_where_there_is_one(tmp_path, monkeypatch):

@@ -5,21 +5,22 @@ python tests/rollout/layout_traffic.py        needs libtpu and `compiler_environ
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from podium.accelerators import find_accelerator
 from podium.config.schema import RolloutConfig
+from podium.config.sizes import steps_at_once
 from podium.hlo.cost import unknown_loops, walk
 from podium.hlo.text import parse
 from podium.models.architecture import DecoderConfig
 from podium.models.layouts import Layout
 from podium.models.params import ROLLOUT_LAYOUTS
 from podium.plan.topology import topology_devices
-from podium.rollout.programs import abstract_engine_cache, engine_specs, idle_slots, make_decode
+from podium.plan.worker import ATTENTION
+from podium.rollout.programs import abstract_engine_cache, abstract_slots, make_decode
+from podium.rollout.weights import engine_specs
 from podium.sharding import abstract_params, make_mesh
 from podium.train.generate import rollout_rules
 
@@ -45,25 +46,31 @@ DECODER = DecoderConfig(
 
 
 GROUPS = {"tensor": 8, "hybrid": 4}
-FEW = 4000  # bytes of a collective of a few numbers of each sequence
+FEW = 2000  # bytes of a collective of a few numbers of each sequence
 
 
 def traffic(layout: str, mesh: Mesh, dtype: jnp.dtype) -> dict[str, dict[str, float]]:
-    """Bytes that a device sends in one decode step, and its collectives, by kind; those of a few numbers as `few`."""
+    """Bytes that a device sends in one decode step, and its collectives, by kind; those of a few numbers as `few`.
+
+    What a call sends before its steps, for first tokens, is left out.
+    """
     rules = rollout_rules(Layout(name=layout, group=GROUPS.get(layout, 1)), DECODER, mesh)
     weights = abstract_params(engine_specs(DECODER, rules), dtype, rules)
     cache = abstract_engine_cache(CONFIG, DECODER, rules, dtype)
-    slots: Any = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rules.sharding("rows")), idle_slots(CONFIG.slots)
-    )
     decode = make_decode(DECODER, rules, dtype, steps=STEPS)
-    module = parse(decode.lower(weights, cache, slots).compile().as_text())
-    cost = walk(module, mesh.shape, trips=dict.fromkeys(unknown_loops(module), STEPS))
+    module = parse(decode.lower(weights, cache, *abstract_slots(CONFIG, CONFIG.slots, rules)).compile().as_text())
+    rounds = STEPS // steps_at_once(STEPS, rules.num_shards("batch"))
     found: dict[str, dict[str, float]] = {"sent": {}, "calls": {}}
-    for each in cost.collectives:
-        kind = each.kind if each.sent / each.calls > FEW else "few"
-        for name, value in (("sent", each.sent), ("calls", each.calls)):
-            found[name][kind] = found[name].get(kind, 0) + value / STEPS
+    for sign, times in ((-1, rounds), (1, 2 * rounds)):
+        trips = {loop: 1 if ATTENTION in loop else times for loop in unknown_loops(module)}
+        for work in walk(module, mesh.shape, trips=trips).works:
+            for each in work.transfers:
+                kind = each.kind if each.sent > FEW else "few"
+                for name, value in (("sent", each.sent), ("calls", 1.0)):
+                    found[name][kind] = found[name].get(kind, 0.0) + sign * work.times * value / STEPS
+    for counts in found.values():
+        for kind in [kind for kind, value in counts.items() if not value]:
+            del counts[kind]
     found["sent"].pop("few", None)
     return found
 

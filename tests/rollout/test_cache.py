@@ -1,5 +1,4 @@
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
@@ -10,101 +9,120 @@ from tiny_engine import DECODER, mesh_of
 from podium.models.attention import causal_attention
 from podium.models.params import ROLLOUT_AXES
 from podium.rollout import cache as caches
-from podium.rollout.cache import Cache, Prompts
+from podium.rollout.cache import NO_PAGE, Cache
 from podium.sharding import ShardingRules
+
+H, K, Q = DECODER.heads, DECODER.kv_heads, DECODER.head_dim
 
 
 def rules_on(devices):
     return ShardingRules(mesh_of(devices), ROLLOUT_AXES)
 
 
-def random_cache(slots, length, rules, seed=0):
+def random_cache(pages, page_tokens, rules, seed=0):
     rng = np.random.default_rng(seed)
-    abstract = caches.abstract_cache(DECODER, slots=slots, length=length, dtype=jnp.dtype("float32"), rules=rules)
+    abstract = caches.abstract_cache(
+        DECODER, pages=pages, page_tokens=page_tokens, dtype=jnp.dtype("float32"), rules=rules
+    )
     return jax.tree.map(lambda a: jax.device_put(rng.normal(size=a.shape).astype(a.dtype), a.sharding), abstract)
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-def test_insert_copies_prompts_to_the_named_slots_and_leaves_the_others(devices):
-    rules = rules_on(devices)
-    cache, prompts = random_cache(16, 20, rules), random_cache(8, 12, rules, seed=1)
-    rows = np.array([-1, 3, 3, -1, 0, -1, -1, 7, 1, -1, -1, -1, -1, -1, -1, 2], np.int32)
-    put = jax.jit(lambda cache, prompts, rows: caches.insert(cache, prompts, rows, rules))
-    got = put(cache, Prompts(kv=prompts, logits=jnp.zeros((8, 1))), rows)
-    keys, values = np.array(cache.keys), np.array(cache.values)
-    for slot, row in enumerate(rows):
-        if row >= 0:
-            keys[:, slot, :, :, :12], values[:, slot, :, :12] = prompts.keys[:, row], prompts.values[:, row]
-    assert np.array_equal(got.keys, keys)
-    assert np.array_equal(got.values, values)
+def sequence(cache, layer, table, length):
+    """Keys and values [length, K, Q] of one sequence, by its pages."""
+    keys = np.einsum("nkqp->npkq" if cache.key_dims == "nkqp" else "nkpq->npkq", np.asarray(cache.keys[layer])[table])
+    values = np.einsum("nkpq->npkq", np.asarray(cache.values[layer])[table])
+    return tuple(x.reshape(-1, K, Q)[:length] for x in (keys, values))
 
 
-def test_prompts_that_stay_on_their_device_are_not_sent():
+def extended(cache, tables, starts, counts, T, rules, seed=1):
+    """The cache with T random tokens behind each row's, what they see, and the tokens."""
+    rng, R = np.random.default_rng(seed), len(starts)
+    q, k, v = (rng.normal(size=(R, T, heads, Q)).astype(np.float32) for heads in (H, K, K))
+    extend = jax.jit(lambda *given: caches.extend(*given, rules))
+    got, seen = extend(cache, jnp.int32(1), tables, np.int32(starts), np.int32(counts), q, k, v)
+    return got, np.asarray(seen), (q, k, v)
+
+
+CASES = [
+    # starts, counts, T: decoding; prompts; chunks behind others, within and over pages; rows without anything
+    ([0, 3, 4, 9], [1, 1, 1, 1], 1),
+    ([7, 0, 15, 2], [1, 0, 1, 0], 1),
+    ([0, 0, 0, 0], [10, 4, 1, 0], 10),
+    ([4, 3, 11, 0], [4, 5, 2, 6], 6),
+    ([1, 2, 3, 12], [3, 3, 3, 3], 3),
+]
+
+
+@pytest.mark.parametrize(("starts", "counts", "T"), CASES)
+def test_new_tokens_are_written_behind_those_that_stay_and_see_all_before_them(starts, counts, T):
+    rules, P = rules_on(1), 4
+    cache = random_cache(24, P, rules)
+    tables = np.random.default_rng(2).permutation(24)[:16].reshape(4, 4).astype(np.int32)
+    got, seen, (q, k, v) = extended(cache, tables, starts, counts, T, rules)
+    touched = set()
+    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        if not count:
+            continue
+        total = start + count
+        keys, values = sequence(got, 1, tables[row], total)
+        before = sequence(cache, 1, tables[row], start)
+        assert np.array_equal(keys, np.concatenate([before[0], k[row, :count]]))
+        assert np.array_equal(values, np.concatenate([before[1], v[row, :count]]))
+        mask = np.arange(total)[None, None] <= (start + np.arange(count))[None, :, None]
+        expected = causal_attention(*(jnp.asarray(x)[None] for x in (q[row, :count], keys, values)), jnp.asarray(mask))
+        np.testing.assert_allclose(seen[row, :count], expected[0], atol=2e-6)
+        touched |= {(int(tables[row, p // P]), p % P) for p in range(start, total)}
+    for x, y in ((np.asarray(cache.values), np.asarray(got.values)),):
+        changed = {(int(n), int(p)) for n, p in np.argwhere((x != y).any(axis=(0, 2, 4)))}
+        assert changed == touched
+    assert np.array_equal(cache.keys[0], got.keys[0])
+
+
+def test_each_device_has_pages_of_its_own():
+    rules, one = rules_on(8), rules_on(1)
+    cache = random_cache(32, 4, rules)
+    whole = jax.tree.map(lambda x: jax.device_put(np.asarray(x), one.sharding()), cache)
+    local = np.array([[1, 3], [0, 2]] * 8, np.int32)  # two rows on each of 8 devices, of 4 pages each
+    everywhere = local + 4 * np.repeat(np.arange(8), 2)[:, None].astype(np.int32)
+    starts, counts = [3, 0] * 8, [1] * 16
+    for T in (1, 3):
+        split, seen, _ = extended(cache, local, starts, counts, T, rules)
+        together, expected, _ = extended(whole, everywhere, starts, counts, T, one)
+        assert np.array_equal(split.keys, together.keys)
+        assert np.array_equal(split.values, together.values)
+        np.testing.assert_allclose(seen[:, :1], expected[:, :1], atol=1e-6)
+
+
+def test_pages_are_copied_within_their_device():
     rules = rules_on(8)
-    cache, prompts = random_cache(16, 20, rules), random_cache(16, 12, rules, seed=1)
-    rows = np.array([-1, 0, 2, 3, -1, -1, 7, 7, -1, -1, 11, 10, 12, -1, -1, 14], np.int32)  # two slots to a device
-    given = cache, Prompts(kv=prompts, logits=jnp.zeros((16, 1))), rows
-    across, own = (
-        jax.jit(lambda *given, crosses=crosses: caches.insert(*given, rules, crosses=crosses))
-        for crosses in (True, False)
-    )
-    for one, other in zip(jax.tree.leaves(own(*given)), jax.tree.leaves(across(*given)), strict=True):
-        assert np.array_equal(one, other)
-    assert "all-gather" in across.lower(*given).compile().as_text()
-    assert "all-gather" not in own.lower(*given).compile().as_text()
+    cache = random_cache(32, 4, rules)
+    sources, targets = np.zeros(16, np.int32), np.full(16, NO_PAGE, np.int32)
+    sources[[2, 3, 10]], targets[[2, 3, 10]] = [1, 0, 3], [2, 3, 0]  # two on device 1, one on device 5
+    got = jax.jit(lambda *given: caches.copy_pages(*given, rules))(cache, sources, targets)
+    for before, after in zip(jax.tree.leaves(cache), jax.tree.leaves(got), strict=True):
+        axis = 1 if before.ndim == 5 else 0  # states have no layers
+        expected, pages = (np.moveaxis(np.array(before), axis, 0) for _ in range(2))
+        expected[4 + 2], expected[4 + 3], expected[20] = pages[4 + 1], pages[4], pages[23]
+        assert np.array_equal(np.moveaxis(after, axis, 0), expected)
 
 
-def test_insert_gathers_the_prompts_of_one_layer_at_a_time():
-    rules = rules_on(8)
-    cache, prompts = random_cache(16, 20, rules), random_cache(8, 12, rules)
-    put = jax.jit(lambda cache, prompts, rows: caches.insert(cache, prompts, rows, rules))
-    text = put.lower(cache, Prompts(kv=prompts, logits=jnp.zeros((8, 1))), np.zeros(16, np.int32)).compile().as_text()
-    gathered = re.findall(r"f32\[(\d+),8,\S+ all-gather", text)
-    assert gathered == ["1", "1"]  # keys and values
-
-
-@pytest.mark.parametrize("devices", [1, 8])
-def test_append_writes_one_position_of_one_layer_in_each_slot(devices):
-    rules = rules_on(devices)
-    cache, rng = random_cache(8, 10, rules), np.random.default_rng(2)
-    k, v = rng.normal(size=(2, 8, DECODER.kv_heads, DECODER.head_dim)).astype(np.float32)
-    lengths = np.array([0, 9, 3, 3, 5, 1, 2, 7], np.int32)
-    append = jax.jit(lambda cache, k, v: caches.append(cache, jnp.int32(1), jnp.asarray(lengths), k, v, rules))
-    got = append(cache, k, v)
-    keys, values = np.array(cache.keys), np.array(cache.values)
-    for slot, length in enumerate(lengths):
-        keys[1, slot, :, :, length], values[1, slot, :, length] = k[slot], v[slot]
-    assert np.array_equal(got.keys, keys)
-    assert np.array_equal(got.values, values)
-
-
-def test_attention_over_the_cache_is_causal_attention_at_each_slots_position():
-    rules, rng = rules_on(1), np.random.default_rng(3)
-    S, C, H, K, Q = 5, 9, DECODER.heads, DECODER.kv_heads, DECODER.head_dim
-    q = rng.normal(size=(S, H, Q)).astype(np.float32)
-    k, v = rng.normal(size=(2, S, C, K, Q)).astype(np.float32)
-    lengths = np.array([0, 8, 3, 5, 1])
-    cache = random_cache(S, C, rules)
-    cache = jax.jit(lambda cache: caches.fill(cache, jnp.int32(1), jnp.asarray(k), jnp.asarray(v)))(cache)
-    got = jax.jit(caches.attend)(cache, jnp.int32(1), lengths, q)
-    mask = (np.arange(C)[None] <= lengths[:, None])[:, None]
-    expected = causal_attention(jnp.asarray(q)[:, None], jnp.asarray(k), jnp.asarray(v), jnp.asarray(mask))[:, 0]
-    np.testing.assert_allclose(got, expected, atol=1e-6)
-
-
-def test_what_stands_behind_a_slots_length_has_no_effect():
-    rules, lengths = rules_on(1), np.array([2, 4], np.int32)
-    cache = random_cache(2, 6, rules)
-    q = np.ones((2, DECODER.heads, DECODER.head_dim), np.float32)
-    changed = dataclasses.replace(cache, keys=cache.keys.at[:, 0, :, :, 3:].set(1e6).at[:, 1, :, :, 5:].set(-1e6))
-    attend = jax.jit(caches.attend)
-    assert np.array_equal(attend(cache, jnp.int32(0), lengths, q), attend(changed, jnp.int32(0), lengths, q))
+def test_neither_other_rows_nor_what_stands_behind_a_sequence_changes_its_bits():
+    rules = rules_on(1)
+    cache = random_cache(16, 4, rules)
+    tables = np.arange(16, dtype=np.int32).reshape(2, 8)
+    _, short, _ = extended(cache, tables, [2, 1], [1, 1], 1, rules)
+    changed = dataclasses.replace(cache, values=cache.values.at[:, 1:8].set(1e6))
+    _, long, _ = extended(changed, tables, [2, 30], [1, 1], 1, rules)
+    assert np.array_equal(short[0], long[0])
+    assert not np.array_equal(short[1], long[1])
 
 
 def test_an_empty_cache_is_as_the_abstract_one_says():
-    rules, sizes = rules_on(8), {"slots": 8, "length": 6, "dtype": jnp.dtype("bfloat16")}
-    made, abstract = (make(DECODER, rules=rules, **sizes) for make in (caches.make_cache, caches.abstract_cache))
+    rules = rules_on(8)
+    abstract = caches.abstract_cache(DECODER, pages=8, page_tokens=6, dtype=jnp.dtype("bfloat16"), rules=rules)
+    made = caches.empty(abstract)
     assert isinstance(made, Cache)
+    assert made.page_tokens == 6
     for array, expected in zip(jax.tree.leaves(made), jax.tree.leaves(abstract), strict=True):
         assert (array.shape, array.dtype, array.sharding) == (expected.shape, expected.dtype, expected.sharding)
         assert not np.asarray(array, np.float32).any()

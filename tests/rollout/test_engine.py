@@ -20,11 +20,10 @@ from tiny_engine import (
     tiny_params,
 )
 
-from podium.config.sizes import prompt_buckets
+from podium.config.sizes import cache_pages, prompt_buckets
 from podium.models.params import ROLLOUT_AXES
-from podium.rollout.cache import make_cache
 from podium.rollout.engine import RolloutEngine
-from podium.rollout.programs import idle_slots
+from podium.rollout.programs import abstract_engine_cache, abstract_slots
 from podium.rollout.request import Request, RolloutStats, SamplingParams
 from podium.sharding import ShardingRules
 
@@ -40,7 +39,9 @@ MIXED = [
 @functools.cache
 def shared_engine():
     """One engine for the tests that do not ask for another: its programs are compiled once."""
-    return make_engine()
+    engine = make_engine()
+    engine.tokenizer.special_tokens["</s>"] = EOS
+    return engine
 
 
 @functools.cache
@@ -106,11 +107,18 @@ def test_another_number_of_slots_gives_the_same_tokens():
     assert_equal_but_for_rounding(answers_of(make_engine(more), MIXED), mixed_answers())
 
 
+def lowered_decode(engine):
+    """The decode program of all slots, lowered."""
+    config, rules = engine.config, engine.rules
+    cache = abstract_engine_cache(config, DECODER, rules, engine.dtype)
+    return engine.device.programs.decode.lower(
+        engine.device.params, cache, *abstract_slots(config, config.slots, rules)
+    )
+
+
 def test_programs_on_eight_devices_move_no_keys_between_slots():
     engine = make_engine(ALL_DEVICES_CONFIG, devices=8)
-    cache = make_cache(DECODER, slots=16, length=60, dtype=jnp.float32, rules=engine.rules)
-    slots = jax.device_put(idle_slots(16), engine.rules.sharding("batch"))
-    text = engine.programs.decode.lower(engine.params, cache, slots).compile().as_text()
+    text = lowered_decode(engine).compile().as_text()
     assert "all-gather" not in text
     assert "all-to-all" not in text
     assert "collective-permute" not in text
@@ -239,8 +247,13 @@ def test_stats_count_what_was_done():
     tokens = sum(len(completion.tokens) for group in answers for completion in group)
     assert stats.completion_tokens == tokens
     assert stats.prompt_tokens == sum(len(request.prompt) for request in MIXED)
-    first = sum(request.completions for request in MIXED)  # a first token comes from the prompt's prefill
-    assert stats.slot_utilisation == pytest.approx((tokens - first) / (stats.decode_steps * CONFIG.slots))
+    decoded = tokens - sum(map(len, answers))  # each first one comes of what prefill has left
+    assert stats.decoded_tokens == decoded
+    assert stats.prefill_tokens == stats.prompt_tokens
+    assert stats.slots_busy == pytest.approx(decoded / (stats.decode_steps * CONFIG.slots))
+    assert stats.slots_busy <= stats.slot_utilisation == decoded / stats.slot_steps  # fewer slots, as work runs out
+    assert (stats.preempted, stats.evicted, stats.rebuilt_tokens) == (0, 0, 0)
+    assert 0 < stats.pages_peak <= cache_pages(CONFIG, 1)
     assert stats.prefill_s > 0
     assert stats.decode_s > 0
     assert stats.tokens_per_s > 0
@@ -264,7 +277,8 @@ def test_stats_of_hosts_side_by_side_are_those_of_one_engine_with_all_their_slot
     both = one.beside(other)
     assert both == other.beside(one)
     assert both.decode_steps == 20
-    assert both.slot_utilisation == 80 / (20 * 8)  # of both hosts' slots, as long as the slower one ran
+    assert both.slots_busy == 80 / (20 * 8)  # of both hosts' slots, as long as the slower one ran
+    assert both.slot_utilisation == 80 / 120
     assert (both.completion_tokens, both.tokens_per_s) == (160, 160 / 8.0)
     assert (both.decode_s, both.compilations, both.prompt_tokens) == (3.0, 1, 14)
 
@@ -303,12 +317,18 @@ def test_buckets_reach_the_longest_prompt_and_no_further(longest, buckets):
         ({"sampling": SamplingParams(max_new_tokens=0)}, "max_new_tokens is 0 and must be 1 to"),
         ({"sampling": SamplingParams(max_new_tokens=1, temperature=-1.0)}, "temperature is -1.0"),
         ({"sampling": SamplingParams(max_new_tokens=1, stop_tokens=tuple(range(8)))}, "there are 9 stop tokens"),
+        ({"sampling": SamplingParams(max_new_tokens=1, temperature=float("nan"))}, "temperature is nan"),
+        ({"sampling": SamplingParams(max_new_tokens=1, temperature=0.0, top_p=0.9)}, "does not use top_p 0.9"),
+        ({"sampling": SamplingParams(max_new_tokens=1, top_p=0.0)}, "top_p 0.0: top_k must be .* top_p above 0"),
+        ({"sampling": SamplingParams(max_new_tokens=1, stop=("",))}, "a stop string is empty"),
+        ({"sampling": SamplingParams(max_new_tokens=1, stop=("a</s>",))}, "holds the special token '</s>'"),
     ],
 )
 def test_a_request_that_does_not_fit_is_an_error_that_says_why(changes, message):
     good = Request(prompt=(1,), sampling=SamplingParams(max_new_tokens=1), seed=0)
     with pytest.raises(ValueError, match=rf"request 1: .*{message}"):
         answers_of(shared_engine(), [good, dataclasses.replace(good, **changes)])
+    assert not shared_engine().busy  # the first one is forgotten
 
 
 @pytest.mark.parametrize(("name", "value"), [("slots", 12), ("prefill_rows", 4)])
@@ -329,9 +349,14 @@ def test_an_engine_without_parameters_says_so():
 def test_decoding_keeps_one_copy_of_the_cache():
     config = CONFIG.model_copy(update={"max_prompt_tokens": 4096})
     engine = make_engine(config)
-    cache = make_cache(DECODER, slots=8, length=4108, dtype=jnp.float32, rules=engine.rules)
-    slots = jax.device_put(idle_slots(8), engine.rules.sharding("batch"))
-    memory = engine.programs.decode.lower(engine.params, cache, slots).compile().memory_analysis()
-    nbytes = cache.keys.nbytes + cache.values.nbytes
+    cache = abstract_engine_cache(config, DECODER, engine.rules, engine.dtype)
+    memory = lowered_decode(engine).compile().memory_analysis()
+    nbytes = 2 * cache.keys.size * 4
     assert memory.alias_size_in_bytes >= nbytes, "the cache is not donated"
-    assert memory.temp_size_in_bytes < 0.8 * nbytes  # one layer of two is sliced out, and no more
+    assert memory.temp_size_in_bytes < 0.2 * nbytes  # a page of each slot is read at a time
+
+
+def test_a_cache_that_does_not_hold_the_longest_sequence_is_an_error_by_name():
+    config = CONFIG.model_copy(update={"page_tokens": 16, "cache_tokens": 64})
+    with pytest.raises(ValueError, match=r"rollout\.cache_tokens is 64, 4 pages on each of 1 .* set it to at least 80"):
+        make_engine(config)

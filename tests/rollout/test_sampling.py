@@ -202,7 +202,7 @@ def test_rows_that_are_not_live_cost_no_search_and_disturb_nobody():
 def test_greedy_takes_the_first_of_the_likeliest_with_its_full_log_probability():
     logits = np.random.default_rng(4).normal(0, 2, (3, 300)).astype(np.float32)
     logits[1, [40, 41, 260]] = 9.0
-    tokens, logprobs, full_logprobs = draw_all(logits, [params(temperature=0.0)] * 3)
+    tokens, logprobs, full_logprobs, _ = draw_all(logits, [params(temperature=0.0)] * 3)
     assert full_logprobs.tolist() == logprobs.tolist()
     assert tokens.tolist() == np.argmax(logits, axis=1).tolist()
     assert tokens[1] == 40

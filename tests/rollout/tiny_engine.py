@@ -25,8 +25,8 @@ ALL_DEVICES_CONFIG = CONFIG.model_copy(update={"slots": 16, "prefill_rows": 8})
 class Letters:
     """Every token is a letter; the end of a sequence is no text."""
 
-    def __init__(self, *eos_tokens: int) -> None:
-        self.eos_tokens = eos_tokens
+    def __init__(self, *eos_tokens: int, special_tokens: dict[str, int] | None = None) -> None:
+        self.eos_tokens, self.special_tokens = eos_tokens, special_tokens or {}
 
     def decode(self, tokens: list[int]) -> str:
         return "".join(string.ascii_letters[token % 52] for token in tokens if token not in self.eos_tokens)

@@ -26,8 +26,8 @@ def read(split: str = "train", **config) -> list[Prompt]:
 def test_rows_become_prompts_with_stable_ids_and_blank_lines_do_not_count(tmp_path):
     path = write(tmp_path / "train.jsonl", qa(), "\n", qa("2+2?", 4))
     assert read(path=path) == [
-        Prompt(id="jsonl/train/0", question="1+1?", answer="2"),
-        Prompt(id="jsonl/train/1", question="2+2?", answer="4"),
+        Prompt(id="jsonl/train/0", question="1+1?", answer="2", metadata=qa()),
+        Prompt(id="jsonl/train/1", question="2+2?", answer="4", metadata=qa("2+2?", 4)),
     ]
 
 
@@ -155,7 +155,7 @@ def test_a_data_set_of_the_hub_is_read_by_split(monkeypatch):
     datasets = pytest.importorskip("datasets")
     rows = {"train": [qa("t", "#### 1")], "test": [qa("e", "x #### 2"), qa("e2", "3")]}
     monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, *, split: rows[split])
-    assert read(name="gsm8k") == [Prompt(id="gsm8k/train/0", question="t", answer="1")]
+    assert read(name="gsm8k") == [Prompt(id="gsm8k/train/0", question="t", answer="1", metadata=rows["train"][0])]
     with pytest.raises(ValueError, match=r"openai/gsm8k \(test\) row 2: the answer .* has no '#### result' line"):
         read("eval", name="gsm8k")
 

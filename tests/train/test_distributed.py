@@ -45,6 +45,9 @@ LOCAL = (
     "memory/",
     "tokens/padding",
     "tokens/prompt",  # rows of several devices are balanced, and a moved completion takes a copy of its prompt along
+    "rollout/slot_utilisation",  # hosts with little work left have smaller programs than one host with all of it
+    "rollout/prefill_tokens",  # and copy prompts between fewer devices, where others prefill them again
+    "rollout/pages_peak",
     "rollout/prefill_s",
     "rollout/decode_s",
     "rollout/tokens_per_s",

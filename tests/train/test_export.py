@@ -1,16 +1,20 @@
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
+from fake_hub import UPLOADED, WRITER, fake_hub
+from huggingface_hub import constants
 from tiny_runs import make_config
 
 from podium.models.hf import load_params
 from podium.models.source import read_architecture, resolve
 from podium.models.tokenizer import load_tokenizer
 from podium.observe.run_dir import Fork, read_config
-from podium.train.export import export_run
+from podium.train.export import PushError, export_run
 from podium.train.loop import train
 from podium.train.setup import load_weights, make_model
 from podium.train.step_files import CheckpointError
@@ -109,3 +113,40 @@ def test_a_folder_that_holds_something_is_left_alone(run, tmp_path):
     with pytest.raises(ValueError, match=str(tmp_path)):
         export_run(run, tmp_path, step=None, dtype="float32")
     assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch) -> Iterator[None]:
+    """The hub is one on loopback."""
+    with fake_hub(tmp_path) as address:
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield
+
+
+def test_an_export_has_a_model_card(run, tmp_path):
+    export_run(run, tmp_path / "out", step=1, dtype="float32")
+    _, front, text = (tmp_path / "out" / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(front)["tags"] == ["podium", "reinforcement-learning", "grpo"]
+    assert "trained with grpo on arithmetic for 1 steps" in text and "group_size: 4" in text
+    assert "| 2 |" not in text  # the evaluation of other weights
+
+
+def test_an_export_is_pushed_with_its_card(run, tmp_path, hub, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", WRITER)
+    export_run(run, tmp_path / "out", step=None, dtype="float32", push="me/tiny-sums", private=True)
+    assert UPLOADED["me/tiny-sums"] == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert "uploaded: http://127.0.0.1" in capsys.readouterr().out
+
+
+def test_a_push_that_the_hub_refuses_says_what_to_do(run, tmp_path, hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_reader")
+    with pytest.raises(PushError, match=r"set HF_TOKEN to a token that may write there.*hf upload me/tiny"):
+        export_run(run, tmp_path / "out", step=None, dtype="float32", push="me/tiny")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_name_that_is_no_repository_is_refused_at_once(run, tmp_path):
+    with pytest.raises(PushError, match="expected USER/NAME"):
+        export_run(run, tmp_path / "out", step=None, dtype="float32", push="tiny")
+    assert not (tmp_path / "out").exists()

@@ -245,7 +245,14 @@ def test_a_fork_of_a_step_that_was_not_kept_names_those_that_were(tiny_model, tm
 
 def test_numbers_that_are_not_finite_stop_the_run_and_leave_the_batch(tiny_model, tmp_path):
     optimizer = {"name": "sgd", "learning_rate": 1e30, "clip_norm": 0.0}
-    config = make_config(tiny_model, tmp_path, steps=30, eval={"at_start": False}, train={"optimizer": optimizer})
+    config = make_config(
+        tiny_model,
+        tmp_path,
+        steps=30,
+        eval={"at_start": False},
+        train={"optimizer": optimizer},
+        algorithm={"updates_per_batch": 2},  # the second one meets what the first has made
+    )
     with pytest.raises(DivergedError, match=r"update \d+ diverged: loss .* its batch is in"):
         train(config, plain=True)
     assert len(list((tmp_path / "run").glob("diverged-update-*.npz"))) == 1
@@ -472,14 +479,14 @@ def test_the_schedule_follows_the_run_where_steps_have_nothing_to_train_on(tiny_
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps_without_update"] == 2
 
 
-def test_from_the_command_to_the_compiled_decode_there_are_at_most_five_calls(tiny_model, tmp_path, monkeypatch):
+def test_between_the_command_and_the_compiled_decode_there_are_five_calls(tiny_model, tmp_path, monkeypatch):
     """Podium's own functions on the stack below `podium.cli.train`, itself included, each time a decode is called."""
     depths: list[list[str]] = []
     init = RolloutEngine.__init__
 
     def with_watched_decode(self, *arguments, **options):
         init(self, *arguments, **options)
-        decode = self.programs.decode
+        decode = self.device.programs.decode
 
         def watched(*call):
             frames = [
@@ -491,7 +498,7 @@ def test_from_the_command_to_the_compiled_decode_there_are_at_most_five_calls(ti
             return decode(*call)
 
         watched._cache_size = decode._cache_size  # pyright: ignore[reportFunctionMemberAccess]
-        self.programs = self.programs._replace(decode=watched)
+        self.device.programs = self.device.programs._replace(decode=watched)
 
     monkeypatch.setattr(RolloutEngine, "__init__", with_watched_decode)
     config = make_config(tiny_model, tmp_path, steps=1, eval={"at_start": False, "at_end": False})
@@ -501,5 +508,5 @@ def test_from_the_command_to_the_compiled_decode_there_are_at_most_five_calls(ti
         cli.train([file], plain=True)
     assert depths
     assert {tuple(frames) for frames in depths} == {
-        ("RolloutEngine.generate", "Rollouts.answer", "run_steps", "train", "train")
+        ("RolloutEngine.step", "RolloutEngine.generate", "Rollouts.answer", "run_steps", "train", "train")
     }

@@ -54,6 +54,8 @@ class Kept:
     def write(self, step: int, metrics: dict[str, float]) -> None:
         self.metrics.append(metrics)
 
+    def write_samples(self, step: int, records: Any) -> None: ...
+
     def message(self, text: str) -> None:
         self.messages.append(text)
 

@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import numpy as np
 import pytest
@@ -54,8 +54,8 @@ def with_invented(section: type[Section]) -> type[Section]:
     for name, field in section.model_fields.items():
         if inner := inner_section(field.annotation):
             changed = with_invented(inner)
-            several = inner is not field.annotation
-            fields[name] = (list[changed], ...) if several else (changed, changed())
+            several, optional = get_origin(field.annotation) is list, field.default is None
+            fields[name] = (list[changed], ...) if several else (changed | None if optional else changed, changed())
     return create_model(section.__name__, __base__=section, **fields)
 
 
@@ -131,6 +131,7 @@ def test_every_setting_is_read_and_an_invented_one_is_not(tiny_model, tmp_path, 
         "steps": 2,
         "tasks": [{"name": "arithmetic"}, {"name": "jsonl", "path": str(long), "eval_path": str(short)}],
         "algorithm": {"recipe": "dapo", "max_refills": 1, "kl": "k3", "kl_coef": 0.1, **correction},
+        "lora": {"rank": 2},
         "train": {"optimizer": {"schedule": "linear"}},
         "eval": {"every_steps": 3, "questions": 2, "samples": 1},
         "checkpoint": {"every_steps": 1, "keep_best": 1},
@@ -140,6 +141,7 @@ def test_every_setting_is_read_and_an_invented_one_is_not(tiny_model, tmp_path, 
     with recorded() as read:
         assert train(config, plain=True) == 0  # pyright: ignore[reportArgumentType]
     by_effect = {("AlgorithmConfig", name) for name in ARGUMENTS}
+    by_effect.add(("TaskConfig", "completion"))  # of written completions alone: tests/train/test_sft.py
     by_effect.add(("RolloutConfig", "group_chips"))  # of several devices: tests/models/test_layout_choice.py
     unread = set(settings(type(config))) - read - by_effect
     assert unread == set(settings(type(config))) - set(settings(Config))

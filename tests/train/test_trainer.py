@@ -335,6 +335,7 @@ class NoText:
     """A tokenizer that the engine can do without."""
 
     eos_tokens = (299,)
+    special_tokens: dict[str, int] = {}  # noqa: RUF012  # nothing writes it
 
     def decode(self, tokens: list[int]) -> str:
         return ""

@@ -57,7 +57,7 @@ install() {
     if [ -f constraints.txt ]; then constraints=$sent/constraints.txt; fi
     package=$code
     for wheel in *.whl; do if [ -f "$wheel" ]; then package=$sent/$wheel; fi; done
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$constraints" "$package[$2]"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$constraints" "$package${2:+[$2]}"
     if [ "$3" != - ]; then "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "$3"; fi
     touch "$venv/installed"
 }

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from podium.files import write_atomically
+from podium.files import BUCKETS, write_atomically
 from podium.job.records import PROGRESS, read_json, write_record
 from podium.job.redact import Redactor, filtered
 from podium.pods.host.jobs import (
@@ -43,6 +43,8 @@ KEPT_PIECES = 8  # of output, for the message of a job that fails
 FULL_BYTES = 1 << 20  # a disk with less room than this is full
 COPY_S = 30.0
 """Seconds between copies of the log into the run's folder."""
+BUCKET_S = 60.0
+"""For the last copy into a bucket."""
 POLL_S = 5.0
 
 
@@ -83,7 +85,7 @@ def supervise(host: Host, job: str) -> int:
         (folder / RESERVE).unlink(missing_ok=True)
         _record_end(folder, spec, status, "".join(tail), after_stop=bool(stopping))
         write_atomically(folder / "exit", f"{status}\n")
-        copies.update()
+    copies.update(last=True)  # another job may have the host meanwhile
     return 0
 
 
@@ -156,21 +158,52 @@ def _decoded(source: Any) -> Iterator[str]:
 
 
 class LogCopies:
-    """Copies what a job's log has grown by into the run's folder, which outlives this machine."""
+    """Copies what a job's log has grown by into the run's folder or bucket, which outlives this machine."""
 
     def __init__(self, folder: Path, spec: JobSpec) -> None:
-        self._folder, self._name, self._copied = folder, f"{spec.job}-worker{spec.worker}.log", 0
+        self._folder, self._spec, self._name = folder, spec, f"{spec.job}-worker{spec.worker}"
+        self._copied = self._tried = 0  # bytes, and how many there will be when what copies them has ended
+        self._copying: subprocess.Popen[bytes] | None = None
 
-    def update(self) -> None:
+    def update(self, *, last: bool = False) -> None:
         """Copy what is new, once the job has said where its run is; a folder that cannot be written is left alone."""
         run = (read_json(self._folder / PROGRESS) or {}).get("run_dir")
         with contextlib.suppress(OSError):
-            if run and Path(run).is_dir():
+            if run and run.startswith(BUCKETS):
+                self._into_bucket(f"{run}/logs/{self._name}", last=last)
+            elif run and Path(run).is_dir():
                 (Path(run) / "logs").mkdir(exist_ok=True)
-                with (self._folder / "log").open("rb") as log, (Path(run) / "logs" / self._name).open("ab") as copy:
+                with (
+                    (self._folder / "log").open("rb") as log,
+                    (Path(run) / "logs" / f"{self._name}.log").open("ab") as copy,
+                ):
                     log.seek(self._copied)
                     shutil.copyfileobj(log, copy)
                     self._copied = log.tell()
+
+    def _into_bucket(self, target: str, *, last: bool) -> None:
+        """Have another process do it, by the job's Python; whoever is `last` waits for it."""
+        if self._copying is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._copying.wait(BUCKET_S if last else 0.0)
+            if self._copying.poll() is None:
+                return
+            self._copied = self._tried if self._copying.returncode == 0 else self._copied
+            self._copying = None
+        if (size := (self._folder / "log").stat().st_size) > self._copied:
+            self._tried = size
+            python, quiet = self._spec.command[0], subprocess.DEVNULL
+            self._copying = subprocess.Popen(
+                [python, "-m", "podium.pods.host.copy_log", self._folder / "log", target, str(self._copied)],
+                cwd=self._spec.cwd,
+                env={**os.environ, **self._spec.env},
+                stdin=quiet,
+                stdout=quiet,
+                stderr=quiet,
+            )
+            if last:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._copying.wait(BUCKET_S)
 
 
 def _record_end(folder: Path, spec: JobSpec, status: int, said: str, *, after_stop: bool) -> None:

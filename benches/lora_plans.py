@@ -1,0 +1,91 @@
+"""Which models train with LoRA on which machines, by the compiler: full training beside it, by the closed form.
+
+    python -m benches.lora_plans [CASE ...]      (ten minutes of two cores a case; of GPUs with podium-rl[plan-gpu])
+
+Of each case the update, the largest prefill and the decode of all slots are compiled: one of them is the largest.
+Settings are those that `podium plan MODEL` takes, the most rows and slots that fit by the closed form, unless the case
+says otherwise. Cases that the results have already, from the same commit or another, stay there.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benches.record import RESULTS, arguments, record
+from podium.accelerators import GIB, find_accelerator
+from podium.models.presets import find_decoder
+from podium.plan.compile import compile_jobs
+from podium.plan.defaults import with_defaults
+from podium.plan.estimate import estimate
+from podium.plan.planner import make_jobs, make_plan
+from podium.plan.probe import Prober
+from podium.plan.result import judge
+from podium.plan.sizes import make_sizes
+from podium.settings import load_settings
+
+CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    # name: model, machine, settings
+    "qwen3-8b-v6e-1": ("Qwen/Qwen3-8B", "v6e-1", ("lora.rank=32",)),
+    "qwen3-32b-v6e-8": ("Qwen/Qwen3-32B", "v6e-8", ("lora.rank=32",)),
+    "qwen2.5-7b-h100-1": ("Qwen/Qwen2.5-7B-Instruct", "h100-1", ("lora.rank=32",)),
+    "qwen2.5-7b-l4-1": ("Qwen/Qwen2.5-7B-Instruct", "l4-1", ("lora.rank=32", "lora.base=int8")),
+}
+PHASES = ("update", "decode", "prefill")
+NAME = "lora-planned"
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], metavar="CASE", help=", ".join(CASES))
+    args = parser.parse_args()
+    path: Path = args.results / f"{NAME}.json"
+    known = {row["case"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+    for name in args.cases or CASES:
+        known[name] = planned(name)
+        print(json.dumps(known[name], indent=2), flush=True)
+        record(NAME, {"rows": [known[case] for case in CASES if case in known]}, args.results or RESULTS)
+
+
+def planned(name: str) -> dict[str, Any]:
+    """What compiler and closed form say of a case."""
+    model, machine, settings = CASES[name]
+    accelerator = find_accelerator(machine)
+
+    def load(more: Any = (), base: Any = ()) -> Any:
+        return load_settings([], [*base, *settings, *more], {})
+
+    full = lambda more=(), base=(): load_settings([], [*base, *more], {})  # noqa: E731
+    chosen, defaults = with_defaults(load, model, accelerator)
+    config = chosen().config
+    prober = Prober(accelerator, "gsm8k", fast=False)
+    names = prober.programs(config, PHASES)
+    compiled = compile_jobs(make_jobs(config, find_decoder(config), accelerator, names))
+    code = sum(each.memory.code for each in compiled)
+    estimated = {each.name: each for each in estimate(make_sizes(config, find_decoder(config), accelerator))}
+    plan = make_plan(config, accelerator, fast=True)
+    worst_full = make_plan(with_defaults(full, model, accelerator)[0]().config, accelerator, fast=True).worst
+    assert plan.step is not None
+    verdict = judge((each.device_bytes + code for each in compiled), accelerator.hbm_bytes)
+    return {
+        "case": name,
+        "settings": [*defaults, *settings],
+        "usable_gib": round(accelerator.hbm_bytes / GIB, 2),
+        "verdict": "does_not_fit" if any(each.refused for each in compiled) else verdict,
+        "full_training_gib": round(worst_full.bytes / GIB, 1),
+        "step_s_estimated": [round(each, 1) for each in (plan.step.value, plan.step.low, plan.step.high)],
+        "phases": [
+            {
+                "program": program,
+                "gib": round((each.device_bytes + code) / GIB, 2),
+                "closed_form_gib": round(estimated[program.partition(":")[0]].total / GIB, 2),
+                "compile_s": round(each.compile_s, 1),
+                "parts_gib": {part: round(size / GIB, 2) for part, size in each.parts.items()},
+                "beside_gib": {part: round(size / GIB, 2) for part, size in each.residents.items()},
+            }
+            for program, each in zip(names, compiled, strict=True)
+        ],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Do rewards rise on tasks beyond one-digit sums, and not without a reward that says anything? CPU, hours.
+
+    python -m benches.tasks --tasks sums-2,products-1 --seeds 0,1,2     (SmolLM2-135M-Instruct; `make demo` installs it)
+
+Each task is configs/demo.yaml with the settings below; a control is the same task with the toss of a coin as its
+reward. Prints a table and writes benches/results/tasks-cpu.json. The bar: the part of the reward that is learned is
+higher in the last 10 steps than in the first 5 by 0.1 on average, with every seed, and not in the control.
+"""
+
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benches.record import arguments, record
+from podium.api.train import train
+
+CONFIG = Path(__file__).parents[1] / "configs" / "demo.yaml"
+RISE = 0.1
+
+
+def arithmetic(digits: int, *operations: str) -> dict[str, Any]:
+    """The task of the demo with other operands."""
+    return {"name": "arithmetic", "options": {"digits": digits, "operations": list(operations)}}
+
+
+def puzzles(dataset: str) -> dict[str, Any]:
+    """A generator of reasoning-gym."""
+    return {"name": "reasoning_gym", "options": {"dataset": dataset, "size": 500, "eval_size": 50}}
+
+
+TASKS: dict[str, dict[str, Any]] = {
+    "sums-2": {"tasks": [arithmetic(2, "add")]},
+    "sums-3": {"tasks": [arithmetic(3, "add")]},
+    "products-1": {"tasks": [arithmetic(1, "mul")]},
+    "products-2": {"tasks": [arithmetic(2, "mul")]},
+    "chain-sum": {"tasks": [puzzles("chain_sum")]},
+    "leg-counting": {"tasks": [puzzles("leg_counting")]},
+    "letter-counting": {"tasks": [puzzles("letter_counting")]},
+    "tags": {
+        "tasks": [
+            arithmetic(1, "add")
+            | {"rewards": {"tags": 1.0}, "system_prompt": "Think in <think></think>, then answer in <answer></answer>."}
+        ],
+        "rollout": {"max_prompt_tokens": 96, "max_new_tokens": 48},
+        "train": {"row_tokens": 480},
+    },
+}
+LENGTHS: dict[str, Any] = {"rollout": {"max_prompt_tokens": 256, "max_new_tokens": 32}, "train": {"row_tokens": 512}}
+
+
+def coin(completion: str) -> float:
+    """1 or 0, whatever was written."""
+    return float(random.random() < 0.5)
+
+
+def learned(name: str) -> str:
+    """The part of the reward that a task is about."""
+    return next(iter(TASKS[name]["tasks"][0].get("rewards", {"correct": 1.0})))
+
+
+def settings(name: str, *, control: bool) -> dict[str, Any]:
+    """What a run changes of the demo."""
+    changes = (LENGTHS if "reasoning_gym" in str(TASKS[name]) else {}) | TASKS[name]
+    if control:
+        rewards = {"benches.tasks:coin": 1.0, learned(name): 0.0}
+        changes = changes | {"tasks": [task | {"rewards": rewards} for task in changes["tasks"]]}
+    return changes
+
+
+def measure(name: str, seed: int, folder: Path, steps: int, *, control: bool) -> dict[str, Any]:
+    """A run's rise of the part that is learned."""
+    label = f"{name}-{'control' if control else seed}"
+    options = {"name": label, "runs_dir": str(folder), "seed": seed, "steps": steps}
+    run = train(CONFIG, **options, **settings(name, control=control))
+    key = f"train-reward/func/{learned(name)}/mean"
+    values = [line[key] for line in run.metrics if key in line]
+    accuracies = [line["eval/accuracy"] for line in run.metrics if "eval/accuracy" in line]
+    rise = {"first": float(np.mean(values[:5])), "last": float(np.mean(values[-10:]))}
+    found = {"accuracy": [accuracies[0], accuracies[-1]], "values": values, "cpu_s": run.metrics[-1]["time/cpu_s"]}
+    return {"task": name, "seed": seed, "control": control, **rise, **found}
+
+
+def main() -> None:
+    """Prints the table and writes it; exit status 1 where a bar is missed."""
+    parser = arguments(__doc__)
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--steps", type=int, default=40)
+    args = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.tasks.split(","):
+            for seed in map(int, args.seeds.split(",")):
+                rows.append(measure(name, seed, Path(folder), args.steps, control=False))
+            rows.append(measure(name, 0, Path(folder), args.steps, control=True))
+            record("tasks-cpu", {"steps": args.steps, "bar_rise": RISE, "rows": rows}, args.results)
+    for row in rows:
+        kind = "control" if row["control"] else f"seed {row['seed']}"
+        print(f"{row['task']:16} {kind:8} {row['first']:6.3f} -> {row['last']:6.3f}   {json.dumps(row['accuracy'])}")
+    sys.exit(any((row["last"] - row["first"] >= RISE) == row["control"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()

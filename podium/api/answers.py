@@ -1,0 +1,167 @@
+"""`podium.generate` and `podium.evaluate`: what a model, or a run's weights, answer."""
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from podium.api.data import Data, Rewards, overrides, rewards_of, task_settings
+from podium.config.load import Override
+from podium.files import as_path
+from podium.observe.run_dir import CONFIG, Fork, parse_fork, read_config
+from podium.observe.stats import TaskScores
+from podium.rollout.request import Completion, Request, SamplingParams
+from podium.settings import load_settings
+from podium.tasks.question_sets import math_equal
+from podium.train.evaluate import evaluate_weights
+from podium.train.feed import request_seed
+from podium.train.generate import Rollouts
+from podium.train.platform import prepare_platform
+from podium.train.setup import load_parts, make_model
+
+Answer = Completion
+"""What a model wrote: `text`, `tokens`, `sampled_logprobs`, `finish_reason`."""
+SLOTS = 16
+"""Prompts that are answered at once, at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluated:
+    """The result of an evaluation."""
+
+    tasks: dict[str, TaskScores]
+    """Scores by task: accuracy with its interval, avg@k, pass@k, lengths."""
+    answers: list[dict[str, Any]]
+    """Every question with its answers, as samples.jsonl has them."""
+    step: int | None
+    """Of the run's weights; None for a model."""
+
+    @property
+    def accuracy(self) -> float:
+        """Mean over the tasks."""
+        return sum(each.accuracy for each in self.tasks.values()) / len(self.tasks)
+
+
+def generate(
+    model: str | Path,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 1.0,
+    system_prompt: str | None = None,
+    seed: int = 0,
+    **settings: Any,
+) -> list[Answer]:
+    """Answers of a model, or of a run's weights, one for each prompt and in their order.
+
+    Args:
+        model: a run's folder (`runs/demo`, `runs/demo@20`), or a model as in a config.
+        prompts: questions; each becomes a conversation by the model's chat template. For several answers give a prompt
+            several times.
+        max_new_tokens: the longest answer in tokens.
+        temperature: of sampling; 0: the likeliest tokens.
+        system_prompt: first message of every conversation.
+        seed: of sampling, with the prompt's place.
+        settings: of the config, as of `podium.grpo`.
+
+    Raises:
+        ValueError: something of this is wrong.
+    """
+    if isinstance(prompts, str):
+        raise ValueError("prompts: expected a list of questions, got one; write [question]")
+    if not prompts:
+        return []
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
+    with open_model(model, max_new_tokens=max_new_tokens, slots=min(SLOTS, len(prompts)), **settings) as rollouts:
+        tokenizer = rollouts.feed.tokenizer
+        tokens = [tuple(tokenizer.encode_chat(prompt, system_prompt)) for prompt in prompts]
+        seeds = [request_seed(seed, "generate", index) for index in range(len(prompts))]
+        requests = [Request(prompt=p, sampling=sampling, seed=s) for p, s in zip(tokens, seeds, strict=True)]
+        completed, _ = rollouts.engine.generate(requests)
+    return [answer for (answer,) in completed]
+
+
+@contextlib.contextmanager
+def open_model(model: str | Path, *, max_new_tokens: int, slots: int, **settings: Any) -> Iterator[Rollouts]:
+    """An engine with the weights of a model or a run, for answers of at most so many tokens."""
+    fork = _run(model)
+    prepare_platform()
+    devices = jax.local_device_count()  # slots and rows are split over all
+    rounded = {"slots": slots, "prefill_rows": min(4, slots)}
+    sizes = {"max_new_tokens": max_new_tokens, **{key: -(-n // devices) * devices for key, n in rounded.items()}}
+    config = load_settings(
+        [] if fork is None else [as_path(fork.run) / CONFIG],
+        [
+            *([Override("model", str(model), "argument model")] if fork is None else []),
+            Override("tasks", [{"name": "arithmetic"}], "podium.generate"),
+            *(Override(f"grading.{key}", 0, "podium.generate") for key in ("workers", "overlong_buffer_tokens")),
+            *(Override(f"rollout.{key}", value, f"argument {key}") for key, value in sizes.items()),
+            *(Override(f"train.{key}", None, "podium.generate") for key in ("row_tokens", "tokens_per_device")),
+            *overrides(settings),
+        ],
+        os.environ,
+    ).config
+    opened = make_model(config)
+    with contextlib.closing(Rollouts(config, opened.decoder, opened.tokenizer, opened.mesh)) as rollouts:
+        rollouts.load(*load_parts(opened, fork))
+        yield rollouts
+
+
+def evaluate(
+    model: str | Path,
+    data: Data | None = None,
+    *,
+    rewards: Rewards | None = None,
+    question: str = "question",
+    answer: str = "answer",
+    system_prompt: str | None = None,
+    **settings: Any,
+) -> Evaluated:
+    """How many questions a model, or a run's weights, answer correctly.
+
+    Args:
+        model: a run's folder (`runs/demo`, `runs/demo@20`), or a model as in a config.
+        data: as of `podium.grpo`; a run has its own.
+        rewards: the first says what is correct; unset: as of the run, or `podium.math_equal`.
+        question: column of the question.
+        answer: column of the answer.
+        system_prompt: first message of every conversation; unset: the run's.
+        settings: of the config: `eval={"samples": 8, "greedy": False, "questions": 100}`, as of `podium.grpo`.
+
+    Raises:
+        ValueError: something of this is wrong.
+    """
+    fork = _run(model)
+    given = [] if fork else [Override("model", str(model), "argument model")]
+    known = read_config(as_path(fork.run)) if fork else None
+    if data is None and known is None:
+        raise ValueError(f"evaluate: {model} is no run, which has data of its own; give data")
+    with tempfile.TemporaryDirectory() as folder:
+        if data is not None:
+            parts = rewards or (list(rewards_of(known)) if known else [math_equal])
+            prompt = known.tasks[0].system_prompt if known and system_prompt is None else system_prompt
+            columns: dict[str, Any] = {"question": question, "answer": answer, "system_prompt": prompt}
+            given += task_settings(data, data, parts, folder=Path(folder), **columns)
+        elif rewards is not None:
+            raise ValueError("evaluate: rewards go with data; a run's own data is graded as in the run")
+        given.append(Override("grading.overlong_buffer_tokens", 0, "podium.evaluate"))
+        if known is not None and data is None:
+            tasks = [each.model_dump() | {"rewards": {each.correct: 1.0}} for each in known.tasks]
+            given.append(Override("tasks", tasks, "podium.evaluate"))
+        files = [as_path(fork.run) / CONFIG] if fork else []
+        config = load_settings(files, [*given, *overrides(settings)], os.environ).config
+        evaluation, step = evaluate_weights(config, fork)
+        return Evaluated(dict(evaluation.stats.tasks), evaluation.records(step or 0, questions=None), step)
+
+
+def _run(model: str | Path) -> Fork | None:
+    """The run that is meant; None: a model."""
+    try:
+        return parse_fork(str(model))
+    except ValueError:
+        return None

@@ -1,0 +1,105 @@
+"""`podium.grpo` and `podium.train`: runs begun from Python."""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from podium.api.data import Data, Rewards, overrides, task_settings
+from podium.api.run import Run
+from podium.config.load import Override
+from podium.config.schema import Config
+from podium.files import as_path, in_bucket
+from podium.observe.run_dir import DATA, Fork, parse_fork
+from podium.settings import load_settings
+from podium.tasks.question_sets import math_equal
+from podium.train.recorder import OnStep, unheard
+
+
+def grpo(
+    model: str,
+    data: Data,
+    *,
+    eval_data: Data | None = None,
+    rewards: Rewards = (math_equal,),
+    on_step: OnStep | None = None,
+    question: str = "question",
+    answer: str = "answer",
+    system_prompt: str | None = None,
+    name: str | None = None,
+    **settings: Any,
+) -> Run:
+    """Train a model on questions with GRPO, or another recipe, and return the run when its steps are done.
+
+    Args:
+        model: a Hugging Face id, a folder, a .gguf file, or `demo`.
+        data: dicts or a datasets.Dataset, each row a question; a .jsonl or .parquet file; or a task's class.
+        eval_data: held-out rows, or their file; without them nothing is evaluated.
+        rewards: what a completion earns: functions, or names of parts (`format`, `tags`, `length`), each alone or as
+            `(reward, weight)`. `podium.math_equal` and `podium.text_equal` compare the answer with the row's. Where
+            neither is there, rows need no answer, and evaluation counts the first function, held within 0 and 1.
+        on_step: called after each step with the number of steps done, the step's metrics, and its samples.
+        question: column of the question.
+        answer: column of the answer.
+        system_prompt: first message of every conversation.
+        name: of the run's folder in `runs_dir`; a run of that name and of the same settings is continued. Without a
+            name every call begins a new run.
+        settings: of the config (docs/config.md): `steps=100`, `rollout={"max_new_tokens": 64}`, or the same as
+            `rollout__max_new_tokens=64`.
+
+    Returns:
+        The run. After Ctrl-C it is the run up to the step that was finished; the same call with its name continues it.
+
+    Raises:
+        ValueError: an argument, a setting or a row is wrong, before anything is compiled.
+    """
+    name = name or _new_name(settings.get("runs_dir", Config.model_fields["runs_dir"].default))
+    folder = as_path(settings.get("runs_dir", Config.model_fields["runs_dir"].default)) / name / DATA
+    if in_bucket(folder) and not isinstance(data, str | Path):
+        raise ValueError("data: rows are written into the run's folder, which must be on a disk; write them to a file")
+    columns: dict[str, Any] = {"question": question, "answer": answer, "system_prompt": system_prompt}
+    tasks = task_settings(data, eval_data, rewards, folder=folder, **columns)
+    own_questions = isinstance(tasks[0].value[0].get("path"), str) and eval_data is None
+    never = [Override(f"eval.{key}", False, "no eval_data") for key in ("at_start", "at_end")] if own_questions else []
+    given = [Override("model", str(model), "argument model"), Override("name", name, "argument name")]
+    return _train(load_settings([], [*given, *tasks, *never, *overrides(settings)], os.environ).config, None, on_step)
+
+
+def train(
+    config: str | Path | Sequence[str | Path],
+    *,
+    on_step: OnStep | None = None,
+    source: str | None = None,
+    **settings: Any,
+) -> Run:
+    """Train as a config file says, as `podium train` does, and return the run when its steps are done.
+
+    Args:
+        config: a YAML file, or several, of which later ones override.
+        on_step: as of `podium.grpo`.
+        source: `RUN@STEP` of another run, from whose checkpoint this one begins.
+        settings: over the file's, as of `podium.grpo`.
+
+    Raises:
+        ValueError: something of this is wrong, before anything is compiled.
+    """
+    files = [config] if isinstance(config, str | Path) else list(config)
+    loaded = load_settings(files, list(overrides(settings)), os.environ)
+    return _train(loaded.config, None if source is None else parse_fork(source), on_step)
+
+
+def _train(config: Config, fork: Fork | None, on_step: OnStep | None) -> Run:
+    from podium.plan.check import RunCheck
+    from podium.train.loop import train as train_run
+
+    print(f"run {config.runs_dir}/{config.name}: loading jax and the model", flush=True)
+    train_run(config, fork=fork, check=RunCheck(force=False), on_step=on_step or unheard)
+    return Run(as_path(config.runs_dir) / str(config.name))
+
+
+def _new_name(runs_dir: str) -> str:
+    """A name that no run in the folder has."""
+    name = time.strftime("grpo-%Y%m%d-%H%M%S")
+    taken = sum(1 for _ in as_path(runs_dir).glob(f"{name}*")) if as_path(runs_dir).is_dir() else 0
+    return f"{name}-{taken + 1}" if taken else name

@@ -1,0 +1,158 @@
+"""How fast GRPO's loss on logits is on this machine, and what memory it takes: `podium bench loss`."""
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import json
+import sys
+import time
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from podium.algorithms.logits_loss import grpo_loss_of_logits
+from podium.algorithms.losses import clipped_policy_loss
+from podium.kernels.logits import KERNELS, LogitsOptions, logprobs_of_logits
+from podium.kernels.tiles import Tiles
+from podium.train.gather_memory import DTYPES
+from podium.train.platform import prepare_platform
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossBench:
+    """What is timed: value and gradient, with respect to the logits, of the mean loss of all tokens."""
+
+    impl: Literal["jax", "ref", "kernel"]
+    on_policy: bool
+    shape: tuple[int, int, int]  # [B, T, V]
+    dtype: str
+    seed: int
+    iters: int
+    warmup: int
+    noise: float  # standard deviation of the old log-probabilities from these
+    clip: tuple[float, float]  # low, high
+    temperature: float
+    tile: tuple[int | None, int | None]  # tokens, vocabulary; None: the kernels' own
+
+    @property
+    def options(self) -> LogitsOptions:
+        """How the kernel is called, or XLA; without a TPU or GPU the TPU's kernel is interpreted."""
+        tokens, vocab = (given or own for given, own in zip(self.tile, Tiles(), strict=True))
+        way = KERNELS.get(jax.default_backend(), "tpu") if self.impl == "kernel" else "xla"
+        interpret = way != "xla" and jax.default_backend() not in KERNELS
+        tiles = Tiles(tokens, vocab)
+        return LogitsOptions(self.temperature, in_place=True, way=way, tiles=tiles, interpret=interpret)
+
+
+def bench(options: LossBench, *, project: str, mode: str, name: str | None) -> int:
+    """Print the figures as one object of JSON, and send them to W&B unless `mode` is disabled.
+
+    Raises:
+        ValueError: W&B is wanted and not installed, or the tiles cannot be had.
+    """
+    if mode != "disabled" and importlib.util.find_spec("wandb") is None:
+        raise ValueError("--wandb_mode: wandb is not installed; pip install 'podium-rl[wandb]', or leave it out")
+    prepare_platform()
+    if options.options.interpret:
+        print(
+            f"{jax.default_backend()} has no kernel: the TPU's is interpreted, and its time means nothing",
+            file=sys.stderr,
+        )
+    found = measure(options)
+    print(json.dumps(found))
+    if mode != "disabled":
+        wandb = importlib.import_module("wandb")
+        run = wandb.init(project=project, name=name, mode=mode, config=dataclasses.asdict(options))
+        run.log({key: found[key] for key in ("loss", "first_call_s", "avg_step_ms")})
+        run.finish()
+    return 0
+
+
+def measure(options: LossBench) -> dict[str, Any]:
+    """Time it here. Every call has new logits, made before, whose memory the gradient takes."""
+    step, device = make_step(options), jax.devices()[0]
+    make_logits = jax.jit(functools.partial(random_logits, options.shape, DTYPES[options.dtype]))
+    make_tokens = jax.jit(functools.partial(random_tokens, options))
+    logits = make_logits(options.seed)
+    tokens = jax.block_until_ready(make_tokens(logits))
+    after_alloc = device.memory_stats() or {}
+    start = time.perf_counter()
+    compiled = step.lower(logits, *tokens).compile()
+    loss = float(compiled(logits, *tokens)[0])
+    first_call_s, times = time.perf_counter() - start, []
+    for call in range(options.warmup + options.iters):
+        logits = make_logits(options.seed + call + 1)
+        tokens = jax.block_until_ready(make_tokens(logits))
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(logits, *tokens))
+        times.append(time.perf_counter() - start)
+    memory = compiled.memory_analysis()
+    return {
+        "impl": options.impl,
+        "mode": "on_policy" if options.on_policy else "off_policy",
+        "device": device.device_kind,
+        "shape": dict(zip(("batch", "time", "vocab"), options.shape, strict=True)),
+        "dtype": options.dtype,
+        "loss": loss,
+        "kernel": {
+            "way": options.options.way,
+            "interpret": options.options.interpret,
+            "time_block": options.options.tiles.tokens,
+            "block_size": options.options.tiles.vocab,
+            "compute_dtype": "f32",
+        },
+        "grpo": {
+            "epsilon_low": options.clip[0],
+            "epsilon_high": options.clip[1],
+            "temperature": options.temperature,
+            "old_logp_noise_scale": options.noise,
+        },
+        "first_call_s": first_call_s,
+        "avg_step_ms": 1e3 * sum(times[options.warmup :]) / options.iters,
+        "mem_after_alloc": after_alloc,
+        "mem_after_run": device.memory_stats() or {},
+        "mem_compiled": {
+            "arguments": memory.argument_size_in_bytes,
+            "temporaries": memory.temp_size_in_bytes,
+            "peak": memory.peak_memory_in_bytes,
+        },
+    }
+
+
+def random_logits(shape: tuple[int, ...], dtype: jnp.dtype, seed: int) -> jax.Array:
+    """Logits as a trained model's are spread: normal, with a standard deviation of 3."""
+    return (3 * jax.random.normal(jax.random.key(seed), shape, jnp.float32)).astype(dtype)
+
+
+def random_tokens(options: LossBench, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Targets, advantages and old log-probabilities near these, [B, T] each; none of the last on-policy."""
+    keys, tokens = jax.random.split(jax.random.key(options.seed), 3), options.shape[:2]
+    targets = jax.random.randint(keys[0], tokens, 0, options.shape[2], jnp.int32)
+    advantages = jax.random.normal(keys[1], tokens)
+    if options.on_policy:
+        return targets, advantages, None
+    logprobs, _ = logprobs_of_logits(logits, targets, options.options)
+    return targets, advantages, logprobs + options.noise * jax.random.normal(keys[2], tokens)
+
+
+def make_step(options: LossBench) -> Any:
+    """The jitted `(logits, targets, advantages, old_logprobs) -> (loss [], gradient)`; the logits are donated."""
+    low, high = options.clip
+
+    def loss(logits: jax.Array, targets: jax.Array, advantages: jax.Array, old: jax.Array | None) -> jax.Array:
+        if options.impl != "ref":
+            given = {"old_logprobs": old, "options": options.options}
+            found = grpo_loss_of_logits(logits, targets, advantages, clip_low=low, clip_high=high, **given)
+            return jnp.mean(found.losses)
+        table = jax.nn.log_softmax(logits.astype(jnp.float32) / options.temperature)
+        logprobs = jnp.take_along_axis(table, targets[..., None], axis=-1)[..., 0]
+        old = jax.lax.stop_gradient(logprobs) if old is None else old
+        every = jnp.ones_like(targets)
+        terms = clipped_policy_loss(
+            logprobs, old, advantages, every, every, clip_low=low, clip_high=high, dual_clip=None
+        )
+        return jnp.mean(terms.values)
+
+    return jax.jit(jax.value_and_grad(loss), donate_argnums=0)

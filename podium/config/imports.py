@@ -1,0 +1,84 @@
+"""What a setting names by import path: `package.module:name`, in any module that Python can import.
+
+What a Python session hands over and no other process can import (a function of a notebook, say) has a name too, as
+`session:name`; a run with such a name can be continued in a session that hands it over again.
+"""
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from podium.config.errors import suggestion
+
+SESSION = "session"
+_given: dict[str, Any] = {}
+
+
+def is_path(name: str) -> bool:
+    """Whether a name is an import path and not an entry of a table."""
+    return ":" in name
+
+
+def imported(path: str, *, what: str, known: Iterable[str] = ()) -> Any:
+    """The object that `package.module:name` names; the current folder is searched too.
+
+    Args:
+        path: as written.
+        what: what it should be, for messages: `a task`.
+        known: names that would do as well, for messages.
+
+    Raises:
+        ValueError: it is no import path, or there is no such module or name.
+    """
+    module_name, colon, attribute = path.partition(":")
+    if module_name == SESSION:
+        if attribute not in _given:
+            raise ValueError(
+                f"{path!r} was handed over by the Python session that began the run; go on from there, or put it in a"
+                " module and name it `module:name`"
+            )
+        return _given[attribute]
+    if not colon:
+        own = "your own: write `package.module:name`"
+        raise ValueError(f"{path!r} is not {what}; {suggestion(path, known)} ({own})")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a module beside the config, also for the installed `podium` command
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(
+            f"{path!r}: no module {error.name!r} here; install its package, or start podium in the folder that holds it"
+        ) from error
+    if not hasattr(module, attribute):
+        defined = [key for key, value in vars(module).items() if callable(value)]
+        raise ValueError(f"{path!r}: module {module_name} has no {attribute!r}; {suggestion(attribute, defined)}")
+    return getattr(module, attribute)
+
+
+def name_of(thing: Any) -> str:
+    """The name by which a setting has an object: its import path, or a name in this session."""
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    if module and name and module != "__main__" and name.isidentifier():
+        with contextlib.suppress(ValueError):
+            if imported(f"{module}:{name}", what="an object") is thing:
+                return f"{module}:{name}"
+    own = (name or type(thing).__name__).rpartition(".")[2].strip("<>")
+    label, number = own, 2
+    while _given.get(label, thing) is not thing and not _replaces(thing, _given[label]):
+        label, number = f"{own}_{number}", number + 1
+    _given[label] = thing
+    return f"{SESSION}:{label}"
+
+
+def _replaces(new: Any, old: Any) -> bool:
+    """Whether an object is another's later version: a notebook's cell was run again."""
+    code = [getattr(each, "__code__", None) for each in (new, old)]
+    if code[0] is not None and code[0] == code[1]:
+        return True
+    place = [(getattr(each, "__module__", None), getattr(each, "__qualname__", "<lambda>")) for each in (new, old)]
+    return place[0] == place[1] and "<" not in place[0][1]

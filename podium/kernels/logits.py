@@ -1,0 +1,168 @@
+"""Log-probabilities from logits that somebody has already: one pass over them forward, one backward, float32 sums.
+
+Podium's own training makes no logits of all tokens (`podium.models.logprobs`); this is for who has them.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from podium.kernels.gpu_logits import gpu_gradient, gpu_statistics
+from podium.kernels.tiles import Gradients, Interpret, Statistics, Tiles
+from podium.kernels.tpu_logits import tpu_gradient, tpu_statistics
+from podium.kernels.xla_logits import xla_gradient, xla_statistics
+
+Way = Literal["tpu", "gpu", "xla"]
+KERNELS: dict[str, Way] = {"tpu": "tpu", "gpu": "gpu"}
+"""By jax's platform; others have XLA alone."""
+STATISTICS = {"tpu": tpu_statistics, "gpu": gpu_statistics, "xla": xla_statistics}
+GRADIENT = {"tpu": tpu_gradient, "gpu": gpu_gradient, "xla": xla_gradient}
+
+
+class LogitsOptions(NamedTuple):
+    """How log-probabilities are computed from logits."""
+
+    temperature: float = 1.0
+    """Logits are divided by it before the softmax, as the sampler does."""
+    entropy: bool = False
+    """Whether entropies are wanted, with their gradient; without, they are 0."""
+    in_place: bool = False
+    """The gradient takes the logits' memory: none of its own where the logits are donated, or made in the program and
+    not used again. Where they must stay, XLA copies them first."""
+    sharding: NamedSharding | None = None
+    """Where logits [B, T, V] are, split over any of their dimensions; None: on one device."""
+    way: Way | None = None
+    """The TPU's kernel, the GPU's, or XLA alone; None: the kernel of the devices' platform, XLA on CPU."""
+    tiles: Tiles = Tiles()
+    interpret: Interpret = False
+    """Runs a kernel without its device, slowly: for tests."""
+
+
+DEFAULTS = LogitsOptions()
+
+
+def logprobs_of_logits(
+    logits: jax.Array, targets: jax.Array, options: LogitsOptions = DEFAULTS
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of each target, and entropy of its distribution.
+
+    Args:
+        logits: [B, T, V], of any B, T and V; bfloat16, float16 or float32. -inf is allowed.
+        targets: [B, T] int32. One outside of 0 to V - 1 has no meaning, but a finite one.
+        options: what is computed, and where.
+
+    Returns:
+        Both [B, T] float32; entropies in nats, 0 unless `options.entropy`.
+    """
+    return _logprobs(logits, targets, options)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _logprobs(logits: jax.Array, targets: jax.Array, options: LogitsOptions) -> Any:
+    return _forward(logits, targets, options)[0]
+
+
+def _forward(
+    logits: jax.Array, targets: jax.Array, options: LogitsOptions
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    _check(options, logits.shape, targets.shape)
+    tokens, whole = _specs(options)
+
+    def of_device(logits: jax.Array, targets: jax.Array) -> Statistics:
+        found = STATISTICS[_way(options)](logits, _own(targets, logits, options), **_settings(options))
+        return _over_vocabulary(found, options)
+
+    found = _on_devices(of_device, options, (whole, tokens), Statistics._make([tokens] * 4))(logits, targets)
+    log_total = found.top + jnp.log(found.total)
+    entropy = jnp.log(found.total) - found.weighted / found.total if options.entropy else jnp.zeros_like(log_total)
+    return (found.chosen - log_total, entropy), (logits, targets, log_total, entropy)
+
+
+def _backward(
+    options: LogitsOptions, saved: tuple[jax.Array, ...], gradient: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, None]:
+    logits, targets, log_total, entropy = saved
+    tokens, whole = _specs(options)
+
+    def of_device(logits: jax.Array, targets: jax.Array, gradients: Gradients) -> jax.Array:
+        own = _own(targets, logits, options)
+        return GRADIENT[_way(options)](logits, own, gradients, in_place=options.in_place, **_settings(options))
+
+    given = Gradients(log_total, *gradient, entropy)
+    specs = (whole, tokens, Gradients._make([tokens] * 4))
+    return _on_devices(of_device, options, specs, whole)(logits, targets, given), None
+
+
+_logprobs.defvjp(_forward, _backward)
+
+
+def _check(options: LogitsOptions, shape: tuple[int, ...], targets: tuple[int, ...]) -> None:
+    """Raises ValueError where logits of this shape cannot be used so."""
+    if len(shape) != 3 or targets != shape[:2]:
+        raise ValueError(f"logits {shape} and targets {targets}: expected [B, T, V] and [B, T]")
+    if not options.temperature > 0:
+        raise ValueError(f"temperature {options.temperature}: expected more than 0; it divides the logits")
+    if options.sharding is None:
+        return
+    for name, size, axes in zip(("rows", "tokens", "vocabulary"), shape, _axes(options.sharding), strict=True):
+        devices = math.prod(options.sharding.mesh.shape[axis] for axis in axes)
+        if size % devices:
+            raise ValueError(
+                f"{name} of {size} do not divide over {devices} devices ({', '.join(axes)}); pad the logits, the"
+                " vocabulary with -inf, or split another dimension"
+            )
+
+
+def _axes(sharding: NamedSharding) -> list[tuple[str, ...]]:
+    """The mesh axes over which rows, tokens and vocabulary are split."""
+    parts = [*sharding.spec, None, None, None][:3]
+    return [(part,) if isinstance(part, str) else tuple(part or ()) for part in parts]
+
+
+def _specs(options: LogitsOptions) -> tuple[PartitionSpec, PartitionSpec]:
+    """Where what is known by token is, and where logits are."""
+    if options.sharding is None:
+        return PartitionSpec(), PartitionSpec()
+    rows, tokens, vocabulary = (axes or None for axes in _axes(options.sharding))
+    return PartitionSpec(rows, tokens), PartitionSpec(rows, tokens, vocabulary)
+
+
+def _on_devices(of_device: Callable, options: LogitsOptions, given: tuple, found: Any) -> Callable:
+    """`of_device` on each device's part, where there are several."""
+    if options.sharding is None:
+        return of_device
+    return jax.shard_map(of_device, mesh=options.sharding.mesh, in_specs=given, out_specs=found, check_vma=False)
+
+
+def _way(options: LogitsOptions) -> Way:
+    devices = jax.devices() if options.sharding is None else list(options.sharding.device_set)
+    return options.way or KERNELS.get(devices[0].platform, "xla")
+
+
+def _settings(options: LogitsOptions) -> dict[str, Any]:
+    """What statistics and gradients are both told."""
+    kernel = {"tiles": options.tiles, "interpret": options.interpret} if _way(options) != "xla" else {}
+    return {"scale": 1 / options.temperature, "entropy": options.entropy, **kernel}
+
+
+def _own(targets: jax.Array, logits: jax.Array, options: LogitsOptions) -> jax.Array:
+    """Targets as places in the part of the vocabulary that this device has."""
+    if options.sharding is None or not (axes := _axes(options.sharding)[2]):
+        return targets
+    return targets - jax.lax.axis_index(axes) * logits.shape[-1]
+
+
+def _over_vocabulary(found: Statistics, options: LogitsOptions) -> Statistics:
+    """Statistics of the whole vocabulary, from the parts of it that devices have."""
+    if options.sharding is None or not (axes := _axes(options.sharding)[2]):
+        return found
+    top = jax.lax.pmax(found.top, axes)
+    kept = jnp.exp(found.top - top)
+    weighted = kept * (found.weighted + (found.top - top) * found.total)
+    total, chosen, weighted = jax.lax.psum((kept * found.total, found.chosen, weighted), axes)
+    return Statistics(top, total, chosen, weighted)

@@ -1,0 +1,177 @@
+"""Adapters in the format of PEFT (https://github.com/huggingface/peft), which this module reads and writes by itself.
+
+adapter_config.json            rank, alpha, targets, and the name of the model under the adapter
+adapter_model.safetensors      base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight [r, in], lora_B [out, r]
+podium.json                    ours: the fingerprint of that model's weights; PEFT does not look at it
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from podium.models.adapters import fingerprint
+from podium.models.architecture import DecoderConfig, Lora, ModelError
+from podium.models.hf import new_folder, write_json
+from podium.models.names import NAMES
+from podium.models.params import LAYERS, LORA_A, ParamSpec, trained_specs
+from podium.models.source import read_json
+from podium.sharding import Params, ShardingRules, param_shardings
+
+CONFIG, WEIGHTS, OWN = "adapter_config.json", "adapter_model.safetensors", "podium.json"
+PREFIX = "base_model.model."
+PARTS = {".lora_a": "lora_A", ".lora_b": "lora_B"}
+# What a PEFT config may say without changing what an adapter computes; every other key must be empty, false or absent.
+ANY = {
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_alpha", "lora_dropout", "megatron_core",
+    "peft_version", "qalora_group_size", "r", "revision", "target_modules", "task_type",
+}  # fmt: skip
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # others change the model under the adapter
+}
+
+
+def save_adapter(params: Params, frozen: Params, config: DecoderConfig, folder: Path, *, model: str) -> None:
+    """Writes a folder that `PeftModel.from_pretrained(base, folder)` loads, adapters in float32; whole or not at all.
+
+    `model` is how the config names the model under the adapter. Raises ModelError where the folder is not empty.
+    """
+    lora = _lora_of(config)
+    tensors = {}
+    for name, value in params.items():
+        stacked = np.asarray(value, np.float32)
+        for layer, one in enumerate(stacked):
+            matrix = one.reshape(-1, lora.rank) if name.endswith(LORA_A) else one.reshape(lora.rank, -1)
+            tensors[_tensor(name, layer)] = np.ascontiguousarray(matrix.T)
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": [_module(name) for name in lora.targets],
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "modules_to_save": None,
+        "use_dora": False,
+        "use_rslora": False,
+    }
+    with new_folder(folder) as unfinished:
+        write_json(unfinished / CONFIG, described)
+        write_json(unfinished / OWN, {"base": fingerprint(frozen), "kept": lora.base})
+        save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
+        (unfinished / WEIGHTS).chmod((unfinished / CONFIG).stat().st_mode)
+
+
+def load_adapter(folder: Path, config: DecoderConfig, rules: ShardingRules, frozen: Params) -> Params:
+    """The adapters of a PEFT folder in float32, each in its shards.
+
+    Raises ModelError where the folder has no such adapter, or one with other numbers or targets than the config's, with
+    options that Podium does not have, or of another model than `frozen`.
+    """
+    lora = _lora_of(config)
+    _check_described(read_json(folder / CONFIG), lora, folder / CONFIG)
+    _check_base(folder, lora, frozen)
+    specs = trained_specs(config)
+    shardings = param_shardings(specs, rules)
+    found = _read(folder, specs)
+    return {
+        name: jax.make_array_from_callback(spec.shape, shardings[name], lambda index, name=name: found[name][index])
+        for name, spec in specs.items()
+    }
+
+
+def _lora_of(config: DecoderConfig) -> Lora:
+    assert config.lora is not None, "only a decoder with adapters has some to read or write"
+    return config.lora
+
+
+def _module(target: str) -> str:
+    """PEFT's name of a matrix: `q_proj`."""
+    return NAMES[LAYERS + target].hf.split(".")[-2]
+
+
+def _tensor(name: str, layer: int) -> str:
+    """PEFT's name of a layer's factor."""
+    matrix, part = name.rsplit(".", 1)
+    module = NAMES[matrix].hf.format(layer).removesuffix(".weight")
+    return f"{PREFIX}{module}.{PARTS['.' + part]}.weight"
+
+
+def _check_described(raw: Mapping[str, Any], lora: Lora, where: Path) -> None:
+    for key, value in raw.items():
+        if key in ONLY and value not in ONLY[key]:
+            allowed = " or ".join(map(repr, ONLY[key]))
+            raise ModelError(f"{where}: {key} {value!r} is not supported; it must be {allowed}")
+        if key not in ONLY and key not in ANY and value not in (None, False, {}, [], ""):
+            raise ModelError(f"{where}: {key} {value!r} is not supported; it must be absent, false or empty")
+    for key, ours, name in (("r", lora.rank, "lora.rank"), ("lora_alpha", lora.alpha, "lora.alpha")):
+        if raw.get(key) != ours:
+            raise ModelError(f"{where}: {key} is {raw.get(key)!r} and {name} is {ours:g}; set {name} to the adapter's")
+
+
+def _check_base(folder: Path, lora: Lora, frozen: Params) -> None:
+    """Raises ModelError where the adapter says of which weights it is, and they are others."""
+    if not (folder / OWN).exists():
+        return
+    own = read_json(folder / OWN)
+    if own.get("kept") == lora.base and own.get("base") != (found := fingerprint(frozen)):
+        raise ModelError(
+            f"{folder}: the adapter was trained beside the weights {own.get('base')}, and those of the config's model"
+            f" are {found}; set model to {read_json(folder / CONFIG).get('base_model_name_or_path')!r}"
+        )
+
+
+def _read(folder: Path, specs: Mapping[str, ParamSpec]) -> dict[str, np.ndarray]:
+    """All factors as we have them. Raises ModelError where one is missing, superfluous or of another shape."""
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise ModelError(f"{folder}: has no {WEIGHTS}; Podium reads adapters in safetensors only")
+    wanted = {_tensor(name, layer): (name, layer) for name, spec in specs.items() for layer in range(spec.shape[0])}
+    found = {name: np.empty(spec.shape, np.float32) for name, spec in specs.items()}
+    try:
+        with safe_open(path, framework="flax") as file:
+            stored = {_plain(name): name for name in file.keys()}  # noqa: SIM118 (not a dict)
+            _check_names(set(wanted), set(stored), path)
+            for tensor, (name, layer) in wanted.items():
+                value = np.asarray(file.get_tensor(stored[tensor]).astype(jnp.float32)).T
+                shape = specs[name].shape[1:]
+                flat = (int(np.prod(shape[:-1])), shape[-1]) if name.endswith(LORA_A) else (shape[0], -1)
+                expected = np.empty(shape, np.bool_).reshape(flat).shape
+                if value.shape != expected:
+                    raise ModelError(
+                        f"tensor {stored[tensor]} in {path}: expected shape {list(expected[::-1])}, found"
+                        f" {list(value.shape[::-1])}; it is an adapter of another model, or of another rank"
+                    )
+                found[name][layer] = value.reshape(shape)
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: truncated or damaged ({error})") from error
+    return found
+
+
+def _plain(name: str) -> str:
+    """A tensor's name without that of an adapter in it: `lora_A.default.weight` is `lora_A.weight`."""
+    return name.replace(".default.weight", ".weight")
+
+
+def _check_names(wanted: set[str], stored: set[str], path: Path) -> None:
+    missing, beyond = sorted(wanted - stored), sorted(stored - wanted)
+    if missing:
+        raise ModelError(
+            f"tensor {missing[0]} is missing from {path}, and {len(missing) - 1} more: the adapter is of another model,"
+            " or of fewer matrices; set lora.targets to its target_modules"
+        )
+    if beyond:
+        raise ModelError(
+            f"tensor {beyond[0]} in {path} is unexpected, and {len(beyond) - 1} more: the adapter is of another model,"
+            " or of more matrices; set lora.targets to its target_modules"
+        )

@@ -1,0 +1,143 @@
+"""The closed form of an update's memory at the worst of its moments; `podium.plan.estimate` has the rest.
+
+B rows are a device's own; `a` is the size of an activation's number in bytes.
+"""
+
+from collections.abc import Mapping
+
+from podium.plan.sizes import F32, RunSizes, ends_count
+
+Parts = dict[str, int]
+
+BACKWARD: Mapping[str, tuple[int, int, int]] = {"tpu": (3, 5, 3), "gpu": (3, 6, 5), "reference": (1, 4, 0)}
+"""What a layer's backward pass holds at its peak: arrays [B, T, F], [B, T, D], and of all queries and keys together;
+beside arrays of all scores fewer. Fitted to programs at the limit of the memory, as are the numbers of such arrays."""
+MLP_SAVED = 6  # arrays [B, T, F] of each layer, where nothing is made again
+OFFLOADING = 3  # layers whose inputs are on their way to the host's memory, or back
+SCORES_SAVED = 2  # float32 arrays [B, H, T, T] of each layer, there too
+RESIDUAL_GROUPS = 3  # arrays [B, T, D] beside those of a group, where rows are cut into groups
+SCORES = {"tpu": 2.0, "v6e": 4.25, "gpu": 3.0, "gpu, many": 2.5}
+"""Arrays of float32 scores [B, H, T, T] that it holds where no kernel spares them: on a v6e of rows too long for VMEM,
+on a GPU where more than four heads of queries share one of keys."""
+MANY_QUERIES, LONG_ROW = 4, 4096
+LANES = 128  # of a TPU: numbers to which its attention kernel pads a head
+
+
+def update_peak(run: RunSizes) -> Parts:
+    """What an update makes, at the worst of its moments: at the logits, in a layer's backward pass, or after both."""
+    a, decoder = run.activation, run.decoder
+    tokens = run.rows * run.row_tokens
+    layers, head = run.gathered_counts
+    gradients = F32 * run.own_count
+    always = {"working_weights": working_weights(run), "gathered_weights": copied(run, head)}
+    offload = run.config.train.remat == "offload"
+    kept = {"layer_inputs": (OFFLOADING if offload else decoder.layers) * tokens * decoder.width * a}
+    if saved := run.config.train.remat == "none":
+        kept |= _saved(run)
+    elif run.config.train.remat == "products":
+        kept |= _saved_products(run)
+    frozen = decoder.lora is not None
+    if frozen:  # no gradients but the adapters', which are no part of the ends
+        head = 0
+    at_head = kept | {"gradients": gradients + head * a} | loss_logits(run, all_tokens=saved)
+    in_layers = kept | {"gradients": gradients + F32 * own_layers(run) + (0 if frozen else _relaid(run)) + head * a}
+    in_layers |= _backward_peak(run)
+    in_layers["gathered_weights"] = copied(run, layers // decoder.layers)
+    if run.groups > 1:  # a layer's weights, and the sum of their gradients
+        in_layers["gathered_weights"] += 2 * F32 * layers // decoder.layers
+    embedding = head if decoder.tied else head // 2
+    # The layers' activations are gone by then, and what was gathered.
+    at_embedding = {"gradients": gradients + F32 * (own_layers(run) + embedding), "gathered_weights": 0}
+    return max((always | each for each in (at_head, in_layers, at_embedding)), key=lambda parts: sum(parts.values()))
+
+
+def _relaid(run: RunSizes) -> int:
+    """Bytes of gradients that a GPU's compiler lays out anew for their sum over devices: one of each kind of matrix."""
+    if run.platform != "gpu" or run.fsdp * run.tp == 1:
+        return 0
+    decoder = run.decoder
+    outputs = decoder.mlp_width + decoder.heads * decoder.head_dim
+    return F32 * (
+        decoder.layers * decoder.width * outputs // (run.fsdp * run.tp) + ends_count(run.decoder, run.train_parts)
+    )
+
+
+def copied(run: RunSizes, count: int) -> int:
+    """Bytes of this many parameters in the compute format; none where they compute as and where they are stored."""
+    stored = F32 if run.decoder.lora is None else 2
+    return 0 if run.fsdp == 1 and run.activation == stored else count * run.activation
+
+
+def own_layers(run: RunSizes) -> int:
+    """Trained parameters of the layers, without embedding and head, that a device stores."""
+    return run.own_count - (ends_count(run.decoder, run.train_parts) if run.decoder.lora is None else 0)
+
+
+def working_weights(run: RunSizes) -> int:
+    """Bytes of a device's parameters in the format of the products; none where that is float32, or made layer by layer.
+
+    A GPU's compiler makes them in the loop over the layers.
+    """
+    return run.activation * run.own_count if run.activation < F32 and run.platform != "gpu" else 0
+
+
+def loss_logits(run: RunSizes, *, all_tokens: bool = False) -> Parts:
+    """Float32 logits of a chunk of tokens, or of all and the gradient of a chunk's."""
+    of_column = run.rows * run.decoder.vocab // run.tp
+    columns = max(1, min(run.row_tokens, run.config.train.head_chunk_tokens // run.rows))
+    if not all_tokens:
+        return {"logits": columns * of_column * F32}
+    gradient = run.activation if run.platform == "gpu" else F32
+    return {"logits": of_column * (-(-run.row_tokens // columns) * columns * F32 + columns * gradient)}
+
+
+def _backward_peak(run: RunSizes) -> Parts:
+    """One layer of a backward pass, recomputed, with the gradients that are made of it."""
+    rows, decoder, a = run.rows // run.groups, run.decoder, run.activation
+    tokens = rows * run.row_tokens  # of a group
+    mlp, width, heads = BACKWARD[run.attention if run.attention == "reference" else _compiler(run)]
+    head_dim = max(decoder.head_dim, LANES) if run.attention == "tpu_kernel" else decoder.head_dim
+    split = mlp * decoder.mlp_width + heads * (decoder.heads + decoder.kv_heads) * head_dim
+    activations = tokens * (width * decoder.width + split // run.tp) * a
+    if run.groups > 1:
+        activations += RESIDUAL_GROUPS * run.rows * run.row_tokens * decoder.width * a
+    if run.attention != "reference":
+        return {"layer_activations": activations}
+    scores = F32 * tokens * run.row_tokens * decoder.heads // run.tp
+    return {"attention_scores": int(_score_arrays(run) * scores), "layer_activations": activations}
+
+
+def _score_arrays(run: RunSizes) -> float:
+    """How many arrays of scores a layer's backward pass holds."""
+    if run.platform == "gpu":
+        return SCORES["gpu, many" if run.decoder.heads > MANY_QUERIES * run.decoder.kv_heads else "gpu"]
+    return SCORES["v6e" if run.generation == "v6e" and run.row_tokens > LONG_ROW else "tpu"]
+
+
+def _compiler(run: RunSizes) -> str:
+    """Whose constants hold: a CPU's programs are counted as a TPU's."""
+    return "gpu" if run.platform == "gpu" else "tpu"
+
+
+def _saved(run: RunSizes) -> Parts:
+    """What `remat: none` keeps of every layer for the backward pass, its gathered weights and its scores among it."""
+    decoder, a, tokens = run.decoder, run.activation, run.rows * run.row_tokens
+    layers, _ = run.gathered_counts
+    # Both norms' inputs in float32; queries, what is attended, keys and values; where heads are normed, theirs twice.
+    width = (2 * F32 + 3 * a) * decoder.width
+    heads = (decoder.heads + decoder.kv_heads) * decoder.head_dim * (2 * a + decoder.qk_norm * (a + F32))
+    of_query = SCORES_SAVED * run.row_tokens if run.attention == "reference" else 1  # else the logarithm of their sum
+    saved_scores = decoder.layers * tokens * decoder.heads // run.tp * of_query * F32
+    return {
+        "saved_activations": decoder.layers * tokens * (width + (MLP_SAVED * decoder.mlp_width * a + heads) // run.tp),
+        "saved_scores": saved_scores,
+        "saved_weights": layers * a,
+    }
+
+
+def _saved_products(run: RunSizes) -> Parts:
+    """What `remat: products` keeps of every layer: the results of its products with weights."""
+    decoder, tokens = run.decoder, run.rows * run.row_tokens
+    split = (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim + 2 * decoder.mlp_width
+    width = decoder.width + split // run.tp
+    return {"saved_activations": decoder.layers * tokens * width * run.activation}

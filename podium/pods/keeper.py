@@ -1,0 +1,172 @@
+"""A run that is kept alive from a small machine of Google's: `podium pod run --keep-alive --on-vm`; the laptop may go.
+
+The machine gets what workers get (code, config, secrets) and one job of the agent, which is `podium pod run
+--keep-alive` with the same config. It has its owner's name for slices, so that every command works from any laptop as
+before. When the run has ended the machine deletes the slice and itself; `podium pod down` deletes both at any time.
+"""
+
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import Any
+
+from podium.pods.gcloud import GcloudError
+from podium.pods.inventory import OWNER, RUN, Slice, label_text
+from podium.pods.launch import RunSpec, prepare, start
+from podium.pods.options import Rent, RunOptions
+from podium.pods.project import OWNER_VARIABLE, Project
+from podium.pods.push import HOME
+from podium.pods.remote import Remote, UnusableError
+from podium.pods.slices import SliceError
+
+KEEP = Path(__file__).parent / "host" / "keep.sh"
+PREPARE = "prepare-workers.sh"
+"""What the user's script is called on this machine, which does not run it."""
+TOOLS = (
+    "{ command -v git && python3 -c 'import ensurepip'; } >/dev/null 2>&1 || "
+    "{ sudo apt-get update -q && sudo apt-get install -y -q git python3-venv; }"
+)
+TOOLS_S, BOOT_S, POLL_S = 900.0, 300.0, 10.0
+
+
+def machine_name(slice_name: str) -> str:
+    """What the machine is called that keeps a slice's run alive."""
+    return f"podium-{slice_name}"
+
+
+def keep_on_vm(project: Project, name: str, zone: str, rent: Rent, options: RunOptions, spec: RunSpec) -> None:
+    """Have a machine in that zone rent the slice of that name if need be, and run and keep the run alive there.
+
+    Given again it finds the machine and what runs there.
+
+    Raises:
+        SliceError: a machine of that name is somebody else's.
+        RemoteError: the machine cannot be reached, or cannot be set up.
+    """
+    machine = _rented(project, name, zone, rent)
+    remote = Remote(project.slices.gcloud.for_vms(), machine, project.secrets.redact)
+    _wait_for(remote, project)
+    remote.ask_all(TOOLS, "installing git", timeout_s=TOOLS_S)
+    own = keeper_spec(machine.name, machine.zone, project.slices.owner, name, rent, options, spec)
+    job, needed = prepare(remote, own, clock=project.clock, say=project.say, stop=f"podium pod down {name}")
+    if needed:
+        start(remote, own, job, say=project.say)
+    project.answer(f"{machine.name} in {machine.zone} keeps {spec.name} alive on {name}; this machine may go")
+    project.say(f"podium pod status {name}, logs and stop work as ever; the machine deletes itself when the run has")
+    shown = shlex.join(remote.gcloud.argv.ssh(machine.name, machine.zone, "0", f"{HOME}/agent logs"))
+    project.say(f"ended, podium pod down {name} deletes both; what it does: {shown}")
+
+
+def delete_keeper(project: Project, slice_name: str) -> str | None:
+    """Delete the machine that keeps the slice's run alive; its name, or None if there is none of ours.
+
+    Who may not list machines has none; that is told and hinders nothing.
+    """
+    try:
+        machine = _found(project, slice_name)
+    except GcloudError as error:
+        if error.transient:  # it would rent the slice again
+            raise
+        if error.kind != "disabled":
+            project.say(f"whether there is a machine {machine_name(slice_name)} cannot be seen: {error.text}")
+        return None
+    if machine is None or machine.owner != project.slices.owner:
+        return None
+    project.slices.gcloud.checked(project.slices.gcloud.argv.delete_vm(machine.name, machine.zone))
+    return machine.name
+
+
+def keeper_spec(
+    machine: str, zone: str, owner: str, name: str, rent: Rent, options: RunOptions, spec: RunSpec
+) -> RunSpec:
+    """The machine's job: to keep the run alive on the owner's slice of that name."""
+    package = spec.package
+    sent = f'"$HOME/{package.folder}"'
+    words = ["--keep-alive", "--slice", name, *_options(rent, options)]
+    paths = [f"--prepare {sent}/{PREPARE}"] if package.sends("prepare.sh") else []
+    paths += [f"--wheel {sent}/{shlex.quote(options.wheel.name)}"] if options.wheel else []
+    dirty = ["--allow-dirty"] if package.sends("changes.patch") else []
+    slice_ = "-" if options.down is False else name
+    keep = f"sh {sent}/{KEEP.name} {machine} {zone} {slice_} {{python}} {{config}}"
+    files = (file.rename(file.with_name(PREPARE)) if file.name == "prepare.sh" else file for file in package.files)
+    return dataclasses.replace(
+        spec,
+        name=f"keep-{spec.name}",
+        package=dataclasses.replace(
+            package, files=(*files, KEEP), extras=(), environment=f"{package.environment}-keep", python=None
+        ),
+        environment={OWNER_VARIABLE: owner, "JAX_PLATFORMS": "cpu"},
+        command=" ".join((keep, *paths, shlex.join((*words, *dirty)))),
+    )
+
+
+def _options(rent: Rent, options: RunOptions) -> list[str]:
+    """What `podium pod run` was given, for the machine's own."""
+    words = [f"--restarts={options.restarts}", f"--replacements={options.replacements}"]
+    words += [] if options.down is None else ["--down" if options.down else "--keep"]
+    words += ["--spot" if rent.spot else "--on-demand", "--queued" if rent.queued else "--now"]
+    given = {
+        "--type": [rent.type],
+        "--zone": rent.zones or (),
+        "--valid-until": [rent.valid_until],
+        "--lease": [rent.lease],
+        "--runtime-version": [rent.runtime],
+        "--service-account": [rent.service_account],
+        "--env": options.env or (),
+        "--python": [options.python],
+    }
+    return words + [f"{name}={value}" for name, values in given.items() for value in values if value is not None]
+
+
+def _rented(project: Project, name: str, zone: str, rent: Rent) -> Slice:
+    """The machine, rented if it is not there."""
+    gcloud, owner = project.slices.gcloud, project.slices.owner
+    found = _found(project, name)
+    if found is None:
+        project.say(f"{zone}: renting {machine_name(name)}, an e2-micro")
+        labels = {OWNER: owner, RUN: label_text(name)}
+        gcloud.checked(gcloud.argv.create_vm(machine_name(name), zone, labels, rent.service_account))
+        found = _found(project, name)
+    if found is None:
+        raise SliceError(f"{machine_name(name)} was created in {zone} and is not listed; run the command again")
+    if found.owner != owner:
+        raise SliceError(f"{found.name} in {found.zone} is not yours and is not touched; choose another --slice")
+    return found
+
+
+def _found(project: Project, name: str) -> Slice | None:
+    """The machine as it is listed, in the form of a slice of one."""
+    gcloud = project.slices.gcloud
+    return next((_as_slice(each) for each in gcloud.ask(gcloud.argv.vms(machine_name(name)))), None)
+
+
+def _as_slice(instance: dict[str, Any]) -> Slice:
+    status = instance.get("status", "?")
+    interfaces = instance.get("networkInterfaces") or [{}]
+    return Slice(
+        name=instance["name"],
+        zone=instance["zone"].rpartition("/")[2],
+        state="ready" if status == "RUNNING" else "dead",
+        detail=status,
+        accelerator="e2-micro",
+        runtime="debian-12",
+        spot=False,
+        queued=False,
+        from_queue=False,
+        node=True,
+        addresses=(interfaces[0].get("networkIP", ""),),
+        labels=instance.get("labels", {}),
+        created=None,
+    )
+
+
+def _wait_for(remote: Remote, project: Project) -> None:
+    """Wait until the machine, which may just be booting, can be reached."""
+    until = project.clock.monotonic() + BOOT_S
+    while True:
+        try:
+            return remote.warm_up()
+        except UnusableError:
+            if project.clock.monotonic() > until:
+                raise
+        project.clock.sleep(POLL_S)

@@ -1,0 +1,89 @@
+"""The weights of an engine: how they lie, which of them an update changes, and how they come from the trainer."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from podium.models.adapters import merged
+from podium.models.architecture import DecoderConfig
+from podium.models.params import (
+    LAYERS,
+    TRAIN_AXES,
+    ParamSpecs,
+    is_adapter,
+    param_specs,
+    rollout_dtype,
+    rollout_specs,
+)
+from podium.sharding import Params, ShardingRules, abstract_params, param_shardings
+
+
+def engine_specs(decoder: DecoderConfig, rules: ShardingRules) -> ParamSpecs:
+    """The weights that an engine with these rules has."""
+    return rollout_specs(decoder, rules.num_shards("logits"))
+
+
+def frozen_in_rollout(decoder: DecoderConfig, name: str) -> bool:
+    """Whether an engine keeps a weight from one sync to the next, as it does with adapters apart."""
+    return decoder.lora is not None and not decoder.lora.merged and not is_adapter(name)
+
+
+def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *, frozen: bool = False) -> Any:
+    """The jitted `training params -> rollout params`: cast and laid out for decoding, in buffers of their own.
+
+    The copy is what lets the trainer donate its parameters to the next update. Where weights are gathered, layers go
+    one after the other: all at once, the TPU gathers them all before it puts any in its place, in twice their memory.
+    So they do where adapters are merged, always into the frozen weights. Of adapters apart it is they alone that are
+    synced, or with `frozen` all the rest.
+    """
+    specs = {
+        name: spec for name, spec in engine_specs(decoder, rules).items() if frozen_in_rollout(decoder, name) == frozen
+    }
+    stored = param_shardings(param_specs(decoder), ShardingRules(rules.mesh, TRAIN_AXES))
+    wanted = param_shardings(specs, rules)
+    merging = decoder.lora is not None and decoder.lora.merged
+    in_place = not merging and all(
+        stored[name].is_equivalent_to(wanted[name], len(spec.shape)) for name, spec in specs.items()
+    )
+
+    def move(name: str, value: jax.Array) -> jax.Array:
+        shape, axes, *_ = specs[name]
+        missing = [(0, size - found) for size, found in zip(shape[-value.ndim :], value.shape, strict=True)]
+        value = jnp.pad(value.astype(rollout_dtype(name, decoder, dtype)), missing)
+        return jnp.copy(rules.constrain(value, *axes[len(axes) - value.ndim :]))
+
+    def move_layer(carry: None, layer: Params) -> tuple[None, Params]:
+        layer = merged(layer, decoder.lora.scale) if decoder.lora and merging else layer
+        return carry, {name: move(name, value) for name, value in layer.items()}
+
+    def sync(params: Params) -> Params:
+        layers = {name: value for name, value in params.items() if name.startswith(LAYERS) and not in_place}
+        moved = {name: move(name, value) for name, value in params.items() if name not in layers}
+        return moved | (jax.lax.scan(move_layer, None, layers)[1] if layers else {})
+
+    return jax.jit(sync, out_shardings=wanted)
+
+
+def abstract_weights(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> Any:
+    """The weights of an engine, without making them."""
+    return {
+        name: jax.ShapeDtypeStruct(each.shape, rollout_dtype(name, decoder, dtype), sharding=each.sharding)
+        for name, each in abstract_params(engine_specs(decoder, rules), dtype, rules).items()
+    }
+
+
+def keeps(params: Params, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> bool:
+    """Whether an engine can have frozen weights, arrays or descriptions, just as the trainer has them.
+
+    So it does where it has the same layout and number format, and where adapters are merged into them at each sync.
+    """
+    if decoder.lora is None or decoder.lora.merged:
+        return True
+    wanted = abstract_weights(decoder, rules, dtype)
+
+    def kept(name: str, value: jax.Array) -> bool:
+        same = (value.shape, value.dtype) == (wanted[name].shape, wanted[name].dtype)
+        return same and value.sharding.is_equivalent_to(wanted[name].sharding, value.ndim)
+
+    return all(kept(name, value) for name, value in params.items())

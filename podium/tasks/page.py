@@ -1,0 +1,40 @@
+"""What `podium tasks` prints: each task with its options."""
+
+import importlib
+import inspect
+
+from pydantic import TypeAdapter
+
+from podium.config.document import dump_value
+from podium.config.explain import rule_text
+from podium.config.schema import TaskConfig
+from podium.tasks.registry import TASKS, task_options
+
+
+def task_page(name: str) -> str:
+    """The task's description, its options with types and defaults, and its splits; ValueError where there is none."""
+    options = task_options(name)
+    splits = {key: TaskConfig.model_fields[key].default for key in ("train_split", "eval_split")}
+    return "\n".join(
+        (
+            f"{name}: {task_doc(name)}",
+            "\noptions:" if options else "\noptions: none",
+            *(f"  {_option_line(option)}" for option in options.values()),
+            "\nsplits: " + ", ".join(f"{key}: {split}" for key, split in splits.items()),
+        )
+    )
+
+
+def task_doc(name: str) -> str:
+    """What the task says of itself."""
+    module, _, attribute = TASKS.get(name, name).partition(":")
+    return inspect.getdoc(getattr(importlib.import_module(module), attribute)) or "(no description)"
+
+
+def _option_line(option: inspect.Parameter) -> str:
+    default = list(option.default) if isinstance(option.default, tuple) else option.default
+    use = "required" if default is option.empty else f"default {dump_value(default)}"
+    if option.annotation is option.empty or isinstance(option.annotation, str):
+        return f"{option.name}: {use}"
+    schema = TypeAdapter(option.annotation).json_schema()
+    return f"{option.name}: {rule_text(schema, schema)}, {use}"

@@ -1,0 +1,61 @@
+"""Completions that are written in the data and not sampled: what `algorithm.recipe: sft` trains on.
+
+Each becomes a group of one completion with the reward 1, so that batches and updates are those of every other recipe.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from podium.config.schema import Config
+from podium.models.tokenizer import Tokenizer
+from podium.rollout.request import Completion, RolloutStats
+from podium.tasks.task import Prompt, Reward
+from podium.train.feed import EncodedPrompt
+from podium.train.generate import Group
+
+
+def demonstrate(
+    prompts: Sequence[EncodedPrompt], config: Config, tokenizer: Tokenizer
+) -> tuple[list[Group], RolloutStats]:
+    """The groups of a step, and what it took: nothing was decoded. A text too long is cut, with finish reason `length`.
+
+    Raises ValueError for a row without a completion.
+    """
+    groups = []
+    for each in prompts:
+        prompt = each.prompt.prompt
+        text = completion_text(prompt, config.tasks[each.prompt.task].completion)
+        tokens = np.array([*tokenizer.encode(text), tokenizer.eos_tokens[0]], np.int32)
+        cut = tokens[: config.rollout.max_new_tokens]
+        nothing = np.zeros(len(cut), np.float32)
+        completion = Completion(
+            tokens=cut,
+            sampled_logprobs=nothing,
+            full_logprobs=nothing,
+            text=text,
+            finish_reason="stop" if len(cut) == len(tokens) else "length",
+        )
+        reward = Reward(total=1.0, parts={"correct": 1.0})
+        groups.append(Group(prompt=each.prompt, tokens=each.tokens, completions=[completion], rewards=[reward]))
+    return groups, RolloutStats(
+        prompt_tokens=sum(len(group.tokens) for group in groups),
+        completion_tokens=sum(len(group.completions[0].tokens) for group in groups),
+        dropped_prompts=sum(each.skipped for each in prompts),
+    )
+
+
+def completion_text(prompt: Prompt, column: str | None) -> str:
+    """What a row says the answer is: its column of that name, else `completion`, else the reference answer.
+
+    Raises ValueError where there is no such column, or no text in it.
+    """
+    row = {"answer": prompt.answer, **prompt.metadata}
+    if column is not None and column not in row:
+        raise ValueError(f"tasks.completion: prompt {prompt.id} has no column {column!r}; its row has {', '.join(row)}")
+    text = row[column] if column is not None else row.get("completion", prompt.answer)
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(
+            f"prompt {prompt.id}: its completion is {text!r}, and must be text; set tasks.completion to its column"
+        )
+    return text

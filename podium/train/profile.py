@@ -1,0 +1,167 @@
+"""A profile of some steps: jax's trace, kept for Perfetto and TensorBoard, and a table of what took longest.
+
+A trace knows operations by the compiler's names (`fusion.12`). Which part of Podium each is of is read from the
+compiled programs' metadata, where `jax.named_scope` left it.
+"""
+
+import collections
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+FOLDER = "profile"
+"""Of a run, with a folder and a table for each window of steps."""
+TOUCHED = "profile-now"
+"""A file in a run's folder that has the next step profiled, and is then gone."""
+SHOWN = 20
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?op_name=\"([^\"]+)\"", re.MULTILINE)
+_WRAPPER = re.compile(r"(?:jit|pjit|jvp|transpose|vmap|checkpoint|remat|shard_map)\(([^()]*)\)")
+_BRANCH = re.compile(r"branch_\d+_fun")
+_PLUMBING = {"", "main", "while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "branch"}
+
+
+class Window(NamedTuple):
+    """Steps to profile, counted from 1, both included."""
+
+    first: int
+    last: int
+
+
+class Operation(NamedTuple):
+    """What the events of one operation took together."""
+
+    program: str
+    name: str
+    """The scopes that it is in, and what it does, such as `layers/attention/dot_general`."""
+    seconds: float
+    times: int
+
+
+def parse_window(text: str) -> Window:
+    """The window that `--profile FIRST:LAST` names. Raises ValueError for another text."""
+    first, colon, last = text.partition(":")
+    if not (first.isdecimal() and (last.isdecimal() or not colon)) or not 1 <= int(first) <= int(last or first):
+        raise ValueError(f"--profile {text}: expected steps as FIRST:LAST, such as 10:12, counted from 1")
+    return Window(int(first), int(last or first))
+
+
+class Profiler:
+    """Traces the steps of a window, and the step after somebody touched a run's `profile-now`."""
+
+    def __init__(self, folder: Path | None, window: Window | None, announce: Callable[[str], None]) -> None:
+        """`folder` is the run's; None: this process profiles nothing. `announce` gets a line about each profile."""
+        self._folder, self._window, self._announce = folder, window, announce
+        self._until: int | None = None
+        self._trace = Path()
+
+    def begin(self, step: int) -> None:
+        """Step `step` (counted from 1) begins."""
+        if self._folder is None or self._until is not None:
+            return
+        window = self._window if self._window is not None and self._window.first == step else None
+        touched = self._folder / TOUCHED
+        if window is None and touched.exists():
+            window = Window(step, step)
+            touched.unlink(missing_ok=True)
+        if window is None:
+            return
+        self._until = window.last
+        self._trace = self._folder / FOLDER / f"steps-{window.first}-{window.last}"
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # millions of calls that are not ours
+        jax.profiler.start_trace(self._trace, profiler_options=options)
+
+    def end(self, step: int) -> None:
+        """Step `step` is done; after the window's last the trace is written, and the table."""
+        if self._until is None or step < self._until:
+            return
+        self.close()
+
+    def close(self) -> None:
+        """Write what was traced, if anything is."""
+        if self._until is None:
+            return
+        self._until = None
+        jax.profiler.stop_trace()
+        table = "\n".join(operation_table(operations(read_events(self._trace), program_scopes())))
+        path = self._trace.with_suffix(".txt")
+        path.write_text(table + "\n", encoding="utf-8")
+        self._announce(
+            f"{table}\nprofile: {path}, and the trace below {self._trace} for ui.perfetto.dev or TensorBoard"
+        )
+
+
+def read_events(folder: Path) -> Iterator[tuple[str, str, float]]:
+    """Program, operation and seconds of every event of a compiled program in a trace.
+
+    Programs call others inside themselves (a loop its body): only the innermost of events that are one within the other
+    on a thread count.
+    """
+    for path in sorted(folder.glob("**/*.xplane.pb")):
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            for line in plane.lines:
+                yield from _innermost(line.events)
+
+
+def _innermost(events: Iterable[Any]) -> Iterator[tuple[str, str, float]]:
+    found = []
+    for event in events:
+        stats = dict(event.stats)
+        if "hlo_op" in stats:
+            program = re.sub(r"\(\d+\)$", "", str(stats.get("hlo_module", "")))
+            found.append((event.start_ns, event.duration_ns, program, str(stats["hlo_op"])))
+    found.sort(key=lambda each: (each[0], -each[1]))
+    for index, (start, duration, program, operation) in enumerate(found):
+        inner = index + 1 < len(found) and found[index + 1][0] + found[index + 1][1] <= start + duration
+        if not inner:
+            yield program, operation, duration / 1e9
+
+
+def program_scopes() -> dict[tuple[str, str], str]:
+    """The scopes of each operation of the compiled programs of this process, by program and operation."""
+    found = {}
+    for executable in jax.local_devices()[0].client.live_executables():
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # some backends keep no text
+            for module in executable.hlo_modules():
+                scopes = _INSTRUCTION.findall(module.to_string())
+                found |= {(module.name, name): scope_of(path) for name, path in scopes}
+    return found
+
+
+def scope_of(path: str) -> str:
+    """Our names in an operation's path: `jit(step)/transpose(jvp(mlp))/dot_general` is `mlp/dot_general`."""
+    before = None
+    while before != path:
+        before, path = path, _WRAPPER.sub(lambda found: found[1], path)
+    parts = [re.sub(r"[^\w.-].*", "", part) for part in path.split("/")[1:]]
+    return "/".join(part for part in parts if part not in _PLUMBING and not _BRANCH.fullmatch(part)) or path
+
+
+def operations(events: Iterable[tuple[str, str, float]], scopes: dict[tuple[str, str], str]) -> list[Operation]:
+    """Events summed by program and scope, the longest first; an operation without a scope keeps its own name."""
+    seconds: collections.Counter[tuple[str, str]] = collections.Counter()
+    counts: collections.Counter[tuple[str, str]] = collections.Counter()
+    for program, operation, took in events:
+        key = (program.removeprefix("jit_"), scopes.get((program, operation), operation))
+        seconds[key] += took  # pyright: ignore[reportArgumentType]  # a Counter of floats
+        counts[key] += 1
+    return [Operation(*key, took, counts[key]) for key, took in seconds.most_common()]
+
+
+def operation_table(found: list[Operation]) -> list[str]:
+    """Lines: the operations that took longest, with their share of all."""
+    total = sum(each.seconds for each in found)
+    lines = [f"{'share':>6} {'seconds':>9} {'calls':>8}  {'program':<16} operation"]
+    lines += [
+        f"{each.seconds / total:6.1%} {each.seconds:9.4f} {each.times:8,}  {each.program:<16} {each.name}"
+        for each in found[:SHOWN]
+    ]
+    rest = found[SHOWN:]
+    if rest:
+        left = sum(each.seconds for each in rest)
+        lines.append(f"{left / total:6.1%} {left:9.4f} {sum(each.times for each in rest):8,}  {len(rest)} others")
+    return lines

@@ -1,0 +1,263 @@
+"""Adapters beside frozen matrices, merged into them, and in the files of PEFT."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tiny_decoder import DECODER
+from tiny_models import make_logits, rules_on
+
+from podium.config.lora import MATRICES
+from podium.models.adapters import dequantised, fingerprint, make_quantise, merged
+from podium.models.architecture import Lora, ModelError
+from podium.models.params import (
+    LAYERS,
+    TRAIN_AXES,
+    count,
+    frozen_specs,
+    indivisible,
+    is_adapter,
+    matrix_outputs,
+    param_specs,
+    trained_specs,
+)
+from podium.models.peft import load_adapter, save_adapter
+
+LORA = Lora(rank=4, alpha=6.0, targets=MATRICES)
+ADAPTED = dataclasses.replace(DECODER, tied=False, qkv_bias=True, qk_norm=True, lora=LORA)
+TOKENS = np.random.default_rng(3).integers(0, DECODER.vocab, (2, 24)).astype(np.int32)
+
+
+def weights(config=ADAPTED, rules=None):
+    """Random weights and adapters, the second factors included."""
+    random, rules = np.random.default_rng(0), rules or rules_on("auto", 1)
+    return {
+        name: jax.device_put(
+            (spec.mean + 0.2 * random.standard_normal(spec.shape)).astype(np.float32), rules.sharding(*spec.axes)
+        )
+        for name, spec in param_specs(config).items()
+    }
+
+
+def dense(params, scale=LORA.scale):
+    """W + sBA of every matrix, in plain einsums of each layer."""
+    found = {name: value for name, value in params.items() if not is_adapter(name)}
+    for name in MATRICES:
+        a, b, w = params[f"layers.{name}.lora_a"], params[f"layers.{name}.lora_b"], found[LAYERS + name]
+        sums = [
+            np.tensordot(np.asarray(x, np.float64), np.asarray(y, np.float64), 1) for x, y in zip(a, b, strict=True)
+        ]
+        found[LAYERS + name] = jnp.asarray(np.asarray(w, np.float64) + scale * np.stack(sums), jnp.float32)
+    return found
+
+
+def logits(config, params, rules=None):
+    return np.asarray(make_logits(config, rules or rules_on("auto", 1))(params, TOKENS))
+
+
+def test_adapters_apart_merged_and_dense_give_the_same_logits():
+    params = weights()
+    apart = logits(ADAPTED, params)
+    plain = dataclasses.replace(ADAPTED, lora=None)
+    folded = {name: value for name, value in params.items() if not name.startswith(LAYERS)}
+    layers = {name: value for name, value in params.items() if name.startswith(LAYERS)}
+    folded |= jax.vmap(lambda layer: merged(layer, LORA.scale))(layers)
+    scale = np.abs(apart).max()
+    np.testing.assert_allclose(logits(plain, folded) / scale, apart / scale, atol=1e-5)
+    np.testing.assert_allclose(logits(plain, dense(params)) / scale, apart / scale, atol=1e-5)
+    base = {name: value for name, value in params.items() if not is_adapter(name)}
+    assert np.abs(logits(plain, base) - apart).max() > 0.1 * scale
+
+
+def test_gradients_of_adapters_are_those_of_the_dense_form():
+    shallow, rules = dataclasses.replace(ADAPTED, layers=1), rules_on("auto", 1)  # float32's own error adds up
+    params, plain = weights(shallow), dataclasses.replace(shallow, lora=None)
+    base = {name: value for name, value in params.items() if not is_adapter(name)}
+    adapters = {name: value for name, value in params.items() if is_adapter(name)}
+    probe = np.random.default_rng(1).standard_normal((*TOKENS.shape, DECODER.vocab)).astype(np.float32)
+
+    def apart(adapters):
+        return jnp.sum(make_logits(shallow, rules)(base | adapters, TOKENS) * probe)
+
+    def whole(adapters):
+        both = {name: value for name, value in (base | adapters).items() if name.startswith(LAYERS)}
+        added = jax.vmap(lambda layer: merged(layer, LORA.scale))(both)
+        return jnp.sum(make_logits(plain, rules)(base | added, TOKENS) * probe)
+
+    found, expected = jax.grad(apart)(adapters), jax.grad(whole)(adapters)
+    errors = {name: np.linalg.norm(found[name] - value) for name, value in expected.items()}
+    norms = {name: np.linalg.norm(value) for name, value in expected.items()}
+    assert all(errors[name] < 1e-6 * norm for name, norm in norms.items()), errors
+
+
+def test_a_new_adapter_changes_nothing():
+    """The second factor is 0: what it adds is 0 to the last bit."""
+    params = weights()
+    params |= {name: jnp.zeros_like(value) for name, value in params.items() if name.endswith(".lora_b")}
+    base = {name: value for name, value in params.items() if not is_adapter(name)}
+    np.testing.assert_array_equal(logits(ADAPTED, params), logits(dataclasses.replace(ADAPTED, lora=None), base))
+    np.testing.assert_array_equal(logits(ADAPTED, base), logits(ADAPTED, params))
+
+
+@pytest.mark.parametrize("mesh", ["fsdp:8", "fsdp:2,tp:2", "dp:2,fsdp:4"])
+def test_meshes_give_the_same_logits(mesh):
+    rules = rules_on(mesh, 4 if "tp" in mesh else 8)
+    assert not list(indivisible(param_specs(ADAPTED), rules.num_shards))
+    np.testing.assert_allclose(logits(ADAPTED, weights(rules=rules), rules), logits(ADAPTED, weights()), atol=2e-4)
+
+
+def test_factors_are_split_as_the_matrix_is():
+    specs = param_specs(ADAPTED)
+    assert specs["layers.q.lora_a"].axes == (None, "width", "rank")
+    assert specs["layers.q.lora_b"].axes == (None, "rank", "heads", "head_dim")
+    assert specs["layers.o.lora_a"].shape == (2, 4, 8, 4)
+    assert specs["layers.down.lora_b"].axes == (None, "rank", "width")
+    assert all(axis not in TRAIN_AXES for axis in ("rank",))
+    assert specs["layers.o.lora_a"].std == pytest.approx(1 / 32**0.5)
+    assert set(trained_specs(ADAPTED)) | set(frozen_specs(ADAPTED)) == set(specs)
+    assert count(trained_specs(ADAPTED)) == 2 * 4 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))
+
+
+def test_targets_alone_have_adapters():
+    lora = dataclasses.replace(LORA, targets=("q", "v"))
+    assert {name.split(".")[1] for name in trained_specs(dataclasses.replace(ADAPTED, lora=lora))} == {"q", "v"}
+
+
+# In int8
+
+
+def test_int8_is_within_half_a_step_of_the_weights_and_exact_for_those_on_its_grid():
+    config, rules = dataclasses.replace(ADAPTED, lora=dataclasses.replace(LORA, base="int8")), rules_on("auto", 1)
+    for name in MATRICES:
+        spec = param_specs(config)[LAYERS + name]
+        value = np.random.default_rng(0).standard_normal(spec.shape).astype(np.float32)
+        kept = make_quantise(LAYERS + name, config, rules)(value)
+        w, scale = kept[LAYERS + name], np.asarray(kept[f"layers.{name}.scale"])
+        assert w.dtype == jnp.int8
+        assert scale.shape == spec.shape[:1] + spec.shape[matrix_outputs(spec) :]
+        back = np.stack(
+            [
+                np.asarray(dequantised({name: w[i], f"{name}.scale": jnp.asarray(scale[i])}, jnp.float32)[name])
+                for i in range(len(w))
+            ]
+        )
+        steps = scale.reshape(len(w), *[1] * (matrix_outputs(spec) - 1), *scale.shape[1:])
+        assert np.all(np.abs(back - value) <= 0.5 * steps * (1 + 1e-5))
+        assert np.abs(back - value).max() > 0.4 * scale.min()
+        again = make_quantise(LAYERS + name, config, rules)(jnp.asarray(back))
+        np.testing.assert_array_equal(again[LAYERS + name], w)
+
+
+def test_adapters_are_not_merged_into_int8():
+    layer = {"q": jnp.ones((2, 3), jnp.int8), "q.lora_a": jnp.ones((2, 1)), "q.lora_b": jnp.ones((1, 3))}
+    with pytest.raises(ValueError, match=r"q is kept in int8.*set lora.base to bfloat16"):
+        merged(layer, 1.0)
+
+
+# Whose they are, and in files
+
+
+def test_the_fingerprint_is_the_same_on_any_mesh_and_another_for_any_other_weights():
+    params = weights()
+    name = fingerprint(params)
+    assert fingerprint(weights(rules=rules_on("fsdp:8"))) == name
+    assert fingerprint({**params, "final_norm": params["final_norm"].at[3].multiply(1 + 1e-6)}) != name
+    swapped = params["embed"].at[jnp.array([0, 1])].set(params["embed"][jnp.array([1, 0])])
+    assert fingerprint({**params, "embed": swapped}) != name
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """An adapter in PEFT's format, what is in it, and the weights beside it."""
+    params = weights()
+    adapters = {name: value for name, value in params.items() if is_adapter(name)}
+    base = {name: value for name, value in params.items() if not is_adapter(name)}
+    save_adapter(adapters, base, ADAPTED, tmp_path / "adapter", model="some/model")
+    return tmp_path / "adapter", adapters, base
+
+
+def test_an_adapter_comes_back_as_it_was(saved):
+    folder, adapters, base = saved
+    found = load_adapter(folder, ADAPTED, rules_on("fsdp:2,tp:2", 4), base)
+    assert found.keys() == adapters.keys()
+    for name, value in adapters.items():
+        np.testing.assert_array_equal(found[name], value)
+
+
+def test_files_are_named_and_laid_out_as_peft_has_them(saved):
+    folder, adapters, _ = saved
+    described = json.loads((folder / "adapter_config.json").read_text())
+    assert (described["r"], described["lora_alpha"], described["peft_type"]) == (4, 6.0, "LORA")
+    assert described["target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    tensors = load_file(folder / "adapter_model.safetensors")
+    prefix = "base_model.model.model.layers.1."
+    a, b = tensors[f"{prefix}self_attn.o_proj.lora_A.weight"], tensors[f"{prefix}self_attn.o_proj.lora_B.weight"]
+    np.testing.assert_array_equal(a, np.asarray(adapters["layers.o.lora_a"][1]).reshape(32, 4).T)
+    np.testing.assert_array_equal(b, np.asarray(adapters["layers.o.lora_b"][1]).T)
+    assert tensors[f"{prefix}self_attn.q_proj.lora_B.weight"].shape == (32, 4)
+    assert len(tensors) == 2 * 2 * len(MATRICES)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_dora": True}, "use_dora True is not supported"),
+        ({"use_rslora": True}, "use_rslora True is not supported"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save \['lm_head'\] is not supported"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern .* is not supported"),
+        ({"bias": "all"}, "bias 'all' is not supported; it must be 'none'"),
+        ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not supported; it must be 'LORA'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
+        ({"something_new": 3}, "something_new 3 is not supported"),
+        ({"r": 8}, "r is 8 and lora.rank is 4; set lora.rank to the adapter's"),
+        ({"lora_alpha": 7}, "lora_alpha is 7 and lora.alpha is 6"),
+    ],
+)
+def test_options_that_we_lack_are_named(saved, change, message):
+    folder, _, base = saved
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ModelError, match=message):
+        load_adapter(folder, ADAPTED, rules_on("auto", 1), base)
+
+
+def test_what_changes_nothing_is_accepted(saved):
+    folder, *_ = saved
+    path = folder / "adapter_config.json"
+    more = {"lora_dropout": 0.05, "layers_pattern": None, "rank_pattern": {}, "lora_bias": False, "revision": "main"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    (folder / "podium.json").unlink()
+    load_adapter(folder, ADAPTED, rules_on("auto", 1), {})
+
+
+def test_an_adapter_of_another_model_is_refused(saved):
+    folder, _, base = saved
+    rules = rules_on("auto", 1)
+    with pytest.raises(ModelError, match=r"trained beside the weights .*set model to 'some/model'"):
+        load_adapter(folder, ADAPTED, rules, {**base, "embed": base["embed"] + 1})
+    wider = dataclasses.replace(ADAPTED, mlp_width=64)
+    (folder / "podium.json").unlink()
+    with pytest.raises(ModelError, match=r"gate_proj.lora_B.weight in .*expected shape \[64, 4\], found \[48, 4\]"):
+        load_adapter(folder, wider, rules, base)
+    fewer = dataclasses.replace(ADAPTED, lora=dataclasses.replace(LORA, targets=("q",)))
+    with pytest.raises(ModelError, match=r"is unexpected.*set lora.targets to its target_modules"):
+        load_adapter(folder, fewer, rules, base)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file({name: x for name, x in tensors.items() if "k_proj" not in name}, folder / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match=r"k_proj.* is missing from .*set lora.targets"):
+        load_adapter(folder, ADAPTED, rules, base)
+
+
+def test_damaged_and_missing_files_are_named(saved):
+    folder, _, base = saved
+    weights_file = folder / "adapter_model.safetensors"
+    weights_file.write_bytes(weights_file.read_bytes()[:100])
+    with pytest.raises(ModelError, match="truncated or damaged"):
+        load_adapter(folder, ADAPTED, rules_on("auto", 1), base)
+    weights_file.unlink()
+    with pytest.raises(ModelError, match=r"has no adapter_model.safetensors"):
+        load_adapter(folder, ADAPTED, rules_on("auto", 1), base)

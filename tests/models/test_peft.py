@@ -1,0 +1,81 @@
+"""Adapters in both directions with PEFT itself, which is no dependency of ours: `pip install peft torch` for these."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from tiny_models import LOGITS_TOLERANCE, error_of_scale, make_logits, rules_on, tokens_of, write_model
+
+from podium.config.lora import MATRICES
+from podium.models.architecture import Lora
+from podium.models.hf import load_params
+from podium.models.params import trained_specs
+from podium.models.peft import load_adapter, save_adapter
+from podium.models.source import read_architecture
+
+pytestmark = pytest.mark.long
+CASES = ["llama", "qwen2_tied", "qwen3"]
+LORA = Lora(rank=4, alpha=6.0, targets=MATRICES)
+
+
+@pytest.fixture(params=CASES)
+def model(request, tmp_path):
+    """A tiny model on disk with its decoder, with adapters, and its weights."""
+    source = write_model(tmp_path / "model", request.param)
+    decoder = read_architecture(source)
+    base = load_params(source, decoder, rules_on("auto", 1))
+    return source, dataclasses.replace(decoder, lora=LORA), base
+
+
+def random_adapters(decoder):
+    random = np.random.default_rng(5)
+    specs = trained_specs(decoder).items()
+    return {name: jax.device_put(random.normal(0, 0.2, spec.shape).astype(np.float32)) for name, spec in specs}
+
+
+def hf_model(source):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    return transformers.AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
+
+
+def logits_of_torch(model, tokens):
+    torch = pytest.importorskip("torch")
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
+
+
+def test_peft_loads_our_export_and_its_logits_are_ours(model, tmp_path):
+    peft = pytest.importorskip("peft")
+    source, decoder, base = model
+    adapters, tokens = random_adapters(decoder), tokens_of(source.name)
+    save_adapter(adapters, base, decoder, tmp_path / "adapter", model=str(source.path))
+    theirs = logits_of_torch(peft.PeftModel.from_pretrained(hf_model(source), tmp_path / "adapter"), tokens)
+    ours = np.asarray(make_logits(decoder, rules_on("auto", 1))(base | adapters, tokens))
+    assert error_of_scale(ours, theirs) < LOGITS_TOLERANCE
+    plain = logits_of_torch(hf_model(source), tokens)
+    assert error_of_scale(plain, theirs) > 100 * LOGITS_TOLERANCE
+
+
+def test_we_load_what_peft_saves_and_our_logits_are_its(model, tmp_path):
+    peft = pytest.importorskip("peft")
+    source, decoder, base = model
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    described = peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, lora_dropout=0.05, init_lora_weights=False)
+    adapted = peft.get_peft_model(hf_model(source), described).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    tokens = tokens_of(source.name)
+    found = load_adapter(tmp_path / "adapter", decoder, rules_on("auto", 1), base)
+    ours = np.asarray(make_logits(decoder, rules_on("auto", 1))(base | found, tokens))
+    assert error_of_scale(ours, logits_of_torch(adapted, tokens)) < LOGITS_TOLERANCE
+
+
+def test_peft_s_own_refusals_are_not_ours_alone(model, tmp_path):
+    """An option that changes what an adapter computes is refused as PEFT writes it."""
+    peft = pytest.importorskip("peft")
+    source, decoder, base = model
+    described = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj"], use_rslora=True)
+    peft.get_peft_model(hf_model(source), described).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"use_rslora True is not supported"):
+        load_adapter(tmp_path / "adapter", decoder, rules_on("auto", 1), base)

@@ -1,0 +1,144 @@
+"""Plans of runs with LoRA: what they hold, what they do, and that they are offered where nothing else fits."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import pytest
+from tiny_decoder import DECODER
+
+from podium.accelerators import GIB, Accelerator, find_accelerator
+from podium.config.schema import Config
+from podium.models.architecture import make_lora
+from podium.models.params import count, frozen_specs, param_specs, trained_specs
+from podium.plan.estimate import estimate
+from podium.plan.phases import device_bytes, phase_programs
+from podium.plan.planner import make_plan
+from podium.plan.residents import frozen_bytes, kept_bytes, residents, shares_frozen, trainers
+from podium.plan.search import Change, candidates, or_adapters, promising, search_range
+from podium.plan.sizes import RunSizes, make_sizes
+from podium.sharding import make_mesh
+from tests.plan.test_estimate import QWEN3_8B
+
+CPU = Accelerator(name="cpu", generation="cpu", devices=8, hosts=1, hbm_bytes=GIB)
+ONE = dataclasses.replace(CPU, devices=1)
+TINY: dict[str, Any] = {
+    "model": "none",
+    "tasks": [{"name": "arithmetic"}],
+    "prompts_per_step": 4,
+    "group_size": 4,
+    "rollout": {"max_prompt_tokens": 40, "max_new_tokens": 8, "slots": 16, "prefill_rows": 8, "dtype": "bfloat16"},
+    "algorithm": {"kl": "k3", "kl_coef": 0.1},
+    "train": {"rows_per_device": 1},
+}
+
+
+def config_of(lora: dict[str, Any] | None, **rollout: Any) -> Config:
+    return Config.model_validate({**TINY, "lora": lora, "rollout": {**TINY["rollout"], **rollout}})
+
+
+def sizes(lora: dict[str, Any] | None, machine: Accelerator = ONE, decoder=DECODER, **rollout: Any) -> RunSizes:
+    config = config_of(lora, **rollout)
+    return make_sizes(config, dataclasses.replace(decoder, lora=make_lora(config.lora)), machine)
+
+
+def programs(lora: dict[str, Any] | None, devices: int, **rollout: Any):
+    config = config_of(lora, **rollout)
+    decoder = dataclasses.replace(DECODER, lora=make_lora(config.lora))
+    found = phase_programs(config, decoder, make_mesh(config.mesh, jax.devices()[:devices]))
+    return found | {"decode": found["decode:16"]}
+
+
+BASE = 2 * count(param_specs(DECODER))  # bytes in bfloat16
+
+
+@pytest.mark.parametrize("base", ["bfloat16", "int8"])
+def test_on_one_device_trainer_and_rollout_have_one_base_between_them(base):
+    found = programs({"rank": 4, "base": base}, 1)
+    run = sizes({"rank": 4, "base": base})
+    assert shares_frozen(run)
+    frozen = frozen_bytes(run)
+    assert frozen == device_bytes(found["update"].arguments[2])
+    assert (frozen == BASE) == (base == "bfloat16")
+    assert "frozen_weights" not in found["decode"].residents  # they are among its arguments
+    assert not found["update"].residents
+    weights = residents(run)["rollout_weights"] + frozen
+    assert weights == device_bytes(found["decode"].arguments[0])
+    assert kept_bytes(run) == 0
+
+
+def test_on_several_devices_the_rollout_has_a_base_of_its_own():
+    found, run = programs({"rank": 4}, 8), sizes({"rank": 4}, CPU)
+    assert not shares_frozen(run)
+    assert found["update"].residents["rollout_weights"] == kept_bytes(run) == BASE
+    assert (
+        found["decode"].residents["frozen_weights"] == frozen_bytes(run) == device_bytes(found["update"].arguments[2])
+    )
+    assert found["sync"].residents["rollout_weights"] == BASE
+    assert (
+        found["sync"].arguments[0].keys() == trained_specs(dataclasses.replace(DECODER, lora=run.decoder.lora)).keys()
+    )
+
+
+def test_merged_weights_are_a_copy_that_goes_before_the_update():
+    found, run = programs({"rank": 4, "rollout": "merged"}, 1), sizes({"rank": 4, "rollout": "merged"})
+    assert not found["update"].residents
+    assert kept_bytes(run) == 0
+    assert device_bytes(found["decode"].arguments[0]) == residents(run)["rollout_weights"] == BASE
+    assert found["decode"].residents["frozen_weights"] == BASE
+    assert found["sync"].arguments[0].keys() == param_specs(run.decoder).keys()
+
+
+def test_the_base_is_the_reference_and_only_adapters_have_moments():
+    run = sizes({"rank": 4})
+    trained = 4 * count(trained_specs(run.decoder))
+    assert trainers(run) == {"parameters": trained, "optimizer": 2 * trained, "frozen_weights": BASE}
+    assert "reference_weights" in trainers(sizes(None))
+    assert count(frozen_specs(run.decoder)) == count(param_specs(DECODER))
+
+
+def test_an_update_does_two_thirds_of_the_matrices_products():
+    with_lora, without = ({p.name: p for p in estimate(sizes(lora, decoder=QWEN3_8B))} for lora in ({"rank": 8}, None))
+    assert 0.6 < with_lora["update"].flops / without["update"].flops < 0.85
+    assert with_lora["decode"].flops == without["decode"].flops
+    assert with_lora["sync"].hbm_bytes < 0.01 * without["sync"].hbm_bytes
+
+
+def test_the_closed_form_is_near_what_the_compiler_says_of_an_update():
+    config = config_of({"rank": 4})
+    compiled = make_plan(
+        config, ONE, decoder=dataclasses.replace(DECODER, lora=make_lora(config.lora)), lengths="fixed:8"
+    )
+    (update,) = [phase for phase in compiled.phases if phase.name == "update"]
+    assert update.parts["frozen_weights"] == BASE
+    assert update.flops == pytest.approx(update.closed_form_flops, rel=0.25)
+
+
+# What is offered
+
+
+def test_lora_is_offered_where_no_change_makes_full_training_fit():
+    v6e = find_accelerator("v6e-1")
+
+    def planned(change: Change | None, rank: dict[str, Any] | None = None):
+        config = config_of({"rank": change.value} if change and change.key == "lora.rank" else rank)
+        decoder = dataclasses.replace(QWEN3_8B, lora=make_lora(config.lora))
+        return make_plan(config, v6e, fast=True, decoder=decoder)
+
+    full = planned(None)
+    config = config_of(None)
+    changes = promising(candidates(config, make_sizes(config, QWEN3_8B, v6e)), full, planned)
+    first, *rest = or_adapters(changes, config, full, planned)
+    assert (str(first), rest) == ("lora.rank=32", changes)
+    assert planned(first).verdict == "fits"
+    assert or_adapters(changes, config_of({"rank": 2}), full, planned) == changes
+    fitting = dataclasses.replace(full, verdict="fits")
+    assert or_adapters(changes, config, fitting, planned) == changes
+    assert or_adapters([Change(key="x", value=1)], config, full, lambda _: fitting) == [Change(key="x", value=1)]
+
+
+def test_ranks_are_searched_up_to_the_smallest_matrix():
+    found = search_range("lora.rank", config_of({"rank": 2}), sizes({"rank": 2}, decoder=QWEN3_8B))
+    assert (found.unit, found.most) == (8, 1024)
+    with pytest.raises(ValueError, match=r"the config trains all weights; add --set lora.rank=32"):
+        search_range("lora.rank", config_of(None), sizes(None))

@@ -1,0 +1,54 @@
+"""A host, by what the laptop can ask of its agent."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+SLEEP = ("--", "sleep", "100")
+
+
+class Agent:
+    """A host, by what the laptop can ask of it."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+
+    def run(self, *arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *python, "-m", "podium.pods.host.agent", "--home", str(self.home), *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+    def ask(self, *arguments: str) -> tuple[int, dict[str, Any]]:
+        """Exit status and answer."""
+        done = self.run(*arguments)
+        assert done.stderr == ""
+        (line,) = done.stdout.splitlines()
+        return done.returncode, json.loads(line)
+
+    def state(self, job: str) -> str:
+        return self.ask("status", job)[1]["state"]
+
+    def ended(self, job: str) -> dict[str, Any]:
+        """The status of a job when it has ended."""
+        return wait_for(lambda: (found := self.ask("status", job)[1])["state"] not in ("running", "starting") and found)
+
+    def file(self, job: str, name: str) -> Path:
+        return self.home / "jobs" / job / name
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 120
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.05)
+    return found
+
+
+def shell(script: str) -> tuple[str, ...]:
+    return ("--", "bash", "-c", script)

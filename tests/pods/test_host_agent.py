@@ -1,0 +1,168 @@
+"""What the agent on a host is told, refuses and answers, also where the disk is full."""
+
+import json
+import os
+import subprocess
+import time
+
+import pytest
+
+from tests.pods.host_agent import SLEEP, Agent, shell
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk needs root")
+def test_a_full_disk_is_told_and_does_not_outlast_itself(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
+    agent = Agent(disk / "home")
+    try:
+        script = "echo begun; cat /dev/zero > $PODRUN_JOB_DIR/big; echo disk is full now; exit 3"
+        assert agent.ask("start", "a-1", *shell(script))[0] == 0
+        found = agent.ended("a-1")
+        assert (found["state"], found["exit"]) == ("finished", 3)
+        assert "the disk of" in found["record"]["message"]
+        status, found = agent.ask("start", "a-2", *SLEEP)
+        assert status == 1
+        assert "cannot be written below" in found["error"]
+        (disk / "home/jobs/a-1/big").unlink()
+        assert agent.ask("start", "a-2", *SLEEP)[1]["state"] == "started"
+        agent.ask("stop", "--grace", "5")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_each_worker_is_told_its_place(agent):
+    arguments = ("--worker", "2", "--peers", "10.0.0.1,10.0.0.2,10.0.0.3", "--accelerator", "v4-24")
+    script = "env | grep -E '^(PODRUN|JAX_COORD|JAX_PLAT|MODE)_?' | sort"
+    agent.ask("start", "a-1", *arguments, "--env", "MODE=fast", "--cwd", str(agent.home.parent), *shell(script))
+    agent.ended("a-1")
+    assert agent.run("logs").stdout.splitlines() == [
+        "JAX_COORDINATOR_PORT=8476",
+        *([f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}"] if "JAX_PLATFORMS" in os.environ else []),
+        "MODE=fast",
+        "PODRUN_ACCELERATOR=v4-24",
+        "PODRUN_COORDINATOR=10.0.0.1:8476",
+        "PODRUN_JOB=a-1",
+        f"PODRUN_JOB_DIR={agent.home}/jobs/a-1",
+        "PODRUN_WORKER=2",
+        "PODRUN_WORKERS=3",
+    ]
+
+
+def test_secrets_reach_the_job_and_nothing_else(agent, tmp_path):
+    secret = tmp_path / "secrets"
+    secret.write_text("# keys\nWANDB_API_KEY=s3cr3t-value-1\nHF_TOKEN=hf_canary\n")
+    secret.chmod(0o600)
+    script = 'rm ../secrets 2>/dev/null; echo "key $WANDB_API_KEY $WANDB_API_KEY and ${#HF_TOKEN}"; exit 1'
+    assert agent.ask("start", "a-1", "--env-file", str(secret), *shell(script))[0] == 0
+    secret.unlink()  # as soon as the job has started
+    agent.ended("a-1")
+    assert agent.run("logs").stdout == "key [redacted] [redacted] and 9\n"
+    for path in agent.home.rglob("*"):
+        if path.is_file():
+            assert b"s3cr3t-value-1" not in path.read_bytes(), path
+            assert b"hf_canary" not in path.read_bytes(), path
+
+
+@pytest.fixture
+def small_home(tmp_path):
+    """A host whose home has 256 KB."""
+    if os.geteuid():
+        pytest.skip("only root can mount a small disk")
+    home = tmp_path / "home"
+    home.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(home)], check=True)
+    yield home
+    subprocess.run(["umount", "--lazy", str(home)], check=True)
+
+
+def test_a_job_that_fills_the_disk_is_told_and_not_taken_for_killed(small_home, agent):
+    script = f"dd if=/dev/zero of={small_home}/big bs=4096 2>/dev/null; echo cannot write the checkpoint; exit 3"
+    assert agent.ask("start", "a-1", *shell(script))[0] == 0
+    found = agent.ended("a-1")
+    assert (found["state"], found["exit"]) == ("finished", 3)
+    message = found["record"]["message"]
+    assert message.startswith("exit status 3; the log ends with: cannot write the checkpoint; the disk of ")
+    assert "is full: delete something there" in message
+
+
+def test_a_start_on_a_full_disk_says_so_and_works_once_there_is_room(small_home, agent):
+    assert agent.ask("probe")  # makes the home
+    (small_home / "big").write_bytes(bytes(240 * 1024))
+    status, found = agent.ask("start", "a-1", *SLEEP)
+    assert status == 1
+    assert "No space left on device" in found["error"]
+    (small_home / "big").unlink()
+    assert agent.ask("start", "a-1", *SLEEP)[1]["state"] == "started"
+
+
+def test_secrets_that_others_can_read_are_refused(agent, tmp_path):
+    secret = tmp_path / "secrets"
+    secret.write_text("HF_TOKEN=hf_canary\n")
+    secret.chmod(0o644)
+    status, found = agent.ask("start", "a-1", "--env-file", str(secret), *SLEEP)
+    assert status == 1
+    assert "mode 644); run: chmod 600" in found["error"]
+    assert agent.ask("status", "a-1")[1]["exit"] == 1
+
+
+def test_a_command_that_does_not_exist_is_an_error_of_the_start(agent):
+    status, found = agent.ask("start", "a-1", "--", "no-such-command")
+    assert status == 1
+    assert "job a-1 did not start" in found["error"]
+    assert "no-such-command" in found["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("start", "a-1"), "no command was given; write it after --"),
+        (("start", "../a", *SLEEP), "'../a' is not a job name"),
+        (("start", "a", "--env", "PODRUN_WORKER=1", *SLEEP), "--env PODRUN_WORKER"),
+        (("start", "a", "--env", "HF_TOKEN=x", *SLEEP), "put it in a file and use --env-file"),
+        (("start", "a", "--peers", "198.51.100.1,198.51.100.2", *SLEEP), "must match exactly one of --peers"),
+        (("start", "a", "--peers", "198.51.100.1", "--worker", "1", *SLEEP), "must match exactly one of --peers"),
+        (("dance",), "invalid choice: 'dance'"),
+    ],
+)
+def test_wrong_usage_is_told_as_json(agent, arguments, error):
+    status, found = agent.ask(*arguments)
+    assert status == 2
+    assert error in found["error"]
+    assert "hf" not in found["error"]
+
+
+def test_the_log_can_be_read_from_a_byte_on(agent):
+    agent.ask("start", "a-1", *shell("for i in 1 2 3; do echo line $i; done"))
+    agent.ended("a-1")
+    assert agent.run("logs").stdout == "line 1\nline 2\nline 3\n"
+    assert agent.run("logs", "--from-byte", "14").stdout == "line 3\n"
+    missing = agent.run("logs", "b-1")
+    assert (missing.returncode, missing.stderr) == (1, "error: no job b-1 on this host\n")
+
+
+def test_a_host_is_probed_with_the_standard_library_alone(agent):
+    """Nothing is installed yet when it is."""
+    done = agent.run("probe", python=("-S", "-E"))
+    found = json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert (found["job"], found["problems"]) == (None, [])
+    assert found["python"].startswith("3.")
+    assert abs(found["time"] - time.time()) < 60
+
+
+def test_a_probe_tells_what_is_wrong(agent):
+    agent.ask("start", "a-1", *SLEEP)
+    status, found = agent.ask("probe", "--expect-devices", "64")
+    assert status == 1
+    assert found["job"] == "a-1"
+    assert found["problems"][0].endswith("and should have 64; recreate the slice")
+    assert found["problems"][1] == "job a-1 is running here"
+
+
+def test_nothing_was_ever_started(agent):
+    status, found = agent.ask("status")
+    assert (status, found["state"], found["job"], found["exit"]) == (0, "none", None, None)
+    assert agent.ask("stop")[0] == 0
+    assert agent.run("logs").stderr == "error: no job has been started on this host\n"

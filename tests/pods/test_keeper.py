@@ -1,0 +1,169 @@
+"""`podium pod run --keep-alive --on-vm`: a small machine follows the run, and the laptop is needed no more."""
+
+import json
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from podium.pods.gcloud import Argv, Gcloud, GcloudError, run_process
+from tests.pods import far_podium
+from tests.pods.hosts import ROOT, LocalHosts, gcloud_environment
+from tests.pods.pod_world import CANARIES, ZONES, PodWorld
+
+MACHINE = "podium-demo"
+PYTHON = """#!/bin/sh
+# A Python whose environments are made at once, and whose podium is that of the test.
+case "$1 $2" in
+"-m venv") mkdir -p "$3/bin"; cp "$0" "$3/bin/python";;
+"-m pip") ;;
+"-m podium.cli") shift 2; exec {python} {far} podium "$@";;
+*) exec {python} "$@";;
+esac
+"""
+SUDO = "#!/bin/sh\necho sudo >> {home}/sudo\n"
+GCLOUD = '#!/bin/sh\nexec {python} {far} gcloud "$@"\n'
+
+
+@pytest.fixture
+def world(make_world, tmp_path) -> Iterator[PodWorld]:
+    """Two workers, and what becomes of any ordinary machine that is rented: a folder."""
+    world = make_world(workers=2)
+    (tmp_path / "machine").mkdir()
+    machine = LocalHosts(tmp_path / "machine", ["127.1.1.1"])
+    home = machine.homes[0]
+    tools = {"python3.13": PYTHON, "sudo": SUDO, "gcloud": GCLOUD}
+    for name, text in tools.items():
+        path = home / "bin" / name
+        path.write_text(text.format(python=sys.executable, far=ROOT / "tests" / "pods" / "far_podium.py", home=home))
+        path.chmod(0o755)
+    world.gcloud.machine, world.gcloud.machine_address, world.machine = machine, "127.1.1.1", machine
+    world.fake.provision_s = 0.2
+    with far_podium.listening(world.gcloud) as address:
+        machine.variables = {far_podium.ADDRESS: address}
+        yield world
+    machine.close()
+
+
+def wait_for(condition: Callable[[], Any], world: PodWorld) -> None:
+    deadline = time.monotonic() + 40
+    while not condition():
+        logs = world.machine.homes[0].glob("podrun/jobs/*/log")
+        assert time.monotonic() < deadline, [log.read_text() for log in logs]
+        time.sleep(0.1)
+
+
+def keep(world: PodWorld, *more: str) -> list[str]:
+    own = ["--keep-alive", "--on-vm", "--slice", "demo", "--type", world.type, "--zone", ZONES[0]]
+    return world.run_arguments(*own, *more)
+
+
+@pytest.mark.long
+def test_a_machine_rents_follows_replaces_and_leaves_nothing(world, pod):
+    world.plan(steps=4, hold=True)
+    status, out, err = pod(*keep(world))
+    assert status == 0, err
+    assert out == f"{MACHINE} in {ZONES[0]} keeps job alive on demo; this machine may go\n"
+    wait_for(lambda: len(world.metrics()) == 3, world)
+    slices = json.loads(pod("ls", "--json")[1])
+    assert [each["name"] for each in slices] == ["demo"], "they are its owner's, not the machine's own"
+    again = pod(*keep(world))
+    assert again[0] == 0
+    assert "is already running" in again[2]
+    world.hosts.renew()
+    world.fake.preempt("demo")
+    world.release()
+    wait_for(lambda: not world.gcloud.vms, world)
+    assert world.fake.everything() == []
+    assert {line["step"] for line in world.metrics()} == {1, 2, 3, 4}
+    (log,) = world.machine.homes[0].glob("podrun/jobs/keep-job-*/log")
+    said = log.read_text()
+    assert "replace: the slice is lost" in said
+    assert "deleted demo" in said
+    files = [path.read_bytes() for path in world.machine.homes[0].rglob("*") if path.is_file()]
+    assert not any(value.encode() in data for value in CANARIES.values() for data in files)
+    assert not list((world.machine.homes[0] / "shm").rglob("secrets*"))
+    assert not (world.machine.homes[0] / "sudo").exists(), "the tools were there"
+
+
+def test_down_deletes_the_machine_too_so_that_nothing_is_rented_again(world, pod):
+    world.plan(steps=4, hold=True)
+    assert pod(*keep(world))[0] == 0
+    wait_for(lambda: len(world.metrics()) == 3, world)
+    status, _, err = pod(*keep(world, "--set", "seed=7"))
+    assert status == 1
+    assert re.search(rf"{MACHINE} is busy with job keep-job-\w+-1; wait for it, or: podium pod down demo", err), err
+    status, _, err = pod("down", "demo")
+    assert status == 0
+    assert f"deleted {MACHINE}, which kept its run alive" in err
+    assert (world.gcloud.vms, world.fake.everything()) == ({}, [])
+
+
+def test_a_machine_of_somebody_else_is_not_touched(world, pod):
+    world.gcloud.vms[MACHINE] = {"name": MACHINE, "zone": f"zones/{ZONES[0]}", "status": "RUNNING"}
+    status, _, err = pod(*keep(world))
+    assert status == 1
+    assert f"error: {MACHINE} in {ZONES[0]} is not yours and is not touched; choose another --slice" in err
+    assert pod("down", "demo")[:2] == (0, "no slice of yours is named demo\n")
+    assert list(world.gcloud.vms) == [MACHINE]
+
+
+REFUSALS = {
+    "no permission": "ERROR: (gcloud.compute.instances.list) Some requests did not succeed:\n - Required 'compute."
+    "instances.list' permission for 'projects/p'\n",
+    "no API": "ERROR: (gcloud.compute.instances.list) Compute Engine API has not been used in project p before\n",
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_down_works_for_who_may_not_see_machines(make_world, pod, case):
+    world = make_world(workers=1)
+    assert pod("up", "demo", "--type", "v6e-8", "--zone", ZONES[0])[0] == 0
+    world.gcloud.vms_refused = REFUSALS[case]
+    status, _, err = pod("down", "demo")
+    assert (status, world.fake.everything()) == (0, [])
+    assert ("whether there is a machine podium-demo cannot be seen" in err) == (case == "no permission")
+
+
+@pytest.mark.parametrize("more", [[], ["--keep-alive", "--detach"]], ids=["alone", "detached"])
+def test_it_is_for_a_run_that_is_kept_alive(make_world, pod, more):
+    world = make_world(workers=1)
+    status, _, err = pod(*world.run_arguments("--on-vm", "--type", "v6e-8", "--zone", ZONES[0], *more))
+    assert (status, world.gcloud.commands) == (2, [])
+    assert "--on-vm follows a run for you: give it with --keep-alive and without --detach" in err
+
+
+def test_a_dry_run_prints_the_recipe(make_world, pod):
+    world = make_world(workers=1)
+    status, out, _ = pod(*keep(world, "--dry-run"))
+    assert (status, world.gcloud.commands) == (0, [])
+    lines = [line for line in out.splitlines() if not line.startswith("#")]
+    assert any(line.startswith(f"gcloud compute instances create {MACHINE} ") for line in lines)
+    assert any(line.startswith("gcloud compute scp ") and "/keep.sh " in line for line in lines)
+    assert f"keep.sh {MACHINE} {ZONES[0]} demo" in out
+
+
+COMMANDS = {
+    "create": Argv("p").create_vm(MACHINE, ZONES[0], {"podium-owner": "ada"}, "a@b.c"),
+    "list": Argv("p").vms(MACHINE),
+    "delete": Argv("p").delete_vm(MACHINE, ZONES[0]),
+    "ssh": Argv("p", vm=True).ssh(MACHINE, ZONES[0], "all", "true"),
+    "scp": Argv("p", vm=True).scp([__file__], MACHINE, ZONES[0], "all", "podrun/"),
+}
+
+
+@pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
+@pytest.mark.parametrize(
+    "verb", ["create", *(pytest.param(verb, marks=pytest.mark.long) for verb in list(COMMANDS)[1:])]
+)
+def test_gcloud_itself_understands_the_commands(verb, tmp_path, monkeypatch):
+    """It fails only when it asks Google, which is not there."""
+    for name, value in gcloud_environment(tmp_path, "http://127.0.0.1:9/").items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(GcloudError) as error:
+        Gcloud(run_process).checked(COMMANDS[verb], 60.0)
+    assert error.value.kind == "unavailable", error.value.text

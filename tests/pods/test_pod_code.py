@@ -1,0 +1,91 @@
+"""What `podium pod run` sends to the machines, how they are set up, and what is wrong with them."""
+
+import re
+
+from tests.pods.pod_world import git, rent
+
+
+def test_the_code_is_that_of_the_commit_on_all_workers(make_world, pod, checkout):
+    world = make_world(workers=2)
+    rent(world, pod)
+    assert pod(*world.run_arguments())[0] == 0
+    commit = git(checkout, "rev-parse", "HEAD").strip()
+    for home in world.hosts.homes:
+        (code,) = (home / "podrun" / "code").iterdir()
+        assert git(code, "rev-parse", "HEAD").strip() == commit
+        assert code.name.startswith(commit[:12])
+
+
+def test_changes_that_are_not_committed_are_refused_by_name_or_sent_and_kept(make_world, pod, tmp_path, monkeypatch):
+    from tests.pods.pod_world import make_checkout
+
+    world = make_world(workers=1)
+    dirty = make_checkout(tmp_path / "dirty")
+    monkeypatch.chdir(dirty)
+    rent(world, pod)
+    (dirty / "podium" / "__init__.py").write_text('__version__ = "0.0.0"\n')
+    (dirty / "new.bin").write_bytes(bytes(range(256)))
+    status, _, err = pod(*world.run_arguments())
+    assert status == 2
+    assert "uncommitted changes: podium/__init__.py, new.bin" in err
+    assert "--allow-dirty" in err
+    status, _, err = pod(*world.run_arguments("--allow-dirty"))
+    assert status == 0
+    assert "sent as a patch" in err
+    (code,) = (world.hosts.homes[0] / "podrun" / "code").iterdir()
+    assert (code / "new.bin").read_bytes() == bytes(range(256))
+    assert '"0.0.0"' in (code / "podium" / "__init__.py").read_text()
+    (sent,) = (world.hosts.homes[0] / "podrun" / "in").iterdir()
+    assert "new.bin" in (sent / "changes.patch").read_text()
+    assert git(dirty, "diff", "--cached") == ""
+
+
+def test_a_wheel_instead_of_a_checkout(make_world, pod, tmp_path, monkeypatch, checkout):
+    import zipfile
+
+    world = make_world(workers=1)
+    rent(world, pod)
+    monkeypatch.chdir(tmp_path)
+    status, _, err = pod(*world.run_arguments())
+    assert status == 2
+    assert "not in a git checkout of Podium; start there, or give --wheel FILE" in err
+    wheel = tmp_path / "podium_rl-0.1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for file in checkout.glob("podium/**/*.py"):
+            archive.write(file, file.relative_to(checkout))
+    assert pod(*world.run_arguments("--wheel", str(wheel)))[0] == 0
+    (code,) = (world.hosts.homes[0] / "podrun" / "code").iterdir()
+    assert code.name.startswith("wheel-")
+
+
+def test_a_script_prepares_the_machines_first(make_world, pod, tmp_path):
+    world = make_world(workers=2)
+    rent(world, pod)
+    script = tmp_path / "mount.sh"
+    script.write_text('echo prepared > "$HOME/prepared"\n')
+    assert pod(*world.run_arguments("--prepare", str(script)))[0] == 0
+    assert all((home / "prepared").exists() for home in world.hosts.homes)
+    script.write_text('echo no such share >&2; [ "$(hostname)" != t1v-n-fake-w-1 ]\n')
+    status, _, err = pod(*world.run_arguments("--prepare", str(script), "--set", "seed=1"))
+    assert status == 1
+    assert "the setup failed on worker(s) 1: no such share" in err
+
+
+def test_a_machine_without_its_chips_is_named_before_anything_starts(make_world, pod):
+    world = make_world(workers=2)
+    rent(world, pod)
+    arguments = [word for word in world.run_arguments() if word not in ("--env", "JAX_PLATFORMS=cpu")]
+    status, _, err = pod(*arguments)
+    assert status == 1
+    assert "worker 1: this host has 0 chips and should have 4; recreate the slice" in err
+    assert world.metrics() == []
+
+
+def test_a_worker_that_does_not_answer_is_named_and_nothing_starts(make_world, pod):
+    world = make_world()
+    rent(world, pod)
+    world.hosts.gone.add(2)
+    status, _, err = pod(*world.run_arguments())
+    assert status == 1
+    assert re.search(r"3 of 4 workers succeeded\n +worker 2 \(\S+\) did not answer", err), err
+    assert world.metrics() == []

@@ -1,0 +1,75 @@
+"""The scripts and the notebook of examples/, each run whole, with a tiny model and one step where they train."""
+
+import runpy
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+from tiny_runs import cache_settings
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SHORTER = {
+    '    "demo",': "    MODEL,",
+    "steps=20": "steps=1, grading={'workers': 0}, eval__questions=2",
+    "prompts_per_step=8": "prompts_per_step=2",
+    "group_size=8": "group_size=4",
+    '"max_prompt_tokens": 48, "max_new_tokens": 16': '"max_prompt_tokens": 32, "max_new_tokens": 3, "slots": 8',
+    'eval={"questions": 20},': "",
+    "max_new_tokens=16": "max_new_tokens=3",
+}
+
+
+def shortened(text: str, model: Path) -> str:
+    """The code with little to do."""
+    for found, instead in SHORTER.items():
+        text = text.replace(found, instead.replace("MODEL", repr(str(model))))
+    return text
+
+
+@pytest.mark.usefixtures("one_device", "compiled_once")
+@pytest.mark.parametrize(
+    ("name", "prints"),
+    [
+        ("reward", "accuracy of held-out sums: 0."),
+        ("task", "step 1"),
+        ("recipe", "[0."),
+        ("evaluation", "one of 4 right: "),
+        ("plan", "v6e-8 fits"),
+    ],
+)
+def test_an_example_runs(name, prints, tiny_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / f"{name}.py"
+    script.write_text(shortened((EXAMPLES / f"{name}.py").read_text(), tiny_model))
+    runpy.run_path(str(script), run_name="__main__")
+    assert prints in capsys.readouterr().out
+
+
+def test_every_script_is_run():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"reward", "task", "recipe", "evaluation", "plan"}
+
+
+def test_the_notebook_runs_and_an_exception_leaves_its_kernel_usable(tiny_model, tmp_path, programs):
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    for cell in notebook.cells:
+        cell.source = shortened(cell.source, tiny_model)
+    cache = [f"jax.config.update({name!r}, {value!r})" for name, value in cache_settings(programs).items()]
+    first = [
+        f"import sys; sys.path.insert(0, {str(EXAMPLES.parent)!r})",
+        "import jax",
+        "jax.config.update('jax_num_cpu_devices', 1)",
+        *cache,
+    ]
+    notebook.cells.insert(0, nbformat.v4.new_code_cell("\n".join(first)))
+    train = next(cell.source for cell in notebook.cells if "podium.grpo" in cell.source)
+    bug = "def brief(completion):\n    raise KeyError('mine')\n"
+    caught = f"{bug}try:\n    run = {train.partition('run = ')[2].removesuffix('run').strip()}\n"
+    notebook.cells += [
+        nbformat.v4.new_code_cell(caught + "except ValueError as error:\n    print('caught', 'mine' in str(error))"),
+        nbformat.v4.new_code_cell("async def brief(completion: str) -> float:\n    return 0.5\n" + train),
+    ]
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [str(cell.get("outputs", "")) for cell in notebook.cells]
+    assert any("step 1/1" in output for output in outputs), "no progress is shown"
+    assert "caught True" in outputs[-2] and "step 1" in outputs[-1]

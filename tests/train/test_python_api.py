@@ -1,0 +1,194 @@
+"""`podium.grpo` and what it returns, as a script uses them."""
+
+import asyncio
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+import podium
+from podium.api.data import overrides, reward_parts
+from podium.config.errors import ConfigError
+from podium.config.imports import imported, name_of
+
+pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
+
+ROWS = [{"question": f"What is {a} + {b}?", "answer": a + b, "level": a} for a in range(4) for b in range(4)]
+TINY: dict[str, Any] = {
+    "steps": 2,
+    "prompts_per_step": 4,
+    "group_size": 4,
+    "grading": {"workers": 0},
+    "rollout": {"max_prompt_tokens": 16, "max_new_tokens": 3, "slots": 16},
+    "train__rows_per_device": 2,
+    "metrics": {"samples_every": 2},
+}
+
+
+def short(num_tokens: int) -> float:
+    return 1.0 / num_tokens
+
+
+def longest(completions: list[str], level: int) -> np.ndarray:
+    assert level in range(4)
+    lengths = np.array([len(text) for text in completions])
+    return (lengths == lengths.max()).astype(np.float32)
+
+
+async def patient(completion: str, row: dict) -> float:
+    await asyncio.sleep(0.001)
+    return float(row["level"] / 4)
+
+
+class Always:
+    def __call__(self, row: dict) -> float:
+        return 1.0
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def heard() -> list[tuple]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model, runs, heard, one_device, compiled_once) -> podium.Run:
+    return podium.grpo(
+        str(tiny_model),
+        ROWS[4:],
+        eval_data=iter(ROWS[:4]),
+        rewards=[podium.math_equal, (short, 0.5), (longest, 0.25), (patient, 0.125), (Always(), 0.0)],
+        on_step=lambda step, metrics, samples: heard.append((step, metrics["train-reward/total/mean"], samples)),
+        name="first",
+        runs_dir=runs,
+        **TINY,
+    )
+
+
+def test_rewards_are_weighted_sums_of_what_the_functions_gave(run, heard):
+    assert [step for step, _, _ in heard] == [1, 2]
+    (sample, *_) = [line for line in run.samples if line["split"] == "train"]
+    assert sample in heard[sample["step"] - 1][2]
+    question = next(row for row in ROWS if row["question"] == sample["question"])
+    for completion in sample["completions"]:
+        parts = completion["parts"]
+        assert set(parts) == {"correct", "short", "longest", "patient", "Always"}
+        assert parts["short"] == 1 / completion["tokens"] and parts["patient"] == question["level"] / 4
+        expected = parts["correct"] + 0.5 * parts["short"] + 0.25 * parts["longest"] + 0.125 * parts["patient"]
+        assert completion["reward"] == pytest.approx(expected)
+    assert max(each["parts"]["longest"] for each in sample["completions"]) == 1.0
+
+
+def test_a_run_has_its_metrics_and_its_evaluations(run, heard):
+    steps = [line for line in run.metrics if "train-reward/total/mean" in line]
+    assert [line["train-reward/total/mean"] for line in steps] == [reward for _, reward, _ in heard]
+    assert {"train-reward/func/short/mean", "train-reward/func/patient/mean"} <= set(steps[0])
+    assert [line["step"] for line in run.metrics if "eval/accuracy" in line] == [0, 2]
+    assert run.steps == [2] and run.config.steps == 2 and "step 2" in repr(run)
+    assert podium.load_run(run.path).metrics == run.metrics
+
+
+def test_the_rows_are_in_the_runs_folder(run):
+    task = run.config.tasks[0]
+    assert task.path and task.path.startswith(str(run.path)) and task.eval_path and len(task.options) == 3
+
+
+def test_its_weights_answer_and_are_evaluated_and_exported(run, tmp_path):
+    answers = run.generate(["What is 1 + 1?"] * 2, max_new_tokens=3, temperature=0)
+    assert len(answers) == 2 and answers[0].text == answers[1].text and len(answers[0].sampled_logprobs) <= 3
+    own, other = run.evaluate(), run.evaluate(ROWS[:2], rewards=[(short, 1.0)], eval={"samples": 2, "greedy": False})
+    assert own.accuracy == [line["eval/accuracy"] for line in run.metrics if "eval/accuracy" in line][-1]
+    assert (own.step, len(own.answers), len(other.answers)) == (2, 4, 2)
+    assert 0.3 < other.accuracy <= 1.0
+    assert (run.export(tmp_path / "model") / "model.safetensors").is_file()
+
+
+def test_an_exception_leaves_everything_usable_and_the_run_can_go_on(tiny_model, runs):
+    def fail(step, metrics, samples):
+        raise KeyError("mine")
+
+    def begin(**options):
+        return podium.grpo(str(tiny_model), ROWS, rewards=[short], name="again", runs_dir=runs, **TINY, **options)
+
+    with pytest.raises(KeyError, match="mine"):
+        begin(on_step=fail)
+    run = begin()
+    assert run.steps == [2] and not any("eval/accuracy" in line for line in run.metrics)
+
+
+def broken(completion: str) -> float:
+    raise ZeroDivisionError("in my reward")
+
+
+def test_a_bug_in_a_reward_is_shown_with_its_prompt(tiny_model, runs):
+    with pytest.raises(ValueError, match=r"(?s)reward \S+broken failed.*ZeroDivisionError: in my reward.*What is"):
+        podium.grpo(str(tiny_model), ROWS, rewards=[podium.math_equal, broken], runs_dir=runs, **TINY)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data": [3]}, "data: row 0 is 3; expected a dict"),
+        ({"data": []}, "data: it has no rows"),
+        ({"data": [{"question": "q", "answer": object()}]}, "data: row 0 cannot be written as JSON"),
+        ({"data": [{"prompt": "q", "answer": 1}]}, "no column 'question'"),
+        ({"rewards": []}, "rewards: there is none"),
+        ({"rewards": ["format"]}, "format alone do not say what is right"),
+        ({"rewards": [podium.math_equal, podium.text_equal]}, "keep one"),
+        ({"rewards": [short, short]}, "stands there twice"),
+        ({"rewards": ["formt", podium.math_equal]}, "did you mean format"),
+        ({"rewards": ["no_such:reward"]}, "no module 'no_such' here"),
+        (
+            {"rewards": [lambda leven: 1.0]},
+            "asks for 'leven', and the row of prompt jsonl/train/0 has question, answer",
+        ),
+        ({"rewards": [lambda *texts: 1.0]}, "its parameters say what it is given"),
+        ({"rollout": {"max_new": 3}}, r"argument rollout.max_new"),
+        ({"learning_rate": 3e-4}, "learning_rate"),
+    ],
+)
+def test_a_wrong_argument_is_an_error_before_anything_is_compiled(tiny_model, runs, options, message, monkeypatch):
+    monkeypatch.setattr("podium.train.run.load_weights", lambda *_: pytest.fail("the model was loaded"))
+    settings = {"data": ROWS, "runs_dir": runs, **TINY, **options}
+    with pytest.raises((ValueError, ConfigError), match=message):
+        podium.grpo(str(tiny_model), **settings)
+
+
+def test_settings_are_sections_or_double_underscores():
+    found = {each.key: each.value for each in overrides({"train": {"optimizer": {"eps": 1}}, "rollout__slots": 4})}
+    assert found == {"train.optimizer.eps": 1, "rollout.slots": 4}
+
+
+def test_without_an_answer_the_first_function_counts():
+    assert reward_parts([short]) == ({"test_python_api:short": 1.0}, None)
+    assert reward_parts([podium.text_equal, ("format", 0.5)]) == ({"correct": 1.0, "format": 0.5}, "text")
+
+
+def test_import_is_quick_and_train_is_no_trap():
+    code = (
+        "import sys, podium\nfrom podium import train, plan\nassert 'jax' not in sys.modules\n"
+        "assert callable(train) and callable(plan) and 'grpo' in dir(podium)\n"
+        "import podium.train.loop\nassert callable(podium.train) and podium.train.loop\n"
+        "try:\n    train('nothing.yaml')\nexcept ValueError as error:\n    assert 'nothing.yaml' in str(error)\n"
+        "try:\n    podium.grop\nexcept AttributeError as error:\n    assert 'grpo' in str(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_is_there_and_documented():
+    for name in podium.__all__:
+        assert getattr(podium, name).__doc__, name
+
+
+def test_a_cell_that_is_run_again_keeps_its_functions_name():
+    again = [eval("lambda row: 0.25", {"__name__": "__main__"}) for _ in range(2)]
+    other = eval("lambda row: 0.75", {"__name__": "__main__"})
+    assert name_of(again[0]) == name_of(again[1]) != name_of(other)
+    assert imported(name_of(again[1]), what="a reward") is again[1]
