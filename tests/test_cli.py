@@ -286,7 +286,9 @@ def test_export_hands_over_run_folder_and_format(podium, stub):
     Path("runs/a").mkdir(parents=True)
     Path("runs/a/config.yaml").write_text(CONFIG)
     assert podium("export", "runs/a", "out", "--step", "3", "--dtype", "float32")[0] == 0
-    assert calls == [(("runs/a", Path("out")), {"step": 3, "dtype": "float32", "push": None, "private": False})]
+    assert calls == [
+        (("runs/a", Path("out")), {"step": 3, "dtype": "float32", "merge": False, "push": None, "private": False})
+    ]
 
 
 def test_the_version_is_printed(podium):
