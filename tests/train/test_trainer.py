@@ -165,7 +165,7 @@ def test_two_passes_over_two_minibatches_are_four_steps_with_ratios_to_the_first
     tokens = [float(half.num_tokens) for half in scored * 2]
     assert tokens[0] != tokens[1]
     for half in scored * 2:
-        expected, metrics = trainer.train_step(expected, half)
+        expected, metrics = trainer.train_step(expected, half, trainer.frozen)
         losses.append(float(metrics["loss"]))
     other, state = make_trainer(algorithm=algorithm)
     state, metrics = train_on(other, state, groups)
