@@ -33,7 +33,7 @@ test-long: $(VENV)/dev.installed
 check: $(VENV)/dev.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 seeds: $(VENV)/dev.installed

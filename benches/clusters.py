@@ -4,9 +4,11 @@
 
 `podium pod slurm` writes a script that a real Slurm on this machine takes: munged, slurmctld and two slurmd.
 `podium pod k8s` writes a JobSet whose containers' own commands and variables run as two processes. Both train a tiny
-random model over jax.distributed on CPU.
+random model over jax.distributed on CPU, with a reward whose losses are not 0, and are compared with one process that
+has both devices: the same losses to 1e-6, and the same rewards.
 """
 
+import itertools
 import sys
 import tempfile
 import time
@@ -15,26 +17,36 @@ from pathlib import Path
 from typing import Any
 
 from benches.record import arguments, record
-from tests.pods.cluster_runs import free_port, jobset_losses, slurm_losses
+from tests.pods.cluster_runs import LEAST_LOSS, STEPS, Figures, free_port, run_alone, run_by_jobset, run_by_slurm
 from tests.pods.slurm_cluster import slurm_cluster, why_no_slurm
 
+FURTHEST = 1e-6
 
-def by_slurm(folder: Path) -> list[list[float]]:
-    """Loss and reward of the last step, by process."""
+
+def by_slurm(folder: Path) -> tuple[Figures, Figures]:
+    """Loss and reward by step, and of the last step by process."""
     with slurm_cluster(folder, (free_port(), free_port(), free_port())) as slurm:
-        return slurm_losses(slurm, folder)
+        return run_by_slurm(slurm, folder)
 
 
-WAYS: dict[str, Callable[[Path], list[list[float]]]] = {"slurm": by_slurm, "jobset": jobset_losses}
+WAYS: dict[str, Callable[[Path], tuple[Figures, Figures]]] = {"slurm": by_slurm, "jobset": run_by_jobset}
 
 
-def measured(way: str) -> dict[str, Any]:
-    """What a way gave, and in how many seconds."""
+def measured(way: str, alone: Figures) -> dict[str, Any]:
+    """What a way gave, in how many seconds, and how far that is from one process."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        losses = WAYS[way](Path(folder))
-    row = {"way": way, "seconds": round(time.perf_counter() - start, 1), "loss_and_reward": losses}
-    return row | {"equal": losses[0] == losses[1] and all(losses[0])}
+        steps, processes = WAYS[way](Path(folder))
+    furthest = max(abs(a - b) for a, b in zip(itertools.chain(*steps), itertools.chain(*alone), strict=True))
+    trained = len(steps) == STEPS and all(abs(loss) >= LEAST_LOSS for loss, _ in steps)
+    return {
+        "way": way,
+        "seconds": round(time.perf_counter() - start, 1),
+        "loss_and_reward": steps,
+        "last_of_each_process": processes,
+        "furthest_from_one_process": furthest,
+        "equal": trained and processes == [steps[-1]] * 2 and furthest <= FURTHEST,
+    }
 
 
 def main() -> None:
@@ -42,11 +54,14 @@ def main() -> None:
     args = arguments(__doc__).parse_args()
     if (why := why_no_slurm()) is not None:
         sys.exit(f"no bench of clusters here: {why}")
+    with tempfile.TemporaryDirectory() as folder:
+        alone = run_alone(Path(folder))
+    print(f"one process: {alone}", flush=True)
     rows = []
     for way in WAYS:
-        rows.append(measured(way))
+        rows.append(measured(way, alone))
         print(rows[-1], flush=True)
-    record("clusters-cpu", {"rows": rows}, args.results)
+    record("clusters-cpu", {"loss_and_reward_of_one_process": alone, "rows": rows}, args.results)
     sys.exit(not all(row["equal"] for row in rows))
 
 

@@ -7,7 +7,7 @@ off, the file deleted; in the newest step alone, or in the two newest. Then the 
 continues. Right is: the newest step without damage, each array as it was saved, the damaged steps kept aside and told
 by name; or, where the damage changes nothing that is read, the newest step itself, equal. The cost: seconds that the
 digests of a step take, beside those of its whole save, the least of several saves each, as other processes only add;
-and the same of CPU seconds, without those for which a save waits for the disk.
+and the same of CPU seconds, without those for which a save waits for the disk, and how many of those only read.
 """
 
 import collections
@@ -31,7 +31,7 @@ from podium.config.schema import CheckpointConfig
 from podium.train import checkpoint
 from podium.train.checkpoint import Checkpointer, restore_state
 from podium.train.state import TrainState
-from podium.train.step_files import ASIDE, CheckpointError, newest_whole_step
+from podium.train.step_files import ASIDE, BLOCK, CheckpointError, newest_whole_step
 
 STEPS = (2, 4, 6)
 TIMES = {"flipped": 60, "cut": 20, "deleted": 20}
@@ -150,6 +150,7 @@ def cost(folder: Path, *, saves: int, layers: int, width: int) -> dict[str, Any]
     finally:
         checkpoint.seal = seal
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    reading_cpu = min(read_all(folder) for _ in range(saves))
     start = time.perf_counter()
     restore_state(folder, None, abstract(state), digests=False)
     reading = time.perf_counter() - start
@@ -162,11 +163,23 @@ def cost(folder: Path, *, saves: int, layers: int, width: int) -> dict[str, Any]
         "digests_s": sealing,
         "save_cpu_s": saving_cpu,
         "digests_cpu_s": sealing_cpu,
+        "reading_cpu_s": reading_cpu,
         "share_of_a_save": min(sealing[1:]) / min(saving[1:]),  # the first save also starts threads
         "share_of_its_cpu_seconds": min(sealing_cpu[1:]) / min(saving_cpu[1:]),
         "restore_s": reading,
         "compare_s": time.perf_counter() - start,
     }
+
+
+def read_all(folder: Path) -> float:
+    """CPU seconds of reading every file as digests do, without digests."""
+    block, start = bytearray(BLOCK), time.process_time()
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with file.open("rb", buffering=0) as source:
+                while source.readinto(block):  # pyright: ignore[reportAttributeAccessIssue]  # a raw file has it
+                    pass
+    return time.process_time() - start
 
 
 def main() -> None:
@@ -183,7 +196,9 @@ def main() -> None:
         print(f"{count:4} {kind:8} in {where:15} {how}")
     wrong = [row for row in rows if row["outcome"].startswith("WRONG")]
     share, cpu = costs["share_of_a_save"], costs["share_of_its_cpu_seconds"]
-    print(f"digests: {share:.2%} of a save of {costs['mb_of_arrays']:.0f} MB, {cpu:.2%} of its CPU seconds")
+    reading = costs["reading_cpu_s"] / min(costs["save_cpu_s"][1:])
+    size = f"{costs['mb_of_arrays']:.0f} MB"
+    print(f"digests: {share:.2%} of a save of {size}, {cpu:.2%} of its CPU seconds ({reading:.2%} to read the files)")
     table = [{"where": w, "kind": k, "outcome": o, "count": n} for (w, k, o), n in sorted(counts.items())]
     result = {"seed": seed, "trials": len(rows), "wrong": wrong, "outcomes": table, "cost": costs}
     record(f"damage-{jax.default_backend()}", result, args.results)

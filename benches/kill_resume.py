@@ -1,6 +1,7 @@
 """A run killed with SIGKILL at any instant, also inside a save, and continued ends as if nothing had happened.
 
     python -m benches.kill_resume --kills 20        (CPU; a minute or two per kill)
+    python -m benches.kill_resume --carry-over      (with completions in flight over updates: rollout.in_flight 1.5)
 
 A tiny random model learns sums, with a checkpoint every second step and after the best evaluations. One run is left
 alone. Each other one is killed: a quarter inside saves, a quarter in the first compilations (of the evaluation, the
@@ -8,7 +9,8 @@ rollout and the update), some in later evaluations, the others anywhere; every f
 continued. The instants are others each time this runs, unless `--seed` is given. Then it is continued by the same
 command until it is done; then its records (but for times, speeds and memory), its checkpoints' steps and every array of
 the last checkpoint are compared bit by bit with those of the first. Prints a line per run, where the kills landed and
-what differs, and writes benches/results/kill-resume-cpu.json; exit status 1 where anything differs.
+what differs, and writes benches/results/kill-resume-cpu.json, or kill-resume-carry-over-cpu.json; exit status 1 where
+anything differs.
 """
 
 import dataclasses
@@ -21,8 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -56,7 +59,17 @@ SETTINGS: dict[str, Any] = {
     "checkpoint": {"every_steps": 2, "keep_last": 2, "keep_best": 1},
     "metrics": {"samples_every": 1},
 }
-VOLATILE = ("time/", "throughput/", "memory/", "rollout/prefill_s", "rollout/decode_s", "rollout/tokens_per_s")
+CARRY_OVER = {"in_flight": 1.5, "max_new_tokens": 12, "refill_steps": 2}
+"""Of the rollout: eight prompts of each step go on in the next, most in the middle of their completions."""
+VOLATILE = (
+    "async/waited_s",
+    "time/",
+    "throughput/",
+    "memory/",
+    "rollout/prefill_s",
+    "rollout/decode_s",
+    "rollout/tokens_per_s",
+)
 COMPILATIONS = "rollout/compilations"  # a continued run compiles anew
 COMPILED = ("evaluation", "rollout", "update")
 """Phases that compile programs when they come first."""
@@ -89,14 +102,15 @@ class Landing:
     """Processes that the run had started (graders), which nobody kills."""
 
 
-def write_config(folder: Path, name: str) -> Path:
+def write_config(folder: Path, name: str, rollout: Mapping[str, Any]) -> Path:
     """The config of a run below `folder`, and the model it names where that is not there yet."""
     model = folder / "model"
     if not model.exists():
         model.mkdir(parents=True)
         write_tiny_model(model)
     path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump({"name": name, "runs_dir": str(folder), "model": str(model), **SETTINGS}))
+    settings = {**SETTINGS, "rollout": SETTINGS["rollout"] | dict(rollout)}
+    path.write_text(yaml.safe_dump({"name": name, "runs_dir": str(folder), "model": str(model), **settings}))
     return path
 
 
@@ -191,9 +205,9 @@ def draw_kills(count: int, seed: int) -> list[Kill]:
     return kills
 
 
-def measure(folder: Path, kill: Kill, index: int) -> dict[str, Any] | None:
+def measure(folder: Path, kill: Kill, index: int, rollout: Mapping[str, Any]) -> dict[str, Any] | None:
     """A row of the table, against the run `undisturbed` in `folder`; None if a kill came too late."""
-    config = write_config(folder, f"killed-{index}")
+    config = write_config(folder, f"killed-{index}", rollout)
     landings = [disturb(config, kill)]
     if landings[0] is not None and kill.again_s is not None:
         again = disturb(config, Kill(lines=0, delay_s=kill.again_s))
@@ -275,12 +289,17 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def table(folder: Path, kills: Sequence[Kill]) -> list[dict[str, Any]]:
-    """A row per kill that landed, printed as they come; one that came too late is repeated with fewer lines."""
-    finish(write_config(folder, "undisturbed"))
+def table(
+    folder: Path, kills: Sequence[Kill], rollout: Mapping[str, Any] = MappingProxyType({})
+) -> list[dict[str, Any]]:
+    """A row per kill that landed, printed as they come; one that came too late is repeated with fewer lines.
+
+    `rollout` are settings over those of SETTINGS.
+    """
+    finish(write_config(folder, "undisturbed", rollout))
     rows: list[dict[str, Any]] = []
     for index, kill in enumerate(kills):
-        while (row := measure(folder, kill, index)) is None:
+        while (row := measure(folder, kill, index, rollout)) is None:
             again_s = None if kill.again_s is None else kill.again_s / 2
             lines = max(0, kill.lines - 1)
             kill = dataclasses.replace(kill, lines=lines, delay_s=kill.delay_s / 2, again_s=again_s)
@@ -299,14 +318,18 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=None, help="of the instants; unset: another one each time")
+    parser.add_argument("--carry-over", action="store_true", help="with completions in flight over updates")
     args = parser.parse_args()
+    rollout = CARRY_OVER if args.carry_over else {}
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     with tempfile.TemporaryDirectory() as folder:
-        rows = table(Path(folder), draw_kills(args.kills, seed))
+        rows = table(Path(folder), draw_kills(args.kills, seed), rollout)
     equal = sum(not row["differences"] and not row["orphans"] for row in rows)
     print(f"{equal} of {len(rows)} equal, bit by bit")
-    result = {"seed": seed, "steps": STEPS, "settings": SETTINGS, "kills": len(rows), "equal": equal, "rows": rows}
-    record(f"kill-resume-{jax.default_backend()}", result, args.results)
+    settings = {**SETTINGS, "rollout": SETTINGS["rollout"] | rollout}
+    result = {"seed": seed, "steps": STEPS, "settings": settings, "kills": len(rows), "equal": equal, "rows": rows}
+    name = "kill-resume-carry-over" if args.carry_over else "kill-resume"
+    record(f"{name}-{jax.default_backend()}", result, args.results)
     sys.exit(equal < len(rows))
 
 

@@ -54,6 +54,11 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "v6e-8",
         (*LEAN, "train.row_tokens=65536", "train.rows_per_device=1"),
     ),
+    "3b-v6e-8-sp8-262144": (
+        "configs/gsm8k_qwen25_3b.yaml",
+        "v6e-8",
+        (*LEAN, "mesh=sp:8", "train.row_tokens=262144", "train.rows_per_device=1"),
+    ),
 }
 
 

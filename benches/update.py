@@ -20,7 +20,7 @@ from benches.decode import SMOLLM2_135M, best
 from benches.record import arguments, record
 from podium.algorithms.recipes import RECIPES
 from podium.config.attention import attention_backend
-from podium.config.schema import OptimizerConfig
+from podium.config.optimizer import OptimizerConfig
 from podium.models.flops import step_work, update_flops
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, param_specs
 from podium.sharding import ShardingRules, init_params, make_mesh

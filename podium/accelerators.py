@@ -115,6 +115,7 @@ CORES_3D = {"v4": (8, 16, 32, 64, 128, 256, 512), "v5p": (8, 16, 32, 64, 128, 25
 GPU_COUNTS, MACHINE = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256), 8
 """Numbers of GPUs that are planned for, and the most of one machine."""
 ALIASES = {"v5e": "v5litepod"}  # the cloud's own name of the second
+GKE_ALONE = ("tpu7x", "v7x", "ironwood")
 CPU_INFO = Path("/proc/cpuinfo")
 CPU_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})
 """What a CPU has that multiplies bfloat16 faster than float32, as Linux names it."""
@@ -151,6 +152,8 @@ def find_accelerator(name: str) -> Accelerator:
     kind, _, size = name.strip().lower().rpartition("-")
     known = f"{ALIASES.get(kind, kind)}-{size}"
     if known not in table:
+        if kind in GKE_ALONE:
+            raise ValueError("Google rents TPU7x on GKE alone, not as Cloud TPU VMs; its figures are not here yet")
         if kind in GPUS and not GPUS[kind].networked and size.isdigit() and int(size) > MACHINE:
             others = ", ".join(other for other, gpu in GPUS.items() if gpu.networked)
             raise ValueError(

@@ -5,6 +5,7 @@ A record is one line of JSON, flushed when written. Which files a run has is `po
 
 import errno
 import json
+import logging
 import math
 import os
 import shutil
@@ -29,6 +30,8 @@ def as_path(text: str) -> Path:
 
     for store in ("gcs", "s3"):
         fsspec_settings.conf.setdefault(store, {})["use_listings_cache"] = False  # other hosts write there too
+    for library in ("gcsfs", "s3fs"):  # which log the tracebacks of what they then raise
+        logging.getLogger(library).setLevel(logging.CRITICAL)
     return epath.Path(text)  # pyright: ignore[reportReturnType]  # pathlib's methods without its type
 
 

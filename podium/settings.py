@@ -5,6 +5,7 @@ downloaded, and nothing here imports jax, so that every error in a config comes 
 """
 
 import functools
+import math
 import os
 import re
 from collections import ChainMap
@@ -12,11 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from podium.algorithms.recipes import LOSSES, RECIPES, conflicts, find_recipe
+from podium.algorithms.recipes import LOSSES, RECIPES, conflicts, find_recipe, make_recipe
 from podium.config.errors import ConfigError, Contradiction, Problem, nearest, not_in
 from podium.config.imports import imported, is_path
 from podium.config.load import Loaded, Override, load
 from podium.config.schema import Config
+from podium.config.sizes import prompts_in_flight
 from podium.models.architecture import ModelError
 from podium.models.layouts import AUTO, OPTIMIZER_COPIES
 from podium.models.params import ROLLOUT_LAYOUTS
@@ -164,7 +166,41 @@ def _layout(config: Config) -> Iterator[Contradiction]:
         )
 
 
-RULES = (_names, _algorithm, _rewards, _layout)
+def _in_flight(config: Config) -> Iterator[Contradiction]:
+    """Completions that are older than the weights are trained on with a ratio to who drew them, and not too old."""
+    over, oldest, N = config.rollout.in_flight, config.rollout.max_staleness, config.prompts_per_step
+    this, bound = "rollout.in_flight", "rollout.max_staleness"
+    if over == 1.0:
+        if oldest not in (0, type(config.rollout).model_fields["max_staleness"].default):
+            rule = f"{oldest} has no effect with {this} 1: a step trains on completions of its own weights alone"
+            yield Contradiction((bound, this), f"{rule}; set {this}, 1.5 is usual, or leave this out")
+        return
+    least = math.ceil(over - 1)
+    if prompts_in_flight(config) == N:
+        rule = f"{over:g} x prompts_per_step {N} is not one prompt more than a step has"
+        yield Contradiction((this, "prompts_per_step"), f"{rule}; set {math.ceil(100 + 100 / N) / 100:g} or more, or 1")
+    if oldest < least:
+        rule = f"{oldest} is too little for {this} {over:g}: what a step leaves waits for up to {least} more"
+        yield Contradiction((bound, this), f"{rule}; set {least} or more, or {this} to {1 + oldest} or less")
+    try:
+        recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=N)
+    except ValueError:
+        return  # `_algorithm` says so
+    name, passes = config.algorithm.recipe, ("algorithm.updates_per_batch", "algorithm.minibatches")
+    if recipe.demonstrations:
+        yield Contradiction((this,), f"recipe {name} samples nothing, so nothing is in flight; leave it out")
+    elif recipe.old_logprobs == "trainer" and recipe.correction == "none":
+        rule = f"{over:g} trains on tokens of older weights, and the ratio is to the trainer's own: nothing corrects it"
+        ways = "set algorithm.old_logprobs to sampler, or algorithm.correction to truncate"
+        ways = "set algorithm.correction to truncate" if recipe.loss == "reinforce" else ways
+        keys = (this, "algorithm.recipe", "algorithm.old_logprobs", "algorithm.correction")
+        yield Contradiction(keys, f"{rule}; {ways}, or {this} to 1")
+    if oldest > 1 and recipe.updates_per_batch * recipe.minibatches > 1:
+        rule = f"{oldest} with several updates of a batch: tokens would be old by both"
+        yield Contradiction((bound, this, *passes), f"{rule}; set it to 1, or {' and '.join(passes)} to 1")
+
+
+RULES = (_names, _algorithm, _rewards, _layout, _in_flight)
 """What recipes and rewards add to the rules of `podium.config.schema`."""
 
 

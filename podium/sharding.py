@@ -1,7 +1,8 @@
 """Where arrays live: a mesh of devices, and one table from logical axes to mesh axes.
 
 Parameters are declared once as `ParamSpec`s; initialisation, sharding, checkpoints and the planner's abstract arrays
-are readings of that declaration. Mesh axes are dp (copies), fsdp (parameters and batch split), tp (heads split).
+are readings of that declaration. Mesh axes are dp (copies), fsdp (parameters and batch split), sp (parameters and the
+tokens of a row split), tp (heads split).
 """
 
 import dataclasses
@@ -51,12 +52,20 @@ class ShardingRules:
         """A weight, laid out so here; its gradient goes where it is stored, summed and split in one exchange."""
         return _constrain_weight(self.sharding(*axes), self.storage.sharding(*axes), x)
 
+    def weight_sums(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Zeros in a weight's stead, whose gradient becomes the weight's: summed and split in the gradient's format."""
+        return _weight_sums(self.sharding(*axes), self.storage.sharding(*axes), x)
+
+    def sums_of_copies(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """The same for the copies of a stored weight, [n, ...]."""
+        return _sums_of_copies(self.mesh, self.storage.spec(axes), self.spec(("pieces", *axes)), x)
+
     def weight_copies(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """A copy of a stored weight for each of the n shards of the batch: [n, ...], each on its devices.
+        """A copy of a stored weight for each of the n pieces of the batch: [n, ...], each on its devices.
 
         Who loops over parts of the batch uses it: the gradient of each copy stays where it is until the loop has ended.
         """
-        return _weight_copies(self.mesh, self.storage.spec(axes), self.spec(("batch", *axes)), x)
+        return _weight_copies(self.mesh, self.storage.spec(axes), self.spec(("pieces", *axes)), x)
 
     @property
     def on_cpu(self) -> bool:
@@ -81,6 +90,23 @@ _constrain_weight.defvjp(
     lambda here, gradient, x: (_constrain_weight(here, gradient, x), None),
     lambda here, gradient, _, dx: (jax.lax.with_sharding_constraint(dx, gradient),),
 )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _weight_sums(here: NamedSharding, gradient: NamedSharding, x: jax.Array) -> Any:
+    return jax.lax.with_sharding_constraint(jnp.zeros(x.shape, x.dtype), here)
+
+
+_weight_sums.defvjp(
+    lambda here, gradient, x: (_weight_sums(here, gradient, x), None),
+    lambda here, gradient, _, dx: (jax.lax.with_sharding_constraint(dx, gradient),),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _sums_of_copies(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec, x: jax.Array) -> Any:
+    nothing = jnp.zeros((_size(mesh, copies[0]), *x.shape), x.dtype)
+    return jax.lax.with_sharding_constraint(nothing, NamedSharding(mesh, copies))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -118,6 +144,7 @@ def _gathered(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec) -> dict[
     return {dim: axes for dim, (axes, here) in pairs if axes != here and _size(mesh, axes) > 1}
 
 
+_sums_of_copies.defvjp(lambda mesh, stored, copies, x: (_sums_of_copies(mesh, stored, copies, x), None), _sum_copies)
 _weight_copies.defvjp(lambda mesh, stored, copies, x: (_weight_copies(mesh, stored, copies, x), None), _sum_copies)
 
 

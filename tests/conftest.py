@@ -10,17 +10,17 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from podium.compiler import quick_flags
+
 if threading.current_thread() is threading.main_thread():
     # What a shell runs in the background ignores Ctrl-C, and so would all processes that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Tests compile many small programs and run each once: without LLVM's optimizations they take less than half the time.
-QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 # `dtype: auto` is float32 in tests, whatever the CPU can do.
 NO_BFLOAT16 = "--xla_cpu_max_isa=AVX512_VNNI"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION} {NO_BFLOAT16}".strip()
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick_flags()} {NO_BFLOAT16}".strip()
 # Every process that tests start inherits this, whoever its parent is later. (PODIUM_... are settings of a run.)
 MARK = "PYTEST_SESSION_PID"
 os.environ[MARK] = str(os.getpid())

@@ -12,7 +12,8 @@ from benches.decode import SMOLLM2_135M, NoText
 from benches.update import random_batch
 from podium.algorithms.recipes import RECIPES
 from podium.config.attention import attention_backend
-from podium.config.schema import OptimizerConfig, RolloutConfig
+from podium.config.optimizer import OptimizerConfig
+from podium.config.schema import RolloutConfig
 from podium.models.params import GATHERED_AXES, ROLLOUT_AXES, TRAIN_AXES, param_specs
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benches import closed_form, gpu_accuracy
+from benches import closed_form, gpu_accuracy, tasks
 from benches.demo import RandomArithmetic, meets_bar
 from benches.gsm8k import check_grader
 from benches.record import record
@@ -141,6 +141,12 @@ def test_a_run_said_to_fit_that_does_not_is_counted(monkeypatch, form: float, tr
     row = closed_form.ask(settings, config, accelerator)
     assert [phase.partition(":")[0] for phase in asked] == ["update", "decode"]
     assert (row["error"], row["false_fit"]) == (pytest.approx(error, abs=1e-3), false)
+
+
+def test_runs_of_tasks_that_stand_in_the_results_are_not_repeated():
+    row = {"task": "sums-2", "seed": 0, "control": False, "steps": 40}
+    assert tasks.missing([row], ["sums-2"], [0, 1], 40) == [("sums-2", 1, False), ("sums-2", 0, True)]
+    assert len(tasks.missing([row], ["sums-2"], [0, 1], 10)) == 3
 
 
 class Sized:

@@ -1,5 +1,6 @@
 import contextlib
 import json
+import logging
 import os
 import subprocess
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from podium.files import JsonLines, RunFileError, drop_lines_after, read_lines, to_json, write_atomically
+from podium.files import JsonLines, RunFileError, as_path, drop_lines_after, read_lines, to_json, write_atomically
 
 
 def write_lines(path, steps, tail=b""):
@@ -145,3 +146,10 @@ def test_a_full_disk_is_told_with_the_folder_the_room_and_the_way_out(small_disk
         lines.write({"text": "x" * 250_000})
     with contextlib.suppress(OSError):  # its buffer still holds the record
         lines.close()
+
+
+@pytest.mark.parametrize(("bucket", "library"), [("gs://bucket/runs", "gcsfs"), ("s3://bucket/runs", "s3fs")])
+def test_what_reaches_buckets_raises_and_does_not_log_tracebacks(bucket, library):
+    logging.getLogger(library).setLevel(logging.NOTSET)
+    as_path(bucket)
+    assert not logging.getLogger(library).isEnabledFor(logging.ERROR)

@@ -97,6 +97,7 @@ SOURCES = {
     "cpu_s": "podium/train/recorder.py",
     "sync_s": "podium/train/generate.py",
     "checkpoint_s": "podium/train/checkpoint.py",
+    "carried": "podium/train/recorder.py",
     "memory": "podium/train/recorder.py",
 }
 """Who measures each part of `podium.observe.stats.StepStats`."""

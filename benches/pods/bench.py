@@ -19,7 +19,7 @@ from podium.pods.inventory import read_slices
 from podium.pods.remote import Remote
 from tests.pods.hosts import fake_python
 from tests.pods.network_world import ZONES, NetworkWorld, job_processes
-from tests.pods.unreliable import SIGNS
+from tests.pods.unreliable import SIGNS, TEACHING
 
 Row = dict[str, Any]
 """A case: what was measured of it, and whether that is `good`."""
@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {
     "steps": 100_000,
     "prompts_per_step": 8,
     "group_size": 4,
-    "algorithm": {"recipe": "dr_grpo"},
+    "algorithm": TEACHING,
     "tasks": [{"name": "tests.pods.unreliable:Unreliable"}],
     "grading": {"workers": 0},
     "rollout": {"max_prompt_tokens": 16, "max_new_tokens": 3, "slots": 16, "prefill_rows": 16},

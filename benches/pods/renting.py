@@ -1,7 +1,7 @@
 """Bars f and g: nothing stays rented whatever the API does, and secrets are nowhere."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from benches.pods.bench import TYPE, Bench, Row, rented, seconds_since, wait
@@ -9,7 +9,8 @@ from podium.pods.gcloud import Gcloud, Order, run_process
 from podium.pods.inventory import LEASE, OWNER
 from podium.pods.slices import Slices
 from tests.pods.fake_tpu import FakeTpu, Fault, serve
-from tests.pods.hosts import gcloud_environment
+from tests.pods.hosts import MACHINES_KEY, gcloud_environment
+from tests.pods.test_secrets import leaked
 from tests.pods.test_slices import one_story
 
 STORIES = 200
@@ -19,6 +20,9 @@ PLANTED = {
     "AWS_SECRET_ACCESS_KEY": "CANARYnotAllowed0123456789abcdefghij0003",
 }
 IN_FILE, IN_OPTION = "hf_CANARYofTheFile/+45678901234", "CANARYinAnOption456789012345"
+NOT_ALLOWED = "CANARYofAThirdService/+0123456789"
+LEAST_HIDDEN = 16
+"""Places in logs where a secret was told: two of worker 1's, in eight forms."""
 RENTED_FAULTS: dict[str, list[Fault]] = {
     "lost reply": [Fault("POST", "lost_reply")],
     "429": [Fault("POST", "429", times=2)],
@@ -84,44 +88,49 @@ def an_order(*, queued: bool) -> Order:
 
 
 def bar_g(bench: Bench) -> Iterator[Row]:
-    """A run with a failure in it, with W&B's files, and then a search for what was planted."""
+    """A run that prints and fails with all it finds, with W&B's files, and then a search for what was planted.
+
+    Eight kinds of secrets: of the environment (two), of a .env file, of names that are not allowed there and there, in
+    --env, in a setting, and the machines' own; told in six encodings, over lines and over writes.
+    """
     secrets = bench.folder / "secrets.env"
-    secrets.write_text(f"HF_TOKEN={IN_FILE}\nAWS_SECRET_ACCESS_KEY={PLANTED['AWS_SECRET_ACCESS_KEY']}\n")
+    secrets.write_text(f"HF_TOKEN={IN_FILE}\nOPENAI_API_KEY={NOT_ALLOWED}\n")
     secrets.chmod(0o600)
     with rented(bench):
         metrics = {"wandb": {"mode": "offline", "project": "p"}}
         config = bench.config("secret", steps=6, checkpoint={"every_steps": 2}, metrics=metrics)
         words = bench.run_words(config, "--keep-alive", "--env-file", str(secrets))
-        refused = bench.world.podium(*words, "--env", f"SOME_API_KEY={IN_OPTION}")
+        wrong = [("--env", f"SOME_API_KEY={IN_OPTION}"), ("--set", f"metrics.wandb.project={IN_FILE}")]
+        refused = [bench.world.podium(*words, *each) for each in wrong]
         with bench.following(*words) as (laptop, out):
             wait(lambda: len(bench.metrics("secret")) >= 2)
-            (bench.signs / "1").write_text("raise")
+            (bench.signs / "1").write_text("spill")
             wait(lambda: "restart:" in out.read_text())
             (bench.signs / "1").unlink()
             status = wait(lambda: laptop.poll() is not None) and laptop.returncode
         for words in (["status", "--json"], ["logs"], ["logs", "--worker", "1"]):
             bench.pod(*words)
-    bench.outputs.append(refused.stdout + refused.stderr)
+    bench.outputs += [each.stdout + each.stderr for each in refused]
     secrets.unlink()
-    planted = [*PLANTED.values(), IN_FILE, IN_OPTION]
-    places = [str(path) for path in files_below(bench.folder) if holds(path.read_bytes(), planted)]
-    outputs = [word for word in bench.outputs if holds(word.encode(), planted)]
-    asked = [str(request)[:80] for request in bench.world.fake.requests if holds(str(request).encode(), planted)]
+    planted = [*PLANTED.values(), IN_FILE, NOT_ALLOWED, IN_OPTION, MACHINES_KEY]
+    files = [path for path in files_below(bench.folder) if path.name != "sshd_config"]  # which plants the machines' own
+    places = [str(path.relative_to(bench.folder)) for path in files if leaked(path.read_text("latin-1"), planted)]
+    outputs = [word for word in bench.outputs if leaked(word, planted) or "\x1b" in word]
+    asked = [str(request)[:80] for request in bench.world.fake.requests if leaked(str(request), planted)]
+    hidden = sum(path.read_text("latin-1").count("[redacted]") for path in files if path.name == "log")
     yield {
-        "case": f"{len(planted)} secrets, {len(list(files_below(bench.folder)))} files",
+        "case": f"{len(planted)} secrets of 8 kinds in 6 encodings, {len(files)} files",
         "status": status,
+        "hidden_in_logs": hidden,
         "found_in_files": places,
         "found_in_outputs": len(outputs),
         "found_in_requests": asked,
-        "good": (status, refused.returncode) == (0, 2) and not (places or outputs or asked),
+        "good": [status, *(each.returncode for each in refused)] == [0, 2, 2]
+        and hidden >= LEAST_HIDDEN
+        and not (places or outputs or asked),
     }
 
 
 def files_below(folder: Path) -> Iterator[Path]:
     """All files, once each."""
     return (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-
-
-def holds(data: bytes, texts: Sequence[str]) -> bool:
-    """Whether there is one of the texts in it."""
-    return any(text.encode() in data for text in texts)

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,6 +35,7 @@ from podium.train.trainer import Trainer, make_batches
 BATCHES = ("mask", "every token once", "prompts untrained", "denominators")
 FORMULAS = ("clip", "kl")
 MESHES = (("dp:2,fsdp:2,tp:2", "dp:2,fsdp:4", "dp:2,tp:2", "dp:2"), ("fsdp:8", "fsdp:4", "fsdp:2,tp:2", "fsdp:2"))
+SPLIT_ROWS = (("fsdp:2,sp:4", "sp:4", "fsdp:2,sp:2", "sp:2"),)
 """Of each of these, the first that has the devices and divides the model."""
 OTHER_TEMPERATURE = 0.7
 CHUNK_TOKENS = 7 * 16  # 7 positions of 16 rows: they do not divide a row
@@ -134,10 +135,12 @@ def _forms(subject: Subject) -> Iterator[tuple[str, str, tuple[str, ...], Form]]
     """Name, claim and further causes of each check of a form, and the form."""
     yield "packing", "in rows of several sequences", (), Form(packing="sequences")
     yield "shared prompts", "with one copy of each prompt", ("packing",), PACKED
-    for mesh in meshes_of(subject):
-        split = ",".join(f"{axis}:{size}" for axis, size in mesh.shape.items() if size > 1)
-        yield f"devices {split}", f"on {mesh.size} devices", (), Form(packing="none", devices=mesh)
     packed = ("packing", "shared prompts")
+    for mesh in meshes_of(subject, MESHES):
+        yield f"devices {_split(mesh)}", f"on {mesh.size} devices", (), Form(packing="none", devices=mesh)
+    for mesh in meshes_of(subject, SPLIT_ROWS):
+        form = Form(devices=mesh, train={**PLAIN, "attention": "auto"})
+        yield f"devices {_split(mesh)}", f"on {mesh.size} devices that split the tokens of rows", packed, form
     yield "micro-batches", "in several micro-batches", packed, Form(rows=2)
     for choice in usable_attention():
         if choice != "reference":
@@ -158,7 +161,11 @@ def usable_attention() -> list[Attention]:
     return [choice for choice in get_args(Attention) if choice != "auto" and (known or choice != "kernel")]
 
 
-def meshes_of(subject: Subject) -> list[jax.sharding.Mesh]:
+def _split(mesh: jax.sharding.Mesh) -> str:
+    return ",".join(f"{axis}:{size}" for axis, size in mesh.shape.items() if size > 1)
+
+
+def meshes_of(subject: Subject, choices: Sequence[Sequence[str]]) -> list[jax.sharding.Mesh]:
     """Meshes of this machine's devices that divide the model: of its accelerators, or where there is one, of CPUs."""
     devices = jax.devices() if len(jax.devices()) > 1 else jax.devices("cpu")
     specs = param_specs(subject.decoder)
@@ -168,15 +175,16 @@ def meshes_of(subject: Subject) -> list[jax.sharding.Mesh]:
         if size > len(devices):
             return False
         rules = ShardingRules(make_mesh(text, devices[:size]), TRAIN_AXES)
-        return not any(indivisible(specs, rules.num_shards))
+        heads = rules.num_shards("tokens") * rules.num_shards("heads")
+        return not any(indivisible(specs, rules.num_shards)) and subject.decoder.heads % heads == 0
 
-    found = (next(filter(usable, texts), None) for texts in MESHES)
+    found = (next(filter(usable, texts), None) for texts in choices)
     return [make_mesh(text, devices[: math.prod(mesh_sizes(text))]) for text in found if text]
 
 
 def skipped(subject: Subject) -> Iterator[str]:
     """What this machine cannot check."""
-    if not meshes_of(subject):
+    if not meshes_of(subject, MESHES):
         yield "devices: there is one device, and no mesh of CPUs divides the model"
     if "kernel" not in usable_attention():
         yield f"attention kernel: it is for {' and '.join(KERNELS)}, and this machine has {jax.devices()[0].platform}"

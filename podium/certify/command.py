@@ -14,12 +14,11 @@ from podium.certify.report import as_object, print_certificate
 from podium.certify.result import Certificate
 from podium.certify.subject import Subject, make_subject
 from podium.certify.updates import Updates
+from podium.compiler import quick_flags
 from podium.config.schema import Config
 from podium.models.params import param_specs
 from podium.train.platform import only_cpu, prepare_platform
 
-QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-"""Two dozen small programs run a few times each: LLVM's optimizations would take longer than all the rest."""
 CPU_DEVICES = 8
 """As many as jax is to make of the CPU, for programs that are split over devices."""
 
@@ -31,7 +30,7 @@ def certify(config: Config, *, full: bool, as_json: bool) -> int:
         ValueError: something that the config names cannot be used.
     """
     if only_cpu() and not full:
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}".strip()
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick_flags()}".strip()
     prepare_platform()
     split_the_cpu()
     console = Console(stderr=as_json)

@@ -275,7 +275,7 @@ def _naive_scorer(decoder: DecoderConfig) -> Any:
 
 
 def _cut(completion: Completion, length: int) -> Completion:
-    arrays = ("tokens", "sampled_logprobs", "full_logprobs")
+    arrays = ("tokens", "sampled_logprobs", "full_logprobs", "versions")
     cut: Any = {name: getattr(completion, name)[:length] for name in arrays}
     return dataclasses.replace(completion, **cut, finish_reason="stop")
 

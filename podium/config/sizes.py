@@ -38,6 +38,11 @@ def batch_sequences(config: Config) -> int:
     return -(-config.prompts_per_step // config.algorithm.minibatches) * config.group_size
 
 
+def prompts_in_flight(config: Config) -> int:
+    """Prompts whose completions are in flight, or wait for a step, at once; those of a step at least."""
+    return int(config.rollout.in_flight * config.prompts_per_step + 1e-6)
+
+
 def check_split(rollout: RolloutConfig, shards: int, over: str = "devices") -> None:
     """Raises ValueError where slots or prefill rows do not divide over the devices, or hosts, that split them."""
     for name, value in (("slots", rollout.slots), ("prefill_rows", rollout.prefill_rows)):

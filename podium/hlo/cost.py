@@ -28,7 +28,7 @@ class Peaks:
     """The most that a device does per second."""
 
     flops_bf16: float  # operations of bfloat16 products
-    flops_f32: float  # operations of float32 products at jax's default precision
+    flops_f32: float  # operations of float32 products at jax's highest precision
     hbm_bandwidth: float  # bytes to and from main memory
     link_bandwidth: float  # bytes over one link to another device, in one direction
     collective_s: float = 0.0  # the least that an exchange takes, however small

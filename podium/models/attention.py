@@ -7,11 +7,13 @@ reference here does, and is what the others are compared with.
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from podium.config.attention import Backend
 from podium.models.blockwise import blockwise_attention
 from podium.models.gpu_attention import gpu_attention
 from podium.models.params import mesh_axis_names
+from podium.models.sequence import over_tokens
 from podium.models.tpu_attention import tpu_attention
 from podium.sharding import ShardingRules
 
@@ -22,7 +24,8 @@ RowAttention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 def row_attention(backend: Backend, segments: jax.Array, prompts: jax.Array, rules: ShardingRules) -> RowAttention:
     """The attention of packed rows: a token sees the earlier ones of its own segment and of its prompt's.
 
-    Every device attends to its own rows and heads. Padding gives numbers without meaning, but finite ones.
+    Every device attends for its own rows and heads: where the tokens of a row are split, they change places with the
+    heads before, and after. Padding gives numbers without meaning, but finite ones.
 
     Args:
         backend: how it is computed.
@@ -33,11 +36,12 @@ def row_attention(backend: Backend, segments: jax.Array, prompts: jax.Array, rul
     if backend == "reference":
         mask = rules.constrain(packed_mask(segments, prompts), "batch", None, None)  # [B, T, T]
         return lambda q, k, v: causal_attention(q, k, v, mask)
-    batch = rules.axes.get("batch")
+    batch, tokens = rules.axes.get("batch"), mesh_axis_names(rules.axes.get("tokens"))
     heads = None if set(mesh_axis_names(rules.axes.get("heads"))) & set(mesh_axis_names(batch)) else "heads"
-    rows, ids = rules.spec(("batch", None, heads, None)), rules.spec(("batch", None))
+    rows, ids = rules.spec(("batch", "tokens", heads, None)), rules.spec(("batch", "tokens"))
+    of_rows = {"tpu_kernel": tpu_attention, "gpu_kernel": gpu_attention, "blocks": blockwise_attention}[backend]
     attention = jax.shard_map(
-        {"tpu_kernel": tpu_attention, "gpu_kernel": gpu_attention, "blocks": blockwise_attention}[backend],
+        over_tokens(of_rows, rules.num_shards("tokens"), tokens),
         mesh=rules.mesh,
         in_specs=(rows, rows, rows, ids, ids),
         out_specs=rows,
@@ -76,4 +80,5 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) 
     Returns:
         [B, T, H, Q].
     """
-    return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
+    with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
+        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])

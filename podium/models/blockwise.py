@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podium.config.attention import cut
+from podium.models.linear import full_precision
 
 NEVER = jnp.iinfo(jnp.int32).max
 MASKED = -1e30  # a score that is not seen: finite, as the difference of two of them must be a number
@@ -179,4 +180,4 @@ def _to_tokens(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _einsum(pattern: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.einsum(pattern, x, y, preferred_element_type=jnp.float32)
+    return jnp.einsum(pattern, x, y, precision=full_precision(y.dtype), preferred_element_type=jnp.float32)

@@ -16,8 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from podium.config.schema import Remat
 from podium.models.adapters import dequantised
 from podium.models.architecture import DecoderConfig
-from podium.models.linear import Linear, activation_dtype, make_linear, with_adapters
-from podium.models.params import LAYERS, SCALE, is_adapter, param_specs
+from podium.models.linear import AnyWeight, Linear, Weight, activation_dtype, make_linear, with_adapters
+from podium.models.params import LAYERS, SCALE, is_adapter, matrix_dims, param_specs
 from podium.sharding import Params, ShardingRules
 
 LAYER_INPUT = "layer_input"
@@ -38,6 +38,7 @@ def forward(
     dtype: jnp.dtype,
     remat: Remat = "none",
     groups: int = 1,
+    wide: bool = False,
 ) -> tuple[jax.Array, Any]:
     """The hidden states from which the next tokens are predicted.
 
@@ -55,17 +56,13 @@ def forward(
             the host), or all of a layer but the results of its products with weights ("products").
         groups: of each device's rows, which a layer computes one after the other with the weights that it gathered
             once; `kv` is then arrays [B, ...] that `attend` only reads.
+        wide: whether the weights' gradients are float32 from the product on, before devices exchange their shares;
+            otherwise they are in the format of what they are made of.
 
     Returns:
         Hidden states after the final norm, [B, T, D] in `activation_dtype(rules, dtype)`, and `kv`.
     """
-    specs = param_specs(config)
-
-    def weight(name: str, value: jax.Array) -> jax.Array:
-        axes = specs[name].axes
-        with jax.named_scope("weights"):
-            value = value if name.endswith(SCALE) or value.dtype == jnp.int8 else value.astype(dtype)
-            return rules.constrain_weight(value, *axes[len(axes) - value.ndim :])
+    weight = functools.partial(_weight, config=config, rules=rules, dtype=dtype, wide=wide and dtype != jnp.float32)
 
     def layer(carry: tuple[jax.Array, Any], xs: tuple[jax.Array, Params]) -> tuple[tuple[jax.Array, Any], None]:
         x, kv = carry
@@ -74,7 +71,7 @@ def forward(
         w = dequantised({name: weight(LAYERS + name, value) for name, value in stored.items()}, dtype)
         compute = functools.partial(_layer, index=index, attend=attend, config=config, rules=rules)
         if groups > 1:
-            return (_in_groups(compute, w, (x, cos, sin, kv), groups, rules, dtype, remat), kv), None
+            return (_in_groups(compute, w, (x, cos, sin, kv), groups, rules, remat), kv), None
         return compute(w, (x, cos, sin, kv)), None
 
     cos, sin = rope_tables(positions, config)  # [B, T, Q/2]
@@ -88,7 +85,7 @@ def forward(
 
 
 def _layer(
-    w: Params, rows: tuple, *, index: jax.Array, attend: Attend, config: DecoderConfig, rules: ShardingRules
+    w: dict[str, Any], rows: tuple, *, index: jax.Array, attend: Attend, config: DecoderConfig, rules: ShardingRules
 ) -> tuple[jax.Array, Any]:
     """What leaves a layer and what `attend` keeps, of rows (x [B, T, D], cosines, sines, what `attend` kept)."""
     (x, cos, sin, kv), linear = rows, make_linear(rules)
@@ -100,18 +97,41 @@ def _layer(
         x = x + _to_rows(rules, linear("bthq,hqd->btd", attended, w["o"]))
     with jax.named_scope("mlp"):
         x = x + _to_rows(rules, _mlp(rms_norm(x, w["mlp_norm"], config.norm_eps), w, linear))
-    return rules.constrain(x, "rows", None, None), kv
+    return rules.constrain(x, "rows", "tokens", None), kv
+
+
+@jax.named_scope("weights")
+def _weight(
+    name: str, stored: jax.Array, *, config: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, wide: bool
+) -> Any:
+    """A weight as a layer uses it (`AnyWeight`), in `dtype`; with `wide` its gradient, where it is trained, is float32.
+
+    A norm's or a bias has then a number of `dtype` as a float32: what it is added to, or multiplied with, is too.
+    """
+    spec = param_specs(config)[name]
+    axes = spec.axes[len(spec.axes) - stored.ndim :]
+    if name.endswith(SCALE) or stored.dtype == jnp.int8:
+        return rules.constrain_weight(stored, *axes)
+    if not wide or (config.lora is not None and not is_adapter(name)):
+        return rules.constrain_weight(stored.astype(dtype), *axes)
+    if len(matrix_dims(spec)) > 1:
+        value = rules.constrain_weight(jax.lax.stop_gradient(stored).astype(dtype), *axes)
+        return Weight(value, rules.weight_sums(stored, *axes))
+    here = rules.constrain_weight(stored, *axes)
+    return here + jax.lax.stop_gradient(here.astype(dtype).astype(jnp.float32) - here)
 
 
 def _in_groups(
-    compute: Callable, w: Params, rows: tuple, groups: int, rules: ShardingRules, dtype: jnp.dtype, remat: Remat
+    compute: Callable, w: dict[str, Any], rows: tuple, groups: int, rules: ShardingRules, remat: Remat
 ) -> jax.Array:
     """What leaves a layer whose rows are computed group by group; the weights' gradients are added in float32."""
     adapters = any(map(is_adapter, w))  # the others are frozen then, and have no gradients
-    sums = {name: value.astype(jnp.float32) for name, value in w.items() if is_adapter(name) or not adapters}
+    trained = {name: x for name, x in w.items() if is_adapter(name) or not adapters}
+    sums = {name: x if isinstance(x, Weight) else x.astype(jnp.float32) for name, x in trained.items()}
 
     def group(rows: tuple) -> jax.Array:
-        return compute(w | {name: value.astype(dtype) for name, value in sums.items()}, rows)[0]
+        used = {name: x if isinstance(x, Weight) else x.astype(w[name].dtype) for name, x in sums.items()}
+        return compute(w | used, rows)[0]
 
     return _merge(rules, jax.lax.map(_remat(group, remat), jax.tree.map(lambda x: _split(rules, x, groups), rows)))
 
@@ -135,11 +155,11 @@ def _remat(body: Callable, remat: Remat) -> Callable:
 
 
 def _split(rules: ShardingRules, x: jax.Array, groups: int) -> jax.Array:
-    """[B, ...] in groups of every device's rows, [groups, B/groups, ...]; nothing moves between devices."""
+    """[B, T, ...] in groups of every device's rows, [groups, B/groups, T, ...]; nothing moves between devices."""
     devices = rules.num_shards("batch")
     x = x.reshape(devices, groups, -1, *x.shape[1:])
     x = jnp.moveaxis(x, 1, 0).reshape(groups, -1, *x.shape[3:])
-    return rules.constrain(x, None, "batch", *[None] * (x.ndim - 2))
+    return rules.constrain(x, None, "batch", "tokens", *[None] * (x.ndim - 3))
 
 
 def _merge(rules: ShardingRules, x: jax.Array) -> jax.Array:
@@ -147,12 +167,14 @@ def _merge(rules: ShardingRules, x: jax.Array) -> jax.Array:
     groups, devices = len(x), rules.num_shards("batch")
     x = x.reshape(groups, devices, -1, *x.shape[2:])
     x = jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[3:])
-    return rules.constrain(x, "batch", *[None] * (x.ndim - 1))
+    return rules.constrain(x, "batch", "tokens", *[None] * (x.ndim - 2))
 
 
 def _to_rows(rules: ShardingRules, x: jax.Array) -> jax.Array:
     """[B, T, D] that weights split by width have made, part of the width each, laid out by rows."""
-    return rules.constrain(rules.constrain(x, "batch_by_width", None, "width"), "rows", None, None)
+    x = rules.constrain(x, "batch_by_width", "tokens_by_width", "width")
+    x = rules.constrain(x, "rows", "tokens_by_width", "width_of_rows")
+    return rules.constrain(x, "rows", "tokens", None)
 
 
 def _to_sequences(rules: ShardingRules, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
@@ -174,26 +196,34 @@ def _from_sequences(rules: ShardingRules, attended: jax.Array) -> jax.Array:
     return rules.constrain(attended, "rows", None, "heads", "head_dim")
 
 
-def head_weights(params: Params, rules: ShardingRules, dtype: jnp.dtype) -> jax.Array:
-    """The matrix from hidden states to logits, [V, D], as stored: the head, or the embedding where they are tied."""
+def head_weights(params: Params, rules: ShardingRules, dtype: jnp.dtype, *, wide: bool = False) -> AnyWeight:
+    """The matrix from hidden states to logits, [V, D], as stored: the head, or the embedding where they are tied.
+
+    With `wide` its gradient is float32, summed over chunks of tokens and exchanged so.
+    """
+    stored, storage = params.get("head", params["embed"]), rules.storage
     with jax.named_scope("weights"):
-        return rules.storage.constrain(params.get("head", params["embed"]).astype(dtype), "vocab", "width")
+        if not wide or dtype == jnp.float32:
+            return storage.constrain(stored.astype(dtype), "vocab", "width")
+        value = storage.constrain(jax.lax.stop_gradient(stored).astype(dtype), "vocab", "width")
+        return Weight(value, stored)
 
 
 def _project(
-    x: jax.Array, w: Params, config: DecoderConfig, linear: Linear, rules: ShardingRules
+    x: jax.Array, w: dict[str, Any], config: DecoderConfig, linear: Linear, rules: ShardingRules
 ) -> tuple[jax.Array, ...]:
     """Queries [B, T, H, Q], keys and values [B, T, K, Q] of a layer, not yet rotated."""
     q, k, v = (linear("btd,dhq->bthq", x, w[name]) for name in ("q", "k", "v"))
     if config.qkv_bias:
-        q, k, v = (y + w[name][None, None] for y, name in ((q, "q_bias"), (k, "k_bias"), (v, "v_bias")))
+        biases = ((q, "q_bias"), (k, "k_bias"), (v, "v_bias"))
+        q, k, v = ((y + w[name][None, None]).astype(y.dtype) for y, name in biases)
     q, k, v = _to_sequences(rules, q, k, v)
     if config.qk_norm:
         q, k = rms_norm(q, w["q_norm"], config.norm_eps), rms_norm(k, w["k_norm"], config.norm_eps)
     return q, k, v
 
 
-def _mlp(x: jax.Array, w: Params, linear: Linear) -> jax.Array:
+def _mlp(x: jax.Array, w: dict[str, Any], linear: Linear) -> jax.Array:
     """SwiGLU (arXiv:2002.05202); [B, T, D] to [B, T, D]."""
     gate, up = linear("btd,df->btf", x, w["gate"]), linear("btd,df->btf", x, w["up"])
     return linear("btf,fd->btd", jax.nn.silu(gate) * up, w["down"])
@@ -203,7 +233,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """RMS norm (arXiv:1910.07467) over the last dimension, computed in float32, in the dtype of `x`."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return y.astype(x.dtype) * jnp.expand_dims(scale, range(x.ndim - 1))
+    return (y.astype(x.dtype) * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
 
 
 def rope_frequencies(config: DecoderConfig) -> np.ndarray:

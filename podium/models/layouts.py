@@ -36,15 +36,15 @@ class Layout:
     """The reason of `auto`, with its numbers; empty where the config named the layout."""
 
     def mesh(self, training: Mapping[str, int], kv_heads: int) -> dict[str, int]:
-        """The mesh that the layout's table of axes is for: groups of devices, or the training mesh itself.
+        """The mesh that the layout's table of axes is for: groups of devices, or the training mesh with sp in fsdp.
 
         In a group, heads are split over tp as far as they go, and sequences over the rest, fsdp.
         """
         if self.group == 1:
-            return dict(training)
+            return {**training, "fsdp": training["fsdp"] * training["sp"], "sp": 1}
         heads = math.gcd(self.group, kv_heads)
         groups = math.prod(training.values()) // self.group
-        return dict(zip(training, (groups, self.group // heads, heads), strict=True))
+        return dict(zip(training, (groups, self.group // heads, 1, heads), strict=True))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

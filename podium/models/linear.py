@@ -13,22 +13,34 @@ import jax
 import jax.numpy as jnp
 
 from podium.models.params import LORA_A, LORA_B, is_adapter
-from podium.sharding import Params, ShardingRules
+from podium.sharding import ShardingRules
+
+
+class Weight(NamedTuple):
+    """A weight whose gradient is wanted in float32, whatever its products are made in."""
+
+    value: jax.Array
+    """What is multiplied; no gradient flows to it."""
+    sums: jax.Array
+    """Float32, of the same shape: the gradient flows here. The numbers are not read."""
+
+
+AnyWeight = jax.Array | Weight
 
 
 class Adapted(NamedTuple):
     """A frozen matrix with its adapter, whose product with x is xW + scale (xA)B."""
 
     matrix: jax.Array  # [in..., out...]
-    a: jax.Array  # [in..., r]
-    b: jax.Array  # [r, out...]
+    a: AnyWeight  # [in..., r]
+    b: AnyWeight  # [r, out...]
     scale: float
 
 
-Linear = Callable[[str, jax.Array, jax.Array | Adapted], jax.Array]
+Linear = Callable[[str, jax.Array, AnyWeight | Adapted], jax.Array]
 
 
-def with_adapters(w: Params, scale: float) -> dict[str, Any]:
+def with_adapters(w: dict[str, Any], scale: float) -> dict[str, Any]:
     """The weights of a layer, each that has an adapter together with it."""
     return {
         name: Adapted(value, w[name + LORA_A], w[name + LORA_B], scale) if name + LORA_A in w else value
@@ -49,7 +61,7 @@ def make_linear(rules: ShardingRules) -> Linear:
     it to good effect.
     """
 
-    def linear(pattern: str, x: jax.Array, w: jax.Array | Adapted) -> jax.Array:
+    def linear(pattern: str, x: jax.Array, w: AnyWeight | Adapted) -> jax.Array:
         if isinstance(w, Adapted):
             return linear(pattern, x, w.matrix) + adapter(linear, pattern, x, w)
         return product(pattern, jnp.dtype(x.dtype), rules.on_cpu, x, w)
@@ -66,37 +78,51 @@ def adapter(linear: Linear, pattern: str, x: jax.Array, w: Adapted) -> jax.Array
     return linear(f"{rows}r,r{outer}->{y_axes}", thin, w.b)
 
 
-def product(pattern: str, dtype: jnp.dtype, barrier: bool, x: jax.Array, w: jax.Array) -> jax.Array:
+def full_precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
+    """The precision of a product of such operands: float32 ones count in full, on TPU and in TF32's stead too."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def product(pattern: str, dtype: jnp.dtype, barrier: bool, x: jax.Array, w: AnyWeight) -> jax.Array:
     """An einsum whose operands are in the dtype of `w`, in forward and backward, with a result in `dtype`.
 
     The backward pass is written out. Left to itself jax makes the weights' gradient transposed, and XLA on CPU then
     turns elementwise work on activations into strided loops: a third more time for both passes
     (benches/results/linear-backward-cpu.json).
     """
-    return _product(pattern, dtype, barrier, x, w)
+    if isinstance(w, Weight):
+        return _product(pattern, dtype, barrier, True, x, *w)
+    return _product(pattern, dtype, barrier, False, x, w, w)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _product(pattern: str, dtype: jnp.dtype, barrier: bool, x: jax.Array, w: jax.Array) -> Any:
-    return jnp.einsum(pattern, x.astype(w.dtype), w, preferred_element_type=dtype)
+def _einsum(pattern: str, x: jax.Array, y: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return jnp.einsum(pattern, x, y, precision=full_precision(y.dtype), preferred_element_type=dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _product(
+    pattern: str, dtype: jnp.dtype, barrier: bool, wide: bool, x: jax.Array, w: jax.Array, sums: jax.Array
+) -> Any:
+    return _einsum(pattern, x.astype(w.dtype), w, dtype)
 
 
 def _forward(
-    pattern: str, dtype: jnp.dtype, barrier: bool, x: jax.Array, w: jax.Array
+    pattern: str, dtype: jnp.dtype, barrier: bool, wide: bool, x: jax.Array, w: jax.Array, sums: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     # The einsum itself, not `_product`: policies of jax.checkpoint know a product by its primitive.
-    return jnp.einsum(pattern, x.astype(w.dtype), w, preferred_element_type=dtype), (x, w)
+    return _einsum(pattern, x.astype(w.dtype), w, dtype), (x, w)
 
 
 def _backward(
-    pattern: str, _: jnp.dtype, barrier: bool, saved: tuple[jax.Array, jax.Array], dy: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    pattern: str, _: jnp.dtype, barrier: bool, wide: bool, saved: tuple[jax.Array, jax.Array], dy: jax.Array
+) -> tuple[jax.Array | None, ...]:
     (x, w), (x_axes, w_axes, y_axes) = saved, pattern.replace("->", ",").split(",")
     dy = (jax.lax.optimization_barrier(dy) if barrier else dy).astype(w.dtype)
-    dx = jnp.einsum(f"{y_axes},{w_axes}->{x_axes}", dy, w, preferred_element_type=x.dtype)
-    # In the format of `x`: devices exchange their shares of the sum as they are here, before any cast.
-    dw = jnp.einsum(f"{x_axes},{y_axes}->{w_axes}", x.astype(w.dtype), dy, preferred_element_type=x.dtype)
-    return dx, dw.astype(w.dtype)
+    dx = _einsum(f"{y_axes},{w_axes}->{x_axes}", dy, w, x.dtype)
+    # Devices exchange their shares of the sum as they are here, before any cast.
+    shares = jnp.dtype(jnp.float32) if wide else x.dtype
+    dw = _einsum(f"{x_axes},{y_axes}->{w_axes}", x.astype(w.dtype), dy, shares)
+    return (dx, None, dw) if wide else (dx, dw.astype(w.dtype), None)
 
 
 _product.defvjp(_forward, _backward)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from podium.models.linear import product
+from podium.models.linear import AnyWeight, Weight, product
 from podium.sharding import ShardingRules
 
 
@@ -18,7 +18,7 @@ class TokenLogprobs(NamedTuple):
 
 
 @jax.named_scope("logits")
-def logits_at(hidden: jax.Array, head: jax.Array, temperature: float) -> jax.Array:
+def logits_at(hidden: jax.Array, head: AnyWeight, temperature: float) -> jax.Array:
     """Float32 logits over the temperature, [..., V], of hidden states [T, D] or [B, T, D] and a head [V, D]."""
     outer = "bt"[: hidden.ndim - 1]
     logits = product(f"{outer}d,vd->{outer}v", jnp.dtype(jnp.float32), False, hidden, head)
@@ -27,7 +27,7 @@ def logits_at(hidden: jax.Array, head: jax.Array, temperature: float) -> jax.Arr
 
 def token_logprobs(
     hidden: jax.Array,
-    head: jax.Array,
+    head: AnyWeight,
     targets: jax.Array,
     *,
     temperature: float,
@@ -42,31 +42,43 @@ def token_logprobs(
 
     Args:
         hidden: [B, T, D], states from which the targets are predicted.
-        head: [V, D], as it is stored.
+        head: [V, D], as it is stored; its gradient is summed over chunks in its format, of a `Weight` in float32.
         targets: [B, T] int32.
         temperature: of the softmax; must be the sampler's for the two to agree.
         chunk: tokens per device whose logits exist at once.
-        rules: where the batch is split.
+        rules: where the batch is split, into n pieces.
         remat: off keeps the logits for the backward pass: faster, [B, T, V] float32 of memory.
     """
-    B, T, D = hidden.shape
-    devices = rules.num_shards("batch")  # n
-    columns = max(1, min(T, chunk * devices // B))  # positions of all rows at once
+    B, T, _ = hidden.shape
+    parts, cuts = rules.num_shards("batch"), rules.num_shards("tokens")  # of all rows, and of the tokens of each
+    columns = max(1, min(T // cuts, chunk * parts // B))  # positions of all rows at once
     of_device = functools.partial(_in_chunks, temperature=temperature, columns=columns, rules=rules, remat=remat)
-    if devices == 1:  # for the sake of a dimension of 1, XLA on CPU would lay the head out anew
+    if parts * cuts == 1:  # for the sake of a dimension of 1, XLA on CPU would lay the head out anew
         return of_device(hidden, head, targets)
     with jax.named_scope("weights"):
-        heads = rules.weight_copies(head, "vocab", "width")  # [n, V, D]
-    found = jax.vmap(of_device, spmd_axis_name=rules.axes["batch"])(
-        hidden.reshape(devices, -1, T, D), heads, targets.reshape(devices, -1, T)
-    )
-    return TokenLogprobs(*(x.reshape(B, T) for x in found))
+        heads = _copies(head, rules)  # [n, V, D]
+
+    def pieces(x: jax.Array) -> jax.Array:  # [B, T, ...] to [n, B/parts, T/cuts, ...]
+        x = x.reshape(parts, B // parts, cuts, T // cuts, *x.shape[2:])
+        return jnp.swapaxes(x, 1, 2).reshape(parts * cuts, B // parts, T // cuts, *x.shape[4:])
+
+    found = jax.vmap(of_device, spmd_axis_name=rules.axes["pieces"])(pieces(hidden), heads, pieces(targets))
+    rows = (x.reshape(parts, cuts, B // parts, T // cuts) for x in found)
+    return TokenLogprobs(*(jnp.swapaxes(x, 1, 2).reshape(B, T) for x in rows))
+
+
+def _copies(head: AnyWeight, rules: ShardingRules) -> AnyWeight:
+    """A copy of the head for each device's piece of the batch, [n, V, D]."""
+    if not isinstance(head, Weight):
+        return rules.weight_copies(head, "vocab", "width")
+    value = rules.weight_copies(head.value, "vocab", "width")
+    return Weight(value, rules.sums_of_copies(head.sums, "vocab", "width"))
 
 
 @jax.named_scope("logits")
 def _in_chunks(
     hidden: jax.Array,
-    head: jax.Array,
+    head: AnyWeight,
     targets: jax.Array,
     *,
     temperature: float,

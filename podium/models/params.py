@@ -12,7 +12,7 @@ from podium.accelerators import Accelerator
 from podium.config.lora import MATRICES
 from podium.config.mesh import AXES, mesh_shape
 from podium.config.schema import Config
-from podium.config.sizes import cache_pages, check_split
+from podium.config.sizes import cache_pages, check_split, row_tokens
 from podium.models.architecture import DecoderConfig, Lora
 from podium.models.layouts import resolve
 
@@ -35,19 +35,30 @@ class ParamSpec(NamedTuple):
 
 ParamSpecs = dict[str, ParamSpec]
 
-# Training: float32 master weights and optimizer state split over fsdp (and tp); the batch over dp and fsdp.
-# An activation whose width is split as the weights' is has its batch over the axes that are left: "batch_by_width".
+# Training: float32 master weights and optimizer state split over fsdp and sp (and tp); rows over dp and fsdp, and the
+# tokens of each row over sp. An activation whose width is split as the weights' is has its rows over the axes that are
+# left, "batch_by_width", and its tokens whole. From there it gets its rows first, with a part of the width that is in
+# one piece as sp is the outer of the two, "width_of_rows"; then its tokens. "pieces" are a device's part of the batch.
 TRAIN_AXES: Mapping[str, MeshAxes] = {
     "batch": ("dp", "fsdp"),
     "batch_by_width": "dp",
+    "tokens": "sp",
+    "pieces": ("dp", "fsdp", "sp"),
     "vocab": "tp",
-    "width": "fsdp",
+    "width": ("sp", "fsdp"),
+    "width_of_rows": "sp",
     "heads": "tp",
     "kv_heads": "tp",
     "mlp": "tp",
 }
 # While a layer computes, its weights are whole but for tp: "gathered" is what the layer asks for.
-GATHERED_AXES: Mapping[str, MeshAxes] = {**TRAIN_AXES, "batch_by_width": ("dp", "fsdp"), "width": None}
+GATHERED_AXES: Mapping[str, MeshAxes] = {
+    **TRAIN_AXES,
+    "batch_by_width": ("dp", "fsdp"),
+    "tokens_by_width": "sp",
+    "width": None,
+    "width_of_rows": None,
+}
 # Rollout: every device holds all weights and its own share of the sequences.
 ROLLOUT_AXES: Mapping[str, MeshAxes] = {"batch": ("dp", "fsdp", "tp"), "batch_by_width": ("dp", "fsdp", "tp")}
 # Rollout in groups of devices (dp counts them) that hold one copy of the weights between them. A group's rows are with
@@ -227,12 +238,14 @@ def check_divisible(config: Config, decoder: DecoderConfig, accelerator: Acceler
     specs = param_specs(decoder)
     parts = axis_parts(TRAIN_AXES, mesh)
     for _, axis, dim in indivisible(specs, lambda axis: parts.get(axis, 1)):
-        (by,) = mesh_axis_names(TRAIN_AXES[axis])
-        works = ", ".join(str(size) for size in _working_sizes(specs, by, accelerator.devices))
+        names = [name for name in mesh_axis_names(TRAIN_AXES[axis]) if mesh[name] > 1]
+        works = ", ".join(str(size) for size in _working_sizes(specs, TRAIN_AXES[axis], accelerator.devices))
         raise ValueError(
             f"mesh {config.mesh!r}: {_IN_WORDS[axis].format(dim)} ({config.model}) cannot be split evenly by"
-            f" {by}:{mesh[by]}; on {accelerator.devices} devices {by} can be {works}"
+            f" {' x '.join(f'{name}:{mesh[name]}' for name in names)}; on {accelerator.devices} devices"
+            f" {' x '.join(names)} can be {works}"
         )
+    check_tokens(config, decoder, mesh)
     layout = resolve(config, decoder, accelerator, devices=accelerator.devices, hosts=accelerator.hosts)
     rollout_mesh = layout.mesh(mesh, decoder.kv_heads)
     shards = axis_parts(ROLLOUT_LAYOUTS[layout.name], rollout_mesh)["batch"]
@@ -240,11 +253,27 @@ def check_divisible(config: Config, decoder: DecoderConfig, accelerator: Acceler
     cache_pages(config.rollout, shards)
 
 
-def _working_sizes(specs: ParamSpecs, mesh_axis: str, devices: int) -> list[int]:
-    """Sizes of a mesh axis that divide the devices and every dimension that the axis splits."""
+def check_tokens(config: Config, decoder: DecoderConfig, mesh: Mapping[str, int]) -> None:
+    """Raises ValueError where the mesh's sp does not divide rows, or the heads that attention splits instead."""
+    sp, tp, length = mesh["sp"], mesh["tp"], row_tokens(config)
+    if decoder.heads % (sp * tp):
+        works = [size for size in range(1, decoder.heads + 1) if decoder.heads % (size * tp) == 0]
+        raise ValueError(
+            f"mesh {config.mesh!r}: attention splits {decoder.heads} query heads ({config.model}) over sp:{sp} x"
+            f" tp:{tp}, which they do not divide by; with tp:{tp}, sp can be {', '.join(map(str, works))}"
+        )
+    if length % sp:
+        raise ValueError(
+            f"mesh {config.mesh!r}: rows of {length} tokens cannot be split evenly by sp:{sp}; set train.row_tokens to"
+            f" {-(-length // sp) * sp}"
+        )
+
+
+def _working_sizes(specs: ParamSpecs, mesh_axes: MeshAxes, devices: int) -> list[int]:
+    """Sizes of mesh axes, together, that divide the devices and every dimension that they split."""
 
     def parts(size: int) -> Callable[[str], int]:
-        return lambda axis: size if TRAIN_AXES.get(axis) == mesh_axis else 1
+        return lambda axis: size if TRAIN_AXES.get(axis) == mesh_axes else 1
 
     sizes = (size for size in range(1, devices + 1) if devices % size == 0)
     return [size for size in sizes if not any(indivisible(specs, parts(size)))]

@@ -55,6 +55,17 @@ def _logprob_gap(stats: StepStats) -> tuple[float, float] | None:
     return (stats.updated.logprob_gap, stats.updated.logprob_gap_max) if stats.updated.updates else None
 
 
+def _gaps_by_age(stats: StepStats) -> Mapping[str, float] | None:
+    means = stats.updated.token_means
+    shares = {name.removeprefix("age_share/"): mean for name, mean in means.items() if name.startswith("age_share/")}
+    return {age: means[f"age_gap/{age}"] / share for age, share in shares.items() if share} or None
+
+
+def _token_ages(stats: StepStats) -> tuple[float, float] | None:
+    ages = stats.carried and stats.carried.token_ages
+    return None if ages is None else (float(np.mean(ages)), float(np.percentile(ages, 95)))
+
+
 def _clip_fractions(stats: StepStats) -> tuple[float, float] | None:
     means = stats.updated.token_means
     return (means["clip_low"], means["clip_high"]) if means else None
@@ -136,6 +147,15 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/prompt_tokens", "tokens", "Prompt tokens prefilled, one copy per group.", lambda s: s.rolled.prompt_tokens),
         Metric("rollout/completion_tokens", "tokens", "Completion tokens generated.", lambda s: s.rolled.completion_tokens),
         Metric("rollout/dropped_prompts", "prompts", "Prompts above `rollout.max_prompt_tokens`, replaced by others.", lambda s: s.rolled.dropped_prompts),
+    ),
+    "Carry-over": (
+        Metric("async/staleness", "updates", "Updates since a group's first token, over the groups of the step; at most `rollout.max_staleness`. This and the others here only with `rollout.in_flight` above 1.", lambda s: s.carried and s.carried.staleness, parts=MEAN_MAX),
+        Metric("async/token_age", "updates", "Updates since a token was drawn, over the step's tokens.", _token_ages, parts=("mean", "p95")),
+        Metric("async/crossed_share", "fraction", "Completions that more than one version of the weights has drawn.", lambda s: s.carried and s.carried.crossed),
+        Metric("async/waited_s", "s", "Decoding on for a group that may not become older, when enough others were complete.", lambda s: s.rolled.waited_s if s.carried else None),
+        Metric("async/in_flight", "prompts", "Prompts that go on in the next step, or are complete and wait for it.", lambda s: s.rolled.in_flight if s.carried else None),
+        Metric("async/reward_by_age/<part>", "reward", "Mean total reward of the groups of a staleness, which `<part>` is: 0, 1, ...", lambda s: s.carried and s.carried.rewards),
+        Metric("async/logprob_gap_by_age/<part>", "nat", "`policy/logprob_gap/mean` of the tokens of an age, which `<part>` is: 0 (rounding alone), 1, 2+ (drift); mean over the updates.", _gaps_by_age),
     ),
     "Memory": (
         Metric("memory/train/bytes_in_use_max_gib", "GiB", "Largest `bytes_in_use` of a device after the update; absent where devices do not report it (CPU).", lambda s: s.memory and s.memory[0] / GIB),

@@ -1,6 +1,7 @@
 """What the user sees of a run while it runs, on stderr: a live view on a terminal, plain lines elsewhere."""
 
 import collections
+import os
 import sys
 import termios
 import time
@@ -218,6 +219,8 @@ class _NoEcho:
     def __init__(self) -> None:
         self._saved: list[Any] | None = None
         try:
+            if os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
+                return  # behind another program, as after `&`: the terminal would stop this one for asking
             self._saved = termios.tcgetattr(sys.stdin)
             quiet = termios.tcgetattr(sys.stdin)
             quiet[3] &= ~termios.ECHOCTL

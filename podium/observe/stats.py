@@ -28,6 +28,18 @@ class CompletionStats:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CarryStats:
+    """How old a step's completions are, where they are carried over updates; in updates."""
+
+    staleness: np.ndarray  # [N] of the groups, since their first token
+    token_ages: np.ndarray  # [tokens]
+    crossed: float
+    """Share of the completions that more than one version of the weights has drawn."""
+    rewards: Mapping[str, float]
+    """Mean total of the completions, by the staleness of their group."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardKl:
     """The KL to the reference that `kl: k1_reward` charges to each completion."""
 
@@ -129,6 +141,8 @@ class StepStats:
     """What the loop waited for the checkpoint of the step before; None: that step saved none."""
     mean_step_s: float | None = None
     """Mean of the last ten steps; None before the tenth."""
+    carried: CarryStats | None = None
+    """None where each step completes its own."""
     memory: tuple[int, int] | None = None
     """Bytes in use, and at most, on the device with most in use; None where devices do not say (CPU)."""
 

@@ -95,13 +95,12 @@ def plan_command(request: PlanRequest, load: Load) -> int:
         raise ValueError("--search and --compare cannot be combined; give only one")
     if request.suggest and (request.search or request.compare or len(machines) > 1):
         raise ValueError("--suggest works on one plan for one machine; drop it, or --search and --compare")
-    for machine in machines:
-        if not request.fast:
-            check_compiler(machine)
     if request.html is not None:
         check_page(request.html)
     prices, stderr = load_prices(request.prices), Console(stderr=True)
     plannings = [_planning(request, load, machine, prices, stderr) for machine in machines]
+    for planning in plannings:
+        planning.check(alone=len(plannings) == 1 and not (request.search or request.compare))
     if request.search:
         return _search(request.search, plannings)
     if request.compare or len(machines) > 1:
@@ -149,6 +148,15 @@ class _Planning:
         compiles = f"podium plan {self.request.subject} --on {self.accelerator.name} --compile"
         lines = [Line(text=assumed)] + [Line(text=f"next: {compiles}")] * self.request.fast
         return [ReportSection("", tuple(lines))]
+
+    def check(self, *, alone: bool) -> None:
+        """Raises ValueError where the settings do not fit the machine (of several answers, only one may be refused so),
+        and then where its compiler is missing: nobody should install one for settings that are wrong.
+        """
+        if alone:
+            check_divisible(self.config, find_decoder(self.config), self.accelerator)
+        if not self.request.fast:
+            check_compiler(self.accelerator)
 
     def vary(self, change: Change) -> Config:
         """The settings with one changed. Raises ConfigError where it contradicts others."""

@@ -14,10 +14,19 @@ from podium.accelerators import GIB, Accelerator
 from podium.config.attention import attended_pairs, cut
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
-from podium.models.flops import layer_elements
+from podium.models.flops import layer_elements, matrix_elements
 from podium.models.params import param_specs
 from podium.plan.residents import Parts, frozen_bytes, in_updates, residents
-from podium.plan.sizes import F32, RunSizes, ends_count, local_count, make_sizes
+from podium.plan.sizes import (
+    F32,
+    RunSizes,
+    ends_count,
+    head_number,
+    local_count,
+    make_sizes,
+    optimizer_bytes,
+    reduced_number,
+)
 from podium.plan.update_memory import copied, loss_logits, update_peak, working_weights
 
 MARGIN = 1.5  # past so many times the memory there is, the closed form alone is enough to refuse
@@ -96,7 +105,7 @@ def sync_phase(run: RunSizes) -> PhaseEstimate:
         parts=residents(run) | {"gathered_weights": beside if whole > own * run.rollout_activation else 0},
         flops=0,
         hbm_bytes=own * F32 + 2 * whole,
-        ici_bytes=max(whole - own * run.rollout_activation, whole - whole // run.fsdp if run.layout.group > 1 else 0),
+        ici_bytes=max(whole - own * run.rollout_activation, whole - whole // run.shards if run.layout.group > 1 else 0),
     )
 
 
@@ -129,7 +138,7 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
     """
     a, decoder = run.rollout_activation, run.decoder
     slots = -(-(size or run.config.rollout.slots) // run.rollout_shards)
-    heads, matmul = run.rollout_heads, run.matmul_count // run.layout.group
+    heads, matmul = run.rollout_heads, matrix_elements(run.decoder) // run.layout.group
     read = run.in_blocks(context or run.longest)
     cache, logits = run.kv_bytes(slots * read), F32 * slots * decoder.vocab // heads
     block = run.kv_bytes(slots * run.block) // decoder.layers
@@ -146,7 +155,9 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
             "logits": SAMPLER_LOGITS * logits,
             "gathered_weights": run.gathered_in_rollout,
         },
-        flops=slots * (2 * run.matmul_count + 4 * read * decoder.heads * decoder.head_dim * decoder.layers) // heads,
+        flops=slots
+        * (2 * matrix_elements(run.decoder) + 4 * read * decoder.heads * decoder.head_dim * decoder.layers)
+        // heads,
         hbm_bytes=matmul * a + PAGE_TRAFFIC * cache + calls + 2 * SAMPLER_LOGITS * logits,
         ici_bytes=run.rollout_ici(slots),
     )
@@ -168,40 +179,41 @@ def copy_phase(run: RunSizes, pages: float) -> PhaseEstimate:
 
 def score_phase(run: RunSizes) -> PhaseEstimate:
     """Log-probabilities of a batch under frozen weights: a forward pass."""
-    a, tokens = run.activation, run.rows * run.row_tokens
+    a, tokens = run.activation, run.tokens
     layers, head = run.gathered_counts
     passes = _passes(run, "forward")
     return PhaseEstimate(
         name="score",
         parts=in_updates(run)
         | _batch(run)
-        | {"working_weights": working_weights(run), "gathered_weights": copied(run, head)}
-        | max(loss_logits(run), _forward_peak(run, run.rows, run.row_tokens, a), key=_total),
+        | {"working_weights": working_weights(run), "gathered_weights": copied(run, head, head_number(run))}
+        | max(loss_logits(run), _forward_peak(run, run.rows, run.row_tokens // run.sp, a), key=_total),
         flops=_forward_flops(run),
         hbm_bytes=passes + run.own_count * (F32 + a),
-        ici_bytes=(layers + head) * a * (run.fsdp - 1) // run.fsdp + 2 * _tp_ici(run, tokens),
+        ici_bytes=(layers + head) * a * (run.shards - 1) // run.shards + 2 * _tp_ici(run, tokens) + _sp_ici(run),
     )
 
 
 def update_phase(run: RunSizes) -> PhaseEstimate:
     """One optimizer step: gradients of the micro-batches, summed, and the optimizer."""
-    a, tokens = run.activation, run.rows * run.row_tokens
+    a, tokens = run.activation, run.tokens
     layers, head = run.gathered_counts
-    own, sends = run.own_count, (run.fsdp - 1) / run.fsdp
+    own, sends = run.own_count, (run.shards - 1) / run.shards
     # Weights come as they compute, and gradients go as they do.
     remat = run.config.train.remat
-    gathers = (2 if remat == "none" else 3) * layers * a + head * 2 * a
-    if run.decoder.lora is not None:  # of the adapters' gradients next to nothing
-        gathers -= layers * a + head * a
+    gathers = (1 if remat == "none" else 2) * layers * a + 2 * head * head_number(run)
+    if run.decoder.lora is None:  # of the adapters' gradients next to nothing
+        gathers += (layers + head) * reduced_number(run)
     reduced = 2 * own * F32 * (run.dp - 1) // run.dp
     return PhaseEstimate(
         name="update",
         parts=in_updates(run) | _batch(run) | update_peak(run),
         flops=_update_flops(run),
-        hbm_bytes=_passes(run, "update") + OPTIMIZER_TRAFFIC * own * F32 + 2 * F32 * (own + run.optimizer_count),
-        ici_bytes=int(gathers * sends + head * a * sends)
+        hbm_bytes=_passes(run, "update") + OPTIMIZER_TRAFFIC * own * F32 + 2 * (F32 * own + optimizer_bytes(run)),
+        ici_bytes=int(gathers * sends)
         + reduced
-        + (6 if remat in ("layer", "offload") else 4) * _tp_ici(run, tokens),
+        + (6 if remat in ("layer", "offload") else 4) * _tp_ici(run, tokens)
+        + (2 if remat == "none" else 3) * _sp_ici(run),
     )
 
 
@@ -234,7 +246,7 @@ def _attention_arrays(run: RunSizes, rows: int, length: int, a: int) -> Parts:
 def _batch(run: RunSizes) -> Parts:
     """The batch of an optimizer step."""
     arrays = BATCH_ARRAYS + run.recipe.scores_old_logprobs + (run.recipe.kl not in ("none", "k1_reward"))
-    return {"batch": arrays * run.max_micro_batches * run.rows * run.row_tokens * 4}
+    return {"batch": arrays * run.max_micro_batches * run.tokens * 4}
 
 
 def _rollout_residents(run: RunSizes) -> Parts:
@@ -255,32 +267,32 @@ def _attention_flops(run: RunSizes, rows: int, length: int, products: int, *, sp
 
 def _forward_flops(run: RunSizes) -> int:
     """One forward pass of a micro-batch, logits included."""
-    attention = _attention_flops(run, run.rows, run.row_tokens, PRODUCTS["forward"], split=run.tp)
+    attention = _attention_flops(run, run.rows, run.row_tokens, PRODUCTS["forward"], split=run.tp * run.sp)
     return _matmul_flops(run) // run.tp + attention
 
 
 def _matmul_flops(run: RunSizes) -> int:
     """Operations of the forward pass's weights."""
-    return 2 * run.rows * run.row_tokens * run.matmul_count
+    return 2 * run.tokens * matrix_elements(run.decoder)
 
 
 def _update_flops(run: RunSizes) -> int:
     """Forward, backward, and what is made again: of a whole layer all but its last product, which no gradient needs."""
-    decoder, tokens, remat = run.decoder, run.rows * run.row_tokens, run.config.train.remat
+    decoder, tokens, remat = run.decoder, run.tokens, run.config.train.remat
     whole = _matmul_flops(run) - 2 * tokens * decoder.width * decoder.mlp_width * decoder.layers
     again = {"none": 0, "products": 2 * tokens * decoder.vocab * decoder.width}.get(remat, whole)
     products = PRODUCTS[run.attention] + (PRODUCTS["again"] if remat != "none" else 0)
-    attention = _attention_flops(run, run.rows, run.row_tokens, products, split=run.tp)
+    attention = _attention_flops(run, run.rows, run.row_tokens, products, split=run.tp * run.sp)
     backward = 2 if run.decoder.lora is None else 1  # products per matrix: frozen ones have no gradient of their own
     return _forward_flops(run) + (backward * _matmul_flops(run) + again) // run.tp + attention
 
 
 def _passes(run: RunSizes, kind: str) -> int:
     """HBM traffic of all layers and the head for a micro-batch."""
-    decoder, tokens = run.decoder, run.rows * run.row_tokens
+    decoder, tokens = run.decoder, run.tokens
     logits = LOGITS_TRAFFIC[kind] * F32 * tokens * decoder.vocab // run.tp
     gathered = (2 if kind == "forward" else 4) * sum(run.gathered_counts) * run.activation
-    layers = _layers_traffic(run, kind, run.rows, run.row_tokens, run.activation, split=run.tp)
+    layers = _layers_traffic(run, kind, run.rows, run.row_tokens, run.activation, split=run.tp * run.sp)
     return layers + logits + gathered
 
 
@@ -296,6 +308,14 @@ def _layers_traffic(run: RunSizes, kind: str, rows: int, length: int, a: int, *,
 def _tp_ici(run: RunSizes, tokens: int) -> int:
     """Bytes that a device sends in one all-reduce of activations over tp in every layer."""
     return 2 * run.decoder.layers * tokens * run.decoder.width * run.activation * (run.tp - 1) // run.tp
+
+
+def _sp_ici(run: RunSizes) -> int:
+    """Bytes that a device sends in a pass through the layers whose tokens and heads change places over sp."""
+    decoder, sp = run.decoder, run.sp
+    queries, keys = 2 * decoder.heads // run.tp, 2 * decoder.kv_heads // run.tp  # with what is attended, and values
+    heads = queries + keys * (1 if decoder.kv_heads // run.tp % sp == 0 else sp)  # else all have all keys
+    return decoder.layers * run.tokens * heads * decoder.head_dim * run.activation * (sp - 1) // sp
 
 
 def _total(parts: Parts) -> int:

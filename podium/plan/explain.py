@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from podium.accelerators import ALLOCATOR_RESERVE, GIB, GPUS, POOL_VARIABLE, Accelerator, pool_share
 from podium.plan.formatting import LITTLE
 from podium.plan.result import Phase, judge, margin
-from podium.plan.sizes import F32, RunSizes
+from podium.plan.sizes import F32, RunSizes, optimizer_bytes, reduced_number
 from podium.plan.workload import Workload
 
 MORE_OPERATIONS = 1.02  # times the closed form's operations, from which on a program does something again
@@ -14,9 +14,9 @@ MORE_OPERATIONS = 1.02  # times the closed form's operations, from which on a pr
 def explain(run: RunSizes, accelerator: Accelerator, phases: Sequence[Phase], workload: Workload) -> tuple[str, ...]:
     """The notes of a plan, most important first."""
     found = [*_verdict(phases, accelerator), *_recomputation(phases), *_decode(phases, workload)]
-    host = F32 * (run.own_count + run.optimizer_count) * accelerator.devices_per_host
+    host = (F32 * run.own_count + optimizer_bytes(run)) * accelerator.devices_per_host
     checkpoint = f"a checkpoint copies {host / GIB:.1f} GiB to each host's memory"
-    return (*found, *_rollout(run, workload), *_offload(run, accelerator), checkpoint)
+    return (*found, *_rollout(run, workload), *_reduction(run), *_offload(run, accelerator), checkpoint)
 
 
 def _verdict(phases: Sequence[Phase], accelerator: Accelerator) -> Iterator[str]:
@@ -32,9 +32,20 @@ def _verdict(phases: Sequence[Phase], accelerator: Accelerator) -> Iterator[str]
         )
 
 
+def _reduction(run: RunSizes) -> Iterator[str]:
+    """What gradients in bfloat16 would save, where they are exchanged in float32."""
+    more, (layers, head) = reduced_number(run) - run.activation, run.gathered_counts
+    if more > 0 and run.shards > 1 and run.decoder.lora is None:
+        sent, held = more * (layers + head) * (run.shards - 1) // run.shards, more * head
+        yield (
+            f"shares of gradients are float32: train.reduce_dtype=bfloat16 would send {sent / 1e9:.1f} GB less from"
+            f" every device per micro-batch, and hold {held / GIB:.1f} GiB less at the head"
+        )
+
+
 def _offload(run: RunSizes, accelerator: Accelerator) -> Iterator[str]:
     if run.config.train.remat == "offload":
-        inputs = run.decoder.layers * run.rows * run.row_tokens * run.decoder.width * run.activation
+        inputs = run.decoder.layers * run.tokens * run.decoder.width * run.activation
         yield (
             f"during an update the layers' inputs take {inputs * accelerator.devices_per_host / GIB:.1f} GiB of each"
             " host's memory"

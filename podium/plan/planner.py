@@ -22,6 +22,7 @@ from podium.plan.calibration import Chip, Factor, load_chip
 from podium.plan.compile import OnProgress, cache_folder, compile_phases
 from podium.plan.estimate import PhaseEstimate
 from podium.plan.explain import explain
+from podium.plan.formatting import number
 from podium.plan.result import NO_TIME, BoundBy, LargeArray, Phase, Plan, Seconds, Verdict, judge, total
 from podium.plan.sizes import F32, RunSizes, make_sizes, network_bytes
 from podium.plan.topology import compiler_versions
@@ -31,6 +32,8 @@ from podium.plan.workload import SequenceLengths, Workload, draw_lengths, packed
 KINDS: Mapping[str, str] = {"prefill": "prefill", "score": "update", "update": "update"}
 """The kind of calibration of a phase; phases that are not named stream memory, as decoding does."""
 SLOWEST_FIRST = ("update", "decode", "score", "prefill", "sync", "copy", "init")  # by how long they take to compile
+
+LEAST_GAIN = 0.05  # share of a step for which completions may be older than the weights
 
 
 Line = tuple[float, Roofline]
@@ -109,12 +112,31 @@ def make_plan(
         tokens_per_s_per_device=step.rate(workload.completion_tokens / accelerator.devices) if step else None,
         workload=workload,
         micro_batches=micro_batches,
-        notes=explain(run, accelerator, phases, workload),
+        notes=(*explain(run, accelerator, phases, workload), *carry_over(run, device, drawn, workload, micro_batches)),
         estimate_only=not compiled,
         slots=config.rollout.slots,
         versions={"podium": __version__} | (compiler_versions(accelerator) if compiled else {}),
         mfu=device.mfu(run, drawn, phases),
     )
+
+
+def carry_over(
+    run: RunSizes, device: "_Device", drawn: SequenceLengths, workload: Workload, micro_batches: int
+) -> Iterator[str]:
+    """What `rollout.in_flight` makes of a step, by the closed form for both sides; nothing where it is 1."""
+    rollout = run.config.rollout
+    if rollout.in_flight == 1.0 or device.chip is None:
+        return
+    waits = run.config.model_copy(update={"rollout": rollout.model_copy(update={"in_flight": 1.0})})
+    alone = simulate_rollout(drawn, waits, shards=run.rollout_shards, overlap=True)
+    with_it, without = (
+        total(phase.seconds for phase in device.phases(step_calls(run, work, micro_batches), {}, run) if phase.seconds)
+        for work in (workload, alone)
+    )
+    gain = 1 - with_it.value / without.value
+    text = f"rollout.in_flight {rollout.in_flight:g} makes a step {number(with_it.value)} s instead of"
+    text += f" {number(without.value)} (estimated), with completions {workload.staleness:.1f} updates old on average"
+    yield text if gain >= LEAST_GAIN else f"{text}: not worth it, set rollout.in_flight to 1"
 
 
 def _verdict(phases: Sequence[Phase], hbm_bytes: int, compiled: bool) -> Verdict:

@@ -25,7 +25,6 @@ from podium.config.sizes import (
 )
 from podium.models import params
 from podium.models.architecture import DecoderConfig
-from podium.models.flops import matrix_elements
 from podium.models.layouts import Layout, group_bytes, resolve
 from podium.models.params import (
     ParamSpec,
@@ -50,6 +49,7 @@ class RunSizes:
     generation: str  # of the machine's devices
     dp: int
     fsdp: int
+    sp: int
     tp: int
     activation: int  # bytes of a number in the update
     rollout_activation: int  # bytes of a number in the rollout
@@ -73,6 +73,16 @@ class RunSizes:
         """Tokens that a device's pages hold."""
         rollout = self.config.rollout
         return cache_pages(rollout, self.rollout_shards) // self.rollout_shards * rollout.page_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch, that a device has: its part of each row."""
+        return self.rows * self.row_tokens // self.sp
+
+    @property
+    def shards(self) -> int:
+        """Devices that weights are split over and gathered from while they compute."""
+        return self.fsdp * self.sp
 
     @property
     def block(self) -> int:
@@ -117,19 +127,9 @@ class RunSizes:
         return numbers * self.rollout_activation // self.rollout_heads
 
     @property
-    def matmul_count(self) -> int:
-        """Elements of all matrices that a token is multiplied with."""
-        return matrix_elements(self.decoder)
-
-    @property
     def own_count(self) -> int:
         """Trained parameters that a device stores."""
         return sum(local_count(spec, self.train_parts) for spec in trained_specs(self.decoder).values())
-
-    @property
-    def optimizer_count(self) -> int:
-        """Float32 numbers of the optimizer's state on a device."""
-        return optimizer_count(self.decoder, self.config.train.optimizer.name, self.train_parts)
 
     @property
     def gathered_counts(self) -> tuple[int, int]:
@@ -188,13 +188,30 @@ class RunSizes:
 
     @property
     def _mesh(self) -> dict[str, int]:
-        return dict(zip(AXES, (self.dp, self.fsdp, self.tp), strict=True))
+        return dict(zip(AXES, (self.dp, self.fsdp, self.sp, self.tp), strict=True))
+
+
+def reduced_number(run: RunSizes) -> int:
+    """Bytes of a number of the gradient as devices exchange it."""
+    return F32 if run.config.train.reduce_dtype == "float32" else run.activation
+
+
+def head_number(run: RunSizes) -> int:
+    """Bytes of a number of the head's operands in the update."""
+    return F32 if run.config.train.head_dtype == "float32" else run.activation
+
+
+def optimizer_bytes(run: RunSizes) -> int:
+    """Bytes of the optimizer's state on a device."""
+    settings = run.config.train.optimizer
+    number = F32 if settings.moments == "float32" else F32 // 2
+    return number * optimizer_count(run.decoder, settings.name, run.train_parts)
 
 
 def make_sizes(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> RunSizes:
     """The numbers of a run on a machine. Raises ValueError where the mesh does not fit it."""
     devices, hosts = accelerator.devices, accelerator.hosts
-    dp, fsdp, tp = mesh_shape(config.mesh, devices=devices, hosts=hosts, slices=accelerator.slices)
+    dp, fsdp, sp, tp = mesh_shape(config.mesh, devices=devices, hosts=hosts, slices=accelerator.slices)
     recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
     rows = rows_per_device(config)
     return RunSizes(
@@ -205,6 +222,7 @@ def make_sizes(config: Config, decoder: DecoderConfig, accelerator: Accelerator)
         generation=accelerator.generation,
         dp=dp,
         fsdp=fsdp,
+        sp=sp,
         tp=tp,
         activation=_itemsize(config.train.dtype, accelerator),
         rollout_activation=_itemsize(config.rollout.dtype, accelerator),
@@ -249,13 +267,13 @@ def network_bytes(run: RunSizes, phase: str, sent: int) -> int:
     """
     if run.machines == 1:
         return 0
-    if run.fsdp * run.tp > run.per_machine:
+    if run.shards * run.tp > run.per_machine:
         return sent // run.per_machine
     return 2 * run.own_count * F32 * (run.machines - 1) // run.machines if phase == "update" else 0
 
 
 def optimizer_count(decoder: DecoderConfig, name: str, parts: Parts) -> int:
-    """Float32 numbers of an optimizer's state on one device, but for its counters."""
+    """Numbers of an optimizer's state on one device, but for its counters."""
     specs = trained_specs(decoder)
     local = {key: local_count(spec, parts) for key, spec in specs.items()}
     if name == "adamw" or is_path(name):  # what one of the user's own keeps is taken to be as much

@@ -5,7 +5,7 @@ B rows are a device's own; `a` is the size of an activation's number in bytes.
 
 from collections.abc import Mapping
 
-from podium.plan.sizes import F32, RunSizes, ends_count
+from podium.plan.sizes import F32, RunSizes, ends_count, head_number, reduced_number
 
 Parts = dict[str, int]
 
@@ -26,10 +26,10 @@ LANES = 128  # of a TPU: numbers to which its attention kernel pads a head
 def update_peak(run: RunSizes) -> Parts:
     """What an update makes, at the worst of its moments: at the logits, in a layer's backward pass, or after both."""
     a, decoder = run.activation, run.decoder
-    tokens = run.rows * run.row_tokens
+    tokens = run.tokens
     layers, head = run.gathered_counts
-    gradients = F32 * run.own_count
-    always = {"working_weights": working_weights(run), "gathered_weights": copied(run, head)}
+    gradients = F32 * run.own_count if run.max_micro_batches > 1 else 0  # of a lone micro-batch there is no sum
+    always = {"working_weights": working_weights(run), "gathered_weights": copied(run, head, head_number(run))}
     offload = run.config.train.remat == "offload"
     kept = {"layer_inputs": (OFFLOADING if offload else decoder.layers) * tokens * decoder.width * a}
     if saved := run.config.train.remat == "none":
@@ -39,12 +39,12 @@ def update_peak(run: RunSizes) -> Parts:
     frozen = decoder.lora is not None
     if frozen:  # no gradients but the adapters', which are no part of the ends
         head = 0
-    at_head = kept | {"gradients": gradients + head * a} | loss_logits(run, all_tokens=saved)
-    in_layers = kept | {"gradients": gradients + F32 * own_layers(run) + (0 if frozen else _relaid(run)) + head * a}
-    in_layers |= _backward_peak(run)
+    at_head = kept | {"gradients": gradients + head * reduced_number(run)} | loss_logits(run, all_tokens=saved)
+    of_layers = F32 * own_layers(run) + (0 if frozen else _relaid(run))
+    in_layers = kept | {"gradients": gradients + of_layers + head * reduced_number(run)} | _backward_peak(run)
     in_layers["gathered_weights"] = copied(run, layers // decoder.layers)
     if run.groups > 1:  # a layer's weights, and the sum of their gradients
-        in_layers["gathered_weights"] += 2 * F32 * layers // decoder.layers
+        in_layers["gathered_weights"] += (1 if reduced_number(run) > a else 2) * F32 * layers // decoder.layers
     embedding = head if decoder.tied else head // 2
     # The layers' activations are gone by then, and what was gathered.
     at_embedding = {"gradients": gradients + F32 * (own_layers(run) + embedding), "gathered_weights": 0}
@@ -53,19 +53,19 @@ def update_peak(run: RunSizes) -> Parts:
 
 def _relaid(run: RunSizes) -> int:
     """Bytes of gradients that a GPU's compiler lays out anew for their sum over devices: one of each kind of matrix."""
-    if run.platform != "gpu" or run.fsdp * run.tp == 1:
+    if run.platform != "gpu" or run.shards * run.tp == 1:
         return 0
     decoder = run.decoder
     outputs = decoder.mlp_width + decoder.heads * decoder.head_dim
     return F32 * (
-        decoder.layers * decoder.width * outputs // (run.fsdp * run.tp) + ends_count(run.decoder, run.train_parts)
+        decoder.layers * decoder.width * outputs // (run.shards * run.tp) + ends_count(run.decoder, run.train_parts)
     )
 
 
-def copied(run: RunSizes, count: int) -> int:
+def copied(run: RunSizes, count: int, number: int = 0) -> int:
     """Bytes of this many parameters in the compute format; none where they compute as and where they are stored."""
-    stored = F32 if run.decoder.lora is None else 2
-    return 0 if run.fsdp == 1 and run.activation == stored else count * run.activation
+    number, stored = number or run.activation, F32 if run.decoder.lora is None else 2
+    return 0 if run.shards == 1 and number == stored else count * number
 
 
 def own_layers(run: RunSizes) -> int:
@@ -84,23 +84,24 @@ def working_weights(run: RunSizes) -> int:
 def loss_logits(run: RunSizes, *, all_tokens: bool = False) -> Parts:
     """Float32 logits of a chunk of tokens, or of all and the gradient of a chunk's."""
     of_column = run.rows * run.decoder.vocab // run.tp
-    columns = max(1, min(run.row_tokens, run.config.train.head_chunk_tokens // run.rows))
+    length = run.row_tokens // run.sp
+    columns = max(1, min(length, run.config.train.head_chunk_tokens // run.rows))
     if not all_tokens:
         return {"logits": columns * of_column * F32}
     gradient = run.activation if run.platform == "gpu" else F32
-    return {"logits": of_column * (-(-run.row_tokens // columns) * columns * F32 + columns * gradient)}
+    return {"logits": of_column * (-(-length // columns) * columns * F32 + columns * gradient)}
 
 
 def _backward_peak(run: RunSizes) -> Parts:
     """One layer of a backward pass, recomputed, with the gradients that are made of it."""
-    rows, decoder, a = run.rows // run.groups, run.decoder, run.activation
-    tokens = rows * run.row_tokens  # of a group
+    decoder, a, tokens = run.decoder, run.activation, run.tokens // run.groups
     mlp, width, heads = BACKWARD[run.attention if run.attention == "reference" else _compiler(run)]
     head_dim = max(decoder.head_dim, LANES) if run.attention == "tpu_kernel" else decoder.head_dim
-    split = mlp * decoder.mlp_width + heads * (decoder.heads + decoder.kv_heads) * head_dim
+    kv_heads = max(decoder.kv_heads, min(run.sp, decoder.heads))  # each device has one at least
+    split = mlp * decoder.mlp_width + heads * (decoder.heads + kv_heads) * head_dim
     activations = tokens * (width * decoder.width + split // run.tp) * a
     if run.groups > 1:
-        activations += RESIDUAL_GROUPS * run.rows * run.row_tokens * decoder.width * a
+        activations += RESIDUAL_GROUPS * run.tokens * decoder.width * a
     if run.attention != "reference":
         return {"layer_activations": activations}
     scores = F32 * tokens * run.row_tokens * decoder.heads // run.tp
@@ -121,7 +122,7 @@ def _compiler(run: RunSizes) -> str:
 
 def _saved(run: RunSizes) -> Parts:
     """What `remat: none` keeps of every layer for the backward pass, its gathered weights and its scores among it."""
-    decoder, a, tokens = run.decoder, run.activation, run.rows * run.row_tokens
+    decoder, a, tokens = run.decoder, run.activation, run.tokens
     layers, _ = run.gathered_counts
     # Both norms' inputs in float32; queries, what is attended, keys and values; where heads are normed, theirs twice.
     width = (2 * F32 + 3 * a) * decoder.width
@@ -137,7 +138,7 @@ def _saved(run: RunSizes) -> Parts:
 
 def _saved_products(run: RunSizes) -> Parts:
     """What `remat: products` keeps of every layer: the results of its products with weights."""
-    decoder, tokens = run.decoder, run.rows * run.row_tokens
+    decoder, tokens = run.decoder, run.tokens
     split = (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim + 2 * decoder.mlp_width
     width = decoder.width + split // run.tp
     return {"saved_activations": decoder.layers * tokens * width * run.activation}

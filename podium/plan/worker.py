@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 
 from podium.accelerators import Accelerator
 from podium.compiler import compiler_options
-from podium.config.mesh import mesh_shape
+from podium.config.mesh import AXES, mesh_shape
 from podium.config.schema import Config
 from podium.files import write_atomically
 from podium.hlo.cost import ProgramCost, Work, unknown_loops, walk
@@ -192,7 +192,7 @@ def _mesh(job: Job) -> str:
     """The mesh with its sizes: devices that are not there do not say which machine they are of."""
     machine = job.accelerator
     sizes = mesh_shape(job.config.mesh, devices=machine.devices, hosts=machine.hosts, slices=machine.slices)
-    return ",".join(map(str, sizes))
+    return ",".join(f"{axis}:{size}" for axis, size in zip(AXES, sizes, strict=True))
 
 
 def _devices(accelerator: Accelerator) -> list[Any]:

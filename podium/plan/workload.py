@@ -20,11 +20,13 @@ from podium.files import read_lines
 from podium.observe.run_dir import LENGTHS
 from podium.rollout.lanes import Lane, Row
 from podium.rollout.scheduler import Scheduler
+from podium.train.carry import chosen
 from podium.train.packing import Sample, pack_rows
 
 # GSM8K's 7,473 training questions under SmolLM2's tokenizer and chat template with the task's system prompt: 38 tokens
 # of template, then a lognormal of median 57 and log-deviation 0.35 (percentiles 5, 50, 95, 99: 71, 94, 139, 175).
 TEMPLATE_TOKENS, QUESTION_MEDIAN, QUESTION_SIGMA = 38, 57, 0.35
+STEPS_BEFORE, STEPS_COUNTED = 3, 6  # where completions are carried over from step to step
 # Completions have mean 200 under their cap; a log-deviation of 0.6, half of its variance the question's own.
 COMPLETION_MEAN, COMPLETION_SIGMA = 200, 0.6
 
@@ -53,6 +55,8 @@ class Workload:
     completion_tokens: int
     completions: int
     preempted: int = 0
+    staleness: float = 0.0
+    """Updates since the first token of a step's prompts, on average."""
 
     @property
     def decode_calls(self) -> int:
@@ -186,12 +190,12 @@ def _groups(record: dict[str, Any], path: Path, number: int) -> list[tuple[int, 
 
 
 class _Rollout:
-    """One call of the engine's `generate` in which lengths are known beforehand."""
+    """The engine's work in a step, or in some, where lengths are known beforehand."""
 
     def __init__(self, lengths: SequenceLengths, config: Config, shards: int, overlap: bool) -> None:
         rollout = config.rollout
         self.lengths, self.steps, self.overlap = lengths, rollout.refill_steps, overlap
-        self.at_once = steps_at_once(self.steps, shards)
+        self.at_once = steps_at_once(rollout.refill_steps, shards)
         self.scheduler = Scheduler(
             slots=slot_sizes(rollout, shards),
             num_pages=cache_pages(rollout, shards),
@@ -200,35 +204,88 @@ class _Rollout:
             chunks=prompt_buckets(rollout.max_prompt_tokens),
             shards=shards,
         )
-        self.left: dict[Lane, int] = {}  # tokens that the device has yet to make of each sequence
-        for group, (prompt, completions) in enumerate(zip(lengths.prompts, lengths.completions, strict=True)):
-            limit = int(prompt) + rollout.max_new_tokens
-            lanes = self.scheduler.submit(group, prompt=int(prompt), completions=len(completions), limit=limit)
-            self.left |= {lane: int(tokens) for lane, tokens in zip(lanes, completions, strict=True)}
+        self.rollout, self.room = rollout, int(rollout.in_flight * len(lengths.prompts) + 1e-6)
+        self.made: dict[int, dict[int, int]] = {}
+        """Of each prompt that no step has taken, by its number in the run: tokens of its unfinished completions."""
+        self.first: dict[int, int] = {}
+        """Step in which a prompt's first token was drawn."""
+        self.left: dict[Lane, int] = {}
         self.unread: list[_Made] = []
+        self.begun = self.step = 0
+        self.count_anew()
+
+    def count_anew(self) -> None:
+        """Forget what was counted."""
+        self.scheduler.take_counts()
         self.prefills: collections.Counter[int] = collections.Counter()
         self.decodes: dict[int, tuple[int, int, float]] = {}
         self.copies = self.copied = self.occupied = self.attended = 0
+        self.staleness: list[int] = []
 
     def run(self) -> Workload:
-        while self.scheduler.busy:
-            self.look()
+        """A step's work: where completions are carried over, the mean of some, when as many are as will be."""
+        carries = self.room > len(self.lengths.prompts)
+        for _ in range(STEPS_BEFORE if carries else 0):
+            self.complete()
+        self.count_anew()
+        steps = STEPS_COUNTED if carries else 1
+        for _ in range(steps):
+            self.complete()
         counts = self.scheduler.take_counts()
         return Workload(
-            prefill_calls=dict(self.prefills),
-            prefill_tokens=counts.prefill_tokens,
-            copy_calls=self.copies,
-            copied_pages=self.copied,
+            prefill_calls={chunk: -(-calls // steps) for chunk, calls in self.prefills.items()},
+            prefill_tokens=counts.prefill_tokens // steps,
+            copy_calls=-(-self.copies // steps),
+            copied_pages=self.copied // steps,
             decodes={
-                size: (calls, steps, total / max(steps, 1)) for size, (calls, steps, total) in self.decodes.items()
+                size: (-(-calls // steps), -(-ran // steps), total / max(ran, 1))
+                for size, (calls, ran, total) in self.decodes.items()
             },
-            occupied_slot_steps=self.occupied,
+            occupied_slot_steps=self.occupied // steps,
             mean_context=self.attended / self.occupied if self.occupied else 0.0,
             prompt_tokens=int(self.lengths.prompts.sum()),
             completion_tokens=int(self.lengths.completions.sum()),
             completions=self.lengths.completions.size,
-            preempted=counts.preempted,
+            preempted=counts.preempted // steps,
+            staleness=float(np.mean(self.staleness)),
         )
+
+    def complete(self) -> None:
+        """The rollout of one step: the next prompts come in, and the engine looks until it may take its own."""
+        rollout, limits = self.rollout, {"per_step": len(self.lengths.prompts)}
+        while len(self.made) < self.room:
+            self.made[self.begun] = dict.fromkeys(range(self.lengths.completions.shape[1]), 0)
+            self.begun += 1
+        for number, begun in self.made.items():
+            prompt = int(self.lengths.prompts[number % len(self.lengths.prompts)])
+            limit = prompt + rollout.max_new_tokens
+            if not begun:
+                continue  # complete already
+            for lane in self.scheduler.submit(number, prompt=prompt, completions=0, limit=limit, begun=begun):
+                self.left[lane] = self.whole(lane) - begun[lane.index]
+        first = [self.first.get(number) for number in self.made]
+        limits |= {"version": self.step, "max_staleness": rollout.max_staleness}
+        while (taken := chosen(first, [not each for each in self.made.values()], limits["per_step"], **limits)) is None:
+            self.look()
+        self.read()
+        for lane, left in self.left.items():
+            if lane.state != "gone":
+                self.made[lane.group][lane.index] = self.whole(lane) - left
+                self.scheduler.retire(lane)
+        self.left.clear()
+        numbers = list(self.made)
+        for index in taken:
+            del self.made[numbers[index]]
+            self.staleness.append(self.step - self.first.pop(numbers[index]))
+        self.step += 1
+
+    def whole(self, lane: Lane) -> int:
+        """Tokens that a completion will have."""
+        return int(self.lengths.completions[lane.group % len(self.lengths.prompts), lane.index])
+
+    def prompt(self, lane: Lane) -> int:
+        """Tokens of its prompt."""
+        return int(self.lengths.prompts[lane.group % len(self.lengths.prompts)])
 
     def look(self) -> None:
         """One look of the engine."""
@@ -266,8 +323,7 @@ class _Rollout:
 
     def context(self, lane: Lane) -> int:
         """Tokens that the next query of a sequence sees, its own included."""
-        made = int(self.lengths.completions[lane.group, lane.index]) - self.left[lane]
-        return int(self.lengths.prompts[lane.group]) + made
+        return self.prompt(lane) + self.whole(lane) - self.left[lane]
 
     def read(self) -> None:
         """Tell the scheduler what a call has made; a sequence that was preempted meanwhile makes it again."""
@@ -276,8 +332,11 @@ class _Rollout:
                 self.left[lane] += tokens
                 continue
             self.scheduler.advance(lane, tokens=tokens, most=self.steps + first)
-            if lane.length == self.lengths.prompts[lane.group] + self.lengths.completions[lane.group, lane.index]:
+            if tokens:
+                self.first.setdefault(lane.group, self.step)
+            if lane.length == self.prompt(lane) + self.whole(lane):
                 self.scheduler.retire(lane)
+                del self.made[lane.group][lane.index]
         self.unread = []
 
 

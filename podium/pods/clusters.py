@@ -73,6 +73,7 @@ def k8s_manifest(config: Config, type_name: str, *, nodes: int, image: str, clai
             f"runs_dir: {folder!r} would be lost with the pods; set a bucket (gs://...), or an absolute path and with "
             "--claim the PersistentVolumeClaim that is mounted there"
         )
+    _check_words(image, claim, folder)
     pool, hosts, resource = _pool(accelerator, nodes)
     selector = pool | ({"cloud.google.com/gke-spot": "true"} if spot else {})
     exclusive = "alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool"
@@ -96,6 +97,18 @@ def k8s_manifest(config: Config, type_name: str, *, nodes: int, image: str, clai
     )
 
 
+def _check_words(image: str, claim: str | None, folder: str) -> None:
+    """Raises BadRequestError for what would be something else in YAML or in a shell."""
+    wrong = {
+        "--image": (image, r"[\w.:/@-]+", "a name, as REGISTRY/IMAGE:TAG"),
+        "--claim": (claim or "claim", r"[a-z0-9][a-z0-9.-]*", "lower-case letters, digits, '.' and '-'"),
+        "runs_dir": (folder, r"[\w.:/@-]+", "letters, digits, '.', '_', '-' and '/'"),
+    }
+    for what, (text, pattern, rule) in wrong.items():
+        if not re.fullmatch(pattern, text):
+            raise BadRequestError(f"{what} {text!r}: write {rule}")
+
+
 def _pool(accelerator: Accelerator, nodes: int) -> tuple[dict[str, str], int, str]:
     """What selects the nodes, how many there are, and the name of what they have."""
     if pool := GPU_POOLS.get(accelerator.generation):
@@ -114,11 +127,11 @@ def _pool(accelerator: Accelerator, nodes: int) -> tuple[dict[str, str], int, st
 
 
 def _name(config: Config) -> str:
-    """The run's name as Kubernetes and Slurm take it."""
+    """The run's name as Kubernetes and Slurm take it: it begins with a letter."""
     name = re.sub(r"[^a-z0-9-]+", "-", str(config.name).lower()).strip("-")[:40].strip("-")
     if not name:
         raise BadRequestError(f"name: {config.name!r} has no letter or digit; set name=my-run")
-    return name
+    return name if name[0].isalpha() else f"run-{name}"
 
 
 def _template(name: str) -> str:

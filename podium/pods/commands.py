@@ -17,8 +17,8 @@ from podium.job.records import first_failure
 from podium.pods import dry_run
 from podium.pods.clusters import k8s_manifest, slurm_script
 from podium.pods.gcloud import GcloudError
-from podium.pods.inventory import STOP, Slice
-from podium.pods.keeper import delete_keeper
+from podium.pods.inventory import RUN, STOP, Slice
+from podium.pods.keeper import delete_keeper, keepers
 from podium.pods.launch import JobStatus, poll, read_log, stop_job
 from podium.pods.options import Common, Rent, RunOptions, flattened
 from podium.pods.project import OWNER_VARIABLE, Project, open_project
@@ -188,16 +188,21 @@ def ls(
     everyone: Annotated[bool, typer.Option("--all", help="List other people's slices too.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List slices that are rented or requested, with their cost."""
+    """List slices that are rented or requested, and the machines of --on-vm, with their cost."""
     if common.dry_run:
-        return dry_run.show(dry_run.survey(common, zones))
+        return dry_run.show(dry_run.ls(common, zones))
     project = open_project(common)
-    found = [each for each in project.slices.survey(zones or None) if everyone or project.slices.is_ours(each)]
+    slices = project.slices.survey(zones or None)
+    machines = [each for each in keepers(project) if not zones or each.zone in zones]
+    found = [each for each in (*slices, *machines) if everyone or project.slices.is_ours(each)]
     now = project.clock.time()
     if as_json:
         project.answer(json.dumps([slice_json(each, now) for each in found]))
     elif found:
         project.answer(slice_table(found, project.slices.owner, now))
+        for each in filter(project.slices.is_ours, machines):
+            of = each.labels.get(RUN, "NAME")
+            project.say(f"{each.name} keeps the run on {of} alive; podium pod down {of} deletes both")
     else:
         project.answer("the project has no slices" if everyone else "you have no slices")
 

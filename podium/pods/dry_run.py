@@ -53,6 +53,12 @@ def survey(common: Common, zones: Sequence[str] | None = None) -> Iterator[Line]
     yield from (argv.queued(zone) for zone in zones or [ZONE])
 
 
+def ls(common: Common, zones: Sequence[str] | None) -> Iterator[Line]:
+    """List slices, and the machines that keep runs alive."""
+    yield from survey(common, zones)
+    yield Argv(common.project).vms()
+
+
 def down(common: Common, name: str | None) -> Iterator[Line]:
     """Delete a slice, or those whose lease has expired."""
     argv, which = Argv(common.project), f"of yours that is named {name}" if name else "whose lease has expired"

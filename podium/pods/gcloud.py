@@ -5,6 +5,7 @@ them (tests/pods/test_gcloud.py):
 
 * a create whose reply was lost is sent again and fails with ALREADY_EXISTS, although the slice exists and costs money;
 * 429 is not retried, and the result of `--worker=2,3` is lost, so callers retry and count workers themselves;
+* a list of virtual machines that failed is an empty list, with a warning and exit status 0;
 * the whole command line is written to gcloud's own log, so it must never contain a secret.
 
 `podium.pods.slices` decides what is rented and deleted, `podium.pods.remote` runs commands on the workers.
@@ -20,6 +21,8 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
+
+from podium.pods.inventory import OWNER
 
 # fmt: off
 Kind = Literal[
@@ -46,7 +49,7 @@ _KINDS: tuple[tuple[Kind, str], ...] = (
     # the API's codes, where the text is not more precise
     ("exists", r"^already_exists\b"),
     ("not_found", r"^not_found\b"),
-    ("denied", r"^permission_denied\b"),
+    ("denied", r"^permission_denied\b|^required '[\w.]+' permission"),
     ("precondition", r"^failed_precondition\b"),
     ("invalid", r"^invalid_argument\b"),
     ("login", r"^unauthenticated\b"),
@@ -57,11 +60,13 @@ _KINDS: tuple[tuple[Kind, str], ...] = (
     ("invalid", r"invalid|unrecognized arguments|argument --|must be specified"),
 )
 """What the lower-case text of an error means; the first that fits counts."""
+UNTOLD = "WARNING: Some requests did not succeed."
+"""What gcloud says of lists that failed, and ends with status 0."""
 _WAYS_OUT: Mapping[Kind, str] = {
     "missing": "install the Google Cloud CLI (cloud.google.com/sdk/docs/install) and run: gcloud auth login",
     "project": "name a project with --project, or run: gcloud config set project PROJECT",
     "login": "run: gcloud auth login",
-    "disabled": "run: gcloud services enable tpu.googleapis.com",
+    "disabled": "run: gcloud services enable tpu.googleapis.com, and compute.googleapis.com for --on-vm",
     "denied": "check the zone's name, and that your account has the role TPU Admin (roles/tpu.admin) in the project",
     "quota": "ask for quota for this type and zone at console.cloud.google.com/iam-admin/quotas, delete slices that "
     "use it (podium pod ls: dead ones do), or try another zone",
@@ -219,9 +224,9 @@ class Argv:
             return self._gcloud("scp", *files, *to, *flags, output=())
         return self._tpus("tpu-vm", "scp", *files, *to, f"--worker={worker}", *flags, output=())
 
-    def vms(self, name: str) -> tuple[str, ...]:
-        """List the virtual machines of a name."""
-        return self._gcloud("instances", "list", f"--filter=name={name}")
+    def vms(self, name: str | None = None) -> tuple[str, ...]:
+        """List the virtual machines of a name, or all that Podium rented."""
+        return self._gcloud("instances", "list", f"--filter=name={name}" if name else f"--filter=labels.{OWNER}:*")
 
     def create_vm(
         self, name: str, zone: str, labels: Mapping[str, str], service_account: str | None
@@ -292,7 +297,7 @@ class Gcloud:
     def checked(self, argv: Sequence[str], timeout_s: float = CHANGE_S) -> Finished:
         """Run a command; raises GcloudError where it does not succeed."""
         finished = self.run(argv, timeout_s)
-        if finished.returncode != 0:
+        if finished.returncode != 0 or UNTOLD in finished.stderr:
             raise failure(finished)
         return finished
 
@@ -309,11 +314,14 @@ def failure(finished: Finished) -> GcloudError:
         return GcloudError("timeout", f"no answer in time: {command}")
     text = _message(finished.stderr)
     kinds: list[Kind] = [kind for kind, pattern in _KINDS if re.search(pattern, text.lower())]
-    return GcloudError(kinds[0] if kinds else "unknown", text or f"exit status {finished.returncode}: {command}")
+    other: Kind = "unavailable" if finished.returncode == 0 else "unknown"
+    return GcloudError(kinds[0] if kinds else other, text or f"exit status {finished.returncode}: {command}")
 
 
 def _message(stderr: str) -> str:
     """The message after the last `ERROR:`, in one line, without the command's name and advice."""
+    if UNTOLD in stderr:
+        return stderr.partition(UNTOLD)[2].strip(" -\n").partition("\n")[0]
     start = stderr.rfind("ERROR: ")
     if start < 0:
         lines = [line.strip() for line in stderr.splitlines() if line.strip()]

@@ -6,12 +6,14 @@ before. When the run has ended the machine deletes the slice and itself; `podium
 """
 
 import dataclasses
+import datetime
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from podium.pods.gcloud import GcloudError
-from podium.pods.inventory import OWNER, RUN, Slice, label_text
+from podium.pods.inventory import OWNER, RUN, Slice, State, label_text
 from podium.pods.launch import RunSpec, prepare, start
 from podium.pods.options import Rent, RunOptions
 from podium.pods.project import OWNER_VARIABLE, Project
@@ -27,6 +29,7 @@ TOOLS = (
     "{ sudo apt-get update -q && sudo apt-get install -y -q git python3-venv; }"
 )
 TOOLS_S, BOOT_S, POLL_S = 900.0, 300.0, 10.0
+_STATES: Mapping[str, State] = {"RUNNING": "ready", "PROVISIONING": "creating", "STAGING": "creating"}
 
 
 def machine_name(slice_name: str) -> str:
@@ -62,18 +65,28 @@ def delete_keeper(project: Project, slice_name: str) -> str | None:
 
     Who may not list machines has none; that is told and hinders nothing.
     """
+    for machine in keepers(project, slice_name):
+        if machine.owner == project.slices.owner:
+            project.slices.gcloud.checked(project.slices.gcloud.argv.delete_vm(machine.name, machine.zone))
+            return machine.name
+    return None
+
+
+def keepers(project: Project, slice_name: str | None = None) -> list[Slice]:
+    """The machines that keep the runs of a slice alive, or of all, everyone's; each in the form of a slice of one.
+
+    Who may not list machines has none; that is told.
+    """
+    gcloud, name = project.slices.gcloud, machine_name(slice_name) if slice_name else None
     try:
-        machine = _found(project, slice_name)
+        return [_as_slice(each) for each in gcloud.ask(gcloud.argv.vms(name))]
     except GcloudError as error:
-        if error.transient:  # it would rent the slice again
-            raise
+        if error.transient or error.kind in ("missing", "project", "login"):
+            raise  # who does not see the machine leaves it to rent the slice again
         if error.kind != "disabled":
-            project.say(f"whether there is a machine {machine_name(slice_name)} cannot be seen: {error.text}")
-        return None
-    if machine is None or machine.owner != project.slices.owner:
-        return None
-    project.slices.gcloud.checked(project.slices.gcloud.argv.delete_vm(machine.name, machine.zone))
-    return machine.name
+            what = f"there is a machine {name}" if name else "machines keep runs alive"
+            project.say(f"whether {what} cannot be seen: {error.text}")
+        return []
 
 
 def keeper_spec(
@@ -141,12 +154,12 @@ def _found(project: Project, name: str) -> Slice | None:
 
 
 def _as_slice(instance: dict[str, Any]) -> Slice:
-    status = instance.get("status", "?")
+    status, created = instance.get("status", "?"), instance.get("creationTimestamp")
     interfaces = instance.get("networkInterfaces") or [{}]
     return Slice(
         name=instance["name"],
         zone=instance["zone"].rpartition("/")[2],
-        state="ready" if status == "RUNNING" else "dead",
+        state=_STATES.get(status, "dead"),
         detail=status,
         accelerator="e2-micro",
         runtime="debian-12",
@@ -156,7 +169,7 @@ def _as_slice(instance: dict[str, Any]) -> Slice:
         node=True,
         addresses=(interfaces[0].get("networkIP", ""),),
         labels=instance.get("labels", {}),
-        created=None,
+        created=datetime.datetime.fromisoformat(created) if created else None,
     )
 
 

@@ -20,6 +20,7 @@ mkdir -p "$PODRUN_JOBS"
 cat > "$PODRUN_JOBS/config.yaml" <<'END_OF_CONFIG'
 {config}
 END_OF_CONFIG
+export PODRUN_PYTHON={python}
 export PODRUN_WORKERS=$SLURM_NNODES PODRUN_NONCE=$attempt REQUIRE_JAX_PROCESS_COUNT={nodes}
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 PODRUN_COORDINATOR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p'):{port}
@@ -29,7 +30,7 @@ trap 'stopping=1; scancel --signal=TERM "$SLURM_JOB_ID.0"' USR1
 srun --kill-on-bad-exit=0 --label bash -c '
     export PODRUN_WORKER=$SLURM_PROCID PODRUN_JOB_DIR=$PODRUN_JOBS/$SLURM_PROCID
     mkdir -p "$PODRUN_JOB_DIR"
-    exec {python} -m podium.cli train "$PODRUN_JOBS/config.yaml" --plain' &
+    exec "$PODRUN_PYTHON" -m podium.cli train "$PODRUN_JOBS/config.yaml" --plain' &
 step=$!
 wait "$step"
 status=$?
@@ -37,6 +38,6 @@ while kill -0 "$step" 2>/dev/null; do   # the signal ended the wait, not the ste
     wait "$step"
     status=$?
 done
-{python} -m podium.job.report "$PODRUN_JOBS"
+"$PODRUN_PYTHON" -m podium.job.report "$PODRUN_JOBS"
 if [ -n "$stopping" ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$status"

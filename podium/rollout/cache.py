@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from podium.models.architecture import DecoderConfig
+from podium.models.linear import full_precision
 from podium.sharding import ShardingRules
 
 AXES = (None, "batch", "cache_heads", None, None)  # of keys and values
@@ -204,6 +205,7 @@ def _attend(
     tables = jnp.pad(tables, ((0, 0), (0, columns - tables.shape[1])))
     queries = q.reshape(R, T, K, H // K, Q).transpose(0, 2, 3, 1, 4).reshape(R, K, -1, Q)  # [R, K, G T, Q]
     last = jnp.tile(starts[:, None] + jnp.arange(T)[None], (1, H // K))[:, None, :, None]  # [R, 1, G T, 1]
+    product: Any = {"precision": full_precision(q.dtype), "preferred_element_type": jnp.float32}
 
     def attend(i: jax.Array, seen: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         highest, total, weighted = seen
@@ -213,7 +215,7 @@ def _attend(
         ]
         keys, values = ([x.at[layer, page].get(mode="clip") for page in pages] for x in (cache.keys, cache.values))
         pattern = f"nkgq,{cache.key_dims}->nkgp"
-        scores = [jnp.einsum(pattern, queries, each, preferred_element_type=jnp.float32) for each in keys]
+        scores = [jnp.einsum(pattern, queries, each, **product) for each in keys]
         position = i * block + jnp.arange(block)
         visible = position[None, None, None] <= last  # [R, 1, G T, block]
         scores = jnp.where(visible, jnp.concatenate(scores, axis=-1) * Q**-0.5, -jnp.inf)
@@ -221,8 +223,7 @@ def _attend(
         weights, rescale = jnp.exp(scores - higher), jnp.exp(highest - higher)
         parts = jnp.split(weights.astype(q.dtype), pages_at_once, axis=-1)
         sums = [
-            jnp.einsum("nkgp,nkpq->nkgq", part, value, preferred_element_type=jnp.float32)
-            for part, value in zip(parts, values, strict=True)
+            jnp.einsum("nkgp,nkpq->nkgq", part, value, **product) for part, value in zip(parts, values, strict=True)
         ]
         total = total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
         return higher, total, weighted * rescale + sum(sums[1:], sums[0])

@@ -159,5 +159,9 @@ class Device:
         return empty(self._abstract_cache) if self._cache is None else self._cache
 
     def _put(self, tree: Any) -> Any:
-        """Host arrays of rows, split over the devices; copied, because the host goes on writing into its own."""
-        return jax.device_put(tree, row_shardings(tree, self.rules), may_alias=False)
+        """Host arrays of rows, split over the devices; copied, because the host goes on writing into its own.
+
+        `device_put(..., may_alias=False)` is no copy: on CPU it still takes numpy's memory where that happens to be
+        aligned, and a call that is under way then reads what the host writes for the next.
+        """
+        return jax.device_put(jax.tree.map(np.copy, tree), row_shardings(tree, self.rules))

@@ -43,6 +43,10 @@ class Draft:
     """Tokens before those that this turn draws."""
     logprobs: list[float] = dataclasses.field(default_factory=list)
     full_logprobs: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+    """Of the weights, by token of this turn, as the two above."""
+    before: int = 0
+    """Tokens of this turn that were there when it was submitted."""
     finish_reason: FinishReason | None = None
     """None: not finished."""
 
@@ -51,12 +55,21 @@ class Draft:
         """Position of the last token that may be drawn."""
         return self.begin + self.sampling.max_new_tokens - 1
 
-    def take(self, tokens: list[int], logprobs: list[float], full_logprobs: list[float], tokenizer: TextDecoder) -> int:
-        """Add what was drawn, up to where it ends; how many tokens that are."""
+    def take(
+        self,
+        tokens: list[int],
+        logprobs: list[float],
+        full_logprobs: list[float],
+        tokenizer: TextDecoder,
+        *,
+        version: int = 0,
+    ) -> int:
+        """Add what weights of a version drew, up to where it ends; how many tokens that are."""
         before = len(self.ledger)
         self.ledger += tokens
         self.logprobs += logprobs
         self.full_logprobs += full_logprobs
+        self.versions += [version] * len(tokens)
         if self.ledger[-1] in stop_tokens(self.sampling, tokenizer):
             self.finish_reason = "stop"
         elif len(self.ledger) > self.last:
@@ -64,15 +77,21 @@ class Draft:
         self._stop_at_string(before, tokenizer)
         return len(self.ledger) - before
 
+    def go_on(self, made: Completion) -> None:
+        """Begin behind what there is of it."""
+        self.ledger += made.tokens.tolist()
+        self.logprobs, self.full_logprobs = made.sampled_logprobs.tolist(), made.full_logprobs.tolist()
+        self.versions, self.before = made.versions.tolist(), len(made.tokens)
+
     def completion(self, tokenizer: TextDecoder) -> Completion:
-        """What has come of it."""
-        assert self.finish_reason is not None, "a completion was left unfinished"
+        """What has come of it so far."""
         tokens = self.ledger[self.begin :]
         return Completion(
             tokens=np.array(tokens, np.int32),
             sampled_logprobs=np.array(self.logprobs, np.float32),
             full_logprobs=np.array(self.full_logprobs, np.float32),
-            text=tokenizer.decode(tokens),
+            versions=np.array(self.versions, np.int32),
+            text="" if self.finish_reason is None else tokenizer.decode(tokens),
             finish_reason=self.finish_reason,
         )
 
@@ -87,7 +106,7 @@ class Draft:
             text = tokenizer.decode(self.ledger[begin:length])
             if any(stop in text for stop in stops):
                 made = length - self.begin
-                del self.ledger[length:], self.logprobs[made:], self.full_logprobs[made:]
+                del self.ledger[length:], self.logprobs[made:], self.full_logprobs[made:], self.versions[made:]
                 self.finish_reason = "stop"
                 return
 

@@ -7,7 +7,7 @@ random numbers follow from seed, completion and position, whatever the slot, the
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 
@@ -21,6 +21,7 @@ from podium.sharding import Params, ShardingRules
 
 OnGroup = Callable[[int, list[Completion]], None]
 OnPoll = Callable[[], None]
+Enough = Callable[[list[bool]], bool]
 
 
 class RolloutEngine:
@@ -43,20 +44,20 @@ class RolloutEngine:
         (`podium.models.linear`). With `overlap` a decode call is given out before the one before is read, and a slot
         stays empty for one call more when its sequence ends; unset: not on CPU, where host and device are one.
 
-        Raises ValueError where slots or prefill rows do not divide over the devices that split them, or the cache does
-        not hold the longest sequence.
+        Raises ValueError where slots or prefill rows do not divide over devices, or the cache is too small for one.
         """
         self.config, self.decoder, self.rules, self.tokenizer, self.dtype = config, decoder, rules, tokenizer, dtype
         self.overlap = not rules.on_cpu if overlap is None else overlap
         self.device = Device(config, decoder, rules, dtype)
         self._work = Work(config, self.device, tokenizer, rules.num_shards("batch"))
 
-    def load(self, params: Params) -> None:
+    def load(self, params: Params, version: int = 0) -> None:
         """Answer with these from now on; they are copied, and may be donated afterwards.
 
-        What is in flight goes on with them: its tokens stay, its keys and values are made anew.
+        What is in flight goes on with them: tokens stay, keys and values are made anew. New ones say the `version`.
         """
         self._work.restart()
+        self._work.version = version
         self.device.load(params)
 
     def unload(self) -> None:
@@ -103,8 +104,7 @@ class RolloutEngine:
 
     def poll(self) -> list[Finished]:
         """The completions, or their turns, that have ended since the last call, in the order of their end."""
-        found, self._work.finished = self._work.finished, []
-        return found
+        return _finished(self._work)
 
     def step(self) -> None:
         """Let the device go on for one look: admissions, prefill and a decode call of `refill_steps` steps.
@@ -146,32 +146,39 @@ class RolloutEngine:
         return self._work.take_stats()
 
     def generate(
-        self, requests: Sequence[Request], on_group: OnGroup | None = None, on_poll: OnPoll | None = None
+        self,
+        requests: Sequence[Request],
+        on_group: OnGroup | None = None,
+        on_poll: OnPoll = lambda: None,
+        enough: Enough | None = None,
     ) -> tuple[list[list[Completion]], RolloutStats]:
         """The completions of each request, in the requests' order, and what they took.
 
         Args:
-            requests: any number; they share the slots. Nothing else may be in flight.
+            requests: any number, and nothing else in flight; they share the slots.
             on_group: called with a request's index and its completions as soon as all of them have ended.
             on_poll: called before every look; what it raises ends the generation, and its requests are forgotten.
+            enough: whether to return before all are complete, asked before every look with whether each is.
 
         Raises ValueError for a request that the engine's shapes do not hold, RuntimeError where nothing was loaded.
         """
         assert not self._work.drafts, "generate answers its own requests alone"
         self.stats()
         try:
-            answers = _Answers(self, requests)
-            while not all(answers.completed):
-                if on_poll is not None:
-                    on_poll()
+            answers = _Answers(self, requests, on_group)
+            while not (enough or all)([not missing for missing in answers.missing]):
+                on_poll()
                 self.step()
-                for index in answers.take(self.poll()):
-                    if on_group is not None:
-                        on_group(index, answers.completed[index])
-            return answers.completed, self.stats()
+                answers.take(self.poll())
+            return answers.leave(), self.stats()
         except BaseException:
             self._work.clear()
             raise
+
+
+def _finished(work: Work) -> list[Finished]:
+    found, work.finished = work.finished, []
+    return found
 
 
 def _check(engine: RolloutEngine, ledger: Sequence[int], sampling: SamplingParams, room: int, rule: str) -> None:
@@ -185,21 +192,38 @@ def _check(engine: RolloutEngine, ledger: Sequence[int], sampling: SamplingParam
 class _Answers:
     """The completions of some requests, as they come."""
 
-    def __init__(self, engine: RolloutEngine, requests: Sequence[Request]) -> None:
-        self.requests, self.numbers = requests, dict[int, int]()
+    def __init__(self, engine: RolloutEngine, requests: Sequence[Request], on_group: OnGroup | None) -> None:
+        self.engine, self.on_group = engine, on_group
+        self.requests: dict[int, int] = {}  # by number
+        self.missing: list[set[int]] = [set(request.unfinished) for request in requests]
+        self.made: list[dict[int, Completion]] = [dict(enumerate(request.begun)) for request in requests]
         for index, request in enumerate(requests):
+            if request.begun and not self.missing[index]:
+                continue
             try:
-                self.numbers[engine.submit(request)] = index
+                self.requests[engine.submit(request)] = index
             except ValueError as error:
                 raise ValueError(f"request {index}: {error}") from None
-        self.made: list[dict[int, Completion]] = [{} for _ in requests]
-        self.completed: list[list[Completion]] = [[] for _ in requests]
 
-    def take(self, finished: Sequence[Finished]) -> Iterator[int]:
-        """Keep what has ended; the indices of the requests that have all their completions with it."""
+    def leave(self) -> list[list[Completion]]:
+        """All completions of each request; what has not ended is taken out of the engine."""
+        work = self.engine._work
+        if any(self.missing):
+            work.read()  # what the last call has drawn is of these weights
+            self.take(self.engine.poll())
+        for number, index in self.requests.items():
+            for completion in self.missing[index]:
+                self.made[index][completion] = work.withdraw(Key(number, completion))
+        return [self._in_order(index) for index in range(len(self.made))]
+
+    def take(self, finished: Sequence[Finished]) -> None:
+        """Keep what has ended."""
         for key, completion in finished:
-            index = self.numbers[key.request]
+            index = self.requests[key.request]
             self.made[index][key.completion] = completion
-            if len(self.made[index]) == self.requests[index].completions:
-                self.completed[index] = [completion for _, completion in sorted(self.made[index].items())]
-                yield index
+            self.missing[index].remove(key.completion)
+            if not self.missing[index] and self.on_group is not None:
+                self.on_group(index, self._in_order(index))
+
+    def _in_order(self, index: int) -> list[Completion]:
+        return [completion for _, completion in sorted(self.made[index].items())]

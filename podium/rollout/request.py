@@ -26,6 +26,25 @@ class SamplingParams:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One answer of the model."""
+
+    tokens: np.ndarray
+    """[n] int32, the end-of-sequence token included; n >= 1 once it has ended."""
+    sampled_logprobs: np.ndarray
+    """[n] float32, of each token under the distribution it was drawn from."""
+    full_logprobs: np.ndarray
+    """[n] float32, of each token under the softmax at the request's temperature (1 where it is greedy), before top-k,
+    top-p and min-p: what a trainer's log-probabilities are compared with. Equal to `sampled_logprobs` without those."""
+    versions: np.ndarray
+    """[n] int32, of the weights that each token was drawn with, as `RolloutEngine.load` was told."""
+    text: str
+    """Without special tokens; empty where it has not ended."""
+    finish_reason: FinishReason | None
+    """None: it has not ended."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
     """A prompt to be completed `completions` times; it is prefilled once."""
 
@@ -37,22 +56,21 @@ class Request:
     completions: int = 1
     keep: bool = False
     """Park each completion when it ends: `RolloutEngine.extend` goes on with it, `RolloutEngine.cancel` lets it go."""
+    begun: tuple[Completion, ...] = ()
+    """What there is of each completion: one without a finish reason is gone on with behind its last token, the others
+    stay as they are. Empty: all begin behind the prompt."""
 
+    @property
+    def unfinished(self) -> dict[int, Completion | None]:
+        """The completions that are to be made, by index, with what there is of them.
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Completion:
-    """One answer of the model."""
-
-    tokens: np.ndarray
-    """[n] int32, the end-of-sequence token included; n >= 1."""
-    sampled_logprobs: np.ndarray
-    """[n] float32, of each token under the distribution it was drawn from."""
-    full_logprobs: np.ndarray
-    """[n] float32, of each token under the softmax at the request's temperature (1 where it is greedy), before top-k,
-    top-p and min-p: what a trainer's log-probabilities are compared with. Equal to `sampled_logprobs` without those."""
-    text: str
-    """Without special tokens."""
-    finish_reason: FinishReason
+        Raises ValueError where only some have begun.
+        """
+        if not self.begun:
+            return dict.fromkeys(range(self.completions))
+        if len(self.begun) != self.completions:
+            raise ValueError(f"{len(self.begun)} of {self.completions} completions have begun; give all, or none")
+        return {index: each for index, each in enumerate(self.begun) if each.finish_reason is None}
 
 
 class Key(NamedTuple):
@@ -78,6 +96,7 @@ class RolloutStats:
     prompt_tokens: int = 0
     """Of the prompts, one copy per group."""
     completion_tokens: int = 0
+    """Drawn in these calls, also of completions that have not ended."""
     prefill_tokens: int = 0
     """Tokens that went through prefill calls: those of the prompts, turns, and what had to be made again."""
     rebuilt_tokens: int = 0
@@ -106,6 +125,10 @@ class RolloutStats:
     dropped_prompts: int = 0
     """Longer than `rollout.max_prompt_tokens`, replaced by the next ones."""
     refill_rounds: int = 0
+    in_flight: int = 0
+    """Prompts whose completions go on in the next step, or wait for it."""
+    waited_s: float = 0.0
+    """Decoding on after enough prompts were complete, for one that may not become older."""
 
     @property
     def slot_utilisation(self) -> float:
@@ -125,7 +148,7 @@ class RolloutStats:
     def then(self, later: "RolloutStats") -> "RolloutStats":
         """Both calls, one after the other on the same slots."""
         total = {each.name: getattr(self, each.name) + getattr(later, each.name) for each in dataclasses.fields(self)}
-        most = {name: max(getattr(self, name), getattr(later, name)) for name in ("slots", "pages_peak")}
+        most = {name: max(getattr(self, name), getattr(later, name)) for name in ("slots", "pages_peak", "in_flight")}
         return RolloutStats(**{**total, **most})
 
     def beside(self, other: "RolloutStats") -> "RolloutStats":
@@ -134,6 +157,10 @@ class RolloutStats:
         A host that had nothing to do (no slots) leaves the other's unchanged.
         """
         total = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in dataclasses.fields(self)}
-        for name in ("decode_steps", "compilations", "prefill_s", "decode_s", "generate_s", "reward_s", "answer_s"):
+        for name in _TOGETHER:
             total[name] = max(getattr(self, name), getattr(other, name))
         return RolloutStats(**total)
+
+
+_TOGETHER = ("decode_steps", "compilations", "prefill_s", "decode_s", "generate_s", "reward_s", "answer_s", "waited_s")
+"""What hosts have as one, when they work beside each other."""

@@ -9,7 +9,7 @@ When pages run out, prompts that nobody uses go first, then what is parked, then
 waits again, at the head of the queue, and its tokens are prefilled when it comes back. Nothing is lost.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from podium.rollout import prefill
 from podium.rollout.lanes import Counts, Group, Lane, Lanes, Look, Row, Shared
@@ -93,13 +93,17 @@ class Scheduler:
 
     # What users of the engine ask for.
 
-    def submit(self, group: int, *, prompt: int, completions: int, limit: int) -> list[Lane]:
+    def submit(
+        self, group: int, *, prompt: int, completions: int, limit: int, begun: Mapping[int, int] | None = None
+    ) -> list[Lane]:
         """Queue the sequences of a group, of `prompt` tokens now and at most `limit`.
 
+        `begun` are those to be made, by index, with the tokens of each behind the prompt; unset: all `completions`.
         Raises ValueError where not even one would fit in a shard's pages.
         """
         self.pages.check(limit)
-        lanes = [Lane(group=group, index=index, length=prompt, limit=limit) for index in range(completions)]
+        made = dict.fromkeys(range(completions), 0) if begun is None else begun
+        lanes = [_lane(group, index, prompt, own, limit) for index, own in made.items()]
         self.lanes.groups[group] = Group(prompt=prompt, lanes={lane.index: lane for lane in lanes})
         self.lanes.waiting.extend(lanes)
         return lanes
@@ -207,6 +211,11 @@ class Scheduler:
 
     def _fitting(self) -> int:
         return self.seats.fitting(-(-(len(self.lanes.running) + len(self.lanes.waiting)) // self.shards))
+
+
+def _lane(group: int, index: int, prompt: int, own: int, limit: int) -> Lane:
+    """A sequence of a prompt and so many tokens of its own, all of which but the last had been in a cache."""
+    return Lane(group=group, index=index, length=prompt + own, limit=limit, lost=prompt + own - 1 if own else 0)
 
 
 def _admit(lanes: Lanes, pages: Pages, seats: Seats) -> None:

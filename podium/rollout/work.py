@@ -12,7 +12,7 @@ from podium.rollout.device import Device
 from podium.rollout.draft import Draft, TextDecoder
 from podium.rollout.lanes import Fill, Lane, Row
 from podium.rollout.programs import Drawn
-from podium.rollout.request import Finished, Key, Request, RolloutStats, SamplingParams
+from podium.rollout.request import Completion, Finished, Key, Request, RolloutStats, SamplingParams
 from podium.rollout.scheduler import Scheduler
 
 
@@ -85,19 +85,30 @@ class Work:
         self.drafts: dict[Key, Draft] = {}
         self.finished: list[Finished] = []
         self.submitted = 0
+        self.version = 0
+        """Of the weights."""
         self.stats = RolloutStats(slots=config.slots)
         self.call: Call | None = None
 
     def submit(self, request: Request) -> int:
-        """Queue a request's completions; its number."""
-        prompt, number = request.prompt, self.submitted
-        limit = len(prompt) + request.sampling.max_new_tokens
-        lanes = self.scheduler.submit(number, prompt=len(prompt), completions=request.completions, limit=limit)
+        """Queue a request's completions that have not ended; its number."""
+        prompt, number, unfinished = request.prompt, self.submitted, request.unfinished
+        sizes = {"completions": request.completions, "limit": len(prompt) + request.sampling.max_new_tokens}
+        begun = {index: 0 if made is None else len(made.tokens) for index, made in unfinished.items()}
+        lanes = self.scheduler.submit(number, prompt=len(prompt), begun=begun, **sizes)
         self.submitted += 1
         for lane in lanes:
             self.open(lane, prompt, request.sampling, seed=request.seed, keep=request.keep)
-        self.count(prompt_tokens=len(prompt))
+            if (made := unfinished[lane.index]) is not None:
+                self.drafts[Key(number, lane.index)].go_on(made)
+        self.count(prompt_tokens=0 if request.begun else len(prompt))
         return number
+
+    def withdraw(self, key: Key) -> Completion:
+        """Forget a completion that has not ended; what there is of it."""
+        completion = self._completion(known(self.drafts, key))
+        self.cancel(key)
+        return completion
 
     def extend(self, key: Key, ledger: Sequence[int], sampling: SamplingParams, *, seed: int, keep: bool) -> None:
         """Queue the next turn of a parked completion, whose tokens are `ledger` by now."""
@@ -160,7 +171,7 @@ class Work:
             self.device.resize(self.scheduler.size)
         look = self.scheduler.plan(self.config.refill_steps)
         for extend in look.extends:
-            self.device.extend(extend, [self._tokens(fill) for fill in extend.fills])
+            self.device.extend(extend, [_tokens(self, fill) for fill in extend.fills])
         if look.copies:
             self.device.copy(look.copies)
         return {row.row: row for row in look.rows}
@@ -180,11 +191,6 @@ class Work:
         call, self.call = self.call, None
         self._take(call)
 
-    def _tokens(self, fill: Fill) -> list[int]:
-        """The tokens of a prefill row; those of a prompt are any of its completions'."""
-        index = fill.owner.index if isinstance(fill.owner, Lane) else self.scheduler.member(fill.owner)
-        return self.drafts[Key(fill.owner.group, index)].ledger[fill.start : fill.start + fill.count]
-
     def _take(self, call: Call | None) -> None:
         """Add what a call drew to the drafts, and let those go that have ended."""
         if call is None:
@@ -196,25 +202,35 @@ class Work:
             if draft.lane.stay != stay or draft.lane.state != "running":
                 continue  # it was parked, cancelled or preempted since
             if not finite:
-                self._fail(draft)
-            taken = draft.take(tokens, logprobs, full, self.tokenizer) if tokens else 0
+                _fail(self, draft)
+            taken = draft.take(tokens, logprobs, full, self.tokenizer, version=self.version) if tokens else 0
             self.scheduler.advance(draft.lane, tokens=taken, most=self.config.refill_steps + first)
             if draft.finish_reason is not None:
                 self._finish(draft)
 
     def _finish(self, draft: Draft) -> None:
-        completion = draft.completion(self.tokenizer)
-        self.count(completion_tokens=len(completion.tokens))
-        self.finished.append(Finished(draft.key, completion))
+        self.finished.append(Finished(draft.key, self._completion(draft)))
         if draft.keep:
             self.scheduler.park(draft.lane)
         else:
             self.cancel(draft.key)
 
-    def _fail(self, draft: Draft) -> NoReturn:
-        """Raise what is wrong with the model; keys and values that are no numbers go with the rest of the cache."""
-        self.cancel(draft.key)
-        self.call = None
-        self.scheduler.restart()
-        self.device.forget()
-        raise NonFiniteError(self.device.nonfinite(draft))
+    def _completion(self, draft: Draft) -> Completion:
+        completion = draft.completion(self.tokenizer)
+        self.count(completion_tokens=len(completion.tokens) - draft.before)
+        return completion
+
+
+def _tokens(work: Work, fill: Fill) -> list[int]:
+    """The tokens of a prefill row; those of a prompt are any of its completions'."""
+    index = fill.owner.index if isinstance(fill.owner, Lane) else work.scheduler.member(fill.owner)
+    return work.drafts[Key(fill.owner.group, index)].ledger[fill.start : fill.start + fill.count]
+
+
+def _fail(work: Work, draft: Draft) -> NoReturn:
+    """Raise what is wrong with the model; keys and values that are no numbers go with the rest of the cache."""
+    work.cancel(draft.key)
+    work.call = None
+    work.scheduler.restart()
+    work.device.forget()
+    raise NonFiniteError(work.device.nonfinite(draft))

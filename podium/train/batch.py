@@ -34,6 +34,7 @@ class Batch:
     sampled_logprobs: jax.Array  # [K, B, T] float32, by the policy that wrote the tokens, before any truncation
     old_logprobs: jax.Array | None  # [K, B, T] float32, by the trainer before the first update
     reference_logprobs: jax.Array | None  # [K, B, T] float32, by the frozen model that anchors the KL
+    ages: jax.Array | None  # [K, B, T] int32, of the tokens, in steps; where completions are carried over
     num_micro_batches: jax.Array  # [] int32, how many of K hold anything
     num_tokens: jax.Array  # [] float32, sum of mask
 
@@ -51,6 +52,8 @@ class BatchSizes:
     packing: Packing
     max_new_tokens: int
     """The longest that a completion may be: the denominator of `mean: constant`."""
+    ages: bool = False
+    """Whether batches say how old tokens are."""
     devices: int = 1
     """That share the rows of a micro-batch; for one alone rows are not balanced."""
     pair_cost: float = 0.0
@@ -74,6 +77,7 @@ def batch_sizes(config: Config, decoder: DecoderConfig, rules: ShardingRules) ->
         max_rows=batch_sequences(config),
         packing=config.train.packing,
         max_new_tokens=config.rollout.max_new_tokens,
+        ages=config.rollout.in_flight > 1,
         devices=rules.num_shards("batch"),
         pair_cost=pair_flops(decoder) / (2 * matrix_elements(decoder)),
     )
@@ -91,7 +95,8 @@ def make_batch(samples: Sequence[Sample], sizes: BatchSizes) -> tuple[Batch, lis
     else:
         packed = balanced_rows(samples, row_tokens=T, packing=sizes.packing, rows=rows, pair_cost=sizes.pair_cost)
     shape = (-(-sizes.max_rows // rows) * rows, T)
-    arrays = {name: np.zeros(shape, dtype) for name, dtype in _ARRAYS.items()}
+    dtypes = _ARRAYS | ({"ages": np.int32} if sizes.ages else {})
+    arrays = {name: np.zeros(shape, dtype) for name, dtype in dtypes.items()}
     spans: dict[int, TokenSpan] = {}
     for row, row_chunks in enumerate(packed):
         start, segment = 0, 1
@@ -100,7 +105,7 @@ def make_batch(samples: Sequence[Sample], sizes: BatchSizes) -> tuple[Batch, lis
                 spans[index] = TokenSpan(row, *span)
             start += chunk_tokens(chunk, samples)
             segment = int(arrays["segments"][row].max()) + 1
-    fields: dict[str, Any] = {name: x.reshape(-1, rows, T) for name, x in arrays.items()}
+    fields: dict[str, Any] = {"ages": None} | {name: x.reshape(-1, rows, T) for name, x in arrays.items()}
     fields["num_micro_batches"] = np.int32(-(-len(packed) // rows))
     fields["num_tokens"] = np.float32(arrays["mask"].sum())
     batch = Batch(**fields, old_logprobs=None, reference_logprobs=None)
@@ -142,5 +147,7 @@ def _write(
         row["weights"][span] = sample.weight
         row["advantages"][span] = sample.advantage
         row["sampled_logprobs"][span] = sample.sampled_logprobs
+        if "ages" in row:
+            row["ages"][span] = sample.ages
         yield (start, length), index
         start += length

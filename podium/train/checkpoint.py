@@ -2,7 +2,7 @@
 
     RUN/checkpoints/20/params/       the model, alone, so that evaluation and export read nothing else
     RUN/checkpoints/20/optimizer/    the optimizer's state and the step
-    RUN/checkpoints/20/host/         what the loop wants back, as JSON
+    RUN/checkpoints/20/host/         what the loop wants back, completions in flight included, as JSON
     RUN/checkpoints/20/sizes.json    bytes of every file, beside their digests (podium.train.step_files), written last
 
 A step is written to a temporary folder and renamed when complete (orbax); a kill leaves only such a folder, and the
@@ -33,6 +33,7 @@ from podium.config.schema import CheckpointConfig
 from podium.files import absolute, in_bucket
 from podium.observe.summary import versions
 from podium.sharding import Params
+from podium.train.carry import Position
 from podium.train.distributed import from_leader
 from podium.train.s3 import take_s3_for_a_bucket
 from podium.train.state import TrainState
@@ -110,20 +111,21 @@ class Checkpointer:
             ) from error
 
     def maybe_save(
-        self, step: int, state: TrainState, cursor: int, *, score: float | None, last: bool, due: bool = False
+        self, step: int, state: TrainState, position: Position, *, score: float | None, last: bool, due: bool = False
     ) -> float | None:
         """Save a step where the config says so, the last one, and one that is `due`; the seconds that this took.
 
         None without a save. All hosts of a run must agree on what is due.
-        The cursor is the feed's: prompts drawn so far. The score is for `keep_best`; None: the step was not evaluated.
-        Nothing comes after the `last`: it is whole on disk when this returns.
+        `position` is where the run stands in its prompts. The score is for `keep_best`; None: the step was not
+        evaluated. Nothing comes after the `last`: it is whole on disk when this returns.
         """
         every, best = self._config.every_steps, self._config.keep_best and score is not None
         if not (last or best or due or (every and step % every == 0)):
             return None
         self._on_save()
         start = time.perf_counter()
-        self.save(step, state, {"cursor": cursor, "versions": versions(), "base": self.base}, score=score, wait=last)
+        host_state = position.record() | {"versions": versions(), "base": self.base}
+        self.save(step, state, host_state, score=score, wait=last)
         return time.perf_counter() - start
 
     def save(

@@ -33,6 +33,7 @@ def demonstrate(
             tokens=cut,
             sampled_logprobs=nothing,
             full_logprobs=nothing,
+            versions=np.zeros(len(cut), np.int32),
             text=text,
             finish_reason="stop" if len(cut) == len(tokens) else "length",
         )

@@ -15,6 +15,8 @@ class EncodedPrompt:
     prompt: TaskPrompt
     tokens: tuple[int, ...]
     seed: int
+    number: int = 0
+    """Its place in the order of the run's prompts; of an evaluation's question 0."""
     skipped: int = 0
     """Prompts before it that were too long."""
 
@@ -46,9 +48,9 @@ class Feed:
         too_long: set[tuple[int, str]] = set()  # task and id of what was skipped
         skipped = 0
         while len(prompts) < count:
-            seed = request_seed(self.config.seed, "train", self.cursor)
+            number = self.cursor
             (prompt,) = self.tasks.next(1)
-            encoded = self.encode(prompt, seed)
+            encoded = self._encode(prompt, number)
             if encoded is not None:
                 prompts.append(dataclasses.replace(encoded, skipped=skipped))
                 skipped = 0
@@ -59,6 +61,16 @@ class Feed:
                 limit = self.config.rollout.max_prompt_tokens
                 raise ValueError(f"no prompt fits in rollout.max_prompt_tokens {limit}; raise it")
         return prompts
+
+    def at(self, number: int) -> EncodedPrompt:
+        """The prompt that has this place in the run's order, and fits."""
+        encoded = self._encode(self.tasks.prompt_at(number), number)
+        assert encoded is not None, "a prompt that was drawn fits"
+        return encoded
+
+    def _encode(self, prompt: TaskPrompt, number: int) -> EncodedPrompt | None:
+        encoded = self.encode(prompt, request_seed(self.config.seed, "train", number))
+        return None if encoded is None else dataclasses.replace(encoded, number=number)
 
     def encode(self, prompt: TaskPrompt, seed: int) -> EncodedPrompt | None:
         """The prompt as the model reads it; None if it is too long and such prompts are dropped."""

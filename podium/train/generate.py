@@ -1,11 +1,15 @@
 """From prompts to graded completions: the half of a step that training and evaluation share."""
 
+import contextlib
 import dataclasses
 import functools
+import math
+import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -14,7 +18,7 @@ from podium.accelerators import auto_dtype, cpu_flags, recognise
 from podium.algorithms.advantages import equal_reward_groups
 from podium.algorithms.recipes import make_recipe
 from podium.config.schema import Config, Dtype, RolloutConfig
-from podium.config.sizes import check_split
+from podium.config.sizes import check_split, prompts_in_flight
 from podium.job.context import alone
 from podium.job.watchdog import Watchdog
 from podium.models.architecture import DecoderConfig
@@ -27,9 +31,13 @@ from podium.sharding import Params, ShardingRules
 from podium.tasks.grading import Grader, Grading
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import Graded, Reward
+from podium.train.carry import Pending, Position, chosen
 from podium.train.distributed import AgreedStop, Interrupted, gather, host_mesh, make_localize, share
 from podium.train.feed import EncodedPrompt, Feed
 from podium.train.signals import StopSignal
+
+LOOKS_APART = 4
+"""Looks of the engine after which several hosts ask each other whether there is enough for a step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +49,8 @@ class Group:
     """The prompt as the model read it."""
     completions: list[Completion]
     rewards: list[Reward]
+    version: int = 0
+    """Of the weights that the step began with: its tokens are as much older as their own is less."""
 
     @property
     def totals(self) -> np.ndarray:
@@ -62,6 +72,8 @@ class AnswerSettings:
     """For each prompt."""
     max_refills: int = 0
     """How often prompts whose group has equal rewards are replaced by the next ones of the run."""
+    in_flight: int = 0
+    """Prompts that are answered at once, at least those that are asked for: the others go on in the next step."""
 
 
 class _HostPart(NamedTuple):
@@ -99,7 +111,9 @@ class Rollouts:
             sampling=sampling_params(config),
             completions=config.group_size,
             max_refills=recipe.max_refills if recipe.zero_variance == "refill" else 0,
+            in_flight=prompts_in_flight(config),
         )
+        self._pending, self._version = tuple[Pending, ...](), 0
         dtype = as_dtype(config.rollout.dtype, mesh)
         local = host_mesh(mesh)
         self.layout = rollout_layout(config, decoder, mesh)
@@ -112,15 +126,26 @@ class Rollouts:
         self._on_progress = on_progress
         self.grader = Grader(config.tasks, config.grading, max_new_tokens=config.rollout.max_new_tokens)
 
-    def load(self, params: Params, frozen: Params | None = None) -> float:
+    @property
+    def position(self) -> Position:
+        """Where the run stands in its prompts, to be saved with it and set when it goes on."""
+        return Position(cursor=self.feed.cursor, pending=self._pending)
+
+    @position.setter
+    def position(self, position: Position) -> None:
+        self.feed.cursor, self._pending = position.cursor, position.pending
+
+    def load(self, params: Params, frozen: Params | None = None, *, version: int = 0) -> float:
         """Complete with these weights from now on; the seconds that it took to bring them here.
 
-        `frozen` are those that no update changes, if there are any: given once, they stay.
+        `frozen` are those that no update changes, if there are any: given once, they stay. `version` is the number of
+        steps that made the weights.
         """
         start = time.perf_counter()
         if frozen:
             self.engine.device.freeze(self._localize(frozen))
-        self.engine.load(self._localize(params))
+        self._version = version
+        self.engine.load(self._localize(params), version)
         return time.perf_counter() - start
 
     def unload(self) -> None:
@@ -132,46 +157,50 @@ class Rollouts:
     ) -> tuple[list[Group], RolloutStats]:
         """Complete and grade prompts; each host does its share of them and gets those of the others from them.
 
-        Without `settings` as in training, with the refills of the recipe.
+        Without `settings` as in training: with the refills of the recipe, and what `rollout.in_flight` lets go on into
+        the next step. Then a group is of any prompt whose completions are complete, the oldest first.
 
         Returns:
-            A group for each prompt, in their order; with refills first the groups that teach something, then those of
+            As many groups as prompts, in their order; with refills first the groups that teach something, then those of
             equal rewards, the replaced ones included. And what all of it took.
 
         Raises:
             Interrupted: the run is to stop now; on all hosts.
         """
-        settings, start = settings or self.training, time.perf_counter()
+        carries, settings, start = settings is None, settings or self.training, time.perf_counter()
+        pending = [*(self._pending if carries else ()), *(Pending(prompt=prompt) for prompt in prompts)]
         groups: list[Group] = []
-        stats, wanted = RolloutStats(), len(prompts)
+        stats, wanted = RolloutStats(dropped_prompts=sum(prompt.skipped for prompt in prompts)), len(prompts)
+        missing = wanted
         while True:
-            own = prompts[share(len(prompts))]
-            requests = [
-                Request(prompt=p.tokens, sampling=settings.sampling, seed=p.seed, completions=settings.completions)
-                for p in own
-            ]
+            useful = wanted - missing
+            more = self.feed.next(max(0, max(missing, settings.in_flight - useful) - len(pending)))
+            pending += [Pending(prompt=prompt) for prompt in more]
+            choice, own = _Choice(self, pending, missing, wanted), pending[share(len(pending))]
+            requests = [_request(each, settings) for each in own]
             grades = _Grades(self.grader, own, functools.partial(self._on_progress, len(own) * settings.completions))
             try:
                 # a group is graded while others are still decoded
-                made = self.engine.generate(requests, grades.submit, self._poll) if own else ([], RolloutStats())
+                on_poll, enough = (self._watchdog.beat, choice.enough) if choice.asks else (self._poll, None)
+                idle = not (own or choice.asks)
+                made = ([], RolloutStats()) if idle else self.engine.generate(requests, grades.submit, on_poll, enough)
                 part = grades.wait_for(*made)
             except Interrupted:
                 part = None
             answers, rolled = self._gather(part)
-            stats = stats.then(rolled)
-            groups += [
-                Group(prompt=each.prompt, tokens=each.tokens, completions=completions, rewards=rewards)
-                for each, (completions, rewards) in zip(prompts, answers, strict=True)
-            ]
-            stats = dataclasses.replace(stats, dropped_prompts=stats.dropped_prompts + sum(p.skipped for p in prompts))
+            taken, pending = choice.split(pending, answers)
+            groups += taken
+            rolled = dataclasses.replace(rolled, waited_s=choice.waited_s)
+            stats = stats.then(rolled).then(RolloutStats(dropped_prompts=sum(prompt.skipped for prompt in more)))
             missing = wanted - sum(not group.equal_rewards for group in groups)
             if stats.refill_rounds == settings.max_refills or not missing:
                 break
-            prompts = self.feed.next(missing)
             stats = dataclasses.replace(stats, refill_rounds=stats.refill_rounds + 1)
+        if carries:
+            self._pending = tuple(pending)
         if settings.max_refills:
             groups.sort(key=lambda group: group.equal_rewards)
-        return groups, dataclasses.replace(stats, answer_s=time.perf_counter() - start)
+        return groups, dataclasses.replace(stats, in_flight=len(pending), answer_s=time.perf_counter() - start)
 
     def close(self) -> None:
         """Stop the graders and give the engine's memory back."""
@@ -194,19 +223,78 @@ class Rollouts:
         return [answer for part in parts for answer in part.answers], stats
 
 
+class _Choice:
+    """Which of the pending prompts make a step, asked while they are decoded."""
+
+    def __init__(self, rollouts: Rollouts, pending: Sequence[Pending], count: int, per_step: int) -> None:
+        self._stop, self._watchdog, self._version = rollouts._stop, rollouts._watchdog, rollouts._version
+        self._first = [each.first_version for each in pending]
+        self._sizes = {"per_step": per_step, "max_staleness": rollouts.config.rollout.max_staleness}
+        self._count, self._looks, self._since = count, 0, math.inf
+        self.asks = len(pending) > count  # else all of them are waited for
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since there were as many complete ones as are taken."""
+        return max(0.0, time.perf_counter() - self._since)
+
+    def split(
+        self, pending: Sequence[Pending], answers: Sequence[tuple[list[Completion], list[Reward]]]
+    ) -> tuple[list[Group], list[Pending]]:
+        """The groups of the step, and the prompts that are left, with what there is of each; there is enough."""
+        now = [
+            dataclasses.replace(each, completions=tuple(completions), rewards=tuple(rewards))
+            for each, (completions, rewards) in zip(pending, answers, strict=True)
+        ]
+        taken = self.of([bool(each.rewards) for each in now])
+        assert taken is not None, "there was enough"
+        groups = [
+            Group(
+                prompt=each.prompt.prompt,
+                tokens=each.prompt.tokens,
+                completions=list(each.completions),
+                rewards=list(each.rewards),
+                version=self._version,
+            )
+            for each in (now[index] for index in taken)
+        ]
+        return groups, [each for index, each in enumerate(now) if index not in set(taken)]
+
+    def of(self, complete: Sequence[bool]) -> list[int] | None:
+        """The prompts to take, of all hosts'; None: decoding must go on."""
+        return chosen(self._first, complete, self._count, version=self._version, **self._sizes)
+
+    def enough(self, own: Sequence[bool]) -> bool:
+        """Whether this host's prompts that are complete, with those of the others, suffice; all hosts ask as often.
+
+        Raises Interrupted on all of them where one is to stop.
+        """
+        self._looks += 1
+        if jax.process_count() > 1 and self._looks % LOOKS_APART:
+            return False
+        with contextlib.suppress(Interrupted):
+            self._stop.poll()  # what came to another process
+        with self._watchdog.waiting():
+            hosts = gather((list(own), self._stop.asked()))
+        if any(asked == signal.SIGTERM for _, asked in hosts):
+            raise Interrupted
+        complete = [each for flags, _ in hosts for each in flags]
+        if sum(complete) >= self._count:
+            self._since = min(self._since, time.perf_counter())
+        return self.of(complete) is not None
+
+
 class _Grades:
     """The gradings of a host's prompts, begun group by group while the engine goes on."""
 
-    def __init__(
-        self, grader: Grader, prompts: Sequence[EncodedPrompt], on_progress: Callable[[int, int], None]
-    ) -> None:
-        self._grader, self._prompts, self._on_progress = grader, prompts, on_progress
+    def __init__(self, grader: Grader, pending: Sequence[Pending], on_progress: Callable[[int, int], None]) -> None:
+        self._grader, self._pending, self._on_progress = grader, pending, on_progress
         self._gradings: dict[int, Grading] = {}
         self._done = self._tokens = 0
 
     def submit(self, index: int, completions: list[Completion]) -> None:
         """Begin to grade the completions of a prompt."""
-        prompt = self._prompts[index].prompt
+        prompt = self._pending[index].prompt.prompt
         graded = [(prompt, Graded(text=each.text, num_tokens=len(each.tokens))) for each in completions]
         self._gradings[index] = self._grader.submit(graded)
         self._done += len(completions)
@@ -214,10 +302,19 @@ class _Grades:
         self._on_progress(self._done, self._tokens)
 
     def wait_for(self, completed: list[list[Completion]], stats: RolloutStats) -> _HostPart:
-        """All completions with their rewards, and the stats with the seconds of waiting for these."""
+        """All completions, the rewards of those groups that are complete, and the stats with the wait for these."""
         start = time.perf_counter()
-        answers = [(completions, self._gradings[index].result()) for index, completions in enumerate(completed)]
+        known = [list(each.rewards) for each in self._pending]
+        rewards = {index: grading.result() for index, grading in self._gradings.items()}
+        answers = [(completions, rewards.get(index, known[index])) for index, completions in enumerate(completed)]
         return _HostPart(answers, dataclasses.replace(stats, reward_s=time.perf_counter() - start))
+
+
+def _request(pending: Pending, settings: AnswerSettings) -> Request:
+    """What the engine is asked of a prompt."""
+    prompt = pending.prompt
+    how = {"sampling": settings.sampling, "completions": settings.completions}
+    return Request(prompt=prompt.tokens, seed=prompt.seed, begun=pending.completions, **how)
 
 
 def rollout_layout(config: Config, decoder: DecoderConfig, mesh: Mesh) -> Layout:

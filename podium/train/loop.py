@@ -63,7 +63,7 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
         CheckpointError: a checkpoint cannot be written.
     """
     config, feed, rollouts, trainer = run.config, run.rollouts.feed, run.rollouts, run.trainer
-    first, cursor, checkpoint_s = done, feed.cursor, None
+    first, position, checkpoint_s = done, rollouts.position, None
     try:
         evaluate_at_start(run, done)
         for step in range(done, config.steps):
@@ -76,23 +76,23 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
             rollouts.unload()  # these weights are done with: the update has their memory
             batches, batched = make_batches(groups, trainer.recipe, trainer.sizes, trainer.reward_kl(groups))
             state, updated = trainer.update(state, batches, step)
-            done, cursor = step + 1, feed.cursor
+            done, position = step + 1, rollouts.position
             evaluates = evaluation_due(config, done)
-            sync_s = rollouts.load(state.params) if evaluates or run.samples else 0.0
+            sync_s = rollouts.load(state.params, version=done) if evaluates or run.samples else 0.0
             run.recorder.write(done, groups, rolled, batched, updated, sync_s)
             run.profiler.end(done)
             score = evaluate_now(run, done) if evaluates else None
             stopping = run.stop.requested is not None
             last = stopping or done == config.steps
             due = run.save_timer.due()
-            checkpoint_s = run.checkpointer.maybe_save(done, state, cursor, score=score, last=last, due=due)
+            checkpoint_s = run.checkpointer.maybe_save(done, state, position, score=score, last=last, due=due)
             if checkpoint_s is not None:
                 run.save_timer.restart()
             if stopping:
                 break
     except Interrupted:  # in a rollout: the step before it is done; in an evaluation, the run goes on with that
         if done > first:
-            run.checkpointer.maybe_save(done, state, cursor, score=None, last=True)
+            run.checkpointer.maybe_save(done, state, position, score=None, last=True)
     return done
 
 

@@ -28,6 +28,7 @@ class Sample:
     prompt: tuple[int, ...]
     tokens: np.ndarray  # [n] int32
     sampled_logprobs: np.ndarray  # [n] float32
+    ages: np.ndarray | None = None  # [n] int32, steps that trained the weights since they drew the token
     advantage: float = 0.0
     weight: float = 0.0
     """What each of its token losses counts in the batch's loss: the denominator, already divided by."""

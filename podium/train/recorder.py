@@ -25,7 +25,7 @@ from podium.observe.progress import Progress, ShownCompletion
 from podium.observe.records import lengths_record, sample_record, sampled_groups
 from podium.observe.report.findings import MOSTLY_CUT, SOLVED
 from podium.observe.run_dir import LENGTHS, SAMPLES, RunDir
-from podium.observe.stats import BatchStats, CompletionStats, StepStats, UpdateStats
+from podium.observe.stats import BatchStats, CarryStats, CompletionStats, StepStats, UpdateStats
 from podium.observe.writers import MetricWriter
 from podium.rollout.request import RolloutStats
 from podium.train.distributed import gather, local_memory
@@ -108,6 +108,7 @@ class Recorder:
             sync_s=sync_s,
             checkpoint_s=self._checkpoint_s,
             mean_step_s=float(np.mean(self._step_seconds)) if averaged else None,
+            carried=carry_stats(groups) if self.config.rollout.in_flight > 1 else None,
             memory=device_memory(),
         )
         metrics = step_metrics(stats)
@@ -206,6 +207,20 @@ def completion_stats(groups: Sequence[Group]) -> CompletionStats:
         truncated=sum(completion.finish_reason == "length" for completion in completions),
         timeouts=sum(reward.timed_out for reward in rewards),
         entropy=-float(np.mean(np.concatenate([each.sampled_logprobs for each in completions]), dtype=np.float64)),
+    )
+
+
+def carry_stats(groups: Sequence[Group]) -> CarryStats:
+    """How old a step's completions are."""
+    versions = [[completion.versions for completion in group.completions] for group in groups]
+    ages = [group.version - np.concatenate(own) for group, own in zip(groups, versions, strict=True)]
+    staleness = np.array([np.max(own) for own in ages])
+    totals = np.array([np.mean(group.totals) for group in groups])
+    return CarryStats(
+        staleness=staleness,
+        token_ages=np.concatenate(ages),
+        crossed=float(np.mean([each[0] != each[-1] for own in versions for each in own])),
+        rewards={str(age): float(np.mean(totals[staleness == age])) for age in np.unique(staleness)},
     )
 
 

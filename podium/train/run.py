@@ -27,6 +27,7 @@ from podium.observe.summary import versions
 from podium.observe.writers import MetricWriter
 from podium.rollout.request import RolloutStats
 from podium.sharding import Params, abstract_params
+from podium.train.carry import Position
 from podium.train.checkpoint import Checkpointer, restore_state
 from podium.train.demonstrations import demonstrate
 from podium.train.distributed import AgreedStop, failing_fast, from_leader, joined
@@ -126,13 +127,13 @@ def open_run(
         checkpointer = Checkpointer(run_dir.checkpoints, config.checkpoint, base_of(frozen), on_save=saving, beat=beat)
         resources.callback(checkpointer.close)
         state, saved, done = _load_state(run_dir.fork, newest, model, optimizer, checkpointer, frozen)
-        rollouts.feed.cursor = saved["cursor"]
+        rollouts.position = Position.read(saved, rollouts.feed)
         _say_what_changed(saved["versions"], progress)
         job.report.update(step=done)
         run_dir.truncate(done or -1)
         writer = resources.enter_context(MetricWriter(run_dir, config, announce=progress.message))
         trainer = _make_trainer(config, model, optimizer, run_dir.path, frozen)
-        rollouts.load(state.params, frozen)
+        rollouts.load(state.params, frozen, version=done)
         _say_what_was_chosen(trainer, rollouts, progress)
         told = {"recipe": trainer.recipe, "report": job.report, "check": check, "on_step": on_step}
         told |= {"task_labels": list(rollouts.feed.tasks.labels), "pieces": model.tokenizer.pieces}
@@ -234,7 +235,7 @@ def _load_state(
     """Where the run stands: its newest checkpoint, else that of the run it was forked from, else the model.
 
     Returns:
-        The state, the host's part of it (`cursor` and `versions`), and the steps done.
+        The state, the host's part of it (`versions`, and what `Position.read` takes), and the steps done.
     """
     if newest is None and fork is None:
         return init_state(load_trained(model, None, frozen), optimizer), {"cursor": 0, "versions": {}}, 0
@@ -243,4 +244,5 @@ def _load_state(
         return *checkpointer.restore(newest, abstract), newest
     assert fork is not None
     state, saved = restore_state(fork.checkpoints, fork.step, abstract, base=checkpointer.base)
-    return restarted(state), saved, 0
+    begun = (each["number"] for each in saved.pop("in_flight", ()))  # of other settings, perhaps: from their prompts
+    return restarted(state), saved | {"cursor": min(begun, default=saved["cursor"])}, 0

@@ -14,7 +14,7 @@ from podium.config.sizes import optimizer_steps, row_groups
 from podium.models.adapters import base_of, make_quantise
 from podium.models.architecture import DecoderConfig, make_lora
 from podium.models.hf import load_params
-from podium.models.params import TRAIN_AXES, frozen_dtype, param_specs, trained_specs
+from podium.models.params import TRAIN_AXES, check_tokens, frozen_dtype, param_specs, trained_specs
 from podium.models.peft import load_adapter
 from podium.models.source import ModelSource, read_architecture, resolve
 from podium.models.tokenizer import Tokenizer, load_tokenizer
@@ -51,14 +51,11 @@ def make_model(config: Config) -> Model:
         ValueError: the model, its tokenizer or the mesh cannot be used.
     """
     prepare_platform()
-    source = resolve(config.model)
-    return Model(
-        source=source,
-        decoder=dataclasses.replace(read_architecture(source), lora=make_lora(config.lora)),
-        tokenizer=load_tokenizer(source, config.chat_template),
-        mesh=make_mesh(config.mesh),
-        lora=config.lora,
-    )
+    source, mesh = resolve(config.model), make_mesh(config.mesh)
+    decoder = dataclasses.replace(read_architecture(source), lora=make_lora(config.lora))
+    check_tokens(config, decoder, mesh.shape)
+    tokenizer = load_tokenizer(source, config.chat_template)
+    return Model(source=source, decoder=decoder, tokenizer=tokenizer, mesh=mesh, lora=config.lora)
 
 
 def make_train_settings(config: Config, decoder: DecoderConfig, mesh: Mesh) -> TrainSettings:
@@ -72,6 +69,8 @@ def make_train_settings(config: Config, decoder: DecoderConfig, mesh: Mesh) -> T
         head_chunk_tokens=config.train.head_chunk_tokens,
         attention=attention_backend(config.train.attention, mesh.devices.flat[0].platform),
         row_groups=row_groups(config),
+        reduce_dtype=jnp.dtype(config.train.reduce_dtype),
+        head_dtype=None if config.train.head_dtype == "auto" else jnp.dtype(config.train.head_dtype),
     )
 
 

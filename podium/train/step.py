@@ -5,6 +5,7 @@ time it. A batch's micro-batches are looped over on the device, as many as hold 
 with weights that already carry the denominators of the whole batch, so cutting a batch differently changes nothing.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -42,6 +43,8 @@ class TrainSettings(NamedTuple):
     head_chunk_tokens: int
     attention: Backend = "blocks"
     row_groups: int = 1  # that a layer computes one after the other
+    reduce_dtype: jnp.dtype = jnp.dtype(jnp.float32)  # of gradients between devices, and of the head's over chunks
+    head_dtype: jnp.dtype | None = None  # of the head's operands; None: `dtype`
 
     @property
     def platform(self) -> str:
@@ -90,7 +93,7 @@ def make_score(settings: TrainSettings) -> Callable[[Params, Batch], jax.Array]:
             return one(jnp.int32(0), nothing)
         return jax.lax.fori_loop(0, batch.num_micro_batches, one, nothing)
 
-    shardings = settings.computing.sharding(None, "batch", None)
+    shardings = settings.computing.sharding(None, "batch", "tokens")
     return jax.jit(score, out_shardings=shardings, compiler_options=compiler_options(settings.platform))
 
 
@@ -98,45 +101,34 @@ def make_train_step(settings: TrainSettings, recipe: Recipe, optimizer: optax.Gr
     """The jitted update `(state, batch, frozen) -> (state, metrics)`; `state` is donated.
 
     `frozen` are weights that stay as they are, and of which none are in the state: with LoRA all but the adapters.
-    Metrics are means over the batch's trained tokens, but for `loss`, norms and maxima.
+    Metrics are means over the batch's trained tokens, but for `loss`, norms and maxima. `broken_row` is the first row
+    of all micro-batches whose loss is not finite, counted from the last, which is 1; 0: there is none.
     """
     abstract = abstract_params(trained_specs(settings.decoder), jnp.float32, settings.stored)
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(abstract, optimizer))
     shardings = state_shardings.params
-
-    def micro_loss(params: Params, frozen: Params, batch: Batch) -> tuple[jax.Array, tuple[Metrics, Metrics]]:
-        scored = _logprobs(settings, params | frozen, batch)
-        losses, stats = policy_loss(
-            recipe,
-            scored.logprobs,
-            sampled_logprobs=batch.sampled_logprobs,
-            advantages=batch.advantages,
-            segments=batch.segments,
-            mask=batch.mask,
-            old_logprobs=batch.old_logprobs,
-            reference_logprobs=batch.reference_logprobs,
-        )
-        loss = jnp.sum(losses * batch.weights)
-        if bonus := recipe.entropy_bonus:
-            loss += entropy_loss(scored.entropy, batch.mask, num_tokens=batch.num_tokens, entropy_bonus=bonus)
-        gap = jnp.abs(jax.lax.stop_gradient(scored.logprobs) - batch.sampled_logprobs) * batch.mask
-        stats = stats | {"entropy": jax.lax.stop_gradient(scored.entropy), "logprob_gap": gap}
-        sums = {name: jnp.sum(values * batch.mask) for name, values in stats.items()}
-        return loss, (sums, {"logprob_gap_max": jnp.max(gap)})
+    gradient = jax.value_and_grad(functools.partial(_loss, settings, recipe), has_aux=True)
 
     def train_step(state: TrainState, batch: Batch, frozen: Params | None = None) -> tuple[TrainState, Metrics]:
         frozen = frozen or {}
 
-        def one(index: jax.Array, total: tuple) -> tuple:
+        def one(index: jax.Array) -> tuple[tuple[Params, jax.Array, Metrics], Metrics]:
             (loss, (sums, maxima)), grads = gradient(state.params, frozen, _micro_batch(batch, index))
             grads = {name: jax.lax.with_sharding_constraint(x, shardings[name]) for name, x in grads.items()}
-            summed = jax.tree.map(jnp.add, total[:3], (grads, loss, sums))
-            return *summed, jax.tree.map(jnp.maximum, total[3], maxima)
+            later = (len(batch.tokens) - 1 - index) * batch.tokens.shape[1]  # rows
+            maxima["broken_row"] += later * (maxima["broken_row"] > 0)
+            return (grads, loss, sums), maxima
 
-        gradient = jax.value_and_grad(micro_loss, has_aux=True)
-        loss, (sums, maxima) = jax.eval_shape(micro_loss, state.params, frozen, _micro_batch(batch, jnp.int32(0)))
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (state.params, loss, sums, maxima))
-        grads, loss, sums, maxima = jax.lax.fori_loop(0, batch.num_micro_batches, one, zeros)
+        def add(index: jax.Array, total: tuple) -> tuple:
+            (summed, largest), (more, maxima) = total, one(index)
+            return jax.tree.map(jnp.add, summed, more), jax.tree.map(jnp.maximum, largest, maxima)
+
+        if len(batch.tokens) == 1:  # its gradient is the sum: a second tree beside it would be as large as the weights
+            (grads, loss, sums), maxima = one(jnp.int32(0))
+        else:
+            made = jax.eval_shape(one, jnp.int32(0))
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
+            (grads, loss, sums), maxima = jax.lax.fori_loop(0, batch.num_micro_batches, add, zeros)
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         metrics = {name: value / jnp.maximum(batch.num_tokens, 1.0) for name, value in sums.items()} | maxima
@@ -153,8 +145,48 @@ def make_train_step(settings: TrainSettings, recipe: Recipe, optimizer: optax.Gr
     )
 
 
+def _loss(
+    settings: TrainSettings, recipe: Recipe, params: Params, frozen: Params, batch: Batch
+) -> tuple[jax.Array, tuple[Metrics, Metrics]]:
+    """A micro-batch's part of the loss; of its statistics sums over tokens, and maxima."""
+    scored = _logprobs(settings, params | frozen, batch)
+    losses, stats = policy_loss(
+        recipe,
+        scored.logprobs,
+        sampled_logprobs=batch.sampled_logprobs,
+        advantages=batch.advantages,
+        segments=batch.segments,
+        mask=batch.mask,
+        old_logprobs=batch.old_logprobs,
+        reference_logprobs=batch.reference_logprobs,
+    )
+    loss = jnp.sum(losses * batch.weights)
+    if bonus := recipe.entropy_bonus:
+        loss += entropy_loss(scored.entropy, batch.mask, num_tokens=batch.num_tokens, entropy_bonus=bonus)
+    gap = jnp.abs(jax.lax.stop_gradient(scored.logprobs) - batch.sampled_logprobs) * batch.mask
+    stats = stats | {"entropy": jax.lax.stop_gradient(scored.entropy), "logprob_gap": gap}
+    stats |= gap_by_age(gap, batch.ages)
+    sums = {name: jnp.sum(values * batch.mask) for name, values in stats.items()}
+    return loss, (sums, {"logprob_gap_max": jnp.max(gap), "broken_row": _broken_row(losses * batch.weights)})
+
+
+def _broken_row(losses: jax.Array) -> jax.Array:
+    """The first row of losses [B, T] that is not finite, counted from the last, which is 1; 0: there is none."""
+    places = jnp.arange(len(losses), 0, -1, dtype=jnp.float32)
+    return jnp.max(places * ~jnp.all(jnp.isfinite(losses), axis=1))
+
+
+def gap_by_age(gap: jax.Array, ages: jax.Array | None) -> Metrics:
+    """Of each age in steps, the share of tokens that have it, and their gap: without age, rounding; with it, drift."""
+    if ages is None:
+        return {}
+    of_age = {"0": ages == 0, "1": ages == 1, "2+": ages >= 2}
+    shares = {f"age_share/{age}": found.astype(jnp.float32) for age, found in of_age.items()}
+    return shares | {f"age_gap/{age}": jnp.where(found, gap, 0.0) for age, found in of_age.items()}
+
+
 def shard_batch(batch: Batch, rules: ShardingRules) -> Batch:
-    """A batch of numpy arrays on the devices: rows split over the batch axes, counts everywhere."""
+    """A batch of numpy arrays on the devices: rows and their tokens split as they compute, counts everywhere."""
     return jax.tree.map(lambda x: to_devices(x, batch_sharding(x, rules)), batch)
 
 
@@ -165,7 +197,7 @@ def abstract_batch(batch: Batch, rules: ShardingRules) -> Batch:
 
 def batch_sharding(x: jax.Array | np.ndarray, rules: ShardingRules) -> NamedSharding:
     """Where an array of a batch lives."""
-    return rules.sharding(None, "batch", None) if x.ndim == 3 else rules.sharding()
+    return rules.sharding(None, "batch", "tokens") if x.ndim == 3 else rules.sharding()
 
 
 def _micro_batch(batch: Batch, index: jax.Array) -> Batch:
@@ -176,7 +208,7 @@ def _micro_batch(batch: Batch, index: jax.Array) -> Batch:
 
 def _logprobs(settings: TrainSettings, params: Params, batch: Batch) -> TokenLogprobs:
     """Log-probabilities and entropies of a micro-batch's targets."""
-    rules = settings.computing
+    rules, wide = settings.computing, settings.reduce_dtype == jnp.float32
 
     def attend(
         ids: tuple[jax.Array, jax.Array], layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
@@ -194,10 +226,11 @@ def _logprobs(settings: TrainSettings, params: Params, batch: Batch) -> TokenLog
         dtype=settings.dtype,
         remat=settings.remat,
         groups=settings.row_groups,
+        wide=wide,
     )
     return token_logprobs(
         hidden,
-        head_weights(params, rules, settings.dtype),
+        head_weights(params, rules, settings.head_dtype or settings.dtype, wide=wide and settings.decoder.lora is None),
         batch.targets,
         temperature=settings.temperature,
         chunk=settings.head_chunk_tokens,

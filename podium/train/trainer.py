@@ -83,6 +83,7 @@ def group_samples(group: Group, index: int, recipe: Recipe) -> list[Sample]:
                 prompt=group.tokens,
                 tokens=completion.tokens[:end],
                 sampled_logprobs=completion.full_logprobs[:end],
+                ages=group.version - completion.versions[:end],
             )
         )
     return samples
@@ -173,26 +174,40 @@ class Trainer:
         made: list[UpdateStats] = []
         for position, batch in enumerate(todo, start=end - len(todo)):
             state, metrics = self.train_step(at_schedule_step(state, position), batch, self.frozen)
-            made.append(_update_stats(jax.device_get(metrics), float(batch.num_tokens), rate))
+            metrics = jax.device_get(metrics)
+            broken = int(metrics.pop("broken_row"))
+            made.append(_update_stats(metrics, float(batch.num_tokens), rate))
             if not np.isfinite([made[-1].loss, made[-1].gradient_norm]).all():
-                raise DivergedError(self._diverged(int(state.step), batch, made[-1]))
+                raise DivergedError(self._diverged(int(state.step), batch, made[-1], broken))
         state = at_schedule_step(state, end)
         seconds = {"transfer_s": placed - start, "score_s": scored - placed, "update_s": time.perf_counter() - scored}
         stats = functools.reduce(UpdateStats.then, made) if made else UpdateStats(learning_rate=rate)
         return state, dataclasses.replace(stats, **seconds)
 
-    def _diverged(self, step: int, batch: Batch, stats: UpdateStats) -> str:
-        """Save what diverged, and say so."""
+    def _diverged(self, step: int, batch: Batch, stats: UpdateStats, broken: int) -> str:
+        """Save what diverged, and say so; `broken` is the row that did first, counted from the last."""
         path = self.folder / f"diverged-update-{step}.npz"
         fields: dict[str, Any] = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
         arrays: dict[str, Any] = {name: on_host(x) for name, x in fields.items() if x is not None}
         if is_leader():
             np.savez_compressed(path, **arrays)
         return (
-            f"update {step} diverged: loss {stats.loss}, gradient norm {stats.gradient_norm}; its batch is in"
-            f" {path}. Continue from the last checkpoint with a lower train.optimizer.learning_rate (another name and"
+            f"update {step} diverged: loss {stats.loss}, gradient norm {stats.gradient_norm};"
+            f" {_first_cause(arrays, broken)}; its batch is in {path}. Continue from the last checkpoint with a lower"
+            " train.optimizer.learning_rate (another name and"
             f" --from {self.folder}), or train.dtype float32"
         )
+
+
+def _first_cause(arrays: dict[str, np.ndarray], broken: int) -> str:
+    """Which row of a batch broke first, and whether it was given numbers that are not finite."""
+    if not broken:
+        return "the loss of every row is finite, so the gradient overflowed"
+    micro_batches, rows, _ = arrays["tokens"].shape
+    micro_batch, row = divmod(micro_batches * rows - broken, rows)
+    given = [name for name, x in arrays.items() if x.ndim == 3 and not np.isfinite(x[micro_batch, row]).all()]
+    why = f"whose {' and '.join(given)} are not finite" if given else "and all that it was given is finite"
+    return f"the first to break is row {row} of micro-batch {micro_batch}, {why}"
 
 
 def _update_stats(metrics: Metrics, tokens: float, learning_rate: float) -> UpdateStats:

@@ -15,7 +15,8 @@ from podium.certify.report import as_object, print_certificate
 from podium.certify.result import Certificate, Check
 from podium.certify.subject import make_subject, tiny_clone
 from podium.certify.updates import Updates
-from podium.config.schema import Config, OptimizerConfig
+from podium.config.optimizer import OptimizerConfig
+from podium.config.schema import Config
 from podium.models.presets import PRESETS
 from podium.train.optimizer import learning_rate
 

@@ -126,7 +126,7 @@ def test_a_wrong_value_says_the_rule(errors, text, message):
 @pytest.mark.parametrize(
     ("text", "key", "said"),
     [
-        ("mesh: fsdp:2,pp:2", "mesh", "'fsdp:2,pp:2': axes are dp, fsdp and tp"),
+        ("mesh: fsdp:2,pp:2", "mesh", "'fsdp:2,pp:2': axes are dp, fsdp, sp and tp"),
         ("mesh: 1,-1,-1", "mesh", "'1,-1,-1': sizes are 1 or more, and at most one is -1"),
         ("group_size: 1", "group_size", "needs at least 2, got 1"),
         ("algorithm: {kl: k3}", "algorithm.kl", "set algorithm.kl_coef above 0"),

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from podium.config.document import Node
 from podium.config.errors import ConfigError
 from podium.config.load import Override, load, merge
+from podium.config.schema import Config, TaskConfig
 
 BASE = "model: demo\ntasks: [{name: arithmetic}]\n"
 
@@ -190,3 +192,9 @@ def test_the_upper_layer_decides_what_it_says_and_nothing_else(below, above):
     merged = merge(Node.of(below, "below"), Node.of(above, "above"))
     leaves = {path for path, origin in merged.origins().items() if origin == "above"}
     assert leaves == set(Node.of(above, "above").origins())
+
+
+@pytest.mark.parametrize("folder", ["az://bucket/runs", "gs:/bucket/runs", "gs:///runs", "GS://bucket/runs"])
+def test_a_bucket_of_another_kind_is_refused_before_anything_starts(folder):
+    with pytest.raises(ValidationError, match=f"'{folder}' is neither a folder nor gs://BUCKET/FOLDER nor s3://"):
+        Config(model="demo", tasks=[TaskConfig(name="arithmetic")], runs_dir=folder)

@@ -9,15 +9,17 @@ from podium.sharding import make_mesh
 @pytest.mark.parametrize(
     ("text", "sizes"),
     [
-        ("auto", (1, -1, 1)),
-        ("host_local", (4, -1, 1)),
-        ("fsdp:4,tp:2", (1, 4, 2)),
-        ("tp:2, dp:-1", (-1, 1, 2)),
-        ("1, -1, 1", (1, -1, 1)),
-        ("2,4,1", (2, 4, 1)),
-        ("dcn:2,fsdp:4", (2, 4, 1)),
-        ("dcn:2,dp:3,fsdp:-1,tp:2", (6, -1, 2)),
-        ("dcn:2,dp:-1,fsdp:4", (-1, 4, 1)),
+        ("auto", (1, -1, 1, 1)),
+        ("host_local", (4, -1, 1, 1)),
+        ("fsdp:4,tp:2", (1, 4, 1, 2)),
+        ("tp:2, dp:-1", (-1, 1, 1, 2)),
+        ("1, -1, 1", (1, -1, 1, 1)),
+        ("2,4,1", (2, 4, 1, 1)),
+        ("dcn:2,fsdp:4", (2, 4, 1, 1)),
+        ("dcn:2,dp:3,fsdp:-1,tp:2", (6, -1, 1, 2)),
+        ("dcn:2,dp:-1,fsdp:4", (-1, 4, 1, 1)),
+        ("sp:4", (1, 1, 4, 1)),
+        ("tp:2,sp:2,fsdp:-1", (1, -1, 2, 2)),
     ],
 )
 def test_a_mesh_is_read_without_devices(text, sizes):
@@ -50,11 +52,11 @@ def test_what_is_no_mesh_is_refused_without_devices(text):
 @pytest.mark.parametrize(
     ("text", "devices", "hosts", "shape"),
     [
-        ("auto", 8, 2, (1, 8, 1)),
-        ("host_local", 8, 2, (2, 4, 1)),
-        ("host_local", 8, 1, (1, 8, 1)),
-        ("tp:2,dp:-1", 8, 1, (4, 1, 2)),
-        ("2,2,2", 8, 1, (2, 2, 2)),
+        ("auto", 8, 2, (1, 8, 1, 1)),
+        ("host_local", 8, 2, (2, 4, 1, 1)),
+        ("host_local", 8, 1, (1, 8, 1, 1)),
+        ("tp:2,dp:-1", 8, 1, (4, 1, 1, 2)),
+        ("2,2,2", 8, 1, (2, 2, 1, 2)),
     ],
 )
 def test_one_size_takes_what_is_left(text, devices, hosts, shape):
@@ -70,12 +72,12 @@ def test_a_mesh_that_does_not_fit_says_how_many_devices_it_needs(text, devices):
 @pytest.mark.parametrize(
     ("text", "shape"),
     [
-        ("auto", (2, 8, 1)),
-        ("host_local", (4, 4, 1)),
-        ("dcn:2,fsdp:-1", (2, 8, 1)),
-        ("dcn:2,fsdp:-1,tp:2", (2, 4, 2)),
-        ("dcn:2,dp:-1,fsdp:2", (8, 2, 1)),
-        ("1,-1,1", (1, 16, 1)),
+        ("auto", (2, 8, 1, 1)),
+        ("host_local", (4, 4, 1, 1)),
+        ("dcn:2,fsdp:-1", (2, 8, 1, 1)),
+        ("dcn:2,fsdp:-1,tp:2", (2, 4, 1, 2)),
+        ("dcn:2,dp:-1,fsdp:2", (8, 2, 1, 1)),
+        ("1,-1,1", (1, 16, 1, 1)),
     ],
 )
 def test_slices_are_the_outermost_copies(text, shape):
@@ -88,7 +90,7 @@ def test_slices_are_the_outermost_copies(text, shape):
     [
         ("dcn:2,fsdp:-1", 1, "dcn is the number of slices, and there is 1; set dcn:1, or leave it out"),
         ("dcn:4,fsdp:-1", 2, "dcn is the number of slices, and there are 2; set dcn:2, or leave it out"),
-        ("dcn:2,dp:-1,fsdp:16", 2, "dp 1 does not divide over 2 slices; set fsdp and tp within a slice"),
+        ("dcn:2,dp:-1,fsdp:16", 2, "dp 1 does not divide over 2 slices; set fsdp, sp and tp within a slice"),
     ],
 )
 def test_slices_that_are_not_there_are_refused(text, slices, message):

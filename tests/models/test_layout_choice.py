@@ -78,11 +78,12 @@ def test_every_host_decodes_by_itself():
 
 
 def test_a_group_splits_heads_as_far_as_they_go_and_sequences_over_the_rest():
-    training = {"dp": 1, "fsdp": 8, "tp": 1}
-    assert Layout(name="tensor", group=8).mesh(training, kv_heads=2) == {"dp": 1, "fsdp": 4, "tp": 2}
-    assert Layout(name="hybrid", group=4).mesh(training, kv_heads=8) == {"dp": 2, "fsdp": 1, "tp": 4}
-    assert Layout(name="hybrid", group=2).mesh(training, kv_heads=3) == {"dp": 4, "fsdp": 2, "tp": 1}
+    training = {"dp": 1, "fsdp": 8, "sp": 1, "tp": 1}
+    assert Layout(name="tensor", group=8).mesh(training, kv_heads=2) == {"dp": 1, "fsdp": 4, "sp": 1, "tp": 2}
+    assert Layout(name="hybrid", group=4).mesh(training, kv_heads=8) == {"dp": 2, "fsdp": 1, "sp": 1, "tp": 4}
+    assert Layout(name="hybrid", group=2).mesh(training, kv_heads=3) == {"dp": 4, "fsdp": 2, "sp": 1, "tp": 1}
     assert Layout(name="legacy").mesh(training, kv_heads=2) == training
+    assert Layout(name="legacy").mesh({"dp": 1, "fsdp": 2, "sp": 4, "tp": 1}, kv_heads=2) == training
 
 
 def test_machines_that_are_not_in_the_table_are_replicated_unless_told_otherwise():

@@ -27,9 +27,10 @@ def config(**changed: Any) -> Config:
 
 
 def test_parts_are_products_of_the_mesh_axes_that_split():
-    mesh = {"dp": 2, "fsdp": 3, "tp": 5}
+    mesh = {"dp": 2, "fsdp": 3, "sp": 7, "tp": 5}
     assert axis_parts(TRAIN_AXES, mesh) == {
-        "batch": 6, "batch_by_width": 2, "vocab": 5, "width": 3, "heads": 5, "kv_heads": 5, "mlp": 5,
+        "batch": 6, "batch_by_width": 2, "tokens": 7, "pieces": 42, "vocab": 5, "width": 21, "width_of_rows": 7,
+        "heads": 5, "kv_heads": 5, "mlp": 5,
     }  # fmt: skip
     batch = {layout: axis_parts(axes, mesh)["batch"] for layout, axes in ROLLOUT_LAYOUTS.items()}
     assert batch == {"replicated": 30, "tensor": 6, "hybrid": 6, "legacy": 30, "maxtext": 2}
@@ -58,6 +59,15 @@ def test_the_message_has_the_sizes_that_work():
     decoder = dataclasses.replace(DECODER, heads=6, kv_heads=2)
     with pytest.raises(ValueError, match=r"6 query heads \(none\) cannot be split evenly by tp:4; .* tp can be 1, 2$"):
         check_divisible(config(mesh="fsdp:2,tp:4"), decoder, V6E)
+
+
+def test_tokens_of_a_row_and_heads_divide_over_sp():
+    with pytest.raises(ValueError, match=r"splits 4 query heads \(none\) over sp:8 x tp:1, .* sp can be 1, 2, 4$"):
+        check_divisible(config(mesh="sp:8"), DECODER, V6E)
+    odd = config(mesh="fsdp:2,sp:4", train={"row_tokens": 42})
+    with pytest.raises(ValueError, match=r"rows of 42 tokens .* evenly by sp:4; set train.row_tokens to 44$"):
+        check_divisible(odd, DECODER, V6E)
+    check_divisible(config(mesh="fsdp:2,sp:4"), DECODER, V6E)
 
 
 def test_slots_divide_over_the_devices_that_split_sequences():

@@ -231,6 +231,30 @@ def test_ctrl_c_on_a_real_terminal_gives_the_cursor_back():
     assert shown.index(b"\x1b[?25l") < shown.index(b"rollout")
 
 
+def test_a_run_behind_another_program_is_not_stopped_by_the_terminal():
+    """As after `podium train run.yaml &`: asking a terminal for something from there stops a process."""
+    program = """
+        import os, subprocess, sys
+        os.open(os.ttyname(0), os.O_RDWR)  # the terminal is this session's, and this process is in front
+        run = "from podium.observe.progress import Progress\\nwith Progress('demo', 40): pass"
+        child = subprocess.Popen([sys.executable, "-c", run], process_group=0)
+        _, status = os.waitpid(child.pid, os.WUNTRACED)
+        child.kill()
+        sys.exit(os.WIFSTOPPED(status))
+    """
+    master, terminal = pty.openpty()
+    command, streams = (
+        [sys.executable, "-c", textwrap.dedent(program)],
+        dict.fromkeys(("stdin", "stdout", "stderr"), terminal),
+    )
+    done = subprocess.Popen(command, **streams, start_new_session=True)
+    os.close(terminal)
+    while _read(master):
+        pass
+    assert done.wait(30) == 0
+    os.close(master)
+
+
 def _read(master):
     try:
         return os.read(master, 65536)

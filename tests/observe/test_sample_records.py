@@ -14,6 +14,7 @@ def test_a_sample_has_the_question_and_all_its_completions():
         tokens=np.array([5, 6, 2], np.int32),
         sampled_logprobs=np.zeros(3, np.float32),
         full_logprobs=np.zeros(3, np.float32),
+        versions=np.zeros(3, np.int32),
         text="12",
         finish_reason="stop",
     )

@@ -225,6 +225,9 @@ def test_a_missing_gpu_compiler_is_told_too(podium, monkeypatch):
         " plan with --fast\n"
     )
     assert podium("plan", "run.yaml", "--on", "h100-8", "--fast")[0] == 0
+    # Settings that are wrong are told first: nobody should install a compiler for them.
+    wrong = podium("plan", "run.yaml", "--on", "h100-8", "--set", "mesh=dp:3")[2]
+    assert wrong.startswith("error: ") and "mesh" in wrong and "compiler" not in wrong
 
 
 def test_changes_are_compiled_where_they_are_needed_or_asked_for(podium, planner):

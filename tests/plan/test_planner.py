@@ -1,4 +1,5 @@
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +121,7 @@ def test_operations_are_those_of_the_closed_form(plan):
     assert not any("more operations" in note for note in plan.notes)
 
 
+@pytest.mark.long
 def test_rows_change_the_update_and_the_score_alone(plan):
     more = make_plan(config_of(train={"rows_per_device": 2}), CPU, decoder=DECODER, lengths="fixed:4")
     changed = {a.name for a, b in zip(plan.phases, more.phases, strict=True) if a.bytes != b.bytes}
@@ -323,3 +325,18 @@ def test_a_small_model_is_compiled_for_a_tpu_that_is_not_there(cache):
     assert "rollout_weights" not in update.parts
     assert plan.step is not None
     assert 0 < plan.step.low < plan.step.value < plan.step.high
+
+
+@pytest.mark.parametrize(
+    ("lengths", "verdict"),
+    [
+        ("gsm8k", r"instead of [\d.]+ \(estimated\), with completions 0\.\d updates old on average$"),
+        ("fixed:200", r"not worth it, set rollout\.in_flight to 1$"),
+    ],
+)
+def test_the_plan_says_whether_carrying_completions_over_pays(lengths, verdict):
+    """Completions of one length end together: there is nothing to wait for."""
+    settings = ["prompts_per_step=16", "group_size=8", "rollout.slots=192", "rollout.in_flight=1.5"]
+    config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], settings, {}).config
+    (note,) = (note for note in make_plan(config, V6E, fast=True, lengths=lengths).notes if "in_flight" in note)
+    assert re.search(r"^rollout\.in_flight 1\.5 makes a step [\d.]+ s .*" + verdict, note)

@@ -204,7 +204,7 @@ def test_the_compiler_has_the_devices_hosts_and_axes_of_the_table():
             "ids": each.devices,
             "hosts": [each.devices_per_host] * each.hosts,
             "coords": [*each.torus, 1][:3],
-            "mesh": [each.hosts, each.devices_per_host, 1],
+            "mesh": [each.hosts, each.devices_per_host, 1, 1],
             "rows_of_one_host": True,
         }
         for each in TPUS

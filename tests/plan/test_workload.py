@@ -218,3 +218,19 @@ def test_minibatches_are_packed_apart():
         for parts in (1, 2)
     )
     assert (together, apart) == (1, 2)
+
+
+def test_carrying_completions_over_takes_fewer_steps_for_the_same_tokens():
+    """A steady state: as many tokens as without, half of the prompts an update old, and what goes on is made anew."""
+    shape = {"max_prompt_tokens": 32, "max_new_tokens": 64, "slots": 16, "prefill_rows": 4, "refill_steps": 2}
+    lengths = SequenceLengths(
+        prompts=np.full(4, 8), completions=np.array([[4, 8], [4, 64], [8, 6], [16, 4]], dtype=int)
+    )
+    waits, carries = (
+        simulate_rollout(lengths, config(prompts=4, group=2, rollout={**shape, "in_flight": over}))
+        for over in (1.0, 1.5)
+    )
+    assert carries.completion_tokens == waits.completion_tokens
+    assert carries.decode_steps < 0.8 * waits.decode_steps
+    assert (waits.staleness, carries.staleness) == (0.0, pytest.approx(0.5, abs=0.3))
+    assert carries.prefill_tokens > waits.prefill_tokens

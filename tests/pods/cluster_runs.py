@@ -13,15 +13,17 @@ import yaml
 from benches.recipes import write_tiny_model
 from podium.job.report import main as report
 from tests.pods.slurm_cluster import Slurm
+from tests.pods.unreliable import TEACHING
 
 ROOT = Path(__file__).parents[2]
-
-
+STEPS, LEAST_LOSS = 3, 1e-5
+Figures = list[list[float]]
+"""Loss and reward, of several steps or processes."""
 SETTINGS: dict[str, Any] = {
     "prompts_per_step": 4,
     "group_size": 4,
-    "algorithm": {"recipe": "dr_grpo"},
-    "tasks": [{"name": "arithmetic"}],
+    "algorithm": TEACHING,
+    "tasks": [{"name": "tests.pods.unreliable:Nearness"}],
     "grading": {"workers": 0},
     "rollout": {"max_prompt_tokens": 16, "max_new_tokens": 3, "slots": 16, "prefill_rows": 8},
     "train": {"rows_per_device": 2, "optimizer": {"learning_rate": 1e-2}},
@@ -39,7 +41,7 @@ def config(folder: Path, **settings: Any) -> Path:
     (folder / "model").mkdir(exist_ok=True)
     write_tiny_model(folder / "model")
     path = folder / "job.yaml"
-    own = {"name": "job", "model": str(folder / "model"), "runs_dir": str(folder / "runs"), "steps": 3}
+    own = {"name": "job", "model": str(folder / "model"), "runs_dir": str(folder / "runs"), "steps": STEPS}
     path.write_text(yaml.safe_dump({**SETTINGS, **own, **settings}))
     return path
 
@@ -54,15 +56,24 @@ def podium(*words: str) -> str:
     return done.stdout
 
 
-def losses_of(folders: list[Path]) -> list[list[float]]:
-    """The last step's loss and reward, as each process has them."""
-    metrics = [json.loads((folder / "progress.json").read_text())["metrics"] for folder in folders]
+def figures(metrics: list[dict[str, float]]) -> Figures:
+    """Loss and reward of each."""
     return [[each["train-other/loss"], each["train-reward/total/mean"]] for each in metrics]
+
+
+def of_steps(folder: Path) -> Figures:
+    """Of each step, as the first process recorded them."""
+    return figures([json.loads(line) for line in (folder / "runs" / "job" / "metrics.jsonl").read_text().splitlines()])
+
+
+def of_processes(folder: Path) -> Figures:
+    """Of the last step, as each of the two processes had them."""
+    return figures([json.loads((folder / str(each) / "progress.json").read_text())["metrics"] for each in range(2)])
 
 
 def submit(slurm: Slurm, folder: Path, **settings: Any) -> str:
     """Hand a tiny run to Slurm; the job's number."""
-    slurm.environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT)}
+    slurm.environment |= on_cpu(1)
     words = ("--nodes", "2", "--python", sys.executable, "--time", "1:00:00")
     script = podium("slurm", str(config(folder, **settings)), *words)
     path = folder / "job.sh"
@@ -74,18 +85,29 @@ def manifest(folder: Path, *words: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(podium("k8s", str(config(folder)), "--image", "podium:1", *words)))
 
 
-def slurm_losses(slurm: Slurm, folder: Path) -> list[list[float]]:
-    """Loss and reward of the last of three steps, as each of two processes has them that Slurm ran."""
+def on_cpu(devices: int) -> dict[str, str]:
+    """Variables of a process with so many devices."""
+    return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
+
+
+def run_alone(folder: Path) -> Figures:
+    """Train in one process that has as many devices as two; the figures of its steps."""
+    command = [sys.executable, "-m", "podium.cli", "train", str(config(folder)), "--plain"]
+    subprocess.run(command, cwd=folder, env={**os.environ, **on_cpu(2)}, check=True, stdout=subprocess.DEVNULL)
+    return of_steps(folder)
+
+
+def run_by_slurm(slurm: Slurm, folder: Path) -> tuple[Figures, Figures]:
+    """Have Slurm train in two processes; the figures of the steps, and each process's of the last."""
     number = submit(slurm, folder)
     job = slurm.ended(number, 300)
     log = (folder / f"job-{number}.log").read_text()
     assert job["JobState"] == "COMPLETED", log[-3000:]
-    assert len((folder / "runs" / "job" / "metrics.jsonl").read_text().splitlines()) == 3
     assert log.splitlines()[-1] == "podium: done"
-    return losses_of([folder / "podium-jobs" / f"{number}-0" / str(worker) for worker in range(2)])
+    return of_steps(folder), of_processes(folder / "podium-jobs" / f"{number}-0")
 
 
-def jobset_losses(folder: Path) -> list[list[float]]:
+def run_by_jobset(folder: Path) -> tuple[Figures, Figures]:
     """The same of two pods: the container's own command and variables, with the first's address instead of its name."""
     jobset = manifest(folder, "--type", "h100-1", "--nodes", "2", "--claim", "runs")[1]
     pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
@@ -96,8 +118,7 @@ def jobset_losses(folder: Path) -> list[list[float]]:
     )
     given = {each["name"]: each.get("value", "0") for each in container["env"]}
     assert given["PODRUN_COORDINATOR"] == "job-workers-0-0.job:8476"
-    given |= {"PODRUN_COORDINATOR": f"127.0.0.1:{free_port()}", "PYTHONPATH": str(ROOT)}
-    given |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    given |= {"PODRUN_COORDINATOR": f"127.0.0.1:{free_port()}", **on_cpu(1)}
     processes = []
     for index in range(2):
         environment = {**os.environ, **given, "JOB_COMPLETION_INDEX": str(index)}
@@ -107,4 +128,4 @@ def jobset_losses(folder: Path) -> list[list[float]]:
     assert [process.wait(400) for process in processes] == [0, 0], (folder / "log0").read_text()[-3000:]
     jobs = folder / "runs" / "jobs" / "job-0"
     assert report([str(jobs)]) == 0
-    return losses_of([jobs / str(worker) for worker in range(2)])
+    return of_steps(folder), of_processes(jobs)

@@ -101,10 +101,11 @@ class FakeGcloud:
                 )
             return self._on_hosts(argv, argv[2], words, flags, timeout_s)
         if verb == "list" and self.vms_refused:
-            return self._finished(argv, 1, "", self.vms_refused)
+            return self._finished(argv, 0, "[]", self.vms_refused)
         if verb == "list":
-            name = flags["filter"].removeprefix("name=")
-            return self._finished(argv, 0, json.dumps([self.vms[name]] if name in self.vms else []))
+            name, label = flags["filter"].removeprefix("name="), flags["filter"].removeprefix("labels.")
+            found = [vm for vm in self.vms.values() if name == vm["name"] or label[:-2] in vm.get("labels", {})]
+            return self._finished(argv, 0, json.dumps(found))
         if verb == "create":
             self.vms[words[1]] = {
                 "name": words[1],

@@ -123,10 +123,12 @@ class FakeTpu:
                 self.tick(until=self._due[0][0])
             return sorted([*self.nodes, *self.queued])
 
-    def stranger(self, zone: str, name: str, labels: Mapping[str, str] | None = None) -> str:
+    def stranger(
+        self, zone: str, name: str, labels: Mapping[str, str] | None = None, accelerator: str = "v6e-8"
+    ) -> str:
         """A node that somebody else made; its full name."""
         full = f"projects/p/locations/{zone}/nodes/{name}"
-        node = self._new_node(full, {"acceleratorType": "v6e-8", "labels": dict(labels or {})})
+        node = self._new_node(full, {"acceleratorType": accelerator, "labels": dict(labels or {})})
         node["state"] = "READY"
         return full
 
@@ -144,6 +146,8 @@ class FakeTpu:
             self.tick()
             if re.fullmatch(r"/compute/v1/projects/[^/]+", path):
                 return {"kind": "compute#project", "name": "p", "commonInstanceMetadata": {"items": []}}
+            if path.endswith("/aggregated/instances"):
+                return {"kind": "compute#instanceAggregatedList", "items": {}}
             if re.fullmatch(r"/v\w+/projects/[^/]+/locations", path):
                 return {"locations": [{"name": f"projects/p/locations/{z}", "locationId": z} for z in self.zones]}
             parts = re.fullmatch(r"/v\w+/(projects/[^/]+/locations/([^/]+))/(\w+)(?:/([^/:]+))?(?::(\w+))?", path)

@@ -133,7 +133,10 @@ StrictModes no
 MaxStartups 100
 PidFile none
 Subsystem sftp internal-sftp
+SetEnv MACHINE_API_KEY={key}
 """
+MACHINES_KEY = "CANARYthatEveryMachineHas0123456789"
+"""A secret that no laptop knows."""
 START = """\
 set -e
 hostname t1v-n-fake-w-{worker}
@@ -214,7 +217,7 @@ class NetworkHosts:
             (folder / "home" / ".ssh").mkdir(parents=True, mode=0o700)
             (folder / "home").chmod(0o700)
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "host_key"))
-            config = SSHD_CONFIG.format(address=self.addresses[worker], folder=folder)
+            config = SSHD_CONFIG.format(address=self.addresses[worker], folder=folder, key=MACHINES_KEY)
             (folder / "sshd_config").write_text(config)
             (folder / "hosts").write_text("\n".join(("127.0.0.1 localhost", *names, "")))
             users = [

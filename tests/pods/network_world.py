@@ -48,10 +48,14 @@ class NetworkWorld:
 
     def run(self, argv: Sequence[str], timeout_s: float) -> Finished:
         """Any command on the laptop: a `podium.pods.gcloud.Runner`."""
+        return run_process(self.words(argv), timeout_s)
+
+    def words(self, argv: Sequence[str]) -> tuple[str, ...]:
+        """What runs a command on the laptop."""
         settings = [
             f"{name}={value}" for name, value in self.environment.items() if name.startswith(("CLOUDSDK", "HOME"))
         ]
-        return run_process((*self.inside, "env", *settings, *argv), timeout_s)
+        return (*self.inside, "env", *settings, *argv)
 
     @property
     def inside(self) -> tuple[str, ...]:

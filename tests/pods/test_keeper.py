@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from podium.pods.gcloud import Argv, Gcloud, GcloudError, run_process
+from podium.pods.gcloud import Argv, Gcloud, GcloudError, failure, run_process
+from podium.pods.inventory import OWNER, RUN, owner_label
 from tests.pods import far_podium
+from tests.pods.fake_tpu import ApiError, FakeTpu, serve
 from tests.pods.hosts import ROOT, LocalHosts, gcloud_environment
 from tests.pods.pod_world import CANARIES, ZONES, PodWorld
 
@@ -69,8 +71,8 @@ def test_a_machine_rents_follows_replaces_and_leaves_nothing(world, pod):
     assert status == 0, err
     assert out == f"{MACHINE} in {ZONES[0]} keeps job alive on demo; this machine may go\n"
     wait_for(lambda: len(world.metrics()) == 3, world)
-    slices = json.loads(pod("ls", "--json")[1])
-    assert [each["name"] for each in slices] == ["demo"], "they are its owner's, not the machine's own"
+    listed = json.loads(pod("ls", "--json")[1])
+    assert [each["name"] for each in listed] == ["demo", MACHINE], "they are its owner's, not the machine's own"
     again = pod(*keep(world))
     assert again[0] == 0
     assert "is already running" in again[2]
@@ -112,21 +114,72 @@ def test_a_machine_of_somebody_else_is_not_touched(world, pod):
     assert list(world.gcloud.vms) == [MACHINE]
 
 
+UNTOLD = " WARNING: Some requests did not succeed.\n - {}\n\n"
 REFUSALS = {
-    "no permission": "ERROR: (gcloud.compute.instances.list) Some requests did not succeed:\n - Required 'compute."
-    "instances.list' permission for 'projects/p'\n",
-    "no API": "ERROR: (gcloud.compute.instances.list) Compute Engine API has not been used in project p before\n",
+    "no permission": UNTOLD.format("Required 'compute.instances.list' permission for 'projects/p'"),
+    "no API": UNTOLD.format("Compute Engine API has not been used in project p before or it is disabled."),
 }
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_down_works_for_who_may_not_see_machines(make_world, pod, case):
+def test_ls_and_down_work_for_who_may_not_see_machines(make_world, pod, case):
     world = make_world(workers=1)
     assert pod("up", "demo", "--type", "v6e-8", "--zone", ZONES[0])[0] == 0
     world.gcloud.vms_refused = REFUSALS[case]
+    status, out, err = pod("ls")
+    assert (status, out.splitlines()[1].split()[0]) == (0, "demo")
+    assert ("whether machines keep runs alive cannot be seen" in err) == (case == "no permission")
     status, _, err = pod("down", "demo")
     assert (status, world.fake.everything()) == (0, [])
     assert ("whether there is a machine podium-demo cannot be seen" in err) == (case == "no permission")
+
+
+def test_ls_shows_the_machine_and_what_deletes_it(make_world, pod):
+    world = make_world(workers=1)
+    mine = {OWNER: owner_label("ada@example.org"), RUN: "demo"}
+    for name, labels in ((MACHINE, mine), ("podium-theirs", {OWNER: "bob"}), ("web", {})):
+        world.gcloud.vms[name] = {
+            "name": name,
+            "zone": f"zones/{ZONES[0]}",
+            "status": "RUNNING",
+            "labels": labels,
+            "creationTimestamp": "2020-01-01T00:00:00.000-07:00",
+        }
+    status, out, err = pod("ls")
+    assert status == 0
+    assert re.search(rf"{MACHINE} +{ZONES[0]} +e2-micro +on demand +ready +1 +none +\d+\.\d h", out), out
+    assert f"{MACHINE} keeps the run on demo alive; podium pod down demo deletes both" in err
+    assert "theirs" not in out
+    assert re.search(r"podium-theirs \(of bob\)", pod("ls", "--all")[1])
+    assert [each["name"] for each in json.loads(pod("ls", "--json")[1])] == [MACHINE]
+    assert pod("ls", "--zone", ZONES[1])[1] == "you have no slices\n"
+
+
+def test_down_deletes_nothing_while_it_cannot_see_whether_a_machine_would_rent_it_again(make_world, pod):
+    world = make_world(workers=1)
+    assert pod("up", "demo", "--type", "v6e-8", "--zone", ZONES[0])[0] == 0
+    world.gcloud.vms_refused = UNTOLD.format("The service is currently unavailable.")
+    status, _, err = pod("down", "demo")
+    assert (status, len(world.fake.everything())) == (1, 2)
+    assert "gcloud: The service is currently unavailable.; run the command again" in err
+
+
+class Unavailable(FakeTpu):
+    """An API that answers nothing today."""
+
+    def handle(self, method, path, query, body):
+        raise ApiError(503, "UNAVAILABLE", "The service is unavailable.")
+
+
+@pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
+def test_a_list_that_failed_is_no_empty_list_though_gcloud_says_so(tmp_path, monkeypatch):
+    with serve(Unavailable()) as api:
+        for name, value in gcloud_environment(tmp_path, api).items():
+            monkeypatch.setenv(name, value)
+        gcloud = Gcloud(run_process)
+        finished = gcloud.run(Argv("p").vms(), 60.0)
+        assert (finished.returncode, finished.stdout.strip()) == (0, "[]"), "gcloud tells it now"
+        assert (failure(finished).kind, failure(finished).text) == ("unavailable", "The service is unavailable.")
 
 
 @pytest.mark.parametrize("more", [[], ["--keep-alive", "--detach"]], ids=["alone", "detached"])
@@ -150,6 +203,7 @@ def test_a_dry_run_prints_the_recipe(make_world, pod):
 COMMANDS = {
     "create": Argv("p").create_vm(MACHINE, ZONES[0], {"podium-owner": "ada"}, "a@b.c"),
     "list": Argv("p").vms(MACHINE),
+    "list all": Argv("p").vms(),
     "delete": Argv("p").delete_vm(MACHINE, ZONES[0]),
     "ssh": Argv("p", vm=True).ssh(MACHINE, ZONES[0], "all", "true"),
     "scp": Argv("p", vm=True).scp([__file__], MACHINE, ZONES[0], "all", "podrun/"),

@@ -2,7 +2,7 @@
 
 import re
 
-from tests.pods.pod_world import git, rent
+from tests.pods.pod_world import CANARIES, git, rent
 
 
 def test_the_code_is_that_of_the_commit_on_all_workers(make_world, pod, checkout):
@@ -69,6 +69,20 @@ def test_a_script_prepares_the_machines_first(make_world, pod, tmp_path):
     status, _, err = pod(*world.run_arguments("--prepare", str(script), "--set", "seed=1"))
     assert status == 1
     assert "the setup failed on worker(s) 1: no such share" in err
+
+
+def test_a_password_in_that_script_does_not_stay_on_the_machines(make_world, pod, tmp_path):
+    world = make_world(workers=1)
+    rent(world, pod)
+    script = tmp_path / "mount.sh"
+    for name, status in (("seed=1", 0), ("seed=2", 1)):
+        script.write_text(f"password=CANARYofTheShare; exit {status}\n")
+        assert pod(*world.run_arguments("--prepare", str(script), "--set", name))[0] == status
+        files = [file for home in world.hosts.homes for file in home.rglob("*") if file.is_file()]
+        assert not [file for file in files if b"CANARYofTheShare" in file.read_bytes()]
+    script.write_text(f"mount -o password={CANARIES['HF_TOKEN']}\n")
+    status, _, err = pod(*world.run_arguments("--prepare", str(script), "--set", "seed=3"))
+    assert (status, "contains the value of HF_TOKEN; it is sent separately" in err) == (2, True)
 
 
 def test_a_machine_without_its_chips_is_named_before_anything_starts(make_world, pod):

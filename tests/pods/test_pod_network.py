@@ -1,6 +1,13 @@
-"""The real gcloud and real ssh, against a fake API and hosts in network namespaces; and what gcloud does wrong."""
+"""The real gcloud and real ssh, against a fake API and hosts in network namespaces; and what gcloud does wrong.
+
+A command of gcloud takes a second or two. What takes many is `long`: tests/pods/test_pod_command.py and test_remote.py
+have the same with a gcloud that is recorded.
+"""
 
 import json
+import os
+import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +16,7 @@ import pytest
 
 from podium.pods.gcloud import Argv, Gcloud
 from podium.pods.inventory import read_slices
-from podium.pods.remote import Remote
+from podium.pods.remote import Remote, WorkerReply
 from tests.pods.hosts import fake_python
 from tests.pods.network_world import ZONES, NetworkWorld, job_processes, network_world, why_no_network
 from tests.pods.pod_world import CANARIES
@@ -26,6 +33,73 @@ def network(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Iterato
         yield world
 
 
+@pytest.fixture(scope="module")
+def remote(network: NetworkWorld) -> Remote:
+    """Machines that somebody has rented."""
+    name = network.fake.stranger(ZONES[0], "there", accelerator="v6e-16")
+    (tpu_slice,) = read_slices([network.fake.nodes[name]], [])
+    return Remote(Gcloud(network.run), tpu_slice)
+
+
+@pytest.fixture(scope="module")
+def replies(remote: Remote) -> dict[int, WorkerReply]:
+    """What they say to a command."""
+    return remote.ask("echo MARKED-COMMAND from $(hostname); [ $(hostname) != t1v-n-fake-w-2 ]", timeout_s=60.0)
+
+
+def test_each_worker_answers_for_itself_over_real_ssh(remote, replies):
+    said = {worker: (reply.status, reply.text.strip()) for worker, reply in replies.items()}
+    assert said == {worker: (int(worker == 2), f"MARKED-COMMAND from t1v-n-fake-w-{worker}") for worker in range(4)}
+    with pytest.raises(ValueError, match=r"3 of 4 workers succeeded\n +worker 2: status 1: MARKED"):
+        remote.check_all(replies, "asking")
+
+
+def test_gcloud_writes_commands_into_its_log(network, replies):
+    logs = (network.folder / "gcloud" / "logs").rglob("*.log")
+    assert any("MARKED-COMMAND" in log.read_text() for log in logs)
+
+
+def test_gcloud_forgets_failures_of_a_list_of_workers(network, remote):
+    argv = Argv().ssh(remote.name, ZONES[0], "2-3", "case $(hostname) in *-3) exit 3;; esac")
+    assert network.run(argv, 60.0).returncode == 0, "gcloud tells it now: the answers of workers may be believed"
+
+
+@pytest.mark.long
+def test_gcloud_runs_a_command_again_that_ended_with_255(network, remote):
+    argv = Argv().ssh(remote.name, ZONES[0], "0", "echo x >> again; exit 255")
+    again = network.hosts.homes[0] / "again"
+    gcloud = subprocess.Popen(
+        network.words(argv), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0
+    )
+    try:
+        wait_for(lambda: again.exists() and len(again.read_text().split()) >= 2)
+        assert gcloud.poll() is None, "gcloud runs it once or twice now"
+    finally:
+        os.killpg(gcloud.pid, signal.SIGKILL)
+        gcloud.wait()
+
+
+@pytest.mark.long
+def test_gclouds_output_directory_does_not_work(network, remote, tmp_path):
+    argv = (*Argv().ssh(remote.name, ZONES[0], "0", "echo hello"), f"--output-directory={tmp_path}")
+    assert network.run(argv, 60.0).returncode != 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.long
+def test_a_worker_whose_cable_is_pulled_is_named_soon(network, remote):
+    network.hosts.cut(2)
+    began = time.monotonic()
+    try:
+        answers = remote.ask("true", timeout_s=15.0)
+    finally:
+        network.hosts.mend(2)
+    assert time.monotonic() - began < 120  # gcloud alone would wait for ever
+    assert sorted(answers) == [0, 1, 3]
+    with pytest.raises(ValueError, match=r"3 of 4 workers succeeded\n +worker 2 \(10\.77\.0\.13\) did not answer"):
+        remote.check_all(answers, "asking")
+
+
 def run_arguments(world: NetworkWorld, **plan: object) -> list[str]:
     """`podium pod run` of fake training that goes as planned."""
     (world.shared / "plan.json").write_text(json.dumps(plan))
@@ -34,15 +108,7 @@ def run_arguments(world: NetworkWorld, **plan: object) -> list[str]:
     prepare = world.folder / "prepare.sh"
     prepare.write_text("echo prepared\n")  # so that there is a setup, as every user has one
     own = ["--python", str(fake_python(world.folder)), "--prepare", str(prepare), "--env", "JAX_PLATFORMS=cpu"]
-    return ["run", str(config), *own]
-
-
-@pytest.fixture(scope="module")
-def rented(network: NetworkWorld) -> NetworkWorld:
-    done = network.podium("up", "demo", "--type", "v6e-16", "--zone", ZONES[0])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "demo is ready in us-east1-d: v6e-16, 4 machines\n"
-    return network
+    return ["run", str(config), "--slice", "demo", *own]
 
 
 def living(world: NetworkWorld) -> list[int]:
@@ -57,79 +123,39 @@ def wait_for(happened: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def test_a_run_over_real_ssh_and_a_laptop_that_is_lost_meanwhile(rented):
-    arguments = run_arguments(rented, steps=150, step_s=0.1)
-    with rented.following(rented.folder / "laptop.log", *arguments) as laptop:
-        wait_for((rented.shared / "metrics.jsonl").exists)
-        wait_for(lambda: living(rented) == [SUPERVISOR_AND_JOB] * WORKERS)  # fake jobs do not wait for each other
-        laptop.kill()
-    assert living(rented) == [SUPERVISOR_AND_JOB] * WORKERS
-    done = rented.podium(*arguments)
+@pytest.mark.long
+def test_a_run_over_real_ssh_and_a_laptop_that_is_lost_meanwhile(network):
+    done = network.podium("up", "demo", "--type", "v6e-16", "--zone", ZONES[0])
     assert done.returncode == 0, done.stderr
-    assert "step 150 of 150" in done.stdout
-    assert [len(jobs) for jobs in rented.jobs()] == [1] * WORKERS
-    assert living(rented) == [0] * WORKERS
-    logs = [(home / "podrun" / "latest.log").read_text() for home in rented.hosts.homes]
+    assert done.stdout == "demo is ready in us-east1-d: v6e-16, 4 machines\n"
+    arguments = run_arguments(network, steps=4, hold=True)
+    with network.following(network.folder / "laptop.log", *arguments) as laptop:
+        wait_for((network.shared / "metrics.jsonl").exists)
+        wait_for(lambda: living(network) == [SUPERVISOR_AND_JOB] * WORKERS)  # fake jobs do not wait for each other
+        laptop.kill()
+    assert living(network) == [SUPERVISOR_AND_JOB] * WORKERS
+    again = network.folder / "again.log"
+    with network.following(again, *arguments) as laptop:
+        wait_for(lambda: "is already running; following it" in again.read_text())
+        (network.shared / "released").touch()
+        assert laptop.wait(120) == 0, again.read_text()
+    assert "step 4 of 4" in again.read_text()
+    assert [len(jobs) for jobs in network.jobs()] == [1] * WORKERS
+    assert living(network) == [0] * WORKERS
+    logs = [(home / "podrun" / "latest.log").read_text() for home in network.hosts.homes]
     assert all(f"worker {worker} began; its token is [redacted]" in log for worker, log in enumerate(logs))
     assert "its key [redacted]" in logs[0]
     assert "its key None" in logs[1]
-    steps = [json.loads(line)["step"] for line in (rented.shared / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 151))
-
-
-def test_no_secret_is_in_gclouds_logs_or_anywhere_else(rented):
-    found = [
-        str(file)
-        for file in rented.folder.rglob("*")
-        if file.is_file() and not file.is_symlink()
-        for value in CANARIES.values()
-        if value.encode() in file.read_bytes()
-    ]
-    assert found == []
-    assert list((rented.folder / "gcloud" / "logs").rglob("*.log"))
-
-
-def test_a_worker_whose_cable_is_pulled_is_named_soon(rented):
-    (tpu_slice,) = read_slices(Gcloud(rented.run).ask(Argv().nodes(ZONES[0])), [])
-    remote = Remote(Gcloud(rented.run), tpu_slice)
-    rented.hosts.cut(2)
-    began = time.monotonic()
-    try:
-        answers = remote.ask("true", timeout_s=15.0)
-    finally:
-        rented.hosts.mend(2)
-    assert time.monotonic() - began < 120  # gcloud alone would wait for ever
-    assert sorted(answers) == [0, 1, 3]
-    with pytest.raises(ValueError, match=r"3 of 4 workers succeeded\n +worker 2 \(10\.77\.0\.13\) did not answer"):
-        remote.check_all(answers, "asking")
-
-
-def test_gcloud_forgets_failures_of_a_list_of_workers(rented):
-    argv = Argv().ssh("demo", ZONES[0], "2-3", "case $(hostname) in *-3) exit 3;; esac")
-    assert rented.run(argv, 60.0).returncode == 0, "gcloud tells it now: the answers of workers may be believed"
-
-
-def test_gcloud_runs_a_command_again_that_ended_with_255(rented):
-    argv = Argv().ssh("demo", ZONES[0], "0", "echo x >> again; exit 255")
-    finished = rented.run(argv, 20.0)
-    runs = (rented.hosts.homes[0] / "again").read_text().split()
-    assert len(runs) >= 2, "gcloud runs it once now"
-    assert finished.returncode is None
-
-
-def test_gcloud_writes_commands_into_its_log(rented):
-    rented.run(Argv().ssh("demo", ZONES[0], "0", "echo MARKED-COMMAND"), 60.0)
-    logs = (rented.folder / "gcloud" / "logs").rglob("*.log")
-    assert any("MARKED-COMMAND" in log.read_text() for log in logs)
-
-
-def test_gclouds_output_directory_does_not_work(rented, tmp_path):
-    argv = (*Argv().ssh("demo", ZONES[0], "0", "echo hello"), f"--output-directory={tmp_path}")
-    assert rented.run(argv, 60.0).returncode != 0
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_giving_it_back_leaves_nothing(rented):
-    done = rented.podium("down", "demo")
+    steps = [json.loads(line)["step"] for line in (network.shared / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4]
+    assert files_with_secrets(network) == []
+    assert list((network.folder / "gcloud" / "logs").rglob("*.log"))
+    done = network.podium("down", "demo")
     assert done.stdout == "deleted demo in us-east1-d; it is no longer listed\n"
-    assert rented.fake.everything() == []
+    assert not any("demo" in name for name in network.fake.everything())
+
+
+def files_with_secrets(world: NetworkWorld) -> list[str]:
+    """Files that hold a secret: of the laptop, of gcloud, and of the machines."""
+    files = (file for file in world.folder.rglob("*") if file.is_file() and not file.is_symlink())
+    return [str(file) for file in files if any(value.encode() in file.read_bytes() for value in CANARIES.values())]

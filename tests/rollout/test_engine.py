@@ -346,6 +346,16 @@ def test_an_engine_without_parameters_says_so():
         answers_of(engine, MIXED)
 
 
+def test_a_call_under_way_does_not_read_what_the_host_writes_for_the_next():
+    """Memory that is aligned so is what jax would take as it is, instead of a copy."""
+    memory = np.zeros(256, np.uint8)
+    start = -memory.ctypes.data % 64
+    mine = memory[start : start + 64].view(np.int32)
+    given = make_engine().device._put(mine)
+    mine[:] = 7
+    assert not np.any(given)
+
+
 def test_decoding_keeps_one_copy_of_the_cache():
     config = CONFIG.model_copy(update={"max_prompt_tokens": 4096})
     engine = make_engine(config)

@@ -25,7 +25,7 @@ from podium.rollout.weights import engine_specs
 from podium.sharding import ShardingRules, abstract_params, make_mesh, param_shardings
 from podium.train.generate import rollout_rules
 
-MESHES = ("fsdp:8", "dp:2,fsdp:4", "fsdp:4,tp:2")
+MESHES = (*(pytest.param(mesh, marks=pytest.mark.long) for mesh in ("fsdp:8", "dp:2,fsdp:4")), "fsdp:4,tp:2")
 TOLERANCE = 1e-5
 REQUESTS = [
     *random_requests(4, seed=1),
@@ -160,6 +160,7 @@ def test_a_decode_step_sends_what_its_layout_says():
     check_traffic(all_layouts(make_mesh("fsdp:8"), jnp.dtype(jnp.float32)), itemsize=4, on_cpu=True)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU's compiler, is not installed")
 def test_a_decode_step_sends_what_its_layout_says_on_a_tpu():
     root = Path(__file__).parents[2]

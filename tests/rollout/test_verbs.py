@@ -154,6 +154,29 @@ def test_new_weights_go_on_with_what_is_in_flight():
     assert_clean(engine)
 
 
+@pytest.mark.parametrize("looks", [0, 1, 2, 3])
+def test_what_is_taken_out_and_submitted_again_gives_the_tokens_of_one_stay(looks):
+    engine, asked = shared_engine(), []
+    engine.stats()
+    made, first = engine.generate(MIXED, enough=lambda complete: (asked.append(complete), len(asked) > looks)[1])
+    assert_clean(engine)
+    assert (asked[0], len(asked)) == ([False] * len(MIXED), looks + 1)
+    unfinished = [each for group in made for each in group if each.finish_reason is None]
+    assert unfinished
+    assert {each.text for each in unfinished} == {""}
+    again = [dataclasses.replace(request, begun=tuple(begun)) for request, begun in zip(MIXED, made, strict=True)]
+    engine.load(tiny_params(), version=1)
+    answers, second = engine.generate(again)
+    check_all({Key(n, i): each for n, group in enumerate(answers) for i, each in enumerate(group)})
+    drawn = [len(each.tokens) for group in made for each in group]
+    versions = [np.sum(each.versions == 0) for group in answers for each in group]
+    assert (first.completion_tokens, versions) == (sum(drawn), drawn)
+    assert second.completion_tokens == sum(len(each.tokens) for group in answers for each in group) - sum(drawn)
+    assert (second.rebuilt_tokens > 0) == (looks > 0)
+    engine.load(tiny_params())
+    assert_clean(engine)
+
+
 @pytest.mark.parametrize("when", [0, 1, 3])
 def test_cancelling_leaves_the_others_as_they_are(when):
     """At once, in prefill or after the first call, and later; of one request all, of another one completion."""

@@ -84,8 +84,8 @@ def slow_run(order: dict[str, Any]) -> int:
     """Train as the command does, but slowly."""
     generate = RolloutEngine.generate
 
-    def slowly(self: RolloutEngine, requests: Any, on_group: Any, on_poll: Any) -> Any:
-        return generate(self, requests, on_group, lambda: (time.sleep(order["poll_s"]), on_poll())[1])
+    def slowly(self: RolloutEngine, requests: Any, on_group: Any, on_poll: Any, enough: Any) -> Any:
+        return generate(self, requests, on_group, lambda: (time.sleep(order["poll_s"]), on_poll())[1], enough)
 
     RolloutEngine.generate = slowly
     config = Config.model_validate(order["slow"])

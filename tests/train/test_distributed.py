@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from host_process import COUNT, ROWS
-from tiny_runs import make_config, read_records
+from tiny_runs import make_config, merged, read_records
 
 from podium.job.records import first_failure, outcome, read_json
 from podium.train.loop import train
@@ -33,8 +33,8 @@ NAMED = "dp:2,fsdp:2,tp:2"
 GROUPS = "groups"
 """The run in which the devices of a host hold one copy of the rollout's weights between them."""
 GRIDS = [
-    pytest.param((2, {"full": "host_local", "named": NAMED, GROUPS: "auto"}), id="2x4"),
-    pytest.param((2, {"full": "auto"}), id="2x4-auto", marks=pytest.mark.long),
+    pytest.param((2, {"full": "host_local", GROUPS: "auto"}), id="2x4"),
+    pytest.param((2, {"full": "auto", "named": NAMED}), id="2x4-auto", marks=pytest.mark.long),
     pytest.param((4, {"full": "auto", "local": "host_local", "named": NAMED}), id="4x2", marks=pytest.mark.long),
 ]
 """Number of hosts, which have eight devices together, and the mesh of each run by its name."""
@@ -51,6 +51,7 @@ LOCAL = (
     "rollout/prefill_s",
     "rollout/decode_s",
     "rollout/tokens_per_s",
+    "async/waited_s",
 )
 
 
@@ -179,7 +180,8 @@ def test_hosts_train_as_one_process_does(together, alone):
         assert_equal_runs(written, expected[:-1])
 
 
-@pytest.mark.parametrize("mesh", [NAMED, pytest.param("host_local", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", [NAMED, "host_local"])
 def test_one_process_trains_the_same_on_every_mesh(mesh, alone, tiny_model, tmp_path):
     config = make_config(tiny_model, tmp_path, mesh=mesh, **SETTINGS)
     assert train(config, plain=True) == 0
@@ -232,6 +234,38 @@ def test_a_run_of_several_hosts_goes_on_in_one_process(together, alone, tiny_mod
     assert found["step"] == 4
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert found["train-other/loss"] == pytest.approx(expected["train-other/loss"], rel=1e-6, abs=1e-6)
+
+
+def texts(run: Path) -> dict[str, list[str]]:
+    """What was trained on, by prompt."""
+    records = (each for each in read_records(run / "samples.jsonl") if each["split"] == "train")
+    return {each["prompt"]: [completion["text"] for completion in each["completions"]] for each in records}
+
+
+@pytest.mark.long
+def test_hosts_that_carry_completions_over_draw_what_one_process_waits_for(tiny_model, tmp_path):
+    """Two processes of two devices, at a learning rate too small to change a weight, and one process of eight."""
+    rollout = {"max_new_tokens": 10, "slots": 8, "prefill_rows": 8, "refill_steps": 2}
+    optimizer = {"optimizer": {"name": "sgd", "learning_rate": 1e-30}}
+    changes = merged(SETTINGS, {"rollout": rollout, "train": optimizer, "metrics": {"samples_every": 1}})
+    carried = merged(changes, {"rollout": {"in_flight": 1.5, "max_staleness": 1}})
+    config = make_config(tiny_model, tmp_path, name="carried", steps=4, **carried)
+    job = Hosts(tmp_path / "job", {"configs": [config.model_dump(mode="json")]}, hosts=2, devices=2)
+    try:
+        assert job.statuses() == [0, 0], job.logs()
+    finally:
+        job.close()
+    assert train(make_config(tiny_model, tmp_path, name="waits", steps=5, **changes), plain=True) == 0
+    found, expected = texts(tmp_path / "carried"), texts(tmp_path / "waits")
+    assert len(found) == 4 * 6
+    assert found == {prompt: expected[prompt] for prompt in found}
+    records = read_records(tmp_path / "carried" / "metrics.jsonl")
+    steps = [record for record in records if "async/in_flight" in record]
+    assert [record["async/in_flight"] for record in steps] == [3] * 4
+    assert max(record["async/staleness/max"] for record in steps) == 1
+    for each in job.folders:
+        metrics = (read_json(each / "found.json") or {})["metrics"]["carried"]
+        assert [shared_by_all(record) for record in metrics] == [shared_by_all(record) for record in records]
 
 
 def wait_for(job: Hosts, condition: Callable[[], bool]) -> None:

@@ -2,6 +2,7 @@
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import nbclient
 import nbformat
@@ -50,10 +51,27 @@ def test_every_script_is_run():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {"reward", "task", "recipe", "evaluation", "plan"}
 
 
-def test_the_notebook_runs_and_an_exception_leaves_its_kernel_usable(tiny_model, tmp_path, programs):
-    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
-    for cell in notebook.cells:
+@pytest.fixture
+def notebook(tiny_model) -> nbformat.NotebookNode:
+    """The notebook with little to do."""
+    found = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    for cell in found.cells:
         cell.source = shortened(cell.source, tiny_model)
+    return found
+
+
+@pytest.mark.usefixtures("one_device", "compiled_once")
+def test_the_code_of_the_notebook_runs(notebook, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    session: dict[str, Any] = {"__name__": "__main__"}
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            exec(compile(cell.source, "cell", "exec"), session)
+    assert len(session["rewards_seen"]) == 1 and session["run"].metrics[-1]["step"] == 1
+
+
+@pytest.mark.long
+def test_the_notebook_runs_and_an_exception_leaves_its_kernel_usable(notebook, tmp_path, programs):
     cache = [f"jax.config.update({name!r}, {value!r})" for name, value in cache_settings(programs).items()]
     first = [
         f"import sys; sys.path.insert(0, {str(EXAMPLES.parent)!r})",

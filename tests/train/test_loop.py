@@ -3,6 +3,7 @@ import dataclasses
 import inspect
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -36,7 +37,15 @@ from podium.train.trainer import DivergedError, Trainer
 pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
 
 STEPS = 4
-CLOCKED = ("time/", "throughput/", "memory/", "rollout/prefill_s", "rollout/decode_s", "rollout/tokens_per_s")
+CLOCKED = (
+    "async/waited_s",
+    "time/",
+    "throughput/",
+    "memory/",
+    "rollout/prefill_s",
+    "rollout/decode_s",
+    "rollout/tokens_per_s",
+)
 SOMETIMES_COMPILED = ("rollout/compilations",)
 STEPWISE: dict[str, Any] = {"steps": STEPS, "eval": {"every_steps": 2, "samples": 2}, "checkpoint": {"every_steps": 2}}
 
@@ -295,8 +304,8 @@ def test_groups_of_equal_rewards_are_replaced_by_others_up_to_a_bound(run_of):
 
 
 def test_eight_devices_train_as_one_does(tiny_model, tmp_path, undisturbed):
-    config = make_config(tiny_model, tmp_path, **STEPWISE, mesh="2,2,2", rollout={"prefill_rows": 8, "slots": 16})
-    config = config.model_copy(update={"steps": 2})
+    settings = {"mesh": "fsdp:2,sp:2,tp:2", "rollout": {"prefill_rows": 8, "slots": 16}, "train": {"row_tokens": 20}}
+    config = make_config(tiny_model, tmp_path, **STEPWISE, **settings).model_copy(update={"steps": 2})
     assert train(config, plain=True) == 0
     found, expected = trained(tmp_path / "run")[0], trained(undisturbed)[0]
     assert found["train-reward/total/mean"] == expected["train-reward/total/mean"]
@@ -341,6 +350,11 @@ def test_slots_that_do_not_divide_are_an_error_and_leave_no_grader_behind(tiny_m
     assert children() <= before
 
 
+def test_a_mesh_that_splits_no_row_evenly_is_an_error_before_anything_is_loaded(tiny_model, tmp_path):
+    with pytest.raises(ValueError, match=r"rows of 19 tokens cannot be split evenly by sp:2; set train.row_tokens to"):
+        make_model(make_config(tiny_model, tmp_path, mesh="fsdp:4,sp:2"))
+
+
 def children() -> set[str]:
     """Process ids of this process's children; none where the system does not say."""
     path = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
@@ -369,16 +383,34 @@ def test_an_evaluation_shows_and_writes_its_answers(undisturbed, tmp_path, capfd
     assert {answer["step"] for answer in answers} == {STEPS}
 
 
-def test_the_commands_that_the_summary_prints_work_as_they_are_printed(tiny_model, tmp_path, programs):
-    """All of "try next", by a shell that has no environment of ours active."""
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(make_config(tiny_model, tmp_path / "runs", **STEPWISE).model_dump(mode="json")))
-    assert train(Config.model_validate(yaml.safe_load(file.read_text())), plain=True) == 0
-    commands = next_commands(tmp_path / "runs" / "run", STEPS)
+@pytest.fixture
+def copied(undisturbed, tmp_path) -> Path:
+    """The run again, in a folder that may be changed."""
+    run = tmp_path / "runs" / "run"
+    shutil.copytree(undisturbed, run)
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace(str(undisturbed.parent), str(run.parent)))
+    return run
+
+
+def test_the_commands_that_the_summary_prints_work(copied, monkeypatch):
+    """All of "try next", in this process."""
+    commands = next_commands(copied, STEPS)
     assert [command.split()[1] for command in commands] == ["eval", "export", "train"]
-    caches = {name.upper(): str(value) for name, value in cache_settings(programs).items()}
     for command in commands:
-        environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", **caches}
+        monkeypatch.setattr(sys, "argv", shlex.split(command))
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        assert not stopped.value.code, command
+    assert json.loads((copied / "summary.json").read_text())["steps"] == 2 * STEPS
+
+
+@pytest.mark.long
+def test_the_commands_that_the_summary_prints_work_as_they_are_printed(copied, tmp_path, programs):
+    """The same by a shell that has no environment of ours active."""
+    for command in next_commands(copied, STEPS):
+        environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+        environment |= {name.upper(): str(value) for name, value in cache_settings(programs).items()}
         environment["PYTHONPATH"] = str(Path(cli.__file__).parents[1])
         done = subprocess.run(command, shell=True, cwd=Path.cwd(), env=environment, capture_output=True, text=True)
         assert done.returncode == 0, f"{command}\n{done.stderr}"

@@ -6,11 +6,18 @@ import numpy as np
 import optax
 import pytest
 
-from podium.config.schema import OptimizerConfig
+from podium.config.optimizer import OptimizerConfig
 from podium.models.architecture import DecoderConfig
 from podium.models.params import TRAIN_AXES, ParamSpec, param_specs
 from podium.sharding import ShardingRules, abstract_params, init_params, make_mesh
-from podium.train.optimizer import abstract_opt_state, is_matrix, learning_rate, make_optimizer, muon_dimensions
+from podium.train.optimizer import (
+    abstract_opt_state,
+    is_matrix,
+    learning_rate,
+    make_optimizer,
+    muon_dimensions,
+    round_at_random,
+)
 from podium.train.state import TrainState, abstract_state, init_state
 
 NAMES = ("adamw", "lion", "muon", "sgd", "adafactor")
@@ -207,3 +214,46 @@ def test_the_first_state_is_made_where_the_abstract_state_says_and_stays_there(n
         assert (leaf.shape, leaf.dtype, leaf.sharding) == (expected.shape, expected.dtype, expected.sharding), path
 
     jax.tree_util.tree_map_with_path(check, updated, abstract)
+
+
+def test_moments_in_bfloat16_are_rounded_at_random_and_right_on_average():
+    x = jnp.full((200_000,), 1 + 1 / 512, jnp.float32)  # a quarter of a step of bfloat16 above 1
+    rounded = round_at_random(x, jax.random.key(0))
+    assert rounded.dtype == jnp.bfloat16
+    assert set(np.unique(rounded.astype(jnp.float32))) == {1.0, 1 + 1 / 128}
+    assert float(jnp.mean(rounded.astype(jnp.float32))) == pytest.approx(1 + 1 / 512, abs=1e-4)
+    kept = jnp.asarray([0.0, -2.5, jnp.inf, -jnp.inf], jnp.float32)  # what bfloat16 holds stays as it is
+    np.testing.assert_array_equal(round_at_random(kept, jax.random.key(1)).astype(jnp.float32), kept)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "muon"])  # which makes much of any rounding
+def test_small_moments_take_half_and_follow_the_large_ones(name):
+    """A second moment falls by a thousandth a step: to the nearest it would stand still."""
+    specs = {"layers.up": ParamSpec((2, 128, 128), (None, "width", "mlp"), 0.02)}
+    params = {"layers.up": jnp.zeros((2, 128, 128))}
+    settings = {"name": name, "learning_rate": 1.0, "beta1": 0.9, "beta2": 0.999, "clip_norm": 0.0}
+    updates, states = {}, {}
+    for moments in ("float32", "bfloat16"):
+        optimizer = make_optimizer(OptimizerConfig(**settings, moments=moments), 10, specs)
+        update, states[moments] = jax.jit(optimizer.update), optimizer.init(params)
+        for step in range(60):
+            gradient = {"layers.up": jnp.full((2, 128, 128), 1.0 if step == 0 else 1e-3)}
+            updates[moments], states[moments] = update(gradient, states[moments], params)
+    sizes = {kind: sum(x.nbytes for x in jax.tree.leaves(state) if x.ndim) for kind, state in states.items()}
+    assert sizes["bfloat16"] == sizes["float32"] // 2
+    means = [float(jnp.mean(each["layers.up"])) for each in updates.values()]
+    assert means[1] == pytest.approx(means[0], rel=0.01)
+
+
+def test_small_moments_continue_bit_for_bit():
+    params = {"layers.up": jnp.ones((4, 8))}
+    specs = {"layers.up": ParamSpec((4, 8), ("width", "mlp"), 0.02)}
+    optimizer = make_optimizer(OptimizerConfig(moments="bfloat16"), 10, specs)
+    gradient = {"layers.up": jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)), jnp.float32)}
+    runs = []
+    for _ in range(2):
+        state = optimizer.init(params)
+        for _ in range(3):
+            _, state = optimizer.update(gradient, state, params)
+        runs.append(jax.tree.leaves(state))
+    jax.tree.map(np.testing.assert_array_equal, *runs)

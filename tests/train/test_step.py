@@ -1,7 +1,9 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +35,13 @@ BF16_TOLERANCE = 0.05  # of a gradient's norm, and nat of a log-probability: bfl
 SCALE_TOLERANCE = 1e-5  # of the largest log-probability
 SAMPLES = make_samples(groups=4, completions=4)
 ROW_TOKENS = 24
-MESHES = {1: ("dp:1",), 2: ("fsdp:2", "dp:2", "tp:2"), 8: ("1,8,1", "2,4,1", "2,2,2", "8,1,1")}
+MESHES = {
+    1: ("dp:1",),
+    2: ("fsdp:2", "dp:2", "tp:2", "sp:2"),
+    8: ("1,8,1", "2,4,1", "2,2,2", "8,1,1", "fsdp:2,sp:4", "fsdp:2,sp:2,tp:2", "dp:2,fsdp:2,sp:2"),
+}
+SHORTLY = ("dp:1", "fsdp:2", "sp:2", "1,8,1", "2,2,2", "fsdp:2,sp:2,tp:2")
+"""Those of the short suite."""
 
 
 def batch_of(samples=SAMPLES, *, rows=8, packing="shared_prompts", row_tokens=ROW_TOKENS):
@@ -78,6 +86,11 @@ def distance(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> f
     return max(float(np.linalg.norm(found[name] - x) / np.linalg.norm(x)) for name, x in expected.items())
 
 
+def total_distance(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    """Norm of the difference of all parameters together."""
+    return math.sqrt(sum(float(np.sum(np.square(found[name] - x))) for name, x in expected.items()))
+
+
 @functools.cache
 def naive_logits() -> list[np.ndarray]:
     """Logits [n, V] float64 from which each sample's tokens are predicted: one sequence per row, no packing."""
@@ -120,7 +133,14 @@ def expected(samples):
 
 
 @pytest.mark.parametrize("packing", ["none", "sequences", "shared_prompts"])
-@pytest.mark.parametrize(("devices", "mesh"), [(n, mesh) for n, meshes in MESHES.items() for mesh in meshes])
+@pytest.mark.parametrize(
+    ("devices", "mesh"),
+    [
+        pytest.param(n, mesh, marks=[] if mesh in SHORTLY else [pytest.mark.long])
+        for n, meshes in MESHES.items()
+        for mesh in meshes
+    ],
+)
 def test_gradients_do_not_depend_on_devices_and_packing(samples, expected, devices, mesh, packing):
     found, metrics = gradient(samples, mesh=mesh, devices=devices, packing=packing)
     assert distance(found, expected[0]) <= GRADIENT_TOLERANCE
@@ -140,6 +160,19 @@ def test_gradients_do_not_depend_on_how_many_micro_batches_there_are(samples, ex
     assert metrics["logprob_gap_max"] == pytest.approx(expected[1]["logprob_gap_max"], rel=1e-5)
 
 
+def test_a_lone_micro_batch_has_no_second_tree_of_gradients():
+    """Where there are several, their sum lives beside the gradient that is added to it."""
+    settings, step = compiled("dp:1", 1, "{}", ())
+    state = init_state(make_params(settings.computing), sgd())
+    several, _ = batch_of(rows=1, row_tokens=ROW_TOKENS, packing="none")
+    alone = jax.tree.map(lambda x: x[:1] if x.ndim == 3 else x, several)
+    taken = [
+        step.lower(state, shard_batch(batch, settings.computing)).compile().memory_analysis().temp_size_in_bytes
+        for batch in (several, alone)
+    ]
+    assert taken[0] - taken[1] >= 0.9 * sum(x.nbytes for x in state.params.values())
+
+
 @pytest.mark.parametrize(
     ("devices", "mesh", "program"),
     [
@@ -148,6 +181,8 @@ def test_gradients_do_not_depend_on_how_many_micro_batches_there_are(samples, ex
         (1, "dp:1", {"remat": "offload", "row_groups": 4}),
         (8, "2,2,2", {"remat": "layer", "row_groups": 2}),
         (2, "fsdp:2", {"remat": "products", "row_groups": 2}),
+        (4, "fsdp:2,sp:2", {"remat": "offload", "row_groups": 2, "head_chunk_tokens": 16}),
+        (4, "sp:4", {"attention": "reference", "remat": "layer"}),
         (1, "dp:1", {"remat": "none", "row_groups": 8}),
         (8, "1,8,1", {"attention": "reference"}),
         (1, "dp:1", {"head_chunk_tokens": 8}),
@@ -192,9 +227,65 @@ def test_bfloat16_gradients_are_near_those_of_float32(samples):
     expected, exact = gradient(samples, **settings)
     found, metrics = gradient(samples, **settings, dtype=jnp.dtype("bfloat16"))
     error = np.sqrt(sum(np.sum(np.square(found[name] - x)) for name, x in expected.items()))
-    print("BF16", error / exact["gradient_norm"], distance(found, expected), metrics["entropy"] - exact["entropy"])
     assert 1e-4 < error / exact["gradient_norm"] <= BF16_TOLERANCE
     assert metrics["entropy"] == pytest.approx(exact["entropy"], abs=BF16_TOLERANCE)
+
+
+@pytest.mark.parametrize(("devices", "mesh"), [(1, "dp:1"), pytest.param(8, "2,2,2", marks=pytest.mark.long)])
+def test_the_heads_gradient_is_summed_over_chunks_in_the_format_that_is_asked_for(samples, devices, mesh):
+    """One token at a time, and all of a device's at once: the same products, with sums of 24 shares or of one."""
+    settings = {"rows": 8, "algorithm": {"recipe": "reinforce"}, "dtype": jnp.dtype("bfloat16")}
+    off = {}
+    for dtype in ("float32", "bfloat16"):
+        settings["reduce_dtype"] = jnp.dtype(dtype)
+        (one, _), (many, _) = (
+            gradient(samples, mesh=mesh, devices=devices, head_chunk_tokens=chunk, **settings) for chunk in (1024, 1)
+        )
+        off[dtype] = float(np.linalg.norm(many["embed"] - one["embed"]) / np.linalg.norm(one["embed"]))
+    assert off["float32"] < 1e-6
+    assert off["bfloat16"] > 1e-4
+
+
+@pytest.mark.parametrize("changes", [{}, {"row_groups": 2, "remat": "layer"}, {"remat": "products"}])
+def test_float32_shares_change_nothing_but_the_rounding_of_sums(samples, changes):
+    settings = {"rows": 8, "algorithm": {"recipe": "reinforce"}, "dtype": jnp.dtype("bfloat16"), **changes}
+    wide, _ = gradient(samples, **settings)
+    narrow, _ = gradient(samples, **settings, reduce_dtype=jnp.dtype("bfloat16"))
+    exact, _ = gradient(samples, rows=8, algorithm={"recipe": "reinforce"})
+    assert distance(wide, narrow) <= 2**-7  # of single numbers: the least step of bfloat16 is 2^-8
+    assert total_distance(wide, exact) <= total_distance(narrow, exact) * 1.01
+
+
+def products(jaxpr) -> Iterator[Any]:
+    """The equations of all matrix products in a jaxpr, those of inner ones too."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            yield from products(inner) if hasattr(inner, "eqns") else ()
+
+
+def products_of_an_update(**changes) -> list[Any]:
+    _, step = compiled("dp:1", 1, "{}", tuple(changes.items()))
+    state = init_state(make_params(rules_of()), sgd())
+    return list(products(step.trace(state, batch_of()[0]).jaxpr.jaxpr))
+
+
+@pytest.mark.parametrize(("head_dtype", "expected"), [(None, "bfloat16"), ("float32", "float32")])
+def test_the_heads_operands_are_in_the_format_that_is_asked_for(head_dtype, expected):
+    changes = {"dtype": jnp.dtype("bfloat16"), "head_dtype": head_dtype and jnp.dtype(head_dtype)}
+    found = products_of_an_update(**changes)
+    heads = [each for each in found if any(DECODER.vocab in x.aval.shape for x in (*each.invars, *each.outvars))]
+    assert len(heads) >= 3  # forward, and two backward
+    assert {str(x.aval.dtype) for each in heads for x in each.invars} == {expected}
+
+
+def test_every_product_of_float32_operands_is_made_in_full():
+    """Else a TPU makes it of bfloat16, and a GPU of TF32."""
+    found = products_of_an_update()
+    assert len(found) > 8
+    assert all(each.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2 for each in found)
 
 
 def test_the_gradient_is_that_of_a_loss_written_down_naively(samples):
@@ -249,7 +340,7 @@ def test_a_single_micro_batch_is_scored_without_a_loop_that_xla_would_run_half_o
     _, score = scorer("dp:1", 1, 1024)
     batch, _ = batch_of(rows=rows, packing="none")
     assert (len(batch.tokens) > 1) is loops
-    assert ("while" in str(jax.make_jaxpr(score)(make_params(rules_of()), batch))) is loops
+    assert ("while" in str(score.trace(make_params(rules_of()), batch).jaxpr)) is loops
 
 
 def test_entropy_and_gap_are_means_over_the_trained_tokens(samples):
@@ -298,7 +389,7 @@ def test_a_step_donates_its_state():
 def test_a_batch_s_rows_are_split_over_the_devices_and_its_counts_are_everywhere():
     rules = rules_of("2,2,2", 8)
     placed = shard_batch(batch_of(rows=8)[0], make_train_settings(rules).computing)
-    assert placed.tokens.sharding.spec == jax.sharding.PartitionSpec(None, ("dp", "fsdp"), None)
+    assert placed.tokens.sharding.spec == jax.sharding.PartitionSpec(None, ("dp", "fsdp"), "sp")
     assert placed.tokens.addressable_shards[0].data.shape == (2, 2, ROW_TOKENS)
     assert placed.num_tokens.sharding.is_fully_replicated
     assert placed.old_logprobs is None

@@ -292,13 +292,28 @@ def test_numbers_that_are_not_finite_stop_the_run_and_their_batch_is_saved(tmp_p
     groups = groups_of()
     path = tmp_path / "diverged-update-1.npz"
     with pytest.raises(
-        DivergedError, match=r"update 1 diverged: loss nan, .* lower train.optimizer.learning_rate"
+        DivergedError,
+        match=r"update 1 diverged: loss nan, .* row 0 of micro-batch 0, and all .* lower train.optimizer.learning_rate",
     ) as error:
         train_on(trainer, state, groups)
     assert str(path) in str(error.value)
     with np.load(path) as saved:
         assert saved["mask"].sum() == sum(map(sum, _lengths(groups)))
         assert {"tokens", "targets", "advantages", "sampled_logprobs"} <= set(saved)
+
+
+@pytest.mark.parametrize("micro_batch", [0, 1])
+def test_a_row_that_is_not_finite_is_named(tmp_path, monkeypatch, micro_batch):
+    trainer, state = make_trainer(train={"rows_per_device": 2})
+    monkeypatch.setattr(trainer, "folder", tmp_path)
+    batches, _ = make_batches(groups_of(), trainer.recipe, trainer.sizes)
+    batch = batches[0]
+    assert batch.num_micro_batches > 1
+    at = (micro_batch, 1, np.flatnonzero(batch.mask[micro_batch, 1])[0])
+    batch.sampled_logprobs[at] = np.nan
+    named = rf"is row 1 of micro-batch {micro_batch}, whose sampled_logprobs are not finite; its batch is in"
+    with pytest.raises(DivergedError, match=named):
+        trainer.update(state, [batch], 0)
 
 
 def test_rewards_and_lengths_of_a_step_by_hand():
@@ -375,7 +390,7 @@ def test_a_bfloat16_sampler_is_near_the_float32_trainer():
     assert 1e-4 < metrics["policy/logprob_gap/max"] <= BF16_GAP
 
 
-@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.long), 8])
 def test_an_update_on_several_devices_is_that_of_one(devices):
     algorithm = {"kl": "k3", "kl_coef": 0.1, "old_logprobs": "trainer", "minibatches": 2}
     results = []

@@ -13,7 +13,8 @@ from tiny_decoder import DECODER
 
 from benches.recipes import RISE, first_and_last, learn, write_tiny_model
 from podium.algorithms.recipes import Recipe, make_recipe
-from podium.config.schema import Config, OptimizerConfig
+from podium.config.optimizer import OptimizerConfig
+from podium.config.schema import Config
 from podium.config.sizes import optimizer_steps
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.observe.metrics import step_metrics
@@ -139,6 +140,7 @@ def make_group(
             tokens=random.integers(0, DECODER.vocab, n).astype(np.int32),
             sampled_logprobs=np.full(n, -4.0, np.float32),
             full_logprobs=np.full(n, -5.0, np.float32) if full_logprobs is None else full_logprobs[index],
+            versions=np.zeros(n, np.int32),
             text="text",
             finish_reason=finishes[index],  # pyright: ignore[reportArgumentType]
         )

@@ -1,0 +1,130 @@
+"""Completions that are carried over updates: what there is of each, which prompts make a step, and how they are saved.
+
+A step takes the prompts whose completions are complete, the oldest first; the rest is gone on with, under the new
+weights, in the next. Nothing is dropped for its age: a step waits for what may not become older. Keys and values are no
+part of it: they are made anew from the tokens, so a resumed run does what one that was not stopped does.
+"""
+
+import base64
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from podium.rollout.request import Completion
+from podium.tasks.task import Reward
+from podium.train.feed import EncodedPrompt, Feed
+
+ARRAYS = ("tokens", "sampled_logprobs", "full_logprobs", "versions")
+"""Of a completion, 4 bytes each of a token."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pending:
+    """A prompt that is not trained on yet."""
+
+    prompt: EncodedPrompt
+    completions: tuple[Completion, ...] = ()
+    """What there is of each; none: they have not begun."""
+    rewards: tuple[Reward, ...] = ()
+    """Theirs, once all have ended."""
+
+    @property
+    def first_version(self) -> int | None:
+        """Of the weights that drew its first token; None: there is no token."""
+        return min((int(each.versions[0]) for each in self.completions if len(each.versions)), default=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a run stands in its prompts."""
+
+    cursor: int
+    """Prompts drawn so far, too long ones included."""
+    pending: tuple[Pending, ...] = ()
+    """Those that are not trained on yet, in their order."""
+
+    def record(self) -> dict[str, Any]:
+        """All of it as JSON holds it, the arrays' bits in base 64."""
+        return {"cursor": self.cursor, "in_flight": [_pending_record(each) for each in self.pending]}
+
+    @classmethod
+    def read(cls, record: Mapping[str, Any], feed: Feed) -> "Position":
+        """What `record` made; the feed makes the prompts anew."""
+        pending = tuple(_read_pending(each, feed) for each in record.get("in_flight", ()))
+        return cls(cursor=record["cursor"], pending=pending)
+
+
+def chosen(
+    first_versions: Sequence[int | None],
+    complete: Sequence[bool],
+    count: int,
+    *,
+    per_step: int,
+    version: int,
+    max_staleness: int,
+) -> list[int] | None:
+    """The prompts of a step, the oldest first, by their index; None: decoding must go on.
+
+    A prompt's age is counted from the version of its first token: a step of weights `version` takes none from before
+    `version - max_staleness`, nor leaves more of them than later steps can take in time. What must be taken now is
+    waited for; the rest of the `count` are the oldest of those that are complete.
+
+    Args:
+        first_versions: of all prompts in flight, in the run's order; None: no token had been drawn before this step.
+        complete: whether all completions of each have ended.
+        count: prompts that are taken now.
+        per_step: prompts that each later step takes.
+        version: of the weights.
+        max_staleness: in versions.
+    """
+    ages = [0 if first is None else version - first for first in first_versions]
+    oldest = sorted(range(len(ages)), key=lambda index: -ages[index])  # of equals the first
+    due = max(
+        (
+            sum(age >= max_staleness - later for age in ages) - later * per_step
+            for later in range(max_staleness)
+            if len(ages) - count > later * per_step  # else the steps until then take all that is left
+        ),
+        default=0,
+    )
+    ready = [index for index in oldest if complete[index]]
+    if len(ready) < count or not all(complete[index] for index in oldest[: min(due, count)]):
+        return None
+    return ready[:count]
+
+
+def _pending_record(pending: Pending) -> dict[str, Any]:
+    return {
+        "number": pending.prompt.number,
+        "completions": [
+            {name: base64.b64encode(getattr(each, name).tobytes()).decode() for name in ARRAYS}
+            | {"text": each.text, "finish_reason": each.finish_reason}
+            for each in pending.completions
+        ],
+        "rewards": [
+            {
+                "total": float(each.total),
+                "parts": {name: float(value) for name, value in each.parts.items()},
+                "timed_out": each.timed_out,
+            }
+            for each in pending.rewards
+        ],
+    }
+
+
+def _read_pending(record: Mapping[str, Any], feed: Feed) -> Pending:
+    return Pending(
+        prompt=feed.at(record["number"]),
+        completions=tuple(_read_completion(each) for each in record["completions"]),
+        rewards=tuple(Reward(**each) for each in record["rewards"]),
+    )
+
+
+def _read_completion(record: Mapping[str, Any]) -> Completion:
+    dtypes = {name: np.float32 if name.endswith("logprobs") else np.int32 for name in ARRAYS}
+    arrays: dict[str, Any] = {
+        name: np.frombuffer(base64.b64decode(record[name]), dtype) for name, dtype in dtypes.items()
+    }
+    return Completion(**arrays, text=record["text"], finish_reason=record["finish_reason"])
