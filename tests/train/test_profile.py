@@ -16,7 +16,11 @@ from podium.train.profile import (
     scope_of,
 )
 
-pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
+pytestmark = [
+    pytest.mark.usefixtures("one_device", "compiled_once"),
+    # Of jax's reader of traces, on Python 3.13; as an error it would end the process.
+    pytest.mark.filterwarnings("ignore:builtin type .* has no __module__ attribute:DeprecationWarning"),
+]
 
 
 def test_a_window_and_a_touched_file_are_profiled(tiny_model, tmp_path, capsys):
