@@ -59,11 +59,6 @@ class Workload:
     """Updates since the first token of a step's prompts, on average."""
 
     @property
-    def decode_calls(self) -> int:
-        """Of all sizes."""
-        return sum(calls for calls, _, _ in self.decodes.values())
-
-    @property
     def decode_steps(self) -> int:
         """Of all sizes."""
         return sum(steps for _, steps, _ in self.decodes.values())

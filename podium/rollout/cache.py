@@ -107,16 +107,8 @@ def extend(
     """
     pages_at_once = 1 if rules.on_cpu else max(1, BLOCK_TOKENS // cache.page_tokens)
 
-    def local(
-        cache: Cache,
-        layer: jax.Array,
-        tables: jax.Array,
-        starts: jax.Array,
-        counts: jax.Array,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-    ) -> tuple[Cache, jax.Array]:
+    def local(cache: Cache, *given: jax.Array) -> tuple[Cache, jax.Array]:
+        layer, tables, starts, counts, q, k, v = given
         write = _append if q.shape[1] == 1 else _write
         cache = write(cache, layer, tables, starts, counts, k, v)
         return cache, _attend(cache, layer, tables, starts, counts, q, pages_at_once)
