@@ -66,19 +66,19 @@ def test_every_request_gets_its_completions_in_order():
             assert EOS not in completion.tokens[:-1]
 
 
-def test_a_request_gives_the_same_bits_alone_and_in_company():
+def test_a_request_gives_the_same_tokens_alone_and_in_company():
     together = mixed_answers()
     for index in (0, 7, 10, 13, 15):
         assert same(answers_of(shared_engine(), [MIXED[index]]), [together[index]])
 
 
-def test_a_request_gives_the_same_bits_in_any_order_and_slot():
+def test_a_request_gives_the_same_tokens_in_any_order_and_slot():
     order = np.random.default_rng(0).permutation(len(MIXED))
     shuffled = answers_of(shared_engine(), [MIXED[i] for i in order])
     assert same(shuffled, [mixed_answers()[i] for i in order])
 
 
-def test_a_request_gives_the_same_bits_with_fewer_completions():
+def test_a_request_gives_the_same_tokens_with_fewer_completions():
     fewer = answers_of(shared_engine(), [dataclasses.replace(MIXED[0], completions=1)])
     assert same(fewer, [mixed_answers()[0][:1]])
 
