@@ -77,8 +77,9 @@ def program() -> str:
 
 
 def command() -> str:
-    """The program with its arguments, as typed."""
-    return " ".join([program(), *map(shlex.quote, sys.argv[1:])])
+    """The program with its arguments, as typed; of a path from the root of a machine, the last name alone."""
+    typed = (Path(each).name if Path(each).is_absolute() else each for each in sys.argv[1:])
+    return " ".join([program(), *map(shlex.quote, typed)])
 
 
 def machine() -> dict[str, Any]:

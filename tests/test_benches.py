@@ -13,7 +13,7 @@ import pytest
 from benches import closed_form, gpu_accuracy, tasks
 from benches.demo import RandomArithmetic, meets_bar
 from benches.gsm8k import check_grader
-from benches.record import record
+from benches.record import command, record
 from podium.config.schema import TaskConfig
 from podium.hlo.memory import Memory
 from podium.tasks.registry import make_task
@@ -85,6 +85,11 @@ def test_record_says_how_a_number_came_about(tmp_path: Path):
     assert said["versions"]["pytest"] == pytest.__version__
     assert said["machine"]["cores"] >= 1
     assert {"command", "commit", "date"} <= set(said)
+
+
+def test_a_command_names_no_folder_of_a_machine(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["record.py", "--results", "/home/me/numbers", "--kills", "20"])
+    assert command().endswith(" --results numbers --kills 20")
 
 
 def test_random_rewards_do_not_depend_on_the_answer_and_evaluation_is_honest():
