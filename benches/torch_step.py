@@ -9,14 +9,10 @@ sleep while they wait, so that CPU seconds are work on a busy machine too. Print
 benches/results/step-vs-torch-cpu.json; exit status 1 where Podium's step takes more CPU seconds than torch's.
 """
 
-import contextlib
-import dataclasses
 import os
 import sys
 import tempfile
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,23 +21,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is import
 import jax
 import numpy as np
 
+from benches.own_step import Clock, OwnStep
 from benches.record import arguments, record
 from podium.algorithms.advantages import equal_reward_groups, token_weights
-from podium.algorithms.recipes import make_recipe
-from podium.config.schema import Config
-from podium.config.sizes import optimizer_steps
 from podium.models.hf import save_model
-from podium.models.params import param_specs
-from podium.observe.stats import UpdateStats
 from podium.settings import load_settings
+from podium.sharding import Params
 from podium.tasks.registry import make_task
 from podium.train.batch import Batch
-from podium.train.generate import Group, Rollouts
-from podium.train.optimizer import make_optimizer
-from podium.train.setup import load_weights, make_model, make_train_settings
-from podium.train.state import TrainState, init_state
+from podium.train.generate import Group
+from podium.train.state import TrainState
 from podium.train.step import make_score
-from podium.train.trainer import Trainer, make_batches
 
 if TYPE_CHECKING:
     from benches.torch_peer import Row
@@ -49,103 +39,53 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "demo.yaml"
 SAME_WORK = ("algorithm.zero_variance=drop", "grading.workers=0")  # in this process, where CPU seconds are counted
+ROLLOUT_PROGRAMS = ("extend", "copy", "decode")
 BAR = 1.0
 
 
-@dataclasses.dataclass
-class Seconds:
-    """Seconds of one part of a step, summed."""
+class Programs:
+    """Clocks around the compiled programs of a step, and the last batch that was updated on."""
 
-    wall: float = 0.0
-    cpu: float = 0.0
-
-
-class Clock:
-    """Seconds by name, of this process and all its threads."""
-
-    def __init__(self) -> None:
-        self.spent: defaultdict[str, Seconds] = defaultdict(Seconds)
-
-    @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Add what happens inside to a name."""
-        wall, cpu = time.perf_counter(), time.process_time()
-        yield
-        spent = self.spent[name]
-        spent.wall += time.perf_counter() - wall
-        spent.cpu += time.process_time() - cpu
-
-    def read(self) -> dict[str, dict[str, float]]:
-        """What was spent since the last reading."""
-        spent, self.spent = self.spent, defaultdict(Seconds)
-        return {name: {"wall_s": round(each.wall, 4), "cpu_s": round(each.cpu, 4)} for name, each in spent.items()}
-
-
-class Podium:
-    """Podium's own step, as podium.train.loop makes it, with a clock around its parts."""
-
-    def __init__(self, config: Config, folder: Path) -> None:
-        self.config, self.clock, self.steps = config, Clock(), 0
-        self.model = make_model(config)
-        self.recipe = make_recipe(
-            config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step
-        )
-        specs = param_specs(self.model.decoder)
-        self.optimizer = make_optimizer(config.train.optimizer, optimizer_steps(config), specs)
-        self.settings = make_train_settings(config, self.model.decoder, self.model.mesh)
-        self.rollouts = Rollouts(config, self.model.decoder, self.model.tokenizer, self.model.mesh)
-        self.trainer = Trainer(config, self.recipe, self.settings, self.optimizer, reference=None, folder=folder)
-        self.state = init_state(load_weights(self.model, None), self.optimizer)
-        self.rollouts.load(self.state.params)
-        engine = self.rollouts.engine
-        for name in ("prefill", "insert", "decode"):
-            setattr(engine, name, self._timed(f"rollout/{name}", getattr(engine, name)))
+    def __init__(self, podium: OwnStep) -> None:
+        """From now on every call of a program is waited for."""
+        self.podium = podium
         self.batch: Batch | None = None
-        self.trainer.train_step = self._keeping_batch(self._timed("update/train_step", self.trainer.train_step))
+        device, trainer = podium.rollouts.engine.device, podium.trainer
+        timed = {name: self._timed(f"rollout/{name}", getattr(device.programs, name)) for name in ROLLOUT_PROGRAMS}
+        device.programs = device.programs._replace(**timed)
+        trainer.train_step = self._keeping_batch(self._timed("update/train_step", trainer.train_step))
 
-    def step(self) -> tuple[list[Group], UpdateStats]:
-        """Complete, grade, update, hand over: the groups, and what the update did."""
-        with self.clock("rollout"):
-            groups, _ = self.rollouts.answer(self.rollouts.feed.next(self.config.prompts_per_step))
-        with self.clock("update"):
-            batches, _ = make_batches(groups, self.recipe, self.trainer.sizes)
-            self.state, updated = self.trainer.update(self.state, batches, self.steps)
-            self.steps += 1
-        with self.clock("sync"):
-            self.rollouts.load(self.state.params)
-            jax.block_until_ready(self.rollouts.engine.device.params)
-        return groups, updated
-
-    def parts(self, repeats: int) -> dict[str, dict[str, float]]:
+    def alone(self, repeats: int) -> dict[str, dict[str, float]]:
         """The update's programs alone, on the last batch: forward with log-probabilities, and the optimizer."""
-        score, batch = make_score(self.settings), self.batch
+        podium, batch = self.podium, self.batch
+        score = make_score(podium.settings)
 
         @jax.jit
         def optimize(state: TrainState) -> Any:
-            return self.optimizer.update(state.params, state.opt_state, state.params)  # any gradient will do
+            return podium.optimizer.update(state.params, state.opt_state, state.params)  # any gradient will do
 
         for name, program in (
-            ("forward", lambda: score(self.state.params, batch)),  # pyright: ignore[reportArgumentType]
-            ("optimizer", lambda: optimize(self.state)),
+            ("forward", lambda: score(podium.state.params, batch)),  # pyright: ignore[reportArgumentType]
+            ("optimizer", lambda: optimize(podium.state)),
         ):
             jax.block_until_ready(program())
-            with self.clock(name):
+            with podium.clock(name):
                 for _ in range(repeats):
                     jax.block_until_ready(program())
-        return {name: {key: x / repeats for key, x in each.items()} for name, each in self.clock.read().items()}
+        return {name: {key: x / repeats for key, x in each.items()} for name, each in podium.clock.read().items()}
 
     def _timed(self, name: str, program: Any) -> Any:
         def call(*args: Any) -> Any:
-            with self.clock(name):
+            with self.podium.clock(name):
                 return jax.block_until_ready(program(*args))
 
         call.__dict__["_cache_size"] = program._cache_size  # the engine counts its compiled programs
         return call
 
     def _keeping_batch(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        def call(state: TrainState, batch: Batch) -> Any:
+        def call(state: TrainState, batch: Batch, frozen: Params) -> Any:
             self.batch = batch
-            return train_step(state, batch)
+            return train_step(state, batch, frozen)
 
         return call
 
@@ -153,7 +93,7 @@ class Podium:
 class Torch:
     """The step in PyTorch."""
 
-    def __init__(self, podium: Podium, folder: Path, threads: int) -> None:
+    def __init__(self, podium: OwnStep, folder: Path, threads: int) -> None:
         import torch  # pyright: ignore[reportMissingImports]
 
         from benches.torch_peer import Sampler
@@ -198,7 +138,7 @@ class Torch:
         return sum(map(len, drawn)), norm
 
 
-def kept_rows(podium: Podium, groups: list[Group]) -> list["Row"]:
+def kept_rows(podium: OwnStep, groups: list[Group]) -> list["Row"]:
     """The completions of groups whose rewards differ, with the recipe's advantages and token weights."""
     from benches.torch_peer import Row
 
@@ -219,9 +159,9 @@ def kept_rows(podium: Podium, groups: list[Group]) -> list["Row"]:
     ]
 
 
-def one_step(podium: Podium, torch_: Torch) -> dict[str, Any]:
+def one_step(podium: OwnStep, torch_: Torch) -> dict[str, Any]:
     """A step of both: their seconds by part, and what shows that they did the same."""
-    groups, updated = podium.step()
+    groups, _, updated = podium.step()
     drawn, norm = torch_.step(groups)
     ours = sum(len(completion.tokens) for group in groups for completion in group.completions)
     return {
@@ -251,7 +191,8 @@ def main() -> None:
     config = load_settings([CONFIG], [*SAME_WORK, *args.settings], {}).config
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        podium = Podium(config, folder)
+        podium = OwnStep(config, folder)
+        programs = Programs(podium)
         torch_ = Torch(podium, folder / "model", args.threads)
         rows = []
         for step in range(args.steps + 1):
@@ -260,7 +201,7 @@ def main() -> None:
             print(
                 step, "warm-up" if not step else "", {side: totals([row], side)["step"] for side in ("podium", "torch")}
             )
-        parts = podium.parts(repeats=3)
+        parts = programs.alone(repeats=3)
         podium.rollouts.close()
     sides = {side: totals(rows, side) for side in ("podium", "torch")}
     ratios = {name: round(sides["podium"][name] / sides["torch"][name], 3) for name in ("rollout", "update", "step")}

@@ -8,6 +8,7 @@ import pytest
 
 from podium.settings import load_settings
 from tools.structure import (
+    FILE_LINES,
     ROOT,
     WITHOUT_JAX,
     Measure,
@@ -32,6 +33,13 @@ def test_every_module_has_its_floor():
 @pytest.mark.parametrize("measure", measures(MODULES), ids=lambda measure: measure.name)
 def test_the_package_keeps_its_limits(measure: Measure):
     assert measure.met, f"{measure.name}: {measure.value:g}, at most {measure.goal:g}; {'; '.join(measure.found)}"
+
+
+@pytest.mark.parametrize("folder", ["tests", "benches", "tools", "examples"])
+def test_files_beside_the_package_are_no_longer_than_its_own(folder: str):
+    lines = {path: path.read_text(encoding="utf-8").count("\n") for path in (ROOT / folder).glob("**/*.py")}
+    assert lines
+    assert {path.name: count for path, count in lines.items() if count > FILE_LINES} == {}
 
 
 MADE_UP = {

@@ -19,7 +19,7 @@ from podium.hlo.memory import Memory
 from podium.tasks.registry import make_task
 
 ROOT = Path(__file__).parents[1]
-NO_BENCH = ("record", "torch_peer", "recipes")  # recipes takes no options, and its tests run what it runs
+NO_BENCH = ("record", "own_step", "torch_peer", "recipes")  # recipes takes no options, and its tests run what it runs
 BENCHES = [*sorted(path.stem for path in (ROOT / "benches").glob("*.py") if path.stem not in NO_BENCH), "pods"]
 NEED_TORCH = ("logits_parity", "hf_generate")
 

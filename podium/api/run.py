@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from podium.api.answers import Answer, Evaluated, evaluate, generate
 from podium.api.data import Data, Rewards
 from podium.config.schema import Config
 from podium.files import as_path, read_lines
 from podium.observe.run_dir import METRICS, SAMPLES, parse_fork, read_config
 from podium.train.step_files import saved_steps
+
+if TYPE_CHECKING:  # a call of `podium.grpo` speaks before it has imported jax
+    from podium.api.answers import Answer, Evaluated
 
 
 class Run:
@@ -40,14 +42,18 @@ class Run:
         """Steps with a checkpoint, oldest first."""
         return sorted(saved_steps(self._fork.checkpoints))
 
-    def generate(self, prompts: Sequence[str], *, step: int | None = None, **options: Any) -> list[Answer]:
+    def generate(self, prompts: Sequence[str], *, step: int | None = None, **options: Any) -> "list[Answer]":
         """Answers of its weights (of `step`, or the newest) to prompts; options as of `podium.generate`."""
+        from podium.api.answers import generate
+
         return generate(self._at(step), prompts, **options)
 
     def evaluate(
         self, data: Data | None = None, *, rewards: Rewards | None = None, step: int | None = None, **options: Any
-    ) -> Evaluated:
+    ) -> "Evaluated":
         """How many questions its weights answer: of `data`, or its own; options as of `podium.evaluate`."""
+        from podium.api.answers import evaluate
+
         return evaluate(self._at(step), data, rewards=rewards, **options)
 
     def export(

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from podium.api.data import Data, Rewards, overrides, task_settings
 from podium.api.run import Run
@@ -14,7 +14,9 @@ from podium.files import as_path, in_bucket
 from podium.observe.run_dir import DATA, Fork, parse_fork
 from podium.settings import load_settings
 from podium.tasks.question_sets import math_equal
-from podium.train.recorder import OnStep, unheard
+
+if TYPE_CHECKING:
+    from podium.train.recorder import OnStep
 
 
 def grpo(
@@ -23,7 +25,7 @@ def grpo(
     *,
     eval_data: Data | None = None,
     rewards: Rewards = (math_equal,),
-    on_step: OnStep | None = None,
+    on_step: "OnStep | None" = None,
     question: str = "question",
     answer: str = "answer",
     system_prompt: str | None = None,
@@ -69,7 +71,7 @@ def grpo(
 def train(
     config: str | Path | Sequence[str | Path],
     *,
-    on_step: OnStep | None = None,
+    on_step: "OnStep | None" = None,
     source: str | None = None,
     **settings: Any,
 ) -> Run:
@@ -89,11 +91,12 @@ def train(
     return _train(loaded.config, None if source is None else parse_fork(source), on_step)
 
 
-def _train(config: Config, fork: Fork | None, on_step: OnStep | None) -> Run:
+def _train(config: Config, fork: Fork | None, on_step: "OnStep | None") -> Run:
+    print(f"run {config.runs_dir}/{config.name}: loading jax and the model", flush=True)
     from podium.plan.check import RunCheck
     from podium.train.loop import train as train_run
+    from podium.train.recorder import unheard
 
-    print(f"run {config.runs_dir}/{config.name}: loading jax and the model", flush=True)
     train_run(config, fork=fork, check=RunCheck(force=False), on_step=on_step or unheard)
     return Run(as_path(config.runs_dir) / str(config.name))
 

@@ -151,6 +151,8 @@ def _forms(subject: Subject) -> Iterator[tuple[str, str, tuple[str, ...], Form]]
             yield f"remat {choice}", f"with train.remat {choice}", packed, Form(train={**PLAIN, "remat": choice})
     chunks, groups = {**PLAIN, "head_chunk_tokens": CHUNK_TOKENS}, {**PLAIN, "layer_chunk_tokens": ROW_TOKENS}
     yield "head chunks", "with the head in chunks, the last one shorter", packed, Form(train=chunks)
+    if jax.devices()[0].platform == "tpu":
+        yield "head fused", "with the head as a kernel", packed, Form(train={**chunks, "head": "fused"})
     yield "layer chunks", "with layers that compute some rows at a time", packed, Form(train=groups)
     yield "as configured", "with the config's own settings of train", packed, Form(train={})
 
@@ -188,6 +190,8 @@ def skipped(subject: Subject) -> Iterator[str]:
         yield "devices: there is one device, and no mesh of CPUs divides the model"
     if "kernel" not in usable_attention():
         yield f"attention kernel: it is for {' and '.join(KERNELS)}, and this machine has {jax.devices()[0].platform}"
+    if jax.devices()[0].platform != "tpu":
+        yield f"head fused: it is for tpu, and this machine has {jax.devices()[0].platform}"
 
 
 def run_checks(updates: Updates) -> Iterator[Check]:

@@ -28,6 +28,7 @@ from podium.train.trainer import make_batches, with_scores
 
 PLAIN: Mapping[str, Any] = {
     "remat": "none",
+    "head": "chunked",
     "head_chunk_tokens": 4096,
     "attention": "reference",
     "layer_chunk_tokens": None,

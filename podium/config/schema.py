@@ -20,6 +20,7 @@ from podium.config.section import Finite, Fraction, NotNegative, NotNegativeFloa
 Dtype = Literal["auto", "float32", "bfloat16"]
 Remat = Literal["none", "layer", "products", "offload"]
 Attention = Literal["auto", "kernel", "blocks", "reference"]
+Head = Literal["auto", "chunked", "fused"]
 
 
 class TaskConfig(Section):
@@ -188,9 +189,17 @@ class TrainConfig(Section):
     """How update, scoring and prefill attend. kernel: a Pallas kernel, on TPU and GPU; blocks: block by block in XLA,
     everywhere; reference: all scores at once, for comparison (memory grows with the square of row_tokens). auto: the
     kernel where there is one, else blocks; the run says which."""
+    head: Head = "auto"
+    """How update and scoring go from hidden states to log-probabilities. chunked: XLA makes the logits of some tokens
+    at a time; fused: Pallas kernels on TPU make no logits forward, and backward their gradient alone, in the format of
+    the products. auto: fused on TPU where no tp splits the vocabulary, else chunked; the run says which."""
     head_chunk_tokens: Positive = 1024
-    """Tokens whose logits exist at once on each device, forward and backward."""
+    """Tokens whose float32 logits exist at once on each device, forward and backward; a fused head has the gradient of
+    the logits of as many as take the same memory."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    offload_optimizer: bool = False
+    """Keep the optimizer's moments in the host's memory between updates; each update fetches one parameter's after the
+    other and copies them back. Frees 8 bytes per parameter with adamw in float32, and learns the same."""
 
 
 class EvalConfig(Section):

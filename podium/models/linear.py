@@ -121,8 +121,27 @@ def _backward(
     dx = _einsum(f"{y_axes},{w_axes}->{x_axes}", dy, w, x.dtype)
     # Devices exchange their shares of the sum as they are here, before any cast.
     shares = jnp.dtype(jnp.float32) if wide else x.dtype
-    dw = _einsum(f"{x_axes},{y_axes}->{w_axes}", x.astype(w.dtype), dy, shares)
+    dw = _gradient_of_weights(x_axes, y_axes, w_axes, x.astype(w.dtype), dy, shares, on_cpu=barrier)
     return (dx, None, dw) if wide else (dx, dw.astype(w.dtype), None)
 
 
 _product.defvjp(_forward, _backward)
+
+
+def _gradient_of_weights(
+    x_axes: str, y_axes: str, w_axes: str, x: jax.Array, dy: jax.Array, dtype: jnp.dtype, *, on_cpu: bool
+) -> jax.Array:
+    """The product of inputs and their outputs' gradients over all tokens.
+
+    XLA on CPU lays the first operand of such a product out anew, slowly: there the narrower one comes first, and if the
+    product is then not as the weights lie, it is turned afterwards, being smaller than what has all tokens.
+    """
+    inner, outer = ("".join(axis for axis in axes if axis in w_axes) for axes in (x_axes, y_axes))
+    first, last = (x_axes, inner, x), (y_axes, outer, dy)
+    if first[2].size > last[2].size:
+        first, last = last, first
+    made = first[1] + last[1]
+    if not on_cpu or made == w_axes:
+        return _einsum(f"{x_axes},{y_axes}->{w_axes}", x, dy, dtype)
+    turned = _einsum(f"{first[0]},{last[0]}->{made}", first[2], last[2], dtype)
+    return jnp.einsum(f"{made}->{w_axes}", jax.lax.optimization_barrier(turned))  # else XLA would turn it back

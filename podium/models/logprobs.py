@@ -6,8 +6,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from podium.config.head import HeadKind, fast_memory
+from podium.kernels.tpu_head import HeadOptions, tpu_head
 from podium.models.linear import AnyWeight, Weight, product
 from podium.sharding import ShardingRules
+
+FLOAT32_BYTES = 4
 
 
 class TokenLogprobs(NamedTuple):
@@ -18,10 +22,13 @@ class TokenLogprobs(NamedTuple):
 
 
 @jax.named_scope("logits")
-def logits_at(hidden: jax.Array, head: AnyWeight, temperature: float) -> jax.Array:
-    """Float32 logits over the temperature, [..., V], of hidden states [T, D] or [B, T, D] and a head [V, D]."""
+def logits_at(hidden: jax.Array, head: AnyWeight, temperature: float, *, on_cpu: bool = False) -> jax.Array:
+    """Float32 logits over the temperature, [..., V], of hidden states [T, D] or [B, T, D] and a head [V, D].
+
+    `on_cpu` says how a backward pass multiplies (`podium.models.linear.product`).
+    """
     outer = "bt"[: hidden.ndim - 1]
-    logits = product(f"{outer}d,vd->{outer}v", jnp.dtype(jnp.float32), False, hidden, head)
+    logits = product(f"{outer}d,vd->{outer}v", jnp.dtype(jnp.float32), on_cpu, hidden, head)
     return logits / temperature if temperature != 1.0 else logits
 
 
@@ -34,6 +41,7 @@ def token_logprobs(
     chunk: int,
     rules: ShardingRules,
     remat: bool = True,
+    kind: HeadKind = "chunked",
 ) -> TokenLogprobs:
     """Log-probability of each target and entropy of its distribution; the only place where training computes them.
 
@@ -48,11 +56,15 @@ def token_logprobs(
         chunk: tokens per device whose logits exist at once.
         rules: where the batch is split, into n pieces.
         remat: off keeps the logits for the backward pass: faster, [B, T, V] float32 of memory.
+        kind: fused makes no logits forward, and backward the gradient of as many tokens' as have the memory of a chunk;
+            `remat` changes nothing then.
     """
     B, T, _ = hidden.shape
     parts, cuts = rules.num_shards("batch"), rules.num_shards("tokens")  # of all rows, and of the tokens of each
     columns = max(1, min(T // cuts, chunk * parts // B))  # positions of all rows at once
     of_device = functools.partial(_in_chunks, temperature=temperature, columns=columns, rules=rules, remat=remat)
+    if kind == "fused":
+        of_device = functools.partial(_fused, temperature=temperature, chunk=chunk, rules=rules)
     if parts * cuts == 1:  # for the sake of a dimension of 1, XLA on CPU would lay the head out anew
         return of_device(hidden, head, targets)
     with jax.named_scope("weights"):
@@ -62,7 +74,13 @@ def token_logprobs(
         x = x.reshape(parts, B // parts, cuts, T // cuts, *x.shape[2:])
         return jnp.swapaxes(x, 1, 2).reshape(parts * cuts, B // parts, T // cuts, *x.shape[4:])
 
-    found = jax.vmap(of_device, spmd_axis_name=rules.axes["pieces"])(pieces(hidden), heads, pieces(targets))
+    given = (pieces(hidden), heads, pieces(targets))
+    if kind == "fused":
+        spec = rules.spec(("pieces",))
+        device = lambda *own: jax.tree.map(lambda x: x[None], of_device(*jax.tree.map(lambda x: x[0], own)))  # noqa: E731
+        found = jax.shard_map(device, mesh=rules.mesh, in_specs=spec, out_specs=spec, check_vma=False)(*given)
+    else:
+        found = jax.vmap(of_device, spmd_axis_name=rules.axes["pieces"])(*given)
     rows = (x.reshape(parts, cuts, B // parts, T // cuts) for x in found)
     return TokenLogprobs(*(jnp.swapaxes(x, 1, 2).reshape(B, T) for x in rows))
 
@@ -73,6 +91,21 @@ def _copies(head: AnyWeight, rules: ShardingRules) -> AnyWeight:
         return rules.weight_copies(head, "vocab", "width")
     value = rules.weight_copies(head.value, "vocab", "width")
     return Weight(value, rules.sums_of_copies(head.sums, "vocab", "width"))
+
+
+@jax.named_scope("logits")
+def _fused(
+    hidden: jax.Array, head: AnyWeight, targets: jax.Array, *, temperature: float, chunk: int, rules: ShardingRules
+) -> TokenLogprobs:
+    """`token_logprobs` of one device's rows, by the kernels; interpreted on a CPU."""
+    value, sums = head if isinstance(head, Weight) else (head, None)
+    options = HeadOptions(
+        scale=1 / temperature,
+        chunk=chunk * FLOAT32_BYTES // value.dtype.itemsize,
+        memory=fast_memory(rules.mesh.devices.flat[0].device_kind),
+        interpret=rules.on_cpu,
+    )
+    return TokenLogprobs(*tpu_head(hidden, value, sums, targets, options))
 
 
 @jax.named_scope("logits")
@@ -91,7 +124,7 @@ def _in_chunks(
     padding = -T % columns
 
     def chunk(h: jax.Array, target: jax.Array) -> TokenLogprobs:  # [b, c, D], [b, c]
-        logits = rules.constrain(logits_at(h, head, temperature), None, None, "vocab")  # [b, c, V]
+        logits = rules.constrain(logits_at(h, head, temperature, on_cpu=rules.on_cpu), None, None, "vocab")  # [b, c, V]
         return _score(logits, target)
 
     def pieces(x: jax.Array) -> jax.Array:

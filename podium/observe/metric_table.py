@@ -55,10 +55,20 @@ def _logprob_gap(stats: StepStats) -> tuple[float, float] | None:
     return (stats.updated.logprob_gap, stats.updated.logprob_gap_max) if stats.updated.updates else None
 
 
-def _gaps_by_age(stats: StepStats) -> Mapping[str, float] | None:
+def _by_age(name: str) -> Callable[[StepStats], Mapping[str, float] | None]:
+    """What reads a mean of `train_step` by the age of the tokens."""
+
+    def read(stats: StepStats) -> Mapping[str, float] | None:
+        means, begin = stats.updated.token_means, "age_share/"
+        shares = {each.removeprefix(begin): mean for each, mean in means.items() if each.startswith(begin)}
+        return {age: means[f"{name}/{age}"] / share for age, share in shares.items() if share} or None
+
+    return read
+
+
+def _effective_share(stats: StepStats) -> float | None:
     means = stats.updated.token_means
-    shares = {name.removeprefix("age_share/"): mean for name, mean in means.items() if name.startswith("age_share/")}
-    return {age: means[f"age_gap/{age}"] / share for age, share in shares.items() if share} or None
+    return means["ratio"] ** 2 / means["squared_ratio"] if "ratio" in means else None
 
 
 def _token_ages(stats: StepStats) -> tuple[float, float] | None:
@@ -155,7 +165,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("async/waited_s", "s", "Decoding on for a group that may not become older, when enough others were complete.", lambda s: s.rolled.waited_s if s.carried else None),
         Metric("async/in_flight", "prompts", "Prompts that go on in the next step, or are complete and wait for it.", lambda s: s.rolled.in_flight if s.carried else None),
         Metric("async/reward_by_age/<part>", "reward", "Mean total reward of the groups of a staleness, which `<part>` is: 0, 1, ...", lambda s: s.carried and s.carried.rewards),
-        Metric("async/logprob_gap_by_age/<part>", "nat", "`policy/logprob_gap/mean` of the tokens of an age, which `<part>` is: 0 (rounding alone), 1, 2+ (drift); mean over the updates.", _gaps_by_age),
+        Metric("async/logprob_gap_by_age/<part>", "nat", "`policy/logprob_gap/mean` of the tokens of an age, which `<part>` is: 0 (rounding alone), 1, 2+ (drift); mean over the updates.", _by_age("age_gap")),
+        Metric("async/clip_share_by_age/<part>", "fraction", "Tokens of an age, as above, whose ratio was clipped below or above.", _by_age("age_clipped")),
+        Metric("async/effective_share", "fraction", "Effective sample size / tokens: squared mean of the tokens' ratios, trainer's to sampler's probability, / mean of their squares. Healthy in runs that fail: no alarm.", _effective_share),
+        Metric("async/rebuild_s", "s", "Prefilling what had been in the cache before: of `rollout/prefill_s`, the share of `rollout/rebuilt_tokens` in `rollout/prefill_tokens`.", lambda s: s.rolled.rebuild_s if s.carried else None),
+        Metric("async/drawn_length", "tokens", "Completions that ended in the step; `train-seq_len/completion` is of those that it trains on.", lambda s: np.array(s.rolled.drawn_lengths) if s.carried and s.rolled.drawn_lengths else None, parts=MEAN_MAX),
+        Metric("async/length_distance", "fraction", "Largest difference between the shares of the two that are at most so long, 0 to 1. Of one step mostly chance; the run says once when it is above 0.1 over ten.", lambda s: s.carried and s.carried.length_distance),
     ),
     "Memory": (
         Metric("memory/train/bytes_in_use_max_gib", "GiB", "Largest `bytes_in_use` of a device after the update; absent where devices do not report it (CPU).", lambda s: s.memory and s.memory[0] / GIB),

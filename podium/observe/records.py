@@ -55,9 +55,18 @@ def sample_record(
     }
 
 
-def lengths_record(step: int, prompt_lengths: Sequence[int], completion_lengths: Sequence[int]) -> dict[str, Any]:
-    """A line of lengths.jsonl: the tokens of each prompt [N] and of each completion [N * G], for `podium plan`."""
-    return {"step": step, "prompt_lengths": list(prompt_lengths), "completion_lengths": list(completion_lengths)}
+def lengths_record(
+    step: int,
+    prompt_lengths: Sequence[int],
+    completion_lengths: Sequence[int],
+    drawn_lengths: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """A line of lengths.jsonl: the tokens of each prompt [N] and of each completion [N * G], for `podium plan`.
+
+    With carry-over also those of each completion that ended in the step, whatever step trains on it.
+    """
+    record = {"step": step, "prompt_lengths": list(prompt_lengths), "completion_lengths": list(completion_lengths)}
+    return record if drawn_lengths is None else record | {"drawn_lengths": list(drawn_lengths)}
 
 
 def sampled_groups(step: int, *, prompts_per_step: int, samples_every: int) -> range:

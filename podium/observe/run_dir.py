@@ -73,7 +73,9 @@ MAY_CHANGE = (
     "train.remat",
     "train.layer_chunk_tokens",
     "train.attention",
+    "train.head",
     "train.head_chunk_tokens",
+    "train.offload_optimizer",
 )
 """Keys (or whole sections) in which a continued run may differ from its stored config: they say where a run runs, how
 fast and how it is watched, not what it learns. `steps` may change too while `train.optimizer.schedule` is constant: the

@@ -37,6 +37,8 @@ class CarryStats:
     """Share of the completions that more than one version of the weights has drawn."""
     rewards: Mapping[str, float]
     """Mean total of the completions, by the staleness of their group."""
+    length_distance: float | None
+    """Between the lengths of the step's completions and of those that ended in it; None where none did."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

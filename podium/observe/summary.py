@@ -94,7 +94,7 @@ def print_summary(folder: Path, console: Console) -> None:
     rows: list[RenderableType] = [_headline(history)]
     if history.rewards:
         width = min(console.width, 100) - 6
-        legend = Text.assemble(("reward of each step", "green"), f"   {MARK} ", ("accuracy, held out", "magenta"))
+        legend = Text.assemble(("reward of each step", "green"), "   ", (f"{MARK} accuracy, held out", "magenta"))
         rows += [Text(), legend, reward_curve(history.rewards, history.accuracies, width=width)]
     answers = read_answers(folder)
     if answers is not None:

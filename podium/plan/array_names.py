@@ -21,7 +21,7 @@ RESULTS: Mapping[str, str] = {
 SCOPES: Mapping[str, str] = {
     "embed": "embedding", "weights": "gathered_weights", "layers": "layer_activations", "mlp": "layer_activations",
     "attention": "layer_activations", "scores": "attention_scores", "cache": "kv_cache", "logits": "logits",
-    "sample": "logits", "optimizer": "optimizer",
+    "sample": "logits", "gradients": "gradients", "optimizer": "optimizer",
 }  # fmt: skip
 
 

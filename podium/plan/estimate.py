@@ -21,6 +21,8 @@ from podium.plan.sizes import (
     F32,
     RunSizes,
     ends_count,
+    fused_chunks,
+    fused_padding,
     head_number,
     local_count,
     make_sizes,
@@ -136,16 +138,16 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
 
     Without a number, as far as the longest sequence can.
     """
-    a, decoder = run.rollout_activation, run.decoder
-    slots = -(-(size or run.config.rollout.slots) // run.rollout_shards)
+    a, decoder, rollout = run.rollout_activation, run.decoder, run.config.rollout
+    slots = -(-(size or rollout.slots) // run.rollout_shards)
     heads, matmul = run.rollout_heads, matrix_elements(run.decoder) // run.layout.group
-    read = run.in_blocks(context or run.longest)
+    read = run.in_blocks(context or rollout.max_prompt_tokens + rollout.max_new_tokens)
     cache, logits = run.kv_bytes(slots * read), F32 * slots * decoder.vocab // heads
     block = run.kv_bytes(slots * run.block) // decoder.layers
     # The TPU's compiler lays the stacks of q, k and v out anew in each call.
     stacks = (param_specs(decoder)[f"layers.{name}"] for name in ("q", "k", "v") if run.platform == "tpu")
     relaid = a * sum(local_count(each, run.rollout_parts) for each in stacks)
-    calls = 2 * relaid // run.config.rollout.refill_steps
+    calls = 2 * relaid // rollout.refill_steps
     return PhaseEstimate(
         name="decode",
         parts=_rollout_residents(run)
@@ -187,7 +189,11 @@ def score_phase(run: RunSizes) -> PhaseEstimate:
         parts=in_updates(run)
         | _batch(run)
         | {"working_weights": working_weights(run), "gathered_weights": copied(run, head, head_number(run))}
-        | max(loss_logits(run), _forward_peak(run, run.rows, run.row_tokens // run.sp, a), key=_total),
+        | max(
+            {} if run.head == "fused" else loss_logits(run),
+            _forward_peak(run, run.rows, run.row_tokens // run.sp, a),
+            key=_total,
+        ),
         flops=_forward_flops(run),
         hbm_bytes=passes + run.own_count * (F32 + a),
         ici_bytes=(layers + head) * a * (run.shards - 1) // run.shards + 2 * _tp_ici(run, tokens) + _sp_ici(run),
@@ -268,7 +274,7 @@ def _attention_flops(run: RunSizes, rows: int, length: int, products: int, *, sp
 def _forward_flops(run: RunSizes) -> int:
     """One forward pass of a micro-batch, logits included."""
     attention = _attention_flops(run, run.rows, run.row_tokens, PRODUCTS["forward"], split=run.tp * run.sp)
-    return _matmul_flops(run) // run.tp + attention
+    return _matmul_flops(run) // run.tp + attention + fused_padding(run)
 
 
 def _matmul_flops(run: RunSizes) -> int:
@@ -280,20 +286,31 @@ def _update_flops(run: RunSizes) -> int:
     """Forward, backward, and what is made again: of a whole layer all but its last product, which no gradient needs."""
     decoder, tokens, remat = run.decoder, run.tokens, run.config.train.remat
     whole = _matmul_flops(run) - 2 * tokens * decoder.width * decoder.mlp_width * decoder.layers
-    again = {"none": 0, "products": 2 * tokens * decoder.vocab * decoder.width}.get(remat, whole)
+    logits = 2 * tokens * decoder.vocab * decoder.width
+    again = {"none": logits * (run.head == "fused"), "products": logits}.get(remat, whole)
     products = PRODUCTS[run.attention] + (PRODUCTS["again"] if remat != "none" else 0)
     attention = _attention_flops(run, run.rows, run.row_tokens, products, split=run.tp * run.sp)
     backward = 2 if run.decoder.lora is None else 1  # products per matrix: frozen ones have no gradient of their own
-    return _forward_flops(run) + (backward * _matmul_flops(run) + again) // run.tp + attention
+    padding = (1 + backward) * fused_padding(run)
+    return _forward_flops(run) + (backward * _matmul_flops(run) + again) // run.tp + attention + padding
 
 
 def _passes(run: RunSizes, kind: str) -> int:
     """HBM traffic of all layers and the head for a micro-batch."""
     decoder, tokens = run.decoder, run.tokens
     logits = LOGITS_TRAFFIC[kind] * F32 * tokens * decoder.vocab // run.tp
+    if run.head == "fused":
+        logits = _fused_head_traffic(run) if kind == "update" else 0
     gathered = (2 if kind == "forward" else 4) * sum(run.gathered_counts) * run.activation
     layers = _layers_traffic(run, kind, run.rows, run.row_tokens, run.activation, split=run.tp * run.sp)
     return layers + logits + gathered
+
+
+def _fused_head_traffic(run: RunSizes) -> int:
+    """The gradient of all logits, written and read by two products, and the head's, added to for each chunk of them."""
+    chunks, tokens = fused_chunks(run)
+    of_chunk = 3 * tokens * head_number(run) + 2 * F32 * run.decoder.width
+    return chunks * run.decoder.vocab * of_chunk
 
 
 def _layers_traffic(run: RunSizes, kind: str, rows: int, length: int, a: int, *, split: int) -> int:

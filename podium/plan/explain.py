@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 
 from podium.accelerators import ALLOCATOR_RESERVE, GIB, GPUS, POOL_VARIABLE, Accelerator, pool_share
-from podium.plan.formatting import LITTLE
+from podium.plan.formatting import LITTLE, duration
+from podium.plan.host_link import HOST_LINK, copying
 from podium.plan.result import Phase, judge, margin
-from podium.plan.sizes import F32, RunSizes, optimizer_bytes, reduced_number
+from podium.plan.sizes import F32, RunSizes, offloaded_bytes, optimizer_bytes, reduced_number
 from podium.plan.workload import Workload
 
 MORE_OPERATIONS = 1.02  # times the closed form's operations, from which on a program does something again
@@ -49,6 +50,13 @@ def _offload(run: RunSizes, accelerator: Accelerator) -> Iterator[str]:
         yield (
             f"during an update the layers' inputs take {inputs * accelerator.devices_per_host / GIB:.1f} GiB of each"
             " host's memory"
+        )
+    if moments := offloaded_bytes(run):
+        yield (
+            f"between updates the optimizer's moments take {moments * accelerator.devices_per_host / GIB:.1f} GiB of"
+            f" each host's memory; an update copies {moments / GIB:.2f} GiB to each device and back, counted as"
+            f" {duration(copying(run))} at an assumed {HOST_LINK.value / 1e9:.0f} GB/s"
+            f" ({HOST_LINK.low / 1e9:.0f}-{HOST_LINK.high / 1e9:.0f}): none is published for TPUs, none was measured"
         )
 
 

@@ -35,6 +35,7 @@ from podium.rollout.weights import abstract_weights, keeps
 from podium.sharding import Params, ShardingRules, abstract_params
 from podium.train.batch import batch_sizes, make_batch
 from podium.train.generate import as_dtype, rollout_layout, rollout_rules
+from podium.train.offload import takes_no_device
 from podium.train.optimizer import make_opt_init
 from podium.train.setup import make_run_optimizer, make_train_settings
 from podium.train.state import abstract_state
@@ -150,5 +151,6 @@ def _phase(program: Any, arguments: tuple[Any, ...], residents: Mapping[str, int
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes of one device that a tree of abstract arrays takes."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    """Bytes of one device that a tree of abstract arrays takes, without those that are in the host's memory."""
+    own = [x for x in jax.tree.leaves(tree) if not takes_no_device(x.sharding)]
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in own)

@@ -23,6 +23,7 @@ from podium.plan.compile import OnProgress, cache_folder, compile_phases
 from podium.plan.estimate import PhaseEstimate
 from podium.plan.explain import explain
 from podium.plan.formatting import number
+from podium.plan.host_link import copying
 from podium.plan.result import NO_TIME, BoundBy, LargeArray, Phase, Plan, Seconds, Verdict, judge, total
 from podium.plan.sizes import F32, RunSizes, make_sizes, network_bytes
 from podium.plan.topology import compiler_versions
@@ -231,9 +232,14 @@ class _Device:
         for name in dict.fromkeys(call.phase for call in calls):
             own = [call for call in calls if call.phase == name]
             if compiled:
-                yield self.compiled_phase(own, compiled)
+                phase = self.compiled_phase(own, compiled)
             elif own[0].closed_form is not None:
-                yield self.estimated_phase(own, run)
+                phase = self.estimated_phase(own, run)
+            else:
+                continue
+            if name == "update" and phase.seconds:
+                phase = dataclasses.replace(phase, seconds=phase.seconds + copying(run) * phase.calls)
+            yield phase
         resting = closed_form.checkpoint_phase(run)
         yield self.phase(resting.name, resting.parts)
 

@@ -3,7 +3,7 @@
 import math
 
 from podium.models.params import frozen_dtype, frozen_specs
-from podium.plan.sizes import F32, RunSizes, local_count, optimizer_bytes, rollout_bytes
+from podium.plan.sizes import F32, RunSizes, local_count, offloaded_bytes, optimizer_bytes, rollout_bytes
 
 Parts = dict[str, int]
 
@@ -36,7 +36,7 @@ def kept_bytes(run: RunSizes) -> int:
 def trainers(run: RunSizes) -> Parts:
     """What the trainer holds on a device through every phase."""
     parameters = F32 * run.own_count
-    parts = {"parameters": parameters, "optimizer": optimizer_bytes(run)}
+    parts = {"parameters": parameters, "optimizer": optimizer_bytes(run) - offloaded_bytes(run)}
     if run.decoder.lora is not None:  # the frozen weights are the reference too
         return parts | {"frozen_weights": frozen_bytes(run)}
     return parts | ({"reference_weights": parameters} if run.recipe.needs_reference else {})

@@ -287,6 +287,8 @@ def candidates(config: Config, run: RunSizes) -> Iterator[Change]:
     for remat in get_args(Remat):
         if remat != train.remat:
             yield Change(key="train.remat", value=remat, old=train.remat)
+    if not train.offload_optimizer:
+        yield Change(key="train.offload_optimizer", value=True, old=False)
     for tokens in (train.head_chunk_tokens // 4, 4 * train.head_chunk_tokens):
         if 1 <= tokens <= rows * row_tokens(config):
             yield Change(key="train.head_chunk_tokens", value=tokens, old=train.head_chunk_tokens)

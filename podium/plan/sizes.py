@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from podium.accelerators import Accelerator, auto_dtype, cpu_flags
 from podium.algorithms.recipes import Recipe, make_recipe
 from podium.config.attention import Backend, attention_backend
+from podium.config.head import HeadKind, fast_memory, head_chunks, head_kind, head_tile
 from podium.config.imports import is_path
 from podium.config.mesh import AXES, mesh_shape
 from podium.config.schema import Config, Dtype
@@ -59,6 +60,7 @@ class RunSizes:
     buckets: tuple[int, ...]
     layout: Layout
     attention: Backend
+    head: HeadKind
     groups: int  # of rows, which a layer computes one after the other
     machines: int = 1  # that a network joins
     per_machine: int = 0  # devices of one of them
@@ -93,11 +95,6 @@ class RunSizes:
     def in_blocks(self, tokens: float) -> int:
         """Tokens that attention reads of a sequence of so many in the cache: whole blocks."""
         return -(-int(tokens) // self.block) * self.block
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.config.rollout.max_prompt_tokens + self.config.rollout.max_new_tokens
 
     @functools.cached_property
     def train_parts(self) -> Parts:
@@ -196,16 +193,57 @@ def reduced_number(run: RunSizes) -> int:
     return F32 if run.config.train.reduce_dtype == "float32" else run.activation
 
 
+def fused_chunks(run: RunSizes) -> tuple[int, int]:
+    """Into how many chunks a fused head cuts a device's tokens, and the tokens of each, padding among them."""
+    number, decoder = head_number(run), run.decoder
+    tile, _ = head_tile(run.tokens, decoder.vocab, decoder.width, number, fast_memory(run.generation))
+    return head_chunks(run.tokens, run.config.train.head_chunk_tokens * F32 // number, tile)
+
+
+def fused_padding(run: RunSizes) -> int:
+    """Operations of one product of the head with the padding of a fused one; 0 with another."""
+    if run.head != "fused":
+        return 0
+    return 2 * (math.prod(fused_chunks(run)) - run.tokens) * run.decoder.vocab * run.decoder.width
+
+
 def head_number(run: RunSizes) -> int:
     """Bytes of a number of the head's operands in the update."""
     return F32 if run.config.train.head_dtype == "float32" else run.activation
 
 
 def optimizer_bytes(run: RunSizes) -> int:
-    """Bytes of the optimizer's state on a device."""
-    settings = run.config.train.optimizer
-    number = F32 if settings.moments == "float32" else F32 // 2
-    return number * optimizer_count(run.decoder, settings.name, run.train_parts)
+    """Bytes of the optimizer's state of a device, wherever it is."""
+    return _moment_number(run) * optimizer_count(run.decoder, run.config.train.optimizer.name, run.train_parts)
+
+
+def offloaded_bytes(run: RunSizes) -> int:
+    """Bytes of it that are in the host's memory between updates: what has a parameter's shape."""
+    return sum(_offloaded(run).values())
+
+
+def fetched_bytes(run: RunSizes) -> int:
+    """Bytes of those that an update has on a device at once: one parameter's, of a rule of the user's own all."""
+    fetched = _offloaded(run).values()
+    return sum(fetched) if is_path(run.config.train.optimizer.name) else max(fetched, default=0)
+
+
+def _offloaded(run: RunSizes) -> dict[str, int]:
+    """The same by parameter."""
+    name, found = run.config.train.optimizer.name, {}
+    if not run.config.train.offload_optimizer or run.platform == "cpu":  # which has one memory
+        return found
+    for key, spec in trained_specs(run.decoder).items():
+        local = local_count(spec, run.train_parts)
+        if name != "adafactor":
+            found[key] = _moment_number(run) * _moment_count(name, spec, local)
+        elif not _is_factored(spec):
+            found[key] = _moment_number(run) * local
+    return found
+
+
+def _moment_number(run: RunSizes) -> int:
+    return F32 if run.config.train.optimizer.moments == "float32" else F32 // 2
 
 
 def make_sizes(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> RunSizes:
@@ -232,6 +270,7 @@ def make_sizes(config: Config, decoder: DecoderConfig, accelerator: Accelerator)
         buckets=tuple(prompt_buckets(config.rollout.max_prompt_tokens)),
         layout=resolve(config, decoder, accelerator, devices=accelerator.devices, hosts=accelerator.hosts),
         attention=attention_backend(config.train.attention, accelerator.platform),
+        head=head_kind(config.train.head, accelerator.platform, tp),
         groups=row_groups(config),
         machines=accelerator.slices,
         per_machine=accelerator.devices_per_host,
@@ -274,27 +313,26 @@ def network_bytes(run: RunSizes, phase: str, sent: int) -> int:
 
 def optimizer_count(decoder: DecoderConfig, name: str, parts: Parts) -> int:
     """Numbers of an optimizer's state on one device, but for its counters."""
-    specs = trained_specs(decoder)
-    local = {key: local_count(spec, parts) for key, spec in specs.items()}
+    return sum(_moment_count(name, spec, local_count(spec, parts)) for spec in trained_specs(decoder).values())
+
+
+def _moment_count(name: str, spec: ParamSpec, local: int) -> int:
+    """Numbers of an optimizer's state for a parameter of which a device has `local` elements."""
     if name == "adamw" or is_path(name):  # what one of the user's own keeps is taken to be as much
-        return 2 * sum(local.values())
+        return 2 * local
     if name in ("lion", "sgd"):
-        return sum(local.values())
+        return local
     if name == "muon":  # one moment of what it orthogonalises (`podium.train.optimizer`), Adam's two of the rest
-        hidden = {key for key, spec in specs.items() if len(params.matrix_dims(spec)) > 1 and "vocab" not in spec.axes}
-        return sum(count * (1 if key in hidden else 2) for key, count in local.items())
-    return sum(_factored_count(spec, local[key]) for key, spec in specs.items())
-
-
-def _factored_count(spec: ParamSpec, local: int) -> int:
-    """Adafactor's numbers for a parameter.
-
-    Rows and columns of its two largest dimensions, on every device, if both have 128; else one for each element.
-    """
-    *rest, second, first = sorted(spec.shape) if len(spec.shape) > 1 else (0, 0)
-    if second < 128:
+        return local if len(params.matrix_dims(spec)) > 1 and "vocab" not in spec.axes else 2 * local
+    if not _is_factored(spec):
         return local + 2
+    *rest, second, first = sorted(spec.shape)
     return math.prod(rest) * (first + second) + 1
+
+
+def _is_factored(spec: ParamSpec) -> bool:
+    """Whether Adafactor keeps rows and columns, on every device: if the two largest dimensions have 128."""
+    return len(spec.shape) > 1 and sorted(spec.shape)[-2] >= 128
 
 
 def _itemsize(dtype: Dtype, accelerator: Accelerator) -> int:

@@ -5,7 +5,7 @@ B rows are a device's own; `a` is the size of an activation's number in bytes.
 
 from collections.abc import Mapping
 
-from podium.plan.sizes import F32, RunSizes, ends_count, head_number, reduced_number
+from podium.plan.sizes import F32, RunSizes, ends_count, fetched_bytes, fused_chunks, head_number, reduced_number
 
 Parts = dict[str, int]
 
@@ -24,7 +24,7 @@ LANES = 128  # of a TPU: numbers to which its attention kernel pads a head
 
 
 def update_peak(run: RunSizes) -> Parts:
-    """What an update makes, at the worst of its moments: at the logits, in a layer's backward pass, or after both."""
+    """What an update makes at its worst: at the logits, in a layer's backward pass, after both, in the optimizer."""
     a, decoder = run.activation, run.decoder
     tokens = run.tokens
     layers, head = run.gathered_counts
@@ -48,7 +48,9 @@ def update_peak(run: RunSizes) -> Parts:
     embedding = head if decoder.tied else head // 2
     # The layers' activations are gone by then, and what was gathered.
     at_embedding = {"gradients": gradients + F32 * (own_layers(run) + embedding), "gathered_weights": 0}
-    return max((always | each for each in (at_head, in_layers, at_embedding)), key=lambda parts: sum(parts.values()))
+    at_optimizer = {"gradients": F32 * run.own_count, "gathered_weights": 0, "fetched_moments": fetched_bytes(run)}
+    moments = (at_head, in_layers, at_embedding, *([at_optimizer] if at_optimizer["fetched_moments"] else []))
+    return max((always | each for each in moments), key=lambda parts: sum(parts.values()))
 
 
 def _relaid(run: RunSizes) -> int:
@@ -82,7 +84,9 @@ def working_weights(run: RunSizes) -> int:
 
 
 def loss_logits(run: RunSizes, *, all_tokens: bool = False) -> Parts:
-    """Float32 logits of a chunk of tokens, or of all and the gradient of a chunk's."""
+    """Float32 logits of a chunk of tokens, or of all and the gradient of a chunk's; of a fused head that alone."""
+    if run.head == "fused":
+        return {"logits": fused_chunks(run)[1] * run.decoder.vocab * head_number(run)}
     of_column = run.rows * run.decoder.vocab // run.tp
     length = run.row_tokens // run.sp
     columns = max(1, min(length, run.config.train.head_chunk_tokens // run.rows))

@@ -37,6 +37,7 @@ from podium.plan.tpu_compile import TpuProgram, compile_tpu
 WATCH_S = 1.0
 NO_TILES = "Couldn't find output tile sizes"  # what XLA says of a product for which it has no kernel of its own
 ATTENTION = "/scores/"  # in the source of its loop over blocks of the cache
+OPTIMIZER = "/optimizer/"  # in that of loops of one round, each of which fetches a parameter's moments
 KEPT_ARRAYS = 12  # how many of the arrays at the peak are kept, the largest, to be shown
 
 
@@ -143,6 +144,7 @@ def looped_work(module: Module, mesh: Mapping[str, int], blocks: float = 1.0, **
     Attention's loop over the cache, inside it, goes over so many `blocks`; `options` are those of `walk`.
     """
     trips = {loop: blocks for loop in unknown_loops(module) if ATTENTION in loop}
+    trips |= {loop: 1.0 for loop in unknown_loops(module) if OPTIMIZER in loop}
     loops = [loop for loop in unknown_loops(module) if loop not in trips]
     one, two = (walk(module, mesh, trips=trips | dict.fromkeys(loops, rounds), **options).works for rounds in (1, 2))
     times: dict[Work, tuple[float, float]] = {}
@@ -207,7 +209,8 @@ def _devices(accelerator: Accelerator) -> list[Any]:
 
 def _build(lowered: Any, job: Job) -> tuple[_Built, str]:
     """The compiled program and its text, from disk if the same was compiled before, as far as it is asked for now."""
-    options = compiler_options(job.accelerator.platform)  # the programs' own, which no text has
+    offloaded = job.config.train.offload_optimizer
+    options = compiler_options(job.accelerator.platform, offloaded=offloaded)  # the programs' own, which no text has
     key = key_of([lowered.as_text(), options, target_of(job.accelerator)], job.accelerator)
     record, module = job.programs / f"{key}.json", job.programs / f"{key}.hlo.gz"
     if record.exists():

@@ -129,6 +129,13 @@ class RolloutStats:
     """Prompts whose completions go on in the next step, or wait for it."""
     waited_s: float = 0.0
     """Decoding on after enough prompts were complete, for one that may not become older."""
+    drawn_lengths: tuple[int, ...] = ()
+    """Tokens of each completion that ended in these calls, of all hosts."""
+
+    @property
+    def rebuild_s(self) -> float:
+        """Seconds of `prefill_s` that what was made again has by its share of the tokens; 0 without any."""
+        return self.prefill_s * self.rebuilt_tokens / self.prefill_tokens if self.prefill_tokens else 0.0
 
     @property
     def slot_utilisation(self) -> float:

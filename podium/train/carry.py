@@ -7,7 +7,7 @@ part of it: they are made anew from the tokens, so a resumed run does what one t
 
 import base64
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,6 +93,15 @@ def chosen(
     if len(ready) < count or not all(complete[index] for index in oldest[: min(due, count)]):
         return None
     return ready[:count]
+
+
+def drawn_lengths(before: Sequence[Pending], now: Sequence[Sequence[Completion]]) -> Iterator[int]:
+    """The tokens of each completion of some prompts that has ended since `before`."""
+    for pending, completions in zip(before, now, strict=True):
+        for index, completion in enumerate(completions):
+            begun = pending.completions[index] if pending.completions else None
+            if completion.finish_reason is not None and (begun is None or begun.finish_reason is None):
+                yield len(completion.tokens)
 
 
 def _pending_record(pending: Pending) -> dict[str, Any]:

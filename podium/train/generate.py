@@ -31,7 +31,7 @@ from podium.sharding import Params, ShardingRules
 from podium.tasks.grading import Grader, Grading
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import Graded, Reward
-from podium.train.carry import Pending, Position, chosen
+from podium.train.carry import Pending, Position, chosen, drawn_lengths
 from podium.train.distributed import AgreedStop, Interrupted, gather, host_mesh, make_localize, share
 from podium.train.feed import EncodedPrompt, Feed
 from podium.train.signals import StopSignal
@@ -188,9 +188,10 @@ class Rollouts:
             except Interrupted:
                 part = None
             answers, rolled = self._gather(part)
+            drawn = tuple(drawn_lengths(pending, [completions for completions, _ in answers]))
             taken, pending = choice.split(pending, answers)
             groups += taken
-            rolled = dataclasses.replace(rolled, waited_s=choice.waited_s)
+            rolled = dataclasses.replace(rolled, waited_s=choice.waited_s, drawn_lengths=drawn)
             stats = stats.then(rolled).then(RolloutStats(dropped_prompts=sum(prompt.skipped for prompt in more)))
             missing = wanted - sum(not group.equal_rewards for group in groups)
             if stats.refill_rounds == settings.max_refills or not missing:

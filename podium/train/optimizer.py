@@ -4,6 +4,7 @@ Every rule is optax's own. What is ours: which parameters are matrices, read fro
 the order, and moments in bfloat16. State is float32 otherwise, as the parameters are.
 """
 
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from podium.config.optimizer import OptimizerConfig
 from podium.models.layouts import OPTIMIZER_COPIES
 from podium.models.params import ParamSpec, ParamSpecs, matrix_dims
 from podium.sharding import Params
+from podium.train.offload import Offloaded, in_host_memory, offloaded
 
 ADAM_UPDATE_RMS = 0.2  # arXiv:2502.16982: Muon's updates scaled to it take AdamW's learning rates
 ADAFACTOR_CLIP_RMS = 1.0  # arXiv:1804.04235, section 6
@@ -45,19 +47,40 @@ def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, warmup - 1), main], [warmup])
 
 
-def make_optimizer(config: OptimizerConfig, total_steps: int, specs: ParamSpecs) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimizerConfig, total_steps: int, specs: ParamSpecs, *, offload: bool = False
+) -> optax.GradientTransformation:
     """The update that a config means: `clip -> rule -> decay of matrices -> learning rate`.
 
     Decay is decoupled and multiplied by the learning rate, for every rule. Clipping is by the norm of all gradients
-    together. The specs say which parameters are matrices, and along which dimensions.
+    together. The specs say which parameters are matrices, and along which dimensions. With `offload` the moments wait
+    in the host's memory between updates.
     """
-    matrices = {name: is_matrix(spec) for name, spec in specs.items()}
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
+    matrices = lambda params: {name: is_matrix(specs[name]) for name in params}  # noqa: E731
+    made = optax.chain(
+        clip_by_norm(config.clip_norm) if config.clip_norm else optax.identity(),
         _rule(config, specs) if config.moments == "float32" else small_moments(_rule(config, specs)),
         optax.add_decayed_weights(config.weight_decay, matrices) if config.weight_decay else optax.identity(),
         optax.scale_by_learning_rate(learning_rate(config, total_steps)),
     )
+    return offloaded(made, whole=is_path(config.name)) if offload else made
+
+
+def clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:
+    """As `optax.clip_by_global_norm`, which needs all gradients at once: this one may be given their norm."""
+
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        norm: jax.Array | None = None,
+        **_: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        found = optax.tree.norm(updates) if norm is None else norm
+        return jax.tree.map(lambda x: jnp.where(found < limit, x, (x / found) * limit), updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
 class SmallMoments(NamedTuple):
@@ -84,12 +107,13 @@ def small_moments(rule: optax.GradientTransformation) -> optax.GradientTransform
         assert isinstance(state, SmallMoments)
         widen = lambda x: x.astype(jnp.float32) if _is_moment(x, jnp.bfloat16) else x  # noqa: E731
         changes, inner = rule.update(updates, jax.tree.map(widen, state.inner), params)
-        leaves, tree = jax.tree.flatten(inner)
-        keys = jax.random.split(jax.random.key(state.made), len(leaves))
-        rounded = [
-            round_at_random(x, key) if _is_moment(x, jnp.float32) else x for x, key in zip(leaves, keys, strict=True)
-        ]
-        return changes, SmallMoments(state.made + 1, tree.unflatten(rounded))
+        key = jax.random.key(state.made)
+
+        def narrow(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+            own = zlib.crc32(jax.tree_util.keystr(path).encode())  # of this array, whichever others there are
+            return round_at_random(x, jax.random.fold_in(key, own)) if _is_moment(x, jnp.float32) else x
+
+        return changes, SmallMoments(state.made + 1, jax.tree_util.tree_map_with_path(narrow, inner))
 
     return optax.GradientTransformation(init, update)
 
@@ -122,15 +146,17 @@ def make_opt_init(optimizer: optax.GradientTransformation, params: AnyParams) ->
 def abstract_opt_state(optimizer: optax.GradientTransformation, params: AnyParams) -> optax.OptState:
     """What the optimizer's state will be, without making it.
 
-    An array with the name and shape of a parameter (a moment) lives where the parameter does; counts and Adafactor's
-    rows and columns are replicated. The parameters are on one mesh, or will be.
+    An array with the name and shape of a parameter (a moment) lives where the parameter does, or in the memory of that
+    device's host; counts and Adafactor's rows and columns are replicated. The parameters are on one mesh, or will be.
     """
     copied = replicated(params)
 
     def described(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         key = path[-1]
         param = params.get(key.key) if isinstance(key, jax.tree_util.DictKey) else None
-        sharding = param.sharding if param is not None and param.shape == leaf.shape else copied
+        sharding = copied
+        if param is not None and param.shape == leaf.shape:
+            sharding = in_host_memory(param.sharding) if isinstance(optimizer, Offloaded) else param.sharding
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree_util.tree_map_with_path(described, jax.eval_shape(optimizer.init, params))
@@ -162,7 +188,10 @@ def _rule(config: OptimizerConfig, specs: ParamSpecs) -> optax.GradientTransform
                 " such as optax.scale_by_adam(): clipping, decay and learning rate are added to it"
             )
         return rule
-    dimensions: Any = {name: muon_dimensions(spec) for name, spec in specs.items()}  # optax's type has no None in it
+
+    def dimensions(params: Any) -> Any:  # optax's type has no None in it
+        return {name: muon_dimensions(specs[name]) for name in params}
+
     muon = optax.contrib.muon(
         learning_rate=1.0,
         beta=config.beta1,

@@ -13,6 +13,7 @@ from podium.algorithms.recipes import Recipe
 from podium.config.schema import Config
 from podium.job.records import ProgressReport
 from podium.models.architecture import DecoderConfig
+from podium.observe.alarms import CarryAlarms, length_distance
 from podium.observe.metrics import (
     COMPARED_WITH_SAMPLER,
     REWARD,
@@ -76,6 +77,7 @@ class Recorder:
         self._recipe, self._report, self._labels, self._check = recipe, report, task_labels, check
         self._pieces, self._on_step = pieces, on_step
         self._warned = self._taught_nothing = False
+        self._alarms = CarryAlarms(config.rollout)
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=STEPS_AVERAGED)
         self._checkpoint_s: float | None = None
         self._start = self._cpu_start = 0.0
@@ -108,7 +110,7 @@ class Recorder:
             sync_s=sync_s,
             checkpoint_s=self._checkpoint_s,
             mean_step_s=float(np.mean(self._step_seconds)) if averaged else None,
-            carried=carry_stats(groups) if self.config.rollout.in_flight > 1 else None,
+            carried=carry_stats(groups, rolled.drawn_lengths) if self.config.rollout.in_flight > 1 else None,
             memory=device_memory(),
         )
         metrics = step_metrics(stats)
@@ -121,9 +123,11 @@ class Recorder:
                 self.progress.message(line)
         self._warn_of_narrow_clip(updated)
         self._warn_of_equal_rewards(batched, metrics)
+        for line in self._alarms.after_step(stats, metrics):
+            self.progress.message(line)
         self.writer.write(step, metrics)
         self._report.update(step=step, metrics={name: metrics[name] for name in STEP_REPORT if name in metrics})
-        samples = self._write_completions(step, groups, batched)
+        samples = self._write_completions(step, groups, batched, rolled)
         first = groups[0]
         shown = ShownCompletion(first.prompt.prompt.question, first.completions[0].text, first.rewards[0].total)
         self.progress.step(step, metrics, shown)
@@ -147,7 +151,9 @@ class Recorder:
             advice = f"{cut:.0%} hit rollout.max_new_tokens ({rollout.max_new_tokens}): raise it, or {advice}"
         self.progress.message(f"all groups earned the same (mean reward {reward:.2f}): nothing was learned; {advice}")
 
-    def _write_completions(self, step: int, groups: list[Group], batched: BatchStats) -> list[dict[str, Any]]:
+    def _write_completions(
+        self, step: int, groups: list[Group], batched: BatchStats, rolled: RolloutStats
+    ) -> list[dict[str, Any]]:
         """Record samples of the step's groups, the first with its tokens, and the lengths of all; the samples."""
         samples = []
         every = self.config.metrics.samples_every
@@ -177,7 +183,8 @@ class Recorder:
         self.writer.write_samples(step, samples)
         prompts = [len(group.tokens) for group in groups]
         completions = [len(completion.tokens) for group in groups for completion in group.completions]
-        self.run_dir.append(LENGTHS, lengths_record(step, prompts, completions))
+        drawn = rolled.drawn_lengths if self.config.rollout.in_flight > 1 else None
+        self.run_dir.append(LENGTHS, lengths_record(step, prompts, completions, drawn))
         return samples
 
     def write_evaluation(self, step: int, evaluation: Evaluation) -> None:
@@ -210,8 +217,8 @@ def completion_stats(groups: Sequence[Group]) -> CompletionStats:
     )
 
 
-def carry_stats(groups: Sequence[Group]) -> CarryStats:
-    """How old a step's completions are."""
+def carry_stats(groups: Sequence[Group], drawn_lengths: Sequence[int]) -> CarryStats:
+    """How old a step's completions are, and how far their lengths are from those of what ended in the step."""
     versions = [[completion.versions for completion in group.completions] for group in groups]
     ages = [group.version - np.concatenate(own) for group, own in zip(groups, versions, strict=True)]
     staleness = np.array([np.max(own) for own in ages])
@@ -221,6 +228,7 @@ def carry_stats(groups: Sequence[Group]) -> CarryStats:
         token_ages=np.concatenate(ages),
         crossed=float(np.mean([each[0] != each[-1] for own in versions for each in own])),
         rewards={str(age): float(np.mean(totals[staleness == age])) for age in np.unique(staleness)},
+        length_distance=length_distance([len(each) for own in versions for each in own], drawn_lengths),
     )
 
 

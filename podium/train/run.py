@@ -176,7 +176,7 @@ def _say_what_was_chosen(trainer: Trainer, rollouts: Rollouts, progress: Progres
     if (lora := trainer.settings.decoder.lora) is not None:
         progress.message(lora_line(lora, trainer.settings.decoder, rollouts.config.train.optimizer.learning_rate))
     progress.message(f"number formats: update {trainer.settings.dtype}, rollout {rollouts.engine.dtype}")
-    progress.message(f"attention: {trainer.settings.attention}")
+    progress.message(f"attention: {trainer.settings.attention}; head: {trainer.settings.head}")
     progress.message(f"rollout layout: {rollouts.layout.why or rollouts.layout.name}")
 
 

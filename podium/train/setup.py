@@ -8,6 +8,7 @@ import optax
 from jax.sharding import Mesh
 
 from podium.config.attention import attention_backend
+from podium.config.head import head_kind
 from podium.config.lora import LoraConfig
 from podium.config.schema import Config
 from podium.config.sizes import optimizer_steps, row_groups
@@ -22,6 +23,7 @@ from podium.observe.run_dir import Fork
 from podium.sharding import Params, ShardingRules, abstract_params, init_params, make_mesh
 from podium.train.checkpoint import restore_params
 from podium.train.generate import as_dtype
+from podium.train.offload import check_host_memory
 from podium.train.optimizer import make_optimizer
 from podium.train.platform import prepare_platform
 from podium.train.step import TrainSettings
@@ -52,6 +54,8 @@ def make_model(config: Config) -> Model:
     """
     prepare_platform()
     source, mesh = resolve(config.model), make_mesh(config.mesh)
+    if config.train.offload_optimizer:
+        check_host_memory(mesh)
     decoder = dataclasses.replace(read_architecture(source), lora=make_lora(config.lora))
     check_tokens(config, decoder, mesh.shape)
     tokenizer = load_tokenizer(source, config.chat_template)
@@ -66,6 +70,7 @@ def make_train_settings(config: Config, decoder: DecoderConfig, mesh: Mesh) -> T
         dtype=as_dtype(config.train.dtype, mesh),
         temperature=config.rollout.temperature,
         remat=config.train.remat,
+        head=head_kind(config.train.head, mesh.devices.flat[0].platform, mesh.shape["tp"]),
         head_chunk_tokens=config.train.head_chunk_tokens,
         attention=attention_backend(config.train.attention, mesh.devices.flat[0].platform),
         row_groups=row_groups(config),
@@ -76,7 +81,8 @@ def make_train_settings(config: Config, decoder: DecoderConfig, mesh: Mesh) -> T
 
 def make_run_optimizer(config: Config, decoder: DecoderConfig) -> optax.GradientTransformation:
     """The optimizer of a run, its schedule over all of the run's steps."""
-    return make_optimizer(config.train.optimizer, optimizer_steps(config), trained_specs(decoder))
+    specs, offload = trained_specs(decoder), config.train.offload_optimizer
+    return make_optimizer(config.train.optimizer, optimizer_steps(config), specs, offload=offload)
 
 
 def load_weights(model: Model, run: Fork | None) -> Params:

@@ -19,6 +19,7 @@ from podium.algorithms.losses import entropy_loss, policy_loss
 from podium.algorithms.recipes import Recipe
 from podium.compiler import compiler_options
 from podium.config.attention import Backend
+from podium.config.head import HeadKind
 from podium.config.schema import Remat
 from podium.models.architecture import DecoderConfig
 from podium.models.attention import row_attention
@@ -27,6 +28,7 @@ from podium.models.logprobs import TokenLogprobs, token_logprobs
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, trained_specs
 from podium.sharding import Params, ShardingRules, abstract_params, to_devices
 from podium.train.batch import Batch
+from podium.train.offload import Offloaded, apply_gradients
 from podium.train.state import TrainState, abstract_state
 
 Metrics = dict[str, jax.Array]
@@ -42,6 +44,7 @@ class TrainSettings(NamedTuple):
     remat: Remat
     head_chunk_tokens: int
     attention: Backend = "blocks"
+    head: HeadKind = "chunked"
     row_groups: int = 1  # that a layer computes one after the other
     reduce_dtype: jnp.dtype = jnp.dtype(jnp.float32)  # of gradients between devices, and of the head's over chunks
     head_dtype: jnp.dtype | None = None  # of the head's operands; None: `dtype`
@@ -121,7 +124,8 @@ def make_train_step(settings: TrainSettings, recipe: Recipe, optimizer: optax.Gr
 
         def add(index: jax.Array, total: tuple) -> tuple:
             (summed, largest), (more, maxima) = total, one(index)
-            return jax.tree.map(jnp.add, summed, more), jax.tree.map(jnp.maximum, largest, maxima)
+            with jax.named_scope("gradients"):
+                return jax.tree.map(jnp.add, summed, more), jax.tree.map(jnp.maximum, largest, maxima)
 
         if len(batch.tokens) == 1:  # its gradient is the sum: a second tree beside it would be as large as the weights
             (grads, loss, sums), maxima = one(jnp.int32(0))
@@ -130,18 +134,19 @@ def make_train_step(settings: TrainSettings, recipe: Recipe, optimizer: optax.Gr
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
             (grads, loss, sums), maxima = jax.lax.fori_loop(0, batch.num_micro_batches, add, zeros)
         with jax.named_scope("optimizer"):
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            streamed = settings.platform != "cpu"
+            params, opt_state, update_norm = apply_gradients(
+                optimizer, grads, state.opt_state, state.params, streamed=streamed
+            )
         metrics = {name: value / jnp.maximum(batch.num_tokens, 1.0) for name, value in sums.items()} | maxima
-        metrics |= {"loss": loss, "gradient_norm": optax.tree.norm(grads), "update_norm": optax.tree.norm(updates)}
-        with jax.named_scope("optimizer"):
-            params: Params = jax.tree.map(jnp.add, state.params, updates)
+        metrics |= {"loss": loss, "gradient_norm": optax.tree.norm(grads), "update_norm": update_norm}
         return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
     return jax.jit(
         train_step,
         donate_argnames="state",
         out_shardings=(state_shardings, None),
-        compiler_options=compiler_options(settings.platform),
+        compiler_options=compiler_options(settings.platform, offloaded=isinstance(optimizer, Offloaded)),
     )
 
 
@@ -165,7 +170,10 @@ def _loss(
         loss += entropy_loss(scored.entropy, batch.mask, num_tokens=batch.num_tokens, entropy_bonus=bonus)
     gap = jnp.abs(jax.lax.stop_gradient(scored.logprobs) - batch.sampled_logprobs) * batch.mask
     stats = stats | {"entropy": jax.lax.stop_gradient(scored.entropy), "logprob_gap": gap}
-    stats |= gap_by_age(gap, batch.ages)
+    if batch.ages is not None:
+        ratio = jnp.exp((jax.lax.stop_gradient(scored.logprobs) - batch.sampled_logprobs) * batch.mask)
+        stats |= {"ratio": ratio, "squared_ratio": ratio**2}
+        stats |= by_age({"age_gap": gap, "age_clipped": stats["clip_low"] + stats["clip_high"]}, batch.ages)
     sums = {name: jnp.sum(values * batch.mask) for name, values in stats.items()}
     return loss, (sums, {"logprob_gap_max": jnp.max(gap), "broken_row": _broken_row(losses * batch.weights)})
 
@@ -176,13 +184,12 @@ def _broken_row(losses: jax.Array) -> jax.Array:
     return jnp.max(places * ~jnp.all(jnp.isfinite(losses), axis=1))
 
 
-def gap_by_age(gap: jax.Array, ages: jax.Array | None) -> Metrics:
-    """Of each age in steps, the share of tokens that have it, and their gap: without age, rounding; with it, drift."""
-    if ages is None:
-        return {}
+def by_age(values: Metrics, ages: jax.Array) -> Metrics:
+    """Of each age in steps, [B, T], the share of tokens that have it, and their values by name, 0 at the others."""
     of_age = {"0": ages == 0, "1": ages == 1, "2+": ages >= 2}
     shares = {f"age_share/{age}": found.astype(jnp.float32) for age, found in of_age.items()}
-    return shares | {f"age_gap/{age}": jnp.where(found, gap, 0.0) for age, found in of_age.items()}
+    masked = {f"{name}/{age}": jnp.where(found, x, 0.0) for name, x in values.items() for age, found in of_age.items()}
+    return shares | masked
 
 
 def shard_batch(batch: Batch, rules: ShardingRules) -> Batch:
@@ -234,6 +241,7 @@ def _logprobs(settings: TrainSettings, params: Params, batch: Batch) -> TokenLog
         batch.targets,
         temperature=settings.temperature,
         chunk=settings.head_chunk_tokens,
+        kind=settings.head,
         rules=rules,
         remat=settings.remat != "none",
     )

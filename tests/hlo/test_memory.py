@@ -1,11 +1,11 @@
 import dataclasses
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
+from recorded_programs import GOLDEN, HIDDEN, LAYERS, TOKENS, WIDTH
 
 from podium.accelerators import GIB
 from podium.hlo.liveness import live_at_peak
@@ -13,8 +13,6 @@ from podium.hlo.memory import NamedBuffer, NamedPeak, largest, measure, parse_ou
 from podium.hlo.text import parse
 from podium.plan.array_names import ARGUMENTS, names_of
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "plan"
-LAYERS, TOKENS, WIDTH, HIDDEN = 4, 4096, 2048, 8192  # of golden/plan/record.py, per device
 STACK = dataclasses.replace(names_of("jit_step"), arguments={"params": "parameters", "x": "batch"})
 DECODE = names_of("jit_decode")
 

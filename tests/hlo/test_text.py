@@ -1,12 +1,9 @@
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import pytest
+from recorded_programs import GOLDEN
 
 from podium.hlo.text import Shape, item_bits, parse
-
-GOLDEN = Path(__file__).parents[1] / "golden" / "plan"
 
 LOOP = """HloModule jit_loop, is_scheduled=true, input_output_alias={{ {{1}}: (0, {{}}, may-alias) }}, num_partitions=4
 

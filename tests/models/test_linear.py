@@ -7,7 +7,7 @@ from tiny_models import rules_on
 from podium.models.linear import make_linear, product
 
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
-SIZES = {"b": 2, "t": 5, "d": 8, "h": 4, "q": 3, "f": 6}
+SIZES = {"b": 2, "t": 5, "d": 8, "h": 4, "q": 3, "f": 6, "v": 11}
 
 
 def operands(pattern, dtype=FLOAT32):
@@ -17,8 +17,9 @@ def operands(pattern, dtype=FLOAT32):
     return x, w.astype(dtype)
 
 
-@pytest.mark.parametrize("pattern", ["btd,dhq->bthq", "bthq,hqd->btd", "btd,df->btf", "btf,fd->btd"])
+@pytest.mark.parametrize("pattern", ["btd,dhq->bthq", "bthq,hqd->btd", "btd,df->btf", "btf,fd->btd", "btd,vd->btv"])
 def test_gradients_of_the_written_out_product_are_those_of_einsum(pattern):
+    """Whichever operand is the wider one."""
     x, w = operands(pattern)
     linear = make_linear(rules_on("dp:1", 1))
 

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from tiny_models import rules_on
 
+from podium.config.head import fast_memory, head_chunks, head_kind, head_tile
+from podium.models.linear import Weight
 from podium.models.logprobs import logits_at, token_logprobs
 from podium.models.params import GATHERED_AXES
 from podium.sharding import ShardingRules
@@ -29,15 +31,16 @@ def computing(mesh: str = "dp:1", devices: int = 1) -> ShardingRules:
     return ShardingRules(rules_on(mesh, devices).mesh, GATHERED_AXES)
 
 
-def scored(hidden, head, targets, *, temperature=1.0, chunk=1024, rules=None):
+def scored(hidden, head, targets, *, temperature=1.0, chunk=1024, rules=None, kind="chunked"):
     rules = rules or computing()
-    settings = {"temperature": temperature, "chunk": chunk, "rules": rules}
+    settings = {"temperature": temperature, "chunk": chunk, "rules": rules, "kind": kind}
     return jax.jit(lambda *arrays: token_logprobs(*arrays, **settings))(hidden, head, targets)
 
 
+@pytest.mark.parametrize("kind", ["chunked", "fused"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
-def test_logprobs_and_entropy_are_those_of_the_full_softmax(temperature):
-    found = scored(*inputs(), temperature=temperature)
+def test_logprobs_and_entropy_are_those_of_the_full_softmax(temperature, kind):
+    found = scored(*inputs(), temperature=temperature, kind=kind)
     logprobs, entropy = naive(*inputs(), temperature)
     np.testing.assert_allclose(found.logprobs, logprobs, rtol=0, atol=TOLERANCE)
     np.testing.assert_allclose(found.entropy, entropy, rtol=0, atol=TOLERANCE)
@@ -56,6 +59,96 @@ def test_a_certain_distribution_has_no_entropy_and_no_nan():
     assert (float(found.logprobs[0, 0]), float(found.entropy[0, 0])) == (0.0, 0.0)
 
 
+def many_inputs(width=16, vocab=600):
+    """Tokens and a vocabulary of more than one tile of the kernels, neither a whole number of them."""
+    random = np.random.default_rng(1)
+    hidden, head = random.standard_normal((3, 130, width)), random.standard_normal((vocab, width)) / 2
+    targets = random.integers(0, vocab, (3, 130))
+    return hidden.astype(np.float32), head.astype(np.float32), targets.astype(np.int32)
+
+
+def loss_and_gradients(hidden, head, targets, *, wide, **settings):
+    """Of a loss that wants all of both gradients; wide: the head's in float32, as of a head in narrower numbers."""
+
+    def loss(hidden, head):
+        found = token_logprobs(hidden, head, targets, temperature=0.9, rules=computing(), **settings)
+        return jnp.sum(jnp.sin(found.logprobs)) + jnp.sum(jnp.cos(found.entropy))
+
+    weight = Weight(head, jnp.zeros(head.shape, jnp.float32)) if wide else head
+    total, (of_hidden, of_head) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(hidden, weight)
+    return total, (of_hidden, of_head.sums if wide else of_head)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("chunk", [64, 1024])  # several of 128 tokens, the last one padded; one of all
+def test_a_fused_head_has_the_values_and_gradients_of_chunks(chunk, wide):
+    chunked, fused = (
+        loss_and_gradients(*many_inputs(), wide=wide, chunk=chunk, kind=kind) for kind in ("chunked", "fused")
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), chunked, fused)
+
+
+def test_a_fused_heads_gradient_of_narrow_numbers_is_summed_in_float32():
+    hidden, head, targets = (jnp.asarray(x, jnp.bfloat16) if x.dtype == np.float32 else x for x in many_inputs())
+    _, exact = loss_and_gradients(*many_inputs(), wide=True, chunk=1024, kind="fused")
+    _, found = loss_and_gradients(hidden, head, targets, wide=True, chunk=32, kind="fused")
+    assert [x.dtype for x in found] == [jnp.bfloat16, jnp.float32]
+    for a, b in zip(exact, found, strict=True):
+        assert np.linalg.norm(np.asarray(b, np.float32) - a) / np.linalg.norm(a) < 0.01
+
+
+def test_a_logit_that_is_no_number_is_not_hidden_by_the_fused_head():
+    hidden, head, targets = inputs()
+    hidden[1, 3, 0] = np.nan
+    found = np.asarray(scored(hidden, head, targets, kind="fused").logprobs)
+    assert np.argwhere(np.isnan(found)).tolist() == [[1, 3]]
+
+
+@pytest.mark.parametrize(
+    ("choice", "platform", "vocab_parts", "kind"),
+    [
+        ("auto", "tpu", 1, "fused"),
+        ("auto", "tpu", 2, "chunked"),
+        ("auto", "gpu", 1, "chunked"),
+        ("auto", "cpu", 1, "chunked"),
+        ("chunked", "tpu", 1, "chunked"),
+        ("fused", "tpu", 1, "fused"),
+    ],
+)
+def test_the_head_is_fused_where_a_kernel_can_make_it(choice, platform, vocab_parts, kind):
+    assert head_kind(choice, platform, vocab_parts) == kind
+
+
+@pytest.mark.parametrize(
+    ("count", "width", "device", "tile"),
+    [
+        (8192, 4096, "TPU v6 lite", (1024, 256)),
+        (8192, 4096, "TPU v4", (512, 256)),
+        (1056, 576, "TPU v6 lite", (512, 512)),  # 1,024 would pad to 2,048
+        (40, 4096, "v5e", (128, 512)),
+        (8192, 32768, "v4", (128, 128)),
+    ],
+)
+def test_tiles_fit_fast_memory_and_pad_little(count, width, device, tile):
+    assert head_tile(count, 151936, width, 2, fast_memory(device)) == tile
+
+
+@pytest.mark.parametrize(
+    ("count", "chunk", "tile", "chunks"),
+    [(8192, 2048, 1024, (4, 2048)), (1056, 2048, 512, (1, 1536)), (40, 2048, 128, (1, 128)), (500, 1, 128, (4, 128))],
+)
+def test_chunks_are_whole_tiles_and_hold_all_tokens(count, chunk, tile, chunks):
+    found = head_chunks(count, chunk, tile)
+    assert found == chunks
+    assert found[0] * found[1] >= count
+
+
+@pytest.mark.parametrize(("platform", "vocab_parts", "said"), [("cpu", 1, "devices are cpu"), ("tpu", 2, "splits it")])
+def test_a_fused_head_that_cannot_be_is_an_error(platform, vocab_parts, said):
+    with pytest.raises(ValueError, match=f"train.head: fused.*{said}.*chunked"):
+        head_kind("fused", platform, vocab_parts)
+
+
 @pytest.mark.parametrize("chunk", [1, 4, 12, 28, 40, 1024])  # of 4 rows: 1, 1, 3, 7, 10 and 10 columns at once
 def test_chunks_change_neither_values_nor_gradients(chunk):
     hidden, head, targets = inputs()
@@ -69,17 +162,20 @@ def test_chunks_change_neither_values_nor_gradients(chunk):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), whole, chunked)
 
 
-@pytest.mark.parametrize("mesh", ["1,8,1", "2,2,2", "4,1,2"])
+@pytest.mark.parametrize(
+    ("mesh", "kind"),
+    [("1,8,1", "chunked"), ("2,2,2", "chunked"), ("4,1,2", "chunked"), ("2,4,1", "fused"), ("fsdp:2,sp:2", "fused")],
+)
 @pytest.mark.parametrize("chunk", [3, 1024])
-def test_logprobs_are_the_same_where_rows_and_vocabulary_are_split(mesh, chunk):
+def test_logprobs_are_the_same_where_rows_and_vocabulary_are_split(mesh, kind, chunk):
     hidden, head, targets = (np.concatenate([x, x]) if x.shape[0] == B else x for x in inputs())
-    rules = computing(mesh, 8)
+    rules = computing(mesh, 4 if "sp" in mesh else 8)
     placed = (
         jax.device_put(hidden, rules.sharding("batch", None, None)),
         jax.device_put(head, rules.sharding("vocab", None)),
         jax.device_put(targets, rules.sharding("batch", None)),
     )
-    found = scored(*placed, chunk=chunk, rules=rules)
+    found = scored(*placed, chunk=chunk, rules=rules, kind=kind)
     logprobs, entropy = naive(hidden, head, targets)
     np.testing.assert_allclose(found.logprobs, logprobs, rtol=0, atol=TOLERANCE)
     np.testing.assert_allclose(found.entropy, entropy, rtol=0, atol=TOLERANCE)

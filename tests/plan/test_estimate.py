@@ -1,20 +1,20 @@
-import dataclasses
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from estimated import CPU, QWEN_3B, QWEN_7B, SMALL, config, decoder, phase
 
-from podium.accelerators import GIB, Accelerator, find_accelerator
+from podium.accelerators import Accelerator, find_accelerator
 from podium.algorithms.recipes import make_recipe
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, param_specs
-from podium.models.presets import find_architecture
-from podium.plan.estimate import PhaseEstimate, estimate, far_too_large, first_flops, residents, score_phase
-from podium.plan.sizes import RunSizes, local_count, make_sizes, optimizer_count
+from podium.plan.estimate import estimate, far_too_large, first_flops, residents
+from podium.plan.host_link import HOST_LINK, copying
+from podium.plan.sizes import local_count, make_sizes, offloaded_bytes, optimizer_count
 from podium.rollout.programs import (
     abstract_chunk,
     abstract_engine_cache,
@@ -25,70 +25,10 @@ from podium.rollout.programs import (
 )
 from podium.sharding import ShardingRules, abstract_params, make_mesh, param_shardings
 from podium.train.batch import Batch
+from podium.train.offload import HOST_MEMORY
 from podium.train.optimizer import abstract_opt_state, make_optimizer
 from podium.train.state import abstract_state
 from podium.train.step import TrainSettings, make_score, make_train_step
-
-MIB = 2**20
-CPU = Accelerator(name="cpu", generation="cpu", devices=8, hosts=1, hbm_bytes=GIB)
-
-
-def decoder(**changed: Any) -> DecoderConfig:
-    numbers: dict[str, Any] = {
-        "model_type": "qwen2",
-        "vocab": 32,
-        "width": 16,
-        "layers": 2,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 4,
-        "mlp_width": 24,
-        "max_positions": 4096,
-        "rope_theta": 1e6,
-        "rope_scaling": None,
-        "norm_eps": 1e-6,
-        "tied": True,
-        "qkv_bias": False,
-        "qk_norm": False,
-    }
-    return DecoderConfig(**{**numbers, **changed})
-
-
-SMALL = decoder()
-QWEN_3B = decoder(
-    vocab=151936, width=2048, layers=36, heads=16, kv_heads=2, head_dim=128, mlp_width=11008, qkv_bias=True
-)
-QWEN_7B = decoder(
-    vocab=152064, width=3584, layers=28, heads=28, kv_heads=4, head_dim=128, mlp_width=18944, qkv_bias=True, tied=False
-)
-QWEN3_8B = decoder(
-    vocab=151936, width=4096, layers=36, heads=32, kv_heads=8, head_dim=128, mlp_width=12288, qk_norm=True, tied=False
-)
-SMOLLM2 = decoder(vocab=49152, width=576, layers=30, heads=9, kv_heads=3, head_dim=64, mlp_width=1536)
-
-
-def config(**changed: Any) -> Config:
-    settings: dict[str, Any] = {
-        "model": "none",
-        "tasks": [{"name": "arithmetic"}],
-        "prompts_per_step": 2,
-        "group_size": 8,
-        "rollout": {
-            "max_prompt_tokens": 8,
-            "max_new_tokens": 8,
-            "slots": 16,
-            "prefill_rows": 8,
-            "refill_steps": 2,
-            "page_tokens": 16,
-        },
-        "train": {"rows_per_device": 2, "head_chunk_tokens": 16},
-    }
-    settings |= changed
-    return Config.model_validate({**settings, "rollout": {"layout": "replicated", **settings["rollout"]}})
-
-
-def phase(run: RunSizes, name: str) -> PhaseEstimate:
-    return {each.name: each for each in (*estimate(run), score_phase(run))}[name]
 
 
 def test_a_device_holds_its_part_of_what_is_split():
@@ -119,6 +59,30 @@ def test_an_optimizers_state_is_counted_as_optax_makes_it(name, mesh):
     held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in floats)
     shards = make_sizes(config(mesh=mesh), model, CPU).train_parts
     assert optimizer_count(model, name, shards) == held
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "sgd", "adafactor"])
+def test_what_waits_in_the_hosts_memory_is_counted_as_the_trainer_keeps_it(name, moments):
+    model = decoder(width=256, mlp_width=384, vocab=512, qkv_bias=True)
+    optimizer = OptimizerConfig(name=name, moments=moments)
+    made = make_optimizer(optimizer, 10, param_specs(model), offload=True)
+    params = abstract_params(param_specs(model), jnp.float32, ShardingRules(make_mesh("fsdp:8"), TRAIN_AXES))
+    leaves = jax.tree.leaves(abstract_opt_state(made, params))
+    sizes = [
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in leaves
+        if x.sharding.memory_kind == HOST_MEMORY
+    ]
+    train = {"optimizer": optimizer.model_dump(), "rows_per_device": 4}
+    with_it, without = (
+        make_sizes(config(train=train | {"offload_optimizer": each}), model, find_accelerator("v6e-8"))
+        for each in (True, False)
+    )
+    assert offloaded_bytes(with_it) == sum(sizes) > 0
+    assert offloaded_bytes(without) == 0
+    assert phase(without, "update").total - phase(with_it, "update").total == sum(sizes)
+    assert copying(with_it).value == 2 * sum(sizes) / HOST_LINK.value
 
 
 def test_operations_of_a_small_model_by_hand():
@@ -233,101 +197,6 @@ def test_what_programs_take_and_give_is_what_the_estimate_says():
     assert 0 <= decode.argument_size_in_bytes - parts["rollout_weights"] - parts["kv_cache"] < small
     assert 0 <= sync.output_size_in_bytes - parts["rollout_weights"] < small
     assert sync.argument_size_in_bytes == parts["parameters"]
-
-
-# Peak MiB of programs compiled for v6e-8 by libtpu 0.0.42.1 (jax 0.10.2, xla_tpu_no_crash_on_oom), arguments included,
-# with the reference attention.
-HALF_B_4_LAYERS = decoder(
-    vocab=151936, width=896, layers=4, heads=14, kv_heads=2, head_dim=64, mlp_width=4864, qkv_bias=True
-)
-WIDE = decoder(vocab=8192, width=1024, layers=4, heads=8, kv_heads=2, head_dim=128, mlp_width=4096, qkv_bias=True)
-COMPILED = [
-    ("3b", QWEN_3B, 512, 1024, 4, 128, 16, {"update": 10681, "score": 3420}),
-    ("0.5b", HALF_B_4_LAYERS, 256, 256, 4, 64, 8, {"update": 1611, "score": 1000}),
-    ("rows", WIDE, 512, 512, 8, 256, 64, {"update": 883, "score": 321}),
-    ("long", WIDE, 1024, 1024, 2, 256, 64, {"update": 745, "score": 310}),
-]
-BEFORE = {"reduce_dtype": "bfloat16"}
-"""What was not a choice when these programs were compiled: they have bfloat16 sums."""
-ELSEWHERE = {
-    "update": (),
-    "score": ("optimizer",),
-}
-"""Parts that stay in memory beside a program and are no argument of it."""
-
-
-@pytest.mark.parametrize("case", COMPILED, ids=lambda case: case[0])
-def test_memory_is_near_what_the_tpus_compiler_said(case):
-    _, model, prompt, completion, rows, slots, prefill_rows, peaks = case
-    settings = config(
-        rollout={
-            "max_prompt_tokens": prompt, "max_new_tokens": completion, "slots": slots, "prefill_rows": prefill_rows
-        },
-        train={"rows_per_device": rows, "attention": "reference", **BEFORE},
-    )  # fmt: skip
-    run = make_sizes(settings, model, find_accelerator("v6e-8"))
-    estimated = {
-        name: sum(size for part, size in phase(run, name).parts.items() if part not in ELSEWHERE[name]) / MIB
-        for name in peaks
-    }
-    assert estimated == pytest.approx(peaks, rel=0.12)
-
-
-@pytest.mark.parametrize(
-    ("layers", "train", "peak", "flops"),
-    [
-        (4, {"rows_per_device": 16}, 6909, 2.069e14),
-        (36, {"rows_per_device": 64, "layer_chunk_tokens": 10240, "remat": "offload"}, 13824, 4.187e15),
-    ],
-    ids=["layer", "offload"],
-)
-def test_an_update_without_scores_takes_what_the_tpus_compiler_said(layers, train, peak, flops):
-    lengths = {"max_prompt_tokens": 512, "max_new_tokens": 1024, "slots": 128}
-    settings = config(rollout=lengths, train={"row_tokens": 2560, **BEFORE, **train}, prompts_per_step=256)
-    run = make_sizes(settings, dataclasses.replace(QWEN_3B, layers=layers), find_accelerator("v6e-8"))
-    assert phase(run, "update").total / MIB == pytest.approx(peak, rel=0.08)
-    assert phase(run, "update").flops == pytest.approx(flops, rel=1e-3)
-
-
-# GiB of updates at the limit as compilers assigned them (jax 0.10.2, libtpu 0.0.42.1, XLA for CUDA 12): machine, model,
-# mesh, rows of a device and their tokens, remat, attention, optimizer, tokens of a chunk of the head.
-LIMIT = [
-    ("v6e-4", "Qwen/Qwen2.5-3B-Instruct", "fsdp:2,tp:2", 32, 2304, "layer", "auto", "adamw", 512, 29.51),
-    ("v4-16", "Qwen/Qwen2.5-7B-Instruct", "fsdp:8,tp:1", 16, 2176, "layer", "auto", "adamw", 4096, 32.26),
-    ("v6e-16", "Qwen/Qwen3-0.6B", "fsdp:4,tp:4", 40, 2304, "products", "auto", "adamw", 4096, 25.39),
-    ("v6e-8", "Qwen/Qwen2.5-7B-Instruct", "fsdp:8,tp:1", 19, 1280, "layer", "reference", "sgd", 4096, 30.93),
-    ("h100-8", "Qwen/Qwen3-8B", "fsdp:8,tp:1", 19, 2304, "layer", "reference", "lion", 4096, 70.03),
-    ("l40s-8", "Qwen/Qwen3-1.7B", "fsdp:2,tp:4", 24, 2176, "products", "auto", "sgd", 1024, 28.13),
-    ("h100-8", "Qwen/Qwen3-4B", "fsdp:8,tp:1", 40, 4608, "layer", "blocks", "sgd", 4096, 64.95),
-    ("h100-8", "Qwen/Qwen3-8B", "fsdp:4,tp:2", 6, 1152, "none", "auto", "lion", 1024, 62.09),
-    ("a100-80-8", "meta-llama/Llama-3.2-1B-Instruct", "fsdp:8,tp:1", 16, 1280, "none", "auto", "lion", 1024, 58.24),
-]
-
-
-@pytest.mark.parametrize("case", LIMIT, ids=lambda case: f"{case[0]} {case[5]} {case[6]}")
-def test_an_update_at_the_limit_is_near_what_the_compiler_assigned(case, monkeypatch):
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    machine, model, mesh, rows, tokens, remat, attention, optimizer, chunk, gib = case
-    train = {"rows_per_device": rows, "remat": remat, "attention": attention, "head_chunk_tokens": chunk}
-    settings = config(
-        mesh=mesh,
-        prompts_per_step=256,
-        rollout={"max_prompt_tokens": 128, "max_new_tokens": tokens - 128, "slots": 128, "prefill_rows": 128},
-        train=train | BEFORE | {"optimizer": {"name": optimizer}},
-    )
-    run = make_sizes(settings, find_architecture(model), find_accelerator(machine))
-    assert phase(run, "update").total / GIB == pytest.approx(gib, rel=0.05)
-
-
-def test_the_3b_runs_operations_and_transfers_are_near_what_the_tpus_compiler_said():
-    lengths = {"max_prompt_tokens": 512, "max_new_tokens": 1024}
-    settings = config(rollout=lengths, train={"rows_per_device": 4, "attention": "reference", **BEFORE})
-    run = make_sizes(settings, QWEN_3B, find_accelerator("v6e-8"))
-    update, score = phase(run, "update"), phase(run, "score")
-    assert (update.flops, score.flops) == (pytest.approx(1.542e14, rel=1e-3), pytest.approx(4.209e13, rel=1e-3))
-    assert (update.ici_bytes, score.ici_bytes) == (pytest.approx(1.716e10, rel=0.1), pytest.approx(5.4e9, rel=0.01))
-    assert (update.hbm_bytes, score.hbm_bytes) == (pytest.approx(5.04e11, rel=0.1), pytest.approx(7.31e10, rel=0.1))
-    assert phase(run, "sync").ici_bytes == pytest.approx(5.4e9, rel=0.01)
 
 
 def test_layouts_of_the_rollout_hold_and_send_what_they_say():

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
-from test_loop import metrics_of, weights_of
-from tiny_runs import TINY, cache_settings, make_config, merged
+from tiny_runs import TINY, cache_settings, make_config, merged, metrics_of, weights_of
 
 from podium.config.schema import Config
 from podium.train.loop import train

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_loop import assert_same_run, config_of, trained
-from tiny_runs import make_config
+from tiny_runs import assert_same_run, config_of, make_config, read_records, trained
 
 from podium.config.errors import ConfigError
-from podium.rollout.request import Completion
+from podium.observe.alarms import length_distance
+from podium.rollout.request import Completion, RolloutStats
 from podium.settings import load_settings
 from podium.tasks.task import Reward
 from podium.train.carry import Pending, Position, chosen
@@ -122,6 +122,33 @@ def test_no_token_is_lost_or_counted_twice(carried):
     assert sum(stats.rebuilt_tokens for stats in carried.stats) > 0
 
 
+def test_the_lengths_that_were_drawn_are_those_of_all_that_ended(carried):
+    """Each once: those that steps took, and those that wait in prompts that go on."""
+    taken = [len(each.tokens) for step in carried.steps for group in step for each in group.completions]
+    held = [each for pending in carried.position.pending for each in pending.completions]
+    ended = taken + [len(each.tokens) for each in held if each.finish_reason is not None]
+    drawn = [length for stats in carried.stats for length in stats.drawn_lengths]
+    assert sorted(drawn) == sorted(ended)
+    assert any(
+        list(stats.drawn_lengths) != [len(each.tokens) for group in step for each in group.completions]
+        for stats, step in zip(carried.stats, carried.steps, strict=True)
+    )
+
+
+def test_the_distance_of_lengths_is_the_largest_between_their_distribution_functions():
+    assert length_distance([1, 2, 3, 4], [4, 3, 2, 1, 4, 3, 2, 1]) == 0
+    assert length_distance([1, 1], [2, 2]) == 1
+    assert length_distance([1, 2], [2, 3]) == 0.5
+    assert length_distance([1, 2, 3, 9], [3, 9]) == 0.5
+    assert length_distance([], [1]) is length_distance([1], []) is None
+
+
+def test_the_time_of_rebuilding_is_its_share_of_the_prefilled_tokens():
+    stats = RolloutStats(prefill_s=2.0, prefill_tokens=400, rebuilt_tokens=100)
+    assert stats.rebuild_s == 0.5
+    assert RolloutStats(prefill_s=2.0).rebuild_s == 0
+
+
 def test_a_position_is_read_as_it_was_written(carried):
     read = Position.read(json.loads(json.dumps(carried.position.record())), carried.feed)
     assert read.cursor == carried.position.cursor == 8 * 4 + 2
@@ -171,6 +198,15 @@ def test_a_run_goes_on_bit_for_bit_with_what_was_in_flight(tiny_model, tmp_path,
     if not refill:  # few groups teach something: most steps have no update
         assert max(record.get("async/logprob_gap_by_age/1", 0.0) for record in records) > 1e-3
     assert sum(record["async/crossed_share"] for record in records) > 0
+    assert records[0]["async/effective_share"] == pytest.approx(1, abs=1e-4)
+    assert min(record.get("async/effective_share", 1.0) for record in records) < 1 - 1e-6
+    assert records[0]["async/clip_share_by_age/0"] == 0
+    lengths = read_records(runs["whole"] / "lengths.jsonl")
+    for record, line in zip(records, lengths, strict=True):
+        assert record["async/drawn_length/mean"] == pytest.approx(np.mean(line["drawn_lengths"]))
+        expected = length_distance(line["completion_lengths"], line["drawn_lengths"])
+        assert record["async/length_distance"] == expected
+        assert (record["async/rebuild_s"] > 0) == (record["rollout/rebuilt_tokens"] > 0)
 
 
 BASE = ["model=demo", "tasks=[{name: arithmetic}]"]

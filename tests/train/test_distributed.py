@@ -52,6 +52,7 @@ LOCAL = (
     "rollout/decode_s",
     "rollout/tokens_per_s",
     "async/waited_s",
+    "async/rebuild_s",
 )
 
 
@@ -180,6 +181,22 @@ def test_hosts_train_as_one_process_does(together, alone):
         assert_equal_runs(written, expected[:-1])
 
 
+def texts(run: Path) -> dict[str, list[str]]:
+    """What was trained on, by prompt."""
+    records = (each for each in read_records(run / "samples.jsonl") if each["split"] == "train")
+    return {each["prompt"]: [completion["text"] for completion in each["completions"]] for each in records}
+
+
+def test_hosts_draw_the_completions_of_one_process(together, alone):
+    """Each host schedules its own requests, in layouts of its own; no token knows of it."""
+    folder, meshes, _ = together
+    expected = texts(alone)
+    for name in meshes:
+        found = texts(folder / name)
+        assert len(found) == 3 * SETTINGS["prompts_per_step"] // 2  # every second group is kept
+        assert found == {prompt: expected[prompt] for prompt in found}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", [NAMED, "host_local"])
 def test_one_process_trains_the_same_on_every_mesh(mesh, alone, tiny_model, tmp_path):
@@ -234,12 +251,6 @@ def test_a_run_of_several_hosts_goes_on_in_one_process(together, alone, tiny_mod
     assert found["step"] == 4
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert found["train-other/loss"] == pytest.approx(expected["train-other/loss"], rel=1e-6, abs=1e-6)
-
-
-def texts(run: Path) -> dict[str, list[str]]:
-    """What was trained on, by prompt."""
-    records = (each for each in read_records(run / "samples.jsonl") if each["split"] == "train")
-    return {each["prompt"]: [completion["text"] for completion in each["completions"]] for each in records}
 
 
 @pytest.mark.long

@@ -182,6 +182,17 @@ def test_import_is_quick_and_train_is_no_trap():
     assert done.returncode == 0, done.stderr
 
 
+def test_a_run_says_where_it_is_before_jax_is_imported(tmp_path):
+    code = (
+        "import sys\nsys.modules['jax'] = None\nimport podium\n"
+        "rows = [{'question': '1 + 1?', 'answer': 2}]\n"
+        f"podium.grpo('demo', data=rows, steps=1, name='a', runs_dir={str(tmp_path)!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == f"run {tmp_path}/a: loading jax and the model\n"
+    assert "import of jax halted" in done.stderr
+
+
 def test_every_public_name_is_there_and_documented():
     for name in podium.__all__:
         assert getattr(podium, name).__doc__, name

@@ -186,6 +186,8 @@ def test_a_lone_micro_batch_has_no_second_tree_of_gradients():
         (1, "dp:1", {"remat": "none", "row_groups": 8}),
         (8, "1,8,1", {"attention": "reference"}),
         (1, "dp:1", {"head_chunk_tokens": 8}),
+        (1, "dp:1", {"head": "fused", "head_chunk_tokens": 128}),
+        (4, "fsdp:2,sp:2", {"head": "fused", "remat": "layer"}),
         (8, "2,2,2", {"remat": "layer", "head_chunk_tokens": 56}),  # 28 of 24 columns: the last chunk is padded
     ],
 )

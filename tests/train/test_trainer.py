@@ -4,69 +4,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import DECODER, host, make_config, make_group, make_params, make_trainer, rules_of, train_on
+from tiny_runs import (
+    DECODER,
+    REWARDS,
+    assert_same,
+    changed,
+    groups_of,
+    host,
+    lengths_of,
+    make_config,
+    make_params,
+    make_trainer,
+    rules_of,
+    train_on,
+    with_logprobs,
+)
 
-from podium.algorithms.losses import K3_PLUS_BOUND
 from podium.config.sizes import row_tokens, rows_per_device
 from podium.models.params import ROLLOUT_AXES
-from podium.observe.metrics import find_metric
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.sharding import ShardingRules
-from podium.train.batch import make_batch, take
+from podium.train.batch import make_batch
 from podium.train.generate import Group
 from podium.train.step import shard_batch
 from podium.train.trainer import DivergedError, group_samples, make_batches
 
 GAP_TOLERANCE = 1e-5  # of the largest log-probability, float32
 BF16_GAP = 0.25  # nat, the largest of some hundred tokens
-REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [0.5, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0]]
-
-
-def groups_of(rewards=REWARDS, **settings) -> list[Group]:
-    return [make_group(each, seed=seed, **settings) for seed, each in enumerate(rewards)]
-
-
-def with_logprobs(trainer, state, groups, shift: float = 0.0) -> list[Group]:
-    """The groups as a sampler with the state's weights would have made them; log-probabilities plus `shift`."""
-    samples = [each for n, group in enumerate(groups) for each in group_samples(group, n, trainer.recipe)]
-    batch, places = make_batch(samples, trainer.sizes)
-    scored = trainer.score(state.params, shard_batch(batch, trainer.settings.computing))
-    found = iter(take(np.asarray(scored), places))
-    return [
-        dataclasses.replace(
-            group,
-            completions=[dataclasses.replace(each, full_logprobs=next(found) + shift) for each in group.completions],
-        )
-        for group in groups
-    ]
-
-
-def shifted(trainer, state, groups, shifts: np.ndarray) -> list[Group]:
-    """The groups as if the sampler had found its tokens likelier than the trainer, by so many nat [N, G] each."""
-    return [
-        dataclasses.replace(
-            group,
-            completions=[
-                dataclasses.replace(each, full_logprobs=each.full_logprobs + np.float32(shift))
-                for each, shift in zip(group.completions, row, strict=True)
-            ],
-        )
-        for group, row in zip(with_logprobs(trainer, state, groups), shifts, strict=True)
-    ]
-
-
-def changed(trainer, state, groups) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """What an update adds to the parameters, and its metrics."""
-    before = host(state.params)
-    state, metrics = train_on(trainer, state, groups)
-    return {name: np.array(value) - before[name] for name, value in state.params.items()}, metrics
-
-
-def assert_same(found, expected, rtol=1e-4):
-    scale = max(float(np.abs(x).max()) for x in expected.values())
-    for name, x in expected.items():
-        np.testing.assert_allclose(found[name], x, rtol=0, atol=rtol * scale, err_msg=name)
 
 
 def test_an_update_on_its_own_samples_has_ratio_1_and_moves_every_weight():
@@ -78,66 +43,6 @@ def test_an_update_on_its_own_samples_has_ratio_1_and_moves_every_weight():
     assert metrics["policy/clip_fraction/low"] == metrics["policy/clip_fraction/high"] == 0
     assert metrics["optimizer/learning_rate"] == pytest.approx(0.1)
     assert metrics["optimizer/update_norm"] == pytest.approx(0.1 * metrics["optimizer/gradient_norm"], rel=1e-5)
-
-
-def test_every_metric_of_an_update_is_documented():
-    algorithm = {"old_logprobs": "trainer", "correction": "truncate", "kl": "k3", "kl_coef": 0.1}
-    trainer, state = make_trainer(reference=True, algorithm=algorithm)
-    groups = groups_of()
-    names = {*train_on(trainer, state, groups)[1]}
-    assert [name for name in sorted(names) if find_metric(name) is None] == []
-
-
-def test_tokens_are_counted_by_kind():
-    """Groups of 2 with a prompt of 6: 5 + 3 + 2 and 5 + 8 + 1 tokens, each in a row of 16 of a micro-batch of 2."""
-    trainer, state = make_trainer(prompts_per_step=2, group_size=2)
-    groups = [make_group([0.0, 1.0], lengths=[3, 2]), make_group([0.0, 1.0], seed=1, lengths=[8, 1])]
-    _, metrics = train_on(trainer, state, groups)
-    assert metrics["train-other/total_valid_token_count"] == metrics["tokens/completion"] == 14
-    assert metrics["tokens/prompt"] == 10
-    assert metrics["tokens/padding"] == 32 - 24
-
-
-def test_kl_in_the_reward_is_subtracted_before_the_advantage():
-    algorithm = {"recipe": "dr_grpo", "kl": "k1_reward", "kl_coef": 0.5}
-    trainer, state = make_trainer(reference=True, algorithm=algorithm)
-    shifts = np.array([[0.1, 0.2, 0.3, 0.4]] * 4)  # nat per token above the reference
-    groups = shifted(trainer, state, groups_of(), shifts)
-    lengths = np.array([[len(each.tokens) for each in group.completions] for group in groups])
-    penalised = np.array(REWARDS) - 0.5 * shifts * lengths
-    expected = penalised - penalised.mean(axis=1, keepdims=True)
-    _, metrics = train_on(trainer, state, groups)
-    assert metrics["train-reward/advantage/min"] == pytest.approx(expected.min(), abs=1e-4)
-    assert metrics["train-reward/advantage/max"] == pytest.approx(expected.max(), abs=1e-4)
-    assert metrics["train-reward/advantage/std"] == pytest.approx(expected.std(), abs=1e-4)
-    assert metrics["time/train/score_s"] > 0
-
-
-@pytest.mark.parametrize("kl", ["k2", "k3", "k3+"])
-def test_kl_to_the_reference_is_0_at_first_and_grows_with_the_updates(kl):
-    algorithm, train = {"kl": kl, "kl_coef": 0.01}, {"optimizer": {"learning_rate": 1e-3}}
-    trainer, state = make_trainer(reference=True, algorithm=algorithm, train=train)
-    groups = with_logprobs(trainer, state, groups_of())
-    seen = []
-    for _ in range(4):
-        state, metrics = train_on(trainer, state, groups)
-        seen.append(metrics["policy/kl_reference"])
-    assert seen[0] == pytest.approx(0, abs=1e-7)
-    assert seen[3] > seen[1] > 1e-5
-    assert {name: bool(x.is_deleted()) for name, x in trainer.reference.items() if x.is_deleted()} == {}
-
-
-def test_a_strong_kl_holds_the_policy_at_the_reference():
-    def distance(kl_coef: float) -> float:
-        algorithm = {"kl": "k2", "kl_coef": kl_coef}
-        train = {"optimizer": {"learning_rate": 1e-2}}
-        trainer, state = make_trainer(reference=True, algorithm=algorithm, train=train)
-        groups = with_logprobs(trainer, state, groups_of())
-        for _ in range(8):
-            state, metrics = train_on(trainer, state, groups)
-        return metrics["policy/kl_reference"]
-
-    assert distance(5.0) < distance(1e-6) / 2
 
 
 def test_ratios_to_the_trainer_do_not_depend_on_what_the_sampler_recorded():
@@ -182,17 +87,13 @@ def test_the_sampler_s_log_probabilities_are_the_old_ones_where_the_recipe_says_
     positive = np.concatenate(
         [
             [reward > np.mean(row)] * n
-            for row, lengths in zip(REWARDS, _lengths(groups), strict=True)
+            for row, lengths in zip(REWARDS, lengths_of(groups), strict=True)
             for reward, n in zip(row, lengths, strict=True)
         ]
     )
     _, metrics = train_on(trainer, state, groups)
     assert metrics["policy/clip_fraction/high"] == pytest.approx(positive.mean(), rel=1e-5)
     assert metrics["policy/kl_sampled"] == pytest.approx(2 - 1 - np.log(2), rel=1e-3)
-
-
-def _lengths(groups: list[Group]) -> list[list[int]]:
-    return [[len(each.tokens) for each in group.completions] for group in groups]
 
 
 def test_the_correction_weighs_tokens_by_how_much_likelier_the_trainer_finds_them():
@@ -232,7 +133,7 @@ def test_truncated_completions_are_left_out_of_the_loss_but_not_of_the_baseline(
         for group in groups
     ]
     moved, metrics = changed(trainer, state, cut)
-    kept = sum(lengths[0] + lengths[2] for lengths in _lengths(groups))
+    kept = sum(lengths[0] + lengths[2] for lengths in lengths_of(groups))
     assert metrics["train-other/total_valid_token_count"] == kept
     plain, state = make_trainer()
     rewards = np.array(REWARDS)
@@ -298,7 +199,7 @@ def test_numbers_that_are_not_finite_stop_the_run_and_their_batch_is_saved(tmp_p
         train_on(trainer, state, groups)
     assert str(path) in str(error.value)
     with np.load(path) as saved:
-        assert saved["mask"].sum() == sum(map(sum, _lengths(groups)))
+        assert saved["mask"].sum() == sum(map(sum, lengths_of(groups)))
         assert {"tokens", "targets", "advantages", "sampled_logprobs"} <= set(saved)
 
 
@@ -314,22 +215,6 @@ def test_a_row_that_is_not_finite_is_named(tmp_path, monkeypatch, micro_batch):
     named = rf"is row 1 of micro-batch {micro_batch}, whose sampled_logprobs are not finite; its batch is in"
     with pytest.raises(DivergedError, match=named):
         trainer.update(state, [batch], 0)
-
-
-def test_rewards_and_lengths_of_a_step_by_hand():
-    groups = [
-        make_group([1.0, 0.0], lengths=[2, 4], finish=["stop", "length"]),
-        make_group([0.5, 0.5], seed=1, lengths=[6, 8]),
-    ]
-    trainer, state = make_trainer(prompts_per_step=2, group_size=2)
-    _, metrics = train_on(trainer, state, groups)
-    assert metrics["train-reward/total/mean"] == metrics["train-reward/func/correct/mean"] == 0.5
-    assert metrics["train-reward/total/std"] == pytest.approx(np.sqrt(0.125))
-    assert (metrics["train-reward/total/min"], metrics["train-reward/total/max"]) == (0.0, 1.0)
-    assert (metrics["train-seq_len/prompt/mean"], metrics["train-seq_len/completion/mean"]) == (6.0, 5.0)
-    assert (metrics["train-seq_len/total/mean"], metrics["train-seq_len/total/max"]) == (11.0, 14.0)
-    assert metrics["rollout/truncated_fraction"] == 0.25
-    assert metrics["grading/timeouts"] == 0
 
 
 @pytest.mark.parametrize(
@@ -401,95 +286,3 @@ def test_an_update_on_several_devices_is_that_of_one(devices):
     for name in ("train-other/loss", "policy/entropy", "policy/kl_reference", "optimizer/gradient_norm"):
         assert results[1][1][name] == pytest.approx(results[0][1][name], rel=1e-3, abs=1e-6)
     assert len(jax.tree.leaves(trainer.reference)[0].devices()) == devices
-
-
-def test_a_kl_in_the_reward_is_reported_and_leaves_the_task_s_rewards_as_they_are():
-    """Two groups earn the same; only the penalty makes their completions differ."""
-    rewards = [REWARDS[0], [1.0] * 4, REWARDS[2], [0.0] * 4]
-    trainer, state = make_trainer(reference=True, algorithm={"recipe": "dr_grpo", "kl": "k1_reward", "kl_coef": 0.5})
-    shifts = np.array([[0.1, 0.2, 0.3, 0.4]] * 4)
-    groups = shifted(trainer, state, groups_of(rewards), shifts)
-    sums = shifts * np.array(_lengths(groups))
-    _, metrics = train_on(trainer, state, groups)
-    assert metrics["policy/kl_reference"] == pytest.approx(sums.sum() / np.sum(_lengths(groups)), rel=1e-4)
-    assert metrics["train-reward/total/mean"] == pytest.approx(np.mean(rewards))
-    assert metrics["train-reward/penalised/mean"] == pytest.approx(np.mean(rewards - 0.5 * sums), rel=1e-5)
-    assert metrics["train-reward/kl_penalty/max"] == pytest.approx(0.5 * sums.max(), rel=1e-4)
-    assert metrics["group/equal_rewards_fraction"] == 0.5
-
-
-@pytest.mark.parametrize(
-    ("kl", "value"),
-    [
-        ("k2", lambda d: d**2 / 2),
-        ("k3", lambda d: np.expm1(-d) + d),
-        ("k3+", lambda d: np.minimum(np.expm1(-d) + d, K3_PLUS_BOUND)),
-    ],
-)
-def test_the_reported_kl_is_the_estimator_of_the_loss(kl, value):
-    """After steps away from the reference: the mean of k2 or k3 over the tokens, by hand from log-probabilities."""
-    trainer, state = make_trainer(reference=True, algorithm={"kl": kl, "kl_coef": 1e-6})
-    groups = with_logprobs(trainer, state, groups_of())
-    for _ in range(2):
-        state, _ = train_on(trainer, state, groups)
-    ours, reference = (
-        np.concatenate(
-            [each.full_logprobs for group in with_logprobs(trainer, by, groups) for each in group.completions]
-        )
-        for by in (state, dataclasses.replace(state, params=trainer.reference))
-    )
-    _, metrics = train_on(trainer, state, groups)
-    assert np.abs(ours - reference).max() > 0.05
-    assert metrics["policy/kl_reference"] == pytest.approx(np.mean(value(ours - reference)), rel=1e-3)
-
-
-def test_the_sampler_s_entropy_is_of_all_tokens_also_where_nothing_is_trained_on():
-    groups = [make_group([1.0] * 4, seed=seed, finish="length") for seed in range(4)]
-    trainer, state = make_trainer(algorithm={"zero_variance": "drop"})
-    _, metrics = train_on(trainer, state, groups)
-    assert metrics["rollout/entropy"] == pytest.approx(4.0)  # each token has -4 nat under its distribution
-    assert metrics["optimizer/updates"] == 0
-    assert "policy/entropy" not in metrics
-
-
-def test_statistics_of_minibatches_are_weighted_by_their_tokens():
-    """One minibatch of 24 tokens, 1 nat off, another of 4 that is exact."""
-    algorithm, train = {"minibatches": 2}, {"optimizer": {"learning_rate": 1e-12}}
-    whole, state = make_trainer(prompts_per_step=2, train=train)
-    groups = [make_group(REWARDS[0], lengths=[6] * 4), make_group(REWARDS[1], seed=1, lengths=[1] * 4)]
-    groups = shifted(whole, state, groups, np.array([[1.0] * 4, [0.0] * 4]))
-    trainer, state = make_trainer(prompts_per_step=2, algorithm=algorithm, train=train)
-    _, metrics = train_on(trainer, state, groups)
-    assert metrics["policy/kl_sampled"] == pytest.approx(24 * np.exp(-1) / 28, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    "algorithm", [{"recipe": "reinforce_pp_baseline"}, {"recipe": "grpo", "std": "batch", "std_ddof": 0}]
-)
-def test_dropped_groups_are_no_part_of_the_batch_s_standard_deviation(algorithm):
-    trainer, state = make_trainer(algorithm={**algorithm, "zero_variance": "drop"})
-    groups = [
-        make_group(rewards, seed=seed, lengths=[5] * 4)
-        for seed, rewards in enumerate([[1.0, 0.0, 0.0, 1.0], [1.0] * 4, [0.0, 1.0, 1.0, 0.0], [1.0] * 4])
-    ]
-    _, metrics = train_on(trainer, state, groups)
-    assert metrics["group/dropped"] == 2
-    assert metrics["train-reward/advantage/std"] == pytest.approx(1.0, rel=1e-4)
-
-
-def test_the_learning_rate_follows_the_run_and_not_the_updates():
-    """Steps 0 and 2 of 5 make no update, step 3 one of its two: its rate is the last of the step's share."""
-    optimizer = {"optimizer": {"learning_rate": 0.9, "schedule": "linear"}}
-    algorithm = {"zero_variance": "drop", "minibatches": 2}
-    trainer, state = make_trainer(steps=5, prompts_per_step=2, algorithm=algorithm, train=optimizer)
-    nothing, half, full = [[1.0] * 4] * 2, [REWARDS[0], [1.0] * 4], REWARDS[:2]
-    seen = []
-    for step, rewards in enumerate((nothing, full, nothing, half, full)):
-        state, metrics = train_on(trainer, state, groups_of(rewards), step=step)
-        seen.append((metrics["optimizer/updates"], metrics["optimizer/learning_rate"]))
-    rates = np.linspace(0.9, 0.0, 10)[1::2]  # of the second update of each step
-    assert [updates for updates, _ in seen] == [0, 2, 0, 1, 2]
-    assert [rate for _, rate in seen] == pytest.approx(rates, abs=1e-6)
-    assert int(state.step) == 5
-    assert metrics["optimizer/update_norm"] < metrics["optimizer/gradient_norm"] * 0.9 / 9  # rates 0.1 and 0
-    assert int(state.opt_state[-1].count) == 10

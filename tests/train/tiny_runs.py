@@ -1,5 +1,6 @@
 """A tiny random model on disk, configs of runs over it, and what a run left behind: what the trainer's tests share."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -18,18 +19,20 @@ from podium.config.schema import Config
 from podium.config.sizes import optimizer_steps
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.observe.metrics import step_metrics
+from podium.observe.run_dir import Fork, read_config
 from podium.observe.stats import StepStats
 from podium.rollout.request import Completion, RolloutStats
 from podium.sharding import Params, ShardingRules, make_mesh, param_shardings
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import Prompt, Reward
-from podium.train.batch import BatchSizes, Sample
+from podium.train.batch import BatchSizes, Sample, make_batch, take
 from podium.train.generate import Group
 from podium.train.optimizer import make_optimizer
 from podium.train.recorder import completion_stats
+from podium.train.setup import load_weights, make_model
 from podium.train.state import TrainState, init_state
-from podium.train.step import TrainSettings
-from podium.train.trainer import Trainer, make_batches
+from podium.train.step import TrainSettings, shard_batch
+from podium.train.trainer import Trainer, group_samples, make_batches
 
 __all__ = ["RISE", "first_and_last", "learn", "write_tiny_model"]
 
@@ -45,6 +48,23 @@ TINY: dict[str, Any] = {
     "eval": {"questions": 8},
     "metrics": {"samples_every": 2},
 }
+STEPS = 4
+STEPWISE: dict[str, Any] = {"steps": STEPS, "eval": {"every_steps": 2, "samples": 2}, "checkpoint": {"every_steps": 2}}
+"""A run that is evaluated and saved every two steps."""
+BY_THE_CLOCK = (
+    "async/waited_s",
+    "async/rebuild_s",
+    "time/",
+    "throughput/",
+    "memory/",
+    "rollout/prefill_s",
+    "rollout/decode_s",
+    "rollout/tokens_per_s",
+    "rollout/compilations",
+)
+"""Metrics that two equal runs do not share."""
+REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [0.5, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0]]
+"""Of four groups of four."""
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -233,3 +253,88 @@ def cache_settings(folder: Path) -> dict[str, Any]:
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    """All that metrics.jsonl holds but what a clock says, or who compiled first."""
+    return [
+        {name: value for name, value in record.items() if not name.startswith(BY_THE_CLOCK)}
+        for record in read_records(run / "metrics.jsonl")
+    ]
+
+
+def trained(run: Path) -> list[dict[str, Any]]:
+    """The records of steps, without those of evaluations."""
+    return [record for record in read_records(run / "metrics.jsonl") if "train-other/total_valid_token_count" in record]
+
+
+def weights_of(run: Path, step: int | None = None) -> dict[str, bytes]:
+    """The weights that a run saved at a step, or last, byte for byte."""
+    model = make_model(read_config(run))
+    return {name: np.asarray(value).tobytes() for name, value in load_weights(model, Fork(str(run), step)).items()}
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    """The same metrics, weights and samples, bit for bit."""
+    assert metrics_of(found) == metrics_of(expected)
+    assert weights_of(found) == weights_of(expected)
+    for name in ("samples.jsonl", "lengths.jsonl"):
+        assert (found / name).read_bytes() == (expected / name).read_bytes()
+
+
+def config_of(run: Path, **changes: Any) -> Config:
+    """The config of a run with other values at its top."""
+    return Config.model_validate({**read_config(run).model_dump(mode="json"), **changes})
+
+
+def groups_of(rewards: list[list[float]] = REWARDS, **settings: Any) -> list[Group]:
+    """A random group for each row of rewards."""
+    return [make_group(each, seed=seed, **settings) for seed, each in enumerate(rewards)]
+
+
+def with_logprobs(trainer: Trainer, state: TrainState, groups: list[Group], shift: float = 0.0) -> list[Group]:
+    """The groups as a sampler with the state's weights would have made them; log-probabilities plus `shift`."""
+    samples = [each for n, group in enumerate(groups) for each in group_samples(group, n, trainer.recipe)]
+    batch, places = make_batch(samples, trainer.sizes)
+    scored = trainer.score(state.params, shard_batch(batch, trainer.settings.computing))
+    found = iter(take(np.asarray(scored), places))
+    return [
+        dataclasses.replace(
+            group,
+            completions=[dataclasses.replace(each, full_logprobs=next(found) + shift) for each in group.completions],
+        )
+        for group in groups
+    ]
+
+
+def shifted(trainer: Trainer, state: TrainState, groups: list[Group], shifts: np.ndarray) -> list[Group]:
+    """The groups as if the sampler had found its tokens likelier than the trainer, by so many nat [N, G] each."""
+    return [
+        dataclasses.replace(
+            group,
+            completions=[
+                dataclasses.replace(each, full_logprobs=each.full_logprobs + np.float32(shift))
+                for each, shift in zip(group.completions, row, strict=True)
+            ],
+        )
+        for group, row in zip(with_logprobs(trainer, state, groups), shifts, strict=True)
+    ]
+
+
+def changed(trainer: Trainer, state: TrainState, groups: list[Group]) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """What an update adds to the parameters, and its metrics."""
+    before = host(state.params)
+    state, metrics = train_on(trainer, state, groups)
+    return {name: np.array(value) - before[name] for name, value in state.params.items()}, metrics
+
+
+def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], rtol: float = 1e-4) -> None:
+    """Equal arrays, within `rtol` of the largest of all."""
+    scale = max(float(np.abs(x).max()) for x in expected.values())
+    for name, x in expected.items():
+        np.testing.assert_allclose(found[name], x, rtol=0, atol=rtol * scale, err_msg=name)
+
+
+def lengths_of(groups: list[Group]) -> list[list[int]]:
+    """Tokens of each completion [N][G]."""
+    return [[len(each.tokens) for each in group.completions] for group in groups]

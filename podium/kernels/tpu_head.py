@@ -1,0 +1,197 @@
+"""Log-probabilities from hidden states and the head as TPU kernels (Pallas): forward, no logits in HBM.
+
+The kernels make tiles of logits from tiles of both, transposed, [vocabulary, tokens], so that statistics of a token go
+along sublanes. Forward they keep what a softmax needs of a token. Backward the gradient of a chunk's logits is written
+in the format of the products, and XLA makes two products of it: logits are made once more, as with chunks in XLA.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from podium.config.head import head_chunks, head_tile
+from podium.kernels.tiles import LOWEST, Interpret
+
+
+class HeadOptions(NamedTuple):
+    """What a call is traced for."""
+
+    scale: float  # of the logits: 1 over the temperature
+    chunk: int  # tokens whose logits' gradient exists at once
+    memory: int  # bytes of fast memory
+    interpret: Interpret = False  # without a TPU, slowly
+
+
+def tpu_head(
+    hidden: jax.Array, head: jax.Array, sums: jax.Array | None, targets: jax.Array, options: HeadOptions
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of targets [B, T] and entropy by hidden states [B, T, D] and a head [V, D]; [B, T] float32 each.
+
+    As `podium.models.logprobs.token_logprobs` on one device. The head's gradient is summed over chunks in its format,
+    and is its own; with `sums`, [V, D] float32 that are not read, it is theirs, and summed in float32.
+    """
+    B, T, D = hidden.shape
+    tile = head_tile(B * T, len(head), D, head.dtype.itemsize, options.memory)
+    chunks, size = head_chunks(B * T, options.chunk, tile[0])
+    options, padding = options._replace(chunk=size), chunks * size - B * T
+    flat = jnp.pad(hidden.reshape(B * T, D).astype(head.dtype), [(0, padding), (0, 0)])
+    found: Any = _scores(options, tile, flat, head, sums, jnp.pad(targets.reshape(1, B * T), [(0, 0), (0, padding)]))
+    logprobs, entropy = (x[0, : B * T].reshape(B, T) for x in found)
+    return logprobs, entropy
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _scores(
+    options: HeadOptions,
+    tile: tuple[int, int],
+    hidden: jax.Array,
+    head: jax.Array,
+    sums: jax.Array | None,
+    targets: jax.Array,
+) -> Any:
+    """Log-probabilities and entropies [1, N] of targets [1, N] by hidden states [N, D] and a head [V, D]."""
+    return _forward(options, tile, hidden, head, sums, targets)[0]
+
+
+def _forward(
+    options: HeadOptions,
+    tile: tuple[int, int],
+    hidden: jax.Array,
+    head: jax.Array,
+    sums: jax.Array | None,
+    targets: jax.Array,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
+    line = jax.ShapeDtypeStruct(targets.shape, jnp.float32)
+    logprobs, entropy, log_total = _call(
+        functools.partial(_statistics_kernel, V=len(head), scale=options.scale),
+        (hidden, head, targets),
+        outputs=(("line", line),) * 3,
+        scratch=4,
+        tile=tile,
+        options=options,
+        name="head_statistics",
+    )
+    return (logprobs, entropy), (hidden, head, sums, targets, log_total, entropy)
+
+
+def _backward(
+    options: HeadOptions, tile: tuple[int, int], saved: tuple[Any, ...], gradient: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array | None, ...]:
+    hidden, head, sums, *of_tokens = saved
+    of_tokens += [x * options.scale for x in gradient]
+    (V, D), a = head.shape, head.dtype
+    exact: Any = {"precision": _precision(a), "preferred_element_type": jnp.float32}
+
+    def chunk(d_head: jax.Array, xs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        hidden, *of_tokens = xs  # [c, D], [1, c]
+        (d_logits,) = _call(
+            functools.partial(_gradient_kernel, scale=options.scale),
+            (hidden, head, *of_tokens),
+            outputs=(("tile", jax.ShapeDtypeStruct((V, options.chunk), a)),),
+            scratch=0,
+            tile=tile,
+            options=options,
+            name="head_gradient",
+        )
+        d_hidden = jnp.einsum("vc,vd->cd", d_logits, head, **exact).astype(a)
+        return d_head + jnp.einsum("vc,cd->vd", d_logits, hidden, **exact).astype(d_head.dtype), d_hidden
+
+    xs = (hidden.reshape(-1, options.chunk, D), *(x.reshape(-1, 1, options.chunk) for x in of_tokens))
+    d_head, d_hidden = jax.lax.scan(chunk, jnp.zeros((V, D), a if sums is None else jnp.float32), xs)
+    d_hidden = d_hidden.reshape(hidden.shape)
+    return (d_hidden, d_head, None, None) if sums is None else (d_hidden, None, d_head, None)
+
+
+_scores.defvjp(_forward, _backward)
+
+
+def _call(
+    kernel: Any,
+    given: tuple[jax.Array, ...],
+    *,
+    outputs: tuple[tuple[str, jax.ShapeDtypeStruct], ...],
+    scratch: int,
+    tile: tuple[int, int],
+    options: HeadOptions,
+    name: str,
+) -> Any:
+    """The kernel over tiles of tokens, and for each over those of the vocabulary; hidden states and head come first."""
+    (t, v), (N, D), V, itemsize = tile, given[0].shape, len(given[1]), given[1].dtype.itemsize
+    line = pl.BlockSpec((1, t), lambda i, j: (0, i))
+    blocks = {"line": line, "tile": pl.BlockSpec((v, t), lambda i, j: (j, i))}
+    operands = [pl.BlockSpec((t, D), lambda i, j: (i, 0)), pl.BlockSpec((v, D), lambda i, j: (j, 0))]
+    written = sum(shape.size * shape.dtype.itemsize for _, shape in outputs)
+    return pl.pallas_call(
+        kernel,
+        grid=(N // t, pl.cdiv(V, v)),
+        in_specs=operands + [line] * (len(given) - 2),
+        out_specs=[blocks[kind] for kind, _ in outputs],
+        out_shape=[shape for _, shape in outputs],
+        scratch_shapes=[pltpu.VMEM((1, t), jnp.float32)] * scratch,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=options.memory
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * N * V * D, transcendentals=N * V, bytes_accessed=(N + N // t * V) * D * itemsize + written
+        ),
+        interpret=options.interpret,
+        name=name,
+    )(*given)
+
+
+def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
+    """Of a product of such operands: float32 ones count in full."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def _logits(hidden: Any, head: Any, scale: float) -> tuple[jax.Array, jax.Array]:
+    """A tile of logits [v, t], float32, and the place in the vocabulary of each."""
+    over_width = (((1,), (1,)), ((), ()))
+    precision = _precision(head.dtype)
+    x = jax.lax.dot_general(head[...], hidden[...], over_width, precision=precision, preferred_element_type=jnp.float32)
+    places = pl.program_id(1) * x.shape[0] + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    return (x * scale if scale != 1 else x), places
+
+
+def _statistics_kernel(*refs: Any, V: int, scale: float) -> None:
+    hidden, head, targets, logprobs, entropy, log_total, top, total, chosen, weighted = refs
+    j = pl.program_id(1)
+
+    @pl.when(j == 0)
+    def _() -> None:
+        top[...] = jnp.full(top.shape, LOWEST, jnp.float32)
+        for each in (total, chosen, weighted):
+            each[...] = jnp.zeros(each.shape, jnp.float32)
+
+    x, places = _logits(hidden, head, scale)
+    if V % x.shape[0]:  # behind the last of the vocabulary is anything
+        x = jnp.where(places < V, x, LOWEST)
+    before = top[...]
+    higher = jnp.maximum(before, jnp.max(x, axis=0, keepdims=True))
+    kept, shares = jnp.exp(before - higher), jnp.exp(x - higher)
+    weighted[...] = kept * (weighted[...] + (before - higher) * total[...]) + jnp.sum(
+        shares * (x - higher), axis=0, keepdims=True
+    )
+    total[...] = kept * total[...] + jnp.sum(shares, axis=0, keepdims=True)
+    chosen[...] += jnp.sum(jnp.where(places == targets[...], x, 0.0), axis=0, keepdims=True)
+    top[...] = higher
+
+    @pl.when(j == pl.num_programs(1) - 1)
+    def _() -> None:
+        log_sum = jnp.log(total[...])
+        log_total[...] = higher + log_sum
+        logprobs[...] = chosen[...] - log_total[...]
+        entropy[...] = log_sum - weighted[...] / total[...]
+
+
+def _gradient_kernel(*refs: Any, scale: float) -> None:
+    hidden, head, targets, log_total, entropy, of_logprob, of_entropy, d_logits = refs
+    x, places = _logits(hidden, head, scale)
+    table = x - log_total[...]
+    slope = of_logprob[...] + of_entropy[...] * (table + entropy[...])
+    one = jnp.where(places == targets[...], of_logprob[...], 0.0)
+    d_logits[...] = (one - jnp.exp(table) * slope).astype(d_logits.dtype)

@@ -1,0 +1,102 @@
+"""What a run whose completions are carried over updates says once, when its metrics go where runs fail."""
+
+import collections
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from podium.config.schema import RolloutConfig
+from podium.observe.metrics import TRUNCATED
+from podium.observe.stats import StepStats
+
+AT_BOUND, WAITED = 5, 0.05
+"""Steps running that train on groups at the bound, and the share of their time that they waited for such."""
+WINDOW, DISTANCE = 10, 0.1
+"""Steps whose lengths are compared, and the distance between them that is too much."""
+RISE, SMOOTHED = 0.1, 5
+"""Of the truncated share in WINDOW steps; at both ends it is a mean of so many."""
+GAP = 0.02
+"""Nat between trainer and sampler at the weights that drew a token."""
+
+
+class CarryAlarms:
+    """Looks at each step; says nothing where every step completes its own prompts."""
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self._config = config
+        self._said: set[str] = set()
+        self._bound: collections.deque[tuple[bool, float]] = collections.deque(maxlen=AT_BOUND)
+        self._lengths: collections.deque[tuple[Sequence[int], Sequence[int]]] = collections.deque(maxlen=WINDOW)
+        self._cut: collections.deque[float] = collections.deque(maxlen=WINDOW + SMOOTHED)
+
+    def after_step(self, stats: StepStats, metrics: Mapping[str, float]) -> list[str]:
+        """The lines to print, each kind once in a run."""
+        if stats.carried is None:
+            return []
+        at_bound = metrics["async/staleness/max"] >= self._config.max_staleness
+        self._bound.append((at_bound, stats.rolled.waited_s / stats.step_s))
+        self._lengths.append((stats.completions.completion_tokens.tolist(), stats.rolled.drawn_lengths))
+        self._cut.append(metrics[TRUNCATED])
+        found = [each for each in self._found(metrics) if each[0] not in self._said]
+        self._said |= {kind for kind, _ in found}
+        return [f"carry-over: {line}" for _, line in found]
+
+    def _found(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        """What is wrong now: its kind, and a line."""
+        rollout = self._config
+        waited = sum(share for _, share in self._bound) / len(self._bound)
+        if len(self._bound) == AT_BOUND and all(at for at, _ in self._bound) and waited > WAITED:
+            yield (
+                "bound",
+                f"for {AT_BOUND} steps groups were as old as rollout.max_staleness {rollout.max_staleness} allows, and"
+                f" waiting for them took {waited:.0%} of the time; raise it, or lower rollout.in_flight"
+                f" {rollout.in_flight:g}",
+            )
+        if (distance := self._distance()) is not None:
+            yield (
+                "lengths",
+                f"over {WINDOW} steps the lengths of what is trained on are {distance:.2f} (Kolmogorov, Smirnov) from"
+                " those of what was drawn: they change faster than they are trained on; lower rollout.in_flight"
+                f" {rollout.in_flight:g}",
+            )
+        if len(self._cut) == WINDOW + SMOOTHED:
+            values = list(self._cut)
+            before, now = (sum(part) / SMOOTHED for part in (values[:SMOOTHED], values[-SMOOTHED:]))
+            if now - before > RISE:
+                yield (
+                    "cut",
+                    f"the share of completions cut by rollout.max_new_tokens rose from {before:.0%} to {now:.0%} in"
+                    f" {WINDOW} steps, as in runs whose stale answers grow until they fail; lower the learning rate or"
+                    f" rollout.in_flight {rollout.in_flight:g}, or set algorithm.loss to cispo",
+                )
+        gap = metrics.get("async/logprob_gap_by_age/0", 0.0)
+        if gap > GAP:
+            yield (
+                "gap",
+                f"sampler and trainer differ by {gap:.3f} nat on tokens of the same weights, which is no drift; set"
+                " rollout.dtype and train.dtype to the same, or float32",
+            )
+
+    def _distance(self) -> float | None:
+        """Between the lengths of WINDOW steps, where it is too much, and more than chance gives once in 100 times."""
+        if len(self._lengths) < WINDOW:
+            return None
+        trained, drawn = ([length for part in side for length in part] for side in zip(*self._lengths, strict=True))
+        distance = length_distance(trained, drawn)
+        if distance is None:
+            return None
+        chance = 1.63 * math.sqrt(1 / len(trained) + 1 / len(drawn))  # of two samples of one distribution
+        return distance if distance > max(DISTANCE, chance) else None
+
+
+def length_distance(one: Sequence[int], other: Sequence[int]) -> float | None:
+    """The largest difference between the shares of two sets that are at most so long (Kolmogorov and Smirnov), 0 to 1.
+
+    None where one is empty.
+    """
+    if not one or not other:
+        return None
+    lengths = np.unique([*one, *other])
+    at_most = [np.searchsorted(np.sort(each), lengths, side="right") / len(each) for each in (one, other)]
+    return float(np.max(np.abs(at_most[0] - at_most[1])))

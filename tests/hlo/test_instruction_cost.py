@@ -1,0 +1,205 @@
+"""What single instructions cost: traps, each as a text of a few lines."""
+
+import math
+
+import pytest
+from recorded_programs import FSDP, MESH, by_kind
+
+from podium.hlo.collectives import group_of
+from podium.hlo.cost import walk
+from podium.hlo.text import parse
+
+
+def cost_of(instructions, *, computations="", mesh=FSDP):
+    header = f"HloModule m, num_partitions={math.prod(mesh.values())}"
+    return walk(parse(f"{header}\n{computations}\nENTRY %main () -> f32[] {{\n{instructions}\n}}\n"), mesh)
+
+
+def test_a_fusion_that_slices_a_stack_reads_the_slice_through_nested_fusions():
+    cost = cost_of(
+        """  %stack = bf16[36,256,1024]{2,1,0} parameter(0)
+  %i = s32[]{:S(6)} parameter(1)
+  ROOT %f = bf16[256,1024]{1,0:S(1)} fusion(%stack, %i), kind=kLoop, calls=%outer""",
+        computations="""%inner (a: bf16[36,256,1024], b: s32[]) -> bf16[1,256,1024] {
+  %a = bf16[36,256,1024]{2,1,0} parameter(0)
+  %b = s32[] parameter(1)
+  ROOT %slice = bf16[1,256,1024]{2,1,0} dynamic-slice(%a, %b), dynamic_slice_sizes={1,256,1024}
+}
+
+%outer (c: bf16[36,256,1024], d: s32[]) -> bf16[256,1024] {
+  %c = bf16[36,256,1024]{2,1,0} parameter(0)
+  %d = s32[] parameter(1)
+  %g = bf16[1,256,1024]{2,1,0} fusion(%c, %d), kind=kLoop, calls=%inner
+  ROOT %h = bf16[256,1024]{1,0} bitcast(%g)
+}
+""",
+    )
+    assert cost.hbm_bytes == 256 * 1024 * 2  # the result is in the chip's cache
+
+
+def test_a_fusion_that_only_names_an_array_does_not_hide_that_it_is_read():
+    cost = cost_of(
+        """  %table = bf16[1000,256]{1,0} parameter(0)
+  %x = bf16[8,256]{1,0:S(1)} parameter(1)
+  ROOT %f = f32[8,1000]{1,0:S(1)} fusion(%x, %table), kind=kOutput, calls=%product""",
+        computations="""%named (a: bf16[1000,256]) -> bf16[1000,256] {
+  %a = bf16[1000,256]{1,0} parameter(0)
+  ROOT %same = bf16[1000,256]{1,0} bitcast(%a)
+}
+
+%product (x: bf16[8,256], t: bf16[1000,256]) -> f32[8,1000] {
+  %x.1 = bf16[8,256]{1,0} parameter(0)
+  %t = bf16[1000,256]{1,0} parameter(1)
+  %u = bf16[1000,256]{1,0} fusion(%t), kind=kLoop, calls=%named
+  ROOT %c = f32[8,1000]{1,0} convolution(%x.1, %u), dim_labels=bf_oi->bf
+}
+""",
+    )
+    assert cost.hbm_bytes == 1000 * 256 * 2
+    assert cost.flops == 2 * 8 * 1000 * 256
+
+
+def test_an_update_in_place_writes_only_its_part():
+    update = """  %stack = f32[36,1024]{1,0} parameter(0)
+  %row = f32[1,1024]{1,0} parameter(1)
+  %i = s32[]{:S(6)} parameter(2)
+"""
+    alone = cost_of(update + "  ROOT %u = f32[36,1024]{1,0} dynamic-update-slice(%stack, %row, %i, %i)")
+    fused = cost_of(
+        update + "  ROOT %f = f32[36,1024]{1,0} fusion(%stack, %row, %i), kind=kLoop, calls=%g",
+        computations="""%g (a: f32[36,1024], b: f32[1,1024], c: s32[]) -> f32[36,1024] {
+  %a = f32[36,1024]{1,0} parameter(0)
+  %b = f32[1,1024]{1,0} parameter(1)
+  %c = s32[] parameter(2)
+  ROOT %u = f32[36,1024]{1,0} dynamic-update-slice(%a, %b, %c, %c)
+}
+""",
+    )
+    assert alone.hbm_bytes == fused.hbm_bytes == 2 * 1024 * 4
+
+
+def test_copies_count_their_ends_that_lie_in_main_memory():
+    cost = cost_of("""  %x = f32[1024]{0} parameter(0)
+  %s = (f32[1024]{0:S(1)}, f32[1024]{0}, u32[]{:S(2)}) copy-start(%x)
+  ROOT %d = f32[1024]{0:S(1)} copy-done(%s)""")
+    assert cost.hbm_bytes == 4096
+
+
+def test_an_all_reduce_of_which_slices_are_kept_is_a_reduce_scatter():
+    text = """  %x = f32[1024]{{0}} parameter(0)
+  %i = s32[] parameter(1)
+  %r = bf16[1024]{{0}} all-reduce(%x), replica_groups={{{{0,1,2,3,4,5,6,7}}}}, to_apply=%add
+  ROOT %s = bf16[128]{{0}} {use}"""
+    sliced = cost_of(text.format(use="dynamic-slice(%r, %i), dynamic_slice_sizes={128}"), computations=ADD)
+    used = cost_of(text.format(use="slice-like(%r)"), computations=ADD)
+    # bfloat16 goes over the wire, whatever the operand is
+    assert by_kind(sliced) == {("reduce-scatter", False): (1, 2048 * 7 // 8)}
+    assert by_kind(used) == {("all-reduce", False): (1, 2 * 2048 * 7 // 8)}
+
+
+ADD = """%add (a: bf16[], b: bf16[]) -> bf16[] {
+  %a = bf16[] parameter(0)
+  %b = bf16[] parameter(1)
+  ROOT %c = bf16[] add(%a, %b)
+}
+"""
+
+
+def test_a_permute_sends_its_operand_and_overlaps_what_follows_its_start():
+    cost = cost_of(
+        """  %x = f32[256]{0} parameter(0)
+  %s = (f32[256]{0}, f32[256]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,2},{2,0},{1,3}}
+  ROOT %d = f32[256]{0} collective-permute-done(%s)""",
+        mesh=MESH,
+    )
+    (found,) = cost.collectives
+    assert (found.kind, found.axes, found.overlaps, found.sent) == ("collective-permute", ("fsdp",), True, 1024)
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ("{{0,2},{1,3}}", [0, 2]),
+        ("{}", [0, 1, 2, 3, 4, 5, 6, 7]),
+        ("[2,4]<=[8]", [0, 1, 2, 3]),
+        ("[4,2]<=[2,4]T(1,0)", [0, 4]),
+        ("mesh['a'=2,'b'=4] {'b'}", [0, 1, 2, 3]),
+        ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", [0, 1, 4, 5]),
+        ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}", [0, 1]),
+        ("mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}", [3, 1]),
+        ("mesh['a'=8] {'a':(1)2}", [0, 4]),
+        ("mesh['a'=8] {'a':(2)4}", [0, 1, 2, 3]),
+    ],
+)
+def test_groups_of_devices_are_read_in_each_spelling(groups, expected):
+    text = (
+        f"HloModule m\nENTRY %main () -> f32[] {{\n  ROOT %r = f32[] all-reduce(), replica_groups={groups}, x=y\n}}\n"
+    )
+    assert group_of(parse(text).entry.root, 8) == expected
+
+
+def test_a_fusion_with_a_reduction_of_several_arrays_is_counted_whole():
+    cost = cost_of(
+        """  %x = f32[16,128]{1,0} parameter(0)
+  %n = s32[16,128]{1,0} parameter(1)
+  ROOT %f = (f32[16,128]{1,0}, (f32[16]{0}, s32[16]{0})) fusion(%x, %n), kind=kInput, calls=%both""",
+        computations="""%pair (a: f32[], b: s32[], c: f32[], d: s32[]) -> (f32[], s32[]) {
+  %a = f32[] parameter(0)
+  %b = s32[] parameter(1)
+  %c = f32[] parameter(2)
+  %d = s32[] parameter(3)
+  ROOT %t = (f32[], s32[]) tuple(%a, %b)
+}
+
+%both (x: f32[16,128], n: s32[16,128]) -> (f32[16,128], (f32[16], s32[16])) {
+  %x.1 = f32[16,128]{1,0} parameter(0)
+  %n.1 = s32[16,128]{1,0} parameter(1)
+  %zero = f32[] constant(0)
+  %none = s32[] constant(0)
+  %twice = f32[16,128]{1,0} add(%x.1, %x.1)
+  %r = (f32[16]{0}, s32[16]{0}) reduce(%twice, %n.1, %zero, %none), dimensions={1}, to_apply=%pair
+  ROOT %all = (f32[16,128]{1,0}, (f32[16]{0}, s32[16]{0})) tuple(%twice, %r)
+}
+""",
+    )
+    assert cost.hbm_bytes == 4 * (3 * 16 * 128 + 2 * 16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mask", "products"),
+    [
+        ("", "NO_MASK", 2 * 1024),
+        ("", "CAUSAL", 1025),
+        ("Backward", "CAUSAL", 5 * 1025 // 2),
+        ("", "PADDING_CAUSAL", 1025),
+    ],
+)
+def test_attention_of_cudnn_counts_the_pairs_that_causality_leaves(kind, mask, products):
+    dimensions = '"dimensions": ["1", "4", "1024", "1024"]'
+    cost = cost_of(
+        f"""  %q = bf16[1,1024,4,128]{{3,2,1,0}} parameter(0)
+  ROOT %c = bf16[1,4,1024,128]{{3,1,2,0}} custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax{kind}", """
+        f"""backend_config={{"cudnn_fmha_backend_config": {{"intermediate_tensor_shape": {{"element_type": "BF16", """
+        f"""{dimensions}}}, "mask_type": "{mask}"}}}}"""
+    )
+    assert cost.flops == pytest.approx(2 * products * 4 * 1024 * 128, rel=1e-3)
+    assert cost.hbm_bytes == 2 * 2 * 1024 * 4 * 128
+
+
+def test_a_triton_kernel_counts_with_what_it_declares():
+    cost = cost_of(
+        r"""  %q = bf16[16,4,512,128]{3,2,1,0} parameter(0)
+  ROOT %c = bf16[16,4,512,128]{3,2,1,0} custom-call(%q), custom_call_target="__gpu$xla.gpu.triton", """
+        r"""backend_config={grid_x = 24 : i32, name = "k", serialized_metadata = "{\22flops\22: \222415919104\22}"}"""
+    )
+    assert cost.flops == 2415919104
+    assert cost.hbm_bytes == 2 * 2 * 16 * 4 * 512 * 128
+
+
+def test_products_of_a_dilated_convolution_leave_out_its_holes():
+    # heads as a spatial dimension: 2 heads, each output meets its own head alone
+    cost = cost_of("""  %a = bf16[2,320,8,128]{3,2,1,0} parameter(0)
+  %b = bf16[320,128,2,1]{1,0,3,2} parameter(1)
+  ROOT %c = f32[2,320,8,320]{3,2,1,0} convolution(%a, %b), dim_labels=0b1f_oi01->0b1f, window={size=2x1 lhs_dilate=2x1}
+""")
+    assert cost.flops == 2 * 2 * 320 * 8 * 320 * 128

@@ -1,0 +1,106 @@
+"""The closed form against what compilers said of the same programs."""
+
+import dataclasses
+
+import pytest
+from estimated import QWEN_3B, config, decoder, phase
+
+from podium.accelerators import GIB, find_accelerator
+from podium.models.presets import find_architecture
+from podium.plan.sizes import make_sizes
+
+MIB = 2**20
+
+# Peak MiB of programs compiled for v6e-8 by libtpu 0.0.42.1 (jax 0.10.2, xla_tpu_no_crash_on_oom), arguments included,
+# with the reference attention.
+HALF_B_4_LAYERS = decoder(
+    vocab=151936, width=896, layers=4, heads=14, kv_heads=2, head_dim=64, mlp_width=4864, qkv_bias=True
+)
+WIDE = decoder(vocab=8192, width=1024, layers=4, heads=8, kv_heads=2, head_dim=128, mlp_width=4096, qkv_bias=True)
+COMPILED = [
+    ("3b", QWEN_3B, 512, 1024, 4, 128, 16, {"update": 10681, "score": 3420}),
+    ("0.5b", HALF_B_4_LAYERS, 256, 256, 4, 64, 8, {"update": 1611, "score": 1000}),
+    ("rows", WIDE, 512, 512, 8, 256, 64, {"update": 883, "score": 321}),
+    ("long", WIDE, 1024, 1024, 2, 256, 64, {"update": 745, "score": 310}),
+]
+BEFORE = {"reduce_dtype": "bfloat16", "head": "chunked"}
+"""What was not a choice when these programs were compiled: they have bfloat16 sums, and chunks of logits."""
+ELSEWHERE = {
+    "update": (),
+    "score": ("optimizer",),
+}
+"""Parts that stay in memory beside a program and are no argument of it."""
+
+
+@pytest.mark.parametrize("case", COMPILED, ids=lambda case: case[0])
+def test_memory_is_near_what_the_tpus_compiler_said(case):
+    _, model, prompt, completion, rows, slots, prefill_rows, peaks = case
+    settings = config(
+        rollout={
+            "max_prompt_tokens": prompt, "max_new_tokens": completion, "slots": slots, "prefill_rows": prefill_rows
+        },
+        train={"rows_per_device": rows, "attention": "reference", **BEFORE},
+    )  # fmt: skip
+    run = make_sizes(settings, model, find_accelerator("v6e-8"))
+    estimated = {
+        name: sum(size for part, size in phase(run, name).parts.items() if part not in ELSEWHERE[name]) / MIB
+        for name in peaks
+    }
+    assert estimated == pytest.approx(peaks, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("layers", "train", "peak", "flops"),
+    [
+        (4, {"rows_per_device": 16}, 6909, 2.069e14),
+        (36, {"rows_per_device": 64, "layer_chunk_tokens": 10240, "remat": "offload"}, 13824, 4.187e15),
+    ],
+    ids=["layer", "offload"],
+)
+def test_an_update_without_scores_takes_what_the_tpus_compiler_said(layers, train, peak, flops):
+    lengths = {"max_prompt_tokens": 512, "max_new_tokens": 1024, "slots": 128}
+    settings = config(rollout=lengths, train={"row_tokens": 2560, **BEFORE, **train}, prompts_per_step=256)
+    run = make_sizes(settings, dataclasses.replace(QWEN_3B, layers=layers), find_accelerator("v6e-8"))
+    assert phase(run, "update").total / MIB == pytest.approx(peak, rel=0.08)
+    assert phase(run, "update").flops == pytest.approx(flops, rel=1e-3)
+
+
+# GiB of updates at the limit as compilers assigned them (jax 0.10.2, libtpu 0.0.42.1, XLA for CUDA 12): machine, model,
+# mesh, rows of a device and their tokens, remat, attention, optimizer, tokens of a chunk of the head.
+LIMIT = [
+    ("v6e-4", "Qwen/Qwen2.5-3B-Instruct", "fsdp:2,tp:2", 32, 2304, "layer", "auto", "adamw", 512, 29.51),
+    ("v4-16", "Qwen/Qwen2.5-7B-Instruct", "fsdp:8,tp:1", 16, 2176, "layer", "auto", "adamw", 4096, 32.26),
+    ("v6e-16", "Qwen/Qwen3-0.6B", "fsdp:4,tp:4", 40, 2304, "products", "auto", "adamw", 4096, 25.39),
+    ("v6e-8", "Qwen/Qwen2.5-7B-Instruct", "fsdp:8,tp:1", 19, 1280, "layer", "reference", "sgd", 4096, 30.93),
+    ("h100-8", "Qwen/Qwen3-8B", "fsdp:8,tp:1", 19, 2304, "layer", "reference", "lion", 4096, 70.03),
+    ("l40s-8", "Qwen/Qwen3-1.7B", "fsdp:2,tp:4", 24, 2176, "products", "auto", "sgd", 1024, 28.13),
+    ("h100-8", "Qwen/Qwen3-4B", "fsdp:8,tp:1", 40, 4608, "layer", "blocks", "sgd", 4096, 64.95),
+    ("h100-8", "Qwen/Qwen3-8B", "fsdp:4,tp:2", 6, 1152, "none", "auto", "lion", 1024, 62.09),
+    ("a100-80-8", "meta-llama/Llama-3.2-1B-Instruct", "fsdp:8,tp:1", 16, 1280, "none", "auto", "lion", 1024, 58.24),
+]
+
+
+@pytest.mark.parametrize("case", LIMIT, ids=lambda case: f"{case[0]} {case[5]} {case[6]}")
+def test_an_update_at_the_limit_is_near_what_the_compiler_assigned(case, monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    machine, model, mesh, rows, tokens, remat, attention, optimizer, chunk, gib = case
+    train = {"rows_per_device": rows, "remat": remat, "attention": attention, "head_chunk_tokens": chunk}
+    settings = config(
+        mesh=mesh,
+        prompts_per_step=256,
+        rollout={"max_prompt_tokens": 128, "max_new_tokens": tokens - 128, "slots": 128, "prefill_rows": 128},
+        train=train | BEFORE | {"optimizer": {"name": optimizer}},
+    )
+    run = make_sizes(settings, find_architecture(model), find_accelerator(machine))
+    assert phase(run, "update").total / GIB == pytest.approx(gib, rel=0.05)
+
+
+def test_the_3b_runs_operations_and_transfers_are_near_what_the_tpus_compiler_said():
+    lengths = {"max_prompt_tokens": 512, "max_new_tokens": 1024}
+    settings = config(rollout=lengths, train={"rows_per_device": 4, "attention": "reference", **BEFORE})
+    run = make_sizes(settings, QWEN_3B, find_accelerator("v6e-8"))
+    update, score = phase(run, "update"), phase(run, "score")
+    assert (update.flops, score.flops) == (pytest.approx(1.542e14, rel=1e-3), pytest.approx(4.209e13, rel=1e-3))
+    assert (update.ici_bytes, score.ici_bytes) == (pytest.approx(1.716e10, rel=0.1), pytest.approx(5.4e9, rel=0.01))
+    assert (update.hbm_bytes, score.hbm_bytes) == (pytest.approx(5.04e11, rel=0.1), pytest.approx(7.31e10, rel=0.1))
+    assert phase(run, "sync").ici_bytes == pytest.approx(5.4e9, rel=0.01)

@@ -1,0 +1,91 @@
+"""What a run with carry-over says once, and when it says nothing."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from test_recorder import BATCHED, UPDATED
+from tiny_runs import make_group
+
+from podium.config.schema import RolloutConfig
+from podium.observe.alarms import AT_BOUND, WINDOW, CarryAlarms
+from podium.observe.stats import CarryStats, StepStats
+from podium.rollout.request import RolloutStats
+from podium.train.recorder import completion_stats
+
+STALENESS, CUT, GAP = "async/staleness/max", "rollout/truncated_fraction", "async/logprob_gap_by_age/0"
+CARRIED = CarryStats(staleness=np.zeros(2), token_ages=np.zeros(2), crossed=0.0, rewards={}, length_distance=0.0)
+HEALTHY: dict[str, Any] = {STALENESS: 1.0, CUT: 0.1, GAP: 0.001}
+
+
+def step(
+    *, waited_s: float = 0.0, trained: int = 10, drawn: int = 10, carried: CarryStats | None = CARRIED
+) -> StepStats:
+    """A step of a second, whose 400 completions are all of a length."""
+    stats = StepStats(
+        completions=completion_stats([make_group([0.0, 1.0])]),
+        rolled=RolloutStats(waited_s=waited_s, drawn_lengths=(drawn,) * 400),
+        batched=BATCHED,
+        updated=UPDATED,
+        step_s=1.0,
+        cpu_s=1.0,
+        sync_s=0.0,
+        checkpoint_s=None,
+        carried=carried,
+    )
+    lengths = dataclasses.replace(stats.completions, completion_tokens=np.full(400, trained))
+    return dataclasses.replace(stats, completions=lengths)
+
+
+def said(steps: list[tuple[StepStats, dict[str, Any]]]) -> list[tuple[int, str]]:
+    """The lines of a run, each with its step, counted from 1."""
+    alarms = CarryAlarms(RolloutConfig(in_flight=1.5, max_staleness=2))
+    return [
+        (number, line)
+        for number, (stats, metrics) in enumerate(steps, start=1)
+        for line in alarms.after_step(stats, HEALTHY | metrics)
+    ]
+
+
+def test_a_healthy_run_hears_nothing():
+    assert said([(step(), {})] * 40) == []
+
+
+def test_waiting_at_the_bound_is_said_once():
+    ((when, line),) = said([(step(waited_s=0.2), {STALENESS: 2.0})] * 20)
+    assert when == AT_BOUND
+    assert line == (
+        "carry-over: for 5 steps groups were as old as rollout.max_staleness 2 allows, and waiting for them took 20% of"
+        " the time; raise it, or lower rollout.in_flight 1.5"
+    )
+
+
+@pytest.mark.parametrize(("waited_s", "staleness"), [(0.01, [2.0]), (0.2, [2.0, 2.0, 2.0, 2.0, 1.0])])
+def test_the_bound_is_no_fault_where_nobody_waits_or_it_is_not_always_reached(waited_s, staleness):
+    steps = [(step(waited_s=waited_s), {STALENESS: each}) for each in staleness * 10]
+    assert said(steps) == []
+
+
+def test_lengths_that_are_not_those_that_were_drawn_are_said_after_a_window():
+    ((when, line),) = said([(step(trained=9 if number % 5 == 0 else 10), {}) for number in range(20)])
+    assert when == WINDOW
+    assert "over 10 steps the lengths of what is trained on are 0.20" in line
+    assert said([(step(trained=9 if number % 20 == 0 else 10), {}) for number in range(40)]) == []
+
+
+def test_cut_completions_that_grow_are_said():
+    steps = [(step(), {CUT: 0.1 + 0.02 * max(0, number - 10)}) for number in range(40)]
+    ((when, line),) = said(steps)
+    assert 15 < when < 25
+    assert "rose from 10% to 22% in 10 steps" in line
+    assert said([(step(), {CUT: 0.1 + 0.1 * (number % 2)}) for number in range(40)]) == []
+
+
+def test_a_gap_without_age_is_said():
+    ((when, line),) = said([(step(), {GAP: 0.019}), (step(), {GAP: 0.03}), (step(), {GAP: 0.04})])
+    assert (when, "differ by 0.030 nat" in line) == (2, True)
+
+
+def test_a_run_that_carries_nothing_hears_nothing():
+    assert said([(step(carried=None, waited_s=1.0), {STALENESS: 2.0, GAP: 1.0})] * 20) == []

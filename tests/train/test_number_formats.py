@@ -1,0 +1,53 @@
+"""Which number formats a run takes for itself: of the engine and of the update, by what the CPU says that it can do."""
+
+import contextlib
+
+import jax.numpy as jnp
+import pytest
+from tiny_runs import make_config
+
+from podium import accelerators
+from podium.train import generate
+from podium.train.setup import load_weights, make_model, make_train_settings
+
+OLD, NEW, AMX = "avx2 fma avx512f", "avx2 fma avx512f avx512_bf16", "avx2 fma avx512f amx_bf16 amx_tile"
+
+
+@pytest.fixture
+def cpu_says(tmp_path, monkeypatch):
+    """Have this machine's CPU be another."""
+
+    def say(flags: str) -> None:
+        (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
+        monkeypatch.setattr(accelerators, "CPU_INFO", tmp_path / "cpuinfo")
+        monkeypatch.delenv("XLA_FLAGS", raising=False)
+        generate.as_dtype.cache_clear()
+
+    yield say
+    generate.as_dtype.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named", "engine", "update"),
+    [
+        (OLD, {}, "float32", "float32"),
+        (NEW, {}, "bfloat16", "bfloat16"),
+        (AMX, {}, "bfloat16", "bfloat16"),
+        (OLD, {"rollout": {"dtype": "bfloat16"}}, "bfloat16", "float32"),
+        (NEW, {"train": {"dtype": "float32"}}, "bfloat16", "float32"),
+    ],
+)
+def test_engine_and_update_multiply_in_the_format_that_is_faster_on_this_cpu(
+    tiny_model, tmp_path, one_device, cpu_says, flags, named, engine, update
+):
+    """The engine's own weights are in it; a format that the config names is taken as it is."""
+    cpu_says(flags)
+    config = make_config(tiny_model, tmp_path, **named)
+    model = make_model(config)
+    assert make_train_settings(config, model.decoder, model.mesh).dtype == jnp.dtype(update)
+    with contextlib.closing(generate.Rollouts(config, model.decoder, model.tokenizer, model.mesh)) as rollouts:
+        rollouts.load(load_weights(model, None))
+        params = rollouts.engine.device.params
+        assert rollouts.engine.dtype == jnp.dtype(engine)
+        assert params is not None
+        assert params["layers.q"].dtype == jnp.dtype(engine)

@@ -1,0 +1,214 @@
+"""Runs that are continued, killed, forked: they end as those that nobody disturbed."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny_runs import (
+    STEPS,
+    STEPWISE,
+    assert_same_run,
+    cache_settings,
+    config_of,
+    make_config,
+    metrics_of,
+    read_records,
+    trained,
+    weights_of,
+)
+
+from podium.observe.run_dir import Fork, RunDir, RunInUseError, read_config
+from podium.train.loop import train
+from podium.train.recorder import Recorder
+from podium.train.step_files import CheckpointError, saved_steps
+from podium.train.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
+
+
+def test_the_same_config_gives_the_same_run(run_of, undisturbed):
+    assert_same_run(run_of(**STEPWISE), undisturbed)
+
+
+def test_another_seed_gives_another_run(run_of, undisturbed):
+    other = run_of(**{**STEPWISE, "steps": 2}, seed=1)
+    assert metrics_of(other)[1] != metrics_of(undisturbed)[1]
+
+
+def test_a_run_of_two_steps_goes_on_to_four_as_if_it_had_never_stopped(run_of, undisturbed):
+    run = run_of(**{**STEPWISE, "steps": 2})
+    assert json.loads((run / "summary.json").read_text())["steps"] == 2
+    assert train(config_of(run, steps=STEPS), plain=True) == 0
+    assert_same_run(run, undisturbed)
+    assert json.loads((run / "summary.json").read_text())["steps"] == STEPS
+
+
+def test_a_damaged_newest_checkpoint_is_told_and_the_run_goes_on_from_the_one_before(tmp_path, undisturbed, capfd):
+    shutil.copytree(undisturbed, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "4"
+    largest = max((newest / "optimizer").rglob("*"), key=lambda file: file.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 4
+    largest.write_bytes(data)
+    assert train(config_of(tmp_path / "run", runs_dir=str(tmp_path)), plain=True) == 0
+    said = " ".join(capfd.readouterr().err.split())
+    assert "checkpoint 4 is damaged (optimizer/" in said
+    assert "continuing from step 2" in said
+    assert (newest.parent / "4.damaged").is_dir()
+    assert_same_run(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_run_after_its_step_saved_and_to_be_continued(
+    tiny_model, tmp_path, undisturbed, monkeypatch, capfd, number, status
+):
+    """Also where no checkpoint is due: after step 1 here."""
+    config = make_config(tiny_model, tmp_path, **STEPWISE)
+    run, write = tmp_path / "run", Recorder.write
+
+    def write_and_signal(self, *arguments):
+        os.kill(os.getpid(), number)
+        write(self, *arguments)
+
+    monkeypatch.setattr(Recorder, "write", write_and_signal)
+    assert train(config, plain=True) == status
+    monkeypatch.undo()
+    assert f"podium train {run}/config.yaml" in capfd.readouterr().err
+    assert saved_steps(run / "checkpoints") == [1]
+    assert (run / "summary.json").exists()
+    assert train(config, plain=True) == 0
+    assert_same_run(run, undisturbed)
+
+
+def test_what_was_recorded_after_the_last_checkpoint_is_recorded_again(tiny_model, tmp_path, undisturbed, monkeypatch):
+    """As after a kill in step 4: the checkpoint is of step 2, metrics are there up to step 3."""
+    config = make_config(tiny_model, tmp_path, **STEPWISE)
+    update = Trainer.update
+
+    def fail_in_step_4(self, state, batches, step):
+        if step == 3:
+            raise KeyboardInterrupt
+        return update(self, state, batches, step)
+
+    monkeypatch.setattr(Trainer, "update", fail_in_step_4)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, plain=True)
+    monkeypatch.undo()
+    assert metrics_of(tmp_path / "run")[-1]["step"] == 3
+    assert train(config, plain=True) == 0
+    assert_same_run(tmp_path / "run", undisturbed)
+
+
+def test_a_run_that_is_done_stays_as_it_is(run_of, undisturbed, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run)
+    assert train(config_of(run, runs_dir=str(tmp_path)), plain=True) == 0
+    assert_same_run(run, undisturbed)
+
+
+def test_a_run_that_another_process_trains_is_left_alone(undisturbed):
+    before = (undisturbed / "metrics.jsonl").read_bytes()
+    config = read_config(undisturbed)
+    with RunDir.open(config), pytest.raises(RunInUseError, match=r"is in use by process .* wait for it, stop it"):
+        train(config, plain=True)
+    assert (undisturbed / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)]
+)
+def test_the_command_saves_and_exits_by_the_signal_s_number(
+    tiny_model, tmp_path, programs, monkeypatch, number, status
+):
+    """The real command in a process of its own, with a grading worker, and continued by a second."""
+    for name, value in cache_settings(programs).items():
+        monkeypatch.setenv(name.upper(), str(value))
+    file = tmp_path / "run.yaml"
+    config = make_config(tiny_model, tmp_path, steps=100_000, grading={"workers": 1}, eval={"at_start": False})
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    process = start(file)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and len(metrics.read_bytes().splitlines()) > 2, process)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == status, err
+    done = read_records(metrics)[-1]["step"]
+    assert saved_steps(tmp_path / "run" / "checkpoints")[-1] == done
+    assert f"podium train {tmp_path}/run/config.yaml" in err
+    assert "Traceback" not in err
+    again = start(file, "--set", f"steps={done + 1}")
+    _, err = again.communicate(timeout=120)
+    assert again.returncode == 0, err
+    assert [record["step"] for record in trained(tmp_path / "run")] == list(range(1, done + 2))
+
+
+def start(file: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "podium.cli", "train", str(file), "--plain", *options]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "the run did not begin"
+        time.sleep(0.05)
+
+
+def test_a_fork_goes_on_from_the_step_it_is_told(tiny_model, tmp_path, undisturbed):
+    """With the same settings its two steps are the last two of the other."""
+    fork = Fork(str(undisturbed), 2)
+    config = make_config(tiny_model, tmp_path, **{**STEPWISE, "steps": 2, "name": "forked"})
+    assert train(config, fork=fork, plain=True) == 0
+    run = tmp_path / "forked"
+    expected = [{**each, "step": each["step"] - 2} for each in metrics_of(undisturbed) if each["step"] > 2]
+    assert [each for each in metrics_of(run) if each["step"] > 0] == [
+        each for each in expected if each["step"] in (1, 2)
+    ]
+    assert weights_of(run, 2) == weights_of(undisturbed, 4)
+    assert (
+        metrics_of(run)[0]["eval/accuracy"]
+        == [
+            each["eval/accuracy"] for each in metrics_of(undisturbed) if each["step"] == 2 and "eval/accuracy" in each
+        ].pop()
+    )
+    assert json.loads((run / "fork.json").read_text())["step"] == 2
+
+
+def test_moments_in_the_hosts_memory_change_nothing_wherever_they_were_before(tiny_model, tmp_path, undisturbed):
+    """A fork of a run without goes on as that run does, and is continued as if it had never stopped."""
+    for steps, fork in ((1, Fork(str(undisturbed), 2)), (2, None)):
+        config = make_config(
+            tiny_model,
+            tmp_path,
+            name="offloaded",
+            steps=steps,
+            eval={"at_start": False, "at_end": False},
+            train={"offload_optimizer": True},
+        )
+        assert train(config, fork=fork, plain=True) == 0
+    assert weights_of(tmp_path / "offloaded", 2) == weights_of(undisturbed, 4)
+
+
+def test_a_fork_of_a_step_that_was_not_kept_names_those_that_were(tiny_model, tmp_path, undisturbed):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 3; it has steps \[2, 4\]"):
+        train(make_config(tiny_model, tmp_path), fork=Fork(str(undisturbed), 3), plain=True)
+
+
+def test_a_fork_begins_its_own_schedule(tiny_model, tmp_path):
+    optimizer = {"learning_rate": 1e-3, "schedule": "linear"}
+    settings = {"eval": {"at_start": False, "at_end": False}, "train": {"optimizer": optimizer}}
+    train(make_config(tiny_model, tmp_path, name="first", steps=2, **settings), plain=True)
+    fork = Fork(str(tmp_path / "first"), None)
+    train(make_config(tiny_model, tmp_path, name="second", steps=3, **settings), fork=fork, plain=True)
+    lines = read_records(tmp_path / "second" / "metrics.jsonl")
+    rates = [line["optimizer/learning_rate"] for line in lines if "optimizer/learning_rate" in line]
+    assert rates == pytest.approx([1e-3, 5e-4, 0.0], abs=1e-9)
