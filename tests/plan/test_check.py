@@ -15,8 +15,8 @@ from podium.plan import check
 from podium.plan.check import RunCheck, check_run, compare_with_measured, this_accelerator
 from podium.plan.planner import make_plan
 from podium.plan.result import Plan
+from tests.plan.estimated import QWEN_3B
 from tests.plan.made_plans import plan
-from tests.plan.test_estimate import QWEN_3B
 from tests.plan.test_search import config as config_3b
 
 V6E_8 = find_accelerator("v6e-8")

@@ -18,7 +18,7 @@ from podium.plan.residents import frozen_bytes, kept_bytes, residents, shares_fr
 from podium.plan.search import Change, candidates, or_adapters, promising, search_range
 from podium.plan.sizes import RunSizes, make_sizes
 from podium.sharding import make_mesh
-from tests.plan.test_estimate import QWEN3_8B
+from tests.plan.estimated import QWEN3_8B
 
 CPU = Accelerator(name="cpu", generation="cpu", devices=8, hosts=1, hbm_bytes=GIB)
 ONE = dataclasses.replace(CPU, devices=1)

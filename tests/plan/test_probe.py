@@ -20,7 +20,7 @@ PROBER = Prober(V6E, "gsm8k", fast=False)
 @pytest.fixture(autouse=True)
 def architecture(monkeypatch):
     """Every config here is of the 3B model."""
-    from tests.plan.test_estimate import QWEN_3B
+    from tests.plan.estimated import QWEN_3B
 
     monkeypatch.setattr(probe, "find_decoder", lambda config: QWEN_3B)
 

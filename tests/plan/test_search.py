@@ -22,8 +22,8 @@ from podium.plan.search import (
 from podium.plan.sizes import RunSizes, make_sizes
 from podium.plan.tune import TUNED, tune, tune_grid
 from podium.prices import Price
+from tests.plan.estimated import QWEN_3B
 from tests.plan.made_plans import GIB, HBM, estimated, gathers, phase, phases, plan, seconds, too_large, workload
-from tests.plan.test_estimate import QWEN_3B
 
 
 def config(**changed: Any) -> Config:

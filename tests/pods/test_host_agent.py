@@ -3,11 +3,13 @@
 import json
 import os
 import subprocess
+import sys
 import time
 
 import pytest
 
-from tests.pods.host_agent import SLEEP, Agent, shell
+from podium.pods.host.jobs import Host, JobSpec
+from tests.pods.host_agent import ROOT, SLEEP, Agent, shell
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small disk needs root")
@@ -85,6 +87,40 @@ def test_a_job_that_fills_the_disk_is_told_and_not_taken_for_killed(small_home, 
     message = found["record"]["message"]
     assert message.startswith("exit status 3; the log ends with: cannot write the checkpoint; the disk of ")
     assert "is full: delete something there" in message
+
+
+SLOW = """#!{python}
+import runpy, sys, time
+sys.path.insert(0, "{root}")
+from podium.pods.host import supervisor
+begin = supervisor._forward_stop
+supervisor._forward_stop = lambda *given: time.sleep(1) or begin(*given)
+del sys.argv[1:3]  # -m and the module
+runpy.run_module("podium.pods.host.agent", run_name="__main__")
+"""
+"""A Python whose supervisor, once it has started the command, has no time for a second."""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # its supervisor outlives the start
+def test_a_command_that_fills_the_disk_at_once_has_started(small_home, agent, tmp_path, monkeypatch):
+    slow = tmp_path / "python"
+    slow.write_text(SLOW.format(python=sys.executable, root=ROOT))
+    slow.chmod(0o700)
+    spec = JobSpec(
+        job="a-1",
+        command=shell(f"dd if=/dev/zero of={small_home}/big bs=4096 2>/dev/null; sleep 2; exit 3")[1:],
+        worker=0,
+        workers=1,
+        coordinator=None,
+        accelerator=None,
+        cwd=str(tmp_path),
+        env={},
+        env_file=None,
+    )
+    monkeypatch.setattr(sys, "executable", str(slow))
+    assert Host(small_home).start(spec) == "started"
+    monkeypatch.undo()
+    assert agent.ended("a-1")["exit"] == 3
 
 
 def test_a_start_on_a_full_disk_says_so_and_works_once_there_is_room(small_home, agent):

@@ -58,6 +58,7 @@ def supervise(host: Host, job: str) -> int:
         secrets = read_env_file(Path(spec.env_file) if spec.env_file else None)
         redactor = Redactor.from_environment({**os.environ, **spec.env}, secrets.values())
         with (folder / "log").open("ab", buffering=0) as log:
+            write_atomically(folder / "pid.new", f"{os.getpid()}\n")  # the command may fill the disk at once
             process = subprocess.Popen(
                 spec.command,
                 cwd=spec.cwd,
@@ -69,7 +70,7 @@ def supervise(host: Host, job: str) -> int:
                 pass_fds=[lock.fileno()],
             )
             stopping = _forward_stop(process, folder)
-            write_atomically(folder / "pid", f"{os.getpid()}\n")
+            (folder / "pid.new").rename(folder / "pid")
             tail: deque[str] = deque(maxlen=KEPT_PIECES)
             pump = threading.Thread(target=_pump, args=(process.stdout, log, redactor, tail), daemon=True)
             pump.start()
