@@ -99,7 +99,7 @@ def bar_g(bench: Bench) -> Iterator[Row]:
     with rented(bench):
         metrics = {"wandb": {"mode": "offline", "project": "p"}}
         config = bench.config("secret", steps=6, checkpoint={"every_steps": 2}, metrics=metrics)
-        words = bench.run_words(config, "--keep-alive", "--env-file", str(secrets))
+        words = bench.run_words(config, "--keep-alive", "--keep", "--env-file", str(secrets))
         wrong = [("--env", f"SOME_API_KEY={IN_OPTION}"), ("--set", f"metrics.wandb.project={IN_FILE}")]
         refused = [bench.world.podium(*words, *each) for each in wrong]
         with bench.following(*words) as (laptop, out):
