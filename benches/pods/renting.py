@@ -87,6 +87,10 @@ def an_order(*, queued: bool) -> Order:
     )
 
 
+PLANTING = ("sshd_config", "hosts.py", "test_secrets.py")
+"""Files that hold what is planted before anything runs: the machines' own, and the tests' code, which is pushed."""
+
+
 def bar_g(bench: Bench) -> Iterator[Row]:
     """A run that prints and fails with all it finds, with W&B's files, and then a search for what was planted.
 
@@ -113,7 +117,7 @@ def bar_g(bench: Bench) -> Iterator[Row]:
     bench.outputs += [each.stdout + each.stderr for each in refused]
     secrets.unlink()
     planted = [*PLANTED.values(), IN_FILE, NOT_ALLOWED, IN_OPTION, MACHINES_KEY]
-    files = [path for path in files_below(bench.folder) if path.name != "sshd_config"]  # which plants the machines' own
+    files = [path for path in files_below(bench.folder) if path.name not in PLANTING]
     places = [str(path.relative_to(bench.folder)) for path in files if leaked(path.read_text("latin-1"), planted)]
     outputs = [word for word in bench.outputs if leaked(word, planted) or "\x1b" in word]
     asked = [str(request)[:80] for request in bench.world.fake.requests if leaked(str(request), planted)]
