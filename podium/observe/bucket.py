@@ -79,11 +79,7 @@ class Mirror:
 
     def _fetch(self) -> None:
         """The bucket's records replace those of an earlier run of this machine."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        theirs = {item.name for item in self.bucket.iterdir()} if self.bucket.exists() else set()
-        for name in theirs.difference(NOT_COPIED):
-            if (self.bucket / name).is_file():
-                (self.folder / name).write_bytes((self.bucket / name).read_bytes())
+        theirs = copy_records(self.bucket, self.folder)
         for path in self.folder.iterdir():
             if path.is_file() and path.name not in theirs.union(NOT_COPIED):
                 path.unlink()
@@ -148,6 +144,16 @@ class Mirror:
                 f"{self.bucket} cannot be used ({type(error).__name__}: {reason}); check the bucket's name and your"
                 f" access to it ({login}), or set runs_dir"
             ) from error
+
+
+def copy_records(bucket: Path, folder: Path) -> set[str]:
+    """Copy the records of a run in a bucket to a folder of this machine; the names of all that the bucket has of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {item.name for item in bucket.iterdir()} if bucket.exists() else set()
+    for name in names.difference(NOT_COPIED):
+        if (bucket / name).is_file():
+            (folder / name).write_bytes((bucket / name).read_bytes())
+    return names
 
 
 def records_folder(home: Path) -> Path:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import tempfile
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +14,7 @@ from podium.models.adapters import merged
 from podium.models.hf import save_model
 from podium.models.params import LAYERS, is_adapter
 from podium.models.peft import save_adapter
-from podium.observe.bucket import records_folder
+from podium.observe.bucket import copy_records
 from podium.observe.card import model_card
 from podium.observe.run_dir import Fork, parse_fork, read_config
 from podium.sharding import Params
@@ -55,9 +56,12 @@ def export_run(
     model = make_model(config)
     loads = _save(model, fork, folder, dtype, config.model, merge=merge)
     written = fork.step if fork.step is not None else saved_steps(fork.checkpoints)[-1]
-    home = as_path(fork.run)
-    records = records_folder(home) if in_bucket(home) else home
-    (folder / "README.md").write_text(model_card(records, config, step=written), encoding="utf-8")
+    with tempfile.TemporaryDirectory() as temporary:
+        records = home = as_path(fork.run)
+        if in_bucket(home):  # this machine may never have trained it
+            records = Path(temporary) / home.name
+            copy_records(home, records)
+        (folder / "README.md").write_text(model_card(records, config, step=written), encoding="utf-8")
     print(f"{fork.run}@{written} -> {folder}: {loads} loads it")
     if push is not None:
         print(f"uploaded: {_upload(folder, push, private=private)}")
