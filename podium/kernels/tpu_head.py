@@ -23,6 +23,7 @@ class HeadOptions(NamedTuple):
     scale: float  # of the logits: 1 over the temperature
     chunk: int  # tokens whose logits' gradient exists at once
     memory: int  # bytes of fast memory
+    precision: jax.lax.Precision | None  # of the products
     interpret: Interpret = False  # without a TPU, slowly
 
 
@@ -67,7 +68,7 @@ def _forward(
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
     line = jax.ShapeDtypeStruct(targets.shape, jnp.float32)
     logprobs, entropy, log_total = _call(
-        functools.partial(_statistics_kernel, V=len(head), scale=options.scale),
+        functools.partial(_statistics_kernel, V=len(head), options=options),
         (hidden, head, targets),
         outputs=(("line", line),) * 3,
         scratch=4,
@@ -84,12 +85,12 @@ def _backward(
     hidden, head, sums, *of_tokens = saved
     of_tokens += [x * options.scale for x in gradient]
     (V, D), a = head.shape, head.dtype
-    exact: Any = {"precision": _precision(a), "preferred_element_type": jnp.float32}
+    exact: Any = {"precision": options.precision, "preferred_element_type": jnp.float32}
 
     def chunk(d_head: jax.Array, xs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         hidden, *of_tokens = xs  # [c, D], [1, c]
         (d_logits,) = _call(
-            functools.partial(_gradient_kernel, scale=options.scale),
+            functools.partial(_gradient_kernel, options=options),
             (hidden, head, *of_tokens),
             outputs=(("tile", jax.ShapeDtypeStruct((V, options.chunk), a)),),
             scratch=0,
@@ -143,21 +144,16 @@ def _call(
     )(*given)
 
 
-def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
-    """Of a product of such operands: float32 ones count in full."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
-
-
-def _logits(hidden: Any, head: Any, scale: float) -> tuple[jax.Array, jax.Array]:
+def _logits(hidden: Any, head: Any, options: HeadOptions) -> tuple[jax.Array, jax.Array]:
     """A tile of logits [v, t], float32, and the place in the vocabulary of each."""
-    over_width = (((1,), (1,)), ((), ()))
-    precision = _precision(head.dtype)
-    x = jax.lax.dot_general(head[...], hidden[...], over_width, precision=precision, preferred_element_type=jnp.float32)
+    over_width, scale = (((1,), (1,)), ((), ())), options.scale
+    exact: Any = {"precision": options.precision, "preferred_element_type": jnp.float32}
+    x = jax.lax.dot_general(head[...], hidden[...], over_width, **exact)
     places = pl.program_id(1) * x.shape[0] + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
     return (x * scale if scale != 1 else x), places
 
 
-def _statistics_kernel(*refs: Any, V: int, scale: float) -> None:
+def _statistics_kernel(*refs: Any, V: int, options: HeadOptions) -> None:
     hidden, head, targets, logprobs, entropy, log_total, top, total, chosen, weighted = refs
     j = pl.program_id(1)
 
@@ -167,7 +163,7 @@ def _statistics_kernel(*refs: Any, V: int, scale: float) -> None:
         for each in (total, chosen, weighted):
             each[...] = jnp.zeros(each.shape, jnp.float32)
 
-    x, places = _logits(hidden, head, scale)
+    x, places = _logits(hidden, head, options)
     if V % x.shape[0]:  # behind the last of the vocabulary is anything
         x = jnp.where(places < V, x, LOWEST)
     before = top[...]
@@ -188,9 +184,9 @@ def _statistics_kernel(*refs: Any, V: int, scale: float) -> None:
         entropy[...] = log_sum - weighted[...] / total[...]
 
 
-def _gradient_kernel(*refs: Any, scale: float) -> None:
+def _gradient_kernel(*refs: Any, options: HeadOptions) -> None:
     hidden, head, targets, log_total, entropy, of_logprob, of_entropy, d_logits = refs
-    x, places = _logits(hidden, head, scale)
+    x, places = _logits(hidden, head, options)
     table = x - log_total[...]
     slope = of_logprob[...] + of_entropy[...] * (table + entropy[...])
     one = jnp.where(places == targets[...], of_logprob[...], 0.0)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from podium.config.head import HeadKind, fast_memory
 from podium.kernels.tpu_head import HeadOptions, tpu_head
-from podium.models.linear import AnyWeight, Weight, product
+from podium.models.linear import AnyWeight, Weight, full_precision, product
 from podium.sharding import ShardingRules
 
 FLOAT32_BYTES = 4
@@ -103,6 +103,7 @@ def _fused(
         scale=1 / temperature,
         chunk=chunk * FLOAT32_BYTES // value.dtype.itemsize,
         memory=fast_memory(rules.mesh.devices.flat[0].device_kind),
+        precision=full_precision(value.dtype),
         interpret=rules.on_cpu,
     )
     return TokenLogprobs(*tpu_head(hidden, value, sums, targets, options))
