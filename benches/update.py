@@ -20,6 +20,7 @@ from benches.decode import SMOLLM2_135M, best
 from benches.record import arguments, record
 from podium.algorithms.recipes import RECIPES
 from podium.config.attention import attention_backend
+from podium.config.head import head_kind
 from podium.config.optimizer import OptimizerConfig
 from podium.models.flops import step_work, update_flops
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, param_specs
@@ -77,6 +78,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         remat=args.remat,
         head_chunk_tokens=args.head_chunk_tokens,
         attention=attention_backend("auto", jax.default_backend()),
+        head=head_kind("auto", jax.default_backend(), mesh.shape["tp"]),
     )
     train_step = make_train_step(settings, RECIPES["grpo"], optimizer)
     state = init_state(init_params(0, specs, ShardingRules(mesh, TRAIN_AXES)), optimizer)

@@ -12,6 +12,7 @@ from benches.decode import SMOLLM2_135M, NoText
 from benches.update import random_batch
 from podium.algorithms.recipes import RECIPES
 from podium.config.attention import attention_backend
+from podium.config.head import head_kind
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import RolloutConfig
 from podium.models.params import GATHERED_AXES, ROLLOUT_AXES, TRAIN_AXES, param_specs
@@ -64,6 +65,7 @@ def updated(platform: str | None):
         remat="layer",
         head_chunk_tokens=32,
         attention=attention_backend("auto", mesh.devices.flat[0].platform),
+        head=head_kind("auto", mesh.devices.flat[0].platform, mesh.shape["tp"]),
     )
     state = init_state(init_params(0, specs, ShardingRules(mesh, TRAIN_AXES)), optimizer)
     batch = shard_batch(random_batch(BATCH, DECODER.vocab, 2), ShardingRules(mesh, GATHERED_AXES))
