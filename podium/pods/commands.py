@@ -88,9 +88,15 @@ def status(common: Common, name: AnyName = None, as_json: AsJson = False) -> Non
     if common.dry_run:
         return dry_run.show(dry_run.status(common, name))
     project = open_project(common)
-    tpu_slice = project.slices.locate(name)
-    job = poll(project.remote(tpu_slice)) if tpu_slice.state == "ready" else JobStatus(workers=())
     now = project.clock.time()
+    try:
+        tpu_slice = project.slices.locate(name)
+    except SliceError:
+        machines = [each for each in keepers(project, name) if project.slices.is_ours(each)]
+        if not as_json and machines:  # it rents the slice just now, or nobody gave one
+            project.answer(slice_table(machines, project.slices.owner, now))
+        raise
+    job = poll(project.remote(tpu_slice)) if tpu_slice.state == "ready" else JobStatus(workers=())
     if as_json:
         found = StatusAnswer(slice=slice_json(tpu_slice, now), outcome=job.outcome, workers=list(job.workers))
         return project.answer(json.dumps(dataclasses.asdict(found)))
@@ -202,7 +208,8 @@ def ls(
         project.answer(slice_table(found, project.slices.owner, now))
         for each in filter(project.slices.is_ours, machines):
             of = each.labels.get(RUN, "NAME")
-            project.say(f"{each.name} keeps the run on {of} alive; podium pod down {of} deletes both")
+            keeps = "no longer keeps" if each.state == "dead" else "keeps"
+            project.say(f"{each.name} {keeps} the run on {of} alive; podium pod down {of} deletes both")
     else:
         project.answer("the project has no slices" if everyone else "you have no slices")
 

@@ -3,6 +3,7 @@
 The machine gets what workers get (code, config, secrets) and one job of the agent, which is `podium pod run
 --keep-alive` with the same config. It has its owner's name for slices, so that every command works from any laptop as
 before. When the run has ended the machine deletes the slice and itself; `podium pod down` deletes both at any time.
+After a failure the machine is turned off instead, and tells why: nobody was looking.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.pods.gcloud import GcloudError
+from podium.pods.host.jobs import last_line
 from podium.pods.inventory import OWNER, RUN, Slice, State, label_text
 from podium.pods.launch import RunSpec, prepare, start
 from podium.pods.options import Rent, RunOptions
@@ -29,6 +31,8 @@ TOOLS = (
     "{ sudo apt-get update -q && sudo apt-get install -y -q git python3-venv; }"
 )
 TOOLS_S, BOOT_S, POLL_S = 900.0, 300.0, 10.0
+END = "podium-end"
+"""Key of the machine's metadata with the end of its log (keep.sh)."""
 _STATES: Mapping[str, State] = {"RUNNING": "ready", "PROVISIONING": "creating", "STAGING": "creating"}
 
 
@@ -135,6 +139,10 @@ def _rented(project: Project, name: str, zone: str, rent: Rent) -> Slice:
     """The machine, rented if it is not there."""
     gcloud, owner = project.slices.gcloud, project.slices.owner
     found = _found(project, name)
+    if found is not None and found.state == "dead" and found.owner == owner:
+        project.say(f"deleting {found.name}: {found.detail}")
+        gcloud.checked(gcloud.argv.delete_vm(found.name, found.zone))
+        found = None
     if found is None:
         project.say(f"{zone}: renting {machine_name(name)}, an e2-micro")
         labels = {OWNER: owner, RUN: label_text(name)}
@@ -156,10 +164,13 @@ def _found(project: Project, name: str) -> Slice | None:
 def _as_slice(instance: dict[str, Any]) -> Slice:
     status, created = instance.get("status", "?"), instance.get("creationTimestamp")
     interfaces = instance.get("networkInterfaces") or [{}]
+    metadata = {each["key"]: each.get("value", "") for each in instance.get("metadata", {}).get("items", [])}
+    if END in metadata:
+        status += f", it ended with: {last_line(metadata[END])}"
     return Slice(
         name=instance["name"],
         zone=instance["zone"].rpartition("/")[2],
-        state=_STATES.get(status, "dead"),
+        state=_STATES.get(instance.get("status", "?"), "dead"),
         detail=status,
         accelerator="e2-micro",
         runtime="debian-12",

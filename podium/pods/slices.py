@@ -87,15 +87,18 @@ class SliceLists:
         self.gcloud, self.owner, self.clock, self.say = gcloud, owner, clock, say
         self._parallel = parallel
 
-    def survey(self, zones: Iterable[str] | None = None) -> list[Slice]:
+    def survey(self, zones: Iterable[str] | None = None, *, each_zone: bool = False) -> list[Slice]:
         """All slices of the project, ours and others', in these zones or in all.
 
-        A zone whose queue may not be read holds nothing of ours; it is named and left out.
+        A zone whose queue may not be read holds nothing of ours; it is named and left out. The list of the nodes of all
+        zones leaves out, without a word, those that cannot be reached; `each_zone` asks one after the other, and fails
+        there.
         """
         wanted = self.zones if zones is None else list(zones)
-        nodes = self._answer(self.gcloud.argv.nodes())
         with ThreadPoolExecutor(self._parallel) as pool:
             queued = [each for found in pool.map(self._queued, wanted) for each in found]
+            asked = pool.map(self._nodes, wanted) if each_zone else [self._answer(self.gcloud.argv.nodes())]
+            nodes = [each for found in asked for each in found]
         return [each for each in read_slices(nodes, queued) if zones is None or each.zone in wanted]
 
     @functools.cached_property
@@ -103,9 +106,9 @@ class SliceLists:
         """The zones in which this project may ask for TPUs."""
         return sorted(each["locationId"] for each in self._answer(self.gcloud.argv.zones()))
 
-    def find(self, name: str) -> list[Slice]:
+    def find(self, name: str, *, each_zone: bool = False) -> list[Slice]:
         """All slices of a name, in all zones."""
-        return [each for each in self.survey() if each.name == name]
+        return [each for each in self.survey(each_zone=each_zone) if each.name == name]
 
     def expired(self, *, everyone: bool = False) -> list[Slice]:
         """The slices whose lease has expired: ours, or everyone's that Podium rented."""
@@ -156,12 +159,19 @@ class SliceLists:
         return sorted(found, key=lambda each: not each.queued)
 
     def _queued(self, zone: str) -> list[dict[str, Any]]:
+        return self._readable(self.gcloud.argv.queued(zone), f"{zone}: its queue")
+
+    def _nodes(self, zone: str) -> list[dict[str, Any]]:
+        return self._readable(self.gcloud.argv.nodes(zone), f"{zone}: its nodes")
+
+    def _readable(self, argv: Sequence[str], what: str) -> list[dict[str, Any]]:
+        """The answer; nothing where it may not be read, which is told."""
         try:
-            return self._answer(self.gcloud.argv.queued(zone))
+            return self._answer(argv)
         except GcloudError as error:
             if error.kind not in ("denied", "not_found", "invalid"):
                 raise
-            self.say(f"{zone}: its queue cannot be read ({error.text})")
+            self.say(f"{what} cannot be read ({error.text})")
             return []
 
     def _answer(self, argv: Sequence[str], timeout_s: float = READ_S) -> Any:
@@ -217,9 +227,9 @@ class Slices(SliceLists):
             SliceError: only a slice of somebody else has the name, or something is left.
         """
         found = self.find(name)
-        if not found:  # a request whose reply was lost may still be under way
+        if not found:  # a request whose reply was lost may still be under way, or its zone not be reached just now
             self.clock.sleep(LATE_S)
-            found = self.find(name)
+            found = self.find(name, each_zone=True)
         ours = [each for each in found if self.is_ours(each)]
         if found and not ours:
             raise _taken(found[0], self.owner)

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -300,10 +301,11 @@ def _check_base(path: Path, saved: str | None, base: str | None) -> None:
 
 
 def _try_to_write(folder: Path) -> None:
-    """Make the folder, and a file in it that is deleted."""
+    """Make the folder, and a file in it that is deleted; its name is this host's, as others try at the same time."""
     if in_bucket(folder):
-        (folder / ".written").write_text("")
-        (folder / ".written").unlink()
+        probe = folder / f".written-{uuid.uuid4().hex}"
+        probe.write_text("")
+        probe.unlink()
         return
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):

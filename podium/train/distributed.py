@@ -7,6 +7,7 @@ the prompts, on its own devices and at its own pace, and handed to all. Process 
 
 import contextlib
 import functools
+import itertools
 import os
 import pickle
 import signal
@@ -36,11 +37,14 @@ SHUTDOWN_S = 300
 """How long processes that are done wait for the last: process 0 first hands its metrics over, perhaps for a minute."""
 CLEAN_UP_S = 10.0
 """How long a process that failed may take to close its files: the others wait for it."""
+LEADER_S = 24 * 3600
+"""How long the others wait for what process 0 makes: it may read from far. CPU's collectives would meet for 30 s."""
 SMALLEST_MESSAGE = 4096  # bytes; messages are padded to powers of two, so that few programs are compiled
 STOP_KEY = "podium/stop/signal"
 POLL_S = 1.0
 """Between two requests to the coordinator, whether a signal came to another process."""
 Value = TypeVar("Value")
+_TURNS = itertools.count()
 
 
 @contextlib.contextmanager
@@ -114,6 +118,7 @@ def from_leader(make: Callable[[], Value]) -> Value:
             made = (make(), None)
         except (ValueError, OSError) as error:
             made = (None, error)
+    _client().wait_at_barrier(f"podium/leader/{next(_TURNS)}", 1000 * LEADER_S)
     value, error = gather(made)[0]
     if error is not None:
         raise error

@@ -6,6 +6,7 @@ What the real one says was recorded (recorded_gcloud.json, by record_gcloud.py);
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Protocol
 
 from podium.pods.gcloud import Finished, GcloudError
@@ -114,6 +115,10 @@ class FakeGcloud:
                 "labels": dict(each.split("=") for each in flags["labels"].split(",")),
                 "networkInterfaces": [{"networkIP": self.machine_address}],
             }
+        elif verb == "add-metadata":
+            key, _, file = flags["metadata-from-file"].partition("=")
+            self.vms[words[1]]["metadata"] = {"items": [{"key": key, "value": Path(file).read_text()}]}
+            self.vms[words[1]]["status"] = "TERMINATED"  # it turns itself off next
         else:
             self.vms.pop(words[1], None)
         return self._finished(argv, 0, "[]")

@@ -86,6 +86,8 @@ class FakeTpu:
         """Slices that a zone has left; a zone that is not named has enough."""
         self.stuck_zones: set[str] = set()
         """Zones in which machines are made for ever."""
+        self.unreachable: set[str] = set()
+        """Zones that lists of all zones leave out; they answer nothing themselves."""
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str, str, Any]] = []
         """Method, path, query and body of all requests."""
@@ -167,6 +169,8 @@ class FakeTpu:
             raise error
         if fault is not None and fault.kind == "drop":
             raise LostError
+        if zone in self.unreachable:
+            raise ApiError(503, "UNAVAILABLE", f"Location {zone} cannot be reached.")
         if zone not in (*self.zones, "-"):
             raise ApiError(403, "PERMISSION_DENIED", f"Location {zone} is not found or access is unauthorized.")
 
@@ -197,7 +201,8 @@ class FakeTpu:
     def _route(self, method, parent, zone, kind, name, verb, query, body, *, failing) -> dict[str, Any]:
         table = {"nodes": self.nodes, "queuedResources": self.queued, "operations": self.operations}[kind]
         if name is None and method == "GET":
-            found = [each for key, each in table.items() if zone == "-" or key.startswith(f"{parent}/{kind}/")]
+            listed = {key: each for key, each in table.items() if key.split("/")[3] not in self.unreachable}
+            found = [each for key, each in listed.items() if zone == "-" or key.startswith(f"{parent}/{kind}/")]
             return {kind: [_public(each) for each in found]} if found else {}
         if name is None:
             name = query["nodeId" if kind == "nodes" else "queuedResourceId"]

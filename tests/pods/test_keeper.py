@@ -105,6 +105,24 @@ def test_down_deletes_the_machine_too_so_that_nothing_is_rented_again(world, pod
     assert (world.gcloud.vms, world.fake.everything()) == ({}, [])
 
 
+def test_a_machine_that_no_zone_gave_a_slice_is_turned_off_and_tells_why(world, pod):
+    world.plan(steps=1)
+    world.fake.capacity = {ZONES[0]: 0}
+    assert pod(*keep(world, "--now"))[0] == 0
+    wait_for(lambda: world.gcloud.vms[MACHINE]["status"] == "TERMINATED", world)
+    told = rf"{MACHINE} .* dead: TERMINATED, it ended with: +{ZONES[0]}: .*no more capacity"
+    assert re.search(told, pod("ls")[1])
+    status, out, err = pod("status", "demo")
+    assert (status, "no slice of yours is named demo" in err) == (1, True)
+    assert re.search(told, out)
+    world.fake.capacity = {}
+    status, _, err = pod(*keep(world, "--now"))
+    assert status == 0, err
+    assert f"deleting {MACHINE}: TERMINATED, it ended with" in err
+    wait_for(lambda: not world.gcloud.vms, world)
+    assert {line["step"] for line in world.metrics()} == {1}
+
+
 def test_a_machine_of_somebody_else_is_not_touched(world, pod):
     world.gcloud.vms[MACHINE] = {"name": MACHINE, "zone": f"zones/{ZONES[0]}", "status": "RUNNING"}
     status, _, err = pod(*keep(world))

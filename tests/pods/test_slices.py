@@ -174,6 +174,17 @@ def test_another_owner_of_podium_is_somebody_else(world):
     assert len(world.fake.everything()) == 2
 
 
+@pytest.mark.parametrize("order", [ORDER, DIRECT])
+def test_a_zone_that_cannot_be_reached_is_no_zone_without_slices(world, order):
+    world.slices.up(order, ZONES)
+    world.fake.unreachable = {"us-a"}
+    with pytest.raises(GcloudError, match="us-a cannot be reached"):
+        world.slices.down("run")
+    world.fake.unreachable = set()
+    assert len(world.slices.down("run")) == 1
+    assert world.fake.everything() == []
+
+
 def test_a_name_taken_elsewhere_does_not_hinder(world):
     node = world.fake.stranger("eu-c", "run")
     assert world.slices.up(ORDER, ["us-a"]).zone == "us-a"
