@@ -73,7 +73,7 @@ class FakeTpu:
         zones: tuple[str, ...] = ("us-a", "us-b", "eu-c"),
         provision_s: float = 60.0,
         operation_s: float = 5.0,
-        addresses: Callable[[str, int], list[str]] | None = None,
+        addresses: Callable[[str, int], list[str]] = lambda name, count: [f"10.200.0.{2 + i}" for i in range(count)],
         on_keys: Callable[[str], None] = lambda keys: None,
     ) -> None:
         """`addresses` gives a node's machines (name, how many); `on_keys` hears of ssh keys put into metadata."""
@@ -84,16 +84,13 @@ class FakeTpu:
         self.operations: dict[str, dict[str, Any]] = {}
         self.capacity: dict[str, int] = {}
         """Slices that a zone has left; a zone that is not named has enough."""
-        self.stuck_zones: set[str] = set()
-        """Zones in which machines are made for ever."""
-        self.unreachable: set[str] = set()
-        """Zones that lists of all zones leave out; they answer nothing themselves."""
+        self.stuck_zones: set[str] = set()  # where machines are made for ever
+        self.unreachable: set[str] = set()  # they answer nothing, and lists of all zones leave them out
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str, str, Any]] = []
         """Method, path, query and body of all requests."""
         self.lock = threading.RLock()
-        self._addresses = addresses or (lambda name, count: [f"10.200.0.{2 + index}" for index in range(count)])
-        self._on_keys = on_keys
+        self._addresses, self._on_keys = addresses, on_keys
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._ids = itertools.count()
 
