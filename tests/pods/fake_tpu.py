@@ -82,8 +82,7 @@ class FakeTpu:
         self.nodes: dict[str, dict[str, Any]] = {}
         self.queued: dict[str, dict[str, Any]] = {}
         self.operations: dict[str, dict[str, Any]] = {}
-        self.capacity: dict[str, int] = {}
-        """Slices that a zone has left; a zone that is not named has enough."""
+        self.capacity: dict[str, int] = {}  # slices that a zone has left; one that is not named has enough
         self.stuck_zones: set[str] = set()  # where machines are made for ever
         self.unreachable: set[str] = set()  # they answer nothing, and lists of all zones leave them out
         self.faults: list[Fault] = []
