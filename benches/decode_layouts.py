@@ -20,7 +20,7 @@ from podium.config.schema import Config
 from podium.config.sizes import steps_at_once
 from podium.hlo.cost import Roofline, roofline
 from podium.models.architecture import DecoderConfig
-from podium.models.layouts import DecodeFloor, host_machine, resolve
+from podium.models.layouts import DecodeFloor, machine_of, resolve
 from podium.models.presets import PRESETS
 from podium.plan.calibration import load_chip
 from podium.plan.compile import CompileProgress, compile_phases
@@ -106,7 +106,7 @@ def measure(model: str, rows: int, layout: str, accelerator: Accelerator) -> dic
 def floor(decoder: DecoderConfig, rows: int, layout: str, accelerator: Accelerator) -> float:
     """Least seconds of a step of so many sequences of 512 positions."""
     chips = accelerator.devices_per_host
-    machine = host_machine(accelerator, chips)
+    machine = machine_of(accelerator, chips)
     assert machine is not None
     group = {"replicated": 1, "tensor": chips}.get(layout) or int(layout.partition("-")[2])
     return DecodeFloor(decoder=decoder, machine=machine, group=group).step_s(rows, rows * POSITIONS)

@@ -88,7 +88,8 @@ class RolloutConfig(Section):
     devices do. auto: the fastest of these by the arithmetic of bandwidths. legacy and maxtext keep the weights split as
     in training, as the seed system did; legacy splits sequences over all devices, maxtext over dp alone."""
     group_chips: Positive | None = None
-    """Devices of a group of the layout hybrid, a divisor of a host's; unset: the fastest size."""
+    """Devices of a group of the layout hybrid: a divisor of a host's, or several whole hosts, which then decode
+    together, slower, what no host has the memory for. Unset: the fastest size."""
     dtype: Dtype = "auto"
     """Number format of the rollout's weights and, except on CPU, of its KV cache. auto: the faster one: bfloat16,
     or float32 on a CPU with neither AVX512-BF16 nor AMX."""

@@ -32,6 +32,8 @@ class Layout:
     name: str
     group: int = 1
     """Devices that hold one copy of the weights between them; 1 also where the training mesh decides."""
+    over_hosts: bool = False
+    """Whether a group is larger than a host: then all hosts decode together, with the same requests, step by step."""
     why: str = ""
     """The reason of `auto`, with its numbers; empty where the config named the layout."""
 
@@ -49,7 +51,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the arithmetic needs of a host's devices, per device."""
+    """What the arithmetic needs of the devices that decode together, a host's or all, per device."""
 
     chips: int
     flops: float  # bfloat16 operations per second
@@ -65,19 +67,20 @@ class Machine:
 
 
 @functools.cache
-def host_machine(accelerator: Accelerator, chips: int) -> Machine | None:
-    """So many chips of a host of an accelerator; None where there are no constants of its kind."""
+def machine_of(accelerator: Accelerator, chips: int, *, networked: bool = False) -> Machine | None:
+    """So many chips of an accelerator, whose links are the network's or its own; None: its kind has no constants."""
     path = CHIPS / f"{accelerator.generation}.json"
     if not path.exists():
         return None
     constants = {name: entry["value"] for name, entry in json.loads(path.read_text())["constants"].items()}
+    network = constants.get("network_bandwidth") if networked else None
     return Machine(
         chips=chips,
         flops=constants["flops_bf16"],
         hbm_bandwidth=constants["hbm_bandwidth"],
-        link_bandwidth=constants["link_bandwidth"],
+        link_bandwidth=network or constants["link_bandwidth"],
         dimensions=sum(size > 1 for size in accelerator.torus),
-        links=constants["links"],
+        links=1 if network else constants["links"],
         hbm_bytes=accelerator.hbm_bytes,
     )
 
@@ -159,6 +162,9 @@ def resolve(
 ) -> Layout:
     """The layout of a run's rollout on so many devices and hosts, each of which decodes its share by itself.
 
+    Unless groups are larger than a host, as `rollout.group_chips` can say, and as `auto` has it where no host by itself
+    has the memory.
+
     Args:
         config: of the run.
         decoder: the model's numbers.
@@ -170,14 +176,16 @@ def resolve(
         ValueError: a group does not divide a host's devices, or the model.
     """
     rollout, chips = config.rollout, devices // hosts
-    machine = host_machine(accelerator, chips) if accelerator else None
+    machine = machine_of(accelerator, chips) if accelerator else None
     if rollout.layout == "tensor":
         return _checked(Layout(name="tensor", group=chips), decoder, chips)
     if rollout.layout == "hybrid" and rollout.group_chips is not None:
+        if rollout.group_chips > chips and hosts > 1:
+            return _checked(_over_hosts(rollout.group_chips), decoder, devices, of=chips)
         return _checked(Layout(name="hybrid", group=rollout.group_chips), decoder, chips)
     if rollout.layout not in (AUTO, "hybrid"):
         return Layout(name=rollout.layout)
-    sizes = [size for size in range(1, chips + 1) if chips % size == 0 and not _problem(size, decoder, chips)]
+    sizes = [size for size in range(1, chips + 1) if not _problem(size, decoder, chips)]
     if rollout.layout == "hybrid":
         sizes = [size for size in sizes if 1 < size < chips]
     if not sizes or (machine is None and rollout.layout == "hybrid"):
@@ -185,15 +193,32 @@ def resolve(
             f"rollout.layout is hybrid and this machine has no size of groups to choose by itself ({chips} devices on a"
             " host); set rollout.group_chips, or the layout to auto"
         )
-    if machine is None:
+    if accelerator is None or machine is None:
         return Layout(name="replicated", group=1, why="replicated: nothing is known of the speed of these devices")
-    return _fastest(config, decoder, machine, sizes, hosts=hosts, devices=devices)
+    best, fits = _fastest(config, decoder, machine, sizes, hosts=hosts, host_chips=chips)
+    if not fits and hosts > 1:
+        together = machine_of(accelerator, devices, networked=accelerator.slices > 1)
+        wide = [size for size in range(2 * chips, devices + 1, chips) if not _problem(size, decoder, devices)]
+        if together is not None and wide:
+            wider, fits = _fastest(config, decoder, together, wide, hosts=1, host_chips=chips)
+            if fits:
+                return _over_hosts(wider.group, wider.why.partition(": ")[2])
+    return best
+
+
+def _over_hosts(group: int, why: str = "as rollout.group_chips says") -> Layout:
+    text = f"hybrid: groups of {group} devices are larger than a host, so that all hosts decode together"
+    return Layout(name="hybrid", group=group, over_hosts=True, why=f"{text}; {why}")
 
 
 def _fastest(
-    config: Config, decoder: DecoderConfig, machine: Machine, sizes: Sequence[int], *, hosts: int, devices: int
-) -> Layout:
-    """The groups with the fastest decode step, all slots at half of their length, among those that have the memory."""
+    config: Config, decoder: DecoderConfig, machine: Machine, sizes: Sequence[int], *, hosts: int, host_chips: int
+) -> tuple[Layout, bool]:
+    """The groups with the fastest decode step, all slots at half of their length, among those that have the memory.
+
+    And whether any has it. Groups are of one of so many `hosts`, which have `host_chips`, or, where they are larger, of
+    them all: `hosts` is 1 then.
+    """
     rollout = config.rollout
     rows, length = rollout.slots // hosts, rollout.max_prompt_tokens + rollout.max_new_tokens
     floors = [DecodeFloor(decoder=decoder, machine=machine, group=size) for size in sizes]
@@ -203,27 +228,27 @@ def _fastest(
     fitting = [
         each
         for each in floors
-        if each.bytes_held(rows * length) + stored * each.params // devices <= ROOM * machine.hbm_bytes
+        if each.bytes_held(rows * length) + stored * each.params // (machine.chips * hosts) <= ROOM * machine.hbm_bytes
     ]
     # nothing fits, or nothing divides: the rest of the program says so better, of the least that there could be
     candidates = fitting or floors[-1:] or [DecodeFloor(decoder=decoder, machine=machine, group=sizes[-1])]
     seconds = {each.group: each.step_s(rows, rows * length / 2) for each in candidates}
     best = min(seconds, key=lambda group: seconds[group])
-    times = ", ".join(f"{_name(group, machine.chips)} {1e3 * s:.2f}" for group, s in seconds.items())
-    small = [_name(each.group, machine.chips) for each in floors if each.group not in seconds]
+    times = ", ".join(f"{_name(group, host_chips)} {1e3 * s:.2f}" for group, s in seconds.items())
+    small = [_name(each.group, host_chips) for each in floors if each.group not in seconds]
     without = f"; no memory for {', '.join(small)}" if small else ""
-    why = f"{_name(best, machine.chips)}: least ms per decode step of {rows} sequences at {length // 2} tokens: {times}"
-    name = {1: "replicated", machine.chips: "tensor"}.get(best, "hybrid")
-    return Layout(name=name, group=best, why=why + without)
+    why = f"{_name(best, host_chips)}: least ms per decode step of {rows} sequences at {length // 2} tokens: {times}"
+    return Layout(name=_name(best, host_chips).partition("-")[0], group=best, why=why + without), bool(fitting)
 
 
-def _name(group: int, chips: int) -> str:
-    return {1: "replicated", chips: "tensor"}.get(group, f"hybrid-{group}")
+def _name(group: int, host_chips: int) -> str:
+    return {1: "replicated", host_chips: "tensor"}.get(group, f"hybrid-{group}")
 
 
-def _checked(layout: Layout, decoder: DecoderConfig, chips: int) -> Layout:
-    if problem := _problem(layout.group, decoder, chips):
-        works = ", ".join(str(size) for size in range(1, chips + 1) if not _problem(size, decoder, chips))
+def _checked(layout: Layout, decoder: DecoderConfig, chips: int, of: int = 1) -> Layout:
+    """The layout, whose groups are made of whole sets `of` so many devices, on machines of so many `chips`."""
+    if problem := _problem(layout.group, decoder, chips) or ("hosts are not whole in it" if layout.group % of else ""):
+        works = ", ".join(str(size) for size in range(of, chips + 1, of) if not _problem(size, decoder, chips))
         raise ValueError(
             f"rollout.layout is {layout.name} in groups of {layout.group}: {problem}; groups can be {works}"
             " (rollout.layout: hybrid, rollout.group_chips)"
@@ -232,10 +257,10 @@ def _checked(layout: Layout, decoder: DecoderConfig, chips: int) -> Layout:
 
 
 def _problem(group: int, decoder: DecoderConfig, chips: int) -> str:
-    """Why a model cannot be split over so many devices of a host; empty: it can."""
+    """Why a model cannot be split over so many of the devices that decode together; empty: it can."""
     spare = group // math.gcd(group, decoder.kv_heads)
     if chips % group:
-        return f"a host has {chips} devices, which they do not divide"
+        return f"they do not divide the {chips} devices that decode together"
     if decoder.mlp_width % group:
         return f"an MLP width of {decoder.mlp_width} does not divide over them"
     if decoder.head_dim % spare:

@@ -88,7 +88,7 @@ def _decode(phases: Sequence[Phase], workload: Workload) -> Iterator[str]:
 def _rollout(run: RunSizes, workload: Workload) -> Iterator[str]:
     rollout, recipe = run.config.rollout, run.recipe
     if run.layout.why:
-        yield f"rollout.layout auto is {run.layout.why}"
+        yield f"rollout.layout {'auto ' if run.config.rollout.layout == 'auto' else ''}is {run.layout.why}"
     busy, ran = workload.slots_busy(rollout.slots), workload.slot_utilisation
     yield f"slots are {busy:.0%} busy over {workload.decode_steps} decode steps, and {ran:.0%} of the programs' rows"
     if recipe.zero_variance == "refill":

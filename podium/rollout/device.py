@@ -39,6 +39,8 @@ class Device:
         self.params: Params | None = None
         self._frozen: Params = {}
         self._abstract_cache = abstract_engine_cache(config, decoder, rules, dtype)
+        self._over_hosts = not rules.sharding().is_fully_addressable
+        self._everywhere = jax.jit(lambda x: x, out_shardings=rules.sharding()) if self._over_hosts else _as_it_is
         self._cache: Cache | None = None
         self._table = table_pages(config)
         self.resize(config.slots)
@@ -140,9 +142,9 @@ class Device:
         return self.params, self._made_cache(), self._where, self._put(slots)
 
     def keep(self, made: tuple[Cache, Where, Drawn, jax.Array]) -> tuple[Drawn, jax.Array]:
-        """Go on with the cache and the slots of a decode call; what it drew, and in how many steps."""
+        """Go on with the cache and the slots of a decode call; what it drew, and in how many steps, for every host."""
         self._cache, self._where, drawn, steps = made
-        return drawn, steps
+        return self._everywhere(drawn), steps
 
     def _fill(self, row: int, draft: Draft, tokenizer: TextDecoder) -> None:
         """Describe a sequence that comes into a slot."""
@@ -164,4 +166,13 @@ class Device:
         `device_put(..., may_alias=False)` is no copy: on CPU it still takes numpy's memory where that happens to be
         aligned, and a call that is under way then reads what the host writes for the next.
         """
-        return jax.device_put(jax.tree.map(np.copy, tree), row_shardings(tree, self.rules))
+        copied, shardings = jax.tree.map(np.copy, tree), row_shardings(tree, self.rules)
+        if not self._over_hosts:
+            return jax.device_put(copied, shardings)
+        # every host has the same; `device_put` would have them compare it
+        make = jax.make_array_from_callback
+        return jax.tree.map(lambda x, sharding: make(x.shape, sharding, x.__getitem__), copied, shardings)
+
+
+def _as_it_is(x: Any) -> Any:
+    return x

@@ -196,8 +196,13 @@ def nonfinite_layer(
     params: Params, tokens: Sequence[int], decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
 ) -> str:
     """Where a pass over these tokens first meets what is no number: a weight, or a layer. Compiles; slow."""
+    whole = rules.sharding()  # also where other hosts have a part
+
+    def finite(value: jax.Array) -> jax.Array:
+        return jnp.isfinite(value).reshape(len(value), -1).all(axis=1)
+
     for name, value in params.items():
-        wrong = ~np.asarray(jnp.isfinite(value).reshape(len(value), -1).all(axis=1))
+        wrong = ~np.asarray(jax.jit(finite, out_shardings=whole)(value))
         if wrong.any():
             layer = f" of layer {int(np.argmax(wrong))}" if name.startswith(LAYERS) else ""
             return f"weight {name}{layer} is not finite itself"
@@ -207,9 +212,11 @@ def nonfinite_layer(
         mask = jnp.tri(len(tokens), dtype=bool)[None]
         return bad.at[layer].set(found), causal_attention(q, k, v, mask)
 
-    positions, bad = jnp.arange(len(tokens))[None], jnp.zeros(decoder.layers, bool)
-    _, bad = forward(params, jnp.array([tokens]), positions, attend, bad, config=decoder, rules=rules, dtype=dtype)
-    wrong = np.flatnonzero(np.asarray(bad))
+    def meet(params: Params) -> jax.Array:
+        positions, bad = jnp.arange(len(tokens))[None], jnp.zeros(decoder.layers, bool)
+        return forward(params, jnp.array([tokens]), positions, attend, bad, config=decoder, rules=rules, dtype=dtype)[1]
+
+    wrong = np.flatnonzero(np.asarray(jax.jit(meet, out_shardings=whole)(params)))
     if len(wrong):
         return f"what enters layer {int(wrong[0])} is not finite, and all weights are"
     return f"they overflow behind layer {decoder.layers - 1}; all weights are finite"

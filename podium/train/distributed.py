@@ -154,13 +154,12 @@ def host_mesh(mesh: Mesh) -> Mesh:
     return Mesh(devices, mesh.axis_names)
 
 
-def make_localize(decoder: DecoderConfig, mesh: Mesh, dtype: jnp.dtype) -> Callable[[Params], Params]:
-    """The function `params on the mesh of all hosts -> the whole model, split over this host's own devices`.
+def make_localize(decoder: DecoderConfig, mesh: Mesh, local: Mesh, dtype: jnp.dtype) -> Callable[[Params], Params]:
+    """The function `params on the mesh of all hosts -> the whole model, split over this host's part of it`.
 
     Any of the model's parameters can be moved, the others stay. What is trained whole is cast to `dtype` before it
-    travels; adapters and what is frozen travel as they are.
+    travels; adapters and what is frozen travel as they are. Where both meshes are one, nothing does.
     """
-    local = host_mesh(mesh)
     if local is mesh:
         return lambda params: params
     specs = param_specs(decoder)

@@ -115,11 +115,11 @@ class Rollouts:
         )
         self._pending, self._version = tuple[Pending, ...](), 0
         dtype = as_dtype(config.rollout.dtype, mesh)
-        local = host_mesh(mesh)
         self.layout = rollout_layout(config, decoder, mesh)
+        local = mesh if self.layout.over_hosts else host_mesh(mesh)
         rules = rollout_rules(self.layout, decoder, local)
         settings = host_settings(config.rollout, hosts=mesh.size // local.size)
-        self._localize = make_localize(decoder, mesh, dtype)
+        self._localize = make_localize(decoder, mesh, local, dtype)
         self.engine = RolloutEngine(settings, decoder, rules, tokenizer, dtype=dtype)
         self._stop = stop or AgreedStop(StopSignal())
         self._watchdog = watchdog or alone().watchdog
@@ -176,13 +176,15 @@ class Rollouts:
             useful = wanted - missing
             more = self.feed.next(max(0, max(missing, settings.in_flight - useful) - len(pending)))
             pending += [Pending(prompt=prompt) for prompt in more]
-            choice, own = _Choice(self, pending, missing, wanted), pending[share(len(pending))]
-            requests = [_request(each, settings) for each in own]
-            grades = _Grades(self.grader, own, functools.partial(self._on_progress, len(own) * settings.completions))
+            choice, own = _Choice(self, pending, missing, wanted), share(len(pending))
+            drawn_here = pending if self.layout.over_hosts else pending[own]
+            requests = [_request(each, settings) for each in drawn_here]
+            on_progress = functools.partial(self._on_progress, len(requests) * settings.completions)
+            grades = _Grades(self.grader, drawn_here, own if self.layout.over_hosts else slice(None), on_progress)
             try:
                 # a group is graded while others are still decoded
                 on_poll, enough = (self._watchdog.beat, choice.enough) if choice.asks else (self._poll, None)
-                idle = not (own or choice.asks)
+                idle = not (requests or choice.asks)
                 made = ([], RolloutStats()) if idle else self.engine.generate(requests, grades.submit, on_poll, enough)
                 part = grades.wait_for(*made)
             except Interrupted:
@@ -220,7 +222,10 @@ class Rollouts:
         parts = [part for part, _ in gathered if part is not None]
         if len(parts) < len(gathered):
             raise Interrupted
-        stats = functools.reduce(RolloutStats.beside, (part.stats for part in parts))
+        beside = [part.stats for part in parts]
+        if self.layout.over_hosts:  # all have counted the same
+            beside = [dataclasses.replace(beside[0], reward_s=max(stats.reward_s for stats in beside))]
+        stats = functools.reduce(RolloutStats.beside, beside)
         return [answer for part in parts for answer in part.answers], stats
 
 
@@ -232,7 +237,8 @@ class _Choice:
         self._first = [each.first_version for each in pending]
         self._sizes = {"per_step": per_step, "max_staleness": rollouts.config.rollout.max_staleness}
         self._count, self._looks, self._since = count, 0, math.inf
-        self.asks = len(pending) > count  # else all of them are waited for
+        self._together = rollouts.layout.over_hosts
+        self.asks = self._together or len(pending) > count  # else all of them are waited for, by each host as it likes
 
     @property
     def waited_s(self) -> float:
@@ -279,7 +285,7 @@ class _Choice:
             hosts = gather((list(own), self._stop.asked()))
         if any(asked == signal.SIGTERM for _, asked in hosts):
             raise Interrupted
-        complete = [each for flags, _ in hosts for each in flags]
+        complete = list(own) if self._together else [each for flags, _ in hosts for each in flags]
         if sum(complete) >= self._count:
             self._since = min(self._since, time.perf_counter())
         return self.of(complete) is not None
@@ -288,8 +294,12 @@ class _Choice:
 class _Grades:
     """The gradings of a host's prompts, begun group by group while the engine goes on."""
 
-    def __init__(self, grader: Grader, pending: Sequence[Pending], on_progress: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, grader: Grader, pending: Sequence[Pending], own: slice, on_progress: Callable[[int, int], None]
+    ) -> None:
+        """`own` of the prompts that are pending here are graded here."""
         self._grader, self._pending, self._on_progress = grader, pending, on_progress
+        self._own = range(len(pending))[own]
         self._gradings: dict[int, Grading] = {}
         self._done = self._tokens = 0
 
@@ -297,17 +307,18 @@ class _Grades:
         """Begin to grade the completions of a prompt."""
         prompt = self._pending[index].prompt.prompt
         graded = [(prompt, Graded(text=each.text, num_tokens=len(each.tokens))) for each in completions]
-        self._gradings[index] = self._grader.submit(graded)
+        if index in self._own:
+            self._gradings[index] = self._grader.submit(graded)
         self._done += len(completions)
         self._tokens += sum(len(each.tokens) for each in completions)
         self._on_progress(self._done, self._tokens)
 
     def wait_for(self, completed: list[list[Completion]], stats: RolloutStats) -> _HostPart:
-        """All completions, the rewards of those groups that are complete, and the stats with the wait for these."""
+        """What is graded here: completions, rewards of groups that are complete, and stats with the wait for them."""
         start = time.perf_counter()
         known = [list(each.rewards) for each in self._pending]
         rewards = {index: grading.result() for index, grading in self._gradings.items()}
-        answers = [(completions, rewards.get(index, known[index])) for index, completions in enumerate(completed)]
+        answers = [(completed[index], rewards.get(index, known[index])) for index in self._own]
         return _HostPart(answers, dataclasses.replace(stats, reward_s=time.perf_counter() - start))
 
 

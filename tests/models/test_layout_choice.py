@@ -1,3 +1,4 @@
+import dataclasses
 from typing import Any
 
 import pytest
@@ -5,7 +6,7 @@ import pytest
 from podium.accelerators import find_accelerator
 from podium.config.errors import ConfigError
 from podium.config.schema import Config
-from podium.models.layouts import DecodeFloor, Layout, host_machine, resolve
+from podium.models.layouts import DecodeFloor, Layout, machine_of, resolve
 from podium.models.presets import PRESETS
 from podium.settings import load_settings
 
@@ -27,7 +28,7 @@ def chosen(decoder=QWEN_3B, accelerator=V6E, **rollout: Any) -> Layout:
 
 
 def floor_ms(group: int, rows: int) -> float:
-    machine = host_machine(V6E, 8)
+    machine = machine_of(V6E, 8)
     assert machine is not None
     return 1e3 * DecodeFloor(decoder=QWEN_3B, machine=machine, group=group).step_s(rows, rows * 512)
 
@@ -77,6 +78,37 @@ def test_every_host_decodes_by_itself():
     assert "of 128 sequences" in four.why and "of 64 sequences" in one.why
 
 
+LARGE = dataclasses.replace(QWEN3_8B, layers=80, width=8192, heads=64, kv_heads=8, head_dim=128, mlp_width=28672)
+
+
+def test_what_no_host_has_the_memory_for_is_decoded_by_all_together():
+    found = chosen(LARGE, find_accelerator("v6e-64"), slots=256)  # 141 GB of weights, hosts of 4 x 31 GiB
+    assert (found.name, found.group, found.over_hosts) == ("hybrid", 32, True)
+    assert found.why.startswith(
+        "hybrid: groups of 32 devices are larger than a host, so that all hosts decode together;"
+    )
+    assert "of 256 sequences at 512 tokens: hybrid-16 " in found.why and found.why.endswith("; no memory for hybrid-8")
+    node = chosen(LARGE, find_accelerator("h100-16"), slots=256)  # one of two hosts has it
+    assert (node.name, node.group, node.over_hosts) == ("tensor", 8, False)
+
+
+def test_groups_over_hosts_are_taken_where_they_are_asked_for():
+    pod = find_accelerator("v6e-16")  # four hosts of four
+    found = chosen(accelerator=pod, layout="hybrid", group_chips=8, slots=512)
+    assert (found.name, found.group, found.over_hosts) == ("hybrid", 8, True)
+    assert not chosen(accelerator=pod, layout="hybrid", group_chips=2, slots=512).over_hosts
+    refusal = "groups of 6: they do not divide the 16 devices that decode together; groups can be 4, 8, 16 "
+    with pytest.raises(ValueError, match=refusal):
+        chosen(accelerator=pod, layout="hybrid", group_chips=6, slots=512)
+
+
+def test_groups_over_machines_of_gpus_are_as_slow_as_their_network():
+    near, far = (machine_of(find_accelerator("h100-16"), 16, networked=networked) for networked in (False, True))
+    assert near and far
+    near_s, far_s = (DecodeFloor(decoder=LARGE, machine=each, group=16).ici_s(16) for each in (near, far))
+    assert far_s > 2 * near_s
+
+
 def test_a_group_splits_heads_as_far_as_they_go_and_sequences_over_the_rest():
     training = {"dp": 1, "fsdp": 8, "sp": 1, "tp": 1}
     assert Layout(name="tensor", group=8).mesh(training, kv_heads=2) == {"dp": 1, "fsdp": 4, "sp": 1, "tp": 2}
@@ -100,9 +132,8 @@ def test_machines_that_are_not_in_the_table_are_replicated_unless_told_otherwise
 
 
 def test_groups_that_do_not_divide_are_refused_by_name():
-    with pytest.raises(
-        ValueError, match=r"hybrid in groups of 3: a host has 8 devices, .* groups can be 1, 2, 4, 8 \("
-    ):
+    refusal = r"groups of 3: they do not divide the 8 devices that decode together; groups can be 1, 2, 4, 8 \("
+    with pytest.raises(ValueError, match=refusal):
         chosen(layout="hybrid", group_chips=3)
     narrow = PRESETS["Qwen/Qwen2.5-3B-Instruct"].__class__(**{**vars(QWEN_3B), "mlp_width": 11004})
     with pytest.raises(

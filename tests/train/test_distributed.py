@@ -32,8 +32,10 @@ SETTINGS: dict[str, Any] = {
 NAMED = "dp:2,fsdp:2,tp:2"
 GROUPS = "groups"
 """The run in which the devices of a host hold one copy of the rollout's weights between them."""
+OVER_HOSTS = "over-hosts"
+"""The run in which the devices of all hosts do, so that they decode together."""
 GRIDS = [
-    pytest.param((2, {"full": "host_local", GROUPS: "auto"}), id="2x4"),
+    pytest.param((2, {"full": "host_local", GROUPS: "auto", OVER_HOSTS: "auto"}), id="2x4"),
     pytest.param((2, {"full": "auto", "named": NAMED}), id="2x4-auto", marks=pytest.mark.long),
     pytest.param((4, {"full": "auto", "local": "host_local", "named": NAMED}), id="4x2", marks=pytest.mark.long),
 ]
@@ -148,7 +150,8 @@ def alone(tiny_model, tmp_path_factory) -> Path:
 
 def _laid_out(name: str) -> dict[str, Any]:
     """The settings of a run."""
-    layout = {"layout": "tensor"} if name == GROUPS else {}
+    layouts = {GROUPS: {"layout": "tensor"}, OVER_HOSTS: {"layout": "hybrid", "group_chips": 8}}
+    layout = layouts.get(name, {})
     return {**SETTINGS, "rollout": {**SETTINGS["rollout"], **layout}}
 
 
@@ -301,9 +304,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
         each.close()
 
 
-def test_sigterm_to_one_host_in_a_long_rollout_saves_on_all_and_ends_all(start, tiny_model, tmp_path):
+@pytest.mark.parametrize("layout", [{}, {"layout": "hybrid", "group_chips": 2}], ids=["apart", "together"])
+def test_sigterm_to_one_host_in_a_long_rollout_saves_on_all_and_ends_all(layout, start, tiny_model, tmp_path):
     """A step takes many seconds here; they stop in the middle of one, with the step before it saved."""
-    config = make_config(tiny_model, tmp_path, steps=50, eval={"at_start": False}, rollout={"refill_steps": 1})
+    rollout = {"refill_steps": 1, **layout}
+    config = make_config(tiny_model, tmp_path, steps=50, eval={"at_start": False}, rollout=rollout)
     job = start({"slow": config.model_dump(mode="json"), "poll_s": 3.0})
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_for(job, lambda: metrics.exists() and len(metrics.read_bytes().splitlines()) == 1)
