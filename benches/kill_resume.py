@@ -63,6 +63,7 @@ CARRY_OVER = {"in_flight": 1.5, "max_new_tokens": 12, "refill_steps": 2}
 """Of the rollout: eight prompts of each step go on in the next, most in the middle of their completions."""
 VOLATILE = (
     "async/waited_s",
+    "async/rebuild_s",
     "time/",
     "throughput/",
     "memory/",

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from podium.models.architecture import DecoderConfig
+from podium.models.linear import kept_dtype
 from podium.models.params import (
     LORA_A,
     LORA_B,
@@ -78,9 +79,9 @@ def abstract_frozen(decoder: DecoderConfig, rules: ShardingRules) -> dict[str, j
     """What the frozen weights will be, without making them; none where all are trained."""
     specs = frozen_specs(decoder)
     shardings = param_shardings(specs, rules)
+    dtypes = {name: kept_dtype(jnp.dtype(frozen_dtype(name, decoder)), rules) for name in specs}
     return {
-        name: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(frozen_dtype(name, decoder)), sharding=shardings[name])
-        for name, spec in specs.items()
+        name: jax.ShapeDtypeStruct(spec.shape, dtypes[name], sharding=shardings[name]) for name, spec in specs.items()
     }
 
 

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from podium.config.schema import Remat
 from podium.models.adapters import dequantised
 from podium.models.architecture import DecoderConfig
-from podium.models.linear import AnyWeight, Linear, Weight, activation_dtype, make_linear, with_adapters
+from podium.models.linear import AnyWeight, Linear, Weight, activation_dtype, make_linear, of_bits, with_adapters
 from podium.models.params import LAYERS, SCALE, is_adapter, matrix_dims, param_specs
 from podium.sharding import Params, ShardingRules
 
@@ -77,7 +77,9 @@ def forward(
     cos, sin = rope_tables(positions, config)  # [B, T, Q/2]
     # Rows are taken of the table as it is stored: they are less to exchange than the table, or than its gradient.
     with jax.named_scope("embed"):
-        x = _to_rows(rules.storage, params["embed"][tokens].astype(dtype)).astype(activation_dtype(rules, dtype))
+        x = _to_rows(rules.storage, of_bits(params["embed"][tokens]).astype(dtype)).astype(
+            activation_dtype(rules, dtype)
+        )
     stacked = {name.removeprefix(LAYERS): value for name, value in params.items() if name.startswith(LAYERS)}
     with jax.named_scope("layers"):
         (x, kv), _ = jax.lax.scan(_remat(layer, remat), (x, kv), (jnp.arange(config.layers), stacked))
@@ -108,7 +110,7 @@ def _weight(
 
     A norm's or a bias has then a number of `dtype` as a float32: what it is added to, or multiplied with, is too.
     """
-    spec = param_specs(config)[name]
+    spec, stored = param_specs(config)[name], of_bits(stored)
     axes = spec.axes[len(spec.axes) - stored.ndim :]
     if name.endswith(SCALE) or stored.dtype == jnp.int8:
         return rules.constrain_weight(stored, *axes)
@@ -201,7 +203,7 @@ def head_weights(params: Params, rules: ShardingRules, dtype: jnp.dtype, *, wide
 
     With `wide` its gradient is float32, summed over chunks of tokens and exchanged so.
     """
-    stored, storage = params.get("head", params["embed"]), rules.storage
+    stored, storage = of_bits(params.get("head", params["embed"])), rules.storage
     with jax.named_scope("weights"):
         if not wide or dtype == jnp.float32:
             return storage.constrain(stored.astype(dtype), "vocab", "width")

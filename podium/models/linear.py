@@ -54,6 +54,30 @@ def activation_dtype(rules: ShardingRules, dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if rules.on_cpu else dtype
 
 
+def as_bits(value: jax.Array) -> jax.Array:
+    """bfloat16 numbers as uint16, which XLA on CPU takes out of a stack of layers, or of a table, as they are.
+
+    Of bfloat16 itself it makes float32 in every call, of all layers, and bfloat16 again of each in every step: that
+    takes several times as long as the products of a decode step (benches/results/products-cpu.json).
+    """
+    return jax.lax.bitcast_convert_type(value, jnp.uint16) if value.dtype == jnp.bfloat16 else value
+
+
+def kept(params: dict[str, jax.Array], rules: ShardingRules) -> dict[str, jax.Array]:
+    """Weights that stay as they are, as devices keep them: `as_bits` on CPU. They are taken out of `params`."""
+    return {name: as_bits(params.pop(name)) for name in list(params)} if rules.on_cpu else params
+
+
+def kept_dtype(dtype: jnp.dtype, rules: ShardingRules) -> jnp.dtype:
+    """What `kept` makes of a number format."""
+    return jnp.dtype(jnp.uint16) if rules.on_cpu and dtype == jnp.bfloat16 else jnp.dtype(dtype)
+
+
+def of_bits(stored: jax.Array) -> jax.Array:
+    """The numbers that `as_bits` stored; others as they are."""
+    return jax.lax.bitcast_convert_type(stored, jnp.bfloat16) if stored.dtype == jnp.uint16 else stored
+
+
 def make_linear(rules: ShardingRules) -> Linear:
     """The product `(pattern, x, weights) -> y` of all layers, an einsum of two operands, in the dtype of `x`.
 

@@ -26,6 +26,8 @@ NAMES = {
     "step": "step_seconds",
     "tokens_per_s_per_device": "tokens_per_s_per_chip",
     "workload": "rollout",
+    "rollout_rate": "rollout_tokens_per_s_per_chip",
+    "full_slots_rate": "full_slots_tokens_per_s_per_chip",
 }
 """What fields are called in an object, where that differs."""
 # What an object has of the workload.

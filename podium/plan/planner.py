@@ -32,6 +32,7 @@ from podium.plan.workload import SequenceLengths, Workload, draw_lengths, packed
 
 KINDS: Mapping[str, str] = {"prefill": "prefill", "score": "update", "update": "update"}
 """The kind of calibration of a phase; phases that are not named stream memory, as decoding does."""
+ROLLOUT = ("sync", "prefill", "copy", "decode")
 SLOWEST_FIRST = ("update", "decode", "score", "prefill", "sync", "copy", "init")  # by how long they take to compile
 
 LEAST_GAIN = 0.05  # share of a step for which completions may be older than the weights
@@ -100,6 +101,7 @@ def make_plan(
     phases = tuple(device.phases(calls, compiled, run))
     host = device.host(sum(call.calls for call in calls))
     step = total([*(phase.seconds for phase in phases if phase.seconds), host]) if host else None
+    made = workload.completion_tokens / accelerator.devices
     return Plan(
         config=config.name or config.model,
         accelerator=accelerator.name,
@@ -110,7 +112,7 @@ def make_plan(
         phases=phases,
         host=host,
         step=step,
-        tokens_per_s_per_device=step.rate(workload.completion_tokens / accelerator.devices) if step else None,
+        tokens_per_s_per_device=step.rate(made) if step else None,
         workload=workload,
         micro_batches=micro_batches,
         notes=(*explain(run, accelerator, phases, workload), *carry_over(run, device, drawn, workload, micro_batches)),
@@ -118,7 +120,13 @@ def make_plan(
         slots=config.rollout.slots,
         versions={"podium": __version__} | (compiler_versions(accelerator) if compiled else {}),
         mfu=device.mfu(run, drawn, phases),
+        rollout_rate=_rate(total(phase.seconds for phase in phases if phase.name in ROLLOUT and phase.seconds), made),
+        full_slots_rate=device.full_slots_rate(calls, compiled, run),
     )
+
+
+def _rate(seconds: Seconds, amount: float) -> Seconds | None:
+    return seconds.rate(amount) if seconds.value else None
 
 
 def carry_over(
@@ -292,6 +300,15 @@ class _Device:
             flops=flops,
             closed_form_flops=flops,
         )
+
+    def full_slots_rate(
+        self, calls: list[Call], compiled: Mapping[str, CompiledPhase], run: RunSizes
+    ) -> Seconds | None:
+        """Tokens per second and device of decode steps that have as many slots as there are."""
+        slots = run.config.rollout.slots
+        full = next(call for call in calls if call.program == f"decode:{slots}")
+        seconds = next(self.phases([full], compiled, run)).seconds
+        return _rate(seconds, full.repeats * slots / self.accelerator.devices) if seconds else None
 
     def phase(self, name: str, parts: Mapping[str, int]) -> Phase:
         """A phase with its memory alone."""

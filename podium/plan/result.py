@@ -88,6 +88,10 @@ class Plan:
     versions: Mapping[str, str]  # of Podium and what compiled
     mfu: Seconds | None = None  # share of the peak that a step's updates reach (`podium.models.flops`); no time
     slots: int = 0  # of the rollout
+    # Completion tokens per second and device, by the devices' time alone: of a rollout, with its sync and prefill, and
+    # of its decode steps in which every slot may have a sequence
+    rollout_rate: Seconds | None = None
+    full_slots_rate: Seconds | None = None
 
     @property
     def worst(self) -> Phase:

@@ -98,7 +98,7 @@ def plan_sections(
     found.append(ReportSection(memory, (Line(text=text.peak_and_step(plan)), _memory(plan))))
     if plan.step is not None:
         speed = Line(label=f"step  {text.duration(plan.step)}", text=_speed(plan))
-        lengths = (_lengths(plan, longest),) if longest else ()
+        lengths = (_rollout_speed(plan), _lengths(plan, longest)) if longest else (_rollout_speed(plan),)
         found.append(ReportSection("a step", (_timeline(plan), speed, *lengths)))
     phases = _table(PHASES, ((phase,) for phase in plan.phases), 0, 5, 8)
     found.append(ReportSection("phases", (phases,), details=True))
@@ -279,6 +279,15 @@ def _speed(plan: Plan) -> str:
     rate = f", {text.with_range(speed)} per second per chip" if speed is not None else ""
     share = f"; updates at {text.share(plan.mfu)} of the peak" if plan.mfu is not None else ""
     return f"{tokens:,} completion tokens{rate}{share}"
+
+
+def _rollout_speed(plan: Plan) -> Line:
+    """How close a rollout comes to decoding with all slots busy."""
+    whole, full = plan.rollout_rate, plan.full_slots_rate
+    if whole is None or full is None:
+        return Line(label="rollout", text="unknown")
+    share = f"{whole.value / full.value:.0%} of the {text.number(full.value)} with all slots busy"
+    return Line(label="rollout", text=f"{text.with_range(whole)} completion tokens per second per chip, {share}")
 
 
 def _lengths(plan: Plan, longest: Plan) -> Line:

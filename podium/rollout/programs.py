@@ -17,7 +17,7 @@ from podium.config.sizes import cache_pages, check_split, steps_at_once, table_p
 from podium.models.architecture import DecoderConfig
 from podium.models.attention import causal_attention
 from podium.models.decoder import forward, head_weights
-from podium.models.linear import activation_dtype
+from podium.models.linear import activation_dtype, of_bits
 from podium.models.logprobs import logits_at
 from podium.models.params import LAYERS
 from podium.rollout import cache as caches
@@ -199,7 +199,7 @@ def nonfinite_layer(
     whole = rules.sharding()  # also where other hosts have a part
 
     def finite(value: jax.Array) -> jax.Array:
-        return jnp.isfinite(value).reshape(len(value), -1).all(axis=1)
+        return jnp.isfinite(of_bits(value)).reshape(len(value), -1).all(axis=1)
 
     for name, value in params.items():
         wrong = ~np.asarray(jax.jit(finite, out_shardings=whole)(value))

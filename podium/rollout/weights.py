@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from podium.models.adapters import merged
 from podium.models.architecture import DecoderConfig
+from podium.models.linear import as_bits, kept_dtype, of_bits
 from podium.models.params import (
     LAYERS,
     TRAIN_AXES,
@@ -50,10 +51,12 @@ def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *,
     def move(name: str, value: jax.Array) -> jax.Array:
         shape, axes, *_ = specs[name]
         missing = [(0, size - found) for size, found in zip(shape[-value.ndim :], value.shape, strict=True)]
-        value = jnp.pad(value.astype(rollout_dtype(name, decoder, dtype)), missing)
+        value = jnp.pad(of_bits(value).astype(rollout_dtype(name, decoder, dtype)), missing)
+        value = as_bits(value) if rules.on_cpu else value
         return jnp.copy(rules.constrain(value, *axes[len(axes) - value.ndim :]))
 
     def move_layer(carry: None, layer: Params) -> tuple[None, Params]:
+        layer = {name: of_bits(value) for name, value in layer.items()} if merging else layer
         layer = merged(layer, decoder.lora.scale) if decoder.lora and merging else layer
         return carry, {name: move(name, value) for name, value in layer.items()}
 
@@ -67,9 +70,11 @@ def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *,
 
 def abstract_weights(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> Any:
     """The weights of an engine, without making them."""
+    specs = engine_specs(decoder, rules)
+    dtypes = {name: kept_dtype(jnp.dtype(rollout_dtype(name, decoder, dtype)), rules) for name in specs}
     return {
-        name: jax.ShapeDtypeStruct(each.shape, rollout_dtype(name, decoder, dtype), sharding=each.sharding)
-        for name, each in abstract_params(engine_specs(decoder, rules), dtype, rules).items()
+        name: jax.ShapeDtypeStruct(each.shape, dtypes[name], sharding=each.sharding)
+        for name, each in abstract_params(specs, dtype, rules).items()
     }
 
 

@@ -20,6 +20,7 @@ from podium.files import absolute
 from podium.job.context import JobContext
 from podium.models.adapters import base_of
 from podium.models.architecture import DecoderConfig, Lora
+from podium.models.linear import kept
 from podium.models.params import count, frozen_specs, trained_specs
 from podium.observe.progress import Progress
 from podium.observe.run_dir import Fork, RunDir
@@ -127,6 +128,7 @@ def open_run(
         checkpointer = Checkpointer(run_dir.checkpoints, config.checkpoint, base_of(frozen), on_save=saving, beat=beat)
         resources.callback(checkpointer.close)
         state, saved, done = _load_state(run_dir.fork, newest, model, optimizer, checkpointer, frozen)
+        frozen = kept(frozen, model.rules)
         rollouts.position = Position.read(saved, rollouts.feed)
         _say_what_changed(saved["versions"], progress)
         job.report.update(step=done)

@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from tiny_engine import (
 )
 
 from podium.config.sizes import cache_pages, prompt_buckets
+from podium.models.linear import of_bits
 from podium.models.params import ROLLOUT_AXES
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.programs import abstract_engine_cache, abstract_slots
@@ -354,6 +356,19 @@ def test_a_call_under_way_does_not_read_what_the_host_writes_for_the_next():
     given = make_engine().device._put(mine)
     mine[:] = 7
     assert not np.any(given)
+
+
+def test_on_cpu_bfloat16_weights_are_taken_out_of_their_stacks_as_they_are():
+    """Of bfloat16 itself XLA would make float32 of all layers in every call; the answers are the same bits."""
+    engine = make_engine(dtype=jnp.bfloat16)
+    bits = engine.device.params
+    assert bits is not None and {value.dtype for value in bits.values()} == {jnp.dtype(jnp.uint16)}
+    stack = re.escape(str(list(bits["layers.up"].shape)).replace(" ", ""))
+    assert not re.search(rf"f32{stack}", lowered_decode(engine).compile().as_text())
+    found = answers_of(engine, MIXED)
+    engine.device.params = {name: of_bits(value) for name, value in bits.items()}
+    assert re.search(rf"f32{stack}", lowered_decode(engine).compile().as_text()), "XLA has learned it: bits can go"
+    assert same(answers_of(engine, MIXED), found)
 
 
 def test_decoding_keeps_one_copy_of_the_cache():

@@ -17,6 +17,7 @@ from tiny_engine import DECODER as TINY
 
 from podium.accelerators import find_accelerator
 from podium.models.layouts import Layout
+from podium.models.linear import of_bits
 from podium.models.params import ROLLOUT_LAYOUTS, TRAIN_AXES, VOCAB_BLOCK, param_specs
 from podium.plan.topology import compiler_environment
 from podium.rollout.engine import RolloutEngine
@@ -89,7 +90,7 @@ def test_sync_casts_and_lays_out_as_the_layout_says_in_buffers_of_its_own(layout
     params, rules = trained_params("fsdp:4,tp:2"), rules_of(layout, "fsdp:4,tp:2")
     expected = {name: np.asarray(value.astype(jnp.bfloat16)) for name, value in params.items()}
     for dtype in (jnp.bfloat16, jnp.float32):
-        synced = make_sync(TINY, rules, jnp.dtype(dtype))(params)
+        synced = {name: of_bits(value) for name, value in make_sync(TINY, rules, jnp.dtype(dtype))(params).items()}
         wanted = param_shardings(engine_specs(TINY, rules), rules)
         assert {name: value.sharding for name, value in synced.items()} == wanted
         assert all(value.dtype == dtype for value in synced.values())

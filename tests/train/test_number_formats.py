@@ -7,8 +7,9 @@ import pytest
 from tiny_runs import make_config
 
 from podium import accelerators
+from podium.models.linear import kept
 from podium.train import generate
-from podium.train.setup import load_weights, make_model, make_train_settings
+from podium.train.setup import load_frozen, load_trained, load_weights, make_model, make_train_settings
 
 OLD, NEW, AMX = "avx2 fma avx512f", "avx2 fma avx512f avx512_bf16", "avx2 fma avx512f amx_bf16 amx_tile"
 
@@ -50,4 +51,20 @@ def test_engine_and_update_multiply_in_the_format_that_is_faster_on_this_cpu(
         params = rollouts.engine.device.params
         assert rollouts.engine.dtype == jnp.dtype(engine)
         assert params is not None
-        assert params["layers.q"].dtype == jnp.dtype(engine)
+        kept = {"bfloat16": jnp.uint16}.get(
+            engine, jnp.dtype(engine)
+        )  # the bits of it (`podium.models.linear.as_bits`)
+        assert params["layers.q"].dtype == params["embed"].dtype == kept
+
+
+def test_what_no_update_changes_is_there_once_in_bfloat16_too(tiny_model, tmp_path, one_device, cpu_says):
+    """The engine has the trainer's own arrays, which on CPU are the bits of bfloat16."""
+    cpu_says(NEW)
+    config = make_config(tiny_model, tmp_path, lora={"rank": 2})
+    model = make_model(config)
+    frozen = kept(load_frozen(model), model.rules)
+    assert {value.dtype for value in frozen.values()} == {jnp.dtype(jnp.uint16)}
+    with contextlib.closing(generate.Rollouts(config, model.decoder, model.tokenizer, model.mesh)) as rollouts:
+        rollouts.load(load_trained(model, None, frozen), frozen)
+        assert rollouts.engine.device.params is not None
+        assert all(rollouts.engine.device.params[name] is value for name, value in frozen.items())
