@@ -128,14 +128,13 @@ def open_run(
         checkpointer = Checkpointer(run_dir.checkpoints, config.checkpoint, base_of(frozen), on_save=saving, beat=beat)
         resources.callback(checkpointer.close)
         state, saved, done = _load_state(run_dir.fork, newest, model, optimizer, checkpointer, frozen)
-        frozen = kept(frozen, model.rules)
         rollouts.position = Position.read(saved, rollouts.feed)
         _say_what_changed(saved["versions"], progress)
         job.report.update(step=done)
         run_dir.truncate(done or -1)
         writer = resources.enter_context(MetricWriter(run_dir, config, announce=progress.message))
-        trainer = _make_trainer(config, model, optimizer, run_dir.path, frozen)
-        rollouts.load(state.params, frozen, version=done)
+        trainer = _make_trainer(config, model, optimizer, run_dir.path, kept(frozen, model.rules))
+        rollouts.load(state.params, trainer.frozen, version=done)
         _say_what_was_chosen(trainer, rollouts, progress)
         told = {"recipe": trainer.recipe, "report": job.report, "check": check, "on_step": on_step}
         told |= {"task_labels": list(rollouts.feed.tasks.labels), "pieces": model.tokenizer.pieces}
