@@ -101,7 +101,6 @@ def make_plan(
     phases = tuple(device.phases(calls, compiled, run))
     host = device.host(sum(call.calls for call in calls))
     step = total([*(phase.seconds for phase in phases if phase.seconds), host]) if host else None
-    made = workload.completion_tokens / accelerator.devices
     return Plan(
         config=config.name or config.model,
         accelerator=accelerator.name,
@@ -112,7 +111,7 @@ def make_plan(
         phases=phases,
         host=host,
         step=step,
-        tokens_per_s_per_device=step.rate(made) if step else None,
+        tokens_per_s_per_device=step.rate(workload.completion_tokens / accelerator.devices) if step else None,
         workload=workload,
         micro_batches=micro_batches,
         notes=(*explain(run, accelerator, phases, workload), *carry_over(run, device, drawn, workload, micro_batches)),
@@ -120,9 +119,13 @@ def make_plan(
         slots=config.rollout.slots,
         versions={"podium": __version__} | (compiler_versions(accelerator) if compiled else {}),
         mfu=device.mfu(run, drawn, phases),
-        rollout_rate=_rate(total(phase.seconds for phase in phases if phase.name in ROLLOUT and phase.seconds), made),
+        rollout_rate=_rate(_rollout_s(phases), workload.completion_tokens / accelerator.devices),
         full_slots_rate=device.full_slots_rate(calls, compiled, run),
     )
+
+
+def _rollout_s(phases: Sequence[Phase]) -> Seconds:
+    return total(phase.seconds for phase in phases if phase.name in ROLLOUT and phase.seconds)
 
 
 def _rate(seconds: Seconds, amount: float) -> Seconds | None:
