@@ -7,7 +7,7 @@ all and with fewer, waiting for the longest or carrying completions over (`rollo
 sync, prefill, copy and decode with the shares that chips are taken to reach, `host` what the host takes beside them if
 nothing of it is hidden; `rate` the completion tokens per second and chip of the device's time, and `of full` its share
 of that with all slots busy. Writes benches/results/rollout-planned.json and its part of docs/planner.md; exit status 1
-where a bar is missed: 1.3 s for the first, 0.9 s for the first with 1.5 in flight, 0.75 of full for 1,024.
+where a bar is missed: 1.3 s for the first, 0.9 s for the first with 1.5 in flight, 0.75 of full for one with 1,024.
 """
 
 import sys
@@ -24,10 +24,11 @@ ROOT = Path(__file__).parents[1]
 TPU = "v6e-8"
 CASES = {
     "128": (16, 128, 16, 1.0),
-    "128, carried over": (16, 128, 16, 1.5),
+    "128, carried over": (16, 128, 8, 1.5),
     "1,024": (128, 1024, 64, 1.0),
     "1,024 in 256 slots": (128, 256, 8, 1.0),
     "1,024 in 256 slots, carried over": (128, 256, 8, 1.25),
+    "1,024 in 128 slots, carried over": (128, 128, 8, 1.125),
 }
 """By completions: prompts of a step, slots, prefill rows, in flight."""
 BARS = {"128": 1.3, "128, carried over": 0.9}
