@@ -123,6 +123,15 @@ def test_a_machine_that_no_zone_gave_a_slice_is_turned_off_and_tells_why(world, 
     assert {line["step"] for line in world.metrics()} == {1}
 
 
+def test_a_run_that_is_stopped_leaves_no_machine(world, pod):
+    world.plan(steps=4, hold=True)
+    assert pod(*keep(world))[0] == 0
+    wait_for(lambda: len(world.metrics()) == 3, world)
+    assert pod("stop", "demo")[0] == 0
+    wait_for(lambda: not world.gcloud.vms, world)
+    assert world.fake.everything() == []
+
+
 def test_a_machine_of_somebody_else_is_not_touched(world, pod):
     world.gcloud.vms[MACHINE] = {"name": MACHINE, "zone": f"zones/{ZONES[0]}", "status": "RUNNING"}
     status, _, err = pod(*keep(world))

@@ -13,7 +13,7 @@ until [ "$slice" = - ] || "$python" -m podium.cli pod down "$slice" || [ $tries 
     tries=$((tries + 1))
     sleep 300
 done
-if [ $status != 0 ]; then
+if [ $status != 0 ] && [ $status != 143 ]; then   # 143: stopped, as somebody wished
     gcloud compute instances add-metadata "$machine" --zone="$zone" \
         --metadata-from-file="podium-end=$PODRUN_JOB_DIR/end" --quiet && sudo poweroff && exit $status
 fi
