@@ -16,7 +16,7 @@ from podium.config.schema import Config
 from podium.hlo.cost import Peaks, Roofline
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.plan.calibration import Chip, Factor, load_chip
-from podium.plan.planner import calibrated, make_plan, step_calls
+from podium.plan.planner import ROLLOUT, calibrated, make_plan, step_calls
 from podium.plan.residents import residents, trainers
 from podium.plan.result import Plan, Seconds, judge, total
 from podium.plan.sizes import make_sizes, network_bytes
@@ -340,3 +340,15 @@ def test_the_plan_says_whether_carrying_completions_over_pays(lengths, verdict):
     config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], settings, {}).config
     (note,) = (note for note in make_plan(config, V6E, fast=True, lengths=lengths).notes if "in_flight" in note)
     assert re.search(r"^rollout\.in_flight 1\.5 makes a step [\d.]+ s .*" + verdict, note)
+
+
+def test_a_rollout_s_rate_is_its_tokens_over_its_devices_time_and_less_than_that_of_full_slots():
+    config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], [], {}).config
+    found = make_plan(config, find_accelerator("v6e-8"), fast=True)
+    seconds = sum(each.seconds.value for each in found.phases if each.name in ROLLOUT and each.seconds)
+    assert found.rollout_rate and found.full_slots_rate
+    assert found.rollout_rate.value == pytest.approx(found.workload.completion_tokens / 8 / seconds)
+    decode = found.phase("decode").seconds
+    assert decode is not None
+    fastest = config.rollout.slots * found.workload.decode_steps / 8 / decode.value  # smaller programs are quicker
+    assert found.rollout_rate.value < found.full_slots_rate.value < fastest
