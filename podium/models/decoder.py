@@ -77,9 +77,8 @@ def forward(
     cos, sin = rope_tables(positions, config)  # [B, T, Q/2]
     # Rows are taken of the table as it is stored: they are less to exchange than the table, or than its gradient.
     with jax.named_scope("embed"):
-        x = _to_rows(rules.storage, of_bits(params["embed"][tokens]).astype(dtype)).astype(
-            activation_dtype(rules, dtype)
-        )
+        rows = of_bits(params["embed"][tokens]).astype(dtype)
+        x = _to_rows(rules.storage, rows).astype(activation_dtype(rules, dtype))
     stacked = {name.removeprefix(LAYERS): value for name, value in params.items() if name.startswith(LAYERS)}
     with jax.named_scope("layers"):
         (x, kv), _ = jax.lax.scan(_remat(layer, remat), (x, kv), (jnp.arange(config.layers), stacked))

@@ -56,8 +56,8 @@ def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *,
         return jnp.copy(rules.constrain(value, *axes[len(axes) - value.ndim :]))
 
     def move_layer(carry: None, layer: Params) -> tuple[None, Params]:
-        layer = {name: of_bits(value) for name, value in layer.items()} if merging else layer
-        layer = merged(layer, decoder.lora.scale) if decoder.lora and merging else layer
+        if decoder.lora and merging:
+            layer = merged({name: of_bits(value) for name, value in layer.items()}, decoder.lora.scale)
         return carry, {name: move(name, value) for name, value in layer.items()}
 
     def sync(params: Params) -> Params:

@@ -7,7 +7,7 @@ import pytest
 from tiny_runs import make_config
 
 from podium import accelerators
-from podium.models.linear import kept
+from podium.models.linear import kept, kept_dtype
 from podium.train import generate
 from podium.train.setup import load_frozen, load_trained, load_weights, make_model, make_train_settings
 
@@ -51,10 +51,7 @@ def test_engine_and_update_multiply_in_the_format_that_is_faster_on_this_cpu(
         params = rollouts.engine.device.params
         assert rollouts.engine.dtype == jnp.dtype(engine)
         assert params is not None
-        kept = {"bfloat16": jnp.uint16}.get(
-            engine, jnp.dtype(engine)
-        )  # the bits of it (`podium.models.linear.as_bits`)
-        assert params["layers.q"].dtype == params["embed"].dtype == kept
+        assert params["layers.q"].dtype == params["embed"].dtype == kept_dtype(jnp.dtype(engine), model.rules)
 
 
 def test_what_no_update_changes_is_there_once_in_bfloat16_too(tiny_model, tmp_path, one_device, cpu_says):
