@@ -248,7 +248,8 @@ def _name(group: int, host_chips: int) -> str:
 def _checked(layout: Layout, decoder: DecoderConfig, chips: int, of: int = 1) -> Layout:
     """The layout, whose groups are made of whole sets `of` so many devices, on machines of so many `chips`."""
     if problem := _problem(layout.group, decoder, chips) or ("hosts are not whole in it" if layout.group % of else ""):
-        works = ", ".join(str(size) for size in range(of, chips + 1, of) if not _problem(size, decoder, chips))
+        sizes = (size for size in range(1, chips + 1) if size % of == 0 or of % size == 0)
+        works = ", ".join(str(size) for size in sizes if not _problem(size, decoder, chips))
         raise ValueError(
             f"rollout.layout is {layout.name} in groups of {layout.group}: {problem}; groups can be {works}"
             " (rollout.layout: hybrid, rollout.group_chips)"

@@ -97,7 +97,7 @@ def test_groups_over_hosts_are_taken_where_they_are_asked_for():
     found = chosen(accelerator=pod, layout="hybrid", group_chips=8, slots=512)
     assert (found.name, found.group, found.over_hosts) == ("hybrid", 8, True)
     assert not chosen(accelerator=pod, layout="hybrid", group_chips=2, slots=512).over_hosts
-    refusal = "groups of 6: they do not divide the 16 devices that decode together; groups can be 4, 8, 16 "
+    refusal = "groups of 6: they do not divide the 16 devices that decode together; groups can be 1, 2, 4, 8, 16 "
     with pytest.raises(ValueError, match=refusal):
         chosen(accelerator=pod, layout="hybrid", group_chips=6, slots=512)
 
