@@ -227,7 +227,13 @@ def _project(
 def _mlp(x: jax.Array, w: dict[str, Any], linear: Linear) -> jax.Array:
     """SwiGLU (arXiv:2002.05202); [B, T, D] to [B, T, D]."""
     gate, up = linear("btd,df->btf", x, w["gate"]), linear("btd,df->btf", x, w["up"])
-    return linear("btf,fd->btd", jax.nn.silu(gate) * up, w["down"])
+    return linear("btf,fd->btd", _gated(gate, up), w["down"])
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Made again in the backward pass, which would else keep three more arrays of its size for each layer."""
+    return jax.nn.silu(gate) * up
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:

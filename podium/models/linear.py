@@ -133,14 +133,16 @@ def _product(
 def _forward(
     pattern: str, dtype: jnp.dtype, barrier: bool, wide: bool, x: jax.Array, w: jax.Array, sums: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    # The einsum itself, not `_product`: policies of jax.checkpoint know a product by its primitive.
-    return _einsum(pattern, x.astype(w.dtype), w, dtype), (x, w)
+    # The einsum itself, not `_product`: policies of jax.checkpoint know a product by its primitive. A loop over layers
+    # keeps a stack of what is saved here.
+    return _einsum(pattern, x.astype(w.dtype), w, dtype), (x, as_bits(w) if barrier else w)
 
 
 def _backward(
     pattern: str, _: jnp.dtype, barrier: bool, wide: bool, saved: tuple[jax.Array, jax.Array], dy: jax.Array
 ) -> tuple[jax.Array | None, ...]:
     (x, w), (x_axes, w_axes, y_axes) = saved, pattern.replace("->", ",").split(",")
+    w = of_bits(w)
     dy = (jax.lax.optimization_barrier(dy) if barrier else dy).astype(w.dtype)
     dx = _einsum(f"{y_axes},{w_axes}->{x_axes}", dy, w, x.dtype)
     # Devices exchange their shares of the sum as they are here, before any cast.

@@ -12,7 +12,7 @@ Parts = dict[str, int]
 BACKWARD: Mapping[str, tuple[int, int, int]] = {"tpu": (3, 5, 3), "gpu": (3, 6, 5), "reference": (1, 4, 0)}
 """What a layer's backward pass holds at its peak: arrays [B, T, F], [B, T, D], and of all queries and keys together;
 beside arrays of all scores fewer. Fitted to programs at the limit of the memory, as are the numbers of such arrays."""
-MLP_SAVED = 6  # arrays [B, T, F] of each layer, where nothing is made again
+MLP_SAVED = 3  # arrays [B, T, F] of each layer, where nothing but what lies between its products is made again
 OFFLOADING = 3  # layers whose inputs are on their way to the host's memory, or back
 SCORES_SAVED = 2  # float32 arrays [B, H, T, T] of each layer, there too
 RESIDUAL_GROUPS = 3  # arrays [B, T, D] beside those of a group, where rows are cut into groups
