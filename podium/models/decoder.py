@@ -109,15 +109,18 @@ def _weight(
 
     A norm's or a bias has then a number of `dtype` as a float32: what it is added to, or multiplied with, is too.
     """
-    spec, stored = param_specs(config)[name], of_bits(stored)
-    axes = spec.axes[len(spec.axes) - stored.ndim :]
+    spec, as_stored = param_specs(config)[name], stored
+    axes, matrix, stored = spec.axes[len(spec.axes) - stored.ndim :], len(matrix_dims(spec)) > 1, of_bits(stored)
     if name.endswith(SCALE) or stored.dtype == jnp.int8:
         return rules.constrain_weight(stored, *axes)
-    if not wide or (config.lora is not None and not is_adapter(name)):
-        return rules.constrain_weight(stored.astype(dtype), *axes)
-    if len(matrix_dims(spec)) > 1:
+    frozen = config.lora is not None and not is_adapter(name)
+    kept = as_stored if rules.on_cpu and rules.mesh.size == 1 else None  # nothing is gathered, and a cast is cheap
+    if frozen or not wide:
+        value = rules.constrain_weight(stored.astype(dtype), *axes)
+        return Weight(value, None, kept) if frozen and matrix else value
+    if matrix:
         value = rules.constrain_weight(jax.lax.stop_gradient(stored).astype(dtype), *axes)
-        return Weight(value, rules.weight_sums(stored, *axes))
+        return Weight(value, rules.weight_sums(stored, *axes), kept)
     here = rules.constrain_weight(stored, *axes)
     return here + jax.lax.stop_gradient(here.astype(dtype).astype(jnp.float32) - here)
 

@@ -7,7 +7,7 @@ and into bfloat16 results at less than float32's, as it does all elementwise wor
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,15 @@ from podium.sharding import ShardingRules
 
 
 class Weight(NamedTuple):
-    """A weight whose gradient is wanted in float32, whatever its products are made in."""
+    """A weight whose gradient is wanted in float32, whatever its products are made in, or not at all."""
 
     value: jax.Array
     """What is multiplied; no gradient flows to it."""
-    sums: jax.Array
-    """Float32, of the same shape: the gradient flows here. The numbers are not read."""
+    sums: jax.Array | None
+    """Float32, of the same shape: the gradient flows here. The numbers are not read. None: the weight is frozen."""
+    kept: jax.Array | None = None
+    """What a cast makes `value` of, and the backward pass again (`of_bits` first): a loop keeps no copy of its inputs.
+    None: `value` itself is kept."""
 
 
 AnyWeight = jax.Array | Weight
@@ -31,7 +34,7 @@ AnyWeight = jax.Array | Weight
 class Adapted(NamedTuple):
     """A frozen matrix with its adapter, whose product with x is xW + scale (xA)B."""
 
-    matrix: jax.Array  # [in..., out...]
+    matrix: AnyWeight  # [in..., out...]
     a: AnyWeight  # [in..., r]
     b: AnyWeight  # [r, out...]
     scale: float
@@ -114,41 +117,53 @@ def product(pattern: str, dtype: jnp.dtype, barrier: bool, x: jax.Array, w: AnyW
     turns elementwise work on activations into strided loops: a third more time for both passes
     (benches/results/linear-backward-cpu.json).
     """
-    if isinstance(w, Weight):
-        return _product(pattern, dtype, barrier, True, x, *w)
-    return _product(pattern, dtype, barrier, False, x, w, w)
+    if not isinstance(w, Weight):
+        return _product(Form(pattern, dtype, w.dtype, barrier, "own"), x, w, w, w)
+    kept = w.value if w.kept is None else w.kept
+    gradient, sums = ("none", w.value) if w.sums is None else ("float32", w.sums)
+    return _product(Form(pattern, dtype, w.value.dtype, barrier, gradient), x, w.value, sums, kept)
+
+
+class Form(NamedTuple):
+    """What `_product` knows when it is traced."""
+
+    pattern: str
+    result: jnp.dtype
+    operands: jnp.dtype
+    barrier: bool
+    gradient: Literal["own", "float32", "none"]
+    """The format of the weight's gradient, its own or float32, or that it has none."""
 
 
 def _einsum(pattern: str, x: jax.Array, y: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.einsum(pattern, x, y, precision=full_precision(y.dtype), preferred_element_type=dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _product(
-    pattern: str, dtype: jnp.dtype, barrier: bool, wide: bool, x: jax.Array, w: jax.Array, sums: jax.Array
-) -> Any:
-    return _einsum(pattern, x.astype(w.dtype), w, dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(form: Form, x: jax.Array, w: jax.Array, sums: jax.Array, kept: jax.Array) -> Any:
+    return _einsum(form.pattern, x.astype(form.operands), w, form.result)
 
 
 def _forward(
-    pattern: str, dtype: jnp.dtype, barrier: bool, wide: bool, x: jax.Array, w: jax.Array, sums: jax.Array
+    form: Form, x: jax.Array, w: jax.Array, sums: jax.Array, kept: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     # The einsum itself, not `_product`: policies of jax.checkpoint know a product by its primitive. A loop over layers
     # keeps a stack of what is saved here.
-    return _einsum(pattern, x.astype(w.dtype), w, dtype), (x, as_bits(w) if barrier else w)
+    y = _einsum(form.pattern, x.astype(form.operands), w, form.result)
+    return y, (x, as_bits(kept) if form.barrier else kept)
 
 
-def _backward(
-    pattern: str, _: jnp.dtype, barrier: bool, wide: bool, saved: tuple[jax.Array, jax.Array], dy: jax.Array
-) -> tuple[jax.Array | None, ...]:
-    (x, w), (x_axes, w_axes, y_axes) = saved, pattern.replace("->", ",").split(",")
-    w = of_bits(w)
-    dy = (jax.lax.optimization_barrier(dy) if barrier else dy).astype(w.dtype)
+def _backward(form: Form, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array | None, ...]:
+    (x, kept), (x_axes, w_axes, y_axes) = saved, form.pattern.replace("->", ",").split(",")
+    w = of_bits(kept).astype(form.operands)
+    dy = (jax.lax.optimization_barrier(dy) if form.barrier else dy).astype(form.operands)
     dx = _einsum(f"{y_axes},{w_axes}->{x_axes}", dy, w, x.dtype)
+    if form.gradient == "none":
+        return dx, None, None, None
     # Devices exchange their shares of the sum as they are here, before any cast.
-    shares = jnp.dtype(jnp.float32) if wide else x.dtype
-    dw = _gradient_of_weights(x_axes, y_axes, w_axes, x.astype(w.dtype), dy, shares, on_cpu=barrier)
-    return (dx, None, dw) if wide else (dx, dw.astype(w.dtype), None)
+    shares = jnp.dtype(jnp.float32) if form.gradient == "float32" else x.dtype
+    dw = _gradient_of_weights(x_axes, y_axes, w_axes, x.astype(form.operands), dy, shares, on_cpu=form.barrier)
+    return (dx, None, dw, None) if form.gradient == "float32" else (dx, dw.astype(form.operands), None, None)
 
 
 _product.defvjp(_forward, _backward)

@@ -89,6 +89,7 @@ def _copies(head: AnyWeight, rules: ShardingRules) -> AnyWeight:
     """A copy of the head for each device's piece of the batch, [n, V, D]."""
     if not isinstance(head, Weight):
         return rules.weight_copies(head, "vocab", "width")
+    assert head.sums is not None  # who wants none has no Weight of the head
     value = rules.weight_copies(head.value, "vocab", "width")
     return Weight(value, rules.sums_of_copies(head.sums, "vocab", "width"))
 
@@ -98,7 +99,7 @@ def _fused(
     hidden: jax.Array, head: AnyWeight, targets: jax.Array, *, temperature: float, chunk: int, rules: ShardingRules
 ) -> TokenLogprobs:
     """`token_logprobs` of one device's rows, by the kernels; interpreted on a CPU."""
-    value, sums = head if isinstance(head, Weight) else (head, None)
+    value, sums = (head.value, head.sums) if isinstance(head, Weight) else (head, None)
     options = HeadOptions(
         scale=1 / temperature,
         chunk=chunk * FLOAT32_BYTES // value.dtype.itemsize,

@@ -127,13 +127,7 @@ def extend(
 
 @jax.named_scope("cache")
 def _append(
-    cache: Cache,
-    layer: jax.Array,
-    tables: jax.Array,
-    starts: jax.Array,
-    counts: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    cache: Cache, layer: jax.Array, tables: jax.Array, starts: jax.Array, counts: jax.Array, k: jax.Array, v: jax.Array
 ) -> Cache:
     """One token of each row: the TPU writes a head each, rows of Q, in place."""
     page = jnp.take_along_axis(tables, (starts // cache.page_tokens)[:, None], axis=1, mode="clip")  # [R, 1]
@@ -150,13 +144,7 @@ def _append(
 
 @jax.named_scope("cache")
 def _write(
-    cache: Cache,
-    layer: jax.Array,
-    tables: jax.Array,
-    starts: jax.Array,
-    counts: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    cache: Cache, layer: jax.Array, tables: jax.Array, starts: jax.Array, counts: jax.Array, k: jax.Array, v: jax.Array
 ) -> Cache:
     """T tokens of each row, by whole pages: what stands in them already stays."""
     (R, T, K, Q), P = k.shape, cache.page_tokens

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tiny_models import rules_on
 
-from podium.models.linear import make_linear, product
+from podium.models.linear import Weight, as_bits, make_linear, of_bits, product
 
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 SIZES = {"b": 2, "t": 5, "d": 8, "h": 4, "q": 3, "f": 6, "v": 11}
@@ -53,3 +53,32 @@ def test_the_result_is_in_the_format_of_the_activations():
     linear = make_linear(rules_on("dp:1", 1))
     assert linear("btd,df->btf", x, w).dtype == FLOAT32
     assert linear("btd,df->btf", x.astype(BFLOAT16), w).dtype == BFLOAT16
+
+
+def through_layers(x, stored, sums, *, kept):
+    """Sum of squares of what leaves three layers in bfloat16 whose weights are stored so."""
+    linear = make_linear(rules_on("dp:1", 1))
+
+    def layer(x, given):
+        stored, sums = given
+        return linear("btd,df->btf", x, Weight(of_bits(stored).astype(BFLOAT16), sums, stored if kept else None)), None
+
+    return jnp.sum(jax.lax.scan(layer, x, (stored, sums))[0] ** 2)
+
+
+@pytest.mark.parametrize("make", [as_bits, lambda w: w.astype(FLOAT32)], ids=["bits", "float32"])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_loop_over_layers_keeps_no_stack_of_weights_that_it_was_given(make, frozen):
+    """And the numbers are the same bit for bit."""
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.standard_normal((2, 5, 8)), FLOAT32)
+    stored = make(jnp.asarray(random.standard_normal((3, 8, 8)), BFLOAT16))
+    sums = None if frozen else jnp.zeros((3, 8, 8), FLOAT32)
+    found, stacks = [], []
+    for kept in (True, False):
+        gradient = jax.value_and_grad(lambda x, sums: through_layers(x, stored, sums, kept=kept), argnums=(0, 1))  # noqa: B023
+        found.append(gradient(x, sums))
+        loops = [each for each in jax.make_jaxpr(gradient)(x, sums).eqns if each.primitive is jax.lax.scan_p]
+        stacks.append(sum(y.aval.shape == stored.shape for y in loops[0].outvars))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert stacks == [0, 1]
