@@ -54,6 +54,8 @@ TASKS: dict[str, dict[str, Any]] = {
         "train": {"row_tokens": 480},
     },
 }
+EVAL = {"questions": 40, "every_steps": 0}
+"""Beside the curve of rewards: 40 held-out questions, before and after."""
 LENGTHS: dict[str, Any] = {"rollout": {"max_prompt_tokens": 256, "max_new_tokens": 32}, "train": {"row_tokens": 512}}
 
 
@@ -79,7 +81,7 @@ def settings(name: str, *, control: bool) -> dict[str, Any]:
 def measure(name: str, seed: int, folder: Path, steps: int, *, control: bool) -> dict[str, Any]:
     """A run's rise of the part that is learned."""
     label = f"{name}-{'control' if control else seed}"
-    options = {"name": label, "runs_dir": str(folder), "seed": seed, "steps": steps}
+    options = {"name": label, "runs_dir": str(folder), "seed": seed, "steps": steps, "eval": EVAL}
     run = train(CONFIG, **options, **settings(name, control=control))
     key = f"train-reward/func/{learned(name)}/mean"
     values = [line[key] for line in run.metrics if key in line]

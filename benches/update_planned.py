@@ -1,0 +1,95 @@
+"""Which share of a TPU's peak updates reach, planned: every program compiled for a v6e-8 that is not there.
+
+    python -m benches.update_planned [CASE ...]            (minutes of two cores a case; compilations are kept)
+
+Qwen2.5-3B and 7B, rows of 4,096 tokens that are full and rows of GSM8K's lengths, in the settings that the closed form
+finds fastest. The share is `podium plan`'s: 6N operations per real token, prompts of a group once, and causal
+attention, over the published peak, as a range by the shares of the roofline that chips are taken to reach. Writes benches/results/update-planned.json and its part of
+docs/planner.md; exit status 1 where a bar is missed: 0.50 with full rows, 0.45 with GSM8K's.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from benches.record import arguments, record, write_section
+from podium.accelerators import GIB, find_accelerator
+from podium.plan.planner import make_plan
+from podium.settings import load_settings
+
+ROOT = Path(__file__).parents[1]
+NAME, TPU = "update-planned", "v6e-8"
+FULL = "fixed:490"  # eight completions of 490 tokens and their prompt fill a row of 4,096
+CASES: dict[str, tuple[str, str, int, int, int]] = {
+    # name: the model, lengths, tokens of a row, rows of a chip, prompts of a step
+    "3B, 4,096": ("Qwen/Qwen2.5-3B-Instruct", FULL, 4096, 16, 128),
+    "7B, 4,096": ("Qwen/Qwen2.5-7B-Instruct", FULL, 4096, 8, 128),
+    "3B, GSM8K": ("Qwen/Qwen2.5-3B-Instruct", "gsm8k", 2048, 32, 512),
+    "7B, GSM8K": ("Qwen/Qwen2.5-7B-Instruct", "gsm8k", 2048, 16, 512),
+}
+BARS = {FULL: 0.50, "gsm8k": 0.45}
+HEADS = ("model, lengths", "tokens a row", "rows a chip", "update, s", "memory, GiB", "share of the peak")
+
+
+def measure(name: str) -> dict[str, Any]:
+    """One line of the table."""
+    model, lengths, tokens, rows, prompts = CASES[name]
+    settings = [
+        f"model={model}",
+        f"prompts_per_step={prompts}",
+        "group_size=8",
+        "train.remat=offload",
+        f"train.row_tokens={tokens}",
+        f"train.rows_per_device={rows}",
+    ]
+    config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], settings, {}).config
+    plan = make_plan(config, find_accelerator(TPU), lengths=lengths)
+    update = plan.phase("update")
+    assert plan.mfu and update.seconds
+    return {
+        "settings": settings,
+        "lengths": lengths,
+        "verdict": plan.verdict,
+        "update_gib": update.bytes / GIB,
+        "update_s": update.seconds.value,
+        "bound_by": update.bound_by,
+        "micro_batches": plan.micro_batches,
+        "share": {"value": plan.mfu.value, "low": plan.mfu.low, "high": plan.mfu.high},
+        "executed_over_closed_form": update.flops / update.closed_form_flops,
+    }
+
+
+def table(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Markdown."""
+    lines = [f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
+    for name, row in found.items():
+        _, _, tokens, rows, _ = CASES[name]
+        low, value, high = (f"{row['share'][each]:.2f}" for each in ("low", "value", "high"))
+        sizes = [f"{row['update_s']:.2f}", f"{row['update_gib']:.1f}"]
+        lines.append(f"| {' | '.join([name, f'{tokens:,}', str(rows), *sizes, f'{value} ({low}-{high})'])} |")
+    return lines
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], metavar="CASE", help="; ".join(CASES))
+    args = parser.parse_args()
+    path: Path = args.results / f"{NAME}.json"
+    known = json.loads(path.read_text())["updates"] if path.exists() else {}
+    for name in args.cases or CASES:
+        known[name] = measure(name)
+        print(f"{name}: {known[name]}", flush=True)
+    found = {name: known[name] for name in CASES if name in known}
+    met = {
+        name: row["verdict"] != "does_not_fit" and row["share"]["value"] >= BARS[row["lengths"]]
+        for name, row in found.items()
+    }
+    record(NAME, {"updates": found, "bars": BARS, "met": met}, args.results, packages=["libtpu"])
+    write_section(ROOT / "docs" / "planner.md", "updates", table(found))
+    print(*table(found), sep="\n")
+    sys.exit(not all(met.values()))
+
+
+if __name__ == "__main__":
+    main()
