@@ -4,8 +4,9 @@
 
 Qwen2.5-3B and 7B, rows of 4,096 tokens that are full and rows of GSM8K's lengths, in the settings that the closed form
 finds fastest. The share is `podium plan`'s: 6N operations per real token, prompts of a group once, and causal
-attention, over the published peak, as a range by the shares of the roofline that chips are taken to reach. Writes benches/results/update-planned.json and its part of
-docs/planner.md; exit status 1 where a bar is missed: 0.50 with full rows, 0.45 with GSM8K's.
+attention, over the published peak, as a range by the shares of the roofline that chips are taken to reach. Writes
+benches/results/update-planned.json and its part of docs/planner.md; exit status 1 where a bar is missed: 0.50 with full
+rows, 0.45 with GSM8K's.
 """
 
 import json
