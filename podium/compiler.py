@@ -6,7 +6,7 @@ from collections.abc import Mapping
 # Gathers beside products: of an update of Qwen2.5-3B on v6e-8 with 8 rows a chip, 8.2 of 10.3 GB of them, and transfers
 # that nothing hides take 1 % of its planned seconds (benches/results/rows-planned.json); without them no gather
 # runs beside anything. The effect of each alone has not been measured.
-TPU_OPTIONS: Mapping[str, str] = {
+TPU_OPTIONS = {
     "xla_tpu_enable_async_collective_fusion": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
@@ -16,7 +16,13 @@ TPU_OPTIONS: Mapping[str, str] = {
 # The compiler counts arrays in the host's memory as the device's when it decides what to make again: without more room
 # an update of Qwen2.5-7B on v6e-4 with its moments there takes 26.5 of 31.25 GiB and does 43 % more operations, with it
 # 26.5 GiB and none. Beyond the real limit a program does not fit then, instead of being slow.
-OFFLOADED_OPTIONS: Mapping[str, str] = {"xla_jf_rematerialization_percent_shared_memory_limit": "200"}
+OFFLOADED_OPTIONS = {"xla_jf_rematerialization_percent_shared_memory_limit": "200"}
+# With many tokens a chip a product whose weights come in pieces, chip by chip, reads and writes its results with each
+# of them. Weights that come whole make the update of Qwen2.5-3B with 65,536 tokens a v6e chip 2.37 s instead of 2.60 by
+# the roofline, with 20,480 0.78 for 0.80, with 6,144 0.30 for 0.25, as less of their transfers is hidden; of 7B with
+# 32,768 2.53 for 2.51 in 1.8 GiB less. (benches/results/update-planned.json has what it comes to.)
+WHOLE_GATHERS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+WHOLE_GATHERS_FROM = 32_768
 # Less memory before more at once: one micro-batch of 8 rows of Qwen2.5-0.5B takes 8.9 GB instead of 10.8, as logits are
 # gone before gradients begin (benches/results/memory-cpu.json); CPU seconds of an update stayed what they were.
 CPU_OPTIONS: Mapping[str, str] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
@@ -30,16 +36,19 @@ FUSION_EMITTERS_UNTIL = (0, 11)
 """jaxlib 0.10 can go without them, 0.12 has no such flag and ends a process that sets it. 0.11 was not tried."""
 
 
-def compiler_options(platform: str, libtpu: str | None = None, *, offloaded: bool = False) -> dict[str, str]:
+def compiler_options(
+    platform: str, libtpu: str | None = None, *, offloaded: bool = False, tokens: int = 0
+) -> dict[str, str]:
     """Options of the trainer's programs, for jax's platform (cpu, gpu, tpu) and a libtpu: by default, the one here.
 
     A libtpu that refuses gathers beside products makes the program without them. `offloaded`: of a program whose
-    arguments are in the host's memory too.
+    arguments are in the host's memory too. `tokens`: of an update, as `tokens_per_gather` counts them.
     """
     if platform != "tpu":
         return dict(CPU_OPTIONS) if platform == "cpu" else {}
     refused = {FUSED_GATHERS} if _numbers(libtpu or installed_libtpu()) >= FUSED_GATHERS_UNTIL else set()
-    options = {**TPU_OPTIONS, **(OFFLOADED_OPTIONS if offloaded else {})}
+    options = TPU_OPTIONS | (OFFLOADED_OPTIONS if offloaded else {})
+    options |= WHOLE_GATHERS if tokens >= WHOLE_GATHERS_FROM else {}
     return {name: value for name, value in options.items() if name not in refused}
 
 

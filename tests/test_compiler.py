@@ -1,6 +1,15 @@
 import pytest
 
-from podium.compiler import FUSED_GATHERS, OFFLOADED_OPTIONS, TPU_OPTIONS, compiler_options
+from podium.compiler import (
+    FUSED_GATHERS,
+    OFFLOADED_OPTIONS,
+    TPU_OPTIONS,
+    WHOLE_GATHERS,
+    WHOLE_GATHERS_FROM,
+    compiler_options,
+)
+from podium.config.schema import Config
+from podium.config.sizes import tokens_per_gather
 
 
 @pytest.mark.parametrize(
@@ -21,3 +30,16 @@ def test_only_programs_with_arrays_in_the_hosts_memory_have_more_room_before_som
     assert {**compiler_options("tpu"), **OFFLOADED_OPTIONS} == compiler_options("tpu", offloaded=True)
     assert compiler_options("gpu", offloaded=True) == compiler_options("gpu")
     assert not OFFLOADED_OPTIONS.keys() & compiler_options("tpu").keys()
+
+
+def test_weights_come_whole_where_a_device_has_many_tokens_for_them():
+    few, many = (compiler_options("tpu", tokens=WHOLE_GATHERS_FROM - more) for more in (1, 0))
+    assert {**few, **WHOLE_GATHERS} == many != few == compiler_options("tpu")
+    assert compiler_options("cpu", tokens=WHOLE_GATHERS_FROM) == compiler_options("cpu")
+
+
+@pytest.mark.parametrize(("sp", "tp", "tokens"), [(1, 1, 4096), (4, 1, 1024), (1, 2, 0)])
+def test_tokens_for_which_weights_are_gathered_are_those_of_a_devices_rows(sp, tp, tokens):
+    settings = {"model": "none", "tasks": [{"name": "arithmetic"}], "train": {"rows_per_device": 8}}
+    config = Config.model_validate({**settings, "rollout": {"max_prompt_tokens": 128, "max_new_tokens": 384}})
+    assert tokens_per_gather(config, sp=sp, tp=tp) == tokens

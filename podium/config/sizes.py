@@ -28,6 +28,11 @@ def row_groups(config: Config) -> int:
     return min(groups for groups in range(1, rows + 1) if rows % groups == 0 and rows // groups <= most)
 
 
+def tokens_per_gather(config: Config, *, sp: int, tp: int) -> int:
+    """Tokens of a device for which it gathers a layer's weights once; 0 where heads split the weights."""
+    return rows_per_device(config) * row_tokens(config) // sp if tp == 1 else 0
+
+
 def optimizer_steps(config: Config) -> int:
     """Optimizer steps of the whole run, which its schedule spans."""
     return config.steps * config.algorithm.updates_per_batch * config.algorithm.minibatches

@@ -121,13 +121,7 @@ class RunDir:
     """The folder of the run that this process trains; one process has it open and writes there, until `close`."""
 
     def __init__(
-        self,
-        home: Path,
-        lock: IO[str] | None,
-        *,
-        continued: bool,
-        fork: Fork | None,
-        mirror: Mirror | None = None,
+        self, home: Path, lock: IO[str] | None, *, continued: bool, fork: Fork | None, mirror: Mirror | None = None
     ):
         """Use `RunDir.open` or `RunDir.follow`."""
         self.home = home

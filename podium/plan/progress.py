@@ -8,10 +8,7 @@ from podium.plan.result import Plan
 
 
 def follow(
-    machine: str,
-    say: Callable[[str], None],
-    update: Callable[[str], None],
-    estimated: Callable[[], Plan] | None,
+    machine: str, say: Callable[[str], None], update: Callable[[str], None], estimated: Callable[[], Plan] | None
 ) -> OnProgress:
     """Shows how compilation goes on, and what the closed form says meanwhile, if that is asked for.
 

@@ -24,6 +24,7 @@ from podium.accelerators import Accelerator
 from podium.compiler import compiler_options
 from podium.config.mesh import AXES, mesh_shape
 from podium.config.schema import Config
+from podium.config.sizes import tokens_per_gather
 from podium.files import write_atomically
 from podium.hlo.cost import ProgramCost, Work, unknown_loops, walk
 from podium.hlo.memory import BETWEEN, Memory, OutOfMemory, largest, measure
@@ -109,7 +110,8 @@ def main(job_file: str, result_file: str, parent: str) -> None:
 
     job = JOB.validate_json(Path(job_file).read_bytes())
     try:
-        mesh = make_mesh(_mesh(job), _devices(job.accelerator))
+        shape = ",".join(f"{axis}:{size}" for axis, size in _mesh_shape(job).items())
+        mesh = make_mesh(shape, _devices(job.accelerator))
         program = phase_programs(job.config, job.decoder, mesh)[job.phase]
         lowered = program.lower()
     except ValueError as error:
@@ -190,11 +192,11 @@ def _raised_here(error: Exception) -> bool:
     return Path(innermost).is_relative_to(Path(__file__).parents[1])
 
 
-def _mesh(job: Job) -> str:
+def _mesh_shape(job: Job) -> dict[str, int]:
     """The mesh with its sizes: devices that are not there do not say which machine they are of."""
     machine = job.accelerator
     sizes = mesh_shape(job.config.mesh, devices=machine.devices, hosts=machine.hosts, slices=machine.slices)
-    return ",".join(f"{axis}:{size}" for axis, size in zip(AXES, sizes, strict=True))
+    return dict(zip(AXES, sizes, strict=True))
 
 
 def _devices(accelerator: Accelerator) -> list[Any]:
@@ -209,8 +211,10 @@ def _devices(accelerator: Accelerator) -> list[Any]:
 
 def _build(lowered: Any, job: Job) -> tuple[_Built, str]:
     """The compiled program and its text, from disk if the same was compiled before, as far as it is asked for now."""
-    offloaded = job.config.train.offload_optimizer
-    options = compiler_options(job.accelerator.platform, offloaded=offloaded)  # the programs' own, which no text has
+    offloaded, shape = job.config.train.offload_optimizer, _mesh_shape(job)
+    tokens = tokens_per_gather(job.config, sp=shape["sp"], tp=shape["tp"])
+    # The programs' own, which no text has.
+    options = compiler_options(job.accelerator.platform, offloaded=offloaded, tokens=tokens)
     key = key_of([lowered.as_text(), options, target_of(job.accelerator)], job.accelerator)
     record, module = job.programs / f"{key}.json", job.programs / f"{key}.hlo.gz"
     if record.exists():

@@ -219,12 +219,7 @@ class _Shards:
 
 
 def _lowest_kept(
-    logits: jax.Array,
-    highest: jax.Array,
-    temperature: jax.Array,
-    rows: SamplingRows,
-    live: jax.Array,
-    shards: _Shards,
+    logits: jax.Array, highest: jax.Array, temperature: jax.Array, rows: SamplingRows, live: jax.Array, shards: _Shards
 ) -> jax.Array:
     """The least logit of [S, V] that top-k and top-p keep, [S]; no search where no live row is cut by it.
 

@@ -43,10 +43,7 @@ def make_task(config: TaskConfig) -> Task:
     for name, value in config.options.items():
         _check_type(f"{config.name}: options.{name}", value, hints.get(name, Any))
     source = TaskSource(
-        path=config.path,
-        eval_path=config.eval_path,
-        train_split=config.train_split,
-        eval_split=config.eval_split,
+        path=config.path, eval_path=config.eval_path, train_split=config.train_split, eval_split=config.eval_split
     )
     return constructor(source, **config.options)
 

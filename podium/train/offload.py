@@ -60,12 +60,7 @@ def check_host_memory(mesh: Mesh) -> None:
 
 
 def apply_gradients(
-    optimizer: optax.GradientTransformation,
-    grads: Params,
-    opt_state: optax.OptState,
-    params: Params,
-    *,
-    streamed: bool,
+    optimizer: optax.GradientTransformation, grads: Params, opt_state: optax.OptState, params: Params, *, streamed: bool
 ) -> tuple[Params, optax.OptState, jax.Array]:
     """The parameters and the optimizer's state after an update, and the update's norm.
 

@@ -11,7 +11,7 @@ from podium.config.attention import attention_backend
 from podium.config.head import head_kind
 from podium.config.lora import LoraConfig
 from podium.config.schema import Config
-from podium.config.sizes import optimizer_steps, row_groups
+from podium.config.sizes import optimizer_steps, row_groups, tokens_per_gather
 from podium.models.adapters import base_of, make_quantise
 from podium.models.architecture import DecoderConfig, make_lora
 from podium.models.hf import load_params
@@ -75,6 +75,7 @@ def make_train_settings(config: Config, decoder: DecoderConfig, mesh: Mesh) -> T
         attention=attention_backend(config.train.attention, mesh.devices.flat[0].platform),
         row_groups=row_groups(config),
         reduce_dtype=jnp.dtype(config.train.reduce_dtype),
+        tokens=tokens_per_gather(config, sp=mesh.shape["sp"], tp=mesh.shape["tp"]),
         head_dtype=None if config.train.head_dtype == "auto" else jnp.dtype(config.train.head_dtype),
     )
 

@@ -48,6 +48,7 @@ class TrainSettings(NamedTuple):
     row_groups: int = 1  # that a layer computes one after the other
     reduce_dtype: jnp.dtype = jnp.dtype(jnp.float32)  # of gradients between devices, and of the head's over chunks
     head_dtype: jnp.dtype | None = None  # of the head's operands; None: `dtype`
+    tokens: int = 0  # `tokens_per_gather` of the config
 
     @property
     def platform(self) -> str:
@@ -146,7 +147,9 @@ def make_train_step(settings: TrainSettings, recipe: Recipe, optimizer: optax.Gr
         train_step,
         donate_argnames="state",
         out_shardings=(state_shardings, None),
-        compiler_options=compiler_options(settings.platform, offloaded=isinstance(optimizer, Offloaded)),
+        compiler_options=compiler_options(
+            settings.platform, offloaded=isinstance(optimizer, Offloaded), tokens=settings.tokens
+        ),
     )
 
 
