@@ -20,7 +20,8 @@ OFFLOADED_OPTIONS = {"xla_jf_rematerialization_percent_shared_memory_limit": "20
 # With many tokens a chip a product whose weights come in pieces, chip by chip, reads and writes its results with each
 # of them. Weights that come whole make the update of Qwen2.5-3B with 65,536 tokens a v6e chip 2.37 s instead of 2.60 by
 # the roofline, with 20,480 0.78 for 0.80, with 6,144 0.30 for 0.25, as less of their transfers is hidden; of 7B with
-# 32,768 2.53 for 2.51 in 1.8 GiB less. (benches/results/update-planned.json has what it comes to.)
+# 32,768 2.53 for 2.51 in 1.8 GiB less. Where groups of rows share a layer's weights it is no gain (7B on v4-16: a tenth
+# slower).
 WHOLE_GATHERS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 WHOLE_GATHERS_FROM = 32_768
 # Less memory before more at once: one micro-batch of 8 rows of Qwen2.5-0.5B takes 8.9 GB instead of 10.8, as logits are

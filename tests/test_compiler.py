@@ -38,8 +38,11 @@ def test_weights_come_whole_where_a_device_has_many_tokens_for_them():
     assert compiler_options("cpu", tokens=WHOLE_GATHERS_FROM) == compiler_options("cpu")
 
 
-@pytest.mark.parametrize(("sp", "tp", "tokens"), [(1, 1, 4096), (4, 1, 1024), (1, 2, 0)])
-def test_tokens_for_which_weights_are_gathered_are_those_of_a_devices_rows(sp, tp, tokens):
-    settings = {"model": "none", "tasks": [{"name": "arithmetic"}], "train": {"rows_per_device": 8}}
+@pytest.mark.parametrize(
+    ("sp", "tp", "chunk", "tokens"), [(1, 1, None, 4096), (4, 1, None, 1024), (1, 2, None, 0), (1, 1, 1024, 0)]
+)
+def test_tokens_for_which_weights_are_gathered_are_those_of_a_devices_rows(sp, tp, chunk, tokens):
+    train = {"rows_per_device": 8, "layer_chunk_tokens": chunk}
+    settings = {"model": "none", "tasks": [{"name": "arithmetic"}], "train": train}
     config = Config.model_validate({**settings, "rollout": {"max_prompt_tokens": 128, "max_new_tokens": 384}})
     assert tokens_per_gather(config, sp=sp, tp=tp) == tokens

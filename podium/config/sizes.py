@@ -29,8 +29,8 @@ def row_groups(config: Config) -> int:
 
 
 def tokens_per_gather(config: Config, *, sp: int, tp: int) -> int:
-    """Tokens of a device for which it gathers a layer's weights once; 0 where heads split the weights."""
-    return rows_per_device(config) * row_tokens(config) // sp if tp == 1 else 0
+    """Tokens of a device in a product with gathered weights; 0 where heads split them, or groups of rows share them."""
+    return rows_per_device(config) * row_tokens(config) // sp if tp == row_groups(config) == 1 else 0
 
 
 def optimizer_steps(config: Config) -> int:
