@@ -7,7 +7,7 @@ is `podium.hlo.cost`, what they hold is `podium.hlo.memory`. No jax.
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 
 HBM = 0  # the memory space of arrays in a device's main memory; others are caches inside the chip, or the host
@@ -166,8 +166,7 @@ def parse(text: str) -> Module:
     computations: dict[str, Computation] = {}
     entry = ""
     for title, lines in _blocks(text):
-        instructions = {each.name: each for each in map(_instruction, lines)}
-        computations[title[2]] = Computation(title[2], instructions)
+        computations[title[2]] = Computation(title[2], _with_elements(map(_instruction, lines)))
         entry = title[2] if title[1] else entry
     if not entry:
         raise ValueError(f"module {header[1]} has no entry computation: its text is not whole")
@@ -238,7 +237,27 @@ def _instruction(line: str) -> Instruction:
     )
 
 
-_OPERAND = re.compile(r"%([\w.-]+)")
+_OPERAND = re.compile(r"%([\w.-]+(?:#\d+)*)")
+
+
+def _with_elements(instructions: Iterable[Instruction]) -> dict[str, Instruction]:
+    """Instructions by name, with one for each element of a tuple that newer compilers write as `%tuple#index`."""
+    found: dict[str, Instruction] = {}
+    for each in instructions:
+        for operand in each.operands:
+            for end in (found.start() for found in re.finditer("#|$", operand)):
+                whole, _, index = (name := operand[:end]).rpartition("#")
+                if whole and name not in found:
+                    kind = found[whole].type
+                    assert not isinstance(kind, Shape), name
+                    element = {
+                        "type": kind[int(index)],
+                        "opcode": "get-tuple-element",
+                        "attributes": f", index={index}",
+                    }
+                    found[name] = Instruction(name=name, operands=(whole,), literal="", is_root=False, **element)
+        found[each.name] = each
+    return found
 
 
 def _type(text: str, at: int) -> tuple[Type, int]:

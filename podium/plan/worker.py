@@ -148,6 +148,10 @@ def looped_work(module: Module, mesh: Mapping[str, int], blocks: float = 1.0, **
     trips = {loop: blocks for loop in unknown_loops(module) if ATTENTION in loop}
     trips |= {loop: 1.0 for loop in unknown_loops(module) if OPTIMIZER in loop}
     loops = [loop for loop in unknown_loops(module) if loop not in trips]
+    if len(loops) > 1:
+        raise ValueError(
+            f"the text of {module.name} does not say how often its loops run: {loops}; only one may be open"
+        )
     one, two = (walk(module, mesh, trips=trips | dict.fromkeys(loops, rounds), **options).works for rounds in (1, 2))
     times: dict[Work, tuple[float, float]] = {}
     for first, second in zip(one, two, strict=True):

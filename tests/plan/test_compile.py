@@ -1,6 +1,7 @@
 import dataclasses
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -324,6 +325,35 @@ def test_rounds_of_a_loop_are_counted_when_they_are_known():
         assert moved == pytest.approx(whole.hbm_bytes)
     assert any(each.once for each in works)
     assert any(each.each for each in works)
+
+
+def written_short(text: str) -> str:
+    """As libtpu 0.0.50 writes it: elements of tuples are no instructions of their own, but `%tuple#index`."""
+    element = re.compile(r"^ +%([\w.-]+) = .* get-tuple-element\(%([\w.-]+)\), index=(\d+).*\n", re.MULTILINE)
+    short = {name: f"%{whole}#{index}" for name, whole, index in element.findall(text)}
+
+    def written(name: str) -> str:
+        whole, index, number = short[name].partition("#") if name in short else (f"%{name}", "", "")
+        return (written(whole[1:]) if index else whole) + index + number
+
+    return re.sub(r"%([\w.-]+)", lambda found: written(found[1]), element.sub("", text))
+
+
+@pytest.mark.parametrize("name", ["decode", "stack", "stack_overlapping"])
+def test_newer_compilers_text_says_the_same(name):
+    text = (GOLDEN / f"{name}.hlo").read_text()
+    short = written_short(text)
+    assert text.count(" get-tuple-element(") > 10 > short.count(" get-tuple-element(") and "#" in short
+    old, new = (parse(each) for each in (text, short))
+    assert list(new.loops.values()) == list(old.loops.values())
+    assert set(looped_work(new, {"fsdp": 8})) == set(looped_work(old, {"fsdp": 8}))
+    assert named_memory(new, 10**9)[0] == named_memory(old, 10**9)[0]
+
+
+def test_more_than_one_loop_that_runs_nobody_knows_how_often_is_an_error():
+    text = (GOLDEN / "stack.hlo").read_text().replace("known_trip_count", "").replace("direction=LT", "direction=NE")
+    with pytest.raises(ValueError, match="does not say how often its loops run"):
+        looped_work(parse(text), {"fsdp": 8})
 
 
 @pytest.mark.parametrize("more", [-60_000, 0, 10**8])
