@@ -150,7 +150,8 @@ def looped_work(module: Module, mesh: Mapping[str, int], blocks: float = 1.0, **
     loops = [loop for loop in unknown_loops(module) if loop not in trips]
     if len(loops) > 1:
         raise ValueError(
-            f"the text of {module.name} does not say how often its loops run: {loops}; only one may be open"
+            f"the compiler's text of {module.name} does not say how often its loops run: {loops}; take the versions of"
+            " jax and libtpu in constraints.txt, or plan with --fast"
         )
     one, two = (walk(module, mesh, trips=trips | dict.fromkeys(loops, rounds), **options).works for rounds in (1, 2))
     times: dict[Work, tuple[float, float]] = {}
