@@ -245,17 +245,15 @@ def _with_elements(instructions: Iterable[Instruction]) -> dict[str, Instruction
     found: dict[str, Instruction] = {}
     for each in instructions:
         for operand in each.operands:
-            for end in (found.start() for found in re.finditer("#|$", operand)):
-                whole, _, index = (name := operand[:end]).rpartition("#")
-                if whole and name not in found:
+            for mark in re.finditer(r"#(\d+)", operand):  # of an element of an element, several
+                whole, name = operand[: mark.start()], operand[: mark.end()]
+                if name not in found:
                     kind = found[whole].type
                     assert not isinstance(kind, Shape), name
-                    element = {
-                        "type": kind[int(index)],
-                        "opcode": "get-tuple-element",
-                        "attributes": f", index={index}",
-                    }
-                    found[name] = Instruction(name=name, operands=(whole,), literal="", is_root=False, **element)
+                    index = int(mark[1])
+                    found[name] = Instruction(
+                        name, kind[index], "get-tuple-element", (whole,), "", f", index={index}", is_root=False
+                    )
         found[each.name] = each
     return found
 
