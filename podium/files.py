@@ -101,22 +101,23 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     while len(lines) > 1 and (not lines[-1] or b"\0" in lines[-1]) and b"\0" in lines[-2]:
         lines[-2:] = [b""]
     complete, torn = lines[:-1], lines[-1]
-    records = [_parse(line, f"{path}:{number}") for number, line in enumerate(complete, start=1)]
+    records = [parse_object(line, f"{path}:{number}") for number, line in enumerate(complete, start=1)]
     if torn:
         try:  # complete but for its line end
-            records.append(_parse(torn, str(path)))
+            records.append(parse_object(torn, str(path)))
         except RunFileError:
             return records
     return records
 
 
-def _parse(line: bytes, where: str) -> dict[str, Any]:
+def parse_object(line: bytes, where: str) -> dict[str, Any]:
+    """The JSON object of a line. Raises RunFileError, which names where the line is, for anything else."""
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise RunFileError(f"{where} is not a line of JSON ({error}); repair it or delete the line") from error
+        raise RunFileError(f"{where}: not a line of JSON: {error}; repair it or delete the line") from error
     if not isinstance(record, dict):
-        raise RunFileError(f"{where} holds {line[:40]!r} and each line must be an object; repair it or delete the line")
+        raise RunFileError(f"{where}: expected a JSON object, got {line[:40]!r}; repair it or delete the line")
     return record
 
 

@@ -78,7 +78,7 @@ def test_a_last_line_that_lacks_only_its_end_is_kept(tmp_path):
 def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path, broken):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + broken + b'{"step": 2}\n')
-    with pytest.raises(RunFileError, match=r"metrics\.jsonl:2 .*repair it"):
+    with pytest.raises(RunFileError, match=r"metrics\.jsonl:2: .*repair it"):
         read_lines(path)
 
 

@@ -21,7 +21,7 @@ from podium.tasks.question_sets import math_equal
 from podium.train.evaluate import evaluate_weights
 from podium.train.feed import request_seed
 from podium.train.generate import Rollouts
-from podium.train.platform import prepare_platform
+from podium.train.platform import giving_back_memory, prepare_platform
 from podium.train.setup import load_parts, make_model
 
 Answer = Completion
@@ -89,7 +89,7 @@ def generate(
 @contextlib.contextmanager
 def open_model(model: str | Path, *, max_new_tokens: int, slots: int, **settings: Any) -> Iterator[Rollouts]:
     """An engine with the weights of a model or a run, for answers of at most so many tokens."""
-    fork = _run(model)
+    fork = run_of(model)
     prepare_platform()
     devices = jax.local_device_count()  # slots and rows are split over all
     rounded = {"slots": slots, "prefill_rows": min(4, slots)}
@@ -107,7 +107,8 @@ def open_model(model: str | Path, *, max_new_tokens: int, slots: int, **settings
         os.environ,
     ).config
     opened = make_model(config)
-    with contextlib.closing(Rollouts(config, opened.decoder, opened.tokenizer, opened.mesh)) as rollouts:
+    rollouts = Rollouts(config, opened.decoder, opened.tokenizer, opened.mesh)
+    with giving_back_memory(), contextlib.closing(rollouts):
         rollouts.load(*load_parts(opened, fork))
         yield rollouts
 
@@ -136,7 +137,7 @@ def evaluate(
     Raises:
         ValueError: something of this is wrong.
     """
-    fork = _run(model)
+    fork = run_of(model)
     given = [] if fork else [Override("model", str(model), "argument model")]
     known = read_config(as_path(fork.run)) if fork else None
     if data is None and known is None:
@@ -155,11 +156,12 @@ def evaluate(
             given.append(Override("tasks", tasks, "podium.evaluate"))
         files = [as_path(fork.run) / CONFIG] if fork else []
         config = load_settings(files, [*given, *overrides(settings)], os.environ).config
-        evaluation, step = evaluate_weights(config, fork)
+        with giving_back_memory():
+            evaluation, step = evaluate_weights(config, fork)
         return Evaluated(dict(evaluation.stats.tasks), evaluation.records(step or 0, questions=None), step)
 
 
-def _run(model: str | Path) -> Fork | None:
+def run_of(model: str | Path) -> Fork | None:
     """The run that is meant; None: a model."""
     try:
         return parse_fork(str(model))

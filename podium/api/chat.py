@@ -9,10 +9,10 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from podium.api.answers import open_model
+from podium.api.answers import open_model, run_of
 from podium.files import as_path
 from podium.models.source import read_architecture, resolve
-from podium.observe.run_dir import parse_fork, read_config
+from podium.observe.run_dir import read_config
 from podium.observe.text import printable
 from podium.rollout.request import Completion, Request, SamplingParams
 from podium.train.feed import request_seed
@@ -87,7 +87,8 @@ def chat(
 
     Raises ValueError where the model cannot be used.
     """
-    positions = read_architecture(resolve(_model_of(model))).max_positions
+    run = run_of(model)
+    positions = read_architecture(resolve(read_config(as_path(run.run)).model if run else model)).max_positions
     context = min(positions, CONTEXT_TOKENS) - CHUNK_TOKENS
     settings = {"rollout__max_prompt_tokens": context, "rollout__refill_steps": CHUNK_TOKENS}
     with open_model(model, max_new_tokens=CHUNK_TOKENS, slots=1, **settings) as rollouts:
@@ -140,11 +141,3 @@ def shaded(pieces: Sequence[str], logprobs: Sequence[float]) -> Text:
         style = "bold red" if share < 0.1 else "yellow" if share < 0.5 else ""
         text.append(printable(piece), style=style).append(f"{share:.0%} ", style="dim")
     return text.append(f"\nmean log-probability {float(np.mean(logprobs)):.3f} of {len(pieces)} tokens", style="dim")
-
-
-def _model_of(model: str) -> str:
-    """The model that a run began with, or the model itself."""
-    try:
-        return read_config(as_path(parse_fork(model).run)).model
-    except ValueError:
-        return model

@@ -95,9 +95,11 @@ def _train(config: Config, fork: Fork | None, on_step: "OnStep | None") -> Run:
     print(f"run {config.runs_dir}/{config.name}: loading jax and the model", flush=True)
     from podium.plan.check import RunCheck
     from podium.train.loop import train as train_run
+    from podium.train.platform import giving_back_memory
     from podium.train.recorder import unheard
 
-    train_run(config, fork=fork, check=RunCheck(force=False), on_step=on_step or unheard)
+    with giving_back_memory():
+        train_run(config, fork=fork, check=RunCheck(force=False), on_step=on_step or unheard)
     return Run(as_path(config.runs_dir) / str(config.name))
 
 

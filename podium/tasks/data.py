@@ -4,13 +4,13 @@ A local path is a .jsonl or .parquet file, or a folder with one per split; witho
 """
 
 import dataclasses
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from podium.config.errors import suggestion
+from podium.files import parse_object
 from podium.tasks.answers import is_correct
 from podium.tasks.task import Prompt, TaskSource
 
@@ -148,18 +148,7 @@ def _file_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield f"{path}:{number}", _json_row(f"{path}:{number}", line)
-
-
-def _json_row(location: str, line: bytes) -> dict[str, Any]:
-    """The JSON object of one line."""
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{location}: not a line of JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{location}: expected a JSON object with columns, got {type(row).__name__}")
-    return row
+                yield f"{path}:{number}", parse_object(line, f"{path}:{number}")
 
 
 def _hub_rows(task: str, dataset: HubDataset, split: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,15 +1,17 @@
 """The machine: what is set before jax starts, its platform and how memory is kept on CPU, and what jax then has."""
 
+import contextlib
 import ctypes
 import glob
 import hashlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 
-from podium.accelerators import cpu_flags
+from podium.accelerators import CPU_INFO, cpu_flags
 
 CACHE_BYTES = 10 * 2**30
 """Of compiled programs that are kept; those not used for the longest time go first."""
@@ -52,6 +54,15 @@ def keep_freed_memory() -> None:
             mallopt(parameter, value)
 
 
+@contextlib.contextmanager
+def giving_back_memory() -> Iterator[None]:
+    """Give the kernel in the end what `keep_freed_memory` kept: the gigabytes of a run, in a Python that goes on."""
+    try:
+        yield
+    finally:
+        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
+
+
 def only_cpu() -> bool:
     """Whether jax will find nothing but the CPU; known without starting it."""
     if platforms := os.environ.get("JAX_PLATFORMS"):
@@ -64,9 +75,7 @@ def machine_text() -> str:
     devices = jax.devices()
     text = f"{len(devices)} x {devices[0].device_kind}"
     if devices[0].platform == "cpu":
-        try:
-            name = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        except OSError:
-            name = None
+        info = CPU_INFO.read_text() if CPU_INFO.exists() else ""
+        name = re.search(r"^model name\s*:\s*(.*)$", info, re.MULTILINE)
         text += f" ({f'{name[1]}, ' if name else ''}{os.cpu_count()} cores)"
     return text + (f" on {jax.process_count()} hosts" if jax.process_count() > 1 else "")

@@ -91,7 +91,7 @@ def test_parquet_is_read_like_jsonl(tmp_path):
         ((qa(), {"question": "?"}), "data.jsonl:2: no column 'answer' .*there is question"),
         (({"questions": "?", "answer": "1"},), "no column 'question' .*did you mean 'questions'"),
         ((qa(), "{'a': 1}\n"), "data.jsonl:2: not a line of JSON"),
-        ((qa(), "[1]\n"), "data.jsonl:2: expected a JSON object with columns, got list"),
+        ((qa(), "[1]\n"), "data.jsonl:2: expected a JSON object, got b'.1."),
     ],
 )
 def test_a_bad_row_is_an_error_that_names_file_and_line(tmp_path, rows, message):
