@@ -68,9 +68,14 @@ class ShardingRules:
         return _weight_copies(self.mesh, self.storage.spec(axes), self.spec(("pieces", *axes)), x)
 
     @property
+    def platform(self) -> str:
+        """Jax's name of the mesh's devices: cpu, gpu or tpu."""
+        return self.mesh.devices.flat[0].platform
+
+    @property
     def on_cpu(self) -> bool:
         """Whether the mesh is of CPUs."""
-        return self.mesh.devices.flat[0].platform == "cpu"
+        return self.platform == "cpu"
 
     def num_shards(self, axis: str) -> int:
         """Into how many parts a logical axis is split."""

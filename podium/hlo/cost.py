@@ -46,6 +46,7 @@ class Work:
     flops_f32: float = 0
     hbm_bytes: float = 0
     transfers: tuple[Transfer, ...] = ()
+    kernel: bool = False  # whether it is a Pallas kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +189,7 @@ def _work(context: _Context, each: Instruction, computation: Computation, times:
     if each.attribute("custom_call_target") in KERNELS:  # its author may declare its operations
         declared = DECLARED.search(each.attributes)
         flops = float(declared["tpu"] or declared["gpu"]) if declared else 0.0
-        work = dataclasses.replace(work, flops=flops)
+        work = dataclasses.replace(work, flops=flops, kernel=True)
     return work if any((work.flops, work.flops_f32, work.hbm_bytes, work.transfers)) else None
 
 

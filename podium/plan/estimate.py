@@ -265,7 +265,7 @@ def _rollout_residents(run: RunSizes) -> Parts:
 def _attention_flops(run: RunSizes, rows: int, length: int, products: int, *, split: int) -> int:
     """So many products of all layers' queries with keys. A TPU makes reference scores twice that do not fit."""
     decoder = run.decoder
-    pairs = rows * attended_pairs(run.attention, length)
+    pairs = int(rows * attended_pairs(run.attention, length) * run.attended)
     if run.attention == "reference" and run.platform == "tpu" and products == PRODUCTS["forward"]:
         products += F32 * pairs * decoder.heads // split >= VMEM
     return 2 * products * pairs * decoder.heads * decoder.head_dim * decoder.layers // split

@@ -28,7 +28,7 @@ from podium.plan.result import NO_TIME, BoundBy, LargeArray, Phase, Plan, Second
 from podium.plan.sizes import F32, RunSizes, make_sizes, network_bytes
 from podium.plan.topology import compiler_versions
 from podium.plan.worker import CompiledPhase, Job
-from podium.plan.workload import SequenceLengths, Workload, draw_lengths, packed_micro_batches, simulate_rollout
+from podium.plan.workload import SequenceLengths, Workload, draw_lengths, packed, simulate_rollout
 
 KINDS: Mapping[str, str] = {"prefill": "prefill", "score": "update", "update": "update"}
 """The kind of calibration of a phase; phases that are not named stream memory, as decoding does."""
@@ -54,6 +54,7 @@ class Call:
     closed_form: PhaseEstimate | None = None
     repeats: float = 0.0  # how often a step does what `closed_form` describes
     once_flops: int = 0  # of each call, before its rounds
+    attended: float = 1.0  # share of its work that attention does
 
     @property
     def closed_form_flops(self) -> float:
@@ -90,11 +91,11 @@ def make_plan(
         CompilerError: a program could not be compiled.
     """
     decoder = decoder or find_decoder(config)
-    run = make_sizes(config, decoder, accelerator)
+    run, drawn = make_sizes(config, decoder, accelerator), draw_lengths(lengths, config)
     device = _Device(accelerator, chip or _own_chip(accelerator))
-    drawn = draw_lengths(lengths, config)
     workload = simulate_rollout(drawn, config, shards=run.rollout_shards, overlap=device.chip is not None)
-    micro_batches = packed_micro_batches(drawn, config, rows=run.rows * run.dp * run.fsdp)
+    micro_batches, attended = packed(drawn, config, rows=run.rows * run.dp * run.fsdp, attention=run.attention)
+    run = dataclasses.replace(run, attended=attended)
     calls = step_calls(run, workload, micro_batches)
     jobs = [] if fast else make_jobs(config, decoder, accelerator, _slowest_first(calls), whole)
     compiled = compile_phases(jobs, progress=progress) if jobs else {}
@@ -226,9 +227,11 @@ def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Ca
         rounds = steps / calls / at_once if calls else 0.0
         decode = call(f"decode:{size}", form, calls, rounds=rounds, repeats=steps, tokens=tokens)
         found.append(dataclasses.replace(decode, once_flops=closed_form.first_flops(run, size)))
+    trained = [("update", closed_form.update_phase(run), updates)]
     if scores:
-        found.append(call("score", closed_form.score_phase(run), scores, rounds=own, repeats=scores * own))
-    return [*found, call("update", closed_form.update_phase(run), updates, rounds=own, repeats=updates * own)]
+        trained.insert(0, ("score", closed_form.score_phase(run), scores))
+    made = [call(name, form, times, rounds=own, repeats=times * own) for name, form, times in trained]
+    return [*found, *(dataclasses.replace(each, attended=run.attended) for each in made)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +264,7 @@ class _Device:
         parts = dict(largest.residents)
         for name, size in (*largest.parts.items(), ("code", code)):
             parts[name] = parts.get(name, 0) + size
-        costs = [(call, compiled[call.program].cost(call.rounds)) for call in calls]
+        costs = [(call, compiled[call.program].cost(call.rounds, call.attended)) for call in calls]
         seconds, bound_by = self.timed(
             calls[0].phase,
             lambda chip, links: [(call.calls, roofline(cost, chip.peaks, links=links)) for call, cost in costs],

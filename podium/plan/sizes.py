@@ -64,6 +64,7 @@ class RunSizes:
     groups: int  # of rows, which a layer computes one after the other
     machines: int = 1  # that a network joins
     per_machine: int = 0  # devices of one of them
+    attended: float = 1.0  # share of the blocks up to the diagonal that attention's kernels multiply in an update
 
     @property
     def rollout_shards(self) -> int:

@@ -49,6 +49,7 @@ class LoopedWork:
     work: Work  # of one time, without a name
     once: float  # times per call of the program, however often its loop runs
     each: float  # times more per round of the loop
+    attends: bool = False  # whether it is a kernel of attention, which leaves out blocks that see nothing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,9 +70,10 @@ class CompiledPhase:
         """Bytes of a device in use while the program runs, but for code."""
         return sum(self.residents.values()) + self.memory.peak
 
-    def cost(self, rounds: float) -> ProgramCost:
-        """The cost of one call in which the loop runs so often."""
-        works = ((each.work, each.once + rounds * each.each) for each in self.work)
+    def cost(self, rounds: float, attended: float = 1.0) -> ProgramCost:
+        """The cost of one call in which the loop runs so often, and attention's kernels do this share of their work."""
+        shares = {True: attended, False: 1.0}
+        works = ((each.work, (each.once + rounds * each.each) * shares[each.attends]) for each in self.work)
         return ProgramCost(tuple(dataclasses.replace(work, times=times) for work, times in works if times))
 
 
@@ -154,12 +156,12 @@ def looped_work(module: Module, mesh: Mapping[str, int], blocks: float = 1.0, **
             " jax and libtpu in constraints.txt, or plan with --fast"
         )
     one, two = (walk(module, mesh, trips=trips | dict.fromkeys(loops, rounds), **options).works for rounds in (1, 2))
-    times: dict[Work, tuple[float, float]] = {}
+    times: dict[tuple[Work, bool], tuple[float, float]] = {}
     for first, second in zip(one, two, strict=True):
-        work = dataclasses.replace(first, name="", source="", times=0.0)
-        once, each = times.get(work, (0.0, 0.0))
-        times[work] = (once + 2 * first.times - second.times, each + second.times - first.times)
-    return tuple(LoopedWork(work, once, each) for work, (once, each) in times.items())
+        key = dataclasses.replace(first, name="", source="", times=0.0), ATTENTION in first.source and first.kernel
+        once, each = times.get(key, (0.0, 0.0))
+        times[key] = (once + 2 * first.times - second.times, each + second.times - first.times)
+    return tuple(LoopedWork(work, once, each, attends) for (work, attends), (once, each) in times.items())
 
 
 def _skipped(config: Config) -> list[str]:

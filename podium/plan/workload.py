@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from podium.config.attention import KERNELS, Backend, cut
 from podium.config.schema import Config
 from podium.config.sizes import cache_pages, check_split, prompt_buckets, row_tokens, slot_sizes, steps_at_once
 from podium.files import read_lines
@@ -21,7 +22,7 @@ from podium.observe.run_dir import LENGTHS
 from podium.rollout.lanes import Lane, Row
 from podium.rollout.scheduler import Scheduler
 from podium.train.carry import chosen
-from podium.train.packing import Sample, pack_rows
+from podium.train.packing import Chunk, Sample, pack_rows
 
 # GSM8K's 7,473 training questions under SmolLM2's tokenizer and chat template with the task's system prompt: 38 tokens
 # of template, then a lognormal of median 57 and log-deviation 0.35 (percentiles 5, 50, 95, 99: 71, 94, 139, 175).
@@ -113,18 +114,39 @@ def simulate_rollout(lengths: SequenceLengths, config: Config, *, shards: int = 
     return _Rollout(lengths, config, shards, overlap).run()
 
 
-def packed_micro_batches(lengths: SequenceLengths, config: Config, *, rows: int) -> int:
-    """Micro-batches that a step's completions fill, `rows` each over all devices, packed as the trainer packs."""
-    count = 0
+def packed(lengths: SequenceLengths, config: Config, *, rows: int, attention: Backend) -> tuple[int, float]:
+    """A step's completions, packed as the trainer packs.
+
+    Returns:
+        How many micro-batches they fill, `rows` each over all devices; and the share of all rows' blocks up to the
+        diagonal that attention's kernels multiply, who leave out what sees nothing: 1 without a kernel.
+    """
+    count, seen, (n, t) = 0, 0, cut(attention, row_tokens(config))
     for part in np.array_split(np.arange(len(lengths.prompts)), config.algorithm.minibatches):
         samples = [
             Sample(group=int(n), prompt=(0,) * int(lengths.prompts[n]), tokens=blank, sampled_logprobs=blank)
             for n in part
             for blank in (np.zeros(tokens, np.int32) for tokens in lengths.completions[n])
         ]
-        packed = pack_rows(samples, row_tokens=row_tokens(config), packing=config.train.packing)
-        count += -(-len(packed) // rows)
-    return count
+        found = pack_rows(samples, row_tokens=row_tokens(config), packing=config.train.packing)
+        count += -(-len(found) // rows)
+        seen += sum(_seen_blocks(row, samples, n, t) for row in found)
+    return count, seen / (count * rows * n * (n + 1) / 2) if attention in KERNELS.values() else 1.0
+
+
+def _seen_blocks(row: Sequence[Chunk], samples: Sequence[Sample], n: int, t: int) -> int:
+    """Pairs of a row's n blocks of t tokens that see something of each other, as `podium.models.blockwise` has them."""
+    own, prompts = np.zeros((2, n * t), int)
+    segment = end = 0
+    for chunk in row:
+        parts = [len(samples[chunk[0]].prompt) - 1, *(len(samples[index].tokens) for index in chunk)]
+        start, end = end, end + sum(parts)
+        prompts[start:end], own[start:end] = segment + 1, segment + 1 + np.repeat(np.arange(len(parts)), parts)
+        segment += len(parts)
+    low, high = np.where(own, own, segment + 1).reshape(n, t).min(1), own.reshape(n, t).max(1)
+    first, last = np.where(own, prompts, segment + 1).reshape(n, t).min(1), prompts.reshape(n, t).max(1)
+    meets = ((low <= high[:, None]) & (low[:, None] <= high)) | ((low <= last[:, None]) & (first[:, None] <= high))
+    return int(np.tril(meets).sum())
 
 
 def _gsm8k_prompts(rng: np.random.Generator, config: Config) -> np.ndarray:

@@ -51,11 +51,6 @@ class TrainSettings(NamedTuple):
     tokens: int = 0  # `tokens_per_gather` of the config
 
     @property
-    def platform(self) -> str:
-        """Jax's name of what the devices are."""
-        return self.mesh.devices.flat[0].platform
-
-    @property
     def stored(self) -> ShardingRules:
         """Where parameters, gradients and optimizer state are kept."""
         return ShardingRules(self.mesh, TRAIN_AXES)
@@ -98,7 +93,7 @@ def make_score(settings: TrainSettings) -> Callable[[Params, Batch], jax.Array]:
         return jax.lax.fori_loop(0, batch.num_micro_batches, one, nothing)
 
     shardings = settings.computing.sharding(None, "batch", "tokens")
-    return jax.jit(score, out_shardings=shardings, compiler_options=compiler_options(settings.platform))
+    return jax.jit(score, out_shardings=shardings, compiler_options=compiler_options(settings.computing.platform))
 
 
 def make_train_step(settings: TrainSettings, recipe: Recipe, optimizer: optax.GradientTransformation) -> TrainStep:
@@ -135,7 +130,7 @@ def make_train_step(settings: TrainSettings, recipe: Recipe, optimizer: optax.Gr
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
             (grads, loss, sums), maxima = jax.lax.fori_loop(0, batch.num_micro_batches, add, zeros)
         with jax.named_scope("optimizer"):
-            streamed = settings.platform != "cpu"
+            streamed = settings.computing.platform != "cpu"
             params, opt_state, update_norm = apply_gradients(
                 optimizer, grads, state.opt_state, state.params, streamed=streamed
             )
@@ -148,7 +143,7 @@ def make_train_step(settings: TrainSettings, recipe: Recipe, optimizer: optax.Gr
         donate_argnames="state",
         out_shardings=(state_shardings, None),
         compiler_options=compiler_options(
-            settings.platform, offloaded=isinstance(optimizer, Offloaded), tokens=settings.tokens
+            settings.computing.platform, offloaded=isinstance(optimizer, Offloaded), tokens=settings.tokens
         ),
     )
 

@@ -10,7 +10,15 @@ from tiny_models import rules_on
 
 from podium.models.architecture import DecoderConfig, RopeScaling
 from podium.models.attention import causal_attention, packed_mask
-from podium.models.decoder import forward, head_weights, rms_norm, rope_frequencies, rope_tables, rotate
+from podium.models.decoder import (
+    forward,
+    head_weights,
+    rms_norm,
+    rope_frequencies,
+    rope_tables,
+    rotate,
+    rotate_by_product,
+)
 from podium.models.linear import activation_dtype
 from podium.models.params import param_specs
 
@@ -237,3 +245,26 @@ def test_specs_have_the_weights_of_the_family():
     assert all(len(spec.shape) == len(spec.axes) for spec in specs.values())
     more = set(param_specs(CONFIG)) - set(specs)
     assert more == {"head", *(f"layers.{part}" for part in ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm"))}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_rotation_by_a_product_is_the_rotation_to_the_last_bit(dtype: jnp.dtype):
+    """Its gradient too."""
+    x, d = (jax.random.normal(jax.random.key(seed), (2, 5, 3, 16)).astype(dtype) for seed in (0, 1))
+    tables = rope_tables(jnp.arange(10).reshape(2, 5) * 7, dataclasses.replace(DECODER, head_dim=16))
+    (expected, back), (found, back_by_product) = (
+        jax.vjp(lambda x, turn=turn: turn(x, *tables), x) for turn in (rotate, rotate_by_product)
+    )
+    np.testing.assert_array_equal(found.astype(jnp.float32), expected.astype(jnp.float32))
+    (expected,), (found,) = back(d), back_by_product(d)
+    np.testing.assert_array_equal(found.astype(jnp.float32), expected.astype(jnp.float32))
+
+
+def test_no_policy_keeps_the_product_of_a_rotation():
+    tables = rope_tables(jnp.arange(5)[None], dataclasses.replace(DECODER, head_dim=16))
+    rotated = jax.checkpoint(
+        lambda x: jnp.sin(rotate_by_product(jnp.sin(x), *tables)).sum(),
+        policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    )
+    _, back = jax.vjp(rotated, jnp.ones((1, 5, 3, 16)))
+    assert [x.shape for x in jax.tree.leaves(back) if x.ndim == 4] == [(1, 5, 3, 16)]  # its argument

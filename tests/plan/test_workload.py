@@ -5,9 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from podium.config.attention import cut
 from podium.config.schema import Config
+from podium.models.blockwise import pad_to, seen_blocks
 from podium.observe.records import lengths_record
-from podium.plan.workload import SequenceLengths, draw_lengths, packed_micro_batches, simulate_rollout
+from podium.plan.workload import SequenceLengths, draw_lengths, packed, simulate_rollout
+from podium.train.batch import BatchSizes, make_batch
+from podium.train.packing import Sample
 from tests.rollout.tiny_engine import CONFIG, make_engine, random_requests
 
 
@@ -199,9 +203,12 @@ def test_micro_batches_are_those_that_packing_fills():
     rollout = {"max_prompt_tokens": 10, "max_new_tokens": 10}
     lengths = SequenceLengths(prompts=np.array([4, 4, 4]), completions=np.array([[8, 8], [8, 8], [2, 2]]))
     counts = {
-        packing: packed_micro_batches(
-            lengths, config(prompts=3, group=2, rollout=rollout, train={"packing": packing}), rows=2
-        )
+        packing: packed(
+            lengths,
+            config(prompts=3, group=2, rollout=rollout, train={"packing": packing}),
+            rows=2,
+            attention="tpu_kernel",
+        )[0]
         for packing in ("none", "sequences", "shared_prompts")
     }
     # none: 6 rows. sequences: four of 11, two of 5: 4 rows. shared prompts: 19, 19 and 7: 3 rows.
@@ -212,12 +219,42 @@ def test_minibatches_are_packed_apart():
     rollout = {"max_prompt_tokens": 10, "max_new_tokens": 10}
     lengths = SequenceLengths(prompts=np.array([2, 2]), completions=np.array([[2, 2], [2, 2]]))
     together, apart = (
-        packed_micro_batches(
-            lengths, config(prompts=2, group=2, rollout=rollout, algorithm={"minibatches": parts}), rows=2
-        )
+        packed(
+            lengths,
+            config(prompts=2, group=2, rollout=rollout, algorithm={"minibatches": parts}),
+            rows=2,
+            attention="blocks",
+        )[0]
         for parts in (1, 2)
     )
     assert (together, apart) == (1, 2)
+
+
+@pytest.mark.parametrize("packing", ["none", "sequences", "shared_prompts"])
+def test_attention_is_counted_by_the_blocks_that_the_kernel_multiplies(packing: str):
+    """As the trainer's own batch of the same lengths, and the kernel's own rule."""
+    given = config(
+        prompts=5,
+        group=3,
+        rollout={"max_prompt_tokens": 200, "max_new_tokens": 800},
+        train={"packing": packing, "row_tokens": 1500, "rows_per_device": 4},
+    )
+    rng = np.random.default_rng(0)
+    lengths = SequenceLengths(prompts=rng.integers(1, 200, 5), completions=rng.integers(1, 800, (5, 3)))
+    samples = [
+        Sample(group=n, prompt=(7,) * int(lengths.prompts[n]), tokens=blank, sampled_logprobs=blank)
+        for n in range(5)
+        for blank in (np.zeros(tokens, np.int32) for tokens in lengths.completions[n])
+    ]
+    sizes = BatchSizes(row_tokens=1500, rows=4, max_rows=32, packing=packing, max_new_tokens=800)
+    batch = make_batch(samples, sizes)[0]
+    n, t = cut("tpu_kernel", 1500)
+    cut_ids = (pad_to(x.reshape(-1, 1500), n * t).reshape(-1, n, t) for x in (batch.segments, batch.prompts))
+    multiplied = np.asarray(seen_blocks(*cut_ids)) & np.tri(n, dtype=bool)
+    micro_batches, share = packed(lengths, given, rows=4, attention="tpu_kernel")
+    assert micro_batches == batch.num_micro_batches
+    assert 0 < share < 1
+    assert share == pytest.approx(multiplied.sum() / (4 * int(micro_batches) * n * (n + 1) / 2))
 
 
 def test_carrying_completions_over_takes_fewer_steps_for_the_same_tokens():
