@@ -13,6 +13,7 @@ import json
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,18 +33,18 @@ def arithmetic(digits: int, *operations: str) -> dict[str, Any]:
     return {"name": "arithmetic", "options": {"digits": digits, "operations": list(operations)}}
 
 
-def puzzles(dataset: str) -> dict[str, Any]:
-    """A generator of reasoning-gym."""
-    return {"name": "reasoning_gym", "options": {"dataset": dataset, "size": 500, "eval_size": 50}}
+def puzzles(dataset: str, **config: int) -> dict[str, Any]:
+    """A generator of reasoning-gym; the model is small, so it is asked for no thoughts."""
+    options = {"dataset": dataset, "size": 500, "eval_size": 50, "config": config}
+    return {"name": "reasoning_gym", "options": options, "system_prompt": "Write the answer and nothing else."}
 
 
 TASKS: dict[str, dict[str, Any]] = {
     "sums-2": {"tasks": [arithmetic(2, "add")]},
     "sums-3": {"tasks": [arithmetic(3, "add")]},
     "products-1": {"tasks": [arithmetic(1, "mul")]},
-    "products-2": {"tasks": [arithmetic(2, "mul")]},
-    "chain-sum": {"tasks": [puzzles("chain_sum")]},
-    "leg-counting": {"tasks": [puzzles("leg_counting")]},
+    "needle-haystack": {"tasks": [puzzles("needle_haystack", min_num_statements=3, max_num_statements=4)]},
+    "one-digit-chains": {"tasks": [puzzles("chain_sum", min_terms=2, max_terms=3, min_digits=1, max_digits=1)]},
     "letter-counting": {"tasks": [puzzles("letter_counting")]},
     "tags": {
         "tasks": [
@@ -56,7 +57,7 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 EVAL = {"questions": 40, "every_steps": 0}
 """Beside the curve of rewards: 40 held-out questions, before and after."""
-LENGTHS: dict[str, Any] = {"rollout": {"max_prompt_tokens": 256, "max_new_tokens": 32}, "train": {"row_tokens": 512}}
+LENGTHS: dict[str, Any] = {"rollout": {"max_prompt_tokens": 256, "max_new_tokens": 16}, "train": {"row_tokens": 512}}
 
 
 def coin(completion: str) -> float:
@@ -82,12 +83,13 @@ def measure(name: str, seed: int, folder: Path, steps: int, *, control: bool) ->
     """A run's rise of the part that is learned."""
     label = f"{name}-{'control' if control else seed}"
     options = {"name": label, "runs_dir": str(folder), "seed": seed, "steps": steps, "eval": EVAL}
+    before = time.process_time()
     run = train(CONFIG, **options, **settings(name, control=control))
     key = f"train-reward/func/{learned(name)}/mean"
     values = [line[key] for line in run.metrics if key in line]
     accuracies = [line["eval/accuracy"] for line in run.metrics if "eval/accuracy" in line]
     rise = {"first": float(np.mean(values[:5])), "last": float(np.mean(values[-10:]))}
-    found = {"accuracy": [accuracies[0], accuracies[-1]], "values": values, "cpu_s": run.metrics[-1]["time/cpu_s"]}
+    found = {"accuracy": [accuracies[0], accuracies[-1]], "values": values, "cpu_s": time.process_time() - before}
     about = {"task": name, "seed": seed, "control": control, "steps": steps, "commit": commit()}
     return {**about, **rise, **found}
 

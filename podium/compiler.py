@@ -1,6 +1,8 @@
 """The options that Podium's programs are compiled with, all of them, and why each is here. No jax."""
 
 import importlib.metadata
+import os
+import re
 from collections.abc import Mapping
 
 # Gathers beside products: of an update of Qwen2.5-3B on v6e-8 with 8 rows a chip, 8.2 of 10.3 GB of them, in 0.80 s by
@@ -21,6 +23,20 @@ OFFLOADED_OPTIONS = {"xla_jf_rematerialization_percent_shared_memory_limit": "20
 # slower).
 WHOLE_GATHERS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 WHOLE_GATHERS_FROM = 32_768
+# A v6e's SparseCore gathers weights and scatters gradients while its TensorCore multiplies, so that weights may always
+# come whole. Updates on v6e-8 by the roofline, with and without: Qwen2.5-3B with 20,480 tokens a chip 0.66 and 0.75 s,
+# with 5,120 0.20 and 0.21, with 163,840 in groups of rows 5.36 and 5.96; 7B with 40,960 2.81 and 2.90. Measured by
+# others on v6e-8: 59,350 tokens/s of Qwen3-8B for 58,300 (LOG.md). The compiler for v4, v5e and v5p, of
+# which some have such cores too, does not take them.
+SPARSE_CORES = ("v6e", "TPU v6 lite")
+SPARSE_CORE = {
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
+    "xla_tpu_use_tc_device_shape_on_sc": "true",
+    "xla_sc_disable_megacore_partitioning": "true",
+    "xla_sc_enable_instruction_fusion": "false",
+}
 # Less memory before more at once: one micro-batch of 8 rows of Qwen2.5-0.5B takes 8.9 GB instead of 10.8, as logits are
 # gone before gradients begin (benches/results/memory-cpu.json); CPU seconds of an update stayed what they were.
 CPU_OPTIONS: Mapping[str, str] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
@@ -35,19 +51,29 @@ FUSION_EMITTERS_UNTIL = (0, 11)
 
 
 def compiler_options(
-    platform: str, libtpu: str | None = None, *, offloaded: bool = False, tokens: int = 0
+    platform: str, libtpu: str | None = None, *, kind: str = "", offloaded: bool = False, tokens: int = 0
 ) -> dict[str, str]:
     """Options of the trainer's programs, for jax's platform (cpu, gpu, tpu) and a libtpu: by default, the one here.
 
-    A libtpu that refuses gathers beside products makes the program without them. `offloaded`: of a program whose
-    arguments are in the host's memory too. `tokens`: of an update, as `tokens_per_gather` counts them.
+    A libtpu that refuses gathers beside products makes the program without them. What LIBTPU_INIT_ARGS says, it says
+    for these programs too.
+
+    Args:
+        platform: as jax names it.
+        libtpu: version; unset: the installed one.
+        kind: jax's `device_kind`, or a generation as the planner names it.
+        offloaded: whether a program has arguments in the host's memory too.
+        tokens: of an update, as `tokens_per_gather` counts them.
     """
     if platform != "tpu":
         return dict(CPU_OPTIONS) if platform == "cpu" else {}
-    refused = {FUSED_GATHERS} if _numbers(libtpu or installed_libtpu()) >= FUSED_GATHERS_UNTIL else set()
     options = TPU_OPTIONS | (OFFLOADED_OPTIONS if offloaded else {})
-    options |= WHOLE_GATHERS if tokens >= WHOLE_GATHERS_FROM else {}
-    return {name: value for name, value in options.items() if name not in refused}
+    options |= SPARSE_CORE if kind in SPARSE_CORES else {}
+    options |= WHOLE_GATHERS if kind in SPARSE_CORES or tokens >= WHOLE_GATHERS_FROM else {}
+    if kind in SPARSE_CORES or _numbers(libtpu or installed_libtpu()) >= FUSED_GATHERS_UNTIL:
+        del options[FUSED_GATHERS]
+    said = re.findall(r"--(\w+)", os.environ.get("LIBTPU_INIT_ARGS", ""))
+    return {name: value for name, value in options.items() if name not in said}
 
 
 def quick_flags(jaxlib: str | None = None) -> str:

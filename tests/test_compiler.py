@@ -3,6 +3,7 @@ import pytest
 from podium.compiler import (
     FUSED_GATHERS,
     OFFLOADED_OPTIONS,
+    SPARSE_CORE,
     TPU_OPTIONS,
     WHOLE_GATHERS,
     WHOLE_GATHERS_FROM,
@@ -36,6 +37,20 @@ def test_weights_come_whole_where_a_device_has_many_tokens_for_them():
     few, many = (compiler_options("tpu", tokens=WHOLE_GATHERS_FROM - more) for more in (1, 0))
     assert {**few, **WHOLE_GATHERS} == many != few == compiler_options("tpu")
     assert compiler_options("cpu", tokens=WHOLE_GATHERS_FROM) == compiler_options("cpu")
+
+
+@pytest.mark.parametrize(("kind", "takes"), [("v6e", True), ("TPU v6 lite", True), ("v5e", False), ("TPU v4", False)])
+def test_where_collectives_have_a_core_of_their_own_weights_always_come_whole(kind, takes):
+    options = compiler_options("tpu", kind=kind)
+    assert (options.items() >= {**SPARSE_CORE, **WHOLE_GATHERS}.items()) == takes
+    assert (FUSED_GATHERS in options) != takes  # that would gather on the other core
+    assert takes or not SPARSE_CORE.keys() & options.keys()
+
+
+def test_what_the_environment_says_of_an_option_holds(monkeypatch):
+    (first, *_), whole = SPARSE_CORE, compiler_options("tpu", kind="v6e")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--xla_other=1 --{first}=false")
+    assert compiler_options("tpu", kind="v6e") == {name: value for name, value in whole.items() if name != first}
 
 
 @pytest.mark.parametrize(

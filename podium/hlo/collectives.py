@@ -43,6 +43,11 @@ class Transfer:
     beside: tuple[float, float, float] | None = None
     """Where the program says when it waits: float32 and other operations, and bytes of memory traffic, until then."""
 
+    @property
+    def hidden(self) -> bool:
+        """Whether the device works on while it is under way, for all of it or a part."""
+        return self.overlaps or any(self.beside or ())
+
 
 def kind_of(instruction: Instruction) -> str | None:
     """The collective that an instruction is or starts; None: it is none, or the end of one already counted."""

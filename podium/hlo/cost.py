@@ -20,6 +20,7 @@ KERNELS = ('"tpu_custom_call"', '"__gpu$xla.gpu.triton"')
 DECLARED = re.compile(
     r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(?P<tpu>\d+)|serialized_metadata = "\{\\22flops\\22: \\22(?P<gpu>\d+)'
 )
+SPARSE_CORE = 'async_execution_thread="sparsecore"'
 GPU_COLLECTIVE = '"collective_backend_config"'
 
 
@@ -81,7 +82,7 @@ class ProgramCost:
     def collectives(self) -> tuple[CollectiveTotal, ...]:
         """All transfers of the run."""
         return sum_collectives(
-            (work.times, CollectiveTotal(each.kind, each.axes, each.group, each.overlaps, calls=1, sent=each.sent))
+            (work.times, CollectiveTotal(each.kind, each.axes, each.group, each.hidden, calls=1, sent=each.sent))
             for work in self.works
             for each in work.transfers
         )
@@ -161,8 +162,10 @@ def _walk(context: _Context, computation: Computation, times: float) -> Iterator
             runs = min if context.skipped.intersection(re.split(r"[/()]+", each.source)) else max
             yield from runs(branches, key=_weight)
         elif inner:
-            for part in inner:
-                yield from _walk(context, part, times)
+            beside = _until_done(context, each, computation) if SPARSE_CORE in each.attributes else None
+            for work in (work for part in inner for work in _walk(context, part, times)):
+                apart = tuple(dataclasses.replace(sent, beside=beside or sent.beside) for sent in work.transfers)
+                yield dataclasses.replace(work, transfers=apart)
         elif work := _work(context, each, computation, times):
             yield work
 
@@ -222,7 +225,7 @@ def _transfers(context: _Context, inside: list[tuple[Instruction, Computation]])
 
 
 def _until_done(context: _Context, start: Instruction, computation: Computation) -> tuple[float, float, float]:
-    """What a GPU does while a collective is under way: instructions run in the order of the text."""
+    """What a device does while a collective is under way: instructions run in the order of the text."""
     rest = itertools.dropwhile(lambda each: each is not start, computation.instructions.values())
     between = itertools.takewhile(lambda each: start.name not in each.operands, itertools.islice(rest, 1, None))
     works = [_work(context, each, computation, 1.0) for each in between if not kind_of(each)]

@@ -218,11 +218,10 @@ def _devices(accelerator: Accelerator) -> list[Any]:
 
 def _build(lowered: Any, job: Job) -> tuple[_Built, str]:
     """The compiled program and its text, from disk if the same was compiled before, as far as it is asked for now."""
-    offloaded, shape = job.config.train.offload_optimizer, _mesh_shape(job)
-    tokens = tokens_per_gather(job.config, sp=shape["sp"], tp=shape["tp"])
-    # The programs' own, which no text has.
-    options = compiler_options(job.accelerator.platform, offloaded=offloaded, tokens=tokens)
-    key = key_of([lowered.as_text(), options, target_of(job.accelerator)], job.accelerator)
+    machine, shape, offloaded = job.accelerator, _mesh_shape(job), job.config.train.offload_optimizer
+    tokens = tokens_per_gather(job.config, sp=shape["sp"], tp=shape["tp"])  # options of the programs, which no text has
+    options = compiler_options(machine.platform, kind=machine.generation, offloaded=offloaded, tokens=tokens)
+    key = key_of([lowered.as_text(), options, target_of(machine)], machine)
     record, module = job.programs / f"{key}.json", job.programs / f"{key}.hlo.gz"
     if record.exists():
         built = BUILT.validate_json(record.read_bytes())

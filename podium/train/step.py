@@ -50,6 +50,11 @@ class TrainSettings(NamedTuple):
     head_dtype: jnp.dtype | None = None  # of the head's operands; None: `dtype`
     tokens: int = 0  # `tokens_per_gather` of the config
 
+    def options(self, *, offloaded: bool = False, tokens: int = 0) -> dict[str, str]:
+        """The compiler's, for a program of these settings; arguments as of `compiler_options`."""
+        device = self.mesh.devices.flat[0]
+        return compiler_options(device.platform, kind=device.device_kind, offloaded=offloaded, tokens=tokens)
+
     @property
     def stored(self) -> ShardingRules:
         """Where parameters, gradients and optimizer state are kept."""
@@ -93,7 +98,7 @@ def make_score(settings: TrainSettings) -> Callable[[Params, Batch], jax.Array]:
         return jax.lax.fori_loop(0, batch.num_micro_batches, one, nothing)
 
     shardings = settings.computing.sharding(None, "batch", "tokens")
-    return jax.jit(score, out_shardings=shardings, compiler_options=compiler_options(settings.computing.platform))
+    return jax.jit(score, out_shardings=shardings, compiler_options=settings.options())
 
 
 def make_train_step(settings: TrainSettings, recipe: Recipe, optimizer: optax.GradientTransformation) -> TrainStep:
@@ -142,9 +147,7 @@ def make_train_step(settings: TrainSettings, recipe: Recipe, optimizer: optax.Gr
         train_step,
         donate_argnames="state",
         out_shardings=(state_shardings, None),
-        compiler_options=compiler_options(
-            settings.computing.platform, offloaded=isinstance(optimizer, Offloaded), tokens=settings.tokens
-        ),
+        compiler_options=settings.options(offloaded=isinstance(optimizer, Offloaded), tokens=settings.tokens),
     )
 
 

@@ -65,6 +65,36 @@ ENTRY %main (p: f32[8,16], q: f32[16,4]) -> f32[8,4] {
     assert live_at_peak(parse(text)).size == 4 * (8 * 16 + 16 * 4 + 8 * 4) + 4  # and what it is waited for by
 
 
+def test_a_transfer_on_the_sparse_core_is_waited_for_only_beyond_what_is_done_meanwhile():
+    text = """HloModule m, num_partitions=8
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %add = f32[] add(%a, %b)
+}
+
+%scatter (g: f32[64,4]) -> f32[8,4] {
+  %g = f32[64,4]{1,0} parameter(0)
+  ROOT %rs = f32[8,4]{1,0} reduce-scatter(%g), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, to_apply=%sum
+}, execution_thread="sparsecore"
+
+ENTRY %main (p: f32[64,4], q: bf16[8,16], r: bf16[16,4]) -> f32[8,4] {
+  %p = f32[64,4]{1,0} parameter(0)
+  %q = bf16[8,16]{1,0} parameter(1)
+  %r = bf16[16,4]{1,0} parameter(2)
+  %before = bf16[8,4]{1,0} dot(%q, %r), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %start = ((f32[64,4]{1,0}), f32[8,4]{1,0}) async-start(%p), async_execution_thread="sparsecore", calls=%scatter
+  %beside = bf16[8,4]{1,0} dot(%q, %r), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %done = f32[8,4]{1,0} async-done(%start)
+}
+"""
+    cost = walk(parse(text), {"fsdp": 8})
+    ((sent,),) = (work.transfers for work in cost.works if work.transfers)
+    assert sent.beside == (0, 2 * 8 * 16 * 4, 2 * (8 * 16 + 16 * 4 + 8 * 4))
+    assert [(each.kind, each.overlaps) for each in cost.collectives] == [("reduce-scatter", True)]
+
+
 def two_layers(weights, x):
     return jnp.sum(jnp.tanh(x @ weights[0]) @ weights[1])
 

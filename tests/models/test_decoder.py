@@ -105,6 +105,31 @@ def test_hidden_states_do_not_depend_on_mesh_and_remat(mesh, devices, remat):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_what_is_done_otherwise_on_tpu_comes_to_the_same(monkeypatch):
+    """Queries, keys and values in one product, and rotation by one: hidden states, and gradients but for rounding."""
+    tokens = np.random.default_rng(0).integers(0, 64, (2, 12)).astype(np.int32)
+    positions, rules = np.broadcast_to(np.arange(12), (2, 12)), rules_on("dp:1", 1)
+
+    def attend(kv, layer, q, k, v):
+        return kv, causal_attention(q, k, v, causal(12))
+
+    found, joined = {}, f"bf16[2,12,{CONFIG.heads + 2 * CONFIG.kv_heads},{CONFIG.head_dim}]"
+    for platform in ("gpu", "tpu"):
+        monkeypatch.setattr(type(rules), "platform", platform)
+
+        def loss(params):
+            given = {"config": CONFIG, "rules": rules, "dtype": jnp.dtype("bfloat16"), "wide": True}
+            hidden, _ = forward(params, tokens, positions, attend, **given)
+            return jnp.sum(jnp.sin(hidden.astype(jnp.float32))), hidden
+
+        assert (joined in str(jax.make_jaxpr(loss)(make_params()))) == (platform == "tpu")
+        found[platform] = jax.grad(loss, has_aux=True)(make_params())
+    (expected, hidden), (gradients, same) = found["gpu"], found["tpu"]
+    np.testing.assert_array_equal(same.astype(jnp.float32), hidden.astype(jnp.float32))
+    for name, gradient in expected.items():
+        assert jnp.linalg.norm(gradients[name] - gradient) <= 0.02 * jnp.linalg.norm(gradient), name
+
+
 def test_a_packed_row_gives_what_its_sequences_give_alone():
     first, second = [5, 6, 7, 8, 9], [11, 12, 13]
     tokens = np.array([first + second + [0, 0]], np.int32)
