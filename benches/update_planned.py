@@ -26,7 +26,7 @@ CASES: dict[str, tuple[str, str, str, int, int]] = {
     # name: the model, lengths, remat, rows of a chip, prompts of a step
     "3B, 4,096": ("Qwen/Qwen2.5-3B-Instruct", FULL, "layer", 16, 128),
     "7B, 4,096": ("Qwen/Qwen2.5-7B-Instruct", FULL, "offload", 10, 160),
-    "3B, GSM8K": ("Qwen/Qwen2.5-3B-Instruct", "gsm8k", "offload", 27, 512),
+    "3B, GSM8K": ("Qwen/Qwen2.5-3B-Instruct", "gsm8k", "offload", 33, 640),
     "7B, GSM8K": ("Qwen/Qwen2.5-7B-Instruct", "gsm8k", "offload", 9, 512),
 }
 ROW = 4096
