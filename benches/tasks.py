@@ -43,9 +43,9 @@ TASKS: dict[str, dict[str, Any]] = {
     "sums-2": {"tasks": [arithmetic(2, "add")]},
     "sums-3": {"tasks": [arithmetic(3, "add")]},
     "products-1": {"tasks": [arithmetic(1, "mul")]},
-    "needle-haystack": {"tasks": [puzzles("needle_haystack", min_num_statements=3, max_num_statements=4)]},
-    "one-digit-chains": {"tasks": [puzzles("chain_sum", min_terms=2, max_terms=3, min_digits=1, max_digits=1)]},
-    "letter-counting": {"tasks": [puzzles("letter_counting")]},
+    "syllogisms": {"tasks": [puzzles("syllogism")]},
+    "isomorphic-strings": {"tasks": [puzzles("isomorphic_strings")]},
+    "basic-arithmetic": {"tasks": [puzzles("basic_arithmetic", min_terms=2, max_terms=2, min_digits=1, max_digits=1)]},
     "tags": {
         "tasks": [
             arithmetic(1, "add")
