@@ -249,8 +249,12 @@ def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """RMS norm (arXiv:1910.07467) over the last dimension, computed in float32, in the dtype of `x`."""
+    """RMS norm (arXiv:1910.07467) over the last dimension, computed in float32, in the dtype of `x`.
+
+    Made again in the backward pass, which would else keep two float32 arrays of its size.
+    """
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     return (y.astype(x.dtype) * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)

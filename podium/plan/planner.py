@@ -92,7 +92,7 @@ def make_plan(
     """
     decoder = decoder or find_decoder(config)
     run, drawn = make_sizes(config, decoder, accelerator), draw_lengths(lengths, config)
-    device = _Device(accelerator, chip or _own_chip(accelerator))
+    device = _Device(accelerator, chip or (load_chip(accelerator.generation) if run.platform != "cpu" else None))
     workload = simulate_rollout(drawn, config, shards=run.rollout_shards, overlap=device.chip is not None)
     micro_batches, attended = packed(drawn, config, rows=run.rows * run.dp * run.fsdp, attention=run.attention)
     run = dataclasses.replace(run, attended=attended)
@@ -155,10 +155,6 @@ def carry_over(
 def _verdict(phases: Sequence[Phase], hbm_bytes: int, compiled: bool) -> Verdict:
     refused = any(phase.refused for phase in phases)
     return "does_not_fit" if refused else judge((phase.bytes for phase in phases), hbm_bytes, compiled=compiled)
-
-
-def _own_chip(accelerator: Accelerator) -> Chip | None:
-    return None if accelerator.platform == "cpu" else load_chip(accelerator.generation)
 
 
 def _slowest_first(calls: Sequence[Call]) -> dict[str, float]:

@@ -14,12 +14,12 @@ BACKWARD: Mapping[str, tuple[int, int, int]] = {"tpu": (3, 5, 3), "gpu": (3, 6, 
 beside arrays of all scores fewer. Fitted to programs at the limit of the memory, as are the numbers of such arrays."""
 MLP_SAVED = 3  # arrays [B, T, F] of each layer, where nothing but what lies between its products is made again
 OFFLOADING = 3  # layers whose inputs are on their way to the host's memory, or back
-SCORES_SAVED = 2  # float32 arrays [B, H, T, T] of each layer, there too
+NORMS_SAVED = {"tpu": 3.0, "gpu": 3.5}  # arrays [B, T, D], beside the layers' inputs
+SCORES_SAVED = 2  # float32 arrays [B, H, T, T] of each layer, there too; GPUs keep one in the products' format besides
 RESIDUAL_GROUPS = 3  # arrays [B, T, D] beside those of a group, where rows are cut into groups
-SCORES = {"tpu": 2.0, "v6e": 4.25, "gpu": 3.0, "gpu, many": 2.5}
-"""Arrays of float32 scores [B, H, T, T] that it holds where no kernel spares them: on a v6e of rows too long for VMEM,
-on a GPU where more than four heads of queries share one of keys."""
-MANY_QUERIES, LONG_ROW = 4, 4096
+SCORES = {"tpu": 2.0, "v5e": 1.65, "v6e": 4.25, "gpu": 2.85}
+"""Arrays of float32 scores [B, H, T, T] that it holds where no kernel spares them: on a v6e of rows too long for VMEM."""
+LONG_ROW = 4096
 LANES = 128  # of a TPU: numbers to which its attention kernel pads a head
 
 
@@ -100,9 +100,8 @@ def _backward_peak(run: RunSizes) -> Parts:
     """One layer of a backward pass, recomputed, with the gradients that are made of it."""
     decoder, a, tokens = run.decoder, run.activation, run.tokens // run.groups
     mlp, width, heads = BACKWARD[run.attention if run.attention == "reference" else _compiler(run)]
-    head_dim = max(decoder.head_dim, LANES) if run.attention == "tpu_kernel" else decoder.head_dim
     kv_heads = max(decoder.kv_heads, min(run.sp, decoder.heads))  # each device has one at least
-    split = mlp * decoder.mlp_width + heads * (decoder.heads + kv_heads) * head_dim
+    split = mlp * decoder.mlp_width + heads * (decoder.heads + kv_heads) * _lanes(run)
     activations = tokens * (width * decoder.width + split // run.tp) * a
     if run.groups > 1:
         activations += RESIDUAL_GROUPS * run.tokens * decoder.width * a
@@ -112,11 +111,15 @@ def _backward_peak(run: RunSizes) -> Parts:
     return {"attention_scores": int(_score_arrays(run) * scores), "layer_activations": activations}
 
 
+def _lanes(run: RunSizes) -> int:
+    """Numbers that a head takes."""
+    return max(run.decoder.head_dim, LANES) if run.attention == "tpu_kernel" else run.decoder.head_dim
+
+
 def _score_arrays(run: RunSizes) -> float:
     """How many arrays of scores a layer's backward pass holds."""
-    if run.platform == "gpu":
-        return SCORES["gpu, many" if run.decoder.heads > MANY_QUERIES * run.decoder.kv_heads else "gpu"]
-    return SCORES["v6e" if run.generation == "v6e" and run.row_tokens > LONG_ROW else "tpu"]
+    kind = "gpu" if run.platform == "gpu" else run.generation
+    return SCORES["tpu"] if kind == "v6e" and run.row_tokens <= LONG_ROW else SCORES.get(kind, SCORES["tpu"])
 
 
 def _compiler(run: RunSizes) -> str:
@@ -128,11 +131,12 @@ def _saved(run: RunSizes) -> Parts:
     """What `remat: none` keeps of every layer for the backward pass, its gathered weights and its scores among it."""
     decoder, a, tokens = run.decoder, run.activation, run.tokens
     layers, _ = run.gathered_counts
-    # Both norms' inputs in float32; queries, what is attended, keys and values; where heads are normed, theirs twice.
-    width = (2 * F32 + 3 * a) * decoder.width
-    heads = (decoder.heads + decoder.kv_heads) * decoder.head_dim * (2 * a + decoder.qk_norm * (a + F32))
-    of_query = SCORES_SAVED * run.row_tokens if run.attention == "reference" else 1  # else the logarithm of their sum
-    saved_scores = decoder.layers * tokens * decoder.heads // run.tp * of_query * F32
+    # What the norms give, and the second's input; queries, what is attended, keys and values; heads before their norm.
+    width = int(NORMS_SAVED[_compiler(run)] * decoder.width * a)
+    heads = (decoder.heads + decoder.kv_heads) * _lanes(run) * (2 + decoder.qk_norm) * a
+    per_pair = SCORES_SAVED * F32 + (run.platform == "gpu") * a
+    of_query = run.row_tokens * per_pair if run.attention == "reference" else F32  # the logarithm of their sum
+    saved_scores = decoder.layers * tokens * decoder.heads // run.tp * of_query
     return {
         "saved_activations": decoder.layers * tokens * (width + (MLP_SAVED * decoder.mlp_width * a + heads) // run.tp),
         "saved_scores": saved_scores,
@@ -143,6 +147,6 @@ def _saved(run: RunSizes) -> Parts:
 def _saved_products(run: RunSizes) -> Parts:
     """What `remat: products` keeps of every layer: the results of its products with weights."""
     decoder, tokens = run.decoder, run.tokens
-    split = (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim + 2 * decoder.mlp_width
+    split = (decoder.heads + 2 * decoder.kv_heads) * _lanes(run) + 2 * decoder.mlp_width
     width = decoder.width + split // run.tp
     return {"saved_activations": decoder.layers * tokens * width * run.activation}

@@ -75,8 +75,8 @@ LIMIT = [
     ("h100-8", "Qwen/Qwen3-8B", "fsdp:8,tp:1", 19, 2304, "layer", "reference", "lion", 4096, 70.03),
     ("l40s-8", "Qwen/Qwen3-1.7B", "fsdp:2,tp:4", 24, 2176, "products", "auto", "sgd", 1024, 28.13),
     ("h100-8", "Qwen/Qwen3-4B", "fsdp:8,tp:1", 40, 4608, "layer", "blocks", "sgd", 4096, 64.95),
-    ("h100-8", "Qwen/Qwen3-8B", "fsdp:4,tp:2", 6, 1152, "none", "auto", "lion", 1024, 57.34),
-    ("a100-80-8", "meta-llama/Llama-3.2-1B-Instruct", "fsdp:8,tp:1", 16, 1280, "none", "auto", "lion", 1024, 43.25),
+    ("h100-8", "Qwen/Qwen3-8B", "fsdp:4,tp:2", 6, 1152, "none", "auto", "lion", 1024, 47.47),
+    ("a100-80-8", "meta-llama/Llama-3.2-1B-Instruct", "fsdp:8,tp:1", 16, 1280, "none", "auto", "lion", 1024, 38.25),
 ]
 
 
