@@ -18,7 +18,7 @@ NORMS_SAVED = {"tpu": 3.0, "gpu": 3.5}  # arrays [B, T, D], beside the layers' i
 SCORES_SAVED = 2  # float32 arrays [B, H, T, T] of each layer, there too; GPUs keep one in the products' format besides
 RESIDUAL_GROUPS = 3  # arrays [B, T, D] beside those of a group, where rows are cut into groups
 SCORES = {"tpu": 2.0, "v5e": 1.65, "v6e": 4.25, "gpu": 2.85}
-"""Arrays of float32 scores [B, H, T, T] that it holds where no kernel spares them: on a v6e of rows too long for VMEM."""
+"""Arrays of float32 scores [B, H, T, T] that it holds where no kernel spares them; v6e: of rows too long for VMEM."""
 LONG_ROW = 4096
 LANES = 128  # of a TPU: numbers to which its attention kernel pads a head
 
