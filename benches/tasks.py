@@ -46,18 +46,16 @@ TASKS: dict[str, dict[str, Any]] = {
     "syllogisms": {"tasks": [puzzles("syllogism")]},
     "isomorphic-strings": {"tasks": [puzzles("isomorphic_strings")]},
     "basic-arithmetic": {"tasks": [puzzles("basic_arithmetic", min_terms=2, max_terms=2, min_digits=1, max_digits=1)]},
-    "tags": {
-        "tasks": [
-            arithmetic(1, "add")
-            | {"rewards": {"tags": 1.0}, "system_prompt": "Think in <think></think>, then answer in <answer></answer>."}
-        ],
-        "rollout": {"max_prompt_tokens": 96, "max_new_tokens": 48},
-        "train": {"row_tokens": 480},
-    },
+    "number-alone": {"tasks": [arithmetic(1, "add") | {"rewards": {"benches.tasks:number_alone": 1.0}}]},
 }
 EVAL = {"questions": 40, "every_steps": 0}
 """Beside the curve of rewards: 40 held-out questions, before and after."""
 LENGTHS: dict[str, Any] = {"rollout": {"max_prompt_tokens": 256, "max_new_tokens": 16}, "train": {"row_tokens": 512}}
+
+
+def number_alone(completion: str) -> float:
+    """Of the format: a number and nothing else."""
+    return float(completion.strip().isdigit())
 
 
 def coin(completion: str) -> float:
