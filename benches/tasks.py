@@ -83,7 +83,7 @@ def measure(name: str, seed: int, folder: Path, steps: int, *, control: bool) ->
     options = {"name": label, "runs_dir": str(folder), "seed": seed, "steps": steps, "eval": EVAL}
     before = time.process_time()
     run = train(CONFIG, **options, **settings(name, control=control))
-    key = f"train-reward/func/{learned(name)}/mean"
+    key = f"train-reward/func/{learned(name).rpartition(':')[2]}/mean"
     values = [line[key] for line in run.metrics if key in line]
     accuracies = [line["eval/accuracy"] for line in run.metrics if "eval/accuracy" in line]
     rise = {"first": float(np.mean(values[:5])), "last": float(np.mean(values[-10:]))}
