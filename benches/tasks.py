@@ -112,10 +112,10 @@ def main() -> None:
     args = parser.parse_args()
     names, path = args.tasks.split(","), args.results / "tasks-cpu.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    with tempfile.TemporaryDirectory() as folder:
-        for name, seed, control in missing(rows, names, [int(seed) for seed in args.seeds.split(",")], args.steps):
+    for name, seed, control in missing(rows, names, [int(seed) for seed in args.seeds.split(",")], args.steps):
+        with tempfile.TemporaryDirectory() as folder:  # of one run: its checkpoints are gigabytes
             rows.append(measure(name, seed, Path(folder), args.steps, control=control))
-            record("tasks-cpu", {"bar_rise": RISE, "rows": rows}, args.results)
+        record("tasks-cpu", {"bar_rise": RISE, "rows": rows}, args.results)
     asked = [row for row in rows if row["task"] in names and row["steps"] == args.steps]
     for row in asked:
         kind = "control" if row["control"] else f"seed {row['seed']}"
