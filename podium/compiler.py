@@ -20,15 +20,14 @@ OFFLOADED_OPTIONS = {"xla_jf_rematerialization_percent_shared_memory_limit": "20
 # of them. Weights that come whole make the update of Qwen2.5-3B with 65,536 tokens a v6e chip 2.37 s instead of 2.60 by
 # the roofline, with 20,480 0.78 for 0.80, with 6,144 0.30 for 0.25, as less of their transfers is hidden; of 7B with
 # 32,768 2.53 for 2.51 in 1.8 GiB less. Where groups of rows share a layer's weights it is no gain (7B on v4-16: a tenth
-# slower).
+# slower). These figures, and those of the gathers above, are of v6e as it was without its SparseCore, below.
 WHOLE_GATHERS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 WHOLE_GATHERS_FROM = 32_768
 # A v6e's SparseCore gathers weights and scatters gradients while its TensorCore multiplies, so that weights may always
 # come whole. Updates on v6e-8 by the roofline, with and without: Qwen2.5-3B with 20,480 tokens a chip 0.66 and 0.75 s,
 # with 5,120 0.20 and 0.21, with 163,840 in groups of rows 5.36 and 5.96; 7B with 40,960 2.81 and 2.90. Measured by
-# others on v6e-8: 59,350 tokens/s of Qwen3-8B for 58,300 (LOG.md). The compiler for v4, v5e and v5p, of
-# which some have such cores too, does not take them.
-SPARSE_CORES = ("v6e", "TPU v6 lite")
+# others on v6e-8: 59,350 tokens/s of Qwen3-8B for 58,300 (LOG.md). Compiled for v4, v5e and v5p they change nothing.
+SPARSE_CORES = ("v6e", "TPU v6 lite", "TPU v6e")
 SPARSE_CORE = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",

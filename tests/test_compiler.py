@@ -39,7 +39,9 @@ def test_weights_come_whole_where_a_device_has_many_tokens_for_them():
     assert compiler_options("cpu", tokens=WHOLE_GATHERS_FROM) == compiler_options("cpu")
 
 
-@pytest.mark.parametrize(("kind", "takes"), [("v6e", True), ("TPU v6 lite", True), ("v5e", False), ("TPU v4", False)])
+@pytest.mark.parametrize(
+    ("kind", "takes"), [("v6e", True), ("TPU v6 lite", True), ("TPU v6e", True), ("v5e", False), ("TPU v4", False)]
+)
 def test_where_collectives_have_a_core_of_their_own_weights_always_come_whole(kind, takes):
     options = compiler_options("tpu", kind=kind)
     assert (options.items() >= {**SPARSE_CORE, **WHOLE_GATHERS}.items()) == takes

@@ -124,9 +124,9 @@ def packed(lengths: SequenceLengths, config: Config, *, rows: int, attention: Ba
     count, seen, (n, t) = 0, 0, cut(attention, row_tokens(config))
     for part in np.array_split(np.arange(len(lengths.prompts)), config.algorithm.minibatches):
         samples = [
-            Sample(group=int(n), prompt=(0,) * int(lengths.prompts[n]), tokens=blank, sampled_logprobs=blank)
-            for n in part
-            for blank in (np.zeros(tokens, np.int32) for tokens in lengths.completions[n])
+            Sample(group=int(group), prompt=(0,) * int(lengths.prompts[group]), tokens=blank, sampled_logprobs=blank)
+            for group in part
+            for blank in (np.zeros(tokens, np.int32) for tokens in lengths.completions[group])
         ]
         found = pack_rows(samples, row_tokens=row_tokens(config), packing=config.train.packing)
         count += -(-len(found) // rows)
