@@ -22,9 +22,9 @@ from podium.hlo.cost import Roofline, roofline
 from podium.models.architecture import DecoderConfig
 from podium.models.layouts import DecodeFloor, machine_of, resolve
 from podium.models.presets import PRESETS
-from podium.plan.calibration import load_chip
+from podium.plan.calibration import calibrated, load_chip
 from podium.plan.compile import CompileProgress, compile_phases
-from podium.plan.planner import calibrated, make_jobs
+from podium.plan.planner import make_jobs
 from podium.plan.sizes import make_sizes
 from podium.plan.worker import CompiledPhase
 from podium.settings import load_settings
@@ -41,6 +41,7 @@ LAYOUTS = ("replicated", "hybrid-2", "hybrid-4", "tensor")
 FORMER = ("legacy",)
 """Compiled at the smallest point alone, for comparison."""
 STEPS = 8
+PARTS = ("compute", "hbm", "ici", "latency")
 """Decode steps over which the cost of one is averaged."""
 
 
@@ -79,7 +80,7 @@ def measure(model: str, rows: int, layout: str, accelerator: Accelerator) -> dic
     at_once = steps_at_once(config.rollout.refill_steps, make_sizes(config, decoder, accelerator).rollout_shards)
     few, many = compiled.cost(1), compiled.cost(1 + STEPS / at_once)
     lines = [roofline(cost, chip.peaks, links=accelerator.ici_links) for cost in (few, many)]
-    step = Roofline(*((getattr(lines[1], part) - getattr(lines[0], part)) / STEPS for part in Roofline.__annotations__))
+    step = Roofline(*((getattr(lines[1], part) - getattr(lines[0], part)) / STEPS for part in PARTS))
     sent: dict[str, float] = {}
     calls = 0.0
     for sign, cost in ((-1, few), (1, many)):
@@ -94,7 +95,7 @@ def measure(model: str, rows: int, layout: str, accelerator: Accelerator) -> dic
         "layout": layout,
         "floor_ms": round(floor(decoder, rows, layout, accelerator) * 1e3, 3) if layout not in FORMER else None,
         "planned_ms": round(planned * 1e3, 3),
-        "parts_ms": {part: round(getattr(step, part) * 1e3, 3) for part in Roofline.__annotations__},
+        "parts_ms": {part: round(getattr(step, part) * 1e3, 3) for part in PARTS},
         "with_shares_ms": [round(each * 1e3, 2) for each in (seconds.value, seconds.low, seconds.high)],
         "collectives": round(calls, 2),
         "sent_mb": {kind: round(size / 1e6, 3) for kind, size in sent.items()},

@@ -168,7 +168,9 @@ def constants() -> dict[str, float]:
 def chip(found: Mapping[str, float], calibration: Mapping[str, Factor]) -> Chip:
     """The CPU with these shares; it has no links."""
     none = Factor(value=1.0, low=1.0, high=1.0, source="")
-    return Chip(peaks=Peaks(**found, link_bandwidth=1.0), links=1, calibration={"ici": none, **calibration})
+    return Chip(
+        peaks=Peaks(**found, link_bandwidth=1.0), links=1, calibration={"ici": none, "host": none, **calibration}
+    )
 
 
 def uncalibrated() -> dict[str, Factor]:

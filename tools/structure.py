@@ -181,11 +181,11 @@ def measures(modules: Modules) -> list[Measure]:
     functions = long_definitions(modules, (ast.FunctionDef, ast.AsyncFunctionDef), FUNCTION_LINES)
     classes = long_definitions(modules, (ast.ClassDef,), CLASS_LINES)
     # Before GPUs, search by refusal, recovery off the laptop, buckets and pages of keys: 5,000, 4,300 and 12,000.
-    # The last was 19,000 before groups larger than a host.
+    # The last was 19,000 before groups larger than a host, the first 7,000 before copies from and to hosts were timed.
     edges = imports(modules)
     in_circles, upward = circles(edges), upward_imports(edges)
     return [
-        Measure("lines of plan + hlo", plan, 7_000),
+        Measure("lines of plan + hlo", plan, 7_060),
         Measure("lines of pods + job", pods, 6_000),
         Measure("lines of tools", tools, 500),
         *(Measure(f"lines of {part}", count, CAPABILITIES[part]) for part, count in added.items()),

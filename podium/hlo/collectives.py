@@ -30,6 +30,10 @@ KINDS: Mapping[str, Kind] = {
 }
 
 
+Beside = tuple[float, float, float]
+"""Work while something else is under way: float32 and other operations, and bytes of memory traffic."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Transfer:
     """One collective as one device sees it."""
@@ -40,8 +44,7 @@ class Transfer:
     sent: int  # bytes that this device sends, as around a ring
     overlaps: bool  # whether the device works on while it is under way
     machines: int = 1  # over which the group is spread, where a network joins machines
-    beside: tuple[float, float, float] | None = None
-    """Where the program says when it waits: float32 and other operations, and bytes of memory traffic, until then."""
+    beside: Beside | None = None  # where the program says when it waits: the work until then
 
     @property
     def hidden(self) -> bool:

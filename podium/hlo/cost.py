@@ -5,15 +5,16 @@ here: it counts the body of a loop once. The inside of a Pallas kernel is not in
 declare. `roofline` gives the least seconds; factors that were measured are the caller's to apply. No jax.
 """
 
+import collections
 import dataclasses
 import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from podium.hlo.collectives import KINDS, Transfer, kind_of, transfer
+from podium.hlo.collectives import KINDS, Beside, Transfer, kind_of, transfer
 from podium.hlo.text import Computation, Instruction, Module
-from podium.hlo.traffic import hbm_traffic, products
+from podium.hlo.traffic import ASYNC_STARTS, hbm_traffic, host_traffic, products
 
 HOP_S = 1e-6  # of a message to the neighbouring chip: jax-ml.github.io/scaling-book/sharding
 KERNELS = ('"tpu_custom_call"', '"__gpu$xla.gpu.triton"')
@@ -34,6 +35,7 @@ class Peaks:
     link_bandwidth: float  # bytes over one link to another device, in one direction
     collective_s: float = 0.0  # the least that an exchange takes, however small
     network_bandwidth: float = 0.0  # bytes to another machine, of each device's share; 0: there are no machines apart
+    host_bandwidth: float = 0.0  # bytes to or from the host's memory; 0: it is the device's own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Work:
     flops_f32: float = 0
     hbm_bytes: float = 0
     transfers: tuple[Transfer, ...] = ()
+    host_bytes: float = 0  # copied from or to the host's memory
+    beside: Beside = (0.0, 0.0, 0.0)  # what the device does until those are there
     kernel: bool = False  # whether it is a Pallas kernel
 
 
@@ -162,12 +166,15 @@ def _walk(context: _Context, computation: Computation, times: float) -> Iterator
             runs = min if context.skipped.intersection(re.split(r"[/()]+", each.source)) else max
             yield from runs(branches, key=_weight)
         elif inner:
-            beside = _until_done(context, each, computation) if SPARSE_CORE in each.attributes else None
-            for work in (work for part in inner for work in _walk(context, part, times)):
+            works = [work for part in inner for work in _walk(context, part, times)]
+            copies = each.opcode in ASYNC_STARTS and any(work.host_bytes for work in works)
+            beside = _until_done(context, each, computation) if copies or SPARSE_CORE in each.attributes else None
+            for work in works:
                 apart = tuple(dataclasses.replace(sent, beside=beside or sent.beside) for sent in work.transfers)
-                yield dataclasses.replace(work, transfers=apart)
+                yield dataclasses.replace(work, transfers=apart, beside=beside or work.beside)
         elif work := _work(context, each, computation, times):
-            yield work
+            waits_later = work.host_bytes and each.opcode.endswith("-start")
+            yield dataclasses.replace(work, beside=_until_done(context, each, computation)) if waits_later else work
 
 
 def _weight(branch: tuple[Work, ...]) -> float:
@@ -188,17 +195,18 @@ def _work(context: _Context, each: Instruction, computation: Computation, times:
         flops_f32=float32,
         hbm_bytes=hbm_traffic(each, computation, context.module),
         transfers=tuple(_transfers(context, inside)),
+        host_bytes=sum(host_traffic(part, where) for part, where in inside),
     )
     if each.attribute("custom_call_target") in KERNELS:  # its author may declare its operations
         declared = DECLARED.search(each.attributes)
         flops = float(declared["tpu"] or declared["gpu"]) if declared else 0.0
         work = dataclasses.replace(work, flops=flops, kernel=True)
-    return work if any((work.flops, work.flops_f32, work.hbm_bytes, work.transfers)) else None
+    return work if any((work.flops, work.flops_f32, work.hbm_bytes, work.transfers, work.host_bytes)) else None
 
 
 def _fused(module: Module, each: Instruction, computation: Computation) -> Iterator[tuple[Instruction, Computation]]:
     """The instruction itself, or all instructions inside a fusion, each with its computation."""
-    if each.opcode != "fusion":
+    if each.opcode not in ("fusion", "fusion-start"):
         yield each, computation
         return
     inner = module.computations[each.callees["calls"][0]]
@@ -224,8 +232,8 @@ def _transfers(context: _Context, inside: list[tuple[Instruction, Computation]])
             yield dataclasses.replace(found, beside=_until_done(context, part, computation)) if waits else found
 
 
-def _until_done(context: _Context, start: Instruction, computation: Computation) -> tuple[float, float, float]:
-    """What a device does while a collective is under way: instructions run in the order of the text."""
+def _until_done(context: _Context, start: Instruction, computation: Computation) -> Beside:
+    """What a device does while a collective or a copy is under way: instructions run in the order of the text."""
     rest = itertools.dropwhile(lambda each: each is not start, computation.instructions.values())
     between = itertools.takewhile(lambda each: start.name not in each.operands, itertools.islice(rest, 1, None))
     works = [_work(context, each, computation, 1.0) for each in between if not kind_of(each)]
@@ -242,6 +250,8 @@ class Roofline:
     hbm: float  # in instructions whose memory traffic takes longer
     ici: float  # transfers while nothing else runs
     latency: float  # what small transfers take for their hops, beyond their bytes
+    copies: tuple[tuple[float, float, float], ...] = ()
+    """Between device and host: how often, seconds of each, and those of the work that goes on meanwhile."""
 
 
 def roofline(cost: ProgramCost, peaks: Peaks, *, links: int) -> Roofline:
@@ -249,26 +259,32 @@ def roofline(cost: ProgramCost, peaks: Peaks, *, links: int) -> Roofline:
 
     Every instruction takes its products or its memory traffic, whichever is longer, one after the other. A transfer
     that the program waits for comes on top; one that overlaps, only as far as all others together last longer than
-    the work.
+    the work. Copies between device and host are listed apart: what they take depends on how fast both really are.
     """
     compute = hbm = waited = beside = latency = 0.0
+    copies: dict[tuple[float, float], float] = collections.defaultdict(float)
     for work in cost.works:
         multiplying = work.flops / peaks.flops_bf16 + work.flops_f32 / peaks.flops_f32
         moving = work.hbm_bytes / peaks.hbm_bandwidth
         compute += work.times * multiplying * (multiplying >= moving)
         hbm += work.times * moving * (moving > multiplying)
+        if work.host_bytes and peaks.host_bandwidth:
+            copies[work.host_bytes / peaks.host_bandwidth, _doing(work.beside, peaks)] += work.times
         for each in work.transfers:
-            link_s, doing = _seconds(each, peaks, links), 0.0
-            if each.beside is not None:
-                f32, flops, traffic = each.beside
-                doing = max(f32 / peaks.flops_f32 + flops / peaks.flops_bf16, traffic / peaks.hbm_bandwidth)
+            link_s, doing = _seconds(each, peaks, links), _doing(each.beside or (0.0, 0.0, 0.0), peaks)
             waited += work.times * max(0.0, link_s - doing) * (not each.overlaps)
             beside += work.times * link_s * each.overlaps
             hops = KINDS[each.kind].rounds * max(1, each.group // 2)  # one after the other, both ways round a ring
             least = max(hops * HOP_S, peaks.collective_s)
             latency += work.times * max(0.0, least - link_s) * (not each.overlaps)
     ici = waited + max(0.0, beside - compute - hbm)
-    return Roofline(compute, hbm, ici, latency)
+    return Roofline(compute, hbm, ici, latency, tuple((times, *each) for each, times in copies.items()))
+
+
+def _doing(beside: Beside, peaks: Peaks) -> float:
+    """The least time of work that goes on beside a transfer."""
+    float32, flops, traffic = beside
+    return max(float32 / peaks.flops_f32 + flops / peaks.flops_bf16, traffic / peaks.hbm_bandwidth)
 
 
 def _seconds(each: Transfer, peaks: Peaks, links: int) -> float:

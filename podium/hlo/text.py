@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 
-HBM = 0  # the memory space of arrays in a device's main memory; others are caches inside the chip, or the host
+HBM = 0  # the memory space of arrays in a device's main memory; others are caches inside the chip
+HOST = 5  # of those in its host's
 
 
 @dataclasses.dataclass(frozen=True)

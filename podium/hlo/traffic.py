@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from podium.hlo.collectives import kind_of
-from podium.hlo.text import HBM, Computation, Instruction, Module, Shape
+from podium.hlo.text import HBM, HOST, Computation, Instruction, Module, Shape
 
 # They move nothing themselves: what they name is moved by others, or stays where it lies.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
@@ -68,9 +68,7 @@ def hbm_traffic(instruction: Instruction, computation: Computation, module: Modu
     Collectives are left out: their memory traffic goes on beside their transfer, which takes longer.
     """
     opcode = instruction.opcode
-    if opcode in (*FREE, *ASYNC_STARTS) or opcode.endswith("-done") or kind_of(instruction):
-        return 0
-    if opcode == "custom-call" and instruction.attribute("custom_call_target").strip('"') in FREE_CALLS:
+    if _is_free(instruction) or kind_of(instruction):
         return 0
     operands = [computation.instructions[name] for name in instruction.operands]
     if opcode == "fusion":
@@ -87,6 +85,23 @@ def hbm_traffic(instruction: Instruction, computation: Computation, module: Modu
         return instruction.shapes[0].padded_size * sum(shape.space == HBM for shape in ends)
     distinct = {each.name: each for each in operands}.values()
     return sum(_in_hbm(shape) for each in (*distinct, instruction) for shape in each.shapes)
+
+
+def host_traffic(instruction: Instruction, computation: Computation) -> int:
+    """Bytes that an instruction copies between a device's memory and its host's, in either direction."""
+    operands = [computation.instructions[name] for name in instruction.operands]
+    ends = [shape for each in (*operands, instruction) for shape in each.shapes]
+    if _is_free(instruction) or all(shape.space != HOST for shape in ends):
+        return 0
+    part = operands[IN_PLACE[instruction.opcode]] if instruction.opcode in IN_PLACE else instruction
+    return part.shapes[0].padded_size
+
+
+def _is_free(instruction: Instruction) -> bool:
+    opcode = instruction.opcode
+    if opcode == "custom-call":
+        return instruction.attribute("custom_call_target").strip('"') in FREE_CALLS
+    return opcode in (*FREE, *ASYNC_STARTS) or opcode.endswith("-done")
 
 
 def _windows(instruction: Instruction, spatial_dims: int) -> Iterator[tuple[int, int, int, int]]:

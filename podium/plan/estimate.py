@@ -26,6 +26,7 @@ from podium.plan.sizes import (
     head_number,
     local_count,
     make_sizes,
+    offloaded_bytes,
     optimizer_bytes,
     reduced_number,
 )
@@ -56,6 +57,8 @@ class PhaseEstimate:
     flops: int
     hbm_bytes: int
     ici_bytes: int  # bytes that a device sends to others
+    copies: tuple[tuple[float, int, float], ...] = ()
+    """Between device and host: how often, bytes of each, and the share of all work that goes on meanwhile."""
 
     @property
     def total(self) -> int:
@@ -200,8 +203,8 @@ def score_phase(run: RunSizes) -> PhaseEstimate:
     )
 
 
-def update_phase(run: RunSizes) -> PhaseEstimate:
-    """One optimizer step: gradients of the micro-batches, summed, and the optimizer."""
+def update_phase(run: RunSizes, micro_batches: float = 1) -> PhaseEstimate:
+    """One optimizer step: gradients of the micro-batches, summed, and the optimizer. Work is that of a micro-batch."""
     a, tokens = run.activation, run.tokens
     layers, head = run.gathered_counts
     own, sends = run.own_count, (run.shards - 1) / run.shards
@@ -220,7 +223,18 @@ def update_phase(run: RunSizes) -> PhaseEstimate:
         + reduced
         + (6 if remat in ("layer", "offload") else 4) * _tp_ici(run, tokens)
         + (2 if remat == "none" else 3) * _sp_ici(run),
+        copies=_host_copies(run, micro_batches),
     )
+
+
+def _host_copies(run: RunSizes, micro_batches: float) -> tuple[tuple[float, int, float], ...]:
+    """Of each micro-batch, the layers' inputs to the host and back; the optimizer's moments are one update's."""
+    moments = (1 / micro_batches, 2 * offloaded_bytes(run), 0.0)
+    if run.config.train.remat != "offload" or run.platform == "cpu":
+        return (moments,)
+    layers, one = run.decoder.layers, run.tokens * run.decoder.width * run.activation
+    forward = _forward_flops(run) / _update_flops(run)
+    return (layers, one, forward / layers), (layers, one, (1 - forward) / layers), moments
 
 
 def checkpoint_phase(run: RunSizes) -> PhaseEstimate:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from podium.accelerators import ALLOCATOR_RESERVE, GIB, GPUS, POOL_VARIABLE, Accelerator, pool_share
-from podium.plan.formatting import LITTLE, duration
-from podium.plan.host_link import HOST_LINK, copying
+from podium.plan.calibration import load_chip
+from podium.plan.formatting import LITTLE
 from podium.plan.result import Phase, judge, margin
 from podium.plan.sizes import F32, RunSizes, offloaded_bytes, optimizer_bytes, reduced_number
 from podium.plan.workload import Workload
@@ -45,18 +45,26 @@ def _reduction(run: RunSizes) -> Iterator[str]:
 
 
 def _offload(run: RunSizes, accelerator: Accelerator) -> Iterator[str]:
-    if run.config.train.remat == "offload":
+    streams, moments = run.config.train.remat == "offload", offloaded_bytes(run)
+    if streams:
         inputs = run.decoder.layers * run.tokens * run.decoder.width * run.activation
         yield (
             f"during an update the layers' inputs take {inputs * accelerator.devices_per_host / GIB:.1f} GiB of each"
             " host's memory"
         )
-    if moments := offloaded_bytes(run):
+    if moments:
         yield (
             f"between updates the optimizer's moments take {moments * accelerator.devices_per_host / GIB:.1f} GiB of"
-            f" each host's memory; an update copies {moments / GIB:.2f} GiB to each device and back, counted as"
-            f" {duration(copying(run))} at an assumed {HOST_LINK.value / 1e9:.0f} GB/s"
-            f" ({HOST_LINK.low / 1e9:.0f}-{HOST_LINK.high / 1e9:.0f}): none is published for TPUs, none was measured"
+            f" each host's memory; an update copies {moments / GIB:.2f} GiB to each device and back"
+        )
+    if moments and accelerator.platform == "gpu":
+        yield "estimated, not compiled: of a GPU that is not there jax knows no host, whose memory has the moments"
+    if (streams or moments) and accelerator.platform != "cpu":
+        chip = load_chip(accelerator.generation)
+        link, peak = chip.calibration["host"], chip.peaks.host_bandwidth / 1e9
+        yield (
+            f"copies between a device and its host are taken to reach {link.value:.2f} ({link.low:.2f}-{link.high:.2f})"
+            f" of {peak:.0f} GB/s, and to be waited for where no work hides them: not measured yet"
         )
 
 

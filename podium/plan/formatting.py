@@ -16,6 +16,7 @@ STEP_PARTS: dict[str, tuple[str, ...]] = {
 NEGLIGIBLE = 0.01  # share of a step below which a part is not mentioned
 LITTLE = 1e6  # bytes below which a transfer is not mentioned
 LIMITS = {"compute": "compute", "hbm": "HBM bandwidth", "ici": "link bandwidth", "latency": "latency"}
+LIMITS |= {"host": "host copies"}
 """What a phase's time is bound by: never by how much memory there is."""
 VERDICTS = {"fits": "fits", "too_close": "too close to call", "does_not_fit": "does not fit"}
 

@@ -18,13 +18,12 @@ from podium.hlo.cost import Peaks, Roofline, roofline, sum_collectives
 from podium.models.architecture import DecoderConfig
 from podium.models.flops import step_work, update_flops
 from podium.models.presets import find_decoder
-from podium.plan.calibration import Chip, Factor, load_chip
+from podium.plan.calibration import Chip, Line, calibrated, load_chip
 from podium.plan.compile import OnProgress, cache_folder, compile_phases
 from podium.plan.estimate import PhaseEstimate
 from podium.plan.explain import explain
 from podium.plan.formatting import number
-from podium.plan.host_link import copying
-from podium.plan.result import NO_TIME, BoundBy, LargeArray, Phase, Plan, Seconds, Verdict, judge, total
+from podium.plan.result import BoundBy, LargeArray, Phase, Plan, Seconds, Verdict, judge, total
 from podium.plan.sizes import F32, RunSizes, make_sizes, network_bytes
 from podium.plan.topology import compiler_versions
 from podium.plan.worker import CompiledPhase, Job
@@ -36,10 +35,6 @@ ROLLOUT = ("sync", "prefill", "copy", "decode")
 SLOWEST_FIRST = ("update", "decode", "score", "prefill", "sync", "copy", "init")  # by how long they take to compile
 
 LEAST_GAIN = 0.05  # share of a step for which completions may be older than the weights
-
-
-Line = tuple[float, Roofline]
-"""How often something is done in a step, and its least time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,8 +92,8 @@ def make_plan(
     micro_batches, attended = packed(drawn, config, rows=run.rows * run.dp * run.fsdp, attention=run.attention)
     run = dataclasses.replace(run, attended=attended)
     calls = step_calls(run, workload, micro_batches)
-    jobs = [] if fast else make_jobs(config, decoder, accelerator, _slowest_first(calls), whole)
-    compiled = compile_phases(jobs, progress=progress) if jobs else {}
+    names = {} if fast or not is_compiled(config, accelerator) else _slowest_first(calls)
+    compiled = compile_phases(make_jobs(config, decoder, accelerator, names, whole), progress=progress) if names else {}
     phases = tuple(device.phases(calls, compiled, run))
     host = device.host(sum(call.calls for call in calls))
     step = total([*(phase.seconds for phase in phases if phase.seconds), host]) if host else None
@@ -163,6 +158,11 @@ def _slowest_first(calls: Sequence[Call]) -> dict[str, float]:
     return {call.program: call.blocks for call in ordered}
 
 
+def is_compiled(config: Config, accelerator: Accelerator) -> bool:
+    """Whether programs can be compiled without the device: jax knows no host's memory of GPUs that are not there."""
+    return accelerator.platform != "gpu" or not config.train.offload_optimizer
+
+
 def make_jobs(
     config: Config,
     decoder: DecoderConfig,
@@ -223,7 +223,7 @@ def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Ca
         rounds = steps / calls / at_once if calls else 0.0
         decode = call(f"decode:{size}", form, calls, rounds=rounds, repeats=steps, tokens=tokens)
         found.append(dataclasses.replace(decode, once_flops=closed_form.first_flops(run, size)))
-    trained = [("update", closed_form.update_phase(run), updates)]
+    trained = [("update", closed_form.update_phase(run, own), updates)]
     if scores:
         trained.insert(0, ("score", closed_form.score_phase(run), scores))
     made = [call(name, form, times, rounds=own, repeats=times * own) for name, form, times in trained]
@@ -247,8 +247,6 @@ class _Device:
                 phase = self.estimated_phase(own, run)
             else:
                 continue
-            if name == "update" and phase.seconds:
-                phase = dataclasses.replace(phase, seconds=phase.seconds + copying(run) * phase.calls)
             yield phase
         resting = closed_form.checkpoint_phase(run)
         yield self.phase(resting.name, resting.parts)
@@ -364,20 +362,6 @@ def closed_form_roofline(form: PhaseEstimate, run: RunSizes, peaks: Peaks, links
     hbm, ici = form.hbm_bytes / peaks.hbm_bandwidth, form.ici_bytes / (links * peaks.link_bandwidth)
     if peaks.network_bandwidth:
         ici += network_bytes(run, form.name, form.ici_bytes) / peaks.network_bandwidth
-    return Roofline(compute * (compute >= hbm), hbm * (hbm > compute), ici, latency=0.0)
-
-
-def calibrated(lines: list[Line], chip: Chip, kind: str) -> tuple[Seconds, BoundBy]:
-    """Seconds of calls on the device, and what most of them wait for; `lines` say how often, and the roofline of each.
-
-    The chip's calibration says what share is reached of the roofline of an update, prefill or decode, the `kind`;
-    transfers have a share of their own, and hops take what they take.
-    """
-    work, links, hops = chip.calibration[kind], chip.calibration["ici"], Factor(value=1.0, low=1.0, high=1.0, source="")
-    shares: dict[BoundBy, Factor] = {"compute": work, "hbm": work, "ici": links, "latency": hops}
-    parts: dict[BoundBy, Seconds] = {}
-    for part, share in shares.items():
-        least = sum(times * getattr(line, part) for times, line in lines)
-        parts[part] = Seconds(value=least / share.value, low=least / share.high, high=least / share.low)
-    seconds = sum(parts.values(), NO_TIME)
-    return seconds, max(parts, key=lambda part: parts[part].value) if seconds.value else ""
+    work = max(compute, hbm)
+    copies = [(times, each / peaks.host_bandwidth, share * work) for times, each, share in form.copies if each]
+    return Roofline(compute * (compute >= hbm), hbm * (hbm > compute), ici, latency=0.0, copies=tuple(copies))

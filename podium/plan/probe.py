@@ -10,7 +10,7 @@ from podium.accelerators import Accelerator
 from podium.config.schema import Config
 from podium.models.presets import find_decoder
 from podium.plan.compile import OnProgress, compile_jobs
-from podium.plan.planner import SLOWEST_FIRST, Call, make_jobs, step_calls
+from podium.plan.planner import SLOWEST_FIRST, Call, is_compiled, make_jobs, step_calls
 from podium.plan.result import Probe
 from podium.plan.sizes import make_sizes
 from podium.plan.workload import draw_lengths, simulate_rollout
@@ -38,7 +38,7 @@ class Prober:
 
     def __call__(self, configs: Mapping[int, Config], phases: Sequence[str]) -> list[Probe]:
         """A probe of each value, of these phases; two are compiled at once."""
-        if self.fast:
+        if self.fast or not all(is_compiled(config, self.accelerator) for config in configs.values()):
             return [self.estimated(value, config, phases) for value, config in configs.items()]
         decoder = {value: find_decoder(config) for value, config in configs.items()}
         jobs = [

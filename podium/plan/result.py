@@ -11,7 +11,7 @@ from podium.hlo.cost import CollectiveTotal
 from podium.plan.workload import Workload
 
 Verdict = Literal["fits", "does_not_fit", "too_close"]
-BoundBy = Literal["compute", "hbm", "ici", "latency", ""]
+BoundBy = Literal["compute", "hbm", "ici", "latency", "host", ""]
 TOO_CLOSE = 0.03  # of the memory: as far as the compiler's figure and a device's own were seen to be apart
 ESTIMATE_TOO_CLOSE = 0.08  # as far as the closed form was seen to be below the compiler's figure
 

@@ -287,8 +287,7 @@ def candidates(config: Config, run: RunSizes) -> Iterator[Change]:
     for remat in get_args(Remat):
         if remat != train.remat:
             yield Change(key="train.remat", value=remat, old=train.remat)
-    if not train.offload_optimizer:
-        yield Change(key="train.offload_optimizer", value=True, old=False)
+    yield Change(key="train.offload_optimizer", value=not train.offload_optimizer, old=train.offload_optimizer)
     for tokens in (train.head_chunk_tokens // 4, 4 * train.head_chunk_tokens):
         if 1 <= tokens <= rows * row_tokens(config):
             yield Change(key="train.head_chunk_tokens", value=tokens, old=train.head_chunk_tokens)

@@ -6,7 +6,7 @@ import pytest
 from recorded_programs import FSDP, MESH, by_kind
 
 from podium.hlo.collectives import group_of
-from podium.hlo.cost import walk
+from podium.hlo.cost import Peaks, roofline, walk
 from podium.hlo.text import parse
 
 
@@ -83,6 +83,45 @@ def test_copies_count_their_ends_that_lie_in_main_memory():
   %s = (f32[1024]{0:S(1)}, f32[1024]{0}, u32[]{:S(2)}) copy-start(%x)
   ROOT %d = f32[1024]{0:S(1)} copy-done(%s)""")
     assert cost.hbm_bytes == 4096
+
+
+INTO = """%to (a: f32[36,1024], b: f32[1,1024], c: s32[]) -> f32[36,1024] {
+  %a = f32[36,1024]{1,0:S(5)} parameter(0)
+  %b = f32[1,1024]{1,0} parameter(1)
+  %c = s32[] parameter(2)
+  ROOT %u = f32[36,1024]{1,0:S(5)} dynamic-update-slice(%a, %b, %c, %c)
+}
+"""
+
+
+@pytest.mark.parametrize("opcode", ["async-start", "fusion-start"])  # as TPUs and GPUs have it
+def test_a_slice_into_the_hosts_memory_counts_and_what_is_done_until_it_is_there(opcode):
+    done = opcode.replace("start", "done")
+    cost = cost_of(
+        f"""  %x = f32[36,1024]{{1,0:S(5)}} parameter(0)
+  %y = f32[1,1024]{{1,0}} parameter(1)
+  %i = s32[] parameter(2)
+  %s = ((f32[36,1024]{{1,0:S(5)}}, f32[1,1024]{{1,0}}), f32[36,1024]{{1,0:S(5)}}, u32[]) {opcode}(%x, %y, %i), calls=%to
+  %z = f32[1,1024]{{1,0}} negate(%y)
+  ROOT %d = f32[36,1024]{{1,0:S(5)}} {done}(%s)""",
+        computations=INTO,
+    )
+    assert [(work.host_bytes, work.beside) for work in cost.works if work.host_bytes] == [(4096, (0, 0, 8192))]
+
+
+def test_a_copy_from_the_hosts_memory_counts_and_what_is_waited_for_at_once_has_no_work_beside_it():
+    cost = cost_of("""  %x = f32[1024]{0:S(5)} parameter(0)
+  %y = f32[512]{0} parameter(1)
+  %s = (f32[1024]{0}, f32[1024]{0:S(5)}, u32[]) copy-start(%x)
+  %z = f32[512]{0} negate(%y)
+  %d = f32[1024]{0} copy-done(%s)
+  ROOT %c = f32[1024]{0:S(5)} copy(%d)""")
+    copies = [(work.host_bytes, work.beside) for work in cost.works if work.host_bytes]
+    assert copies == [(4096, (0, 0, 4096)), (4096, (0, 0, 0))]
+    assert roofline(cost, PEAKS, links=1).copies == ((1, 4096 / 1e9, 4096 / 1e10), (1, 4096 / 1e9, 0))
+
+
+PEAKS = Peaks(flops_bf16=1e12, flops_f32=1e12, hbm_bandwidth=1e10, link_bandwidth=1e9, host_bandwidth=1e9)
 
 
 def test_an_all_reduce_of_which_slices_are_kept_is_a_reduce_scatter():

@@ -15,8 +15,8 @@ from podium.algorithms.recipes import make_recipe
 from podium.config.schema import Config
 from podium.hlo.cost import Peaks, Roofline
 from podium.models.params import TRAIN_AXES, param_specs
-from podium.plan.calibration import Chip, Factor, load_chip
-from podium.plan.planner import ROLLOUT, calibrated, make_plan, step_calls
+from podium.plan.calibration import Chip, Factor, calibrated, load_chip
+from podium.plan.planner import ROLLOUT, make_plan, step_calls
 from podium.plan.residents import residents, trainers
 from podium.plan.result import Plan, Seconds, judge, total
 from podium.plan.sizes import make_sizes, network_bytes
@@ -192,7 +192,7 @@ def chip(**calibration: tuple[float, float, float]) -> Chip:
 
 
 def test_shares_of_the_roofline_divide_its_parts():
-    made = chip(update=(0.5, 0.25, 1.0), ici=(0.8, 0.5, 1.0))
+    made = chip(update=(0.5, 0.25, 1.0), ici=(0.8, 0.5, 1.0), host=(1.0, 1.0, 1.0))
     line = Roofline(compute=1.0, hbm=2.0, ici=4.0, latency=0.5)
     seconds, bound_by = calibrated([(2, line)], made, "update")
     assert seconds == Seconds(value=2 * (3 / 0.5 + 4 / 0.8 + 0.5), low=2 * (3 + 4 + 0.5), high=2 * (12 + 8 + 0.5))

@@ -218,7 +218,8 @@ def test_every_generation_has_constants_with_sources_and_factors_with_ranges(gen
     assert all(constant["source"] for constant in raw["constants"].values())
     assert raw["constants"]["hbm_bytes"]["value"] > find_accelerator(f"{generation}-8").hbm_bytes
     chip = load_chip(generation)
-    assert set(chip.calibration) == {"update", "prefill", "decode", "ici", "host_s"}
+    assert set(chip.calibration) == {"update", "prefill", "decode", "ici", "host", "host_s"}
+    assert 0 < chip.peaks.host_bandwidth < chip.peaks.hbm_bandwidth
     for factor in chip.calibration.values():
         assert 0 < factor.low <= factor.value <= factor.high
         assert factor.source
