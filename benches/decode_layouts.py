@@ -41,7 +41,6 @@ LAYOUTS = ("replicated", "hybrid-2", "hybrid-4", "tensor")
 FORMER = ("legacy",)
 """Compiled at the smallest point alone, for comparison."""
 STEPS = 8
-PARTS = ("compute", "hbm", "ici", "latency")
 """Decode steps over which the cost of one is averaged."""
 
 
@@ -79,8 +78,9 @@ def measure(model: str, rows: int, layout: str, accelerator: Accelerator) -> dic
     compiled = compile_decode(config, decoder, accelerator)
     at_once = steps_at_once(config.rollout.refill_steps, make_sizes(config, decoder, accelerator).rollout_shards)
     few, many = compiled.cost(1), compiled.cost(1 + STEPS / at_once)
-    lines = [roofline(cost, chip.peaks, links=accelerator.ici_links) for cost in (few, many)]
-    step = Roofline(*((getattr(lines[1], part) - getattr(lines[0], part)) / STEPS for part in PARTS))
+    once, again = (roofline(cost, chip.peaks, links=accelerator.ici_links).parts for cost in (few, many))
+    parts = {part: (again[part] - once[part]) / STEPS for part in once}
+    step = Roofline(*(parts[part] for part in ("compute", "hbm", "ici", "latency")))
     sent: dict[str, float] = {}
     calls = 0.0
     for sign, cost in ((-1, few), (1, many)):
@@ -95,7 +95,7 @@ def measure(model: str, rows: int, layout: str, accelerator: Accelerator) -> dic
         "layout": layout,
         "floor_ms": round(floor(decoder, rows, layout, accelerator) * 1e3, 3) if layout not in FORMER else None,
         "planned_ms": round(planned * 1e3, 3),
-        "parts_ms": {part: round(getattr(step, part) * 1e3, 3) for part in PARTS},
+        "parts_ms": {part: round(each * 1e3, 3) for part, each in parts.items()},
         "with_shares_ms": [round(each * 1e3, 2) for each in (seconds.value, seconds.low, seconds.high)],
         "collectives": round(calls, 2),
         "sent_mb": {kind: round(size / 1e6, 3) for kind, size in sent.items()},

@@ -139,7 +139,7 @@ def costs(row: Row, text: str) -> dict[str, Any]:
     chip = load_chip(accelerator.generation)
 
     def figures(cost: ProgramCost) -> dict[str, float]:
-        least = dataclasses.asdict(roofline(cost, chip.peaks, links=accelerator.ici_links))
+        least = roofline(cost, chip.peaks, links=accelerator.ici_links).parts
         sent = {each.kind: each.sent / 1e9 for each in cost.collectives}
         return {"tflop": cost.flops / 1e12, "hbm_gb": cost.hbm_bytes / 1e9, **least, **sent}
 

@@ -102,7 +102,7 @@ def planned(name: str) -> dict[str, object]:
         "hbm_gib": round(accelerator.hbm_bytes / GIB, 2),
         "closed_form_gib": round(form.total / GIB, 2),
         "operations_over_closed_form": round(recomputed, 3),
-        "seconds": {name: round(value, 3) for name, value in dataclasses.asdict(seconds).items()},
+        "seconds": {name: round(value, 3) for name, value in seconds.parts.items()},
         "sent_gb": [
             [each.kind, "beside products" if each.overlaps else "waited for", round(each.sent / 1e9, 2)]
             for each in cost.collectives

@@ -253,6 +253,12 @@ class Roofline:
     copies: tuple[tuple[float, float, float], ...] = ()
     """Between device and host: how often, seconds of each, and those of the work that goes on meanwhile."""
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """All seconds by what is waited for; of copies what the work beside them leaves."""
+        host = sum(times * max(0.0, copied - doing) for times, copied, doing in self.copies)
+        return {"compute": self.compute, "hbm": self.hbm, "ici": self.ici, "latency": self.latency, "host": host}
+
 
 def roofline(cost: ProgramCost, peaks: Peaks, *, links: int) -> Roofline:
     """The least time of one run on a device whose rings use this many links at once.
