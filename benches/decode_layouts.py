@@ -80,7 +80,7 @@ def measure(model: str, rows: int, layout: str, accelerator: Accelerator) -> dic
     few, many = compiled.cost(1), compiled.cost(1 + STEPS / at_once)
     once, again = (roofline(cost, chip.peaks, links=accelerator.ici_links).parts for cost in (few, many))
     parts = {part: (again[part] - once[part]) / STEPS for part in once}
-    step = Roofline(*(parts[part] for part in ("compute", "hbm", "ici", "latency")))
+    step = Roofline(compute=parts["compute"], hbm=parts["hbm"], ici=parts["ici"], latency=parts["latency"])
     sent: dict[str, float] = {}
     calls = 0.0
     for sign, cost in ((-1, few), (1, many)):
