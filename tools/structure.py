@@ -185,7 +185,7 @@ def measures(modules: Modules) -> list[Measure]:
     edges = imports(modules)
     in_circles, upward = circles(edges), upward_imports(edges)
     return [
-        Measure("lines of plan + hlo", plan, 7_070),
+        Measure("lines of plan + hlo", plan, 7_080),
         Measure("lines of pods + job", pods, 6_000),
         Measure("lines of tools", tools, 500),
         *(Measure(f"lines of {part}", count, CAPABILITIES[part]) for part, count in added.items()),

@@ -112,6 +112,7 @@ class _Context:
     trips: Mapping[str, float]
     skipped: frozenset[str]
     per_machine: int
+    beside: bool = True  # whether to find what is done beside transfers and copies
 
 
 def walk(
@@ -155,26 +156,30 @@ def unknown_loops(module: Module) -> list[str]:
 
 def _walk(context: _Context, computation: Computation, times: float) -> Iterator[Work]:
     for each in computation.instructions.values():
-        inner = [context.module.computations[name] for name in each.runs]
-        if each.opcode == "while":
-            counted = context.module.loops[each]
-            again = context.trips[each.source] if counted is None else counted
-            for part in inner:
-                yield from _walk(context, part, times * again)
-        elif each.opcode == "conditional":
-            branches = [tuple(_walk(context, part, times)) for part in inner]
-            runs = min if context.skipped.intersection(re.split(r"[/()]+", each.source)) else max
-            yield from runs(branches, key=_weight)
-        elif inner:
-            works = [work for part in inner for work in _walk(context, part, times)]
-            copies = each.opcode in ASYNC_STARTS and any(work.host_bytes for work in works)
-            beside = _until_done(context, each, computation) if copies or SPARSE_CORE in each.attributes else None
-            for work in works:
-                apart = tuple(dataclasses.replace(sent, beside=beside or sent.beside) for sent in work.transfers)
-                yield dataclasses.replace(work, transfers=apart, beside=beside or work.beside)
-        elif work := _work(context, each, computation, times):
-            waits_later = work.host_bytes and each.opcode.endswith("-start")
-            yield dataclasses.replace(work, beside=_until_done(context, each, computation)) if waits_later else work
+        yield from _works(context, each, computation, times)
+
+
+def _works(context: _Context, each: Instruction, computation: Computation, times: float) -> Iterator[Work]:
+    inner = [context.module.computations[name] for name in each.runs]
+    if each.opcode == "while":
+        counted = context.module.loops[each]
+        again = context.trips[each.source] if counted is None else counted
+        for part in inner:
+            yield from _walk(context, part, times * again)
+    elif each.opcode == "conditional":
+        branches = [tuple(_walk(context, part, times)) for part in inner]
+        runs = min if context.skipped.intersection(re.split(r"[/()]+", each.source)) else max
+        yield from runs(branches, key=_weight)
+    elif inner:
+        works = [work for part in inner for work in _walk(context, part, times)]
+        copies = each.opcode in ASYNC_STARTS and any(work.host_bytes for work in works)
+        beside = _until_done(context, each, computation) if copies or SPARSE_CORE in each.attributes else None
+        for work in works:
+            apart = tuple(dataclasses.replace(sent, beside=beside or sent.beside) for sent in work.transfers)
+            yield dataclasses.replace(work, transfers=apart, beside=beside or work.beside)
+    elif work := _work(context, each, computation, times):
+        waits_later = work.host_bytes and each.opcode.endswith("-start")
+        yield dataclasses.replace(work, beside=_until_done(context, each, computation)) if waits_later else work
 
 
 def _weight(branch: tuple[Work, ...]) -> float:
@@ -234,11 +239,13 @@ def _transfers(context: _Context, inside: list[tuple[Instruction, Computation]])
 
 def _until_done(context: _Context, start: Instruction, computation: Computation) -> Beside:
     """What a device does while a collective or a copy is under way: instructions run in the order of the text."""
+    if not context.beside:
+        return 0.0, 0.0, 0.0
+    alone = dataclasses.replace(context, beside=False)
     rest = itertools.dropwhile(lambda each: each is not start, computation.instructions.values())
     between = itertools.takewhile(lambda each: start.name not in each.operands, itertools.islice(rest, 1, None))
-    works = [_work(context, each, computation, 1.0) for each in between if not kind_of(each)]
-    found = ProgramCost(tuple(work for work in works if work is not None))
-    float32 = sum(work.flops_f32 for work in found.works)
+    works = [work for each in between if not kind_of(each) for work in _works(alone, each, computation, 1.0)]
+    found, float32 = ProgramCost(tuple(works)), sum(work.times * work.flops_f32 for work in works)
     return float32, found.flops - float32, found.hbm_bytes
 
 

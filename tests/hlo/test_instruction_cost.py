@@ -109,6 +109,31 @@ def test_a_slice_into_the_hosts_memory_counts_and_what_is_done_until_it_is_there
     assert [(work.host_bytes, work.beside) for work in cost.works if work.host_bytes] == [(4096, (0, 0, 8192))]
 
 
+def test_a_loop_goes_on_beside_a_copy_as_often_as_it_runs():
+    loop = """%body (c: (s32[], f32[512])) -> (s32[], f32[512]) {
+  %c = (s32[], f32[512]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %v = f32[512]{0} get-tuple-element(%c), index=1
+  %n = f32[512]{0} negate(%v)
+  ROOT %t = (s32[], f32[512]{0}) tuple(%i, %n)
+}
+
+%ends (c: (s32[], f32[512])) -> pred[] {
+  %c = (s32[], f32[512]{0}) parameter(0)
+  ROOT %p = pred[] constant(false)
+}
+"""
+    cost = cost_of(
+        """  %x = f32[1024]{0:S(5)} parameter(0)
+  %y = (s32[], f32[512]{0}) parameter(1)
+  %s = (f32[1024]{0}, f32[1024]{0:S(5)}, u32[]) copy-start(%x)
+  %w = (s32[], f32[512]{0}) while(%y), condition=%ends, body=%body, backend_config={"known_trip_count":{"n":"8"}}
+  ROOT %d = f32[1024]{0} copy-done(%s)""",
+        computations=loop,
+    )
+    assert [work.beside for work in cost.works if work.host_bytes] == [(0, 0, 8 * 4096)]
+
+
 def test_a_copy_from_the_hosts_memory_counts_and_what_is_waited_for_at_once_has_no_work_beside_it():
     cost = cost_of("""  %x = f32[1024]{0:S(5)} parameter(0)
   %y = f32[512]{0} parameter(1)
