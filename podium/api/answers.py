@@ -13,6 +13,7 @@ import jax
 from podium.api.data import Data, Rewards, overrides, rewards_of, task_settings
 from podium.config.load import Override
 from podium.files import as_path
+from podium.malloc import giving_back_memory
 from podium.observe.run_dir import CONFIG, Fork, parse_fork, read_config
 from podium.observe.stats import TaskScores
 from podium.rollout.request import Completion, Request, SamplingParams
@@ -21,7 +22,7 @@ from podium.tasks.question_sets import math_equal
 from podium.train.evaluate import evaluate_weights
 from podium.train.feed import request_seed
 from podium.train.generate import Rollouts
-from podium.train.platform import giving_back_memory, prepare_platform
+from podium.train.platform import prepare_platform
 from podium.train.setup import load_parts, make_model
 
 Answer = Completion

@@ -11,6 +11,7 @@ from podium.api.run import Run
 from podium.config.load import Override
 from podium.config.schema import Config
 from podium.files import as_path, in_bucket
+from podium.malloc import giving_back_memory
 from podium.observe.run_dir import DATA, Fork, parse_fork
 from podium.settings import load_settings
 from podium.tasks.question_sets import math_equal
@@ -95,7 +96,6 @@ def _train(config: Config, fork: Fork | None, on_step: "OnStep | None") -> Run:
     print(f"run {config.runs_dir}/{config.name}: loading jax and the model", flush=True)
     from podium.plan.check import RunCheck
     from podium.train.loop import train as train_run
-    from podium.train.platform import giving_back_memory
     from podium.train.recorder import unheard
 
     with giving_back_memory():

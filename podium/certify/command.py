@@ -16,8 +16,9 @@ from podium.certify.subject import Subject, make_subject
 from podium.certify.updates import Updates
 from podium.compiler import quick_flags
 from podium.config.schema import Config
+from podium.malloc import only_cpu
 from podium.models.params import param_specs
-from podium.train.platform import only_cpu, prepare_platform
+from podium.train.platform import prepare_platform
 
 CPU_DEVICES = 8
 """As many as jax is to make of the CPU, for programs that are split over devices."""
