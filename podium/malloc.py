@@ -19,8 +19,8 @@ def keep_freed_memory() -> None:
 
     glibc gives it back to the kernel, which then has to clear every page again: up to half of an update's time
     (benches/results/pages-cpu.json). A thread that has allocated before, as some do that libraries start when they are
-    imported, has an arena of its own. Later threads of jax share it, and its large arrays are always given back: so this
-    comes first of all. Does nothing where the C library is another.
+    imported, has an arena of its own. Later threads of jax share it, and its large arrays are always given back: so
+    this comes first of all. Does nothing where the C library is another.
     """
     m_trim_threshold, m_mmap_max, m_arena_max = -1, -4, -8  # malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
