@@ -248,7 +248,10 @@ def memory_rows(name: str, known: Sequence[Mapping[str, Any]]) -> list[dict[str,
 
 
 def measure_program(name: str, program: str) -> int:
-    """Bytes that this process took more while a program ran, arguments among them: the kernel's count of its pages."""
+    """Bytes that this process took more while a program ran, arguments among them: the kernel's count of its pages.
+
+    It has run once before: the libraries' code that it loads, and their threads' stacks, are no memory of the program.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -260,13 +263,21 @@ def measure_program(name: str, program: str) -> int:
     mesh = make_mesh("auto", jax.devices()[:1])
     phase = phase_programs(config, find_architecture(config.model), mesh)[program]
     compiled = phase.lower().compile()
-    jax.block_until_ready(jax.jit(lambda: jnp.ones(8))())
+
+    def run() -> None:
+        values = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), phase.arguments)
+        jax.block_until_ready(values)
+        Path("/proc/self/clear_refs").write_text("5")  # the most there ever was begins anew
+        made = jax.block_until_ready(compiled(*values))
+        for array in jax.tree.leaves((values, made)):
+            if not array.is_deleted():
+                array.delete()
+
+    run()
+    time.sleep(1)  # until threads have freed it
     ctypes.CDLL(None).malloc_trim(0)
     before = _resident("VmRSS")
-    values = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), phase.arguments)
-    jax.block_until_ready(values)
-    Path("/proc/self/clear_refs").write_text("5")  # the most there ever was begins anew
-    jax.block_until_ready(compiled(*values))
+    run()
     return _resident("VmHWM") - before
 
 
