@@ -43,6 +43,7 @@ def test_the_first_line_says_what_to_do():
         f"fits v6e-8 with 6.9 GiB to spare. {decoding}: --set train.rows_per_device=8 makes a step 2.8 s instead of 3.1"
         " (compiled)"
     )
+    assert first(plan(), suggestion(plan(made=phases(took=1.06)))).endswith("makes a step 1% shorter (compiled)")
     assert first(plan()) == (f"fits v6e-8 with 6.9 GiB to spare. {decoding}; no change that was tried makes it better")
     assert first(too_large(), suggestion(plan(), before=too_large())) == (
         "does not fit v6e-8: update needs 36.4 of 31.25 GiB, over by 5.2 GiB. Most of update is saved activations 24.2"
