@@ -38,7 +38,9 @@ def effect(trial: Trial) -> str:
     if plan.step is None or before.step is None:
         return f"leaves {spare(plan)} ({made})"
     after, now = number(plan.step.value), number(before.step.value)
-    shorter = f"{1 - plan.step.value / before.step.value:.0%} shorter" if after == now else f"{after} s instead of {now}"
+    shorter = (
+        f"{1 - plan.step.value / before.step.value:.0%} shorter" if after == now else f"{after} s instead of {now}"
+    )
     return f"makes a step {shorter} ({made})"
 
 
