@@ -26,7 +26,7 @@ def advice_line(plan: Plan, trials: Sequence[Trial] | None) -> str:
 
 
 def effect(trial: Trial) -> str:
-    """What a change makes of a run, and who says so: `makes a step 2.1 s instead of 5.8 (compiled)`, or `2% shorter`."""
+    """What a change makes of a run, and who says so: `makes a step 2.1 s instead of 5.8 (compiled)`."""
     plan, before = trial.plan, trial.before
     made = "estimated" if plan.estimate_only else "compiled"
     if before.verdict != "fits":
@@ -38,10 +38,9 @@ def effect(trial: Trial) -> str:
     if plan.step is None or before.step is None:
         return f"leaves {spare(plan)} ({made})"
     after, now = number(plan.step.value), number(before.step.value)
-    shorter = (
-        f"{1 - plan.step.value / before.step.value:.0%} shorter" if after == now else f"{after} s instead of {now}"
-    )
-    return f"makes a step {shorter} ({made})"
+    if after == now:
+        return f"makes a step {1 - plan.step.value / before.step.value:.0%} shorter ({made})"
+    return f"makes a step {after} s instead of {now} ({made})"
 
 
 def _where(plan: Plan) -> str:
