@@ -22,12 +22,12 @@ from podium.algorithms.recipes import RECIPES
 from podium.config.attention import attention_backend
 from podium.config.head import head_kind
 from podium.config.optimizer import OptimizerConfig
-from podium.malloc import keep_freed_memory
 from podium.models.flops import step_work, update_flops
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, param_specs
 from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batch import Batch, BatchSizes, Sample, make_batch
 from podium.train.optimizer import make_optimizer
+from podium.train.platform import prepare_platform
 from podium.train.state import init_state
 from podium.train.step import TrainSettings, make_train_step, shard_batch
 
@@ -122,14 +122,10 @@ def main() -> None:
     parser.add_argument("--head-chunk-tokens", type=int, default=1024)
     parser.add_argument("--remat", default="none", choices=("none", "layer"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument(
-        "--malloc", default="keep", choices=("keep", "give_back"), help="freed memory; the trainer keeps"
-    )
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     settings = {name: value for name, value in vars(args).items() if name != "results"}
-    if args.malloc == "keep":
-        keep_freed_memory()
+    prepare_platform()
     result = {**settings, **measure(args)}
     print(json.dumps(result))
     record(f"update-{jax.default_backend()}", result, args.results)

@@ -17,7 +17,7 @@ def only_cpu() -> bool:
 def keep_freed_memory() -> None:
     """Have malloc keep the memory that XLA's programs free, for the next one to use, where there is only the CPU.
 
-    glibc gives it back to the kernel, which then has to clear every page again: up to half of an update's time
+    glibc gives it back to the kernel, which then has to clear every page again: a third of an update's time
     (benches/results/pages-cpu.json). A thread that has allocated before, as some do that libraries start when they are
     imported, has an arena of its own. Later threads of jax share it, and its large arrays are always given back: so
     this comes first of all. Does nothing where the C library is another.

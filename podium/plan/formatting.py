@@ -15,8 +15,9 @@ STEP_PARTS: dict[str, tuple[str, ...]] = {
 """The parts of a step as users know them, in order, and the phases in each; `host` comes last."""
 NEGLIGIBLE = 0.01  # share of a step below which a part is not mentioned
 LITTLE = 1e6  # bytes below which a transfer is not mentioned
-LIMITS = {"compute": "compute", "hbm": "HBM bandwidth", "ici": "link bandwidth", "latency": "latency"}
-LIMITS |= {"host": "host copies"}
+LIMITS = {
+    "compute": "compute", "hbm": "HBM bandwidth", "ici": "link bandwidth", "latency": "latency", "host": "host copies",
+}  # fmt: skip
 """What a phase's time is bound by: never by how much memory there is."""
 VERDICTS = {"fits": "fits", "too_close": "too close to call", "does_not_fit": "does not fit"}
 
