@@ -26,7 +26,7 @@ MARK = "PYTEST_SESSION_PID"
 os.environ[MARK] = str(os.getpid())
 
 # Many tests make the same small programs anew: the processes of a session share what they compiled.
-if "PYTEST_XDIST_WORKER" not in os.environ:
+if "PYTEST_XDIST_WORKER" not in os.environ and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     COMPILED = tempfile.TemporaryDirectory(prefix="podium-tests-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"

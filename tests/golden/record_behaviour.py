@@ -1,14 +1,18 @@
-"""Records what a user can see of Podium: a run's numbers, plans, settings, commands. A restructuring must reproduce it.
+"""Record what a user can see of Podium: a run's numbers, plans, settings, commands. A refactor must reproduce it.
 
     python tests/golden/record_behaviour.py          # writes tests/golden/behaviour/*.json
-    python tests/golden/record_behaviour.py --check  # compares, exactly, and lists what differs
+    python tests/golden/record_behaviour.py --check  # compares exactly and lists the differences
 
-Numbers of a run are equal to the last bit on one machine; another CPU may round otherwise. Plans are the compiler's:
-they need libtpu, and minutes the first time.
+`make test` checks settings, commands and fast plans; `make test-long` also checks training and compiled plans. The
+numbers of a run are equal to the last bit on one kind of CPU and one version of jax, which the file names; elsewhere
+they may round differently and are not compared. Compiled plans need libtpu, and take minutes the first time.
 """
 
 import argparse
+import contextlib
 import hashlib
+import importlib.metadata
+import io
 import json
 import os
 import subprocess
@@ -17,6 +21,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from podium import cli
+from podium.accelerators import cpu_flags
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "behaviour"
@@ -36,6 +44,9 @@ PLANS = (
     ("configs/gsm8k_qwen25_3b.yaml", "v6e-8"),
     ("configs/gsm8k_qwen3_8b.yaml", "v6e-16"),
 )
+NOW = 1_790_000_000.0
+"""The time at which the commands are shown, in seconds since 1970."""
+USER = "tester"
 POD = ("--project", "example", "--dry-run")
 COMMANDS = (
     ("pod", "up", "first", "--type", "v6e-8", "--zone", "us-east5-b", "--lease", "4h", *POD),
@@ -53,6 +64,12 @@ COMMANDS = (
     ("tasks", "arithmetic"),
     ("config", "schema"),
 )
+
+
+def rounding() -> dict[str, Any]:
+    """What decides how the numbers of a run are rounded: the CPU's vector instructions and the version of jax."""
+    vectors = sorted(flag for flag in cpu_flags() if flag.startswith(("avx", "amx", "fma", "sve")))
+    return {"cpu": vectors, "jax": importlib.metadata.version("jax")}
 
 
 def training(devices: int) -> dict[str, Any]:
@@ -74,40 +91,61 @@ def training(devices: int) -> dict[str, Any]:
 
 
 def plan(config: str, machine: str, *, fast: bool) -> dict[str, Any]:
-    """What the planner says, but for versions and how long it took."""
-    done = _podium(
-        "plan", config, "--tpu", machine, "--json", "--no-suggest", *(["--fast"] if fast else []), check=False
+    """The planner's answer, without versions and seconds of compilation."""
+    status, text, error = shown(
+        "plan", config, "--tpu", machine, "--json", "--no-suggest", *(["--fast"] if fast else [])
     )
-    if not done.stdout:
-        return {"error": done.stderr}
-    found = json.loads(done.stdout)
-    found.pop("versions", None)
-    for phase in found["phases"]:
+    if not text:
+        return {"error": error, "status": status}
+    answer = json.loads(text)
+    answer.pop("versions", None)
+    for phase in answer["phases"]:
         phase.pop("compile_s", None)
-    return found
+    return answer
 
 
-def show(config: str) -> str:
-    """The settings of a config with where they come from."""
-    return _podium("config", "show", config).stdout
+def shown(*arguments: str) -> list[Any]:
+    """Exit status, standard output and standard error of a command, at a fixed time and by a fixed user."""
+    output, errors = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["podium", *arguments]),
+        mock.patch("time.time", return_value=NOW),
+        mock.patch.dict(os.environ, {"LOGNAME": USER, "COLUMNS": "120"}),
+        contextlib.chdir(ROOT),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+    ):
+        try:
+            cli.main()
+            status: Any = 0
+        except SystemExit as end:
+            status = end.code
+    return [status or 0, output.getvalue(), errors.getvalue()]
 
 
-def told(command: tuple[str, ...]) -> list[Any]:
-    """Exit status, and what a command prints."""
-    done = _podium(*command, check=False)
-    return [done.returncode, done.stdout, done.stderr]
-
-
+FAST_PLANS = [
+    (config, machine)
+    for config in CONFIGS
+    if "seeds" not in config
+    for machine in ("v4-16", "v6e-8", "v5p-64", "h100-8")
+]
 GOLDENS: dict[str, Callable[[], Any]] = {
-    "training": lambda: {f"{devices} devices": training(devices) for devices in (1, 8)},
-    "settings": lambda: {config: show(config) for config in CONFIGS},
-    "commands": lambda: {" ".join(command): told(command) for command in COMMANDS},
-    "plans_fast": lambda: {
-        f"{config} {machine}": plan(config, machine, fast=True)
-        for config in CONFIGS if "seeds" not in config for machine in ("v4-16", "v6e-8", "v5p-64", "h100-8")
-    },
+    "training": lambda: {"rounding": rounding()} | {f"{devices} devices": training(devices) for devices in (1, 8)},
+    "settings": lambda: {config: shown("config", "show", config)[1] for config in CONFIGS},
+    "commands": lambda: {" ".join(command): shown(*command) for command in COMMANDS},
+    "plans_fast": lambda: {f"{config} {machine}": plan(config, machine, fast=True) for config, machine in FAST_PLANS},
     "plans": lambda: {f"{config} {machine}": plan(config, machine, fast=False) for config, machine in PLANS},
-}  # fmt: skip
+}
+
+
+def recorded(name: str) -> Any:
+    """What the file of this name holds."""
+    return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def measured(name: str) -> Any:
+    """The same, made by the code as it is now."""
+    return json.loads(json.dumps(GOLDENS[name]()))
 
 
 def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
@@ -129,23 +167,23 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=list(GOLDENS), help=", ".join(GOLDENS))
     arguments, found = parser.parse_args(), 0
     for name in arguments.names:
-        path, new = FOLDER / f"{name}.json", json.loads(json.dumps(GOLDENS[name]()))
+        new = measured(name)
         if arguments.check:
-            lines = list(differences(json.loads(path.read_text()), new))
+            lines = list(differences(recorded(name), new))
             print(f"{name}: {f'{len(lines)} differ' if lines else 'equal'}", *lines, sep="\n  ", flush=True)
             found += len(lines)
         else:
             FOLDER.mkdir(exist_ok=True)
-            path.write_text(json.dumps(new, indent=1, sort_keys=True) + "\n")
+            (FOLDER / f"{name}.json").write_text(json.dumps(new, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return 1 if found else 0
 
 
-def _podium(*arguments: str, environ: dict[str, str] | None = None, check: bool = True):
+def _podium(*arguments: str, environ: dict[str, str]) -> None:
+    """Run a command in a process of its own, with devices of its own. SystemExit with its output if it fails."""
     command = [sys.executable, "-m", "podium.cli", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environ or os.environ, capture_output=True, text=True, check=False)
-    if check and done.returncode not in (0, 2):
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 2):
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
-    return done
 
 
 if __name__ == "__main__":
