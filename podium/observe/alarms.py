@@ -1,4 +1,4 @@
-"""What a run whose completions are carried over updates says once, when its metrics go where runs fail."""
+"""Warnings of a run with carry-over: each is printed once, when its metric enters the range in which runs fail."""
 
 import collections
 import math
@@ -11,17 +11,17 @@ from podium.observe.metrics import TRUNCATED
 from podium.observe.stats import StepStats
 
 AT_BOUND, WAITED = 5, 0.05
-"""Steps running that train on groups at the bound, and the share of their time that they waited for such."""
+"""Warn after this many consecutive steps at the bound, if more than this share of their time was spent waiting."""
 WINDOW, DISTANCE = 10, 0.1
-"""Steps whose lengths are compared, and the distance between them that is too much."""
+"""Number of steps whose lengths are compared, and the largest acceptable distance between the two distributions."""
 RISE, SMOOTHED = 0.1, 5
-"""Of the truncated share in WINDOW steps; at both ends it is a mean of so many."""
+"""Largest acceptable rise of the truncated share over WINDOW steps, and the steps averaged at either end."""
 GAP = 0.02
-"""Nat between trainer and sampler at the weights that drew a token."""
+"""Largest acceptable gap, in nats, between trainer and sampler on tokens drawn with the current weights."""
 
 
 class CarryAlarms:
-    """Looks at each step; says nothing where every step completes its own prompts."""
+    """Checks every step; silent in runs without carry-over."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self._config = config
@@ -31,7 +31,7 @@ class CarryAlarms:
         self._cut: collections.deque[float] = collections.deque(maxlen=WINDOW + SMOOTHED)
 
     def after_step(self, stats: StepStats, metrics: Mapping[str, float]) -> list[str]:
-        """The lines to print, each kind once in a run."""
+        """Return the lines to print after a step, each kind at most once per run."""
         if stats.carried is None:
             return []
         at_bound = metrics["async/staleness/max"] >= self._config.max_staleness
@@ -43,7 +43,7 @@ class CarryAlarms:
         return [f"carry-over: {line}" for _, line in found]
 
     def _found(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        """What is wrong now: its kind, and a line."""
+        """Yield (kind, line) for everything that is wrong at this step."""
         rollout = self._config
         waited = sum(share for _, share in self._bound) / len(self._bound)
         if len(self._bound) == AT_BOUND and all(at for at, _ in self._bound) and waited > WAITED:
@@ -79,21 +79,23 @@ class CarryAlarms:
             )
 
     def _distance(self) -> float | None:
-        """Between the lengths of WINDOW steps, where it is too much, and more than chance gives once in 100 times."""
+        """Distance between the lengths of the last WINDOW steps; None unless too large and significant at 1 %."""
         if len(self._lengths) < WINDOW:
             return None
         trained, drawn = ([length for part in side for length in part] for side in zip(*self._lengths, strict=True))
         distance = length_distance(trained, drawn)
         if distance is None:
             return None
-        chance = 1.63 * math.sqrt(1 / len(trained) + 1 / len(drawn))  # of two samples of one distribution
+        chance = 1.63 * math.sqrt(
+            1 / len(trained) + 1 / len(drawn)
+        )  # critical value at 1 % for two samples of one distribution
         return distance if distance > max(DISTANCE, chance) else None
 
 
 def length_distance(one: Sequence[int], other: Sequence[int]) -> float | None:
-    """The largest difference between the shares of two sets that are at most so long (Kolmogorov and Smirnov), 0 to 1.
+    """The two-sample Kolmogorov-Smirnov statistic: largest gap between the two cumulative distributions, 0 to 1.
 
-    None where one is empty.
+    None if either sample is empty.
     """
     if not one or not other:
         return None

@@ -1,15 +1,15 @@
 """Runs in a bucket: `runs_dir: gs://BUCKET/FOLDER`, or s3://.
 
-Objects are replaced whole, and the records of a run grow by a line at a time: they are written to a folder of this
-machine and copied to the bucket, regularly and always before a checkpoint is saved, so that whoever continues the run
-from there finds them as far as the checkpoint goes. Checkpoints are no part of this: orbax writes them to the bucket.
+An object can only be replaced as a whole, but the records of a run grow line by line. So they are written to a local
+folder and copied to the bucket, regularly and always before a checkpoint is saved: a process that continues the run
+from the bucket finds records at least up to that checkpoint. Checkpoints do not pass through here: orbax writes them.
 
     ~/.cache/podium/runs/BUCKET/FOLDER/NAME     the records, as every run has them
     gs://BUCKET/FOLDER/NAME/                    the same files, and checkpoints/
-    gs://BUCKET/FOLDER/NAME/run.lease           whose run it is, and when that process was last alive
+    gs://BUCKET/FOLDER/NAME/run.lease           which process trains the run, and when it last renewed
 
-A bucket has no locks. The process that trains renews its lease; one that finds another's lease waits until it has not
-been renewed for `LEASE_S`, and takes it. Needs the extra `gcs` or `s3`.
+A bucket has no locks. The training process renews its lease; a process that finds a lease of another waits, and takes
+it over after `LEASE_S` seconds without a renewal. Needs the extra `gcs` or `s3`.
 """
 
 import contextlib
@@ -18,8 +18,9 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from podium.files import RunFileError
 
@@ -29,21 +30,30 @@ POLL_S = 1.0
 NOT_COPIED = ("run.lock", LEASE, "checkpoints")
 
 
+class Lease(TypedDict):
+    """Contents of run.lease."""
+
+    owner: str
+    """`process PID on host NAME`."""
+    time: float
+    """When it was last renewed, in seconds since 1970."""
+
+
 class Mirror:
-    """A run's records on this machine, and their copy in the bucket; this process has the lease until `close`."""
+    """Mirrors the local records of a run to its bucket, and holds the run's lease until `close`."""
 
     def __init__(self, folder: Path, bucket: Path) -> None:
-        """Take the lease, and make the folder what the bucket has.
+        """Take the lease, and make the local folder equal to the bucket.
 
         Raises:
             RunFileError: the bucket cannot be used, or another process trains this run.
         """
         self.folder, self.bucket = folder, bucket
-        self._copied: dict[str, tuple[int, int]] = {}  # name -> size and time of what the bucket has
+        self._copied: dict[str, tuple[int, int]] = {}  # name -> (size, mtime in ns) when last copied
         self._owner = f"process {os.getpid()} on host {socket.gethostname()}"
         self._lost: str | None = None
         self._pushing = threading.Lock()
-        with self._told():
+        with self._as_run_file_errors():
             self._take_lease()
             self._fetch()
         self._closed = threading.Event()
@@ -51,10 +61,12 @@ class Mirror:
         self._thread.start()
 
     def push(self) -> None:
-        """Copy to the bucket what has changed. Raises RunFileError where that fails, or the lease is another's."""
+        """Copy changed records to the bucket. Raises RunFileError if that fails or another process holds the lease."""
         if self._lost:
-            raise RunFileError(f"{self.bucket} is now written by {self._lost}: this process was silent for too long")
-        with self._pushing, self._told():
+            raise RunFileError(
+                f"{self.bucket} is now written by {self._lost}: this process did not renew its lease in time"
+            )
+        with self._pushing, self._as_run_file_errors():
             for path in sorted(self.folder.rglob("*")):
                 name = path.relative_to(self.folder).as_posix()
                 if not path.is_file() or name.partition("/")[0] in NOT_COPIED or path.suffix == ".tmp":
@@ -65,7 +77,7 @@ class Mirror:
                     self._copied[name] = state
 
     def close(self) -> None:
-        """Copy what is left and give the lease up; a second call does nothing."""
+        """Copy the remaining changes and release the lease; a second call does nothing."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -74,11 +86,11 @@ class Mirror:
             self.push()
         finally:
             if not self._lost:
-                with contextlib.suppress(Exception):  # it ends by itself
+                with contextlib.suppress(Exception):  # it expires by itself
                     (self.bucket / LEASE).unlink()
 
     def _fetch(self) -> None:
-        """The bucket's records replace those of an earlier run of this machine."""
+        """Replace local records, perhaps of an earlier run, by those in the bucket."""
         theirs = copy_records(self.bucket, self.folder)
         for path in self.folder.iterdir():
             if path.is_file() and path.name not in theirs.union(NOT_COPIED):
@@ -97,18 +109,18 @@ class Mirror:
             if time.monotonic() - since > LEASE_S:
                 break
         self._write_lease()
-        time.sleep(POLL_S)  # of two that found it free, the last to write has it
+        time.sleep(POLL_S)  # if two processes found it free, the last to write holds it
         if (now := self._lease()) is None or now["owner"] != self._owner:
             raise RunFileError(f"{self.bucket} is in use by {now and now['owner']}; set another name")
 
-    def _ended(self, lease: dict[str, Any]) -> bool:
-        """Whether its owner is known to be gone: a process of this host, or one that has been silent for an hour."""
+    def _ended(self, lease: Lease) -> bool:
+        """Whether the owner has certainly ended: its process on this host is gone, or it was silent for an hour."""
         process, host = lease["owner"].split(" on host ")
         here = host == socket.gethostname()
         gone = here and not Path("/proc", process.removeprefix("process ")).exists()
         return gone or time.time() - lease["time"] > 60 * LEASE_S
 
-    def _lease(self) -> dict[str, Any] | None:
+    def _lease(self) -> Lease | None:
         try:
             return json.loads((self.bucket / LEASE).read_text())
         except FileNotFoundError:
@@ -119,7 +131,7 @@ class Mirror:
 
     def _renew(self) -> None:
         while not self._closed.wait(RENEW_S):
-            with contextlib.suppress(Exception):  # the network: the next push tells, if it lasts
+            with contextlib.suppress(Exception):  # a network fault: if it lasts, the next push raises
                 found = self._lease()
                 if found is not None and found["owner"] != self._owner:
                     self._lost = found["owner"]
@@ -128,8 +140,8 @@ class Mirror:
                 self.push()
 
     @contextlib.contextmanager
-    def _told(self) -> Any:
-        """What the packages that reach the bucket raise is of many types; it is told as what it is."""
+    def _as_run_file_errors(self) -> Iterator[None]:
+        """Bucket libraries raise many exception types: translate them into RunFileError."""
         extra = "s3" if str(self.bucket).startswith("s3://") else "gcs"
         try:
             yield
@@ -147,7 +159,7 @@ class Mirror:
 
 
 def copy_records(bucket: Path, folder: Path) -> set[str]:
-    """Copy the records of a run in a bucket to a folder of this machine; the names of all that the bucket has of it."""
+    """Copy a run's records from its bucket to a local folder; return the names of everything the bucket holds."""
     folder.mkdir(parents=True, exist_ok=True)
     names = {item.name for item in bucket.iterdir()} if bucket.exists() else set()
     for name in names.difference(NOT_COPIED):
@@ -157,6 +169,6 @@ def copy_records(bucket: Path, folder: Path) -> set[str]:
 
 
 def records_folder(home: Path) -> Path:
-    """Where this machine keeps the records of a run in a bucket."""
+    """The local folder for the records of a run in a bucket."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "podium" / "runs" / str(home).removeprefix("gs://").replace("s3://", "s3/")

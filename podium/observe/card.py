@@ -1,4 +1,4 @@
-"""The model card of an export: what was trained, how, and what came of it, from the run's own records."""
+"""The model card of an export: what was trained, how, and with which results, from the run's own records."""
 
 from pathlib import Path
 from typing import Any

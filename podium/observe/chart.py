@@ -44,7 +44,7 @@ def reward_curve(
 
 
 def value_range(values: Sequence[float]) -> tuple[float, float]:
-    """Ends of an axis with 0 that holds the values: 0 to 1 if they lie in it, else as far as they go."""
+    """Ends of an axis that includes 0 and all values: 0 to 1 if they fit, else as wide as needed."""
     low, high = min(0.0, *values), max(0.0, *values)
     return low, 1.0 if low == 0 and high <= 1 else high
 

@@ -12,9 +12,9 @@ from podium.observe.run_dir import CURVE
 WIDTH, HEIGHT = 860, 380
 LEFT, RIGHT, TOP, BOTTOM = 64, 28, 84, 56
 SMOOTHING = 5
-"""Steps of the running mean that the bold line shows."""
+"""Window of the running mean (the bold line), in steps."""
 MOST_LABELS = 8
-"""With more evaluations than this only the first and the last have their value written."""
+"""With more evaluations than this, only the first and the last are labelled with their value."""
 
 STYLE = """
 text { font-family: -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif; font-size: 13px; fill: #57606a }
@@ -36,7 +36,7 @@ text { font-family: -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif; fon
 
 
 def save_curve(folder: Path) -> None:
-    """Write the reward curve of the run in `folder` to its curve.svg; none where it has no step yet."""
+    """Write the reward curve of the run in `folder` to its curve.svg, unless it has no step yet."""
     history = read_history(folder)
     if history.rewards:
         write_atomically(folder / CURVE, curve_svg(folder.resolve().name, history.rewards, history.accuracies))
@@ -80,7 +80,7 @@ def _y(share: float) -> float:
 
 
 def running_mean(points: Sequence[Point]) -> list[Point]:
-    """Each value replaced by the mean of those at most SMOOTHING // 2 points away."""
+    """Replace each value by the mean of the values at most SMOOTHING // 2 points away."""
     reach = SMOOTHING // 2
     windows = [points[max(0, i - reach) : i + reach + 1] for i in range(len(points))]
     return [

@@ -1,4 +1,4 @@
-"""A run's course as its files tell it: rewards by step, accuracies by step, an answer before and after."""
+"""Reads a run's history from its files: rewards and accuracies by step, an answer before and after."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -23,14 +23,14 @@ class Answers(NamedTuple):
 
 
 class History(NamedTuple):
-    """The course of a run."""
+    """Rewards, accuracies, steps and time of a run."""
 
     rewards: list[Point]
     """`train-reward/total/mean` of each step."""
     accuracies: list[Point]
-    """`eval/accuracy` of each evaluation; step 0 is the model that the run began with."""
+    """`eval/accuracy` of each evaluation; step 0 is the initial model."""
     steps: int
-    """Done."""
+    """Number of steps done."""
     steps_without_update: int
     """Steps that had nothing to train on."""
     wall_s: float
@@ -38,7 +38,7 @@ class History(NamedTuple):
 
 
 def read_history(folder: Path) -> History:
-    """The course of the run in `folder`, from its metrics.jsonl."""
+    """The history of the run in `folder`, from its metrics.jsonl."""
     lines = read_lines(folder / METRICS)
     last: Mapping[str, Any] = lines[-1] if lines else {}
     return History(
@@ -52,7 +52,7 @@ def read_history(folder: Path) -> History:
 
 
 def read_answers(folder: Path) -> Answers | None:
-    """A question that was asked at the first and at the last evaluation; of several, one whose answer became right.
+    """A question asked at both the first and the last evaluation, preferably one whose answer became right.
 
     None if there are not two evaluations with a common question in samples.jsonl.
     """

@@ -1,6 +1,6 @@
-"""All metrics and how their values are read: the only place that names them. docs/metrics.md is made from it.
+"""The table of all metrics: names, units, definitions, readers. docs/metrics.md is generated from it.
 
-A new metric is one line; `<task>` stands for a task, `<part>` for a part of the reward.
+A new metric is one line. `<task>` stands for a task's name, `<part>` for a part of the reward.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,18 +16,18 @@ MEAN_MAX = ("mean", "max")
 LOW_HIGH = ("low", "high")
 
 Value = float | None | tuple[float, float] | np.ndarray | Mapping[str, float]
-"""What a reader returns: a number; None where there is none to write; for `parts` as many numbers, or an array for those
-that are statistics; for a name with `<part>` a value by part."""
+"""What a reader returns: a number; None to write nothing; for `parts`, one number each, or an array if they are its
+statistics; for a name with `<part>`, a value for each part."""
 
 
 class Metric(NamedTuple):
-    """One metric, or those of one quantity that differ by their last part."""
+    """One metric, or several of one quantity whose names differ in the last part."""
 
     name: str
     unit: str
     definition: str
     step: Callable[[StepStats], Value] | None = None
-    """Reads the value from a step's statistics; unset here and in the next two: who measures it writes it."""
+    """Reads the value from a step's statistics. If this and the next two are unset, the code that measures it writes it."""
     evaluation: Callable[[EvaluationStats], Value] | None = None
     task: Callable[[TaskScores], Value] | None = None
     parts: tuple[str, ...] = ()

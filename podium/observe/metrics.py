@@ -1,6 +1,6 @@
-"""From the typed statistics of a step or an evaluation to metrics by name; the names of all metrics.
+"""Turns the typed statistics of a step or an evaluation into metrics by name.
 
-The table is `podium.observe.metric_table`.
+The table of all metrics is `podium.observe.metric_table`.
 """
 
 import itertools
@@ -16,11 +16,11 @@ from podium.observe.stats import EvaluationStats, StepStats
 REWARD, ACCURACY, UPDATES = "train-reward/total/mean", "eval/accuracy", "optimizer/updates"
 TRUNCATED = "rollout/truncated_fraction"
 STEP_REPORT = (REWARD, "train-other/loss", ACCURACY, "time/train/step_s")
-"""What a status on a worker shows of the last step."""
+"""Metrics of the last step that a worker's status shows."""
 COMPARED_WITH_SAMPLER = ("policy/logprob_gap", "policy/kl_sampled", "rollout/entropy", "policy/clip")
-"""Beginnings of metrics that mean nothing where completions were not sampled."""
+"""Prefixes of metrics that are undefined when completions were not sampled (SFT)."""
 STATISTICS: Mapping[str, Callable[[np.ndarray], Any]] = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
-"""What the last part of a name means of an array; `std` is the population's."""
+"""Statistic of an array that the last part of a name stands for; `std` is the population's."""
 
 
 def all_metrics() -> Iterator[Metric]:
@@ -43,7 +43,7 @@ def evaluation_metrics(stats: EvaluationStats) -> dict[str, float]:
 
 
 def named(values: Iterable[tuple[Metric, Value]]) -> dict[str, float]:
-    """The values under complete names; None has none."""
+    """The values under complete names; a value of None is left out."""
     found: dict[str, float] = {}
     for metric, value in values:
         if value is None:
@@ -62,7 +62,7 @@ def named(values: Iterable[tuple[Metric, Value]]) -> dict[str, float]:
 
 
 def find_metric(name: str) -> Metric | None:
-    """The list's entry of a complete name such as `eval/gsm8k/accuracy`; None if it has none."""
+    """The table entry of a complete name such as `eval/gsm8k/accuracy`; None if there is no such metric."""
     for metric in all_metrics():
         if any(re.fullmatch(re.sub(r"<\w+>", "[^/]+", listed), name) for listed in metric.names):
             return metric

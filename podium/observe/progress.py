@@ -1,4 +1,4 @@
-"""What the user sees of a run while it runs, on stderr: a live view on a terminal, plain lines elsewhere."""
+"""Shows a run's progress on stderr: a live view on a terminal, plain lines elsewhere."""
 
 import collections
 import os
@@ -18,26 +18,26 @@ from rich.text import Text
 from podium.observe.text import clock, shown, sparkline
 
 PHASES = ("rollout", "reward", "score", "update", "sync")
-"""Whose seconds of the last step are shown (`time/train/<phase>_s`)."""
+"""Phases whose seconds in the last step are shown (`time/train/<phase>_s`)."""
 RECENT_STEPS = 10
-"""Steps whose mean duration gives the time left."""
+"""Number of steps whose mean duration estimates the time left."""
 SIDE_BY_SIDE = 120
-"""Columns from which the sample stands beside the numbers, not below them."""
+"""Terminal width, in columns, from which the sample is shown beside the numbers instead of below them."""
 LINE_S = 30.0
-"""Between two plain lines of a phase that goes on."""
+"""Seconds between two plain lines during a long phase."""
 COMPILED_IN = ("rollout", "update", "score", "evaluation")
-"""Phases whose programs are compiled when a process first comes to them, or loaded if they are kept."""
+"""Phases whose programs are compiled, or loaded from the cache, the first time a process enters them."""
 
 
 class PhaseProgress(NamedTuple):
-    """How far a rollout or an evaluation is."""
+    """Progress of a rollout or an evaluation: completions in all, completions done, tokens drawn."""
 
     total: int
     done: int
     tokens: int
 
     def text(self, seconds: float) -> str:
-        """Such as `40 of 64 completions, 3,120 tokens, 0:12 left`, after so many seconds."""
+        """Such as `40 of 64 completions, 3,120 tokens, 0:12 left`; `seconds` have passed since the phase began."""
         left = clock(seconds / self.done * (self.total - self.done)) if self.done else "?"
         return f"{self.done} of {self.total} completions, {self.tokens:,} tokens, {left} left"
 
@@ -51,10 +51,10 @@ class ShownCompletion(NamedTuple):
 
 
 class Progress:
-    """Follows a run from `with` to its end; an exception or Ctrl-C inside leaves the terminal as it was."""
+    """Shows a run inside a `with` block, and restores the terminal however the block ends."""
 
     def __init__(self, run_name: str, steps: int, console: Console | None = None, *, first_step: int = 0):
-        """Show nothing yet; of the run's `steps` an earlier process did `first_step`. Without a console: stderr."""
+        """Show nothing yet; `first_step` of the `steps` were done by an earlier process. Default console: stderr."""
         self.console = console or Console(stderr=True)
         self._name = run_name
         self._steps = steps
@@ -87,14 +87,14 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """Leave the live view as it is; what is printed from now on stands below it."""
+        """Freeze the live view; later output is printed below it."""
         if self._live is not None:
             self._live.stop()
         if self._terminal is not None:
             self._terminal.restore()
 
     def phase(self, name: str) -> None:
-        """Say what is being done from now on: `model`, `rollout`, `update`, `evaluation`, ..."""
+        """Show that a phase begins: `model`, `rollout`, `update`, `evaluation`, ..."""
         self._phase, self._phase_started, self._advance = name, time.monotonic(), None
         self._line_at = self._phase_started
         self._first = name not in self._phases_seen
@@ -106,16 +106,16 @@ class Progress:
         self._phases_seen.add(name)
 
     def advance(self, total: int, done: int, tokens: int) -> None:
-        """Say how far the phase is: completions, how many are complete, and their tokens."""
+        """Show the progress of the phase: completions in all, completions done, tokens drawn."""
         now, self._advance = time.monotonic(), PhaseProgress(total, done, tokens)
         if self._live is None and now - self._line_at >= LINE_S:
             self._line_at = now
             self.message(f"{self._phase}: {self._advance.text(now - self._phase_started)}")
 
     def step(self, step: int, metrics: Mapping[str, float], sample: ShownCompletion | None = None) -> None:
-        """Show a step that is done: how many are, its metrics by their names, and one of its completions."""
+        """Show a finished step: its number (from 1), its metrics by name, and one of its completions."""
         now = time.monotonic()
-        if self._step_ended is not None:  # the first step compiles, and says nothing about the others
+        if self._step_ended is not None:  # the first step compiles, so its duration predicts nothing
             self._durations.append(now - self._step_ended)
         self._step_ended, self._done, self._metrics = now, step, metrics
         self._rewards.append(float(metrics.get("train-reward/total/mean", float("nan"))))
@@ -135,12 +135,12 @@ class Progress:
             self.message(f"evaluation at step {step}  accuracy {accuracy:.3f}")
 
     def message(self, text: str) -> None:
-        """Show a line that stays: a warning, a saved checkpoint, how to resume."""
+        """Print a permanent line: a warning, a saved checkpoint, how to resume."""
         self.console.print(Text(text), soft_wrap=True)
         self.console.file.flush()
 
     def notice(self, text: str) -> None:
-        """Have a line shown soon. Prints nothing itself, so that a signal's handler may call it in mid-print."""
+        """Show a line at the next refresh. Prints nothing itself, so a signal handler may call it at any time."""
         self._notice = text
 
     def _left(self) -> str:
@@ -187,7 +187,7 @@ class Progress:
         return row
 
     def _doing(self, now: float) -> Text:
-        """The phase, its seconds, and how far it is."""
+        """The line with the phase, its seconds, and its progress."""
         seconds = now - self._phase_started
         more = ""
         if self._advance is not None:
@@ -200,27 +200,27 @@ class Progress:
 
 
 class _View(Live):
-    """A live view that is drawn on an empty screen after the terminal has become narrower or wider."""
+    """A live view that clears the screen when the width of the terminal changes."""
 
     _columns = 0
 
     def refresh(self) -> None:
-        """Draw it anew."""
+        """Redraw, on a cleared screen if the width has changed."""
         columns = self.console.width
         if self._columns not in (0, columns):
-            self.console.clear()  # lines that were wrapped or cut cannot be found again
+            self.console.clear()  # rich cannot erase lines that the terminal has wrapped or cut
         self._columns = columns
         super().refresh()
 
 
 class _NoEcho:
-    """Keeps a terminal from showing `^C`, which would move the view by a line."""
+    """Stops the terminal from echoing `^C`, which would shift the view by a line."""
 
     def __init__(self) -> None:
         self._saved: list[Any] | None = None
         try:
             if os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
-                return  # behind another program, as after `&`: the terminal would stop this one for asking
+                return  # in the background, as after `&`: tcgetattr would stop this process
             self._saved = termios.tcgetattr(sys.stdin)
             quiet = termios.tcgetattr(sys.stdin)
             quiet[3] &= ~termios.ECHOCTL
@@ -229,7 +229,7 @@ class _NoEcho:
             self._saved = None
 
     def restore(self) -> None:
-        """As it was."""
+        """Restore the terminal's settings."""
         if self._saved is not None:
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._saved)
             self._saved = None
@@ -242,7 +242,7 @@ def _numbers(
     evaluations: Sequence[tuple[int, float]],
     width: int,
 ) -> RenderableType:
-    """The table of numbers; labels are never cut: what has no room is at the end of a line."""
+    """The table of numbers; only the ends of lines are cut on narrow terminals, never the labels."""
     label, value = 8, 7
     room = max(4, width - label - value - 4)
     grid = Table.grid(padding=(0, 2))
@@ -269,7 +269,7 @@ def _speed(metrics: Mapping[str, float]) -> str:
 
 
 def _seconds(metrics: Mapping[str, float], width: int) -> list[str]:
-    """The seconds of the phases and the speed, in as many lines as they need."""
+    """Seconds by phase and tokens per second, wrapped to `width`."""
     spent = {phase: metrics.get(f"time/train/{phase}_s", 0.0) for phase in PHASES}
     lines: list[str] = []
     for word in (*(f"{phase} {value:.1f}" for phase, value in spent.items() if value), _speed(metrics)):

@@ -1,4 +1,4 @@
-"""The lines of samples.jsonl and lengths.jsonl, and which groups of a step are kept as samples."""
+"""Lines of samples.jsonl and lengths.jsonl, and the choice of groups that are kept as samples."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -24,9 +24,9 @@ def sample_record(
 ) -> dict[str, Any]:
     """A line of samples.jsonl: one question with all its completions, each with its reward.
 
-    `step` counts the steps done when they were recorded; for `eval`, those of the evaluated weights. Completions of a
-    group that was trained on have their advantages; with `pieces`, which splits tokens into texts, also each token's
-    text and its log-probability when it was sampled.
+    `step` is the number of steps done when the line was recorded; for `eval`, that of the evaluated weights. With
+    `advantages` (of a trained group) each completion gets its own; with `pieces`, which splits tokens into texts, also
+    each token's text and the log-probability with which it was sampled.
     """
     found = [
         {
@@ -63,7 +63,7 @@ def lengths_record(
 ) -> dict[str, Any]:
     """A line of lengths.jsonl: the tokens of each prompt [N] and of each completion [N * G], for `podium plan`.
 
-    With carry-over also those of each completion that ended in the step, whatever step trains on it.
+    With carry-over also the lengths of all completions that ended in the step, whichever step trains on them.
     """
     record = {"step": step, "prompt_lengths": list(prompt_lengths), "completion_lengths": list(completion_lengths)}
     return record if drawn_lengths is None else record | {"drawn_lengths": list(drawn_lengths)}

@@ -1,17 +1,17 @@
-"""The folder of a run: who may write to it, whose config it holds, and its files.
+"""The folder of a run: its lock, its config, and its files.
 
     config.yaml      the resolved config               metrics.jsonl   a line per step, and one per evaluation
     summary.json     the run in one object             samples.jsonl   questions, completions, rewards
-    run.lock         process and host that write here  lengths.jsonl   tokens of each prompt and completion
-    machine.json     the devices that it ran on last
-    fork.json        of which run's step this began, if it did
+    run.lock         the process and host that write   lengths.jsonl   tokens of each prompt and completion
+    machine.json     the devices it last ran on
+    fork.json        the run and step it was forked from, if any
     curve.svg        chart of reward and accuracy
-    data/            rows that Python handed over (podium.api)
-    plan.json        what was planned for it (podium.plan.check), on TPU and GPU
+    data/            rows passed from Python (podium.api)
+    plan.json        its plan (podium.plan.check), on TPU and GPU
     checkpoints/     podium.train.checkpoint
 
-Of a run in a bucket all this is there and, but for the checkpoints, on this machine too (podium.observe.bucket). What
-the records hold is `podium.observe.records`. Nothing here imports jax.
+A run in a bucket has all of this there and, except for checkpoints, a local copy (podium.observe.bucket). The format of
+the records is in `podium.observe.records`. Nothing here imports jax.
 """
 
 import errno
@@ -77,9 +77,9 @@ MAY_CHANGE = (
     "train.head_chunk_tokens",
     "train.offload_optimizer",
 )
-"""Keys (or whole sections) in which a continued run may differ from its stored config: they say where a run runs, how
-fast and how it is watched, not what it learns. `steps` may change too while `train.optimizer.schedule` is constant: the
-other schedules end at the last step."""
+"""Keys (or whole sections) in which a resumed run may differ from its stored config: they decide where and how fast a
+run trains and how it is observed, not what it learns. `steps` may also change if `train.optimizer.schedule` is
+constant: the other schedules end at the last step."""
 
 
 class RunInUseError(RunFileError):
@@ -87,11 +87,11 @@ class RunInUseError(RunFileError):
 
 
 class Fork(NamedTuple):
-    """The run, and the step of it, that another run began from."""
+    """The run and step whose checkpoint another run starts from."""
 
     run: str
     step: int | None
-    """Unset: its newest checkpoint."""
+    """None: the newest checkpoint."""
 
     @property
     def checkpoints(self) -> Path:
@@ -100,10 +100,10 @@ class Fork(NamedTuple):
 
 
 def parse_fork(text: str) -> Fork:
-    """The `RUN@STEP` (or `RUN`) of the command line.
+    """Parse `RUN@STEP` (or `RUN`) of the command line.
 
     Raises:
-        ValueError: RUN is not a run's folder, or STEP not a number.
+        ValueError: RUN is not a run's folder, or STEP is not a number.
     """
     folder, separator, step = text.rpartition("@")
     if not separator:
@@ -118,31 +118,31 @@ def parse_fork(text: str) -> Fork:
 
 
 class RunDir:
-    """The folder of the run that this process trains; one process has it open and writes there, until `close`."""
+    """The folder of the run that this process trains. One process locks it and writes to it until `close`."""
 
     def __init__(
         self, home: Path, lock: IO[str] | None, *, continued: bool, fork: Fork | None, mirror: Mirror | None = None
     ):
         """Use `RunDir.open` or `RunDir.follow`."""
         self.home = home
-        """The run's folder for all machines, in a bucket perhaps."""
+        """The run's folder as all machines see it, possibly in a bucket."""
         self.path = records_folder(home) if in_bucket(home) else home
-        """Folder of this machine with the run's records."""
+        """Local folder with the run's records."""
         self.continued = continued
-        """The folder held this run already; it may or may not have a checkpoint."""
+        """Whether the folder already held this run, with or without a checkpoint."""
         self.fork = fork
-        """Where the weights of the first step come from, if not from the config's model."""
+        """Source of the initial weights, if not the config's model."""
         self.opened = time.monotonic()
         self._lock, self._mirror = lock, mirror
         self._lines: dict[str, JsonLines] = {}
 
     @classmethod
     def open(cls, config: Config, *, fork: Fork | None = None) -> "RunDir":
-        """The folder `runs_dir/name`, made if it is not there, locked, with this config in it.
+        """Create `runs_dir/name` if needed, lock it, and write this config into it.
 
         Args:
-            config: Resolved, with its name.
-            fork: Where a new run begins; a run that exists keeps the one it was made with.
+            config: resolved, with its name.
+            fork: source of a new run's initial weights; an existing run keeps its own.
 
         Raises:
             RunInUseError: Another process trains there.
@@ -181,15 +181,15 @@ class RunDir:
 
     @classmethod
     def follow(cls, config: Config, *, continued: bool, fork: Fork | None) -> "RunDir":
-        """The folder as another process of the run has it, which writes nothing there.
+        """Open the folder read-only, beside the process of this run that writes there.
 
-        `continued` and `fork` are as the process that opened it, and writes there, found them.
+        `continued` and `fork` are the values that the writing process found.
         """
         return cls(as_path(config.runs_dir) / _folder_name(config), None, continued=continued, fork=fork)
 
     @property
     def writes(self) -> bool:
-        """Whether this process is the one that writes to it."""
+        """Whether this process writes to the folder."""
         return self._lock is not None
 
     @property
@@ -198,12 +198,12 @@ class RunDir:
         return self.home / CHECKPOINTS
 
     def push(self) -> None:
-        """Have what was recorded where the run's checkpoints are, before one is saved."""
+        """Copy the records to the bucket, if the run is in one; call this before a checkpoint is saved."""
         if self._mirror is not None:
             self._mirror.push()
 
     def truncate(self, step: int) -> None:
-        """Forget what was recorded after `step`: training goes on from there and records it again."""
+        """Drop the records after `step`: training resumes there and records those steps again."""
         if not self.writes:
             return
         self._close_lines()
@@ -211,7 +211,7 @@ class RunDir:
             drop_lines_after(self.path / name, step)
 
     def append(self, name: str, record: Record) -> None:
-        """Append a record to METRICS, SAMPLES or LENGTHS; it outlives a kill of this process."""
+        """Append a record to METRICS, SAMPLES or LENGTHS; it survives a kill of this process."""
         if not self.writes:
             return
         if name not in self._lines:
@@ -223,7 +223,7 @@ class RunDir:
         return read_lines(self.path / name)
 
     def write_machine(self, text: str) -> None:
-        """Record the devices that the run trains on from now on."""
+        """Record the devices that the run now trains on."""
         if self.writes:
             write_atomically(self.path / MACHINE, to_json({"text": text}) + "\n")
 
@@ -257,7 +257,7 @@ def _folder_name(config: Config) -> str:
 
 
 def _take_lock(path: Path) -> IO[str]:
-    """The locked run.lock; the operating system unlocks it when this process ends, however it ends."""
+    """Lock run.lock; the operating system releases it however this process ends."""
     try:
         lock = (path / LOCK).open("a+", encoding="utf-8")
     except OSError as error:
@@ -282,16 +282,16 @@ def _take_lock(path: Path) -> IO[str]:
 
 
 def _has_begun(path: Path, home: Path) -> bool:
-    """Whether a run has left more than its config: one that failed before its first line may begin with another."""
+    """Whether the run has records or checkpoints; one that failed before may start again with another config."""
     return bool(read_lines(path / METRICS)) or any((home / CHECKPOINTS).glob("*"))
 
 
 def _check_empty(path: Path) -> None:
-    ours = (LOCK, FORK, CONFIG, DATA)  # what a kill while the folder was made may leave, with temporary files
+    ours = (LOCK, FORK, CONFIG, DATA)  # with temporary files, what a kill during creation may leave
     strangers = sorted(item.name for item in path.iterdir() if item.name not in ours and item.suffix != ".tmp")
     if strangers:
         raise RunFileError(
-            f"run folder {path} holds {strangers[0]!r} but no {CONFIG}, so it is not a run's; "
+            f"run folder {path} holds {strangers[0]!r} but no {CONFIG}, so it is not a run's folder; "
             "set another name, or delete the folder"
         )
 
@@ -308,7 +308,7 @@ def _kept_fork(path: Path, asked: Fork | None) -> Fork | None:
 
 
 def _check_agreement(path: Path, config: Config) -> None:
-    """Refuse to continue a run under a config that would make it another run."""
+    """Raise RunFileError if the config differs from the stored one in what the run learns."""
     stored = read_config(path)
     free = MAY_CHANGE
     if stored.train.optimizer.schedule == config.train.optimizer.schedule == "constant":
@@ -327,7 +327,7 @@ def _check_agreement(path: Path, config: Config) -> None:
 
 
 def read_config(path: Path) -> Config:
-    """The config of the run in a folder. Raises RunFileError where there is none that this version reads."""
+    """The config of the run in a folder. Raises RunFileError if it is missing or this version cannot read it."""
     try:
         return Config.model_validate(yaml.safe_load((path / CONFIG).read_text()))
     except ValidationError as error:
@@ -338,7 +338,7 @@ def read_config(path: Path) -> Config:
 
 
 def _differences(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
-    """The leaves in which two trees differ, by dotted key."""
+    """The leaves in which two trees differ, by dotted key, each as (old, new)."""
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         old, new = dict(enumerate(old)), dict(enumerate(new))
     if not (isinstance(old, dict) and isinstance(new, dict)):

@@ -1,6 +1,6 @@
-"""Weights & Biases, TensorBoard and trackio as metric services: each imports its package only when it is made.
+"""Weights & Biases, TensorBoard and trackio as metric services; each imports its package only when constructed.
 
-The packages are extras: they may be missing where Podium is type-checked, so they are imported by name.
+The packages are extras that may be missing when Podium is type-checked, so they are imported by name.
 """
 
 import contextlib
@@ -26,20 +26,20 @@ TABLE = ("step", "prompt", "completion", "expected", "reward", "parts", "tokens"
 """Columns of a table of completions."""
 Row = tuple[int, str, str, str, float, str, int, str]
 SHOWN_CHARS = 4_000
-"""Of a text in a table."""
+"""Most characters of a text in a table."""
 
 
 class ServiceError(ValueError):
-    """A metric service that the config asks for and that cannot be used as things are."""
+    """A metric service named by the config cannot be used; the message says why and what to do."""
 
 
 class Service(Protocol):
-    """Where metrics go besides metrics.jsonl."""
+    """A destination of metrics besides metrics.jsonl."""
 
     name: str
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Record the metrics of a step; the same step may come again with other names."""
+        """Record the metrics of a step; a step may be written several times with different names."""
         ...
 
     def write_samples(self, step: int, name: str, rows: Sequence[Row]) -> None:
@@ -47,12 +47,12 @@ class Service(Protocol):
         ...
 
     def close(self, *, failed: bool) -> None:
-        """Hand over what is left; `failed` if the run ends by an exception."""
+        """Flush and close; `failed` says that an exception ended the run."""
         ...
 
 
 def service_names(config: MetricsConfig) -> list[str]:
-    """The services that the config asks for, by the name of their package and extra.
+    """Names of the services that the config enables; a name is also that of the package and of the extra.
 
     Raises:
         ServiceError: A package is not installed.
@@ -76,8 +76,8 @@ def make_service(name: str, run: RunDir, config: Config, *, first_step: int) -> 
     """The service of that name, connected.
 
     Raises:
-        ServiceError: It cannot be used as configured (no API key).
-        Exception: Whatever its package raises when it cannot be reached.
+        ServiceError: the service cannot be used as configured (no API key).
+        Exception: whatever its package raises if it cannot be reached.
     """
     if name == "wandb":
         return WandbService(run, config)
@@ -105,7 +105,7 @@ def table_rows(records: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def _cell(value: object) -> str:
-    """A value in a table of Markdown: in one line, without what is a column's end or a tag there."""
+    """A value as a cell of a Markdown table: on one line, with column separators and tags escaped."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     for found, instead in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\r", ""), ("\n", "<br>")):
         text = text.replace(found, instead)
@@ -113,7 +113,7 @@ def _cell(value: object) -> str:
 
 
 class WandbService:
-    """A W&B run with the id kept in the run's folder, so that a continued run goes on there."""
+    """A W&B run whose id is kept in the run's folder, so that a resumed run continues it."""
 
     name = "wandb"
 
@@ -148,7 +148,7 @@ class WandbService:
 
     @property
     def url(self) -> str | None:
-        """The run's page; none offline."""
+        """The run's web page; None offline."""
         return self._run.url
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -161,12 +161,12 @@ class WandbService:
         self._run.log({name: table}, step=step)
 
     def close(self, *, failed: bool) -> None:
-        """Send what is left, for at most FINISH_TIMEOUT_S."""
+        """Send the remaining data, for at most FINISH_TIMEOUT_S seconds."""
         self._run.finish(exit_code=int(failed))
 
 
 def _kept_id(path: Path) -> str:
-    """The id in the file; made if there is none."""
+    """Read the id from the file, or create both."""
     if not path.exists():
         write_atomically(path, secrets.token_hex(4) + "\n")
     return path.read_text().strip()
@@ -178,7 +178,7 @@ class TensorBoardService:
     name = "tensorboard"
 
     def __init__(self, folder: Path, *, first_step: int):
-        """Open a new event file; what older files of the folder hold from `first_step` on is void."""
+        """Open a new event file; it supersedes what older files hold from `first_step` on."""
         event_file_writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
         self._events = importlib.import_module("tensorboard.compat.proto.event_pb2")
         self._summaries = importlib.import_module("tensorboard.compat.proto.summary_pb2")
@@ -188,7 +188,7 @@ class TensorBoardService:
         self._writer.add_event(self._events.Event(wall_time=time.time(), step=first_step, session_log=start))
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Write the scalars to the file's buffer and the buffer to the file."""
+        """Write the scalars and flush the file."""
         summary = self._summaries.Summary()
         for name, value in metrics.items():
             scalar = summary.value.add(tag=name, simple_value=value)
@@ -213,7 +213,7 @@ class TensorBoardService:
         self._writer.flush()
 
     def close(self, *, failed: bool) -> None:
-        """Close the file; TensorBoard knows no failed runs."""
+        """Close the file; TensorBoard has no notion of a failed run."""
         self._writer.close()
 
 
@@ -223,7 +223,7 @@ class TrackioService:
     name = "trackio"
 
     def __init__(self, run: RunDir, config: Config):
-        """Open the project; a run of this name goes on if it exists."""
+        """Open the project; an existing run of this name is resumed."""
         with contextlib.redirect_stdout(sys.stderr):  # it prints, and stdout is for scripts
             self._trackio = importlib.import_module("trackio")
             self._run = self._trackio.init(
@@ -246,6 +246,6 @@ class TrackioService:
         self._run.log({name: self._trackio.Table(columns=list(TABLE), data=quoted)}, step=step)
 
     def close(self, *, failed: bool) -> None:
-        """Write what is left; trackio knows no failed runs."""
+        """Write the remaining data; trackio has no notion of a failed run."""
         with contextlib.redirect_stdout(sys.stderr):
             self._trackio.finish()

@@ -1,4 +1,4 @@
-"""The end of a run: what summary.json holds, and what is printed. Both are read from the run's files."""
+"""The end of a run: writes summary.json and prints the summary, both from the run's files."""
 
 import importlib.metadata
 import platform
@@ -22,12 +22,12 @@ from podium.observe.run_dir import CONFIG, CURVE, LENGTHS, METRICS, SAMPLES, SUM
 from podium.observe.text import clock, shown
 
 PACKAGES = ("podium-rl", "jax", "jaxlib", "optax", "orbax-checkpoint", "transformers", "numpy")
-"""Whose versions a run records."""
+"""Packages whose versions a run records."""
 ANSWER_LENGTH = 240
 
 
 def save_summary(folder: Path) -> None:
-    """Write what `make_summary` makes of the run in `folder` to its summary.json."""
+    """Write summary.json of the run in `folder`."""
     write_atomically(folder / SUMMARY, to_json(make_summary(folder), indent=2) + "\n")
 
 
@@ -60,7 +60,7 @@ def _evaluation(point: list[Point]) -> dict[str, int | float | None]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of the packages that decide a run; what is not installed is left out."""
+    """Versions of Python and of PACKAGES; packages that are not installed are left out."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -82,13 +82,13 @@ def commit() -> str | None:
             text=True,
             timeout=10,
         )
-    except (OSError, subprocess.TimeoutExpired):  # no git, or a checkout on a disk that is away
+    except (OSError, subprocess.TimeoutExpired):  # no git, or the checkout is on a disk that does not respond
         return None
     return described.stdout.strip() or None
 
 
 def print_summary(folder: Path, console: Console) -> None:
-    """Print how the run in `folder` went: accuracy and a sample before and after, the files, what to try next."""
+    """Print the result of the run in `folder`: accuracy and an answer before and after, files, next commands."""
     history = read_history(folder)
     name = shown(folder.name, 40)
     rows: list[RenderableType] = [_headline(history)]
@@ -151,17 +151,17 @@ def _files(folder: Path) -> Table:
 
 
 def next_commands(folder: Path, steps: int) -> list[str]:
-    """What to do with a run that has done so many steps, as one types it in the folder that this process runs in."""
+    """Commands to try after a run of `steps` steps, written for this process's working directory."""
     podium, run, config = _program(), shlex.quote(str(folder)), shlex.quote(str(folder / CONFIG))
     again = f"{podium} train {config} --set steps={2 * max(1, steps)}"
     schedule = yaml.safe_load((folder / CONFIG).read_text())["train"]["optimizer"]["schedule"]
-    if schedule != "constant":  # it has ended with the last step: more steps are another run
+    if schedule != "constant":  # the schedule ended at the last step, so more steps need a new run
         again += f" --set name={shlex.quote(folder.name + '-more')} --from {run}"
     return [f"{podium} eval {run} --show 5", f"{podium} export {run} {shlex.quote(f'{folder}-model')}", again]
 
 
 def _program() -> str:
-    """How a shell without an activated environment reaches the command of this one."""
+    """The `podium` command as a shell must call it: by path if the environment is not activated."""
     installed = Path(sys.executable).parent / "podium"
     found = shutil.which("podium")
     if not installed.exists() or (found and Path(found).resolve() == installed.resolve()):

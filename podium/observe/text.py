@@ -1,4 +1,4 @@
-"""Text for terminals: what a model wrote made harmless, numbers as bars, seconds as clock time."""
+"""Text for terminals: escapes what a model wrote, draws numbers as bars, formats seconds as clock time."""
 
 import itertools
 import math
@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Sequence
 
 BARS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
-"""Nothing, and one to eight eighths of a cell."""
+"""A blank, and one to eight eighths of a cell."""
 LINE_END = "\u21b5"
 ELLIPSIS = " [...] "
 _HARMFUL = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
@@ -27,7 +27,7 @@ def _visible(character: str) -> str:
 
 
 def cut(text: str, length: int) -> str:
-    """The text in at most `length` characters: of a longer one, its beginning and its end."""
+    """Shorten the text to at most `length` characters, keeping its beginning and its end."""
     if len(text) <= length:
         return text
     head = (length - len(ELLIPSIS)) * 3 // 5

@@ -1,11 +1,12 @@
 """`podium watch`: the report of runs, live in a browser. It reads the runs' files and writes nothing.
 
     /                 the runs, newest first
-    /runs/NAME        the report of one, drawn anew when its files change
+    /runs/NAME        the report of one run, redrawn when its files change
     /runs/NAME/data   the report's JSON object
     /runs/NAME/events server-sent events: a line at each change
 
-The server listens on loopback; elsewhere only with a token. No jax; starlette and uvicorn come with an extra.
+The server listens on loopback, or on another address if a token is set. Imports no jax; starlette and uvicorn come with
+an extra.
 """
 
 import asyncio
@@ -24,13 +25,13 @@ from podium.observe.run_dir import CONFIG, LOCK, METRICS, SAMPLES
 from podium.observe.text import clock
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-"""Names of this machine, as a request's Host gives them."""
-LOOK_S = 1.0
-"""Between two looks at a run's files."""
+"""Names of this machine in a request's Host header."""
+POLL_S = 1.0
+"""Seconds between two checks of a run's files."""
 PING_S = 15.0
-"""A client that is gone is noticed by then."""
+"""Seconds between two messages at the latest, so that a closed connection is noticed."""
 REST = 20.0
-"""After a report was made, the next waits this many times as long: training has the machine."""
+"""Wait this many times the duration of a report before making the next: training needs the machine."""
 TAIL_BYTES = 1 << 16
 COOKIE = "podium_token"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -39,7 +40,7 @@ Handler = Callable[[Any], Awaitable[Any]]
 
 
 class LiveRuns:
-    """The runs below a folder, and the newest report of each, made once for all who look."""
+    """The runs below a folder, and the newest report of each, shared by all clients."""
 
     def __init__(self, folder: Path):
         """Reads nothing yet."""
@@ -48,12 +49,12 @@ class LiveRuns:
         self._locks: dict[str, asyncio.Lock] = {}
 
     def names(self) -> list[str]:
-        """The folders of runs, the one that changed last first."""
+        """Names of the run folders, most recently changed first."""
         found = [path.name for path in self.folder.iterdir() if (path / CONFIG).is_file() or (path / METRICS).is_file()]
         return sorted(found, key=lambda name: -changed(self.folder / name))
 
     def version(self, name: str) -> str:
-        """Differs when a run's records do."""
+        """A string that changes whenever the run's records do."""
         marks = []
         for file in (METRICS, SAMPLES):
             try:
@@ -64,7 +65,7 @@ class LiveRuns:
         return " ".join(marks)
 
     async def report(self, name: str) -> dict[str, Any]:
-        """The report's object of a run; reports take at most 1 / (1 + REST) of a core."""
+        """The report object of a run; making reports uses at most 1 / (1 + REST) of a core."""
         async with self._locks.setdefault(name, asyncio.Lock()):
             made, version = self._made.get(name), self.version(name)
             if made and (made[0] == version or time.monotonic() < made[1] + REST * made[2]):
@@ -75,11 +76,11 @@ class LiveRuns:
             return content
 
     async def events(self, name: str) -> AsyncIterator[str]:
-        """A message at each change of a run, and its state in between; ends with the client."""
+        """Yield a server-sent event at each change of a run, and its state in between, until the client disconnects."""
         seen, said = self.version(name), time.monotonic()
         yield f"event: state\ndata: {state(self.folder / name)}\n\n"
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             version = self.version(name)
             if version != seen or time.monotonic() - said >= PING_S:
                 kind = "event: state\n" if version == seen else ""
@@ -88,10 +89,10 @@ class LiveRuns:
 
 
 def make_app(folder: Path, *, token: str | None = None, hosts: tuple[str, ...] = LOOPBACK) -> Any:
-    """The application (ASGI) that serves the runs below `folder`; with a token, only to who has it.
+    """The ASGI application that serves the runs below `folder`; with a token, only to clients that present it.
 
-    `hosts` are the names that requests may give as `Host`, all if there are none; others are refused, so that no page
-    of another site can reach a server on loopback under a name of its own.
+    `hosts` are the accepted Host headers (empty: any). Others are refused, so that no page of another site can reach a
+    server on loopback through DNS rebinding.
     """
     from starlette.applications import Starlette
     from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
@@ -121,7 +122,7 @@ def make_app(folder: Path, *, token: str | None = None, hosts: tuple[str, ...] =
 
 
 def _known(runs: LiveRuns, request: Any) -> str:
-    """The name of a run in a request's path, if there is such a run: no path is made of what a client sends."""
+    """The run that a request names, or 404: only listed names are used, never a path that a client sends."""
     from starlette.exceptions import HTTPException
 
     name = request.path_params["name"]
@@ -131,7 +132,7 @@ def _known(runs: LiveRuns, request: Any) -> str:
 
 
 def _guarded(handler: Handler, token: str | None, hosts: tuple[str, ...]) -> Handler:
-    """The handler for who gives a known host and, once as `?token=` and then as a cookie, the token."""
+    """Wrap a handler: require a known Host and the token, given once as `?token=` and then as a cookie."""
     from starlette.responses import PlainTextResponse, RedirectResponse
 
     def is_token(given: str) -> bool:
@@ -156,7 +157,7 @@ def serve(folder: Path, *, host: str, port: int, token: str | None) -> None:
     """Serve until Ctrl-C.
 
     Raises:
-        ValueError: `folder` is none, the extra is not installed, or others could look without a token.
+        ValueError: `folder` is not a folder, the extra is missing, or the address is public and no token is set.
     """
     try:
         import starlette  # noqa: F401
@@ -166,11 +167,11 @@ def serve(folder: Path, *, host: str, port: int, token: str | None) -> None:
             "podium watch serves with starlette and uvicorn, which are not installed; pip install 'podium-rl[report]'"
         ) from None
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder of runs; give the runs_dir of your configs, such as runs")
+        raise ValueError(f"{folder} is not a folder; give the runs_dir of your configs, such as runs")
     local = host in ("127.0.0.1", "localhost", "::1")
     if not local and not token:
         raise ValueError(
-            f"--host {host} lets others in: give a --token too, or leave --host out and use "
+            f"--host {host} accepts connections from other machines: give a --token too, or leave --host out and use "
             f"`ssh -L {port}:localhost:{port}` from where the browser is"
         )
     app = make_app(folder, token=token, hosts=LOOPBACK if local else ())
@@ -179,13 +180,13 @@ def serve(folder: Path, *, host: str, port: int, token: str | None) -> None:
 
 
 def state(folder: Path) -> str:
-    """Whether a run is being trained, and for how long nothing was written, in words."""
+    """Whether a run is training, and how long ago it last wrote, in words."""
     doing = "training" if locked(folder / LOCK) else "not training"
     return f"{doing}; last written {clock(time.time() - changed(folder))} ago"
 
 
 def locked(lock: Path) -> bool:
-    """Whether a process of this machine holds a lock on the file; asking takes none, unlike trying to."""
+    """Whether a local process holds a lock on the file, found without trying to take it."""
     try:
         inode, table = lock.stat().st_ino, Path("/proc/locks").read_text()
     except OSError:
@@ -195,13 +196,13 @@ def locked(lock: Path) -> bool:
 
 
 def changed(folder: Path) -> float:
-    """When a run last wrote a metric, or began, in seconds since 1970."""
+    """When a run last wrote a metric or its config, in seconds since 1970."""
     times = [path.stat().st_mtime for path in (folder / METRICS, folder / CONFIG) if path.exists()]
     return max(times, default=0.0)
 
 
 def _index(runs: LiveRuns) -> str:
-    """The list of runs, as a page without script that is loaded anew every 10 seconds."""
+    """The list of runs, as a page without scripts that reloads every 10 seconds."""
     rows = "".join(_row(runs.folder / name) for name in runs.names())
     head = "<tr><th>run<th>step<th>reward<th>accuracy<th>state</tr>"
     style = (Path(__file__).parent / "report" / "page.css").read_text("utf-8")
@@ -214,7 +215,7 @@ def _index(runs: LiveRuns) -> str:
 
 
 def _row(folder: Path) -> str:
-    """A run in the list: what the end of its metrics says."""
+    """A run's row in the list, from the end of its metrics."""
     last: dict[str, Any] = {}
     for record in _tail(folder / METRICS):
         last |= record
@@ -236,7 +237,7 @@ def _tail(path: Path) -> list[dict[str, Any]]:
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:  # cut at either end
+        except ValueError:  # the first or last line may be cut
             continue
         if isinstance(record, dict):
             found.append(record)

@@ -1,6 +1,7 @@
-"""Where the numbers of a run go: metrics.jsonl always, and the services that the config asks for.
+"""Writes the metrics of a run: always to metrics.jsonl, and to the services that the config names.
 
-metrics.jsonl is the record: it must be written or the run stops. A service may fail; the run says so once and goes on.
+metrics.jsonl is the record: the run stops if it cannot be written. If a service fails, the run says so once and
+continues without it.
 """
 
 import os
@@ -18,10 +19,10 @@ class MetricWriter:
     """Writes the metrics of a run, with its wall and CPU time so far, to metrics.jsonl and to the services."""
 
     def __init__(self, run: RunDir, config: Config, *, announce: Callable[[str], None]):
-        """Connect the services, before anything expensive begins; none where another process writes for the run.
+        """Connect the services before anything expensive begins; none if another process writes for this run.
 
-        The run's folder is truncated already to the step that it continues from. `announce` gets one line about each
-        service that has a page, or has failed.
+        The run's records must already be truncated to the step from which it continues. `announce` is called with one
+        line for each service that has a web page or has failed.
 
         Raises:
             ServiceError: A service's package or credentials are missing.
@@ -37,9 +38,9 @@ class MetricWriter:
             self._connect(name, config, first_step=last.get("step", -1) + 1)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append a line of metrics: numbers (also numpy's, and arrays without dimensions) by their names.
+        """Append a line of metrics by name; values are numbers, numpy scalars, or arrays without dimensions.
 
-        `step` counts the steps done; it is 0 for the evaluation of the first model.
+        `step` is the number of steps done: 0 for the evaluation of the initial model.
 
         Raises:
             RunFileError: metrics.jsonl cannot be written.
@@ -52,7 +53,7 @@ class MetricWriter:
             self._guard(service, lambda service=service: service.write(step, numbers))
 
     def write_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Hand the services a table of the completions of some lines of samples.jsonl, of one split."""
+        """Send the services a table of the completions in some lines of samples.jsonl, all of one split."""
         if not records or not self._services:
             return
         name, rows = f"samples/{records[0]['split']}", table_rows(records)
@@ -60,7 +61,7 @@ class MetricWriter:
             self._guard(service, lambda service=service: service.write_samples(step, name, rows))
 
     def close(self, *, failed: bool = False) -> None:
-        """Hand what is left to the services, and whether the run failed; a second call does nothing."""
+        """Flush and close the services, telling them whether the run failed; a second call does nothing."""
         for service in list(self._services):
             self._guard(service, lambda service=service: service.close(failed=failed))
         self._services.clear()
@@ -71,7 +72,7 @@ class MetricWriter:
         except ServiceError:
             self.close()
             raise
-        except Exception as error:  # another's package: the network, a server, a version
+        except Exception as error:  # a third-party package: network, server, version
             self._announce(_failure(name, error))
             return
         self._services.append(service)
@@ -79,10 +80,10 @@ class MetricWriter:
             self._announce(f"{name}: {url}")
 
     def _guard(self, service: Service, action: Callable[[], None]) -> None:
-        """Do it; a service that fails is announced and left alone from then on."""
+        """Run `action`; if it fails, announce that once and drop the service."""
         try:
             action()
-        except Exception as error:  # another's package: the network, a server, a full disk
+        except Exception as error:  # a third-party package: network, server, full disk
             self._services.remove(service)
             self._announce(_failure(service.name, error))
 
@@ -95,7 +96,7 @@ class MetricWriter:
 
 def _failure(name: str, error: Exception) -> str:
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    return f"{name} failed ({reason}); this process sends it nothing more, {METRICS} continues"
+    return f"{name} failed ({reason}); nothing more is sent to it; {METRICS} continues"
 
 
 def _number(value: Any) -> int | float:

@@ -95,7 +95,7 @@ def test_a_failing_service_is_announced_once_and_stops_nothing(tmp_path, monkeyp
     assert [line["a"] for line in run.read(METRICS)] == [1.0, 2.0]
     assert broken.calls == 1
     assert messages == [
-        "broken failed (ConnectionError: no route to host); this process sends it nothing more, metrics.jsonl continues"
+        "broken failed (ConnectionError: no route to host); nothing more is sent to it; metrics.jsonl continues"
     ]
 
 

@@ -9,9 +9,9 @@ class Chart(NamedTuple):
     title: str
     unit: str
     metrics: tuple[str, ...]
-    """Complete names; one that ends in `*` stands for all that begin so and are there."""
+    """Complete names; `*` stands for any text, so that one entry may match several metrics."""
     labels: tuple[str, ...] = ()
-    """What lines are called; unset: by the parts in which their names differ."""
+    """Labels of the lines; unset: the parts in which their names differ."""
 
 
 CURVES = (
@@ -34,7 +34,7 @@ PHASES = Chart(
     "s",
     tuple(f"time/train/{name}_s" for name in ("rollout", "reward", "advantages", "batch", "score", "update", "sync", "checkpoint")),
 )  # fmt: skip
-"""Stacked: where the time of each step went."""
+"""Stacked areas: where the time of each step went."""
 
 WORK = (
     Chart("Tokens per second", "tokens/s", ("rollout/tokens_per_s", "throughput/train/valid_tokens_per_s_update", "throughput/train/valid_tokens_per_s"), ("decoded", "updated", "whole step")),
@@ -46,7 +46,7 @@ WORK = (
 
 
 def chart_object(chart: Chart, names: list[str]) -> dict[str, Any] | None:
-    """A chart as the page reads it, with those of `names` that it shows; None where there are none."""
+    """A chart in the page's JSON form, with the metrics among `names` that it shows; None if there are none."""
     lines: list[tuple[str, str]] = []
     for index, metric in enumerate(chart.metrics):
         head, star, tail = metric.partition("*")
@@ -71,7 +71,7 @@ def _matches(name: str, head: str, star: str, tail: str) -> bool:
 
 
 def _short(name: str) -> str:
-    """A name without what all lines of its chart share."""
+    """A metric's name without the prefix and suffix that all lines of its chart share."""
     for start, end in (("train-reward/func/", "/mean"), ("eval/", ""), ("time/train/", "_s")):
         if name.startswith(start):
             return name.removeprefix(start).removesuffix(end)

@@ -1,4 +1,4 @@
-"""Several runs side by side: what differs in their settings, seeds put together, and whether a difference is real."""
+"""Compares several runs: their settings, groups of seeds, and whether a difference in score is significant."""
 
 import itertools
 import math
@@ -9,12 +9,12 @@ from typing import Any
 from podium.observe.report.read import RunRecords
 
 OF_A_SEED = ("name", "seed", "runs_dir")
-"""Settings in which runs differ that repeat one another."""
+"""Settings that may differ between repetitions of one experiment."""
 SCORES = ("eval/accuracy", "train-reward/total/mean")
-"""What runs are ranked by: the first that all of them have."""
+"""Metrics to rank runs by: the first one that all runs have is used."""
 BOOTSTRAPS = 2_000
 LAST_SHARE = 0.1
-"""Of a run's rewards that its score is the mean of, where there is no evaluation."""
+"""Without evaluations, a run's score is its mean reward over this last share of the steps."""
 
 
 def flat(tree: Any, key: str = "") -> dict[str, Any]:
@@ -28,7 +28,7 @@ def flat(tree: Any, key: str = "") -> dict[str, Any]:
 
 
 def differences(runs: Sequence[RunRecords]) -> dict[str, list[Any]]:
-    """The settings in which runs differ, but for their names: values in the order of the runs."""
+    """Settings in which the runs differ, except names: each with its values in the order of the runs."""
     configs = [flat(run.config) for run in runs]
     keys = dict.fromkeys(itertools.chain.from_iterable(configs))
     table = {key: [config.get(key) for config in configs] for key in keys if key not in ("name", "runs_dir")}
@@ -36,7 +36,7 @@ def differences(runs: Sequence[RunRecords]) -> dict[str, list[Any]]:
 
 
 def same_but_for_seed(runs: Sequence[RunRecords]) -> list[list[int]]:
-    """Indices of runs, those together whose settings differ in name and seed alone."""
+    """Indices of the runs, grouped: runs whose settings differ only in name and seed share a group."""
     groups: dict[str, list[int]] = {}
     for index, run in enumerate(runs):
         known = {key: value for key, value in sorted(flat(run.config).items()) if key not in OF_A_SEED}
@@ -45,7 +45,7 @@ def same_but_for_seed(runs: Sequence[RunRecords]) -> list[list[int]]:
 
 
 def ranking_metric(runs: Sequence[RunRecords]) -> str | None:
-    """The metric that runs are ranked by; None where they have none in common."""
+    """The metric by which the runs are ranked; None if no candidate is common to all."""
     return next((name for name in SCORES if all(name in run.metrics for run in runs)), None)
 
 
@@ -66,7 +66,7 @@ def seed_interval(scores: Sequence[float], seed: int = 0) -> tuple[float, float]
 
 
 def verdict(better: Sequence[float], worse: Sequence[float]) -> str:
-    """In words, whether the first group's mean is really above the second's, by a bootstrap of the difference."""
+    """State in words whether the first group's mean exceeds the second's, by a bootstrap of the difference."""
     if len(better) < 2 or len(worse) < 2:
         return "not known: run at least two seeds of each"
     draw = random.Random(0)
@@ -83,7 +83,7 @@ def verdict(better: Sequence[float], worse: Sequence[float]) -> str:
 
 
 def comparison(runs: Sequence[RunRecords]) -> dict[str, Any] | None:
-    """The comparison of several runs as the page reads it; None for one run."""
+    """The comparison of several runs in the page's JSON form; None for a single run."""
     if len(runs) < 2:
         return None
     metric, groups = ranking_metric(runs), same_but_for_seed(runs)

@@ -1,8 +1,8 @@
 """`podium report`: one self-contained HTML file that says whether a run learned, why not, and what to change.
 
 The page is page.html with style and script inlined, plotly from its Python package, and the runs as one JSON object.
-Texts of models and users reach the page as JSON strings, and the document as text nodes alone: nothing in them is
-markup. No jax.
+Texts from models and users enter the page as JSON strings and are inserted only as text nodes, so none of it can act as
+markup. Imports no jax.
 """
 
 import html
@@ -29,13 +29,13 @@ def write_report(folders: Sequence[Path], out: Path) -> None:
     """Write the report of one run, or of several side by side.
 
     Raises:
-        ValueError: a folder is no run's, plotly is not installed, or `out` cannot be written.
+        ValueError: a folder holds no run, plotly is not installed, or `out` cannot be written.
     """
     write_atomically(out, make_page(report_object(folders), plotly_script()))
 
 
 def plotly_script() -> str:
-    """The JavaScript of plotly, from its Python package. Raises ValueError where that is not installed."""
+    """The JavaScript of plotly, from its Python package. Raises ValueError if that is not installed."""
     try:
         import plotly
     except ImportError:
@@ -46,9 +46,9 @@ def plotly_script() -> str:
 
 
 def make_page(content: dict[str, Any], plotly: str, *, live: str = "") -> str:
-    """The page: everything inlined, and a content security policy that lets it load nothing.
+    """The page with everything inlined, and a content security policy that forbids it to load anything.
 
-    A page with `live` asks its own server there for changes.
+    With `live`, a path on its own server, the page listens there for changes.
     """
     style, script = ((FOLDER / name).read_text("utf-8") for name in ("page.css", "page.js"))
     data = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
@@ -67,7 +67,7 @@ def make_page(content: dict[str, Any], plotly: str, *, live: str = "") -> str:
 
 
 def report_object(folders: Sequence[Path]) -> dict[str, Any]:
-    """All that the page shows, as JSON takes it: a table of charts, each run, and their comparison."""
+    """Everything the page shows, as JSON values: the charts, each run, and the comparison."""
     runs = [read_run(folder) for folder in folders]
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
     return {
@@ -81,7 +81,7 @@ def report_object(folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def run_object(run: RunRecords) -> dict[str, Any]:
-    """One run as the page reads it."""
+    """One run in the page's JSON form."""
     problems = list(run.problems)
     samples = read_samples(run.folder, problems)
     return {
@@ -102,7 +102,7 @@ def run_object(run: RunRecords) -> dict[str, Any]:
 
 
 def headline(run: RunRecords) -> dict[str, Any]:
-    """Numbers at the top: accuracy before and after, steps, seconds, tokens, machine, commit."""
+    """The numbers at the top: accuracy before and after, steps, seconds, tokens, machine, commit."""
     tasks = []
     for task, accuracy in evaluated_tasks(run):
         ends = [run.metrics.get(f"eval/{task}/accuracy_interval/{end}") for end in ("low", "high")]
@@ -144,7 +144,7 @@ def changed_settings(run: RunRecords) -> list[list[str]]:
 
 
 def planned(run: RunRecords) -> dict[str, Any] | None:
-    """What was planned for the run, beside what was measured; None where nothing was."""
+    """The plan of the run, to be shown beside the measurements; None if there is none."""
     seconds = run.plan.get("step_seconds")
     if not isinstance(seconds, dict):
         return None

@@ -1,4 +1,4 @@
-"""A run as its folder tells it, damaged or not: what can be read is read, and what cannot is said. No jax."""
+"""Reads a run's folder, damaged or not: reads what it can and lists what it cannot. Imports no jax."""
 
 import dataclasses
 import json
@@ -60,7 +60,7 @@ def read_run(folder: Path) -> RunRecords:
     """The records of the run in `folder`.
 
     Raises:
-        ValueError: the folder has neither metrics nor a config, so it is not a run's.
+        ValueError: the folder has neither metrics nor a config, so it is not a run's folder.
     """
     if not any((folder / name).is_file() for name in (METRICS, CONFIG)):
         raise ValueError(
@@ -84,9 +84,9 @@ def read_run(folder: Path) -> RunRecords:
 
 
 def records(path: Path, problems: list[str]) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """The whole records of a file of JSON lines, each behind its first byte and its length.
+    """Yield (offset, length, record) for each complete line of a file of JSON lines; both in bytes.
 
-    Damaged lines are left out and said in `problems`, at the end.
+    Damaged lines are skipped and reported in `problems` at the end.
     """
     if not path.exists():
         problems.append(f"{path.name} is missing")
@@ -116,7 +116,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _document(path: Path, parse: Any, problems: list[str], consequence: str) -> Mapping[str, Any]:
-    """A file that holds one mapping; without a `consequence` it may be missing."""
+    """A file that holds one mapping; it may be missing if there is no `consequence` to report."""
     try:
         found = parse(path.read_text("utf-8", "backslashreplace"))
     except OSError:
@@ -132,7 +132,7 @@ def _document(path: Path, parse: Any, problems: list[str], consequence: str) -> 
 
 
 def _metrics(path: Path, problems: list[str]) -> dict[str, Series]:
-    """Every metric's values by step; of a step that was written twice the last record counts."""
+    """Every metric's values by step; if a step was written twice, the last record counts."""
     found: dict[str, dict[int, float]] = {}
     last, repeated = -1, 0
     for _, _, record in records(path, problems):

@@ -1,4 +1,4 @@
-"""The samples of a run that a report has room for, and what each prompt earned over the steps. No jax."""
+"""Chooses the samples that fit in a report, and averages each prompt's score over the steps. Imports no jax."""
 
 import dataclasses
 import json
@@ -12,16 +12,16 @@ from podium.observe.run_dir import SAMPLES
 from podium.observe.text import cut
 
 SAMPLE_BYTES = 3_000_000
-"""Of samples.jsonl that go into a report."""
+"""Bytes of samples.jsonl that a report may include."""
 TEXT_LENGTH = 4_000
-"""Characters of a completion that are shown."""
+"""Most characters of a text that are shown."""
 TOKENS_SHOWN = 1_000
 HEAT_ROWS, HEAT_COLUMNS = 60, 50
 
 
 @dataclasses.dataclass(frozen=True)
 class HeatMap:
-    """Mean correctness of prompts, or of tasks where prompts are seen once, over the steps."""
+    """Mean correctness over the steps, by prompt, or by task if every prompt was seen only once."""
 
     rows: list[str]
     steps: list[int]
@@ -33,12 +33,12 @@ class HeatMap:
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """What a report shows of samples.jsonl."""
+    """The part of samples.jsonl that a report shows."""
 
     shown: list[dict[str, Any]]
-    """Lines of it, in order of their steps, texts cut to TEXT_LENGTH."""
+    """Chosen lines in order of their steps, with texts cut to TEXT_LENGTH."""
     recorded: int
-    """Lines that it has."""
+    """Number of lines in the file."""
     heat: HeatMap | None
 
 
@@ -56,7 +56,7 @@ class _Line:
 
 
 def read_samples(folder: Path, problems: list[str]) -> Samples:
-    """The samples of the run in `folder`; what is damaged is left out and said in `problems`."""
+    """The samples of the run in `folder`; damaged lines are skipped and reported in `problems`."""
     path = folder / SAMPLES
     lines = list(_index(path, problems))
     chosen = choose(lines)
@@ -71,9 +71,10 @@ def read_samples(folder: Path, problems: list[str]) -> Samples:
 
 
 def choose(lines: Sequence[_Line], room: int = SAMPLE_BYTES) -> list[_Line]:
-    """The lines to show, by step: every evaluation's first, then whole prompts that were seen often, then even steps.
+    """Choose the lines to show, in order of steps, within `room` bytes.
 
-    So that one can see both what a step did and what became of a prompt.
+    Evaluations come first, then prompts seen most often with all their lines, then steps spread evenly: so the page
+    shows both what one step did and how one prompt developed.
     """
     seen: dict[tuple[str, str, str], list[_Line]] = {}
     for line in lines:
@@ -101,7 +102,7 @@ def _bit_reversed(step: int) -> int:
 
 
 def heat_map(lines: Sequence[_Line]) -> HeatMap | None:
-    """Rows are prompts that were seen at least twice, the most seen first, or else tasks; hardest at the top."""
+    """Rows are the prompts seen most often (at least twice), else tasks; the hardest is at the top."""
     if not lines:
         return None
     by_prompt: dict[str, list[_Line]] = {}
@@ -143,11 +144,11 @@ def _index(path: Path, problems: list[str]) -> Iterator[_Line]:
         split, task, prompt = (str(record.get(key, "")) for key in ("split", "task", "prompt"))
         yield _Line(start, length, record["step"], split, task, prompt, _score(completions))
     if strange:
-        problems.append(f"{path.name}: {strange} lines are no samples and left out")
+        problems.append(f"{path.name}: {strange} lines are not samples and were left out")
 
 
 def _score(completions: Sequence[Any]) -> float:
-    """The share of right answers; where nothing says `correct`, the mean reward."""
+    """The share of correct answers; without a part `correct`, the mean reward."""
     values = []
     for completion in completions:
         parts = completion.get("parts", {}) if isinstance(completion, Mapping) else {}

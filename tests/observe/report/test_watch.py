@@ -62,7 +62,7 @@ def runs(tmp_path):
 
 @pytest.fixture
 def server(runs, monkeypatch):
-    monkeypatch.setattr(watch, "LOOK_S", 0.02)
+    monkeypatch.setattr(watch, "POLL_S", 0.02)
     monkeypatch.setattr(watch, "plotly_script", lambda: "")
     served = Server(watch.make_app(runs))
     yield served
@@ -97,7 +97,7 @@ def test_nothing_can_be_written(server, runs):
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("*")} == before
 
 
-def test_a_change_is_told_and_the_data_is_new(server, runs, monkeypatch):
+def test_a_change_is_announced_and_the_data_is_new(server, runs, monkeypatch):
     monkeypatch.setattr(watch, "REST", 0.0)
     connection, stream = server.listen("/runs/first/events")
     assert stream.readline() == b"event: state\n"
@@ -147,9 +147,9 @@ def test_another_site_s_name_for_this_machine_is_refused(server):
 
 
 def test_elsewhere_than_on_loopback_a_token_is_needed(runs, monkeypatch):
-    with pytest.raises(ValueError, match=r"--host 0\.0\.0\.0 lets others in: give a --token"):
+    with pytest.raises(ValueError, match=r"--host 0\.0\.0\.0 accepts connections from other machines: give a --token"):
         watch.serve(runs, host="0.0.0.0", port=1, token=None)
-    with pytest.raises(ValueError, match="is no folder of runs"):
+    with pytest.raises(ValueError, match="is not a folder; give the runs_dir"):
         watch.serve(runs / "none", host="127.0.0.1", port=1, token=None)
     monkeypatch.setattr(watch, "plotly_script", lambda: "")
     served = Server(watch.make_app(runs, token=TOKEN, hosts=()))
