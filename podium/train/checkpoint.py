@@ -1,13 +1,13 @@
-"""Checkpoints of a run: orbax writes them behind the loop's back, and a step is there whole or not at all.
+"""Checkpoints of a run: orbax writes them in the background; a step is saved completely or not at all.
 
     RUN/checkpoints/20/params/       the model, alone, so that evaluation and export read nothing else
     RUN/checkpoints/20/optimizer/    the optimizer's state and the step
-    RUN/checkpoints/20/host/         what the loop wants back, completions in flight included, as JSON
+    RUN/checkpoints/20/host/         the loop's state, including completions in flight, as JSON
     RUN/checkpoints/20/sizes.json    bytes of every file, beside their digests (podium.train.step_files), written last
 
-A step is written to a temporary folder and renamed when complete (orbax); a kill leaves only such a folder, and the
-next `Checkpointer` of the run removes it. Arrays are stored by name, `layers.q` or `opt_state.1.mu.layers.q`, exactly,
-and are read onto whatever mesh the reader asks for.
+orbax writes a step to a temporary folder and renames it when complete; a kill leaves only the temporary folder, which
+the next `Checkpointer` of the run removes. Arrays are stored exactly, by name (`layers.q`, `opt_state.1.mu.layers.q`),
+and can be restored onto any mesh.
 """
 
 import contextlib
@@ -42,18 +42,18 @@ from podium.train.step_files import Beat, CheckpointError, damage, first_line, s
 
 SCORE = "score"
 SHOWN_DIFFERENCES = 3
-LOOK_S = 2.0
-"""Between two looks at how much of a step is written."""
+POLL_S = 2.0
+"""Seconds between two checks of how much of a step has been written."""
 SAVE_LIMIT_S = 24 * 3600
-"""After so long orbax gives a save up; a save that stands still is for the watchdog."""
+"""Seconds after which orbax gives up a save; a save that makes no progress is ended by the watchdog."""
 
 
 @functools.cache
 def _quiet_orbax() -> None:
-    """Keeps what orbax raises and drops what it prints besides; once in a process, when orbax is first used.
+    """Silence orbax's logging but not its exceptions; runs once per process, when orbax is first used.
 
-    It logs each phase of a save, and the traceback of what it then raises. When a write fails it closes its event loop
-    while other writes are under way; each of them then reports, as an exception that nobody can catch, a closed loop.
+    orbax logs each phase of a save, and the traceback of errors that it also raises. When a write fails it closes its
+    event loop while other writes are running; each of those then reports an unraisable "Event loop is closed".
     """
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     report = sys.unraisablehook
@@ -67,18 +67,18 @@ def _quiet_orbax() -> None:
 
 
 def _idle() -> None:
-    """Who is told, where nobody is."""
+    """Do nothing: the default callback."""
 
 
 class Checkpointer:
-    """Saves the states of one run, several hosts included, and gives them back.
+    """Saves and restores the states of one run, on one host or several.
 
-    The folder is the run's `checkpoints`, made if it is not there; only the run itself may write to it. `on_save` is
-    called when `maybe_save` begins to save; `beat`, while somebody waits for a save and what is on disk of it grows.
-    `base` is the fingerprint of frozen weights, which are no part of a state: who restores one must have the same.
+    The folder is the run's `checkpoints`, created if missing; only the run itself may write to it. `on_save` is called
+    when `maybe_save` begins to save; `beat` is called repeatedly while a caller waits for a save whose files grow.
+    `base` is the fingerprint of the frozen weights, which are not part of a state: restoring requires the same ones.
 
     Raises:
-        CheckpointError: if the folder cannot be made or written to.
+        CheckpointError: if the folder cannot be created or written to.
     """
 
     def __init__(
@@ -92,8 +92,9 @@ class Checkpointer:
     ) -> None:
         self._folder, self._config, self._on_save, self._beat = absolute(folder), config, on_save, beat
         self.base = base
-        self._step: int | None = None  # last handed to orbax, whether or not it is whole yet
-        self._failed, self._bytes = False, 0  # what became of it, and bytes of its arrays
+        self._step: int | None = None  # the last one passed to orbax, complete or not
+        self._failed = False  # whether saving it failed
+        self._bytes = 0  # of its arrays
         _quiet_orbax()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=KeepPolicy(config),
@@ -114,11 +115,11 @@ class Checkpointer:
     def maybe_save(
         self, step: int, state: TrainState, position: Position, *, score: float | None, last: bool, due: bool = False
     ) -> float | None:
-        """Save a step where the config says so, the last one, and one that is `due`; the seconds that this took.
+        """Save a step if the config asks for it, if it is `due`, or if it is the `last`; return the seconds it took.
 
-        None without a save. All hosts of a run must agree on what is due.
-        `position` is where the run stands in its prompts. The score is for `keep_best`; None: the step was not
-        evaluated. Nothing comes after the `last`: it is whole on disk when this returns.
+        Returns None without a save. All hosts of a run must pass the same `due`. `position` is where the run is in its
+        prompts. `score` is for `keep_best`; None if the step was not evaluated. The `last` step is completely on disk
+        when this returns.
         """
         every, best = self._config.every_steps, self._config.keep_best and score is not None
         if not (last or best or due or (every and step % every == 0)):
@@ -132,11 +133,11 @@ class Checkpointer:
     def save(
         self, step: int, state: TrainState, host_state: dict[str, Any], *, score: float | None, wait: bool = False
     ) -> None:
-        """Starts to save a step; `state` may be donated as soon as this returns.
+        """Begin to save a step; `state` may be donated as soon as this returns.
 
-        Returns after the arrays have left the devices, or after the previous save if that takes longer. A step that
-        this checkpointer has saved is not saved again. What `keep_*` does not keep is deleted when this step is whole.
-        The host state is what JSON can hold. With `wait`, returns only when the step is whole on disk.
+        Returns after the arrays have been copied from the devices, or after the previous save if that takes longer. A
+        step that this checkpointer has saved is not saved again. Steps that `keep_*` does not cover are deleted when
+        this one is complete. The host state must be JSON values. With `wait`, returns only when the step is on disk.
 
         Raises:
             CheckpointError: if this step, or an earlier one that was still being written, failed.
@@ -149,7 +150,7 @@ class Checkpointer:
             items = ocp.args.Composite(
                 params=ocp.args.StandardSave(params),
                 optimizer=ocp.args.StandardSave(rest),
-                host=ocp.args.JsonSave(json.loads(json.dumps(host_state))),  # the loop goes on changing its own
+                host=ocp.args.JsonSave(json.loads(json.dumps(host_state))),  # a copy: the loop keeps changing its own
             )
             metrics = None if score is None else {SCORE: score}
             with self._write_errors(), self._beating():
@@ -158,24 +159,24 @@ class Checkpointer:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when the last save is whole on disk. Raises CheckpointError if it failed."""
+        """Wait until the last save is completely on disk. Raises CheckpointError if it failed."""
         with self._write_errors(), self._beating():
             self._manager.wait_until_finished()
 
     def steps(self) -> list[int]:
-        """The steps that are whole on disk, oldest first."""
+        """The steps that are completely on disk, oldest first."""
         return saved_steps(self._folder)
 
     def restore(self, step: int | None, abstract_state: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """A saved state and its host state, as `restore_state` reads them, after what is still being written.
+        """Read a saved state and its host state, as `restore_state` does, after pending writes have finished.
 
-        Digests are not compared: `newest_whole_step` has done that before a run goes on.
+        Digests are not compared: `newest_whole_step` does that before a run continues.
         """
         self.wait()
         return restore_state(self._folder, step, abstract_state, base=self.base, digests=False)
 
     def close(self) -> None:
-        """Waits for the last save and stops orbax's threads. Raises CheckpointError if the save failed."""
+        """Wait for the last save and stop orbax's threads. Raises CheckpointError if the save failed."""
         try:
             self.wait()
         finally:
@@ -188,23 +189,23 @@ class Checkpointer:
         seal(unnamed, self._beat)
 
     def _unfinished(self) -> list[Path]:
-        """The folder in which the step is being written, if it is; in a bucket it has its final name already."""
+        """The folder in which the step is being written, if any; in a bucket it already has its final name."""
         if in_bucket(self._folder):
             return [] if self._step is None else [self._folder / str(self._step)]
         return list(self._folder.glob(f"{self._step}{ocp.utils.TMP_DIR_SUFFIX}*"))
 
     def _beating(self) -> contextlib.AbstractContextManager[None]:
-        """In the block, a sign of life as long as the bytes of the step that is being written become more."""
-        return _growing(self._unfinished, self._beat, LOOK_S * (5 if in_bucket(self._folder) else 1))
+        """Inside the block, call `beat` as long as the files of the step being written grow."""
+        return _growing(self._unfinished, self._beat, POLL_S * (5 if in_bucket(self._folder) else 1))
 
     @contextmanager
     def _write_errors(self) -> Iterator[None]:
-        """Says what failed: orbax raises what its threads met at the next call, whatever that call is."""
+        """Translate errors: orbax raises an error of its threads at the next call, whichever call that is."""
         try:
             yield
         except Exception as error:
             self._failed = True
-            self._manager.reload()  # it has forgotten the steps that the failed one would have replaced
+            self._manager.reload()  # orbax no longer lists the steps that the failed one would have replaced
             raise CheckpointError(
                 f"the checkpoint of step {self._step} could not be written to {self._folder}: {first_line(error)};"
                 f" it takes up to {self._bytes / 1e6:,.2f} MB{_free(self._folder)}; complete steps: {self.steps()};"
@@ -214,7 +215,7 @@ class Checkpointer:
 
 @contextmanager
 def _growing(folders: Callable[[], list[Path]], beat: Beat, every_s: float) -> Iterator[None]:
-    """In the block, `beat` is called when the bytes in the folders have become more, looked at every so often."""
+    """Inside the block, check the folders every `every_s` seconds and call `beat` if their bytes have changed."""
     done = threading.Event()
 
     def watch() -> None:
@@ -237,7 +238,7 @@ def _growing(folders: Callable[[], list[Path]], beat: Beat, every_s: float) -> I
 
 @dataclasses.dataclass(frozen=True)
 class KeepPolicy(ocp.checkpoint_managers.PreservationPolicy):
-    """Which checkpoints stay: the newest, the multiples of `keep_every`, and those of the best scores.
+    """Keeps the newest checkpoints, the multiples of `keep_every`, and those with the best scores.
 
     Orbax's own BestN keeps n checkpoints without a score until there are more than n.
     """
@@ -250,7 +251,7 @@ class KeepPolicy(ocp.checkpoint_managers.PreservationPolicy):
         *,
         context: ocp.checkpoint_managers.PreservationContext,
     ) -> list[bool]:
-        """For each checkpoint, oldest first, whether it stays; of equal scores the newer one does."""
+        """For each checkpoint, oldest first, whether to keep it; among equal scores the newer one wins."""
         scores = sorted((info.metrics[SCORE], info.step) for info in checkpoints if info.metrics)
         keep = {step for _, step in scores[max(0, len(scores) - self.config.keep_best) :]}
         keep |= {info.step for info in checkpoints[-self.config.keep_last :]}
@@ -262,17 +263,17 @@ class KeepPolicy(ocp.checkpoint_managers.PreservationPolicy):
 def restore_state(
     folder: Path, step: int | None, abstract_state: TrainState, *, base: str | None = None, digests: bool = True
 ) -> tuple[TrainState, dict[str, Any]]:
-    """A saved state, bit for bit, and the host state saved with it. Reads only: the run may be another's.
+    """Read a saved state, bit for bit, and its host state. Writes nothing: the folder may belong to another run.
 
     Args:
         folder: `checkpoints` of a run directory.
-        step: None: the newest.
+        step: None for the newest.
         abstract_state: shapes, dtypes and shardings, on any mesh.
-        base: fingerprint of the frozen weights that the state is to be beside; None: there are none.
-        digests: whether every byte is compared with what was written, not sizes alone.
+        base: fingerprint of the frozen weights that the state will be used with; None if there are none.
+        digests: compare every byte with its digest, instead of file sizes alone.
 
     Raises:
-        CheckpointError: if there is no such step, its files are damaged, or it is of another model or optimizer.
+        CheckpointError: if there is no such step, its files are damaged, or it belongs to another model or optimizer.
     """
     step = _checked_step(folder, step, digests=digests)
     targets = {"params": abstract_state.params, "optimizer": _rest(abstract_state)}
@@ -292,7 +293,7 @@ def restore_params(
 
 
 def _check_base(path: Path, saved: str | None, base: str | None) -> None:
-    """Raises CheckpointError where adapters were trained beside other frozen weights than there are now."""
+    """Raises CheckpointError if the adapters were trained on other frozen weights than the present ones."""
     if saved != base:
         raise CheckpointError(
             f"{path} has adapters of the base {saved}, and the config's model, as it is kept, is {base}: other weights,"
@@ -301,7 +302,7 @@ def _check_base(path: Path, saved: str | None, base: str | None) -> None:
 
 
 def _try_to_write(folder: Path) -> None:
-    """Make the folder, and a file in it that is deleted; its name is this host's, as others try at the same time."""
+    """Create the folder and a file in it, deleted again; its name is unique, since other hosts try at the same time."""
     if in_bucket(folder):
         probe = folder / f".written-{uuid.uuid4().hex}"
         probe.write_text("")
@@ -321,13 +322,13 @@ def _rest(state: TrainState) -> dict[str, Any]:
 
 
 def _named_arrays(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by their paths, `opt_state.1.mu.layers.q`: what is stored has no Python types in it."""
+    """The leaves of a tree by path, such as `opt_state.1.mu.layers.q`, so that no Python types are stored."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def _checked_step(folder: Path, step: int | None, *, digests: bool) -> int:
-    """The step to read, whose files are as they were written; every process must call it."""
+    """The step to read, after checking that its files are intact; every process must call this."""
 
     def checked() -> int:
         steps = saved_steps(folder)
@@ -344,7 +345,7 @@ def _checked_step(folder: Path, step: int | None, *, digests: bool) -> int:
 
 
 def _read(folder: Path, step: int, targets: dict[str, Any], *, host: bool) -> dict[str, Any]:
-    """Each target with arrays for its leaves, and under "host" the host state."""
+    """Restore each target with arrays as its leaves, and under "host" the host state."""
     _quiet_orbax()
     path = absolute(folder / str(step))
     wanted = {item: _named_arrays(target) for item, target in targets.items()}
@@ -369,10 +370,10 @@ def _read(folder: Path, step: int, targets: dict[str, Any], *, host: bool) -> di
 
 
 def _check_same_arrays(path: Path, wanted: dict[str, Any], stored: dict[str, Any]) -> None:
-    """Raises CheckpointError where the names, shapes or dtypes differ; orbax would cut, pad or cast some of them."""
+    """Raises CheckpointError if names, shapes or dtypes differ: orbax would truncate, pad or cast some of them."""
 
     def kind(arrays: dict[str, Any], name: str) -> str:
-        return f"{arrays[name].dtype}{list(arrays[name].shape)}" if name in arrays else "not there"
+        return f"{arrays[name].dtype}{list(arrays[name].shape)}" if name in arrays else "missing"
 
     differences = [
         f"{name} is {kind(stored, name)} in the checkpoint and {kind(wanted, name)} in this run"
@@ -382,7 +383,7 @@ def _check_same_arrays(path: Path, wanted: dict[str, Any], stored: dict[str, Any
     if differences:
         more = len(differences) - SHOWN_DIFFERENCES
         raise CheckpointError(
-            f"{path} is of another {'model' if path.name == 'params' else 'optimizer'}:\n    "
+            f"{path} belongs to another {'model' if path.name == 'params' else 'optimizer'}:\n    "
             + "\n    ".join(differences[:SHOWN_DIFFERENCES] + ([f"and {more} more"] if more > 0 else []))
             + "\n  use the config that it was saved with, or start a run with another name"
         )
@@ -391,5 +392,5 @@ def _check_same_arrays(path: Path, wanted: dict[str, Any], stored: dict[str, Any
 def _damaged(folder: Path, step: int, what: str) -> CheckpointError:
     run, others = absolute(folder).parent, [other for other in saved_steps(folder) if other != step]
     whole = [other for other in others if damage(folder / str(other), digests=False) is None]
-    way_out = f"name the newest whole one, {run}@{whole[-1]}" if whole else "no other one is whole"
+    way_out = f"use the newest intact one, {run}@{whole[-1]}" if whole else "no other checkpoint is intact"
     return CheckpointError(f"checkpoint {folder / str(step)} is damaged: {what}; {way_out}")

@@ -1,8 +1,8 @@
-"""One run on several hosts: a process on each, which all do the same but for their own share of the rollout.
+"""One run on several hosts: one process on each; all do the same work, except that each rolls out its own prompts.
 
-Settings, prompts and seeds are the same everywhere, so every process computes the same prompts, the same batch and the
-same decisions; updates are one program over the mesh of all devices. Completions are made by each host for its share of
-the prompts, on its own devices and at its own pace, and handed to all. Process 0 alone writes what is shared.
+Settings, prompts and seeds are the same everywhere, so every process computes the same prompts, batches and decisions;
+an update is one program over the mesh of all devices. Each host samples completions for its share of the prompts on its
+own devices, at its own pace, and sends them to all. Only process 0 writes shared files.
 """
 
 import contextlib
@@ -34,30 +34,31 @@ from podium.train.signals import StopSignal
 
 INITIALIZATION_S, HEARTBEAT_S = 120, 30
 SHUTDOWN_S = 300
-"""How long processes that are done wait for the last: process 0 first hands its metrics over, perhaps for a minute."""
+"""Seconds that finished processes wait for the last; process 0 may need a minute to upload its metrics."""
 CLEAN_UP_S = 10.0
-"""How long a process that failed may take to close its files: the others wait for it."""
+"""Seconds that a failed process may take to close its files, while the others wait for it."""
 LEADER_S = 24 * 3600
-"""How long the others wait for what process 0 makes: it may read from far. CPU's collectives would meet for 30 s."""
+"""Seconds that the others wait for a value from process 0, which may read from a bucket. Collectives on CPU would give
+up after 30 s."""
 SMALLEST_MESSAGE = 4096  # bytes; messages are padded to powers of two, so that few programs are compiled
 STOP_KEY = "podium/stop/signal"
 POLL_S = 1.0
-"""Between two requests to the coordinator, whether a signal came to another process."""
+"""Seconds between two queries to the coordinator for signals that other processes received."""
 Value = TypeVar("Value")
 _TURNS = itertools.count()
 
 
 @contextlib.contextmanager
 def joined(job: JobContext) -> Iterator[None]:
-    """The processes of a job know each other inside; an exception ends this process at the end of the block.
+    """Connect the processes of a job inside the block; an exception ends this process when it leaves the block.
 
-    It cannot go further: jax would wait for the others, and abort without the exit status.
+    The exception cannot propagate further: jax would wait for the others and then abort without the exit status.
     """
     if job.cluster is None:
         yield
         return
     if job.guard is not None:
-        job.guard.close()  # jax takes its port
+        job.guard.close()  # jax needs its port
     _initialize(job.cluster)
     try:
         yield
@@ -72,7 +73,7 @@ def joined(job: JobContext) -> Iterator[None]:
 
 @contextlib.contextmanager
 def failing_fast(job: JobContext) -> Iterator[None]:
-    """An exception inside is recorded at once, and what then closes has little time: the others hang meanwhile."""
+    """Record an exception at once, and limit the time for closing resources: the other processes hang meanwhile."""
     try:
         yield
     except BaseException as error:
@@ -85,12 +86,12 @@ def failing_fast(job: JobContext) -> Iterator[None]:
 
 
 def is_leader() -> bool:
-    """Whether this process writes what is shared."""
+    """Whether this is the process that writes shared files."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 def gather(value: Value) -> list[Value]:
-    """What each process gives, in their order, for all; every process must call it. Any size, exact."""
+    """All-gather a picklable value of any size: the values of all processes, in order. Every process must call this."""
     if not jax.distributed.is_initialized():
         return [value]
     data = np.frombuffer(pickle.dumps(value), np.uint8)
@@ -103,13 +104,13 @@ def gather(value: Value) -> list[Value]:
 
 
 def local_memory(name: str) -> int | None:
-    """The largest `memory_stats` figure of that name over this process's devices; None where they do not say (CPU)."""
+    """Largest value of a `memory_stats` entry over this process's devices; None if they report none (CPU)."""
     stats = [found for device in jax.local_devices() if (found := device.memory_stats())]
     return max(each[name] for each in stats) if stats else None
 
 
 def from_leader(make: Callable[[], Value]) -> Value:
-    """What process 0 makes, for all; what it raises for a user to mend is raised in all."""
+    """Run `make` on process 0 and return its value on all; a ValueError or OSError there is raised on all."""
     if not jax.distributed.is_initialized():
         return make()
     made: tuple[Any, Exception | None] = (None, None)
@@ -126,20 +127,20 @@ def from_leader(make: Callable[[], Value]) -> Value:
 
 
 def share(count: int) -> slice:
-    """The contiguous share of this process in a number of items; shares differ by at most one."""
+    """The contiguous share of this process in `count` items; shares differ by at most one item."""
     hosts, host = (jax.process_count(), jax.process_index()) if jax.distributed.is_initialized() else (1, 0)
     return slice(count * host // hosts, count * (host + 1) // hosts)
 
 
 def on_host(x: jax.Array) -> np.ndarray:
-    """A global array as numpy's, whole on every host; every process must call it."""
+    """Copy a global array to numpy, whole on every host; every process must call this."""
     if x.is_fully_addressable or x.is_fully_replicated:
         return np.asarray(x)
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def host_mesh(mesh: Mesh) -> Mesh:
-    """The part of a mesh that is this host's: its axes with the sizes that they have here; alone, the mesh itself."""
+    """The part of a mesh on this host, with the same axis names. With a single host, the mesh itself."""
     here = [device.process_index == jax.process_index() for device in mesh.devices.flat]
     if all(here):
         return mesh
@@ -148,24 +149,24 @@ def host_mesh(mesh: Mesh) -> Mesh:
     devices = mesh.devices[box]
     if devices.size != len(indices):
         raise ValueError(
-            f"mesh {dict(mesh.shape)}: a host's devices are not a box in it, so that a host cannot roll out by itself;"
-            " set mesh to auto, or to sizes of which tp, or tp and a part of fsdp, fill a host"
+            f"mesh {dict(mesh.shape)}: the devices of a host do not form a box in it, so it cannot roll out by"
+            " itself; set mesh to auto, or to sizes of which tp, or tp and a part of fsdp, fill a host"
         )
     return Mesh(devices, mesh.axis_names)
 
 
 def make_localize(decoder: DecoderConfig, mesh: Mesh, local: Mesh, dtype: jnp.dtype) -> Callable[[Params], Params]:
-    """The function `params on the mesh of all hosts -> the whole model, split over this host's part of it`.
+    """Return `params on the global mesh -> the same params, whole within this host, on its part of the mesh`.
 
-    Any of the model's parameters can be moved, the others stay. What is trained whole is cast to `dtype` before it
-    travels; adapters and what is frozen travel as they are. Where both meshes are one, nothing does.
+    The function takes any subset of the model's parameters. In full training they are cast to `dtype` before they are
+    sent; with LoRA, adapters and frozen weights are sent as they are. If both meshes are the same, it is the identity.
     """
     if local is mesh:
         return lambda params: params
     specs = param_specs(decoder)
     on_local = param_shardings(specs, ShardingRules(local, TRAIN_AXES))
     hosts = mesh.size // local.size
-    # every host's box side by side, in the mesh's own order of devices, which is that of the hosts
+    # all hosts' boxes side by side; the mesh orders its devices by host
     devices = np.array(list(mesh.devices.flat), dtype=object).reshape(hosts, *local.devices.shape)
     side_by_side = Mesh(devices, ("hosts", *mesh.axis_names))
     everywhere = {name: NamedSharding(side_by_side, sharding.spec) for name, sharding in on_local.items()}
@@ -189,15 +190,15 @@ def make_localize(decoder: DecoderConfig, mesh: Mesh, local: Mesh, dtype: jnp.dt
 
 
 class Interrupted(Exception):
-    """The rollout was given up because the run is to stop now; raised in all processes of the run."""
+    """The rollout was abandoned because the run must stop now; raised in all processes of the run."""
 
 
 class AgreedStop:
-    """Whether the run is to stop, as all its processes know it: a signal comes to one of them, at any time.
+    """Lets all processes of a run agree to stop when one of them receives a signal, at any time.
 
-    jax has a point of agreement of its own, but it counts calls, and hosts that roll out at their own pace make
-    different numbers of them. Here the process that gets the signal posts it with the coordinator, which the others
-    poll; all agree where they exchange their completions.
+    jax's own synchronisation point counts calls, and hosts that roll out at their own pace make different numbers of
+    calls. Here the process that receives the signal posts it to the coordinator, which the others poll; all agree when
+    they exchange their completions.
     """
 
     def __init__(self, signals: StopSignal) -> None:
@@ -209,16 +210,16 @@ class AgreedStop:
 
     @property
     def requested(self) -> int | None:
-        """Number of the signal by which the run is to stop, the same in all processes; None: it goes on."""
+        """Number of the signal that stops the run, the same in all processes; None while it continues."""
         return self._agreed if jax.distributed.is_initialized() else self._signals.requested
 
     @property
     def exit_code(self) -> int:
-        """What the process exits with: 130 after Ctrl-C, 143 after SIGTERM, 0 if nothing was requested."""
+        """Exit status of the process: 130 after Ctrl-C, 143 after SIGTERM, 0 if no stop was requested."""
         return 128 + self.requested if self.requested else 0
 
     def poll(self) -> None:
-        """Raises Interrupted if SIGTERM came, here or to another process; to be called often while rolling out."""
+        """Raises Interrupted if this or another process has received SIGTERM; call it often during a rollout."""
         number = self._signals.requested
         if jax.distributed.is_initialized():
             number = self._poll_others(number)
@@ -226,15 +227,15 @@ class AgreedStop:
             raise Interrupted
 
     def asked(self) -> int | None:
-        """The signal that this process knows of, to be exchanged with the others' before `agree`."""
+        """The signal known to this process, to be exchanged with the others before `agree`."""
         return self._signals.requested or self._posted
 
     def agree(self, asked: Sequence[int | None]) -> None:
-        """Settle on the first of what all processes asked, in their order."""
+        """Agree on the first signal among those known to the processes, in their order."""
         self._agreed = next((number for number in asked if number is not None), self._agreed)
 
     def _poll_others(self, number: int | None) -> int | None:
-        """The first signal that came to any process, as far as it is known here."""
+        """The first signal received by any process, as far as this process knows."""
         client = _client()
         if number is not None and self._posted is None:
             self._posted = number
@@ -247,16 +248,16 @@ class AgreedStop:
 
 
 def _client() -> Any:
-    """The connection of jax to the coordinator, which keeps small values for all processes."""
-    from jax._src import distributed  # no public name leads to it
+    """Jax's client of the coordinator, a key-value store shared by all processes."""
+    from jax._src import distributed  # there is no public API for it
 
     return distributed.global_state.client
 
 
 def _initialize(cluster: Cluster) -> None:
-    """Start jax's service and check that it found what the cluster has."""
+    """Start jax.distributed and check that it sees the cluster's processes and devices."""
     prepare_platform()
-    # its handler of SIGTERM hides the signal from Python's; `AgreedStop` and `gather` agree on ours
+    # its SIGTERM handler would hide the signal from Python; `AgreedStop` and `gather` handle it instead
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         cluster.coordinator,

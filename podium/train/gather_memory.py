@@ -1,7 +1,7 @@
-"""What a mesh does to memory: one large array, split over fsdp as weights are, or gathered on every device.
+"""Measures what a mesh does to memory: one large array, split over fsdp as weights are, or gathered on every device.
 
-A mesh that is not what one thinks shows here in seconds, before a model does: split, an array takes the target over the
-size of fsdp on each device; gathered, the target whole.
+This shows a misconfigured mesh in seconds, before a model is loaded: a split array takes target / fsdp bytes on each
+device, a gathered one the whole target.
 """
 
 import json
@@ -25,10 +25,10 @@ Mode = Literal["sharded", "gather"]
 
 
 def bench(*, mode: Mode, mesh_shape: str, dtype: str, target_bytes_gib: float, cols: int, require: int) -> int:
-    """Print the figures of all processes as one object of JSON; the exit status of `podium bench gather`.
+    """Print the figures of all processes as one JSON object; return the exit status of `podium bench gather`.
 
-    The mesh is written as `mesh:` in a config. The target is of the whole array, rounded up to whole rows of `cols`
-    elements on every device. `require` is how many processes there must be; 0: any number.
+    `mesh_shape` has the form of `mesh:` in a config. The target is the size of the whole array, rounded up to full rows
+    of `cols` elements on every device. `require` is the number of processes that must be present; 0: any.
     """
     options = {"mode": mode, "mesh": mesh_shape, "dtype": dtype, "target": str(target_bytes_gib), "cols": str(cols)}
     with join_job({**os.environ, **({"REQUIRE_JAX_PROCESS_COUNT": str(require)} if require else {})}) as job:
@@ -43,7 +43,7 @@ def bench(*, mode: Mode, mesh_shape: str, dtype: str, target_bytes_gib: float, c
 
 
 def measure(mesh: Mesh, mode: Mode, dtype: str, *, target_bytes_gib: float, cols: int) -> dict[str, Any]:
-    """Make the array, and say what every device of every process then holds; all processes must call it."""
+    """Allocate the array and report what every device of every process then holds; all processes must call this."""
     target = int(target_bytes_gib * GIB)
     shape = buffer_shape(target, cols, dtype, fsdp=mesh.shape["fsdp"])
     split = allocate(mesh, shape, dtype)()
@@ -72,7 +72,7 @@ def measure(mesh: Mesh, mode: Mode, dtype: str, *, target_bytes_gib: float, cols
 
 
 def planned(mesh: Mesh, mode: Mode, dtype: str, *, target_bytes_gib: float, cols: int) -> int:
-    """Bytes of the array on a device of a mesh that may not be there, as its programs are lowered."""
+    """Bytes of the array on each device, from lowered programs; the mesh's devices need not exist."""
     shape = buffer_shape(int(target_bytes_gib * GIB), cols, dtype, fsdp=mesh.shape["fsdp"])
     make = allocate(mesh, shape, dtype)
     array = jax.eval_shape(make)
@@ -95,12 +95,12 @@ def allocate(mesh: Mesh, shape: tuple[int, int], dtype: str) -> Any:
 
 
 def gathered(mesh: Mesh) -> Any:
-    """The jitted `array -> the same, whole on every device`."""
+    """The jitted `array -> the same array, replicated on every device`."""
     return jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _of_all(name: str, local: int | None) -> dict[str, Any]:
-    """A figure of this process, of all in their order, and the largest."""
+    """A figure of this process, of all processes in order, and their maximum."""
     values = gather(local)
     known = [value for value in values if value is not None]
     return {

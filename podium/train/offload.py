@@ -1,8 +1,8 @@
-"""Moments in the host's memory: where they wait between updates, and the update that takes them from there.
+"""Optimizer moments in host memory: their placement between updates, and the update that streams them.
 
-A compiler fetches all of them as soon as it can, before the backward pass, which needs the memory; barriers do not hold
-it back. So each parameter's update is a loop of its own: what a loop takes from the host it fetches when it begins, and
-loops run one after the other, behind the gradient.
+The compiler would fetch all moments as early as possible, before the backward pass, which needs the memory; barriers do
+not prevent that. So each parameter's update is a loop of its own: a loop fetches its operands when it begins, and the
+loops run one after another, after the gradient.
 """
 
 from collections.abc import Collection
@@ -16,40 +16,40 @@ from jax.sharding import Mesh, Sharding
 from podium.sharding import Params
 
 HOST_MEMORY = "pinned_host"
-"""Jax's name of the memory of a host that its devices read and write by themselves."""
+"""jax's name for host memory that devices can read and write directly."""
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 class Offloaded(optax.GradientTransformationExtraArgs):
-    """An optimizer whose moments are in the host's memory between updates; it updates each parameter by itself."""
+    """An optimizer whose moments are in host memory between updates, and which updates each parameter separately."""
 
 
 class OffloadedWhole(Offloaded):
-    """The same of an optimizer that may look at several parameters at once."""
+    """The same for an optimizer that may combine several parameters."""
 
 
 def offloaded(optimizer: optax.GradientTransformation, *, whole: bool) -> Offloaded:
-    """The optimizer with its moments in the host's memory.
+    """The optimizer with its moments in host memory.
 
-    Without `whole` it must make of a parameter's gradient, given the norm of all as `norm`, what it makes of it among
-    the others.
+    Unless `whole`, its update of one parameter alone, given the global norm as `norm`, must equal its update of that
+    parameter among all others.
     """
     kind = OffloadedWhole if whole else Offloaded
     return kind(optimizer.init, optax.with_extra_args_support(optimizer).update)
 
 
 def in_host_memory(sharding: Sharding) -> Sharding:
-    """The same parts, each in the memory of its device's host."""
+    """The same sharding, in host memory."""
     return sharding.with_memory_kind(HOST_MEMORY)
 
 
 def takes_no_device(sharding: Sharding) -> bool:
-    """Whether an array takes memory of the host and none of a device; a CPU has one memory."""
+    """Whether an array occupies host memory and no device memory; False on a CPU, where both are one."""
     return sharding.memory_kind == HOST_MEMORY and next(iter(sharding.device_set)).platform != "cpu"
 
 
 def check_host_memory(mesh: Mesh) -> None:
-    """Raises ValueError where jax has no memory of the host that the mesh's devices can read."""
+    """Raises ValueError if jax has no host memory that the mesh's devices can read."""
     device = mesh.devices.flat[0]
     kinds = sorted(memory.kind for memory in device.addressable_memories())
     if HOST_MEMORY not in kinds:
@@ -62,17 +62,17 @@ def check_host_memory(mesh: Mesh) -> None:
 def apply_gradients(
     optimizer: optax.GradientTransformation, grads: Params, opt_state: optax.OptState, params: Params, *, streamed: bool
 ) -> tuple[Params, optax.OptState, jax.Array]:
-    """The parameters and the optimizer's state after an update, and the update's norm.
+    """Apply an update; return the parameters, the optimizer's state, and the norm of the update.
 
-    Moments that come from the host's memory go back there. With `streamed` one parameter's are on the device at once;
-    a CPU has one memory, and the same program with moments there and elsewhere gives the same bits.
+    Moments from host memory return there. With `streamed`, only one parameter's moments are on the device at a time; on
+    a CPU, which has one memory, the program and its bits are the same with and without offloading.
     """
     if not (streamed and isinstance(optimizer, Offloaded)):
         updates, params, opt_state = _update(optimizer, grads, opt_state, params)
         return params, opt_state, optax.tree.norm(updates)
     groups = [list(params)] if isinstance(optimizer, OffloadedWhole) else [[name] for name in params]
     norm = optax.tree.norm(grads)
-    rounds = jnp.where(norm < 0, 0, 1)  # always one, which the compiler must not know: it would take the loop apart
+    rounds = jnp.where(norm < 0, 0, 1)  # always 1, but hidden from the compiler, which would otherwise unroll the loop
     made = []
     for names in groups:
         given = [{name: tree[name] for name in names} for tree in (grads, params)]
@@ -90,7 +90,7 @@ def apply_gradients(
 def _update(
     optimizer: optax.GradientTransformation, grads: Params, opt_state: optax.OptState, params: Params, **norm: jax.Array
 ) -> tuple[Params, Params, optax.OptState]:
-    """Updates, parameters and state; what comes from the host's memory goes back there."""
+    """Return updates, parameters and state; moments from host memory return there."""
     waiting = jax.tree.map(lambda x: jax.typeof(x).memory_space == HOST, opt_state)
     move = lambda tree, to: jax.tree.map(lambda x, host: jax.device_put(x, to) if host else x, tree, waiting)  # noqa: E731
     changes, opt_state = optimizer.update(grads, move(opt_state, DEVICE), params, **norm)
@@ -99,14 +99,14 @@ def _update(
 
 
 def _part(opt_state: optax.OptState, names: Collection[str]) -> optax.OptState:
-    """The state of an optimizer that knows these parameters alone: in place of each dict of all, one of them."""
+    """The optimizer's state restricted to these parameters: each dict by parameter keeps only these names."""
     is_leaf = lambda x: _is_by_name(x, names)  # noqa: E731
     pick = lambda x: {name: x[name] for name in names if name in x} if is_leaf(x) else x  # noqa: E731
     return jax.tree.map(pick, opt_state, is_leaf=is_leaf)
 
 
 def _union(*parts: Any) -> Any:
-    """Of dicts with different names one with all; of what is equal in all parts, such as counts, the first."""
+    """Merge dicts with different names; of values equal in all parts, such as counts, take the first."""
     return {name: x for part in parts for name, x in part.items()} if isinstance(parts[0], dict) else parts[0]
 
 

@@ -1,7 +1,7 @@
-"""The optimizer (optax) that a config means, and where its state lives.
+"""Builds the optax optimizer of a config, and places its state on devices.
 
-Every rule is optax's own. What is ours: which parameters are matrices, read from the logical axes of their specs, and
-the order, and moments in bfloat16. State is float32 otherwise, as the parameters are.
+Every update rule is optax's own. This module adds: which parameters are matrices (read from the logical axes of their
+specs), the order of the chain, and moments in bfloat16. Otherwise the state is float32, as the parameters are.
 """
 
 import zlib
@@ -25,13 +25,13 @@ ADAM_UPDATE_RMS = 0.2  # arXiv:2502.16982: Muon's updates scaled to it take Adam
 ADAFACTOR_CLIP_RMS = 1.0  # arXiv:1804.04235, section 6
 
 AnyParams = Params | dict[str, jax.ShapeDtypeStruct]
-"""Parameters, or descriptions of what they will be."""
+"""Parameters, or their shapes, dtypes and shardings."""
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     """The learning rate of each optimizer step, counted from 0.
 
-    Warm-up reaches the peak with its last step and makes no step of size 0; what follows starts at the peak and has
+    Warm-up reaches the peak with its last step, and no step has rate 0; the decay starts at the peak and reaches
     `final_fraction` of it at the last of the run's `total_steps`.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
@@ -50,10 +50,10 @@ def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
 def make_optimizer(
     config: OptimizerConfig, total_steps: int, specs: ParamSpecs, *, offload: bool = False
 ) -> optax.GradientTransformation:
-    """The update that a config means: `clip -> rule -> decay of matrices -> learning rate`.
+    """The optimizer of a config: `clip -> rule -> weight decay of matrices -> learning rate`.
 
-    Decay is decoupled and multiplied by the learning rate, for every rule. Clipping is by the norm of all gradients
-    together. The specs say which parameters are matrices, and along which dimensions. With `offload` the moments wait
+    Weight decay is decoupled and multiplied by the learning rate, for every rule. Clipping uses the global norm of all
+    gradients. The specs say which parameters are matrices, and along which dimensions. With `offload` the moments stay
     in the host's memory between updates.
     """
     matrices = lambda params: {name: is_matrix(specs[name]) for name in params}  # noqa: E731
@@ -67,7 +67,7 @@ def make_optimizer(
 
 
 def clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:
-    """As `optax.clip_by_global_norm`, which needs all gradients at once: this one may be given their norm."""
+    """Like `optax.clip_by_global_norm`, but accepts a precomputed norm, so it need not see all gradients at once."""
 
     def update(
         updates: optax.Updates,
@@ -91,10 +91,10 @@ class SmallMoments(NamedTuple):
 
 
 def small_moments(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The rule with its moments kept in bfloat16, and widened to float32 while it computes.
+    """Store the rule's moments in bfloat16, and widen them to float32 for each update.
 
-    To the nearest, a second moment with decay 0.999 would never fall: a thousandth is less than half a step. Rounded at
-    random it is right on average (arXiv:2010.06192).
+    Rounded to nearest, a second moment with decay 0.999 would never decrease: a thousandth is less than half a step of
+    bfloat16. Stochastic rounding is correct on average (arXiv:2010.06192).
     """
 
     def init(params: optax.Params) -> SmallMoments:
@@ -110,7 +110,7 @@ def small_moments(rule: optax.GradientTransformation) -> optax.GradientTransform
         key = jax.random.key(state.made)
 
         def narrow(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-            own = zlib.crc32(jax.tree_util.keystr(path).encode())  # of this array, whichever others there are
+            own = zlib.crc32(jax.tree_util.keystr(path).encode())  # a key of its own for each array
             return round_at_random(x, jax.random.fold_in(key, own)) if _is_moment(x, jnp.float32) else x
 
         return changes, SmallMoments(state.made + 1, jax.tree_util.tree_map_with_path(narrow, inner))
@@ -123,18 +123,18 @@ def _is_moment(x: jax.Array, dtype: Any) -> bool:
 
 
 def round_at_random(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Float32 numbers as bfloat16 ones beside them, the nearer one more often: the mean is the number itself."""
+    """Round float32 to bfloat16 stochastically: up or down with probabilities that keep the mean unchanged."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + jax.random.bits(key, x.shape, jnp.uint16)
     return jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32).astype(jnp.bfloat16)
 
 
 def is_matrix(spec: ParamSpec) -> bool:
-    """Whether a parameter, layer by layer, maps one named axis to another; norm scales and biases do not."""
+    """Whether a parameter, layer by layer, maps one named axis to another, as norm scales and biases do not."""
     return len(matrix_dims(spec)) > 1
 
 
 def make_opt_init(optimizer: optax.GradientTransformation, params: AnyParams) -> Callable[[Params], optax.OptState]:
-    """The jitted `params -> the optimizer's first state`, each array made where `abstract_opt_state` says."""
+    """The jitted `params -> initial optimizer state`, with the shardings of `abstract_opt_state`."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_opt_state(optimizer, params))
 
     def init_optimizer(params: Params) -> optax.OptState:
@@ -144,10 +144,10 @@ def make_opt_init(optimizer: optax.GradientTransformation, params: AnyParams) ->
 
 
 def abstract_opt_state(optimizer: optax.GradientTransformation, params: AnyParams) -> optax.OptState:
-    """What the optimizer's state will be, without making it.
+    """Shapes, dtypes and shardings of the optimizer's state, without allocating it.
 
-    An array with the name and shape of a parameter (a moment) lives where the parameter does, or in the memory of that
-    device's host; counts and Adafactor's rows and columns are replicated. The parameters are on one mesh, or will be.
+    An array with the name and shape of a parameter (a moment) has the parameter's sharding, possibly in host memory;
+    counts and Adafactor's rows and columns are replicated. All parameters must be on one mesh.
     """
     copied = replicated(params)
 
@@ -163,14 +163,14 @@ def abstract_opt_state(optimizer: optax.GradientTransformation, params: AnyParam
 
 
 def replicated(params: AnyParams) -> NamedSharding:
-    """A copy on every device of the parameters' mesh: where scalars live."""
+    """The replicated sharding on the parameters' mesh, used for scalars."""
     sharding = next(iter(params.values())).sharding
     assert isinstance(sharding, NamedSharding)
     return NamedSharding(sharding.mesh, PartitionSpec())
 
 
 def _rule(config: OptimizerConfig, specs: ParamSpecs) -> optax.GradientTransformation:
-    """From gradients to a direction that is uphill: the sign and the step size come later in the chain."""
+    """The rule from gradients to an uphill direction; sign and step size are applied later in the chain."""
     if config.name == "adamw":
         return optax.scale_by_adam(config.beta1, config.beta2, config.eps)
     if config.name == "lion":
@@ -178,7 +178,7 @@ def _rule(config: OptimizerConfig, specs: ParamSpecs) -> optax.GradientTransform
     if config.name == "sgd":
         return optax.trace(config.beta1)  # momentum sums: steps are up to 1 / (1 - beta1) times the gradient's
     if config.name == "adafactor":
-        # without the paper's scaling by the parameter's own size: the learning rate means what it means for adamw
+        # without the paper's scaling by the parameter's norm, so that the learning rate means the same as for adamw
         return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(ADAFACTOR_CLIP_RMS))
     if is_path(config.name):
         rule = imported(config.name, what="an optimizer", known=OPTIMIZER_COPIES)(config)
@@ -189,7 +189,7 @@ def _rule(config: OptimizerConfig, specs: ParamSpecs) -> optax.GradientTransform
             )
         return rule
 
-    def dimensions(params: Any) -> Any:  # optax's type has no None in it
+    def dimensions(params: Any) -> Any:  # optax's type does not allow None
         return {name: muon_dimensions(specs[name]) for name in params}
 
     muon = optax.contrib.muon(
@@ -205,11 +205,11 @@ def _rule(config: OptimizerConfig, specs: ParamSpecs) -> optax.GradientTransform
 
 
 def muon_dimensions(spec: ParamSpec) -> optax.contrib.MuonDimensionNumbers | None:
-    """Which dimensions of a parameter Muon orthogonalises; None: Adam updates it.
+    """The dimensions of a parameter that Muon orthogonalises; None if Adam updates it.
 
-    Adam has the norms, the biases, and the embedding and head, whose rows are tokens. Of the others, [L, D, H, Q] is L
-    matrices from D to H * Q and [L, H, Q, D] is L matrices from H * Q to D: dimensions before the first named axis are
-    a batch of matrices, from it to the second named axis what is summed over, from there on what comes out.
+    Adam updates norms, biases, and the embedding and head, whose rows are tokens. Of the others, [L, D, H, Q] is L
+    matrices from D to H * Q, and [L, H, Q, D] is L matrices from H * Q to D: dimensions before the first named axis
+    are a batch, those from it up to the second named axis are the inputs, the rest are the outputs.
     """
     if not is_matrix(spec) or "vocab" in spec.axes:
         return None

@@ -1,7 +1,7 @@
-"""A profile of some steps: jax's trace, kept for Perfetto and TensorBoard, and a table of what took longest.
+"""Profiles some steps: jax's trace, for Perfetto and TensorBoard, and a table of the slowest operations.
 
-A trace knows operations by the compiler's names (`fusion.12`). Which part of Podium each is of is read from the
-compiled programs' metadata, where `jax.named_scope` left it.
+A trace names operations as the compiler does (`fusion.12`). The part of Podium that each belongs to is read from the
+metadata of the compiled programs, where `jax.named_scope` recorded it.
 """
 
 import collections
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import jax
 
 FOLDER = "profile"
-"""Of a run, with a folder and a table for each window of steps."""
+"""Folder in a run's folder, with a trace and a table for each window of steps."""
 TOUCHED = "profile-now"
-"""A file in a run's folder that has the next step profiled, and is then gone."""
+"""Creating this file in a run's folder profiles the next step; the file is then removed."""
 SHOWN = 20
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?op_name=\"([^\"]+)\"", re.MULTILINE)
 _WRAPPER = re.compile(r"(?:jit|pjit|jvp|transpose|vmap|checkpoint|remat|shard_map)\(([^()]*)\)")
@@ -32,17 +32,17 @@ class Window(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """What the events of one operation took together."""
+    """Total time of one operation's events."""
 
     program: str
     name: str
-    """The scopes that it is in, and what it does, such as `layers/attention/dot_general`."""
+    """Its scopes and its kind, such as `layers/attention/dot_general`."""
     seconds: float
     times: int
 
 
 def parse_window(text: str) -> Window:
-    """The window that `--profile FIRST:LAST` names. Raises ValueError for another text."""
+    """Parse `--profile FIRST:LAST`. Raises ValueError for any other text."""
     first, colon, last = text.partition(":")
     if not (first.isdecimal() and (last.isdecimal() or not colon)) or not 1 <= int(first) <= int(last or first):
         raise ValueError(f"--profile {text}: expected steps as FIRST:LAST, such as 10:12, counted from 1")
@@ -50,16 +50,16 @@ def parse_window(text: str) -> Window:
 
 
 class Profiler:
-    """Traces the steps of a window, and the step after somebody touched a run's `profile-now`."""
+    """Traces the steps of a window, and the next step whenever `profile-now` appears in the run's folder."""
 
     def __init__(self, folder: Path | None, window: Window | None, announce: Callable[[str], None]) -> None:
-        """`folder` is the run's; None: this process profiles nothing. `announce` gets a line about each profile."""
+        """`folder` is the run's; None: this process does not profile. `announce` is called with a line per profile."""
         self._folder, self._window, self._announce = folder, window, announce
         self._until: int | None = None
         self._trace = Path()
 
     def begin(self, step: int) -> None:
-        """Step `step` (counted from 1) begins."""
+        """Call before step `step` (counted from 1)."""
         if self._folder is None or self._until is not None:
             return
         window = self._window if self._window is not None and self._window.first == step else None
@@ -76,13 +76,13 @@ class Profiler:
         jax.profiler.start_trace(self._trace, profiler_options=options)
 
     def end(self, step: int) -> None:
-        """Step `step` is done; after the window's last the trace is written, and the table."""
+        """Call after step `step`; after the window's last step, writes the trace and the table."""
         if self._until is None or step < self._until:
             return
         self.close()
 
     def close(self) -> None:
-        """Write what was traced, if anything is."""
+        """Write the trace and the table, if a window is open."""
         if self._until is None:
             return
         self._until = None
@@ -96,10 +96,9 @@ class Profiler:
 
 
 def read_events(folder: Path) -> Iterator[tuple[str, str, float]]:
-    """Program, operation and seconds of every event of a compiled program in a trace.
+    """Yield (program, operation, seconds) for every event of a compiled program in a trace.
 
-    Programs call others inside themselves (a loop its body): only the innermost of events that are one within the other
-    on a thread count.
+    Events nest (a loop contains its body): only the innermost ones on a thread count.
     """
     for path in sorted(folder.glob("**/*.xplane.pb")):
         for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
@@ -122,7 +121,7 @@ def _innermost(events: Iterable[Any]) -> Iterator[tuple[str, str, float]]:
 
 
 def program_scopes() -> dict[tuple[str, str], str]:
-    """The scopes of each operation of the compiled programs of this process, by program and operation."""
+    """The scopes of every operation in this process's compiled programs, by (program, operation)."""
     found = {}
     for executable in jax.local_devices()[0].client.live_executables():
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # some backends keep no text
@@ -133,7 +132,7 @@ def program_scopes() -> dict[tuple[str, str], str]:
 
 
 def scope_of(path: str) -> str:
-    """Our names in an operation's path: `jit(step)/transpose(jvp(mlp))/dot_general` is `mlp/dot_general`."""
+    """Keep only Podium's names in an operation's path: `jit(step)/transpose(jvp(mlp))/dot` becomes `mlp/dot`."""
     before = None
     while before != path:
         before, path = path, _WRAPPER.sub(lambda found: found[1], path)
@@ -153,7 +152,7 @@ def operations(events: Iterable[tuple[str, str, float]], scopes: dict[tuple[str,
 
 
 def operation_table(found: list[Operation]) -> list[str]:
-    """Lines: the operations that took longest, with their share of all."""
+    """Lines of a table: the operations that took longest, with their share of the total."""
     total = sum(each.seconds for each in found)
     lines = [f"{'share':>6} {'seconds':>9} {'calls':>8}  {'program':<16} operation"]
     lines += [

@@ -1,9 +1,8 @@
-"""Checkpoints in s3:// buckets. orbax hands gs:// paths to tensorstore as buckets and takes all others for folders of
-this machine; tensorstore itself has a driver for S3, and here orbax is told of it.
+"""Checkpoints in s3:// buckets. orbax treats gs:// paths as buckets and every other path as a local folder, although
+tensorstore has an S3 driver; this module makes orbax use it.
 
-Of orbax 0.12.8 this replaces three functions by which it tells the two apart, and changes nothing for other paths. The
-endpoint is Amazon's, or another's (MinIO, R2) that AWS_ENDPOINT_URL names, as for the packages that read and write the
-records.
+It replaces three functions of orbax 0.12.8 that distinguish buckets from folders, and changes nothing for other paths.
+The endpoint is Amazon's, or the one in AWS_ENDPOINT_URL (MinIO, R2), as for the packages that read and write records.
 """
 
 import os
@@ -16,7 +15,7 @@ S3 = "s3://"
 
 
 def take_s3_for_a_bucket() -> None:
-    """Have orbax write and read s3:// paths through tensorstore's driver; once in a process."""
+    """Make orbax write and read s3:// paths through tensorstore's driver; call once per process."""
     of_gcs, is_gcs, normalized = (
         gcs_utils.get_kvstore_for_gcs,
         tensorstore_utils._use_gcs_driver,
@@ -28,7 +27,7 @@ def take_s3_for_a_bucket() -> None:
 
 
 def s3_store(path: str) -> dict[str, Any]:
-    """What tensorstore calls the folder of a bucket."""
+    """The tensorstore specification of a folder in a bucket."""
     bucket, _, folder = path.removeprefix(S3).partition("/")
     store = {"driver": "s3", "bucket": bucket, "path": folder.rstrip("/") + "/"}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")

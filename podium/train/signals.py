@@ -1,7 +1,8 @@
-"""Stopping a run: the first Ctrl-C or SIGTERM is a request that the loop reads, the second Ctrl-C is an order.
+"""Stops a run: the first Ctrl-C or SIGTERM is a request that the loop reads; a second Ctrl-C stops at once.
 
-After a Ctrl-C the step is finished. SIGTERM comes from a machine that goes away, in half a minute perhaps: what is done
-is saved, and a rollout that is under way is given up (`podium.train.distributed.AgreedStop`) and repeated later.
+After a Ctrl-C the current step is finished. SIGTERM means that the machine disappears soon, perhaps in half a minute:
+finished steps are saved, and a rollout in progress is abandoned (`podium.train.distributed.AgreedStop`) and repeated
+when the run resumes.
 """
 
 import os
@@ -13,22 +14,22 @@ from types import FrameType
 from typing import Any
 
 AT_ONCE_S = 1.5
-"""From the second Ctrl-C to the end of a process that has not ended by then."""
+"""Seconds after a second Ctrl-C at which a process that still runs is ended."""
 SHOW_CURSOR = "\x1b[?25h"
 
 
 class StopSignal:
     """Inside `with StopSignal() as stop:`, `stop.requested` tells the loop to finish its step, save and leave.
 
-    A Ctrl-C after that raises KeyboardInterrupt where the program is. Python does that between two instructions, and a
-    compiled program is one, however long it runs: a thread of its own hears of the signals as they come, and ends the
-    process `AT_ONCE_S` after the second if it is still in the block. What is lost is what a kill would lose. In another
-    thread than the main one it hears nothing, as Python's signals go there; on leaving, the previous handlers are back.
-    Child processes must ignore Ctrl-C by themselves: a terminal sends it to all.
+    A second Ctrl-C raises KeyboardInterrupt. Python does that only between its instructions, and a compiled program
+    counts as one, however long it runs: so a separate thread watches the signals and ends the process `AT_ONCE_S`
+    seconds after the second if it is still in the block, losing only what a kill would lose. Outside the main thread
+    this class does nothing, since Python delivers signals there. Leaving the block restores the previous handlers.
+    Child processes must ignore Ctrl-C themselves: a terminal sends it to all.
     """
 
     def __init__(self, announce: Callable[[str], None] = lambda text: None) -> None:
-        """Nothing yet; `announce` hears of the first signal, inside its handler: it must not print."""
+        """`announce` is called with a line at the first signal, inside the signal handler: it must not print."""
         self._announce = announce
         self.requested: int | None = None
         """Number of the first signal, SIGINT or SIGTERM; None until one comes."""
@@ -40,7 +41,7 @@ class StopSignal:
             return self
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._receive)
-        numbers, self._numbers = os.pipe()  # to it the interpreter writes each signal's number as the signal comes
+        numbers, self._numbers = os.pipe()  # the interpreter writes each signal's number to it as the signal arrives
         os.set_blocking(self._numbers, False)
         self._previous_fd = signal.set_wakeup_fd(self._numbers, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(numbers,), name="signals", daemon=True).start()

@@ -1,12 +1,12 @@
-"""The files of saved steps: which are whole, which are damaged, and what becomes of a damaged one.
+"""The files of saved steps: seals them with digests, finds damage, and sets damaged steps aside.
 
-    20/params/ 20/optimizer/ 20/host/ 20/metrics/    what orbax wrote
+    20/params/ 20/optimizer/ 20/host/ 20/metrics/    written by orbax
     20/digests.json    a digest of every file above
     20/sizes.json      bytes of every file above, written last
-    40.damaged/        a step that was found damaged when the run was continued; nothing reads it again
+    40.damaged/        a step found damaged when the run was resumed; it is never read again
 
-Sizes are compared whenever a step is read; digests, which cost reading every byte, before a run goes on from it and
-before a run or an evaluation begins from it.
+Sizes are compared whenever a step is read. Digests, which require reading every byte, are compared before a run resumes
+from a step and before another run or an evaluation starts from it.
 """
 
 import json
@@ -22,11 +22,11 @@ from podium.files import in_bucket
 SIZES, DIGESTS = "sizes.json", "digests.json"
 ASIDE = ".damaged"
 MARK = "commit_success.txt"
-"""Written by orbax into a step in a bucket when it is whole."""
-BLOCK = 1 << 20  # bytes read at once: they stay in the processor's cache, and fewer calls take less time
+"""File that orbax adds to a step in a bucket when it is complete."""
+BLOCK = 1 << 20  # bytes read at once: small enough for the CPU's cache, large enough for few calls
 READERS = 4
 Beat = Callable[[], None]
-"""A sign of life, given again and again while bytes are read or written."""
+"""Callback that reports progress; called repeatedly while bytes are read or written."""
 
 
 class CheckpointError(ValueError):
@@ -34,29 +34,29 @@ class CheckpointError(ValueError):
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The steps that a run's `checkpoints` folder has under their final names, oldest first. Reads only.
+    """The complete steps in a run's `checkpoints` folder, oldest first. Writes nothing.
 
-    In a bucket, where nothing can be renamed, those that orbax has marked as whole.
+    In a bucket, where nothing can be renamed, these are the steps that orbax has marked as complete.
     """
     steps = [path for path in folder.glob("*") if path.name.isdigit()]
     return sorted(int(path.name) for path in steps if not in_bucket(folder) or (path / MARK).exists())
 
 
 def seal(path: Path, beat: Beat) -> None:
-    """Write the digests and then the sizes of a step whose other files are all there."""
+    """Write the digests and then the sizes of a step whose other files are complete."""
     # orbax still changes the files beside the folders
     sizes = {name: size for name, size in stored_sizes(path).items() if "/" in name}
-    # what was just written is in memory, where one reader is fast and takes least from the trainer
+    # just written, so still in memory: a single reader is fast enough and disturbs training least
     digests = json.dumps(_digests(path, list(sizes), beat, readers=1))
     (path / DIGESTS).write_text(digests)
     (path / SIZES).write_text(json.dumps({**sizes, DIGESTS: len(digests)}))
 
 
 def damage(path: Path, *, digests: bool, beat: Beat = lambda: None) -> str | None:
-    """The first file of a step that is not as it was written, and how; None: all are.
+    """Describe the first damaged file of a step; None if all are intact.
 
-    With `digests` every byte is read; without, sizes alone are compared. Steps of versions that wrote no digests have
-    only sizes.
+    With `digests` every byte is read; otherwise only sizes are compared. Steps written by versions without digests have
+    sizes alone.
     """
     try:
         sizes: dict[str, int] = json.loads((path / SIZES).read_text())
@@ -70,17 +70,21 @@ def damage(path: Path, *, digests: bool, beat: Beat = lambda: None) -> str | Non
             return None
         written: dict[str, str] = json.loads((path / DIGESTS).read_text())
         found = _digests(path, [name for name in sizes if name != DIGESTS], beat)
-    except (OSError, ValueError, AttributeError) as error:  # a disk that cannot be read, or no JSON, or another object
+    except (
+        OSError,
+        ValueError,
+        AttributeError,
+    ) as error:  # an unreadable disk, or a file that is not the JSON expected
         name = Path(getattr(error, "filename", None) or SIZES).name
         return f"{name} cannot be read: {first_line(error)}"
     changed = [name for name, digest in found.items() if written.get(name) != digest]
-    return f"{changed[0]} is not what was written (its digest differs)" if changed else None
+    return f"{changed[0]} differs from what was written (its digest does not match)" if changed else None
 
 
 def newest_whole_step(folder: Path, announce: Callable[[str], None], beat: Beat) -> int | None:
-    """The newest step whose every byte is as it was written; newer ones are renamed, and that is announced.
+    """Find the newest intact step, comparing every byte; newer, damaged steps are renamed and announced.
 
-    None: nothing is saved.
+    Returns None if nothing is saved.
 
     Raises:
         CheckpointError: there are steps, and all are damaged; nothing is renamed.
@@ -111,7 +115,7 @@ def first_line(error: BaseException) -> str:
 
 
 def stored_sizes(path: Path) -> dict[str, int]:
-    """Bytes of every file of a step, by its name below the step's folder; S3 also has objects for its folders."""
+    """Size in bytes of every file of a step, by path below its folder. S3's objects for folders are left out."""
     if in_bucket(path):
         return {name: int(about["size"]) for name, about in _objects(path).items() if not name.endswith("/")}
     files = (file for file in sorted(path.rglob("*")) if file.is_file())
@@ -131,7 +135,7 @@ def _put_aside(path: Path) -> Path:
 
 
 def _digests(path: Path, names: Sequence[str], beat: Beat, *, readers: int = READERS) -> dict[str, str]:
-    """Digests of a step's files: XXH3 of every byte, or in a bucket what the bucket says of its objects."""
+    """Digests of a step's files: XXH3 of every byte, or in a bucket the digests that the bucket stores."""
     if in_bucket(path):
         return {name: _bucket_digest(about) for name, about in _objects(path).items() if name in set(names)}
     shares = [names[start::readers] for start in range(readers)]
@@ -148,20 +152,20 @@ def _store(path: Path) -> Any:
 
 
 def _objects(path: Path) -> dict[str, dict[str, Any]]:
-    """What a bucket says of the objects below a folder."""
+    """The bucket's metadata of the objects below a folder, by path below it."""
     root = str(path).partition("://")[2].rstrip("/") + "/"
     return {name.removeprefix(root): about for name, about in _store(path).find(root, detail=True).items()}
 
 
 def _bucket_digest(about: dict[str, Any]) -> str:
-    """MD5 of an object; of one that was put together from parts there is only CRC32C, or S3's digest of digests."""
+    """MD5 of an object; an object composed of parts has only CRC32C, or S3's digest of digests."""
     if "ETag" in about:
         return f"etag:{about['ETag']}"
     return f"md5:{about['md5Hash']}" if "md5Hash" in about else f"crc32c:{about['crc32c']}"
 
 
 def _read_digests(path: Path, names: Sequence[str], beat: Beat) -> dict[str, str]:
-    """The XXH3 digests of files, 128 bits, in hexadecimal digits; all are read into the same memory."""
+    """XXH3 digests (128 bits, hexadecimal) of files, which are all read into the same buffer."""
     block, found = memoryview(bytearray(BLOCK)), {}
     for name in names:
         digest = xxhash.xxh3_128()

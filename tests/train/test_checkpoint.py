@@ -211,11 +211,11 @@ def test_a_checkpoint_of_another_model_names_parameters_and_both_shapes(open_che
     with pytest.raises(CheckpointError) as caught:
         checkpointer.restore(1, target(specs=other))
     message = str(caught.value)
-    assert "of another model" in message
+    assert "belongs to another model" in message
     assert "embed is float32[64, 32] in the checkpoint and float32[128, 32] in this run" in message
-    assert "head is not there in the checkpoint and float32[32, 128] in this run" in message
+    assert "head is missing in the checkpoint and float32[32, 128] in this run" in message
     assert "layers.q is float32[2, 32, 4, 8] in the checkpoint and not there in this run" in message
-    with pytest.raises(CheckpointError, match=r"of another optimizer:\n(    opt_state.*\n){3}    and \d+ more"):
+    with pytest.raises(CheckpointError, match=r"to another optimizer:\n(    opt_state.*\n){3}    and \d+ more"):
         checkpointer.restore(1, target(optimizer="muon"))
 
 
@@ -242,7 +242,7 @@ def test_every_damaged_file_is_named_and_the_way_back_is_given(open_checkpointer
             checkpointer.restore(None, target())
         assert str(newest) in str(caught.value)
         assert str(file.relative_to(newest)) in str(caught.value)
-        assert f"name the newest whole one, {tmp_path / 'run'}@10" in str(caught.value)
+        assert f"use the newest intact one, {tmp_path / 'run'}@10" in str(caught.value)
         file.write_bytes(content)
     restored, _ = checkpointer.restore(10, target())
     assert_bit_equal(restored, make_state(10))
@@ -255,7 +255,7 @@ def test_content_that_is_no_checkpoint_is_an_error_too(open_checkpointer, tmp_pa
         path = folder(tmp_path) / "1" / file
         content = path.read_bytes()
         path.write_bytes(b"\0" * len(content))
-        with pytest.raises(CheckpointError, match=r"1 is damaged: .*; no other one is whole"):
+        with pytest.raises(CheckpointError, match=r"1 is damaged: .*; no other checkpoint is intact"):
             checkpointer.restore(1, target())
         path.write_bytes(content)
 

@@ -96,7 +96,7 @@ def test_another_model_under_the_adapters_is_refused(done, tiny_model, tmp_path)
     with pytest.raises(CheckpointError, match=r"has adapters of the base .* set model and lora.base to what"):
         load_trained(changed, Fork(str(done), 2), frozen)
     whole = make_model(make_config(tiny_model))
-    with pytest.raises(CheckpointError, match="is of another model"):
+    with pytest.raises(CheckpointError, match="belongs to another model"):
         load_trained(whole, Fork(str(done), 2), {})
 
 

@@ -63,9 +63,9 @@ def test_a_flipped_bit_in_any_file_is_found_and_the_step_before_is_taken(tmp_pat
 def test_a_damaged_step_is_not_restored_and_the_advice_works(tmp_path):
     folder = saved(tmp_path, 10, 20)
     flip(max((folder / "20" / "params").rglob("*"), key=lambda file: file.stat().st_size), random.Random(1))
-    with pytest.raises(CheckpointError, match="its digest differs") as caught:
+    with pytest.raises(CheckpointError, match="its digest does not match") as caught:
         restore_state(folder, None, target())
-    assert f"name the newest whole one, {tmp_path / 'run'}@10" in str(caught.value)
+    assert f"use the newest intact one, {tmp_path / 'run'}@10" in str(caught.value)
     assert_bit_equal(restore_state(folder, 10, target())[0], make_state(10))
 
 
@@ -120,7 +120,7 @@ def test_a_slow_save_lives_as_long_as_it_writes(open_checkpointer, watched, monk
     import time
 
     watchdog, ends = watched
-    monkeypatch.setattr(checkpoint, "LOOK_S", 0.05)
+    monkeypatch.setattr(checkpoint, "POLL_S", 0.05)
     checkpointer = open_checkpointer()
     monkeypatch.setattr(checkpointer, "_beat", watchdog.beat)
     seal = checkpointer._seal
