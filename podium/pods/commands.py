@@ -7,27 +7,27 @@ Results go to stdout, progress to stderr.
 import dataclasses
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from podium.job.records import first_failure
-from podium.pods import dry_run
 from podium.pods.clusters import k8s_manifest, slurm_script
 from podium.pods.gcloud import GcloudError
-from podium.pods.inventory import RUN, STOP, Slice
+from podium.pods.inventory import RUN, STOP, Slice, machine_name
 from podium.pods.keeper import delete_keeper, keepers
-from podium.pods.launch import JobStatus, poll, read_log, stop_job
+from podium.pods.launch import LOG_BYTES, JobStatus, poll, read_log, stop_job
 from podium.pods.options import Common, Rent, RunOptions, flattened
-from podium.pods.project import OWNER_VARIABLE, Project, open_project
+from podium.pods.project import Project, open_project
+from podium.pods.rehearsal import Placeholders
 from podium.pods.remote import RemoteError
 from podium.pods.rental import rent_slice
 from podium.pods.run import run_config
 from podium.pods.sky import sky_task
 from podium.pods.slices import BadRequestError, SliceError
 from podium.pods.tables import slice_json, slice_table, worker_table
+from podium.pods.world import OWNER_VARIABLE
 from podium.settings import load_settings
 
 POLL_S = 5.0
@@ -61,9 +61,7 @@ class StatusAnswer:
 @flattened
 def up(name: Name, rent: Rent, common: Common) -> None:
     """Rent a slice and wait until it is ready. If you already have one of that name, renew its lease."""
-    if common.dry_run:
-        return dry_run.show(dry_run.up(common, name, rent))
-    project = open_project(common)
+    project = open_project(common, Placeholders(name=name, exists=False, zones=rent.zones or ()))
     tpu_slice = rent_slice(project.slices, name, rent, default_zone=project.zone)
     machines = f"{len(tpu_slice.addresses)} machine{'s' if len(tpu_slice.addresses) > 1 else ''}"
     project.answer(f"{name} is ready in {tpu_slice.zone}: {tpu_slice.accelerator}, {machines}")
@@ -85,9 +83,7 @@ def run(config: ConfigFiles, rent: Rent, options: RunOptions, common: Common, se
 @flattened
 def status(common: Common, name: AnyName = None, as_json: AsJson = False) -> None:
     """Show a slice, its workers, the run's progress, and what the slice has cost."""
-    if common.dry_run:
-        return dry_run.show(dry_run.status(common, name))
-    project = open_project(common)
+    project = open_project(common, Placeholders(name=name))
     now = project.clock.time()
     try:
         tpu_slice = project.slices.locate(name)
@@ -117,9 +113,7 @@ def logs(
     whole: Annotated[bool, typer.Option("--all", help="Print the whole log.")] = False,
 ) -> None:
     """Print a worker's log."""
-    if common.dry_run:
-        return dry_run.show(dry_run.logs(common, name, worker))
-    project = open_project(common)
+    project = open_project(common, Placeholders(name=name, workers=worker + 1))
     remote = project.remote(project.slices.locate(name))
     if worker >= remote.workers:
         raise BadRequestError(f"--worker {worker}: {remote.name} has workers 0 to {remote.workers - 1}")
@@ -133,7 +127,9 @@ def logs(
         text, offset = read_log(remote, worker, job.name, offset, WHOLE_LOG_BYTES)
         project.answer(text, end="")
     if not whole:
-        text, offset = read_log(remote, worker, job.name, max(0, size - LINE_BYTES * tail), LINE_BYTES * tail)
+        text, offset = read_log(
+            remote, worker, job.name, max(0, size - LINE_BYTES * tail), max(LOG_BYTES, LINE_BYTES * tail)
+        )
         project.answer("".join(text.splitlines(keepends=True)[-tail:]), end="")
     while follow and (job.outcome == "running" or job.silent):
         project.clock.sleep(POLL_S)
@@ -146,9 +142,7 @@ def logs(
 @flattened
 def stop(common: Common, name: AnyName = None) -> None:
     """Stop the run: it saves and can be continued. The machines are kept, unless --keep-alive follows the run."""
-    if common.dry_run:
-        return dry_run.show(dry_run.stop(common, name))
-    project = open_project(common)
+    project = open_project(common, Placeholders(name=name))
     tpu_slice = project.slices.locate(name)
     where = f"{tpu_slice.name} in {tpu_slice.zone}"
     if tpu_slice.state != "ready":
@@ -157,7 +151,8 @@ def stop(common: Common, name: AnyName = None) -> None:
             "deletes it, and keeps --keep-alive from waiting for it"
         )
     remote = project.remote(tpu_slice)
-    project.slices.label(tpu_slice, {STOP: str(int(project.clock.time()))})  # whoever keeps it alive reads this
+    project.note("so that nobody restarts it:")
+    project.slices.label(tpu_slice, {STOP: str(int(project.clock.time()))})
     try:
         before = poll(remote)
         after = stop_job(remote, None, clock=project.clock, say=project.say)
@@ -176,9 +171,8 @@ def stop(common: Common, name: AnyName = None) -> None:
 @flattened
 def down(name: Name, common: Common) -> None:
     """Delete a slice of yours, and the machine that keeps its run alive, and verify that it is gone."""
-    if common.dry_run:
-        return dry_run.show(dry_run.down(common, name))
-    project = open_project(common)
+    project = open_project(common, Placeholders(name=name, keeper=machine_name(name)))
+    project.note("what keeps its run alive, if anything does:")
     if not os.environ.get(OWNER_VARIABLE) and (keeper := delete_keeper(project, name)):
         project.say(f"deleted {keeper}, which kept its run alive")
     deleted = project.slices.down(name)
@@ -195,9 +189,7 @@ def ls(
     as_json: AsJson = False,
 ) -> None:
     """List slices that are rented or requested, and the machines of --on-vm, with their cost."""
-    if common.dry_run:
-        return dry_run.show(dry_run.ls(common, zones))
-    project = open_project(common)
+    project = open_project(common, Placeholders())
     slices = project.slices.survey(zones or None)
     machines = [each for each in keepers(project) if not zones or each.zone in zones]
     found = [each for each in (*slices, *machines) if everyone or project.slices.is_ours(each)]
@@ -221,20 +213,23 @@ def reap(
     everyone: Annotated[bool, typer.Option("--all", help="Also delete what Podium rented for other people.")] = False,
 ) -> None:
     """Delete slices whose lease has expired and on which nothing runs."""
-    if common.dry_run:
-        return dry_run.show(dry_run.reap(common))
-    project = open_project(common)
+    project = open_project(common, Placeholders())
     past = project.slices.expired(everyone=everyone)
-    deleted = []
+    project.note("for every slice whose lease has expired, if it is ready; one on which a job runs is kept:")
+    unused = []
     for each in past:
-        if (use := _use(project, each)) is not None:
+        if (use := _use(project, each)) is None:
+            unused.append((each.name, each.zone))
+        else:
             project.say(f"{each.name} in {each.zone} is kept, though its lease has expired: {use}; podium pod down")
-            continue
+    # Asking the machines takes time, in which a lease may have been renewed.
+    deleted = [each for each in project.slices.expired(everyone=everyone) if (each.name, each.zone) in unused]
+    for each in deleted:
         project.say(f"deleting {each.name} in {each.zone}: its lease has expired, {each.detail}")
-        project.slices.delete(each)
-        deleted.append(each.name)
+    project.note("for every slice whose lease has expired; the second if it was not queued:")
+    project.slices.delete(deleted)
     nothing = "nothing was deleted" if past else "no lease has expired"
-    project.answer(f"deleted {', '.join(deleted)}" if deleted else nothing)
+    project.answer(f"deleted {', '.join(each.name for each in deleted)}" if deleted else nothing)
 
 
 def _use(project: Project, tpu_slice: Slice) -> str | None:
@@ -261,11 +256,10 @@ def ssh(
     command: Annotated[str | None, typer.Option(metavar="COMMAND", help="Command to run; unset: a shell.")] = None,
 ) -> None:
     """Open a shell on a machine, or run a command there; the exit status is gcloud's, which hides some failures."""
-    if common.dry_run:
-        return dry_run.show(dry_run.ssh(common, name, worker, command))
-    project = open_project(common)
+    project = open_project(common, Placeholders(name=name))
     tpu_slice = project.slices.locate(name)
-    raise typer.Exit(subprocess.call(project.slices.gcloud.argv.ssh(tpu_slice.name, tpu_slice.zone, worker, command)))
+    argv = project.slices.gcloud.argv.ssh(tpu_slice.name, tpu_slice.zone, worker, command)
+    raise typer.Exit(project.world.foreground(argv))
 
 
 @app.command()

@@ -276,15 +276,26 @@ class Gcloud:
         *,
         project: str | None = None,
         is_secret: Callable[[str], bool] = lambda word: False,
+        note: Callable[[str], None] = lambda when: None,
+        vm: bool = False,
     ) -> None:
-        """No command may have a word for which `is_secret` holds."""
-        self.argv, self._runner, self._is_secret = Argv(project), runner, is_secret
+        """Set up the command line.
+
+        Args:
+            runner: runs each command.
+            project: passed to each command; None: gcloud's own.
+            is_secret: whether a word is a secret, which no command may contain.
+            note: receives when the next commands are run, for a dry run.
+            vm: whether `ssh` and `scp` go to ordinary virtual machines.
+        """
+        self.argv = Argv(project, vm=vm)
+        self.note = note
+        self._runner = runner
+        self._is_secret = is_secret
 
     def for_vms(self) -> "Gcloud":
-        """The same, whose `ssh` and `scp` are to ordinary virtual machines."""
-        other = Gcloud(self._runner, is_secret=self._is_secret)
-        other.argv = dataclasses.replace(self.argv, vm=True)
-        return other
+        """The same, whose `ssh` and `scp` go to ordinary virtual machines."""
+        return Gcloud(self._runner, project=self.argv.project, is_secret=self._is_secret, note=self.note, vm=True)
 
     def ask(self, argv: Sequence[str], timeout_s: float = READ_S) -> Any:
         """The answer of a command as JSON: objects as the API describes them."""

@@ -113,6 +113,11 @@ def label_text(text: str) -> str:
     return re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-")[:LABEL_LENGTH]
 
 
+def machine_name(slice_name: str) -> str:
+    """The name of the machine that keeps a slice's run alive."""
+    return f"podium-{slice_name}"
+
+
 def zones_label(zones: Iterable[str]) -> str:
     """As many of the zones, in order, as a label's value holds."""
     text = "_".join(zones)

@@ -15,13 +15,14 @@ from typing import Any
 
 from podium.pods.gcloud import GcloudError
 from podium.pods.host.jobs import last_line
-from podium.pods.inventory import OWNER, RUN, Slice, State, label_text
+from podium.pods.inventory import OWNER, RUN, Slice, State, label_text, machine_name
 from podium.pods.launch import RunSpec, prepare, start
 from podium.pods.options import Rent, RunOptions
-from podium.pods.project import OWNER_VARIABLE, Project
+from podium.pods.project import Project
 from podium.pods.push import HOME
 from podium.pods.remote import Remote, UnusableError
 from podium.pods.slices import SliceError
+from podium.pods.world import OWNER_VARIABLE
 
 KEEP = Path(__file__).parent / "host" / "keep.sh"
 PREPARE = "prepare-workers.sh"
@@ -36,11 +37,6 @@ END = "podium-end"
 _STATES: Mapping[str, State] = {"RUNNING": "ready", "PROVISIONING": "creating", "STAGING": "creating"}
 
 
-def machine_name(slice_name: str) -> str:
-    """What the machine is called that keeps a slice's run alive."""
-    return f"podium-{slice_name}"
-
-
 def keep_on_vm(project: Project, name: str, zone: str, rent: Rent, options: RunOptions, spec: RunSpec) -> None:
     """Have a machine in that zone rent the slice of that name if need be, and run and keep the run alive there.
 
@@ -51,7 +47,7 @@ def keep_on_vm(project: Project, name: str, zone: str, rent: Rent, options: RunO
         RemoteError: the machine cannot be reached, or cannot be set up.
     """
     machine = _rented(project, name, zone, rent)
-    remote = Remote(project.slices.gcloud.for_vms(), machine, project.secrets.redact)
+    remote = project.remote(machine, vm=True)
     _wait_for(remote, project)
     remote.ask_all(TOOLS, "installing git", timeout_s=TOOLS_S)
     own = keeper_spec(machine.name, machine.zone, project.slices.owner, name, rent, options, spec)
@@ -138,6 +134,7 @@ def _options(rent: Rent, options: RunOptions) -> list[str]:
 def _rented(project: Project, name: str, zone: str, rent: Rent) -> Slice:
     """The machine, rented if it is not there."""
     gcloud, owner = project.slices.gcloud, project.slices.owner
+    project.note("")
     found = _found(project, name)
     if found is not None and found.state == "dead" and found.owner == owner:
         project.say(f"deleting {found.name}: {found.detail}")
@@ -145,6 +142,7 @@ def _rented(project: Project, name: str, zone: str, rent: Rent) -> Slice:
         found = None
     if found is None:
         project.say(f"{zone}: renting {machine_name(name)}, an e2-micro")
+        project.note("if it is not there; the owner is that of gcloud's account:")
         labels = {OWNER: owner, RUN: label_text(name)}
         gcloud.checked(gcloud.argv.create_vm(machine_name(name), zone, labels, rent.service_account))
         found = _found(project, name)

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import hashlib
 import re
-import secrets
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from podium.pods.gcloud import GcloudError
 from podium.pods.push import DEMO_MODEL, HOME, Package
 from podium.pods.remote import Remote, RemoteError, UnusableError, WorkerReply, arrived
 from podium.pods.secrets import LAST_LINE, Secrets, written
-from podium.pods.slices import Clock
+from podium.pods.world import Clock
 
 AGENT = f"{HOME}/agent"
 SECRETS = "/dev/shm/podrun-secrets"
@@ -242,6 +241,9 @@ def prepare(
         say(f"{job} is being set up; waiting for that")
     else:
         job = f"{spec.prefix}{newest + 1}"
+        remote.gcloud.note(
+            f"if {spec.prefix}... does not run yet and is not done; the last number counts its attempts:"
+        )
         say(f"sending code {spec.package.key} and config to {remote.workers} workers")
         _send(remote, spec, job, say)
     if spec.package.sets_up:
@@ -258,7 +260,7 @@ def start(remote: Remote, spec: RunSpec, job: str, *, say: Callable[[str], None]
             with written(kept, f"secrets-{target}") as file:
                 remote.send([file], SECRETS, target=target)
         say(f"starting {job} on {remote.workers} workers")
-        command = start_command(remote.addresses, spec, job, secrets.token_hex(8))
+        command = start_command(remote.addresses, spec, job, remote.random_word("NONCE"))
         remote.ask_all(command, f"starting {job}", timeout_s=START_S)
     except BaseException:
         with contextlib.suppress(GcloudError, RemoteError):
@@ -272,6 +274,7 @@ def stop_job(remote: Remote, job: str | None, *, clock: Clock, say: Callable[[st
     Raises RemoteError where one does not answer; those that do have been asked.
     """
     said = False
+    remote.gcloud.note("until it has saved and ended:")
     while True:
         replies = remote.ask_all(stop_command(job), f"stopping {job or 'the job'}", timeout_s=STOP_S + 60.0)
         saving = [reply.worker for reply in replies if reply.json().get("left")]
@@ -306,6 +309,7 @@ def _set_up(remote: Remote, spec: RunSpec, job: str, clock: Clock, say: Callable
     """Run the user's script and the installation as a job of its own, or find it running, and wait for it."""
     say("setting up the workers: this takes minutes the first time")
     remote.ask_all(setup_command(spec, job), "starting the setup", timeout_s=START_S)
+    remote.gcloud.note("until the setup is done:")
     heard = clock.monotonic()
     until = heard + SETUP_S
     while (now := clock.monotonic()) < until:

@@ -1,61 +1,85 @@
 """A Google Cloud project as `podium pod` sees it: whose slices, how to reach them, and where to print."""
 
 import dataclasses
-import getpass
-import os
 import sys
-import time
 
 from podium.job.redact import without_controls
-from podium.pods.gcloud import Gcloud, GcloudError, Runner, run_process
-from podium.pods.inventory import Slice, owner_label
+from podium.pods import world as worlds
+from podium.pods.gcloud import Gcloud, GcloudError
+from podium.pods.inventory import Slice
 from podium.pods.options import Common
+from podium.pods.rehearsal import Placeholders, rehearsed
 from podium.pods.remote import Remote
 from podium.pods.secrets import Secrets
-from podium.pods.slices import Clock, Slices
-
-RUNNER: Runner = run_process
-CLOCK: Clock = time
-OWNER_VARIABLE = "PODRUN_OWNER"
-"""Whose slices they are, as a label has it, where gcloud's account is a machine's own."""
+from podium.pods.slices import Slices
+from podium.pods.world import Clock, World
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Project:
     """The slices of a project as their owner sees them."""
 
+    world: World
     slices: Slices
-    clock: Clock
     zone: str | None
     """gcloud's default zone."""
     secrets: Secrets
 
-    def remote(self, tpu_slice: Slice) -> Remote:
-        """The workers of a slice."""
-        return Remote(self.slices.gcloud, tpu_slice, self.secrets.redact)
+    @property
+    def clock(self) -> Clock:
+        """The time by which leases and pauses are counted."""
+        return self.world.clock
+
+    def remote(self, tpu_slice: Slice, *, vm: bool = False) -> Remote:
+        """The workers of a slice, or an ordinary virtual machine in the form of a slice."""
+        gcloud = self.slices.gcloud.for_vms() if vm else self.slices.gcloud
+        return Remote(gcloud, tpu_slice, redact=self.secrets.redact, random_word=self.world.random_word)
+
+    def note(self, when: str) -> None:
+        """Say when the next gcloud commands are run; only a dry run prints it."""
+        self.world.note(when)
 
     def say(self, line: str) -> None:
         """Print progress, to stderr."""
-        print(self._harmless(line), file=sys.stderr, flush=True)
+        if not self.world.quiet:
+            print(self._harmless(line), file=sys.stderr, flush=True)
 
     def answer(self, text: str, *, end: str = "\n") -> None:
         """Print a result, to stdout."""
-        print(self._harmless(text), end=end, flush=True)
+        if not self.world.quiet:
+            print(self._harmless(text), end=end, flush=True)
 
     def _harmless(self, text: str) -> str:
-        """The text without secrets, and without what a worker's output could do to a terminal."""
+        """The text without secrets, and without anything that a worker's output could do to a terminal."""
         return self.secrets.redact(without_controls(text))
 
 
-def open_project(common: Common, secrets: Secrets | None = None) -> Project:
-    """The project that is named, or gcloud's own. Raises GcloudError where gcloud is not installed or has none."""
-    secrets = secrets or Secrets({})
-    gcloud = Gcloud(RUNNER, project=common.project, is_secret=lambda word: bool(secrets.found_in(word)))
+def open_project(common: Common, placeholders: Placeholders, secrets: Secrets | None = None) -> Project:
+    """The project that is named, or gcloud's own.
+
+    Args:
+        common: the project's name, and whether this is a dry run.
+        placeholders: what a dry run finds instead of the project's slices.
+        secrets: values that no command and no output may contain.
+
+    Raises:
+        GcloudError: gcloud is not installed, or has no project.
+    """
+    world = rehearsed(worlds.WORLD, placeholders) if common.dry_run else worlds.WORLD
+    kept = secrets or Secrets({})
+    gcloud = Gcloud(
+        world.runner, project=common.project, is_secret=lambda word: bool(kept.found_in(word)), note=world.note
+    )
     settings = dict(gcloud.ask(gcloud.argv.settings()))
     core = settings.get("core", {})
     if not (common.project or core.get("project")):
         raise GcloudError("project", "no project is set")
-    owner = os.environ.get(OWNER_VARIABLE) or owner_label(core.get("account") or getpass.getuser())
-    slices = Slices(gcloud, owner=owner, clock=CLOCK, say=lambda line: project.say(line))
-    project = Project(slices=slices, clock=CLOCK, zone=settings.get("compute", {}).get("zone"), secrets=secrets)
+    slices = Slices(
+        gcloud,
+        owner=world.owner(core.get("account")),
+        clock=world.clock,
+        say=lambda line: project.say(line),
+        parallel=world.parallel,
+    )
+    project = Project(world=world, slices=slices, zone=settings.get("compute", {}).get("zone"), secrets=kept)
     return project

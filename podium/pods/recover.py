@@ -14,7 +14,8 @@ from podium.pods.launch import JobStatus
 from podium.pods.remote import RemoteError, UnusableError
 from podium.pods.rental import DEFAULT_LEASE, seconds
 from podium.pods.session import Observation, Session
-from podium.pods.slices import NODE_S, Clock, DeletedError, SliceError
+from podium.pods.slices import NODE_S, DeletedError, SliceError
+from podium.pods.world import Clock
 
 Act = Literal["wait", "start", "restart", "replace", "stop", "end"]
 WRONG_SETTINGS = 2

@@ -15,7 +15,6 @@ import gzip
 import hashlib
 import json
 import re
-import secrets
 import shlex
 import zlib
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 
 from podium.pods.gcloud import Gcloud, failure
 from podium.pods.inventory import Slice
+from podium.pods.world import random_word
 
 REPLY_S = 45.0
 """Seconds for workers to reply; gcloud itself takes two, and five for each refused connection."""
@@ -65,13 +65,24 @@ class WorkerReply:
 class Remote:
     """The workers of one slice, whose machines are ready."""
 
-    def __init__(self, gcloud: Gcloud, tpu_slice: Slice, redact: Callable[[str], str] = lambda text: text) -> None:
-        """`redact` removes secrets from replies."""
+    def __init__(
+        self,
+        gcloud: Gcloud,
+        tpu_slice: Slice,
+        *,
+        redact: Callable[[str], str] = lambda text: text,
+        random_word: Callable[[str], str] = random_word,
+    ) -> None:
+        """`redact` removes secrets from replies; RemoteError if the slice has no machines yet."""
         if not tpu_slice.addresses:
             name, zone = tpu_slice.name, tpu_slice.zone
             raise RemoteError(f"{name} in {zone} lists no machines ({tpu_slice.detail}); podium pod status {name}")
-        self.gcloud, self.name, self.zone = gcloud, tpu_slice.name, tpu_slice.zone
-        self.addresses, self.workers = tpu_slice.addresses, len(tpu_slice.addresses)
+        self.gcloud = gcloud
+        self.name = tpu_slice.name
+        self.zone = tpu_slice.zone
+        self.addresses = tpu_slice.addresses
+        self.workers = len(tpu_slice.addresses)
+        self.random_word = random_word
         self._redact = redact
         self._complaint = ""
 
@@ -86,7 +97,7 @@ class Remote:
         Raises:
             GcloudError: gcloud refused before it asked anybody, as for a node that has ended.
         """
-        mark = secrets.token_hex(6)
+        mark = self.random_word("MARK")
         target = "all" if worker is None else str(worker)
         argv = self.gcloud.argv.ssh(self.name, self.zone, target, wrapped(command, mark, self.addresses))
         finished = self.gcloud.run(argv, timeout_s)

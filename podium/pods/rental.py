@@ -9,6 +9,7 @@ from podium.config.errors import nearest
 from podium.pods.gcloud import Order
 from podium.pods.inventory import LEASE, LEASE_S, OWNER, ZONES, Slice, zones_label
 from podium.pods.options import Rent
+from podium.pods.rehearsal import ZONE
 from podium.pods.slices import BadRequestError, InterruptedRentalError, Slices
 
 RUNTIMES: Mapping[str, str] = {
@@ -56,7 +57,7 @@ def rent_slice(slices: Slices, name: str, rent: Rent, *, default_zone: str | Non
         raise BadRequestError("which zone? Give --zone: one or more zones in which you have quota, tried in order")
     order = new_order(name, rent, slices.owner, zones, slices.clock.time())
     for zone in zones:
-        if zone not in slices.zones:
+        if zone not in slices.zones and ZONE not in slices.zones:
             near = nearest(zone, slices.zones)
             hint = f"did you mean {near}?" if near else f"zones: {', '.join(slices.zones)}"
             raise BadRequestError(f"--zone {zone}: not a TPU zone of this project; {hint}")
@@ -67,6 +68,7 @@ def rent_slice(slices: Slices, name: str, rent: Rent, *, default_zone: str | Non
             f"interrupted; what was requested stays requested, and may be granted and cost money later: "
             f"podium pod down {name} withdraws it; the same command goes on waiting"
         ) from None
+    slices.gcloud.note(f"if {name} was rented before and its lease ends earlier:")
     if (tpu_slice.lease or 0.0) < float(order.labels[LEASE]):
         slices.label(tpu_slice, {each: order.labels[each] for each in (LEASE, LEASE_S)})
     return tpu_slice

@@ -15,7 +15,6 @@ from podium.files import BUCKETS
 from podium.models.architecture import ModelError
 from podium.models.params import check_divisible
 from podium.models.presets import find_decoder
-from podium.pods import dry_run
 from podium.pods.inventory import Slice, label_text
 from podium.pods.keeper import keep_on_vm
 from podium.pods.launch import RunSpec
@@ -23,6 +22,7 @@ from podium.pods.options import Common, Rent, RunOptions
 from podium.pods.project import Project, open_project
 from podium.pods.push import pack
 from podium.pods.recover import Policy, keep_alive
+from podium.pods.rehearsal import Placeholders
 from podium.pods.rental import rent_slice, tpu
 from podium.pods.secrets import gather, read_variables
 from podium.pods.session import Session
@@ -52,16 +52,20 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
             config=text,
             package=pack(loaded.config, Path(scratch), here=Path.cwd(), options=options, secrets=secrets),
             accelerator=wanted.name if wanted else "v6e-8",  # for --dry-run: otherwise that of the slice is taken
-            secrets=secrets,
+            secrets=secrets.placeholders() if common.dry_run else secrets,
             environment=environment,
         )
         if wanted:
             _check_divisible(loaded.config, spec)
-        if common.dry_run:
-            own = dry_run.keep(common, name, rent, options, spec) if options.on_vm else None
-            dry_run.show(own or dry_run.run(common, name, rent, spec))
-            return 0
-        project = open_project(common, secrets)
+        placeholders = Placeholders(
+            name=name,
+            exists=wanted is None,
+            accelerator=spec.accelerator,
+            workers=wanted.hosts if wanted else 1,
+            zones=rent.zones or (),
+            job=None,
+        )
+        project = open_project(common, placeholders, secrets)
         if spec.package.sends("changes.patch"):
             project.say("uncommitted changes are sent as a patch, which is kept beside the code on the workers")
         if options.on_vm and rent.type:

@@ -46,6 +46,10 @@ class Secrets:
     def __bool__(self) -> bool:
         return bool(self.values)
 
+    def placeholders(self) -> "Secrets":
+        """The same names without their values, for a dry run."""
+        return Secrets(dict.fromkeys(self.names, "VALUE"))
+
     def of_worker(self, worker: int) -> "Secrets":
         """The secrets that a worker needs."""
         return Secrets({name: self.values[name] for name in self.values if not worker or name not in FIRST_WORKER_ONLY})

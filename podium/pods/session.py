@@ -55,6 +55,7 @@ class Session:
 
     def observe(self) -> Observation:
         """The slice and its workers, now."""
+        self._project.note("until the run has ended, with the log of worker 0:")
         now = self._now()
         seen = Observation(slice=now, job=None, asked_to_stop=self._asked(now), replacing=self.replacing)
         if now is None or now.state != "ready" or self.replacing:

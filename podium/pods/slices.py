@@ -14,10 +14,11 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 from podium.pods.gcloud import CHANGE_S, READ_S, Gcloud, GcloudError, Order
 from podium.pods.inventory import Slice, read_slices
+from podium.pods.world import Clock
 
 PAUSES_S = (2.0, 5.0, 15.0, 30.0)
 """Pauses between attempts of a request that may succeed soon."""
@@ -29,22 +30,6 @@ LATE_S = 10.0
 NODE_S = 1800.0
 """How long machines may take from granted to ready."""
 DELETE_S = 900.0
-
-
-class Clock(Protocol):
-    """Time and waiting, as the module `time` has them."""
-
-    def monotonic(self) -> float:
-        """Seconds for which this machine has been awake, from any beginning."""
-        ...
-
-    def time(self) -> float:
-        """Seconds since 1970."""
-        ...
-
-    def sleep(self, seconds: float, /) -> None:
-        """Wait."""
-        ...
 
 
 class SliceError(ValueError):
@@ -94,11 +79,14 @@ class SliceLists:
         zones leaves out, without a word, those that cannot be reached; `each_zone` asks one after the other, and fails
         there.
         """
+        self.gcloud.note("")
         wanted = self.zones if zones is None else list(zones)
         with ThreadPoolExecutor(self._parallel) as pool:
+            listed = pool.map(self._nodes, wanted) if each_zone else [self._answer(self.gcloud.argv.nodes())]
+            nodes = [each for found in listed for each in found]
+            if zones is None:
+                self.gcloud.note("for every zone:")
             queued = [each for found in pool.map(self._queued, wanted) for each in found]
-            asked = pool.map(self._nodes, wanted) if each_zone else [self._answer(self.gcloud.argv.nodes())]
-            nodes = [each for found in asked for each in found]
         return [each for each in read_slices(nodes, queued) if zones is None or each.zone in wanted]
 
     @functools.cached_property
@@ -125,6 +113,7 @@ class SliceLists:
         Raises:
             SliceError: there is none, or there are several.
         """
+        self.gcloud.note("")
         nodes = self._answer(self.gcloud.argv.nodes())
         for listed in (lambda: read_slices(nodes, []), self.survey):
             ours = [each for each in listed() if self.is_ours(each) and name in (None, each.name)]
@@ -206,7 +195,12 @@ class Slices(SliceLists):
             try:
                 if existing is None or zone != existing.zone:
                     self.say(f"{zone}: asking for {order.accelerator}, {'spot' if order.spot else 'on demand'}")
+                    self.gcloud.note(
+                        f"if no slice is named {order.name}; the owner is that of gcloud's account; "
+                        "the next zone if one refuses:"
+                    )
                     self._ask(order, zone)
+                self.gcloud.note("until it is ready:")
                 got = self._wait(order, zone)
                 break
             except _RefusedError as refusal:
@@ -233,16 +227,41 @@ class Slices(SliceLists):
         ours = [each for each in found if self.is_ours(each)]
         if found and not ours:
             raise _taken(found[0], self.owner)
-        for each in ours:
-            self._clear(name, each.zone)
+        self.gcloud.note(f"for every slice of yours that is named {name}; the second if it was not queued:")
+        self.delete(ours)
         left = [each for each in self.find(name) if self.is_ours(each)] if ours else []
         if left:
             raise SliceError(f"{name} is still in {', '.join(each.zone for each in left)}; run the command again")
         return ours
 
-    def delete(self, tpu_slice: Slice) -> None:
-        """Delete a slice, whoever owns it, and verify that it is gone."""
-        self._clear(tpu_slice.name, tpu_slice.zone, owner=tpu_slice.owner)
+    def delete(self, listed: Sequence[Slice]) -> None:
+        """Delete slices as they were just listed, whoever owns them, and wait until lists no longer show them.
+
+        Raises SliceError if one is still listed after a quarter of an hour.
+        """
+        until = self.clock.monotonic() + DELETE_S
+        left = sorted(listed, key=lambda each: not each.queued)
+        while left:
+            for each in left:
+                self._request_deletion(each)
+            self.gcloud.note("until it is no longer listed:")
+            places = dict.fromkeys((each.name, each.zone, each.owner) for each in left)
+            left = [now for name, zone, owner in places for now in self.named(name, zone) if now.owner == owner]
+            if left and self.clock.monotonic() > until:
+                name, zone, detail = left[0].name, left[0].zone, left[0].detail
+                raise SliceError(f"{name} in {zone} still exists ({detail}); run podium pod down {name} again")
+            if left:
+                self.clock.sleep(POLL_S)
+
+    def _request_deletion(self, listed: Slice) -> None:
+        """Request the deletion of a slice; the next list shows whether it was accepted."""
+        if listed.state == "deleting":
+            return
+        try:
+            self.gcloud.checked(self.gcloud.argv.delete(listed.name, listed.zone, queued=listed.queued))
+        except GcloudError as error:
+            if not error.transient and error.kind not in ("not_found", "precondition"):
+                raise
 
     def _existing(self, order: Order, zones: Sequence[str]) -> Slice | None:
         """Our slice of that name that can be used; every other one of ours is deleted."""
@@ -319,20 +338,10 @@ class Slices(SliceLists):
             self.clock.sleep(min(POLL_S, 2.0 + waited_s / 10))
         raise _RefusedError(f"not ready after {waited_s:.0f} s ({detail})")
 
-    def _clear(self, name: str, zone: str, *, owner: str | None = None) -> None:
-        """Delete our slices of that name in a zone and wait until lists no longer show them."""
-        until = self.clock.monotonic() + DELETE_S
-        while (mine := self.mine(name, zone, owner=owner)) is not None:
-            if self.clock.monotonic() > until:
-                raise SliceError(f"{name} in {zone} still exists ({mine.detail}); run podium pod down {name} again")
-            if mine.state != "deleting":
-                try:
-                    self.gcloud.checked(self.gcloud.argv.delete(name, zone, queued=mine.queued))
-                    continue
-                except GcloudError as error:
-                    if not error.transient and error.kind not in ("not_found", "precondition"):
-                        raise
-            self.clock.sleep(POLL_S)
+    def _clear(self, name: str, zone: str) -> None:
+        """Delete our slices of that name in a zone, if there are any."""
+        self.gcloud.note("until it is no longer listed:")
+        self.delete([each for each in self.named(name, zone) if self.is_ours(each)])
 
 
 def _taken(other: Slice, owner: str) -> SliceError:

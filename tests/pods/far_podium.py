@@ -59,10 +59,10 @@ def main() -> None:
         sys.stderr.write(done.stderr)
         sys.exit(done.returncode)
     from podium import cli
-    from podium.pods import project
+    from podium.pods import world
     from tests.pods.pod_world import QuickClock
 
-    project.RUNNER, project.CLOCK = far, QuickClock()
+    world.WORLD = world.World(runner=far, clock=QuickClock())
     sys.argv = ["podium", *arguments]
     cli.main()
 

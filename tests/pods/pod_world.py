@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from podium.pods import project
+from podium.pods import world
+from podium.pods.world import World
 from tests.pods.fake_gcloud import FakeGcloud
 from tests.pods.fake_tpu import FakeTpu
 from tests.pods.hosts import ROOT, LocalHosts, fake_python
@@ -90,8 +91,7 @@ class PodWorld:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Has the commands use this world."""
-        monkeypatch.setattr(project, "RUNNER", self.gcloud)
-        monkeypatch.setattr(project, "CLOCK", self.clock)
+        monkeypatch.setattr(world, "WORLD", World(runner=self.gcloud, clock=self.clock))
         for name, value in CANARIES.items():
             monkeypatch.setenv(name, value)
 

@@ -26,6 +26,7 @@ from podium.pods.run import follow
 from podium.pods.secrets import Secrets
 from podium.pods.session import Session
 from podium.pods.slices import SliceError, Slices
+from podium.pods.world import World
 from tests.pods.fake_gcloud import FakeGcloud
 from tests.pods.fake_tpu import FakeTpu, Fault
 from tests.pods.soak_machines import STEP_S, STEPS, WORKERS, Clock, Machines
@@ -68,7 +69,8 @@ class Soak:
     def project(self, runner: Callable[[Sequence[str], float], Finished]) -> Project:
         gcloud = Gcloud(runner)
         slices = Slices(gcloud, owner="ada", clock=self.clock, say=self.said.append, parallel=1)
-        return _Quiet(slices=slices, clock=self.clock, zone=None, secrets=Secrets({}), said=self.said)
+        world = World(runner=runner, clock=self.clock)
+        return _Quiet(world=world, slices=slices, zone=None, secrets=Secrets({}), said=self.said)
 
     def watched(self, route: Callable[..., Any], method: str, *arguments: Any, **more: Any) -> Any:
         """The API, with an eye on what is deleted."""

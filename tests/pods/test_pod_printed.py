@@ -11,7 +11,7 @@ from tests.pods.pod_world import ZONES
 def normal(command: str) -> str:
     """A command without what is made up when it is not run, or differs from time to time."""
     command = re.sub(r"127\.\d+\.\d+\.\d+|ADDRESS\d", "ADDRESS", command)
-    command = re.sub(r"\b[0-9a-f]{12}\b(?= \$worker)|MARK", "MARK", command)
+    command = re.sub(r"\b[0-9a-f]{16}\b(?= \$worker)|MARK", "MARK", command)
     command = re.sub(r"(podium-(?:lease|stop))=\d+", r"\1=N", command)
     command = re.sub(r"(PODRUN_NONCE)=(NONCE|[0-9a-f]{16})", r"\1=N", command)
     command = re.sub(r"podium-owner=[\w-]+", "podium-owner=ME", command)

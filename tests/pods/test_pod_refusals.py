@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from podium.pods import gcloud as gcloud_module
+from podium.pods.world import World
 from tests.pods.fake_tpu import Fault
 from tests.pods.pod_world import ZONES, rent
 
@@ -119,7 +119,7 @@ def test_without_gcloud_or_project_it_is_said_what_to_do(make_world, pod, monkey
         1,
         "error: gcloud: no project is set; name a project with --project, or run: gcloud config set project PROJECT\n",
     )
-    monkeypatch.setattr("podium.pods.project.RUNNER", gcloud_module.run_process)
+    monkeypatch.setattr("podium.pods.world.WORLD", World())
     monkeypatch.setenv("PATH", str(tmp_path))
     status, _, err = pod("ls")
     assert status == 1

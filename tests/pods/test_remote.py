@@ -133,7 +133,7 @@ def test_files_arrive_whole_or_not_at_all(world, tmp_path):
 def test_secrets_in_an_answer_are_hidden(world):
     gcloud = Gcloud(world.gcloud)
     (tpu_slice,) = read_slices(gcloud.ask(Argv().nodes()), [])
-    remote = Remote(gcloud, tpu_slice, lambda text: text.replace("hunter2", "[redacted]"))
+    remote = Remote(gcloud, tpu_slice, redact=lambda text: text.replace("hunter2", "[redacted]"))
     assert remote.ask("echo hunter2", worker=0)[0].text == "[redacted]"
 
 

@@ -256,7 +256,7 @@ def reaped(slices: Slices, *, everyone: bool = False) -> list[str]:
     """Deletes what is past its lease, as `podium pod reap` does where nothing runs."""
     past = slices.expired(everyone=everyone)
     for each in past:
-        slices.delete(each)
+        slices.delete([each])
     return [each.name for each in past]
 
 

@@ -1,0 +1,175 @@
+"""`--dry-run`: the command itself runs, in a world that prints each gcloud command instead of running it.
+
+So there is no second description of what a command does. Every request succeeds at once, and where a command depends on
+an answer, a word in capitals stands for it (NAME, ZONE, ADDRESS0, JOB). A question is printed once.
+"""
+
+import dataclasses
+import gzip
+import json
+import re
+import shlex
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+
+from podium.job.records import NO_JOB
+from podium.pods.gcloud import Finished
+from podium.pods.inventory import LEASE, OWNER, machine_name
+from podium.pods.world import World
+
+NAME, ZONE, JOB, MARK = "NAME", "ZONE", "JOB", "MARK"
+NO_CAPACITY = "ERROR: there is no more capacity in this zone"
+VERBS = ("list", "create", "delete", "update", "ssh", "scp")
+JsonAnswer = Mapping[str, object] | Sequence[Mapping[str, object]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placeholders:
+    """What a command finds in a dry run."""
+
+    name: str | None = None
+    """Of the slice; None: any."""
+    exists: bool = True
+    """Whether the slice is rented already; then with and without a queued resource, to show how each is deleted."""
+    accelerator: str = "v6e-8"
+    workers: int = 1
+    zones: Sequence[str] = ()
+    """Where the slice is requested; all zones but the last refuse."""
+    keeper: str | None = None
+    """The machine that keeps its run alive."""
+    job: str | None = JOB
+    """The latest job on the machines; None: there is none."""
+
+
+def rehearsed(world: World, placeholders: Placeholders) -> World:
+    """A world that prints commands and answers them, for a dry run in another world."""
+    rehearsal = Rehearsal(world, placeholders)
+    return dataclasses.replace(
+        world,
+        runner=rehearsal.run,
+        foreground=rehearsal.foreground,
+        clock=rehearsal,
+        random_word=lambda purpose: purpose,
+        note=rehearsal.note,
+        parallel=1,
+        quiet=True,
+    )
+
+
+class Rehearsal:
+    """A project of placeholders, in which waiting takes no time."""
+
+    def __init__(self, world: World, placeholders: Placeholders) -> None:
+        self._world, self._found = world, placeholders
+        self._name = placeholders.name or NAME
+        self._zone = ZONE
+        self._queued = placeholders.exists
+        """Whether there is a slice with a queued resource."""
+        self._lone = placeholders.exists
+        """Whether there is one without."""
+        self._labels = {OWNER: world.owner(None), LEASE: "0"}
+        self._keeper = placeholders.keeper
+        self._waited_s = 0.0
+        self._when = ""
+        self._comment = ""
+        self._printed: set[tuple[str, Sequence[str]]] = set()
+
+    def note(self, when: str) -> None:
+        """Say when the next commands are run; empty: in any case."""
+        self._when = when
+
+    def time(self) -> float:
+        """Seconds since 1970, without what was waited."""
+        return self._world.clock.time()
+
+    def monotonic(self) -> float:
+        """Seconds that were waited."""
+        return self._waited_s
+
+    def sleep(self, seconds: float, /) -> None:
+        """Wait without waiting."""
+        self._waited_s += seconds
+
+    def foreground(self, argv: Sequence[str]) -> int:
+        """Print a command that would use the terminal."""
+        return self.run(argv, 0.0).returncode or 0
+
+    def run(self, argv: Sequence[str], timeout_s: float) -> Finished:
+        """Print a command, unless it was printed for the same case, and answer it."""
+        words = tuple(argv)
+        if (self._when, words) not in self._printed:
+            self._printed.add((self._when, words))
+            if self._when not in ("", self._comment):
+                print(f"# {self._when}")
+            self._comment = self._when
+            print(shlex.join(words))
+        verb = next(word for word in words if word in VERBS)
+        group = words[words.index(verb) - 1]
+        pairs = [word.removeprefix("--").partition("=") for word in words if word.startswith("--")]
+        flags = {name: value for name, _, value in pairs}
+        stdout = stderr = ""
+        match verb:
+            case "list":
+                stdout = json.dumps(self._listed(group))
+            case "ssh":
+                stdout = self._reply(flags.get("command", ""))
+            case "create" if flags["zone"] in self._found.zones[:-1]:
+                stderr = NO_CAPACITY
+            case _:
+                self._change(group, verb, flags)
+        return Finished(argv=words, returncode=int(bool(stderr)), stdout=stdout, stderr=stderr)
+
+    def _listed(self, group: str) -> JsonAnswer:
+        """The answer to a list of this group of gcloud's commands."""
+        match group:
+            case "config":
+                return {"core": {"project": "PROJECT"}, "compute": {"zone": ZONE}}
+            case "locations":
+                return [{"locationId": ZONE}]
+            case "queued-resources":
+                node = {"acceleratorType": self._found.accelerator, "labels": self._labels}
+                request = {"state": {"state": "ACTIVE"}, "tpu": {"nodeSpec": [{"node": node}]}}
+                return [{"name": self._path("queuedResources"), **request}] * self._queued
+            case "instances":
+                interfaces = [{"networkIP": "ADDRESS0"}]
+                machine = {"name": self._keeper, "zone": f"zones/{self._zone}", "labels": self._labels}
+                running = {"status": "RUNNING", "networkInterfaces": interfaces}
+                return [machine | running] * (self._keeper is not None)
+        endpoints = [{"ipAddress": f"ADDRESS{worker}"} for worker in range(self._found.workers)]
+        node = {
+            "name": self._path("nodes"),
+            "state": "READY",
+            "acceleratorType": self._found.accelerator,
+            "labels": self._labels,
+            "networkEndpoints": endpoints,
+        }
+        return [node] * self._lone + [{**node, "queuedResource": self._path("queuedResources")}] * self._queued
+
+    def _change(self, group: str, verb: str, flags: Mapping[str, str]) -> None:
+        """Do what a command changes in the project."""
+        if group == "instances":
+            self._keeper = machine_name(self._name) if verb == "create" else None
+            self._zone = flags["zone"]
+        elif verb == "update":
+            pairs = [pair.partition("=") for pair in flags["update-labels"].split(",")]
+            self._labels |= {name: value for name, _, value in pairs}
+        elif verb in ("create", "delete"):
+            self._zone = flags["zone"]
+            if group == "queued-resources":
+                self._queued = verb == "create"
+            else:
+                self._lone = verb == "create"
+
+    def _reply(self, command: str) -> str:
+        """What all workers print: the end of the job that the command is about, or an empty log."""
+        about = re.search(r"agent (?:status|stop) ?([A-Za-z0-9][\w.-]*)?", command)
+        job = about and (about[1] or self._found.job)
+        status = {**NO_JOB, "host": "HOST", "time": 0, "left": []}
+        if job:
+            status |= {"job": job, "state": "finished", "exit": 0, "log_bytes": 1}
+        text = "" if "agent logs" in command else json.dumps(status)
+        packed = b64encode(gzip.compress(text.encode())).decode()
+        return "".join(f"{MARK} {worker} 0 {packed}\n" for worker in range(self._found.workers))
+
+    def _path(self, kind: str) -> str:
+        return f"projects/PROJECT/locations/{self._zone}/{kind}/{self._name}"
