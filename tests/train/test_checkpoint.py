@@ -214,7 +214,7 @@ def test_a_checkpoint_of_another_model_names_parameters_and_both_shapes(open_che
     assert "belongs to another model" in message
     assert "embed is float32[64, 32] in the checkpoint and float32[128, 32] in this run" in message
     assert "head is missing in the checkpoint and float32[32, 128] in this run" in message
-    assert "layers.q is float32[2, 32, 4, 8] in the checkpoint and not there in this run" in message
+    assert "layers.q is float32[2, 32, 4, 8] in the checkpoint and missing in this run" in message
     with pytest.raises(CheckpointError, match=r"to another optimizer:\n(    opt_state.*\n){3}    and \d+ more"):
         checkpointer.restore(1, target(optimizer="muon"))
 
