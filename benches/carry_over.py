@@ -27,9 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.stats import chi2_contingency
 
-from benches.decode import SMOLLM2_135M, NoText
+from benches.decode import SMOLLM2_135M
 from benches.recipes import write_tiny_model
 from benches.record import arguments, record
+from podium.bench.rollout import NoText
 from podium.config.schema import Config, RolloutConfig
 from podium.models.architecture import DecoderConfig
 from podium.models.params import ROLLOUT_AXES, param_specs

@@ -17,15 +17,18 @@ if [ "${1:-}" = --tiny ]; then
     export JAX_PLATFORMS=cpu
     results=$(mktemp -d)
     trap 'rm -rf "$results"' EXIT
-    decode="--layers 1 --vocab 512 --slots 8 --requests 2 --completions 4 --new-tokens 4 --prefill-rows 2 --repeats 1"
-    update="--layers 1 --vocab 512 --prompts 2 --completions 2 --prompt-tokens 8 --new-tokens 8 --row-tokens 32 --repeats 1"
+    tiny="--layers 1 --vocab 512"
+    decode="$tiny --batch 8 --slots 8 --lengths fixed:4 --max-new-tokens 4"
+    update="$tiny --repeats 1 --set prompts_per_step=2 --set group_size=4 --set rollout.max_new_tokens=8"
+    update="$update --set train.row_tokens=96 --set rollout.slots=8"
 elif [ $# -eq 0 ]; then
     export JAX_PLATFORMS=cuda,cpu
     results=benches/results
     "$PYTHON" -c "import jax; print(jax.devices('gpu'))"
-    lengths="--prompt-tokens 200 --new-tokens 256"
-    decode="$lengths --max-prompt-tokens 256 --slots 512 --requests 64 --completions 16 --prefill-rows 32 --refill-steps 16"
-    update="$lengths --prompts 32 --completions 16 --row-tokens 1024 --rows 16 --head-chunk-tokens 8192"
+    decode="--batch 1024 --slots 512 --lengths fixed:256 --max-new-tokens 256"
+    update="--set prompts_per_step=32 --set group_size=16 --set rollout.max_prompt_tokens=256"
+    update="$update --set rollout.max_new_tokens=256 --set rollout.slots=512 --set train.row_tokens=1024"
+    update="$update --set train.rows_per_device=16 --set train.head_chunk_tokens=8192"
 else
     sed -n '2,8s/^# \{0,1\}//p' "$0"
     exit 2
@@ -33,9 +36,9 @@ fi
 
 "$PYTHON" -m pytest -q tests/test_accelerator.py
 # shellcheck disable=SC2086 # the options are words
-"$PYTHON" -m benches.decode --dtype bfloat16 --results "$results" $decode
+"$PYTHON" -m benches.decode --results "$results" $decode
 # shellcheck disable=SC2086
-"$PYTHON" -m benches.update --dtype bfloat16 --results "$results" $update
+"$PYTHON" -m benches.update --results "$results" $update
 if [ -z "${1:-}" ]; then
     "$PYTHON" -m benches.gpu_accuracy --results "$results"
 fi

@@ -24,8 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benches.decode import SMOLLM2_135M, NoText
+from benches.decode import SMOLLM2_135M
 from benches.record import arguments, record
+from podium.bench.rollout import NoText
 from podium.config.schema import RolloutConfig
 from podium.models.params import ROLLOUT_AXES, param_specs
 from podium.rollout import cache as caches

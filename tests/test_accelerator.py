@@ -3,21 +3,22 @@
 Without one both sides are the CPU: it shows that what a lent machine is asked still runs.
 """
 
-import argparse
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benches.decode import SMOLLM2_135M, NoText
-from benches.update import random_batch
+from benches.decode import SMOLLM2_135M
 from podium.algorithms.recipes import RECIPES
+from podium.bench.rollout import NoText
+from podium.bench.update import random_batch
 from podium.config.attention import attention_backend
 from podium.config.head import head_kind
 from podium.config.optimizer import OptimizerConfig
-from podium.config.schema import RolloutConfig
+from podium.config.schema import Config, RolloutConfig
 from podium.models.params import GATHERED_AXES, ROLLOUT_AXES, TRAIN_AXES, param_specs
+from podium.plan.workload import SequenceLengths
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.sharding import ShardingRules, init_params, make_mesh
@@ -28,7 +29,17 @@ from podium.train.step import TrainSettings, make_train_step, shard_batch
 DECODER = dataclasses.replace(
     SMOLLM2_135M, vocab=512, width=64, layers=3, heads=4, kv_heads=2, head_dim=16, mlp_width=96, max_positions=256
 )
-BATCH = argparse.Namespace(prompts=4, completions=4, prompt_tokens=12, new_tokens=16, row_tokens=64)
+CONFIG = Config.model_validate(
+    {
+        "model": "demo",
+        "tasks": [{"name": "arithmetic"}],
+        "prompts_per_step": 4,
+        "group_size": 4,
+        "rollout": {"max_prompt_tokens": 16, "max_new_tokens": 16},
+        "train": {"row_tokens": 64, "rows_per_device": 2},
+    }
+)
+LENGTHS = SequenceLengths(prompts=np.full(4, 12), completions=np.random.default_rng(0).integers(4, 17, (4, 4)))
 TOLERANCE = 1e-4
 
 
@@ -64,7 +75,7 @@ def updated(platform: str | None):
         head=head_kind("auto", mesh.devices.flat[0].platform, mesh.shape["tp"]),
     )
     state = init_state(init_params(0, specs, ShardingRules(mesh, TRAIN_AXES)), optimizer)
-    batch = shard_batch(random_batch(BATCH, DECODER.vocab, 2), ShardingRules(mesh, GATHERED_AXES))
+    batch = shard_batch(random_batch(CONFIG, DECODER, LENGTHS, settings), ShardingRules(mesh, GATHERED_AXES))
     state, metrics = make_train_step(settings, RECIPES["grpo"], optimizer)(state, batch)
     return {name: np.asarray(value) for name, value in {**state.params, **metrics}.items()}
 

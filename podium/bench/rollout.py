@@ -42,11 +42,11 @@ GROUP = 8  # completions of a prompt, where the batch divides by it
 FULL_STEPS = 32  # of the run in which all slots are busy to the end
 
 
-class _NoText:
-    """A tokenizer of which nothing is asked."""
+class NoText:
+    """A tokenizer without text: completions run to their full length."""
 
     eos_tokens = ()
-    special_tokens: Mapping[str, int] = {}  # nothing writes it
+    special_tokens: Mapping[str, int] = {}  # never changed
 
     def decode(self, tokens: list[int]) -> str:
         """Nothing, whatever the tokens."""
@@ -72,8 +72,9 @@ def bench(
     """
     prepare_platform()
     mesh, decoder = make_mesh("auto"), find_architecture(model)
-    config = _config(model, batch, layout, max_new_tokens, slots or batch, shards=mesh.size)
-    result = measure(config, decoder, mesh, draw_lengths(lengths, config))
+    config = rollout_config(model, batch, layout, max_new_tokens, slots or batch, shards=mesh.size)
+    drawn = draw_lengths(lengths, config)
+    result = measure(config, make_engine(config, decoder, mesh), drawn)
     if as_json:
         print(json.dumps(result))
         return 0
@@ -86,13 +87,18 @@ def bench(
     return 0
 
 
-def measure(config: Config, decoder: DecoderConfig, mesh: Mesh, lengths: SequenceLengths) -> dict[str, Any]:
-    """The figures of a rollout of these lengths, and of one in which all slots are busy; as JSON has them."""
+def make_engine(config: Config, decoder: DecoderConfig, mesh: Mesh) -> RolloutEngine:
+    """An engine with random weights whose programs are compiled."""
     layout = rollout_layout(config, decoder, mesh)
     rules, dtype = rollout_rules(layout, decoder, mesh), as_dtype(config.rollout.dtype, mesh)
-    engine = RolloutEngine(config.rollout, decoder, rules, _NoText(), dtype=dtype)
+    engine = RolloutEngine(config.rollout, decoder, rules, NoText(), dtype=dtype)
     engine.load(init_params(0, param_specs(decoder), ShardingRules(mesh, TRAIN_AXES)))
     engine.warm_up()
+    return engine
+
+
+def measure(config: Config, engine: RolloutEngine, lengths: SequenceLengths) -> dict[str, Any]:
+    """Figures, as JSON has them, of a rollout of these lengths and of one in which all slots are busy to the end."""
     slots = config.rollout.slots
     prompts = np.resize(lengths.prompts, -(-slots // lengths.completions.shape[1]))
     full = SequenceLengths(
@@ -103,26 +109,31 @@ def measure(config: Config, decoder: DecoderConfig, mesh: Mesh, lengths: Sequenc
     )
     found: dict[str, Any] = {}
     for name, drawn in (("full", full), ("rollout", lengths)):
-        requests = _requests(drawn, decoder.vocab)
+        requests = _requests(drawn, engine.decoder.vocab)
         cpu, start = time.process_time(), time.perf_counter()
         _, stats = engine.generate(requests)
         found[name] = _figures(stats, time.perf_counter() - start, time.process_time() - cpu)
         assert not stats.compilations, "programs were compiled in advance"
     context = float(np.mean(np.repeat(lengths.prompts, lengths.completions.shape[1]) + lengths.completions.ravel() / 2))
-    floor_ms, floor = _floor(config, decoder, engine, context)
+    floor_ms, floor = _floor(config, engine, context)
     for each in found.values():
         each["floor_ms"] = floor_ms
-    kind = jax.devices()[0].device_kind
-    return {"model": config.model, "layout": layout.name, "device": kind, "devices": mesh.size} | {
+    mesh = engine.rules.mesh
+    return {
+        "model": config.model,
+        "layout": rollout_layout(config, engine.decoder, mesh).name,
+        "device": jax.devices()[0].device_kind,
+        "devices": mesh.size,
         "batch": int(lengths.completions.size),
         "slots": slots,
-        "dtype": str(dtype),
+        "dtype": str(engine.dtype),
         "floor": floor,
         **found,
     }
 
 
-def _config(model: str, batch: int, layout: str, max_new_tokens: int, slots: int, *, shards: int) -> Config:
+def rollout_config(model: str, batch: int, layout: str, max_new_tokens: int, slots: int, *, shards: int) -> Config:
+    """A config that decodes `batch` sequences, in groups of 8 where they divide by it."""
     group = math.gcd(batch, GROUP)
     rollout = {"layout": layout, "slots": slots, "prefill_rows": -(-8 // shards) * shards}
     return Config.model_validate(
@@ -164,9 +175,9 @@ def _figures(stats: RolloutStats, wall_s: float, cpu_s: float) -> dict[str, floa
     }
 
 
-def _floor(config: Config, decoder: DecoderConfig, engine: RolloutEngine, context: float) -> tuple[float, str]:
-    """Milliseconds of a step of all slots at best, and what they are."""
-    rules, params = engine.rules, engine.device.params
+def _floor(config: Config, engine: RolloutEngine, context: float) -> tuple[float, str]:
+    """The least milliseconds of a step of all slots, and how that was found."""
+    rules, params, decoder = engine.rules, engine.device.params, engine.decoder
     assert params is not None
     if rules.on_cpu:
         products = jax.jit(functools.partial(_products, rules=rules, dtype=engine.dtype))
