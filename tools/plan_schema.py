@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union
 
 from podium.files import to_json
-from podium.plan.compare import Refused, RunCost
 from podium.plan.json_answer import NAMES, ROLLOUT
 from podium.plan.result import Plan, Seconds
+from podium.plan.study import RunCost
 from podium.plan.workload import Workload
 
 SIMPLE = {int: "integer", float: "number", str: "string", bool: "boolean"}
@@ -18,7 +18,9 @@ TIME = {"$ref": "#/$defs/Seconds"}
 
 def plan_schema() -> dict[str, Any]:
     """The JSON Schema (2020-12) of what `podium plan --json` prints: one plan, or several."""
-    plan, cost, refused = (_object(kind) for kind in (Plan, RunCost, Refused))
+    plan = _object(Plan)
+    cost = _object(RunCost)
+    refused = _closed({name: {"type": "string"} for name in ("tpu", "setting", "error")})
     properties = plan["properties"]
     del properties["host"]
     fields = properties["rollout"]["properties"]

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from podium.plan.formatting import LIMITS, number, readable, spare, verdict_head
 from podium.plan.result import Plan
-from podium.plan.search import Trial
+from podium.plan.study import Outcome
 
 MUCH = 0.25  # share of a step from which on the tokens of a wait are worth a word
 
 
-def advice_line(plan: Plan, trials: Sequence[Trial] | None) -> str:
+def advice_line(plan: Plan, trials: Sequence[Outcome] | None) -> str:
     """What to do about a plan, in a line.
 
     Args:
@@ -22,12 +22,13 @@ def advice_line(plan: Plan, trials: Sequence[Trial] | None) -> str:
     if not trials:
         return f"{head}. {because}; no change that was tried makes it better" if because else head
     best = trials[0]
-    return f"{head}. {because + ': ' if because else ''}--set {best.change} {effect(best)}"
+    return f"{head}. {because + ': ' if because else ''}--set {best.setting} {effect(best)}"
 
 
-def effect(trial: Trial) -> str:
-    """What a change makes of a run, and who says so: `makes a step 2.1 s instead of 5.8 (compiled)`."""
-    plan, before = trial.plan, trial.before
+def effect(outcome: Outcome) -> str:
+    """The effect of a change on a run, and how it is known: `makes a step 2.1 s instead of 5.8 (compiled)`."""
+    plan, before = outcome.plan, outcome.before
+    assert before is not None
     made = "estimated" if plan.estimate_only else "compiled"
     if before.verdict != "fits":
         fits = {"fits": "fits", "too_close": "is too close to call", "does_not_fit": "does not fit either"}[

@@ -15,12 +15,12 @@ from podium.config.schema import Config
 from podium.files import read_lines, to_json, write_atomically
 from podium.models.architecture import DecoderConfig
 from podium.observe.run_dir import METRICS
-from podium.plan.compare import PlanEntry
 from podium.plan.estimate import far_too_large
 from podium.plan.formatting import number, verdict_line, with_range
 from podium.plan.json_answer import Object, as_object, plan_object
 from podium.plan.planner import make_plan
 from podium.plan.result import Plan, Seconds
+from podium.plan.study import Case, Outcome
 
 PLAN = "plan.json"
 SETTLED_STEP = 3  # the first step that is compared: those before it compile
@@ -83,7 +83,9 @@ class RunCheck:
             raise ValueError(reason)
         self._plan = make_plan(config, accelerator, fast=True, decoder=decoder)
         if folder is not None:
-            write_atomically(folder / PLAN, to_json(plan_object(PlanEntry(plan=self._plan)), indent=2) + "\n")
+            write_atomically(
+                folder / PLAN, to_json(plan_object(Outcome(case=Case(accelerator), known=self._plan)), indent=2) + "\n"
+            )
         return f"plan: {verdict_line(self._plan)}"
 
     def after_step(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], str | None]:

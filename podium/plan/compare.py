@@ -1,15 +1,13 @@
-"""Several plans beside each other: what they cost, which is best, and why, with the counts behind it."""
+"""Plans of several settings and machines: which is best, and why, with the counts behind it."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from podium.accelerators import find_accelerator
 from podium.hlo.collectives import KINDS
 from podium.plan.formatting import LIMITS, LITTLE, data_size, exact_gib, gib, number, readable
-from podium.plan.result import Plan, Seconds
-from podium.prices import HOUR_S, Price
+from podium.plan.result import Plan
+from podium.plan.study import ORDER, Outcome
 
-ORDER = ("fits", "too_close", "does_not_fit")
 ALIKE = 0.01  # steps whose seconds differ by less than this part of them are as fast as each other
 MUCH = 1.05  # from this ratio on, counts explain a difference
 HOST = "host"  # the part of a step that is no phase's
@@ -17,71 +15,19 @@ PER = {"decode": "token", "update": "micro-batch", "score": "micro-batch"}
 """What a phase's counts are given for; of other phases, a call."""
 
 
-@dataclasses.dataclass(frozen=True)
-class RunCost:
-    """The cost of the steps of a run; compiling, evaluations and checkpoints are not in it."""
-
-    steps: int
-    chip_hours: Seconds  # hours, times chips
-    usd: Seconds | None = None  # US dollars; None: the list has no price of this kind of chip
-    usd_per_chip_hour: float | None = None
-    price_source: str | None = None
-    price_date: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanEntry:
-    """A plan, and what a report says beside it."""
-
-    plan: Plan
-    cost: RunCost | None = None
-    setting: str = ""  # what differs from the config, as `rollout.layout=legacy`
-    reason: str = ""  # why it stands where it does among others
-
-    @property
-    def label(self) -> str:
-        """Machine and setting."""
-        return f"{self.plan.accelerator} {self.setting}".strip()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Refused:
-    """A setting on a machine that cannot be planned, and why."""
-
-    tpu: str
-    setting: str
-    error: str
-
-    @property
-    def label(self) -> str:
-        """Machine and setting."""
-        return f"{self.tpu} {self.setting}".strip()
-
-
-def cost_of(plan: Plan, steps: int, prices: Mapping[str, Price]) -> RunCost | None:
-    """The cost of a number of steps; None if the plan has no seconds."""
-    if plan.step is None:
-        return None
-    chip_hours = plan.step * (steps * plan.devices / HOUR_S)
-    if (price := prices.get(find_accelerator(plan.accelerator).generation)) is None:
-        return RunCost(steps, chip_hours)
-    each = price.usd_per_chip_hour
-    return RunCost(steps, chip_hours, chip_hours * each, each, price.source, price.date)
-
-
-def by_price(entries: Sequence[PlanEntry]) -> bool:
+def by_price(entries: Sequence[Outcome]) -> bool:
     """Whether plans can be compared by what they cost: each has a price and seconds."""
     return all(entry.cost is not None and entry.cost.usd is not None for entry in entries)
 
 
-def ranked(entries: Sequence[PlanEntry]) -> list[PlanEntry]:
+def ranked(entries: Sequence[Outcome]) -> list[Outcome]:
     """Best first, each with its reason: what fits before what does not, then the cheapest step.
 
     Cheapest is dollars where every plan has a price, else chip-seconds: of settings on one machine, the fastest.
     """
     priced = by_price(entries)
 
-    def key(entry: PlanEntry) -> tuple[int, float]:
+    def key(entry: Outcome) -> tuple[int, float]:
         plan = entry.plan
         price = (entry.cost.usd_per_chip_hour or 1.0) if priced and entry.cost else 1.0
         step = plan.step.value * plan.devices * price if plan.step is not None else float(plan.worst.bytes)
@@ -94,7 +40,7 @@ def ranked(entries: Sequence[PlanEntry]) -> list[PlanEntry]:
     return [first, *(dataclasses.replace(each, reason=_reason(each, best)) for each in others)]
 
 
-def _reason(entry: PlanEntry, other: PlanEntry) -> str:
+def _reason(entry: Outcome, other: Outcome) -> str:
     """The difference of two plans; between machines, of their prices too."""
     cost, others_cost = entry.cost and entry.cost.usd, other.cost and other.cost.usd
     text = difference(entry.plan, other.plan)

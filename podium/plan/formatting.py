@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from podium.accelerators import GIB
-from podium.plan.result import Phase, Plan, Probe, Seconds, total
+from podium.plan.result import Peak, Phase, Plan, Seconds, total
 
 STEP_PARTS: dict[str, tuple[str, ...]] = {
     "sync": ("sync",),
@@ -147,11 +147,11 @@ def method_line(plan: Plan) -> str:
     return f"compiled for {plan.accelerator}: memory, operations and transfers of {joined(compiled)}{rest}; {ranges}"
 
 
-def probe_text(probe: Probe, hbm_bytes: int) -> str:
-    """What came of a probe: `update needs 30.1 GiB, 1.2 to spare`."""
-    spare = hbm_bytes - probe.bytes
-    room = "refused by the compiler" if probe.refused else f"{gib(spare)} to spare" if spare >= 0 else "too large"
-    return f"{probe.phase} needs {gib(probe.bytes)} of {exact_gib(hbm_bytes)} GiB, {room}"
+def probe_text(peak: Peak, hbm_bytes: int) -> str:
+    """The result of a probe: `update needs 30.1 GiB, 1.2 to spare`."""
+    spare = hbm_bytes - peak.bytes
+    room = "refused by the compiler" if peak.refused else f"{gib(spare)} to spare" if spare >= 0 else "too large"
+    return f"{peak.phase} needs {gib(peak.bytes)} of {exact_gib(hbm_bytes)} GiB, {room}"
 
 
 def joined(names: Sequence[str]) -> str:

@@ -9,11 +9,11 @@ from typing import Any
 
 from podium.accelerators import GIB
 from podium.plan.advice import advice_line
-from podium.plan.compare import PlanEntry, Refused
 from podium.plan.formatting import step_parts, verdict_line
 from podium.plan.result import Plan
-from podium.plan.search import SearchResult, Trial
-from podium.plan.tune import TuneResult
+from podium.plan.search import Largest
+from podium.plan.study import Outcome
+from podium.plan.tune import Tuned
 
 Object = dict[str, Any]
 NAMES = {
@@ -34,7 +34,7 @@ NAMES = {
 ROLLOUT = ("prompt_tokens", "prefill_tokens", "completion_tokens", "decode_steps", "slot_utilisation", "mean_context")
 
 
-def plan_object(entry: PlanEntry, suggestions: Sequence[Trial] | None = None, longest: Plan | None = None) -> Object:
+def plan_object(entry: Outcome, suggestions: Sequence[Outcome] | None = None, longest: Plan | None = None) -> Object:
     """One plan; `longest` is the same with completions as long as they can be, where lengths were only assumed."""
     plan = entry.plan
     found = as_object(plan)
@@ -52,29 +52,32 @@ def plan_object(entry: PlanEntry, suggestions: Sequence[Trial] | None = None, lo
     }
 
 
-def comparison_object(entries: Sequence[PlanEntry], refused: Sequence[Refused]) -> Object:
+def comparison_object(entries: Sequence[Outcome], refused: Sequence[Outcome] = ()) -> Object:
     """Several plans, best first, and what could not be planned."""
-    return {"plans": [plan_object(each) for each in entries], "refused": [as_object(each) for each in refused]}
+    errors = [{"tpu": each.case.machine.name, "setting": each.setting, "error": each.error} for each in refused]
+    return {"plans": [plan_object(each) for each in entries], "refused": errors}
 
 
-def search_object(found: SearchResult) -> Object:
+def search_object(found: Largest) -> Object:
     """How a search went; `value` is null where no value fits."""
-    values = {"value": found.best, "with_room": found.roomy, "too_large": found.too_large}
-    return {name: each.value if each else None for name, each in values.items()} | {
+    return {
+        "value": found.best,
+        "with_room": found.with_room,
+        "too_large": found.too_large,
         "key": found.key,
         "proven": found.proven,
         "step": found.range.unit,
         "most": found.range.most,
         "why_most": found.range.why,
-        "tried": [as_object(each) for each in found.probes],
+        "tried": [{"value": value} | as_object(peak) for value, peak in found.tried.items()],
     }
 
 
-def tune_object(found: TuneResult) -> Object:
+def tune_object(found: Tuned) -> Object:
     """How a search over several settings went, best first."""
     tried = [
         {
-            "settings": {change.key: change.value for change in each.settings},
+            "settings": {change.key: change.value for change in each.case.changes},
             "verdict": each.plan.verdict,
             "gib": each.plan.worst.bytes / GIB,
             "step_seconds": as_object(each.plan.step) if each.plan.step else None,
@@ -100,7 +103,10 @@ def _plain(name: str, value: Any) -> Any:
     return None if name == "bound_by" and not value else value
 
 
-def _suggestion(trial: Trial) -> Object:
-    found = as_object(trial.plan)
+def _suggestion(outcome: Outcome) -> Object:
+    (change,) = outcome.case.changes
+    found = as_object(outcome.plan)
     kept = {name: found[name] for name in ("verdict", "spare_gib", "step_seconds", "tokens_per_s_per_chip")}
-    return as_object(trial.change) | kept | {"compiled": not trial.plan.estimate_only, "reason": trial.reason}
+    compiled = not outcome.plan.estimate_only
+    changed = {"key": change.key, "value": change.value, "old": change.old}
+    return changed | kept | {"compiled": compiled, "reason": outcome.reason}

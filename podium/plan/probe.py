@@ -1,18 +1,20 @@
-"""The memory of configs that differ in one setting, without a plan of each: only what the setting moves is compiled.
+"""The memory of configs that differ in one setting, without a plan of each: compiles only what the setting changes.
 
-Which programs those are is the closed form's to say; whoever searches plans the answer with all programs.
+The closed form says which programs that are; a search then plans its answer with all programs.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
 from podium.accelerators import Accelerator
 from podium.config.schema import Config
 from podium.models.presets import find_decoder
 from podium.plan.compile import OnProgress, compile_jobs
 from podium.plan.planner import SLOWEST_FIRST, Call, is_compiled, make_jobs, step_calls
-from podium.plan.result import Probe
+from podium.plan.result import Peak
 from podium.plan.sizes import make_sizes
+from podium.plan.worker import CompiledPhase, Job
 from podium.plan.workload import draw_lengths, simulate_rollout
 
 
@@ -36,32 +38,22 @@ class Prober:
         largest = {call.phase: call for call in self.largest(config)}
         return {largest[phase].program: largest[phase].blocks for phase in phases if phase in largest}
 
-    def __call__(self, configs: Mapping[int, Config], phases: Sequence[str]) -> list[Probe]:
-        """A probe of each value, of these phases; two are compiled at once."""
-        if self.fast or not all(is_compiled(config, self.accelerator) for config in configs.values()):
-            return [self.estimated(value, config, phases) for value, config in configs.items()]
-        decoder = {value: find_decoder(config) for value, config in configs.items()}
-        jobs = [
-            (value, job)
-            for value, config in configs.items()
-            for job in make_jobs(config, decoder[value], self.accelerator, self.programs(config, phases))
-        ]
-        compiled = compile_jobs([job for _, job in jobs], progress=self.progress)
-        found = []
-        for value in configs:
-            own = [(job, each) for (of, job), each in zip(jobs, compiled, strict=True) if of == value]
-            job, largest = max(own, key=lambda pair: pair[1].device_bytes)
-            size = largest.device_bytes + sum(each.memory.code for _, each in own)
-            refused = any(each.refused for _, each in own)
-            name = job.phase.partition(":")[0]
-            found.append(Probe(value=value, phase=name, bytes=size, refused=refused, compiled=True))
-        return found
+    def __call__(self, configs: Sequence[Config], phases: Sequence[str]) -> list[Peak]:
+        """The memory that each config needs in these phases; two programs are compiled at once."""
+        if self.fast or not all(is_compiled(config, self.accelerator) for config in configs):
+            return [self.estimated(config, phases) for config in configs]
+        jobs = [self._jobs(config, phases) for config in configs]
+        compiled = iter(compile_jobs(list(itertools.chain(*jobs)), progress=self.progress))
+        return [_peak(own, list(itertools.islice(compiled, len(own)))) for own in jobs]
 
-    def estimated(self, value: int, config: Config, phases: Sequence[str]) -> Probe:
-        """By the closed form."""
+    def estimated(self, config: Config, phases: Sequence[str]) -> Peak:
+        """The memory that a config needs in these phases by the closed form."""
         forms = [call.closed_form for call in self.largest(config) if call.phase in phases and call.closed_form]
         largest = max(forms, key=lambda form: form.total)
-        return Probe(value=value, phase=largest.name, bytes=largest.total, refused=False, compiled=False)
+        return Peak(phase=largest.name, bytes=largest.total, refused=False, compiled=False)
+
+    def _jobs(self, config: Config, phases: Sequence[str]) -> list[Job]:
+        return make_jobs(config, find_decoder(config), self.accelerator, self.programs(config, phases))
 
     def largest(self, config: Config) -> list[Call]:
         """The call of each phase that needs most memory, by the closed form; the optimizer's making has none."""
@@ -73,3 +65,14 @@ class Prober:
             if form and (held is None or held.closed_form is None or form.total > held.closed_form.total):
                 found[call.phase] = call
         return list(found.values())
+
+
+def _peak(jobs: Sequence[Job], compiled: Sequence[CompiledPhase]) -> Peak:
+    """The largest of some compiled programs, with the code of all."""
+    job, largest = max(zip(jobs, compiled, strict=True), key=lambda pair: pair[1].device_bytes)
+    return Peak(
+        phase=job.phase.partition(":")[0],
+        bytes=largest.device_bytes + sum(each.memory.code for each in compiled),
+        refused=any(each.refused for each in compiled),
+        compiled=True,
+    )

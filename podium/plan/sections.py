@@ -11,12 +11,16 @@ from typing import Any
 import podium.plan.formatting as text
 from podium.accelerators import GIB
 from podium.plan.advice import advice_line, effect
+from podium.plan.auto import MOST_DEVICES, Ranking
 from podium.plan.check import CheckRow
-from podium.plan.compare import PlanEntry, Refused, RunCost, by_price
+from podium.plan.compare import by_price
 from podium.plan.result import Phase, Plan, Verdict, margin
-from podium.plan.search import SearchResult, Trial
-from podium.plan.tune import TuneResult
+from podium.plan.search import Largest
+from podium.plan.study import Outcome, RunCost
+from podium.plan.tune import Tuned
+from podium.prices import HOUR_S
 
+SHOWN = 12  # machines that a ranking shows
 MOST_PARTS = 9  # parts of the memory that a bar shows by themselves
 ESTIMATED = "estimated by the closed form, not compiled: "
 REST = "others"  # the remaining parts of the memory, together
@@ -85,7 +89,7 @@ class ReportSection:
 
 
 def plan_sections(
-    entry: PlanEntry, suggestions: Sequence[Trial] | None = None, longest: Plan | None = None
+    entry: Outcome, suggestions: Sequence[Outcome] | None = None, longest: Plan | None = None
 ) -> list[ReportSection]:
     """All that there is to say about one plan, what to do about it first.
 
@@ -118,7 +122,7 @@ def plan_sections(
     return [*found, ReportSection("notes", tuple(Line(text=note, bullet=True) for note in notes))]
 
 
-def comparison_sections(entries: Sequence[PlanEntry], refused: Sequence[Refused]) -> list[ReportSection]:
+def comparison_sections(entries: Sequence[Outcome], refused: Sequence[Outcome]) -> list[ReportSection]:
     """Several plans in a table, best first, each with its reason; then what could not be planned."""
     failed = [Line(label=each.label, text=f"cannot be planned: {each.error}") for each in refused]
     if not entries:
@@ -132,66 +136,77 @@ def comparison_sections(entries: Sequence[PlanEntry], refused: Sequence[Refused]
     return [*found, ReportSection("seconds per step", (_steps(timed),), details=True)] if timed else found
 
 
-def auto_sections(
-    first: str, heads: tuple[str, ...], rows: tuple[tuple[str, ...], ...], notes: Sequence[str]
-) -> list[ReportSection]:
-    """Machines by what a run costs there."""
-    table = (Table(heads=heads, rows=rows, text=frozenset({0, 4, 6})),) if rows else ()
-    return [ReportSection("", (Line(text=first), *table, *(Line(text=note) for note in notes)))]
+def auto_sections(found: Ranking, notes: Sequence[str]) -> list[ReportSection]:
+    """The cheapest machines, and the fastest if it is not among them."""
+    if not found.outcomes:
+        first = f"the run fits none of the {found.unsuitable} machines that its settings divide over"
+        return [ReportSection("", (Line(text=first), *(Line(text=note) for note in notes)))]
+    best, quick = found.outcomes[0], found.fastest
+    others = [f"{found.unsuitable} others do not fit"] * bool(found.unsuitable)
+    others += [f"settings do not divide over {found.refused}"] * bool(found.refused)
+    first = (
+        f"cheapest: {best.label}, {_price(best)}; fastest: {quick.label}, {_price(quick)} (fits {len(found.outcomes)}"
+        f" machines of up to {MOST_DEVICES} devices; {'; '.join(others)})"
+    )
+    shown = [*found.outcomes[:SHOWN], *([quick] if quick not in found.outcomes[:SHOWN] else [])]
+    table = _table(MACHINES, ((each, each.plan, each.cost) for each in shown), 0, 4, 6)
+    return [ReportSection("", (Line(text=first), table, *(Line(text=note) for note in notes)))]
 
 
-def search_section(found: SearchResult) -> ReportSection:
+def _price(outcome: Outcome) -> str:
+    cost = outcome.cost
+    if cost is None:
+        return "seconds unknown"
+    usd = f"{text.number(cost.usd.value)} dollars" if cost.usd else "price unknown"
+    return f"{usd} and {text.number(_hours(outcome.plan, cost))} hours for {cost.steps} steps"
+
+
+def _hours(plan: Plan, cost: RunCost) -> float:
+    """The length of a run."""
+    return plan.step.value * cost.steps / HOUR_S if plan.step else 0.0
+
+
+def search_section(found: Largest) -> ReportSection:
     """The result of a search, and what was tried."""
-    table = _table(TRIED, ((probe, found) for probe in found.probes), 1, 2, 3)
+    table = _table(TRIED, ((value, peak, found.hbm_bytes) for value, peak in found.tried.items()), 1, 2, 3)
     return ReportSection("", (Line(text=search_line(found)), table))
 
 
-def tune_section(found: TuneResult) -> ReportSection:
-    """The best of several settings, and what was tried."""
-    best, before = found.best, found.before
-    steps = [text.number(each.plan.step.value) for each in (best, before) if each.plan.step is not None]
-    looked = f"{found.estimated} combinations estimated"
-    if not best.plan.estimate_only:
-        looked += f", {len(found.tried)} of at most {found.budget} compiled"
-    if best.plan.verdict == "does_not_fit":
-        first = f"nothing fits ({looked})"
-    elif best.settings == before.settings:
-        first = f"the settings as they are are the best ({looked})"
-    else:
-        now = f", a step {steps[0]} s instead of {steps[1]}" if len(steps) > 1 else ""
-        first = f"{' '.join(f'--set {each}' for each in best.changes(before))}{now} ({looked})"
-    if best.plan.estimate_only:
-        first = f"{ESTIMATED}{first}"
-    rows = (
-        (
-            ", ".join(map(str, each.changes(before))) or "as it is",
-            text.VERDICTS[each.plan.verdict],
-            f"{each.plan.worst.name} {text.gib(each.plan.worst.bytes)} GiB",
-            text.with_range(each.plan.step) if each.plan.step else "-",
-        )
-        for each in found.tried
-    )
-    table = Table(heads=("settings", "", "needs", "s per step"), rows=tuple(rows), text=frozenset({0, 1, 2}))
-    return ReportSection("", (Line(text=first), table))
-
-
-def search_line(found: SearchResult) -> str:
+def search_line(found: Largest) -> str:
     """The result of a search in a line."""
-    best, over, values = found.best, found.too_large, found.range
+    best, over = found.best, found.too_large
     made = "" if found.compiled else ESTIMATED
     if best is None:
-        smallest = found.probes[0]
-        return f"{made}{found.key}: even {smallest.value} does not fit ({text.gib(smallest.bytes)} GiB)"
+        smallest, peak = next(iter(found.tried.items()))
+        return f"{made}{found.key}: even {smallest} does not fit ({text.gib(peak.bytes)} GiB)"
     if over is None:
-        return f"{made}{found.key}: {best.value:,} fits, and more would not help: {values.why}"
-    gap = f"{over.value:,} does not" + ("" if found.proven else "; values in between were not tried")
+        return f"{made}{found.key}: {best:,} fits, and more would not help: {found.range.why}"
+    gap = f"{over:,} does not" + ("" if found.proven else "; values in between were not tried")
     room = ""
-    if found.roomy is None or found.roomy.value != best.value:
-        roomy = f"; {found.roomy.value:,} leaves more" if found.roomy else ""
+    if found.with_room != best:
+        roomy = f"; {found.with_room:,} leaves more" if found.with_room else ""
         room = f", but it is within {margin(found.compiled):.0%} of the memory, too close to call{roomy}"
-    last = found.probes[-1].value
-    beyond = f" (tried up to {last:,})" if last > over.value else ""
-    return f"{made}{found.key}: {best.value:,} is the largest that fits{room}; {gap}{beyond}"
+    last = max(found.tried)
+    beyond = f" (tried up to {last:,})" if last > over else ""
+    return f"{made}{found.key}: {best:,} is the largest that fits{room}; {gap}{beyond}"
+
+
+def tune_section(found: Tuned) -> ReportSection:
+    """The best of several settings, and what was tried."""
+    best = found.best
+    tried = f"{found.estimated} combinations estimated"
+    if not best.plan.estimate_only:
+        tried += f", {len(found.tried)} of at most {found.budget} compiled"
+    if best.plan.verdict == "does_not_fit":
+        first = f"nothing fits ({tried})"
+    elif best.case == found.before.case:
+        first = f"the settings as they are are the best ({tried})"
+    else:
+        after, now = best.plan.step, found.before.plan.step
+        faster = f", a step {text.number(after.value)} s instead of {text.number(now.value)}" if after and now else ""
+        first = f"{' '.join(f'--set {each}' for each in found.changed(best))}{faster} ({tried})"
+    table = _table(SETTINGS, ((found, each, each.plan) for each in found.tried), 0, 1, 2)
+    return ReportSection("", (Line(text=f"{ESTIMATED * best.plan.estimate_only}{first}"), table))
 
 
 def check_section(rows: Sequence[CheckRow]) -> ReportSection:
@@ -245,7 +260,7 @@ def _timeline(plan: Plan) -> Chart:
     return Chart(bars=tuple(bars), end=sum(time.value for _, time, _ in rows) or 1.0)
 
 
-def _steps(entries: Sequence[PlanEntry]) -> Chart:
+def _steps(entries: Sequence[Outcome]) -> Chart:
     """A bar of each plan's step in its parts."""
     times = [{name: time.value for name, time in text.step_parts(entry.plan)} for entry in entries]
     figures = [text.number(sum(each.values())) for each in times]
@@ -329,10 +344,28 @@ TRANSFERS: Columns = (
     ("while computing", lambda phase, each: "yes" if each.overlaps else "no"),
 )
 TRIED: Columns = (
-    ("tried", lambda probe, found: f"{probe.value:,}"),
-    ("", lambda probe, found: "fits" if probe.accepted(found.hbm_bytes) else "does not fit"),
-    ("needs", lambda probe, found: f"{probe.phase} {probe.bytes / GIB:.2f} GiB"),
-    ("by", lambda probe, found: ("its refusal" if probe.refused else "compiler") if probe.compiled else "closed form"),
+    ("tried", lambda value, peak, limit: f"{value:,}"),
+    ("", lambda value, peak, limit: "fits" if peak.fits(limit) else "does not fit"),
+    ("needs", lambda value, peak, limit: f"{peak.phase} {peak.bytes / GIB:.2f} GiB"),
+    (
+        "by",
+        lambda value, peak, limit: ("its refusal" if peak.refused else "compiler") if peak.compiled else "closed form",
+    ),
+)
+SETTINGS: Columns = (
+    ("settings", lambda found, each, plan: ", ".join(map(str, found.changed(each))) or "as it is"),
+    ("", lambda found, each, plan: text.VERDICTS[plan.verdict]),
+    ("needs", lambda found, each, plan: f"{plan.worst.name} {text.gib(plan.worst.bytes)} GiB"),
+    ("s per step", lambda found, each, plan: text.with_range(plan.step) if plan.step else "-"),
+)
+MACHINES: Columns = (
+    ("machine", lambda each, plan, cost: each.label),
+    ("dollars", lambda each, plan, cost: text.number(cost.usd.value) if cost and cost.usd else "no price"),
+    ("hours", lambda each, plan, cost: text.number(_hours(plan, cost)) if cost else "-"),
+    ("s per step", lambda each, plan, cost: text.number(plan.step.value) if plan.step else "-"),
+    ("peak in", lambda each, plan, cost: plan.worst.name),
+    ("GiB spare", lambda each, plan, cost: text.number(plan.spare_bytes / GIB)),
+    ("made by", lambda each, plan, cost: "estimate" if plan.estimate_only else "compiled"),
 )
 
 
@@ -353,20 +386,21 @@ def _cost(cost: RunCost, plan: Plan) -> str:
     )
 
 
-def _suggestion(trial: Trial) -> Line:
-    """A change with what it makes of memory and step, and why."""
-    room = "" if trial.before.verdict != "fits" else f", {text.spare(trial.plan)}"
+def _suggestion(outcome: Outcome) -> Line:
+    """A change with its effect on memory and step, and why."""
+    (change,) = outcome.case.changes
+    room = f", {text.spare(outcome.plan)}" if outcome.before and outcome.before.verdict == "fits" else ""
     return Line(
-        label=f"{trial.change} instead of {trial.change.old}",
-        text=f"{effect(trial)}{room}",
-        verdict=trial.plan.verdict,
-        note=trial.reason,
+        label=f"{change} instead of {change.old}",
+        text=f"{effect(outcome)}{room}",
+        verdict=outcome.plan.verdict,
+        note=outcome.reason,
     )
 
 
-def _comparison(entries: Sequence[PlanEntry]) -> Table:
+def _comparison(entries: Sequence[Outcome]) -> Table:
     """A row for each plan."""
-    keys = dict.fromkeys(entry.setting.partition("=")[0] for entry in entries if entry.setting)
+    keys = dict.fromkeys(change.key for entry in entries for change in entry.case.changes)
     names = [key.rpartition(".")[2] for key in keys]
     heads = ("machine", *names, "verdict", "GiB", "s per step", "tokens/s/chip", "chip-hours", "dollars")
     rows = []
@@ -374,7 +408,7 @@ def _comparison(entries: Sequence[PlanEntry]) -> Table:
         plan, cost = entry.plan, entry.cost
         known = (plan.tokens_per_s_per_device, cost and cost.chip_hours, cost and cost.usd)
         figures = (text.number(each.value) if each is not None else "-" for each in known)
-        settings = [entry.setting.partition("=")[2]] if keys else []
+        settings = [str(change.value) for change in entry.case.changes]
         memory = f"{text.gib(plan.worst.bytes)}/{text.exact_gib(plan.hbm_bytes)}"
         step = text.with_range(plan.step) if plan.step is not None else "-"
         rows.append((plan.accelerator, *settings, text.VERDICTS[plan.verdict], memory, step, *figures))

@@ -3,8 +3,10 @@
 import dataclasses
 from typing import Any
 
+from podium.accelerators import find_accelerator
 from podium.hlo.cost import CollectiveTotal
 from podium.plan.result import LargeArray, Phase, Plan, Seconds, judge, total
+from podium.plan.study import Case, Change, Outcome
 from podium.plan.workload import Workload
 
 GIB = 2**30
@@ -79,6 +81,17 @@ def plan(*, hbm: int = HBM, made: tuple[Phase, ...] | None = None, **changed: An
         "slots": 64,
     }
     return Plan(**{**fields, **changed})
+
+
+def outcome(made: Plan | None = None, *changes: Change, on: str = "v6e-8", **known: Any) -> Outcome:
+    """What a study would say of a plan."""
+    return Outcome(case=Case(find_accelerator(on), changes), known=made, **known)
+
+
+def written(setting: str) -> Change:
+    """A change as --compare takes it."""
+    key, _, value = setting.partition("=")
+    return Change(key=key, value=value, written=True)
 
 
 def too_large() -> Plan:

@@ -7,9 +7,10 @@ import pytest
 
 from podium.accelerators import find_accelerator
 from podium.plan import auto, plan
-from podium.plan.auto import headline, machines, rank, table
-from podium.plan.compare import PlanEntry, RunCost
+from podium.plan.auto import machines, rank
 from podium.plan.defaults import names_model, with_defaults
+from podium.plan.sections import Line, Table, auto_sections
+from podium.plan.study import RunCost, Study
 from podium.settings import load_settings
 from tests.plan.made_plans import estimated, seconds, too_large
 from tests.plan.made_plans import plan as made
@@ -25,35 +26,37 @@ def compiled(monkeypatch):
     return []
 
 
-def entry_of(compiled, *, misjudged=()):
-    """Plans of the machines of PRICES, of which some do not fit once they are compiled."""
+def study(compiled, *, misjudged=(), fast=False) -> Study:
+    """Plans for the machines of PRICES, of which some do not fit once they are compiled."""
 
-    def entry(machine, fast):
+    def plan_of(case, *, fast):
+        machine = case.machine
         if machine.name not in PRICES:
             raise ValueError("does not divide")
         if not fast:
             compiled.append(machine.name)
         found = estimated() if fast else too_large() if machine.name in misjudged else made()
-        step = seconds(10.0 / machine.devices)
-        found = dataclasses.replace(found, accelerator=machine.name, step=step)
-        return PlanEntry(plan=found, cost=RunCost(100, seconds(1.0), seconds(PRICES[machine.name])))
+        return dataclasses.replace(found, accelerator=machine.name, step=seconds(10.0 / machine.devices))
 
-    return entry
+    def cost(case, plan):
+        return RunCost(steps=100, chip_hours=seconds(1.0), usd=seconds(PRICES[case.machine.name]))
+
+    return Study(plan_of, fast=fast, cost=cost)
 
 
 def names(found):
-    return [each.plan.accelerator for each in found.entries]
+    return [each.case.machine.name for each in found.outcomes]
 
 
 def test_the_cheapest_three_are_compiled(compiled):
-    found = rank(entry_of(compiled), fast=False)
+    found = rank(study(compiled))
     assert compiled == ["l4-1", "h100-1", "v6e-4"] and names(found) == list(PRICES)
-    assert [each.plan.estimate_only for each in found.entries] == [False, False, False, True, True]
+    assert [each.plan.estimate_only for each in found.outcomes] == [False, False, False, True, True]
     assert found.refused == len(machines()) - len(PRICES)
 
 
 def test_what_the_compiler_refuses_gives_way_to_the_next(compiled):
-    found = rank(entry_of(compiled, misjudged=("l4-1",)), fast=False)
+    found = rank(study(compiled, misjudged=("l4-1",)))
     assert compiled == ["l4-1", "h100-1", "v6e-4", "v6e-8"]
     assert names(found) == ["h100-1", "v6e-4", "v6e-8", "h100-8"] and found.unsuitable == 1
 
@@ -64,24 +67,25 @@ def test_without_a_compiler_a_machine_stays_an_estimate(compiled, monkeypatch):
             raise ValueError("h100-1: the GPU compiler is not installed; pip install it")
 
     monkeypatch.setattr(auto, "check_compiler", check)
-    found = rank(entry_of(compiled), fast=False)
+    found = rank(study(compiled))
     assert compiled == ["v6e-4", "v6e-8"] and found.not_compiled == [
         "h100-1: the GPU compiler is not installed; pip install it"
     ]
-    assert len(found.entries) == 5
+    assert len(found.outcomes) == 5
 
 
 def test_nothing_is_compiled_if_that_is_asked_for(compiled):
-    assert names(rank(entry_of(compiled), fast=True)) == list(PRICES) and compiled == []
+    assert names(rank(study(compiled, fast=True))) == list(PRICES) and compiled == []
 
 
 def test_the_headline_has_the_cheapest_and_the_fastest(compiled):
-    found = rank(entry_of(compiled), fast=True)
-    assert headline(found).startswith(
+    (section,) = auto_sections(rank(study(compiled, fast=True)), ["a note"])
+    first, table, note = section.content
+    assert isinstance(first, Line) and first.text.startswith(
         "cheapest: l4-1, 1.0 dollars and 0.28 hours for 100 steps; fastest: v6e-8, 4.0 dollars and 0.035 hours"
     )
-    heads, rows = table(found)
-    assert [row[0] for row in rows] == list(PRICES) and len(heads) == len(rows[0])
+    assert isinstance(table, Table) and [row[0] for row in table.rows] == list(PRICES)
+    assert note == Line(text="a note")
 
 
 def test_machines_that_one_rents_are_tried():

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from podium.plan.compare import PlanEntry, Refused, cost_of, ranked
+from podium.plan.compare import ranked
 from podium.plan.formatting import peak_and_step, verdict_head
 from podium.plan.page import check_page, write_page
-from podium.plan.search import Change, Trial
 from podium.plan.sections import comparison_sections, plan_sections
+from podium.plan.study import Change, cost_of
 from podium.prices import Price
-from tests.plan.made_plans import GIB, HBM, gathers, phase, phases, plan, too_large
+from tests.plan.made_plans import GIB, HBM, gathers, outcome, phase, phases, plan, too_large, written
 
 PRICES = {"v6e": Price(usd_per_chip_hour=2.0, source="the <shop>", date="2026-01-02")}
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -64,8 +64,8 @@ class Page(html.parser.HTMLParser):
 def one(tmp_path) -> Page:
     made = plan(made=(*phases(collectives=(gathers(4e9, 36),)),))
     change = Change(key="train.rows_per_device", value=8, old=4)
-    suggestion = Trial(change=change, plan=plan(made=phases(took=0.8)), before=plan(), reason="2 micro-batches")
-    entry = PlanEntry(plan=made, cost=cost_of(made, 100, PRICES))
+    suggestion = outcome(plan(made=phases(took=0.8)), change, before=plan(), reason="2 micro-batches")
+    entry = outcome(made, cost=cost_of(made, 100, PRICES))
     write_page(tmp_path / "plan.html", "podium plan: a run", plan_sections(entry, [suggestion]))
     return Page(tmp_path / "plan.html")
 
@@ -121,8 +121,8 @@ def test_a_table_says_that_it_scrolls_where_the_page_may_be_too_narrow(one):
 
 
 def test_several_plans_stand_beside_each_other_with_their_reasons(tmp_path):
-    made = [PlanEntry(plan=each, setting=name, cost=None) for name, each in (("a=1", too_large()), ("a=2", plan()))]
-    refused = [Refused(tpu="v6e-4", setting="a=3", error="3 < 4 & no")]
+    made = [outcome(each, written(name)) for name, each in (("a=1", too_large()), ("a=2", plan()))]
+    refused = [outcome(None, written("a=3"), on="v6e-4", error="3 < 4 & no")]
     entries = ranked(made)
     folded = {entry.label: plan_sections(entry) for entry in entries}
     write_page(tmp_path / "plan.html", "podium plan", comparison_sections(entries, refused), folded)
@@ -136,7 +136,7 @@ def test_several_plans_stand_beside_each_other_with_their_reasons(tmp_path):
 def test_names_cannot_break_the_page(tmp_path):
     evil = phase("decode", gib={"<img src=x>": 1.0})
     made = plan(made=(evil, phase("update")), notes=("<script>alert(1)</script>",))
-    write_page(tmp_path / "plan.html", "podium plan: </script><b> $body", plan_sections(PlanEntry(plan=made)))
+    write_page(tmp_path / "plan.html", "podium plan: </script><b> $body", plan_sections(outcome(made)))
     page = Page(tmp_path / "plan.html")
     assert "<script>alert(1)</script>" in page.text and "podium plan: </script><b> $body" in page.text
     assert page.links == []

@@ -53,14 +53,14 @@ def test_a_probe_has_the_largest_of_its_programs_and_any_refusal(monkeypatch):
         return CompiledPhase(residents={"a": GIB}, memory=Memory(peak=size, code=7), refused=refused, **empty)
 
     monkeypatch.setattr(probe, "compile_jobs", lambda jobs, progress=None: [compiled(job) for job in jobs])
-    (found,) = PROBER({4: config()}, ["update", "decode"])
-    assert (found.value, found.phase, found.bytes, found.refused) == (4, "decode", 31 * GIB + 14, True)
-    assert not found.accepted(HBM)
+    (found,) = PROBER([config()], ["update", "decode"])
+    assert (found.phase, found.bytes, found.refused) == ("decode", 31 * GIB + 14, True)
+    assert not found.fits(HBM)
 
 
 def test_a_probe_by_the_closed_form_compiles_nothing(monkeypatch):
     monkeypatch.setattr(probe, "compile_jobs", None)
-    few, many = Prober(V6E, "gsm8k", fast=True)({1: config(), 16: config(train={"rows_per_device": 16})}, ["update"])
+    few, many = Prober(V6E, "gsm8k", fast=True)([config(), config(train={"rows_per_device": 16})], ["update"])
     assert few.bytes < many.bytes and not few.compiled and not many.refused
 
 

@@ -7,15 +7,17 @@ import re
 import pytest
 from rich.console import Console
 
-from podium.plan.compare import PlanEntry, Refused, cost_of, ranked
+from podium.plan.compare import ranked
 from podium.plan.formatting import duration, method_line, number, step_parts, verdict_line
 from podium.plan.json_answer import comparison_object, plan_object
+from podium.plan.knobs import SearchRange
 from podium.plan.report import print_sections
-from podium.plan.result import Plan, Probe, Seconds
-from podium.plan.search import Change, SearchRange, SearchResult, Trial
+from podium.plan.result import Peak, Plan, Seconds
+from podium.plan.search import Largest
 from podium.plan.sections import ReportSection, comparison_sections, plan_sections, search_line, search_section
+from podium.plan.study import Change, Outcome, cost_of
 from podium.prices import Price, load_prices
-from tests.plan.made_plans import GIB, HBM, close, estimated, phases, plan, seconds, too_large
+from tests.plan.made_plans import GIB, HBM, close, estimated, outcome, phases, plan, seconds, too_large, written
 
 PRICES = {"v6e": Price(usd_per_chip_hour=2.0, source="the shop", date="2026-01-02")}
 ROWS = SearchRange(unit=1, most=16, why="all rows are there")
@@ -30,12 +32,12 @@ def output(sections: list[ReportSection], *, width: int = 110, colours: bool = F
     return console.file.getvalue()
 
 
-def entry(made: Plan, **changed) -> PlanEntry:
-    return PlanEntry(plan=made, cost=cost_of(made, 100, PRICES), **changed)
+def entry(made: Plan, *changes: Change) -> Outcome:
+    return outcome(made, *changes, cost=cost_of(made, 100, PRICES))
 
 
 def test_the_first_line_says_what_to_do():
-    def first(made: Plan, *suggested: Trial) -> str:
+    def first(made: Plan, *suggested: Outcome) -> str:
         return output(plan_sections(entry(made), suggested)).splitlines()[0]
 
     decoding = "57% of a step is decode, bound by HBM bandwidth, with slots 65% busy"
@@ -177,20 +179,20 @@ def test_without_a_price_there_are_chip_hours_and_the_way_to_set_one():
     made = plan()
     cost = cost_of(made, 100, {})
     assert cost is not None and cost.usd is None
-    text = output(plan_sections(PlanEntry(plan=made, cost=cost)))
+    text = output(plan_sections(outcome(made, cost=cost)))
     assert "the price of v6e-8 is unknown: set one with --prices FILE" in text and "dollars" not in text
 
 
 def test_a_plan_without_seconds_has_neither_timeline_nor_cost():
     made = plan(step=None, tokens_per_s_per_device=None, host=None)
-    text = output(plan_sections(PlanEntry(plan=made, cost=cost_of(made, 100, PRICES))))
+    text = output(plan_sections(entry(made)))
     assert "seconds per step unknown" in text and "a step" not in text and "cost" not in text
 
 
-def suggestion(made: Plan, before: Plan | None = None) -> Trial:
+def suggestion(made: Plan, before: Plan | None = None) -> Outcome:
     change = Change(key="train.rows_per_device", value=8, old=4)
     reason = "update 0.80 s against 1.1: 2 micro-batches against 4"
-    return Trial(change=change, plan=made, before=before or plan(), reason=reason)
+    return outcome(made, change, before=before or plan(), reason=reason)
 
 
 def test_a_suggestion_says_what_it_makes_of_the_run_and_who_says_so():
@@ -229,8 +231,8 @@ def test_the_parts_of_a_step_add_up():
 
 
 def test_a_comparison_has_a_row_for_each_and_tells_what_could_not_be_planned():
-    entries = ranked([entry(too_large(), setting="a=1"), entry(plan(), setting="a=2")])
-    refused = [Refused(tpu="v6e-4", setting="a=3", error="a does not divide")]
+    entries = ranked([entry(too_large(), written("a=1")), entry(plan(), written("a=2"))])
+    refused = [outcome(None, written("a=3"), on="v6e-4", error="a does not divide")]
     text = output(comparison_sections(entries, refused))
     assert text.startswith("v6e-8 a=2 is best (fewest dollars per step): fits v6e-8 with")
     rows = [line.split() for line in text.splitlines() if line.strip().startswith("v6e-8  ")]
@@ -243,7 +245,7 @@ def test_a_comparison_has_a_row_for_each_and_tells_what_could_not_be_planned():
 
 
 def test_a_comparison_fits_eighty_columns():
-    entries = ranked([entry(too_large(), setting="a=1"), entry(plan(), setting="a=2")])
+    entries = ranked([entry(too_large(), written("a=1")), entry(plan(), written("a=2"))])
     table = [
         line for line in output(comparison_sections(entries, []), width=80).splitlines() if line.startswith(" v6e-8")
     ]
@@ -267,19 +269,19 @@ def test_a_comparison_fits_eighty_columns():
     ],
 )
 def test_a_search_says_how_sure_it_is(tries, proven, says):
-    probes = tuple(
-        Probe(value=value, phase="update", bytes=int(gib * GIB), refused=gib > 32, compiled=True)
+    tried = {
+        value: Peak(phase="update", bytes=int(gib * GIB), refused=gib > 32, compiled=True)
         for value, gib in tries.items()
-    )
-    found = SearchResult(key="k", range=ROWS, probes=probes, hbm_bytes=HBM)
+    }
+    found = Largest(key="k", range=ROWS, tried=tried, hbm_bytes=HBM)
     assert found.proven is proven and search_line(found) == says
     text = output([search_section(found)])
     assert text.count("compiler") + text.count("its refusal") == len(tries)
 
 
 def test_a_search_by_the_closed_form_says_so_first():
-    probes = (Probe(value=16, phase="update", bytes=24 * GIB, refused=False, compiled=False),)
-    found = SearchResult(key="k", range=ROWS, probes=probes, hbm_bytes=HBM)
+    tried = {16: Peak(phase="update", bytes=24 * GIB, refused=False, compiled=False)}
+    found = Largest(key="k", range=ROWS, tried=tried, hbm_bytes=HBM)
     assert search_line(found).startswith("estimated by the closed form, not compiled: k: 16 fits")
 
 

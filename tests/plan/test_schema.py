@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from podium.plan.compare import PlanEntry, Refused, RunCost
 from podium.plan.json_answer import comparison_object, plan_object
-from tests.plan.made_plans import plan, seconds
+from podium.plan.study import Outcome, RunCost
+from tests.plan.made_plans import outcome, plan, seconds
 from tools.plan_schema import plan_schema
 
 ROOT = Path(__file__).parents[2]
@@ -50,9 +50,16 @@ def problems(value: Any, schema: dict[str, Any], path: str = "") -> list[str]:
     return found
 
 
-def entry(**changes: Any) -> PlanEntry:
-    cost = RunCost(100, seconds(2.0), seconds(9.0), 4.76, "a list", "2026-03-10")
-    return PlanEntry(plan=plan(**changes), cost=cost)
+def entry(**changes: Any) -> Outcome:
+    cost = RunCost(
+        steps=100,
+        chip_hours=seconds(2.0),
+        usd=seconds(9.0),
+        usd_per_chip_hour=4.76,
+        price_source="a list",
+        price_date="2026-03-10",
+    )
+    return outcome(plan(**changes), cost=cost)
 
 
 def test_the_schema_is_that_of_the_plans_today():
@@ -63,7 +70,7 @@ def test_the_schema_is_that_of_the_plans_today():
 def test_a_plan_is_what_the_schema_says(changes):
     value = json.loads(json.dumps(plan_object(entry(**changes))))
     assert problems(value, SCHEMA) == []
-    several = json.loads(json.dumps(comparison_object([entry(**changes)], [Refused(tpu="a", setting="", error="b")])))
+    several = json.loads(json.dumps(comparison_object([entry(**changes)], [outcome(None, error="b")])))
     assert problems(several, SCHEMA) == []
 
 

@@ -6,24 +6,30 @@ import pytest
 
 from podium.accelerators import find_accelerator
 from podium.config.schema import Config
-from podium.plan.compare import PlanEntry, cost_of, difference, ranked
-from podium.plan.result import TOO_CLOSE, Plan, Probe
-from podium.plan.search import (
-    MOST_PROBES,
-    Change,
-    SearchRange,
-    candidates,
-    helps,
-    promising,
-    search,
-    search_range,
-    suggest,
-)
+from podium.plan.compare import difference, ranked
+from podium.plan.knobs import KNOBS, SearchRange, candidates, grid_of, search_range
+from podium.plan.result import TOO_CLOSE, Peak, Plan
+from podium.plan.search import MOST_PROBES, Largest, search
 from podium.plan.sizes import RunSizes, make_sizes
-from podium.plan.tune import TUNED, tune, tune_grid
+from podium.plan.study import Case, Change, Outcome, Study, cost_of, helps
+from podium.plan.suggest import suggestions
+from podium.plan.tune import Tuned, tune
 from podium.prices import Price
 from tests.plan.estimated import QWEN_3B
-from tests.plan.made_plans import GIB, HBM, estimated, gathers, phase, phases, plan, seconds, too_large, workload
+from tests.plan.made_plans import (
+    GIB,
+    HBM,
+    estimated,
+    gathers,
+    outcome,
+    phase,
+    phases,
+    plan,
+    seconds,
+    too_large,
+    workload,
+    written,
+)
 
 
 def config(**changed: Any) -> Config:
@@ -44,16 +50,17 @@ def sizes(changed: Config | None = None, machine: str = "v6e-8") -> RunSizes:
     return make_sizes(changed or config(), QWEN_3B, find_accelerator(machine))
 
 
-def run_search(true_bytes, closed_form, values: SearchRange, *, refused=lambda value: False):
+def run_search(
+    true_bytes, closed_form, values: SearchRange, *, refused=lambda value: False
+) -> tuple[Largest, list[int]]:
     """A search, and the values that were probed in their order."""
     probed: list[int] = []
 
-    def probe(wanted: Sequence[int]) -> list[Probe]:
+    def probe(wanted: Sequence[int]) -> list[Peak]:
         assert not set(wanted) & set(probed), "probed twice"
         assert len(wanted) <= 2 and all(value % values.unit == 0 and value <= values.most for value in wanted)
         probed.extend(wanted)
-        known: dict[str, Any] = {"phase": "update", "compiled": True}
-        return [Probe(value=v, bytes=int(true_bytes(v)), refused=refused(v), **known) for v in wanted]
+        return [Peak(phase="update", bytes=int(true_bytes(v)), refused=refused(v), compiled=True) for v in wanted]
 
     return search("k", values, closed_form=closed_form, probe=probe, hbm_bytes=HBM), probed
 
@@ -72,8 +79,8 @@ def test_the_largest_that_fits_is_found_and_proven(unit, error, slope):
 
     values = SearchRange(unit=unit, most=100 * unit, why="")
     found, _ = run_search(true_bytes, lambda value: int(error * true_bytes(value)), values)
-    assert found.best is not None and found.best.value == largest(true_bytes, values)
-    assert found.roomy is not None and found.roomy.value == largest(true_bytes, values, (1 - TOO_CLOSE) * HBM)
+    assert found.best == largest(true_bytes, values)
+    assert found.with_room == largest(true_bytes, values, (1 - TOO_CLOSE) * HBM)
     assert found.proven
 
 
@@ -88,7 +95,7 @@ def test_a_wrong_closed_form_costs_probes_but_no_wrong_answer(wrong, base):
     values = SearchRange(unit=1, most=60, why="")
     found, probed = run_search(true_bytes, lambda value: int(GIB * (1 + wrong * value)), values)
     assert len(probed) <= MOST_PROBES
-    assert found.best is not None and found.best.value == largest(true_bytes, values) and found.proven
+    assert found.best == largest(true_bytes, values) and found.proven
 
 
 def test_memory_that_falls_again_is_seen():
@@ -99,8 +106,8 @@ def test_memory_that_falls_again_is_seen():
         return GIB * measured.get(value, 27 + 0.8 * value)
 
     found, _ = run_search(true_bytes, lambda value: int(GIB * (26 + value)), SearchRange(unit=1, most=32, why=""))
-    assert found.best is not None and found.best.value == 7
-    assert {5, 6, 7, 8} <= {each.value for each in found.probes}
+    assert found.best == 7
+    assert {5, 6, 7, 8} <= set(found.tried)
 
 
 def test_what_the_compiler_refuses_does_not_fit_whatever_its_figure():
@@ -110,8 +117,8 @@ def test_what_the_compiler_refuses_does_not_fit_whatever_its_figure():
         SearchRange(1, 16, ""),
         refused=lambda value: value > 9,
     )
-    assert found.best is not None and found.best.value == 9
-    assert found.too_large is not None and found.too_large.refused
+    assert found.best == 9
+    assert found.too_large is not None and found.tried[found.too_large].refused
 
 
 def test_where_all_fit_one_probe_is_enough():
@@ -224,14 +231,17 @@ def test_the_hosts_time_is_explained_by_calls():
     assert difference(busy, plan()) == "host 0.50 s against 0.050: 376 calls against 188"
 
 
-def entries(*plans: tuple[str, Plan], prices: dict[str, Price] | None = None) -> list[PlanEntry]:
-    return [PlanEntry(plan=made, setting=name, cost=cost_of(made, 100, prices or {})) for name, made in plans]
+def entries(*plans: tuple[str, Plan], prices: dict[str, Price] | None = None) -> list[Outcome]:
+    return [
+        outcome(made, written(f"a={name}"), on=made.accelerator, cost=cost_of(made, 100, prices or {}))
+        for name, made in plans
+    ]
 
 
 def test_what_fits_is_better_than_what_is_fast():
     fast = dataclasses.replace(too_large(), step=seconds(0.5))
     order = ranked(entries(("fast", fast), ("slow", LEGACY), ("good", REPLICATED)))
-    assert [each.setting for each in order] == ["good", "slow", "fast"]
+    assert [each.setting for each in order] == ["a=good", "a=slow", "a=fast"]
     assert order[0].reason.startswith("best: decode 1.8 s against 9.5")
     assert order[2].reason.startswith("update needs 36.4 GiB")
 
@@ -272,7 +282,31 @@ def test_candidates_of_tokens_per_device_are_tokens():
     assert found == [("train.tokens_per_device", 2 * 1536), ("train.tokens_per_device", 8 * 1536)]
 
 
-def test_only_changes_that_the_closed_form_likes_are_compiled_and_only_proven_ones_told():
+V6E_8 = Case(find_accelerator("v6e-8"))
+
+
+def suggested(
+    changes, estimate, make, *, before: Plan, compile_all: bool | None = True, adapters: bool = False
+) -> list[Outcome]:
+    """Suggestions by these judges of one change, where compiling takes long."""
+
+    def planner(case: Case, *, fast: bool) -> Plan:
+        if not case.changes:
+            return before
+        return estimate(case.changes[0]) if fast else make(case.changes[0])
+
+    return suggestions(
+        Study(planner),
+        changes,
+        before,
+        V6E_8,
+        compile_all=compile_all,
+        compile_s=lambda change: 100.0,
+        adapters=adapters,
+    )
+
+
+def test_only_changes_that_the_closed_form_likes_are_compiled_and_only_proven_ones_shown():
     """By the closed form 8 rows and 64 slots are faster, remat none does not fit; by the compiler 64 slots are not."""
     fast, slow = plan(made=phases(took=0.8)), plan(made=phases(took=1.4))
     estimates = {"train.rows_per_device=8": 0.7, "rollout.slots=64": 0.5}
@@ -284,28 +318,42 @@ def test_only_changes_that_the_closed_form_likes_are_compiled_and_only_proven_on
             return too_large()
         return plan(made=phases(took=estimates.get(str(change), 1.1)))
 
-    changes = promising(candidates(config(), sizes()), plan(), estimate)
-    assert list(map(str, changes)) == ["rollout.slots=64", "train.rows_per_device=8"]
     compiled = []
 
     def make(change: Change) -> Plan:
         compiled.append(str(change))
         return fast if change.key == "train.rows_per_device" else slow
 
-    (found,) = suggest(changes, plan(), make)
+    (found,) = suggested(candidates(config(), sizes()), estimate, make, before=plan())
     assert compiled == ["rollout.slots=64", "train.rows_per_device=8"]
-    assert found.change == Change(key="train.rows_per_device", value=8, old=4)
+    assert found.case.changes == (Change(key="train.rows_per_device", value=8, old=4),)
     assert found.reason == "update 0.80 s against 1.1: 200 ms per micro-batch against 275, bound by compute"
+    estimates_alone = suggested(candidates(config(), sizes()), estimate, make, before=plan(), compile_all=None)
+    assert [each.setting for each in estimates_alone] == ["rollout.slots=64", "train.rows_per_device=8"]
+    assert len(compiled) == 2
 
 
-def test_at_most_three_changes_are_told_best_first():
+def test_at_most_three_changes_are_shown_best_first():
     changes = [Change(key="train.rows_per_device", value=value, old=4) for value in (1, 2, 3, 5)]
     took = {1: 0.9, 2: 0.5, 3: 0.8, 5: 0.7}
 
     def make(change: Change) -> Plan:
         return plan(made=phases(took=took[int(change.value)]))
 
-    assert [each.change.value for each in suggest(changes, plan(), make)] == [2, 5, 3]
+    found = suggested(changes, make, make, before=plan())
+    assert [each.case.changes[0].value for each in found] == [2, 5, 3]
+
+
+@pytest.mark.parametrize("way_out", [True, False])
+def test_adapters_are_suggested_only_if_nothing_else_fits(way_out):
+    change = Change(key="train.remat", value="layer", old="none")
+
+    def make(changed: Change) -> Plan:
+        smaller = plan(made=phases(gib={"saved_activations": 23.0}))
+        return plan() if changed.key == "lora.rank" or way_out else smaller
+
+    found = suggested([change], make, make, before=too_large(), compile_all=None, adapters=True)
+    assert [each.case.changes[0].key for each in found] == ["train.remat"] if way_out else ["lora.rank", "train.remat"]
 
 
 @pytest.mark.parametrize(
@@ -333,48 +381,53 @@ SLOTS, ROWS = (Change(key="rollout.slots", value=128), Change(key="train.rows_pe
 GRID = {"rollout.slots": (32, 64, 128), "train.rows_per_device": (1, 2, 4, 8)}
 
 
-def timed(settings: tuple[Change, ...], *, gib: float = 0.0) -> Plan:
+def timed(case: Case, *, fast: bool = True, gib: float = 0.0) -> Plan:
     """Fastest with 64 slots and 8 rows; each row takes 3 GiB."""
-    slots, rows = (int(each.value) for each in settings)
+    slots, rows = (int(each.value) for each in case.changes)
     took = 1 + abs(slots - 64) / 64 + 1 / rows
     return plan(made=phases(took=took, gib={"layer_activations": 3.0 * rows + gib}))
 
 
+def tuned(planner, *, budget: int, fast: bool = False) -> Tuned:
+    return tune(Study(planner, fast=fast), GRID, V6E_8.but(SLOTS, ROWS), budget=budget)
+
+
 def test_several_settings_are_tuned_together():
-    found = tune(GRID, (SLOTS, ROWS), estimate=timed, make=timed, budget=3)
-    values = [[each.value for each in tried.settings] for tried in found.tried]
+    found = tuned(timed, budget=3)
+    values = [[change.value for change in each.case.changes] for each in found.tried]
     assert values[0] == [64, 4] and [128, 4] in values  # 8 rows do not fit; the config's own are compiled too
     assert len(found.tried) <= 3 and found.estimated >= len(found.tried)
-    assert found.best.plan.verdict == "fits" and [str(each) for each in found.best.changes(found.before)] == [
-        "rollout.slots=64"
-    ]
+    assert found.best.plan.verdict == "fits" and list(map(str, found.changed(found.best))) == ["rollout.slots=64"]
 
 
-def test_what_needs_more_than_what_did_not_fit_is_not_compiled():
+def test_settings_that_need_more_than_some_that_did_not_fit_are_not_compiled():
     compiled: list[int] = []
 
-    def make(settings: tuple[Change, ...]) -> Plan:
-        compiled.append(int(settings[1].value))
-        return timed(settings, gib=12.0)  # the closed form missed it: 4 rows do not fit
+    def planner(case: Case, *, fast: bool) -> Plan:
+        if fast:
+            return timed(case)
+        compiled.append(int(case.changes[1].value))
+        return timed(case, gib=12.0)  # the closed form missed it: 4 rows do not fit
 
-    found = tune(GRID, (SLOTS, ROWS), estimate=timed, make=make, budget=4)
+    found = tuned(planner, budget=4)
     assert compiled[0] == 4 and max(compiled[1:]) <= 2
-    assert found.best.plan.verdict == "fits" and found.best.settings[1].value == 2
+    assert found.best.plan.verdict == "fits" and found.best.case.changes[1].value == 2
 
 
 def test_settings_that_contradict_each_other_are_left_out():
-    def estimate(settings: tuple[Change, ...]) -> Plan:
-        if settings[0].value == 64:
+    def planner(case: Case, *, fast: bool) -> Plan:
+        if case.changes[0].value == 64:
             raise ValueError("64 slots do not divide")
-        return timed(settings)
+        return timed(case)
 
-    found = tune(GRID, (SLOTS, ROWS), estimate=estimate, make=None, budget=2)
-    assert all(tried.settings[0].value != 64 for tried in found.tried) and len(found.tried) == 2
+    found = tuned(planner, budget=2, fast=True)
+    assert all(each.case.changes[0].value != 64 for each in found.tried) and len(found.tried) == 2
 
 
 def test_the_values_of_several_settings_are_those_that_are_worth_trying():
-    grid, now = tune_grid([*TUNED], config(), sizes())
+    keys = [key for key, knob in KNOBS.items() if knob.grid]
+    grid, now = grid_of(keys, config(), sizes())
     assert grid["train.rows_per_device"] == [1, 2, 4, 8, 16] and grid["rollout.slots"] == [8, 16, 32, 64, 128]
     assert {each.key: each.value for each in now}["rollout.slots"] == 128
     with pytest.raises(ValueError, match="seed cannot be searched together with others; these can: train"):
-        tune_grid(["rollout.slots", "seed"], config(), sizes())
+        grid_of(["rollout.slots", "seed"], config(), sizes())

@@ -1,0 +1,212 @@
+"""The settings that a study varies, and the values of each that are worth trying. No jax.
+
+Each setting says in one place how far a search for its largest value goes, which values are tried together with other
+settings, and which values may help a run. Values that may help never change what the run learns.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import get_args
+
+from podium.config.schema import Config, Remat
+from podium.config.sizes import batch_sequences, row_tokens, rows_per_device
+from podium.models.params import ROLLOUT_LAYOUTS, count, trained_specs
+from podium.plan.sizes import RunSizes
+from podium.plan.study import Change, Changes
+
+WIDEST = 16  # times the run's own value, where nothing else ends a search
+TOKENS_TOGETHER = 64  # lengths are searched in multiples of this
+
+Value = int | str
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchRange:
+    """The values that a search for the largest goes through: multiples of `unit`."""
+
+    unit: int
+    most: int
+    why: str  # why a larger value is of no use
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Knob:
+    """One setting that can be varied; each function takes the run's config and its sizes on the machine."""
+
+    range: Callable[[Config, RunSizes], SearchRange] | None = None  # None: the largest value is not searched for
+    grid: Callable[[Config, RunSizes], Sequence[Value]] | None = None  # values to try together with other settings
+    near: Callable[[Config, RunSizes], Iterable[Value]] | None = None  # other values that may help
+
+
+def search_range(key: str, config: Config, run: RunSizes) -> SearchRange:
+    """The values of a setting that are worth a search.
+
+    Raises:
+        ValueError: the setting cannot be searched, or not in this config.
+    """
+    knob = KNOBS.get(key)
+    if knob is None or knob.range is None:
+        searched = ", ".join(name for name, each in KNOBS.items() if each.range)
+        raise ValueError(f"--search {key}: cannot be searched; search one of {searched}")
+    found = knob.range(config, run)
+    if found.most < found.unit:
+        raise ValueError(f"--search {key}: there is nothing to search: {found.why}, {found.most}")
+    return found
+
+
+def grid_of(keys: Sequence[str], config: Config, run: RunSizes) -> tuple[dict[str, Sequence[Value]], Changes]:
+    """The values of several settings that are worth trying together, and the values that the run has.
+
+    Raises:
+        ValueError: a setting cannot be searched together with others.
+    """
+    grids = {key: knob.grid for key, knob in KNOBS.items() if knob.grid}
+    if unknown := [key for key in keys if key not in grids]:
+        raise ValueError(
+            f"--search {','.join(keys)}: {unknown[0]} cannot be searched together with others; these can:"
+            f" {', '.join(grids)}"
+        )
+    values = {key: grids[key](config, run) for key in keys}
+    return values, tuple(Change(key=key, value=_value(config, key)) for key in keys)
+
+
+def candidates(config: Config, run: RunSizes) -> Iterator[Change]:
+    """Changes that may help and leave what is learned as it is."""
+    for key, knob in KNOBS.items():
+        for value in knob.near(config, run) if knob.near else ():
+            yield Change(key=key, value=value, old=_value(config, key))
+
+
+def _value(config: Config, key: str) -> Value:
+    if key == "train.rows_per_device":
+        return rows_per_device(config)
+    return functools.reduce(getattr, key.split("."), config)  # pyright: ignore[reportReturnType]
+
+
+# train.rows_per_device and train.tokens_per_device
+
+
+def _most_rows(config: Config, run: RunSizes) -> int:
+    """Rows of a device with which one micro-batch holds all completions of an optimizer step."""
+    return -(-batch_sequences(config) // (run.dp * run.fsdp))
+
+
+def _range_of_rows(config: Config, run: RunSizes) -> SearchRange:
+    if config.train.tokens_per_device is not None:
+        raise ValueError(
+            "--search train.rows_per_device: the config sets train.tokens_per_device instead; unset it with"
+            " --set train.tokens_per_device=null"
+        )
+    return SearchRange(1, _most_rows(config, run), "one micro-batch then holds all completions of an optimizer step")
+
+
+def _near_rows(config: Config, run: RunSizes) -> Iterator[int]:
+    rows = rows_per_device(config)
+    return (more for more in (rows // 2, 2 * rows) if 1 <= more <= _most_rows(config, run))
+
+
+def _near_rows_alone(config: Config, run: RunSizes) -> Iterable[int]:
+    return _near_rows(config, run) if config.train.tokens_per_device is None else ()
+
+
+def _near_tokens(config: Config, run: RunSizes) -> Iterable[int]:
+    if config.train.tokens_per_device is None:
+        return ()
+    return (rows * row_tokens(config) for rows in _near_rows(config, run))
+
+
+# Sizes of the rollout
+
+
+def _range_of_prompts(config: Config, _: RunSizes) -> SearchRange:
+    most = WIDEST * config.prompts_per_step
+    return SearchRange(config.algorithm.minibatches, most, f"the search ends at {WIDEST} times the config's")
+
+
+def _range_of_new_tokens(config: Config, run: RunSizes) -> SearchRange:
+    rows = config.train.row_tokens or config.train.tokens_per_device
+    longest = min(run.decoder.max_positions, rows or run.decoder.max_positions)
+    most = (longest - config.rollout.max_prompt_tokens) // TOKENS_TOGETHER * TOKENS_TOGETHER
+    why = f"sequences of {longest} tokens are the longest that {'a row holds' if rows else 'the model knows'}"
+    return SearchRange(TOKENS_TOGETHER, most, why)
+
+
+def _range_of_slots(config: Config, run: RunSizes) -> SearchRange:
+    unit = run.rollout_shards
+    sequences = config.prompts_per_step * config.group_size
+    return SearchRange(unit, -(-sequences // unit) * unit, "every completion of a step then has a slot")
+
+
+def _grid_of_slots(config: Config, run: RunSizes) -> list[int]:
+    found = _range_of_slots(config, run)
+    return _doublings(found.unit, found.most)
+
+
+def _near_slots(config: Config, run: RunSizes) -> Iterator[int]:
+    sequences = config.prompts_per_step * config.group_size
+    for slots in (config.rollout.slots // 2, 2 * config.rollout.slots):
+        if slots % run.rollout_shards == 0 and 1 <= slots < 2 * sequences:
+            yield slots
+
+
+# Adapters and chunks of the head
+
+
+def _range_of_rank(_: Config, run: RunSizes) -> SearchRange:
+    lora = run.decoder.lora
+    if lora is None:
+        raise ValueError("--search lora.rank: the config trains all weights; add --set lora.rank=32")
+    specs = trained_specs(run.decoder)
+    factors = [count({name: spec}) // spec.shape[0] // lora.rank for name, spec in specs.items()]
+    return SearchRange(min(8, min(factors)), min(factors), "a larger one is more than the smallest matrix has")
+
+
+def _chunks(config: Config, most: int) -> list[int]:
+    tokens = config.train.head_chunk_tokens
+    return [each for each in (tokens // 4, tokens, 4 * tokens) if 1 <= each <= most]
+
+
+def _grid_of_chunks(config: Config, _: RunSizes) -> list[int]:
+    return _chunks(config, max(rows_per_device(config) * row_tokens(config), config.train.head_chunk_tokens))
+
+
+def _near_chunks(config: Config, _: RunSizes) -> list[int]:
+    found = _chunks(config, rows_per_device(config) * row_tokens(config))
+    return [each for each in found if each != config.train.head_chunk_tokens]
+
+
+def _doublings(first: int, most: int) -> list[int]:
+    """From `first`, doubling, to `most`, which is always among them."""
+    found = [first]
+    while 2 * found[-1] < most:
+        found.append(2 * found[-1])
+    return [*found, most] if most > found[-1] else found
+
+
+KNOBS: Mapping[str, Knob] = {
+    "train.rows_per_device": Knob(
+        range=_range_of_rows,
+        grid=lambda config, run: _doublings(1, _most_rows(config, run)),
+        near=_near_rows_alone,
+    ),
+    "train.tokens_per_device": Knob(near=_near_tokens),
+    "prompts_per_step": Knob(range=_range_of_prompts),
+    "rollout.max_new_tokens": Knob(range=_range_of_new_tokens),
+    "train.remat": Knob(
+        grid=lambda config, run: get_args(Remat),
+        near=lambda config, run: (remat for remat in get_args(Remat) if remat != config.train.remat),
+    ),
+    "train.offload_optimizer": Knob(near=lambda config, run: (not config.train.offload_optimizer,)),
+    "train.head_chunk_tokens": Knob(grid=_grid_of_chunks, near=_near_chunks),
+    "rollout.slots": Knob(range=_range_of_slots, grid=_grid_of_slots, near=_near_slots),
+    "rollout.layout": Knob(
+        grid=lambda config, run: tuple(ROLLOUT_LAYOUTS),
+        near=lambda config, run: (
+            layout for layout in ROLLOUT_LAYOUTS if layout not in (config.rollout.layout, run.layout.name)
+        ),
+    ),
+    "rollout.refill_steps": Knob(near=lambda config, run: (2 * config.rollout.refill_steps,)),
+    "lora.rank": Knob(range=_range_of_rank),
+}
+"""The settings that can be varied; changes of earlier ones are suggested first where they help equally."""
