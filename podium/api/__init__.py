@@ -1,4 +1,4 @@
-"""Podium from Python: runs begun, read and asked (docs/python.md)."""
+"""The Python interface: start runs, read them, and query their weights (docs/python.md)."""
 
 from podium.malloc import keep_freed_memory
 

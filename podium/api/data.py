@@ -1,4 +1,4 @@
-"""What Python hands over, as settings: rows of data become files, functions become names, keywords become overrides."""
+"""Turns Python arguments into settings: rows become files, functions become names, keywords become overrides."""
 
 import hashlib
 import json
@@ -13,22 +13,22 @@ from podium.files import write_atomically
 from podium.tasks.question_sets import math_equal, text_equal
 
 Reward = Callable[..., Any] | str
-"""A function (`podium.tasks.functions` says what it is given), or the name of a part of the reward."""
+"""A function (its arguments: `podium.tasks.functions`), or the name of a built-in part of the reward."""
 Rewards = Sequence[Reward | tuple[Reward, float]]
-"""Parts of the reward, each alone or with its weight."""
+"""Parts of the reward, each alone or as `(part, weight)`."""
 Rows = Iterable[Mapping[str, Any]]
 """Dicts, or a datasets.Dataset."""
 Data = Rows | str | Path | Callable[..., Any]
 """Rows, a .jsonl or .parquet file, or a task's class."""
 
 GRADES: Mapping[Callable[..., Any], str] = {math_equal: "math", text_equal: "text"}
-"""Functions that the built-in task grades by, in a process of its own and under a time limit."""
+"""Functions that the built-in task uses as its grader, in a separate process with a time limit."""
 
 
 def overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[Override]:
-    """Keyword arguments as settings: sections are dicts, or double underscores as in environment variables.
+    """Yield keyword arguments as settings; a section is a dict, or written with double underscores.
 
-    Objects (a recipe, a loss, an optimizer) become names of this session.
+    Objects (a recipe, a loss, an optimizer) are registered under a name of this session.
     """
     for key, value in settings.items():
         path = f"{prefix}{key}".replace("__", ".")
@@ -39,7 +39,7 @@ def overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[Overrid
 
 
 def _plain(value: Any) -> Any:
-    """A setting as YAML could hold it."""
+    """A setting as a value that YAML can hold."""
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     if isinstance(value, Mapping):
@@ -59,7 +59,7 @@ def task_settings(
     answer: str,
     system_prompt: str | None,
 ) -> list[Override]:
-    """The task that data and rewards make, as settings; rows are written below `folder`."""
+    """The settings of a task made of data and rewards; rows are written to files below `folder`."""
     parts, match = reward_parts(rewards)
     correct = "correct" if match else next(iter(parts))
     task: dict[str, Any] = {"system_prompt": system_prompt, "rewards": parts, "correct": correct}
@@ -77,7 +77,7 @@ def task_settings(
 
 
 def reward_parts(rewards: Rewards) -> tuple[dict[str, float], str | None]:
-    """Weights by the name of each part, and how the built-in task compares answers; None: it does not grade."""
+    """The weight of each part by name, and how the built-in task compares answers (None: it does not grade)."""
     parts: dict[str, float] = {}
     match = None
     for each in rewards:
@@ -91,19 +91,19 @@ def reward_parts(rewards: Rewards) -> tuple[dict[str, float], str | None]:
         if name == "correct" and match is None:
             match = "math"
         if name in parts:
-            raise ValueError(f"rewards: {name} stands there twice; keep one")
+            raise ValueError(f"rewards: {name} is listed twice; keep one")
         parts[name] = float(weight)
     if not parts:
-        raise ValueError("rewards: there is none; give podium.math_equal, or a function of yours")
+        raise ValueError("rewards: none given; pass podium.math_equal, or a function of yours")
     if match is None and not any(is_path(name) for name in parts):
-        raise ValueError(f"rewards: {', '.join(parts)} alone do not say what is right; add podium.math_equal")
+        raise ValueError(f"rewards: {', '.join(parts)} alone do not define a correct answer; add podium.math_equal")
     return parts, match
 
 
 def data_file(data: Any, folder: Path, what: str) -> str:
-    """The file of the data: what a path names, or rows written to a file whose name follows from what they hold.
+    """Return the path of the data; rows are first written to a file named after a hash of their content.
 
-    Raises ValueError for rows that are none, or hold what JSON cannot.
+    Raises ValueError if an item is not a row, or holds a value that JSON cannot represent.
     """
     if isinstance(data, str | Path):
         return str(data)
@@ -127,12 +127,12 @@ def data_file(data: Any, folder: Path, what: str) -> str:
 
 
 def _scalar(value: Any) -> Any:
-    """A number of numpy's as Python's."""
+    """Convert numpy values to Python's."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} {value!r:.40}")
 
 
 def rewards_of(config: Config) -> dict[str, float]:
-    """How a run's answers are graded in an evaluation: by the part that counts as correct, alone."""
+    """The rewards for an evaluation: only the part that counts as correct."""
     return {config.tasks[0].correct: 1.0}

@@ -1,4 +1,4 @@
-"""A run, as Python sees it: what it recorded, and what its weights can do."""
+"""A run in Python: its records, and functions that use its weights."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,16 +15,16 @@ if TYPE_CHECKING:  # a call of `podium.grpo` speaks before it has imported jax
 
 
 class Run:
-    """A run's folder. Everything is read from it anew, so a run that still trains can be looked at too."""
+    """A run's folder. Every access reads the files again, so a run that is still training can be inspected too."""
 
     def __init__(self, path: str | Path) -> None:
-        """The run in a folder. Raises ValueError where there is none."""
+        """Open the run in a folder. Raises ValueError if the folder holds no run."""
         self.path = as_path(str(path))
         self._fork = parse_fork(str(path))
 
     @property
     def config(self) -> Config:
-        """Its settings."""
+        """The run's settings."""
         return read_config(self.path)
 
     @property
@@ -43,7 +43,7 @@ class Run:
         return sorted(saved_steps(self._fork.checkpoints))
 
     def generate(self, prompts: Sequence[str], *, step: int | None = None, **options: Any) -> "list[Answer]":
-        """Answers of its weights (of `step`, or the newest) to prompts; options as of `podium.generate`."""
+        """Answer prompts with its weights (of `step`, or the newest); options are those of `podium.generate`."""
         from podium.api.answers import generate
 
         return generate(self._at(step), prompts, **options)
@@ -51,7 +51,7 @@ class Run:
     def evaluate(
         self, data: Data | None = None, *, rewards: Rewards | None = None, step: int | None = None, **options: Any
     ) -> "Evaluated":
-        """How many questions its weights answer: of `data`, or its own; options as of `podium.evaluate`."""
+        """Evaluate its weights on `data`, or on its own held-out questions; options are those of `podium.evaluate`."""
         from podium.api.answers import evaluate
 
         return evaluate(self._at(step), data, rewards=rewards, **options)
@@ -65,11 +65,11 @@ class Run:
         push: str | None = None,
         private: bool = False,
     ) -> Path:
-        """Write its weights (of `step`, or the newest) as a Hugging Face model with a model card; the folder.
+        """Write its weights (of `step`, or the newest) as a Hugging Face model with a model card; return the folder.
 
         `push` is the `user/name` on the hub to upload it to as well.
 
-        Raises ValueError where there is no such checkpoint, or the folder holds something.
+        Raises ValueError if there is no such checkpoint, or if the folder is not empty.
         """
         from podium.train.export import export_run
 
@@ -77,7 +77,7 @@ class Run:
         return Path(folder)
 
     def report(self, out: str | Path = "report.html") -> Path:
-        """Write the page of `podium report`; the file."""
+        """Write the page of `podium report`; return its path."""
         from podium.observe.report.page import write_report
 
         write_report([self.path], Path(out))
@@ -87,11 +87,11 @@ class Run:
         return str(self.path) if step is None else f"{self.path}@{step}"
 
     def __repr__(self) -> str:
-        """Its folder and its newest checkpoint."""
+        """Show its folder and its newest checkpoint."""
         steps = self.steps
         return f"Run({str(self.path)!r}, step {steps[-1] if steps else 0})"
 
 
 def load_run(path: str | Path) -> Run:
-    """The run in a folder, such as `runs/demo`. Raises ValueError where there is none."""
+    """Open the run in a folder, such as `runs/demo`. Raises ValueError if the folder holds no run."""
     return Run(path)

@@ -1,4 +1,4 @@
-"""`podium.grpo` and `podium.train`: runs begun from Python."""
+"""`podium.grpo` and `podium.train`: start runs from Python."""
 
 import os
 import time
@@ -39,20 +39,20 @@ def grpo(
         model: a Hugging Face id, a folder, a .gguf file, or `demo`.
         data: dicts or a datasets.Dataset, each row a question; a .jsonl or .parquet file; or a task's class.
         eval_data: held-out rows, or their file; without them nothing is evaluated.
-        rewards: what a completion earns: functions, or names of parts (`format`, `tags`, `length`), each alone or as
-            `(reward, weight)`. `podium.math_equal` and `podium.text_equal` compare the answer with the row's. Where
-            neither is there, rows need no answer, and evaluation counts the first function, held within 0 and 1.
+        rewards: the parts of a completion's reward: functions, or names of parts (`format`, `tags`, `length`), each
+            alone or as `(reward, weight)`. `podium.math_equal` and `podium.text_equal` compare the answer with the
+            row's. Without either, rows need no answer, and evaluation uses the first function, clipped to 0 to 1.
         on_step: called after each step with the number of steps done, the step's metrics, and its samples.
         question: column of the question.
         answer: column of the answer.
         system_prompt: first message of every conversation.
-        name: of the run's folder in `runs_dir`; a run of that name and of the same settings is continued. Without a
-            name every call begins a new run.
-        settings: of the config (docs/config.md): `steps=100`, `rollout={"max_new_tokens": 64}`, or the same as
-            `rollout__max_new_tokens=64`.
+        name: name of the run's folder in `runs_dir`; an existing run of that name with the same settings is
+            continued. Without a name every call starts a new run.
+        settings: any setting of the config (docs/config.md): `steps=100`, `rollout={"max_new_tokens": 64}`, or the
+            same as `rollout__max_new_tokens=64`.
 
     Returns:
-        The run. After Ctrl-C it is the run up to the step that was finished; the same call with its name continues it.
+        The run. After Ctrl-C, the run up to the last finished step; the same call with its name continues it.
 
     Raises:
         ValueError: an argument, a setting or a row is wrong, before anything is compiled.
@@ -76,16 +76,16 @@ def train(
     source: str | None = None,
     **settings: Any,
 ) -> Run:
-    """Train as a config file says, as `podium train` does, and return the run when its steps are done.
+    """Train a run from a config file, as `podium train` does, and return it when its steps are done.
 
     Args:
-        config: a YAML file, or several, of which later ones override.
-        on_step: as of `podium.grpo`.
-        source: `RUN@STEP` of another run, from whose checkpoint this one begins.
-        settings: over the file's, as of `podium.grpo`.
+        config: a YAML file, or several; later files override earlier ones.
+        on_step: as for `podium.grpo`.
+        source: `RUN@STEP` of another run whose checkpoint this one starts from.
+        settings: overrides of the file's settings, as for `podium.grpo`.
 
     Raises:
-        ValueError: something of this is wrong, before anything is compiled.
+        ValueError: an argument or a setting is wrong; raised before anything is compiled.
     """
     files = [config] if isinstance(config, str | Path) else list(config)
     loaded = load_settings(files, list(overrides(settings)), os.environ)
@@ -104,7 +104,7 @@ def _train(config: Config, fork: Fork | None, on_step: "OnStep | None") -> Run:
 
 
 def _new_name(runs_dir: str) -> str:
-    """A name that no run in the folder has."""
+    """A name that is not taken in the folder."""
     name = time.strftime("grpo-%Y%m%d-%H%M%S")
     taken = sum(1 for _ in as_path(runs_dir).glob(f"{name}*")) if as_path(runs_dir).is_dir() else 0
     return f"{name}-{taken + 1}" if taken else name

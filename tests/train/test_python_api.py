@@ -139,9 +139,9 @@ def test_a_bug_in_a_reward_is_shown_with_its_prompt(tiny_model, runs):
         ({"data": [{"question": "q", "answer": object()}]}, "data: row 0 cannot be written as JSON"),
         ({"data": [{"prompt": "q", "answer": 1}]}, "no column 'question'"),
         ({"rewards": []}, "rewards: there is none"),
-        ({"rewards": ["format"]}, "format alone do not say what is right"),
+        ({"rewards": ["format"]}, "format alone do not define a correct answer"),
         ({"rewards": [podium.math_equal, podium.text_equal]}, "keep one"),
-        ({"rewards": [short, short]}, "stands there twice"),
+        ({"rewards": [short, short]}, "listed twice"),
         ({"rewards": ["formt", podium.math_equal]}, "did you mean format"),
         ({"rewards": ["no_such:reward"]}, "no module 'no_such' here"),
         (
