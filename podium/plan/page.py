@@ -1,23 +1,33 @@
-"""Sections of a report as one HTML file that opens without a network: `page.html` with the sections put in."""
+"""A report as one HTML file that opens without a network: what the terminal shows, with the details beside it."""
 
 import html
-import string
+import io
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
+
+from rich.console import Console
 
 from podium import __version__
 from podium.files import write_atomically
-from podium.plan.formatting import readable
-from podium.plan.sections import REST, Chart, Content, Line, ReportSection, Table
+from podium.plan.report import print_sections
+from podium.plan.sections import ReportSection
 
-COLOURS = ("#4269d0", "#efb118", "#3ca951", "#ff725c", "#a463f2", "#6cc5b0", "#ff8ab7", "#9c6b4e", "#97bbf5")
-REST_COLOUR = "#9498a0"
-NARROW = 4  # columns that any page has room for
+COLUMNS = 130
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><style>
+body {{ font: 16px/1.5 system-ui, sans-serif; color: #1b1f2a; max-width: 75rem; margin: 0 auto; padding: 1.5rem 1rem; }}
+h1 {{ font-size: 1.3rem; }} summary {{ cursor: pointer; font-weight: 600; }} footer {{ color: #5a6070; }}
+pre {{ font: 13px/1.3 ui-monospace, Menlo, "DejaVu Sans Mono", Consolas, monospace; overflow-x: auto; }}
+</style></head>
+<body><h1>{title}</h1>
+{body}
+<footer>Podium {version}</footer></body></html>
+"""
 
 
 def check_page(path: Path) -> None:
-    """Raises ValueError where the page could not be written: found out before anything is compiled."""
+    """Check that a page can be written, before anything is compiled. Raises ValueError if it cannot."""
     if path.is_dir() or not path.parent.is_dir():
         what = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.parent}"
         raise ValueError(f"--html {path}: {what}; name a file, as plan.html")
@@ -29,81 +39,22 @@ def write_page(
     sections: Sequence[ReportSection],
     folded: Mapping[str, Sequence[ReportSection]] | None = None,
 ) -> None:
-    """Write sections as a page; those that are `folded` come below, under the label that opens them."""
-    body = [_section(each) for each in sections]
+    """Write sections as a page; below them the folded ones, each group under the label that opens it."""
+    body = [_printed(sections)]
     for label, inner in (folded or {}).items():
-        body.append(f"<details><summary>{html.escape(label)}</summary>{''.join(map(_section, inner))}</details>")
-    template = string.Template(resources.files("podium.plan").joinpath("page.html").read_text(encoding="utf-8"))
-    page = template.substitute(title=html.escape(title), body="\n".join(body), version=__version__)
-    write_atomically(path, page)
+        body.append(f"<details><summary>{html.escape(label)}</summary>{_printed(inner)}</details>")
+    write_atomically(path, PAGE.format(title=html.escape(title), body="\n".join(body), version=__version__))
 
 
-def _section(section: ReportSection) -> str:
-    title = f"<h2>{html.escape(section.title)}</h2>" if section.title else ""
-    return f"<section>{title}{''.join(map(_content, section.content))}</section>"
-
-
-def _content(content: Content) -> str:
-    match content:
-        case Line():
-            return _line(content)
-        case Chart():
-            return _chart(content)
-        case Table():
-            return _table(content)
-
-
-def _line(line: Line) -> str:
-    verdict = f' class="verdict {line.verdict}"' if line.verdict and not line.label else ""
-    label = f"<b>{html.escape(line.label)}</b>: " if line.label else ""
-    note = f'<br><span class="soft">{html.escape(line.note)}</span>' if line.note else ""
-    return f"<p{verdict}>{label}{html.escape(line.text)}{note}</p>" if line.text else ""
-
-
-def _chart(chart: Chart) -> str:
-    """Bars as wide as the page allows; what a segment is shows when the mouse is over it."""
-    colours = dict(zip(chart.parts, COLOURS, strict=False)) | {REST: REST_COLOUR}
-    rows = []
-    for bar in chart.bars:
-        cells = [
-            f'<i style="left:{_share(begin, chart)};width:{_share(end - begin, chart)};background:'
-            f'{colours.get(part, COLOURS[0])}" title="{html.escape(readable(part))} {end - begin:.3g}"></i>'
-            for part, begin, end in bar.segments
-            if end > begin
-        ]
-        if bar.range is not None:
-            low, high = bar.range
-            cells.append(
-                f'<i class="range" style="left:{_share(low, chart)};width:{_share(high - low, chart)}"'
-                f' title="between {low:.3g} and {high:.3g}"></i>'
-            )
-        if chart.limit is not None:
-            cells.append(f'<i class="limit" style="left:{_share(chart.limit, chart)}"></i>')
-        bad, name = " bad" * bar.bad, html.escape(bar.name)
-        rows.append(
-            f'<span class="name{bad}">{name}</span><span class="figure{bad}">{html.escape(bar.figure)}</span>'
-            f'<span class="bar" title="{html.escape(bar.note)}">{"".join(cells)}</span>'
-        )
-    key = [
-        f'<span><i style="background:{colours[part]}"></i>{html.escape(readable(part))}</span>' for part in chart.parts
-    ]
-    key += [f'<span><i style="background:#c1121f"></i>{html.escape(chart.limit_text)}</span>'] * bool(chart.limit_text)
-    if any(bar.range for bar in chart.bars):
-        key.append('<span><i class="range"></i>where the end may be</span>')
-    return f'<div class="chart">{"".join(rows)}</div>' + (f'<div class="key">{"".join(key)}</div>' if key else "")
-
-
-def _share(value: float, chart: Chart) -> str:
-    return f"{100 * value / chart.reach:.4f}%"
-
-
-def _table(table: Table) -> str:
-    """A table that scrolls sideways where the page is narrow, and then says so."""
-
-    def cell(tag: str, column: int, content: str) -> str:
-        return f"<{tag}{' class=text' * (column in table.text)}>{html.escape(content)}</{tag}>"
-
-    lines = [("th", table.heads), *(("td", row) for row in table.rows)]
-    body = "".join(f"<tr>{''.join(cell(tag, i, each) for i, each in enumerate(row))}</tr>" for tag, row in lines)
-    hint = '<p class="scroll">This table scrolls sideways.</p>' if len(table.heads) > NARROW else ""
-    return f'{hint}<div class="wide" tabindex="0"><table>{body}</table></div>'
+def _printed(sections: Sequence[ReportSection]) -> str:
+    """Sections as the terminal shows them, in colour, with their details."""
+    console = Console(
+        file=io.StringIO(),
+        record=True,
+        width=COLUMNS,
+        force_terminal=True,
+        color_system="truecolor",
+        legacy_windows=False,
+    )
+    print_sections(sections, console, details=True)
+    return console.export_html(code_format="<pre>{code}</pre>", inline_styles=True)

@@ -1,4 +1,4 @@
-"""Sections of a report in the terminal. Colours tell parts of a bar apart where there are any; elsewhere letters do."""
+"""Prints the sections of a report. The parts of a bar differ by colour, or by letter where there are no colours."""
 
 import string
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from podium.plan.formatting import VERDICTS, readable
 from podium.plan.sections import REST, Bar, Chart, Content, Line, ReportSection, Table
 
 WIDTH = 110
-NARROW = 100  # columns of a terminal under which a table leaves some of its own out
+NARROW = 100  # columns of a terminal below which a table leaves its spare columns out
 SHORTEST = 12  # cells of a bar
 BLOCK, LIMIT = "\u2588", "\u2503"
 STYLES = {"fits": "bold green", "too_close": "bold yellow", "does_not_fit": "bold red"}
@@ -21,24 +21,27 @@ CELL_STYLES = {VERDICTS[verdict]: style for verdict, style in STYLES.items()}
 COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_green", "bright_magenta")
 
 
-def print_sections(sections: Sequence[ReportSection], console: Console) -> None:
-    """Print sections but for details; lines of those without a title are never wrapped, as scripts read them."""
+def print_sections(sections: Sequence[ReportSection], console: Console, *, details: bool = False) -> None:
+    """Print sections; with `details` all of them, as wide as the console.
+
+    Without, lines of sections that have no title are never wrapped, because scripts read them.
+    """
+    width = console.width if details else min(console.width, WIDTH)
     titled: list[RenderableType] = []
-    for section in (each for each in sections if not each.details):
+    for section in (each for each in sections if details or not each.details):
         if section.title:
-            titled += [Text(f"\n{section.title}", style="bold")]
-            titled += [_render(each, console) for each in section.content]
+            titled.append(Text(f"\n{section.title}", style="bold"))
+            titled += [_render(each, console, width) for each in section.content]
             continue
         for each in section.content:
             indent = "  " if isinstance(each, Line) and each.label else ""
-            console.print(
-                Text(indent) + _text(each) if isinstance(each, Line) else _render(each, console), soft_wrap=True
-            )
+            shown = Text(indent) + _text(each) if isinstance(each, Line) else _render(each, console, width)
+            console.print(shown, soft_wrap=not details)
     if titled:
-        console.print(Padding(Group(*titled), (0, 0, 0, 2)), width=_width(console))
+        console.print(Padding(Group(*titled), (0, 0, 0, 2)), width=width)
 
 
-def _render(content: Content, console: Console) -> RenderableType:
+def _render(content: Content, console: Console, width: int) -> RenderableType:
     match content:
         case Line(bullet=True):
             grid = Grid.grid(padding=(0, 1))
@@ -47,7 +50,7 @@ def _render(content: Content, console: Console) -> RenderableType:
         case Line():
             return _text(content)
         case Chart():
-            return _chart(content, console)
+            return _chart(content, width, coloured=console.color_system is not None)
         case Table():
             return _table(content, narrow=console.width < NARROW)
 
@@ -73,11 +76,11 @@ def _table(table: Table, *, narrow: bool) -> Grid:
     return grid
 
 
-def _chart(chart: Chart, console: Console) -> RenderableType:
+def _chart(chart: Chart, width: int, *, coloured: bool) -> RenderableType:
     """Bars on one scale, with the key to their parts."""
     columns = zip(*((bar.name, bar.figure, bar.note) for bar in chart.bars), strict=True)
-    room = max(SHORTEST, _width(console) - 2 - sum(max(map(len, column)) + 2 for column in columns))
-    marks = _marks(chart.parts, coloured=console.color_system is not None)
+    room = max(SHORTEST, width - 2 - sum(max(map(len, column)) + 2 for column in columns))
+    marks = _marks(chart.parts, coloured=coloured)
     grid = Grid.grid(padding=(0, 2))
     for justify in ("left", "right" if chart.parts else "left", "left", "left"):
         grid.add_column(no_wrap=True, justify=justify)
@@ -87,13 +90,13 @@ def _chart(chart: Chart, console: Console) -> RenderableType:
         grid.add_row(Text(bar.name, style=style), Text(bar.figure, style=style), cells, Text(bar.note, style="dim"))
     if not chart.parts:
         return grid
-    key = [Text.assemble(mark, f" {readable(part)}") for part, mark in marks.items()]
+    key = [Text.assemble(marks[part], f" {readable(part)}") for part in chart.parts]
     key += [Text(f"{LIMIT} {chart.limit_text}")] * (chart.limit is not None)
-    return Group(grid, *_lines(key, _width(console) - 2))
+    return Group(grid, *_lines(key, width - 2))
 
 
 def _lines(entries: Sequence[Text], width: int) -> Iterator[Text]:
-    """Entries beside each other, on a new line where one would not be whole."""
+    """Entries side by side, each one whole on its line."""
     line = Text()
     for entry in entries:
         if line and len(line) + 3 + len(entry) > width:
@@ -104,7 +107,7 @@ def _lines(entries: Sequence[Text], width: int) -> Iterator[Text]:
 
 
 def _marks(parts: Sequence[str], *, coloured: bool) -> dict[str, Text]:
-    """A cell of each part: a coloured block, or a letter, of its name if it can be had."""
+    """A cell of each part: a coloured block, or a letter, from the part's name if one is free."""
     own = [part for part in parts if part != REST]
     if coloured:
         marks = {part: Text(BLOCK, style=style) for part, style in zip(own, COLOURS, strict=False)}
@@ -118,7 +121,7 @@ def _marks(parts: Sequence[str], *, coloured: bool) -> dict[str, Text]:
 
 
 def _cells(bar: Bar, chart: Chart, width: int, marks: Mapping[str, Text]) -> Text:
-    """A bar as cells side by side; with a line through the cell of the limit, or else at least one cell long."""
+    """A bar as cells side by side: with a line at the limit, or else at least one cell long."""
     cells = [Text(" ")] * (width + (chart.limit is not None))
     for part, begin, end in bar.segments:
         first, last = round(begin / chart.end * width), round(end / chart.end * width)
@@ -130,7 +133,3 @@ def _cells(bar: Bar, chart: Chart, width: int, marks: Mapping[str, Text]) -> Tex
         style = "bold red" if bar.bad else "bold"
         cells[round(chart.limit / chart.end * width)] = Text(LIMIT, style=style)
     return Text().join(cells)
-
-
-def _width(console: Console) -> int:
-    return min(console.width, WIDTH)

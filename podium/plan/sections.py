@@ -1,6 +1,6 @@
-"""What a report of `podium plan` says, in sections of lines, bars and tables: once, for the terminal and for the page.
+"""The contents of a report of `podium plan`, as sections of lines, bars and tables.
 
-`podium.plan.report` prints sections, `podium.plan.page` writes them as HTML.
+`podium.plan.report` prints sections, and `podium.plan.page` writes what is printed as HTML.
 """
 
 import dataclasses
@@ -46,7 +46,6 @@ class Bar:
     segments: tuple[tuple[str, float, float], ...]  # name of the part, where it begins and where it ends
     note: str
     bad: bool = False
-    range: tuple[float, float] | None = None  # between which its end may be
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,11 +58,6 @@ class Chart:
     """What segments are called, in the order of their colours; none: bars of a single colour."""
     limit: float | None = None
     limit_text: str = ""
-
-    @property
-    def reach(self) -> float:
-        """The end of the scale where ranges are drawn too."""
-        return max([self.end, *(bar.range[1] for bar in self.bars if bar.range)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +79,7 @@ class ReportSection:
 
     title: str
     content: tuple[Content, ...]
-    details: bool = False  # whether it is for the page alone, which has room
+    details: bool = False  # whether it is only for the page, which has room
 
 
 def plan_sections(
@@ -248,13 +242,7 @@ def _timeline(plan: Plan) -> Chart:
     rows += [("host", plan.host, "between programs, and grading")] if plan.host is not None else []
     segments = _stacked({name: time.value for name, time, _ in rows})
     bars = (
-        Bar(
-            name=name,
-            figure=text.duration(time),
-            segments=(segment,),
-            note=work,
-            range=(segment[1] + time.low, segment[1] + time.high),
-        )
+        Bar(name=name, figure=text.duration(time), segments=(segment,), note=work)
         for (name, time, work), segment in zip(rows, segments, strict=True)
     )
     return Chart(bars=tuple(bars), end=sum(time.value for _, time, _ in rows) or 1.0)
@@ -263,11 +251,10 @@ def _timeline(plan: Plan) -> Chart:
 def _steps(entries: Sequence[Outcome]) -> Chart:
     """A bar of each plan's step in its parts."""
     times = [{name: time.value for name, time in text.step_parts(entry.plan)} for entry in entries]
-    figures = [text.number(sum(each.values())) for each in times]
-    ranges = [(step.low, step.high) if (step := entry.plan.step) else None for entry in entries]
     bars = (
-        Bar(name=entry.label, figure=f"{figure} s", segments=_stacked(each), note="", range=reach)
-        for entry, each, figure, reach in zip(entries, times, figures, ranges, strict=True)
+        Bar(name=entry.label, figure=text.duration(step), segments=_stacked(each), note="")
+        for entry, each in zip(entries, times, strict=True)
+        if (step := entry.plan.step)
     )
     parts = tuple(dict.fromkeys(part for each in times for part in each))
     return Chart(bars=tuple(bars), end=max(sum(each.values()) for each in times) or 1.0, parts=parts)
