@@ -1,4 +1,4 @@
-"""The first line of a report: whether a run fits, what most of its step is, and the change that helps most."""
+"""The first line of a report: whether a run fits, what takes most of its step, and the change that helps most."""
 
 from collections.abc import Sequence
 
@@ -6,15 +6,15 @@ from podium.plan.formatting import LIMITS, number, readable, spare, verdict_head
 from podium.plan.result import Plan
 from podium.plan.study import Outcome
 
-MUCH = 0.25  # share of a step from which on the tokens of a wait are worth a word
+MUCH = 0.25  # share of a step above which idle slots are mentioned
 
 
 def advice_line(plan: Plan, trials: Sequence[Outcome] | None) -> str:
     """What to do about a plan, in a line.
 
     Args:
-        plan: of the run as it is.
-        trials: changes that help, best first; None where none were looked for.
+        plan: of the unchanged run.
+        trials: changes that help, best first; None if none were looked for.
     """
     head, because = verdict_head(plan), _where(plan)
     if trials is None:
@@ -45,7 +45,7 @@ def effect(outcome: Outcome) -> str:
 
 
 def _where(plan: Plan) -> str:
-    """Of a run that fits, what takes most of its time and why; of another, what its largest phase holds."""
+    """What takes most of the time of a run that fits, and why; what fills the largest phase of one that does not."""
     if plan.verdict != "fits":
         parts = sorted(plan.worst.parts.items(), key=lambda part: -part[1])[:2]
         held = " and ".join(f"{readable(name)} {size / 2**30:.1f}" for name, size in parts)

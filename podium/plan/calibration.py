@@ -1,26 +1,26 @@
-"""What a generation of chips can do at most, and what share of it programs reach; one file each in `chips`."""
+"""The peaks of each generation of chips, and the share of them that programs reach; one file each in `chips`."""
 
 import dataclasses
 import functools
 import json
 from importlib import resources
-from typing import Any
 
 from podium.hlo.cost import Peaks, Roofline
 from podium.plan.result import NO_TIME, BoundBy, Seconds
 
+PEAKS = {field.name for field in dataclasses.fields(Peaks)}
 Line = tuple[float, Roofline]
-"""How often something is done in a step, and its least time."""
+"""How often a step does something, and the least time that it takes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Factor:
-    """A number between the roofline and the clock, with what is known of it."""
+    """The share of the roofline that is reached, with its range and its source."""
 
     value: float
     low: float
     high: float
-    source: str  # where it is from, and which published rows went into it: who predicts one of them must leave it out
+    source: str  # and which published rows went into it: a prediction of one of those must leave it out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,33 +28,37 @@ class Chip:
     """Constants of a generation, per device."""
 
     peaks: Peaks
-    links: int  # links of a device, where every one is connected
+    links: int  # links of a device if all are connected
     calibration: dict[str, Factor]
-    """By kind: share of the roofline that update, prefill, decode, ici and host reach, and host_s, seconds per call."""
+    """The share of the roofline that update, prefill, decode, ici and host reach, and host_s, seconds per call."""
 
 
 @functools.cache
 def load_chip(generation: str) -> Chip:
-    """The constants of a generation, from its file in `podium/plan/chips`, which has their sources too."""
+    """The constants of a generation, from its file in `podium/plan/chips`, where their sources are."""
     text = resources.files("podium.plan").joinpath("chips", f"{generation}.json").read_text(encoding="utf-8")
-    raw: dict[str, Any] = json.loads(text)
+    raw = json.loads(text)
     constants = {name: entry["value"] for name, entry in raw["constants"].items()}
     return Chip(
-        peaks=Peaks(
-            **{each.name: constants[each.name] for each in dataclasses.fields(Peaks) if each.name in constants}
-        ),
+        peaks=Peaks(**{name: value for name, value in constants.items() if name in PEAKS}),
         links=constants["links"],
         calibration={kind: Factor(**entry) for kind, entry in raw["calibration"].items()},
     )
 
 
 def calibrated(lines: list[Line], chip: Chip, kind: str) -> tuple[Seconds, BoundBy]:
-    """Seconds of calls on the device, and what most of them wait for; `lines` say how often, and the roofline of each.
+    """Seconds that calls take on the device, and what most of those seconds wait for.
 
-    The chip's calibration says what share is reached of the roofline of an update, prefill or decode, the `kind`;
-    transfers have a share of their own, as copies to and from the host, and hops take what they take.
+    The chip's calibration has the share of the roofline that an update, prefill or decode reaches, and shares of their
+    own for transfers between devices and copies to and from the host. Latency is taken as it is.
+
+    Args:
+        lines: how often a call is made, and its roofline.
+        chip: the device.
+        kind: the calibration of the work: update, prefill or decode.
     """
-    work, links, hops = chip.calibration[kind], chip.calibration["ici"], Factor(value=1.0, low=1.0, high=1.0, source="")
+    work, links = chip.calibration[kind], chip.calibration["ici"]
+    hops = Factor(value=1.0, low=1.0, high=1.0, source="")
     shares: dict[BoundBy, Factor] = {"compute": work, "hbm": work, "ici": links, "latency": hops}
     parts: dict[BoundBy, Seconds] = {}
     for part, share in shares.items():
@@ -66,7 +70,7 @@ def calibrated(lines: list[Line], chip: Chip, kind: str) -> tuple[Seconds, Bound
 
 
 def _waits(lines: list[Line], link: Factor, work: Factor) -> Seconds:
-    """What copies between device and host take beyond the work beside them, by the shares that both reach."""
+    """Seconds of copies between device and host that the work beside them does not hide."""
     copies = [(times * each, copied, doing) for times, line in lines for each, copied, doing in line.copies]
     expected, least, most = (
         sum(times * max(0.0, copied / of_link - doing / of_work) for times, copied, doing in copies)

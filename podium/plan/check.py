@@ -1,6 +1,6 @@
-"""A plan beside the run that it was made for: made at the run's start, compared when it runs, tabulated afterwards.
+"""Compares a training run with its plan, at the run's third step and afterwards with `podium plan --check`.
 
-A run on TPU or GPU leaves both in its plan.json. No jax is imported here before `this_accelerator`.
+A run on TPU or GPU keeps its plan in plan.json. `this_accelerator` is the first to import jax here.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from podium.plan.result import Plan, Seconds
 from podium.plan.study import Case, Outcome
 
 PLAN = "plan.json"
-SETTLED_STEP = 3  # the first step that is compared: those before it compile
+SETTLED_STEP = 3  # the first step that is compared: earlier ones compile
 MEASURED = {
     "sync": "time/train/sync_s",
     "rollout": "time/train/rollout_s",
@@ -35,7 +35,7 @@ STEP, PEAK = "time/train/step_s", "memory/train/peak_bytes_in_use_max_gib"
 
 
 def this_accelerator() -> Accelerator | None:
-    """The accelerator of this run, with the memory that its devices report; None: no plan can be made for it."""
+    """The accelerator of this run, with the memory that its devices report; None if it cannot be planned for."""
     import jax
 
     device = jax.local_devices()[0]
@@ -44,9 +44,12 @@ def this_accelerator() -> Accelerator | None:
 
 
 def compare_with_measured(plan: Plan, *, peak_bytes: float | None, step_seconds: float) -> tuple[dict[str, float], str]:
-    """How far a plan is from what was measured: metrics (above 0: too much was planned), and a line to print.
+    """The errors of a plan as metrics, positive if it planned too much, and as a line to print.
 
-    `peak_bytes` is the most that a device held, None where devices do not say; nothing was compiled in the step.
+    Args:
+        plan: of the run.
+        peak_bytes: the most memory that a device held; None if devices do not report it.
+        step_seconds: of a step in which nothing was compiled.
     """
     metrics, lines = {}, []
     if peak_bytes:
@@ -61,21 +64,24 @@ def compare_with_measured(plan: Plan, *, peak_bytes: float | None, step_seconds:
 
 
 class RunCheck:
-    """What a training run does about its plan: `begin` before its first step, `after_step` after each."""
+    """Plans a training run and measures the plan: call `begin` before the first step and `after_step` after each."""
 
     def __init__(self, *, force: bool) -> None:
-        """Nothing yet; `force` goes on with a config that is far too large for the machine."""
+        """Do nothing yet; `force` allows a config that is far too large for the machine."""
         self.force = force
         self._plan: Plan | None = None
         self._steps = 0
 
     def begin(self, config: Config, decoder: DecoderConfig, folder: Path | None) -> str | None:
-        """Refuse what cannot fit, plan the rest, and leave the plan in the run's folder; a line to print, or None.
+        """Refuse a run that cannot fit, else plan it; returns a line to print, or None if it cannot be planned.
 
-        `folder` is None in processes that do not write there.
+        Args:
+            config: of the run.
+            decoder: its model's numbers.
+            folder: where plan.json is written; None in processes that do not write there.
 
         Raises:
-            ValueError: the run needs far more memory than there is, and nobody forced it.
+            ValueError: the run needs far more memory than the machine has, and is not forced.
         """
         if (accelerator := this_accelerator()) is None:
             return None
@@ -89,7 +95,7 @@ class RunCheck:
         return f"plan: {verdict_line(self._plan)}"
 
     def after_step(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], str | None]:
-        """Metrics to add to a step's, and a line to print: of this process's third step; of others nothing."""
+        """The plan's errors as metrics, and a line to print: at this process's third step; nothing at others."""
         self._steps += 1
         if self._plan is None or self._steps != SETTLED_STEP:
             return {}, None
@@ -104,19 +110,19 @@ class CheckRow:
     name: str
     unit: str
     planned: Seconds
-    measured: float | None  # median of the steps; of memory the most. None: not measured.
+    measured: float | None  # median of the steps, or the most of memory; None: not measured
 
     @property
     def error(self) -> float | None:
-        """Part of the measured figure by which the plan is above it."""
+        """The plan's error, as a share of the measured figure."""
         return self.planned.value / self.measured - 1 if self.measured else None
 
 
 def check_run(folder: Path) -> list[CheckRow]:
-    """Planned and measured figures side by side, for a run that `podium train` wrote on TPU or GPU.
+    """The planned and measured figures of a run that `podium train` wrote on TPU or GPU.
 
     Raises:
-        ValueError: the folder has no plan, or no step from the third on.
+        ValueError: the folder has no plan, or fewer than three steps.
     """
     path = folder / PLAN
     if not path.is_file():
@@ -150,5 +156,5 @@ def _exactly(value: float) -> Seconds:
 
 
 def check_object(run: str, rows: Sequence[CheckRow]) -> Object:
-    """Planned and measured figures of a run, as an object for --json."""
+    """The planned and measured figures of a run as an object for --json."""
     return {"run": run, "rows": [as_object(row) | {"unit": row.unit or None, "error": row.error} for row in rows]}

@@ -1,7 +1,6 @@
-"""The `podium plan` command. What it does is `podium.plan.command`, which is not imported before the command is given.
+"""The options of `podium plan`. `podium.plan.command` answers; it is imported only when the command runs.
 
-Its exit status is its own: 0 the run fits, 2 it does not, 1 wrong settings or usage, 3 the compiler failed, 130 stopped
-by Ctrl-C.
+Exit status: 0 the run fits, 2 it does not, 1 wrong settings or usage, 3 the compiler failed, 130 stopped by Ctrl-C.
 """
 
 import sys
@@ -76,14 +75,14 @@ Check = Annotated[
     Path | None, typer.Option(metavar="RUN", help="Instead, compare plan and measurements of a run on TPU or GPU.")
 ]
 INTERRUPTED = 130
-UsageError: Any = typer.BadParameter.__base__  # what typer calls wrong usage; it has no public name for it
+UsageError: Any = typer.BadParameter.__base__  # click's error for wrong usage; typer does not export it
 
 
 class PlanCommand(TyperCommand):
-    """Wrong usage is status 1 here: 2 says that a run does not fit."""
+    """A command that exits with status 1 on wrong usage, because 2 says that a run does not fit."""
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
-        """Make typer's context; an error has status 1."""
+        """Make typer's context; give its usage errors status 1."""
         try:
             return super().make_context(*arguments, **options)
         except UsageError as error:
@@ -125,23 +124,24 @@ def plan(
         _fail("give CONFIG and --on, as `podium plan run.yaml --on v6e-8`, or --check RUN alone", status=1)
     model = config[0] if len(config) == 1 and names_model(config[0]) else None
     files = [] if model else config
-    fast = model is not None if fast is None else fast
-    asked: dict[str, Any] = {"search": search, "compare": compare, "suggest": suggest, "steps": steps}
-    asked |= {
-        "subject": " ".join(config),
-        "model": model,
-        "lengths": lengths or "gsm8k",
-        "lengths_known": lengths is not None,
-        "prices": prices,
-        "as_json": as_json,
-        "html": html,
-        "budget": budget,
-    }
+    request = PlanRequest(
+        on=on,
+        subject=" ".join(config),
+        model=model,
+        fast=model is not None if fast is None else fast,
+        lengths=lengths or "gsm8k",
+        lengths_known=lengths is not None,
+        steps=steps,
+        prices=prices,
+        as_json=as_json,
+        html=html,
+        search=search,
+        budget=budget,
+        compare=compare,
+        suggest=suggest,
+    )
     try:
-        status = plan_command(
-            PlanRequest(on=on, fast=fast, **asked),
-            lambda more, base=(): load_settings(files, [*base, *(settings or []), *more]),
-        )
+        status = plan_command(request, lambda more, base=(): load_settings(files, [*base, *(settings or []), *more]))
     except ConfigError as error:
         _fail(error, status=1)
     except CompilerError as error:

@@ -8,22 +8,22 @@ from podium.plan.formatting import LIMITS, LITTLE, data_size, exact_gib, gib, nu
 from podium.plan.result import Plan
 from podium.plan.study import ORDER, Outcome
 
-ALIKE = 0.01  # steps whose seconds differ by less than this part of them are as fast as each other
-MUCH = 1.05  # from this ratio on, counts explain a difference
-HOST = "host"  # the part of a step that is no phase's
+ALIKE = 0.01  # share of a step's seconds below which a difference does not count
+MUCH = 1.05  # ratio of counts above which they explain a difference
+HOST = "host"  # the part of a step that belongs to no phase
 PER = {"decode": "token", "update": "micro-batch", "score": "micro-batch"}
-"""What a phase's counts are given for; of other phases, a call."""
+"""What a phase's counts are per; for other phases, per call."""
 
 
 def by_price(entries: Sequence[Outcome]) -> bool:
-    """Whether plans can be compared by what they cost: each has a price and seconds."""
+    """Whether plans can be compared by their cost: each has a price and seconds."""
     return all(entry.cost is not None and entry.cost.usd is not None for entry in entries)
 
 
 def ranked(entries: Sequence[Outcome]) -> list[Outcome]:
-    """Best first, each with its reason: what fits before what does not, then the cheapest step.
+    """Outcomes best first, each with its reason: plans that fit before others, then by the cost of a step.
 
-    Cheapest is dollars where every plan has a price, else chip-seconds: of settings on one machine, the fastest.
+    The cost is in dollars if every plan has a price, else in chip-seconds: on one machine the fastest settings win.
     """
     priced = by_price(entries)
 
@@ -41,7 +41,7 @@ def ranked(entries: Sequence[Outcome]) -> list[Outcome]:
 
 
 def _reason(entry: Outcome, other: Outcome) -> str:
-    """The difference of two plans; between machines, of their prices too."""
+    """The difference of two plans; between machines, also of their prices."""
     cost, others_cost = entry.cost and entry.cost.usd, other.cost and other.cost.usd
     text = difference(entry.plan, other.plan)
     if entry.plan.accelerator == other.plan.accelerator or cost is None or others_cost is None:
@@ -50,7 +50,7 @@ def _reason(entry: Outcome, other: Outcome) -> str:
 
 
 def difference(plan: Plan, other: Plan) -> str:
-    """How a plan differs from another where it matters most, in a sentence with the counts behind it."""
+    """The most important difference of a plan from another, in a sentence with the counts behind it."""
     if plan.verdict != other.verdict or plan.verdict != "fits":
         return _memory_difference(plan, other)
     if plan.step is None or other.step is None or abs(plan.step.value - other.step.value) < ALIKE * other.step.value:
@@ -62,7 +62,7 @@ def difference(plan: Plan, other: Plan) -> str:
 
 
 def _memory_difference(plan: Plan, other: Plan) -> str:
-    """What the phase that needs most holds in one plan and in the other."""
+    """The memory of the phase that needs most, in one plan and in the other."""
     name = max(plan.worst, other.worst, key=lambda phase: phase.bytes).name
     mine, theirs = plan.find_phase(name), other.find_phase(name)
     if mine is None or theirs is None:
@@ -76,10 +76,11 @@ def _memory_difference(plan: Plan, other: Plan) -> str:
 
 
 class _Pair:
-    """One part of a step in two plans; of each figure, this plan's and the other's."""
+    """One part of a step in two plans: of each figure the first is this plan's, the second the other's."""
 
     def __init__(self, plan: Plan, other: Plan, name: str) -> None:
-        self.name, self.unit = name, PER.get(name, "call")
+        self.name = name
+        self.unit = PER.get(name, "call")
         plans = plan, other
         self.phases = [each.find_phase(name) for each in plans]
         self.comparable = name == HOST or None not in self.phases
@@ -99,18 +100,18 @@ class _Pair:
 
     @property
     def transfers_differ(self) -> bool:
-        """Whether what is sent each time explains anything."""
+        """Whether the bytes sent each time explain anything."""
         return self.name != HOST and max(self.sent) > LITTLE and _differ(self.sent)
 
     def verb(self, which: int) -> str:
-        """What most of a phase's transfers do."""
+        """What the largest of a phase's transfers do, as a verb."""
         phase = self.phases[which]
         assert phase is not None
         return KINDS[max(phase.collectives, key=lambda each: each.sent).kind].does
 
 
 def _calls(plan: Plan, name: str) -> float:
-    """How often a step does what a phase's counts are given for; a token is a step of all slots."""
+    """The number of units, of those in `PER`, in a step; a token is a decode step of all slots."""
     phase = plan.find_phase(name)
     counts = {
         HOST: sum(phase.calls for phase in plan.phases),
@@ -136,7 +137,7 @@ def _operations_cause(pair: _Pair) -> str:
 
 
 def _transfers_cause(pair: _Pair) -> str:
-    """What is sent: `gathers 4.25 GB per token between devices, the other none`."""
+    """The bytes sent: `gathers 4.25 GB per token between devices, the other none`."""
     sent, others_sent = pair.sent
     if sent <= LITTLE:
         return f"sends nothing between devices, the other {pair.verb(1)} {data_size(others_sent)} per {pair.unit}"
@@ -157,4 +158,4 @@ CAUSES: Sequence[tuple[Callable[[_Pair], bool], Callable[[_Pair], str]]] = (
     (lambda pair: pair.transfers_differ, _transfers_cause),
     (lambda pair: True, _time_cause),
 )
-"""What may make a part of a step slower, and its sentence; the first that applies is the reason."""
+"""The causes that may make a part of a step slower, each with its sentence; the first that applies is the reason."""

@@ -1,9 +1,9 @@
-"""Compiles the programs of a run in processes of their own, two at once, and keeps what they say.
+"""Compiles the programs of a run in separate processes, two at a time, and keeps the answers on disk.
 
-An answer is kept under all that can decide it: the phase, the whole config, the model, the machine, our own source and
-the versions of the compiler. So an interrupted plan goes on where it was, and the same plan again needs no jax at all.
-After another change to the config a phase is lowered again, but `podium.plan.worker` compiles only programs whose text
-has changed. No jax here.
+The name of an answer covers everything that can change it: the phase, the whole config, the model, the machine, our
+own source and the compiler's versions. So an interrupted plan continues where it stopped, and the same plan again needs
+no jax at all. After another change to the config a phase is lowered again, but `podium.plan.worker` compiles only
+programs whose text has changed. No jax here.
 """
 
 import contextlib
@@ -36,6 +36,9 @@ PACKAGE = Path(podium.__file__).parent
 _ANSWER = TypeAdapter(CompiledPhase)
 
 
+State = Literal["cached", "compiling", "compiled"]
+
+
 class CompilerError(Exception):
     """The compiler crashed, took too long, or had too little memory; the message names the file with its text."""
 
@@ -44,10 +47,10 @@ class CompilerError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileProgress:
-    """Where a phase of a plan is."""
+    """How far the compilation of one phase is."""
 
     phase: str
-    state: Literal["cached", "compiling", "compiled"]
+    state: State
     seconds: float  # since its compilation began
     done: int  # phases that are finished, this one included if it is
     total: int
@@ -64,7 +67,7 @@ def compile_phases(
     limit_s: float = LIMIT_S,
     progress: OnProgress | None = None,
 ) -> dict[str, CompiledPhase]:
-    """Every phase's compiled program, by name, of jobs for one config each: as `compile_jobs` makes them."""
+    """Compile the programs of one config, as `compile_jobs` does; returns them by the name of the phase."""
     found = compile_jobs(jobs, folder=folder, at_once=at_once, limit_s=limit_s, progress=progress)
     return {job.phase: compiled for job, compiled in zip(jobs, found, strict=True)}
 
@@ -77,18 +80,18 @@ def compile_jobs(
     limit_s: float = LIMIT_S,
     progress: OnProgress | None = None,
 ) -> list[CompiledPhase]:
-    """What each job comes to; from disk what was compiled before.
+    """Compile programs, reading from disk what was compiled before; returns them in the order of the jobs.
 
     Args:
-        jobs: in the order in which they begin: what takes longest should come first.
-        folder: where answers and texts of crashes are kept; unset: the user's cache folder.
-        at_once: processes.
+        jobs: in the order in which they start: the slowest should come first.
+        folder: where answers and the output of crashes are kept; unset: the user's cache folder.
+        at_once: processes that run at a time.
         limit_s: seconds that one compilation may take.
-        progress: called when a phase ends, and again and again while one is compiled.
+        progress: called when a phase ends, and repeatedly while one is compiled.
 
     Raises:
-        ValueError: the config does not fit the machine, or there is no compiler for it.
-        CompilerError: a program could not be compiled; those that were are kept.
+        ValueError: the config does not fit the machine, or the machine's compiler is not installed.
+        CompilerError: a program could not be compiled; those compiled before it are kept.
     """
     for machine in {job.accelerator for job in jobs if job.accelerator.platform != "cpu"}:
         check_compiler(machine)
@@ -96,9 +99,8 @@ def compile_jobs(
     for name in ("answers", "crashes"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     found: dict[int, CompiledPhase] = {}
-    waiting: list[tuple[int, Job]] = []
 
-    def report(job: Job, state: Literal["cached", "compiling", "compiled"], seconds: float) -> None:
+    def report(job: Job, state: State, seconds: float) -> None:
         if progress is not None:
             progress(CompileProgress(phase=job.phase, state=state, seconds=seconds, done=len(found), total=len(jobs)))
 
@@ -107,34 +109,32 @@ def compile_jobs(
         if path.exists():
             found[number] = _ANSWER.validate_json(path.read_bytes())
             report(job, "cached", 0.0)
-        else:
-            waiting.append((number, job))
+    waiting = [number for number in range(len(jobs)) if number not in found]
     with contextlib.ExitStack() as stack:
         running: dict[int, _Compilation] = {}
         while waiting or running:
-            while waiting and len(running) < at_once:
-                number, job = waiting.pop(0)
-                running[number] = stack.enter_context(_Compilation(job, folder, limit_s))
+            for number in waiting[: at_once - len(running)]:
+                running[number] = stack.enter_context(_Compilation(jobs[number], folder, limit_s))
+            waiting = [number for number in waiting if number not in running]
             for number, each in list(running.items()):
-                if (compiled := each.result()) is not None:
+                compiled = each.result()
+                if compiled is not None:
                     del running[number]
                     found[number] = compiled
                     write_atomically(_answer_path(folder, each.job), _ANSWER.dump_json(compiled))
-                    report(each.job, "compiled", each.seconds)
-                else:
-                    report(each.job, "compiling", each.seconds)
+                report(each.job, "compiling" if compiled is None else "compiled", each.seconds)
             time.sleep(POLL_S)
     return [found[number] for number in range(len(jobs))]
 
 
 def cache_folder() -> Path:
-    """Where the planner keeps what took long to find out: `$XDG_CACHE_HOME/podium/plan`, or below `~/.cache`."""
+    """The folder of the planner's compiled programs: `$XDG_CACHE_HOME/podium/plan`, or below `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "podium" / "plan"
 
 
 def answer_key(job: Job) -> str:
-    """The name under which the answer to a job is kept: a hash of all that can decide it."""
+    """The name under which the answer to a job is kept: a hash of everything that can change it."""
     return key_of([JOB.dump_python(job, mode="json", exclude={"programs"}), _source_hash()], job.accelerator)
 
 
@@ -143,7 +143,7 @@ def _answer_path(folder: Path, job: Job) -> Path:
 
 
 def sources() -> list[Path]:
-    """Files that decide an answer: all of the package's, as a list of some would grow stale."""
+    """The source files that can change an answer: all of the package, because a shorter list would become stale."""
     return sorted(PACKAGE.glob("**/*.py"))
 
 
@@ -157,10 +157,12 @@ def _source_hash() -> str:
 
 
 class _Compilation:
-    """A process that does one job; left early, it is killed."""
+    """A process that does one job; leaving the context kills it."""
 
     def __init__(self, job: Job, folder: Path, limit_s: float) -> None:
-        self.job, self.folder, self.limit_s = job, folder, limit_s
+        self.job = job
+        self.folder = folder
+        self.limit_s = limit_s
 
     def __enter__(self) -> "_Compilation":
         self._stack = contextlib.ExitStack()
@@ -175,7 +177,7 @@ class _Compilation:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # Ctrl-C is ours to pass on
+            start_new_session=True,  # so that Ctrl-C reaches only us
         )
         self._start = time.perf_counter()
         return self
@@ -235,6 +237,6 @@ class _Compilation:
 
 
 def _environment(accelerator: Accelerator) -> dict[str, str]:
-    """The environment of a process that compiles for an accelerator."""
+    """The environment in which a process compiles for an accelerator."""
     paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | compiler_environment(accelerator) | {"PYTHONPATH": os.pathsep.join(paths)}

@@ -1,4 +1,4 @@
-"""The notes of a plan: in sentences, what its numbers do not say."""
+"""The notes of a plan: sentences about what its numbers do not show."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,7 +9,7 @@ from podium.plan.result import Phase, judge, margin
 from podium.plan.sizes import F32, RunSizes, offloaded_bytes, optimizer_bytes, reduced_number
 from podium.plan.workload import Workload
 
-MORE_OPERATIONS = 1.02  # times the closed form's operations, from which on a program does something again
+MORE_OPERATIONS = 1.02  # times the closed form's operations, above which a program repeats some
 
 
 def explain(run: RunSizes, accelerator: Accelerator, phases: Sequence[Phase], workload: Workload) -> tuple[str, ...]:
@@ -23,8 +23,8 @@ def explain(run: RunSizes, accelerator: Accelerator, phases: Sequence[Phase], wo
 def _verdict(phases: Sequence[Phase], accelerator: Accelerator) -> Iterator[str]:
     compiled = any(phase.compiled for phase in phases)
     if judge((phase.bytes for phase in phases), accelerator.hbm_bytes, compiled=compiled) == "too_close":
-        who = "" if compiled else ", as far as the closed form errs; --compile asks the compiler"
-        yield f"within {margin(compiled):.0%} of the memory limit: it may or may not fit on the device{who}"
+        way_out = "" if compiled else ", as far as the closed form errs; --compile asks the compiler"
+        yield f"within {margin(compiled):.0%} of the memory limit: it may or may not fit on the device{way_out}"
     if accelerator.platform == "gpu":
         yield (
             f"usable is {pool_share():.0%} of {GPUS[accelerator.generation].memory / GIB:.1f} GiB, what jax takes for"
@@ -34,8 +34,9 @@ def _verdict(phases: Sequence[Phase], accelerator: Accelerator) -> Iterator[str]
 
 
 def _reduction(run: RunSizes) -> Iterator[str]:
-    """What gradients in bfloat16 would save, where they are exchanged in float32."""
-    more, (layers, head) = reduced_number(run) - run.activation, run.gathered_counts
+    """What gradients in bfloat16 would save where they are exchanged in float32."""
+    more = reduced_number(run) - run.activation
+    layers, head = run.gathered_counts
     if more > 0 and run.shards > 1 and run.decoder.lora is None:
         sent, held = more * (layers + head) * (run.shards - 1) // run.shards, more * head
         yield (
@@ -45,7 +46,8 @@ def _reduction(run: RunSizes) -> Iterator[str]:
 
 
 def _offload(run: RunSizes, accelerator: Accelerator) -> Iterator[str]:
-    streams, moments = run.config.train.remat == "offload", offloaded_bytes(run)
+    streams = run.config.train.remat == "offload"
+    moments = offloaded_bytes(run)
     if streams:
         inputs = run.decoder.layers * run.tokens * run.decoder.width * run.activation
         yield (

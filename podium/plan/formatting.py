@@ -1,4 +1,4 @@
-"""A plan in sentences and numbers that people read, for the terminal, the page and comparisons alike."""
+"""The sentences and numbers of a plan, for reports, JSON and comparisons alike."""
 
 import math
 from collections.abc import Sequence
@@ -12,18 +12,18 @@ STEP_PARTS: dict[str, tuple[str, ...]] = {
     "score": ("score",),
     "update": ("update",),
 }
-"""The parts of a step as users know them, in order, and the phases in each; `host` comes last."""
+"""The parts of a step that users see, in order, and the phases in each; `host` comes last."""
 NEGLIGIBLE = 0.01  # share of a step below which a part is not mentioned
 LITTLE = 1e6  # bytes below which a transfer is not mentioned
 LIMITS = {
     "compute": "compute", "hbm": "HBM bandwidth", "ici": "link bandwidth", "latency": "latency", "host": "host copies",
 }  # fmt: skip
-"""What a phase's time is bound by: never by how much memory there is."""
+"""What a phase's time can be bound by; the amount of memory is none of them."""
 VERDICTS = {"fits": "fits", "too_close": "too close to call", "does_not_fit": "does not fit"}
 
 
 def number(value: float) -> str:
-    """Two digits and more where it matters: 1,234, 12.3, 3.1, 0.35, 0.0031."""
+    """A number with at least two digits: 1,234, 12.3, 3.1, 0.35, 0.0031."""
     if value >= 100:
         return f"{value:,.0f}"
     if value >= 1 or not value:
@@ -42,24 +42,24 @@ def share(part: Seconds) -> str:
 
 
 def duration(time: Seconds) -> str:
-    """With its unit: `3.1 s (2.6-3.7)`, `51 ms (39-81)`."""
+    """A time with its unit and range: `3.1 s (2.6-3.7)`, `51 ms (39-81)`."""
     unit, scale = ("s", 1) if time.value >= 0.1 else ("ms", 1000)
     value, low, high = (number(scale * each) for each in (time.value, time.low, time.high))
     return f"{value} {unit} ({low}-{high})"
 
 
 def gib(size: float) -> str:
-    """Memory, without its unit."""
+    """A size in GiB, without the unit."""
     return f"{size / GIB:.1f}" if abs(size) >= 0.05 * GIB else f"{size / GIB:.2g}"
 
 
 def exact_gib(size: int) -> str:
-    """The memory of a device, as exact as it is known: 31.25."""
+    """The memory of a device in GiB, with all known digits: 31.25."""
     return f"{size / GIB:.4g}"
 
 
 def data_size(size: float) -> str:
-    """Bytes that are sent, in powers of ten: `4.25 GB`."""
+    """A number of bytes sent, in powers of ten: `4.25 GB`."""
     units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
     unit, scale = next(((unit, scale) for unit, scale in units if size >= scale), ("B", 1))
     return f"{size / scale:.3g} {unit}"
@@ -71,7 +71,7 @@ def readable(name: str) -> str:
 
 
 def step_parts(plan: Plan) -> list[tuple[str, Seconds]]:
-    """Seconds of a step by what users call its parts, in order; those that take no time are left out."""
+    """Seconds of each part of a step, in order; parts that take no time are left out."""
     known = {phase.name: phase.seconds for phase in plan.phases if phase.seconds is not None}
     parts = []
     for part, names in STEP_PARTS.items():
@@ -87,7 +87,7 @@ def largest_part(phase: Phase) -> tuple[str, int]:
 
 
 def main_parts(phases: Sequence[Phase], most: int) -> list[str]:
-    """The largest parts of memory over all phases, at most `most`; parts that most phases have come first."""
+    """The largest parts of memory over all phases, at most `most`; parts that more phases have come first."""
     largest: dict[str, int] = {}
     for part, size in (item for phase in phases for item in phase.parts.items() if item[1]):
         largest[part] = max(largest.get(part, 0), size)
@@ -96,12 +96,12 @@ def main_parts(phases: Sequence[Phase], most: int) -> list[str]:
 
 
 def verdict_line(plan: Plan) -> str:
-    """The answer in one line: whether it fits, which phase peaks, how long a step takes and its parts."""
+    """The answer in one line: whether the run fits, which phase peaks, and the seconds of a step by its parts."""
     return f"{verdict_head(plan)}; {peak_and_step(plan)}"
 
 
 def verdict_head(plan: Plan) -> str:
-    """Whether it fits, and by how much."""
+    """Whether the run fits, and by how much."""
     worst = plan.worst
     needs = f": {worst.name} needs {gib(worst.bytes)} of {exact_gib(plan.hbm_bytes)} GiB"
     where = f" {plan.accelerator}{' by closed-form estimate' if plan.estimate_only else ''}"
@@ -114,7 +114,7 @@ def verdict_head(plan: Plan) -> str:
 
 
 def peak_and_step(plan: Plan) -> str:
-    """Which phase peaks, how long a step takes and its parts."""
+    """Which phase peaks, and the seconds of a step by its parts."""
     part, size = largest_part(plan.worst)
     return f"peak in {plan.worst.name} ({readable(part)} {gib(size)} GiB); {step_text(plan)}"
 
@@ -137,7 +137,7 @@ def step_text(plan: Plan) -> str:
 
 
 def method_line(plan: Plan) -> str:
-    """Which phases of a plan were compiled and which are estimated."""
+    """Which phases of a plan were compiled, and which are estimated."""
     compiled = [phase.name for phase in plan.phases if phase.compiled]
     estimated = [phase.name for phase in plan.phases if not phase.compiled]
     ranges = "seconds are a calibrated roofline, hence the ranges"

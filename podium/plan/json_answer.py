@@ -1,6 +1,6 @@
-"""What `podium plan --json` prints: exactly one object, whose names do not change from one version to the next.
+"""The object that `podium plan --json` prints; its names do not change from one version to the next.
 
-Objects are the dataclasses of a plan, field by field, under the names of `NAMES`; memory is in GiB there.
+Objects are the dataclasses of a plan, field by field, renamed by `NAMES`, with memory in GiB.
 """
 
 import dataclasses
@@ -29,16 +29,22 @@ NAMES = {
     "rollout_rate": "rollout_tokens_per_s_per_chip",
     "full_slots_rate": "full_slots_tokens_per_s_per_chip",
 }
-"""What fields are called in an object, where that differs."""
-# What an object has of the workload.
+"""Names in an object of fields that have another name in the plan."""
 ROLLOUT = ("prompt_tokens", "prefill_tokens", "completion_tokens", "decode_steps", "slot_utilisation", "mean_context")
+"""The fields of the workload that an object has."""
 
 
 def plan_object(entry: Outcome, suggestions: Sequence[Outcome] | None = None, longest: Plan | None = None) -> Object:
-    """One plan; `longest` is the same with completions as long as they can be, where lengths were only assumed."""
+    """One plan as an object.
+
+    Args:
+        entry: the plan.
+        suggestions: changes that help; None if none were looked for.
+        longest: the plan with all completions as long as allowed, where their lengths were only assumed.
+    """
     plan = entry.plan
     found = as_object(plan)
-    del found["host"]  # it is among the parts of the step
+    del found["host"]  # among the parts of the step
     found["rollout"] = {name: getattr(plan.workload, name) for name in ROLLOUT}
     return found | {
         "advice": advice_line(plan, suggestions),
@@ -53,13 +59,13 @@ def plan_object(entry: Outcome, suggestions: Sequence[Outcome] | None = None, lo
 
 
 def comparison_object(entries: Sequence[Outcome], refused: Sequence[Outcome] = ()) -> Object:
-    """Several plans, best first, and what could not be planned."""
+    """Several plans, best first, and the cases that could not be planned."""
     errors = [{"tpu": each.case.machine.name, "setting": each.setting, "error": each.error} for each in refused]
     return {"plans": [plan_object(each) for each in entries], "refused": errors}
 
 
 def search_object(found: Largest) -> Object:
-    """How a search went; `value` is null where no value fits."""
+    """The result of a search; `value` is null if no value fits."""
     return {
         "value": found.best,
         "with_room": found.with_room,
@@ -74,7 +80,7 @@ def search_object(found: Largest) -> Object:
 
 
 def tune_object(found: Tuned) -> Object:
-    """How a search over several settings went, best first."""
+    """The result of a search over several settings, best first."""
     tried = [
         {
             "settings": {change.key: change.value for change in each.case.changes},
@@ -89,7 +95,7 @@ def tune_object(found: Tuned) -> Object:
 
 
 def as_object(value: Any) -> Object:
-    """A dataclass, and those in it, with the names that objects have."""
+    """A dataclass as an object, with the dataclasses in it, under the names that objects have."""
     return dataclasses.asdict(
         value, dict_factory=lambda fields: {NAMES.get(name, name): _plain(name, each) for name, each in fields}
     )

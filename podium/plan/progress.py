@@ -1,4 +1,4 @@
-"""How the compilation of a plan goes on, told while it does."""
+"""Shows the progress of a plan's compilations."""
 
 from collections.abc import Callable
 
@@ -10,11 +10,16 @@ from podium.plan.result import Plan
 def follow(
     machine: str, say: Callable[[str], None], update: Callable[[str], None], estimated: Callable[[], Plan] | None
 ) -> OnProgress:
-    """Shows how compilation goes on, and what the closed form says meanwhile, if that is asked for.
+    """A callback that shows compilations as they proceed, after an estimate of the plan.
 
-    `say` gets lines that stay, `update` what runs now.
+    Args:
+        machine: the name of the accelerator.
+        say: prints a line that stays.
+        update: shows what is running now.
+        estimated: the plan by the closed form, shown while the first program compiles; None: nothing is printed.
     """
-    running, said = dict[str, float](), estimated is None
+    running: dict[str, float] = {}
+    said = estimated is None
 
     def tell(progress: CompileProgress) -> None:
         nonlocal said

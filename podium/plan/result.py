@@ -1,4 +1,4 @@
-"""What `podium plan` answers: a verdict, each phase's memory and seconds, and a step made of them. No jax.
+"""The plan of a run: a verdict, the memory and seconds of each phase, and the step that they make. No jax.
 
 `podium.plan.planner` makes it; reports, comparisons and the trainer's own check read it.
 """
@@ -12,8 +12,8 @@ from podium.plan.workload import Workload
 
 Verdict = Literal["fits", "does_not_fit", "too_close"]
 BoundBy = Literal["compute", "hbm", "ici", "latency", "host", ""]
-TOO_CLOSE = 0.03  # of the memory: as far as the compiler's figure and a device's own were seen to be apart
-ESTIMATE_TOO_CLOSE = 0.08  # as far as the closed form was seen to be below the compiler's figure
+TOO_CLOSE = 0.03  # share of the memory by which the compiler's figure and a device's own were seen to differ
+ESTIMATE_TOO_CLOSE = 0.08  # share by which the closed form was seen to be below the compiler's figure
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Seconds:
         return Seconds(value=self.value * times, low=self.low * times, high=self.high * times)
 
     def rate(self, amount: float) -> "Seconds":
-        """So much of something in this time, per second."""
+        """The rate at which this time produces an amount, per second."""
         return Seconds(value=amount / self.value, low=amount / self.high, high=amount / self.low)
 
 
@@ -40,7 +40,7 @@ NO_TIME = Seconds(value=0.0, low=0.0, high=0.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LargeArray:
-    """One of the arrays that are alive at a phase's peak."""
+    """An array that is alive at a phase's peak."""
 
     name: str
     shape: str
@@ -49,22 +49,22 @@ class LargeArray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One program of a run, or the state at rest: what a device holds while it runs, and how long it takes."""
+    """One program of a run, or the state at rest: the memory that a device needs for it, and how long it takes."""
 
     name: str  # init, sync, prefill, copy, decode, score, update or checkpoint
     bytes: int  # at the peak, per device: residents, arguments, temporaries, and the code of all programs
     parts: Mapping[str, int]  # bytes by our names; they add up to `bytes`
     fits: bool
-    refused: bool = False  # whether the compiler itself says that the program does not fit
-    seconds: Seconds | None = None  # of all its calls in a step, on the device; None: unknown, or not a part of a step
+    refused: bool = False  # whether the compiler refuses the program because it does not fit
+    seconds: Seconds | None = None  # of all its calls in a step, on the device; None: unknown, or not part of a step
     bound_by: BoundBy = ""  # what most of `seconds` waits for
     largest: tuple[LargeArray, ...] = ()  # the largest arrays first, residents among them
     calls: float = 0  # of its program in a step of the run
-    collectives: tuple[CollectiveTotal, ...] = ()  # in a step; what sends most comes first
+    collectives: tuple[CollectiveTotal, ...] = ()  # in a step; the one that sends most first
     flops: float = 0  # of one device in a step of the run
     closed_form_flops: float = 0  # by the closed form
-    compile_s: float | None = None  # how long the compiler took when it did; None where nothing was compiled
-    compiled: bool = False  # whether `bytes` is the compiler's; the closed form's otherwise
+    compile_s: float | None = None  # how long compiling took when it was done; None if nothing was compiled
+    compiled: bool = False  # whether `bytes` is the compiler's figure rather than the closed form's
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,17 +94,17 @@ class Plan:
     devices: int
     hbm_bytes: int  # usable memory of a device
     verdict: Verdict
-    spare_bytes: int  # of the phase with the least head-room; negative: missing
+    spare_bytes: int  # of the phase with the least head-room; negative if it does not fit
     phases: tuple[Phase, ...]  # in the order of a run
-    host: Seconds | None  # what the host does in a step while devices wait; in no phase's seconds
+    host: Seconds | None  # of the host in a step while devices wait; in no phase's seconds
     step: Seconds | None
     tokens_per_s_per_device: Seconds | None  # completion tokens of a step, per second and device
     workload: Workload  # of the rollout
     micro_batches: int  # of all updates of a step
-    notes: tuple[str, ...]  # what else a user should know, in sentences
+    notes: tuple[str, ...]  # sentences about what the numbers do not show
     estimate_only: bool  # whether no phase was compiled
-    versions: Mapping[str, str]  # of Podium and what compiled
-    mfu: Seconds | None = None  # share of the peak that a step's updates reach (`podium.models.flops`); no time
+    versions: Mapping[str, str]  # of Podium and the compiler
+    mfu: Seconds | None = None  # share of the peak that a step's updates reach (`podium.models.flops`), not a time
     slots: int = 0  # of the rollout
     # Completion tokens per second and device, by the devices' time alone: of a rollout, with its sync and prefill, and
     # of its decode steps in which every slot may have a sequence
@@ -123,7 +123,7 @@ class Plan:
         return Peak(phase=self.worst.name, bytes=self.worst.bytes, refused=refused, compiled=not self.estimate_only)
 
     def phase(self, name: str) -> Phase:
-        """The phase of that name, which there must be."""
+        """The phase of that name, which must exist."""
         return next(phase for phase in self.phases if phase.name == name)
 
     def find_phase(self, name: str) -> Phase | None:
@@ -132,12 +132,12 @@ class Plan:
 
 
 def margin(compiled: bool) -> float:
-    """The share of the memory within which a figure of the compiler, or of the closed form, does not tell."""
+    """The share of the memory by which a figure of the compiler, or of the closed form, may be wrong."""
     return TOO_CLOSE if compiled else ESTIMATE_TOO_CLOSE
 
 
 def judge(phase_bytes: Iterable[int], hbm_bytes: int, *, compiled: bool = True) -> Verdict:
-    """Whether phases fit: too close where the largest is as near to the limit as its own error, on either side."""
+    """Whether phases fit; too close if the largest is within its own error of the limit, on either side."""
     worst = max(phase_bytes)
     if abs(worst - hbm_bytes) <= margin(compiled) * hbm_bytes:
         return "too_close"
@@ -145,5 +145,5 @@ def judge(phase_bytes: Iterable[int], hbm_bytes: int, *, compiled: bool = True) 
 
 
 def total(times: Iterable[Seconds]) -> Seconds:
-    """The sum of times that one machine takes: what it is slow or quick at is in several of them, so ranges add up."""
+    """The sum of times of one machine; ranges add up, because a slow or quick machine affects all of them alike."""
     return sum(times, NO_TIME)

@@ -32,8 +32,8 @@ class Line:
 
     text: str
     label: str = ""
-    verdict: Verdict | None = None  # what the text says, for its colour
-    note: str = ""  # more, on a line of its own
+    verdict: Verdict | None = None  # of the text, for its colour
+    note: str = ""  # printed on the next line
     bullet: bool = False
 
 
@@ -43,7 +43,7 @@ class Bar:
 
     name: str
     figure: str
-    segments: tuple[tuple[str, float, float], ...]  # name of the part, where it begins and where it ends
+    segments: tuple[tuple[str, float, float], ...]  # name of the part, its begin and its end
     note: str
     bad: bool = False
 
@@ -55,7 +55,7 @@ class Chart:
     bars: tuple[Bar, ...]
     end: float  # the largest value of the scale
     parts: tuple[str, ...] = ()
-    """What segments are called, in the order of their colours; none: bars of a single colour."""
+    """Names of the segments, in the order of their colours; none: all bars have one colour."""
     limit: float | None = None
     limit_text: str = ""
 
@@ -66,8 +66,8 @@ class Table:
 
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    text: frozenset[int] = frozenset({0})  # columns that are no numbers
-    spare: frozenset[int] = frozenset()  # columns that can be left out where there is little room
+    text: frozenset[int] = frozenset({0})  # columns of text rather than numbers
+    spare: frozenset[int] = frozenset()  # columns that may be left out where there is little room
 
 
 Content = Line | Chart | Table
@@ -85,10 +85,12 @@ class ReportSection:
 def plan_sections(
     entry: Outcome, suggestions: Sequence[Outcome] | None = None, longest: Plan | None = None
 ) -> list[ReportSection]:
-    """All that there is to say about one plan, what to do about it first.
+    """The report of one plan, beginning with what to do about it.
 
-    `suggestions` are changes that help, None where they were not looked for; `longest` is the plan with completions as
-    long as they can be, where their lengths were only assumed.
+    Args:
+        entry: the plan.
+        suggestions: changes that help; None if none were looked for.
+        longest: the plan with all completions as long as allowed, where their lengths were only assumed.
     """
     plan = entry.plan
     memory = f"memory per device by phase, in GiB of {text.exact_gib(plan.hbm_bytes)}"
@@ -117,7 +119,7 @@ def plan_sections(
 
 
 def comparison_sections(entries: Sequence[Outcome], refused: Sequence[Outcome]) -> list[ReportSection]:
-    """Several plans in a table, best first, each with its reason; then what could not be planned."""
+    """Several plans in a table, best first, each with its reason; then the cases that could not be planned."""
     failed = [Line(label=each.label, text=f"cannot be planned: {each.error}") for each in refused]
     if not entries:
         return [ReportSection("", tuple(failed))]
@@ -161,7 +163,7 @@ def _hours(plan: Plan, cost: RunCost) -> float:
 
 
 def search_section(found: Largest) -> ReportSection:
-    """The result of a search, and what was tried."""
+    """The result of a search, and the values that were tried."""
     table = _table(TRIED, ((value, peak, found.hbm_bytes) for value, peak in found.tried.items()), 1, 2, 3)
     return ReportSection("", (Line(text=search_line(found)), table))
 
@@ -186,7 +188,7 @@ def search_line(found: Largest) -> str:
 
 
 def tune_section(found: Tuned) -> ReportSection:
-    """The best of several settings, and what was tried."""
+    """The best of several settings, and those that were tried."""
     best = found.best
     tried = f"{found.estimated} combinations estimated"
     if not best.plan.estimate_only:
@@ -217,7 +219,7 @@ def check_section(rows: Sequence[CheckRow]) -> ReportSection:
 
 
 def _memory(plan: Plan) -> Chart:
-    """A bar of each phase's memory in its parts, with a mark where the memory ends."""
+    """The memory of each phase as a bar of its parts, with a mark at the end of a device's memory."""
     parts = text.main_parts(plan.phases, MOST_PARTS)
     bars = []
     for phase in plan.phases:
@@ -237,7 +239,7 @@ def _memory(plan: Plan) -> Chart:
 
 
 def _timeline(plan: Plan) -> Chart:
-    """The phases of a step, each beginning where the one before ends."""
+    """The phases of a step as bars, each beginning where the previous one ends."""
     rows = [(phase.name, phase.seconds, _work(phase)) for phase in plan.phases if phase.seconds is not None]
     rows += [("host", plan.host, "between programs, and grading")] if plan.host is not None else []
     segments = _stacked({name: time.value for name, time, _ in rows})
@@ -249,7 +251,7 @@ def _timeline(plan: Plan) -> Chart:
 
 
 def _steps(entries: Sequence[Outcome]) -> Chart:
-    """A bar of each plan's step in its parts."""
+    """The step of each plan as a bar of its parts."""
     times = [{name: time.value for name, time in text.step_parts(entry.plan)} for entry in entries]
     bars = (
         Bar(name=entry.label, figure=text.duration(step), segments=_stacked(each), note="")
@@ -261,13 +263,13 @@ def _steps(entries: Sequence[Outcome]) -> Chart:
 
 
 def _stacked(sizes: Mapping[str, float]) -> tuple[tuple[str, float, float], ...]:
-    """Segments of these sizes, one after the other."""
+    """Segments of these sizes, end to end."""
     ends = list(itertools.accumulate(sizes.values(), initial=0.0))
     return tuple(zip(sizes, ends[:-1], ends[1:], strict=True))
 
 
 def _work(phase: Phase) -> str:
-    """Calls of a phase's program, what they wait for, and what they send."""
+    """The calls of a phase's program, what they wait for, and the bytes they send."""
     sent = sum(each.sent for each in phase.collectives)
     found = [f"{phase.calls:,.0f} call{'s' * (phase.calls != 1)}"]
     found += [f"bound by {text.LIMITS[phase.bound_by]}"] if phase.bound_by else []
@@ -276,7 +278,7 @@ def _work(phase: Phase) -> str:
 
 
 def _speed(plan: Plan) -> str:
-    """The tokens of a step, and their rate."""
+    """The completion tokens of a step, and their rate."""
     speed, tokens = plan.tokens_per_s_per_device, plan.workload.completion_tokens
     rate = f", {text.with_range(speed)} per second per chip" if speed is not None else ""
     share = f"; updates at {text.share(plan.mfu)} of the peak" if plan.mfu is not None else ""
@@ -293,7 +295,7 @@ def _rollout_speed(plan: Plan) -> Line:
 
 
 def _lengths(plan: Plan, longest: Plan) -> Line:
-    """What the lengths that no config says would make of a step."""
+    """The assumption about lengths, which no config has, and the longest step it could hide."""
     assumed = plan.workload.completion_tokens / plan.workload.completions
     step = f"{text.number(longest.step.value)} s" if longest.step else "unknown"
     return Line(
@@ -357,7 +359,7 @@ MACHINES: Columns = (
 
 
 def _table(columns: Columns, values: Iterable[tuple[Any, ...]], *text: int) -> Table:
-    """A row of cells for each of some values; `text` are the columns that are no numbers."""
+    """A row of cells for each tuple of values; `text` are the columns of text."""
     rows = tuple(tuple(cell(*each) for _, cell in columns) for each in values)
     return Table(heads=tuple(head for head, _ in columns), rows=rows, text=frozenset(text))
 

@@ -1,6 +1,6 @@
-"""The compiler of a TPU or GPU that is not there: its environment, the devices that it describes, its versions.
+"""The compiler for a TPU or GPU that this machine does not have: its environment, devices and versions.
 
-GPUs are described by a file each in `gpus`: fields of XLA's GpuTargetConfigProto, as text, with their source.
+Each kind of GPU is described by a file in `gpus`: fields of XLA's GpuTargetConfigProto, as text, with their source.
 """
 
 import importlib.metadata
@@ -18,7 +18,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "tpu": ("libtpu",),
     "gpu": ("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc", "nvidia-cudnn-cu12"),
 }
-"""What besides jax decides a compiled program, where it is installed."""
+"""Packages besides jax that determine a compiled program, where they are installed."""
 LIBRARIES = {
     "libdevice": "nvidia-cuda-nvcc-cu12",
     "ptxas": "nvidia-cuda-nvcc-cu12",
@@ -28,14 +28,14 @@ LIBRARIES = {
     "nvrtc": "nvidia-cuda-nvrtc-cu12",
     "cudart": "nvidia-cuda-runtime-cu12",
 }
-"""What the GPU's compiler says it cannot find, in small letters, and the package that has it."""
+"""Names, in lower case, that the GPU compiler says it cannot find, and the package of each."""
 
 
 def compiler_environment(accelerator: Accelerator) -> dict[str, str]:
-    """Environment of a process that compiles for this accelerator; it must be set before jax is imported.
+    """The environment of a process that compiles for this accelerator, to be set before jax is imported.
 
-    libtpu is loaded for its compiler alone: it must not ask a metadata server what machine this is, nor take the lock
-    that a process with a TPU holds.
+    libtpu is loaded for its compiler alone, so it must neither ask a metadata server which machine this is nor take the
+    lock that a process with a TPU holds.
     """
     environment = {"JAX_PLATFORMS": "cpu"}
     if accelerator.platform == "gpu":
@@ -51,7 +51,7 @@ def compiler_environment(accelerator: Accelerator) -> dict[str, str]:
 
 
 def topology_devices(accelerator: Accelerator) -> list[Any]:
-    """The devices of a TPU or GPU that is not there, to compile for; `make_mesh` takes them as it takes real ones.
+    """The devices of an absent TPU or GPU, to compile for; `make_mesh` takes them like real ones.
 
     The process must have been started with `compiler_environment`.
 
@@ -61,10 +61,11 @@ def topology_devices(accelerator: Accelerator) -> list[Any]:
     check_compiler(accelerator)
     from jax.experimental import topologies
 
-    options: dict[str, Any] = {"platform": "tpu", **accelerator.topology_options}
+    name = accelerator.topology
     if accelerator.platform == "gpu":
-        options = {"platform": "cuda", "target_config": gpu_target(accelerator), "topology": accelerator.topology}
-    return list(topologies.get_topology_desc(accelerator.topology, **options).devices)
+        target = gpu_target(accelerator)
+        return list(topologies.get_topology_desc(name, "cuda", target_config=target, topology=name).devices)
+    return list(topologies.get_topology_desc(name, "tpu", **accelerator.topology_options).devices)
 
 
 def gpu_target(accelerator: Accelerator) -> str:
@@ -72,14 +73,14 @@ def gpu_target(accelerator: Accelerator) -> str:
     return resources.files("podium.plan").joinpath("gpus", f"{accelerator.generation}.txtpb").read_text("utf-8")
 
 
-def target_of(accelerator: Accelerator) -> list[Any]:
-    """All that the compiler is told of an accelerator."""
+def target_of(accelerator: Accelerator) -> list[object]:
+    """The description of an accelerator that the compiler gets."""
     described = gpu_target(accelerator) if accelerator.platform == "gpu" else ""
     return [accelerator.topology, accelerator.topology_options, accelerator.devices, described]
 
 
 def check_compiler(accelerator: Accelerator) -> None:
-    """Raises ValueError where the compiler of an accelerator's programs is not installed."""
+    """Check that the compiler for an accelerator is installed. Raises ValueError if it is not."""
     kind = accelerator.platform.upper()
     found = ["libtpu"] if kind == "TPU" else GPU_PLUGINS
     if not any(importlib.util.find_spec(name) for name in found):
@@ -91,7 +92,7 @@ def check_compiler(accelerator: Accelerator) -> None:
 
 
 def missing_library(text: str) -> str | None:
-    """What to install where a GPU's compiler failed for want of a library; None: it failed for another reason."""
+    """What to install if a GPU's compiler failed because a library is missing; None if it failed otherwise."""
     for line in text.lower().splitlines():
         if any(sign in line for sign in ("not found", "no such file", "can't find", "cannot find", "failed to load")):
             for name, package in LIBRARIES.items():
@@ -101,7 +102,7 @@ def missing_library(text: str) -> str | None:
 
 
 def compiler_versions(accelerator: Accelerator) -> dict[str, str]:
-    """Versions of what decides a compiled program, by package; without importing them."""
+    """Versions of the packages that determine a compiled program, without importing them."""
     installed = [name for name in PACKAGES.get(accelerator.platform, ()) if _version(name)]
     return {name: _version(name) for name in ("jax", "jaxlib", *installed)}
 

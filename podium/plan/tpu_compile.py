@@ -1,8 +1,9 @@
-"""A TPU program, compiled as far as its memory is assigned, or to its end.
+"""Compiles a TPU program until its memory is assigned, or to the end.
 
 The compiler optimises a program, schedules it, gives every array its place in memory, and refuses what does not fit:
-seconds. Then it generates machine code: minutes, of which a plan needs nothing but the size. It writes down what it
-has assigned, for programs that it refuses too, so neither takes an option that changes what is compiled.
+that takes seconds. Then it generates machine code, which takes minutes, and of which a plan needs only the size. The
+compiler writes down what it has assigned, also for programs that it refuses, so no option that changes the program is
+needed.
 """
 
 import dataclasses
@@ -10,36 +11,39 @@ import re
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from podium.hlo.memory import Memory, OutOfMemory, parse_out_of_memory
 
+if TYPE_CHECKING:
+    import jax
+
 POLL_S = 0.05
 CODE_PER_TEXT = 30
-"""Bytes of code for each byte of a program's text, at most: libtpu 0.0.42.1 made 28 for an update, 6 for a decode."""
-# What the compiler writes into the folder of `xla_dump_to`, behind the program's name.
+"""Most bytes of code for each byte of a program's text: libtpu 0.0.42.1 made 28 for an update, 6 for a decode."""
+# Endings of the files that the compiler writes to the folder of `xla_dump_to`.
 TEXT, REPORT = "after_optimizations.txt", "after_optimizations-memory-usage-report.txt"
-ACCEPTED = "after_optimizations_after_buffer_assignment.txt"  # from libtpu 0.0.42 on only where it was not refused
+ACCEPTED = "after_optimizations_after_buffer_assignment.txt"  # since libtpu 0.0.42 only if it was not refused
 _TOTAL = re.compile(r"^(?:Memory Space: default \(color=0\)\nTotal bytes|Total bytes used): (\d+)", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TpuProgram:
-    """What the compiler made of a program."""
+    """A program as far as it was compiled."""
 
-    memory: Memory  # arguments and all that the program allocates, with what is lost between arrays
-    refusal: OutOfMemory | None  # where it does not fit
-    text: str  # optimised; empty only where a refusal came before there was one
+    memory: Memory  # arguments and everything that the program allocates, gaps between arrays included
+    refusal: OutOfMemory | None  # if it does not fit
+    text: str  # optimised; empty only if the program was refused before it was written
     whole: bool  # whether code was generated
 
 
-def compile_tpu(lowered: Any, *, whole: bool) -> TpuProgram:
+def compile_tpu(lowered: "jax.stages.Lowered", *, whole: bool) -> TpuProgram:
     """Compile a lowered program for its TPU.
 
     Args:
-        lowered: `jax.stages.Lowered`.
-        whole: wait for the code; otherwise the compiler is left to itself when memory is assigned, and the process
-            should end soon.
+        lowered: the program.
+        whole: wait for the code. Otherwise return when memory is assigned; the compiler then keeps running, so the
+            process should end soon.
 
     Raises:
         JaxRuntimeError: the compiler failed for another reason than memory.
@@ -48,7 +52,7 @@ def compile_tpu(lowered: Any, *, whole: bool) -> TpuProgram:
     import jax
 
     with tempfile.TemporaryDirectory(prefix="podium-hlo-", ignore_cleanup_errors=True) as folder:
-        made: list[Any] = []
+        made: list[jax.stages.Compiled] = []
         failed: list[Exception] = []
 
         def run() -> None:
@@ -71,11 +75,12 @@ def compile_tpu(lowered: Any, *, whole: bool) -> TpuProgram:
                 raise RuntimeError("the compiler wrote no report of the memory that it assigned; plan with --fast")
             return TpuProgram(memory=Memory(peak=refusal.needed, code=0), refusal=refusal, text="", whole=False)
         program = text.read_text()
-        code = made[0].memory_analysis().generated_code_size_in_bytes if made else CODE_PER_TEXT * len(program)
+        analysis = made[0].memory_analysis() if made else None
+        code = analysis.generated_code_size_in_bytes if analysis else CODE_PER_TEXT * len(program)
         memory = Memory(peak=int(total[1]), code=code)
         return TpuProgram(memory=memory, refusal=refusal, text=program, whole=bool(made))
 
 
 def _find(folder: str, ending: str) -> Path | None:
-    """The file with that ending; the last one, where the compiler began again."""
+    """The file with that ending; the last one if the compiler started over."""
     return max(Path(folder).glob(f"*.{ending}"), default=None)
