@@ -34,7 +34,7 @@ else
     exit 2
 fi
 
-"$PYTHON" -m pytest -q tests/test_accelerator.py
+"$PYTHON" -m pytest -q -m "" tests/test_accelerator.py
 # shellcheck disable=SC2086 # the options are words
 "$PYTHON" -m benches.decode --results "$results" $decode
 # shellcheck disable=SC2086

@@ -8,6 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from benches.decode import SMOLLM2_135M
 from podium.algorithms.recipes import RECIPES
@@ -41,6 +42,7 @@ CONFIG = Config.model_validate(
 )
 LENGTHS = SequenceLengths(prompts=np.full(4, 12), completions=np.random.default_rng(0).integers(4, 17, (4, 4)))
 TOLERANCE = 1e-4
+pytestmark = pytest.mark.long
 
 
 def mesh_of(platform: str | None):

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import pytest
+from made_once import made_once
 from shown_commands import PAGES, ROOT, fenced
 
 import podium
@@ -74,4 +75,5 @@ def tiny(tmp_path, monkeypatch) -> Path:
 def test_a_python_block_runs(text, tiny):
     code = compile(textwrap.dedent(text), "block", "exec")
     if not any(mark in text for mark in NOT_RUN):
-        exec(code, {"__name__": "block"})
+        with made_once():
+            exec(code, {"__name__": "block"})

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from made_once import made_once
 from tiny_runs import STEPWISE, cache_settings, make_config, write_tiny_model
 
 from podium.sharding import make_mesh
@@ -45,13 +46,15 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def keeping_programs(folder: Path) -> Iterator[None]:
+    """Programs are traced once in this process, and compiled once by all that share the folder."""
     settings = cache_settings(folder)
     before = {name: getattr(jax.config, name) for name in settings}
     for name, value in settings.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
     try:
-        yield
+        with made_once():
+            yield
     finally:
         for name, value in before.items():
             jax.config.update(name, value)

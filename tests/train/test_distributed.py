@@ -35,11 +35,17 @@ GROUPS = "groups"
 OVER_HOSTS = "over-hosts"
 """The run in which the devices of all hosts do, so that they decode together."""
 GRIDS = [
-    pytest.param((2, {"full": "host_local", GROUPS: "auto", OVER_HOSTS: "auto"}), id="2x4"),
-    pytest.param((2, {"full": "auto", "named": NAMED}), id="2x4-auto", marks=pytest.mark.long),
-    pytest.param((4, {"full": "auto", "local": "host_local", "named": NAMED}), id="4x2", marks=pytest.mark.long),
+    pytest.param((2, 1, {"full": "host_local", OVER_HOSTS: "auto"}), id="2x1"),
+    *(
+        pytest.param(grid, id=name, marks=pytest.mark.long)
+        for name, grid in {
+            "2x4": (2, 4, {"full": "host_local", GROUPS: "auto", OVER_HOSTS: "auto"}),
+            "2x4-auto": (2, 4, {"full": "auto", "named": NAMED}),
+            "4x2": (4, 2, {"full": "auto", "local": "host_local", "named": NAMED}),
+        }.items()
+    ),
 ]
-"""Number of hosts, which have eight devices together, and the mesh of each run by its name."""
+"""Number of hosts, devices of each, and the mesh of each run by its name."""
 EXACT = ("train-other/loss", "train-reward/total/mean", "eval/accuracy", "rollout/completion_tokens")
 LOCAL = (
     "time/",
@@ -141,31 +147,28 @@ def shared_by_all(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_model, tmp_path_factory) -> Path:
-    """The run of one process with all eight devices, a step longer than the others."""
-    config = make_config(tiny_model, tmp_path_factory.mktemp("alone"), **{**SETTINGS, "steps": 4})
-    assert train(config, plain=True) == 0
-    return Path(config.runs_dir) / "run"
+def alone(run_of) -> Path:
+    """The run of one process with one device, a step longer than the others."""
+    return run_of(**{**SETTINGS, "steps": 4})
 
 
-def _laid_out(name: str) -> dict[str, Any]:
-    """The settings of a run."""
-    layouts = {GROUPS: {"layout": "tensor"}, OVER_HOSTS: {"layout": "hybrid", "group_chips": 8}}
-    layout = layouts.get(name, {})
-    return {**SETTINGS, "rollout": {**SETTINGS["rollout"], **layout}}
+def _laid_out(name: str, devices: int) -> dict[str, Any]:
+    """The settings of a run over so many devices."""
+    layouts = {GROUPS: {"layout": "tensor"}, OVER_HOSTS: {"layout": "hybrid", "group_chips": devices}}
+    return {**SETTINGS, "rollout": {**SETTINGS["rollout"], **layouts.get(name, {})}}
 
 
 @pytest.fixture(scope="module", params=GRIDS)
 def together(request, tiny_model, tmp_path_factory) -> Together:
     """One run on several meshes, by several processes."""
-    hosts, meshes = request.param
+    hosts, devices, meshes = request.param
     folder = tmp_path_factory.mktemp("hosts")
     configs = [
-        make_config(tiny_model, folder / "runs", name=name, mesh=mesh, **_laid_out(name))
+        make_config(tiny_model, folder / "runs", name=name, mesh=mesh, **_laid_out(name, hosts * devices))
         for name, mesh in meshes.items()
     ]
     order = {"configs": [config.model_dump(mode="json") for config in configs]}
-    job = Hosts(folder / "job", order, hosts=hosts, devices=8 // hosts)
+    job = Hosts(folder / "job", order, hosts=hosts, devices=devices)
     try:
         assert job.statuses() == [0] * hosts, job.logs()
     finally:
@@ -201,7 +204,7 @@ def test_hosts_draw_the_completions_of_one_process(together, alone):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", [NAMED, "host_local"])
+@pytest.mark.parametrize("mesh", [NAMED, "host_local", "auto"])
 def test_one_process_trains_the_same_on_every_mesh(mesh, alone, tiny_model, tmp_path):
     config = make_config(tiny_model, tmp_path, mesh=mesh, **SETTINGS)
     assert train(config, plain=True) == 0
@@ -245,7 +248,9 @@ def test_counts_of_terabytes_and_messages_of_any_length_are_exact(together):
     assert [index for each in found for index in each["share"]] == list(range(10))
 
 
-def test_a_run_of_several_hosts_goes_on_in_one_process(together, alone, tiny_model, tmp_path):
+def test_a_run_of_several_hosts_goes_on_in_one_process(
+    together, alone, one_device, compiled_once, tiny_model, tmp_path
+):
     """The checkpoint of all hosts is read by one."""
     shutil.copytree(together.folder / "full", tmp_path / "full")
     config = make_config(tiny_model, tmp_path, name="full", **{**SETTINGS, "steps": 4})
@@ -304,7 +309,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
         each.close()
 
 
-@pytest.mark.parametrize("layout", [{}, {"layout": "hybrid", "group_chips": 2}], ids=["apart", "together"])
+@pytest.mark.parametrize(
+    "layout",
+    [{}, pytest.param({"layout": "hybrid", "group_chips": 2}, marks=pytest.mark.long)],
+    ids=["apart", "together"],
+)
 def test_sigterm_to_one_host_in_a_long_rollout_saves_on_all_and_ends_all(layout, start, tiny_model, tmp_path):
     """A step takes many seconds here; they stop in the middle of one, with the step before it saved."""
     rollout = {"refill_steps": 1, **layout}

@@ -122,9 +122,8 @@ def test_a_run_that_another_process_trains_is_left_alone(undisturbed):
     assert (undisturbed / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_the_command_saves_and_exits_by_the_signal_s_number(
     tiny_model, tmp_path, programs, monkeypatch, number, status
 ):

@@ -40,8 +40,8 @@ MESHES = {
     2: ("fsdp:2", "dp:2", "tp:2", "sp:2"),
     8: ("1,8,1", "2,4,1", "2,2,2", "8,1,1", "fsdp:2,sp:4", "fsdp:2,sp:2,tp:2", "dp:2,fsdp:2,sp:2"),
 }
-SHORTLY = ("dp:1", "fsdp:2", "sp:2", "1,8,1", "2,2,2", "fsdp:2,sp:2,tp:2")
-"""Those of the short suite."""
+SHORTLY = ("dp:1", "2,2,2", "fsdp:2,sp:2,tp:2")
+"""Those of the short suite: every axis is split in one of them."""
 
 
 def batch_of(samples=SAMPLES, *, rows=8, packing="shared_prompts", row_tokens=ROW_TOKENS):
@@ -176,19 +176,24 @@ def test_a_lone_micro_batch_has_no_second_tree_of_gradients():
 @pytest.mark.parametrize(
     ("devices", "mesh", "program"),
     [
-        (1, "dp:1", {"remat": "layer"}),
-        (1, "dp:1", {"remat": "offload"}),
         (1, "dp:1", {"remat": "offload", "row_groups": 4}),
-        (8, "2,2,2", {"remat": "layer", "row_groups": 2}),
         (2, "fsdp:2", {"remat": "products", "row_groups": 2}),
         (4, "fsdp:2,sp:2", {"remat": "offload", "row_groups": 2, "head_chunk_tokens": 16}),
-        (4, "sp:4", {"attention": "reference", "remat": "layer"}),
-        (1, "dp:1", {"remat": "none", "row_groups": 8}),
         (8, "1,8,1", {"attention": "reference"}),
-        (1, "dp:1", {"head_chunk_tokens": 8}),
         (1, "dp:1", {"head": "fused", "head_chunk_tokens": 128}),
-        (4, "fsdp:2,sp:2", {"head": "fused", "remat": "layer"}),
         (8, "2,2,2", {"remat": "layer", "head_chunk_tokens": 56}),  # 28 of 24 columns: the last chunk is padded
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (
+                (1, "dp:1", {"remat": "layer"}),
+                (1, "dp:1", {"remat": "offload"}),
+                (8, "2,2,2", {"remat": "layer", "row_groups": 2}),
+                (4, "sp:4", {"attention": "reference", "remat": "layer"}),
+                (1, "dp:1", {"remat": "none", "row_groups": 8}),
+                (1, "dp:1", {"head_chunk_tokens": 8}),
+                (4, "fsdp:2,sp:2", {"head": "fused", "remat": "layer"}),
+            )
+        ),
     ],
 )
 def test_memory_settings_do_not_change_gradients(samples, expected, devices, mesh, program):
@@ -204,7 +209,13 @@ def test_groups_of_rows_are_equal_and_as_few_as_hold_no_more_tokens_than_asked(l
     assert row_groups(config) == groups
 
 
-@pytest.mark.parametrize("algorithm", [{"recipe": "gspo", "clip_high": 0.05, "clip_low": 0.05}, {"entropy_bonus": 0.1}])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"recipe": "gspo", "clip_high": 0.05, "clip_low": 0.05},
+        pytest.param({"entropy_bonus": 0.1}, marks=pytest.mark.long),
+    ],
+)
 def test_gradients_of_sequence_ratios_and_entropy_do_not_depend_on_the_packing(samples, algorithm):
     same_advantages = samples
     alone, _ = gradient(same_advantages, rows=16, packing="none", algorithm=algorithm)
@@ -248,7 +259,13 @@ def test_the_heads_gradient_is_summed_over_chunks_in_the_format_that_is_asked_fo
     assert off["bfloat16"] > 1e-4
 
 
-@pytest.mark.parametrize("changes", [{}, {"row_groups": 2, "remat": "layer"}, {"remat": "products"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"row_groups": 2, "remat": "layer"},
+        *(pytest.param(each, marks=pytest.mark.long) for each in ({}, {"remat": "products"})),
+    ],
+)
 def test_float32_shares_change_nothing_but_the_rounding_of_sums(samples, changes):
     settings = {"rows": 8, "algorithm": {"recipe": "reinforce"}, "dtype": jnp.dtype("bfloat16"), **changes}
     wide, _ = gradient(samples, **settings)
