@@ -16,9 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benches.record import arguments, record
+from benches.record import ROOT, arguments, record
 
-ROOT = Path(__file__).parents[1]
 BAR_S, BAR_RISE = 3.0, 0.2
 PROGRESS = "run runs/"
 """How the first line of a run begins; the view's own lines follow."""

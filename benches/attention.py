@@ -8,14 +8,12 @@ completions and padding, as the trainer packs them; and rows of the demo's lengt
 """
 
 import functools
-import statistics
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benches.record import arguments, record
+from benches.record import arguments, medians, record
 from podium.models.attention import row_attention
 from podium.models.params import GATHERED_AXES
 from podium.sharding import ShardingRules, make_mesh
@@ -49,7 +47,13 @@ def main() -> None:
             .compile()
             for backend in ("reference", "blocks")
         }
-        found = measured(programs, (q, k, v, d_out, segments, prompts))
+        given = (q, k, v, d_out, segments, prompts)
+        found = {
+            name: seconds | {"memory_mib": programs[name].memory_analysis().temp_size_in_bytes / 2**20}
+            for name, seconds in medians(
+                {name: functools.partial(program, *given) for name, program in programs.items()}, REPEATS
+            ).items()
+        }
         rows += [{"rows": name, "tokens": T, "attention": backend, **each} for backend, each in found.items()]
         reference, blocks = found["reference"], found["blocks"]
         rows[-1] |= {
@@ -71,26 +75,6 @@ def ids(B: int, T: int, prompt: int, completions: int, length: int) -> tuple[jax
 def gradients(backend, rules, q, k, v, d_out, segments, prompts):
     out, pull = jax.vjp(row_attention(backend, segments, prompts, rules), q, k, v)
     return out, pull(d_out)
-
-
-def measured(programs, given) -> dict[str, dict[str, float]]:
-    """Medians of CPU and wall seconds, the programs taken in turn, and the memory that each allocates."""
-    cpu: dict[str, list[float]] = {name: [] for name in programs}
-    wall: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(REPEATS + 1):
-        for name, program in programs.items():
-            start, cpu_start = time.perf_counter(), time.process_time()
-            jax.block_until_ready(program(*given))
-            wall[name].append(time.perf_counter() - start)
-            cpu[name].append(time.process_time() - cpu_start)
-    return {
-        name: {
-            "cpu_s": statistics.median(cpu[name][1:]),
-            "wall_s": statistics.median(wall[name][1:]),
-            "memory_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
-        }
-        for name, program in programs.items()
-    }
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Prints a table and writes benches/results/certify-cpu.json. On a busy machine on
 """
 
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benches.record import arguments, record
+from benches.record import arguments, children_cpu_s, record
 
 MODELS = ("meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B", "demo")
 
@@ -24,10 +23,9 @@ def measure(model: str, folder: Path, full: bool) -> dict[str, Any]:
     """One certificate."""
     config = folder / "run.yaml"
     config.write_text(f"model: {model}\nsteps: 10\ntasks:\n- name: arithmetic\n")
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    before, start = children_cpu_s(), time.perf_counter()
     command = [sys.executable, "-m", "podium.cli", "certify", str(config), "--json", *(["--full"] if full else [])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if not done.stdout:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
     found = json.loads(done.stdout)
@@ -41,7 +39,7 @@ def measure(model: str, folder: Path, full: bool) -> dict[str, Any]:
         "worst": worst["name"],
         "largest_difference": worst["difference"],
         "wall_s": round(time.perf_counter() - start, 1),
-        "cpu_s": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
+        "cpu_s": round(children_cpu_s() - before, 1),
     }
 
 

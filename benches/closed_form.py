@@ -21,10 +21,9 @@ import statistics
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from benches.record import arguments, record, write_section
+from benches.record import ROOT, arguments, record, write_section
 from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.config.schema import Config
 from podium.models.params import check_divisible
@@ -36,7 +35,6 @@ from podium.plan.result import judge
 from podium.plan.sizes import make_sizes
 from podium.settings import load_settings
 
-ROOT = Path(__file__).parents[1]
 COUNT = 40
 SEEN = 20
 """The first so many of them were seen when the closed form was last corrected; the others were not."""

@@ -11,10 +11,9 @@ benches/results/decode-layouts-planned.json and its part of docs/planner.md.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from benches.record import arguments, record, write_section
+from benches.record import ROOT, arguments, record, show_progress, write_section
 from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.config.schema import Config
 from podium.config.sizes import steps_at_once
@@ -23,13 +22,12 @@ from podium.models.architecture import DecoderConfig
 from podium.models.layouts import DecodeFloor, machine_of, resolve
 from podium.models.presets import PRESETS
 from podium.plan.calibration import calibrated, load_chip
-from podium.plan.compile import CompileProgress, compile_phases
+from podium.plan.compile import compile_phases
 from podium.plan.planner import make_jobs
 from podium.plan.sizes import make_sizes
 from podium.plan.worker import CompiledPhase
 from podium.settings import load_settings
 
-ROOT = Path(__file__).parents[1]
 TPU, POSITIONS = "v6e-8", 512
 POINTS = {
     "Qwen/Qwen2.5-3B-Instruct": (128, 512, 1024, 4096),
@@ -63,12 +61,7 @@ def compile_decode(config: Config, decoder: DecoderConfig, accelerator: Accelera
     run = make_sizes(config, decoder, accelerator)
     name = f"decode:{config.rollout.slots}"
     programs = {name: run.in_blocks(POSITIONS) / run.block}
-    return compile_phases(make_jobs(config, decoder, accelerator, programs), progress=_tell)[name]
-
-
-def _tell(progress: CompileProgress) -> None:
-    if progress.state == "compiled":
-        print(f"  compiled in {progress.seconds:.0f} s", flush=True)
+    return compile_phases(make_jobs(config, decoder, accelerator, programs), progress=show_progress)[name]
 
 
 def measure(model: str, rows: int, layout: str, accelerator: Accelerator) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import json
 import os
 import random
 import re
-import resource
 import subprocess
 import sys
 import tempfile
@@ -21,11 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benches.record import arguments, record
+from benches.record import ROOT, arguments, children_cpu_s, record, train_command
 from podium.tasks.arithmetic import Arithmetic
 from podium.tasks.task import Prompt
 
-ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "demo.yaml"
 BAR_S, BAR_ACCURACY, BAR_CONTROL_RISE = 480.0, 0.90, 0.10
 CONTROL = "tasks.0.name=benches.demo:RandomArithmetic"
@@ -49,16 +47,14 @@ def train(
 ) -> dict[str, Any]:
     """A row of the table: the run's accuracies and rewards, its number formats, and what it cost from start to exit."""
     changes = [f"name={name}", f"runs_dir={folder}", f"seed={seed}", *settings]
-    command = [sys.executable, "-m", "podium.cli", "train", str(config), "--plain"]
-    for change in changes:
-        command += ["--set", change]
+    command = train_command(config, *changes)
     env = os.environ | (older_cpu(isa) if isa else {})
-    start, cpu = time.perf_counter(), _children_cpu_s()
+    start, cpu = time.perf_counter(), children_cpu_s()
     with (folder / f"{name}.log").open("w") as log:
         status = subprocess.run(command, cwd=ROOT, env=env, stdout=log, stderr=log).returncode
     if status:
         sys.exit(f"{name} ended with status {status}:\n{(folder / f'{name}.log').read_text()[-4000:]}")
-    wall_s, cpu_s = time.perf_counter() - start, _children_cpu_s() - cpu
+    wall_s, cpu_s = time.perf_counter() - start, children_cpu_s() - cpu
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     formats = re.search(r"number formats: (.*)", (folder / f"{name}.log").read_text())
     steps = [line for line in lines if "train-reward/total/mean" in line]
@@ -103,11 +99,6 @@ def meets_bar(row: dict[str, Any], control: bool) -> bool:
     if control:
         return after - before <= BAR_CONTROL_RISE
     return after >= BAR_ACCURACY and row["wall_s"] <= BAR_S
-
-
-def _children_cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def _seeds(text: str) -> list[int]:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benches.record import arguments, record
+from benches.record import arguments, record, recorded
 from podium.accelerators import GIB, find_accelerator
 from podium.hlo.cost import ProgramCost, roofline, unknown_loops, walk
 from podium.hlo.memory import parse_out_of_memory
@@ -149,9 +149,7 @@ def costs(row: Row, text: str) -> dict[str, Any]:
 
 def kept(results: Path) -> Mapping[str, dict[str, Any]]:
     """Rows of an earlier run, by experiment."""
-    path = results / f"{NAME}.json"
-    found = json.loads(path.read_text())["rows"] if path.exists() else []
-    return {row["experiment"]: row for row in found}
+    return {row["experiment"]: row for row in recorded(NAME, "rows", results) or []}
 
 
 def main() -> None:

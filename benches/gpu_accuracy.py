@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benches.plan_accuracy import MEASURED, ROOT, config_of, measured_step
-from benches.record import arguments, record
+from benches.plan_accuracy import MEASURED, config_of, measured_step
+from benches.record import ROOT, arguments, record
 from podium.accelerators import GIB, Accelerator, recognise
 from podium.models.presets import find_architecture
 from podium.observe.run_dir import LENGTHS

@@ -15,12 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benches.record import arguments, record, write_section
+from benches.record import ROOT, arguments, record, write_section
 from podium.accelerators import GIB
 from podium.plan import plan
 from podium.plan.result import Plan
 
-ROOT = Path(__file__).parents[1]
 MODELS = (
     "Qwen/Qwen2.5-0.5B-Instruct",
     "Qwen/Qwen2.5-3B-Instruct",

@@ -18,13 +18,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benches.record import arguments, record
+from benches.record import ROOT, arguments, record, train_command
 from podium.config.schema import TaskConfig
 from podium.tasks.numbers import read_number
 from podium.tasks.registry import make_task
 from podium.tasks.task import Prompt, Task
 
-ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "gsm8k_smollm2.yaml"
 FORMS = {
     "alone": "{}",
@@ -96,11 +95,8 @@ def check_calculations(task: Task, file: Path) -> dict[str, Any]:
 def train(data: Path, folder: Path, settings: list[str]) -> dict[str, Any]:
     """The run's summary, the time from start to exit, and its steps."""
     changes = [f"tasks.0.path={data}", "name=gsm8k", f"runs_dir={folder}", *settings]
-    command = [sys.executable, "-m", "podium.cli", "train", str(CONFIG), "--plain"]
-    for change in changes:
-        command += ["--set", change]
     start = time.perf_counter()
-    if status := subprocess.run(command, stdout=sys.stderr).returncode:
+    if status := subprocess.run(train_command(CONFIG, *changes), stdout=sys.stderr).returncode:
         sys.exit(f"podium train ended with status {status}; its output stands above")
     wall_s = time.perf_counter() - start
     lines = [json.loads(line) for line in (folder / "gsm8k" / "metrics.jsonl").read_text().splitlines()]

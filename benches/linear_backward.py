@@ -7,8 +7,7 @@ backward pass of einsum; with ours, but the weights' gradient in the order in wh
 """
 
 import dataclasses
-import statistics
-import time
+import functools
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from benches.decode import SMOLLM2_135M
-from benches.record import arguments, record
+from benches.record import arguments, medians, record
 from podium.models import decoder, linear
 from podium.models.params import GATHERED_AXES, TRAIN_AXES
 from podium.sharding import ShardingRules, init_params, make_mesh
@@ -51,17 +50,10 @@ def main() -> None:
     with mock.patch.object(linear, "_gradient_of_weights", as_they_lie):
         unturned = jax.jit(jax.grad(lambda params: loss(params))).lower(params).compile()
     sides = {"einsum": plain, "as they lie": unturned, "make_linear": ours}
-    cpu: dict[str, list[float]] = {name: [] for name in sides}
-    wall: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(REPEATS + 1):
-        for name, program in sides.items():
-            start, cpu_start = time.perf_counter(), time.process_time()
-            jax.block_until_ready(program(params))
-            wall[name].append(time.perf_counter() - start)
-            cpu[name].append(time.process_time() - cpu_start)
-    median = {name: statistics.median(cpu[name][1:]) for name in sides}
-    rows = [{"backward": name, "cpu_s": median[name], "wall_s": statistics.median(wall[name][1:])} for name in sides]
-    ratios = {f"cpu_ratio to {name}": median["make_linear"] / median[name] for name in ("einsum", "as they lie")}
+    found = medians({name: functools.partial(program, params) for name, program in sides.items()}, REPEATS)
+    rows = [{"backward": name, **seconds} for name, seconds in found.items()]
+    cpu = {name: seconds["cpu_s"] for name, seconds in found.items()}
+    ratios = {f"cpu_ratio to {name}": cpu["make_linear"] / cpu[name] for name in ("einsum", "as they lie")}
     path = record("linear-backward-cpu", {"tokens": ROWS * TOKENS, "rows": rows} | ratios, args.results)
     print(path.read_text())
 

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benches.demo import sampled, train
-from benches.record import arguments, record
+from benches.record import ROOT, arguments, record, train_command
 
-ROOT = Path(__file__).parents[1]
 NAME = "lora-demo-cpu"
 FULL, LORA = ROOT / "configs" / "demo.yaml", ROOT / "configs" / "demo_lora.yaml"
 STILL = [
@@ -70,9 +69,7 @@ def gap(folder: Path, form: str) -> dict[str, float]:
 
 def run(folder: Path, name: str, config: Path, settings: list[str]) -> tuple[list[dict[str, Any]], int]:
     """The records of a run's steps, and the most memory that its process had in use."""
-    command = [sys.executable, "-m", "podium.cli", "train", str(config), "--plain"]
-    for change in (f"name={name}", f"runs_dir={folder}", *settings):
-        command += ["--set", change]
+    command = train_command(config, f"name={name}", f"runs_dir={folder}", *settings)
     with (folder / f"{name}.log").open("w") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         _, status, usage = os.wait4(process.pid, 0)

@@ -8,10 +8,9 @@ says otherwise. Cases that the results have already, from the same commit or ano
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
-from benches.record import RESULTS, arguments, record
+from benches.record import arguments, record, recorded
 from podium.accelerators import GIB, find_accelerator
 from podium.models.presets import find_decoder
 from podium.plan.compile import compile_jobs
@@ -38,12 +37,11 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], metavar="CASE", help=", ".join(CASES))
     args = parser.parse_args()
-    path: Path = args.results / f"{NAME}.json"
-    known = {row["case"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+    known = {row["case"]: row for row in recorded(NAME, "rows", args.results) or []}
     for name in args.cases or CASES:
         known[name] = planned(name)
         print(json.dumps(known[name], indent=2), flush=True)
-        record(NAME, {"rows": [known[case] for case in CASES if case in known]}, args.results or RESULTS)
+        record(NAME, {"rows": [known[case] for case in CASES if case in known]}, args.results)
 
 
 def planned(name: str) -> dict[str, Any]:

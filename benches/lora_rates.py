@@ -7,13 +7,12 @@ learned shows; 50 held-out questions, eight answers each. The rate of full train
 have stay there. Writes benches/results/lora-rates-cpu.json.
 """
 
-import json
 import tempfile
 from pathlib import Path
 
 from benches.demo import sampled, train
 from benches.lora_demo import LORA
-from benches.record import arguments, record
+from benches.record import arguments, record, recorded
 
 NAME = "lora-rates-cpu"
 FULL_RATE, TIMES, STEPS = 4e-5, (1, 10, 100), 12
@@ -24,8 +23,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
     args = parser.parse_args()
-    path: Path = args.results / f"{NAME}.json"
-    rows = json.loads(path.read_text())["runs"] if path.exists() else []
+    rows = recorded(NAME, "runs", args.results) or []
     with tempfile.TemporaryDirectory() as folder:
         for seed in args.seeds.split(","):
             for times in TIMES:

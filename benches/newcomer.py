@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benches.recipes import write_tiny_model
-from benches.record import arguments, record
+from benches.record import ROOT, arguments, record
 
-ROOT = Path(__file__).parents[1]
 BAR_COMMANDS, BAR_S = 15, 600.0
 REWARD = '''"""A reward of my own."""
 

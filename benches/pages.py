@@ -15,11 +15,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benches.record import arguments, record
+from benches.record import ROOT, arguments, record
 from podium.files import read_lines
 from podium.observe.run_dir import METRICS
 
-ROOT = Path(__file__).parents[1]
 STEPS, WARM = 10, 3
 SETTINGS = (
     f"steps={STEPS}",

@@ -27,7 +27,7 @@ from typing import Any
 
 from scipy.stats import t as student
 
-from benches.record import arguments, record, write_section
+from benches.record import ROOT, arguments, record, train_command, write_section
 from podium.accelerators import Accelerator
 from podium.config.schema import Config
 from podium.files import read_lines
@@ -40,7 +40,6 @@ from podium.plan.planner import KINDS, make_jobs, make_plan
 from podium.plan.result import Plan
 from podium.settings import load_settings
 
-ROOT = Path(__file__).parents[1]
 STEPS = 5
 WARM = 2
 """First steps that are left out: they compile."""
@@ -129,10 +128,7 @@ def measured_step(settings: Sequence[str], folder: Path) -> tuple[dict[str, floa
 
     Its lengths are kept in `folder`: of a step with few prompts, how many micro-batches they fill depends on them.
     """
-    config = [str(ROOT / "configs" / "demo.yaml"), "--set", f"runs_dir={folder}", "--set", "name=run"]
-    command = [sys.executable, "-m", "podium.cli", "train", *config]
-    for each in (*BASE, *settings):
-        command += ["--set", each]
+    command = train_command(ROOT / "configs" / "demo.yaml", f"runs_dir={folder}", "name=run", *BASE, *settings)
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     shutil.rmtree(folder / "run" / "checkpoints")
     steps = sorted(list(read_lines(folder / "run" / METRICS))[WARM:], key=lambda step: step[STEP])

@@ -8,9 +8,7 @@ which others on the machine stretch; alone on a machine a command takes no longe
 by either. Writes benches/results/plan-seconds-cpu.json; exit status 1 where a bar is missed.
 """
 
-import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -19,9 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benches.record import arguments, record
+from benches.record import ROOT, arguments, children_cpu_s, record, recorded
 
-ROOT = Path(__file__).parents[1]
 CONFIG, TPU, NAME = "configs/gsm8k_qwen25_3b.yaml", "v6e-8", "plan-seconds-cpu"
 LONG = ("rollout.max_new_tokens=2048", "train.row_tokens=2560", "prompts_per_step=64")
 """Settings of the search: rows of 2,560 tokens, and more completions than fit."""
@@ -43,13 +40,12 @@ LINES = {"auto": 18}
 def seconds(name: str, cache: str) -> dict[str, Any]:
     """Seconds that one command takes, and its answer."""
     command = [sys.executable, "-m", "podium.cli", "plan", *COMMANDS[name]]
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    before, start = children_cpu_s(), time.perf_counter()
     environment = {**os.environ, "XDG_CACHE_HOME": cache, "COLUMNS": "200"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    wall, cpu = time.perf_counter() - start, children_cpu_s() - before
     if done.returncode:
         raise RuntimeError(f"{name}: exit status {done.returncode}: {done.stderr[-2000:]}")
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     answer = [line.rstrip() for line in done.stdout.splitlines() if line.strip()][: LINES.get(name, 1)]
     known = {"wall_s": round(wall, 2), "cpu_s": round(cpu, 2), "load_1_min": round(os.getloadavg()[0], 1)}
     return {"command": f"podium plan {' '.join(COMMANDS[name])}", **known, "answer": answer}
@@ -60,8 +56,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--only", nargs="+", choices=COMMANDS, default=list(COMMANDS), help="what to measure anew")
     args = parser.parse_args()
-    path = args.results / f"{NAME}.json"
-    kept = json.loads(path.read_text())["rows"] if path.exists() and len(args.only) < len(COMMANDS) else {}
+    kept = (recorded(NAME, "rows", args.results) or {}) if len(args.only) < len(COMMANDS) else {}
     rows = dict(kept)
     with tempfile.TemporaryDirectory() as folder:
         for number, name in enumerate(each for each in COMMANDS if each in args.only):

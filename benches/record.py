@@ -9,16 +9,21 @@ import importlib.metadata
 import json
 import os
 import platform
+import resource
 import shlex
+import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from podium.observe.summary import commit, versions
+from podium.plan.compile import CompileProgress
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benches" / "results"
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
@@ -48,6 +53,48 @@ def record(name: str, result: Mapping[str, Any], folder: Path = RESULTS, *, pack
     path = folder / f"{name}.json"
     path.write_text(json.dumps(about | dict(result), indent=2) + "\n")
     return path
+
+
+def recorded(name: str, key: str, folder: Path = RESULTS) -> Any:
+    """A part of the results that an earlier run wrote, or None."""
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text())[key] if path.exists() else None
+
+
+def train_command(config: Path, *settings: str) -> list[str]:
+    """`podium train` in a process of its own, with settings over those of the config."""
+    changes = [part for setting in settings for part in ("--set", setting)]
+    return [sys.executable, "-m", "podium.cli", "train", str(config), "--plain", *changes]
+
+
+def children_cpu_s() -> float:
+    """CPU seconds of the processes that this one has started and that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def medians(programs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, dict[str, float]]:
+    """Median CPU and wall seconds of each program. They take turns, and the first turn does not count."""
+    import jax
+
+    cpu: dict[str, list[float]] = {name: [] for name in programs}
+    wall: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(repeats + 1):
+        for name, program in programs.items():
+            start, cpu_start = time.perf_counter(), time.process_time()
+            jax.block_until_ready(program())
+            wall[name].append(time.perf_counter() - start)
+            cpu[name].append(time.process_time() - cpu_start)
+    return {
+        name: {"cpu_s": statistics.median(cpu[name][1:]), "wall_s": statistics.median(wall[name][1:])}
+        for name in programs
+    }
+
+
+def show_progress(progress: CompileProgress) -> None:
+    """Print what became of each program of a plan, once it is there."""
+    if progress.state != "compiling":
+        print(f"  {progress.phase}: {progress.state}, {progress.seconds:.0f} s", flush=True)
 
 
 def write_section(page: Path, name: str, lines: Sequence[str]) -> None:

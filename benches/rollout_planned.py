@@ -11,16 +11,14 @@ where a bar is missed: 1.3 s for the first, 0.9 s for the first with 1.5 in flig
 """
 
 import sys
-from pathlib import Path
 from typing import Any
 
-from benches.record import arguments, record, write_section
+from benches.record import ROOT, arguments, record, write_section
 from podium.accelerators import find_accelerator
 from podium.plan.calibration import load_chip
 from podium.plan.planner import ROLLOUT, make_plan
 from podium.settings import load_settings
 
-ROOT = Path(__file__).parents[1]
 TPU = "v6e-8"
 CASES = {
     "128": (16, 128, 16, 1.0),

@@ -12,7 +12,7 @@ import dataclasses
 import tempfile
 from pathlib import Path
 
-from benches.record import RESULTS, arguments, record
+from benches.record import arguments, record
 from podium.accelerators import GIB, find_accelerator
 from podium.config.load import load
 from podium.hlo.cost import roofline
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], metavar="CASE", help=", ".join(CASES))
     args = parser.parse_args()
     rows = [planned(name) for name in args.cases or CASES]
-    path = record("rows-planned", {"rows": rows}, args.results or RESULTS, packages=["libtpu"])
+    path = record("rows-planned", {"rows": rows}, args.results, packages=["libtpu"])
     print(path.read_text())
 
 

@@ -7,17 +7,14 @@ benches/results/scaling-planned.json and its part of docs/planner.md.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from benches.record import arguments, record, write_section
+from benches.record import ROOT, arguments, record, show_progress, write_section
 from podium.accelerators import GIB, find_accelerator
-from podium.plan.compile import CompileProgress
 from podium.plan.planner import make_plan
 from podium.plan.result import Plan
 from podium.settings import load_settings
 
-ROOT = Path(__file__).parents[1]
 MODELS = ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-8B")
 MACHINES = ("v6e-8", "v6e-16", "v6e-64", "v6e-256", "v5p-64")
 PROMPTS, GROUP = 4, 8
@@ -37,12 +34,7 @@ def plan(model: str, tpu: str) -> Plan:
         "rollout.max_prompt_tokens=256",
     ]
     config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], settings, {}).config
-    return make_plan(config, accelerator, progress=_tell)
-
-
-def _tell(progress: CompileProgress) -> None:
-    if progress.state != "compiling":
-        print(f"  {progress.phase}: {progress.state}, {progress.seconds:.0f} s", flush=True)
+    return make_plan(config, accelerator, progress=show_progress)
 
 
 def row(model: str, tpu: str, found: Plan) -> dict[str, Any]:

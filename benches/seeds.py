@@ -10,23 +10,19 @@ benches/results/seeds-planned.json and, when nothing is left out, docs/seeds.md.
 import dataclasses
 import functools
 import itertools
-import json
 import textwrap
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from benches.gather import plan as plan_gather
-from benches.record import RESULTS, arguments, record
+from benches.record import ROOT, arguments, record, recorded, show_progress
 from podium.accelerators import GIB, find_accelerator
 from podium.models.presets import find_architecture
 from podium.plan.compare import difference
-from podium.plan.compile import CompileProgress
 from podium.plan.planner import make_plan
 from podium.plan.result import Plan
 from podium.settings import load_settings
 
-ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "seeds"
 PAGE = ROOT / "docs" / "seeds.md"
 OURS = (
@@ -84,13 +80,8 @@ class Planner:
             decoder = find_architecture(config.model)
             decoder = decoder if ours else dataclasses.replace(decoder, tied=False)
             print(f"{name} on {tpu}{', our layout' if ours else ''}", flush=True)
-            self._plans[key] = make_plan(config, find_accelerator(tpu), decoder=decoder, progress=_tell)
+            self._plans[key] = make_plan(config, find_accelerator(tpu), decoder=decoder, progress=show_progress)
         return self._plans[key]
-
-
-def _tell(progress: CompileProgress) -> None:
-    if progress.state != "compiling":
-        print(f"  {progress.phase}: {progress.state}, {progress.seconds:.0f} s", flush=True)
 
 
 def fits(planner: Planner, name: str, tpu: str, measured: str, *, fits: bool) -> Row:
@@ -155,8 +146,7 @@ def fused(planner: Planner) -> Row:
 @functools.cache
 def former_row(experiment: str) -> dict[str, Any]:
     """The seed's own program, as `benches.former_system` has compiled it; nothing where it did not."""
-    path = RESULTS / "former-system-planned.json"
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = recorded("former-system-planned", "rows") or []
     return next((row for row in rows if row["experiment"] == experiment), {})
 
 

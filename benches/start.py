@@ -17,18 +17,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benches.record import arguments, record
+from benches.record import ROOT, arguments, record, train_command
 
-ROOT = Path(__file__).parents[1]
 BAR = 0.4
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def start(folder: Path, name: str, compiled: Path, settings: list[str]) -> dict[str, Any]:
     """Seconds and CPU seconds until each line that a run prints about a phase, up to its first step."""
-    command = [sys.executable, "-m", "podium.cli", "train", str(ROOT / "configs" / "demo.yaml"), "--plain"]
-    for change in (f"name={name}", f"runs_dir={folder}", *settings):
-        command += ["--set", change]
+    command = train_command(ROOT / "configs" / "demo.yaml", f"name={name}", f"runs_dir={folder}", *settings)
     environment = {key: value for key, value in os.environ.items() if key != "JAX_COMPILATION_CACHE_DIR"}
     environment["XDG_CACHE_HOME"] = str(compiled)
     began, seen, said = time.perf_counter(), [], []

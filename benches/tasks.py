@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benches.record import arguments, record
+from benches.record import arguments, record, recorded
 from podium.api.train import train
 from podium.observe.summary import commit
 
@@ -110,8 +110,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
-    names, path = args.tasks.split(","), args.results / "tasks-cpu.json"
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    names, rows = args.tasks.split(","), recorded("tasks-cpu", "rows", args.results) or []
     for name, seed, control in missing(rows, names, [int(seed) for seed in args.seeds.split(",")], args.steps):
         with tempfile.TemporaryDirectory() as folder:  # of one run: its checkpoints are gigabytes
             rows.append(measure(name, seed, Path(folder), args.steps, control=control))

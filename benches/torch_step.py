@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from benches.own_step import Clock, OwnStep
-from benches.record import arguments, record
+from benches.record import ROOT, arguments, record
 from podium.algorithms.advantages import equal_reward_groups, token_weights
 from podium.models.hf import save_model
 from podium.settings import load_settings
@@ -36,7 +36,6 @@ from podium.train.step import make_score
 if TYPE_CHECKING:
     from benches.torch_peer import Row
 
-ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "demo.yaml"
 SAME_WORK = ("algorithm.zero_variance=drop", "grading.workers=0")  # in this process, where CPU seconds are counted
 ROLLOUT_PROGRAMS = ("extend", "copy", "decode")

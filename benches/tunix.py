@@ -28,7 +28,7 @@ from typing import IO, Any
 import numpy as np
 
 from benches.own_step import OwnStep
-from benches.record import arguments, record
+from benches.record import ROOT, arguments, record
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
 from podium.models.hf import save_model
@@ -37,7 +37,6 @@ from podium.settings import load_settings
 from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.tasks.task import Prompt, TaskSource
 
-ROOT = Path(__file__).parents[1]
 BAR = 1.5
 PARTS = ("rollout", "update", "step")
 QUESTIONS = 512

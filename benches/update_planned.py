@@ -9,17 +9,14 @@ reach. Writes benches/results/update-planned.json and its part of docs/planner.m
 0.50 with full rows, 0.45 with GSM8K's.
 """
 
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
-from benches.record import arguments, record, write_section
+from benches.record import ROOT, arguments, record, recorded, write_section
 from podium.accelerators import GIB, find_accelerator
 from podium.plan.planner import make_plan
 from podium.settings import load_settings
 
-ROOT = Path(__file__).parents[1]
 NAME, TPU = "update-planned", "v6e-8"
 FULL = "fixed:490"  # eight completions of 490 tokens and their prompt fill a row of 4,096
 CASES: dict[str, tuple[str, str, str, int, int]] = {
@@ -78,8 +75,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], metavar="CASE", help="; ".join(CASES))
     args = parser.parse_args()
-    path: Path = args.results / f"{NAME}.json"
-    known = json.loads(path.read_text())["updates"] if path.exists() else {}
+    known = recorded(NAME, "updates", args.results) or {}
     for name in args.cases or CASES:
         known[name] = measure(name)
         print(f"{name}: {known[name]}", flush=True)
