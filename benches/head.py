@@ -10,19 +10,13 @@ has scheduled instead: the instruction bundles of a step of their grids, one a c
 among them, so it is an upper bound where no transfer is waited for.
 """
 
-import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from benches.loss_kernel import CLOCK
+from benches.loss_kernel import CLOCK, compile_apart
 from benches.record import arguments, record
 from podium.accelerators import find_accelerator
-from podium.plan.topology import compiler_environment
 
 SHAPE = (8192, 4096, 151936)
 CASES = [("v6e-8", "chunked", 1024), ("v6e-8", "fused", 1024), ("v6e-8", "chunked", 2048), ("v6e-8", "fused", 2048)]
@@ -42,21 +36,13 @@ def main() -> None:
 
 
 def compiled(machine: str, kind: str, chunk: int) -> dict[str, Any]:
-    """One program, compiled in a process of its own, and what it takes."""
-    accelerator = find_accelerator(machine)
-    with tempfile.TemporaryDirectory() as folder:
-        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        environment = {**os.environ, **compiler_environment(accelerator), "LIBTPU_INIT_ARGS": flags}
-        command = [sys.executable, "-m", "benches.children.head_step", machine, kind, str(chunk), *map(str, SHAPE)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(done.stderr)
-        found = json.loads(done.stdout.splitlines()[-1])
-        bundles = {name: step_bundles(Path(folder), name) for name in ("statistics", "gradient")}
+    """What one program takes."""
+    found, bundles = compile_apart(machine, "head_step", (kind, chunk, *SHAPE), step_bundles)
     if kind != "fused":
         return {name: value for name, value in found.items() if not name.endswith("of_a_kernel")}
     cycles_ms = {
-        name: 1e3 * size * found["steps_of_a_kernel"] / CLOCK[accelerator.generation] for name, size in bundles.items()
+        name: 1e3 * size * found["steps_of_a_kernel"] / CLOCK[find_accelerator(machine).generation]
+        for name, size in bundles.items()
     }
     least = found["least_ms_of_a_kernel"]
     beyond = sum(max(0.0, each - least) for each in cycles_ms.values())

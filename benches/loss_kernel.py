@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +44,25 @@ def main() -> None:
     record("loss-kernel-planned", {"shape": SHAPE, "dtype": "bf16", "seed_v6e": SEED, "rows": rows}, args.results)
 
 
-def compiled(machine: str, impl: str) -> dict[str, Any]:
-    """One program, compiled in a process of its own, and what it takes."""
-    accelerator = find_accelerator(machine)
+def compile_apart(
+    machine: str, child: str, arguments: Sequence[object], count: Callable[[Path, str], int]
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Compile a program in a process of its own: what it says of it, and each kernel's bundles, which `count` finds."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        environment = {**os.environ, **compiler_environment(accelerator), "LIBTPU_INIT_ARGS": flags}
-        command = [sys.executable, "-m", "benches.children.loss_step", machine, impl, *map(str, SHAPE)]
+        environment = {**os.environ, **compiler_environment(find_accelerator(machine)), "LIBTPU_INIT_ARGS": flags}
+        command = [sys.executable, "-m", f"benches.children.{child}", machine, *map(str, arguments)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(done.stderr)
-        found = json.loads(done.stdout.splitlines()[-1])
-        loops = {name: loop_bundles(Path(folder), name) for name in ("statistics", "gradient")}
+        bundles = {name: count(Path(folder), name) for name in ("statistics", "gradient")}
+    return json.loads(done.stdout.splitlines()[-1]), bundles
+
+
+def compiled(machine: str, impl: str) -> dict[str, Any]:
+    """What one program takes."""
+    accelerator = find_accelerator(machine)
+    found, loops = compile_apart(machine, "loss_step", (impl, *SHAPE), loop_bundles)
     peaks = load_chip(accelerator.generation).peaks
     moved = {name: 1e3 * size / peaks.hbm_bandwidth for name, size in found.pop("moved").items()}
     if impl != "kernel":
