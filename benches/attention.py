@@ -16,6 +16,7 @@ import numpy as np
 from benches.record import arguments, medians, record
 from podium.models.attention import row_attention
 from podium.models.params import GATHERED_AXES
+from podium.models.visibility import Visibility
 from podium.sharding import ShardingRules, make_mesh
 from podium.train.platform import prepare_platform
 
@@ -72,7 +73,7 @@ def ids(B: int, T: int, prompt: int, completions: int, length: int) -> tuple[jax
 
 
 def gradients(backend, rules, q, k, v, d_out, segments, prompts):
-    out, pull = jax.vjp(row_attention(backend, segments, prompts, rules), q, k, v)
+    out, pull = jax.vjp(row_attention(backend, Visibility(segments, prompts), rules), q, k, v)
     return out, pull(d_out)
 
 

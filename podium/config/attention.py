@@ -1,4 +1,4 @@
-"""Which attention a run uses on its machine, and how it cuts rows into blocks. No jax: the planner asks too."""
+"""Which attention a run uses on its machine, and how rows and the cache are cut into blocks. No jax."""
 
 import math
 from typing import Literal
@@ -9,18 +9,20 @@ Backend = Literal["tpu_kernel", "gpu_kernel", "blocks", "reference"]
 KERNELS: dict[str, Backend] = {"tpu": "tpu_kernel", "gpu": "gpu_kernel"}
 """By jax's platform."""
 BLOCK = 64
-"""Tokens of a block in XLA, at most: the scores of a block stay in a CPU's cache."""
+"""The most tokens of a block in XLA: the scores of a block stay in a CPU's cache."""
 GPU_BLOCK = 64
-"""Tokens of a block of the GPU's kernel: what registers and shared memory hold."""
+"""Tokens of a block in the GPU's kernel: as many as fit registers and shared memory."""
 TPU_BLOCKS = (512, 384, 256, 128)
-"""Tokens of a block of the TPU's kernel. Large ones pad rows, each costs as much as so many tokens more."""
+"""Tokens of a block in the TPU's kernel. Large blocks pad rows; each block costs `TPU_BLOCK_COST` tokens extra."""
 TPU_BLOCK_COST = 64
+CACHE_BLOCK = 256
+"""Tokens of the cache that attention reads at once, but whole pages; on CPU one page, as larger arrays are slower."""
 
 
 def attention_backend(choice: Attention, platform: str) -> Backend:
     """The attention that `train.attention` means on jax's platform (cpu, gpu, tpu).
 
-    Raises ValueError where it is named and the platform lacks it: only `auto` chooses another.
+    Raises ValueError if `choice` is `kernel` and the platform has none; only `auto` falls back.
     """
     if choice == "kernel" and platform not in KERNELS:
         raise ValueError(
@@ -31,7 +33,7 @@ def attention_backend(choice: Attention, platform: str) -> Backend:
 
 
 def cut(backend: Backend, length: int) -> tuple[int, int]:
-    """Into how many blocks a row of this length is cut, and of how many tokens each; the last may be padded."""
+    """The number of blocks into which a row is cut, and the tokens of each; the last one may be padded."""
     if backend == "reference":
         return 1, length
     if backend == "blocks":
@@ -47,3 +49,8 @@ def attended_pairs(backend: Backend, length: int) -> int:
     """Pairs of query and key that are multiplied for a row that is one sequence: the most that a row can take."""
     n, t = cut(backend, length)
     return t * t * n * (n + 1) // 2
+
+
+def cache_block_pages(page_tokens: int, platform: str) -> int:
+    """Pages of the cache that attention reads at once on jax's platform (cpu, gpu, tpu)."""
+    return 1 if platform == "cpu" else max(1, CACHE_BLOCK // page_tokens)

@@ -1,7 +1,7 @@
-"""Which tokens see which, and the attention of rows that training and prefill use, in one of several ways.
+"""The attention of packed rows, computed in one of several ways that agree up to rounding.
 
-All give the same numbers but for rounding. `podium.models.blockwise` and the kernels make no array of all scores; the
-reference here does, and is what the others are compared with.
+`podium.models.blockwise` and the kernels never hold all scores of a row; the reference here does, and the others are
+compared with it.
 """
 
 from collections.abc import Callable
@@ -15,26 +15,26 @@ from podium.models.gpu_attention import gpu_attention
 from podium.models.params import mesh_axis_names
 from podium.models.sequence import over_tokens
 from podium.models.tpu_attention import tpu_attention
+from podium.models.visibility import Visibility
 from podium.sharding import ShardingRules
 
 RowAttention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """`(q [B, T, H, Q], k [B, T, K, Q], v [B, T, K, Q]) -> attended [B, T, H, Q]`."""
 
 
-def row_attention(backend: Backend, segments: jax.Array, prompts: jax.Array, rules: ShardingRules) -> RowAttention:
-    """The attention of packed rows: a token sees the earlier ones of its own segment and of its prompt's.
+def row_attention(backend: Backend, visibility: Visibility, rules: ShardingRules) -> RowAttention:
+    """The attention of packed rows.
 
-    Every device attends for its own rows and heads: where the tokens of a row are split, they change places with the
-    heads before, and after. Padding gives numbers without meaning, but finite ones.
+    Every device attends for its own rows and heads; if the tokens of a row are split over devices, they are exchanged
+    for heads before, and back after. Outputs of padding are finite but meaningless.
 
     Args:
         backend: how it is computed.
-        segments: [B, T] int32, the segment of each token; 0 is padding.
-        prompts: [B, T] int32, the segment that is the token's prompt; its own where it has none apart.
-        rules: where rows and heads are.
+        visibility: of tokens [B, T].
+        rules: how rows and heads are split over devices.
     """
     if backend == "reference":
-        mask = rules.constrain(packed_mask(segments, prompts), "batch", None, None)  # [B, T, T]
+        mask = rules.constrain(visibility.mask(), "batch", None, None)  # [B, T, T]
         return lambda q, k, v: causal_attention(q, k, v, mask)
     batch, tokens = rules.axes.get("batch"), mesh_axis_names(rules.axes.get("tokens"))
     heads = None if set(mesh_axis_names(rules.axes.get("heads"))) & set(mesh_axis_names(batch)) else "heads"
@@ -43,28 +43,12 @@ def row_attention(backend: Backend, segments: jax.Array, prompts: jax.Array, rul
     attention = jax.shard_map(
         over_tokens(of_rows, rules.num_shards("tokens"), tokens),
         mesh=rules.mesh,
-        in_specs=(rows, rows, rows, ids, ids),
+        in_specs=(rows, rows, rows, ids),
         out_specs=rows,
         check_vma=False,
     )
     scoped = jax.named_scope("scores")(attention)
-    return lambda q, k, v: scoped(q, k, v, segments, prompts)
-
-
-def packed_mask(segments: jax.Array, prompts: jax.Array) -> jax.Array:
-    """What each token of a packed row may see: earlier tokens of its own segment and of its prompt's.
-
-    Args:
-        segments: [B, T] int32, the segment of each token; 0 is padding.
-        prompts: [B, T] int32, the segment that is the token's prompt; its own where it has none apart.
-
-    Returns:
-        [B, T, T] bool, query by key.
-    """
-    T = segments.shape[1]
-    causal = jax.numpy.tri(T, dtype=bool)[None]
-    key = segments[:, None, :]
-    return causal & ((key == segments[:, :, None]) | (key == prompts[:, :, None]))
+    return lambda q, k, v: scoped(q, k, v, visibility)
 
 
 @jax.named_scope("scores")
@@ -75,7 +59,8 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) 
         q: [B, T, H, Q].
         k: [B, S, K, Q], K divides H.
         v: [B, S, K, Q].
-        mask: [B, T, S] bool, true where a query sees a key. A row of none gives finite numbers without meaning.
+        mask: [B, T, S] bool, true where a query attends to a key. If it is false for all keys, the output is finite
+            but meaningless.
 
     Returns:
         [B, T, H, Q].

@@ -1,11 +1,13 @@
 """Attention of packed rows block by block in XLA, for every backend: no array of all scores, forward or backward.
 
-The softmax runs along with the blocks (arXiv:2112.05682), and the backward pass makes each block of scores again
-(arXiv:2205.14135). Blocks of keys that no query of a block sees are left out: the time follows what sees what, not T^2.
+The softmax is updated block by block (arXiv:2112.05682), and the backward pass recomputes each block of scores
+(arXiv:2205.14135). Pairs of blocks without a visible pair of tokens are skipped: the time follows the visible pairs,
+not T^2.
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,53 +15,38 @@ import numpy as np
 
 from podium.config.attention import cut
 from podium.models.linear import full_precision
+from podium.models.visibility import Visibility, pad_to
 
-NEVER = jnp.iinfo(jnp.int32).max
 MASKED = -1e30  # a score that is not seen: finite, as the difference of two of them must be a number
-
-
-class Ranges(NamedTuple):
-    """The least and greatest id in each block of a row, without padding; of a block of padding, none between them."""
-
-    low: jax.Array  # [B, n] int32
-    high: jax.Array  # [B, n] int32
-
-    @staticmethod
-    def of(ids: jax.Array) -> "Ranges":
-        """Of ids [B, n, t] int32; 0 is padding."""
-        return Ranges(jnp.min(jnp.where(ids > 0, ids, NEVER), axis=-1), jnp.max(ids, axis=-1))
-
-
-def pad_to(x: jax.Array, length: int) -> jax.Array:
-    """[B, T, ...] with zeros behind, to `length` tokens."""
-    return jnp.pad(x, [(0, 0), (0, length - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+Outputs = tuple[jax.Array, ...]  # one array for each sum over pairs of blocks
 
 
 @jax.custom_vjp
-def blockwise_attention(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, prompts: jax.Array) -> jax.Array:
+def blockwise_attention(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> jax.Array:
     """Scaled dot-product attention of packed rows with grouped heads; scores and softmax in float32.
 
     Args:
         q: [B, T, H, Q].
         k: [B, T, K, Q], K divides H.
         v: [B, T, K, Q].
-        segments: [B, T] int32, the segment of each token; 0 is padding, which sees nothing and gives zeros.
-        prompts: [B, T] int32, the segment of the token's prompt, which it sees besides its own.
+        visibility: of tokens [B, T].
 
     Returns:
-        [B, T, H, Q].
+        [B, T, H, Q]; zeros for padding.
     """
-    return _forward(q, k, v, segments, prompts)[0]
+    return _forward(q, k, v, visibility)[0]
 
 
-def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, prompts: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+Saved = tuple[jax.Array, jax.Array, jax.Array, Visibility, jax.Array, jax.Array]
+"""What the backward pass needs: queries, keys, values, visibility, output, and the log of each softmax's divisor."""
+
+
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> tuple[jax.Array, Saved]:
     def of_row(row: _Row) -> tuple[jax.Array, jax.Array]:
         n, K, M, Q = row.q.shape
         nothing = (jnp.full((n, K, M, 1), MASKED / 2), jnp.zeros((n, K, M, 1)), jnp.zeros((n, K, M, Q)))
 
-        def add(i: jax.Array, j: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def add(i: jax.Array, j: jax.Array, sums: Outputs) -> Outputs:
             top, total, out = (x[i] for x in sums)
             scores = row.scores(i, j)
             higher = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
@@ -71,21 +58,22 @@ def _forward(
         divisor = jnp.where(total > 0, total, 1.0)
         return out / divisor, top + jnp.log(divisor)
 
-    out, log_total = jax.lax.map(of_row, _Row.of(q, k, v, segments, prompts))
+    out, log_total = jax.lax.map(of_row, _Row.of(q, k, v, visibility))
     out = _to_tokens(out, q)
-    return out, (q, k, v, segments, prompts, out, log_total)
+    return out, (q, k, v, visibility, out, log_total)
 
 
-def _backward(saved: tuple[jax.Array, ...], d_out: jax.Array) -> Any:
-    q, k, v, segments, prompts, out, log_total = saved
-    rows, scale = _Row.of(q, k, v, segments, prompts), q.shape[-1] ** -0.5
+def _backward(saved: Saved, d_out: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    q, k, v, visibility, out, log_total = saved
+    rows = _Row.of(q, k, v, visibility)
+    scale = q.shape[-1] ** -0.5
     d_totals = jnp.sum((d_out * out).astype(jnp.float32), axis=-1, keepdims=True)
-    of_out = (_cut(x, rows.segments.shape[1], k.shape[2]) for x in (d_out, d_totals))
+    n, kv_heads = rows.q.shape[1], k.shape[2]
 
-    def of_row(given: tuple) -> tuple[jax.Array, ...]:
+    def of_row(given: tuple[_Row, jax.Array, jax.Array, jax.Array]) -> Outputs:
         row, log_sum, d_out, d_total = given
 
-        def add(i: jax.Array, j: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def add(i: jax.Array, j: jax.Array, sums: Outputs) -> Outputs:
             dq, dk, dv = sums[0][i], sums[1][j], sums[2][j]
             shares = jnp.exp(row.scores(i, j) - log_sum[i])  # [K, M, t]
             d_scores = (shares * (_einsum("kmq,knq->kmn", d_out[i], row.v[j]) - d_total[i])).astype(q.dtype)
@@ -99,8 +87,8 @@ def _backward(saved: tuple[jax.Array, ...], d_out: jax.Array) -> Any:
         dq, dk, dv = _over_pairs(row, add, nothing, keys=(False, True, True))
         return dq * scale, dk * scale, dv
 
-    found = jax.lax.map(of_row, (rows, log_total, *of_out))
-    return *(_to_tokens(dx, x) for dx, x in zip(found, (q, k, v), strict=True)), None, None
+    dq, dk, dv = jax.lax.map(of_row, (rows, log_total, _cut(d_out, n, kv_heads), _cut(d_totals, n, kv_heads)))
+    return _to_tokens(dq, q), _to_tokens(dk, k), _to_tokens(dv, v), None
 
 
 blockwise_attention.defvjp(_forward, _backward)
@@ -112,56 +100,48 @@ class _Row(NamedTuple):
     q: jax.Array  # [n, K, M, Q]
     k: jax.Array  # [n, K, t, Q]
     v: jax.Array  # [n, K, t, Q]
-    segments: jax.Array  # [n, t] int32
-    prompts: jax.Array  # [n, t] int32
-    seen: jax.Array  # [n, n] bool, which blocks of keys hold what a block of queries may see
+    visibility: Visibility  # [n, t]
+    meets: jax.Array  # [n, n] bool, whether a block of queries may attend to anything in a block of keys
 
     @staticmethod
-    def of(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, prompts: jax.Array) -> "_Row":
-        """All rows of a batch: each array with B in front."""
+    def of(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> "_Row":
+        """All rows of a batch: each array has a first dimension B."""
         n, t = cut("blocks", q.shape[1])
-        segments, prompts = (pad_to(x, n * t).reshape(-1, n, t) for x in (segments, prompts))
-        blocks = [_cut(x, n, k.shape[2]) for x in (q, k, v)]
-        return _Row(blocks[0], blocks[1], blocks[2], segments, prompts, seen_blocks(segments, prompts))
+        visibility, kv_heads = visibility.cut(n, t), k.shape[2]
+        pairs = jnp.asarray(visibility.block_pairs())
+        return _Row(_cut(q, n, kv_heads), _cut(k, n, kv_heads), _cut(v, n, kv_heads), visibility, pairs)
 
     def scores(self, i: jax.Array, j: jax.Array) -> jax.Array:
         """[K, M, t] float32, of the queries of block i with the keys of block j."""
-        t, (K, M, Q) = self.segments.shape[1], self.q.shape[1:]
-        keys, own, prompt = self.segments[j][None, :], self.segments[i][:, None], self.prompts[i][:, None]
-        places = jnp.arange(t)
-        earlier = j * t + places[None, :] <= i * t + places[:, None]
-        hidden = jnp.where(earlier & (keys > 0) & ((keys == own) | (keys == prompt)), 0.0, MASKED)  # [t, t]
+        t, (K, M, Q) = self.k.shape[2], self.q.shape[1:]
+        hidden = jnp.where(self.visibility.pair(i, j), 0.0, MASKED)  # [t, t]
         scores = _einsum("kmq,knq->kmn", self.q[i], self.k[j]) * Q**-0.5
         return (scores.reshape(K, M // t, t, t) + hidden[None, None]).reshape(K, M, t)
 
 
-def _over_pairs(row: _Row, add: Any, sums: tuple[jax.Array, ...], keys: tuple[bool, ...]) -> tuple[jax.Array, ...]:
-    """Sums [n, ...] over all pairs of blocks that see each other; `keys` says which are of keys, not of queries.
+def _over_pairs(
+    row: _Row, add: Callable[[jax.Array, jax.Array, Outputs], Outputs], sums: Outputs, keys: tuple[bool, ...]
+) -> Outputs:
+    """Sums [n, ...] over all pairs of blocks that meet; `keys` says which sums are by block of keys, not of queries.
 
-    `add(i, j, sums)` gives what then stands in block i, or j of keys, of each.
+    `add(i, j, sums)` returns the new value of each sum's block i, or j if the sum is by keys.
     """
-    queries, earlier = (jnp.asarray(each, jnp.int32) for each in np.tril_indices(len(row.seen)))
+    queries, earlier = (jnp.asarray(each, jnp.int32) for each in np.tril_indices(len(row.meets)))
 
-    def step(sums: tuple[jax.Array, ...], pair: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, ...], None]:
+    def step(sums: Outputs, pair: tuple[jax.Array, jax.Array]) -> tuple[Outputs, None]:
         i, j = pair
         places = [j if of_keys else i for of_keys in keys]
         parts = jax.lax.cond(
-            row.seen[i, j], add, lambda i, j, sums: tuple(x[at] for x, at in zip(sums, places, strict=True)), i, j, sums
+            row.meets[i, j],
+            add,
+            lambda i, j, sums: tuple(x[at] for x, at in zip(sums, places, strict=True)),
+            i,
+            j,
+            sums,
         )
         return tuple(x.at[at].set(part) for x, at, part in zip(sums, places, parts, strict=True)), None
 
     return jax.lax.scan(step, sums, (queries, earlier))[0]
-
-
-def seen_blocks(segments: jax.Array, prompts: jax.Array) -> jax.Array:
-    """Which blocks of keys hold what a block of queries may see, [B, n, n] bool, from ids [B, n, t]."""
-    keys = Ranges.of(segments)
-
-    def meets(queries: Ranges) -> jax.Array:
-        low, high = queries.low[:, :, None], queries.high[:, :, None]
-        return (keys.low[:, None] <= high) & (low <= keys.high[:, None])
-
-    return meets(keys) | meets(Ranges.of(prompts))
 
 
 def _cut(x: jax.Array, n: int, kv_heads: int) -> jax.Array:

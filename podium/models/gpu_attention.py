@@ -1,11 +1,12 @@
 """Attention of packed rows as a GPU kernel (Pallas, lowered to Triton): no array of all scores, forward or backward.
 
-As `podium.models.blockwise`. cuDNN's own compares no segments, and jax's kernel for equality alone; a completion sees
-two segments. Each program of a grid goes through the blocks that its own block meets, which are listed before.
+The same mathematics as `podium.models.blockwise`. cuDNN's kernel ignores segments, and jax's only compares them for
+equality; a completion attends to two segments. Each program of a grid loops over the blocks that its own block meets,
+which are listed beforehand.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,104 +14,111 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from podium.config.attention import attended_pairs, cut
-from podium.models.blockwise import MASKED, pad_to, seen_blocks
+from podium.models.blockwise import MASKED, Saved
+from podium.models.visibility import Keys, Queries, Visibility, pad_to, seen
 
-WARPS, STAGES = 4, 2
+WARPS = 4
+STAGES = 2
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def gpu_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, prompts: jax.Array, interpret: bool = False
+    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, interpret: bool = False
 ) -> jax.Array:
     """`podium.models.blockwise.blockwise_attention` as a kernel; `interpret` runs it without a GPU, slowly."""
-    return _forward(q, k, v, segments, prompts, interpret)[0]
+    return _forward(q, k, v, visibility, interpret)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, prompts: jax.Array, interpret: bool
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    call = _Call(q, k, interpret)
-    seen = call.seen(segments, prompts)
-    like, statistics = call.padded(q), jax.ShapeDtypeStruct((call.B, call.H, call.n * call.t), jnp.float32)
+    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, interpret: bool
+) -> tuple[jax.Array, Saved]:
+    call = _Call(q, k, visibility, interpret)
+    like = call.padded(q)
+    statistics = jax.ShapeDtypeStruct((call.B, call.H, call.n * call.t), jnp.float32)
     out, log_total = call.run(
         _forward_kernel,
         heads=call.H,
         products=2,
-        inputs=("listed", "count", "ids", "ids", "query", "keys", "keys"),
+        inputs=("query", "keys", "keys"),
         outputs=(("query", like), ("statistic", statistics)),
-    )(*_listed(seen), *call.ids(segments, prompts), *map(call.padded, (q, k, v)))
-    return out[:, : call.T], (q, k, v, segments, prompts, out[:, : call.T], log_total)
+    )(*_listed(call.meets), call.ids, call.padded(q), call.padded(k), call.padded(v))
+    out = out[:, : call.T]
+    return out, (q, k, v, visibility, out, log_total)
 
 
-def _backward(interpret: bool, saved: tuple[jax.Array, ...], d_out: jax.Array) -> Any:
-    q, k, v, segments, prompts, out, log_total = saved
-    call = _Call(q, k, interpret)
-    seen, T = call.seen(segments, prompts), call.T
+def _backward(interpret: bool, saved: Saved, d_out: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    q, k, v, visibility, out, log_total = saved
+    call = _Call(q, k, visibility, interpret)
+    T = call.T
     d_total = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)  # [B, T, H]
     d_total = jnp.swapaxes(call.padded(d_total), 1, 2)
-    given = (*call.ids(segments, prompts), *map(call.padded, (q, k, v, d_out)), log_total, d_total)
+    given = (call.ids, *map(call.padded, (q, k, v, d_out)), log_total, d_total)
     (dq,) = call.run(
         _queries_kernel,
         heads=call.H,
         products=3,
-        inputs=("listed", "count", "ids", "ids", "query", "keys", "keys", "query", "statistic", "statistic"),
+        inputs=("query", "keys", "keys", "query", "statistic", "statistic"),
         outputs=(("query", call.padded(q)),),
-    )(*_listed(seen), *given)
+    )(*_listed(call.meets), *given)
     dk, dv = call.run(
         functools.partial(_keys_kernel, group=call.H // call.K),
         heads=call.K,
         products=4,
-        inputs=("listed", "count", "ids", "ids", "queries", "key", "key", "queries", "statistics", "statistics"),
+        inputs=("queries", "key", "key", "queries", "statistics", "statistics"),
         outputs=(("key", call.padded(k)), ("key", call.padded(v))),
-    )(*_listed(jnp.swapaxes(seen, 1, 2)), *given)
-    return dq[:, :T], dk[:, :T], dv[:, :T], None, None
+    )(*_listed(jnp.swapaxes(call.meets, 1, 2)), *given)
+    return dq[:, :T], dk[:, :T], dv[:, :T], None
 
 
 gpu_attention.defvjp(_forward, _backward)
 
 
-def _listed(seen: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of each block those that it meets first, [B, n, n] int32, and how many they are, [B, n] int32."""
-    return jnp.argsort(~seen, axis=-1, stable=True).astype(jnp.int32), jnp.sum(seen, axis=-1, dtype=jnp.int32)
+def _listed(meets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """For each block all blocks, starting with the ones that it meets, [B, n, n] int32; and their number, [B, n]."""
+    return jnp.argsort(~meets, axis=-1, stable=True).astype(jnp.int32), jnp.sum(meets, axis=-1, dtype=jnp.int32)
 
 
 class _Call:
     """The sizes of a call, and how its arrays are cut: n blocks of t tokens, each of one head."""
 
-    def __init__(self, q: jax.Array, k: jax.Array, interpret: bool) -> None:
-        (self.B, self.T, self.H, self.Q), self.K = q.shape, k.shape[2]
+    def __init__(self, q: jax.Array, k: jax.Array, visibility: Visibility, interpret: bool) -> None:
+        self.B, self.T, self.H, self.Q = q.shape
+        self.K = k.shape[2]
         self.n, self.t = cut("gpu_kernel", self.T)
         self.interpret = interpret
+        cut_ids = visibility.cut(self.n, self.t)
+        self.ids = jax.tree.map(lambda x: x.reshape(self.B, -1), cut_ids)  # [B, n t]
+        self.meets = jnp.asarray(cut_ids.block_pairs())  # [B, n, n] bool, queries by keys
 
     def padded(self, x: jax.Array) -> jax.Array:
         """[B, T, ...] as [B, n t, ...]."""
         return pad_to(x, self.n * self.t)
 
-    def ids(self, segments: jax.Array, prompts: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Segments and prompts, [B, n t] each."""
-        return self.padded(segments), self.padded(prompts)
-
-    def seen(self, segments: jax.Array, prompts: jax.Array) -> jax.Array:
-        """Which blocks of keys a block of queries meets, [B, n, n] bool."""
-        cut_ids = (x.reshape(self.B, self.n, self.t) for x in self.ids(segments, prompts))
-        return seen_blocks(*cut_ids) & jnp.tri(self.n, dtype=bool)[None]
-
     def run(
         self,
-        kernel: Any,
+        kernel: Callable[..., None],
         *,
         heads: int,
         products: int,
         inputs: tuple[str, ...],
         outputs: tuple[tuple[str, jax.Array | jax.ShapeDtypeStruct], ...],
-    ) -> Any:
-        """The kernel over a grid of blocks, rows and heads, which makes so many products of queries with keys."""
+    ) -> Callable[..., Sequence[jax.Array]]:
+        """The kernel over a grid of blocks, rows and heads.
+
+        Its first arguments are always the listed blocks, their count and the ids; `inputs` names the blocks of the
+        others. `products` is how many products the size of queries by keys it computes.
+        """
         blocks = _blocks(self)
         flops = 2 * products * self.B * self.H * attended_pairs("gpu_kernel", self.T) * self.Q
         return pl.pallas_call(
             functools.partial(kernel, t=self.t),
             grid=(self.n, self.B, heads),
-            in_specs=[blocks[name] for name in inputs],
+            in_specs=[
+                blocks["listed"],
+                blocks["count"],
+                jax.tree.map(lambda _: blocks["ids"], self.ids),
+                *(blocks[name] for name in inputs),
+            ],
             out_specs=[blocks[name] for name, _ in outputs],
             out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in outputs],
             compiler_params=plgpu.CompilerParams(num_warps=WARPS * max(1, self.Q // 64), num_stages=STAGES),
@@ -120,9 +128,9 @@ class _Call:
 
 
 def _blocks(call: _Call) -> dict[str, pl.BlockSpec]:
-    """What of each array a program of the grid has."""
-    H, K, Q, t, n = call.H, call.K, call.Q, call.t, call.n
-    group = H // K
+    """The part of each array that a program of the grid gets."""
+    Q, t, n = call.Q, call.t, call.n
+    group = call.H // call.K
     return {
         "listed": pl.BlockSpec((None, None, n), lambda i, b, h: (b, i, 0)),
         "count": pl.BlockSpec((None, 1), lambda i, b, h: (b, i)),
@@ -136,32 +144,46 @@ def _blocks(call: _Call) -> dict[str, pl.BlockSpec]:
     }
 
 
-def _scores(segments: Any, prompts: Any, q: jax.Array, k: jax.Array, i: Any, j: Any) -> jax.Array:
-    """[t, t] float32, queries by keys; what is not seen is MASKED."""
+def _scores(ids: Visibility, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
+    """[t, t] float32, queries of block i by keys of block j; MASKED where not visible. `ids` holds references."""
     t = q.shape[0]
-    of_queries, of_keys = pl.ds(i * t, t), pl.ds(j * t, t)
-    own, prompt, keys = segments[of_queries][:, None], prompts[of_queries][:, None], segments[of_keys][None, :]
+    columns = jax.tree.map(lambda x: x[pl.ds(i * t, t)][:, None], ids)
+    rows = jax.tree.map(lambda x: x[pl.ds(j * t, t)][None, :], ids)
     places = jnp.arange(t)
-    earlier = j * t + places[None, :] <= i * t + places[:, None]
-    seen = earlier & (keys > 0) & ((keys == own) | (keys == prompt))
-    return jnp.where(seen, _dot(q, k.T) * q.shape[-1] ** -0.5, MASKED)
+    queries = Queries(i * t + places[:, None], columns.segments, columns.prompts, columns.positions)
+    visible = seen(queries, Keys(j * t + places[None, :], rows.segments, rows.positions), ids.window)
+    return jnp.where(visible, _dot(q, k.T) * q.shape[-1] ** -0.5, MASKED)
+
+
+_Sums = tuple[jax.Array, jax.Array, jax.Array]  # of a softmax: highest score [t], divisor [t], weighted values [t, Q]
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    """The product of two matrices, float32; of float32 operands in full, not in TF32."""
+    """The product of two matrices in float32; float32 operands are multiplied in full precision, not in TF32."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.dot(x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _forward_kernel(*refs: Any, t: int) -> None:
-    listed, count, segments, prompts, q, k, v, out, log_total = refs
-    i, queries = pl.program_id(0), q[...]
+def _forward_kernel(
+    listed: jax.Ref,
+    count: jax.Ref,
+    ids: Visibility,
+    q: jax.Ref,
+    k: jax.Ref,
+    v: jax.Ref,
+    out: jax.Ref,
+    log_total: jax.Ref,
+    *,
+    t: int,
+) -> None:
+    i = pl.program_id(0)
+    queries = q[...]
 
-    def add(step: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def add(step: jax.Array, sums: _Sums) -> _Sums:
         top, total, values = sums
         j = listed[step]
         keys = pl.ds(j * t, t)
-        scores = _scores(segments, prompts, queries, k[keys, :], i, j)
+        scores = _scores(ids, queries, k[keys, :], i, j)
         higher = jnp.maximum(top, jnp.max(scores, axis=1))
         shares, kept = jnp.exp(scores - higher[:, None]), jnp.exp(top - higher)
         values = kept[:, None] * values + _dot(shares.astype(v.dtype), v[keys, :])
@@ -174,20 +196,38 @@ def _forward_kernel(*refs: Any, t: int) -> None:
     log_total[...] = top + jnp.log(divisor)
 
 
-def _d_scores(scores: jax.Array, v: jax.Array, d_out: jax.Array, log_total: Any, d_total: Any) -> tuple:
-    """Shares of the softmax and gradients of the scores, [t, t] float32."""
+def _d_scores(
+    scores: jax.Array, v: jax.Array, d_out: jax.Array, log_total: jax.Array, d_total: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The softmax and the gradients of the scores, [t, t] float32."""
     shares = jnp.exp(scores - log_total[:, None])
     return shares, shares * (_dot(d_out, v.T) - d_total[:, None])
 
 
-def _queries_kernel(*refs: Any, t: int) -> None:
-    listed, count, segments, prompts, q, k, v, d_out, log_total, d_total, dq = refs
-    i, queries, d_values, log_sum, d_sum = pl.program_id(0), q[...], d_out[...], log_total[...], d_total[...]
+def _queries_kernel(
+    listed: jax.Ref,
+    count: jax.Ref,
+    ids: Visibility,
+    q: jax.Ref,
+    k: jax.Ref,
+    v: jax.Ref,
+    d_out: jax.Ref,
+    log_total: jax.Ref,
+    d_total: jax.Ref,
+    dq: jax.Ref,
+    *,
+    t: int,
+) -> None:
+    i = pl.program_id(0)
+    queries = q[...]
+    d_values = d_out[...]
+    log_sum = log_total[...]
+    d_sum = d_total[...]
 
-    def add(step: Any, total: jax.Array) -> jax.Array:
+    def add(step: jax.Array, total: jax.Array) -> jax.Array:
         j = listed[step]
         keys = k[pl.ds(j * t, t), :]
-        scores = _scores(segments, prompts, queries, keys, i, j)
+        scores = _scores(ids, queries, keys, i, j)
         _, d_scores = _d_scores(scores, v[pl.ds(j * t, t), :], d_values, log_sum, d_sum)
         return total + _dot(d_scores.astype(keys.dtype), keys)
 
@@ -195,16 +235,32 @@ def _queries_kernel(*refs: Any, t: int) -> None:
     dq[...] = (total * queries.shape[-1] ** -0.5).astype(dq.dtype)
 
 
-def _keys_kernel(*refs: Any, t: int, group: int) -> None:
-    listed, count, segments, prompts, q, k, v, d_out, log_total, d_total, dk, dv = refs
-    j, keys, values = pl.program_id(0), k[...], v[...]
+def _keys_kernel(
+    listed: jax.Ref,
+    count: jax.Ref,
+    ids: Visibility,
+    q: jax.Ref,
+    k: jax.Ref,
+    v: jax.Ref,
+    d_out: jax.Ref,
+    log_total: jax.Ref,
+    d_total: jax.Ref,
+    dk: jax.Ref,
+    dv: jax.Ref,
+    *,
+    t: int,
+    group: int,
+) -> None:
+    j = pl.program_id(0)
+    keys = k[...]
+    values = v[...]
 
-    def add(step: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def add(step: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         dk_sum, dv_sum = sums
         i, head = listed[jax.lax.div(step, group)], jax.lax.rem(step, group)  # // and % do not lower to Triton
         of = pl.ds(i * t, t)
         queries, d_values = q[of, head, :], d_out[of, head, :]
-        scores = _scores(segments, prompts, queries, keys, i, j)
+        scores = _scores(ids, queries, keys, i, j)
         shares, d_scores = _d_scores(scores, values, d_values, log_total[head, of], d_total[head, of])
         dk_sum += _dot(d_scores.T.astype(queries.dtype), queries)
         return dk_sum, dv_sum + _dot(shares.T.astype(d_values.dtype), d_values)

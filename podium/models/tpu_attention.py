@@ -1,12 +1,13 @@
 """Attention of packed rows as a TPU kernel (Pallas): no array of all scores, forward or backward.
 
-As `podium.models.blockwise`, with the same blocks left out. All scores are made transposed, [keys, queries]: then
-statistics of a query are rows, [1, t], which broadcast for nothing and take no room in HBM, and a softmax's sum goes
-along sublanes. jax's own splash kernel compares segments for equality alone; a completion sees two segments.
+The same mathematics as `podium.models.blockwise`, and the same blocks are skipped. All scores are computed transposed,
+[keys, queries]: statistics of a query are then rows, [1, t], which broadcast at no cost and take little HBM, and a
+softmax's sum runs along sublanes. jax's splash kernel only compares segments for equality; a completion attends to two.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,46 +15,48 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from podium.config.attention import attended_pairs, cut
-from podium.models.blockwise import MASKED, Ranges, pad_to
+from podium.models.blockwise import MASKED, Saved
+from podium.models.visibility import Block, Bounds, Keys, Queries, Visibility, meets, pad_to, seen
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def tpu_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, prompts: jax.Array, interpret: bool = False
+    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, interpret: bool = False
 ) -> jax.Array:
     """`podium.models.blockwise.blockwise_attention` as a kernel; `interpret` runs it without a TPU, slowly."""
-    return _forward(q, k, v, segments, prompts, interpret)[0]
+    return _forward(q, k, v, visibility, interpret)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, prompts: jax.Array, interpret: bool
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    call = _Call(q, k, interpret)
+    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, interpret: bool
+) -> tuple[jax.Array, Saved]:
+    call = _Call(q, k, visibility.window, interpret)
     B, H, Q, t, n = call.B, call.H, call.Q, call.t, call.n
     statistics = jax.ShapeDtypeStruct((B, H, 1, n * t), jnp.float32)
     out, log_total = call.run(
-        functools.partial(_forward_kernel, t=t, n=n, B=B),
+        _forward_kernel,
         grid=(B, H, n, n),
         inputs=("query_ids", "key_ids", "query", "key", "key"),
         outputs=(("query", jax.ShapeDtypeStruct((B, H, n * t, Q), q.dtype)), ("statistics", statistics)),
         scratch=[pltpu.VMEM((1, t), jnp.float32), pltpu.VMEM((1, t), jnp.float32), pltpu.VMEM((Q, t), jnp.float32)],
         products=2,
-    )(*call.ids(segments, prompts), *map(call.heads_first, (q, k, v)))
+    )(*call.ids(visibility), *map(call.heads_first, (q, k, v)))
     out = call.tokens_first(out, q)
-    return out, (q, k, v, segments, prompts, out, log_total)
+    return out, (q, k, v, visibility, out, log_total)
 
 
-def _backward(interpret: bool, saved: tuple[jax.Array, ...], d_out: jax.Array) -> Any:
-    q, k, v, segments, prompts, out, log_total = saved
-    call = _Call(q, k, interpret)
+def _backward(interpret: bool, saved: Saved, d_out: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    q, k, v, visibility, out, log_total = saved
+    call = _Call(q, k, visibility.window, interpret)
     B, H, K, Q, t, n = call.B, call.H, call.K, call.Q, call.t, call.n
     d_total = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)  # [B, T, H]
     d_total = jnp.swapaxes(pad_to(d_total, n * t), 1, 2)[:, :, None]  # [B, H, 1, T]
-    given = (*call.ids(segments, prompts), *map(call.heads_first, (q, k, v, d_out)), log_total, d_total)
-    of_queries, of_keys = (jax.ShapeDtypeStruct((B, heads, n * t, Q), q.dtype) for heads in (H, K))
+    given = (*call.ids(visibility), *map(call.heads_first, (q, k, v, d_out)), log_total, d_total)
+    of_queries = jax.ShapeDtypeStruct((B, H, n * t, Q), q.dtype)
+    of_keys = jax.ShapeDtypeStruct((B, K, n * t, Q), q.dtype)
     inputs = ("query_ids", "key_ids", "query", "key", "key", "query", "statistics", "statistics")
     (dq,) = call.run(
-        functools.partial(_queries_kernel, t=t, n=n, B=B),
+        _queries_kernel,
         grid=(B, H, n, n),
         inputs=inputs,
         outputs=(("query", of_queries),),
@@ -61,7 +64,7 @@ def _backward(interpret: bool, saved: tuple[jax.Array, ...], d_out: jax.Array) -
         products=3,
     )(*given)
     dk, dv = call.run(
-        functools.partial(_keys_kernel, t=t, n=n, B=B),
+        _keys_kernel,
         grid=(B, K, n, H // K * n),
         inputs=inputs,
         outputs=(("key", of_keys), ("key", of_keys)),
@@ -69,18 +72,29 @@ def _backward(interpret: bool, saved: tuple[jax.Array, ...], d_out: jax.Array) -
         products=4,
         by_keys=True,
     )(*given)
-    return call.tokens_first(dq, q), call.tokens_first(dk, k), call.tokens_first(dv, v), None, None
+    return call.tokens_first(dq, q), call.tokens_first(dk, k), call.tokens_first(dv, v), None
 
 
 tpu_attention.defvjp(_forward, _backward)
 
 
+class _Sizes(NamedTuple):
+    """What a kernel knows when it is traced."""
+
+    B: int  # rows
+    n: int  # blocks of a row
+    t: int  # tokens of a block
+    window: int | None  # of positions that are visible
+
+
 class _Call:
     """The sizes of a call, and how its arrays are cut: n blocks of t tokens, each of one head."""
 
-    def __init__(self, q: jax.Array, k: jax.Array, interpret: bool) -> None:
-        (self.B, self.T, self.H, self.Q), self.K = q.shape, k.shape[2]
+    def __init__(self, q: jax.Array, k: jax.Array, window: int | None, interpret: bool) -> None:
+        self.B, self.T, self.H, self.Q = q.shape
+        self.K = k.shape[2]
         self.n, self.t = cut("tpu_kernel", self.T)
+        self.sizes = _Sizes(self.B, self.n, self.t, window)
         self.interpret = interpret
         self.itemsize = q.dtype.itemsize
 
@@ -92,30 +106,40 @@ class _Call:
         """[B, H, n t, Q] as `like`, [B, T, H, Q]."""
         return jnp.swapaxes(x, 1, 2)[:, : self.T].astype(like.dtype)
 
-    def ids(self, segments: jax.Array, prompts: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What blocks hold, [6 B n]; ids of queries as rows, [B, 2, n t]; of keys as a column, [B, n t, 1]."""
-        segments, prompts = (pad_to(x, self.n * self.t) for x in (segments, prompts))
-        own, prompt = (Ranges.of(x.reshape(self.B, self.n, self.t)) for x in (segments, prompts))
-        ranges = jnp.stack([*own, *own, *prompt])  # of keys, of queries: their own, their prompts
-        return ranges.reshape(-1), jnp.stack([segments, prompts], axis=1), segments[:, :, None]
+    def ids(self, visibility: Visibility) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Bounds of the blocks; ids of queries as rows, [B, 2 or 3, n t]; of keys as columns, [B, n t, 1 or 2].
+
+        The last of each are the positions, only if there is a window.
+        """
+        cut_ids = visibility.cut(self.n, self.t)
+        blocks = cut_ids.blocks()
+        bounds = [*blocks.segments, *blocks.prompts, *(blocks.positions or ())]
+        segments, prompts, *positions = (x.reshape(self.B, -1) for x in jax.tree.leaves(cut_ids))
+        queries = jnp.stack([segments, prompts, *positions], axis=1)
+        keys = jnp.stack([segments, *positions], axis=2)
+        return jnp.stack(bounds).reshape(-1), queries, keys
 
     def run(
         self,
-        kernel: Any,
+        kernel: Callable[..., None],
         *,
         grid: tuple[int, ...],
         inputs: tuple[str, ...],
-        outputs: tuple[tuple[str, Any], ...],
-        scratch: list[Any],
+        outputs: tuple[tuple[str, jax.ShapeDtypeStruct], ...],
+        scratch: list[pl.MemoryRef],
         products: int,
         by_keys: bool = False,
-    ) -> Any:
-        """The kernel over a grid of rows, heads, blocks and blocks of the other side."""
+    ) -> Callable[..., Sequence[jax.Array]]:
+        """The kernel over a grid of rows, heads, blocks and blocks of the other side.
+
+        Its first argument is always the bounds of the blocks; `inputs` names the blocks of the others. `products` is
+        how many products the size of queries by keys it computes.
+        """
         blocks = _blocks(self, by_keys)
         pairs = self.B * self.H * attended_pairs("tpu_kernel", self.T)
         moved = (2 * self.H + 2 * self.K) * self.B * self.T * self.Q * self.itemsize
         return pl.pallas_call(
-            kernel,
+            functools.partial(kernel, sizes=self.sizes),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=1,
                 grid=grid,
@@ -133,122 +157,179 @@ class _Call:
 
 
 def _blocks(call: _Call, by_keys: bool) -> dict[str, pl.BlockSpec]:
-    """What of each array a step of the grid has; blocks that are left out repeat the last, and are not fetched."""
-    Q, t, n, group = call.Q, call.t, call.n, call.H // call.K
+    """The part of each array that a step of the grid gets; skipped blocks repeat the last one, and are not fetched."""
+    Q, t, n = call.Q, call.t, call.n
+    group = call.H // call.K
+    key_ids = 1 if call.sizes.window is None else 2
 
-    def place(head: Any, block: Any, step: Any) -> tuple[Any, Any, Any, Any]:
-        """Heads of queries and keys, blocks of queries and keys."""
+    def place(head: jax.Array, block: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Head of the queries and of the keys, block of the queries and of the keys."""
         if by_keys:
             return head * group + step // n, head, jnp.maximum(step % n, block), block
         return head, head // group, block, jnp.minimum(step, block)
 
-    def spec(shape: tuple[int, ...], index: Any) -> pl.BlockSpec:
+    def spec(shape: tuple[int, ...], index: Callable[..., tuple[jax.Array | int, ...]]) -> pl.BlockSpec:
         return pl.BlockSpec(shape, lambda b, head, block, step, _: index(b, *place(head, block, step)))
 
     return {
-        "query_ids": spec((1, 2, t), lambda b, h, k, i, j: (b, 0, i)),
-        "key_ids": spec((1, t, 1), lambda b, h, k, i, j: (b, j, 0)),
+        "query_ids": spec((1, key_ids + 1, t), lambda b, h, k, i, j: (b, 0, i)),
+        "key_ids": spec((1, t, key_ids), lambda b, h, k, i, j: (b, j, 0)),
         "query": spec((1, 1, t, Q), lambda b, h, k, i, j: (b, h, i, 0)),
         "key": spec((1, 1, t, Q), lambda b, h, k, i, j: (b, k, j, 0)),
         "statistics": spec((1, 1, 1, t), lambda b, h, k, i, j: (b, h, 0, i)),
     }
 
 
-def _meet(ranges: Any, b: Any, i: Any, j: Any, *, B: int, n: int) -> Any:
-    """Whether a block of queries may see something of a block of keys."""
+def _meet(bounds: jax.Ref, b: jax.Array, i: jax.Array, j: jax.Array, sizes: _Sizes) -> jax.Array:
+    """Whether a block of queries may attend to anything in a block of keys."""
 
-    def of(which: int, block: Any) -> Any:
-        return ranges[which * B * n + b * n + block]
+    def read(which: int, block: jax.Array) -> Bounds:
+        least, greatest = (bounds[(2 * which + k) * sizes.B * sizes.n + b * sizes.n + block] for k in (0, 1))
+        return Bounds(least, greatest)
 
-    low, high = of(0, j), of(1, j)
-    own = (low <= of(3, i)) & (of(2, i) <= high)
-    prompt = (low <= of(5, i)) & (of(4, i) <= high)
-    return (j <= i) & (own | prompt)
+    def block(index: jax.Array) -> Block:
+        positions = None if sizes.window is None else read(2, index)
+        return Block(index, read(0, index), read(1, index), positions)
+
+    return jnp.asarray(meets(block(i), block(j), sizes.window))
 
 
-def _scores(query_ids: Any, key_ids: Any, q: Any, k: Any, i: Any, j: Any) -> jax.Array:
-    """Transposed scores of two blocks, [t, t] float32, keys by queries; what is not seen is MASKED."""
+def _scores(
+    query_ids: jax.Ref, key_ids: jax.Ref, q: jax.Ref, k: jax.Ref, i: jax.Array, j: jax.Array, sizes: _Sizes
+) -> jax.Array:
+    """Transposed scores of two blocks, [t, t] float32, keys by queries; MASKED where not visible."""
     scores = _dot(k[0, 0], q[0, 0], (1, 1)) * q.shape[-1] ** -0.5
-    keys, own, prompt = key_ids[0], query_ids[0, 0:1], query_ids[0, 1:2]  # [t, 1], [1, t], [1, t]
-    t = scores.shape[0]
-    key_places = j * t + jax.lax.broadcasted_iota(jnp.int32, (t, t), 0)
-    query_places = i * t + jax.lax.broadcasted_iota(jnp.int32, (t, t), 1)
-    seen = (key_places <= query_places) & (keys > 0) & ((keys == own) | (keys == prompt))
-    return jnp.where(seen, scores, MASKED)
+    t = sizes.t
+    windowed = sizes.window is not None
+    queries = Queries(
+        places=i * t + jax.lax.broadcasted_iota(jnp.int32, (t, t), 1),
+        segments=query_ids[0, 0:1],  # [1, t]
+        prompts=query_ids[0, 1:2],
+        positions=query_ids[0, 2:3] if windowed else None,
+    )
+    keys = Keys(
+        places=j * t + jax.lax.broadcasted_iota(jnp.int32, (t, t), 0),
+        segments=key_ids[0, :, 0:1],  # [t, 1]
+        positions=key_ids[0, :, 1:2] if windowed else None,
+    )
+    return jnp.where(seen(queries, keys, sizes.window), scores, MASKED)
 
 
 def _dot(x: jax.Array, y: jax.Array, over: tuple[int, int]) -> jax.Array:
-    """The product of two matrices over one dimension each, float32; of float32 operands in full."""
+    """The product of two matrices over one dimension each, in float32; float32 operands in full precision."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dims = (((over[0],), (over[1],)), ((), ()))
     return jax.lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _forward_kernel(*refs: Any, t: int, n: int, B: int) -> None:
-    ranges, query_ids, key_ids, q, k, v, out, log_total, top, total, sums = refs
+def _forward_kernel(
+    bounds: jax.Ref,
+    query_ids: jax.Ref,
+    key_ids: jax.Ref,
+    q: jax.Ref,
+    k: jax.Ref,
+    v: jax.Ref,
+    out: jax.Ref,
+    log_total: jax.Ref,
+    top: jax.Ref,
+    total: jax.Ref,
+    sums: jax.Ref,
+    *,
+    sizes: _Sizes,
+) -> None:
     b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
 
     @pl.when(j == 0)
     def _() -> None:
-        top[...] = jnp.full((1, t), MASKED / 2, jnp.float32)
-        total[...] = jnp.zeros((1, t), jnp.float32)
+        top[...] = jnp.full(top.shape, MASKED / 2, jnp.float32)
+        total[...] = jnp.zeros(total.shape, jnp.float32)
         sums[...] = jnp.zeros(sums.shape, jnp.float32)
 
-    @pl.when(_meet(ranges, b, i, j, B=B, n=n))
+    @pl.when(_meet(bounds, b, i, j, sizes))
     def _() -> None:
-        scores = _scores(query_ids, key_ids, q, k, i, j)
+        scores = _scores(query_ids, key_ids, q, k, i, j, sizes)
         higher = jnp.maximum(top[...], jnp.max(scores, axis=0, keepdims=True))
         shares, kept = jnp.exp(scores - higher), jnp.exp(top[...] - higher)
         top[...] = higher
         total[...] = kept * total[...] + jnp.sum(shares, axis=0, keepdims=True)
         sums[...] = kept * sums[...] + _dot(v[0, 0], shares.astype(v.dtype), (0, 0))  # [Q, t]
 
-    @pl.when(j == n - 1)
+    @pl.when(j == sizes.n - 1)
     def _() -> None:
-        seen = total[...] > 0
-        divisor = jnp.where(seen, total[...], 1.0)
-        out[0, 0] = jnp.where(seen, sums[...] / divisor, 0.0).T.astype(out.dtype)
+        any_seen = total[...] > 0
+        divisor = jnp.where(any_seen, total[...], 1.0)
+        out[0, 0] = jnp.where(any_seen, sums[...] / divisor, 0.0).T.astype(out.dtype)
         log_total[0, 0] = top[...] + jnp.log(divisor)
 
 
-def _d_scores(scores: jax.Array, v: Any, d_out: Any, log_total: Any, d_total: Any) -> tuple[jax.Array, jax.Array]:
-    """Shares of the softmax and gradients of the scores, both transposed, [t, t] float32."""
+def _d_scores(
+    scores: jax.Array, v: jax.Ref, d_out: jax.Ref, log_total: jax.Ref, d_total: jax.Ref
+) -> tuple[jax.Array, jax.Array]:
+    """The softmax and the gradients of the scores, both transposed, [t, t] float32."""
     shares = jnp.exp(scores - log_total[0, 0])
     return shares, shares * (_dot(v[0, 0], d_out[0, 0], (1, 1)) - d_total[0, 0])
 
 
-def _queries_kernel(*refs: Any, t: int, n: int, B: int) -> None:
-    ranges, query_ids, key_ids, q, k, v, d_out, log_total, d_total, dq, sums = refs
+def _queries_kernel(
+    bounds: jax.Ref,
+    query_ids: jax.Ref,
+    key_ids: jax.Ref,
+    q: jax.Ref,
+    k: jax.Ref,
+    v: jax.Ref,
+    d_out: jax.Ref,
+    log_total: jax.Ref,
+    d_total: jax.Ref,
+    dq: jax.Ref,
+    sums: jax.Ref,
+    *,
+    sizes: _Sizes,
+) -> None:
     b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
 
     @pl.when(j == 0)
     def _() -> None:
         sums[...] = jnp.zeros(sums.shape, jnp.float32)
 
-    @pl.when(_meet(ranges, b, i, j, B=B, n=n))
+    @pl.when(_meet(bounds, b, i, j, sizes))
     def _() -> None:
-        scores = _scores(query_ids, key_ids, q, k, i, j)
+        scores = _scores(query_ids, key_ids, q, k, i, j, sizes)
         _, d_scores = _d_scores(scores, v, d_out, log_total, d_total)
         sums[...] += _dot(d_scores.astype(k.dtype), k[0, 0], (0, 0))
 
-    @pl.when(j == n - 1)
+    @pl.when(j == sizes.n - 1)
     def _() -> None:
         dq[0, 0] = (sums[...] * q.shape[-1] ** -0.5).astype(dq.dtype)
 
 
-def _keys_kernel(*refs: Any, t: int, n: int, B: int) -> None:
-    ranges, query_ids, key_ids, q, k, v, d_out, log_total, d_total, dk, dv, k_sums, v_sums = refs
+def _keys_kernel(
+    bounds: jax.Ref,
+    query_ids: jax.Ref,
+    key_ids: jax.Ref,
+    q: jax.Ref,
+    k: jax.Ref,
+    v: jax.Ref,
+    d_out: jax.Ref,
+    log_total: jax.Ref,
+    d_total: jax.Ref,
+    dk: jax.Ref,
+    dv: jax.Ref,
+    k_sums: jax.Ref,
+    v_sums: jax.Ref,
+    *,
+    sizes: _Sizes,
+) -> None:
     b, j, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    i = step % n
+    i = step % sizes.n
 
     @pl.when(step == 0)
     def _() -> None:
         k_sums[...] = jnp.zeros(k_sums.shape, jnp.float32)
         v_sums[...] = jnp.zeros(v_sums.shape, jnp.float32)
 
-    @pl.when(_meet(ranges, b, i, j, B=B, n=n))
+    @pl.when(_meet(bounds, b, i, j, sizes))
     def _() -> None:
-        scores = _scores(query_ids, key_ids, q, k, i, j)
+        scores = _scores(query_ids, key_ids, q, k, i, j, sizes)
         shares, d_scores = _d_scores(scores, v, d_out, log_total, d_total)
         k_sums[...] += _dot(d_scores.astype(q.dtype), q[0, 0], (1, 0))
         v_sums[...] += _dot(shares.astype(v.dtype), d_out[0, 0], (1, 0))

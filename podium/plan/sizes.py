@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from podium.accelerators import Accelerator, auto_dtype, cpu_flags
 from podium.algorithms.recipes import Recipe, make_recipe
-from podium.config.attention import Backend, attention_backend
+from podium.config.attention import Backend, attention_backend, cache_block_pages
 from podium.config.head import HeadKind, fast_memory, head_chunks, head_kind, head_tile
 from podium.config.imports import is_path
 from podium.config.mesh import AXES, mesh_shape
@@ -35,7 +35,6 @@ from podium.models.params import (
 )
 
 F32 = 4
-BLOCK_TOKENS = 256  # `podium.rollout.cache`, which needs jax
 Parts = Mapping[str, int]  # into how many parts each logical axis is split
 
 
@@ -90,8 +89,8 @@ class RunSizes:
     @property
     def block(self) -> int:
         """Tokens of the cache that attention reads at once."""
-        page = self.config.rollout.page_tokens
-        return page if self.platform == "cpu" else max(page, BLOCK_TOKENS)
+        page_tokens = self.config.rollout.page_tokens
+        return page_tokens * cache_block_pages(page_tokens, self.platform)
 
     def in_blocks(self, tokens: float) -> int:
         """Tokens that attention reads of a sequence of so many in the cache: whole blocks."""

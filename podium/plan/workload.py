@@ -18,6 +18,7 @@ from podium.config.attention import KERNELS, Backend, cut
 from podium.config.schema import Config
 from podium.config.sizes import cache_pages, check_split, prompt_buckets, row_tokens, slot_sizes, steps_at_once
 from podium.files import read_lines
+from podium.models.visibility import Visibility
 from podium.observe.run_dir import LENGTHS
 from podium.rollout.lanes import Lane, Row
 from podium.rollout.scheduler import Scheduler
@@ -119,7 +120,7 @@ def packed(lengths: SequenceLengths, config: Config, *, rows: int, attention: Ba
 
     Returns:
         How many micro-batches they fill, `rows` each over all devices; and the share of all rows' blocks up to the
-        diagonal that attention's kernels multiply, who leave out what sees nothing: 1 without a kernel.
+        diagonal that attention's kernels multiply, which skip blocks without a visible pair; 1 without a kernel.
     """
     count, seen, (n, t) = 0, 0, cut(attention, row_tokens(config))
     for part in np.array_split(np.arange(len(lengths.prompts)), config.algorithm.minibatches):
@@ -135,18 +136,18 @@ def packed(lengths: SequenceLengths, config: Config, *, rows: int, attention: Ba
 
 
 def _seen_blocks(row: Sequence[Chunk], samples: Sequence[Sample], n: int, t: int) -> int:
-    """Pairs of a row's n blocks of t tokens that see something of each other, as `podium.models.blockwise` has them."""
-    own, prompts = np.zeros((2, n * t), int)
-    segment = end = 0
+    """Pairs of a row's n blocks of t tokens that the kernels do not skip."""
+    segments = np.zeros(n * t, np.int32)
+    prompts = np.zeros(n * t, np.int32)
+    last = end = 0
     for chunk in row:
         parts = [len(samples[chunk[0]].prompt) - 1, *(len(samples[index].tokens) for index in chunk)]
         start, end = end, end + sum(parts)
-        prompts[start:end], own[start:end] = segment + 1, segment + 1 + np.repeat(np.arange(len(parts)), parts)
-        segment += len(parts)
-    low, high = np.where(own, own, segment + 1).reshape(n, t).min(1), own.reshape(n, t).max(1)
-    first, last = np.where(own, prompts, segment + 1).reshape(n, t).min(1), prompts.reshape(n, t).max(1)
-    meets = ((low <= high[:, None]) & (low[:, None] <= high)) | ((low <= last[:, None]) & (first[:, None] <= high))
-    return int(np.tril(meets).sum())
+        prompts[start:end] = last + 1
+        segments[start:end] = last + 1 + np.repeat(np.arange(len(parts)), parts)
+        last += len(parts)
+    visibility = Visibility(segments.reshape(n, t), prompts.reshape(n, t))
+    return int(visibility.block_pairs().sum())
 
 
 def _gsm8k_prompts(rng: np.random.Generator, config: Config) -> np.ndarray:

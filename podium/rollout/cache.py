@@ -20,14 +20,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from podium.config.attention import cache_block_pages
 from podium.models.architecture import DecoderConfig
 from podium.models.linear import full_precision
+from podium.models.visibility import seen_in_sequence
 from podium.sharding import ShardingRules
 
 AXES = (None, "batch", "cache_heads", None, None)  # of keys and values
 STATE_AXES = ("batch", None)
 NO_PAGE = 2**30  # in a table: no page
-BLOCK_TOKENS = 256  # that attention reads at once; a page on CPU, where larger arrays are slower
 
 
 @jax.tree_util.register_dataclass
@@ -88,6 +89,7 @@ def extend(
     k: jax.Array,
     v: jax.Array,
     rules: ShardingRules,
+    window: int | None = None,
 ) -> tuple[Cache, jax.Array]:
     """The cache with new tokens behind those that stay, and what the new ones see in it; in place in a loop's carry.
 
@@ -101,17 +103,18 @@ def extend(
         k: [R, T, K, Q], rotated.
         v: [R, T, K, Q].
         rules: how rows and pages are split over devices; each reads and writes its own.
+        window: positions that a query attends to, its own included; None: all.
 
     Returns:
         The cache, and [R, T, H, Q]; scores and softmax are float32 inside.
     """
-    pages_at_once = 1 if rules.on_cpu else max(1, BLOCK_TOKENS // cache.page_tokens)
+    pages_at_once = cache_block_pages(cache.page_tokens, rules.platform)
 
     def local(cache: Cache, *given: jax.Array) -> tuple[Cache, jax.Array]:
         layer, tables, starts, counts, q, k, v = given
         write = _append if q.shape[1] == 1 else _write
         cache = write(cache, layer, tables, starts, counts, k, v)
-        return cache, _attend(cache, layer, tables, starts, counts, q, pages_at_once)
+        return cache, _attend(cache, layer, tables, starts, counts, q, pages_at_once, window)
 
     pages, rows = cache_specs(rules), rules.spec(("batch",))
     heads = rules.spec(("batch", None, "cache_heads", None))
@@ -176,8 +179,9 @@ def _attend(
     counts: jax.Array,
     q: jax.Array,
     pages_at_once: int,
+    window: int | None,
 ) -> jax.Array:
-    """[R, T, H, Q]; a query sees its own position and all before it."""
+    """[R, T, H, Q]; a query attends to its own position and the ones before it, as far as the window reaches."""
     R, T, H, Q = q.shape
     K, P = cache.values.shape[2], cache.page_tokens
     block = pages_at_once * P
@@ -197,7 +201,7 @@ def _attend(
         pattern = f"nkgq,{cache.key_dims}->nkgp"
         scores = [jnp.einsum(pattern, queries, each, **product) for each in keys]
         position = i * block + jnp.arange(block)
-        visible = position[None, None, None] <= last  # [R, 1, G T, block]
+        visible = seen_in_sequence(last, position[None, None, None], window)  # [R, 1, G T, block]
         scores = jnp.where(visible, jnp.concatenate(scores, axis=-1) * Q**-0.5, -jnp.inf)
         higher = jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True))
         weights, rescale = jnp.exp(scores - higher), jnp.exp(highest - higher)
@@ -208,12 +212,18 @@ def _attend(
         total = total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
         return higher, total, weighted * rescale + sum(sums[1:], sums[0])
 
-    # Position 0 is in the first block: from then on the highest score of every query is a number.
+    first = 0 if window is None else _first_block(starts, counts, window, block)
     nothing = jnp.full((*queries.shape[:3], 1), jnp.finfo(jnp.float32).min), jnp.zeros((*queries.shape[:3], 1))
     blocks = (jnp.max(starts + counts) + block - 1) // block
-    _, total, weighted = jax.lax.fori_loop(0, blocks, attend, (*nothing, jnp.zeros(queries.shape, jnp.float32)))
+    _, total, weighted = jax.lax.fori_loop(first, blocks, attend, (*nothing, jnp.zeros(queries.shape, jnp.float32)))
     found = (weighted / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)).astype(q.dtype)
     return found.reshape(R, K, H // K, T, Q).transpose(0, 3, 1, 2, 4).reshape(R, T, H, Q)
+
+
+def _first_block(starts: jax.Array, counts: jax.Array, window: int, block: int) -> jax.Array:
+    """[] int32: the first block that any query's window reaches."""
+    oldest = jnp.where(counts > 0, starts - window + 1, jnp.iinfo(jnp.int32).max)
+    return jnp.maximum(jnp.min(oldest), 0) // block
 
 
 @jax.named_scope("cache")

@@ -20,6 +20,7 @@ from podium.models.decoder import forward, head_weights
 from podium.models.linear import activation_dtype, of_bits
 from podium.models.logprobs import logits_at
 from podium.models.params import LAYERS
+from podium.models.visibility import Visibility
 from podium.rollout import cache as caches
 from podium.rollout.cache import Cache
 from podium.rollout.draft import MAX_STOP_TOKENS
@@ -207,10 +208,11 @@ def nonfinite_layer(
             layer = f" of layer {int(np.argmax(wrong))}" if name.startswith(LAYERS) else ""
             return f"weight {name}{layer} is not finite itself"
 
+    one_sequence = jnp.ones((1, len(tokens)), jnp.int32)
+
     def attend(bad: jax.Array, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
         found = ~(jnp.isfinite(q).all() & jnp.isfinite(k).all() & jnp.isfinite(v).all())
-        mask = jnp.tri(len(tokens), dtype=bool)[None]
-        return bad.at[layer].set(found), causal_attention(q, k, v, mask)
+        return bad.at[layer].set(found), causal_attention(q, k, v, Visibility(one_sequence, one_sequence).mask())
 
     def meet(params: Params) -> jax.Array:
         positions, bad = jnp.arange(len(tokens))[None], jnp.zeros(decoder.layers, bool)

@@ -26,6 +26,7 @@ from podium.models.attention import row_attention
 from podium.models.decoder import forward, head_weights
 from podium.models.logprobs import TokenLogprobs, token_logprobs
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, trained_specs
+from podium.models.visibility import Visibility
 from podium.sharding import Params, ShardingRules, abstract_params, to_devices
 from podium.train.batch import Batch
 from podium.train.offload import Offloaded, apply_gradients
@@ -219,16 +220,16 @@ def _logprobs(settings: TrainSettings, params: Params, batch: Batch) -> TokenLog
     rules, wide = settings.computing, settings.reduce_dtype == jnp.float32
 
     def attend(
-        ids: tuple[jax.Array, jax.Array], layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
-    ) -> tuple[tuple, jax.Array]:
-        return ids, row_attention(settings.attention, *ids, rules)(q, k, v)
+        visibility: Visibility, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[Visibility, jax.Array]:
+        return visibility, row_attention(settings.attention, visibility, rules)(q, k, v)
 
     hidden, _ = forward(
         params,
         batch.tokens,
         batch.positions,
         attend,
-        (batch.segments, batch.prompts),
+        Visibility(batch.segments, batch.prompts),
         config=settings.decoder,
         rules=rules,
         dtype=settings.dtype,

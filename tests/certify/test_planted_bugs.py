@@ -14,7 +14,7 @@ from podium.certify.command import make_certificate
 from podium.certify.subject import Subject, make_subject
 from podium.certify.updates import Updates
 from podium.config.schema import Config
-from podium.models import attention
+from podium.models.visibility import Visibility
 from podium.train import batch, optimizer, step, trainer
 
 QWEN3 = "Qwen/Qwen3-0.6B"
@@ -60,9 +60,9 @@ def leaked_segment():
 
     original = step.row_attention
 
-    def planted(backend, segments, prompts, rules):
-        one = (segments > 0).astype(segments.dtype)
-        return original(backend, one, one, rules)
+    def planted(backend, visibility, rules):
+        one = (visibility.segments > 0).astype("int32")
+        return original(backend, Visibility(one, one), rules)
 
     return step, "row_attention", planted
 
@@ -81,13 +81,13 @@ def off_by_one_mask():
 
 def off_by_one_attention():
     """A token sees the one behind it, which it is to predict."""
-    original = attention.packed_mask
+    original = Visibility.mask
 
-    def planted(segments, prompts):
-        T = segments.shape[1]
-        return original(segments, prompts) | jnp.eye(T, k=1, dtype=bool)[None]
+    def planted(visibility):
+        T = visibility.segments.shape[1]
+        return original(visibility) | jnp.eye(T, k=1, dtype=bool)[None]
 
-    return attention, "packed_mask", planted
+    return Visibility, "mask", planted
 
 
 def kl_k1_as_loss():

@@ -12,8 +12,9 @@ from tiny_models import rules_on
 from podium.config import attention
 from podium.config.attention import attended_pairs, attention_backend, cut
 from podium.models import blockwise, gpu_attention, tpu_attention
-from podium.models.attention import causal_attention, packed_mask, row_attention
+from podium.models.attention import causal_attention, row_attention
 from podium.models.params import GATHERED_AXES, ROLLOUT_LAYOUTS
+from podium.models.visibility import Visibility
 from podium.sharding import ShardingRules, make_mesh
 
 BACKENDS = {
@@ -40,11 +41,19 @@ def _small_blocks(monkeypatch):
     monkeypatch.setattr(attention, "TPU_BLOCKS", (64,))
 
 
-def ids(rows=tuple(ROWS)) -> tuple[jax.Array, jax.Array]:
-    """Segments and prompts of rows, [B, T] each."""
-    found = [np.concatenate([np.full((n, 2), (own, prompt)) for own, prompt, n in ROWS[row]]) for row in rows]
-    segments, prompts = np.stack(found).astype(np.int32).transpose(2, 0, 1)
-    return jnp.array(segments), jnp.array(prompts)
+def visible(rows=tuple(ROWS), window: int | None = None) -> Visibility:
+    """The visibility of rows; positions of completions follow their prompt's."""
+    ids = [np.concatenate([np.full((n, 2), (own, prompt)) for own, prompt, n in ROWS[row]]) for row in rows]
+    segments, prompts = np.stack(ids).astype(np.int32).transpose(2, 0, 1)
+    return Visibility(jnp.array(segments), jnp.array(prompts), jnp.array(positions(segments, prompts)), window)
+
+
+def positions(segments: np.ndarray, prompts: np.ndarray) -> np.ndarray:
+    found = np.zeros_like(segments)
+    for place in np.ndindex(segments.shape):
+        before = segments[place[0], : place[1]]
+        found[place] = np.sum((before == segments[place]) | (before == prompts[place]))
+    return found
 
 
 def arrays(B: int, heads: tuple[int, int, int], dtype="float32") -> list[jax.Array]:
@@ -54,8 +63,30 @@ def arrays(B: int, heads: tuple[int, int, int], dtype="float32") -> list[jax.Arr
     return [jnp.asarray(random.standard_normal((B, T, n, Q)), dtype) for n in (H, K, K, H)]
 
 
-def reference(segments, prompts):
-    return lambda q, k, v: causal_attention(q, k, v, packed_mask(segments, prompts))
+def reference(visibility):
+    return lambda q, k, v: causal_attention(q, k, v, visibility.mask())
+
+
+def naive(visibility: Visibility, q, k, v) -> np.ndarray:
+    """In float64, by the rule written out: zeros where a token attends to nothing."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    segments, prompts, position = (
+        np.asarray(x) for x in (visibility.segments, visibility.prompts, visibility.positions)
+    )
+    group = q.shape[2] // k.shape[2]
+    out = np.zeros(q.shape)
+    for b, i in np.ndindex(segments.shape):
+        keys = [
+            j
+            for j in range(i + 1)
+            if segments[b, j] and segments[b, j] in (segments[b, i], prompts[b, i])
+            if visibility.window is None or position[b, i] - position[b, j] < visibility.window
+        ]
+        for h in range(q.shape[2]):
+            scores = k[b, keys, h // group] @ q[b, i, h] / np.sqrt(q.shape[3])
+            weights = np.exp(scores - scores.max()) if keys else scores
+            out[b, i, h] = weights @ v[b, keys, h // group] / weights.sum() if keys else 0.0
+    return out
 
 
 def with_gradients(attend, q, k, v, d_out):
@@ -66,12 +97,12 @@ def with_gradients(attend, q, k, v, d_out):
 @pytest.mark.parametrize("heads", [(4, 4, 8), (6, 2, 16), (2, 1, 64)], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_values_and_gradients_are_the_references(backend, heads):
-    segments, prompts = ids()
-    q, k, v, d_out = arrays(len(segments), heads)
-    live = (segments > 0)[:, :, None, None]
-    ours = lambda q, k, v: BACKENDS[backend](q, k, v, segments, prompts)  # noqa: E731
+    visibility = visible()
+    live = (visibility.segments > 0)[:, :, None, None]
+    q, k, v, d_out = arrays(len(live), heads)
+    ours = lambda q, k, v: BACKENDS[backend](q, k, v, visibility)  # noqa: E731
     found = jax.jit(functools.partial(with_gradients, ours))(q, k, v, d_out * live)
-    expected = with_gradients(reference(segments, prompts), q, k, v, d_out * live)
+    expected = with_gradients(reference(visibility), q, k, v, d_out * live)
     assert not np.any(np.where(live, 0.0, found[0]))  # padding gives zeros
     expected[0] = expected[0] * live
     for name, each, other in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
@@ -79,11 +110,39 @@ def test_values_and_gradients_are_the_references(backend, heads):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_window_reaches_into_the_shared_prompt_by_positions(backend):
+    visibility = visible(["completions of a prompt", "two prompts and padding", "one sequence"], window=45)
+    live = (visibility.segments > 0)[:, :, None, None]
+    q, k, v, d_out = arrays(len(live), (4, 2, 8))
+    ours = lambda q, k, v: BACKENDS[backend](q, k, v, visibility)  # noqa: E731
+    found = jax.jit(functools.partial(with_gradients, ours))(q, k, v, d_out * live)
+    expected = with_gradients(reference(visibility), q, k, v, d_out * live)
+    expected[0] = naive(visibility, q, k, v)
+    for name, each, other in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        np.testing.assert_allclose(each, other, rtol=1e-5, atol=2e-5, err_msg=name)
+
+
+def test_a_window_needs_positions():
+    ones = jnp.ones((1, 4), jnp.int32)
+    with pytest.raises(ValueError, match="a window of 2 positions needs each token's position"):
+        Visibility(ones, ones, window=2)
+
+
+def test_blocks_that_meet_hold_every_visible_pair():
+    for window in (None, 1, 7, 45):
+        visibility = visible(window=window)
+        pairs = np.asarray(visibility.cut(5, 30).block_pairs())
+        mask = np.asarray(visibility.mask()).reshape(-1, 5, 30, 5, 30).any(axis=(2, 4))
+        assert not np.any(mask & ~pairs)
+        assert pairs.sum() < (len(mask) * 15 if window is None else visible().cut(5, 30).block_pairs().sum())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_of_padding_change_nothing(backend):
-    segments, prompts = ids(["sequences and padding"])
+    visibility = visible(["sequences and padding"])
     q, k, v, d_out = arrays(1, (2, 1, 8))
-    live = (segments > 0)[:, :, None, None]
-    ours = lambda q, k, v: BACKENDS[backend](q, k, v, segments, prompts)  # noqa: E731
+    live = (visibility.segments > 0)[:, :, None, None]
+    ours = lambda q, k, v: BACKENDS[backend](q, k, v, visibility)  # noqa: E731
     found, expected = (with_gradients(ours, q, k, v, each) for each in (d_out, d_out * live))
     for each, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(each, other)
@@ -91,11 +150,11 @@ def test_gradients_of_padding_change_nothing(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bfloat16_is_as_close_as_the_references(backend):
-    segments, prompts = ids(["completions of a prompt"])
+    visibility = visible(["completions of a prompt"])
     q, k, v, d_out = arrays(1, (4, 2, 16), "bfloat16")
-    exact = with_gradients(reference(segments, prompts), *(x.astype("float32") for x in (q, k, v, d_out)))
-    ours = with_gradients(lambda q, k, v: BACKENDS[backend](q, k, v, segments, prompts), q, k, v, d_out)
-    theirs = with_gradients(reference(segments, prompts), q, k, v, d_out)
+    exact = with_gradients(reference(visibility), *(x.astype("float32") for x in (q, k, v, d_out)))
+    ours = with_gradients(lambda q, k, v: BACKENDS[backend](q, k, v, visibility), q, k, v, d_out)
+    theirs = with_gradients(reference(visibility), q, k, v, d_out)
     for each, other, true in zip(ours, theirs, exact, strict=True):
         assert each.dtype == jnp.bfloat16
         error, others = (float(jnp.linalg.norm(x.astype("float32") - true)) for x in (each, other))
@@ -105,14 +164,14 @@ def test_bfloat16_is_as_close_as_the_references(backend):
 @pytest.mark.parametrize("mesh", ["1,8,1", "2,2,2", "1,1,2"])
 def test_rows_and_heads_split_over_devices_attend_as_on_one(mesh):
     rules = ShardingRules(make_mesh(mesh, jax.devices()[: np.prod([int(n) for n in mesh.split(",")])]), GATHERED_AXES)
-    segments, prompts = (jnp.tile(x, (4, 1)) for x in ids(["two prompts and padding", "sequences"]))
+    visibility = visible(["two prompts and padding", "sequences"] * 4, window=40)
     q, k, v, d_out = arrays(8, (4, 2, 8))
-    d_out = d_out * (segments > 0)[:, :, None, None]
-    alone = with_gradients(lambda *qkv: blockwise.blockwise_attention(*qkv, segments, prompts), q, k, v, d_out)
+    d_out = d_out * (visibility.segments > 0)[:, :, None, None]
+    alone = with_gradients(lambda *qkv: blockwise.blockwise_attention(*qkv, visibility), q, k, v, d_out)
 
     @jax.jit
     def split(q, k, v, d_out):
-        return with_gradients(row_attention("blocks", segments, prompts, rules), q, k, v, d_out)
+        return with_gradients(row_attention("blocks", visibility, rules), q, k, v, d_out)
 
     for each, other in zip(split(q, k, v, d_out), alone, strict=True):
         np.testing.assert_allclose(each, other, rtol=1e-6, atol=1e-6)
@@ -121,26 +180,27 @@ def test_rows_and_heads_split_over_devices_attend_as_on_one(mesh):
 @pytest.mark.parametrize("layout", ROLLOUT_LAYOUTS)
 def test_every_rollout_layout_attends(layout):
     rules = ShardingRules(make_mesh("2,2,2"), ROLLOUT_LAYOUTS[layout])
-    segments, _ = (jnp.tile(x, (4, 1)) for x in ids(["sequences and padding", "sequences"]))
+    visibility = visible(["sequences and padding", "sequences"] * 4)
     q, k, v, _ = arrays(8, (4, 2, 8))
-    found = jax.jit(row_attention("blocks", segments, segments, rules))(q, k, v)
-    np.testing.assert_allclose(found, blockwise.blockwise_attention(q, k, v, segments, segments), atol=1e-6)
+    found = jax.jit(row_attention("blocks", visibility, rules))(q, k, v)
+    np.testing.assert_allclose(found, blockwise.blockwise_attention(q, k, v, visibility), atol=1e-6)
 
 
-def test_blocks_of_keys_that_nobody_sees_are_left_out():
-    segments, prompts = ids(["completions of a prompt"])  # the third segment, from token 90, does not see the second
-    row = blockwise._Row.of(*arrays(1, (2, 1, 8))[:3], segments, prompts)
-    assert row.segments.shape == (1, 5, 30)
-    seen = [np.flatnonzero(row.seen[0, i, : i + 1]).tolist() for i in range(5)]
+def test_blocks_of_keys_that_no_query_sees_are_skipped():
+    visibility = visible(["completions of a prompt"])  # the third segment, from token 90, does not see the second
+    q, k, v, _ = arrays(1, (2, 1, 8))
+    row = blockwise._Row.of(q, k, v, visibility)
+    assert row.meets.shape == (1, 5, 5)
+    seen = [np.flatnonzero(row.meets[0, i]).tolist() for i in range(5)]
     assert seen == [[0], [0, 1], [0, 1, 2], [0, 3], [0, 3, 4]]
 
 
-def test_values_that_nobody_sees_may_be_anything():
-    segments, prompts = ids(["completions of a prompt"])
+def test_values_that_no_query_sees_may_be_anything():
+    visibility = visible(["completions of a prompt"])
     q, k, v, _ = arrays(1, (2, 1, 8))
     hidden = v.at[:, 30:90].set(jnp.nan)  # of the second segment, in blocks of its own
-    found = blockwise.blockwise_attention(q, k, hidden, segments, prompts)
-    np.testing.assert_array_equal(found[:, 90:], blockwise.blockwise_attention(q, k, v, segments, prompts)[:, 90:])
+    found = blockwise.blockwise_attention(q, k, hidden, visibility)
+    np.testing.assert_array_equal(found[:, 90:], blockwise.blockwise_attention(q, k, v, visibility)[:, 90:])
 
 
 def test_rows_are_cut_so_that_little_is_padded(monkeypatch):
@@ -164,21 +224,23 @@ def test_auto_is_the_platforms_own_and_a_kernel_that_it_lacks_is_an_error():
 
 
 def test_the_reference_is_one_of_the_choices():
-    segments, prompts = ids()
-    q, k, v, _ = arrays(len(segments), (4, 2, 8))
-    found = row_attention("reference", segments, prompts, rules_on("dp:1", 1))(q, k, v)
-    np.testing.assert_array_equal(found, reference(segments, prompts)(q, k, v))
+    visibility = visible()
+    q, k, v, _ = arrays(len(visibility.segments), (4, 2, 8))
+    found = row_attention("reference", visibility, rules_on("dp:1", 1))(q, k, v)
+    np.testing.assert_array_equal(found, reference(visibility)(q, k, v))
 
 
+@pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("heads", [(4, 2), (4, 4)])
-def test_the_gpus_kernels_lower_for_a_gpu_and_declare_their_operations(heads):
+def test_the_gpus_kernels_lower_for_a_gpu_and_declare_their_operations(heads, window):
     H, K = heads
     T, Q = 128, 64
     q, k = (jnp.zeros((2, T, n, Q), jnp.bfloat16) for n in (H, K))
-    segments = jnp.ones((2, T), jnp.int32)
+    ones = jnp.ones((2, T), jnp.int32)
+    visibility = Visibility(ones, ones, ones, window)
 
     def total(q, k, v):
-        return gpu_attention.gpu_attention(q, k, v, segments, segments).astype(jnp.float32).sum()
+        return gpu_attention.gpu_attention(q, k, v, visibility).astype(jnp.float32).sum()
 
     text = lowered_for_gpu(jax.grad(total, argnums=(0, 1, 2)), q, k, k)
     pairs = 2 * H * attended_pairs("gpu_kernel", T) * Q

@@ -9,7 +9,7 @@ from tiny_decoder import DECODER
 from tiny_models import rules_on
 
 from podium.models.architecture import DecoderConfig, RopeScaling
-from podium.models.attention import causal_attention, packed_mask
+from podium.models.attention import causal_attention
 from podium.models.decoder import (
     forward,
     head_weights,
@@ -21,6 +21,7 @@ from podium.models.decoder import (
 )
 from podium.models.linear import activation_dtype
 from podium.models.params import param_specs
+from podium.models.visibility import Visibility
 
 CONFIG = dataclasses.replace(
     DECODER, model_type="qwen2", vocab=64, max_positions=128, tied=False, qkv_bias=True, qk_norm=True
@@ -135,7 +136,7 @@ def test_a_packed_row_gives_what_its_sequences_give_alone():
     tokens = np.array([first + second + [0, 0]], np.int32)
     segments = np.array([[1] * 5 + [2] * 3 + [0] * 2], np.int32)
     positions = np.array([[0, 1, 2, 3, 4, 0, 1, 2, 0, 0]], np.int32)
-    packed = hidden_states(tokens, positions, packed_mask(jnp.array(segments), jnp.array(segments)))[0]
+    packed = hidden_states(tokens, positions, Visibility(jnp.array(segments), jnp.array(segments)).mask())[0]
     for start, each in ((0, first), (5, second)):
         alone = hidden_states(np.array([each], np.int32), np.arange(len(each))[None], causal(len(each)))[0]
         np.testing.assert_allclose(packed[start : start + len(each)], alone, rtol=1e-4, atol=1e-5)
@@ -147,7 +148,7 @@ def test_completions_behind_one_prompt_give_what_they_give_alone():
     tokens = np.array([prompt + first + second], np.int32)
     segments = jnp.array([[1, 1, 1, 2, 2, 3, 3, 3]])
     positions = np.array([[0, 1, 2, 3, 4, 3, 4, 5]], np.int32)
-    packed = hidden_states(tokens, positions, packed_mask(segments, jnp.ones_like(segments)))[0]
+    packed = hidden_states(tokens, positions, Visibility(segments, jnp.ones_like(segments)).mask())[0]
     for start, each in ((3, first), (5, second)):
         whole = np.array([prompt + each], np.int32)
         alone = hidden_states(whole, np.arange(whole.shape[1])[None], causal(whole.shape[1]))[0]
@@ -164,9 +165,9 @@ def test_a_packed_token_sees_its_own_past_and_its_prompt():
         [1, 1, 1, 1, 0, 0, 0],
         [1, 1, 0, 0, 1, 0, 0],
         [0, 0, 0, 0, 0, 1, 0],
-        [0, 0, 0, 0, 0, 0, 1],
+        [0, 0, 0, 0, 0, 0, 0],
     ]
-    assert packed_mask(segments, prompts)[0].astype(int).tolist() == expected
+    assert Visibility(segments, prompts).mask()[0].astype(int).tolist() == expected
 
 
 def test_attention_is_a_softmax_of_scaled_products_by_groups_of_heads():

@@ -5,9 +5,9 @@ import pytest
 from tiny_decoder import DECODER
 
 from podium.models.architecture import Lora
-from podium.models.attention import packed_mask
 from podium.models.flops import Work, forward_flops, group_work, matrix_elements, step_work, update_flops
 from podium.models.params import param_specs
+from podium.models.visibility import Visibility
 from podium.train.batch import BatchSizes, make_batch
 from podium.train.packing import Sample
 
@@ -57,5 +57,5 @@ def test_the_work_is_what_a_row_of_shared_prompts_holds():
     batch, _ = make_batch(samples, sizes)
     segments, shared = np.concatenate(batch.segments), np.concatenate(batch.prompts)
     used = segments > 0
-    mask = np.asarray(packed_mask(segments, shared)) & used[:, None] & used[:, :, None]
+    mask = np.asarray(Visibility(segments, shared).mask()) & used[:, :, None]
     assert step_work(prompts, lengths) == Work(tokens=int(used.sum()), pairs=int(mask.sum()))

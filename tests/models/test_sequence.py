@@ -7,6 +7,7 @@ import pytest
 
 from podium.models.attention import row_attention
 from podium.models.params import GATHERED_AXES
+from podium.models.visibility import Visibility
 from podium.sharding import ShardingRules, make_mesh
 
 B, T, Q = 2, 24, 8
@@ -18,7 +19,7 @@ def attended(mesh: str, devices: int, arrays: tuple[np.ndarray, ...], ids: tuple
     rules = ShardingRules(make_mesh(mesh, jax.devices()[:devices]), GATHERED_AXES)
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        out = row_attention("blocks", *map(jnp.asarray, ids), rules)(q, k, v)
+        out = row_attention("blocks", Visibility(*map(jnp.asarray, ids)), rules)(q, k, v)
         return jnp.sum(out * arrays[3]), out
 
     gradients, out = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*arrays[:3])

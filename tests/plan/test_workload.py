@@ -7,7 +7,7 @@ import pytest
 
 from podium.config.attention import cut
 from podium.config.schema import Config
-from podium.models.blockwise import pad_to, seen_blocks
+from podium.models.visibility import Visibility
 from podium.observe.records import lengths_record
 from podium.plan.workload import SequenceLengths, draw_lengths, packed, simulate_rollout
 from podium.train.batch import BatchSizes, make_batch
@@ -249,8 +249,8 @@ def test_attention_is_counted_by_the_blocks_that_the_kernel_multiplies(packing: 
     sizes = BatchSizes(row_tokens=1500, rows=4, max_rows=32, packing=packing, max_new_tokens=800)
     batch = make_batch(samples, sizes)[0]
     n, t = cut("tpu_kernel", 1500)
-    cut_ids = (pad_to(x.reshape(-1, 1500), n * t).reshape(-1, n, t) for x in (batch.segments, batch.prompts))
-    multiplied = np.asarray(seen_blocks(*cut_ids)) & np.tri(n, dtype=bool)
+    visibility = Visibility(batch.segments.reshape(-1, 1500), batch.prompts.reshape(-1, 1500))
+    multiplied = np.asarray(visibility.cut(n, t).block_pairs())
     micro_batches, share = packed(lengths, given, rows=4, attention="tpu_kernel")
     assert micro_batches == batch.num_micro_batches
     assert 0 < share < 1

@@ -87,7 +87,7 @@ def test_a_prediction_sees_its_prompt_and_the_completion_before_it_and_nothing_e
             seen = [
                 key
                 for key in range(query + 1)
-                if segments[key] in (segments[query], prompts[query])  # what packed_mask says
+                if segments[key] in (segments[query], prompts[query])  # what Visibility says
             ]
             assert tokens[seen].tolist() == [*each.prompt, *each.tokens[:offset]]
             assert positions[seen].tolist() == list(range(len(each.prompt) + offset))

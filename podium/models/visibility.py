@@ -1,0 +1,156 @@
+"""Which tokens of packed rows attend to which: one rule, for single tokens and for whole blocks of them.
+
+A token attends to itself and to the tokens before it, of its own segment and of its prompt's, and never to padding;
+with a window, only to those fewer than `window` positions back. The window counts positions in a sequence, not places
+in a row: a prompt lies once before many completions.
+
+The kernels hold the same numbers in different shapes (rows, columns, blocks in registers, bounds in scalar memory), so
+the rule itself, `seen` and `meets`, is written over anything that broadcasts. `Visibility` applies it to whole rows.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+NEVER = np.iinfo(np.int32).max
+Array = jax.Array | np.ndarray
+"""The planner applies the rule to numpy arrays."""
+
+
+class Queries(NamedTuple):
+    """Tokens that attend, in a shape that broadcasts against the keys'."""
+
+    places: Array  # in the row
+    segments: Array  # 0 is padding
+    prompts: Array
+    positions: Array | None = None  # in the sequence; only a window needs them
+
+
+class Keys(NamedTuple):
+    """Tokens that are attended to, in a shape that broadcasts against the queries'."""
+
+    places: Array
+    segments: Array
+    positions: Array | None = None
+
+
+class Bounds(NamedTuple):
+    """The least and the greatest number of each block; in a block of padding the least is `NEVER`."""
+
+    least: Array
+    greatest: Array
+
+
+class Block(NamedTuple):
+    """What `meets` needs to know about blocks of a row."""
+
+    number: Array  # in the row
+    segments: Bounds
+    prompts: Bounds
+    positions: Bounds | None = None
+
+
+def seen(q: Queries, k: Keys, window: int | None = None) -> Array:
+    """Whether each query attends to each key, bool, in the shape to which the two broadcast."""
+    related = (k.places <= q.places) & (k.segments > 0) & ((k.segments == q.segments) | (k.segments == q.prompts))
+    if window is None:
+        return related
+    assert q.positions is not None and k.positions is not None
+    return related & (q.positions - k.positions < window)
+
+
+def seen_in_sequence(q_positions: jax.Array, k_positions: jax.Array, window: int | None = None) -> jax.Array:
+    """`seen` where all queries and keys are of one sequence, by their positions."""
+    earlier = k_positions <= q_positions
+    return earlier if window is None else earlier & (q_positions - k_positions < window)
+
+
+def meets(q: Block, k: Block, window: int | None = None) -> Array:
+    """Whether any query of block `q` may attend to any key of block `k`; false only where none does."""
+    own = _overlap(k.segments, q.segments)
+    prompt = _overlap(k.segments, q.prompts)
+    related = (k.number <= q.number) & (own | prompt)
+    if window is None:
+        return related
+    assert q.positions is not None and k.positions is not None
+    return related & (q.positions.least - k.positions.greatest < window)
+
+
+def _overlap(x: Bounds, y: Bounds) -> Array:
+    return (x.least <= y.greatest) & (y.least <= x.greatest)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Visibility:
+    """Which tokens of packed rows attend to which.
+
+    Raises:
+        ValueError: a window is given without positions.
+    """
+
+    segments: Array  # [B, T] int32, the segment of each token; 0 is padding
+    prompts: Array  # [B, T] int32, the segment of its prompt; its own if it has no separate prompt
+    positions: Array | None = None  # [B, T] int32, in its sequence; only a window needs them
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.positions is None:
+            raise ValueError(
+                f"a window of {self.window} positions needs each token's position in its sequence; pass positions=, or"
+                " window=None to attend to all earlier tokens"
+            )
+
+    def mask(self) -> jax.Array:
+        """[B, T, T] bool, query by key."""
+        places = jnp.arange(self.segments.shape[1])[None]
+        columns = jax.tree.map(lambda x: x[:, :, None], self)
+        rows = jax.tree.map(lambda x: x[:, None], self)
+        return _seen(columns, places[:, :, None], rows, places[:, None])
+
+    def cut(self, n: int, t: int) -> "Visibility":
+        """The same tokens padded to n blocks of t, [B, n, t]."""
+        return jax.tree.map(lambda x: pad_to(x, n * t).reshape(-1, n, t), self)
+
+    def block_pairs(self) -> Array:
+        """Which pairs of blocks may hold a visible pair, [..., n, n] bool, query by key; rows are cut, [..., n, t]."""
+        blocks = self.blocks()
+        queries = jax.tree.map(lambda x: x[..., :, None], blocks)
+        keys = jax.tree.map(lambda x: x[..., None, :], blocks)
+        return meets(queries, keys, self.window)
+
+    def blocks(self) -> Block:
+        """What `meets` needs of each block, [..., n]; rows are cut, [..., n, t]."""
+        live = self.segments > 0
+        segments, prompts = _bounds(self.segments, live), _bounds(self.prompts, live)
+        positions = None if self.positions is None else _bounds(self.positions, live)
+        number = np.broadcast_to(np.arange(self.segments.shape[-2]), self.segments.shape[:-1])
+        return Block(number, segments, prompts, positions)
+
+    def pair(self, i: jax.Array, j: jax.Array) -> jax.Array:
+        """[t, t] bool, whether the queries of block i attend to the keys of block j; one row that is cut, [n, t]."""
+        t = self.segments.shape[-1]
+        places = jnp.arange(t)
+        columns = jax.tree.map(lambda x: x[i][:, None], self)
+        rows = jax.tree.map(lambda x: x[j][None], self)
+        return _seen(columns, i * t + places[:, None], rows, j * t + places[None])
+
+
+def _seen(q: Visibility, q_places: jax.Array, k: Visibility, k_places: jax.Array) -> jax.Array:
+    queries = Queries(q_places, q.segments, q.prompts, q.positions)
+    return jnp.asarray(seen(queries, Keys(k_places, k.segments, k.positions), q.window))
+
+
+def pad_to(x: jax.Array, length: int) -> jax.Array:
+    """[B, T, ...] followed by zeros, to `length` tokens."""
+    return jnp.pad(x, [(0, 0), (0, length - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+
+
+def _bounds(x: Array, live: Array) -> Bounds:
+    """The bounds of each block of [..., n, t]. What padding holds may raise the greatest, which only costs time."""
+    if isinstance(x, np.ndarray):
+        return Bounds(np.where(live, x, NEVER).min(axis=-1), x.max(axis=-1))
+    return Bounds(jnp.min(jnp.where(live, x, NEVER), axis=-1), jnp.max(x, axis=-1))
