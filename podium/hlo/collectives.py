@@ -16,7 +16,7 @@ class Kind:
 
     does: str  # what a device does in it, as a verb for reports
     sent: Callable[[int], float] = lambda group: (group - 1) / group
-    """How often a device of such a group sends what it is given, around a ring."""
+    """How many times its input a device of a group sends, around a ring."""
     rounds: int = 1  # how often a message goes around the ring
 
 
@@ -31,7 +31,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 Beside = tuple[float, float, float]
-"""Work while something else is under way: float32 and other operations, and bytes of memory traffic."""
+"""Work done during a transfer: float32 operations, other operations, and bytes of memory traffic."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,21 +39,21 @@ class Transfer:
     """One collective as one device sees it."""
 
     kind: str
-    axes: tuple[str, ...]  # mesh axes along which the devices of a group differ
-    group: int  # devices that take part together; of a permute, 2
-    sent: int  # bytes that this device sends, as around a ring
-    overlaps: bool  # whether the device works on while it is under way
-    machines: int = 1  # over which the group is spread, where a network joins machines
-    beside: Beside | None = None  # where the program says when it waits: the work until then
+    axes: tuple[str, ...]  # mesh axes along which a group's devices differ
+    group: int  # devices of a group; 2 for a permute
+    sent: int  # bytes that this device sends, around a ring
+    overlaps: bool  # whether the device does other work meanwhile
+    machines: int = 1  # machines over which the group is spread
+    beside: Beside | None = None  # the work until the device waits, if the program says when
 
     @property
     def hidden(self) -> bool:
-        """Whether the device works on while it is under way, for all of it or a part."""
+        """Whether the device does other work during all or a part of it."""
         return self.overlaps or any(self.beside or ())
 
 
 def kind_of(instruction: Instruction) -> str | None:
-    """The collective that an instruction is or starts; None: it is none, or the end of one already counted."""
+    """The collective that an instruction is or starts; None for any other, and for the end of a started one."""
     kind = instruction.opcode.removesuffix("-start")
     return kind if kind in KINDS else None
 
@@ -67,10 +67,10 @@ def transfer(
     overlaps: bool,
     per_machine: int = 0,
 ) -> Transfer:
-    """What a collective sends, whose kind is from `kind_of`.
+    """What a collective of this kind (`kind_of`) sends.
 
-    All-reduces of which each device keeps a slice are reduce-scatters to the TPU. `mesh` has the sizes of the mesh's
-    axes, major first; devices are numbered in that order, `per_machine` on each (0: there are no machines apart).
+    All-reduces of which each device keeps a slice are reduce-scatters to the TPU. `mesh` maps the mesh's axes to their
+    sizes, major first; devices are numbered in that order, `per_machine` on each (0: all on one machine).
     """
 
     def machines(devices: Sequence[int]) -> int:
@@ -79,7 +79,7 @@ def transfer(
     if kind == "all-reduce" and _only_sliced(instruction, computation):
         kind = "reduce-scatter"
     given = sum(shape.size for name in instruction.operands for shape in computation.instructions[name].shapes)
-    if instruction.opcode == "all-reduce":  # its operand may be float32 where bfloat16 is sent
+    if instruction.opcode == "all-reduce":  # its operand may be float32 although bfloat16 is sent
         given = min(given, sum(shape.size for shape in instruction.shapes))
     if kind == "collective-permute":
         pairs = [numbers(pair) for pair in _listed(instruction, "source_target_pairs")]
@@ -93,7 +93,7 @@ def transfer(
 
 
 def group_of(instruction: Instruction, num_devices: int) -> list[int]:
-    """The first of the groups of devices among which a collective runs.
+    """The first group of devices among which a collective runs.
 
     XLA writes groups in three ways: `{{0,1},{2,3}}`; `[4,2]<=[2,4]T(1,0)`, devices counted, transposed and cut into
     rows; and `mesh['a'=4,'b'=2] {'b'}`, axes of a mesh of XLA's own. No groups: all devices.
@@ -114,7 +114,7 @@ _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((?:\[([\d,]+)\]T\(([\d,]+
 def _mesh_group(axes: str, counted: str, order: str, listed: str, inside: str) -> list[int]:
     """The first device's group: those that differ only along the axes `inside`; `'a':(2)4` is a part of an axis.
 
-    Such a part has the size 4, behind a more major part of the size 2.
+    That part has size 4, and a more major part has size 2.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'?(\w+)'?=(\d+)", axes)}
     devices = numbers(listed) or range(math.prod(sizes.values()))
@@ -140,7 +140,7 @@ def _listed(instruction: Instruction, attribute: str) -> list[str]:
 
 
 def _differing(devices: Sequence[int], mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of the mesh along which not all of these devices have the same coordinate."""
+    """The mesh axes along which these devices have different coordinates."""
     coordinates = np.unravel_index(list(devices), tuple(mesh.values()))
     return tuple(axis for axis, found in zip(mesh, coordinates, strict=True) if len(set(found.tolist())) > 1)
 

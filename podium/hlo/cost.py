@@ -1,8 +1,8 @@
-"""What one run of a compiled program costs a device: products, memory traffic, transfers, and seconds from those.
+"""What one run of a compiled program costs a device: products, memory traffic, transfers, and the time they take.
 
-`walk` follows a module from its entry, the bodies of loops as often as they run. XLA's own `cost_analysis` is no use
-here: it counts the body of a loop once. The inside of a Pallas kernel is not in the text: kernels count with what they
-declare. `roofline` gives the least seconds; factors that were measured are the caller's to apply. No jax.
+`walk` follows a module from its entry, and counts the bodies of loops as often as they run; XLA's own `cost_analysis`
+counts them once. The inside of a Pallas kernel is not in the text: kernels count with the cost that they declare.
+`roofline` gives the least seconds; measured factors are applied by the caller. No jax.
 """
 
 import collections
@@ -16,7 +16,7 @@ from podium.hlo.collectives import KINDS, Beside, Transfer, kind_of, transfer
 from podium.hlo.text import Computation, Instruction, Module
 from podium.hlo.traffic import ASYNC_STARTS, hbm_traffic, host_traffic, products
 
-HOP_S = 1e-6  # of a message to the neighbouring chip: jax-ml.github.io/scaling-book/sharding
+HOP_S = 1e-6  # seconds of a message to the neighbouring chip: jax-ml.github.io/scaling-book/sharding
 KERNELS = ('"tpu_custom_call"', '"__gpu$xla.gpu.triton"')
 DECLARED = re.compile(
     r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(?P<tpu>\d+)|serialized_metadata = "\{\\22flops\\22: \\22(?P<gpu>\d+)'
@@ -27,36 +27,36 @@ GPU_COLLECTIVE = '"collective_backend_config"'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """The most that a device does per second."""
+    """The most that a device can do per second."""
 
     flops_bf16: float  # operations of bfloat16 products
     flops_f32: float  # operations of float32 products at jax's highest precision
     hbm_bandwidth: float  # bytes to and from main memory
     link_bandwidth: float  # bytes over one link to another device, in one direction
-    collective_s: float = 0.0  # the least that an exchange takes, however small
-    network_bandwidth: float = 0.0  # bytes to another machine, of each device's share; 0: there are no machines apart
-    host_bandwidth: float = 0.0  # bytes to or from the host's memory; 0: it is the device's own
+    collective_s: float = 0.0  # the least seconds of an exchange, however small
+    network_bandwidth: float = 0.0  # bytes to other machines, a device's share; 0: all devices are on one machine
+    host_bandwidth: float = 0.0  # bytes to or from the host's memory; 0: devices use the host's memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One instruction, as often as it runs; the other numbers are of one time."""
+    """The cost of one instruction; all numbers except `times` are for a single run of it."""
 
     name: str
     source: str  # the path of names under which jax traced it
     times: float
-    flops: float = 0  # of products whose operands are not both float32
-    flops_f32: float = 0
+    flops: float = 0  # operations of products whose operands are not both float32
+    flops_f32: float = 0  # operations of products of float32
     hbm_bytes: float = 0
     transfers: tuple[Transfer, ...] = ()
     host_bytes: float = 0  # copied from or to the host's memory
-    beside: Beside = (0.0, 0.0, 0.0)  # what the device does until those are there
+    beside: Beside = (0.0, 0.0, 0.0)  # work that the device does until those have arrived
     kernel: bool = False  # whether it is a Pallas kernel
 
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveTotal:
-    """All collectives of one kind along the same axes."""
+    """The sum of all collectives of one kind along the same axes."""
 
     kind: str
     axes: tuple[str, ...]
@@ -79,12 +79,12 @@ class ProgramCost:
 
     @property
     def hbm_bytes(self) -> float:
-        """Read from and written to main memory."""
+        """Bytes read from and written to main memory."""
         return sum(work.times * work.hbm_bytes for work in self.works)
 
     @property
     def collectives(self) -> tuple[CollectiveTotal, ...]:
-        """All transfers of the run."""
+        """All transfers of the run, summed by kind and axes."""
         return sum_collectives(
             (work.times, CollectiveTotal(each.kind, each.axes, each.group, each.hidden, calls=1, sent=each.sent))
             for work in self.works
@@ -112,7 +112,7 @@ class _Context:
     trips: Mapping[str, float]
     skipped: frozenset[str]
     per_machine: int
-    beside: bool = True  # whether to find what is done beside transfers and copies
+    beside: bool = True  # whether to find the work done during transfers and copies
 
 
 def walk(
@@ -123,17 +123,17 @@ def walk(
     skipped: Iterable[str] = (),
     per_machine: int = 0,
 ) -> ProgramCost:
-    """The cost of one run on one device; of a conditional, the costliest branch counts.
+    """The cost of one run on one device; a conditional counts as its costliest branch.
 
     Args:
         module: the compiled program.
-        mesh: the sizes of the mesh's axes, major first, as its devices are numbered.
-        trips: by source, how often loops run whose count is not in the text: `unknown_loops` names them.
-        skipped: scopes whose conditionals take their cheapest branch, as the caller knows.
-        per_machine: devices of a machine, where a network joins several; 0: there are none apart.
+        mesh: sizes of the mesh's axes, major first, as its devices are numbered.
+        trips: trip counts, by source, of the loops whose count is not in the text (`unknown_loops`).
+        skipped: scopes whose conditionals take their cheapest branch.
+        per_machine: devices of a machine; 0: all are on one.
 
     Raises:
-        ValueError: the program was compiled for another number of devices, or a loop has no count here or there.
+        ValueError: the program was compiled for another number of devices, or a trip count is missing.
     """
     if math.prod(mesh.values()) != module.num_partitions:
         raise ValueError(
@@ -143,14 +143,14 @@ def walk(
     context = _Context(module, mesh, trips or {}, frozenset(skipped), per_machine)
     if missing := [source for source in unknown_loops(module) if source not in context.trips]:
         raise ValueError(
-            f"{module.name}: how often {' and '.join(map(repr, missing))} runs is not in the program's text;"
-            f" say it, as trips={{{missing[0]!r}: 4}}"
+            f"{module.name}: the trip count of {' and '.join(map(repr, missing))} is not in the program's text;"
+            f" pass it, for example trips={{{missing[0]!r}: 4}}"
         )
     return ProgramCost(tuple(_walk(context, module.entry, 1.0)))
 
 
 def unknown_loops(module: Module) -> list[str]:
-    """Sources of the loops whose count depends on what the program is given."""
+    """Sources of the loops whose trip count depends on the program's arguments."""
     return list(dict.fromkeys(loop.source for loop, trips in module.loops.items() if trips is None))
 
 
@@ -183,7 +183,7 @@ def _works(context: _Context, each: Instruction, computation: Computation, times
 
 
 def _weight(branch: tuple[Work, ...]) -> float:
-    """The cost by which branches are ranked, in bytes; 100 flops count as one byte, which ranks alike on all chips."""
+    """The cost by which branches are ranked, in bytes; 100 flops count as a byte: the same order on all chips."""
     cost = ProgramCost(branch)
     return cost.hbm_bytes + cost.flops / 100
 
@@ -225,27 +225,34 @@ def _is_float32(product: Instruction, computation: Computation) -> bool:
 
 
 def _transfers(context: _Context, inside: list[tuple[Instruction, Computation]]) -> Iterator[Transfer]:
-    """The collectives of an instruction; a gather that runs under several fusions is counted where it starts."""
+    """The collectives of an instruction; a gather that spans several fusions is counted where it starts."""
     starts = any('"AsyncCollectiveStart"' in part.attributes for part, _ in inside)
     for part, computation in inside:
         chained = "chain_id" in part.attribute("frontend_attributes")
         if (kind := kind_of(part)) and (starts or not chained):
             begins = part.opcode.endswith("-start")
             waits = begins and GPU_COLLECTIVE in part.attributes
-            options = {"overlaps": starts or (begins and not waits), "per_machine": context.per_machine}
-            found = transfer(part, kind, computation, context.mesh, **options)
+            found = transfer(
+                part,
+                kind,
+                computation,
+                context.mesh,
+                overlaps=starts or (begins and not waits),
+                per_machine=context.per_machine,
+            )
             yield dataclasses.replace(found, beside=_until_done(context, part, computation)) if waits else found
 
 
 def _until_done(context: _Context, start: Instruction, computation: Computation) -> Beside:
-    """What a device does while a collective or a copy is under way: instructions run in the order of the text."""
+    """The work of a device between the start and the end of a collective or a copy, in the order of the text."""
     if not context.beside:
         return 0.0, 0.0, 0.0
     alone = dataclasses.replace(context, beside=False)
     rest = itertools.dropwhile(lambda each: each is not start, computation.instructions.values())
     between = itertools.takewhile(lambda each: start.name not in each.operands, itertools.islice(rest, 1, None))
     works = [work for each in between if not kind_of(each) for work in _works(alone, each, computation, 1.0)]
-    found, float32 = ProgramCost(tuple(works)), sum(work.times * work.flops_f32 for work in works)
+    found = ProgramCost(tuple(works))
+    float32 = sum(work.times * work.flops_f32 for work in works)
     return float32, found.flops - float32, found.hbm_bytes
 
 
@@ -255,24 +262,25 @@ class Roofline:
 
     compute: float  # in instructions whose products take longer than their memory traffic
     hbm: float  # in instructions whose memory traffic takes longer
-    ici: float  # transfers while nothing else runs
-    latency: float  # what small transfers take for their hops, beyond their bytes
+    ici: float  # in transfers while nothing else runs
+    latency: float  # that small transfers take for their hops, beyond the time for their bytes
     copies: tuple[tuple[float, float, float], ...] = ()
-    """Between device and host: how often, seconds of each, and those of the work that goes on meanwhile."""
+    """Copies between device and host: how often, the seconds of each, and those of the work done meanwhile."""
 
     @property
     def parts(self) -> dict[str, float]:
-        """All seconds by what is waited for; of copies what the work beside them leaves."""
+        """Seconds by what the device waits for; copies count beyond the work done meanwhile."""
         host = sum(times * max(0.0, copied - doing) for times, copied, doing in self.copies)
         return {"compute": self.compute, "hbm": self.hbm, "ici": self.ici, "latency": self.latency, "host": host}
 
 
 def roofline(cost: ProgramCost, peaks: Peaks, *, links: int) -> Roofline:
-    """The least time of one run on a device whose rings use this many links at once.
+    """The least time of one run on a device whose rings use `links` links at once.
 
-    Every instruction takes its products or its memory traffic, whichever is longer, one after the other. A transfer
-    that the program waits for comes on top; one that overlaps, only as far as all others together last longer than
-    the work. Copies between device and host are listed apart: what they take depends on how fast both really are.
+    Instructions run one after the other; each takes the time of its products or of its memory traffic, whichever is
+    longer. Transfers that the program waits for are added; overlapping ones only count as far as, all together, they
+    last longer than the work. Copies between device and host are listed separately: their time depends on the measured
+    speed of both.
     """
     compute = hbm = waited = beside = latency = 0.0
     copies: dict[tuple[float, float], float] = collections.defaultdict(float)
@@ -287,7 +295,7 @@ def roofline(cost: ProgramCost, peaks: Peaks, *, links: int) -> Roofline:
             link_s, doing = _seconds(each, peaks, links), _doing(each.beside or (0.0, 0.0, 0.0), peaks)
             waited += work.times * max(0.0, link_s - doing) * (not each.overlaps)
             beside += work.times * link_s * each.overlaps
-            hops = KINDS[each.kind].rounds * max(1, each.group // 2)  # one after the other, both ways round a ring
+            hops = KINDS[each.kind].rounds * max(1, each.group // 2)  # one after the other, both ways around a ring
             least = max(hops * HOP_S, peaks.collective_s)
             latency += work.times * max(0.0, least - link_s) * (not each.overlaps)
     ici = waited + max(0.0, beside - compute - hbm)
@@ -295,15 +303,15 @@ def roofline(cost: ProgramCost, peaks: Peaks, *, links: int) -> Roofline:
 
 
 def _doing(beside: Beside, peaks: Peaks) -> float:
-    """The least time of work that goes on beside a transfer."""
+    """The least time of the work done during a transfer."""
     float32, flops, traffic = beside
     return max(float32 / peaks.flops_f32 + flops / peaks.flops_bf16, traffic / peaks.hbm_bandwidth)
 
 
 def _seconds(each: Transfer, peaks: Peaks, links: int) -> float:
-    """The time that a transfer's bytes take: within machines, or where they are fewer there, between them.
+    """The time that a transfer's bytes take, within machines or between them, whichever is longer.
 
-    Of a group over several machines only what leaves a machine goes over the network, shared by the group's devices.
+    Only bytes that leave a machine go over the network, and the group's devices on it share its bandwidth.
     """
     within = each.sent / (links * peaks.link_bandwidth)
     if each.machines == 1:

@@ -1,8 +1,8 @@
-"""Which arrays of a compiled program are in main memory at its peak, found again from its text.
+"""Which arrays of a compiled program are in main memory at its peak, reconstructed from its text.
 
-XLA says how much a program needs, not for what. In a scheduled module instructions run in the order of the text, so an
-array lives from where it is made to where it is used last. Arrays that share memory are one buffer here: elements of
-tuples, carries of loops, donated arguments and their outputs, what is updated in place. No jax.
+XLA reports how much memory a program needs, not for what. In a scheduled module instructions run in the order of the
+text, so an array lives from its definition to its last use. Arrays that share memory are one buffer here: elements of
+tuples, carries of loops, donated arguments and their outputs, arrays updated in place. No jax.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class ArrayRef(NamedTuple):
 
 @dataclasses.dataclass
 class Buffer:
-    """Memory that one or several instructions use for their results."""
+    """A piece of memory that holds the results of one or several instructions."""
 
     size: int
     shape: Shape  # of the largest array in it
@@ -33,10 +33,10 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """The moment at which a program's arrays need most."""
+    """The moment at which a program's arrays take the most memory."""
 
-    size: int  # bytes; code, and holes between arrays, are not in it
-    instruction: str  # that runs then
+    size: int  # bytes, without code and without gaps between arrays
+    instruction: str  # running at that moment
     buffers: tuple[Buffer, ...]  # largest first
 
 
@@ -51,7 +51,7 @@ class _Aliases:
         while array in self._above:
             path.append(array)
             array = self._above[array]
-        self._above.update(dict.fromkeys(path, array))  # the next time it is found at once
+        self._above.update(dict.fromkeys(path, array))  # shortens the next search
         return array
 
     def join(self, first: ArrayRef, second: ArrayRef) -> None:
@@ -61,7 +61,7 @@ class _Aliases:
 
 
 def live_at_peak(module: Module) -> Peak:
-    """The buffers in main memory at the peak. Arguments count throughout: the caller holds them."""
+    """Find the buffers in main memory at the peak. Arguments count throughout: the caller holds them."""
     aliases = _aliases(module)
     buffers = _buffers(module, aliases)
     lives = {name: _lives(module, name, aliases, buffers) for name in _run_by(module, module.entry.name)}
@@ -126,7 +126,7 @@ def _buffers(module: Module, aliases: _Aliases) -> dict[ArrayRef, Buffer]:
 def _lives(
     module: Module, name: str, aliases: _Aliases, buffers: Mapping[ArrayRef, Buffer]
 ) -> dict[ArrayRef, tuple[int, int]]:
-    """The first and the last instruction that use each buffer of a computation."""
+    """Index of the first and the last instruction that use each buffer of a computation."""
     computation = module.computations[name]
     end = len(computation.instructions)
     found: dict[ArrayRef, tuple[int, int]] = {}
@@ -142,7 +142,7 @@ def _lives(
             use(ArrayRef(name, each.name, leaf), 0 if each.opcode == "parameter" else index)
             if each.is_root or (each.opcode == "parameter" and name == module.entry.name):
                 use(ArrayRef(name, each.name, leaf), end)
-        if each.opcode not in ("tuple", "get-tuple-element"):  # these only name what others use
+        if each.opcode not in ("tuple", "get-tuple-element"):  # these only rename arrays
             for operand in each.operands:
                 for leaf in range(len(computation.instructions[operand].shapes)):
                     use(ArrayRef(name, operand, leaf), index)
@@ -150,7 +150,7 @@ def _lives(
 
 
 def _aliases(module: Module) -> _Aliases:
-    """All arrays that share memory."""
+    """Group the arrays that share memory."""
     aliases = _Aliases()
     for name in dict.fromkeys(_run_by(module, module.entry.name)):
         computation = module.computations[name]
@@ -176,37 +176,57 @@ def _offset(kind: Type, path: tuple[int, ...]) -> int:
     return total
 
 
-def _shared(each: Instruction, computation: Computation, module: Module) -> Iterator[tuple[int, str, int]]:
-    """Triples (leaf of the result, operand, leaf of the operand) that share memory."""
+SharedLeaf = tuple[int, str, int]
+"""(leaf of the result, operand, leaf of the operand) that share memory."""
+
+
+def _shared(each: Instruction, computation: Computation, module: Module) -> Iterator[SharedLeaf]:
+    """Yield what an instruction's result shares with its operands."""
     operands = [computation.instructions[name] for name in each.operands]
-    if each.opcode in ("bitcast", "opt-barrier", "add-dependency", "while"):
-        yield from ((leaf, each.operands[0], leaf) for leaf in range(len(each.shapes)))
-    elif each.opcode == "tuple":
+    opcode = each.opcode
+    if opcode in ("bitcast", "opt-barrier", "add-dependency", "while"):
+        yield from _all_leaves(each, each.operands[0], 0)
+    elif opcode == "tuple":
         arrays = ((operand.name, leaf) for operand in operands for leaf in range(len(operand.shapes)))
         yield from ((number, name, leaf) for number, (name, leaf) in enumerate(arrays))
-    elif each.opcode == "get-tuple-element":
-        first = _offset(operands[0].type, (int(each.attribute("index")),))
-        yield from ((leaf, each.operands[0], first + leaf) for leaf in range(len(each.shapes)))
-    elif each.opcode == "copy-start":  # (to, from, context)
+    elif opcode == "get-tuple-element":
+        yield from _all_leaves(each, each.operands[0], _offset(operands[0].type, (int(each.attribute("index")),)))
+    elif opcode.endswith(("-start", "-done")):
+        yield from _shared_by_async(each, operands)
+    elif opcode in ("dynamic-update-slice", "scatter"):
+        yield 0, each.operands[0], 0
+    elif opcode == "fusion":
+        yield from _shared_by_fusion(each, module)
+
+
+def _all_leaves(each: Instruction, operand: str, first: int) -> Iterator[SharedLeaf]:
+    """Yield every leaf of a result with the operand's, counted from `first`."""
+    yield from ((leaf, operand, first + leaf) for leaf in range(len(each.shapes)))
+
+
+def _shared_by_async(each: Instruction, operands: list[Instruction]) -> Iterator[SharedLeaf]:
+    """What the start or the end of an asynchronous instruction shares with its operands."""
+    if each.opcode == "copy-start":  # (to, from, context)
         yield 1, each.operands[0], 0
-    elif each.opcode.endswith("-start") and each.opcode != "all-reduce-start":  # (operands, results, context)
-        yield from ((number, operand.name, 0) for number, operand in enumerate(operands))
     elif each.opcode.endswith("-done"):
         start = operands[0]
         skipped = 0 if start.opcode in ("copy-start", "all-reduce-start") else len(start.operands)
-        yield from ((leaf, start.name, skipped + leaf) for leaf in range(len(each.shapes)))
-    elif each.opcode in ("dynamic-update-slice", "scatter"):
-        yield 0, each.operands[0], 0
-    elif each.opcode == "fusion":
-        for leaf, update in enumerate(updates(module.computations[each.callees["calls"][0]], module)):
-            if update:
-                yield leaf, each.operands[update.parameter], 0
-        for output, number in re.findall(r"\{(\d*)\}: \((\d+), \{", each.attribute("output_to_operand_aliasing")):
-            yield int(output or 0), each.operands[int(number)], 0
+        yield from _all_leaves(each, start.name, skipped)
+    elif each.opcode != "all-reduce-start":  # (operands, results, context)
+        yield from ((number, operand.name, 0) for number, operand in enumerate(operands))
+
+
+def _shared_by_fusion(each: Instruction, module: Module) -> Iterator[SharedLeaf]:
+    """What a fusion updates in place, and what XLA declares as shared."""
+    for leaf, update in enumerate(updates(module.computations[each.callees["calls"][0]], module)):
+        if update:
+            yield leaf, each.operands[update.parameter], 0
+    for output, number in re.findall(r"\{(\d*)\}: \((\d+), \{", each.attribute("output_to_operand_aliasing")):
+        yield int(output or 0), each.operands[int(number)], 0
 
 
 def _handed_over(each: Instruction, computation: Computation, module: Module) -> Iterator[tuple[ArrayRef, ArrayRef]]:
-    """The buffers that an instruction shares with the computations it calls, as arguments and results."""
+    """Yield the arrays that an instruction shares with the computations it calls, as arguments and results."""
     here = computation.name
     for number, name in enumerate(each.runs):
         inner = module.computations[name]

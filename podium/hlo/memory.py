@@ -1,21 +1,23 @@
-"""What a compiled program needs of a device's memory, what it says when that is not there, and whose arrays they are.
+"""How much of a device's memory a compiled program needs, which arrays take it, and how to read an out-of-memory error.
 
-The figure is the compiler's. `largest` gives its parts the names that users know (parameters, kv_cache, logits, ...),
-from the names of arguments, from the shapes of weights, and from the scopes under which a program is traced; whoever
-made the program says which those are, with `ArrayNames`.
+The total is the compiler's figure. `largest` splits it under names that users know (parameters, kv_cache, logits, ...),
+derived from names of arguments, shapes of weights, and the scopes under which the program is traced; the caller
+passes those in `ArrayNames`.
 """
 
 import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Protocol
 
 from podium.hlo.liveness import Buffer, live_at_peak
 from podium.hlo.text import Computation, Module, Shape
 
-OTHER, BETWEEN = "other", "fragmentation"
-"""Arrays that no name is known for, and the memory of a program that lies between its arrays."""
+OTHER = "other"
+"""The name of arrays that no rule names."""
+BETWEEN = "fragmentation"
+"""The name of a program's memory that lies unused between its arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,29 +25,48 @@ class ArrayNames:
     """What users call the arrays of one program."""
 
     arguments: Mapping[str, str]  # by the beginning of an argument's path
-    scopes: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by `jax.named_scope`, the innermost counting
-    results: str = ""  # the name of what it returns, where that is new
-    known_by_shape: frozenset[str] = frozenset()  # names of arguments whose copies are known by their dimensions
-    weights: str = ""  # the one of them that is gathered, cast and, with `gradients`, differentiated
+    scopes: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by `jax.named_scope`; the innermost counts
+    results: str = ""  # the name of its results, except those that alias arguments
+    known_by_shape: frozenset[str] = frozenset()  # names of arguments whose copies are recognised by their dimensions
+    weights: str = ""  # which of them is gathered, cast and, with `gradients`, differentiated
     gathering: str = ""  # the scope under which weights are gathered
     gradients: bool = False
-    first_by_scope: frozenset[str] = frozenset()  # names of scopes that count before dimensions
+    first_by_scope: frozenset[str] = frozenset()  # names of scopes that take precedence over dimensions
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
     """Bytes of a device that one program takes, by the compiler's account."""
 
-    peak: int  # all arrays at the moment of most need, arguments and results among them, donated ones once; of a TPU's
-    # program also what is lost between them
+    # All arrays at the peak, including arguments and results, donated ones once; for a TPU's program also the gaps
+    # between them.
+    peak: int
     code: int
 
 
-def measure(compiled: Any) -> Memory:
+class MemoryStats(Protocol):
+    """The compiler's account of a program, in bytes; jax has no public type for it."""
+
+    argument_size_in_bytes: int
+    output_size_in_bytes: int
+    alias_size_in_bytes: int
+    temp_size_in_bytes: int
+    generated_code_size_in_bytes: int
+
+
+class Compiled(Protocol):
+    """What `measure` needs of jax's `Compiled`."""
+
+    def memory_analysis(self) -> MemoryStats:
+        """Return the compiler's account."""
+        ...
+
+
+def measure(compiled: Compiled) -> Memory:
     """The memory of a program compiled for a CPU or a GPU.
 
-    Temporaries are in one piece there, for as long as the program runs; outputs in the place of donated arguments count
-    once. (Of a TPU's program `podium.plan.tpu_compile` has the compiler's own report.)
+    There, temporaries are one allocation that lasts as long as the program; outputs that reuse donated arguments count
+    once. (For a TPU's program, `podium.plan.tpu_compile` reads the compiler's own report.)
     """
     stats = compiled.memory_analysis()
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -68,7 +89,7 @@ class NamedBuffer:
 class NamedPeak:
     """The contents of memory at a program's peak."""
 
-    size: int  # bytes of all buffers; `Memory.peak` is the compiler's figure of the same
+    size: int  # bytes of all buffers; `Memory.peak` is the compiler's figure for the same
     buffers: tuple[NamedBuffer, ...]  # largest first
 
     @property
@@ -81,7 +102,7 @@ class NamedPeak:
 
     @property
     def arguments_by_name(self) -> dict[str, int]:
-        """Bytes of arguments under each name: their sizes are known, whatever the compiler does."""
+        """Bytes of arguments under each name; their sizes do not depend on the compiler."""
         return NamedPeak(self.size, tuple(each for each in self.buffers if each.is_argument)).by_name
 
 
@@ -94,10 +115,10 @@ def largest(module: Module, names: ArrayNames) -> NamedPeak:
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """Names of arrays by their dimensions, sorted and without ones, since copies may be transposed."""
+    """Names of arrays by their dimensions, which are sorted and without ones, as copies may be transposed."""
 
     shards: Mapping[tuple[int, ...], str]  # arguments as they are stored
-    whole: frozenset[tuple[int, ...]]  # weights over all devices; of stacked ones also one layer
+    whole: frozenset[tuple[int, ...]]  # unsplit weights; for stacked ones also a single layer
 
 
 def _named(buffer: Buffer, module: Module, names: ArrayNames, known: _Known) -> NamedBuffer:
@@ -116,12 +137,13 @@ def _named(buffer: Buffer, module: Module, names: ArrayNames, known: _Known) -> 
 
 
 def _name(shape: Shape, source: str, names: ArrayNames, known: _Known) -> str:
-    """The name of a temporary: from a scope in `first_by_scope`, else from its shape, else from its scope."""
+    """The name of a temporary, by its scope if that is in `first_by_scope`, else by its shape, else by its scope."""
     scope = _scope(source, names.scopes)
     by_scope = names.scopes.get(scope, OTHER)
     if by_scope in names.first_by_scope:
         return by_scope
-    backward, dims = "transpose(" in source and scope != names.gathering, _essence(shape.dims)
+    backward = "transpose(" in source and scope != names.gathering
+    dims = _essence(shape.dims)
     gradient = names.gradients and (shape.dtype == "f32" or backward)
     if argument := known.shards.get(dims):
         if argument != names.weights:
@@ -142,7 +164,7 @@ _NAMING = ("tuple", "get-tuple-element", "bitcast", "parameter", "while", "opt-b
 
 
 def _source(made: list[tuple[Computation, str]], scopes: Mapping[str, str]) -> str:
-    """The source path of the instructions that fill a buffer, else of their neighbours."""
+    """The source path of an instruction that fills a buffer, else of a neighbour."""
     fill = [(where, name) for where, name in made if where.instructions[name].opcode not in _NAMING]
     beside = [
         (where, near)
@@ -190,13 +212,14 @@ class OutOfMemory:
     """The memory that a program needs, according to the compiler."""
 
     needed: int  # bytes, rounded to two decimals of the text's unit
-    largest: tuple[NamedBuffer, ...]  # that the compiler lists, all under the name `program`
+    largest: tuple[NamedBuffer, ...]  # allocations that the compiler lists, all named `program`
 
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([BKMGT]?)(?:iB|B)?"
 _ANY_SIZE = r"[\d.]+[BKMGT]?"
-# The compiler of temporaries alone; of a whole program, with its largest allocations; the runtime of one allocation.
+# The compiler on temporaries; the compiler on a whole program, with its largest allocations; the runtime on one
+# allocation.
 _OUT_OF_MEMORY = (
     re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_ANY_SIZE}"),
     re.compile(rf"Used {_SIZE} of {_ANY_SIZE} hbm", re.IGNORECASE),
@@ -206,15 +229,17 @@ _ENTRY = re.compile(rf"^\s*\d+\.\s+Size:\s+{_SIZE}(.*?)(?=^\s*\d+\.\s+Size:|\Z)"
 
 
 def parse_out_of_memory(text: str) -> OutOfMemory | None:
-    """The memory figures in a message of the TPU's compiler or runtime; None: it is about something else."""
+    """Parse the memory figures in a message of the TPU's compiler or runtime; None if it is about something else."""
     found = next(filter(None, (pattern.search(text) for pattern in _OUT_OF_MEMORY)), None)
     if found is None:
         return None
-    entries = []  # of "Largest program allocations"; often there are none
+    entries = []  # of the list "Largest program allocations", which is often missing
     for number, unit, rest in _ENTRY.findall(text):
-        shape, source = re.search(r"Shape:\s+(\S+)", rest), re.search(r'op_name="([^"]*)"', rest)
-        size, shape, source = _bytes(number, unit), shape[1] if shape else "", source[1] if source else ""
-        entries.append(NamedBuffer("program", shape, size, source))
+        shape = re.search(r"Shape:\s+(\S+)", rest)
+        source = re.search(r'op_name="([^"]*)"', rest)
+        entries.append(
+            NamedBuffer("program", shape[1] if shape else "", _bytes(number, unit), source[1] if source else "")
+        )
     return OutOfMemory(_bytes(*found.groups()), tuple(sorted(entries, key=lambda entry: -entry.size)))
 
 

@@ -1,7 +1,7 @@
-"""The text of a compiled program, read: computations, instructions, shapes, and how often its loops run.
+"""Parses the text of a compiled program: computations, instructions, shapes, and how often its loops run.
 
-It reads what XLA prints of an optimised module (`compiled.as_text()`), for TPU and for CPU. What the instructions cost
-is `podium.hlo.cost`, what they hold is `podium.hlo.memory`. No jax.
+The text is XLA's dump of an optimised module (`compiled.as_text()`), for TPU, GPU or CPU. `podium.hlo.cost` says what
+the instructions cost, `podium.hlo.memory` what they hold in memory. No jax.
 """
 
 import dataclasses
@@ -10,19 +10,19 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 
-HBM = 0  # the memory space of arrays in a device's main memory; others are caches inside the chip
-HOST = 5  # of those in its host's
+HBM = 0  # memory space of arrays in a device's main memory; the others are caches inside the chip
+HOST = 5  # memory space of arrays in the host's memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One array: what it holds and how it lies in memory."""
+    """One array: its element type, dimensions and memory layout."""
 
     dtype: str
     dims: tuple[int, ...]
     minor_to_major: tuple[int, ...] = ()
     tile: tuple[int, ...] = ()  # of the minor-most dimensions, which are padded to multiples of it
-    space: int = HBM  # XLA's number of the memory that it lies in
+    space: int = HBM  # XLA's number of the memory that holds it
 
     @property
     def size(self) -> int:
@@ -31,7 +31,7 @@ class Shape:
 
     @property
     def padded_size(self) -> int:
-        """Bytes that it takes up, its last dimensions padded to whole tiles."""
+        """Bytes that it occupies, with its minor-most dimensions padded to whole tiles."""
         order = self.minor_to_major or tuple(reversed(range(len(self.dims))))
         dims = [self.dims[dim] for dim in reversed(order)]  # most major first
         dims = [1] * (len(self.tile) - len(dims)) + dims
@@ -48,13 +48,13 @@ Type = Shape | tuple["Type", ...]
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One operation and where it is from."""
+    """One operation."""
 
     name: str
     type: Type
     opcode: str
     operands: tuple[str, ...]
-    literal: str  # what the brackets hold where that is no operand: a parameter's number, a constant's value
+    literal: str  # the text in the brackets if there are no operands: a parameter's number, a constant's value
     attributes: str
     is_root: bool
 
@@ -65,7 +65,7 @@ class Instruction:
 
     @cached_property
     def source(self) -> str:
-        """The path of names under which jax traced it, as `jit(step)/while/body/mlp/dot_general`."""
+        """The path of names under which jax traced it, such as `jit(step)/while/body/mlp/dot_general`."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1].replace("\\'", "'") if found else ""
 
@@ -77,11 +77,11 @@ class Instruction:
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """Names of the computations that it runs with memory of their own; what is fused has none."""
+        """Names of the computations that it runs and that have memory of their own, unlike fused ones."""
         return tuple(name for role in _ROLES.get(self.opcode, ()) for name in self.callees.get(role, ()))
 
     def attribute(self, name: str) -> str:
-        """The text of an attribute up to the next one; empty where there is none."""
+        """The text of an attribute up to the next one; empty if it has no such attribute."""
         found = re.search(rf"\b{name}=(\{{\{{.*?\}}\}}|\{{[^}}]*\}}|[^,]*)", self.attributes)
         return found[1] if found else ""
 
@@ -127,7 +127,7 @@ class Module:
 
     @cached_property
     def loops(self) -> Mapping[Instruction, int | None]:
-        """How often every while loop runs; None: that is known when the program runs, or is not understood."""
+        """Trip count of every while loop; None if it depends on the data or cannot be read from the text."""
         return {
             each: _trip_count(self, computation, each)
             for computation in self.computations.values()
@@ -137,7 +137,7 @@ class Module:
 
 
 def item_bits(dtype: str) -> int:
-    """Bits of an element: the number in its type's name, but for pred and token."""
+    """Bits of an element: the number in its type's name, except for pred and token."""
     if dtype in ("pred", "token"):
         return 8 if dtype == "pred" else 0
     found = re.search(r"\d+", dtype)
@@ -155,14 +155,14 @@ def leaves(kind: Type) -> Iterator[Shape]:
 
 
 def parse(text: str) -> Module:
-    """The module that XLA printed.
+    """Parse the text of a module.
 
     Raises:
-        ValueError: the text is not that of a module.
+        ValueError: it is not HLO text, or incomplete.
     """
     header = _MODULE.match(text)
     if not header:
-        raise ValueError(f"this is no text of a compiled program: it begins with {text[:40]!r}, not with 'HloModule'")
+        raise ValueError(f"not HLO text: it begins with {text[:40]!r}, not with 'HloModule'")
     first_line = text.partition("\n")[0]
     computations: dict[str, Computation] = {}
     entry = ""
@@ -170,7 +170,7 @@ def parse(text: str) -> Module:
         computations[title[2]] = Computation(title[2], _with_elements(map(_instruction, lines)))
         entry = title[2] if title[1] else entry
     if not entry:
-        raise ValueError(f"module {header[1]} has no entry computation: its text is not whole")
+        raise ValueError(f"module {header[1]} has no entry computation: its text is incomplete")
     partitions = re.search(r"num_partitions=(\d+)", first_line)
     return Module(
         name=header[1],
@@ -202,7 +202,7 @@ _ROLES: Mapping[str, tuple[str, ...]] = {
 
 
 def _blocks(text: str) -> Iterator[tuple[re.Match[str], list[str]]]:
-    """The header and the instructions of each computation; instructions over several lines are joined."""
+    """Yield the header and the instructions of each computation; instructions over several lines are joined."""
     title: re.Match[str] | None = None
     lines: list[str] = []
     for line in text.splitlines():
@@ -218,7 +218,7 @@ def _blocks(text: str) -> Iterator[tuple[re.Match[str], list[str]]]:
 
 
 def _instruction(line: str) -> Instruction:
-    """One line, as `ROOT %name = type opcode(operands), attributes`."""
+    """Parse one line such as `ROOT %name = type opcode(operands), attributes`."""
     start = _START.match(line)
     assert start, line
     head, quote, metadata = _COMMENT.sub("", line[start.end() :]).partition("metadata=")
@@ -242,11 +242,11 @@ _OPERAND = re.compile(r"%([\w.-]+(?:#\d+)*)")
 
 
 def _with_elements(instructions: Iterable[Instruction]) -> dict[str, Instruction]:
-    """Instructions by name, with one for each element of a tuple that newer compilers write as `%tuple#index`."""
+    """Instructions by name, plus one for each tuple element that newer compilers write as `%tuple#index`."""
     found: dict[str, Instruction] = {}
     for each in instructions:
         for operand in each.operands:
-            for mark in re.finditer(r"#(\d+)", operand):  # of an element of an element, several
+            for mark in re.finditer(r"#(\d+)", operand):  # several for an element of an element
                 whole, name = operand[: mark.start()], operand[: mark.end()]
                 if name not in found:
                     kind = found[whole].type
@@ -260,7 +260,7 @@ def _with_elements(instructions: Iterable[Instruction]) -> dict[str, Instruction
 
 
 def _type(text: str, at: int) -> tuple[Type, int]:
-    """The type that begins at an index, and the index after it."""
+    """The type that begins at index `at`, and the index after it."""
     if text[at] != "(":
         found = _ARRAY.match(text, at)
         assert found, text[at : at + 80]
@@ -289,12 +289,12 @@ def _shape(dtype: str, dims: str, layout: str) -> Shape:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """The numbers between commas."""
+    """Parse numbers separated by commas."""
     return tuple(int(number) for number in text.split(",") if number.strip())
 
 
 def _closing(text: str) -> int:
-    """Index of the bracket that closes one opened just before the text."""
+    """Index of the bracket that closes the one opened just before the text."""
     depth = 1
     for found in re.finditer(r"[()]", text):
         depth += 1 if found[0] == "(" else -1
@@ -306,14 +306,14 @@ def _closing(text: str) -> int:
 def _trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
     """Trip count of a while loop: XLA's own, else read from `counter < limit`; None if unknown.
 
-    A scan counts from 0 to the constant in its condition. Start and step are looked up, not assumed: a condition that
-    tests anything else besides, as the one of decoding does, or a limit that comes from outside, has no count.
+    A scan counts from 0 to the constant in its condition. Start and step are looked up, not assumed. A loop whose
+    condition also tests something else, as decoding's does, or whose limit is an input has no count.
     """
     if known := re.search(r'known_trip_count"?:\s*\{"n":"(\d+)"', loop.attributes):
         return int(known[1])
     condition, body = (module.computations[loop.callees[role][0]] for role in ("condition", "body"))
     test = condition.root
-    if test.opcode == "fusion":  # of the compare alone: its operands are the fusion's, in whatever order
+    if test.opcode == "fusion":  # contains only the compare, whose operands are the fusion's in any order
         inner = module.computations[test.callees["calls"][0]]
         arguments = tuple(_counted(module, condition, name) for name in test.operands)
         sides = [_counted(module, inner, name, arguments) for name in inner.root.operands]

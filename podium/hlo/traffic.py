@@ -1,4 +1,4 @@
-"""What one instruction of a compiled program computes, and what it moves between a device and its main memory."""
+"""Operations of one instruction of a compiled program, and the bytes that it moves to and from main memory."""
 
 import dataclasses
 import functools
@@ -11,22 +11,22 @@ import numpy as np
 from podium.hlo.collectives import kind_of
 from podium.hlo.text import HBM, HOST, Computation, Instruction, Module, Shape
 
-# They move nothing themselves: what they name is moved by others, or stays where it lies.
+# They move nothing themselves: they only name arrays, or run computations that are counted on their own.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 FREE |= {"while", "conditional", "call", "async-update", "opt-barrier", "add-dependency"}
 ASYNC_STARTS = ("async-start", "call-start")
-"""Instructions that run a computation while others go on, perhaps on another core."""
+"""Instructions that run a computation beside others, perhaps on another core."""
 FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked")
 SLICES = ("dynamic-slice", "slice", "gather")
 IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
-"""Instructions that replace a part of their operand 0, and which operand is that part."""
+"""Instructions that replace a part of operand 0, and the number of the operand that holds the new part."""
 
 
 def products(instruction: Instruction, computation: Computation) -> int:
-    """Twice the multiply-adds of a dot, a convolution or cuDNN's attention, 0 of anything else.
+    """Twice the multiply-adds of a dot, a convolution or cuDNN's attention; 0 for anything else.
 
-    The TPU's programs hold matrix products as convolutions in which a batch or the heads are a spatial dimension,
-    padded, dilated or strided so that each output meets its own inputs alone: holes and padding are no products.
+    TPU programs express matrix products as convolutions in which the batch or the heads are a spatial dimension,
+    padded, dilated or strided so that each output only combines its own inputs; holes and padding are not counted.
     """
     if instruction.opcode == "custom-call":
         return _attention_products(instruction, computation)
@@ -51,7 +51,7 @@ CUDNN_ATTENTION = "__cudnn$fmhaSoftmax"
 
 
 def _attention_products(call: Instruction, computation: Computation) -> int:
-    """Of cuDNN's attention: two products of all pairs forward, five backward; of the pairs what causality leaves."""
+    """Twice the multiply-adds of cuDNN's attention: two products of all visible pairs forward, five backward."""
     if not (found := re.search(rf'custom_call_target="{re.escape(CUDNN_ATTENTION)}(Backward)?"', call.attributes)):
         return 0
     scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', call.attributes)
@@ -65,7 +65,7 @@ def _attention_products(call: Instruction, computation: Computation) -> int:
 def hbm_traffic(instruction: Instruction, computation: Computation, module: Module) -> int:
     """Bytes that an instruction reads from and writes to main memory.
 
-    Collectives are left out: their memory traffic goes on beside their transfer, which takes longer.
+    Collectives are excluded: their memory traffic overlaps their transfer, which takes longer.
     """
     opcode = instruction.opcode
     if _is_free(instruction) or kind_of(instruction):
@@ -75,7 +75,7 @@ def hbm_traffic(instruction: Instruction, computation: Computation, module: Modu
         return _fusion_traffic(instruction, operands, module)
     if opcode in IN_PLACE:
         return _replaced(instruction, computation) if instruction.shapes[0].space == HBM else 0
-    if opcode == "copy-start":  # (to, from, context): either may lie in the chip's cache
+    if opcode == "copy-start":  # (to, from, context): either may be in the chip's cache
         return sum(_in_hbm(shape) for shape in instruction.shapes[:2])
     if opcode == "slice-start":  # ((whole), slice, context)
         whole, part = instruction.shapes[:2]
@@ -135,7 +135,9 @@ def _fusion_traffic(fusion: Instruction, operands: list[Instruction], module: Mo
     """Bytes that a fusion reads and writes; of a sliced array only the slices count."""
     inner = module.computations[fusion.callees["calls"][0]]
     aliasing = fusion.attribute("output_to_operand_aliasing")
-    handed_on = {int(number) for number in re.findall(r"\((\d+), \{", aliasing)}  # through steps of a gather under way
+    handed_on = {
+        int(number) for number in re.findall(r"\((\d+), \{", aliasing)
+    }  # through the steps of a running gather
     handed_to = {int(number) for number in re.findall(r"\{(\d*)\}: \(", aliasing) if number}
     if re.search(r"\{\}: \(", aliasing):
         handed_to = set(range(len(fusion.shapes)))
@@ -151,13 +153,13 @@ def _fusion_traffic(fusion: Instruction, operands: list[Instruction], module: Mo
     return total
 
 
-EVERYTHING = 2**62  # no bound
+EVERYTHING = 2**62  # no upper bound
 
 
 def _read(computation: Computation, number: int, module: Module) -> tuple[int, bool]:
     """Upper bound of the bytes a fused computation reads of a parameter, and whether it returns the parameter itself.
 
-    It does where the parameter itself, reshaped at most, is the result: then its users are outside.
+    It returns it if its result is the parameter, at most reshaped; the parameter is then read by users outside.
     """
     names, total = {computation.parameters[number].name}, 0
     for user in computation.instructions.values():  # defined before used
@@ -184,7 +186,7 @@ class Update:
 
 
 def updates(computation: Computation, module: Module) -> list[Update | None]:
-    """What each output of a fused computation updates in place; None: all of it is new."""
+    """The parameter that each output of a fused computation updates in place; None if the output is new."""
     root = computation.root
     if root.opcode != "tuple":
         return [_update(root, computation, module)] if len(root.shapes) == 1 else [None] * len(root.shapes)
@@ -208,7 +210,7 @@ def _update(output: Instruction, computation: Computation, module: Module) -> Up
     if replaced is None:
         return None
     target = _behind_bitcasts(computation.instructions[output.operands[replaced]], computation)
-    # an update of something that is made here is written whole
+    # an update of an array that is made here is written whole
     return Update(int(target.literal), written) if target.opcode == "parameter" else None
 
 
