@@ -197,18 +197,24 @@ def test_a_recipe_that_scores_nothing_has_no_such_phase():
     assert "batch" not in programs["update"].residents
 
 
-def texts(config: Config) -> dict[str, tuple]:
+def texts(config: Config) -> dict[str, tuple[str, dict[str, int]]]:
+    """The text of every program, and what a device holds beside it."""
     return {name: (each.lower().as_text(), dict(each.residents)) for name, each in planned(config).items()}
 
 
-def test_rows_change_the_update_and_the_score_alone():
-    few, many = texts(config_of()), texts(config_of(train={"rows_per_device": 2}))
-    assert {name for name in few if few[name] != many[name]} == {"update", "score"}
+@pytest.fixture(scope="module")
+def lowered():
+    return texts(config_of())
 
 
-def test_pages_change_the_rollouts_programs_alone():
-    few, many = texts(config_of()), texts(config_of(rollout={"cache_tokens": 8 * 64 * 9}))
-    assert {name for name in few if few[name][0] != many[name][0]} == {
+def test_rows_change_the_update_and_the_score_alone(lowered):
+    many = texts(config_of(train={"rows_per_device": 2}))
+    assert {name for name in many if lowered[name] != many[name]} == {"update", "score"}
+
+
+def test_pages_change_the_rollouts_programs_alone(lowered):
+    many = texts(config_of(rollout={"cache_tokens": 8 * 64 * 9}))
+    assert {name for name in many if lowered[name][0] != many[name][0]} == {
         "prefill:32", "prefill:40", "copy", "decode:16", "decode:8",
     }  # fmt: skip
 
