@@ -1,5 +1,6 @@
-"""Small settings and models whose sizes are estimated."""
+"""Small settings and models that are planned."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from podium.accelerators import GIB, Accelerator
@@ -63,6 +64,26 @@ def config(**changed: Any) -> Config:
     }
     settings |= changed
     return Config.model_validate({**settings, "rollout": {"layout": "replicated", **settings["rollout"]}})
+
+
+TINY: dict[str, Any] = {
+    "model": "none",
+    "tasks": [{"name": "arithmetic"}],
+    "prompts_per_step": 4,
+    "group_size": 4,
+    "rollout": {"max_prompt_tokens": 32, "max_new_tokens": 8, "slots": 16, "prefill_rows": 8},
+    "algorithm": {"kl": "k3", "kl_coef": 0.1},
+    "train": {"rows_per_device": 1},
+}
+
+
+def tiny_config(*changes: Mapping[str, Any], **more: Any) -> Config:
+    """TINY with changes, section by section, later ones over earlier ones."""
+    settings = TINY
+    for each in (*changes, more):
+        merged = {key: {**settings.get(key, {}), **value} for key, value in each.items() if isinstance(value, dict)}
+        settings = {**settings, **each, **merged}
+    return Config.model_validate(settings)
 
 
 def phase(run: RunSizes, name: str) -> PhaseEstimate:

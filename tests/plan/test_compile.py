@@ -15,7 +15,6 @@ import pytest
 from tiny_decoder import DECODER
 
 from podium.accelerators import GIB, Accelerator, find_accelerator
-from podium.config.schema import Config
 from podium.hlo.cost import unknown_loops, walk
 from podium.hlo.memory import Memory
 from podium.hlo.text import parse
@@ -25,16 +24,9 @@ from podium.plan.phases import phase_programs
 from podium.plan.tpu_compile import CODE_PER_TEXT, compile_tpu
 from podium.plan.worker import Job, _compile_kernels, looped_work, named_memory
 from podium.sharding import make_mesh
+from tests.plan.estimated import tiny_config
 
 CPU = Accelerator(name="cpu-8", generation="cpu", devices=8, hosts=1, hbm_bytes=GIB)
-SETTINGS: dict[str, Any] = {
-    "model": "none",
-    "tasks": [{"name": "arithmetic"}],
-    "prompts_per_step": 4,
-    "group_size": 4,
-    "rollout": {"max_prompt_tokens": 32, "max_new_tokens": 8, "slots": 16, "prefill_rows": 8},
-    "train": {"rows_per_device": 1},
-}
 OUT_OF_MEMORY = (
     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (37.46G) exceeds"
     " available HBM (30.75G)."
@@ -51,15 +43,13 @@ Total bytes: 100532224 (95.88MiB)
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan"
 
 
-def config_of(**changes: Any) -> Config:
-    """SETTINGS with changes, section by section."""
-    sections = {key: {**SETTINGS.get(key, {}), **value} for key, value in changes.items() if isinstance(value, dict)}
-    return Config.model_validate({**SETTINGS, **changes, **sections})
-
-
 def job_of(phase: str, folder: Path, *, accelerator: Accelerator = CPU, **changes: Any) -> Job:
     return Job(
-        phase=phase, config=config_of(**changes), decoder=DECODER, accelerator=accelerator, programs=folder / "programs"
+        phase=phase,
+        config=tiny_config(**changes),
+        decoder=DECODER,
+        accelerator=accelerator,
+        programs=folder / "programs",
     )
 
 
@@ -105,7 +95,7 @@ def test_what_was_compiled_is_answered_from_disk(folder, no_process):
     compiled = compile_phases([job_of("sync", folder)], folder=folder, progress=reports.append)["sync"]
     assert [(each.phase, each.state, each.done, each.total) for each in reports] == [("sync", "cached", 1, 1)]
     mesh = make_mesh("auto")
-    here = phase_programs(config_of(), DECODER, mesh)["sync"]
+    here = phase_programs(tiny_config(), DECODER, mesh)["sync"]
     stats = here.lower().compile().memory_analysis()
     assert compiled.residents == here.residents
     sizes = (stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.temp_size_in_bytes)

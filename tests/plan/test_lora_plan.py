@@ -23,23 +23,15 @@ from podium.plan.study import Case, Study
 from podium.plan.suggest import suggestions
 from podium.plan.worker import Job
 from podium.sharding import make_mesh
-from tests.plan.estimated import QWEN3_8B
+from tests.plan.estimated import QWEN3_8B, tiny_config
 
 CPU = Accelerator(name="cpu", generation="cpu", devices=8, hosts=1, hbm_bytes=GIB)
 ONE = dataclasses.replace(CPU, devices=1)
-TINY: dict[str, Any] = {
-    "model": "none",
-    "tasks": [{"name": "arithmetic"}],
-    "prompts_per_step": 4,
-    "group_size": 4,
-    "rollout": {"max_prompt_tokens": 40, "max_new_tokens": 8, "slots": 16, "prefill_rows": 8, "dtype": "bfloat16"},
-    "algorithm": {"kl": "k3", "kl_coef": 0.1},
-    "train": {"rows_per_device": 1},
-}
 
 
 def config_of(lora: dict[str, Any] | None, **rollout: Any) -> Config:
-    return Config.model_validate({**TINY, "lora": lora, "rollout": {**TINY["rollout"], **rollout}})
+    lengths = {"max_prompt_tokens": 40, "dtype": "bfloat16"}
+    return tiny_config({"rollout": lengths}, lora=lora, rollout=rollout)
 
 
 def sizes(lora: dict[str, Any] | None, machine: Accelerator = ONE, decoder=DECODER, **rollout: Any) -> RunSizes:

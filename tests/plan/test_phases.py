@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,27 +27,18 @@ from podium.train.setup import make_run_optimizer, make_train_settings
 from podium.train.state import init_state
 from podium.train.step import shard_batch
 from podium.train.trainer import Trainer, with_scores
+from tests.plan.estimated import tiny_config
 
 CPU = Accelerator(name="cpu", generation="cpu", devices=8, hosts=1, hbm_bytes=GIB)
-SETTINGS: dict[str, Any] = {
-    "model": "none",
-    "tasks": [{"name": "arithmetic"}],
-    "prompts_per_step": 4,
-    "group_size": 4,
-    "rollout": {"max_prompt_tokens": 40, "max_new_tokens": 8, "slots": 16, "prefill_rows": 8},
-    "algorithm": {"kl": "k3", "kl_coef": 0.1, "old_logprobs": "trainer", "minibatches": 2},
-    "train": {"rows_per_device": 1},
+MINIBATCHES: dict[str, Any] = {
+    "rollout": {"max_prompt_tokens": 40},
+    "algorithm": {"old_logprobs": "trainer", "minibatches": 2},
 }
+config_of = functools.partial(tiny_config, MINIBATCHES)
 FACTORIES = {
     "podium.rollout.programs": ("make_sync", "make_extend", "make_copy", "make_decode"),
     "podium.train.step": ("make_score", "make_train_step"),
 }
-
-
-def config_of(**changes: Any) -> Config:
-    """SETTINGS with changes, section by section."""
-    sections = {key: {**SETTINGS.get(key, {}), **value} for key, value in changes.items() if isinstance(value, dict)}
-    return Config.model_validate({**SETTINGS, **changes, **sections})
 
 
 def planned(config: Config) -> dict[str, PhaseProgram]:

@@ -30,26 +30,11 @@ from podium.train.setup import make_run_optimizer, make_train_settings
 from podium.train.state import init_state
 from podium.train.step import shard_batch
 from podium.train.trainer import Trainer, with_scores
+from tests.plan.estimated import tiny_config
 
 ROOT = Path(__file__).parents[2]
 CPU = Accelerator(name="cpu-8", generation="cpu", devices=8, hosts=1, hbm_bytes=2**20)
 V6E = find_accelerator("v6e-8")
-SETTINGS: dict[str, Any] = {
-    "name": "tiny",
-    "model": "none",
-    "tasks": [{"name": "arithmetic"}],
-    "prompts_per_step": 4,
-    "group_size": 4,
-    "rollout": {"max_prompt_tokens": 32, "max_new_tokens": 8, "slots": 16, "prefill_rows": 8},
-    "algorithm": {"kl": "k3", "kl_coef": 0.1},
-    "train": {"rows_per_device": 1},
-}
-
-
-def config_of(**changes: Any) -> Config:
-    """SETTINGS with changes, section by section."""
-    sections = {key: {**SETTINGS.get(key, {}), **value} for key, value in changes.items() if isinstance(value, dict)}
-    return Config.model_validate({**SETTINGS, **changes, **sections})
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +47,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def plan(cache: None) -> Plan:
-    return make_plan(config_of(), CPU, decoder=DECODER, lengths="fixed:4", chip=load_chip("v6e"))
+    return make_plan(tiny_config(), CPU, decoder=DECODER, lengths="fixed:4", chip=load_chip("v6e"))
 
 
 class TrainerAndBatch:
@@ -82,11 +67,11 @@ class TrainerAndBatch:
 
 
 def test_planned_memory_is_that_of_the_programs_that_a_trainer_compiles(plan):
-    made = TrainerAndBatch(config_of())
+    made = TrainerAndBatch(tiny_config())
     train_step: Any = made.trainer.train_step
     stats = train_step.lower(made.state, made.batch).compile().memory_analysis()
     allocated = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    stays = trainers(make_sizes(config_of(), DECODER, CPU))["reference_weights"]
+    stays = trainers(make_sizes(tiny_config(), DECODER, CPU))["reference_weights"]
     phase = plan.phase("update")
     assert phase.bytes == allocated + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes + stays
     score: Any = made.trainer.score
@@ -109,7 +94,7 @@ def test_a_plan_has_every_phase_in_the_order_of_a_run(plan):
 
 
 def test_what_programs_make_has_its_name_also_when_nobody_holds_it_yet(plan):
-    run = residents(make_sizes(config_of(), DECODER, CPU))
+    run = residents(make_sizes(tiny_config(), DECODER, CPU))
     assert run["optimizer"] <= plan.phase("init").parts["optimizer"] < run["optimizer"] + 200
     assert plan.phase("sync").parts["rollout_weights"] == run["rollout_weights"]
     assert "gradients" in plan.phase("update").parts
@@ -124,7 +109,7 @@ def test_operations_are_those_of_the_closed_form(plan):
 
 @pytest.mark.long
 def test_rows_change_the_update_and_the_score_alone(plan):
-    more = make_plan(config_of(train={"rows_per_device": 2}), CPU, decoder=DECODER, lengths="fixed:4")
+    more = make_plan(tiny_config(train={"rows_per_device": 2}), CPU, decoder=DECODER, lengths="fixed:4")
     changed = {a.name for a, b in zip(plan.phases, more.phases, strict=True) if a.bytes != b.bytes}
     assert changed == {"update", "score"}
     assert more.phase("update").bytes > plan.phase("update").bytes
@@ -133,7 +118,7 @@ def test_rows_change_the_update_and_the_score_alone(plan):
 
 
 def test_calls_and_rounds_of_a_step_are_the_engines_and_the_updaters():
-    config = config_of(
+    config = tiny_config(
         algorithm={"minibatches": 2, "updates_per_batch": 3, "old_logprobs": "trainer"},
         rollout={"max_prompt_tokens": 100, "slots": 16},
     )
@@ -252,7 +237,7 @@ def test_a_fast_plan_takes_less_than_five_seconds_and_compiles_nothing():
     reason="jax-cuda12-plugin, the GPU's compiler, is not installed",
 )
 def test_a_gpus_programs_are_compiled(cache):
-    plan = make_plan(config_of(), find_accelerator("h100-8"), decoder=DECODER)
+    plan = make_plan(tiny_config(), find_accelerator("h100-8"), decoder=DECODER)
     assert {phase.name for phase in plan.phases if not phase.compiled} == {"checkpoint"}
     assert plan.verdict == "fits" and plan.step is not None
     for phase in plan.phases:
@@ -274,21 +259,21 @@ def test_transfers_of_a_slice_of_unknown_wiring_may_have_all_links_of_a_chip():
 
 def test_gradients_alone_go_over_the_network_where_machines_hold_copies():
     inside, apart = (
-        make_sizes(config_of(mesh=mesh), DECODER, find_accelerator("h100-16")) for mesh in ("auto", "fsdp:16")
+        make_sizes(tiny_config(mesh=mesh), DECODER, find_accelerator("h100-16")) for mesh in ("auto", "fsdp:16")
     )
     assert (inside.dp, inside.fsdp) == (2, 8) and network_bytes(inside, "decode", 10**6) == 0
     assert network_bytes(inside, "update", 10**6) == 2 * 4 * inside.own_count // 2
     assert network_bytes(apart, "decode", 8 * 10**6) == 10**6
-    one = make_sizes(config_of(), DECODER, find_accelerator("h100-8"))
+    one = make_sizes(tiny_config(), DECODER, find_accelerator("h100-8"))
     assert network_bytes(one, "update", 10**6) == 0
 
 
 def test_a_search_for_a_cut_counts_where_sampling_is_cut():
-    assert [_skipped(config_of(rollout=cut)) for cut in ({}, {"top_k": 5}, {"top_p": 0.9})] == [["sample"], [], []]
+    assert [_skipped(tiny_config(rollout=cut)) for cut in ({}, {"top_k": 5}, {"top_p": 0.9})] == [["sample"], [], []]
 
 
 def test_a_gpus_memory_is_said_to_be_uncalibrated():
-    plan = make_plan(config_of(), find_accelerator("h100-8"), decoder=DECODER, fast=True)
+    plan = make_plan(tiny_config(), find_accelerator("h100-8"), decoder=DECODER, fast=True)
     assert plan.estimate_only
     assert plan.notes[0].startswith("usable is 75% of 79.1 GiB") and "Not calibrated on a GPU yet" in plan.notes[0]
     assert plan.step is not None
@@ -314,7 +299,7 @@ def test_a_config_that_does_not_fit_says_by_how_much():
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU's compiler (libtpu) is not installed")
 def test_a_small_model_is_compiled_for_a_tpu_that_is_not_there(cache):
     """Whole plans for TPUs are among the goldens that `make test-long` checks."""
-    config = config_of(algorithm={"kl": "none", "kl_coef": 0.0})
+    config = tiny_config(algorithm={"kl": "none", "kl_coef": 0.0})
     found = compile_phases(make_jobs(config, DECODER, V6E, {"update": 1.0, "decode:16": 1.0}))
     update, decode = found["update"], found["decode:16"]
     assert any(each.axes == ("fsdp",) and each.group == 8 for each in update.cost(1).collectives)
