@@ -110,7 +110,7 @@ class Rehearsal:
         stdout = stderr = ""
         match verb:
             case "list":
-                stdout = json.dumps(self._listed(group))
+                stdout = json.dumps(self._listed(group, flags.get("zone")))
             case "ssh":
                 stdout = self._reply(flags.get("command", ""))
             case "create" if flags["zone"] in self._found.zones[:-1]:
@@ -119,8 +119,10 @@ class Rehearsal:
                 self._change(group, verb, flags)
         return Finished(argv=words, returncode=int(bool(stderr)), stdout=stdout, stderr=stderr)
 
-    def _listed(self, group: str) -> JsonAnswer:
-        """The answer to a list of this group of gcloud's commands."""
+    def _listed(self, group: str, zone: str | None) -> JsonAnswer:
+        """The answer to a list of this group of gcloud's commands, in a zone where it asks for one."""
+        if zone not in (None, "-", ZONE, self._zone):
+            return []
         match group:
             case "config":
                 return {"core": {"project": "PROJECT"}, "compute": {"zone": ZONE}}

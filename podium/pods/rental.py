@@ -71,6 +71,7 @@ def rent_slice(slices: Slices, name: str, rent: Rent, *, default_zone: str | Non
     slices.gcloud.note(f"if {name} was rented before and its lease ends earlier:")
     if (tpu_slice.lease or 0.0) < float(order.labels[LEASE]):
         slices.label(tpu_slice, {each: order.labels[each] for each in (LEASE, LEASE_S)})
+    slices.gcloud.note("")
     return tpu_slice
 
 

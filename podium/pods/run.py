@@ -97,6 +97,7 @@ def _find_slice(project: Project, name: str | None, rent: Rent, options: RunOpti
         assert name is not None
         return rent_slice(project.slices, name, rent, default_zone=project.zone)
     tpu_slice = project.slices.locate(name)
+    project.note("shown for a v6e-8; type, number and addresses of the machines come from the answer:")
     if tpu_slice.state == "ready" or options.keep_alive:  # which replaces it, if need be
         return tpu_slice
     raise SliceError(

@@ -55,7 +55,8 @@ class Session:
 
     def observe(self) -> Observation:
         """The slice and its workers, now."""
-        self._project.note("until the run has ended, with the log of worker 0:")
+        if self._job is not None:
+            self._project.note("until the run has ended, with the log of worker 0:")
         now = self._now()
         seen = Observation(slice=now, job=None, asked_to_stop=self._asked(now), replacing=self.replacing)
         if now is None or now.state != "ready" or self.replacing:
@@ -75,6 +76,7 @@ class Session:
         """Start the run where it is not running, unless it is to stop by now."""
         project = self._project
         self._job, needed = prepare(project.remote(self.slice), self._spec, clock=project.clock, say=project.say)
+        project.note("unless podium pod stop was given meanwhile:")
         if needed and not self._asked(self._now()):
             project.slices.label(self.slice, {RUN: label_text(self._job)})
             start(project.remote(self.slice), self._spec, self._job, say=project.say)
