@@ -1,4 +1,4 @@
-"""Which processes make up a job: from our launcher's variables, jax's own variables, or a TPU machine's metadata.
+"""The processes of a job: from our launcher's variables, jax's own variables, or a TPU machine's metadata.
 
 Imports nothing but the standard library and the table of accelerators: it runs before anything that takes time.
 """
@@ -18,21 +18,21 @@ LAUNCHERS = (
     ("PODRUN_WORKER", "PODRUN_WORKERS", "PODRUN_COORDINATOR"),
     ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS"),
 )
-"""Variables of our launcher, and jax's own: the index of this process, their number, HOST:PORT of the first."""
+"""Variables of our launcher, and jax's own: index of this process, number of processes, HOST:PORT of the first."""
 METADATA = "metadata.google.internal"
 METADATA_S = 2.0
 CHIPS = ("/dev/accel*", "/dev/vfio/[0-9]*")
 
 
 class ClusterError(ValueError):
-    """The processes of a job are not those that were asked for."""
+    """A job has other processes than its environment requires."""
 
     exit_status = 78
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The processes of a job, one per host, and which of them this one is."""
+    """The processes of a job, one per host, and the index of this one."""
 
     worker: int
     workers: int
@@ -49,11 +49,11 @@ class Cluster:
 
 
 def find_cluster(environ: Mapping[str, str]) -> Cluster | None:
-    """The processes of this job; None: there is only this one.
+    """Find the processes of this job; None if this is the only one.
 
     Raises:
         ClusterError: the variables contradict each other, or REQUIRE_MULTIHOST, REQUIRE_JAX_PROCESS_COUNT or the
-            accelerator's number of hosts ask for another number of processes.
+            accelerator's number of hosts require another number of processes.
     """
     names = next((names for names in LAUNCHERS if names[1] in environ), None)
     cluster = _from_variables(environ, names) if names else from_metadata(environ)
@@ -64,15 +64,14 @@ def find_cluster(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def from_metadata(environ: Mapping[str, str]) -> Cluster | None:
-    """The slice of this TPU virtual machine, from Google's metadata server; None on any other machine."""
+    """Read the slice of this TPU virtual machine from Google's metadata server; None on any other machine."""
     if environ.get("TPU_SKIP_MDS_QUERY") or not any(glob.glob(pattern) for pattern in CHIPS):
         return None
     server = environ.get("GCE_METADATA_IP", METADATA)
     try:
-        accelerator, worker, endpoints = (
-            read_metadata(server, f"attributes/{key}")
-            for key in ("accelerator-type", "agent-worker-number", "worker-network-endpoints")
-        )
+        accelerator = read_metadata(server, "attributes/accelerator-type")
+        worker = read_metadata(server, "attributes/agent-worker-number")
+        endpoints = read_metadata(server, "attributes/worker-network-endpoints")
         addresses = [endpoint.split(":")[2] for endpoint in endpoints.split(",")]
         coordinator = f"{addresses[0]}:{environ.get('JAX_COORDINATOR_PORT', COORDINATOR_PORT)}"
         return Cluster(worker=int(worker), workers=len(addresses), coordinator=coordinator, accelerator=accelerator)
@@ -81,7 +80,7 @@ def from_metadata(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def check_devices(cluster: Cluster, *, processes: int, devices: int, local_devices: int) -> None:
-    """Raises ClusterError where jax found other processes or devices than the cluster and its accelerator have."""
+    """Raise ClusterError if jax found other processes or devices than the cluster and its accelerator have."""
     if processes != cluster.workers:
         raise ClusterError(f"jax has {processes} processes and the job has {cluster.workers} workers; start it again")
     if devices != local_devices * processes:
@@ -120,7 +119,7 @@ def _from_variables(environ: Mapping[str, str], names: tuple[str, str, str]) -> 
 
 
 def _check_required(environ: Mapping[str, str], workers: int) -> None:
-    """The checks of the seed system, under its names of variables."""
+    """Check the variables of the seed system, under their old names."""
     way_out = "start the same command on all workers (--worker=all)"
     if environ.get("REQUIRE_MULTIHOST") in ("1", "true") and workers == 1:
         raise ClusterError(f"REQUIRE_MULTIHOST is set and this process is alone; {way_out}")
@@ -132,7 +131,7 @@ def _check_required(environ: Mapping[str, str], workers: int) -> None:
 
 
 def _check_hosts(accelerator: str | None, workers: int) -> None:
-    """Raises ClusterError where the job's processes do not make up whole slices."""
+    """Raise ClusterError unless the job's processes make up whole slices."""
     if accelerator is None:
         return
     try:
@@ -147,7 +146,7 @@ def _check_hosts(accelerator: str | None, workers: int) -> None:
 
 
 def read_metadata(server: str, key: str, timeout_s: float = METADATA_S) -> str:
-    """What a virtual machine's metadata server says of it. Raises OSError where there is none, or no such key."""
+    """Read one key of a virtual machine's metadata. Raises OSError without a metadata server or without the key."""
     request = urllib.request.Request(
         f"http://{server}/computeMetadata/v1/instance/{key}", headers={"Metadata-Flavor": "Google"}
     )
@@ -157,7 +156,7 @@ def read_metadata(server: str, key: str, timeout_s: float = METADATA_S) -> str:
 
 
 def local_worker(addresses: tuple[str, ...]) -> int | None:
-    """The index of the one address that belongs to this host; None where none or several do."""
+    """The index of the one address that belongs to this host; None if none or several do."""
     local = []
     for index, address in enumerate(addresses):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -168,5 +167,5 @@ def local_worker(addresses: tuple[str, ...]) -> int | None:
 
 
 def chips() -> int:
-    """TPU chips that this host has, by their device files."""
+    """The number of TPU chips of this host, by their device files."""
     return max(len([path for path in glob.glob(pattern) if os.path.exists(path)]) for pattern in CHIPS)

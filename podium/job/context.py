@@ -1,4 +1,4 @@
-"""The job that a training process is part of, as seen from the inside, from start to end.
+"""The job that a training process belongs to, as the process sees it.
 
 A process that no launcher started has no job: nothing is announced, watched or recorded.
 """
@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from podium.config.schema import Config
 from podium.files import as_path
@@ -36,11 +35,11 @@ class JobContext:
         return self.cluster is not None or self.report.folder is not None
 
     def watching_for_notices(self) -> contextlib.AbstractContextManager[object]:
-        """In the block, a notice of Google that this machine is about to go has the run save and stop."""
+        """Within the block, save and stop when Google announces that this machine will be taken away."""
         return self.notice.watching() if self.watched else contextlib.nullcontext()
 
     def agree(self, config: Config) -> None:
-        """Return when all workers are there with one config, code and `runs_dir`; raises GuardError otherwise."""
+        """Wait until all workers have arrived with one config, code and `runs_dir`; raises GuardError otherwise."""
         if self.guard is not None:
             self.guard.agree(identity(config), as_path(config.runs_dir))
 
@@ -53,16 +52,18 @@ def alone() -> JobContext:
 
 @contextlib.contextmanager
 def join_job(environ: Mapping[str, str]) -> Iterator[JobContext]:
-    """Take part in the job that the environment describes; an exception in the block is recorded for the launcher.
+    """Join the job that the environment describes; an exception in the block is recorded for the launcher.
 
     Raises:
-        ClusterError: this process is alone where it must not be, or cannot reach worker 0.
+        ClusterError: this process is alone and must not be, or cannot reach worker 0.
     """
-    folder, worker = environ.get("PODRUN_JOB_DIR"), environ.get("PODRUN_WORKER", "0")
+    folder = environ.get("PODRUN_JOB_DIR")
+    worker = environ.get("PODRUN_WORKER", "0")
     report = ProgressReport(Path(folder) if folder else None, worker=int(worker) if worker.isdecimal() else 0)
     try:
         watchdog = Watchdog.from_environment(report, environ)
-        cluster, guard = find_cluster(environ), None
+        cluster = find_cluster(environ)
+        guard = None
         with contextlib.ExitStack() as stack:
             if cluster is not None:
                 report.phase("guard")
@@ -78,12 +79,12 @@ def join_job(environ: Mapping[str, str]) -> Iterator[JobContext]:
 
 
 def identity(config: Config) -> dict[str, str]:
-    """What must be equal in all processes of a job: every setting, the commit, the versions of packages."""
+    """Everything that must be equal in all processes of a job: settings, commit, versions of packages."""
     packages = {f"version of {name}": version for name, version in versions().items()}
     return {**dict(_leaves(config.model_dump(mode="json"))), "commit": str(commit()), **packages}
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+def _leaves(value: object, path: str = "") -> Iterator[tuple[str, str]]:
     """Dotted path and text of every leaf of a tree."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
     if items is None:

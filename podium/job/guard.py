@@ -1,17 +1,17 @@
 """The launch guard: before jax starts, it checks that no worker of the job is missing, duplicated or mismatched.
 
-jax alone waits for minutes for a missing worker and names nobody, lets a second copy of a worker kill the healthy job,
-and does not notice other settings or versions. Here the workers connect to worker 0, at the port that jax takes
+jax alone waits for minutes for a missing worker without naming it, lets a second copy of a worker kill the healthy job,
+and does not notice different settings or versions. Here the workers connect to worker 0, at the port that jax takes
 afterwards, before anything heavy is imported:
 
     worker k -> worker 0   {"worker": k, "workers": N, "host": ...}      at once
     worker k -> worker 0   {"identity": {...}}                           when its settings are read
     worker 0 -> worker k   {"file": ...}                                 a file with a nonce, in `runs_dir`
     worker k -> worker 0   {"nonce": ...}                                as worker k reads it there
-    worker 0 -> worker k   {"problems": [...], "lasting": ...}           none: start
+    worker 0 -> worker k   {"problems": [...], "lasting": ...}           no problems: start
 
 Every message carries a proof that its sender knows the job's nonce (PODRUN_NONCE, which the launcher draws for each
-attempt), one for worker 0 and another for the others: who does not know it is not heard. Standard library only.
+attempt), one for worker 0 and another for the others; messages without it are ignored. Standard library only.
 """
 
 import contextlib
@@ -28,16 +28,16 @@ from podium.files import RunFileError, absolute, in_bucket, write_atomically
 from podium.job.cluster import Cluster, ClusterError
 
 ARRIVAL_S = 60.0
-"""How long after one worker's arrival the next may come."""
+"""Seconds in which the next worker must arrive after the last."""
 ANSWER_S = 60.0
-"""How long a worker that has arrived may take to read its settings."""
+"""Seconds that a worker may take to read its settings after it has arrived."""
 HELLO_S = 2.0
-"""How long a connection may take to introduce itself."""
+"""Seconds that a connection may take to send its first message."""
 SHARED_S = 3.0
-"""How long a file may take to appear on another host."""
+"""Seconds that a file may take to appear on another host."""
 RETRY_S = 0.1
 SHOWN = 3
-"""Differences that are listed per worker."""
+"""Differences listed per worker."""
 
 FILE = ".guard-"
 Message = dict[str, Any]
@@ -50,34 +50,36 @@ class GuardError(ClusterError):
 
 
 class MissingError(GuardError):
-    """A worker is not there, or ended while it was being checked: the same command may succeed."""
+    """A worker is missing, or ended during the check: the same command may succeed."""
 
     kind = "missing"
 
 
 class Guard(contextlib.AbstractContextManager["Guard"]):
-    """One worker's side of the check: the worker announces itself at once, and `agree` says whether the job may start.
+    """One worker's side of the check: it connects to worker 0 at once, and `agree` decides whether the job may start.
 
     Raises:
         GuardError: worker 0 cannot be reached, or this is worker 0 and cannot listen.
     """
 
     def __init__(self, cluster: Cluster, *, arrival_s: float = ARRIVAL_S, nonce: str = "") -> None:
-        self.cluster, self._arrival_s, self._nonce = cluster, arrival_s, nonce
+        self.cluster = cluster
+        self._arrival_s = arrival_s
+        self._nonce = nonce
         self._server = _listen(cluster) if cluster.worker == 0 else None
         self._leader = None if cluster.worker == 0 else _connect(cluster, arrival_s, nonce)
         if self._leader:
             self._leader.send({"worker": cluster.worker, "workers": cluster.workers, "host": socket.gethostname()})
 
     def agree(self, identity: Mapping[str, str], folder: Path | None) -> None:
-        """Return when all workers are there with one identity and one folder; the port is free then.
+        """Wait until all workers have arrived with one identity and one folder, and free the port.
 
         Args:
-            identity: what must be equal in all workers, by name.
-            folder: a directory that all hosts must share, made by worker 0; None: nothing is shared.
+            identity: values that must be equal in all workers, by name.
+            folder: a directory that all hosts must share, created by worker 0; None: none.
 
         Raises:
-            GuardError: on all workers that are there; the message says what is wrong with which worker.
+            GuardError: on all workers that have arrived; the message names the workers and what is wrong with them.
         """
         with self:
             problems, lasting = self._lead(identity, folder) if self._leader is None else self._follow(identity, folder)
@@ -90,20 +92,21 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
     def close(self) -> None:
         """Free the port."""
         for connection in filter(None, (self._server, self._leader)):
-            connection.close()  # again where `agree` has done so: that does nothing
+            connection.close()  # closing twice does no harm
 
     def _follow(self, identity: Mapping[str, str], folder: Path | None) -> tuple[list[str], bool]:
-        """The problems that worker 0 reports, and whether they would be the same again."""
+        """The problems that worker 0 reports, and whether another attempt would have them too."""
         assert self._leader is not None
-        leader, patience = self._leader, ANSWER_S + self._arrival_s * self.cluster.workers
+        leader = self._leader
+        patience_s = ANSWER_S + self._arrival_s * self.cluster.workers
         try:
             leader.send({"identity": dict(identity)})
             while True:
-                message = leader.receive(patience)
+                message = leader.receive(patience_s)
                 if "problems" in message:
                     return message["problems"], message["lasting"]
-                assert folder is not None, "worker 0 does the same"
-                name = FILE + Path(message["file"]).name.removeprefix(FILE)  # no other file, whoever asks
+                assert folder is not None, "worker 0 has the same setting"
+                name = FILE + Path(message["file"]).name.removeprefix(FILE)  # read no other file
                 leader.send({"nonce": _read_nonce(folder / name), "folder": str(absolute(folder))})
         except (OSError, ValueError, KeyError) as error:
             return [
@@ -112,7 +115,7 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
             ], False
 
     def _lead(self, identity: Mapping[str, str], folder: Path | None) -> tuple[list[str], bool]:
-        """The problems that worker 0 finds, and whether they would be the same again; it reports them to the others."""
+        """Find problems and report them to the other workers; also whether another attempt would have them too."""
         peers, problems, missing = self._meet()
         try:
             if not problems and not missing:
@@ -120,7 +123,7 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
             if not problems and not missing and folder is not None:
                 problems = _check_shared(peers, folder)
             for peer in peers:
-                with contextlib.suppress(OSError):  # it has ended: its own record says why
+                with contextlib.suppress(OSError):  # it has ended, and its own record says why
                     peer.send({"problems": [*problems, *missing], "lasting": bool(problems)})
         finally:
             for peer in peers:
@@ -128,11 +131,12 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
         return [*problems, *missing], bool(problems)
 
     def _meet(self) -> tuple[list["_Peer"], list[str], list[str]]:
-        """The workers that arrive, which are duplicated or of another number, and which are missing."""
+        """Accept workers; returns connections, problems with duplicates and numbers, and a line about missing workers."""
         assert self._server is not None
         workers = self.cluster.workers
         peers: list[_Peer] = []
-        here, problems = {0: socket.gethostname()}, []
+        here = {0: socket.gethostname()}
+        problems: list[str] = []
         last = time.monotonic()
         while len(here) < workers and time.monotonic() < last + self._arrival_s:
             peer = _accept(self._server, last + self._arrival_s - time.monotonic(), self._nonce)
@@ -160,8 +164,9 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
         return peers, problems, [missing] if absent else []
 
     def _compare(self, peers: list["_Peer"], ours: Mapping[str, str]) -> tuple[list[str], list[str]]:
-        """How workers differ from worker 0, and which have ended meanwhile."""
-        problems, ended = [], []
+        """The differences between workers and worker 0, and the workers that have ended meanwhile."""
+        problems: list[str] = []
+        ended: list[str] = []
         for peer in peers:
             try:
                 theirs = peer.receive(ANSWER_S)["identity"]
@@ -181,11 +186,14 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
 class _Peer:
     """A connection that carries lines of JSON, and the worker at its other end."""
 
-    worker, workers, host = -1, 0, "?"
+    worker = -1
+    workers = 0
+    host = "?"
 
     def __init__(self, connection: socket.socket, nonce: str, *, leads: bool) -> None:
-        """`leads`: worker 0 is at the other end."""
-        self._connection, self._buffer = connection, b""
+        """Wrap a connection; `leads` says that worker 0 is at the other end."""
+        self._connection = connection
+        self._buffer = b""
         proofs = [hashlib.sha256(f"{nonce} {role}".encode()).hexdigest() for role in ("leader", "follower")]
         self._theirs, self._ours = proofs if leads else proofs[::-1]
 
@@ -197,7 +205,7 @@ class _Peer:
         self._connection.sendall(json.dumps({"proof": self._ours, **message}).encode() + b"\n")
 
     def receive(self, timeout_s: float) -> Message:
-        """The next line. Raises OSError where none comes, ValueError where it is no message of this job."""
+        """Receive the next message. Raises OSError if none comes, ValueError if it does not belong to this job."""
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
             self._connection.settimeout(max(0.01, deadline - time.monotonic()))
@@ -214,7 +222,7 @@ class _Peer:
         return message
 
     def close_last(self) -> None:
-        """Close after the other end, or after a second: who closes first keeps the port busy for a minute."""
+        """Close after the other end, or after a second: closing first would keep the port busy for a minute."""
         self._connection.settimeout(1.0)
         with contextlib.suppress(OSError):
             while self._connection.recv(65536):
@@ -251,13 +259,15 @@ def _connect(cluster: Cluster, patience_s: float, nonce: str) -> _Peer:
 
 
 def _accept(server: socket.socket, timeout_s: float, nonce: str) -> _Peer | None:
-    """A worker that has introduced itself; None: nobody came, or something else did."""
+    """Accept the connection of a worker; None if none came in time, or something else connected."""
     server.settimeout(max(0.01, timeout_s))
     with contextlib.suppress(OSError):
         peer = _Peer(server.accept()[0], nonce, leads=False)
         try:
             hello = peer.receive(HELLO_S)
-            peer.worker, peer.workers, peer.host = int(hello["worker"]), int(hello["workers"]), str(hello["host"])
+            peer.worker = int(hello["worker"])
+            peer.workers = int(hello["workers"])
+            peer.host = str(hello["host"])
             return peer
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             peer.close()
@@ -265,8 +275,9 @@ def _accept(server: socket.socket, timeout_s: float, nonce: str) -> _Peer | None
 
 
 def _check_shared(peers: list[_Peer], folder: Path) -> list[str]:
-    """Which workers do not see in the folder what worker 0 writes there."""
-    path, nonce = folder / f"{FILE}{secrets.token_hex(8)}", secrets.token_hex(8)
+    """One line for each worker that does not see a file that worker 0 writes to the folder."""
+    path = folder / f"{FILE}{secrets.token_hex(8)}"
+    nonce = secrets.token_hex(8)
     try:
         if not in_bucket(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -283,7 +294,7 @@ def _check_shared(peers: list[_Peer], folder: Path) -> list[str]:
 
 
 def _missing_nonce(peer: _Peer, path: Path, nonce: str) -> str | None:
-    """What is wrong with the file that a worker sees."""
+    """A line that says why a worker does not see the file; None if it does."""
     try:
         reply = peer.receive(ANSWER_S)
     except (OSError, ValueError) as error:
@@ -297,7 +308,7 @@ def _missing_nonce(peer: _Peer, path: Path, nonce: str) -> str | None:
 
 
 def _read_nonce(path: Path) -> str | None:
-    """The content of the file as soon as it appears on this host; None: it does not appear in time."""
+    """Read the file as soon as it appears on this host; None if it does not appear in time."""
     deadline = time.monotonic() + SHARED_S
     while True:
         with contextlib.suppress(OSError):

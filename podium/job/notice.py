@@ -1,8 +1,9 @@
-"""Google's notice that this machine is about to go, from its metadata server; the run then saves and stops.
+"""Google's notice that this machine will be taken away, from its metadata server; the run then saves and stops.
 
-A spot machine that is preempted, or a host that is to be maintained, is announced some seconds before at `instance/
-preempted` and `instance/maintenance-event`, if at all: saving every few minutes is what a run can rely on. The notice
-becomes a SIGTERM to this process, which the training loop agrees on with all others. Standard library only.
+Preemption of a spot machine and maintenance of a host are announced some seconds before, at `instance/preempted` and
+`instance/maintenance-event`, if at all: a run can rely only on saving every few minutes. The notice becomes a SIGTERM
+to this process; the training loop agrees with all other processes on the step after which they stop. Standard library
+only.
 """
 
 import contextlib
@@ -19,12 +20,12 @@ NOTICES: Mapping[str, tuple[str, ...]] = {
 }
 """Keys of the metadata server, and the values that mean that the machine is about to go."""
 ASK_S = 60.0
-"""How long one request waits for a change."""
+"""Seconds for which one request waits for a change."""
 RETRY_S = 5.0
 
 
 class Notice:
-    """What Google has announced of this machine: `text`, empty until then."""
+    """Google's announcement about this machine: `text`, which is empty until there is one."""
 
     def __init__(
         self,
@@ -33,14 +34,17 @@ class Notice:
         announce: Callable[[str], None] = lambda text: None,
         act: Callable[[], object] = lambda: os.kill(os.getpid(), signal.SIGTERM),
     ) -> None:
-        """`announce` is told of it, and then `act` called, both on another thread, once."""
+        """Call `announce` with a notice, then `act`, once, on another thread."""
         self.text = ""
-        self._server, self._announce, self._act = server, announce, act
-        self._lock, self._stopping = threading.Lock(), threading.Event()
+        self._server = server
+        self._announce = announce
+        self._act = act
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Ask the metadata server from other threads until the end of the block; without one, nothing happens."""
+        """Ask the metadata server from other threads until the end of the block; without a server, do nothing."""
         for key in NOTICES:
             threading.Thread(target=self._watch, args=(key,), name=f"notice {key}", daemon=True).start()
         try:
@@ -54,7 +58,7 @@ class Notice:
         while not self._stopping.is_set():
             try:
                 value = read_metadata(self._server, f"{key}{wait}", ASK_S + RETRY_S)
-            except OSError:  # on no machine of Google's, or its server is busy
+            except OSError:  # this is not a machine of Google's, or its server is busy
                 if not heard:
                     return
                 self._stopping.wait(RETRY_S)

@@ -1,8 +1,8 @@
-"""The record of each process of a job: how far it got and why it ended; and which failed first.
+"""The record of each process of a job: how far it got and why it ended; and which process failed first.
 
-When one process of a job ends, jax aborts the others without a message: all exit with status 134, the guilty one too.
-So each process writes why it ends while it still can (`ProgressReport`), its supervisor writes what only a parent can
-see, and `first_failure` finds the cause in all records together. Standard library only.
+When one process of a job ends, jax aborts the others without a message: all exit with status 134, the one that failed
+first too. So each process writes why it ends while it still can (`ProgressReport`), its supervisor writes what only a
+parent can see, and `first_failure` finds the cause in all records together. Standard library only.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 from podium.files import write_atomically
 from podium.job.redact import own_redactor, without_controls
@@ -24,51 +24,113 @@ from podium.job.redact import own_redactor, without_controls
 Kind = Literal["exception", "lost", "hang", "guard", "missing", "signal", "stopped", "done", "exit"]
 RECORD = "record.json"
 PROGRESS = "progress.json"
-GUARD, HANG, STOPPED, ABORTED = 78, 124, 143, 134
-"""Exit statuses: workers missing, duplicated or mismatched; stuck; stopped and resumable; aborted by jax because
-another worker was lost."""
+GUARD = 78
+"""Exit status: workers are missing, duplicated or mismatched."""
+HANG = 124
+"""Exit status: the process was stuck."""
+STOPPED = 143
+"""Exit status: the job was stopped, has saved, and can be continued."""
+ABORTED = 134
+"""Exit status: jax aborted the process because another worker was lost."""
 PEER_LOST = re.compile(
     r"(?-i:UNAVAILABLE): "
     r"|(?-i:[A-Z][A-Z_]{4,}): .*(Gloo|by peer|heartbeat|coordination (service|agent)|unhealthy|barrier|preempt)",
     re.IGNORECASE | re.DOTALL,
 )
-"""How an error of jax begins that is the consequence of another process's end."""
+"""The beginning of an error that jax raises because another process has ended."""
 SHOWN = 300  # characters of a message
+JsonObject = dict[str, Any]
+"""A JSON object from a file or a process, not checked yet."""
+
+
+class Progress(TypedDict, total=False):
+    """Where a process is: progress.json."""
+
+    time: float  # Unix seconds, like all times here
+    beat: float  # last sign of life
+    phase: str
+    phase_since: float
+    position: int  # phases begun: equal in all workers at one point of the program
+    step: int | None
+    steps: int | None
+    run_dir: str | None
+    metrics: Mapping[str, float]
+    notice: str
+
+
+class Record(TypedDict, total=False):
+    """Why a process has ended: record.json."""
+
+    kind: Kind
+    message: str  # one line
+    exit: int
+    worker: int
+    time: float
+    host: str
+    pid: int
+    step: int | None  # None: training had not begun
+    phase: str | None
+    position: int | None
+
+
+Status = Mapping[str, Any]
+"""A worker's answer about a job, by its agent: JSON, with the keys of `NO_JOB`, its `Record` and its `Progress`."""
+NO_JOB: Status = {
+    "host": None,
+    "job": None,
+    "worker": None,
+    "workers": None,
+    "state": "none",
+    "exit": None,
+    "pid": None,
+    "created": None,
+    "ended": None,
+    "record": None,
+    "progress": None,
+    "log_bytes": 0,
+}
 
 
 class ProgressReport:
     """Where this process is, written to the folder of its job; without a folder, nothing is written.
 
-    Used from two threads: the training loop's and the watchdog's.
+    The training loop and the watchdog use it from two threads.
     """
 
     def __init__(self, folder: Path | None, *, worker: int = 0) -> None:
-        self.folder, self.worker = folder, worker
+        self.folder = folder
+        self.worker = worker
         self._lock = threading.Lock()
-        self._progress: dict[str, Any] = dict.fromkeys(("step", "steps", "run_dir"))
-        self._progress |= {"phase": "start", "phase_since": time.time(), "position": 0, "metrics": {}}
+        self._progress: Progress = {
+            "step": None,
+            "steps": None,
+            "run_dir": None,
+            "phase": "start",
+            "phase_since": time.time(),
+            "position": 0,
+            "metrics": {},
+        }
 
     def phase(self, name: str) -> None:
         """Begin a phase."""
-        position = self._progress["position"] + 1
-        self.update(phase=name, phase_since=time.time(), position=position)
+        self.update(phase=name, phase_since=time.time(), position=self._progress.get("position", 0) + 1)
 
-    def update(self, **values: Any) -> None:
-        """Set `step`, `steps`, `run_dir` or `metrics`."""
+    def update(self, **values: Unpack[Progress]) -> None:
+        """Replace values of the progress, such as `step` and `metrics`."""
         with self._lock:
-            self._progress |= values
+            self._progress.update(values)
 
     def announce(self, text: str) -> None:
-        """Say something that is to be seen in the job's log and in its progress."""
+        """Show a message in the job's log and in its progress."""
         print(text, file=sys.stderr, flush=True)
         self.update(notice=text)
 
     def write_progress(self, beat: float) -> None:
-        """Replace progress.json; raises RunFileError where that fails. `beat`: the last sign of life, Unix seconds."""
+        """Replace progress.json; `beat` is the last sign of life in Unix seconds. Raises RunFileError on failure."""
         if self.folder is None:
             return
         with self._lock:
-            progress = {"time": time.time(), "beat": beat, **self._progress}
+            progress: Progress = {"time": time.time(), "beat": beat, **self._progress}
         write_atomically(self.folder / PROGRESS, json.dumps(progress))
 
     def end(self, kind: Kind, message: str, status: int) -> None:
@@ -76,8 +138,8 @@ class ProgressReport:
         if self.folder is None:
             return
         with self._lock:
-            progress = dict(self._progress)
-        with contextlib.suppress(OSError):  # a full disk: the supervisor keeps some room to tell how this ended
+            progress = self._progress.copy()
+        with contextlib.suppress(OSError):  # a full disk: the supervisor has reserved room to record the end
             write_record(self.folder, kind, message, status, worker=self.worker, progress=progress)
 
     def failed(self, error: BaseException) -> int:
@@ -92,7 +154,7 @@ class ProgressReport:
 
 
 def exit_status(error: BaseException) -> int:
-    """The status that a process exits with when this exception ends it; an exception may have its own `exit_status`."""
+    """The exit status of a process that this exception ends; an exception may have its own `exit_status`."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(bool(error.code))
     if isinstance(error, KeyboardInterrupt):
@@ -100,32 +162,35 @@ def exit_status(error: BaseException) -> int:
     return getattr(error, "exit_status", 1)
 
 
-def write_record(
-    folder: Path, kind: Kind, message: str, status: int, *, worker: int, progress: Mapping[str, Any]
-) -> None:
-    """Write record.json, why a process ended just now, unless there is one: what comes later is not the cause.
+def write_record(folder: Path, kind: Kind, message: str, status: int, *, worker: int, progress: Progress) -> None:
+    """Write record.json, why a process is ending, unless it exists: what comes later is not the cause.
 
     The message is written without the values of this process's secrets.
-
-    It has kind, message (one line), exit, worker, host, pid, time (Unix seconds) and, from `progress`, step (null:
-    training had not begun), phase, and position (phases begun: equal in all workers at one point of the program).
     """
-    message = one_line(own_redactor().redact(without_controls(message)))
-    record = {"kind": kind, "message": message, "exit": status, "worker": worker, "time": time.time()}
-    record |= {"host": socket.gethostname(), "pid": os.getpid()}
-    record |= {name: progress.get(name) for name in ("step", "phase", "position")}
+    record: Record = {
+        "kind": kind,
+        "message": one_line(own_redactor().redact(without_controls(message))),
+        "exit": status,
+        "worker": worker,
+        "time": time.time(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "step": progress.get("step"),
+        "phase": progress.get("phase"),
+        "position": progress.get("position"),
+    }
     unnamed = folder / f"{RECORD}.{os.getpid()}.{threading.get_ident()}.tmp"
     try:
         unnamed.write_text(json.dumps(record), encoding="utf-8")
-        os.link(unnamed, folder / RECORD)  # unlike a renaming, this fails where the name is taken
-    except OSError:  # there is one; or the disk is full, which must not hide the error that is being recorded
+        os.link(unnamed, folder / RECORD)  # unlike renaming, this fails if the name is taken
+    except OSError:  # it exists; or the disk is full, which must not hide the error that is being recorded
         pass
     finally:
         unnamed.unlink(missing_ok=True)
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object of a file; None where there is no file."""
+def read_json(path: Path) -> JsonObject | None:
+    """The JSON object in a file; None if there is no file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -133,24 +198,18 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def one_line(text: str) -> str:
-    """A text in one printable line of at most `SHOWN` characters, cut in its middle: an error's end names the cause."""
+    """A text as one printable line of at most `SHOWN` characters, cut in the middle: an error's end names the cause."""
     line = " ".join(without_controls(text).split())
     return line if len(line) <= SHOWN else f"{line[: SHOWN // 2 - 3]} ... {line[-SHOWN // 2 + 2 :]}"
 
 
-Status = Mapping[str, Any]
-"""A worker's answer about a job, by its agent."""
-NO_JOB: Status = {
-    **dict.fromkeys(("host", "job", "worker", "workers", "exit", "pid", "created", "ended", "record", "progress")),
-    **{"state": "none", "log_bytes": 0},
-}
 JobOutcome = Literal["none", "running", "done", "stopped", "guard", "failed"]
 
 
 def outcome(statuses: Sequence[Status | None]) -> JobOutcome:
-    """The state of a job, from the `status` answer of each of its workers (None: the worker does not answer).
+    """The state of a job, from the status of each of its workers; None: the worker does not answer.
 
-    `running`: no worker has failed yet. `stopped`: the job was saved and can be continued.
+    `running` means that no worker has failed yet; `stopped`, that the job has saved and can be continued.
     """
     if ends := _ends(statuses):
         return "guard" if ends[0].blame == _GUARD else "failed"
@@ -164,7 +223,7 @@ def outcome(statuses: Sequence[Status | None]) -> JobOutcome:
 
 
 def first_failure(statuses: Sequence[Status | None]) -> str | None:
-    """One line from the same answers: which worker failed first and why; None if none has failed."""
+    """One line that says which worker failed first and why; None if none has failed."""
     ends = _ends(statuses)
     if not ends:
         return None
@@ -180,15 +239,15 @@ def first_failure(statuses: Sequence[Status | None]) -> str | None:
 
 
 def _ends(statuses: Sequence[Status | None]) -> list["_End"]:
-    """How workers have failed, the cause first; empty: none has."""
+    """The failures of workers, the cause first."""
     ends = [end for worker, status in enumerate(statuses) if (end := _end_of(worker, status)) is not None]
     if all(end.blame == _UNREACHABLE for end in ends) and len(ends) < len(statuses):
-        return []  # the network between us and them may be at fault: the others go on
+        return []  # the network between here and there may be at fault: the other workers continue
     return sorted(ends, key=lambda end: (end.blame, *end.order))
 
 
 _CAUSE, _GUARD, _UNREACHABLE, _KILLED, _CONSEQUENCE = range(5)
-"""Who is to blame before whom: jax aborts all the others, so their ends mean nothing."""
+"""Kinds of failures, the likeliest cause first: jax aborts all other workers, so their ends mean nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +260,7 @@ class _End:
 
 
 def _end_of(worker: int, status: Status | None) -> _End | None:
-    """How a worker's job failed; None: it has not failed."""
+    """The failure of a worker's process; None: it has not failed."""
     if status is None:
         return _End(worker, _UNREACHABLE, (0.0, worker), f"worker {worker} does not answer")
     name = f"worker {worker} ({status['host']})"
@@ -219,7 +278,7 @@ def _end_of(worker: int, status: Status | None) -> _End | None:
     return _End(worker, blame, order, f"{name} {_sentence(record)}", hang)
 
 
-def _sentence(record: Mapping[str, Any]) -> str:
+def _sentence(record: JsonObject) -> str:
     where = "" if record["phase"] is None else f" in {record['phase']}"
     where += "" if record["step"] is None else f" after step {record['step']}"
     verb = {
@@ -234,7 +293,7 @@ def _sentence(record: Mapping[str, Any]) -> str:
 
 
 def _most_behind(statuses: Sequence[Status | None]) -> tuple[int, str] | None:
-    """The worker that the others wait for: it has begun the fewest phases; None where all have begun as many."""
+    """The worker that the others wait for, which has begun the fewest phases; None if all have begun equally many."""
     known = [
         (status["progress"]["position"], worker, status["progress"])
         for worker, status in enumerate(statuses)

@@ -1,8 +1,8 @@
-"""Text that a process is about to write, without the values of secrets and without what could drive a terminal.
+"""Removes the values of secrets and the control sequences of terminals from text before it is written.
 
-A value is found in any case of writing (`_forms` lists them): as it is, quoted for a URL, as hexadecimal digits, in
-base64 alone or behind a user's name, and also where spaces, line ends, quotes or a table's borders stand inside it, as
-a traceback that wraps its lines leaves them. Compared are letters and digits alone, lower case. Standard library only.
+A value is found in every form that `_forms` lists: as it is, quoted for a URL, as hexadecimal digits, in base64 alone
+or behind a user's name; also with spaces, line ends, quotes or a table's borders inside, as a traceback that wraps its
+lines has them. Only letters and digits are compared, in lower case. Standard library only.
 """
 
 import base64
@@ -12,9 +12,9 @@ import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 
 SHORTEST = 8
-"""Letters and digits that a secret must have at least: shorter values occur in any text."""
+"""Fewest letters and digits of a secret: shorter values occur in any text."""
 HELD = 4
-"""Letters and digits at the end of a text that are held back where a secret begins with them."""
+"""Fewest letters and digits at the end of a text that are held back because a secret begins with them."""
 HIDDEN = "[redacted]"
 SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD)$", re.IGNORECASE)
 """Names of variables whose values are secrets."""
@@ -30,11 +30,11 @@ _BEGUN = re.compile(
     r"(?:\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07\x9c]*|[ -/]*)?|\x9b[0-?]*[ -/]*|[\x90\x98\x9d-\x9f][^\x07\x9c]*|\r)\Z"
 )
 LONGEST_SEQUENCE = 4096
-"""Characters after which what began like a control sequence is text."""
+"""Characters after which the beginning of a control sequence counts as text."""
 
 
 def without_controls(text: str) -> str:
-    """The text without control characters and terminal sequences; tabs stay, and a carriage return ends a line."""
+    """Remove control characters and terminal sequences; tabs stay, and a carriage return ends a line."""
     return _CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
@@ -42,31 +42,32 @@ class Redactor:
     """Removes the values of secrets from texts."""
 
     def __init__(self, values: Iterable[str]) -> None:
-        """Values with fewer letters and digits than `SHORTEST` are left alone."""
+        """Set the values; one with fewer letters and digits than `SHORTEST` is ignored."""
         found = {form for value in values if len(_plain(value)) >= SHORTEST for form in _forms(value)}
         self.forms = tuple(sorted(found, key=len, reverse=True))
-        """Letters and digits of every way in which a value may be written, longest first."""
+        """Letters and digits of every form of a value, longest first."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], more: Iterable[str] = ()) -> "Redactor":
-        """The values of all variables with a secret's name, and `more`."""
+        """A redactor of all variables with a secret's name, and of `more`."""
         return cls([*(value for name, value in environ.items() if SECRET_NAME.search(name)), *more])
 
     def redact(self, text: str) -> str:
-        """The text without them."""
+        """The text without the values."""
         return "".join(self.stream([text]))
 
     def found_in(self, text: str) -> bool:
-        """Whether the text has one of them."""
+        """Whether the text contains one of the values."""
         return any(form in _plain(text) for form in self.forms)
 
     def stream(self, parts: Iterable[str]) -> Iterator[str]:
-        """The parts without them, also where one is spread over several parts; one piece for each, and one more."""
+        """Yield the parts without the values, even values spread over several parts; at the end, one more piece."""
         if not self.forms:
             yield from parts
             return
         longest = len(self.forms[0])
-        before, held = "", ""  # letters and digits of what is out already; what is not, since a secret may begin there
+        before = ""  # letters and digits that were yielded
+        held = ""  # text that was held back, since a secret may begin there
         for part in parts:
             text = held + part
             plain = before + _plain(text)
@@ -77,15 +78,15 @@ class Redactor:
         yield HIDDEN if len(_plain(held)) >= SHORTEST else held
 
     def _begun(self, plain: str) -> int:
-        """How many letters and digits at the end are the beginning of a form, if they are `HELD` or more; else 0."""
+        """Number of letters and digits at the end that begin a form, if they are `HELD` or more; else 0."""
         longest = min(len(plain), len(self.forms[0]) - 1)
         lengths = range(longest, HELD - 1, -1)
         return next((n for n in lengths if any(form.startswith(plain[-n:]) for form in self.forms if len(form) > n)), 0)
 
     def _hide(self, text: str, plain: str, offset: int, start: int) -> tuple[str, str]:
-        """The text up to where a form begins at `start` of `plain`, redacted, and the rest of the text.
+        """Redact the text up to a form that begins at `start` of `plain`; return that, and the rest of the text.
 
-        `plain` has `offset` letters and digits before those of the text.
+        The first `offset` letters and digits of `plain` precede the text.
         """
         spans = [span for form in self.forms for span in _found(form, plain)]
         if len(plain) == offset or (not spans and start == len(plain)):
@@ -104,12 +105,12 @@ class Redactor:
 
 
 def filtered(parts: Iterable[str], redactor: Redactor) -> Iterator[str]:
-    """A stream of text without secrets and without controls, also where either is spread over several parts."""
+    """Yield text without secrets and control sequences, even if either is spread over several parts."""
     return redactor.stream(_uncontrolled(parts))
 
 
 def own_redactor() -> Redactor:
-    """That of this process's environment."""
+    """A redactor of this process's environment."""
     return Redactor.from_environment(os.environ)
 
 
@@ -124,7 +125,7 @@ def _uncontrolled(parts: Iterable[str]) -> Iterator[str]:
 
 
 def _forms(value: str) -> set[str]:
-    """Letters and digits of the ways in which a value may be written."""
+    """Letters and digits of the forms in which a value may be written."""
     data = value.encode()
     escaped = "".join(f"x{byte:02x}" for byte in data), "".join(f"u{ord(character):04x}" for character in value)
     # base64 of a longer text that holds the value shows it shifted by nothing, one or two bytes; its ends depend on
@@ -148,7 +149,7 @@ def _found(form: str, plain: str) -> Iterator[tuple[int, int]]:
 
 
 def _merged(spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The spans in order, those that overlap as one."""
+    """The spans in order; overlapping ones are merged."""
     spans = sorted(spans)
     while spans:
         first, last = spans.pop(0)

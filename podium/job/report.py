@@ -1,4 +1,4 @@
-"""What the processes of a job say of themselves, where no supervisor is asked: `python -m podium.job.report FOLDER`.
+"""The end of a job by its processes' own records, without a supervisor: `python -m podium.job.report FOLDER`.
 
 FOLDER has a folder for each worker, by number: PODRUN_JOB_DIR of each, as the scripts for Slurm and Kubernetes set it.
 """
@@ -6,13 +6,12 @@ FOLDER has a folder for each worker, by number: PODRUN_JOB_DIR of each, as the s
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from podium.job.records import NO_JOB, PROGRESS, RECORD, first_failure, outcome, read_json
+from podium.job.records import NO_JOB, PROGRESS, RECORD, Status, first_failure, outcome, read_json
 
 
-def statuses(folder: Path) -> list[dict[str, Any]]:
-    """As each worker's agent would answer, in order; one without a record was killed, or runs yet."""
+def statuses(folder: Path) -> list[Status]:
+    """The status of each worker, in order, as its agent would give it; without a record, a worker counts as killed."""
     found = []
     for worker in sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name)):
         record = read_json(worker / RECORD)
@@ -23,7 +22,7 @@ def statuses(folder: Path) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print how a job ended, and who was first; the exit status is 0 where it is done or stopped."""
+    """Print how a job ended and which worker failed first; the exit status is 0 if it is done or stopped."""
     found = statuses(Path(arguments[0]))
     print(f"podium: {first_failure(found) or outcome(found)}", flush=True)
     return int(outcome(found) not in ("done", "stopped"))

@@ -1,8 +1,8 @@
 """Ends a process that has stopped making progress, after printing the stack of every thread.
 
-A process that hangs still answers jax's heartbeats, so jax never notices, and all others wait for it for ever. The
-training loop announces each phase and, in long ones, gives signs of life; each phase has an allowance: how long it may
-be silent. Standard library only.
+A process that hangs still answers jax's heartbeats, so jax never notices and all others wait for it forever. The
+training loop announces each phase and pings the watchdog in long ones; each phase has an allowance, the seconds for
+which it may be silent. Standard library only.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ TIMES_MEDIAN = 5.0
 WAITING, TIMES_WAITING = "waiting for the other hosts", 3.0
 REMEMBERED = 20  # durations of a phase
 BACKUP_S = 60.0
-"""How long after the allowance faulthandler's own thread ends the process, should the watchdog's thread not get the
-interpreter."""
+"""Seconds after the allowance at which faulthandler's own thread ends the process, if the watchdog's thread does not
+get the interpreter."""
 
 
 class Watchdog:
-    """Knows when the loop gave its last sign of life; inside `watching()`, a thread checks how long ago that was.
+    """Remembers the loop's last sign of life; inside `watching()`, a thread ends the process if it is too old.
 
     A phase may be silent for `hang_s`, or for five times the median of its earlier durations if that is longer; the
-    first phase of a name compiles and may take `compile_s`. `clock` gives seconds, `end` ends the process.
+    first phase of a name compiles and may take `compile_s`. `clock` returns seconds; `end` ends the process.
     """
 
     def __init__(
@@ -44,8 +44,12 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        self._report, self._hang_s, self._compile_s, self._poll_s = report, hang_s, compile_s, poll_s
-        self._clock, self._end = clock, end
+        self._report = report
+        self._hang_s = hang_s
+        self._compile_s = compile_s
+        self._poll_s = poll_s
+        self._clock = clock
+        self._end = end
         self._durations: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._phase = "start"
         self._begun = self._heard = clock()
@@ -53,15 +57,16 @@ class Watchdog:
 
     @classmethod
     def from_environment(cls, report: ProgressReport, environ: Mapping[str, str]) -> "Watchdog":
-        """A watchdog with `hang_s` and `compile_s` from PODRUN_HANG_S and PODRUN_COMPILE_S, where they are set."""
+        """A watchdog with `hang_s` and `compile_s` from PODRUN_HANG_S and PODRUN_COMPILE_S, if they are set."""
         hang_s, compile_s = environ.get("PODRUN_HANG_S", HANG_S), environ.get("PODRUN_COMPILE_S", COMPILE_S)
         return cls(report, hang_s=float(hang_s), compile_s=float(compile_s))
 
     def phase(self, name: str) -> None:
-        """Begin a phase, which ends the one before."""
+        """End the current phase and begin another."""
         now = self._clock()
         self._durations[self._phase].append(now - self._begun)
-        self._phase, self._begun, self._heard = name, now, now
+        self._phase = name
+        self._begun = self._heard = now
         self._report.phase(name)
 
     def beat(self) -> None:
@@ -70,7 +75,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Wait for other processes in the block, more patiently than they do: the one that is stuck ends first."""
+        """Wait for other processes in the block, with more patience than theirs: the one that is stuck ends first."""
         phase = self._phase
         self.phase(WAITING)
         try:
@@ -79,7 +84,7 @@ class Watchdog:
             self.phase(phase)
 
     def allowance(self) -> float:
-        """Seconds that the current phase may be silent."""
+        """Seconds for which the current phase may be silent."""
         before = self._durations[self._phase]
         if not before:
             return self._compile_s
@@ -102,8 +107,9 @@ class Watchdog:
             self._write_progress()
 
     def check(self) -> float:
-        """Write the progress; end the process if it was silent for too long. Returns the seconds that it has left."""
-        silent, allowance = self._clock() - self._heard, self.allowance()
+        """Write the progress; end the process if it was silent for too long. Returns the seconds left until then."""
+        silent = self._clock() - self._heard
+        allowance = self.allowance()
         self._write_progress()
         if silent > allowance:
             message = f"no sign of life in {self._phase} for {silent:.0f} s"

@@ -1,8 +1,8 @@
-"""Runs one job on this host: keeps its output, passes a stop on to it, records its end, leaves no process behind.
+"""Runs one job on this host: keeps its output, forwards a stop, records its end, leaves no process behind.
 
-The supervisor leads a session that no terminal and no ssh connection belongs to; the job's command runs below it. A
-process of the job that loses its parent becomes the supervisor's child; should the supervisor itself be killed, the
-job's processes are found by `PODRUN_JOB_DIR` in their environment. Linux; standard library only.
+The supervisor leads a session without a terminal or an ssh connection; the job's command runs below it. A process of
+the job that loses its parent becomes the supervisor's child; if the supervisor itself is killed, the job's processes
+are found by `PODRUN_JOB_DIR` in their environment. Linux; standard library only.
 """
 
 import codecs
@@ -17,10 +17,10 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, BinaryIO, cast
 
 from podium.files import BUCKETS, write_atomically
-from podium.job.records import PROGRESS, read_json, write_record
+from podium.job.records import PROGRESS, Progress, read_json, write_record
 from podium.job.redact import Redactor, filtered
 from podium.pods.host.jobs import (
     ASKED,
@@ -44,12 +44,12 @@ FULL_BYTES = 1 << 20  # a disk with less room than this is full
 COPY_S = 30.0
 """Seconds between copies of the log into the run's folder."""
 BUCKET_S = 60.0
-"""For the last copy into a bucket."""
+"""Seconds that the last copy into a bucket may take."""
 POLL_S = 5.0
 
 
 def supervise(host: Host, job: str) -> int:
-    """Run the job's command to its end; the whole life of a process of its own."""
+    """Run the job's command to its end; returns the exit status of the supervisor's own process."""
     folder = host.folder(job)
     spec = JobSpec(**(read_json(folder / "job.json") or {}))
     with _hold(host.home / "host.lock", job) as lock:
@@ -91,7 +91,7 @@ def supervise(host: Host, job: str) -> int:
 
 
 def _job_variables(spec: JobSpec, folder: Path) -> dict[str, str]:
-    """The environment variables that describe the job to its processes."""
+    """Environment variables that describe the job to its processes."""
     variables = {
         "PODRUN_JOB": spec.job,
         JOB_DIR: folder,
@@ -106,10 +106,10 @@ def _job_variables(spec: JobSpec, folder: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _hold(path: Path, job: str) -> Iterator[Any]:
-    """The host's lock with the job's name in it, for the block and for as long as the command lives."""
+def _hold(path: Path, job: str) -> Iterator[IO[str]]:
+    """Hold the host's lock, with the job's name in it, for the block and for as long as the command lives."""
     with path.open("a+", encoding="utf-8") as lock:
-        if not wait_until(lambda: try_lock(lock, fcntl.LOCK_EX), LOCK_S):  # somebody may check whether it is free
+        if not wait_until(lambda: try_lock(lock, fcntl.LOCK_EX), LOCK_S):  # `Host.holder` takes it for a moment
             raise StartError(f"{path} is locked; another job has the host")
         lock.truncate(0)
         lock.write(job)
@@ -118,7 +118,7 @@ def _hold(path: Path, job: str) -> Iterator[Any]:
 
 
 def _forward_stop(process: "subprocess.Popen[bytes]", folder: Path) -> list[int]:
-    """Pass SIGTERM on to the command, and kill all when it gives no sign of life; the list says whether that began."""
+    """Forward SIGTERM to the command, and kill all if it gives no sign of life; the list is empty until a SIGTERM."""
     asked: list[int] = []
 
     def stop(number: int, frame: object) -> None:
@@ -140,34 +140,37 @@ def _forward_stop(process: "subprocess.Popen[bytes]", folder: Path) -> list[int]
     return asked
 
 
-def _pump(source: Any, log: BinaryIO, redactor: Redactor, tail: "deque[str]") -> None:
-    """Copy the job's output to its log as it comes, without the values of secrets and what could drive a terminal.
+def _pump(source: IO[bytes], log: BinaryIO, redactor: Redactor, tail: "deque[str]") -> None:
+    """Copy the job's output to its log as it comes, without secrets and terminal sequences.
 
-    `tail` gets the last of it, also where the disk is full and takes no more.
+    `tail` receives the end of it, even if the disk is full.
     """
     for text in filtered(_decoded(source), redactor):
         tail.append(text)
-        with contextlib.suppress(OSError):  # a full disk must not end the job
+        with contextlib.suppress(OSError):  # a full disk does not end the job
             log.write(text.encode("utf-8"))
 
 
-def _decoded(source: Any) -> Iterator[str]:
+def _decoded(source: IO[bytes]) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
-    while data := source.read1(CHUNK):
+    while data := os.read(source.fileno(), CHUNK):
         yield decoder.decode(data)
     yield decoder.decode(b"", final=True)
 
 
 class LogCopies:
-    """Copies what a job's log has grown by into the run's folder or bucket, which outlives this machine."""
+    """Copies the new part of a job's log into the run's folder or bucket, which outlives this machine."""
 
     def __init__(self, folder: Path, spec: JobSpec) -> None:
-        self._folder, self._spec, self._name = folder, spec, f"{spec.job}-worker{spec.worker}"
-        self._copied = self._tried = 0  # bytes, and how many there will be when what copies them has ended
+        self._folder = folder
+        self._spec = spec
+        self._name = f"{spec.job}-worker{spec.worker}"
+        self._copied = 0  # bytes
+        self._tried = 0  # bytes copied once the current copy has ended
         self._copying: subprocess.Popen[bytes] | None = None
 
     def update(self, *, last: bool = False) -> None:
-        """Copy what is new, once the job has said where its run is; a folder that cannot be written is left alone."""
+        """Copy the new part, once the job has said where its run is; errors are ignored."""
         run = (read_json(self._folder / PROGRESS) or {}).get("run_dir")
         with contextlib.suppress(OSError):
             if run and run.startswith(BUCKETS):
@@ -183,7 +186,7 @@ class LogCopies:
                     self._copied = log.tell()
 
     def _into_bucket(self, target: str, *, last: bool) -> None:
-        """Have another process do it, by the job's Python; whoever is `last` waits for it."""
+        """Copy in another process, with the job's Python; the last copy waits for it."""
         if self._copying is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._copying.wait(BUCKET_S if last else 0.0)
@@ -193,9 +196,16 @@ class LogCopies:
             self._copying = None
         if (size := (self._folder / "log").stat().st_size) > self._copied:
             self._tried = size
-            python, quiet = self._spec.command[0], subprocess.DEVNULL
+            quiet = subprocess.DEVNULL
             self._copying = subprocess.Popen(
-                [python, "-m", "podium.pods.host.copy_log", self._folder / "log", target, str(self._copied)],
+                [
+                    self._spec.command[0],
+                    "-m",
+                    "podium.pods.host.copy_log",
+                    self._folder / "log",
+                    target,
+                    str(self._copied),
+                ],
                 cwd=self._spec.cwd,
                 env={**os.environ, **self._spec.env},
                 stdin=quiet,
@@ -208,7 +218,7 @@ class LogCopies:
 
 
 def _record_end(folder: Path, spec: JobSpec, status: int, said: str, *, after_stop: bool) -> None:
-    """Record why the job ended, unless it has done so itself."""
+    """Record why the job ended, unless it has recorded that itself."""
     if status == 0:
         kind, message = "done", "done"
     elif status > 128:
@@ -219,4 +229,5 @@ def _record_end(folder: Path, spec: JobSpec, status: int, said: str, *, after_st
         kind, message = "exit", f"exit status {status}; the log ends with: {last_line(said)}"
     if status and shutil.disk_usage(folder).free < FULL_BYTES:
         message += f"; the disk of {folder} is full: delete something there (podium pod ssh), then start again"
-    write_record(folder, kind, message, status, worker=spec.worker, progress=read_json(folder / PROGRESS) or {})
+    progress = cast("Progress", read_json(folder / PROGRESS) or {})
+    write_record(folder, kind, message, status, worker=spec.worker, progress=progress)
