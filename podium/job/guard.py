@@ -131,7 +131,7 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
         return [*problems, *missing], bool(problems)
 
     def _meet(self) -> tuple[list["_Peer"], list[str], list[str]]:
-        """Accept workers; returns connections, problems with duplicates and numbers, and a line about missing workers."""
+        """Accept workers; returns connections, problems with duplicates or numbers, and a line on missing workers."""
         assert self._server is not None
         workers = self.cluster.workers
         peers: list[_Peer] = []

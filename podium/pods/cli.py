@@ -1,24 +1,21 @@
-"""The group `podium pod`. Its commands (`podium.pods.commands`) are imported when one of them is asked for."""
-
-from collections.abc import Mapping
-from typing import Any
+"""The group `podium pod`. Its commands (`podium.pods.commands`) are imported when one of them is used."""
 
 import typer
 from typer.core import TyperGroup
 
 
 class _PodGroup(TyperGroup):
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(_commands())
+    def list_commands(self, ctx):
+        return _group().list_commands(ctx)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return _commands().get(cmd_name)
+    def get_command(self, ctx, cmd_name):
+        return _group().get_command(ctx, cmd_name)
 
 
-def _commands() -> Mapping[str, Any]:
+def _group() -> TyperGroup:
     from podium.pods.commands import app
 
-    return typer.main.get_group(app).commands
+    return typer.main.get_group(app)
 
 
 pod_app = typer.Typer(

@@ -1,18 +1,20 @@
-"""The `podium pod` commands: from renting a slice to giving it back.
+"""The `podium pod` commands: from renting a slice to deleting it.
 
-Nothing is kept on this machine: every command asks Google what exists, so it can be given on any laptop of the owner.
-Results go to stdout, progress to stderr.
+Nothing is stored on this machine: every command asks Google what exists, so it works from any laptop of the owner.
+Results go to stdout, progress to stderr. With `--dry-run` a command runs in a world of placeholders
+(`podium.pods.rehearsal`).
 """
 
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from podium.job.records import first_failure
+from podium.job.records import JsonObject, Status, first_failure
 from podium.pods.clusters import k8s_manifest, slurm_script
 from podium.pods.gcloud import GcloudError
 from podium.pods.inventory import RUN, STOP, Slice, machine_name
@@ -32,9 +34,9 @@ from podium.settings import load_settings
 
 POLL_S = 5.0
 WHOLE_LOG_BYTES = 2**23
-"""Read of a log at a time, when all of it is asked for."""
+"""Bytes that are read at a time of a whole log."""
 LINE_BYTES = 300
-"""Assumed length of a log line, at the most, when the last N lines are asked for."""
+"""Assumed length of a log line, to read the last N lines."""
 
 app = typer.Typer()
 
@@ -49,11 +51,11 @@ Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StatusAnswer:
-    """What `podium pod status --json` prints."""
+    """The output of `podium pod status --json`."""
 
-    slice: dict[str, Any]
+    slice: JsonObject
     outcome: str
-    workers: list[Any]
+    workers: Sequence[Status | None]
     """The agents' own answers, in order; null: the worker does not answer."""
 
 
@@ -89,12 +91,12 @@ def status(common: Common, name: AnyName = None, as_json: AsJson = False) -> Non
         tpu_slice = project.slices.locate(name)
     except SliceError:
         machines = [each for each in keepers(project, name) if project.slices.is_ours(each)]
-        if not as_json and machines:  # it rents the slice just now, or nobody gave one
+        if not as_json and machines:  # one is renting the slice right now, or could not get it
             project.answer(slice_table(machines, project.slices.owner, now))
         raise
     job = poll(project.remote(tpu_slice)) if tpu_slice.state == "ready" else JobStatus(workers=())
     if as_json:
-        found = StatusAnswer(slice=slice_json(tpu_slice, now), outcome=job.outcome, workers=list(job.workers))
+        found = StatusAnswer(slice=slice_json(tpu_slice, now), outcome=job.outcome, workers=job.workers)
         return project.answer(json.dumps(dataclasses.asdict(found)))
     project.answer(slice_table([tpu_slice], project.slices.owner, now))
     if job.workers:
@@ -158,7 +160,7 @@ def stop(common: Common, name: AnyName = None) -> None:
         after = stop_job(remote, None, clock=project.clock, say=project.say)
     except (RemoteError, GcloudError):
         if (now := project.slices.now(tpu_slice)) is None or now.state == "deleting":
-            return project.answer(f"{where} has been deleted by who kept its run alive")
+            return project.answer(f"{where} has been deleted by the command that kept its run alive")
         raise
     if before.name is None:
         return project.answer(f"no job has been started on {remote.name}")
@@ -170,7 +172,7 @@ def stop(common: Common, name: AnyName = None) -> None:
 @app.command()
 @flattened
 def down(name: Name, common: Common) -> None:
-    """Delete a slice of yours, and the machine that keeps its run alive, and verify that it is gone."""
+    """Delete a slice of yours and the machine that keeps its run alive, and verify that they are gone."""
     project = open_project(common, Placeholders(name=name, keeper=machine_name(name)))
     project.note("what keeps its run alive, if anything does:")
     if not os.environ.get(OWNER_VARIABLE) and (keeper := delete_keeper(project, name)):
@@ -233,17 +235,17 @@ def reap(
 
 
 def _use(project: Project, tpu_slice: Slice) -> str | None:
-    """What may be running on a slice; None: nothing."""
+    """What is or may be running on a slice, in words; None: nothing."""
     if tpu_slice.state != "ready":
         return None
     try:
         job = poll(project.remote(tpu_slice))
     except GcloudError as error:
-        if error.kind == "unusable":  # it has ended since
+        if error.kind == "unusable":  # it has ended since it was listed
             return None
         raise
     if job.unheard:
-        return "its machines do not answer, so that it is unknown what they do"
+        return "its machines do not answer, so it is unknown what they do"
     return f"{job.name} runs there, at step {job.step}" if job.running else None
 
 
@@ -306,6 +308,6 @@ def k8s(
     ] = None,
     spot: Annotated[bool, typer.Option("--spot/--on-demand", help="Which machines the node pool has.")] = True,
 ) -> None:
-    """Print the config as a JobSet for GKE, where TPU7x is rented alone and GPUs too."""
+    """Print the config as a JobSet for GKE, which rents GPUs too and is the only way to rent TPU7x."""
     loaded = load_settings(config, settings or [])
     print(k8s_manifest(loaded.config, type, nodes=nodes, image=image, claim=claim, spot=spot), end="")

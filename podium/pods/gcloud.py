@@ -1,11 +1,11 @@
-"""A thin layer over the gcloud command line: exact arguments out, parsed JSON back, failures by kind.
+"""A thin layer over the gcloud command line: exact arguments in, parsed JSON out, failures by kind.
 
-Only the GA track is used. The defects of gcloud 528 decide how it is called; a test runs the real gcloud for each of
-them (tests/pods/test_gcloud.py):
+Only the GA track is used. Defects of gcloud 528 decide how it is called; a test runs the real gcloud for each of them
+(tests/pods/test_gcloud.py):
 
 * a create whose reply was lost is sent again and fails with ALREADY_EXISTS, although the slice exists and costs money;
 * 429 is not retried, and the result of `--worker=2,3` is lost, so callers retry and count workers themselves;
-* a list of virtual machines that failed is an empty list, with a warning and exit status 0;
+* listing virtual machines may fail with an empty list, a warning and exit status 0;
 * the whole command line is written to gcloud's own log, so it must never contain a secret.
 
 `podium.pods.slices` decides what is rented and deleted, `podium.pods.remote` runs commands on the workers.
@@ -33,7 +33,7 @@ Kind = Literal[
 """missing: gcloud itself; disabled: the API is not enabled; rate: too many requests, may succeed later; unusable: the
 node has ended; unavailable and timeout: the request may or may not have been done."""
 _KINDS: tuple[tuple[Kind, str], ...] = (
-    # without a network gcloud cannot refresh a user's token, and says to log in
+    # without a network gcloud cannot refresh a user's token, and asks to log in
     (
         "unavailable",
         r"refreshing your current auth tokens.*(max retries|connection|resolve|timed out|unreachable|proxy)",
@@ -59,9 +59,9 @@ _KINDS: tuple[tuple[Kind, str], ...] = (
     ("unavailable", r"unavailable|gcloud crashed|timed out|connection|unable to find the server|network connectivity"),
     ("invalid", r"invalid|unrecognized arguments|argument --|must be specified"),
 )
-"""What the lower-case text of an error means; the first that fits counts."""
-UNTOLD = "WARNING: Some requests did not succeed."
-"""What gcloud says of lists that failed, and ends with status 0."""
+"""The meaning of an error's text in lower case; the first pattern that matches counts."""
+INCOMPLETE = "WARNING: Some requests did not succeed."
+"""Printed by gcloud when a list has failed, with exit status 0."""
 _WAYS_OUT: Mapping[Kind, str] = {
     "missing": "install the Google Cloud CLI (cloud.google.com/sdk/docs/install) and run: gcloud auth login",
     "project": "name a project with --project, or run: gcloud config set project PROJECT",
@@ -86,11 +86,13 @@ class Finished:
 
     argv: tuple[str, ...]
     returncode: int | None
-    """None: it ran past its time and was killed."""
+    """None: it exceeded its time limit and was killed."""
     stdout: str
     stderr: str
 
 
+ApiAnswer = Any
+"""Objects, or a list of them, as the API describes them."""
 Runner = Callable[[Sequence[str], float], Finished]
 """Runs a command with a time limit in seconds."""
 
@@ -104,7 +106,7 @@ class GcloudError(ValueError):
 
     @property
     def uncertain(self) -> bool:
-        """Whether the request may have been done nevertheless."""
+        """Whether the request may have been carried out nevertheless."""
         return self.kind in ("unavailable", "timeout")
 
     @property
@@ -114,12 +116,12 @@ class GcloudError(ValueError):
 
     @property
     def lasting(self) -> bool:
-        """Whether neither waiting nor other machines help."""
+        """Whether neither waiting nor other machines would help."""
         return not self.transient and self.kind != "unusable"
 
 
 def run_process(argv: Sequence[str], timeout_s: float) -> Finished:
-    """Run a command without input, in a session that is killed after `timeout_s`; GcloudError: no such program."""
+    """Run a command without input and kill it after `timeout_s` seconds. GcloudError: it is not installed."""
     try:
         process = subprocess.Popen(
             argv,
@@ -135,7 +137,7 @@ def run_process(argv: Sequence[str], timeout_s: float) -> Finished:
     try:
         stdout, stderr = process.communicate(timeout=timeout_s)
         return Finished(argv=tuple(argv), returncode=process.returncode, stdout=stdout, stderr=stderr)
-    except BaseException as error:  # Ctrl-C too leaves nothing behind
+    except BaseException as error:  # also after Ctrl-C, nothing is left behind
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         stdout, stderr = process.communicate()
@@ -146,7 +148,7 @@ def run_process(argv: Sequence[str], timeout_s: float) -> Finished:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Order:
-    """What to rent: one slice."""
+    """An order for one slice."""
 
     name: str
     accelerator: str
@@ -154,7 +156,7 @@ class Order:
     """Software version of the machines."""
     spot: bool
     queued: bool
-    """As a queued resource, which waits for capacity; otherwise a node, which fails if there is none now."""
+    """As a queued resource, which waits for capacity; otherwise as a node, which fails without capacity."""
     valid_until_s: int
     """Seconds after which a queued resource without machines expires."""
     labels: Mapping[str, str]
@@ -163,18 +165,18 @@ class Order:
 
 @dataclasses.dataclass(frozen=True)
 class Argv:
-    """The exact command lines for one project; `Gcloud` runs them and `--dry-run` prints them."""
+    """The exact command lines for one project."""
 
     project: str | None = None
     vm: bool = False
-    """Whether `ssh` and `scp` are to an ordinary virtual machine, not to the workers of a slice."""
+    """Whether `ssh` and `scp` go to an ordinary virtual machine, not to the workers of a slice."""
 
     def settings(self) -> tuple[str, ...]:
-        """Show gcloud's account, project and zone."""
+        """Print gcloud's account, project and zone."""
         return ("gcloud", "config", "list", "--format=json", "--quiet")
 
     def nodes(self, zone: str = "-") -> tuple[str, ...]:
-        """List the nodes of a zone, or of all."""
+        """List the nodes of a zone, or of all zones."""
         return self._tpus("tpu-vm", "list", f"--zone={zone}")
 
     def queued(self, zone: str) -> tuple[str, ...]:
@@ -200,9 +202,10 @@ class Argv:
         return self._tpus("queued-resources", "create", order.name, f"--node-id={order.name}", *own, *common)
 
     def delete(self, name: str, zone: str, *, queued: bool) -> tuple[str, ...]:
-        """Delete a queued resource with its node, or a node without one."""
-        group, force = ("queued-resources", ("--force",)) if queued else ("tpu-vm", ())
-        return self._tpus(group, "delete", name, f"--zone={zone}", *force)
+        """Delete a queued resource with its node, or a node that has none."""
+        if queued:
+            return self._tpus("queued-resources", "delete", name, f"--zone={zone}", "--force")
+        return self._tpus("tpu-vm", "delete", name, f"--zone={zone}")
 
     def label(self, name: str, zone: str, labels: Mapping[str, str]) -> tuple[str, ...]:
         """Set labels of a node."""
@@ -225,7 +228,7 @@ class Argv:
         return self._tpus("tpu-vm", "scp", *files, *to, f"--worker={worker}", *flags, output=())
 
     def vms(self, name: str | None = None) -> tuple[str, ...]:
-        """List the virtual machines of a name, or all that Podium rented."""
+        """List the virtual machines of a name, or all that were rented with Podium."""
         return self._gcloud("instances", "list", f"--filter=name={name}" if name else f"--filter=labels.{OWNER}:*")
 
     def create_vm(
@@ -263,8 +266,10 @@ def _pairs(labels: Mapping[str, str]) -> str:
 
 SSH_OPTIONS = ("ConnectTimeout=10", "ServerAliveInterval=10", "ServerAliveCountMax=3")
 """gcloud sets none of these and would wait forever for a lost host."""
-READ_S, CHANGE_S = 60.0, 900.0
-"""Seconds that a command may take."""
+READ_S = 60.0
+"""Seconds that a command may take that changes nothing."""
+CHANGE_S = 900.0
+"""Seconds that any other command may take."""
 
 
 class Gcloud:
@@ -297,8 +302,8 @@ class Gcloud:
         """The same, whose `ssh` and `scp` go to ordinary virtual machines."""
         return Gcloud(self._runner, project=self.argv.project, is_secret=self._is_secret, note=self.note, vm=True)
 
-    def ask(self, argv: Sequence[str], timeout_s: float = READ_S) -> Any:
-        """The answer of a command as JSON: objects as the API describes them."""
+    def ask(self, argv: Sequence[str], timeout_s: float = READ_S) -> ApiAnswer:
+        """Run a command and return its answer, as the API describes it. Raises GcloudError if it fails."""
         finished = self.checked(argv, timeout_s)
         try:
             return json.loads(finished.stdout or "[]")
@@ -306,9 +311,9 @@ class Gcloud:
             raise GcloudError("unknown", f"{shlex.join(argv)} answered {finished.stdout[:200]!r}, not JSON") from None
 
     def checked(self, argv: Sequence[str], timeout_s: float = CHANGE_S) -> Finished:
-        """Run a command; raises GcloudError where it does not succeed."""
+        """Run a command. Raises GcloudError if it fails."""
         finished = self.run(argv, timeout_s)
-        if finished.returncode != 0 or UNTOLD in finished.stderr:
+        if finished.returncode != 0 or INCOMPLETE in finished.stderr:
             raise failure(finished)
         return finished
 
@@ -319,7 +324,7 @@ class Gcloud:
 
 
 def failure(finished: Finished) -> GcloudError:
-    """The error that a failed command means."""
+    """The error for a failed command."""
     command = f"{shlex.join(finished.argv[:6])} ..."
     if finished.returncode is None:
         return GcloudError("timeout", f"no answer in time: {command}")
@@ -330,9 +335,9 @@ def failure(finished: Finished) -> GcloudError:
 
 
 def _message(stderr: str) -> str:
-    """The message after the last `ERROR:`, in one line, without the command's name and advice."""
-    if UNTOLD in stderr:
-        return stderr.partition(UNTOLD)[2].strip(" -\n").partition("\n")[0]
+    """The message after the last `ERROR:`, in one line, without the command's name and gcloud's advice."""
+    if INCOMPLETE in stderr:
+        return stderr.partition(INCOMPLETE)[2].strip(" -\n").partition("\n")[0]
     start = stderr.rfind("ERROR: ")
     if start < 0:
         lines = [line.strip() for line in stderr.splitlines() if line.strip()]

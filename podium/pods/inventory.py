@@ -1,7 +1,7 @@
-"""What is rented: nodes and queued resources as the API lists them, joined into slices.
+"""Slices: the nodes and queued resources that the API lists, joined.
 
-`podium.pods.slices` asks for the lists and changes things. Everything that Podium must remember about a slice is in its
-labels, so that any laptop of the owner can use it and nothing without these labels is ever deleted.
+`podium.pods.slices` requests the lists, rents and deletes. Podium remembers everything about a slice in the slice's own
+labels, so any laptop of the owner can use it, and nothing without these labels is ever deleted.
 """
 
 import dataclasses
@@ -12,25 +12,28 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 State = Literal["ready", "creating", "waiting", "dead", "failed", "deleting"]
-"""ready: all machines run; creating: they are being made; waiting: queued; dead: preempted, stopped or ended; failed:
-the queued resource will never get machines. dead and failed slices use quota until they are deleted."""
+"""ready: all machines run; creating: they are being created; waiting: queued; dead: preempted, stopped or ended;
+failed: the queued resource will never get machines. Dead and failed slices use quota until they are deleted."""
 
 OWNER = "podium-owner"
 LEASE = "podium-lease"
 """When the lease expires, in Unix seconds."""
 LEASE_S = "podium-lease-s"
-"""How long the lease was made out for, and is renewed for."""
+"""Length of the lease in seconds, also when it is renewed."""
 ZONES = "podium-zones"
+"""Zones in which the slice was requested, in order."""
 RUN = "podium-run"
-"""The job that was last started on its machines, or is about to be."""
+"""The job that was last started on its machines, or is about to start."""
 STOP = "podium-stop"
 """When `podium pod stop` was last given, in Unix seconds."""
 LABEL_LENGTH = 63
-"""Longest value of a label; it may have lower-case letters, digits, `-` and `_`."""
+"""Most characters of a label's value: lower-case letters, digits, `-` and `_`."""
+ApiObject = Mapping[str, Any]
+"""A JSON object as the API describes it."""
 
 _QUEUED_STATES: Mapping[str, State] = {
     **dict.fromkeys(("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES"), "waiting"),
-    **dict.fromkeys(("PROVISIONING", "ACTIVE"), "creating"),  # its node is asked whether it is ready
+    **dict.fromkeys(("PROVISIONING", "ACTIVE"), "creating"),  # the node's state says whether it is ready
     **dict.fromkeys(("SUSPENDING", "SUSPENDED"), "dead"),
     "FAILED": "failed",
     "DELETING": "deleting",
@@ -45,13 +48,13 @@ _NODE_STATES: Mapping[str, State] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slice:
-    """Machines that are rented, or requested, together."""
+    """Machines that are rented or requested together."""
 
     name: str
     zone: str
     state: State
     detail: str
-    """The state in the API's own words."""
+    """The state as the API names it."""
     accelerator: str
     runtime: str
     spot: bool
@@ -62,25 +65,25 @@ class Slice:
     node: bool
     """Whether a node of this name exists."""
     addresses: tuple[str, ...]
-    """Internal addresses of its machines, by worker number; empty before it has any."""
+    """Internal addresses of its machines, by worker number; empty before there are machines."""
     labels: Mapping[str, str]
     created: datetime.datetime | None
-    """When its machines, or the request for them, were created."""
+    """When its machines were created, or the request for them."""
     service_account: str | None = None
 
     @property
     def owner(self) -> str | None:
-        """Who rented it; None: Podium did not."""
+        """The owner who rented it with Podium; None: it was not rented with Podium."""
         return self.labels.get(OWNER)
 
     @property
     def lease(self) -> float | None:
-        """When its lease expires, in Unix seconds; None if the label is missing or not a number."""
+        """The end of its lease in Unix seconds; None if the label is missing or not a number."""
         return self._number(LEASE)
 
     @property
     def lease_s(self) -> float | None:
-        """For how many seconds the lease is renewed; None if no label says so."""
+        """Length of its lease in seconds; None if no label says so."""
         return self._number(LEASE_S)
 
     @property
@@ -104,7 +107,7 @@ class Slice:
 
 
 def owner_label(account: str) -> str:
-    """An account as the value of the owner's label: its digest tells `a.b@x` from `a-b@x`."""
+    """An account as the value of the owner's label, with a digest that distinguishes `a.b@x` from `a-b@x`."""
     return f"{label_text(account)[: LABEL_LENGTH - 9]}-{hashlib.sha256(account.encode()).hexdigest()[:8]}"
 
 
@@ -119,19 +122,19 @@ def machine_name(slice_name: str) -> str:
 
 
 def zones_label(zones: Iterable[str]) -> str:
-    """As many of the zones, in order, as a label's value holds."""
+    """The first zones, in order, that fit into a label's value."""
     text = "_".join(zones)
     return text if len(text) <= LABEL_LENGTH else text[: LABEL_LENGTH + 1].rpartition("_")[0]
 
 
-def read_slices(nodes: Iterable[Mapping[str, Any]], queued: Iterable[Mapping[str, Any]]) -> list[Slice]:
-    """The slices that nodes and queued resources make up, sorted by zone and name.
+def read_slices(nodes: Iterable[ApiObject], queued: Iterable[ApiObject]) -> list[Slice]:
+    """Join nodes and queued resources into slices, sorted by zone and name.
 
     Args:
         nodes: the answer of `tpu-vm list`.
         queued: the answer of `queued-resources list`.
     """
-    made: dict[tuple[str, str], Mapping[str, Any]] = {}  # a queued resource's name and zone -> its first node
+    made: dict[tuple[str, str], ApiObject] = {}  # a queued resource's name and zone -> its first node
     slices = []
     for node in nodes:
         parent = node.get("queuedResource")
@@ -141,13 +144,14 @@ def read_slices(nodes: Iterable[Mapping[str, Any]], queued: Iterable[Mapping[str
             slices.append(_slice(None, node))
     for each in queued:
         slices.append(_slice(each, made.pop(_name_and_zone(each["name"]), None)))
-    slices.extend(_slice(None, node) for node in made.values())  # their queued resource is gone, or was not listed
+    slices.extend(_slice(None, node) for node in made.values())  # their queued resource is gone or was not listed
     return sorted(slices, key=lambda each: (each.zone, each.name))
 
 
-def _slice(queued: Mapping[str, Any] | None, node: Mapping[str, Any] | None) -> Slice:
+def _slice(queued: ApiObject | None, node: ApiObject | None) -> Slice:
     """The slice of a queued resource, of its node, or of both."""
-    request, machines = queued or {}, node or {}
+    request = queued or {}
+    machines = node or {}
     name, zone = _name_and_zone((queued or machines)["name"])
     spec = (request.get("tpu", {}).get("nodeSpec") or [{}])[0].get("node", {}) if queued else machines
     scheduling = machines.get("schedulingConfig", {})
@@ -171,8 +175,8 @@ def _slice(queued: Mapping[str, Any] | None, node: Mapping[str, Any] | None) -> 
     )
 
 
-def _state(request: Mapping[str, Any], machines: Mapping[str, Any]) -> tuple[State, str]:
-    """State of a slice, and its detail; each argument may be empty."""
+def _state(request: ApiObject, machines: ApiObject) -> tuple[State, str]:
+    """The state of a slice and its detail; each argument may be empty."""
     own = machines.get("state", "STATE_UNSPECIFIED")
     if not request:
         return _NODE_STATES.get(own, "creating"), own

@@ -1,9 +1,9 @@
-"""A run that is kept alive from a small machine of Google's: `podium pod run --keep-alive --on-vm`; the laptop may go.
+"""Keeps a run alive from a small machine of Google's, without a laptop: `podium pod run --keep-alive --on-vm`.
 
-The machine gets what workers get (code, config, secrets) and one job of the agent, which is `podium pod run
---keep-alive` with the same config. It has its owner's name for slices, so that every command works from any laptop as
-before. When the run has ended the machine deletes the slice and itself; `podium pod down` deletes both at any time.
-After a failure the machine is turned off instead, and tells why: nobody was looking.
+The machine receives the same as workers (code, config, secrets) and runs one job of the agent, which is `podium pod run
+--keep-alive` with the same config. Its slices have the laptop user's owner label, so every command works from any
+laptop as before. When the run has ended the machine deletes the slice and itself; `podium pod down` deletes both at any
+time. After a failure the machine is turned off instead, and its description says why.
 """
 
 import dataclasses
@@ -11,11 +11,10 @@ import datetime
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from podium.pods.gcloud import GcloudError
 from podium.pods.host.jobs import last_line
-from podium.pods.inventory import OWNER, RUN, Slice, State, label_text, machine_name
+from podium.pods.inventory import OWNER, RUN, ApiObject, Slice, State, label_text, machine_name
 from podium.pods.launch import RunSpec, prepare, start
 from podium.pods.options import Rent, RunOptions
 from podium.pods.project import Project
@@ -26,24 +25,26 @@ from podium.pods.world import OWNER_VARIABLE
 
 KEEP = Path(__file__).parent / "host" / "keep.sh"
 PREPARE = "prepare-workers.sh"
-"""What the user's script is called on this machine, which does not run it."""
+"""Name of the user's script on this machine, which only passes it on."""
 TOOLS = (
     "{ command -v git && python3 -c 'import ensurepip'; } >/dev/null 2>&1 || "
     "{ sudo apt-get update -q && sudo apt-get install -y -q git python3-venv; }"
 )
-TOOLS_S, BOOT_S, POLL_S = 900.0, 300.0, 10.0
+TOOLS_S = 900.0
+BOOT_S = 300.0
+POLL_S = 10.0
 END = "podium-end"
-"""Key of the machine's metadata with the end of its log (keep.sh)."""
+"""Key of the machine's metadata under which keep.sh writes the end of its log."""
 _STATES: Mapping[str, State] = {"RUNNING": "ready", "PROVISIONING": "creating", "STAGING": "creating"}
 
 
 def keep_on_vm(project: Project, name: str, zone: str, rent: Rent, options: RunOptions, spec: RunSpec) -> None:
-    """Have a machine in that zone rent the slice of that name if need be, and run and keep the run alive there.
+    """Have a machine in that zone rent the slice if it does not exist, start the run there and keep it alive.
 
-    Given again it finds the machine and what runs there.
+    Called again, it finds the machine and its job.
 
     Raises:
-        SliceError: a machine of that name is somebody else's.
+        SliceError: a machine of that name belongs to another owner.
         RemoteError: the machine cannot be reached, or cannot be set up.
     """
     machine = _rented(project, name, zone, rent)
@@ -54,16 +55,18 @@ def keep_on_vm(project: Project, name: str, zone: str, rent: Rent, options: RunO
     job, needed = prepare(remote, own, clock=project.clock, say=project.say, stop=f"podium pod down {name}")
     if needed:
         start(remote, own, job, say=project.say)
-    project.answer(f"{machine.name} in {machine.zone} keeps {spec.name} alive on {name}; this machine may go")
-    project.say(f"podium pod status {name}, logs and stop work as ever; the machine deletes itself when the run has")
+    project.answer(
+        f"{machine.name} in {machine.zone} keeps {spec.name} alive on {name}; this machine is no longer needed"
+    )
+    project.say(f"podium pod status {name}, logs and stop work as before; when the run has ended, the machine deletes")
     shown = shlex.join(remote.gcloud.argv.ssh(machine.name, machine.zone, "0", f"{HOME}/agent logs"))
-    project.say(f"ended, podium pod down {name} deletes both; what it does: {shown}")
+    project.say(f"itself; podium pod down {name} deletes both; its log: {shown}")
 
 
 def delete_keeper(project: Project, slice_name: str) -> str | None:
-    """Delete the machine that keeps the slice's run alive; its name, or None if there is none of ours.
+    """Delete our machine that keeps the slice's run alive; returns its name, or None if there is none.
 
-    Who may not list machines has none; that is told and hinders nothing.
+    Without permission to list machines, say so and return None.
     """
     for machine in keepers(project, slice_name):
         if machine.owner == project.slices.owner:
@@ -73,16 +76,17 @@ def delete_keeper(project: Project, slice_name: str) -> str | None:
 
 
 def keepers(project: Project, slice_name: str | None = None) -> list[Slice]:
-    """The machines that keep the runs of a slice alive, or of all, everyone's; each in the form of a slice of one.
+    """Machines of all owners that keep the run of a slice alive, or of any slice; each as a `Slice` of one machine.
 
-    Who may not list machines has none; that is told.
+    Without permission to list machines, say so and return none.
     """
-    gcloud, name = project.slices.gcloud, machine_name(slice_name) if slice_name else None
+    gcloud = project.slices.gcloud
+    name = machine_name(slice_name) if slice_name else None
     try:
         return [_as_slice(each) for each in gcloud.ask(gcloud.argv.vms(name))]
     except GcloudError as error:
         if error.transient or error.kind in ("missing", "project", "login"):
-            raise  # who does not see the machine leaves it to rent the slice again
+            raise  # a machine that is overlooked would rent the slice again
         if error.kind != "disabled":
             what = f"there is a machine {name}" if name else "machines keep runs alive"
             project.say(f"whether {what} cannot be seen: {error.text}")
@@ -92,7 +96,7 @@ def keepers(project: Project, slice_name: str | None = None) -> list[Slice]:
 def keeper_spec(
     machine: str, zone: str, owner: str, name: str, rent: Rent, options: RunOptions, spec: RunSpec
 ) -> RunSpec:
-    """The machine's job: to keep the run alive on the owner's slice of that name."""
+    """The machine's own job, which keeps the run alive on the owner's slice of that name."""
     package = spec.package
     sent = f'"$HOME/{package.folder}"'
     words = ["--keep-alive", "--slice", name, *_options(rent, options)]
@@ -114,7 +118,7 @@ def keeper_spec(
 
 
 def _options(rent: Rent, options: RunOptions) -> list[str]:
-    """What `podium pod run` was given, for the machine's own."""
+    """The options of `podium pod run`, for the machine's own command."""
     words = [f"--restarts={options.restarts}", f"--replacements={options.replacements}"]
     words += [] if options.down is None else ["--down" if options.down else "--keep"]
     words += ["--spot" if rent.spot else "--on-demand", "--queued" if rent.queued else "--now"]
@@ -132,8 +136,9 @@ def _options(rent: Rent, options: RunOptions) -> list[str]:
 
 
 def _rented(project: Project, name: str, zone: str, rent: Rent) -> Slice:
-    """The machine, rented if it is not there."""
-    gcloud, owner = project.slices.gcloud, project.slices.owner
+    """The machine, which is rented if it does not exist."""
+    gcloud = project.slices.gcloud
+    owner = project.slices.owner
     project.note("")
     found = _found(project, name)
     if found is not None and found.state == "dead" and found.owner == owner:
@@ -154,13 +159,14 @@ def _rented(project: Project, name: str, zone: str, rent: Rent) -> Slice:
 
 
 def _found(project: Project, name: str) -> Slice | None:
-    """The machine as it is listed, in the form of a slice of one."""
+    """The machine as it is listed, as a `Slice` of one machine; None if there is none."""
     gcloud = project.slices.gcloud
     return next((_as_slice(each) for each in gcloud.ask(gcloud.argv.vms(machine_name(name)))), None)
 
 
-def _as_slice(instance: dict[str, Any]) -> Slice:
-    status, created = instance.get("status", "?"), instance.get("creationTimestamp")
+def _as_slice(instance: ApiObject) -> Slice:
+    status = instance.get("status", "?")
+    created = instance.get("creationTimestamp")
     interfaces = instance.get("networkInterfaces") or [{}]
     metadata = {each["key"]: each.get("value", "") for each in instance.get("metadata", {}).get("items", [])}
     if END in metadata:
@@ -183,7 +189,7 @@ def _as_slice(instance: dict[str, Any]) -> Slice:
 
 
 def _wait_for(remote: Remote, project: Project) -> None:
-    """Wait until the machine, which may just be booting, can be reached."""
+    """Wait until the machine, which may still be booting, can be reached."""
     until = project.clock.monotonic() + BOOT_S
     while True:
         try:

@@ -69,7 +69,7 @@ def test_a_machine_rents_follows_replaces_and_leaves_nothing(world, pod):
     world.plan(steps=4, hold=True)
     status, out, err = pod(*keep(world))
     assert status == 0, err
-    assert out == f"{MACHINE} in {ZONES[0]} keeps job alive on demo; this machine may go\n"
+    assert out == f"{MACHINE} in {ZONES[0]} keeps job alive on demo; this machine is no longer needed\n"
     wait_for(lambda: len(world.metrics()) == 3, world)
     listed = json.loads(pod("ls", "--json")[1])
     assert [each["name"] for each in listed] == ["demo", MACHINE], "they are its owner's, not the machine's own"

@@ -1,10 +1,10 @@
-"""The worker's side of `podium pod`: short commands that the laptop gives, safe to repeat.
+"""The worker's side of `podium pod`: short commands from the laptop, each safe to repeat.
 
     python -m podium.pods.host.agent [--home DIR] probe|start|status|stop|logs ...
 
-Each prints one JSON object on one line (`logs` prints the log) and exits with 0, 1 failed, 2 wrong usage, or 75 another
-job runs here; never with 255, after which gcloud would run it again. Standard library only: it runs before anything is
-installed.
+Each prints one JSON object on one line (`logs` prints the log) and exits with 0 (done), 1 (failed), 2 (wrong usage) or
+75 (another job is running here); never with 255, after which gcloud would run it again. Standard library only: it runs
+before anything is installed.
 """
 
 import argparse
@@ -15,9 +15,9 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 from podium.files import RunFileError
 from podium.job.cluster import COORDINATOR_PORT, chips, local_worker
@@ -25,8 +25,14 @@ from podium.pods.host.jobs import GRACE_S, LONGEST_STOP_S, BusyError, Host, JobS
 from podium.pods.host.supervisor import supervise
 from podium.pods.secrets import SecretError, read_variables
 
-DONE, FAILED, USAGE, BUSY = 0, 1, 2, 75
+DONE = 0
+FAILED = 1
+USAGE = 2
+BUSY = 75
 LEAST_DISK = 2 * 2**30
+"""Free bytes that a worker must have."""
+Command = Callable[[argparse.Namespace, Host], int]
+"""Carries out a command and returns its exit status."""
 OURS = tuple(f"PODRUN_{name}" for name in ("JOB", "JOB_DIR", "WORKER", "WORKERS", "COORDINATOR", "ACCELERATOR"))
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -36,7 +42,7 @@ class UsageError(ValueError):
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
+    def error(self, message: str) -> NoReturn:
         raise UsageError(message)
 
 
@@ -78,13 +84,15 @@ def _parser() -> argparse.ArgumentParser:
     stop.add_argument("--wait", type=float, default=LONGEST_STOP_S, help="seconds to wait for its end")
     logs = _with_job(verbs, "logs", "print a job's log", _logs)
     logs.add_argument("--from-byte", type=int, default=0, help="print the log from this byte on")
-    logs.add_argument("--bytes", type=int, default=sys.maxsize, help="print at most so many")
+    logs.add_argument("--bytes", type=int, default=sys.maxsize, help="most bytes to print")
     _with_job(verbs, "supervise", "internal: used by start", lambda args, host: supervise(host, args.job), nargs=None)
     return parser
 
 
-def _with_job(verbs: Any, name: str, help: str, run: Any, *, nargs: str | None = "?") -> argparse.ArgumentParser:
-    """The parser of a command about a job: a named one, or the latest."""
+def _with_job(
+    verbs: "argparse._SubParsersAction[_Parser]", name: str, help: str, run: Command, *, nargs: str | None = "?"
+) -> argparse.ArgumentParser:
+    """Add a command about a job: the named one, or the latest."""
     parser = verbs.add_parser(name, help=help)
     parser.add_argument("job", nargs=nargs, type=_job_name)
     parser.set_defaults(run=run)
@@ -93,7 +101,9 @@ def _with_job(verbs: Any, name: str, help: str, run: Any, *, nargs: str | None =
 
 def _probe(args: argparse.Namespace, host: Host) -> int:
     host.home.mkdir(parents=True, exist_ok=True, mode=0o700)
-    python, devices, free = platform.python_version(), chips(), shutil.disk_usage(host.home).free
+    python = platform.python_version()
+    devices = chips()
+    free = shutil.disk_usage(host.home).free
     holder = host.holder()
     checks = {
         f"Python {python} is too old; 3.11 to 3.13 are supported": sys.version_info >= (3, 11),
@@ -109,7 +119,8 @@ def _probe(args: argparse.Namespace, host: Host) -> int:
 
 
 def _start(args: argparse.Namespace, host: Host) -> int:
-    peers, variables = tuple(filter(None, args.peers.split(","))), read_variables(args.env)
+    peers = tuple(filter(None, args.peers.split(",")))
+    variables = read_variables(args.env)
     if not args.command:
         raise UsageError("no command was given; write it after --")
     if taken := [name for name in OURS if name in variables]:
@@ -154,7 +165,7 @@ def _logs(args: argparse.Namespace, host: Host) -> int:
     return DONE
 
 
-def _answer(found: dict[str, Any], status: int) -> int:
+def _answer(found: Mapping[str, object], status: int) -> int:
     print(json.dumps(found), flush=True)
     return status
 

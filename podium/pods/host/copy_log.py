@@ -1,9 +1,9 @@
-"""Copies a log into a bucket, for the supervisor and by the Python of its job, which has what reaches buckets.
+"""Copies a log into a bucket, for the supervisor; it runs with the job's Python, which has the libraries for buckets.
 
     python -m podium.pods.host.copy_log LOG OBJECT FROM
 
-Objects cannot grow: the log is copied in parts, OBJECT.log, OBJECT.1.log and so on; those are written again that have
-changed since the log had FROM bytes.
+Objects cannot grow, so the log is copied in parts (OBJECT.log, OBJECT.1.log, ...); only parts that have changed since
+the log had FROM bytes are written again.
 """
 
 import itertools
@@ -16,7 +16,7 @@ PART_BYTES = 1 << 23
 
 
 def main() -> None:
-    """Copy what is new."""
+    """Copy the new parts."""
     log, target, start = sys.argv[1:]
     with Path(log).open("rb") as source:
         for part in itertools.count(int(start) // PART_BYTES):

@@ -1,10 +1,11 @@
 """The jobs of this host: one at a time, started once however often the command arrives, stopped with all processes.
 
-    HOME/host.lock           locked for as long as a job's supervisor or its main process lives
+    HOME/host.lock           locked while a job's supervisor or its main process lives
     HOME/jobs/JOB/           job.json, pid, log, progress.json, record.json, exit
     HOME/latest -> jobs/JOB  and latest.log, latest.pid, latest.exit
 
-`podium.pods.host.supervisor` runs a job; here it is started, asked about and stopped. Linux; standard library only.
+`podium.pods.host.supervisor` runs a job; this module starts it, reports its state and stops it. Linux; standard library
+only.
 """
 
 import contextlib
@@ -19,19 +20,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 from podium.files import RunFileError, write_atomically
-from podium.job.records import NO_JOB, PROGRESS, RECORD, one_line, read_json
+from podium.job.records import NO_JOB, PROGRESS, RECORD, JsonObject, one_line, read_json
 from podium.pods.host.processes import kill, marked, wait_until
 
 State = Literal["none", "starting", "running", "finished", "killed"]
 JOB_DIR = "PODRUN_JOB_DIR"
-RESERVE, RESERVE_BYTES = "reserve", 1 << 16
-"""A file that is deleted when the job ends, so that its end can be written to a disk that it has filled."""
+RESERVE = "reserve"
+"""A file that is deleted when the job ends, so that its end can be recorded on a disk that it has filled."""
+RESERVE_BYTES = 1 << 16
 START_S = 20.0
 GRACE_S = 60.0
-"""How long a job that was asked to stop may give no sign of life: a save gives them while it writes."""
+"""Seconds for which a job that was asked to stop may give no sign of life; saving gives them."""
 LONGEST_STOP_S = 3600.0
 LOCK_S = 5.0
 ASKED = "asked-to-stop"
@@ -45,7 +47,7 @@ ROOT = Path(__file__).absolute().parents[3]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """What to run; it is written to job.json, so no secret may be in it."""
+    """A job to run. It is written to job.json, so it must not contain secrets."""
 
     job: str
     command: tuple[str, ...]
@@ -56,12 +58,12 @@ class JobSpec:
     cwd: str
     env: dict[str, str]
     env_file: str | None
-    """File of secrets, read once; may be deleted as soon as the job has started."""
+    """File of secrets, which may be deleted as soon as the job has started."""
     created: float = dataclasses.field(default_factory=time.time)
 
 
 class BusyError(Exception):
-    """Another job runs on the host."""
+    """Another job is running on the host."""
 
     def __init__(self, job: str) -> None:
         super().__init__(f"job {job} is running on this host; stop it first")
@@ -79,7 +81,7 @@ class Host:
         self.home = home.absolute()
 
     def folder(self, job: str) -> Path:
-        """Where a job's files are."""
+        """The folder of a job's files."""
         return self.home / "jobs" / job
 
     def latest(self) -> str | None:
@@ -94,10 +96,10 @@ class Host:
         return None
 
     def state(self, job: str | None) -> State:
-        """The state of a job. `killed`: no process of it is left, and it did not record how it ended."""
+        """The state of a job; `killed` means that it has no process left and did not record how it ended."""
         if job is None or not (self.folder(job) / "job.json").exists():
             return "none"
-        running = self.holder() == job  # asked first: the exit is written before the lock is free
+        running = self.holder() == job  # checked first: the exit is written before the lock is free
         if (self.folder(job) / "exit").exists():
             return "finished"
         if running:
@@ -105,10 +107,10 @@ class Host:
         young = time.time() - (self.folder(job) / "job.json").stat().st_mtime < START_S
         return "starting" if young and not (self.folder(job) / "pid").exists() else "killed"
 
-    def status(self, job: str | None) -> dict[str, Any]:
-        """Everything known about a job, as JSON values."""
+    def status(self, job: str | None) -> JsonObject:
+        """Everything known about a job: a `records.Status`, with the time and the folder of this host."""
         state = self.state(job)
-        found = {**NO_JOB, "host": socket.gethostname(), "time": time.time(), "home": str(self.home)}
+        found: JsonObject = {**NO_JOB, "host": socket.gethostname(), "time": time.time(), "home": str(self.home)}
         if job is None or state == "none":
             return found
         folder = self.folder(job)
@@ -124,10 +126,10 @@ class Host:
         return found
 
     def start(self, spec: JobSpec) -> Literal["started", "running", "finished", "killed"]:
-        """Start a job, or return the state of one that was started before.
+        """Start a job, or return its state if it was started before.
 
         Raises:
-            BusyError: another job runs on the host.
+            BusyError: another job is running on the host.
             StartError: the supervisor did not come up, or the command cannot be run.
         """
         self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -136,11 +138,11 @@ class Host:
             state = self.state(spec.job)
             if state != "none":
                 return "running" if state in ("running", "starting") else state
-            # A job that has written its exit is given the moment that it takes to go.
+            # A job that has written its exit still holds the lock for a moment.
             wait_until(lambda: (holder := self.holder()) is None or self.state(holder) != "finished", LOCK_S)
             if (holder := self.holder()) is not None:
                 raise BusyError(holder)
-            # What is left of jobs whose supervisor and main process were both killed.
+            # Processes may be left of jobs whose supervisor and main process were both killed.
             kill([each for folder in (self.home / "jobs").glob("*") for each in self.processes(folder.name)])
             folder = self.folder(spec.job)
             try:
@@ -159,11 +161,12 @@ class Host:
             return "started"
 
     def stop(self, job: str, grace_s: float, wait_s: float = LONGEST_STOP_S) -> list[int]:
-        """Ask a job to save and end, and wait for it. Returns its processes that still live: they save.
+        """Ask a job to save and end, and wait for it; returns the processes that are still saving.
 
-        Without a sign of life for `grace_s` they get SIGKILL.
+        After `grace_s` seconds without a sign of life they get SIGKILL.
         """
-        folder, supervisor = self.folder(job), self.status(job)["pid"]
+        folder = self.folder(job)
+        supervisor = self.status(job)["pid"]
         processes = self.processes(job)
         if processes and not (folder / ASKED).exists():
             (folder / ASKED).touch()
@@ -174,11 +177,11 @@ class Host:
         if not stuck(folder, grace_s):
             return self.processes(job)
         kill([process for process in self.processes(job) if process != supervisor])
-        wait_until(lambda: not self.processes(job), LOCK_S)  # for the supervisor to write how it ended
+        wait_until(lambda: not self.processes(job), LOCK_S)  # the supervisor records how the job ended
         return kill(self.processes(job))
 
     def processes(self, job: str) -> list[int]:
-        """The living processes of a job, its supervisor included."""
+        """The living processes of a job, including its supervisor."""
         return marked(JOB_DIR, str(self.folder(job)))
 
     def _link(self, job: str) -> None:
@@ -212,7 +215,7 @@ class Host:
 
 
 def stuck(folder: Path, grace_s: float) -> bool:
-    """Whether a job that was asked to stop has given no sign of life for `grace_s` since."""
+    """Whether a job that was asked to stop has given no sign of life for `grace_s` seconds since."""
     with contextlib.suppress(OSError):
         asked = (folder / ASKED).stat().st_mtime
         heard = max(asked, (read_json(folder / PROGRESS) or {}).get("beat") or 0.0)
@@ -221,7 +224,7 @@ def stuck(folder: Path, grace_s: float) -> bool:
 
 
 def try_lock(file: IO[str], kind: int) -> bool:
-    """Whether the lock, fcntl.LOCK_EX or LOCK_SH, could be had at once."""
+    """Take a lock, fcntl.LOCK_EX or LOCK_SH, if it is free; returns whether it was."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -230,7 +233,7 @@ def try_lock(file: IO[str], kind: int) -> bool:
 
 
 def unit_command(job: str) -> list[str]:
-    """The command prefix that runs a command in a transient systemd unit; empty where there is none that we may use."""
+    """The prefix that runs a command in a transient systemd unit; empty if this user cannot have one."""
     if os.geteuid() != 0 or not SYSTEMD.is_dir() or shutil.which("systemd-run") is None:
         return []
     options = ("KillMode=mixed", f"TimeoutStopSec={int(LONGEST_STOP_S)}", f"WorkingDirectory={ROOT}")

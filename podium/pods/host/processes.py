@@ -1,4 +1,4 @@
-"""Processes of this host, found by their parents or by their environment. Linux; standard library only."""
+"""Finds processes of this host by their parents or their environment, and ends them. Linux; standard library only."""
 
 import contextlib
 import ctypes
@@ -18,7 +18,7 @@ def adopt_orphans() -> None:
 
 
 def marked(variable: str, value: str) -> list[int]:
-    """The processes with this variable in their environment, without the current process and its parents."""
+    """The processes with this variable in their environment, except the current process and its ancestors."""
     mark = f"{variable}={value}".encode()
     own = {os.getpid(), *_ancestors(os.getpid())}
     found = []
@@ -32,7 +32,7 @@ def marked(variable: str, value: str) -> list[int]:
 
 
 def descendants(parent: int) -> list[int]:
-    """All living processes below one, children of children included."""
+    """All living descendants of a process."""
     below: list[int] = []
     for children in Path(f"/proc/{parent}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -42,7 +42,7 @@ def descendants(parent: int) -> list[int]:
 
 
 def kill(processes: Sequence[int], *, patience_s: float = 5.0) -> list[int]:
-    """Send SIGKILL to each; returns those that still live after `patience_s`."""
+    """Send SIGKILL to each process; returns the ones that still live after `patience_s`."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, signal.SIGKILL)
@@ -51,7 +51,7 @@ def kill(processes: Sequence[int], *, patience_s: float = 5.0) -> list[int]:
 
 
 def wait_until(condition: Callable[[], bool], patience_s: float) -> bool:
-    """Whether the condition came true within the time limit."""
+    """Wait for a condition; returns whether it came true within `patience_s` seconds."""
     deadline = time.monotonic() + patience_s
     while not condition():
         if time.monotonic() > deadline:
@@ -70,7 +70,7 @@ def _ancestors(process: int) -> list[int]:
 
 
 def _state_and_parent(process: int) -> tuple[str, int]:
-    """The state, Z for a zombie or where there is no such process, and the parent's id."""
+    """The state (Z: a zombie, or no such process) and the parent's id."""
     try:
         state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:
