@@ -1,7 +1,7 @@
-"""A config for those who have a cluster: a script for Slurm, or a JobSet for Kubernetes on GKE.
+"""Writes a config for a cluster: as a script for Slurm, or as a JobSet for Kubernetes on GKE.
 
-Both are text that names one process per node, which the launch guard, the watchdog and the records serve as on a pod.
-TPU7x (Ironwood) is rented on GKE alone, not as Cloud TPU VMs; its node pools work once `podium.accelerators` knows it.
+Both start one process per node, with the launch guard, the watchdog and the records that a pod has. TPU7x (Ironwood) is
+rented on GKE only, not as Cloud TPU VMs; its node pools work once `podium.accelerators` knows it.
 """
 
 import re
@@ -17,9 +17,9 @@ from podium.job.cluster import COORDINATOR_PORT
 from podium.pods.slices import BadRequestError
 
 NOTICE_S = 120
-"""How long before its time is over a run is asked to save."""
+"""Seconds before the end of its time at which a run is asked to save."""
 GRACE_S = 600
-"""How long a pod that is deleted may save."""
+"""Seconds for which a deleted pod may save."""
 TPU_POOLS: Mapping[str, str] = {
     "v4": "tpu-v4-podslice",
     "v5e": "tpu-v5-lite-podslice",
@@ -27,13 +27,13 @@ TPU_POOLS: Mapping[str, str] = {
     "v6e": "tpu-v6e-slice",
 }
 GPU_POOLS: Mapping[str, str] = {"h100": "nvidia-h100-80gb", "h200": "nvidia-h200-141gb"}
-"""What GKE calls the accelerators of its node pools."""
+"""GKE's names for the accelerators of its node pools."""
 
 
 def slurm_script(config: Config, *, nodes: int, gpus: int, time: str, python: str) -> str:
-    """A script for `sbatch`: one process on each of `nodes`, each with `gpus` GPUs (0: none are asked for).
+    """A script for `sbatch`: one process on each of `nodes`, each with `gpus` GPUs (0: none are requested).
 
-    Raises BadRequestError for a time that Slurm does not read.
+    Raises BadRequestError for a time that is not in a format of Slurm.
     """
     if not re.fullmatch(r"(\d+-)?\d{1,2}:\d\d:\d\d|\d+", time):
         raise BadRequestError(f"--time {time!r}: write HH:MM:SS, D-HH:MM:SS or minutes, as 24:00:00")
@@ -53,7 +53,7 @@ def k8s_manifest(config: Config, type_name: str, *, nodes: int, image: str, clai
     """A ConfigMap and a JobSet, as YAML: a process on each host of a TPU slice, or on each of `nodes` of GPUs.
 
     Args:
-        config: its `runs_dir` is a bucket, or a path at which the volume of `claim` is mounted.
+        config: settings whose `runs_dir` is a bucket, or a path at which the volume of `claim` is mounted.
         type_name: of the accelerator, as v6e-16 or h100-8.
         nodes: machines with GPUs; a TPU slice has as many as its type says.
         image: of a container with Podium and its dependencies.
@@ -98,7 +98,7 @@ def k8s_manifest(config: Config, type_name: str, *, nodes: int, image: str, clai
 
 
 def _check_words(image: str, claim: str | None, folder: str) -> None:
-    """Raises BadRequestError for what would be something else in YAML or in a shell."""
+    """Raise BadRequestError for text that has another meaning in YAML or in a shell."""
     wrong = {
         "--image": (image, r"[\w.:/@-]+", "a name, as REGISTRY/IMAGE:TAG"),
         "--claim": (claim or "claim", r"[a-z0-9][a-z0-9.-]*", "lower-case letters, digits, '.' and '-'"),
@@ -110,7 +110,7 @@ def _check_words(image: str, claim: str | None, folder: str) -> None:
 
 
 def _pool(accelerator: Accelerator, nodes: int) -> tuple[dict[str, str], int, str]:
-    """What selects the nodes, how many there are, and the name of what they have."""
+    """The node selector, the number of nodes, and the name of their accelerator resource."""
     if pool := GPU_POOLS.get(accelerator.generation):
         return {"cloud.google.com/gke-accelerator": pool}, nodes, "nvidia.com/gpu"
     if accelerator.generation not in TPU_POOLS:
@@ -127,7 +127,7 @@ def _pool(accelerator: Accelerator, nodes: int) -> tuple[dict[str, str], int, st
 
 
 def _name(config: Config) -> str:
-    """The run's name as Kubernetes and Slurm take it: it begins with a letter."""
+    """The run's name in a form that Kubernetes and Slurm accept: it begins with a letter."""
     name = re.sub(r"[^a-z0-9-]+", "-", str(config.name).lower()).strip("-")[:40].strip("-")
     if not name:
         raise BadRequestError(f"name: {config.name!r} has no letter or digit; set name=my-run")

@@ -1,9 +1,9 @@
-"""From ready machines to a running job, and its status: every step on all workers, and safe to repeat.
+"""From ready machines to a running job, and its status. Every step runs on all workers and is safe to repeat.
 
     connect to one -> poll -> send -> unpack -> probe all -> set up -> secrets -> start all -> poll
 
-Every attempt is a job with a name of its own, which begins with the run's name and a digest of config and code: so the
-same command, from any laptop, finds the job that it started. Its setup is a job too, `setup-JOB`, found likewise.
+Every attempt is a job with its own name, which begins with the run's name and a digest of config and code: so the same
+command, from any laptop, finds the job that it started. Its setup is a job too, `setup-JOB`.
 """
 
 import base64
@@ -26,24 +26,30 @@ from podium.pods.world import Clock
 
 AGENT = f"{HOME}/agent"
 SECRETS = "/dev/shm/podrun-secrets"
-"""On the workers: a folder in memory."""
+"""Folder on the workers, in memory."""
 NO_AGENT = 3
-UNPACK_S, START_S, STOP_S = 300.0, 90.0, 20.0
-SETUP_S, SETUP_POLL_S = 3600.0, 10.0
+"""Exit status of a status command on a worker without an agent."""
+UNPACK_S = 300.0
+START_S = 90.0
+STOP_S = 20.0
+SETUP_S = 3600.0
+SETUP_POLL_S = 10.0
 SETUP_SILENCE_S = 300.0
-"""After which machines are given up of which none answers during their setup."""
-POLL_S, POLL_WORKER_S = 15.0, 0.5
-"""Seconds that all workers, and each of them in addition, have to report: a host that is gone is to be named soon."""
+"""Seconds without any answer during the setup after which machines count as unusable."""
+POLL_S = 15.0
+"""Seconds that the workers have to report their status; short, so that a lost host is soon named."""
+POLL_WORKER_S = 0.5
+"""Additional seconds for each worker."""
 SKEW_S = 60.0
 LOG_BYTES = 2**18
-"""Read of a log at a time."""
+"""Bytes of a log that are read at a time."""
 SETUP = "setup-"
 UNDER_WAY = ("running", "starting")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """What to run."""
+    """A run: settings, code, secrets and machines."""
 
     name: str
     config: str
@@ -54,31 +60,31 @@ class RunSpec:
     environment: Mapping[str, str]
     """Variables that are not secret."""
     command: str = "{python} -m podium.cli train {config} --plain"
-    """What a job runs, for a shell, with these two filled in."""
+    """The job's command for a shell, with two placeholders."""
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it leaves the TPUs alone, as a test does."""
+        """Whether it runs on CPU, as tests do."""
         return self.environment.get("JAX_PLATFORMS") == "cpu"
 
     @property
     def prefix(self) -> str:
-        """How the names of its jobs begin: equal for equal settings and code."""
+        """Beginning of the names of its jobs: equal for equal settings and code."""
         digest = hashlib.sha256(f"{self.package.key}\n{self.config}".encode()).hexdigest()[:6]
         return f"{self.name[:40]}-{digest}-"
 
     def attempt(self, job: str | None) -> int | None:
-        """Which of its attempts a job is, or sets up; None: another run's."""
+        """The number of the attempt that a job is or sets up; None: it belongs to another run."""
         found = re.fullmatch(f"(?:{SETUP})?{re.escape(self.prefix)}([0-9]+)", job or "")
         return int(found[1]) if found else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobStatus:
-    """What the workers report about a job."""
+    """The answers of the workers about a job."""
 
     workers: Sequence[Status | None]
-    """In the order of the workers; None: no reply."""
+    """In the order of the workers; None: no answer."""
 
     @property
     def outcome(self) -> JobOutcome:
@@ -87,7 +93,7 @@ class JobStatus:
 
     @property
     def name(self) -> str | None:
-        """The job; None: there is none."""
+        """The job's name; None: there is no job."""
         return next((status["job"] for status in self.workers if status and status.get("job")), None)
 
     @property
@@ -98,50 +104,50 @@ class JobStatus:
 
     @property
     def silent(self) -> list[int]:
-        """Workers that did not reply."""
+        """Workers that did not answer."""
         return [worker for worker, status in enumerate(self.workers) if status is None]
 
     @property
     def unheard(self) -> bool:
-        """Whether no worker replied."""
+        """Whether no worker answered."""
         return not any(self.workers)
 
     @property
     def missing(self) -> bool:
-        """Whether all that the launch guard found is that a worker was not there."""
+        """Whether the launch guard found nothing worse than a missing worker."""
         records = [status["record"] for status in self.workers if status and status.get("record")]
         return not any(record["kind"] == "guard" for record in records)
 
     @property
     def running(self) -> bool:
-        """Whether a worker says that it runs there."""
+        """Whether it runs on at least one worker."""
         return any(status and status["state"] in UNDER_WAY for status in self.workers)
 
 
 def status_command(job: str | None) -> str:
-    """Prints the agent's status of a job, or of the latest."""
+    """A command that prints the agent's status of a job, or of the latest."""
     status = f"{AGENT} status {job or ''}".strip()
     return f"([ -x {AGENT} ] || exit {NO_AGENT}; {status})"
 
 
 def log_command(job: str | None, offset: int, size: int = LOG_BYTES) -> str:
-    """Prints a part of a job's log, in base64."""
+    """A command that prints a part of a job's log, in base64."""
     return f"{AGENT} logs {job or ''} --from-byte {offset} --bytes {size} 2>/dev/null | base64 -w0"
 
 
 def stop_command(job: str | None) -> str:
-    """Asks a job, or the latest, to save and end, and waits a while; prints which of its processes are `left`."""
+    """A command that asks a job, or the latest, to save and end, and prints which of its processes are `left`."""
     stop = f"{AGENT} stop {job or ''} --wait {STOP_S:.0f}"
     return f"(rm -rf {SECRETS}; [ -x {AGENT} ] || {{ echo '{{}}'; exit 0; }}; {stop})"
 
 
 def folder_command(spec: RunSpec) -> str:
-    """Makes the folder for what is sent."""
+    """A command that creates the folder for the files to come."""
     return f"umask 077; mkdir -p {spec.package.folder}"
 
 
 def unpack_command(spec: RunSpec, files: Sequence[Path]) -> str:
-    """Checks what has arrived, unpacks it, makes the agent and the folder for secrets, and probes the worker."""
+    """A command that checks and unpacks the files that have arrived, creates the agent, and probes the worker."""
     package = spec.package
     devices = find_accelerator(spec.accelerator).devices_per_host
     expected = "" if spec.on_cpu else f" --expect-devices {devices}"
@@ -150,7 +156,7 @@ def unpack_command(spec: RunSpec, files: Sequence[Path]) -> str:
 
 
 def setup_command(spec: RunSpec, job: str) -> str:
-    """Starts the setup, the user's script and what is not installed yet, as a job of its own."""
+    """A command that starts the setup as a job: the user's script, and the installation of dependencies."""
     package = spec.package
     demo = DEMO_MODEL if "demo" in package.extras else "-"
     environment = "-" if package.python else package.environment
@@ -160,7 +166,7 @@ def setup_command(spec: RunSpec, job: str) -> str:
 
 
 def start_command(addresses: Sequence[str], spec: RunSpec, job: str, nonce: str) -> str:
-    """Starts the job on a worker, once, with the secrets that were sent, and deletes them."""
+    """A command that starts the job on a worker, once, with the secrets that were sent, and deletes them."""
     package = spec.package
     installed = f'"$HOME/{HOME}/venvs/{package.environment}/bin/python"'
     python = shlex.quote(package.python) if package.python else installed
@@ -180,7 +186,7 @@ def start_command(addresses: Sequence[str], spec: RunSpec, job: str, nonce: str)
 
 
 def _own_secrets(secrets: Secrets) -> str:
-    """Sets `$secrets` to a worker's own file; a file that did not arrive complete is deleted, so nothing starts."""
+    """A command that sets `$secrets` to the worker's file, and deletes an incomplete file so that nothing starts."""
     if not secrets:
         return ""
     own = f"[ $worker != 0 ] || secrets={SECRETS}/secrets-0; " if "0" in secrets_by_target(secrets) else ""
@@ -188,18 +194,19 @@ def _own_secrets(secrets: Secrets) -> str:
 
 
 def secrets_folder() -> str:
-    """Makes the folder for secrets afresh."""
+    """A command that creates the folder for secrets anew."""
     return f"rm -rf {SECRETS} && mkdir -m 700 {SECRETS}"
 
 
 def secrets_by_target(secrets: Secrets) -> dict[str, Secrets]:
-    """What to send to `all` workers, and to worker `0` if it needs more."""
-    others, first = secrets.of_worker(1), secrets.of_worker(0)
+    """The secrets for `all` workers, and for worker `0` if it needs more."""
+    first = secrets.of_worker(0)
+    others = secrets.of_worker(1)
     return ({"all": others} if secrets else {}) | ({"0": first} if first.names != others.names else {})
 
 
 def poll(remote: Remote, job: str | None = None) -> JobStatus:
-    """What all workers report about a job, or about the latest."""
+    """Ask all workers for the status of a job, or of the latest."""
     replies = remote.ask(status_command(job), timeout_s=POLL_S + POLL_WORKER_S * remote.workers)
     workers: list[Status | None] = [None] * remote.workers
     for worker, reply in replies.items():
@@ -210,13 +217,21 @@ def poll(remote: Remote, job: str | None = None) -> JobStatus:
 def prepare(
     remote: Remote, spec: RunSpec, *, clock: Clock, say: Callable[[str], None], stop: str | None = None
 ) -> tuple[str, bool]:
-    """The run's job on these workers, and whether it is still to be started: all that it needs is there then.
+    """Send and set up everything that a run needs, unless it is already running or done.
 
-    `stop` is the command that ends another job there; unset: `podium pod stop` of the slice.
+    Args:
+        remote: the workers.
+        spec: the run.
+        clock: for pauses and time limits.
+        say: prints progress.
+        stop: command that ends another job there, for the error; None: `podium pod stop` of the slice.
+
+    Returns:
+        The run's job, and whether it still has to be started.
 
     Raises:
-        UnusableError: machines do not answer, or lack what they should have.
-        RemoteError: a step failed on some workers, or another job runs; the message names it.
+        UnusableError: machines do not answer, or lack something that they should have.
+        RemoteError: a step failed on some workers, or another job is running; the message names it.
     """
     remote.warm_up()
     before = poll(remote)
@@ -228,7 +243,7 @@ def prepare(
     newest = max((spec.attempt(status["job"]) or 0 for status in jobs), default=0)
     job = f"{spec.prefix}{newest}"
     for old in sorted({each["job"] for each in jobs if each["state"] in UNDER_WAY} - {job, SETUP + job}):
-        stop_job(remote, old, clock=clock, say=say)  # an earlier attempt, of which the others know no more
+        stop_job(remote, old, clock=clock, say=say)  # an earlier attempt that the other workers no longer run
     here = [status for status in jobs if status["job"] == job]
     if any(status["state"] in UNDER_WAY for status in here):
         whole = len(here) == remote.workers or bool(before.silent)
@@ -252,7 +267,7 @@ def prepare(
 
 
 def start(remote: Remote, spec: RunSpec, job: str, *, say: Callable[[str], None]) -> None:
-    """Start a prepared job on all workers. Raises RemoteError where some do not say that they have."""
+    """Start a prepared job on all workers. Raises RemoteError if some do not confirm it."""
     try:
         if spec.secrets:
             remote.ask_all(secrets_folder(), "making a folder in memory")
@@ -269,9 +284,9 @@ def start(remote: Remote, spec: RunSpec, job: str, *, say: Callable[[str], None]
 
 
 def stop_job(remote: Remote, job: str | None, *, clock: Clock, say: Callable[[str], None]) -> JobStatus:
-    """Ask a job, or each worker's latest, to save and end, and wait until it has on all workers.
+    """Ask a job, or each worker's latest, to save and end, and wait until it has ended on all workers.
 
-    Raises RemoteError where one does not answer; those that do have been asked.
+    Raises RemoteError if a worker does not answer; all others have received the request.
     """
     said = False
     remote.gcloud.note("until it has saved and ended:")
@@ -287,7 +302,7 @@ def stop_job(remote: Remote, job: str | None, *, clock: Clock, say: Callable[[st
 
 
 def read_log(remote: Remote, worker: int, job: str | None, offset: int, size: int = LOG_BYTES) -> tuple[str, int]:
-    """What a worker's log has after `offset` bytes, up to `size`, and the next offset; "" without a reply."""
+    """Read up to `size` bytes of a worker's log; returns the text ("" without an answer) and the next offset."""
     reply = remote.ask(log_command(job, offset, size), worker=worker).get(worker)
     data = base64.b64decode(reply.text) if reply else b""
     return data.decode(errors="replace"), offset + len(data)
@@ -306,7 +321,7 @@ def _send(remote: Remote, spec: RunSpec, job: str, say: Callable[[str], None]) -
 
 
 def _set_up(remote: Remote, spec: RunSpec, job: str, clock: Clock, say: Callable[[str], None]) -> None:
-    """Run the user's script and the installation as a job of its own, or find it running, and wait for it."""
+    """Run the user's script and the installation as a job, or find that job running, and wait for its end."""
     say("setting up the workers: this takes minutes the first time")
     remote.ask_all(setup_command(spec, job), "starting the setup", timeout_s=START_S)
     remote.gcloud.note("until the setup is done:")
@@ -334,7 +349,7 @@ def _set_up(remote: Remote, spec: RunSpec, job: str, clock: Clock, say: Callable
 
 
 def _check_probes(remote: Remote, replies: dict[int, WorkerReply], say: Callable[[str], None]) -> None:
-    """Raises RemoteError where a worker did not get what was sent, or cannot run it."""
+    """Raise RemoteError if a worker did not receive everything, or cannot run it."""
     found = {}
     for worker, reply in replies.items():
         with contextlib.suppress(RemoteError):  # an earlier step failed there

@@ -1,11 +1,11 @@
-"""Options of `podium pod`, each declared once: its dataclass is what the command line fills and what the code reads."""
+"""Options of `podium pod`, each declared once, in a dataclass that the command line fills and the code reads."""
 
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Option
 
@@ -49,7 +49,7 @@ class Rent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What `podium pod run` takes besides a config and what to rent."""
+    """Options of `podium pod run` besides the config and what to rent."""
 
     slice: Annotated[str | None, Option(metavar="NAME", help="Slice to run on; unset: your only one.")] = None
     keep_alive: Annotated[
@@ -85,10 +85,10 @@ class RunOptions:
     ] = 20
 
 
-def flattened(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command with the fields of its dataclass parameters as parameters of its own, as typer needs them."""
+def flattened(command: Callable[..., object]) -> Callable[..., object]:
+    """Replace the dataclass parameters of a command by their fields, as typer needs them."""
     parameters = inspect.signature(command, eval_str=True).parameters.values()
-    groups: dict[str, Any] = {
+    groups: dict[str, Callable[..., object]] = {
         each.name: each.annotation for each in parameters if dataclasses.is_dataclass(each.annotation)
     }
     fields = {name: inspect.signature(group).parameters for name, group in groups.items()}
@@ -96,7 +96,7 @@ def flattened(command: Callable[..., Any]) -> Callable[..., Any]:
     own += [each for group in fields.values() for each in group.values()]
 
     @functools.wraps(command)
-    def run(**given: Any) -> Any:
+    def run(**given: object) -> object:
         made = {name: group(**{each: given.pop(each) for each in fields[name]}) for name, group in groups.items()}
         return command(**given, **made)
 

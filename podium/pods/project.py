@@ -17,7 +17,7 @@ from podium.pods.world import Clock, World
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Project:
-    """The slices of a project as their owner sees them."""
+    """A project and its slices, from the owner's point of view."""
 
     world: World
     slices: Slices

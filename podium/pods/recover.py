@@ -1,4 +1,4 @@
-"""Keeping a run alive: what to do when machines are preempted, a worker fails, or nobody answers.
+"""Keeps a run alive when machines are preempted, a worker fails, or no worker answers.
 
 `decide` is a table without time or network; `keep_alive` observes, decides and acts until the run has ended. It asks
 for everything each time, so it may be stopped and started again at any moment, on any laptop.
@@ -21,55 +21,55 @@ Act = Literal["wait", "start", "restart", "replace", "stop", "end"]
 WRONG_SETTINGS = 2
 RUNNING = "running"
 ENDINGS = 1000
-"""How often the slice is tried to be deleted in the end, while the network or the API fails."""
+"""Most attempts to delete the slice in the end, while the network or the API fails."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How often and how long."""
+    """Limits on attempts and times."""
 
     restarts: int = 3
-    """How often a job may fail on the same machines without a step in between."""
+    """Most failures of a job on the same machines without a step in between."""
     replacements: int = 20
-    """How often machines may be replaced without a step in between."""
+    """Most replacements of the machines without a step in between."""
     unusable: int = 5
-    """How often in a row machines may not answer, or lack something, when a job is to be started."""
+    """Most starts in a row at which machines do not answer or lack something."""
     down: bool = True
-    """Whether the slice is deleted when the run has ended, however it has."""
+    """Whether the slice is deleted at the end of the run, successful or not."""
     poll_s: float = 10.0
     silence_s: float = 300.0
-    """After which some workers that do not answer are given up, where the job has failed on others."""
+    """Seconds after which silent workers count as lost, if the job has failed on others."""
     ends_s: float = 20.0
-    """How long after a failure the other workers may take to end: the cause is known when all have ended."""
+    """Seconds that the other workers may take to end after a failure: the cause is known when all have ended."""
     settle_s: float = 90.0
-    """How long after SIGTERM a node that is being preempted may still be listed as ready, or a new one not at all."""
-    look_s: float = 60.0
-    """What one look counts for, at the most: a laptop that slept has not seen anything meanwhile."""
+    """Seconds for which a node may still be listed as ready after its preemption, or a new one not at all."""
+    observation_s: float = 60.0
+    """Most seconds that count as waited between two observations: a laptop that slept observed nothing."""
     pauses_s: tuple[float, ...] = (10.0, 30.0, 60.0)
     """Before the first, second and further restarts."""
     no_capacity_s: tuple[float, ...] = (60.0, 120.0, 300.0, 600.0)
     """Before the first, second and further attempts to rent what no zone gave."""
-    told_s: float = 3600.0
-    """Between two words on machines that are listed as ready and do not answer: they cost money."""
+    reminder_s: float = 3600.0
+    """Seconds between reminders that machines do not answer, and cost money."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What has been tried since the last step."""
+    """Attempts since the last step."""
 
     step: int = 0
     restarts: int = 0
     replacements: int = 0
     starts: int = 0
-    """How often in a row a start has failed, as in its setup."""
+    """Failed starts in a row, for example in the setup."""
     unusable: int = 0
     refused: int = 0
-    """How often in a row no zone gave a slice."""
+    """Attempts in a row at which all zones refused."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What to do and why; `status` is the exit status of an end."""
+    """An action and its reason; `status` is the exit status of an end."""
 
     act: Act
     why: str
@@ -77,7 +77,7 @@ class Decision:
 
 
 def decide(seen: Observation, counts: Counts, policy: Policy) -> Decision:
-    """What to do about an observation."""
+    """Choose the action for an observation."""
     if seen.replacing:
         return Decision(act="replace", why="another slice is being rented")
     if seen.asked_to_stop and not (seen.job and (seen.job.running or seen.job.unheard)):
@@ -85,11 +85,11 @@ def decide(seen: Observation, counts: Counts, policy: Policy) -> Decision:
             return Decision(act="end", why="done")
         return Decision(act="end", why="stopped on request; it can be continued", status=STOPPED)
     if seen.asked_to_stop and seen.job and seen.job.running:
-        return Decision(act="stop", why="it is to stop on request")
+        return Decision(act="stop", why="stopping on request")
     if seen.slice is None:
         if seen.waited_s < policy.settle_s:
             return Decision(act="wait", why="the slice is not listed")
-        return Decision(act="end", why="the slice was deleted, by somebody else than this command", status=1)
+        return Decision(act="end", why="the slice was deleted, but not by this command", status=1)
     if not seen.slice.alive:
         return _replace(f"the slice is lost ({seen.slice.detail})", counts, policy)
     if seen.slice.state != "ready" or seen.job is None:
@@ -102,7 +102,7 @@ def decide(seen: Observation, counts: Counts, policy: Policy) -> Decision:
 
 
 def _about_job(seen: Observation, job: JobStatus, counts: Counts, policy: Policy) -> Decision:
-    """What to do about a job on machines that are listed as ready."""
+    """Choose the action for a job on machines that are listed as ready."""
     if job.unheard:
         return _about_silence(seen, counts, policy)
     match job.outcome:
@@ -125,17 +125,19 @@ def _about_job(seen: Observation, job: JobStatus, counts: Counts, policy: Policy
 
 
 def _about_silence(seen: Observation, counts: Counts, policy: Policy) -> Decision:
-    """What to do about machines that are ready while none answers: they are kept for as long as a lease, and told."""
+    """Choose the action for machines that are ready but do not answer; they are kept for the length of a lease."""
     assert seen.slice is not None
     lease_s = seen.slice.lease_s or seconds(DEFAULT_LEASE, "--lease")
     if policy.down and seen.waited_s >= lease_s:
         why = f"no worker has answered for {lease_s / 3600:.3g} h, the length of its lease"
         if seen.asked_to_stop:
-            return Decision(act="end", why=f"{why}, and it was to stop", status=STOPPED)
+            return Decision(act="end", why=f"{why}, and the run was asked to stop", status=STOPPED)
         return _replace(why, counts, policy)
-    why = "no worker answers, and the machines are ready: they are kept, as the run may go on; is ssh blocked here?"
-    if hours := int(seen.waited_s // policy.told_s):
-        silent = f"no worker has answered for {hours * policy.told_s / 3600:.3g} h"
+    why = (
+        "no worker answers, but the machines are ready: they are kept, since the run may continue; is ssh blocked here?"
+    )
+    if hours := int(seen.waited_s // policy.reminder_s):
+        silent = f"no worker has answered for {hours * policy.reminder_s / 3600:.3g} h"
         then = f"after {lease_s / 3600:.3g} h the slice is replaced" if policy.down else "nothing deletes them"
         why = f"{silent}, and the machines are ready and cost money; {then}; podium pod down {seen.slice.name}"
     return Decision(act="wait", why=why)
@@ -183,19 +185,23 @@ def _replace(why: str, counts: Counts, policy: Policy) -> Decision:
 def keep_alive(session: Session, policy: Policy, *, clock: Clock, say: Callable[[str], None]) -> int:
     """Observe and act until the run has ended; returns its exit status."""
     counts = Counts()
-    before, waited, looked, said = None, 0.0, clock.monotonic(), ""
+    before = None
+    waited_s = 0.0
+    observed = clock.monotonic()
+    said = ""
     while True:
         seen = _observe(session, clock, say)
         job = seen.job
         state = (seen.slice and seen.slice.detail, job and (job.outcome, job.silent, job.name))
         now = clock.monotonic()
-        waited = waited + min(now - looked, policy.look_s) if state == before else 0.0
-        before, looked = state, now
+        waited_s = waited_s + min(now - observed, policy.observation_s) if state == before else 0.0
+        before = state
+        observed = now
         if job is not None:
             session.show(job)
             if job.step > counts.step:
                 counts = Counts(step=job.step)
-        decision = decide(dataclasses.replace(seen, waited_s=waited), counts, policy)
+        decision = decide(dataclasses.replace(seen, waited_s=waited_s), counts, policy)
         if decision.why != said and decision.why != RUNNING:
             say(decision.why if decision.act in ("wait", "end") else f"{decision.act}: {decision.why}")
         said = decision.why
@@ -207,7 +213,7 @@ def keep_alive(session: Session, policy: Policy, *, clock: Clock, say: Callable[
                 return _end(decision, session, job, policy, clock, say)
             counts = _act(decision, session, counts, policy, clock, say)
         except DeletedError as error:
-            say(f"{error}, by somebody else than this command")
+            say(f"{error}, but not by this command")
             return 1
         before = None
 
@@ -216,7 +222,6 @@ def _act(
     decision: Decision, session: Session, counts: Counts, policy: Policy, clock: Clock, say: Callable[[str], None]
 ) -> Counts:
     """Carry out a decision and return the new counts. A failure is printed; the next observation shows it again."""
-    restarted = int(decision.act == "restart")
     try:
         if decision.act == "stop":
             session.stop()
@@ -224,32 +229,43 @@ def _act(
         if decision.act == "replace":
             session.replace()
             return dataclasses.replace(counts, replacements=counts.replacements + 1, restarts=0, unusable=0, refused=0)
-        if decision.act == "restart":
-            session.stop()
-            clock.sleep(_pause(policy.pauses_s, counts.restarts))
-        session.start()
-        return dataclasses.replace(counts, unusable=0, starts=0, restarts=counts.restarts + restarted)
-    except DeletedError:
-        raise
-    except UnusableError as error:  # nothing was started, so nothing has failed again
-        say(str(error))
-        if error.answered or not session.may_run:
-            counts = dataclasses.replace(counts, unusable=counts.unusable + 1)
-        clock.sleep(_pause(policy.pauses_s, counts.unusable))
-    except RemoteError as error:
-        say(str(error))
-        counts = dataclasses.replace(counts, starts=counts.starts + 1, restarts=counts.restarts + restarted)
-        clock.sleep(policy.poll_s)
-    except SliceError as error:
-        say(str(error))
-        clock.sleep(_pause(policy.no_capacity_s, counts.refused))
-        counts = dataclasses.replace(counts, refused=counts.refused + 1)
-    except GcloudError as error:
-        if error.lasting:
+        return _start(decision, session, counts, policy, clock)
+    except (RemoteError, SliceError, GcloudError) as error:
+        if isinstance(error, DeletedError) or (isinstance(error, GcloudError) and error.lasting):
             raise
         say(str(error))
-        clock.sleep(policy.poll_s)
-    return counts
+        counts, pause_s = _after_error(error, decision, session, counts, policy)
+        clock.sleep(pause_s)
+        return counts
+
+
+def _start(decision: Decision, session: Session, counts: Counts, policy: Policy, clock: Clock) -> Counts:
+    """Start the run, or stop it and start it again after a pause."""
+    restarts = counts.restarts
+    if decision.act == "restart":
+        session.stop()
+        clock.sleep(_pause(policy.pauses_s, restarts))
+        restarts += 1
+    session.start()
+    return dataclasses.replace(counts, unusable=0, starts=0, restarts=restarts)
+
+
+def _after_error(
+    error: RemoteError | SliceError | GcloudError, decision: Decision, session: Session, counts: Counts, policy: Policy
+) -> tuple[Counts, float]:
+    """The new counts, and the seconds to wait before the next observation."""
+    match error:
+        case UnusableError():  # nothing was started, so the run has not failed again
+            if error.answered or not session.may_run:
+                counts = dataclasses.replace(counts, unusable=counts.unusable + 1)
+            return counts, _pause(policy.pauses_s, counts.unusable)
+        case RemoteError():
+            restarts = counts.restarts + (decision.act == "restart")
+            return dataclasses.replace(counts, starts=counts.starts + 1, restarts=restarts), policy.poll_s
+        case SliceError():
+            pause_s = _pause(policy.no_capacity_s, counts.refused)
+            return dataclasses.replace(counts, refused=counts.refused + 1), pause_s
+    return counts, policy.poll_s
 
 
 def _pause(pauses_s: tuple[float, ...], times: int) -> float:
@@ -264,14 +280,14 @@ def _end(
     clock: Clock,
     say: Callable[[str], None],
 ) -> int:
-    """Leave nothing that runs or costs money, where that is wanted; returns the exit status."""
+    """Delete the slice if that is wanted, or stop workers that still run; returns the exit status."""
     for attempt in range(ENDINGS):
         try:
             if policy.down:
                 session.give_back()
                 say(f"deleted {session.slice.name}; podium pod run --keep leaves it rented")
             elif job is not None and job.outcome in ("failed", "guard"):
-                session.stop()  # workers that did not notice the failure
+                session.stop()  # some workers may not have noticed the failure
             return decision.status
         except (RemoteError, SliceError, GcloudError) as error:
             say(str(error))
@@ -284,7 +300,7 @@ def _end(
 
 
 def _observe(session: Session, clock: Clock, say: Callable[[str], None]) -> Observation:
-    """An observation, as soon as the network allows one: the run does not need the laptop."""
+    """Observe as soon as the network allows it: the run does not need this machine."""
     said = False
     while True:
         try:

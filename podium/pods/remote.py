@@ -1,10 +1,10 @@
-"""Short commands on the workers of a slice through gcloud's ssh, safe to repeat; every worker answers for itself.
+"""Short commands on the workers of a slice through gcloud's ssh. Each must be safe to repeat.
 
-gcloud runs a command again when its connection drops (up to ten times), forgets failures of `--worker=2,3`, never gives
-up on a host that is gone, and mixes the workers' outputs. So a command goes to all workers or to one; each worker
-replies with one marked line with its number, its exit status and its packed output; gcloud's own exit status is
-ignored; and a worker without a valid line has not answered. Nothing that runs for long is a child of ssh:
-`podium.pods.host.agent` starts it on the worker.
+gcloud runs a command again when its connection drops (up to ten times), forgets failures of `--worker=2,3`, waits
+forever for a lost host, and mixes the workers' outputs. So a command goes to all workers or to one; each worker replies
+with one marked line that holds its number, its exit status and its packed output; gcloud's own exit status is ignored;
+and a worker without a valid line has not answered. Long processes are not children of ssh: `podium.pods.host.agent`
+starts them on the worker.
 """
 
 import base64
@@ -19,8 +19,8 @@ import shlex
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
+from podium.job.records import JsonObject
 from podium.pods.gcloud import Gcloud, failure
 from podium.pods.inventory import Slice
 from podium.pods.world import random_word
@@ -29,15 +29,15 @@ REPLY_S = 45.0
 """Seconds for workers to reply; gcloud itself takes two, and five for each refused connection."""
 COPY_S = 600.0
 NOT_RUN = 255
-"""ssh's own failure; no command of ours may return it, or gcloud would run it again."""
+"""Exit status of ssh's own failures; our commands never return it, since gcloud would run them again."""
 
 
 class RemoteError(ValueError):
-    """Workers that did not do what they were asked; the message names them."""
+    """A command failed on some workers; the message names them."""
 
 
 class UnusableError(RemoteError):
-    """Machines that do not answer or lack what they should have: others may do better. `answered`: one has."""
+    """Machines do not answer, or lack something: other machines may do better. `answered`: at least one answered."""
 
     def __init__(self, message: str, *, answered: bool = True) -> None:
         super().__init__(message)
@@ -53,8 +53,8 @@ class WorkerReply:
     text: str
     """stdout and stderr of the command."""
 
-    def json(self) -> dict[str, Any]:
-        """The JSON object on the last line. Raises RemoteError where there is none."""
+    def json(self) -> JsonObject:
+        """The JSON object on the last line. Raises RemoteError if there is none."""
         line = self.text.strip().rpartition("\n")[2]
         with contextlib.suppress(ValueError):
             if isinstance(found := json.loads(line), dict):
@@ -63,7 +63,7 @@ class WorkerReply:
 
 
 class Remote:
-    """The workers of one slice, whose machines are ready."""
+    """The workers of a slice whose machines are ready."""
 
     def __init__(
         self,
@@ -87,15 +87,15 @@ class Remote:
         self._complaint = ""
 
     def ask(self, command: str, *, worker: int | None = None, timeout_s: float = REPLY_S) -> dict[int, WorkerReply]:
-        """The replies of the workers that replied in time, by worker number.
+        """Run a command on workers and return the replies that came in time, by worker number.
 
         Args:
             command: for a POSIX shell; `$worker` is the worker's number. It may run more than once.
             worker: one worker; None: all.
-            timeout_s: after which those that did not answer are given up.
+            timeout_s: seconds to wait for replies.
 
         Raises:
-            GcloudError: gcloud refused before it asked anybody, as for a node that has ended.
+            GcloudError: gcloud refused to connect, for example to a node that has ended.
         """
         mark = self.random_word("MARK")
         target = "all" if worker is None else str(worker)
@@ -124,17 +124,17 @@ class Remote:
         return answers
 
     def ask_all(self, command: str, what: str, *, timeout_s: float = REPLY_S) -> list[WorkerReply]:
-        """The replies of all workers, in order; `what` they are asked to do is for the error.
+        """Run a command on all workers and return their replies in order; `what` describes it in the error.
 
         Raises:
-            RemoteError: it names the workers that did not answer or failed, with their output.
+            RemoteError: some workers did not answer or failed; it names them and has their output.
         """
         answers = self.ask(command, timeout_s=timeout_s)
         self.check_all(answers, what)
         return [answers[worker] for worker in range(self.workers)]
 
     def check_all(self, answers: dict[int, WorkerReply], what: str) -> None:
-        """Raises RemoteError unless every worker answered with status 0."""
+        """Raise RemoteError unless every worker answered with status 0."""
         missing = [worker for worker in range(self.workers) if worker not in answers]
         failed = [answer for _, answer in sorted(answers.items()) if answer.status != 0]
         if not missing and not failed:
@@ -148,15 +148,18 @@ class Remote:
         raise UnusableError(text, answered=bool(answers)) if missing else RemoteError(text)
 
     def send(self, files: Sequence[Path], folder: str, *, target: str = "all") -> None:
-        """Copy files into an existing folder of all workers, or of the one with this number.
+        """Copy files into an existing folder of all workers, or of the worker with this number.
 
-        gcloud does not report reliably whether they arrived: the next command must check (`arrived`).
+        gcloud does not report reliably whether they arrived, so the next command must check it (`arrived`).
         """
         argv = self.gcloud.argv.scp([str(file) for file in files], self.name, self.zone, target, f"{folder}/")
         self._complaint = _last_complaint(self.gcloud.run(argv, COPY_S).stderr)
 
     def warm_up(self) -> None:
-        """Connect to one worker first: gcloud puts its key into the node's metadata, which parallel calls break."""
+        """Connect to worker 0 alone, so that gcloud adds its key to the node's metadata before parallel calls.
+
+        Raises UnusableError if the worker cannot be reached.
+        """
         answers = self.ask("true", worker=0, timeout_s=180.0)
         if 0 not in answers:
             why = self._complaint or "no answer"
@@ -167,8 +170,8 @@ class Remote:
 def wrapped(command: str, mark: str, addresses: Sequence[str]) -> str:
     """The command for a worker's shell: it finds the worker's number by its address and replies with one marked line.
 
-    The line is written by one call, so lines of several workers do not mix up to the size of a pipe's buffer; longer
-    ones may, and their checksum shows it.
+    The line is written by one call, so that the lines of several workers do not mix unless they are longer than a
+    pipe's buffer; then their checksum shows it.
     """
     return (
         f'worker=unknown; index=0; own=" $(hostname -I) "; for each in {" ".join(addresses)}; do '
@@ -179,7 +182,7 @@ def wrapped(command: str, mark: str, addresses: Sequence[str]) -> str:
 
 
 def arrived(files: Sequence[Path], folder: str) -> str:
-    """A command that succeeds where the files have arrived complete."""
+    """A command that succeeds if the files have arrived complete."""
     sums = " ".join(shlex.quote(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}") for file in files)
     return f"(cd {folder} && printf '%s\\n' {sums} | sha256sum --check --quiet -)"
 
@@ -190,7 +193,7 @@ def _last_lines(text: str, lines: int = 3) -> str:
 
 
 def _last_complaint(stderr: str) -> str:
-    """The last line in which ssh says what is wrong; empty if there is none."""
+    """The last line of ssh's own error messages; empty if there is none."""
     starts = re.compile(r"^(ssh|scp|kex|client|Connection|.*[Pp]ermission denied|.*Host key)", re.MULTILINE)
     found = [line.strip() for line in stderr.splitlines() if starts.match(line) and "Attempting" not in line]
     return found[-1] if found else ""

@@ -1,4 +1,4 @@
-"""From what a user asks for to an order for Google Cloud."""
+"""Turns the user's options into an order for Google Cloud, and rents by it."""
 
 import dataclasses
 import re
@@ -25,7 +25,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def tpu(name: str | None) -> Accelerator:
-    """The TPU slice of that name. Raises BadRequestError where none can be rented; it has the nearest ones."""
+    """The TPU slice of that name. Raises BadRequestError if there is none; the message suggests similar names."""
     if name is None:
         raise BadRequestError("which TPU? Give --type, such as v6e-8 (one machine) or v6e-16 (four)")
     try:
@@ -38,7 +38,7 @@ def tpu(name: str | None) -> Accelerator:
 
 
 def seconds(text: str, option: str) -> int:
-    """The seconds of `90m`, `4h`, `2d`. Raises BadRequestError where the text is something else."""
+    """The seconds of `90m`, `4h`, `2d`. Raises BadRequestError for any other text."""
     found = re.fullmatch(r"([1-9]\d*)([smhd])", text)
     if not found:
         raise BadRequestError(f"{option} {text!r}: write a whole number and s, m, h or d, as 90m or 4h")
@@ -46,7 +46,7 @@ def seconds(text: str, option: str) -> int:
 
 
 def rent_slice(slices: Slices, name: str, rent: Rent, *, default_zone: str | None) -> Slice:
-    """The slice of that name, ready: an existing one, with its lease renewed, or a new one.
+    """Rent a slice and wait until it is ready, or renew the lease of an existing slice of that name.
 
     Raises:
         BadRequestError: type, zone, time or name is invalid.
@@ -65,8 +65,8 @@ def rent_slice(slices: Slices, name: str, rent: Rent, *, default_zone: str | Non
         tpu_slice = slices.up(order, zones)
     except KeyboardInterrupt:
         raise InterruptedRentalError(
-            f"interrupted; what was requested stays requested, and may be granted and cost money later: "
-            f"podium pod down {name} withdraws it; the same command goes on waiting"
+            f"interrupted; the request stays, and may be granted and cost money later: "
+            f"podium pod down {name} withdraws it; the same command continues to wait"
         ) from None
     slices.gcloud.note(f"if {name} was rented before and its lease ends earlier:")
     if (tpu_slice.lease or 0.0) < float(order.labels[LEASE]):
@@ -76,8 +76,9 @@ def rent_slice(slices: Slices, name: str, rent: Rent, *, default_zone: str | Non
 
 
 def new_order(name: str, rent: Rent, owner: str, zones: Sequence[str], now: float) -> Order:
-    """The order for a new slice. Raises BadRequestError where type, time or name is invalid."""
-    accelerator, lease_s = tpu(rent.type), seconds(rent.lease or DEFAULT_LEASE, "--lease")
+    """The order for a new slice. Raises BadRequestError if type, time or name is invalid."""
+    accelerator = tpu(rent.type)
+    lease_s = seconds(rent.lease or DEFAULT_LEASE, "--lease")
     if not NAME.fullmatch(name):
         raise BadRequestError(
             f"name {name!r}: use up to 40 lower-case letters, digits and '-', starting with a letter, as my-run"
@@ -100,7 +101,7 @@ def new_order(name: str, rent: Rent, owner: str, zones: Sequence[str], now: floa
 
 
 def same_again(slices: Slices, old: Slice, rent: Rent) -> tuple[Order, Sequence[str]]:
-    """The order for another slice like one that was lost, and its zones: those of that one unless others are given."""
+    """The order for another slice like a lost one, and its zones: the same zones unless others were given."""
     same = dataclasses.replace(
         rent,
         type=old.accelerator,
@@ -115,7 +116,7 @@ def same_again(slices: Slices, old: Slice, rent: Rent) -> tuple[Order, Sequence[
 
 
 def renew_lease(slices: Slices, tpu_slice: Slice, rent: Rent) -> float:
-    """Renew the lease of a slice whose run is followed, when half of it is over; returns when it ends."""
+    """Renew the lease of a slice whose run is followed, once half of it is over; returns its end in Unix seconds."""
     length = seconds(rent.lease, "--lease") if rent.lease else tpu_slice.lease_s or seconds(DEFAULT_LEASE, "--lease")
     now, lease = slices.clock.time(), tpu_slice.lease or 0.0
     if lease - now > length / 2:

@@ -1,4 +1,4 @@
-"""`podium pod run`: a config on a slice, followed to its end and kept alive on request."""
+"""`podium pod run`: runs a config on a slice, follows it to its end, and keeps it alive on request."""
 
 import dataclasses
 import os
@@ -83,7 +83,7 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
             keep_on_vm(project, tpu_slice.name, tpu_slice.zone, rent, options, spec)
             return 0
         session = Session(project, tpu_slice, rent, spec)
-        if options.detach or not options.keep_alive:  # otherwise a start that fails is dealt with like all else
+        if options.detach or not options.keep_alive:  # otherwise `keep_alive` starts it, and handles a failed start
             session.start()
         if options.detach:
             project.say(f"to follow it: podium pod logs -f {tpu_slice.name}")
@@ -92,13 +92,13 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
 
 
 def _find_slice(project: Project, name: str | None, rent: Rent, options: RunOptions) -> Slice:
-    """The slice to run on: an existing one, or a new one where a type is given."""
+    """The slice to run on: an existing one, or a new one if a type was given."""
     if rent.type is not None:
         assert name is not None
         return rent_slice(project.slices, name, rent, default_zone=project.zone)
     tpu_slice = project.slices.locate(name)
     project.note("shown for a v6e-8; type, number and addresses of the machines come from the answer:")
-    if tpu_slice.state == "ready" or options.keep_alive:  # which replaces it, if need be
+    if tpu_slice.state == "ready" or options.keep_alive:  # `keep_alive` replaces it if necessary
         return tpu_slice
     raise SliceError(
         f"{tpu_slice.name} in {tpu_slice.zone} is not ready ({tpu_slice.detail}); wait for it with podium pod up "
@@ -107,7 +107,7 @@ def _find_slice(project: Project, name: str | None, rent: Rent, options: RunOpti
 
 
 def _check_name(name: str, options: RunOptions) -> None:
-    """Raises ConfigError for a name that is no job's, BadRequestError for options that contradict each other."""
+    """Raise ConfigError for a name that cannot name a job, BadRequestError for contradictory options."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         message = f"{name!r} cannot name a job on the machines: letters, digits, '.', '_' and '-', such as name=my-run"
         raise ConfigError([Problem(key="name", message=message)])
@@ -118,7 +118,7 @@ def _check_name(name: str, options: RunOptions) -> None:
 
 
 def _check_runs_dir(loaded: Loaded, options: RunOptions, workers: int) -> None:
-    """Raises ConfigError where every machine would have a run folder of its own, or it would be lost with them."""
+    """Raise ConfigError if every machine would have its own run folder, or the folder would be lost with them."""
     folder = loaded.config.runs_dir
     if folder.startswith(BUCKETS):
         return
@@ -141,7 +141,7 @@ def _check_runs_dir(loaded: Loaded, options: RunOptions, workers: int) -> None:
 
 
 def _check_divisible(config: Config, spec: RunSpec) -> None:
-    """Raises BadRequestError where weights or sequences do not divide over the slice; unknown models pass."""
+    """Raise BadRequestError if weights or sequences do not divide over the slice; unknown models pass."""
     if spec.on_cpu:
         return
     try:
@@ -155,7 +155,7 @@ def _check_divisible(config: Config, spec: RunSpec) -> None:
 
 
 def follow(project: Project, session: Session, options: RunOptions) -> int:
-    """Follow a run to its end, and keep it alive where that is asked for; returns its exit status."""
+    """Follow a run to its end, and keep it alive if `--keep-alive` was given; returns its exit status."""
     restarts, replacements = (options.restarts, options.replacements) if options.keep_alive else (0, 0)
     down = options.keep_alive if options.down is None else options.down
     policy = Policy(restarts=restarts, replacements=replacements, down=down)
@@ -165,9 +165,9 @@ def follow(project: Project, session: Session, options: RunOptions) -> int:
         name = session.slice.name
         if session.replacing:
             project.say(
-                f"\nstopped while {name} was being replaced: what was requested stays requested, and may cost money"
+                f"\nstopped while {name} was being replaced: the request for machines stays, and may cost money later;"
             )
-            project.say(f"later; podium pod down {name} withdraws it, and the same command goes on with it")
+            project.say(f"podium pod down {name} withdraws it, and the same command continues with it")
             return INTERRUPTED
         project.say(f"\nstopped following; the run continues. podium pod logs -f {name} shows its log,")
         project.say(f"podium pod stop {name} ends it, and the same command follows it again")

@@ -1,8 +1,8 @@
-"""Secrets on their way to the workers: a file in memory that only its owner can read, deleted once a job has read it.
+"""Sends secrets to the workers: in a file in memory that only its owner can read, deleted once a job has read it.
 
-They are in no command, environment flag, metadata, log, config or checkpoint: command lines are visible in the process
-list and in gcloud's own log, metadata and labels to everybody in the project, and a disk outlives the machine in
-snapshots. Only the names in `ALLOWED` are sent. The workers' agent uses this module too: standard library only.
+No command, environment flag, metadata, log, config or checkpoint contains them: command lines are visible in the
+process list and in gcloud's own log, metadata and labels to everybody in the project, and a disk outlives the machine
+in snapshots. Only the names in `ALLOWED` are sent. The workers' agent uses this module too: standard library only.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ ALLOWED = ("HF_TOKEN", "WANDB_API_KEY")
 FIRST_WORKER_ONLY = ("WANDB_API_KEY",)
 """Only process 0 writes to services."""
 LAST_LINE = "# end"
-"""Last line of a file of secrets; a file without it was cut short."""
+"""Last line of a file of secrets; a file without it is incomplete."""
 _LINE = re.compile(r"\s*(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=(.*)")
 
 
@@ -40,7 +40,7 @@ class Secrets:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Their names, in order."""
+        """The names, sorted."""
         return tuple(sorted(self.values))
 
     def __bool__(self) -> bool:
@@ -56,11 +56,11 @@ class Secrets:
 
     @functools.cached_property
     def redactor(self) -> Redactor:
-        """Removes their values, and those of this process's own secrets, from texts."""
+        """A redactor of the values, and of this process's own secrets."""
         return Redactor.from_environment(os.environ, self.values.values())
 
     def redact(self, text: str) -> str:
-        """The text without their values, in whatever form it has them."""
+        """The text without the values, in any form."""
         return self.redactor.redact(text)
 
     def found_in(self, text: str) -> list[str]:
@@ -73,7 +73,7 @@ class Secrets:
 
 
 def read_variables(pairs: Sequence[str]) -> dict[str, str]:
-    """The variables of `--env NAME=VALUE`. Raises SecretError for another form, and for a secret by its name."""
+    """The variables of `--env NAME=VALUE`. Raises SecretError for another form, and for the name of a secret."""
     found = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -88,7 +88,7 @@ def read_variables(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def gather(environ: Mapping[str, str], env_file: Path | None) -> Secrets:
-    """The secrets to send: the allowed names found in an env file or the environment; the file wins.
+    """Collect the secrets to send: the allowed names, from an env file or else from the environment.
 
     Raises:
         SecretError: the file is missing or can be read by others, or a value cannot be sent.
@@ -105,15 +105,16 @@ def gather(environ: Mapping[str, str], env_file: Path | None) -> Secrets:
 
 
 def read_env_file(path: Path | None) -> dict[str, str]:
-    """The NAME=VALUE lines of a file; `export`, comments and quotes around values are allowed. None: no lines.
+    """Read the NAME=VALUE lines of a file; `export`, comments and quotes around values are allowed. None: no lines.
 
     Raises:
-        SecretError: the file cannot be read, can be read by others, or has another line.
+        SecretError: the file cannot be read, can be read by others, or has a line of another form.
     """
     if path is None:
         return {}
     try:
-        text, found = path.read_text(encoding="utf-8"), path.stat()
+        text = path.read_text(encoding="utf-8")
+        found = path.stat()
     except OSError as error:
         raise SecretError(f"--env-file {path} cannot be read: {error.strerror}") from None
     if found.st_mode & 0o077 or found.st_uid != os.geteuid():
@@ -134,7 +135,7 @@ def read_env_file(path: Path | None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def written(secrets: Secrets, name: str) -> Iterator[Path]:
-    """A file of that name and mode 0600 with the secrets, in memory if possible, deleted after the block."""
+    """Write the secrets to a file of that name and mode 0600, in memory if possible; deleted after the block."""
     memory = Path("/dev/shm")
     _delete_leftovers(memory)
     folder = tempfile.mkdtemp(prefix=f"podium-{os.getpid()}_", dir=memory if memory.is_dir() else None)
@@ -148,7 +149,7 @@ def written(secrets: Secrets, name: str) -> Iterator[Path]:
 
 
 def _delete_leftovers(memory: Path) -> None:
-    """Delete what killed commands of this user left: the name of each folder contains the id of its process."""
+    """Delete the folders of killed commands of this user; each folder's name contains the id of its process."""
     for folder in memory.glob("podium-*_*"):
         process = folder.name.removeprefix("podium-").partition("_")[0]
         if process.isdigit() and not Path("/proc", process).exists():

@@ -1,4 +1,4 @@
-"""A run on a slice: what can be observed of it and done to it. `podium.pods.recover` decides what is done."""
+"""A run on a slice: observes it and acts on it. `podium.pods.recover` decides which action to take."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ from podium.pods.remote import RemoteError
 from podium.pods.rental import renew_lease, same_again
 
 TAIL_BYTES = 2**14
-"""Shown of a log that has grown by more than can be read at a time."""
+"""Bytes that are shown of a log that has grown by more than can be read at a time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,34 +23,37 @@ class Observation:
 
     slice: Slice | None
     job: JobStatus | None
-    """None: the machines cannot be asked."""
+    """None: the machines cannot be reached at all."""
     asked_to_stop: bool = False
     """Whether `podium pod stop` was given since this session began."""
     replacing: bool = False
-    """Whether this session has begun to replace the slice and has no other yet."""
+    """Whether this session has begun to replace the slice and has no other one yet."""
     waited_s: float = 0.0
-    """For how long it has been seen like this."""
+    """Seconds for which observations have been like this."""
 
 
 class Session:
     """A run on a slice, which may be replaced by another slice."""
 
     def __init__(self, project: Project, tpu_slice: Slice, rent: Rent, spec: RunSpec) -> None:
-        """`rent` is for replacements."""
-        self.slice, self._project, self._rent, self._spec = tpu_slice, project, rent, spec
+        """Set the run and its slice; `rent` is for replacements."""
+        self.slice = tpu_slice
+        self._project = project
+        self._rent = rent
+        self._spec = spec
         self._shown: dict[str, int] = {}  # job -> bytes of its log
         self._job: str | None = None
-        self._stop_before = tpu_slice.labels.get(STOP)  # which this command, being given after it, takes back
+        self._stop_before = tpu_slice.labels.get(STOP)  # an earlier stop, which this command overrides
         self._replacing: Literal["no", "deleting", "renting"] = "no"
 
     @property
     def may_run(self) -> bool:
-        """Whether a job may run on the machines, though they do not answer: one was started there once."""
+        """Whether a job may be running on machines that do not answer, since one was started there."""
         return RUN in self.slice.labels
 
     @property
     def replacing(self) -> bool:
-        """Whether the slice is being replaced, so that nothing runs."""
+        """Whether the slice is being replaced, so nothing is running."""
         return self._replacing != "no"
 
     def observe(self) -> Observation:
@@ -61,19 +64,19 @@ class Session:
         seen = Observation(slice=now, job=None, asked_to_stop=self._asked(now), replacing=self.replacing)
         if now is None or now.state != "ready" or self.replacing:
             return seen
-        with contextlib.suppress(GcloudError):  # it lasts for a while yet
+        with contextlib.suppress(GcloudError):  # half of the lease is left, and the next observation tries again
             renew_lease(self._project.slices, now, self._rent)
         if self._job is None:  # other jobs are ignored
             return dataclasses.replace(seen, job=JobStatus(workers=[NO_JOB] * len(now.addresses)))
         try:
             return dataclasses.replace(seen, job=poll(self._project.remote(now), self._job))
         except GcloudError as error:
-            if error.kind != "unusable":  # the node has ended since
+            if error.kind != "unusable":  # the node has ended since it was listed
                 raise
             return seen
 
     def start(self) -> None:
-        """Start the run where it is not running, unless it is to stop by now."""
+        """Start the run on workers where it is not running, unless it was asked to stop meanwhile."""
         project = self._project
         self._job, needed = prepare(project.remote(self.slice), self._spec, clock=project.clock, say=project.say)
         project.note("unless podium pod stop was given meanwhile:")
@@ -82,13 +85,13 @@ class Session:
             start(project.remote(self.slice), self._spec, self._job, say=project.say)
 
     def stop(self) -> None:
-        """Have what is left of the job save and end, on all workers."""
+        """Have the job save and end on all workers that still run it."""
         if self._job is not None:
             project = self._project
             stop_job(project.remote(self.slice), self._job, clock=project.clock, say=project.say)
 
     def replace(self) -> None:
-        """Delete the slice and rent another like it; after a failure, go on with that."""
+        """Delete the slice and rent another like it; after a failure, the next call continues."""
         slices = self._project.slices
         if not self.replacing:
             if self._asked(self._now()):
@@ -108,7 +111,9 @@ class Session:
     def show(self, job: JobStatus) -> None:
         """Print new lines of worker 0's log; if its machine is gone, the next observation shows it."""
         first = job.workers[0] or NO_JOB
-        name, size, offset = first["job"], first["log_bytes"], self._shown.get(first["job"], 0)
+        name = first["job"]
+        size = first["log_bytes"]
+        offset = self._shown.get(name, 0)
         if size <= offset:
             return
         skipped = size - TAIL_BYTES - offset if size - offset > LOG_BYTES else 0
@@ -120,7 +125,7 @@ class Session:
             self._project.answer(text, end="")
 
     def _now(self) -> Slice | None:
-        """The slice as it is listed."""
+        """The slice as it is listed now; None if it is not listed."""
         now = self._project.slices.now(self.slice)
         self.slice = now or self.slice
         return now

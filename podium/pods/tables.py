@@ -2,10 +2,10 @@
 
 import dataclasses
 import datetime
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from podium.accelerators import find_accelerator
+from podium.job.records import JsonObject, Status
 from podium.pods.inventory import Slice
 from podium.prices import HOUR_S, load_prices
 
@@ -17,12 +17,12 @@ _METRICS = ("train-reward/total/mean", "time/train/step_s")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SliceFacts:
-    """What `--json` prints besides the fields of a `Slice`."""
+    """Facts about a slice that `--json` prints besides the fields of `Slice`."""
 
     created: str | None  # ISO 8601, UTC
     owner: str | None
     lease: float | None  # its end, in Unix seconds
-    hours: float  # for which it has been charged
+    hours: float  # charged so far
     usd: float | None
     """On-demand list price of these hours; spot costs less. None: no price is known."""
 
@@ -40,27 +40,27 @@ def slice_facts(tpu_slice: Slice, now: float) -> SliceFacts:
     )
 
 
-def slice_json(tpu_slice: Slice, now: float) -> dict[str, Any]:
-    """All that is known of a slice, as JSON values."""
+def slice_json(tpu_slice: Slice, now: float) -> JsonObject:
+    """Everything known about a slice, as JSON values."""
     return dataclasses.asdict(tpu_slice) | dataclasses.asdict(slice_facts(tpu_slice, now))
 
 
 def _usd_per_hour(type_name: str) -> float | None:
     try:
         accelerator = find_accelerator(type_name)
-    except ValueError:  # somebody else's slice of a type that we do not know
+    except ValueError:  # another owner's slice of an unknown type
         return None
     price = load_prices(None).get(accelerator.generation)
     return price.usd_per_chip_hour * accelerator.devices if price else None
 
 
 def slice_table(slices: Sequence[Slice], owner: str, now: float) -> str:
-    """One line for each slice: what it is, its state, its lease, its cost by list prices."""
+    """One line for each slice: type, state, lease, cost by list prices."""
     return _table([_SLICES, *(_slice_row(each, owner, now) for each in slices)])
 
 
-def worker_table(workers: Sequence[Mapping[str, Any] | None]) -> str:
-    """One line for each worker: its job, how far it is, and a metric."""
+def worker_table(workers: Sequence[Status | None]) -> str:
+    """One line for each worker: job, state, progress and a metric."""
     return _table([_WORKERS, *(_worker_row(worker, status) for worker, status in enumerate(workers))])
 
 
@@ -85,7 +85,7 @@ def _slice_row(tpu_slice: Slice, owner: str, now: float) -> tuple[str, ...]:
     )
 
 
-def _worker_row(worker: int, status: Mapping[str, Any] | None) -> tuple[str, ...]:
+def _worker_row(worker: int, status: Status | None) -> tuple[str, ...]:
     if status is None:
         return (str(worker), "?", "", "no answer", "", "", "", "")
     progress = status.get("progress") or {}

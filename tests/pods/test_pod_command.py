@@ -242,7 +242,7 @@ def test_ctrl_c_in_up_says_what_stays_requested_and_what_withdraws_it(make_world
     world.gcloud.before = lambda argv: interrupt() if world.fake.queued and "list" in argv else None
     status, _, err = pod("up", "demo", "--type", "v6e-8", "--zone", ZONES[0])
     assert status == 130
-    assert "what was requested stays requested, and may be granted and cost money later: podium pod down demo" in err
+    assert "the request stays, and may be granted and cost money later: podium pod down demo" in err
     assert len(world.fake.queued) == 1
     world.gcloud.before = lambda argv: None
     assert pod("down", "demo")[0] == 0
