@@ -88,9 +88,10 @@ class RunOptions:
 def flattened(command: Callable[..., object]) -> Callable[..., object]:
     """Replace the dataclass parameters of a command by their fields, as typer needs them."""
     parameters = inspect.signature(command, eval_str=True).parameters.values()
-    groups: dict[str, Callable[..., object]] = {
-        each.name: each.annotation for each in parameters if dataclasses.is_dataclass(each.annotation)
-    }
+    groups: dict[str, Callable[..., object]] = {}
+    for each in parameters:
+        if isinstance(each.annotation, type) and dataclasses.is_dataclass(each.annotation):
+            groups[each.name] = each.annotation
     fields = {name: inspect.signature(group).parameters for name, group in groups.items()}
     own = [each.replace(kind=each.KEYWORD_ONLY) for each in parameters if each.name not in groups]
     own += [each for group in fields.values() for each in group.values()]
