@@ -21,9 +21,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "files",
         "malloc",
         "rollout.request",
-        "rollout.lanes",
+        "rollout.sequence",
         "rollout.pages",
-        "rollout.prefill",
         "rollout.scheduler",
     ),
     (

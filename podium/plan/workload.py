@@ -20,8 +20,9 @@ from podium.config.sizes import cache_pages, check_split, prompt_buckets, row_to
 from podium.files import read_lines
 from podium.models.visibility import Visibility
 from podium.observe.run_dir import LENGTHS
-from podium.rollout.lanes import Lane, Row
-from podium.rollout.scheduler import Scheduler
+from podium.rollout.request import Key, SamplingParams
+from podium.rollout.scheduler import DecodeRow, Scheduler
+from podium.rollout.sequence import Sequence as EngineSequence
 from podium.train.carry import chosen
 from podium.train.packing import Chunk, Sample, pack_rows
 
@@ -227,7 +228,7 @@ class _Rollout:
         """Of each prompt that no step has taken, by its number in the run: tokens of its unfinished completions."""
         self.first: dict[int, int] = {}
         """Step in which a prompt's first token was drawn."""
-        self.left: dict[Lane, int] = {}
+        self.left: dict[EngineSequence, int] = {}
         self.unread: list[_Made] = []
         self.begun = self.step = 0
         self.count_anew()
@@ -269,27 +270,39 @@ class _Rollout:
         )
 
     def complete(self) -> None:
-        """The rollout of one step: the next prompts come in, and the engine looks until it may take its own."""
-        rollout, limits = self.rollout, {"per_step": len(self.lengths.prompts)}
+        """The rollout of one step: submit the next prompts, and run the engine until the step may take its own."""
+        sampling = SamplingParams(max_new_tokens=self.rollout.max_new_tokens)
+        per_step = len(self.lengths.prompts)
         while len(self.made) < self.room:
             self.made[self.begun] = dict.fromkeys(range(self.lengths.completions.shape[1]), 0)
             self.begun += 1
         for number, begun in self.made.items():
-            prompt = int(self.lengths.prompts[number % len(self.lengths.prompts)])
-            limit = prompt + rollout.max_new_tokens
-            if not begun:
-                continue  # complete already
-            for lane in self.scheduler.submit(number, prompt=prompt, completions=0, limit=limit, begun=begun):
-                self.left[lane] = self.whole(lane) - begun[lane.index]
+            prompt = (0,) * int(self.lengths.prompts[number % len(self.lengths.prompts)])
+            sequences = [
+                EngineSequence(key=Key(number, index), context=prompt, sampling=sampling, seed=0, drawn=[0] * made)
+                for index, made in begun.items()
+            ]
+            self.scheduler.submit(prompt, sequences)
+            for sequence in sequences:
+                self.left[sequence] = self.whole(sequence) - len(sequence.drawn)
         first = [self.first.get(number) for number in self.made]
-        limits |= {"version": self.step, "max_staleness": rollout.max_staleness}
-        while (taken := chosen(first, [not each for each in self.made.values()], limits["per_step"], **limits)) is None:
-            self.look()
+        while True:
+            complete = [not each for each in self.made.values()]
+            taken = chosen(
+                first,
+                complete,
+                per_step,
+                per_step=per_step,
+                version=self.step,
+                max_staleness=self.rollout.max_staleness,
+            )
+            if taken is not None:
+                break
+            self.engine_step()
         self.read()
-        for lane, left in self.left.items():
-            if lane.state != "gone":
-                self.made[lane.group][lane.index] = self.whole(lane) - left
-                self.scheduler.retire(lane)
+        for sequence, left in self.left.items():
+            self.made[sequence.key.request][sequence.key.completion] = self.whole(sequence) - left
+            self.scheduler.retire(sequence)
         self.left.clear()
         numbers = list(self.made)
         for index in taken:
@@ -297,76 +310,74 @@ class _Rollout:
             self.staleness.append(self.step - self.first.pop(numbers[index]))
         self.step += 1
 
-    def whole(self, lane: Lane) -> int:
+    def whole(self, sequence: EngineSequence) -> int:
         """Tokens that a completion will have."""
-        return int(self.lengths.completions[lane.group % len(self.lengths.prompts), lane.index])
+        request, completion = sequence.key
+        return int(self.lengths.completions[request % len(self.lengths.prompts), completion])
 
-    def prompt(self, lane: Lane) -> int:
-        """Tokens of its prompt."""
-        return int(self.lengths.prompts[lane.group % len(self.lengths.prompts)])
-
-    def look(self) -> None:
-        """One look of the engine."""
+    def engine_step(self) -> None:
+        """One step of the engine."""
         if self.scheduler.wants_size():
             self.read()
             self.scheduler.resize()
-        look = self.scheduler.plan(self.steps)
-        self.prefills.update(extend.chunk for extend in look.extends)
-        self.copies += bool(look.copies)
-        self.copied += len(look.copies)
-        made = self.decode(look.rows)
+        plan = self.scheduler.plan(self.steps)
+        self.prefills.update(call.chunk for call in plan.prefills)
+        self.copies += bool(plan.copies)
+        self.copied += len(plan.copies)
+        made = self.decode(plan.rows)
         if self.overlap:
             self.read()
         self.unread = made
         if not self.overlap:
             self.read()
 
-    def decode(self, rows: Sequence[Row]) -> "list[_Made]":
+    def decode(self, rows: Sequence[DecodeRow]) -> "list[_Made]":
         """A decode call, until `refill_steps` are done or no slot has anything left."""
-        made = [
-            _Made(row.lane, row.lane.stay, min(self.steps + row.first, self.left[row.lane]), row.first) for row in rows
-        ]
+        made = [_Made(row, min(self.steps + row.first, self.left[row.sequence])) for row in rows]
         ran = -(-max((each.steps for each in made), default=0) // self.at_once) * self.at_once
-        longest = max((self.context(each.lane) + each.first for each in made if each.steps), default=0)
+        longest = max((self.visible(each.row.sequence) + each.row.first for each in made if each.steps), default=0)
         for each in made:
-            self.left[each.lane] -= each.first and each.tokens > 0
+            sequence = each.row.sequence
+            self.left[sequence] -= each.row.first and each.tokens > 0
             self.occupied += each.steps
-            self.attended += each.steps * self.context(each.lane) + each.steps * (each.steps - 1) // 2
-            self.left[each.lane] -= each.steps
+            self.attended += each.steps * self.visible(sequence) + each.steps * (each.steps - 1) // 2
+            self.left[sequence] -= each.steps
         if any(each.tokens for each in made):
             calls, steps, total = self.decodes.get(self.scheduler.size, (0, 0, 0.0))
             total += ran * (longest + (ran - 1) / 2)
             self.decodes[self.scheduler.size] = calls + 1, steps + ran, total
         return made
 
-    def context(self, lane: Lane) -> int:
+    def visible(self, sequence: EngineSequence) -> int:
         """Tokens that the next query of a sequence sees, its own included."""
-        return self.prompt(lane) + self.whole(lane) - self.left[lane]
+        return len(sequence.context) + self.whole(sequence) - self.left[sequence]
 
     def read(self) -> None:
         """Tell the scheduler what a call has made; a sequence that was preempted meanwhile makes it again."""
-        for lane, stay, tokens, first in self.unread:
-            if lane.stay != stay:
-                self.left[lane] += tokens
+        for row, tokens in self.unread:
+            sequence = row.sequence
+            if sequence.releases != row.releases:
+                if sequence in self.left:
+                    self.left[sequence] += tokens
                 continue
-            self.scheduler.advance(lane, tokens=tokens, most=self.steps + first)
+            sequence.drawn += [0] * tokens
+            self.scheduler.advance(sequence, most=self.steps + row.first)
             if tokens:
-                self.first.setdefault(lane.group, self.step)
-            if lane.length == self.prompt(lane) + self.whole(lane):
-                self.scheduler.retire(lane)
-                del self.made[lane.group][lane.index]
+                self.first.setdefault(sequence.key.request, self.step)
+            if len(sequence.drawn) == self.whole(sequence):
+                self.scheduler.retire(sequence)
+                del self.left[sequence]
+                del self.made[sequence.key.request][sequence.key.completion]
         self.unread = []
 
 
 class _Made(NamedTuple):
-    """A sequence in a call that the host has not read."""
+    """What a decode call that the host has not read draws in a row."""
 
-    lane: Lane
-    stay: int  # in a slot
+    row: DecodeRow
     tokens: int
-    first: bool  # whether one of them came before the steps
 
     @property
     def steps(self) -> int:
-        """Tokens that steps have made."""
-        return max(0, self.tokens - self.first)
+        """Tokens that steps have drawn."""
+        return max(0, self.tokens - self.row.first)

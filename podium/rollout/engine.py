@@ -1,27 +1,45 @@
 """Completions of prompts by the current version of the policy: continuous batching over slots and pages.
 
-The host decides who sits where (`scheduler`) and where a completion ends (`draft`); the device sees fixed shapes
-(`programs`). A decode call is given out before the tokens of the one before are read, so the device does not wait for
-the host. A request's tokens depend on its prompt, settings and seed alone: every row is computed for itself, and its
-random numbers follow from seed, completion and position, whatever the slot, the pages and the neighbours.
+The host decides which sequence runs in which slot (`scheduler`) and where a completion ends (`sequence`); the device
+runs fixed shapes (`programs`). A decode call may be issued before the tokens of the one before are read, so that the
+device does not wait for the host. A request's tokens depend on its prompt, settings and seed alone: every row is
+computed by itself, and its random numbers follow from seed, completion and position, whatever the slot, the pages and
+the other sequences.
 """
 
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable
+from typing import NamedTuple, NoReturn
 
+import jax
 import jax.numpy as jnp
 
 from podium.config.schema import RolloutConfig
+from podium.config.sizes import cache_pages, prompt_buckets, slot_sizes
 from podium.models.architecture import DecoderConfig
 from podium.rollout.device import Device
-from podium.rollout.draft import TextDecoder, check_ledger, check_sampling
+from podium.rollout.programs import Drawn
 from podium.rollout.request import Completion, Finished, Key, Request, RolloutStats, SamplingParams
-from podium.rollout.work import Work, known, parked
+from podium.rollout.scheduler import DecodeRow, Scheduler
+from podium.rollout.sequence import Sequence, TextDecoder, check_sampling, check_tokens, sequences_of
 from podium.sharding import Params, ShardingRules
 
 OnGroup = Callable[[int, list[Completion]], None]
 OnPoll = Callable[[], None]
 Enough = Callable[[list[bool]], bool]
+
+
+class NonFiniteError(ValueError):
+    """The model's logits are not numbers; the message names the request, and the first layer where that is so."""
+
+
+class _DecodeCall(NamedTuple):
+    """A decode call whose tokens the host has not read."""
+
+    rows: tuple[DecodeRow, ...]
+    drawn: Drawn
+    steps: jax.Array
 
 
 class RolloutEngine:
@@ -32,198 +50,386 @@ class RolloutEngine:
         config: RolloutConfig,
         decoder: DecoderConfig,
         rules: ShardingRules,
-        tokenizer: TextDecoder,
+        tokenizer: TextDecoder | None,
         *,
         dtype: jnp.dtype,
         overlap: bool | None = None,
     ) -> None:
-        """Makes the programs; they are compiled when they are first used.
+        """Make the programs; they are compiled when they are first used.
 
-        `config` gives lengths, slots, pages and rows of the programs; how tokens are drawn is each request's. `rules`
-        put one of ROLLOUT_LAYOUTS on the mesh. `dtype` is the weights'; activations and cache follow
-        (`podium.models.linear`). With `overlap` a decode call is given out before the one before is read, and a slot
-        stays empty for one call more when its sequence ends; unset: not on CPU, where host and device are one.
+        Args:
+            config: lengths, slots, pages and rows of the programs; how tokens are drawn is each request's.
+            decoder: the model.
+            rules: one of ROLLOUT_LAYOUTS on a mesh.
+            tokenizer: finds stop strings and the model's end-of-sequence tokens; None: completions end by length or a
+                request's stop tokens, and have no text.
+            dtype: of the weights; activations and cache follow (`podium.models.linear`).
+            overlap: whether to issue a decode call before the one before is read; a slot then stays empty for one more
+                call when its sequence ends. Unset: except on CPU, where host and device are one.
 
-        Raises ValueError where slots or prefill rows do not divide over devices, or the cache is too small for one.
+        Raises:
+            ValueError: slots or prefill rows do not divide over devices, or the cache is too small for one sequence.
         """
         self.config, self.decoder, self.rules, self.tokenizer, self.dtype = config, decoder, rules, tokenizer, dtype
         self.overlap = not rules.on_cpu if overlap is None else overlap
         self.device = Device(config, decoder, rules, dtype)
-        self._work = Work(config, self.device, tokenizer, rules.num_shards("batch"))
+        shards = rules.num_shards("batch")
+        self._scheduler = Scheduler(
+            slots=slot_sizes(config, shards),
+            num_pages=cache_pages(config, shards),
+            page_tokens=config.page_tokens,
+            rows=config.prefill_rows,
+            chunks=prompt_buckets(config.max_prompt_tokens),
+            shards=shards,
+        )
+        self._sequences: dict[Key, Sequence] = {}
+        self._finished: list[Finished] = []
+        self._submitted = 0
+        self._version = 0
+        self._unread: _DecodeCall | None = None
+        self._stats = RolloutStats(slots=config.slots)
+
+    # Weights.
 
     def load(self, params: Params, version: int = 0) -> None:
-        """Answer with these from now on; they are copied, and may be donated afterwards.
+        """Copy these weights and answer with them; the originals may be donated afterwards.
 
-        What is in flight goes on with them: tokens stay, keys and values are made anew. New ones say the `version`.
+        Active completions continue with them: their tokens stay, their keys and values are made anew, and tokens drawn
+        from now on are tagged with `version`.
         """
-        self._work.restart()
-        self._work.version = version
+        self._forget_cache()
+        self._version = version
         self.device.load(params)
 
     def unload(self) -> None:
-        """Give the memory of weights and cache back; `load` makes the engine usable again."""
-        self._work.restart()
+        """Free the memory of weights and cache; `load` makes the engine usable again."""
+        self._forget_cache()
         self.device.unload()
 
-    def submit(self, request: Request) -> int:
-        """Queue a request; its number, which with a completion's index is that completion's key.
+    def warm_up(self) -> None:
+        """Compile all programs now, instead of each when it is first used; no sequence may wait or run."""
+        assert not self._scheduler.busy, "programs are warmed up before there is work"
+        self.device.warm_up(self._scheduler.chunks, self._scheduler.sizes, self.tokenizer)
+        self.device.resize(self._scheduler.size)
 
-        Raises ValueError for a request that the engine's shapes do not hold, RuntimeError where nothing was loaded.
+    # Completions, one by one.
+
+    def submit(self, request: Request) -> int:
+        """Queue a request, and return its number: with a completion's index it makes the completion's `Key`.
+
+        Raises:
+            ValueError: the engine's shapes do not hold the request.
+            RuntimeError: no weights are loaded.
         """
-        _check(self, request.prompt, request.sampling, self.config.max_prompt_tokens, "rollout.max_prompt_tokens")
+        prompt, sampling = request.prompt, request.sampling
+        self._check(prompt, sampling, self.config.max_prompt_tokens, "rollout.max_prompt_tokens")
         if request.completions < 1:
             raise ValueError(f"completions is {request.completions}; ask for at least one")
-        return self._work.submit(request)
-
-    def extend(
-        self, key: Key, tokens: Sequence[int], sampling: SamplingParams, *, seed: int, keep: bool = False
-    ) -> None:
-        """Go on with a parked completion, behind new tokens (none: just go on); its next turn comes from `poll`.
-
-        Raises ValueError where it is not parked, or would grow beyond what the engine's shapes hold.
-        """
-        ledger = [*parked(self._work.drafts, key).ledger, *tokens]
-        room = self.config.max_prompt_tokens + self.config.max_new_tokens - sampling.max_new_tokens
-        _check(self, ledger, sampling, room, "what rollout.max_prompt_tokens and max_new_tokens leave of its next turn")
-        self._work.extend(key, ledger, sampling, seed=seed, keep=keep)
-
-    def park(self, key: Key) -> None:
-        """Take a completion out of its slot, or the queue; `resume` goes on with it, or `extend`, behind new tokens.
-
-        Nothing happens where it has ended meanwhile, or is parked.
-        """
-        self._work.park(key)
-
-    def resume(self, key: Key) -> None:
-        """Go on with a completion where `park` took it out. Raises ValueError where its turn has ended, or it runs."""
-        self._work.resume(key)
-
-    def cancel(self, key: Key) -> None:
-        """Forget a completion, wherever it is: nothing more comes of it. One that is not known is none."""
-        self._work.cancel(key)
-
-    def poll(self) -> list[Finished]:
-        """The completions, or their turns, that have ended since the last call, in the order of their end."""
-        return _finished(self._work)
+        sequences = sequences_of(request, self._submitted)
+        for index in request.ledgers:
+            self._check_turn(request.ledgers[index], sampling)
+        self._scheduler.submit(prompt, sequences)
+        self._submitted += 1
+        self._sequences |= {sequence.key: sequence for sequence in sequences}
+        if not (request.begun or request.ledgers):
+            self._count(RolloutStats(prompt_tokens=len(prompt)))
+        return self._submitted - 1
 
     def step(self) -> None:
-        """Let the device go on for one look: admissions, prefill and a decode call of `refill_steps` steps.
+        """Run one step: admissions, prefill, and a decode call of `refill_steps` steps.
 
         Raises NonFiniteError where the model's logits are not numbers: the completion is forgotten.
         """
-        work, device, begun = self._work, self.device, time.perf_counter()
+        device, begun = self.device, time.perf_counter()
         compiled = device.num_compiled()
-        rows = work.prefill()
+        rows = self._prefill()
         if not self.overlap:
             device.wait()
         prefilled = time.perf_counter()
         if rows:
-            given = device.given(rows, work.of(rows), self.tokenizer)
-            work.given_out(rows, *device.keep(device.programs.decode(*given)))
+            call = _DecodeCall(rows, *device.decode(rows, self.tokenizer))
+            before, self._unread = self._unread, call
+            self._read(before)
         if not (rows and self.overlap):
-            work.read()
+            self._read_all()
         ended = time.perf_counter()
-        seconds = {"prefill_s": prefilled - begun, "decode_s": ended - prefilled, "generate_s": ended - begun}
-        work.count(compilations=device.num_compiled() - compiled, **seconds)
+        self._count(
+            RolloutStats(
+                compilations=device.num_compiled() - compiled,
+                prefill_s=prefilled - begun,
+                decode_s=ended - prefilled,
+                generate_s=ended - begun,
+            )
+        )
 
-    def warm_up(self) -> None:
-        """Compile all programs now, instead of each when it is first used."""
-        assert not self._work.drafts, "programs are warmed up before there is work"
-        self.device.warm_up(self._work.scheduler.chunks, self._work.scheduler.sizes, self.tokenizer)
-        self.device.resize(self._work.scheduler.size)
+    def poll(self) -> list[Finished]:
+        """The completions, or turns of them, that have ended since the last call, in the order of their end."""
+        return self._take_finished()
+
+    def extend(
+        self, key: Key, tokens: Iterable[int], sampling: SamplingParams, *, seed: int, keep: bool = False
+    ) -> None:
+        """Draw the next turn of a parked completion, behind new tokens if there are any; `poll` returns it.
+
+        Raises ValueError where it is not parked, or would grow beyond what the engine's shapes hold.
+        """
+        sequence, new = self._parked(key), list(tokens)
+        self._check_turn((*sequence.tokens, *new), sampling)
+        sequence.begin_turn(new, sampling, seed=seed, keep=keep)
+        self._scheduler.resume(sequence)
+
+    def park(self, key: Key) -> None:
+        """Take a completion out of its slot or the queue, until `resume` or `extend`.
+
+        Nothing happens where it has ended, or is parked. Raises ValueError where it is not known: cancelled, or ended
+        and polled.
+        """
+        sequence = self._known(key)
+        self._read_all()
+        if sequence.state in ("waiting", "running"):
+            self._scheduler.park(sequence)
+
+    def resume(self, key: Key) -> None:
+        """Continue a completion where `park` took it out. Raises ValueError where its turn has ended, or it runs."""
+        sequence = self._parked(key)
+        if sequence.finish_reason is not None:
+            raise ValueError(f"{_name(key)} has ended; extend it")
+        self._scheduler.resume(sequence)
+
+    def cancel(self, key: Key) -> None:
+        """Forget a completion in any state: `poll` no longer returns it, not even if it has ended.
+
+        Nothing happens where it is not known.
+        """
+        self._finished = [finished for finished in self._finished if finished.key != key]
+        if (sequence := self._sequences.pop(key, None)) is not None:
+            self._scheduler.retire(sequence)
+
+    def ledger(self, key: Key) -> tuple[int, ...]:
+        """All tokens of a completion: prompt, turns, and what was drawn. Raises ValueError where it is not known."""
+        return tuple(self._known(key).tokens)
 
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to do."""
-        return self._work.scheduler.busy or self._work.call is not None
+        return self._scheduler.busy or self._unread is not None
 
-    def ledger(self, key: Key) -> tuple[int, ...]:
-        """All tokens of a completion that is known: prompt, turns, and what was drawn."""
-        return tuple(known(self._work.drafts, key).ledger)
+    @property
+    def keys(self) -> list[Key]:
+        """The completions that the engine knows: active, parked, or ended and not polled."""
+        return list(self._sequences)
+
+    @property
+    def pages_used(self) -> int:
+        """Pages of the cache in use now, those that parked completions keep included."""
+        return self._scheduler.pages.used
 
     def stats(self) -> RolloutStats:
-        """What all of it took since the last time that this was asked."""
-        return self._work.take_stats()
+        """Counts and seconds since the last call."""
+        stats, counts = self._stats, self._scheduler.take_counts()
+        self._stats = RolloutStats(slots=self.config.slots)
+        return dataclasses.replace(stats, **dataclasses.asdict(counts))
+
+    # Many requests at once.
 
     def generate(
         self,
-        requests: Sequence[Request],
+        requests: Iterable[Request],
         on_group: OnGroup | None = None,
         on_poll: OnPoll = lambda: None,
         enough: Enough | None = None,
     ) -> tuple[list[list[Completion]], RolloutStats]:
         """The completions of each request, in the requests' order, and what they took.
 
-        Args:
-            requests: any number, and nothing else in flight; they share the slots.
-            on_group: called with a request's index and its completions as soon as all of them have ended.
-            on_poll: called before every look; what it raises ends the generation, and its requests are forgotten.
-            enough: whether to return before all are complete, asked before every look with whether each is.
+        Other completions that the engine knows are left alone: what is parked stays parked, what waits or runs shares
+        the slots, and what ends is left for `poll`.
 
-        Raises ValueError for a request that the engine's shapes do not hold, RuntimeError where nothing was loaded.
+        Args:
+            requests: any number; they share the slots.
+            on_group: called with a request's index and its completions as soon as all of them have ended.
+            on_poll: called before every step; what it raises ends the generation, and the requests are forgotten.
+            enough: whether to return before all are complete; called before every step with whether each is.
+
+        Raises:
+            ValueError: the engine's shapes do not hold a request.
+            RuntimeError: no weights are loaded.
         """
-        assert not self._work.drafts, "generate answers its own requests alone"
         self.stats()
+        answers = _Answers(list(requests), on_group)
         try:
-            answers = _Answers(self, requests, on_group)
+            for index, request in answers.to_submit():
+                try:
+                    answers.indices[self.submit(request)] = index
+                except ValueError as error:
+                    raise ValueError(f"request {index}: {error}") from None
             while not (enough or all)([not missing for missing in answers.missing]):
                 on_poll()
                 self.step()
-                answers.take(self.poll())
-            return answers.leave(), self.stats()
+                answers.take(self._take_finished(answers.indices))
+            if answers.unfinished():
+                self._read_all()  # tokens of these weights
+                answers.take(self._take_finished(answers.indices))
+            for key in answers.unfinished():
+                answers.made[answers.indices[key.request]][key.completion] = self._completion(self._sequences[key])
+                self.cancel(key)
         except BaseException:
-            self._work.clear()
+            for key in [key for key in self._sequences if key.request in answers.indices]:
+                self.cancel(key)
+            if not self._scheduler.busy:
+                self._unread = None
             raise
+        return [answers.in_order(index) for index in range(len(answers.made))], self.stats()
 
+    # Inside.
 
-def _finished(work: Work) -> list[Finished]:
-    found, work.finished = work.finished, []
-    return found
+    def _known(self, key: Key) -> Sequence:
+        """Look up a completion. Raises ValueError if unknown."""
+        if key not in self._sequences:
+            raise ValueError(f"{_name(key)} is not known: cancelled, or ended")
+        return self._sequences[key]
 
+    def _parked(self, key: Key) -> Sequence:
+        """Look up a parked completion. Raises ValueError if it is unknown or not parked."""
+        sequence = self._known(key)
+        if sequence.state != "parked":
+            raise ValueError(f"{_name(key)} is {sequence.state}, not parked")
+        return sequence
 
-def _check(engine: RolloutEngine, ledger: Sequence[int], sampling: SamplingParams, room: int, rule: str) -> None:
-    """Raises ValueError for what the engine does not hold, RuntimeError where it has no weights."""
-    if engine.device.params is None:
-        raise RuntimeError("the rollout engine has no parameters; call load(params) first")
-    check_sampling(sampling, engine.tokenizer, engine.config.max_new_tokens)
-    check_ledger(ledger, engine.decoder.vocab, room, rule)
+    def _check(self, tokens: tuple[int, ...], sampling: SamplingParams, room: int, rule: str) -> None:
+        """Raises ValueError for what the engine's shapes do not hold, RuntimeError without weights."""
+        if self.device.params is None:
+            raise RuntimeError("the rollout engine has no parameters; call load(params) first")
+        check_sampling(sampling, self.tokenizer, self.config.max_new_tokens)
+        check_tokens(tokens, self.decoder.vocab, room, rule)
+
+    def _check_turn(self, tokens: tuple[int, ...], sampling: SamplingParams) -> None:
+        """Raises ValueError where a conversation of these tokens leaves no room for another turn."""
+        room = self.config.max_prompt_tokens + self.config.max_new_tokens - sampling.max_new_tokens
+        rule = "what rollout.max_prompt_tokens and max_new_tokens leave of its next turn"
+        self._check(tokens, sampling, room, rule)
+        self._scheduler.pages.check(len(tokens) + sampling.max_new_tokens)
+
+    def _forget_cache(self) -> None:
+        self._read_all()
+        self._scheduler.restart()
+
+    def _prefill(self) -> tuple[DecodeRow, ...]:
+        """Plan a step and issue all that comes before its decode call; the rows of that."""
+        scheduler = self._scheduler
+        if scheduler.wants_size():
+            self._read_all()
+            scheduler.resize()
+            self.device.resize(scheduler.size)
+        plan = scheduler.plan(self.config.refill_steps)
+        for call in plan.prefills:
+            self.device.prefill(call)
+        if plan.copies:
+            self.device.copy(plan.copies)
+        return plan.rows
+
+    def _read_all(self) -> None:
+        """Wait for the unread decode call, if there is one, and add what it drew."""
+        call, self._unread = self._unread, None
+        self._read(call)
+
+    def _read(self, call: _DecodeCall | None) -> None:
+        """Add the tokens of a call to its sequences, and end those that are complete."""
+        if call is None:
+            return
+        drawn, steps = jax.device_get((call.drawn, call.steps))
+        decoded = 0
+        for row, sequence, releases, _, first in call.rows:
+            begin = 0 if first else 1
+            columns = slice(begin, begin + int(drawn.counts[row]))
+            tokens = drawn.tokens[row, columns].tolist()
+            decoded += len(tokens) - first
+            if sequence.releases != releases:
+                continue  # it was parked, cancelled or preempted meanwhile
+            if not drawn.finite[row]:
+                self._fail(sequence)
+            if tokens:
+                logprobs = drawn.logprobs[row, columns].tolist()
+                full_logprobs = drawn.full_logprobs[row, columns].tolist()
+                sequence.append(tokens, logprobs, full_logprobs, self.tokenizer, version=self._version)
+            self._scheduler.advance(sequence, most=self.config.refill_steps + first)
+            if sequence.finish_reason is not None:
+                self._finish(sequence)
+        ran = int(steps)
+        self._count(RolloutStats(decode_steps=ran, slot_steps=ran * len(drawn.counts), decoded_tokens=decoded))
+
+    def _finish(self, sequence: Sequence) -> None:
+        """Free the slot of a sequence whose turn has ended, and keep the completion for `poll`."""
+        self._finished.append(Finished(sequence.key, self._completion(sequence)))
+        if sequence.keep:
+            self._scheduler.park(sequence)
+        else:
+            self._scheduler.retire(sequence)
+            sequence.state = "finished"
+
+    def _take_finished(self, requests: Container[int] | None = None) -> list[Finished]:
+        """Remove the finished completions of these requests, or of all, from the list; forget those not kept."""
+        taken: list[Finished] = []
+        left: list[Finished] = []
+        for each in self._finished:
+            (taken if requests is None or each.key.request in requests else left).append(each)
+        self._finished = left
+        for key, _ in taken:
+            sequence = self._sequences.get(key)
+            if sequence is not None and sequence.state == "finished":
+                del self._sequences[key]
+                sequence.state = "gone"
+        return taken
+
+    def _completion(self, sequence: Sequence) -> Completion:
+        completion = sequence.completion(self.tokenizer)
+        self._count(RolloutStats(completion_tokens=len(completion.tokens) - sequence.carried))
+        return completion
+
+    def _count(self, counts: RolloutStats) -> None:
+        self._stats = self._stats.then(counts)
+
+    def _fail(self, sequence: Sequence) -> NoReturn:
+        """Raise what is wrong with the model, after dropping the sequence and the whole cache."""
+        self.cancel(sequence.key)
+        self._unread = None
+        self._scheduler.restart()
+        self.device.forget()
+        raise NonFiniteError(self.device.nonfinite(sequence))
 
 
 class _Answers:
-    """The completions of some requests, as they come."""
+    """The completions of some requests, collected as they end."""
 
-    def __init__(self, engine: RolloutEngine, requests: Sequence[Request], on_group: OnGroup | None) -> None:
-        self.engine, self.on_group = engine, on_group
-        self.requests: dict[int, int] = {}  # by number
-        self.missing: list[set[int]] = [set(request.unfinished) for request in requests]
-        self.made: list[dict[int, Completion]] = [dict(enumerate(request.begun)) for request in requests]
-        for index, request in enumerate(requests):
-            if request.begun and not self.missing[index]:
-                continue
-            try:
-                self.requests[engine.submit(request)] = index
-            except ValueError as error:
-                raise ValueError(f"request {index}: {error}") from None
+    def __init__(self, requests: list[Request], on_group: OnGroup | None) -> None:
+        self.requests, self._on_group = requests, on_group
+        self.indices: dict[int, int] = {}
+        """Index of each submitted request, by its number in the engine."""
+        self.missing = [set(request.unfinished) for request in requests]
+        self.made = [dict(enumerate(request.begun)) for request in requests]
 
-    def leave(self) -> list[list[Completion]]:
-        """All completions of each request; what has not ended is taken out of the engine."""
-        work = self.engine._work
-        if any(self.missing):
-            work.read()  # what the last call has drawn is of these weights
-            self.take(self.engine.poll())
-        for number, index in self.requests.items():
-            for completion in self.missing[index]:
-                self.made[index][completion] = work.withdraw(Key(number, completion))
-        return [self._in_order(index) for index in range(len(self.made))]
+    def to_submit(self) -> list[tuple[int, Request]]:
+        """The requests that have something to draw, with their indices."""
+        return [
+            (index, request) for index, request in enumerate(self.requests) if self.missing[index] or not request.begun
+        ]
 
-    def take(self, finished: Sequence[Finished]) -> None:
-        """Keep what has ended."""
+    def unfinished(self) -> list[Key]:
+        """The submitted completions that have not ended."""
+        return [Key(number, each) for number, index in self.indices.items() for each in self.missing[index]]
+
+    def take(self, finished: Iterable[Finished]) -> None:
+        """Add completions that have ended."""
         for key, completion in finished:
-            index = self.requests[key.request]
+            index = self.indices[key.request]
             self.made[index][key.completion] = completion
             self.missing[index].remove(key.completion)
-            if not self.missing[index] and self.on_group is not None:
-                self.on_group(index, self._in_order(index))
+            if not self.missing[index] and self._on_group is not None:
+                self._on_group(index, self.in_order(index))
 
-    def _in_order(self, index: int) -> list[Completion]:
+    def in_order(self, index: int) -> list[Completion]:
+        """A request's completions by their index."""
         return [completion for _, completion in sorted(self.made[index].items())]
+
+
+def _name(key: Key) -> str:
+    return f"completion {key.completion} of request {key.request}"

@@ -1,125 +1,146 @@
-"""Who has which pages of the cache: taken, shared by a prompt's sequences, and given back when they run out. No jax."""
+"""Which sequence has which pages of the cache: allocated, shared by a prompt's sequences, freed when they run out.
+
+Plain integers, no jax.
+"""
 
 import collections
 
-from podium.rollout.lanes import Group, Lane, Lanes, Shared
+from podium.rollout.sequence import Group, Queues, Sequence, SharedPrompt
 
-HEADROOM_PAGES = 2  # that stay free for each sequence that runs when another one is admitted
+HEADROOM_PAGES = 2  # left free for each running sequence when another one is admitted
 
 
 class Pages:
     """The pages of all shards; those of a shard are numbered from 0."""
 
-    def __init__(self, *, each: int, page_tokens: int, shards: int, lanes: Lanes) -> None:
-        """All `each` pages of every shard are free; `lanes` are those that will have them."""
-        self.each, self.page_tokens, self.lanes = each, page_tokens, lanes
-        self.free = [list(range(each)) for _ in range(shards)]
+    def __init__(self, *, per_shard: int, page_tokens: int, shards: int, queues: Queues) -> None:
+        """All `per_shard` pages of every shard are free; the sequences in `queues` will have them."""
+        self.per_shard, self.page_tokens, self.queues = per_shard, page_tokens, queues
+        self.free = [list(range(per_shard)) for _ in range(shards)]
 
     @property
     def used(self) -> int:
-        """Pages that somebody has."""
-        return sum(self.each - len(free) for free in self.free)
+        """Pages that are allocated."""
+        return sum(self.per_shard - len(free) for free in self.free)
 
     def number(self, tokens: int) -> int:
-        """Pages that so many tokens take."""
+        """Pages that `tokens` tokens take."""
         return -(-tokens // self.page_tokens)
 
     def check(self, limit: int) -> None:
-        """Raises ValueError where a shard's pages do not hold one sequence of so many tokens."""
-        if self.number(limit) + 1 > self.each:  # and one for the part page of its prompt
-            room = (self.each - 1) * self.page_tokens
+        """Raises ValueError where a shard's pages do not hold one sequence of `limit` tokens."""
+        if self.number(limit) + 1 > self.per_shard:  # and one for the part page of its prompt
+            room = (self.per_shard - 1) * self.page_tokens
             raise ValueError(
                 f"it can grow to {limit} tokens and the cache holds {room} of one sequence; raise rollout.cache_tokens"
             )
 
-    def headroom(self, lane: Lane) -> int:
-        """Pages that stay free for a sequence that runs."""
-        return min(HEADROOM_PAGES, self.number(lane.limit) - len(lane.pages))
+    def headroom(self, sequence: Sequence) -> int:
+        """Pages left free for a running sequence."""
+        return min(HEADROOM_PAGES, self.number(sequence.limit) - len(sequence.pages))
 
-    def house(self, lane: Lane, shard: int, headroom: int) -> bool:
-        """Give a sequence the pages of the tokens that it has; whether there were enough, and some to spare."""
-        group = self.lanes.groups[lane.group]
-        whole = group.prompt // self.page_tokens
-        end = whole * self.page_tokens if group.copied else group.prompt
-        shares = len(group.lanes) > 1 and end > 1 and lane.shard < 0
-        shared = group.shared.get(shard) if shares else None
-        part = self.number(end) if shares and shared is None else 0
-        own = self.number(lane.length) - (whole if shares else len(lane.pages))
-        if not self.obtain(shard, part + own, headroom, lane):
+    def allocate(self, sequence: Sequence, shard: int, headroom: int) -> bool:
+        """Give a sequence pages for all its tokens; whether there were enough, with `headroom` pages to spare."""
+        group = self.queues.groups[sequence.key.request]
+        full = len(group.prompt) // self.page_tokens
+        end = full * self.page_tokens if group.copied else len(group.prompt)
+        shares = group.shares and end > 1 and sequence.shard < 0
+        shared = group.prompts.get(shard) if shares else None
+        for_prompt = self.number(end) if shares and shared is None else 0
+        own = self.number(sequence.length) - (full if shares else len(sequence.pages))
+        if not self._make_room(shard, for_prompt + own, headroom, keep=sequence):
             return False
-        if shares and shared is None:
-            pages = self.take(shard, part)
-            shared = Shared(group=lane.group, shard=shard, pages=pages, end=end, whole=whole)
-            group.shared[shard] = shared
-        if lane.shard < 0:
-            lane.shard = shard
-        if shared is not None:
+        if shares:
+            shared = shared or self.allocate_prompt(group, sequence.key.request, shard, end)
             shared.users += 1
-            lane.origin, lane.pages, lane.filled = shared, shared.pages[:whole], whole * self.page_tokens
-        lane.pages += self.take(shard, own)
+            sequence.shared, sequence.pages = shared, shared.pages[:full]
+            sequence.filled = full * self.page_tokens
+        sequence.shard = shard
+        sequence.pages += self._take(shard, own)
         return True
 
-    def grow(self, lane: Lane, tokens: int) -> bool:
-        """Give a sequence the pages of so many tokens; whether there were enough."""
-        need = self.number(min(tokens, lane.limit)) - len(lane.pages)
-        if not self.obtain(lane.shard, need, 0, lane):
+    def allocate_prompt(self, group: Group, request: int, shard: int, end: int) -> SharedPrompt:
+        """Give a group's prompt pages for its first `end` tokens on a shard; there are enough."""
+        shared = SharedPrompt(
+            request=request,
+            tokens=group.prompt,
+            shard=shard,
+            pages=self._take(shard, self.number(end)),
+            end=end,
+            full_pages=len(group.prompt) // self.page_tokens,
+            lost=group.lost,
+        )
+        group.prompts[shard] = shared
+        return shared
+
+    def grow(self, sequence: Sequence, tokens: int) -> bool:
+        """Give a sequence pages for `tokens` tokens, or its limit; whether there were enough."""
+        need = self.number(min(tokens, sequence.limit)) - len(sequence.pages)
+        if not self._make_room(sequence.shard, need, 0, keep=sequence):
             return False
-        lane.pages += self.take(lane.shard, need)
+        sequence.pages += self._take(sequence.shard, need)
         return True
 
-    def obtain(self, shard: int, need: int, headroom: int, keep: Lane) -> bool:
-        """Free so many pages of what does not run, and nothing of `keep`; nothing happens where that is not enough."""
+    def release(self, sequence: Sequence) -> None:
+        """Free a sequence's pages, if it has any."""
+        if sequence.shard < 0:
+            return
+        full = 0
+        if sequence.shared is not None:
+            full = sequence.shared.full_pages
+            sequence.shared.users -= 1
+        self.free[sequence.shard] += sequence.pages[full:]
+        sequence.lost = max(sequence.lost, sequence.filled)
+        sequence.pages = []
+        sequence.shared = None
+        sequence.shard = -1
+        sequence.filled = 0
+
+    def release_prompt(self, group: Group, shared: SharedPrompt) -> None:
+        """Free the pages of a group's prompt on one shard."""
+        self.free[shared.shard] += shared.pages
+        group.lost = max(group.lost, shared.filled)
+        del group.prompts[shared.shard]
+
+    def release_part_pages(self, group: Group) -> None:
+        """Free the part page of a prompt once all its sequences have had their copy."""
+        for shared in group.prompts.values() if group.copied else ():
+            self.free[shared.shard] += shared.pages[shared.full_pages :]
+            del shared.pages[shared.full_pages :]
+            shared.end = min(shared.end, shared.full_pages * self.page_tokens)
+
+    def _make_room(self, shard: int, need: int, headroom: int, *, keep: Sequence) -> bool:
+        """Evict idle sequences and prompts until `need` pages are free, and `headroom` more; False if that won't do.
+
+        Nothing is evicted in vain, and nothing of `keep` or its prompt.
+        """
         free, wanted = self.free[shard], need + headroom
         if need <= 0 or len(free) >= wanted:
             return True
-        housed = [
-            lane
-            for lane in (*self.lanes.parked, *reversed(self.lanes.waiting))
-            if lane.shard == shard and lane is not keep and lane.pages
+        idle = [
+            sequence
+            for sequence in (*self.queues.parked, *reversed(self.queues.waiting))
+            if sequence.shard == shard and sequence is not keep and sequence.pages
         ]
-        leaving = collections.Counter(lane.origin for lane in housed)
+        leaving = collections.Counter(sequence.shared for sequence in idle)
         prompts = [
-            shared
-            for group in self.lanes.groups.values()
-            for shared in group.shared.values()
-            if shared.shard == shard and shared.group != keep.group and shared.users == leaving[shared]
+            (group, shared)
+            for request, group in self.queues.groups.items()
+            for shared in group.prompts.values()
+            if shared.shard == shard and request != keep.key.request and shared.users == leaving[shared]
         ]
-        own = sum(len(lane.pages) - (lane.origin.whole if lane.origin else 0) for lane in housed)
-        if len(free) + sum(len(shared.pages) for shared in prompts) + own < wanted:
+        own = sum(len(each.pages) - (each.shared.full_pages if each.shared else 0) for each in idle)
+        if len(free) + sum(len(shared.pages) for _, shared in prompts) + own < wanted:
             return False
         while len(free) < wanted:
-            if idle := next((shared for shared in prompts if not shared.users), None):
-                prompts.remove(idle)
-                self.forget(idle)
+            if unused := next((each for each in prompts if not each[1].users), None):
+                prompts.remove(unused)
+                self.release_prompt(*unused)
             else:
-                self.drop(housed.pop(0))
-                self.lanes.counts.evicted += 1
+                self.release(idle.pop(0))
+                self.queues.counts.evicted += 1
         return True
 
-    def take(self, shard: int, count: int) -> list[int]:
-        """So many free pages."""
+    def _take(self, shard: int, count: int) -> list[int]:
+        """Remove pages from a shard's free list."""
         return [self.free[shard].pop() for _ in range(count)]
-
-    def drop(self, lane: Lane) -> None:
-        """Take a sequence's pages away."""
-        if lane.shard < 0:
-            return
-        whole = 0
-        if lane.origin is not None:
-            whole = lane.origin.whole
-            lane.origin.users -= 1
-        self.free[lane.shard] += lane.pages[whole:]
-        lane.lost = max(lane.lost, lane.filled)
-        lane.pages, lane.origin, lane.shard, lane.filled = [], None, -1, 0
-
-    def forget(self, shared: Shared) -> None:
-        """Take a prompt's pages away."""
-        self.free[shared.shard] += shared.pages
-        del self.lanes.groups[shared.group].shared[shared.shard]
-
-    def release_copied(self, group: Group) -> None:
-        """Take the part page of a prompt away once all its sequences had their copy."""
-        for shared in group.shared.values() if group.copied else ():
-            self.free[shared.shard] += shared.pages[shared.whole :]
-            del shared.pages[shared.whole :]
-            shared.end = min(shared.end, shared.whole * self.page_tokens)

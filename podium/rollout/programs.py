@@ -23,8 +23,8 @@ from podium.models.params import LAYERS
 from podium.models.visibility import Visibility
 from podium.rollout import cache as caches
 from podium.rollout.cache import Cache
-from podium.rollout.draft import MAX_STOP_TOKENS
 from podium.rollout.sampling import SamplingRows, idle_rows, sample_split
+from podium.rollout.sequence import MAX_STOP_TOKENS
 from podium.rollout.weights import make_sync
 from podium.sharding import Params, ShardingRules
 

@@ -1,6 +1,7 @@
 """Requests, completions and statistics of the rollout engine: plain data, no jax."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -55,19 +56,29 @@ class Request:
     """With the completion's index and the position it determines every draw, whatever else is running."""
     completions: int = 1
     keep: bool = False
-    """Park each completion when it ends: `RolloutEngine.extend` goes on with it, `RolloutEngine.cancel` lets it go."""
+    """Park each completion when it ends, for `RolloutEngine.extend`, until `RolloutEngine.cancel`."""
     begun: tuple[Completion, ...] = ()
-    """What there is of each completion: one without a finish reason is gone on with behind its last token, the others
-    stay as they are. Empty: all begin behind the prompt."""
+    """What has been drawn of each completion: one without a finish reason continues behind its last token, the others
+    stay as they are. Empty: nothing has been drawn."""
+    ledgers: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict[int, tuple[int, ...]])
+    """Conversations to restore, by the completion's index, which decides its draws: all tokens before the turn that is
+    to be drawn, the prompt first. A completion without one stands behind the prompt; if none has begun, only these are
+    completed."""
 
     @property
     def unfinished(self) -> dict[int, Completion | None]:
-        """The completions that are to be made, by index, with what there is of them.
+        """The completions to be drawn, by index, with what has been drawn of them.
 
-        Raises ValueError where only some have begun.
+        Raises ValueError where only some have begun, or a ledger is not of a completion or starts otherwise.
         """
+        for index, ledger in self.ledgers.items():
+            if not 0 <= index < self.completions or ledger[: len(self.prompt)] != self.prompt:
+                raise ValueError(
+                    f"the ledger of completion {index} of {self.completions} must begin with the prompt's"
+                    f" {len(self.prompt)} tokens; give the completion's own index and all its tokens"
+                )
         if not self.begun:
-            return dict.fromkeys(range(self.completions))
+            return dict.fromkeys(self.ledgers or range(self.completions))
         if len(self.begun) != self.completions:
             raise ValueError(f"{len(self.begun)} of {self.completions} completions have begun; give all, or none")
         return {index: each for index, each in enumerate(self.begun) if each.finish_reason is None}

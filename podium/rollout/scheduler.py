@@ -1,277 +1,388 @@
-"""Which sequence sits in which slot, and which pages of the cache it has: plain integers, no arrays, no jax.
+"""Which sequence runs in which slot, and what the device does in the next step: plain integers, no arrays, no jax.
 
-A group is a request: one prompt and its completions, each of which is a sequence. Sequences enter slots in the order
-they came. A prompt's keys and values are made once on a shard (a device, or a few that split heads) and shared by the
-sequences that sit there: whole pages by reference, the last part page as a copy for each. Sequences of a group go where
-their prompt is; only a slot that would idle otherwise makes another shard prefill it again.
+A group is a request: one prompt and its completions, each of which is a sequence. Sequences get slots in the order in
+which they came. A prompt's keys and values are made once on a shard (a device, or a few that split heads) and shared by
+the group's sequences there: full pages by reference, the part page at the end as a copy for each. Sequences go to the
+shard that has their prompt; only a slot that would be idle otherwise makes another shard prefill it again.
 
-When pages run out, prompts that nobody uses go first, then what is parked, then the youngest sequence that runs: it
-waits again, at the head of the queue, and its tokens are prefilled when it comes back. Nothing is lost.
+When pages run out, prompts that no sequence uses are evicted first, then parked sequences, then the youngest running
+one is preempted: it waits at the head of the queue, and its tokens are prefilled again when it returns. No token is
+lost.
 """
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
-from podium.rollout import prefill
-from podium.rollout.lanes import Counts, Group, Lane, Lanes, Look, Row, Shared
 from podium.rollout.pages import Pages
+from podium.rollout.sequence import Counts, Group, Queues, Sequence, SharedPrompt
 
 
-class Seats:
-    """The slots of all shards, as many in each as the decode program in use has."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fill:
+    """A row of a prefill call: `count` tokens of a prompt or a sequence, from its token `start` on."""
 
-    def __init__(self, sizes: Sequence[int], shards: int) -> None:
-        """All are free; `sizes` of the program are over all shards, largest first, and the smallest is in use."""
+    row: int
+    owner: SharedPrompt | Sequence
+    pages: tuple[int, ...]
+    start: int
+    count: int
+
+
+class PrefillCall(NamedTuple):
+    """A prefill call of rows of `chunk` tokens."""
+
+    chunk: int
+    fills: tuple[Fill, ...]
+
+
+class PageCopy(NamedTuple):
+    """A page to be copied within a shard."""
+
+    shard: int
+    source: int
+    target: int
+
+
+class DecodeRow(NamedTuple):
+    """A sequence in a decode call."""
+
+    row: int
+    sequence: Sequence
+    releases: int
+    """The sequence's `releases` when the call was planned."""
+    fresh: bool
+    """Whether the call takes the sequence's state from the host."""
+    first: bool
+    """Whether prefill has kept the state behind its last token, from which the call draws one before its steps."""
+
+
+class StepPlan(NamedTuple):
+    """What the device does in one step of the engine, in this order."""
+
+    prefills: tuple[PrefillCall, ...]
+    copies: tuple[PageCopy, ...]
+    rows: tuple[DecodeRow, ...]
+    """Rows of the decode call; empty: there is no call."""
+
+
+class Slots:
+    """The slots of all shards; each shard has as many as the decode program in use."""
+
+    def __init__(self, sizes: Iterable[int], shards: int) -> None:
+        """All slots are free. `sizes` of the program are over all shards, largest first; the smallest is in use."""
         self._sizes = tuple(size // shards for size in sizes)
-        self._slots: list[list[Lane | None]] = [[None] * self._sizes[-1] for _ in range(shards)]
+        self._slots: list[list[Sequence | None]] = [[None] * self._sizes[-1] for _ in range(shards)]
 
     @property
-    def each(self) -> int:
+    def per_shard(self) -> int:
         """Slots of a shard."""
         return len(self._slots[0])
 
-    def free(self) -> list[int]:
-        """How many of each shard's slots are."""
+    @property
+    def occupied(self) -> list[Sequence]:
+        """The sequences in slots."""
+        return [sequence for slots in self._slots for sequence in slots if sequence is not None]
+
+    def count_free(self) -> list[int]:
+        """Free slots of each shard."""
         return [slots.count(None) for slots in self._slots]
 
     def fitting(self, wanted: int) -> int:
-        """The smallest program, by its slots of a shard, that holds those who sit and so many in each shard."""
-        most = max(wanted, self.each - min(self.free()))
+        """Slots per shard of the smallest program that holds the running sequences, and `wanted` per shard."""
+        most = max(wanted, self.per_shard - min(self.count_free()))
         return next((size for size in reversed(self._sizes) if size >= most), self._sizes[0])
 
-    def resize(self, each: int) -> None:
-        """Use the program of so many slots of a shard; sequences move to the first ones."""
+    def resize(self, per_shard: int) -> None:
+        """Use another program; running sequences move to its first slots."""
         for shard, slots in enumerate(self._slots):
-            lanes = [lane for lane in slots if lane is not None]
-            self._slots[shard] = [*lanes, *[None] * (each - len(lanes))]
-            for slot, lane in enumerate(lanes):
-                lane.slot, lane.fresh = slot, True
+            running = [sequence for sequence in slots if sequence is not None]
+            self._slots[shard] = [*running, *[None] * (per_shard - len(running))]
+            for slot, sequence in enumerate(running):
+                sequence.slot, sequence.fresh = slot, True
 
-    def give(self, lane: Lane) -> None:
-        """Let a sequence sit down in its shard."""
-        slots = self._slots[lane.shard]
-        lane.slot, lane.state, lane.fresh = slots.index(None), "running", True
-        slots[lane.slot] = lane
+    def allocate(self, sequence: Sequence) -> None:
+        """Give a sequence a free slot of its shard."""
+        slots = self._slots[sequence.shard]
+        sequence.slot, sequence.fresh = slots.index(None), True
+        slots[sequence.slot] = sequence
 
-    def leave(self, lane: Lane) -> None:
-        """Let a sequence stand up."""
-        self._slots[lane.shard][lane.slot] = None
-        lane.slot, lane.ahead, lane.stay = -1, 0, lane.stay + 1
-
-    def taken(self) -> list[Lane]:
-        """Those who sit."""
-        return [lane for slots in self._slots for lane in slots if lane is not None]
+    def free(self, sequence: Sequence) -> None:
+        """Free a sequence's slot, if it has one."""
+        if sequence.slot >= 0:
+            self._slots[sequence.shard][sequence.slot] = None
+            sequence.slot, sequence.ahead = -1, 0
+            sequence.releases += 1
 
 
 class Scheduler:
-    """Queue, slots and pages of an engine."""
+    """Queues, slots and pages of an engine."""
 
     def __init__(
         self,
         *,
-        slots: Sequence[int],
+        slots: Iterable[int],
         num_pages: int,
         page_tokens: int,
         rows: int,
-        chunks: Sequence[int],
+        chunks: Iterable[int],
         shards: int = 1,
     ) -> None:
-        """Nothing waits; all slots and pages are free.
+        """All queues are empty, all slots and pages free.
 
         Args:
             slots: sizes of the decode program, largest first.
-            num_pages: of all shards together.
-            page_tokens: of a page.
-            rows: of a prefill call.
+            num_pages: pages of all shards together.
+            page_tokens: tokens of a page.
+            rows: rows of a prefill call.
             chunks: lengths of prefill calls, shortest first.
-            shards: devices, or groups of devices, that have as many slots, pages and rows each.
+            shards: devices, or groups of devices; each has the same number of slots, pages and rows.
         """
         self.sizes, self.chunks, self.shards = tuple(slots), tuple(chunks), shards
-        self.lanes = Lanes()
-        self.pages = Pages(each=num_pages // shards, page_tokens=page_tokens, shards=shards, lanes=self.lanes)
-        self.seats = Seats(slots, shards)
-        self._rows_each = rows // shards
+        self.queues = Queues()
+        self.pages = Pages(per_shard=num_pages // shards, page_tokens=page_tokens, shards=shards, queues=self.queues)
+        self.slots = Slots(self.sizes, shards)
+        self._rows_per_shard = rows // shards
 
-    # What users of the engine ask for.
+    # Requests of the engine's user.
 
-    def submit(
-        self, group: int, *, prompt: int, completions: int, limit: int, begun: Mapping[int, int] | None = None
-    ) -> list[Lane]:
-        """Queue the sequences of a group, of `prompt` tokens now and at most `limit`.
+    def submit(self, prompt: tuple[int, ...], sequences: list[Sequence]) -> None:
+        """Queue the sequences of a request, each of which begins with its prompt.
 
-        `begun` are those to be made, by index, with the tokens of each behind the prompt; unset: all `completions`.
-        Raises ValueError where not even one would fit in a shard's pages.
+        Raises ValueError where a shard's pages do not hold the longest of them.
         """
-        self.pages.check(limit)
-        made = dict.fromkeys(range(completions), 0) if begun is None else begun
-        lanes = [_lane(group, index, prompt, own, limit) for index, own in made.items()]
-        self.lanes.groups[group] = Group(prompt=prompt, lanes={lane.index: lane for lane in lanes})
-        self.lanes.waiting.extend(lanes)
-        return lanes
+        if not sequences:
+            return
+        self.pages.check(max(sequence.limit for sequence in sequences))
+        for sequence in sequences:
+            sequence.lost = sequence.length - 1 if sequence.length > len(prompt) else 0
+        self.queues.groups[sequences[0].key.request] = Group(
+            prompt=prompt,
+            sequences={sequence.key.completion: sequence for sequence in sequences},
+            shares=len(sequences) > 1,
+            lost=len(prompt) if any(sequence.lost for sequence in sequences) else 0,
+        )
+        self.queues.waiting.extend(sequences)
 
-    def resume(self, lane: Lane, *, tokens: int, limit: int) -> None:
-        """Queue a parked sequence again, with so many new tokens behind its own. Raises ValueError as `submit`."""
-        self.pages.check(limit)
-        lane.length, lane.limit, lane.state = lane.length + tokens, limit, "waiting"
-        del self.lanes.parked[lane]
-        self.lanes.waiting.append(lane)
+    def resume(self, sequence: Sequence) -> None:
+        """Queue a parked sequence again."""
+        self.queues.remove(sequence)
+        sequence.state = "waiting"
+        self.queues.waiting.append(sequence)
 
-    def park(self, lane: Lane) -> None:
-        """Take a sequence out of its slot or the queue; it keeps its pages while there are enough."""
-        _leave(self.lanes, self.seats, lane)
-        lane.state = "parked"
-        self.lanes.parked[lane] = None
+    def park(self, sequence: Sequence) -> None:
+        """Take a sequence out of its slot or the queue; it keeps its pages until others need them."""
+        self._take_out(sequence)
+        sequence.state = "parked"
+        self.queues.parked[sequence] = None
 
-    def retire(self, lane: Lane) -> None:
-        """Forget a sequence, whatever it does; its group goes with the last one."""
-        _leave(self.lanes, self.seats, lane)
-        self.pages.drop(lane)
-        lane.state = "gone"
-        group = self.lanes.groups[lane.group]
-        self.pages.release_copied(group)
-        if all(each.state == "gone" for each in group.lanes.values()):
-            for shared in list(group.shared.values()):
-                self.pages.forget(shared)
-            del self.lanes.groups[lane.group]
+    def retire(self, sequence: Sequence) -> None:
+        """Forget a sequence, whatever its state; its group goes with the last one."""
+        if sequence.state in ("finished", "gone"):
+            return
+        self._take_out(sequence)
+        self.pages.release(sequence)
+        sequence.state = "gone"
+        group = self.queues.groups[sequence.key.request]
+        del group.sequences[sequence.key.completion]
+        self.pages.release_part_pages(group)
+        if not group.sequences:
+            self._release_prompts(group)
+            del self.queues.groups[sequence.key.request]
 
     def restart(self) -> None:
-        """Nothing in the cache counts any more: what runs waits again, first, and everything is prefilled anew."""
-        running = list(self.lanes.running)
-        for lane in running:
-            _leave(self.lanes, self.seats, lane)
-            lane.state = "waiting"
-        self.lanes.waiting.extendleft(reversed(running))
-        for lane in (*self.lanes.waiting, *self.lanes.parked):
-            self.pages.drop(lane)
-        for group in self.lanes.groups.values():
-            for shared in list(group.shared.values()):
-                self.pages.forget(shared)
+        """Forget the cache's content: running sequences wait again, at the head, and all is prefilled anew."""
+        for sequence in reversed(list(self.queues.running)):
+            self._wait_again(sequence)
+        for sequence in (*self.queues.waiting, *self.queues.parked):
+            self.pages.release(sequence)
+        for group in self.queues.groups.values():
+            self._release_prompts(group)
 
-    def advance(self, lane: Lane, *, tokens: int, most: int) -> None:
-        """A call that could make `most` tokens of a sequence has made so many, and the sequence is still there."""
-        lane.ahead -= most
-        lane.length += tokens
-        lane.filled = lane.length - 1
+    def advance(self, sequence: Sequence, *, most: int) -> None:
+        """Note that the tokens of a call that could draw `most` have been added to a running sequence."""
+        sequence.ahead -= most
+        sequence.filled = sequence.length - 1
 
     # What the engine does next.
 
     @property
     def busy(self) -> bool:
-        """Whether anything waits or runs."""
-        return bool(self.lanes.waiting or self.lanes.running)
+        """Whether any sequence waits or runs."""
+        return bool(self.queues.waiting or self.queues.running)
 
     @property
     def size(self) -> int:
-        """Slots of the decode program that is in use."""
-        return self.shards * self.seats.each
-
-    def member(self, shared: Shared) -> int:
-        """A completion of a prompt's group that has not been let go."""
-        lanes = self.lanes.groups[shared.group].lanes
-        return next(index for index, lane in lanes.items() if lane.state != "gone")
+        """Slots of the decode program in use."""
+        return self.shards * self.slots.per_shard
 
     def take_counts(self) -> Counts:
-        """What was counted since the last time that this was asked; the pages' peak begins anew at what is in use."""
-        counts, self.lanes.counts = self.lanes.counts, Counts()
+        """What was counted since the last call; the peak of pages starts again from those in use."""
+        counts, self.queues.counts = self.queues.counts, Counts()
         return counts
 
     def wants_size(self) -> bool:
-        """Whether another size of the decode program would do better; `resize` needs to know all that was made."""
-        return self._fitting() != self.seats.each
+        """Whether another size of the decode program fits better; all drawn tokens must be read before `resize`."""
+        return self._fitting() != self.slots.per_shard
 
     def resize(self) -> None:
         """Use the smallest decode program that holds what runs and waits; sequences move to its first slots."""
-        self.seats.resize(self._fitting())
+        self.slots.resize(self._fitting())
 
-    def plan(self, steps: int) -> Look:
-        """What to do next; decode calls make at most `steps` tokens of each sequence, and its first one."""
-        _admit(self.lanes, self.pages, self.seats)
-        extends = []
-        while (extend := prefill.next_call(self.lanes, self.pages, self.chunks, self._rows_each)) is not None:
-            extends.append(extend)
-            if 2 * sum(lane.ready for lane in self.lanes.running) >= len(self.lanes.running):
-                break  # the longer prompts of the rest are prefilled between decode calls
-        copies = tuple(prefill.copies(self.lanes, self.pages))
-        _reserve(self.lanes, self.pages, self.seats, steps)
-        rows = tuple(
-            Row(
-                row=lane.shard * self.seats.each + lane.slot,
-                lane=lane,
-                fresh=lane.fresh,
-                first=lane.fresh and lane.filled == lane.length,
-            )
-            for lane in self.lanes.running
-            if lane.ready
-        )
-        for row in rows:
-            row.lane.fresh = False
-            row.lane.ahead += steps + row.first
-        counts = self.lanes.counts
+    def plan(self, steps: int) -> StepPlan:
+        """Plan one step of the engine; its decode call draws at most `steps` tokens of each sequence, and a first."""
+        self._admit()
+        prefills: list[PrefillCall] = []
+        running = self.queues.running
+        while (call := self._next_prefill()) is not None:
+            prefills.append(call)
+            if 2 * sum(sequence.ready for sequence in running) >= len(running):
+                break  # the rest of the longer prompts is prefilled between decode calls
+        copies = tuple(self._copies())
+        self._reserve(steps)
+        rows = tuple(self._decode_row(sequence, steps) for sequence in running if sequence.ready)
+        counts = self.queues.counts
         counts.pages_peak = max(counts.pages_peak, self.pages.used)
-        return Look(extends=tuple(extends), copies=copies, rows=rows)
+        return StepPlan(prefills=tuple(prefills), copies=copies, rows=rows)
+
+    def _decode_row(self, sequence: Sequence, steps: int) -> DecodeRow:
+        first = sequence.fresh and sequence.filled == sequence.length
+        row = DecodeRow(
+            row=sequence.shard * self.slots.per_shard + sequence.slot,
+            sequence=sequence,
+            releases=sequence.releases,
+            fresh=sequence.fresh,
+            first=first,
+        )
+        sequence.fresh = False
+        sequence.ahead += steps + first
+        return row
 
     def _fitting(self) -> int:
-        return self.seats.fitting(-(-(len(self.lanes.running) + len(self.lanes.waiting)) // self.shards))
+        wanted = len(self.queues.running) + len(self.queues.waiting)
+        return self.slots.fitting(-(-wanted // self.shards))
 
+    def _take_out(self, sequence: Sequence) -> None:
+        """Take a sequence out of its queue and its slot."""
+        self.queues.remove(sequence)
+        self.slots.free(sequence)
 
-def _lane(group: int, index: int, prompt: int, own: int, limit: int) -> Lane:
-    """A sequence of a prompt and so many tokens of its own, all of which but the last had been in a cache."""
-    return Lane(group=group, index=index, length=prompt + own, limit=limit, lost=prompt + own - 1 if own else 0)
+    def _wait_again(self, sequence: Sequence) -> None:
+        """Put a running sequence back at the head of the queue, without pages."""
+        self._take_out(sequence)
+        self.pages.release(sequence)
+        sequence.state = "waiting"
+        self.queues.waiting.appendleft(sequence)
 
+    def _release_prompts(self, group: Group) -> None:
+        for shared in list(group.prompts.values()):
+            self.pages.release_prompt(group, shared)
 
-def _admit(lanes: Lanes, pages: Pages, seats: Seats) -> None:
-    """Give slots and pages to what waits, in its order."""
-    free = seats.free()
-    headroom = [0] * len(free)
-    for lane in lanes.running:
-        headroom[lane.shard] += pages.headroom(lane)
-    for idle in (False, True):  # what waits for slots where its prompt is leaves the others' slots to the next
-        for lane in list(lanes.waiting):
-            if not any(free):
+    # Admission.
+
+    def _admit(self) -> None:
+        """Give slots and pages to waiting sequences, in their order."""
+        queues, free = self.queues, self.slots.count_free()
+        headroom = [0] * len(free)
+        for sequence in queues.running:
+            headroom[sequence.shard] += self.pages.headroom(sequence)
+        for anywhere in (False, True):  # first where prompts are: the other shards' slots are left to those behind
+            for sequence in list(queues.waiting):
+                if not any(free):
+                    return
+                shard = self._choose_shard(sequence, free, anywhere)
+                if shard is None:
+                    continue
+                if not self.pages.allocate(sequence, shard, headroom[shard]):
+                    return  # none overtakes it
+                self.slots.allocate(sequence)
+                queues.waiting.remove(sequence)
+                sequence.state = "running"
+                queues.running[sequence] = None
+                free[shard] -= 1
+                headroom[shard] += self.pages.headroom(sequence)
+
+    def _choose_shard(self, sequence: Sequence, free: list[int], anywhere: bool) -> int | None:
+        """The shard where a sequence gets a slot now; None: it waits for one on the shard that has its prompt."""
+        if sequence.shard >= 0:
+            return sequence.shard if free[sequence.shard] else None
+        homes = self.queues.groups[sequence.key.request].prompts
+        if found := [shard for shard in homes if free[shard]]:
+            return found[0]
+        return None if homes and not anywhere else free.index(max(free))
+
+    def _reserve(self, steps: int) -> None:
+        """Give decoding sequences pages for their next tokens, oldest first; preempt the youngest when short.
+
+        A sequence that waits for its prompt keeps the pages that it has.
+        """
+        running = self.queues.running
+        for sequence in [sequence for sequence in running if sequence.ready]:
+            goal = sequence.length + sequence.ahead + steps
+            while sequence.state == "running" and not self.pages.grow(sequence, goal):
+                youngest = next(each for each in reversed(running) if each.shard == sequence.shard)
+                self._wait_again(youngest)
+                self.queues.counts.preempted += 1
+
+    # Prefill.
+
+    def _next_prefill(self) -> PrefillCall | None:
+        """The next prefill call: the oldest that need it on each shard, and prompts of waiting ones in spare rows."""
+        todo: list[list[SharedPrompt | Sequence]] = [[] for _ in range(self.shards)]
+        for owner in self._unfilled():
+            if len(todo[owner.shard]) < self._rows_per_shard:
+                todo[owner.shard].append(owner)
+        if not any(todo):
+            return None
+        longest = max(owner.missing for owners in todo for owner in owners)
+        chunk = next((chunk for chunk in self.chunks if chunk >= longest), self.chunks[-1])
+        self._add_waiting_prompts(todo, chunk)
+        fills: list[Fill] = []
+        for shard, owners in enumerate(todo):
+            for row, owner in enumerate(owners, shard * self._rows_per_shard):
+                count = min(chunk, owner.missing)
+                fills.append(Fill(row=row, owner=owner, pages=tuple(owner.pages), start=owner.filled, count=count))
+                self.queues.counts.prefill_tokens += count
+                self.queues.counts.rebuilt_tokens += max(0, min(owner.lost - owner.filled, count))
+                owner.filled += count
+        return PrefillCall(chunk=chunk, fills=tuple(fills))
+
+    def _unfilled(self) -> Iterable[SharedPrompt | Sequence]:
+        """What is to be prefilled, in the order of admission."""
+        found: dict[SharedPrompt | Sequence, None] = {}
+        for sequence in self.queues.running:
+            if sequence.shared is not None and sequence.shared.missing:
+                found[sequence.shared] = None
+            elif sequence.missing and not sequence.copies_part:
+                found[sequence] = None
+        return found
+
+    def _add_waiting_prompts(self, todo: list[list[SharedPrompt | Sequence]], chunk: int) -> None:
+        """Prefill prompts of waiting groups in rows that cost nothing more, while there are plenty of pages."""
+        pages, running = self.pages, self.queues.running
+        for sequence in self.queues.waiting:
+            request = sequence.key.request
+            group, end = self.queues.groups[request], len(self.queues.groups[request].prompt)
+            shard = min(range(len(todo)), key=lambda shard: len(todo[shard]))
+            if len(todo[shard]) == self._rows_per_shard:
                 return
-            shard = _choose(lanes, lane, free, idle)
-            if shard is None:
+            if sequence.shard >= 0 or sequence.lost or group.prompts or not group.shares or not 1 < end <= chunk:
                 continue
-            if not pages.house(lane, shard, headroom[shard]):
-                return  # nobody overtakes it
-            seats.give(lane)
-            lanes.waiting.remove(lane)
-            lanes.running[lane] = None
-            free[shard] -= 1
-            headroom[shard] += pages.headroom(lane)
+            reserved = sum(pages.headroom(each) for each in running if each.shard == shard)
+            if len(pages.free[shard]) < pages.number(end) + reserved:
+                return
+            todo[shard].append(pages.allocate_prompt(group, request, shard, end))
 
-
-def _choose(lanes: Lanes, lane: Lane, free: list[int], idle: bool) -> int | None:
-    """The shard in which a sequence gets a slot now; None: it waits for one. `idle`: nobody else wants a slot."""
-    if lane.shard >= 0:
-        return lane.shard if free[lane.shard] else None
-    homes = lanes.groups[lane.group].shared
-    if found := [shard for shard in homes if free[shard]]:
-        return found[0]
-    return None if homes and not idle else free.index(max(free))
-
-
-def _leave(lanes: Lanes, seats: Seats, lane: Lane) -> None:
-    """Out of the slot, the queue, or the parked ones."""
-    if lane.state == "running":
-        seats.leave(lane)
-        del lanes.running[lane]
-    elif lane.state == "waiting":
-        lanes.waiting.remove(lane)
-    elif lane.state == "parked":
-        del lanes.parked[lane]
-
-
-def _reserve(lanes: Lanes, pages: Pages, seats: Seats, steps: int) -> None:
-    """Give what decodes the pages of its next tokens, the oldest first; preempt the youngest where there are none.
-
-    A sequence that waits for its prompt keeps the pages that it has.
-    """
-    running = lanes.running
-    for lane in [lane for lane in running if lane.ready]:
-        while lane.state == "running" and not pages.grow(lane, lane.length + lane.ahead + steps):
-            youngest = next(each for each in reversed(running) if each.shard == lane.shard)
-            _leave(lanes, seats, youngest)
-            pages.drop(youngest)
-            youngest.state = "waiting"
-            lanes.waiting.appendleft(youngest)
-            lanes.counts.preempted += 1
+    def _copies(self) -> Iterator[PageCopy]:
+        """Copy the part pages of prompts that are prefilled by now for the sequences that need them."""
+        for sequence in self.queues.running:
+            shared = sequence.shared
+            if shared is None or shared.missing:
+                continue
+            if sequence.filled < sequence.length and sequence.copies_part:
+                part = shared.full_pages
+                yield PageCopy(shard=sequence.shard, source=shared.pages[part], target=sequence.pages[part])
+                sequence.filled = sequence.length
+            if sequence.ready and not sequence.attached:
+                sequence.attached = True
+                self.pages.release_part_pages(self.queues.groups[sequence.key.request])

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tiny_engine import CONFIG, EOS, answers_of, make_engine, random_requests, same, tiny_params
 
+from podium.rollout.engine import NonFiniteError
 from podium.rollout.request import Key, Request, SamplingParams
-from podium.rollout.work import NonFiniteError
 
 SMALL = CONFIG.model_copy(update={"page_tokens": 8, "cache_tokens": 8 * 20})  # of 8 slots that can need 8 pages each
 MIXED = [*random_requests(6, seed=1), *random_requests(3, seed=2, temperature=0.6, top_k=7)]
@@ -27,13 +27,11 @@ def expected():
 
 
 def assert_clean(engine):
-    """No slot and no page is taken, and nothing is known."""
-    scheduler = engine._work.scheduler
+    """No page is in use, and nothing is known."""
     assert not engine.busy
-    assert not engine._work.drafts
-    assert not scheduler.lanes.groups
-    assert all(len(free) == scheduler.pages.each for free in scheduler.pages.free)
     assert engine.poll() == []
+    assert engine.keys == []
+    assert engine.pages_used == 0
 
 
 def close(completion, other):
@@ -84,7 +82,7 @@ def test_preemption_loses_nothing():
     assert_clean(engine)
 
 
-def test_parking_and_going_on_changes_no_token():
+def test_parking_and_resuming_changes_no_token():
     engine, rng = shared_engine(), random.Random(0)
     numbers = [engine.submit(request) for request in MIXED]
     parked, found, times = set(), {}, 0
@@ -95,13 +93,12 @@ def test_parking_and_going_on_changes_no_token():
             if rng.random() < 0.5:
                 engine.resume(key)
                 parked.remove(key)
-        for key, draft in list(engine._work.drafts.items()):
-            if key not in parked and rng.random() < 0.2:
-                times += draft.lane.state == "running"
-                engine.park(key)
-                found |= dict(engine.poll())
-                if key in engine._work.drafts:  # it has not just ended
-                    parked.add(key)
+        chosen = {key for key in engine.keys if key not in parked and rng.random() < 0.2}
+        for key in chosen:
+            engine.park(key)  # which reads what was drawn: some may end by it
+        found |= dict(engine.poll())
+        parked |= chosen & set(engine.keys)
+        times += len(chosen)
     assert times > 5
     check_all({Key(numbers.index(key.request), key.completion): each for key, each in found.items()})
     assert_clean(engine)
@@ -130,7 +127,7 @@ def test_a_conversation_prefills_only_what_is_new_and_gives_the_tokens_of_one_lo
     assert_clean(engine)
 
 
-def test_new_weights_go_on_with_what_is_in_flight():
+def test_active_completions_continue_under_new_weights():
     engine = shared_engine()
     request = dataclasses.replace(MIXED[0], completions=2)
     number = engine.submit(request)
@@ -154,13 +151,13 @@ def test_new_weights_go_on_with_what_is_in_flight():
     assert_clean(engine)
 
 
-@pytest.mark.parametrize("looks", [0, 1, 2, 3])
-def test_what_is_taken_out_and_submitted_again_gives_the_tokens_of_one_stay(looks):
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_what_is_taken_out_and_submitted_again_gives_the_same_tokens(steps):
     engine, asked = shared_engine(), []
     engine.stats()
-    made, first = engine.generate(MIXED, enough=lambda complete: (asked.append(complete), len(asked) > looks)[1])
+    made, first = engine.generate(MIXED, enough=lambda complete: (asked.append(complete), len(asked) > steps)[1])
     assert_clean(engine)
-    assert (asked[0], len(asked)) == ([False] * len(MIXED), looks + 1)
+    assert (asked[0], len(asked)) == ([False] * len(MIXED), steps + 1)
     unfinished = [each for group in made for each in group if each.finish_reason is None]
     assert unfinished
     assert {each.text for each in unfinished} == {""}
@@ -172,7 +169,7 @@ def test_what_is_taken_out_and_submitted_again_gives_the_tokens_of_one_stay(look
     versions = [np.sum(each.versions == 0) for group in answers for each in group]
     assert (first.completion_tokens, versions) == (sum(drawn), drawn)
     assert second.completion_tokens == sum(len(each.tokens) for group in answers for each in group) - sum(drawn)
-    assert (second.rebuilt_tokens > 0) == (looks > 0)
+    assert (second.rebuilt_tokens > 0) == (steps > 0)
     engine.load(tiny_params())
     assert_clean(engine)
 
@@ -199,12 +196,116 @@ def test_cancelling_leaves_the_others_as_they_are(when):
     assert_clean(engine)
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_completion_that_has_ended_and_was_not_polled_can_be_parked_and_cancelled(keep):
+    engine = shared_engine()
+    number = engine.submit(dataclasses.replace(MIXED[0], keep=keep))
+    ended, cancelled, other = (Key(number, i) for i in range(3))
+    while engine.busy:
+        engine.step()
+    engine.park(ended)  # nothing happens
+    assert engine.ledger(ended) == (*MIXED[0].prompt, *expected()[0][0].tokens.tolist())
+    engine.cancel(cancelled)
+    polled = dict(engine.poll())
+    assert list(polled) == [ended, other]
+    close(polled[ended], expected()[0][0])
+    if keep:
+        with pytest.raises(ValueError, match="has ended; extend it"):
+            engine.resume(ended)
+        engine.cancel(ended)
+        engine.cancel(other)
+    for key in (ended, cancelled):
+        with pytest.raises(ValueError, match=r"is not known: cancelled, or ended"):
+            engine.park(key)
+    assert_clean(engine)
+
+
+def test_a_generation_leaves_other_completions_alone():
+    engine = shared_engine()
+    (parked,) = (Key(engine.submit(dataclasses.replace(MIXED[0], completions=1)), 0),)
+    engine.step()
+    engine.park(parked)
+    before = engine.ledger(parked)
+    active = engine.submit(dataclasses.replace(MIXED[1], completions=1, keep=True))
+    assert same(answers_of(engine, MIXED[2:]), expected()[2:])
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(MIXED[2:], on_poll=raiser(KeyboardInterrupt))
+    assert engine.ledger(parked) == before
+    engine.resume(parked)
+    while engine.busy:
+        engine.step()
+    found = dict(engine.poll())
+    close(found[parked], expected()[0][0])
+    close(found[Key(active, 0)], expected()[1][0])
+    engine.cancel(Key(active, 0))
+    assert_clean(engine)
+
+
+def cut(completion, length):
+    """The first tokens of a completion, as if it had been interrupted behind them."""
+    names = ("tokens", "sampled_logprobs", "full_logprobs", "versions")
+    arrays = {name: getattr(completion, name)[:length] for name in names}
+    return dataclasses.replace(completion, **arrays, text="", finish_reason=None)
+
+
+def raiser(error):
+    def raise_it():
+        raise error
+
+    return raise_it
+
+
+def test_a_restored_conversation_draws_as_if_it_had_not_been_interrupted():
+    """Restored between turns and within one, by the index of its completion."""
+    engine, reply = shared_engine(), SamplingParams(max_new_tokens=6)
+    first = dataclasses.replace(MIXED[0], prompt=MIXED[0].prompt[:20], completions=3, keep=True)
+    number = engine.submit(first)
+    while engine.busy:
+        engine.step()
+    keys = sorted(key for key, _ in engine.poll())
+    ledgers = {key.completion: (*engine.ledger(key), 7, 8) for key in keys[1:]}
+    for key in keys:
+        engine.extend(key, (7, 8), reply, seed=5)
+    whole = drain(engine, [number])
+    restored = Request(prompt=first.prompt, sampling=reply, seed=5, completions=3, ledgers=ledgers)
+    engine.stats()
+    found = drain(engine, [engine.submit(restored)])
+    stats = engine.stats()
+    assert set(found) == {Key(0, 1), Key(0, 2)}
+    assert stats.rebuilt_tokens == 20 + sum(len(ledger) - 1 - 16 for ledger in ledgers.values())  # two pages are shared
+    middle = dataclasses.replace(restored, begun=(whole[Key(0, 0)], *(cut(whole[Key(0, i)], i) for i in (1, 2))))
+    answers = answers_of(engine, [middle])[0]
+    for i in (1, 2):
+        close(found[Key(0, i)], whole[Key(0, i)])
+        close(answers[i], whole[Key(0, i)])
+    with pytest.raises(ValueError, match=r"ledger of completion 3 of 3 must begin with the prompt's 20 tokens"):
+        engine.submit(dataclasses.replace(restored, ledgers={3: ledgers[1]}))
+    assert_clean(engine)
+
+
+def test_only_what_was_evicted_counts_as_rebuilt():
+    """A parked conversation loses its pages to a longer prompt; its next turn prefills old and new tokens together."""
+    engine = make_engine(SMALL.model_copy(update={"cache_tokens": 8 * 9}))
+    (key,) = (Key(engine.submit(dataclasses.replace(MIXED[0], prompt=(5,) * 21, completions=1, keep=True)), 0),)
+    while engine.busy:
+        engine.step()
+    (turn,) = (completion for _, completion in engine.poll())
+    answers_of(engine, [dataclasses.replace(MIXED[1], prompt=(6,) * 48, completions=1)])
+    assert engine.stats().evicted == 0  # `generate` has taken them
+    engine.extend(key, (7, 8, 9), SamplingParams(max_new_tokens=2), seed=0)
+    while engine.busy:
+        engine.step()
+    stats = engine.stats()
+    made_before = 21 + len(turn.tokens) - 1  # the last one drawn had not entered the cache
+    assert (stats.rebuilt_tokens, stats.prefill_tokens) == (made_before, made_before + 1 + 3)
+
+
 def test_what_ends_a_generation_leaves_nothing_behind():
-    engine, looks = shared_engine(), []
+    engine, polls = shared_engine(), []
 
     def stop():
-        looks.append(1)
-        if len(looks) == 3:
+        polls.append(1)
+        if len(polls) == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -1,0 +1,355 @@
+"""A completion from its prompt on, over all its turns: its tokens, its state, its slot and its pages. No jax.
+
+States: waiting for a slot, running in one, parked (taken out on purpose, or its turn has ended and it is kept),
+finished (its turn has ended and the result waits to be polled), gone. A running sequence that is preempted waits again.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+import numpy as np
+
+from podium.rollout.request import Completion, FinishReason, Key, Request, SamplingParams
+
+MAX_STOP_TOKENS = 8
+State = Literal["waiting", "running", "parked", "finished", "gone"]
+
+
+class TextDecoder(Protocol):
+    """What the engine needs of a tokenizer."""
+
+    eos_tokens: tuple[int, ...]
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Special tokens by their texts, which `decode` leaves out."""
+        ...
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of tokens, without special tokens."""
+        ...
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class SharedPrompt:
+    """The pages of a request's prompt on one shard, for all its sequences there."""
+
+    request: int
+    tokens: tuple[int, ...]
+    shard: int
+    pages: list[int]
+    end: int
+    """Tokens to prefill: all of the prompt, or once the part page is freed those of the full pages."""
+    full_pages: int
+    """Leading pages that sequences share; each gets a copy of the part page behind them, if there is one."""
+    lost: int = 0
+    """Tokens that were prefilled before on this engine, or by an earlier one."""
+    filled: int = 0
+    """Tokens prefilled once all planned calls have run."""
+    users: int = 0
+    """Sequences whose first pages these are."""
+
+    @property
+    def missing(self) -> int:
+        """Tokens still to be prefilled."""
+        return max(0, self.end - self.filled)
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Sequence:
+    """A completion, or a conversation of several turns, that the engine works on."""
+
+    key: Key
+    context: tuple[int, ...]
+    """Tokens before those that this turn draws: the prompt, earlier turns, replies."""
+    sampling: SamplingParams
+    seed: int
+    keep: bool = False
+    """Whether to park it when its turn ends."""
+    state: State = "waiting"
+
+    # What this turn has drawn.
+    drawn: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    full_logprobs: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+    """Weight version of each drawn token."""
+    carried: int = 0
+    """Tokens of this turn that were drawn before it was submitted."""
+    finish_reason: FinishReason | None = None
+
+    # Its place in the cache.
+    shard: int = -1
+    """Shard that holds its pages; -1: it has none."""
+    slot: int = -1
+    """Slot within the shard; -1: none."""
+    pages: list[int] = dataclasses.field(default_factory=list)
+    shared: SharedPrompt | None = None
+    """Prompt whose full pages are its first ones."""
+    filled: int = 0
+    """Leading tokens whose keys and values are in its pages once all planned calls have run."""
+    ahead: int = 0
+    """Tokens that decode calls may have drawn and the host has not read."""
+    fresh: bool = True
+    """Whether the next decode call needs its state from the host: it was not in the call before."""
+    releases: int = 0
+    """How often its slot was freed. Unread tokens from before the last time are dropped, and drawn again the same."""
+    attached: bool = False
+    """Whether it has had its copy of the prompt's part page."""
+    lost: int = 0
+    """Leading tokens whose keys and values were made once and are gone."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """All its tokens: context and what this turn has drawn."""
+        return [*self.context, *self.drawn]
+
+    @property
+    def length(self) -> int:
+        """Number of `tokens`."""
+        return len(self.context) + len(self.drawn)
+
+    @property
+    def limit(self) -> int:
+        """Length at which its turn ends."""
+        return len(self.context) + self.sampling.max_new_tokens
+
+    @property
+    def missing(self) -> int:
+        """Tokens still to be prefilled; a last one alone is not, as it enters the cache like those that are drawn."""
+        lacking = self.length - self.filled
+        return lacking if lacking > 1 else 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can decode."""
+        return not self.missing and (self.shared is None or not self.shared.missing)
+
+    @property
+    def copies_part(self) -> bool:
+        """Whether all that its shared pages lack comes from the part page of the prompt."""
+        shared = self.shared
+        return shared is not None and self.length == shared.end and len(shared.pages) > shared.full_pages
+
+    def begin_turn(self, tokens: list[int], sampling: SamplingParams, *, seed: int, keep: bool) -> None:
+        """Draw another completion behind new tokens."""
+        self.context = (*self.context, *self.drawn, *tokens)
+        self.sampling, self.seed, self.keep = sampling, seed, keep
+        self.drawn, self.logprobs, self.full_logprobs, self.versions = [], [], [], []
+        self.carried, self.finish_reason = 0, None
+
+    def append(
+        self,
+        tokens: list[int],
+        logprobs: list[float],
+        full_logprobs: list[float],
+        tokenizer: TextDecoder | None,
+        *,
+        version: int = 0,
+    ) -> None:
+        """Add drawn tokens up to the one that ends the turn, and set `finish_reason` there."""
+        before = len(self.drawn)
+        self.drawn += tokens
+        self.logprobs += logprobs
+        self.full_logprobs += full_logprobs
+        self.versions += [version] * len(tokens)
+        if self.drawn[-1] in stop_tokens(self.sampling, tokenizer):
+            self.finish_reason = "stop"
+        elif self.length >= self.limit:
+            self.finish_reason = "length"
+        if tokenizer is not None:
+            self._stop_at_string(before, tokenizer)
+
+    def completion(self, tokenizer: TextDecoder | None) -> Completion:
+        """What this turn has drawn so far."""
+        ended = self.finish_reason is not None
+        return Completion(
+            tokens=np.array(self.drawn, np.int32),
+            sampled_logprobs=np.array(self.logprobs, np.float32),
+            full_logprobs=np.array(self.full_logprobs, np.float32),
+            versions=np.array(self.versions, np.int32),
+            text=tokenizer.decode(self.drawn) if ended and tokenizer is not None else "",
+            finish_reason=self.finish_reason,
+        )
+
+    def _stop_at_string(self, before: int, tokenizer: TextDecoder) -> None:
+        """End with the token that completes a stop string, if one behind the first `before` does."""
+        stops = [stop for stop in self.sampling.stop if stop not in tokenizer.special_tokens]
+        if not stops:
+            return
+        longest = max(len(stop.encode()) for stop in stops)  # a token holds at least one byte of it
+        begin = max(0, before - longest)
+        for length in range(before + 1, len(self.drawn) + 1):
+            text = tokenizer.decode(self.drawn[begin:length])
+            if any(stop in text for stop in stops):
+                for values in (self.drawn, self.logprobs, self.full_logprobs, self.versions):
+                    del values[length:]
+                self.finish_reason = "stop"
+                return
+
+
+def sequences_of(request: Request, number: int) -> list[Sequence]:
+    """The unfinished completions of a request, behind what has been drawn of each.
+
+    Raises ValueError where only some have begun, or a ledger does not start with the prompt.
+    """
+    made = []
+    for index, begun in request.unfinished.items():
+        sequence = Sequence(
+            key=Key(number, index),
+            context=request.ledgers.get(index, request.prompt),
+            sampling=request.sampling,
+            seed=request.seed,
+            keep=request.keep,
+        )
+        if begun is not None:
+            sequence.drawn = begun.tokens.tolist()
+            sequence.logprobs = begun.sampled_logprobs.tolist()
+            sequence.full_logprobs = begun.full_logprobs.tolist()
+            sequence.versions = begun.versions.tolist()
+            sequence.carried = len(sequence.drawn)
+        made.append(sequence)
+    return made
+
+
+@dataclasses.dataclass(kw_only=True)
+class Group:
+    """The sequences of a request that are not gone, and the pages of their prompt."""
+
+    prompt: tuple[int, ...]
+    sequences: dict[int, Sequence]
+    """By the completion's index."""
+    shares: bool
+    """Whether its sequences share the prompt's pages: there were several."""
+    prompts: dict[int, SharedPrompt] = dataclasses.field(default_factory=dict)
+    """By shard."""
+    lost: int = 0
+    """Leading tokens of the prompt that were prefilled once and may be again."""
+
+    @property
+    def copied(self) -> bool:
+        """Whether all its sequences have had their copy of the prompt's part page."""
+        return all(sequence.attached for sequence in self.sequences.values())
+
+
+@dataclasses.dataclass(kw_only=True)
+class Counts:
+    """What the scheduler has counted."""
+
+    pages_peak: int = 0
+    prefill_tokens: int = 0
+    rebuilt_tokens: int = 0
+    """Of the prefilled tokens, those whose keys and values had been made before."""
+    preempted: int = 0
+    """Running sequences that lost slot and pages."""
+    evicted: int = 0
+    """Parked or waiting sequences that lost their pages."""
+
+
+class Queues:
+    """All sequences of an engine that are not gone, by what they do."""
+
+    def __init__(self) -> None:
+        """All queues are empty."""
+        self.groups: dict[int, Group] = {}
+        """By the request's number."""
+        self.waiting: collections.deque[Sequence] = collections.deque()
+        self.running: dict[Sequence, None] = {}
+        """In the order of admission."""
+        self.parked: dict[Sequence, None] = {}
+        """Longest parked first."""
+        self.counts = Counts()
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out of its queue."""
+        if sequence.state == "running":
+            del self.running[sequence]
+        elif sequence.state == "waiting":
+            self.waiting.remove(sequence)
+        elif sequence.state == "parked":
+            del self.parked[sequence]
+
+
+def special_tokens(tokenizer: TextDecoder | None) -> Mapping[str, int]:
+    """A tokenizer's special tokens by their texts; none without a tokenizer."""
+    return {} if tokenizer is None else tokenizer.special_tokens
+
+
+def stop_tokens(sampling: SamplingParams, tokenizer: TextDecoder | None) -> tuple[int, ...]:
+    """The tokens that end a completion: the model's, the request's, and special tokens named by their text."""
+    special = special_tokens(tokenizer)
+    named = (special[stop] for stop in sampling.stop if stop in special)
+    eos_tokens = () if tokenizer is None else tokenizer.eos_tokens
+    return tuple(dict.fromkeys((*eos_tokens, *sampling.stop_tokens, *named)))
+
+
+def check_tokens(tokens: tuple[int, ...], vocab: int, room: int, rule: str) -> None:
+    """Raises ValueError for a context that is empty, longer than the rule allows, or outside the vocabulary."""
+    if not tokens:
+        raise ValueError("prompt is empty; it needs at least one token")
+    if len(tokens) > room:
+        raise ValueError(f"prompt has {len(tokens)} tokens and {rule} is {room}; raise it, or drop the prompt")
+    if not all(0 <= token < vocab for token in tokens):
+        raise ValueError(
+            f"prompt has a token outside the model's vocabulary of {vocab}; does the tokenizer belong to the model?"
+        )
+
+
+def check_sampling(sampling: SamplingParams, tokenizer: TextDecoder | None, max_new_tokens: int) -> None:
+    """Raises ValueError for settings that contradict each other or that the engine cannot draw with."""
+    problem = (
+        _length_problem(sampling, max_new_tokens)
+        or _distribution_problem(sampling)
+        or _stop_problem(sampling, tokenizer)
+    )
+    if problem:
+        raise ValueError(problem)
+
+
+def _length_problem(sampling: SamplingParams, max_new_tokens: int) -> str | None:
+    if 1 <= sampling.max_new_tokens <= max_new_tokens:
+        return None
+    return (
+        f"max_new_tokens is {sampling.max_new_tokens} and must be 1 to rollout.max_new_tokens, {max_new_tokens};"
+        " raise that, or ask for less"
+    )
+
+
+def _distribution_problem(sampling: SamplingParams) -> str | None:
+    cuts = (("top_k", sampling.top_k, 0), ("top_p", sampling.top_p, 1.0), ("min_p", sampling.min_p, 0.0))
+    used = ", ".join(f"{name} {value}" for name, value, unused in cuts if value != unused)
+    if not (sampling.temperature >= 0 and math.isfinite(sampling.temperature)):
+        return f"temperature is {sampling.temperature}; it must be 0 (greedy) or more"
+    if sampling.top_k < 0 or not 0 < sampling.top_p <= 1 or not 0 <= sampling.min_p < 1:
+        return f"{used}: top_k must be 0 (all) or more, top_p above 0 and at most 1, min_p 0 to below 1"
+    if not sampling.temperature and used:
+        return (
+            f"temperature is 0, which takes the likeliest token and does not use {used}; leave that out, or set a"
+            " temperature"
+        )
+    return None
+
+
+def _stop_problem(sampling: SamplingParams, tokenizer: TextDecoder | None) -> str | None:
+    if "" in sampling.stop:
+        return "a stop string is empty and would end every completion at once; leave it out"
+    special = special_tokens(tokenizer)
+    for stop in sampling.stop:
+        if tokenizer is None:
+            return f"stop string {stop!r} needs a tokenizer and this engine has none; name stop_tokens instead"
+        for text in special if stop not in special else ():
+            if text in stop:
+                return (
+                    f"stop string {stop!r} holds the special token {text!r}, which is never part of a completion's"
+                    f" text; write {text!r} alone, which ends the completion at that token, or the text without it"
+                )
+    count = len(stop_tokens(sampling, tokenizer))
+    if count > MAX_STOP_TOKENS:
+        return (
+            f"there are {count} stop tokens, the model's own included, and at most {MAX_STOP_TOKENS} are possible;"
+            " name fewer"
+        )
+    return None
