@@ -30,7 +30,6 @@ from scipy.stats import chi2_contingency
 from benches.decode import SMOLLM2_135M
 from benches.recipes import write_tiny_model
 from benches.record import arguments, record
-from podium.bench.rollout import NoText
 from podium.config.schema import Config, RolloutConfig
 from podium.models.architecture import DecoderConfig
 from podium.models.params import ROLLOUT_AXES, param_specs
@@ -64,7 +63,7 @@ class Flight:
         slots = self.room * G
         config = RolloutConfig(max_prompt_tokens=PROMPT, max_new_tokens=LONGEST, slots=slots, refill_steps=8)
         rules = ShardingRules(make_mesh("auto"), ROLLOUT_AXES)
-        self.engine = RolloutEngine(config, decoder, rules, NoText(), dtype=jnp.dtype("bfloat16"))
+        self.engine = RolloutEngine(config, decoder, rules, None, dtype=jnp.dtype("bfloat16"))
         self.engine.load(params)
         self.engine.warm_up()
         self.vocab, self.pending, self.begun = decoder.vocab, dict[int, list[list[Completion]]](), 0

@@ -20,7 +20,6 @@ import numpy as np
 
 from benches.decode import SMOLLM2_135M
 from benches.record import arguments, record
-from podium.bench.rollout import NoText
 from podium.config.schema import RolloutConfig
 from podium.models.params import ROLLOUT_AXES, param_specs
 from podium.rollout.engine import RolloutEngine
@@ -45,7 +44,7 @@ def ours(dtype: str) -> RolloutEngine:
     """The engine, its programs compiled."""
     rules = ShardingRules(make_mesh("auto"), ROLLOUT_AXES)
     config = RolloutConfig(max_prompt_tokens=PROMPT, max_new_tokens=NEW, slots=REQUESTS)
-    engine = RolloutEngine(config, SMOLLM2_135M, rules, NoText(), dtype=jnp.dtype(dtype))
+    engine = RolloutEngine(config, SMOLLM2_135M, rules, None, dtype=jnp.dtype(dtype))
     engine.load(init_params(0, param_specs(SMOLLM2_135M), rules))
     engine.warm_up()
     return engine

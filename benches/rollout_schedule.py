@@ -26,7 +26,6 @@ import numpy as np
 
 from benches.decode import SMOLLM2_135M
 from benches.record import arguments, record
-from podium.bench.rollout import NoText
 from podium.config.schema import RolloutConfig
 from podium.models.params import ROLLOUT_AXES, param_specs
 from podium.rollout import cache as caches
@@ -63,7 +62,7 @@ def engine_of(decoder: Any, params: Any, **settings: Any) -> RolloutEngine:
     """An engine with its programs compiled."""
     rules = ShardingRules(make_mesh("auto"), ROLLOUT_AXES)
     config = RolloutConfig(max_prompt_tokens=64, max_new_tokens=512, **settings)
-    engine = RolloutEngine(config, decoder, rules, NoText(), dtype=jnp.dtype("bfloat16"))
+    engine = RolloutEngine(config, decoder, rules, None, dtype=jnp.dtype("bfloat16"))
     engine.load(params)
     engine.warm_up()
     return engine

@@ -12,7 +12,6 @@ import pytest
 
 from benches.decode import SMOLLM2_135M
 from podium.algorithms.recipes import RECIPES
-from podium.bench.rollout import NoText
 from podium.bench.update import random_batch
 from podium.config.attention import attention_backend
 from podium.config.head import head_kind
@@ -52,7 +51,7 @@ def mesh_of(platform: str | None):
 def completions(platform: str | None, dtype=jnp.float32):
     config = RolloutConfig(max_prompt_tokens=32, max_new_tokens=16, slots=8, prefill_rows=4)
     mesh = mesh_of(platform)
-    engine = RolloutEngine(config, DECODER, ShardingRules(mesh, ROLLOUT_AXES), NoText(), dtype=jnp.dtype(dtype))
+    engine = RolloutEngine(config, DECODER, ShardingRules(mesh, ROLLOUT_AXES), None, dtype=jnp.dtype(dtype))
     params = init_params(0, param_specs(DECODER), ShardingRules(mesh, TRAIN_AXES))
     engine.load({name: value if "norm" in name else 5 * value for name, value in params.items()})
     prompts = np.random.default_rng(0).integers(0, DECODER.vocab, (6, 20)).tolist()

@@ -10,7 +10,6 @@ import functools
 import json
 import math
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -40,17 +39,6 @@ from podium.train.platform import prepare_platform
 
 GROUP = 8  # completions of a prompt, where the batch divides by it
 FULL_STEPS = 32  # of the run in which all slots are busy to the end
-
-
-class NoText:
-    """A tokenizer without text: completions run to their full length."""
-
-    eos_tokens = ()
-    special_tokens: Mapping[str, int] = {}  # never changed
-
-    def decode(self, tokens: list[int]) -> str:
-        """Nothing, whatever the tokens."""
-        return ""
 
 
 def bench(
@@ -91,7 +79,7 @@ def make_engine(config: Config, decoder: DecoderConfig, mesh: Mesh) -> RolloutEn
     """An engine with random weights whose programs are compiled."""
     layout = rollout_layout(config, decoder, mesh)
     rules, dtype = rollout_rules(layout, decoder, mesh), as_dtype(config.rollout.dtype, mesh)
-    engine = RolloutEngine(config.rollout, decoder, rules, NoText(), dtype=dtype)
+    engine = RolloutEngine(config.rollout, decoder, rules, None, dtype=dtype)
     engine.load(init_params(0, param_specs(decoder), ShardingRules(mesh, TRAIN_AXES)))
     engine.warm_up()
     return engine

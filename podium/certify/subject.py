@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -82,7 +81,7 @@ class Subject:
         rollout, random = self.config.rollout, np.random.default_rng(1)
         mesh = one_device()
         rules = ShardingRules(mesh, ROLLOUT_AXES)
-        engine = RolloutEngine(rollout, self.decoder, rules, _NoText(), dtype=jnp.dtype("float32"))
+        engine = RolloutEngine(rollout, self.decoder, rules, None, dtype=jnp.dtype("float32"))
         engine.device.freeze(self.frozen(mesh))
         engine.load(self.trained(mesh))
         settings = dataclasses.replace(sampling_params(self.config), stop=())
@@ -256,17 +255,6 @@ def _small_step(config: Config) -> Config:
         "algorithm": config.algorithm.model_copy(update=algorithm),
     }
     return config.model_copy(update={**parts, "prompts_per_step": PROMPTS, "group_size": group})
-
-
-class _NoText:
-    """A tokenizer of tokens without text, none of which ends a completion."""
-
-    eos_tokens: tuple[int, ...] = ()
-    special_tokens: Mapping[str, int] = MappingProxyType({})
-
-    def decode(self, tokens: list[int]) -> str:
-        """Nothing."""
-        return ""
 
 
 @functools.cache

@@ -348,6 +348,17 @@ def test_an_engine_without_parameters_says_so():
         answers_of(engine, MIXED)
 
 
+def test_an_engine_without_a_tokenizer_gives_tokens_without_text():
+    engine = RolloutEngine(CONFIG, DECODER, ShardingRules(mesh_of(1), ROLLOUT_AXES), None, dtype=jnp.float32)
+    engine.load(tiny_params())
+    sampling = dataclasses.replace(MIXED[0].sampling, stop_tokens=(EOS,))
+    (made,) = answers_of(engine, [dataclasses.replace(MIXED[0], sampling=sampling)])
+    for completion, other in zip(made, mixed_answers()[0], strict=True):
+        assert (completion.tokens.tolist(), completion.text) == (other.tokens.tolist(), "")
+    with pytest.raises(ValueError, match="stop string 'a' needs a tokenizer and this engine has none"):
+        answers_of(engine, [dataclasses.replace(MIXED[0], sampling=dataclasses.replace(sampling, stop=("a",)))])
+
+
 def test_a_call_under_way_does_not_read_what_the_host_writes_for_the_next():
     """Memory that is aligned so is what jax would take as it is, instead of a copy."""
     memory = np.zeros(256, np.uint8)

@@ -231,25 +231,13 @@ def test_rows_are_as_long_as_the_longest_sequence_and_as_many_as_tokens_allow(tr
     assert (row_tokens(config), rows_per_device(config)) == expected
 
 
-class NoText:
-    """A tokenizer that the engine can do without."""
-
-    eos_tokens = (299,)
-    special_tokens: dict[str, int] = {}  # noqa: RUF012  # nothing writes it
-
-    def decode(self, tokens: list[int]) -> str:
-        return ""
-
-
 def sampled_groups(params, dtype: str, **settings: float) -> list[Group]:
     """What the engine makes of four prompts with these weights, a group of 4 each."""
     config = make_config(rollout={"max_prompt_tokens": 8, "max_new_tokens": 8}).rollout
-    engine = RolloutEngine(
-        config, DECODER, ShardingRules(rules_of().mesh, ROLLOUT_AXES), NoText(), dtype=jnp.dtype(dtype)
-    )
+    engine = RolloutEngine(config, DECODER, ShardingRules(rules_of().mesh, ROLLOUT_AXES), None, dtype=jnp.dtype(dtype))
     engine.load(params)
     groups = groups_of()
-    sampling = SamplingParams(max_new_tokens=8, **settings)
+    sampling = SamplingParams(max_new_tokens=8, stop_tokens=(299,), **settings)
     requests = [
         Request(prompt=group.tokens, sampling=sampling, seed=n, completions=4) for n, group in enumerate(groups)
     ]
