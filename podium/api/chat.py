@@ -3,7 +3,7 @@
 import contextlib
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from rich.console import Console
@@ -14,63 +14,115 @@ from podium.files import as_path
 from podium.models.source import read_architecture, resolve
 from podium.observe.run_dir import read_config
 from podium.observe.text import printable
-from podium.rollout.request import Completion, Request, SamplingParams
+from podium.rollout.request import Completion, Key, Request, SamplingParams
 from podium.train.feed import request_seed
 from podium.train.generate import Rollouts
 
 CHUNK_TOKENS = 16
-"""Tokens that are decoded before they are shown; each chunk reads the conversation again."""
+"""Tokens of an answer that are requested at a time, so that answers may use the context to its end."""
+STEPS_SHOWN = 4
+"""Decode steps after which new text is shown."""
 CONTEXT_TOKENS = 2048
 """The longest conversation, where the model allows as many."""
 HELP = "Enter alone: log-probabilities of the last answer;  /new: forget the conversation;  /exit or Ctrl-D: leave"
 
 
 class Conversation:
-    """Messages so far, and an engine that answers them."""
+    """Messages so far, and an engine that answers them and keeps their keys and values from turn to turn."""
 
     def __init__(
-        self, rollouts: Rollouts, *, system_prompt: str | None, temperature: float, max_new_tokens: int, seed: int
+        self,
+        rollouts: Rollouts,
+        *,
+        system_prompt: str | None,
+        temperature: float,
+        max_new_tokens: int,
+        seed: int,
+        notice: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Nothing is said yet but the system prompt, if there is one."""
-        self.rollouts, self.temperature, self.max_new_tokens, self.seed = rollouts, temperature, max_new_tokens, seed
+        """Begin with the system prompt, if there is one; `notice` is called with what the user should know."""
+        self.rollouts = rollouts
+        self.temperature = temperature
+        self.max_new_tokens = max_new_tokens
+        self.seed = seed
+        self._notice = notice
         self._first = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._key: Key | None = None
         self.restart()
 
     def restart(self) -> None:
         """Forget what was said."""
+        self._forget()
         self.messages = list(self._first)
         self.tokens: list[int] = []
-        self.logprobs: list[float] = []
         """Of the last answer."""
+        self.logprobs: list[float] = []
+        """Of the last answer's tokens."""
 
     def answer(self, text: str) -> Iterator[str]:
-        """The pieces of the answer to a message, as they come. Raises ValueError where it does not fit any more."""
+        """The pieces of the answer to a message, as they are drawn. Raises ValueError where it no longer fits."""
         tokenizer = self.rollouts.feed.tokenizer
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt = tokenizer.encode_messages(asked)
         room = self.rollouts.config.rollout.max_prompt_tokens
         if len(prompt) > room:
             raise ValueError(f"the conversation has {len(prompt)} tokens, and {room} fit; /new begins another")
-        self.tokens, self.logprobs, said = [], [], ""
-        while True:
-            chunk = self._chunk((*prompt, *self.tokens), min(CHUNK_TOKENS, self.max_new_tokens - len(self.tokens)))
-            self.tokens += chunk.tokens.tolist()
-            self.logprobs += chunk.sampled_logprobs.tolist()
-            ended = chunk.finish_reason == "stop" or len(self.tokens) >= self.max_new_tokens
-            ended = ended or len(prompt) + len(self.tokens) > room
-            whole = tokenizer.decode(self.tokens)
-            if ended or not whole.endswith("\ufffd"):  # else the rest of a character is to come
-                yield whole[len(said) :]
-                said = whole
-            if ended:
-                break
+        self.tokens, self.logprobs, said, ended = [], [], "", False
+        new = self._unread(prompt)
+        try:
+            while not ended:
+                length = len(prompt) + len(self.tokens)
+                key = self._draw(new, min(CHUNK_TOKENS, self.max_new_tokens - len(self.tokens)), length)
+                new, chunk = [], None
+                while chunk is None:
+                    chunk = self._step(key)
+                    drawn = list(self.rollouts.engine.ledger(key)[len(prompt) :])
+                    ended = chunk is not None and (
+                        chunk.finish_reason == "stop"
+                        or len(drawn) >= self.max_new_tokens
+                        or len(prompt) + len(drawn) > room
+                    )
+                    whole = tokenizer.decode(drawn)
+                    if ended or not whole.endswith("\ufffd"):  # else the rest of a character is missing
+                        yield whole[len(said) :]
+                        said = whole
+                self.tokens += chunk.tokens.tolist()
+                self.logprobs += chunk.sampled_logprobs.tolist()
+        except BaseException:
+            self._forget()
+            raise
         self.messages = [*asked, {"role": "assistant", "content": said}]
 
-    def _chunk(self, prompt: tuple[int, ...], most: int) -> Completion:
+    def _unread(self, prompt: list[int]) -> list[int]:
+        """The tokens of a prompt behind those that the engine has; all of them where those differ."""
+        known = () if self._key is None else self.rollouts.engine.ledger(self._key)
+        if tuple(prompt[: len(known)]) == known:
+            return prompt[len(known) :]
+        self._notice("the chat template renders the conversation with other tokens than were drawn; reading it again")
+        self._forget()
+        return prompt
+
+    def _draw(self, new: list[int], most: int, length: int) -> Key:
+        """Have the engine draw `most` tokens behind new ones, which make the conversation `length` tokens long."""
+        engine = self.rollouts.engine
         sampling = SamplingParams(max_new_tokens=most, temperature=self.temperature)
-        seed = request_seed(self.seed, "chat", len(prompt))
-        ((completion,),), _ = self.rollouts.engine.generate([Request(prompt=prompt, sampling=sampling, seed=seed)])
-        return completion
+        seed = request_seed(self.seed, "chat", length)
+        if self._key is None:
+            request = Request(prompt=tuple(new), sampling=sampling, seed=seed, keep=True)
+            self._key = Key(engine.submit(request), 0)
+        else:
+            engine.extend(self._key, new, sampling, seed=seed, keep=True)
+        return self._key
+
+    def _step(self, key: Key) -> Completion | None:
+        """One step of the engine; the chunk that it completes, if it does."""
+        self.rollouts.engine.step()
+        return dict(self.rollouts.engine.poll()).get(key)
+
+    def _forget(self) -> None:
+        if self._key is not None:
+            self.rollouts.engine.cancel(self._key)
+            self._key = None
 
 
 def chat(
@@ -90,10 +142,21 @@ def chat(
     run = run_of(model)
     positions = read_architecture(resolve(read_config(as_path(run.run)).model if run else model)).max_positions
     context = min(positions, CONTEXT_TOKENS) - CHUNK_TOKENS
-    settings = {"rollout__max_prompt_tokens": context, "rollout__refill_steps": CHUNK_TOKENS}
-    with open_model(model, max_new_tokens=CHUNK_TOKENS, slots=1, **settings) as rollouts:
-        options = {"system_prompt": system_prompt, "temperature": temperature, "max_new_tokens": max_new_tokens}
-        conversation = Conversation(rollouts, seed=seed, **options)
+    with open_model(
+        model,
+        max_new_tokens=CHUNK_TOKENS,
+        slots=1,
+        rollout__max_prompt_tokens=context,
+        rollout__refill_steps=STEPS_SHOWN,
+    ) as rollouts:
+        conversation = Conversation(
+            rollouts,
+            system_prompt=system_prompt,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            notice=lambda line: console.print(Text(line, style="dim")),
+        )
         console.print(Text(HELP, style="dim"))
         for line in lines:
             command = line.strip()

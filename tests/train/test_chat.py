@@ -8,19 +8,37 @@ from rich.console import Console
 import podium
 from podium.api import chat as chat_module
 from podium.api.answers import open_model
-from podium.api.chat import CHUNK_TOKENS, Conversation, chat, harmless, shaded
+from podium.api.chat import CHUNK_TOKENS, STEPS_SHOWN, Conversation, chat, harmless, shaded
+from podium.rollout.request import Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
 
 
 @pytest.fixture(scope="module")
 def rollouts(tiny_model, one_device, compiled_once):
-    with open_model(tiny_model, max_new_tokens=CHUNK_TOKENS, slots=1, rollout__max_prompt_tokens=40) as opened:
+    settings = {"rollout__max_prompt_tokens": 40, "rollout__refill_steps": STEPS_SHOWN}
+    with open_model(tiny_model, max_new_tokens=CHUNK_TOKENS, slots=1, **settings) as opened:
         yield opened
 
 
-def conversation(rollouts, most: int = 20) -> Conversation:
-    return Conversation(rollouts, system_prompt=None, temperature=0.0, max_new_tokens=most, seed=0)
+def conversation(rollouts, most: int = 20, **options) -> Conversation:
+    return Conversation(rollouts, system_prompt=None, temperature=0.0, max_new_tokens=most, seed=0, **options)
+
+
+class Verbatim:
+    """A tokenizer whose chat template gives an assistant's message the tokens that were drawn for it."""
+
+    def __init__(self, tokenizer, shift: int = 0):
+        self.tokenizer, self.shift, self.drawn = tokenizer, shift, {}
+
+    def decode(self, tokens: list[int]) -> str:
+        text = self.tokenizer.decode(tokens)
+        self.drawn[text] = [token + self.shift for token in tokens]
+        return text
+
+    def encode_messages(self, messages) -> list[int]:
+        texts = [each["content"] for each in messages]
+        return [token for text in texts for token in self.drawn.get(text) or self.tokenizer.encode(text)]
 
 
 def test_pieces_are_the_answer_that_one_call_gives(rollouts, tiny_model):
@@ -32,6 +50,42 @@ def test_pieces_are_the_answer_that_one_call_gives(rollouts, tiny_model):
     assert "".join(pieces) == whole.text and talk.tokens == whole.tokens.tolist()
     assert talk.logprobs == pytest.approx(whole.sampled_logprobs.tolist(), abs=1e-4)
     assert [each["role"] for each in talk.messages] == ["user", "assistant"]
+    talk.restart()
+    assert rollouts.engine.keys == []
+
+
+@pytest.mark.parametrize("verbatim", [True, False])
+def test_a_turn_reads_only_what_is_new_unless_the_template_changes_tokens(rollouts, monkeypatch, verbatim):
+    notices, engine = [], rollouts.engine
+    tokenizer = Verbatim(rollouts.feed.tokenizer, shift=0 if verbatim else 1)
+    monkeypatch.setattr(rollouts.feed, "tokenizer", tokenizer)
+    talk = conversation(rollouts, most=8, notice=notices.append)
+    assert "".join(talk.answer("1+2"))
+    first = [*tokenizer.encode_messages([{"content": "1+2"}]), *talk.tokens]
+    engine.stats()
+    assert "".join(talk.answer("3+4"))
+    new = tokenizer.encode_messages([{"content": "3+4"}])
+    read = engine.stats().prefill_tokens
+    assert (read, len(notices)) == ((1 + len(new), 0) if verbatim else (len(first) + len(new), 1))
+    if verbatim:
+        sampling = SamplingParams(max_new_tokens=8, temperature=0.0)
+        ((alone,),), _ = engine.generate([Request(prompt=(*first, *new), sampling=sampling, seed=0)])
+        assert talk.tokens == alone.tokens.tolist()
+    talk.restart()
+    assert engine.keys == []
+
+
+def test_an_answer_is_shown_while_it_is_drawn_and_can_be_interrupted(rollouts):
+    talk = conversation(rollouts)
+    pieces = talk.answer("What is 3 + 4 ?")
+    next(pieces)
+    assert talk.tokens == []  # its first chunk has not ended
+    pieces.close()
+    assert (rollouts.engine.keys, talk.messages) == ([], [])
+    whole = "".join(talk.answer("What is 3 + 4 ?"))
+    talk.restart()
+    assert "".join(talk.answer("What is 3 + 4 ?")) == whole
+    talk.restart()
 
 
 def test_what_does_not_fit_is_said_and_can_be_forgotten(rollouts):
