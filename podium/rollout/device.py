@@ -1,7 +1,7 @@
 """The engine's device side: weights, cache and slots, and calls of the compiled programs, which only `wait` awaits."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,10 @@ from podium.config.sizes import table_pages
 from podium.models.architecture import DecoderConfig
 from podium.rollout.cache import NO_PAGE, Cache, empty
 from podium.rollout.programs import (
+    Chunk,
     Drawn,
+    Slots,
+    Where,
     abstract_engine_cache,
     idle_chunk,
     idle_slots,
@@ -26,6 +29,8 @@ from podium.rollout.scheduler import DecodeRow, PageCopy, PrefillCall
 from podium.rollout.sequence import Sequence, TextDecoder, stop_tokens
 from podium.rollout.weights import keeps
 from podium.sharding import Params, ShardingRules
+
+Tree = TypeVar("Tree")
 
 
 class Device:
@@ -70,7 +75,7 @@ class Device:
     def resize(self, slots: int) -> None:
         """Decode `slots` slots from now on, all of them empty."""
         self._slots = idle_slots(slots, self._table)
-        self._where: Any = self._put(nowhere(slots))
+        self._where = cast(Where[jax.Array], self._put(nowhere(slots)))
         self._table_pages = np.zeros(slots, np.int32)  # pages written so far into each slot's table
 
     def warm_up(self, chunks: Iterable[int], sizes: Iterable[int], tokenizer: TextDecoder | None) -> None:
@@ -89,8 +94,7 @@ class Device:
 
     def nonfinite(self, sequence: Sequence) -> str:
         """What is wrong with a sequence whose logits are not numbers, in a sentence."""
-        assert self.params is not None
-        where = nonfinite_layer(self.params, sequence.tokens, self.decoder, self.rules, self._dtype)
+        where = nonfinite_layer(self._loaded(), sequence.tokens, self.decoder, self.rules, self._dtype)
         key = sequence.key
         begun = f"request {key.request}, completion {key.completion}, behind {sequence.length} tokens"
         return f"{begun}: the model's logits are not numbers; {where}. Look for what made the weights so"
@@ -107,7 +111,7 @@ class Device:
             chunk.tokens[row, : fill.count] = fill.owner.tokens[fill.start : fill.start + fill.count]
             chunk.starts[row], chunk.counts[row] = fill.start, fill.count
             chunk.tables[row, : len(fill.pages)] = fill.pages
-        self._cache = self.programs.extend(self.params, self._made_cache(), self._put(chunk))
+        self._cache = self.programs.extend(self._loaded(), self._made_cache(), cast(Chunk[jax.Array], self._put(chunk)))
 
     def copy(self, copies: Iterable[PageCopy]) -> None:
         """Copy pages within each shard; one call takes as many as there are slots."""
@@ -120,7 +124,7 @@ class Device:
             at = copy.shard, counts[copy.shard]
             sources[at], targets[at] = copy.source, copy.target
             counts[copy.shard] += 1
-        given = self._put((sources.reshape(-1), targets.reshape(-1)))
+        given = cast(tuple[jax.Array, jax.Array], self._put((sources.reshape(-1), targets.reshape(-1))))
         self._cache = self.programs.copy(self._made_cache(), *given)
 
     def decode(self, rows: Iterable[DecodeRow], tokenizer: TextDecoder | None) -> tuple[Drawn, jax.Array]:
@@ -138,7 +142,8 @@ class Device:
             if len(pages) > known:
                 slots.tables[row, known : len(pages)] = pages[known:]
                 self._table_pages[row] = len(pages)
-        made = self.programs.decode(self.params, self._made_cache(), self._where, self._put(slots))
+        given = cast(Slots[jax.Array], self._put(slots))
+        made = self.programs.decode(self._loaded(), self._made_cache(), self._where, given)
         self._cache, self._where, drawn, steps = made
         return self._replicate(drawn) if self._over_hosts else drawn, steps
 
@@ -153,10 +158,14 @@ class Device:
         self._table_pages[row] = 0
         slots.where.tokens[row], slots.where.live[row] = sequence.tokens[-1], True
 
+    def _loaded(self) -> Params:
+        assert self.params is not None, "weights are loaded before anything is decoded"
+        return self.params
+
     def _made_cache(self) -> Cache:
         return empty(self._abstract_cache) if self._cache is None else self._cache
 
-    def _put(self, tree: Any) -> Any:
+    def _put(self, tree: Tree) -> Tree:
         """Put host arrays of rows on the devices that split them; copied, because the host reuses its own.
 
         `device_put(..., may_alias=False)` does not always copy: on CPU it takes numpy's memory as it is where that

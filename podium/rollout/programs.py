@@ -1,4 +1,4 @@
-"""The compiled programs of the rollout engine, one factory each: sync, extend, copy, decode.
+"""The compiled programs of the rollout engine, one factory each: sync, extend (prefill), copy, decode.
 
 The engine calls them, the planner lowers them on abstract arrays, the bench times them. All have fixed shapes: R rows
 of a chunk's length, S slots (or fewer, as work runs out), k steps.
@@ -6,7 +6,7 @@ of a chunk's length, S slots (or fewer, as work runs out), k steps.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,48 +23,50 @@ from podium.models.params import LAYERS
 from podium.models.visibility import Visibility
 from podium.rollout import cache as caches
 from podium.rollout.cache import Cache
-from podium.rollout.sampling import SamplingRows, idle_rows, sample_split
+from podium.rollout.sampling import A, SamplingRows, idle_rows, sample_split
 from podium.rollout.sequence import MAX_STOP_TOKENS
-from podium.rollout.weights import make_sync
+from podium.rollout.weights import Program, SyncProgram, make_sync
 from podium.sharding import Params, ShardingRules
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """New tokens of some sequences, to be prefilled behind those that stay; each row has a sequence's."""
-
-    tokens: jax.Array  # [R, T] int32
-    starts: jax.Array  # [R] int32, tokens in the cache
-    counts: jax.Array  # [R] int32, how many of the T are the sequence's; 0: the row has none
-    tables: jax.Array  # [R, W] int32, the sequence's pages
+Tree = TypeVar("Tree")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Where:
-    """Where the sequence of each slot stands; a decode call leaves it for the next."""
+class Chunk(Generic[A]):
+    """New tokens of some sequences, one sequence a row, to be prefilled behind those in the cache."""
 
-    lengths: jax.Array  # [S] int32, tokens in the cache
-    tokens: jax.Array  # [S] int32, the last one drawn, not in the cache yet
-    live: jax.Array  # [S] bool
-    any_live: jax.Array  # [] bool, over all devices: they ask each other once a call, not once a step
+    tokens: A  # [R, T] int32
+    starts: A  # [R] int32, tokens in the cache
+    counts: A  # [R] int32, how many of the T are the sequence's; 0: the row has none
+    tables: A  # [R, W] int32, the sequence's pages
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Slots:
+class Where(Generic[A]):
+    """The state of each slot's sequence, which a decode call returns for the next."""
+
+    lengths: A  # [S] int32, tokens in the cache
+    tokens: A  # [S] int32, the last one drawn, not in the cache yet
+    live: A  # [S] bool
+    any_live: A  # [] bool, over all devices, which exchange it once a call and not once a step
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slots(Generic[A]):
     """What the host says of each slot."""
 
-    sampling: SamplingRows
-    stop_tokens: jax.Array  # [S, 8] int32, padded with -1
-    last: jax.Array  # [S] int32, position of the last token that may be drawn
-    tables: jax.Array  # [S, W] int32, the pages of the slot's sequence
-    taken: jax.Array  # [S] bool, whether a sequence is there
-    fresh: jax.Array  # [S] bool, whether it stands where `where` says, and not where the call before has left it
-    first: jax.Array  # [S] bool, of those, whether all its tokens are in the cache, and the state behind the last
-    any_first: jax.Array  # [] bool, over all devices
-    where: Where
+    sampling: SamplingRows[A]
+    stop_tokens: A  # [S, 8] int32, padded with -1
+    last: A  # [S] int32, position of the last token that may be drawn
+    tables: A  # [S, W] int32, the pages of the slot's sequence
+    taken: A  # [S] bool, whether the slot has a sequence
+    fresh: A  # [S] bool, whether its state is in `where`, and not what the call before returned
+    first: A  # [S] bool, of those, whether all its tokens are in the cache, with the hidden state behind the last
+    any_first: A  # [] bool, over all devices
+    where: Where[A]
 
 
 @jax.tree_util.register_dataclass
@@ -79,38 +81,79 @@ class Drawn:
     finite: jax.Array  # [S] bool, whether all logits were numbers; a slot stops where they are not
 
 
-def nowhere(num_slots: int) -> Any:
-    """`Where` of numpy arrays in which nothing is live."""
-    made: Any = {name: np.zeros(num_slots, np.int32) for name in ("lengths", "tokens")}
-    return Where(**made, live=np.zeros(num_slots, np.bool_), any_live=np.zeros((), np.bool_))  # pyright: ignore[reportArgumentType]  # numpy's
+def nowhere(num_slots: int) -> Where[np.ndarray]:
+    """The state of slots without sequences."""
+    return Where(
+        lengths=np.zeros(num_slots, np.int32),
+        tokens=np.zeros(num_slots, np.int32),
+        live=np.zeros(num_slots, np.bool_),
+        any_live=np.zeros((), np.bool_),
+    )
 
 
-def idle_slots(num_slots: int, table: int) -> Any:
-    """`Slots` of numpy arrays in which no sequence is, for the host to write into; `table` is W."""
-    made: Any = {name: np.zeros(num_slots, np.bool_) for name in ("taken", "fresh", "first")}
-    made["any_first"] = np.zeros((), np.bool_)
-    made["stop_tokens"] = np.full((num_slots, MAX_STOP_TOKENS), -1, np.int32)
-    made["tables"] = np.full((num_slots, table), caches.NO_PAGE, np.int32)
-    last = np.zeros(num_slots, np.int32)
-    return Slots(sampling=idle_rows(num_slots), where=nowhere(num_slots), **made, last=last)  # pyright: ignore[reportArgumentType]
+def idle_slots(num_slots: int, table: int) -> Slots[np.ndarray]:
+    """Slots without sequences, for the host to fill; `table` is W."""
+    return Slots(
+        sampling=idle_rows(num_slots),
+        stop_tokens=np.full((num_slots, MAX_STOP_TOKENS), -1, np.int32),
+        last=np.zeros(num_slots, np.int32),
+        tables=np.full((num_slots, table), caches.NO_PAGE, np.int32),
+        taken=np.zeros(num_slots, np.bool_),
+        fresh=np.zeros(num_slots, np.bool_),
+        first=np.zeros(num_slots, np.bool_),
+        any_first=np.zeros((), np.bool_),
+        where=nowhere(num_slots),
+    )
 
 
-def idle_chunk(rows: int, length: int, table: int) -> Any:
-    """`Chunk` of numpy arrays without any sequence, for the host to write into."""
-    made: Any = {name: np.zeros(rows, np.int32) for name in ("starts", "counts")}
-    tables = np.full((rows, table), caches.NO_PAGE, np.int32)
-    return Chunk(tokens=np.zeros((rows, length), np.int32), tables=tables, **made)  # pyright: ignore[reportArgumentType]
+def idle_chunk(rows: int, length: int, table: int) -> Chunk[np.ndarray]:
+    """A chunk without sequences, for the host to fill."""
+    return Chunk(
+        tokens=np.zeros((rows, length), np.int32),
+        starts=np.zeros(rows, np.int32),
+        counts=np.zeros(rows, np.int32),
+        tables=np.full((rows, table), caches.NO_PAGE, np.int32),
+    )
+
+
+_Carry = tuple[Cache, Where[jax.Array], Drawn, jax.Array]
+
+
+class ExtendProgram(Program, Protocol):
+    """Prefill (`make_extend`)."""
+
+    def __call__(self, params: Params, cache: Cache, chunk: Chunk[jax.Array], /) -> Cache:
+        """The cache with a chunk's tokens."""
+        ...
+
+
+class CopyProgram(Program, Protocol):
+    """Copies of pages (`make_copy`)."""
+
+    def __call__(self, cache: Cache, sources: jax.Array, targets: jax.Array, /) -> Cache:
+        """The cache with the pages `sources` copied to `targets`."""
+        ...
+
+
+class DecodeProgram(Program, Protocol):
+    """Decode steps (`make_decode`)."""
+
+    def __call__(
+        self, params: Params, cache: Cache, where: Where[jax.Array], slots: Slots[jax.Array], /
+    ) -> tuple[Cache, Where[jax.Array], Drawn, jax.Array]:
+        """Cache and slots behind the steps, the tokens that they drew, and how many steps ran, []."""
+        ...
 
 
 class EnginePrograms(NamedTuple):
     """The compiled programs of an engine."""
 
-    sync: Any
-    place: Any
-    """`sync` of the weights that no update changes, once."""
-    extend: Any
-    copy: Any
-    decode: Any
+    sync: SyncProgram
+    place: SyncProgram
+    """`sync` of the weights that no update changes, called once."""
+    extend: ExtendProgram
+    copy: CopyProgram
+    decode: DecodeProgram
 
 
 def make_engine_programs(
@@ -143,42 +186,49 @@ def abstract_engine_cache(
     )
 
 
-def abstract_slots(config: RolloutConfig, size: int, rules: ShardingRules) -> tuple[Where, Slots]:
-    """What a decode call of so many slots is given beside parameters and cache."""
-    return _abstract((nowhere(size), idle_slots(size, table_pages(config))), rules)
+def abstract_slots(config: RolloutConfig, size: int, rules: ShardingRules) -> tuple[Where[jax.Array], Slots[jax.Array]]:
+    """The arguments of a decode call of `size` slots, beside parameters and cache."""
+    where, slots = _abstract((nowhere(size), idle_slots(size, table_pages(config))), rules)
+    return cast(Where[jax.Array], where), cast(Slots[jax.Array], slots)
 
 
-def abstract_chunk(config: RolloutConfig, length: int, rules: ShardingRules) -> Chunk:
-    """What a prefill call of chunks of a length is given."""
-    return _abstract(idle_chunk(config.prefill_rows, length, table_pages(config)), rules)
+def abstract_chunk(config: RolloutConfig, length: int, rules: ShardingRules) -> Chunk[jax.Array]:
+    """The chunk of a prefill call of rows of `length` tokens."""
+    return cast(Chunk[jax.Array], _abstract(idle_chunk(config.prefill_rows, length, table_pages(config)), rules))
 
 
-def _abstract(tree: Any, rules: ShardingRules) -> Any:
+def _abstract(tree: Tree, rules: ShardingRules) -> Tree:
     shardings = row_shardings(tree, rules)
     return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, shardings)
 
 
-def row_shardings(tree: Any, rules: ShardingRules) -> Any:
-    """Where the host puts arrays of rows: with all devices that share their weights; numbers alone are everywhere."""
+def row_shardings(tree: Tree, rules: ShardingRules) -> Tree:
+    """The shardings of arrays of rows: split over the devices that split rows; scalars are replicated."""
     return jax.tree.map(lambda x: rules.sharding("rows") if x.ndim else rules.sharding(), tree)
 
 
-def make_extend(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> Any:
-    """The jitted `(params, cache, chunk) -> cache`: new tokens behind a cache that stays; a variant per chunk length.
+def make_extend(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> ExtendProgram:
+    """The jitted `(params, cache, chunk) -> cache`: new tokens behind those in the cache; a variant per chunk length.
 
-    Prompts, their parts, the next turns of a conversation and what new weights or want of pages make necessary again
-    all come in this way. No logits are made: `decode` draws what follows the last token, whose state is kept. The cache
-    is donated.
+    Prompts, parts of them, next turns of a conversation, and what is made again after an eviction or with new weights
+    all enter this way. No logits are made: `decode` draws from the kept state of the last token. The cache is donated.
     """
 
-    def extend(params: Params, cache: Cache, chunk: Chunk) -> Cache:
+    def extend(params: Params, cache: Cache, chunk: Chunk[jax.Array]) -> Cache:
         return prefill(params, cache, chunk, decoder=decoder, rules=rules, dtype=dtype)[1]
 
-    return jax.jit(extend, donate_argnums=1, out_shardings=caches.cache_shardings(rules))
+    jitted = jax.jit(extend, donate_argnums=1, out_shardings=caches.cache_shardings(rules))
+    return cast(ExtendProgram, jitted)
 
 
 def prefill(
-    params: Params, cache: Cache, chunk: Chunk, *, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
+    params: Params,
+    cache: Cache,
+    chunk: Chunk[jax.Array],
+    *,
+    decoder: DecoderConfig,
+    rules: ShardingRules,
+    dtype: jnp.dtype,
 ) -> tuple[jax.Array, Cache]:
     """Hidden states [R, T, D] of a chunk's tokens, and the cache with them."""
     T = chunk.tokens.shape[1]
@@ -196,8 +246,8 @@ def prefill(
 def nonfinite_layer(
     params: Params, tokens: Sequence[int], decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
 ) -> str:
-    """Where a pass over these tokens first meets what is no number: a weight, or a layer. Compiles; slow."""
-    whole = rules.sharding()  # also where other hosts have a part
+    """The first weight or layer that is not finite in a pass over these tokens, in words. Compiles; slow."""
+    whole = rules.sharding()  # gathered from other hosts too
 
     def finite(value: jax.Array) -> jax.Array:
         return jnp.isfinite(of_bits(value)).reshape(len(value), -1).all(axis=1)
@@ -210,7 +260,9 @@ def nonfinite_layer(
 
     one_sequence = jnp.ones((1, len(tokens)), jnp.int32)
 
-    def attend(bad: jax.Array, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+    def attend(
+        bad: jax.Array, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         found = ~(jnp.isfinite(q).all() & jnp.isfinite(k).all() & jnp.isfinite(v).all())
         return bad.at[layer].set(found), causal_attention(q, k, v, Visibility(one_sequence, one_sequence).mask())
 
@@ -224,7 +276,7 @@ def nonfinite_layer(
     return f"they overflow behind layer {decoder.layers - 1}; all weights are finite"
 
 
-def make_copy(rules: ShardingRules) -> Any:
+def make_copy(rules: ShardingRules) -> CopyProgram:
     """The jitted `(cache, sources [S], targets [S]) -> cache`: pages of prompts for their completions (`copy_pages`).
 
     The cache is donated.
@@ -233,37 +285,37 @@ def make_copy(rules: ShardingRules) -> Any:
     def copy(cache: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
         return caches.copy_pages(cache, sources, targets, rules)
 
-    return jax.jit(copy, donate_argnums=0, out_shardings=caches.cache_shardings(rules))
+    return cast(CopyProgram, jax.jit(copy, donate_argnums=0, out_shardings=caches.cache_shardings(rules)))
 
 
-def make_decode(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *, steps: int) -> Any:
+def make_decode(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *, steps: int) -> DecodeProgram:
     """The jitted `(params, cache, where, slots) -> (cache, where, Drawn, steps [])`: up to `steps` tokens in each slot.
 
-    Slots that are `first` draw one before the steps. A variant per number of slots. It leaves early when no slot is
-    live any more, and says how many steps it ran. The cache is donated.
+    Slots that are `first` draw one before the steps. A variant per number of slots. It ends early when no slot is
+    live, and returns how many steps ran. The cache is donated.
     """
     at_once = steps_at_once(steps, rules.num_shards("batch"))
 
-    def decode(params: Params, cache: Cache, left: Where, slots: Slots) -> tuple[Cache, Where, Drawn, jax.Array]:
-        def first(where: Where, drawn: Drawn) -> tuple[Where, Drawn]:
+    def decode(params: Params, cache: Cache, left: Where[jax.Array], slots: Slots[jax.Array]) -> _Carry:
+        def first(where: Where[jax.Array], drawn: Drawn) -> tuple[Where[jax.Array], Drawn]:
             states = caches.kept_states(cache, slots.tables, where.lengths, rules)
             logits = _logits(states, params, decoder=decoder, rules=rules, dtype=dtype)
             where, drawn = _draw(logits, slots, slots.first, where, drawn, 0, rules)
             return dataclasses.replace(where, any_live=jnp.any(where.live)), drawn
 
-        def step(carry: tuple[Cache, Where, Drawn, jax.Array]) -> tuple[Cache, Where, Drawn, jax.Array]:
+        def step(carry: _Carry) -> _Carry:
             cache, where, drawn, i = carry
             logits, cache = _next_logits(params, cache, where, slots, decoder=decoder, rules=rules, dtype=dtype)
             where = dataclasses.replace(where, lengths=where.lengths + where.live)
             where, drawn = _draw(logits, slots, where.live, where, drawn, i + 1, rules)
             return cache, where, drawn, i + 1
 
-        def some_steps(carry: tuple[Cache, Where, Drawn, jax.Array]) -> tuple[Cache, Where, Drawn, jax.Array]:
+        def some_steps(carry: _Carry) -> _Carry:
             carry = step(carry) if at_once == 1 else jax.lax.fori_loop(0, at_once, lambda _, carry: step(carry), carry)
             cache, where, drawn, i = carry
             return cache, dataclasses.replace(where, any_live=jnp.any(where.live)), drawn, i
 
-        def unfinished(carry: tuple[Cache, Where, Drawn, jax.Array]) -> jax.Array:
+        def unfinished(carry: _Carry) -> jax.Array:
             _, where, _, i = carry
             return (i < steps) & where.any_live
 
@@ -273,11 +325,11 @@ def make_decode(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, 
 
     rows, pages = rules.sharding("rows"), caches.cache_shardings(rules)
     shardings = pages, row_shardings(nowhere(1), rules), rows, rules.sharding()
-    return jax.jit(decode, donate_argnums=1, out_shardings=shardings)
+    return cast(DecodeProgram, jax.jit(decode, donate_argnums=1, out_shardings=shardings))
 
 
-def _begin(left: Where, slots: Slots) -> Where:
-    """Where the slots of a call stand: where the call before has left them, or where the host says."""
+def _begin(left: Where[jax.Array], slots: Slots[jax.Array]) -> Where[jax.Array]:
+    """The state of the slots of a call: what the call before returned, or for fresh ones what the host says."""
     given = slots.where
     return Where(
         lengths=jnp.where(slots.fresh, given.lengths, left.lengths),
@@ -299,14 +351,14 @@ def _nothing_drawn(S: int, steps: int) -> Drawn:
 
 def _draw(
     logits: jax.Array,
-    slots: Slots,
+    slots: Slots[jax.Array],
     drawing: jax.Array,
-    where: Where,
+    where: Where[jax.Array],
     drawn: Drawn,
     column: jax.Array | int,
     rules: ShardingRules,
-) -> tuple[Where, Drawn]:
-    """A token of each slot that is `drawing`, [S], from logits [S, V], and whether it goes on behind it."""
+) -> tuple[Where[jax.Array], Drawn]:
+    """Draw a token from logits [S, V] in each slot that is `drawing`, [S], and end the slots that are complete."""
     sampled = sample_split(logits, slots.sampling, where.lengths, drawing, rules)
     drawn = Drawn(
         tokens=drawn.tokens.at[:, column].set(sampled.tokens),
@@ -324,15 +376,18 @@ def _draw(
 def _next_logits(
     params: Params,
     cache: Cache,
-    where: Where,
-    slots: Slots,
+    where: Where[jax.Array],
+    slots: Slots[jax.Array],
     *,
     decoder: DecoderConfig,
     rules: ShardingRules,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, Cache]:
     """Logits [S, V] float32 behind each slot's last token, which enters the cache."""
-    starts, counts = where.lengths * where.live, where.live.astype(jnp.int32)  # what is not live sees nothing
+    starts, counts = (
+        where.lengths * where.live,
+        where.live.astype(jnp.int32),
+    )  # slots that are not live attend to nothing
 
     def attend(cache: Cache, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Cache, jax.Array]:
         return caches.extend(cache, layer, slots.tables, starts, counts, q, k, v, rules)

@@ -5,7 +5,7 @@ live, and what a drawn token means, is the engine's.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +16,21 @@ from podium.rollout.request import SamplingParams
 from podium.sharding import ShardingRules
 
 BLOCK = VOCAB_BLOCK  # tokens of the vocabulary that one entry of the upper level of the draw stands for
+A = TypeVar("A", jax.Array, np.ndarray)
+"""Arrays on the devices, or the host's, which it fills in place and puts there."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingRows:
+class SamplingRows(Generic[A]):
     """How each row draws: the settings of its request and what its random numbers follow from."""
 
-    seeds: jax.Array  # [S, 2] uint32, high and low half of the request's seed
-    completions: jax.Array  # [S] int32, index of the completion in its request
-    temperature: jax.Array  # [S] float32; 0: greedy
-    top_k: jax.Array  # [S] int32; 0: all tokens
-    top_p: jax.Array  # [S] float32
-    min_p: jax.Array  # [S] float32
+    seeds: A  # [S, 2] uint32, high and low half of the request's seed
+    completions: A  # [S] int32, index of the completion in its request
+    temperature: A  # [S] float32; 0: greedy
+    top_k: A  # [S] int32; 0: all tokens
+    top_p: A  # [S] float32
+    min_p: A  # [S] float32
 
 
 class Sampled(NamedTuple):
@@ -40,16 +42,20 @@ class Sampled(NamedTuple):
     finite: jax.Array  # [S] bool; where logits were not numbers, the rest has no meaning
 
 
-def idle_rows(num_rows: int) -> Any:
-    """`SamplingRows` of numpy arrays, for the host to fill."""
-    integers = {name: np.zeros(num_rows, np.int32) for name in ("completions", "top_k")}
-    floats = {name: np.zeros(num_rows, np.float32) for name in ("temperature", "top_p", "min_p")}
-    made: Any = {"seeds": np.zeros((num_rows, 2), np.uint32), **integers, **floats}
-    return SamplingRows(**made)
+def idle_rows(num_rows: int) -> SamplingRows[np.ndarray]:
+    """Rows for the host to fill."""
+    return SamplingRows(
+        seeds=np.zeros((num_rows, 2), np.uint32),
+        completions=np.zeros(num_rows, np.int32),
+        temperature=np.zeros(num_rows, np.float32),
+        top_k=np.zeros(num_rows, np.int32),
+        top_p=np.zeros(num_rows, np.float32),
+        min_p=np.zeros(num_rows, np.float32),
+    )
 
 
-def fill_row(rows: Any, row: int, settings: SamplingParams, *, seed: int, completion: int) -> None:
-    """Write the settings and the seed of a completion into a row of the host's `SamplingRows`."""
+def fill_row(rows: SamplingRows[np.ndarray], row: int, settings: SamplingParams, *, seed: int, completion: int) -> None:
+    """Write the settings and the seed of a completion into a row."""
     seed %= 2**64
     rows.seeds[row] = seed >> 32, seed & 0xFFFFFFFF
     rows.completions[row] = completion
@@ -60,7 +66,7 @@ def fill_row(rows: Any, row: int, settings: SamplingParams, *, seed: int, comple
 
 
 def sample_split(
-    logits: jax.Array, rows: SamplingRows, positions: jax.Array, live: jax.Array, rules: ShardingRules
+    logits: jax.Array, rows: SamplingRows[jax.Array], positions: jax.Array, live: jax.Array, rules: ShardingRules
 ) -> Sampled:
     """`sample` where the logits are: every device searches and draws for its own rows, in its part of the vocabulary.
 
@@ -68,7 +74,7 @@ def sample_split(
     """
     vocab, split = rules.axes.get("logits"), rules.spec(("rows",))
 
-    def draw(logits: jax.Array, rows: SamplingRows, positions: jax.Array, live: jax.Array) -> Sampled:
+    def draw(logits: jax.Array, rows: SamplingRows[jax.Array], positions: jax.Array, live: jax.Array) -> Sampled:
         return sample(logits, rows, positions, live, vocab)
 
     here = (rules.spec(("rows", "logits")), split, split, split)
@@ -79,7 +85,7 @@ def sample_split(
 
 @jax.named_scope("sample")
 def sample(
-    logits: jax.Array, rows: SamplingRows, positions: jax.Array, live: jax.Array, split: MeshAxes = None
+    logits: jax.Array, rows: SamplingRows[jax.Array], positions: jax.Array, live: jax.Array, split: MeshAxes = None
 ) -> Sampled:
     """One token of each row.
 
@@ -219,7 +225,12 @@ class _Shards:
 
 
 def _lowest_kept(
-    logits: jax.Array, highest: jax.Array, temperature: jax.Array, rows: SamplingRows, live: jax.Array, shards: _Shards
+    logits: jax.Array,
+    highest: jax.Array,
+    temperature: jax.Array,
+    rows: SamplingRows[jax.Array],
+    live: jax.Array,
+    shards: _Shards,
 ) -> jax.Array:
     """The least logit of [S, V] that top-k and top-p keep, [S]; no search where no live row is cut by it.
 

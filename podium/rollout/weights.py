@@ -1,6 +1,6 @@
-"""The weights of an engine: how they lie, which of them an update changes, and how they come from the trainer."""
+"""The weights of an engine: their layout, which of them an update changes, and how they come from the trainer."""
 
-from typing import Any
+from typing import Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,23 +20,43 @@ from podium.models.params import (
 from podium.sharding import Params, ShardingRules, abstract_params, param_shardings
 
 
+class Program(Protocol):
+    """A jitted function of arrays."""
+
+    def lower(self, *arguments: object) -> jax.stages.Lowered:
+        """Trace and lower it for these arguments, which may be abstract."""
+        ...
+
+    def _cache_size(self) -> int:
+        """Variants compiled so far."""
+        ...
+
+
+class SyncProgram(Program, Protocol):
+    """The weights of an engine from those of the trainer (`make_sync`)."""
+
+    def __call__(self, params: Params, /) -> Params:
+        """The weights, in buffers of their own."""
+        ...
+
+
 def engine_specs(decoder: DecoderConfig, rules: ShardingRules) -> ParamSpecs:
-    """The weights that an engine with these rules has."""
+    """The specs of an engine's weights under these rules."""
     return rollout_specs(decoder, rules.num_shards("logits"))
 
 
 def frozen_in_rollout(decoder: DecoderConfig, name: str) -> bool:
-    """Whether an engine keeps a weight from one sync to the next, as it does with adapters apart."""
+    """Whether an engine keeps a weight from one sync to the next: with separate adapters, all but these."""
     return decoder.lora is not None and not decoder.lora.merged and not is_adapter(name)
 
 
-def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *, frozen: bool = False) -> Any:
+def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *, frozen: bool = False) -> SyncProgram:
     """The jitted `training params -> rollout params`: cast and laid out for decoding, in buffers of their own.
 
-    The copy is what lets the trainer donate its parameters to the next update. Where weights are gathered, layers go
-    one after the other: all at once, the TPU gathers them all before it puts any in its place, in twice their memory.
-    So they do where adapters are merged, always into the frozen weights. Of adapters apart it is they alone that are
-    synced, or with `frozen` all the rest.
+    Since they are copies, the trainer can donate its parameters to the next update. Where weights are gathered, layers
+    are moved one after the other: all at once, the TPU would gather all of them before it stores any, in twice their
+    memory. The same holds where adapters are merged, always into the frozen weights. With separate adapters only these
+    are synced, or with `frozen` all other weights.
     """
     specs = {
         name: spec for name, spec in engine_specs(decoder, rules).items() if frozen_in_rollout(decoder, name) == frozen
@@ -65,10 +85,10 @@ def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *,
         moved = {name: move(name, value) for name, value in params.items() if name not in layers}
         return moved | (jax.lax.scan(move_layer, None, layers)[1] if layers else {})
 
-    return jax.jit(sync, out_shardings=wanted)
+    return cast(SyncProgram, jax.jit(sync, out_shardings=wanted))
 
 
-def abstract_weights(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> Any:
+def abstract_weights(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> dict[str, jax.ShapeDtypeStruct]:
     """The weights of an engine, without making them."""
     specs = engine_specs(decoder, rules)
     dtypes = {name: kept_dtype(jnp.dtype(rollout_dtype(name, decoder, dtype)), rules) for name in specs}
@@ -79,9 +99,9 @@ def abstract_weights(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dt
 
 
 def keeps(params: Params, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> bool:
-    """Whether an engine can have frozen weights, arrays or descriptions, just as the trainer has them.
+    """Whether an engine can use the trainer's frozen weights (arrays or abstract ones) without a copy.
 
-    So it does where it has the same layout and number format, and where adapters are merged into them at each sync.
+    True where layout and number format are the same, or where adapters are merged into them at each sync.
     """
     if decoder.lora is None or decoder.lora.merged:
         return True
