@@ -35,6 +35,11 @@ def as_path(text: str) -> Path:
     return epath.Path(text)  # pyright: ignore[reportReturnType]  # pathlib's methods without its type
 
 
+def user_cache(name: str) -> Path:
+    """The folder of this user's caches of one kind: `$XDG_CACHE_HOME/podium/NAME`, or below `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "podium" / name
+
+
 def in_bucket(path: Path) -> bool:
     """Whether the path is of a bucket."""
     return str(path).startswith(BUCKETS)

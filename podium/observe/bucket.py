@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypedDict
 
-from podium.files import RunFileError
+from podium.files import RunFileError, user_cache
 
 LEASE = "run.lease"
 LEASE_S, RENEW_S = 60.0, 15.0
@@ -170,5 +170,4 @@ def copy_records(bucket: Path, folder: Path) -> set[str]:
 
 def records_folder(home: Path) -> Path:
     """The local folder for the records of a run in a bucket."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "podium" / "runs" / str(home).removeprefix("gs://").replace("s3://", "s3/")
+    return user_cache("runs") / str(home).removeprefix("gs://").replace("s3://", "s3/")

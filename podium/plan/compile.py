@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 
 import podium
 from podium.accelerators import GIB, Accelerator
-from podium.files import write_atomically
+from podium.files import user_cache, write_atomically
 from podium.plan.topology import check_compiler, compiler_environment, missing_library
 from podium.plan.worker import JOB, JOB_RESULT, CompiledPhase, Job, key_of
 
@@ -128,9 +128,8 @@ def compile_jobs(
 
 
 def cache_folder() -> Path:
-    """The folder of the planner's compiled programs: `$XDG_CACHE_HOME/podium/plan`, or below `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "podium" / "plan"
+    """The folder of the planner's answers and compiled programs."""
+    return user_cache("plan")
 
 
 def answer_key(job: Job) -> str:

@@ -7,7 +7,6 @@ the shares of it that chips were seen to reach. Without a compiler both come fro
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 import podium.plan.estimate as closed_form
 from podium import __version__
@@ -174,9 +173,19 @@ def make_jobs(
 
     What is compiled is kept in the user's cache folder.
     """
-    common: dict[str, Any] = {"config": config, "decoder": decoder, "accelerator": accelerator}
-    common["programs"] = cache_folder() / "programs"
-    return [Job(phase=name, blocks=blocks, whole=name in whole, **common) for name, blocks in programs.items()]
+    folder = cache_folder() / "programs"
+    return [
+        Job(
+            phase=name,
+            config=config,
+            decoder=decoder,
+            accelerator=accelerator,
+            programs=folder,
+            blocks=blocks,
+            whole=name in whole,
+        )
+        for name, blocks in programs.items()
+    ]
 
 
 def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Call]:

@@ -3,11 +3,11 @@
 import hashlib
 import os
 import re
-from pathlib import Path
 
 import jax
 
 from podium.accelerators import CPU_INFO, cpu_flags
+from podium.files import user_cache
 from podium.malloc import keep_freed_memory, only_cpu
 
 CACHE_BYTES = 10 * 2**30
@@ -31,8 +31,7 @@ def keep_compiled() -> None:
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or jax.config.values.get("jax_compilation_cache_dir") is not None:
         return
     features = hashlib.sha256(" ".join(sorted(cpu_flags())).encode()).hexdigest()[:8]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    jax.config.update("jax_compilation_cache_dir", str(cache / "podium" / "xla" / features))
+    jax.config.update("jax_compilation_cache_dir", str(user_cache("xla") / features))
     jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
