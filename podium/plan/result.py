@@ -68,24 +68,6 @@ class Phase:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Peak:
-    """The memory of the program that needs most, of all programs of a run or of those that a search compiles."""
-
-    phase: str
-    bytes: int  # of a device: what stays beside the program, all that it allocates, its code
-    refused: bool  # whether the compiler refuses the program, whatever else is on the device
-    compiled: bool
-
-    def fits(self, hbm_bytes: int) -> bool:
-        """Whether a device has that much."""
-        return not self.refused and self.bytes <= hbm_bytes
-
-    def has_room(self, hbm_bytes: int) -> bool:
-        """Whether it fits and is not too close to the limit to tell."""
-        return not self.refused and self.bytes < (1 - margin(self.compiled)) * hbm_bytes
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """The answer for one config on one accelerator."""
 
@@ -116,12 +98,6 @@ class Plan:
         """The phase with the least head-room."""
         return max(self.phases, key=lambda phase: phase.bytes)
 
-    @property
-    def peak(self) -> Peak:
-        """The memory that a device needs."""
-        refused = any(phase.refused for phase in self.phases)
-        return Peak(phase=self.worst.name, bytes=self.worst.bytes, refused=refused, compiled=not self.estimate_only)
-
     def phase(self, name: str) -> Phase:
         """The phase of that name, which must exist."""
         return next(phase for phase in self.phases if phase.name == name)
@@ -129,6 +105,24 @@ class Plan:
     def find_phase(self, name: str) -> Phase | None:
         """The phase of that name, if there is one."""
         return next((phase for phase in self.phases if phase.name == name), None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The memory of the program that needs most among those that a search compiles."""
+
+    phase: str
+    bytes: int  # of a device: what stays beside the program, all that it allocates, its code
+    refused: bool  # whether the compiler refuses the program, whatever else is on the device
+    compiled: bool
+
+    def fits(self, hbm_bytes: int) -> bool:
+        """Whether a device has that much."""
+        return not self.refused and self.bytes <= hbm_bytes
+
+    def has_room(self, hbm_bytes: int) -> bool:
+        """Whether it fits and is not too close to the limit to tell."""
+        return not self.refused and self.bytes < (1 - margin(self.compiled)) * hbm_bytes
 
 
 def margin(compiled: bool) -> float:

@@ -1,9 +1,9 @@
-"""Several configurations of one run, judged alike: what every answer about more than one plan is made of.
+"""Several configurations of one run, judged alike: every answer about more than one plan is made of these.
 
 A case is a machine and changes to the run's settings. A study plans cases, by the closed form or with the compiler,
-and gives an outcome for each. What to try, in which order, and what to report is decided by its readers: the settings
-that help most, the fastest settings that fit (`tune`), the largest value that fits (`search`), the cheapest machine
-(`auto`), and a comparison (`compare`). No jax here.
+and gives an outcome for each. Its readers decide what to try, in which order, and what to report: the changes that help
+most (`suggest`), the fastest settings that fit (`tune`), the cheapest machine (`auto`), and a comparison (`compare`).
+The largest value that fits (`search`) needs only the memory of cases, which `probe` finds. No jax here.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from podium.accelerators import Accelerator, find_accelerator
 from podium.config.load import Override
-from podium.plan.result import Peak, Plan, Seconds
+from podium.plan.result import Plan, Seconds
 from podium.prices import HOUR_S, Price
 
 ORDER = ("fits", "too_close", "does_not_fit")
@@ -86,11 +86,10 @@ def cost_of(plan: Plan, steps: int, prices: Mapping[str, Price]) -> RunCost | No
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What is known of a case: its plan, or only the memory that it needs, or why it cannot be planned."""
+    """The plan of a case, or why it cannot be planned."""
 
     case: Case
-    known: Plan | None = None
-    probe: Peak | None = None  # of a search, which plans no value but the best
+    known: Plan | None = None  # None: it cannot be planned
     error: str = ""
     cost: RunCost | None = None
     before: Plan | None = None  # the plan without the changes, made in the same way
@@ -98,14 +97,9 @@ class Outcome:
 
     @property
     def plan(self) -> Plan:
-        """The plan, which there must be."""
+        """The plan of a case that could be planned."""
         assert self.known is not None, self.error
         return self.known
-
-    @property
-    def peak(self) -> Peak:
-        """The memory that it needs."""
-        return self.probe or self.plan.peak
 
     @property
     def setting(self) -> str:

@@ -61,7 +61,7 @@ def tune(study: Study, grid: Mapping[str, Sequence[Value]], now: Case, *, budget
 def _hopeless(estimate: Outcome, tried: Sequence[Outcome], found: Mapping[Changes, Outcome]) -> bool:
     """Whether settings that need no more by the closed form did not fit as compiled."""
     failed = [found[each.case.changes] for each in tried if each.plan.verdict != "fits"]
-    return any(each.peak.bytes <= estimate.peak.bytes for each in failed)
+    return any(each.plan.worst.bytes <= estimate.plan.worst.bytes for each in failed)
 
 
 def _descend(study: Study, grid: Mapping[str, Sequence[Value]], now: Case) -> dict[Changes, Outcome]:
