@@ -17,7 +17,10 @@ from podium.pods.gcloud import Finished
 from podium.pods.inventory import LEASE, OWNER, machine_name
 from podium.pods.world import World
 
-NAME, ZONE, JOB, MARK = "NAME", "ZONE", "JOB", "MARK"
+NAME = "NAME"
+ZONE = "ZONE"
+JOB = "JOB"
+MARK = "MARK"
 NO_CAPACITY = "ERROR: there is no more capacity in this zone"
 VERBS = ("list", "create", "delete", "update", "ssh", "scp")
 JsonAnswer = Mapping[str, object] | Sequence[Mapping[str, object]]

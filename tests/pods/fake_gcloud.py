@@ -9,29 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-from podium.pods.gcloud import Finished, GcloudError
+from podium.pods.gcloud import Finished, Gcloud, Runner
+from podium.pods.slices import Slices
+from tests.pods.clock import Clock
 from tests.pods.fake_tpu import ApiError, FakeTpu, LostError
 
 ATTEMPTS = 3
 """How often a request is sent that gets no reply, or 503."""
 SENT_AGAIN = 10
 """Times that gcloud gives a command to a worker whose ssh ended with 255."""
-
-
-class Clock:
-    """Time that passes only when somebody waits."""
-
-    def __init__(self) -> None:
-        self.now = 1_000_000_000.0
-
-    def time(self) -> float:
-        return self.now
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float, /) -> None:
-        self.now += seconds
 
 
 class Hosts(Protocol):
@@ -213,6 +199,23 @@ class FakeGcloud:
         return self._finished(argv, code, "".join(out for _, out, _ in done), "".join(err for _, _, err in done))
 
 
+class Cloud:
+    """A project of Google Cloud, as the base of every world of these tests."""
+
+    def __init__(
+        self, *, clock: Clock | None = None, zones: tuple[str, ...], hosts: Hosts | None = None, **options: Any
+    ) -> None:
+        self.clock = clock or Clock()
+        self.fake = FakeTpu(clock=self.clock.time, zones=zones, **options)
+        self.gcloud = FakeGcloud(self.fake, self.clock, hosts)
+        self.said: list[str] = []
+
+    def owned_by(self, owner: str, runner: Runner | None = None) -> Slices:
+        """An owner's view of it."""
+        gcloud = Gcloud(runner or self.gcloud)
+        return Slices(gcloud, owner=owner, clock=self.clock, say=self.said.append, parallel=1)
+
+
 def _node(flags: dict[str, str]) -> dict[str, Any]:
     return {
         "acceleratorType": flags["accelerator-type"],
@@ -232,6 +235,3 @@ def _queued(name: str, flags: dict[str, str]) -> dict[str, Any]:
 
 class Closed(BaseException):
     """The laptop was closed at this command."""
-
-
-__all__ = ["Clock", "Closed", "FakeGcloud", "GcloudError", "Hosts"]

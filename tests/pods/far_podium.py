@@ -60,9 +60,9 @@ def main() -> None:
         sys.exit(done.returncode)
     from podium import cli
     from podium.pods import world
-    from tests.pods.pod_world import QuickClock
+    from tests.pods.clock import Clock
 
-    world.WORLD = world.World(runner=far, clock=QuickClock())
+    world.WORLD = world.World(runner=far, clock=Clock(longest_s=0.1))
     sys.argv = ["podium", *arguments]
     cli.main()
 

@@ -52,27 +52,11 @@ def seen(*statuses: dict[str, Any] | None, asked: bool = False, waited_s: float 
 
 
 DONE = status("finished", 0, kind="done")
-
-
 STOPPED = status("finished", 143, kind="stopped")
-
-
 FAILED = status("finished", 1, kind="exception")
-
-
 LOST = status("finished", 134, kind="lost")
-
-
 GUARD = status("finished", 78, kind="guard")
-
-
 MISSING = status("finished", 78, kind="missing")
-
-
 KILLED = status("finished", 137, kind="signal")
-
-
 WRONG = status("finished", 2, kind="exit")
-
-
 NONE = {**status("none"), "job": None, "progress": None}

@@ -13,8 +13,8 @@ import pytest
 
 from podium.pods import world
 from podium.pods.world import World
-from tests.pods.fake_gcloud import FakeGcloud
-from tests.pods.fake_tpu import FakeTpu
+from tests.pods.clock import Clock
+from tests.pods.fake_gcloud import Cloud
 from tests.pods.hosts import ROOT, LocalHosts, fake_python
 
 ZONES = ("us-east1-d", "us-east5-b", "europe-west4-a")
@@ -22,25 +22,7 @@ CANARIES = {"HF_TOKEN": "hf_CANARYaaaaBBBBccccDDDD1234", "WANDB_API_KEY": "CANAR
 _NETWORKS = itertools.count(os.getpid() % 200 + 1)
 
 
-class QuickClock:
-    """Waiting takes a fraction of its time, and the clock shows all of it."""
-
-    def __init__(self, longest_s: float = 0.1) -> None:
-        self._longest_s, self._skipped = longest_s, 0.0
-
-    def time(self) -> float:
-        return time.time() + self._skipped
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self._skipped
-
-    def sleep(self, seconds: float, /) -> None:
-        real = min(seconds, self._longest_s)
-        time.sleep(real)
-        self._skipped += seconds - real
-
-
-class PodWorld:
+class PodWorld(Cloud):
     """Ada's laptop, a project, and machines."""
 
     def __init__(self, folder: Path, *, workers: int = 4, longest_s: float = 0.1) -> None:
@@ -48,15 +30,14 @@ class PodWorld:
         self.folder, self.workers = folder, workers
         self.addresses = [f"{network}.{worker + 1}" for worker in range(workers)]
         self.hosts = LocalHosts(folder, self.addresses)
-        self.clock = QuickClock(longest_s)
-        self.fake = FakeTpu(
-            clock=self.clock.time,
+        super().__init__(
+            clock=Clock(longest_s),
             zones=ZONES,
+            hosts=self.hosts,
             provision_s=6.0,
             operation_s=1.0,
             addresses=lambda name, count: self.addresses[:count],
         )
-        self.gcloud = FakeGcloud(self.fake, self.clock, self.hosts)
         self.shared = folder / "shared"
         self.shared.mkdir()
         self.python = fake_python(folder)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.pods import commands
-from podium.pods.gcloud import Finished, Gcloud, GcloudError
+from podium.pods.gcloud import Finished, GcloudError
 from podium.pods.inventory import STOP
 from podium.pods.launch import RunSpec
 from podium.pods.options import Rent, RunOptions
@@ -25,11 +25,11 @@ from podium.pods.rental import rent_slice
 from podium.pods.run import follow
 from podium.pods.secrets import Secrets
 from podium.pods.session import Session
-from podium.pods.slices import SliceError, Slices
+from podium.pods.slices import SliceError
 from podium.pods.world import World
-from tests.pods.fake_gcloud import FakeGcloud
-from tests.pods.fake_tpu import FakeTpu, Fault
-from tests.pods.soak_machines import STEP_S, STEPS, WORKERS, Clock, Machines
+from tests.pods.fake_gcloud import Cloud
+from tests.pods.fake_tpu import Fault
+from tests.pods.soak_machines import STEP_S, STEPS, WORKERS, Machines
 
 ZONES = ("us-a", "us-b", "eu-c")
 
@@ -42,17 +42,15 @@ NO_NETWORK = (
 """What gcloud 528 says with a user's credentials and no network."""
 
 
-class Soak:
+class Soak(Cloud):
     """A project, machines, and what happens to them, drawn from a seed."""
 
     def __init__(self, seed: int, file: Path) -> None:
-        self.rng, self.clock = random.Random(seed), Clock()
-        self.fake = FakeTpu(clock=self.clock.time, zones=ZONES, provision_s=60.0, operation_s=5.0)
-        self.machines = Machines(self.clock, self.fake, self.rng)
+        super().__init__(zones=ZONES, provision_s=60.0, operation_s=5.0)
+        self.rng = random.Random(seed)
+        self.machines = self.gcloud.hosts = Machines(self.clock, self.fake, self.rng)
         self.offline_until = 0.0
-        self.gcloud = FakeGcloud(self.fake, self.clock, self.machines)
         self.gcloud.parallel = False
-        self.said: list[str] = []
         self.events: list[str] = []
         self.stop_asked = False
         """Whether the stop is known to the API; the command may fail yet, where a machine does not answer."""
@@ -67,8 +65,7 @@ class Soak:
         self.fake._route = functools.partial(self.watched, delete)  # pyright: ignore[reportAttributeAccessIssue]
 
     def project(self, runner: Callable[[Sequence[str], float], Finished]) -> Project:
-        gcloud = Gcloud(runner)
-        slices = Slices(gcloud, owner="ada", clock=self.clock, say=self.said.append, parallel=1)
+        slices = self.owned_by("ada", runner)
         world = World(runner=runner, clock=self.clock)
         return _Quiet(world=world, slices=slices, zone=None, secrets=Secrets({}), said=self.said)
 

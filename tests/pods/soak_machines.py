@@ -1,4 +1,4 @@
-"""The machines of `tests.pods.soak`: jobs that are the times at which they started, and its clock."""
+"""The machines of `tests.pods.soak`: jobs that are the times at which they started."""
 
 import base64
 import dataclasses
@@ -6,45 +6,14 @@ import gzip
 import json
 import random
 import re
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from tests.pods.clock import Clock
 from tests.pods.fake_tpu import FakeTpu
 
 WORKERS, STEPS, SAVE_EVERY = 2, 40, 5
-
-
 STEP_S, BEGIN_S, SETUP_S, ARRIVAL_S, HEARTBEAT_S = 30.0, 20.0, 90.0, 60.0, 30.0
-
-
-class Clock:
-    """Time that passes when the keeper waits, and what is to happen at which time. A closed lid is not monotonic."""
-
-    def __init__(self) -> None:
-        self.now, self.asleep = 1_000_000_000.0, 0.0
-        self.due: list[tuple[float, Callable[[], None]]] = []
-
-    def time(self) -> float:
-        return self.now
-
-    def monotonic(self) -> float:
-        return self.now - self.asleep
-
-    def sleep(self, seconds: float, /) -> None:
-        self.now += seconds
-        if threading.current_thread() is threading.main_thread():
-            while self.due and min(self.due, key=lambda each: each[0])[0] <= self.now:
-                first = min(self.due, key=lambda each: each[0])
-                self.due.remove(first)
-                first[1]()
-
-    def after(self, seconds: float, what: Callable[[], None]) -> None:
-        self.due.append((self.now + seconds, what))
-
-    def close_lid(self, seconds: float) -> None:
-        self.asleep += seconds
-        self.now += seconds
 
 
 @dataclasses.dataclass

@@ -13,7 +13,8 @@ import pytest
 
 from podium.pods.gcloud import Argv, Finished, Gcloud, GcloudError, failure, run_process
 from podium.pods.inventory import Slice, read_slices
-from tests.pods.fake_gcloud import Clock, FakeGcloud
+from tests.pods.clock import Clock
+from tests.pods.fake_gcloud import FakeGcloud
 from tests.pods.fake_tpu import FakeTpu
 from tests.pods.gcloud_cases import CASES, DIRECT, ORDER, ZONE
 from tests.pods.hosts import gcloud_environment

@@ -14,7 +14,7 @@ from podium.pods.recover import RUNNING, Counts, Policy, decide, keep_alive
 from podium.pods.remote import RemoteError, UnusableError
 from podium.pods.session import Observation
 from podium.pods.slices import SliceError
-from tests.pods.fake_gcloud import Clock
+from tests.pods.clock import Clock
 from tests.pods.looks import DONE, FAILED, LOST, MISSING, NONE, POLICY, SLICE, WRONG, seen, status
 from tests.pods.pod_world import ZONES
 
@@ -263,7 +263,9 @@ def test_machines_taken_at_random_instants_cost_at_most_two_save_intervals(make_
     assert world.fake.everything() == []
 
 
-@pytest.mark.parametrize("word", ["scp", "agent start", "agent logs"])
+@pytest.mark.parametrize(
+    "word", [*(pytest.param(word, marks=pytest.mark.long) for word in ("scp", "agent start")), "agent logs"]
+)
 def test_machines_taken_at_any_command_of_the_laptop_are_replaced(make_world, pod, word):
     """While the run is sent, as it is started, and between a look at it and its log."""
     world = make_world(workers=1)

@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
-from podium.pods.gcloud import Gcloud, GcloudError, Order
+from podium.pods.gcloud import GcloudError, Order
 from podium.pods.inventory import LABEL_LENGTH, LEASE, OWNER, Slice, label_text, owner_label, read_slices, zones_label
 from podium.pods.options import Rent
 from podium.pods.rental import new_order
 from podium.pods.slices import DeletedError, SliceError, Slices
 from tests.pods import fake_gcloud
-from tests.pods.fake_gcloud import Clock, Closed, FakeGcloud
-from tests.pods.fake_tpu import FakeTpu, Fault
+from tests.pods.fake_gcloud import Closed, Cloud
+from tests.pods.fake_tpu import Fault
 
 ZONES = ("us-a", "us-b", "eu-c")
 ORDER = Order(
@@ -29,18 +29,12 @@ ORDER = Order(
 DIRECT = dataclasses.replace(ORDER, queued=False)
 
 
-class World:
+class World(Cloud):
     """A fake project, and Ada's view of it."""
 
     def __init__(self, **options):
-        self.clock = Clock()
-        self.fake = FakeTpu(clock=self.clock.time, zones=ZONES, **options)
-        self.gcloud = FakeGcloud(self.fake, self.clock)
-        self.said: list[str] = []
+        super().__init__(zones=ZONES, **options)
         self.slices = self.owned_by("ada")
-
-    def owned_by(self, owner: str) -> Slices:
-        return Slices(Gcloud(self.gcloud), owner=owner, clock=self.clock, say=self.said.append, parallel=1)
 
     def ours(self) -> set[str]:
         """Zones in which the fake holds something of Ada's that is not being deleted."""
