@@ -284,8 +284,8 @@ def _end(
     for attempt in range(ENDINGS):
         try:
             if policy.down:
-                session.give_back()
-                say(f"deleted {session.slice.name}; podium pod run --keep leaves it rented")
+                if session.give_back():
+                    say(f"deleted {session.slice.name}; podium pod run --keep leaves it rented")
             elif job is not None and job.outcome in ("failed", "guard"):
                 session.stop()  # some workers may not have noticed the failure
             return decision.status

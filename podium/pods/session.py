@@ -44,6 +44,7 @@ class Session:
         self._shown: dict[str, int] = {}  # job -> bytes of its log
         self._job: str | None = None
         self._stop_before = tpu_slice.labels.get(STOP)  # an earlier stop, which this command overrides
+        self._run_before = tpu_slice.labels.get(RUN)  # perhaps another run's, which has ended
         self._replacing: Literal["no", "deleting", "renting"] = "no"
 
     @property
@@ -94,8 +95,10 @@ class Session:
         """Delete the slice and rent another like it; after a failure, the next call continues."""
         slices = self._project.slices
         if not self.replacing:
-            if self._asked(self._now()):
-                return
+            lost = self.slice
+            now = self._now()
+            if self._asked(now) or (now is not None and now.alive and now.created != lost.created):
+                return  # another laptop has replaced it already
             self._job, self._replacing = None, "deleting"
         order, zones = same_again(slices, self.slice, self._rent)
         if self._replacing == "deleting":
@@ -104,9 +107,15 @@ class Session:
         self.slice = slices.up(order, zones)
         self._replacing = "no"
 
-    def give_back(self) -> None:
-        """Delete the slice."""
+    def give_back(self) -> bool:
+        """Delete the slice, unless another run was started there meanwhile; returns whether it was deleted."""
+        now = self._now()
+        job = now.labels.get(RUN) if now is not None else None
+        if job not in (None, self._run_before) and not job.startswith(label_text(self._spec.prefix)):
+            self._project.say(f"{self.slice.name} is kept: {job} was started there meanwhile")
+            return False
         self._project.slices.down(self.slice.name)
+        return True
 
     def show(self, job: JobStatus) -> None:
         """Print new lines of worker 0's log; if its machine is gone, the next observation shows it."""

@@ -43,8 +43,9 @@ class Story:
     def replace(self) -> None:
         self._do("replace")
 
-    def give_back(self) -> None:
+    def give_back(self) -> bool:
         self._do("give back")
+        return True
 
     def show(self, job: JobStatus) -> None:
         pass
@@ -154,10 +155,11 @@ def test_in_the_end_the_slice_is_deleted_however_often_that_fails():
     offline = GcloudError("unavailable", "no network")
 
     class Offline(Story):
-        def give_back(self) -> None:
+        def give_back(self) -> bool:
             self.done.append("give back")
             if len(self.done) < 9:
                 raise offline
+            return True
 
     story = Offline(seen(DONE, DONE))
     assert story.outcome(Policy()) == 0
