@@ -296,6 +296,7 @@ def test_a_config_that_does_not_fit_says_by_how_much():
     assert not plan.worst.fits
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU's compiler (libtpu) is not installed")
 def test_a_small_model_is_compiled_for_a_tpu_that_is_not_there(cache):
     """Whole plans for TPUs are among the goldens that `make test-long` checks."""

@@ -38,6 +38,9 @@ RULES: dict[str, dict[str, Any]] = {
     "a rule of the user's": {"name": f"{__name__}:over_all"},
 }
 
+SHORTLY = ("adamw in bfloat16", "adafactor")
+"""Those of the short suite: moments in another format, and moments of another shape."""
+
 
 def over_all(config: OptimizerConfig) -> optax.GradientTransformation:
     """A rule that looks at all parameters at once."""
@@ -77,7 +80,9 @@ def assert_bits(found: Any, expected: Any) -> None:
     jax.tree_util.tree_map_with_path(check, found, expected)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "rule", [rule if rule in SHORTLY else pytest.param(rule, marks=pytest.mark.long) for rule in RULES]
+)
 def test_every_rule_updates_as_without_on_one_memory_and_as_one_parameter_after_the_other(rule):
     plain = updated(RULES[rule], offload=False, streamed=False)
     moved = updated(RULES[rule], offload=True, streamed=False)

@@ -32,7 +32,7 @@ def test_kl_in_the_reward_is_subtracted_before_the_advantage():
     assert metrics["time/train/score_s"] > 0
 
 
-@pytest.mark.parametrize("kl", ["k2", "k3", "k3+"])
+@pytest.mark.parametrize("kl", ["k3", *(pytest.param(kl, marks=pytest.mark.long) for kl in ("k2", "k3+"))])
 def test_kl_to_the_reference_is_0_at_first_and_grows_with_the_updates(kl):
     algorithm, train = {"kl": kl, "kl_coef": 0.01}, {"optimizer": {"learning_rate": 1e-3}}
     trainer, state = make_trainer(reference=True, algorithm=algorithm, train=train)
