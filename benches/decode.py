@@ -89,7 +89,7 @@ def main() -> None:
     config = rollout_config("demo", args.batch, "auto", args.max_new_tokens, args.slots, shards=mesh.size)
     decoder = dataclasses.replace(SMOLLM2_135M, layers=args.layers, vocab=args.vocab)
     engine = make_engine(config, decoder, mesh)
-    found = measure(config, engine, draw_lengths(args.lengths, config)) | parts(engine)
+    found = dataclasses.asdict(measure(config, engine, draw_lengths(args.lengths, config))) | parts(engine)
     result = {"layers": args.layers, "vocab": args.vocab, "lengths": args.lengths, **found}
     print(json.dumps(result))
     record(f"decode-{jax.default_backend()}", result, args.results)

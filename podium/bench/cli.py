@@ -1,4 +1,4 @@
-"""`podium bench`: what is measured here and how it is asked for; nothing heavy is imported before that is checked."""
+"""`podium bench`: its commands and their options; jax is imported after the options were checked."""
 
 from pathlib import Path
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""How fast GRPO's loss on logits is on this machine, and what memory it takes: `podium bench loss`."""
+"""`podium bench loss`: time and memory of GRPO's loss on logits on this machine."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ import importlib.util
 import json
 import sys
 import time
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from podium.train.platform import prepare_platform
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossBench:
-    """What is timed: value and gradient, with respect to the logits, of the mean loss of all tokens."""
+    """What to time: the mean loss of all tokens and its gradient with respect to the logits."""
 
     impl: Literal["jax", "ref", "kernel"]
     on_policy: bool
@@ -31,14 +31,14 @@ class LossBench:
     seed: int
     iters: int
     warmup: int
-    noise: float  # standard deviation of the old log-probabilities from these
+    noise: float  # nat; standard deviation of the old log-probabilities around the new ones
     clip: tuple[float, float]  # low, high
     temperature: float
     tile: tuple[int | None, int | None]  # tokens, vocabulary; None: the kernels' own
 
     @property
     def options(self) -> LogitsOptions:
-        """How the kernel is called, or XLA; without a TPU or GPU the TPU's kernel is interpreted."""
+        """Kernel or XLA, and the tiles; without a TPU or GPU the TPU's kernel is interpreted."""
         tokens, vocab = (given or own for given, own in zip(self.tile, Tiles(), strict=True))
         way = KERNELS.get(jax.default_backend(), "tpu") if self.impl == "kernel" else "xla"
         interpret = way != "xla" and jax.default_backend() not in KERNELS
@@ -50,7 +50,7 @@ def bench(options: LossBench, *, project: str, mode: str, name: str | None) -> i
     """Print the figures as one object of JSON, and send them to W&B unless `mode` is disabled.
 
     Raises:
-        ValueError: W&B is wanted and not installed, or the tiles cannot be had.
+        ValueError: W&B is asked for and not installed, or the kernel does not support the tiles.
     """
     if mode != "disabled" and importlib.util.find_spec("wandb") is None:
         raise ValueError("--wandb_mode: wandb is not installed; pip install 'podium-rl[wandb]', or leave it out")
@@ -70,8 +70,8 @@ def bench(options: LossBench, *, project: str, mode: str, name: str | None) -> i
     return 0
 
 
-def measure(options: LossBench) -> dict[str, Any]:
-    """Time it here. Every call has new logits, made before, whose memory the gradient takes."""
+def measure(options: LossBench) -> dict[str, object]:
+    """Time the loss. Each call gets new logits, made before the clock starts; its gradient reuses their memory."""
     step, device = make_step(options), jax.devices()[0]
     make_logits = jax.jit(functools.partial(random_logits, options.shape, DTYPES[options.dtype]))
     make_tokens = jax.jit(functools.partial(random_tokens, options))
@@ -81,7 +81,8 @@ def measure(options: LossBench) -> dict[str, Any]:
     start = time.perf_counter()
     compiled = step.lower(logits, *tokens).compile()
     loss = float(compiled(logits, *tokens)[0])
-    first_call_s, times = time.perf_counter() - start, []
+    first_call_s = time.perf_counter() - start
+    times: list[float] = []
     for call in range(options.warmup + options.iters):
         logits = make_logits(options.seed + call + 1)
         tokens = jax.block_until_ready(make_tokens(logits))
@@ -89,6 +90,7 @@ def measure(options: LossBench) -> dict[str, Any]:
         jax.block_until_ready(compiled(logits, *tokens))
         times.append(time.perf_counter() - start)
     memory = compiled.memory_analysis()
+    assert memory is not None, "compiled programs know their memory"
     return {
         "impl": options.impl,
         "mode": "on_policy" if options.on_policy else "off_policy",
@@ -122,12 +124,12 @@ def measure(options: LossBench) -> dict[str, Any]:
 
 
 def random_logits(shape: tuple[int, ...], dtype: jnp.dtype, seed: int) -> jax.Array:
-    """Logits as a trained model's are spread: normal, with a standard deviation of 3."""
+    """Normal logits with a standard deviation of 3, as a trained model's have."""
     return (3 * jax.random.normal(jax.random.key(seed), shape, jnp.float32)).astype(dtype)
 
 
 def random_tokens(options: LossBench, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Targets, advantages and old log-probabilities near these, [B, T] each; none of the last on-policy."""
+    """Targets, advantages and old log-probabilities [B, T]; on-policy there are no old ones: the third is None."""
     keys, tokens = jax.random.split(jax.random.key(options.seed), 3), options.shape[:2]
     targets = jax.random.randint(keys[0], tokens, 0, options.shape[2], jnp.int32)
     advantages = jax.random.normal(keys[1], tokens)
@@ -137,14 +139,37 @@ def random_tokens(options: LossBench, logits: jax.Array) -> tuple[jax.Array, jax
     return targets, advantages, logprobs + options.noise * jax.random.normal(keys[2], tokens)
 
 
-def make_step(options: LossBench) -> Any:
-    """The jitted `(logits, targets, advantages, old_logprobs) -> (loss [], gradient)`; the logits are donated."""
+class LossStep(Protocol):
+    """The jitted `(logits, targets, advantages, old_logprobs) -> (loss [], gradient [B, T, V])`."""
+
+    def __call__(
+        self, logits: jax.Array, targets: jax.Array, advantages: jax.Array, old: jax.Array | None, /
+    ) -> tuple[jax.Array, jax.Array]:
+        """Donates the logits."""
+        ...
+
+    def lower(
+        self, logits: jax.Array, targets: jax.Array, advantages: jax.Array, old: jax.Array | None, /
+    ) -> jax.stages.Lowered:
+        """As of jax.jit."""
+        ...
+
+
+def make_step(options: LossBench) -> LossStep:
+    """The loss that `options` describe, with its gradient."""
     low, high = options.clip
 
     def loss(logits: jax.Array, targets: jax.Array, advantages: jax.Array, old: jax.Array | None) -> jax.Array:
         if options.impl != "ref":
-            given = {"old_logprobs": old, "options": options.options}
-            found = grpo_loss_of_logits(logits, targets, advantages, clip_low=low, clip_high=high, **given)
+            found = grpo_loss_of_logits(
+                logits,
+                targets,
+                advantages,
+                old_logprobs=old,
+                clip_low=low,
+                clip_high=high,
+                options=options.options,
+            )
             return jnp.mean(found.losses)
         table = jax.nn.log_softmax(logits.astype(jnp.float32) / options.temperature)
         logprobs = jnp.take_along_axis(table, targets[..., None], axis=-1)[..., 0]

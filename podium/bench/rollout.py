@@ -1,16 +1,15 @@
 """`podium bench rollout`: how fast the engine decodes on this machine, with the floor beside it.
 
-Random weights in a model's shape answer random prompts of drawn lengths; nothing but its length ends a completion, so
-that the work is the same whatever the numbers. On TPU and GPU the floor is the roofline: weights and live keys and
-values read once per step. A CPU has no such constants: there it is the time of the step's matrix products alone,
-measured beside.
+A model of random weights completes random prompts of drawn lengths. Only its length ends a completion, so every run
+does the same work. On TPU and GPU the floor is the roofline: weights and live keys and values are read once per step.
+No bandwidth is published for a CPU: its floor is the measured time of a step's matrix products alone.
 """
 
+import dataclasses
 import functools
 import json
 import math
 import time
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,26 +36,26 @@ from podium.sharding import Params, ShardingRules, init_params, make_mesh
 from podium.train.generate import as_dtype, rollout_layout, rollout_rules
 from podium.train.platform import prepare_platform
 
-GROUP = 8  # completions of a prompt, where the batch divides by it
-FULL_STEPS = 32  # of the run in which all slots are busy to the end
+GROUP = 8  # completions per prompt, if the batch divides by it
+FULL_STEPS = 32  # decode steps of the rollout in which all slots stay busy
 
 
 def bench(
     *, model: str, batch: int, lengths: str, layout: str, max_new_tokens: int, slots: int | None, as_json: bool
 ) -> int:
-    """Measure and print; the exit status.
+    """Measure a rollout, print the figures, and return the exit status.
 
     Args:
-        model: whose shape, as in a config.
-        batch: sequences, in groups of 8 where they divide by it.
-        lengths: as `podium plan --lengths`.
-        layout: of `rollout.layout`.
-        max_new_tokens: the longest completion.
-        slots: decoded at once; unset: all.
-        as_json: one JSON object instead of a table.
+        model: model whose shape is used, named as in a config.
+        batch: number of sequences; they form groups of 8 if 8 divides it.
+        lengths: lengths of the completions, as for `podium plan --lengths`.
+        layout: value of `rollout.layout`.
+        max_new_tokens: length of the longest completion.
+        slots: sequences decoded at once; None for all.
+        as_json: whether to print one JSON object instead of a table.
 
     Raises:
-        ValueError: the model, the lengths or the layout cannot be used on this machine.
+        ValueError: this machine cannot use the model, the lengths or the layout.
     """
     prepare_platform()
     mesh, decoder = make_mesh("auto"), find_architecture(model)
@@ -64,19 +63,19 @@ def bench(
     drawn = draw_lengths(lengths, config)
     result = measure(config, make_engine(config, decoder, mesh), drawn)
     if as_json:
-        print(json.dumps(result))
+        print(json.dumps(dataclasses.asdict(result)))
         return 0
     title = f"{model}, {batch} sequences, lengths {lengths}, {layout}"
     table = Table("", "whole rollout", "all slots busy", title=title)
     for name in ("tokens_per_s", "tokens_per_cpu_s", "ms_per_step", "floor_ms", "slots_busy", "slot_utilisation"):
-        table.add_row(name, *(f"{result[when][name]:,.3g}" for when in ("rollout", "full")))
+        table.add_row(name, f"{result.rollout[name]:,.3g}", f"{result.full[name]:,.3g}")
     Console().print(table)
-    print(f"floor: {result['floor']}; {result['rollout']['steps']} steps, {result['devices']} {result['device']}")
+    print(f"floor: {result.floor}; {result.rollout['steps']} steps, {result.devices} {result.device}")
     return 0
 
 
 def make_engine(config: Config, decoder: DecoderConfig, mesh: Mesh) -> RolloutEngine:
-    """An engine with random weights whose programs are compiled."""
+    """Make an engine with random weights and compile its programs."""
     layout = rollout_layout(config, decoder, mesh)
     rules, dtype = rollout_rules(layout, decoder, mesh), as_dtype(config.rollout.dtype, mesh)
     engine = RolloutEngine(config.rollout, decoder, rules, None, dtype=dtype)
@@ -85,8 +84,24 @@ def make_engine(config: Config, decoder: DecoderConfig, mesh: Mesh) -> RolloutEn
     return engine
 
 
-def measure(config: Config, engine: RolloutEngine, lengths: SequenceLengths) -> dict[str, Any]:
-    """Figures, as JSON has them, of a rollout of these lengths and of one in which all slots are busy to the end."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutBench:
+    """What was measured; a field is a key of the JSON object that is printed."""
+
+    model: str
+    layout: str
+    device: str
+    devices: int
+    batch: int  # sequences
+    slots: int
+    dtype: str
+    floor: str  # where the floor comes from
+    full: dict[str, float]  # figures of the rollout in which all slots stay busy
+    rollout: dict[str, float]  # figures of the rollout of the drawn lengths
+
+
+def measure(config: Config, engine: RolloutEngine, lengths: SequenceLengths) -> RolloutBench:
+    """Measure a rollout of these lengths, and one in which all slots stay busy."""
     slots = config.rollout.slots
     prompts = np.resize(lengths.prompts, -(-slots // lengths.completions.shape[1]))
     full = SequenceLengths(
@@ -95,7 +110,7 @@ def measure(config: Config, engine: RolloutEngine, lengths: SequenceLengths) -> 
             (len(prompts), lengths.completions.shape[1]), min(FULL_STEPS, config.rollout.max_new_tokens)
         ),
     )
-    found: dict[str, Any] = {}
+    found: dict[str, dict[str, float]] = {}
     for name, drawn in (("full", full), ("rollout", lengths)):
         requests = _requests(drawn, engine.decoder.vocab)
         cpu, start = time.process_time(), time.perf_counter()
@@ -107,36 +122,42 @@ def measure(config: Config, engine: RolloutEngine, lengths: SequenceLengths) -> 
     for each in found.values():
         each["floor_ms"] = floor_ms
     mesh = engine.rules.mesh
-    return {
-        "model": config.model,
-        "layout": rollout_layout(config, engine.decoder, mesh).name,
-        "device": jax.devices()[0].device_kind,
-        "devices": mesh.size,
-        "batch": int(lengths.completions.size),
-        "slots": slots,
-        "dtype": str(engine.dtype),
-        "floor": floor,
-        **found,
-    }
+    return RolloutBench(
+        model=config.model,
+        layout=rollout_layout(config, engine.decoder, mesh).name,
+        device=jax.devices()[0].device_kind,
+        devices=mesh.size,
+        batch=int(lengths.completions.size),
+        slots=slots,
+        dtype=str(engine.dtype),
+        floor=floor,
+        full=found["full"],
+        rollout=found["rollout"],
+    )
 
 
 def rollout_config(model: str, batch: int, layout: str, max_new_tokens: int, slots: int, *, shards: int) -> Config:
-    """A config that decodes `batch` sequences, in groups of 8 where they divide by it."""
+    """Make the config of a rollout of `batch` sequences, in groups of 8 if 8 divides the batch."""
     group = math.gcd(batch, GROUP)
-    rollout = {"layout": layout, "slots": slots, "prefill_rows": -(-8 // shards) * shards}
     return Config.model_validate(
         {
             "model": model,
             "tasks": [{"name": "gsm8k"}],
             "prompts_per_step": batch // group,
             "group_size": group,
-            "rollout": {"max_prompt_tokens": 256, "max_new_tokens": max_new_tokens, **rollout},
+            "rollout": {
+                "max_prompt_tokens": 256,
+                "max_new_tokens": max_new_tokens,
+                "layout": layout,
+                "slots": slots,
+                "prefill_rows": -(-8 // shards) * shards,
+            },
         }
     )
 
 
 def _requests(lengths: SequenceLengths, vocab: int) -> list[Request]:
-    """A request for each completion's length: those of a prompt that end at the same token are one request."""
+    """Make the requests; completions of one prompt that have the same length share a request."""
     rng = np.random.default_rng(0)
     found = []
     for prompt, completions in zip(lengths.prompts, lengths.completions, strict=True):
@@ -164,7 +185,7 @@ def _figures(stats: RolloutStats, wall_s: float, cpu_s: float) -> dict[str, floa
 
 
 def _floor(config: Config, engine: RolloutEngine, context: float) -> tuple[float, str]:
-    """The least milliseconds of a step of all slots, and how that was found."""
+    """The least milliseconds that a step of all slots can take, and where the figure comes from."""
     rules, params, decoder = engine.rules, engine.device.params, engine.decoder
     assert params is not None
     if rules.on_cpu:
@@ -186,7 +207,7 @@ def _floor(config: Config, engine: RolloutEngine, context: float) -> tuple[float
 
 
 def _products(params: Params, x: jax.Array, *, rules: ShardingRules, dtype: jnp.dtype) -> jax.Array:
-    """All matrix products of a decode step and nothing else; x is [S, D]."""
+    """Compute all matrix products of a decode step and nothing else; x is [S, D]."""
     linear, rows = make_linear(rules), x[:, None]
     names = ("q", "k", "v", "o", "gate", "up", "down")
     layers = {name: params[LAYERS + name].astype(dtype) for name in names}

@@ -1,12 +1,11 @@
-"""How fast a config's update is on this machine: the trainer's compiled program on packed random completions.
+"""`podium bench update`: time of a config's update on this machine, by the trainer's own compiled program.
 
-Weights are random, in the model's shape; lengths are drawn as `podium plan` draws them, so the two can be compared.
+Weights and completions are random. Lengths are drawn as `podium plan` draws them, so the two can be compared.
 """
 
 import dataclasses
 import json
 import time
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +28,14 @@ from podium.train.state import init_state
 from podium.train.step import TrainSettings, make_train_step, shard_batch
 
 PRODUCT = 2048
-"""Rows and columns of the product that a peak is measured with, where none is published."""
+"""Rows and columns of the matrix product that measures a peak where none is published."""
 
 
 def bench(config: Config, *, lengths: str, repeats: int, as_json: bool) -> int:
-    """Time one optimizer step and print it; the exit status of `podium bench update`.
+    """Time one optimizer step, print the figures, and return the exit status.
 
     Raises:
-        ValueError: the model, the mesh or the lengths cannot be used.
+        ValueError: this machine cannot use the model, the mesh or the lengths.
     """
     prepare_platform()
     found = measure(config, find_decoder(config), draw_lengths(lengths, config), repeats)
@@ -52,8 +51,8 @@ def bench(config: Config, *, lengths: str, repeats: int, as_json: bool) -> int:
     return 0
 
 
-def measure(config: Config, decoder: DecoderConfig, lengths: SequenceLengths, repeats: int) -> dict[str, Any]:
-    """The best of so many steps after the first, which compiles; on what the first minibatch of a step holds."""
+def measure(config: Config, decoder: DecoderConfig, lengths: SequenceLengths, repeats: int) -> dict[str, object]:
+    """Time updates on a step's first minibatch: the fastest of `repeats` after one that compiles."""
     mesh, specs = make_mesh(config.mesh), param_specs(decoder)
     settings, optimizer = make_train_settings(config, decoder, mesh), make_run_optimizer(config, decoder)
     recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
@@ -89,8 +88,11 @@ def measure(config: Config, decoder: DecoderConfig, lengths: SequenceLengths, re
     }
 
 
-def use_of_peak(decoder: DecoderConfig, work: Work, seconds: float, settings: TrainSettings) -> dict[str, Any]:
-    """What had to be computed, and its share of the devices' peak: published, or a large product's where none is."""
+def use_of_peak(decoder: DecoderConfig, work: Work, seconds: float, settings: TrainSettings) -> dict[str, object]:
+    """The operations that the model needs, and their share of the devices' peak.
+
+    The peak is the published one, or that of a large matrix product where none is published.
+    """
     devices, dtype = settings.mesh.size, settings.dtype
     known = recognise(jax.devices()[0].device_kind, devices)
     if known is not None:
@@ -109,7 +111,7 @@ def use_of_peak(decoder: DecoderConfig, work: Work, seconds: float, settings: Tr
 
 
 def measured_peak(dtype: jnp.dtype) -> float:
-    """Operations per second of one device in a square product into float32, the best of several."""
+    """Measure one device's operations per second in a square product into float32; the best of five."""
     x = jnp.ones((PRODUCT, PRODUCT), dtype)
     product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
     jax.block_until_ready(product(x, x))
@@ -122,7 +124,7 @@ def measured_peak(dtype: jnp.dtype) -> float:
 
 
 def random_batch(config: Config, decoder: DecoderConfig, lengths: SequenceLengths, settings: TrainSettings) -> Batch:
-    """Random tokens of these lengths, packed as the trainer packs them; numpy arrays."""
+    """Make a batch of random tokens of these lengths, packed as the trainer packs them, in numpy arrays."""
     random = np.random.default_rng(0)
     samples = []
     for group, (size, own) in enumerate(zip(lengths.prompts, lengths.completions, strict=True)):

@@ -33,9 +33,9 @@ pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
 
 READERS = {  # what the reader puts in the place of a word
     "CONFIG": "my.yaml", "FILE": "my.yaml", "OLD.yaml": "old.yaml", "{file}": "old.yaml", "NEW.yaml": "new.yaml",
-    "{request.subject}": "my.yaml", "{self.request.subject}": "my.yaml", "run.yaml": "my.yaml",
+    "{request.subject}": "my.yaml", "{run.request.subject}": "my.yaml", "run.yaml": "my.yaml",
     "MODEL": "tiny", "FOLDER": "data", "DIR": "out", "RUN": "runs/a", "{run.run_dir.path}": "runs/a",
-    "T": "v6e-8", "{self.accelerator.name}": "v6e-8", "{best[0].plan.accelerator}": "v6e-8", "{compiles}": "",
+    "T": "v6e-8", "{machine.name}": "v6e-8", "{found.outcomes[0].case.machine.name}": "v6e-8", "{compiles}": "",
     "Z": "us-east5-b", "N": "0", "I": "image", "IMAGE": "image", "CLAIM": "claim", "NAME": "first",
     "runs/NAME-sft": "runs/demo-sft",
     "{tpu_slice.accelerator}": "v6e-8", "{tpu_slice.zone}": "us-east5-b",
