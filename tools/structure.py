@@ -24,6 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "rollout.sequence",
         "rollout.pages",
         "rollout.scheduler",
+        "rollout.transcript",
     ),
     (
         "prices",

@@ -21,8 +21,9 @@ from podium.models.presets import find_decoder
 from podium.plan.calibration import load_chip
 from podium.plan.workload import SequenceLengths, draw_lengths
 from podium.sharding import init_params, make_mesh
-from podium.train.batch import Batch, Sample, batch_sizes, make_batch
+from podium.train.batch import Batch, batch_sizes, make_batch
 from podium.train.platform import prepare_platform
+from podium.train.samples import single_answer
 from podium.train.setup import make_run_optimizer, make_train_settings
 from podium.train.state import init_state
 from podium.train.step import TrainSettings, make_train_step, shard_batch
@@ -134,7 +135,7 @@ def random_batch(config: Config, decoder: DecoderConfig, lengths: SequenceLength
             logprobs = np.full(length, -np.log(decoder.vocab), np.float32)
             advantage, weight = float(random.standard_normal()), 1.0 / float(np.sum(lengths.completions))
             samples.append(
-                Sample(
+                single_answer(
                     group=group,
                     prompt=prompt,
                     tokens=tokens,

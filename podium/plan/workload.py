@@ -23,8 +23,9 @@ from podium.observe.run_dir import LENGTHS
 from podium.rollout.request import Key, SamplingParams
 from podium.rollout.scheduler import DecodeRow, Scheduler
 from podium.rollout.sequence import Sequence as EngineSequence
+from podium.train.balance import Lengths
 from podium.train.carry import chosen
-from podium.train.packing import Chunk, Sample, pack_rows
+from podium.train.packing import Chunk, pack_rows
 
 # GSM8K's 7,473 training questions under SmolLM2's tokenizer and chat template with the task's system prompt: 38 tokens
 # of template, then a lognormal of median 57 and log-deviation 0.35 (percentiles 5, 50, 95, 99: 71, 94, 139, 175).
@@ -126,9 +127,9 @@ def packed(lengths: SequenceLengths, config: Config, *, rows: int, attention: Ba
     count, seen, (n, t) = 0, 0, cut(attention, row_tokens(config))
     for part in np.array_split(np.arange(len(lengths.prompts)), config.algorithm.minibatches):
         samples = [
-            Sample(group=int(group), prompt=(0,) * int(lengths.prompts[group]), tokens=blank, sampled_logprobs=blank)
+            Lengths(group=int(group), shown=int(lengths.prompts[group]) - 1, own=int(tokens))
             for group in part
-            for blank in (np.zeros(tokens, np.int32) for tokens in lengths.completions[group])
+            for tokens in lengths.completions[group]
         ]
         found = pack_rows(samples, row_tokens=row_tokens(config), packing=config.train.packing)
         count += -(-len(found) // rows)
@@ -136,13 +137,13 @@ def packed(lengths: SequenceLengths, config: Config, *, rows: int, attention: Ba
     return count, seen / (count * rows * n * (n + 1) / 2) if attention in KERNELS.values() else 1.0
 
 
-def _seen_blocks(row: Sequence[Chunk], samples: Sequence[Sample], n: int, t: int) -> int:
+def _seen_blocks(row: Sequence[Chunk], samples: Sequence[Lengths], n: int, t: int) -> int:
     """Pairs of a row's n blocks of t tokens that the kernels do not skip."""
     segments = np.zeros(n * t, np.int32)
     prompts = np.zeros(n * t, np.int32)
     last = end = 0
     for chunk in row:
-        parts = [len(samples[chunk[0]].prompt) - 1, *(len(samples[index].tokens) for index in chunk)]
+        parts = [samples[chunk[0]].shown, *(samples[index].own for index in chunk)]
         start, end = end, end + sum(parts)
         prompts[start:end] = last + 1
         segments[start:end] = last + 1 + np.repeat(np.arange(len(parts)), parts)

@@ -1,4 +1,4 @@
-"""From completions to the arrays of an update: packed into rows, shifted, weighted, counted, in numpy.
+"""From samples to the arrays of an update: packed into rows, shifted, weighted, counted, in numpy.
 
 Which completions share a row is `podium.train.packing`.
 """
@@ -15,7 +15,8 @@ from podium.config.sizes import batch_sequences, row_tokens, rows_per_device
 from podium.models.architecture import DecoderConfig
 from podium.models.flops import matrix_elements, pair_flops
 from podium.sharding import ShardingRules
-from podium.train.packing import Chunk, Packing, Sample, balanced_rows, chunk_tokens, pack_rows
+from podium.train.packing import Chunk, Packing, balanced_rows, chunk_tokens, pack_rows
+from podium.train.samples import Sample
 
 
 @jax.tree_util.register_dataclass
@@ -28,7 +29,7 @@ class Batch:
     positions: jax.Array  # [K, B, T] int32, in the token's own sequence
     segments: jax.Array  # [K, B, T] int32, 0 is padding
     prompts: jax.Array  # [K, B, T] int32, the segment that holds the token's prompt
-    mask: jax.Array  # [K, B, T] float32, 1 where the target is a token of a completion
+    mask: jax.Array  # [K, B, T] float32, 1 where the model drew the target
     weights: jax.Array  # [K, B, T] float32, mask over the global denominator
     advantages: jax.Array  # [K, B, T] float32
     sampled_logprobs: jax.Array  # [K, B, T] float32, by the policy that wrote the tokens, before any truncation
@@ -90,10 +91,11 @@ def make_batch(samples: Sequence[Sample], sizes: BatchSizes) -> tuple[Batch, lis
         The batch (numpy arrays, old and reference log-probabilities None) and the span of each sample.
     """
     rows, T = sizes.rows, sizes.row_tokens
+    lengths = [sample.lengths for sample in samples]
     if sizes.devices == 1:
-        packed = pack_rows(samples, row_tokens=T, packing=sizes.packing)
+        packed = pack_rows(lengths, row_tokens=T, packing=sizes.packing)
     else:
-        packed = balanced_rows(samples, row_tokens=T, packing=sizes.packing, rows=rows, pair_cost=sizes.pair_cost)
+        packed = balanced_rows(lengths, row_tokens=T, packing=sizes.packing, rows=rows, pair_cost=sizes.pair_cost)
     shape = (-(-sizes.max_rows // rows) * rows, T)
     dtypes = _ARRAYS | ({"ages": np.int32} if sizes.ages else {})
     arrays = {name: np.zeros(shape, dtype) for name, dtype in dtypes.items()}
@@ -103,7 +105,7 @@ def make_batch(samples: Sequence[Sample], sizes: BatchSizes) -> tuple[Batch, lis
         for chunk in row_chunks:
             for span, index in _write(chunk, samples, {name: x[row] for name, x in arrays.items()}, start, segment):
                 spans[index] = TokenSpan(row, *span)
-            start += chunk_tokens(chunk, samples)
+            start += chunk_tokens(chunk, lengths)
             segment = int(arrays["segments"][row].max()) + 1
     fields: dict[str, Any] = {"ages": None} | {name: x.reshape(-1, rows, T) for name, x in arrays.items()}
     fields["num_micro_batches"] = np.int32(-(-len(packed) // rows))
@@ -143,9 +145,9 @@ def _write(
         row["positions"][span] = np.arange(shown, shown + length)
         row["segments"][span] = own
         row["prompts"][span] = segment if shown else own
-        row["mask"][span] = 1.0
-        row["weights"][span] = sample.weight
-        row["advantages"][span] = sample.advantage
+        row["mask"][span] = sample.mask
+        row["weights"][span] = sample.weights
+        row["advantages"][span] = sample.advantages
         row["sampled_logprobs"][span] = sample.sampled_logprobs
         if "ages" in row:
             row["ages"][span] = sample.ages

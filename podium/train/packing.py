@@ -1,4 +1,4 @@
-"""Which completions share a row of a batch. Numpy alone: the planner counts rows with it, without jax.
+"""Which samples share a row of a batch. Lengths alone: the planner counts rows with it, without jax.
 
 A row holds segments. With `shared_prompts` the prompt of a group is one segment, without its last token, and each
 completion is another that sees it: first the prompt's last token, from which the completion's first token is
@@ -10,8 +10,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
-
 from podium.train.balance import Lengths, balance
 
 Packing = Literal["none", "sequences", "shared_prompts"]
@@ -19,23 +17,8 @@ Chunk = list[int]
 """Samples of one group that stay in one row, behind one copy of their prompt; by number."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One completion, ready to be trained on."""
-
-    group: int
-    """Which prompt of the step it answers."""
-    prompt: tuple[int, ...]
-    tokens: np.ndarray  # [n] int32
-    sampled_logprobs: np.ndarray  # [n] float32
-    ages: np.ndarray | None = None  # [n] int32, steps that trained the weights since they drew the token
-    advantage: float = 0.0
-    weight: float = 0.0
-    """What each of its token losses counts in the batch's loss: the denominator, already divided by."""
-
-
-def pack_rows(samples: Sequence[Sample], *, row_tokens: int, packing: Packing) -> list[list[Chunk]]:
-    """What each row holds.
+def pack_rows(samples: Sequence[Lengths], *, row_tokens: int, packing: Packing) -> list[list[Chunk]]:
+    """The samples of each row, by number.
 
     Raises:
         ValueError: a prompt with its completion is longer than a row.
@@ -45,11 +28,11 @@ def pack_rows(samples: Sequence[Sample], *, row_tokens: int, packing: Packing) -
 
 
 def balanced_rows(
-    samples: Sequence[Sample], *, row_tokens: int, packing: Packing, rows: int, pair_cost: float
+    samples: Sequence[Lengths], *, row_tokens: int, packing: Packing, rows: int, pair_cost: float
 ) -> list[list[Chunk]]:
-    """What each row of a batch holds: as many micro-batches of `rows` as `pack_rows` takes, their rows of equal work.
+    """The samples of each row of a batch: as many micro-batches of `rows` as `pack_rows` takes, rows of equal work.
 
-    Without packing, every row is one sample. `pair_cost` is as of `podium.train.balance.balance`.
+    Without packing, every row is one sample. `pair_cost` is as in `podium.train.balance.balance`.
 
     Raises:
         ValueError: a prompt with its completion is longer than a row.
@@ -59,39 +42,37 @@ def balanced_rows(
         return packed
     shared = packing == "shared_prompts"
     lengths = {
-        index: Lengths(group=sample.group if shared else index, shown=len(sample.prompt) - 1, own=len(sample.tokens))
-        for index, sample in enumerate(samples)
+        index: sample if shared else dataclasses.replace(sample, group=index) for index, sample in enumerate(samples)
     }
     together = [[index for chunk in row for index in chunk] for row in packed]
     count = -(-len(packed) // rows) * rows
     found = balance(together, lengths, rows=count, row_tokens=row_tokens, pair_cost=pair_cost)
-    of_group = lambda index: lengths[index].group  # noqa: E731
-    return [[list(chunk) for _, chunk in itertools.groupby(row, of_group)] for row in found]
+    return [[list(chunk) for _, chunk in itertools.groupby(row, lambda index: lengths[index].group)] for row in found]
 
 
-def chunk_tokens(chunk: Chunk, samples: Sequence[Sample]) -> int:
+def chunk_tokens(chunk: Chunk, samples: Sequence[Lengths]) -> int:
     """Tokens that a chunk takes of a row."""
-    return len(samples[chunk[0]].prompt) - 1 + sum(len(samples[index].tokens) for index in chunk)
+    return samples[chunk[0]].shown + sum(samples[index].own for index in chunk)
 
 
-def _chunks(samples: Sequence[Sample], row_tokens: int, shared: bool) -> list[Chunk]:
+def _chunks(samples: Sequence[Lengths], row_tokens: int, shared: bool) -> list[Chunk]:
     """Each group's samples in as few chunks as fit in rows, in order; without sharing, each sample alone."""
     chunks: list[Chunk] = []
     for index, sample in enumerate(samples):
-        if len(sample.prompt) - 1 + len(sample.tokens) > row_tokens:
+        if sample.shown + sample.own > row_tokens:
             raise ValueError(
-                f"a prompt of {len(sample.prompt)} tokens with a completion of {len(sample.tokens)} does not fit in a"
+                f"a prompt of {sample.shown + 1} tokens with a completion of {sample.own} does not fit in a"
                 f" row of {row_tokens}; set train.row_tokens to rollout.max_prompt_tokens + rollout.max_new_tokens"
             )
         same = shared and chunks and samples[chunks[-1][0]].group == sample.group
-        if same and chunk_tokens(chunks[-1], samples) + len(sample.tokens) <= row_tokens:
+        if same and chunk_tokens(chunks[-1], samples) + sample.own <= row_tokens:
             chunks[-1].append(index)
         else:
             chunks.append([index])
     return chunks
 
 
-def _first_fit(chunks: list[Chunk], samples: Sequence[Sample], row_tokens: int) -> list[list[Chunk]]:
+def _first_fit(chunks: list[Chunk], samples: Sequence[Lengths], row_tokens: int) -> list[list[Chunk]]:
     """The chunks in rows: the longest first, each in the first row with room."""
     rows: list[list[Chunk]] = []
     free: list[int] = []

@@ -16,11 +16,13 @@ from podium.algorithms.recipes import Recipe
 from podium.config.schema import Config
 from podium.config.sizes import optimizer_steps
 from podium.observe.stats import BatchStats, RewardKl, UpdateStats
+from podium.rollout.transcript import transcript_of
 from podium.sharding import Params
-from podium.train.batch import Batch, BatchSizes, Sample, batch_sizes, make_batch, take
+from podium.train.batch import Batch, BatchSizes, batch_sizes, make_batch, take
 from podium.train.distributed import is_leader, on_host
 from podium.train.generate import Group
 from podium.train.optimizer import learning_rate
+from podium.train.samples import Sample, transcript_sample, with_advantage, with_weight
 from podium.train.state import TrainState, at_schedule_step
 from podium.train.step import Metrics, TrainSettings, make_train_programs, shard_batch
 
@@ -44,7 +46,7 @@ def make_batches(
     kept = np.flatnonzero(~equal if recipe.zero_variance != "keep" else np.ones_like(equal))
     samples = [group_samples(groups[n], n, recipe) for n in kept.tolist()]
     shape = (len(kept), rewards.shape[1])
-    lengths = np.array([[len(sample.tokens) for sample in group] for group in samples]).reshape(shape)
+    lengths = np.array([[sample.num_drawn for sample in group] for group in samples]).reshape(shape)
     advantages = recipe.advantage(paid[kept], lengths) if len(kept) else np.zeros(shape, np.float32)
     advantages_s, start = time.perf_counter() - start, time.perf_counter()
     parts = np.array_split(np.arange(len(kept)), recipe.minibatches)
@@ -72,34 +74,29 @@ def make_batches(
 
 
 def group_samples(group: Group, index: int, recipe: Recipe) -> list[Sample]:
-    """A group's completions as samples; one that the recipe masks has no tokens."""
-    samples = []
-    for completion in group.completions:
-        masked = recipe.mask_truncated and completion.finish_reason == "length"
-        end = 0 if masked else len(completion.tokens)
-        samples.append(
-            Sample(
-                group=index,
-                prompt=group.tokens,
-                tokens=completion.tokens[:end],
-                sampled_logprobs=completion.full_logprobs[:end],
-                ages=group.version - completion.versions[:end],
-            )
+    """A group's episodes as samples; one that the recipe masks has no tokens."""
+    return [
+        transcript_sample(
+            transcript_of(group.tokens, completion),
+            group=index,
+            version=group.version,
+            masked=recipe.mask_truncated and completion.finish_reason == "length",
         )
-    return samples
+        for completion in group.completions
+    ]
 
 
 def _minibatch(groups: list[list[Sample]], advantages: np.ndarray, recipe: Recipe, sizes: BatchSizes) -> Batch:
     """One optimizer step's samples, with advantages [n, G] and weights, packed. Masked ones are left out."""
     flat = [
-        dataclasses.replace(sample, advantage=float(advantage))
+        with_advantage(sample, advantage)
         for group, row in zip(groups, advantages, strict=True)
         for sample, advantage in zip(group, row, strict=True)
     ]
-    lengths = np.array([len(sample.tokens) for sample in flat])
+    lengths = np.array([sample.num_drawn for sample in flat])
     weights = token_weights(recipe.mean, lengths, num_sequences=len(flat), max_new_tokens=sizes.max_new_tokens)
-    weighted = [dataclasses.replace(sample, weight=float(w)) for sample, w in zip(flat, weights, strict=True)]
-    return make_batch([sample for sample in weighted if len(sample.tokens)], sizes)[0]
+    weighted = [with_weight(sample, weight) for sample, weight in zip(flat, weights, strict=True)]
+    return make_batch([sample for sample in weighted if sample.num_drawn], sizes)[0]
 
 
 class Trainer:
@@ -141,10 +138,11 @@ class Trainer:
             batch, spans = make_batch(flat[first : first + size], self.sizes)
             scored = on_host(self.score(self.reference, shard_batch(batch, self.settings.computing)))
             for index, reference in enumerate(take(scored, spans)):
-                sums[first + index] = np.sum(flat[first + index].sampled_logprobs - reference)
+                sample = flat[first + index]
+                sums[first + index] = np.sum((sample.sampled_logprobs - reference)[sample.mask])
         return RewardKl(
             sums=sums.reshape(len(groups), -1),
-            num_tokens=sum(len(sample.tokens) for sample in flat),
+            num_tokens=sum(sample.num_drawn for sample in flat),
             seconds=time.perf_counter() - start,
         )
 

@@ -9,7 +9,7 @@ from podium.models.flops import Work, forward_flops, group_work, matrix_elements
 from podium.models.params import param_specs
 from podium.models.visibility import Visibility
 from podium.train.batch import BatchSizes, make_batch
-from podium.train.packing import Sample
+from podium.train.samples import single_answer
 
 
 def test_a_group_s_prompt_counts_once_and_its_completions_see_it():
@@ -47,7 +47,7 @@ def test_the_work_is_what_a_row_of_shared_prompts_holds():
     lengths = [random.integers(1, 9, 3).tolist() for _ in range(4)]
     prompts = random.integers(1, 7, 4).tolist()
     samples = [
-        Sample(
+        single_answer(
             group=n, prompt=(1,) * prompt, tokens=np.zeros(own, np.int32), sampled_logprobs=np.zeros(own, np.float32)
         )
         for n, (prompt, group) in enumerate(zip(prompts, lengths, strict=True))

@@ -21,8 +21,9 @@ from podium.rollout.engine import RolloutEngine
 from podium.rollout.programs import EnginePrograms
 from podium.rollout.request import Request, SamplingParams
 from podium.sharding import ShardingRules, init_params, make_mesh
-from podium.train.batch import Sample, make_batch
+from podium.train.batch import make_batch
 from podium.train.generate import as_dtype, rollout_layout, rollout_rules
+from podium.train.samples import single_answer
 from podium.train.setup import make_run_optimizer, make_train_settings
 from podium.train.state import init_state
 from podium.train.step import shard_batch
@@ -123,7 +124,7 @@ def run():
     engine.generate(requests)
     engine.warm_up()
     blank = np.zeros(4, np.int32), np.zeros(4, np.float32)
-    samples = [Sample(group=n, prompt=(1, 2), tokens=blank[0], sampled_logprobs=blank[1]) for n in range(2)]
+    samples = [single_answer(group=n, prompt=(1, 2), tokens=blank[0], sampled_logprobs=blank[1]) for n in range(2)]
     batch = shard_batch(make_batch(samples, trainer.sizes)[0], trainer.settings.computing)
     score = Recorded(calls, "score", trainer.score)
     step = Recorded(calls, "update", trainer.train_step)

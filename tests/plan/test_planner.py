@@ -25,7 +25,8 @@ from podium.plan.worker import _skipped
 from podium.plan.workload import Workload
 from podium.settings import load_settings
 from podium.sharding import ShardingRules, init_params, make_mesh
-from podium.train.batch import Sample, make_batch
+from podium.train.batch import make_batch
+from podium.train.samples import single_answer
 from podium.train.setup import make_run_optimizer, make_train_settings
 from podium.train.state import init_state
 from podium.train.step import shard_batch
@@ -61,7 +62,9 @@ class TrainerAndBatch:
         settings = make_train_settings(config, DECODER, mesh)
         self.trainer = Trainer(config, recipe, settings, optimizer, reference=reference, folder=Path())
         self.state = init_state(params, optimizer)
-        sample = Sample(group=0, prompt=(1, 2), tokens=np.zeros(3, np.int32), sampled_logprobs=np.zeros(3, np.float32))
+        sample = single_answer(
+            group=0, prompt=(1, 2), tokens=np.zeros(3, np.int32), sampled_logprobs=np.zeros(3, np.float32)
+        )
         batch = shard_batch(make_batch([sample], self.trainer.sizes)[0], settings.computing)
         self.batch = with_scores(batch, recipe, self.trainer.score, params, reference)
 

@@ -11,7 +11,7 @@ from podium.models.visibility import Visibility
 from podium.observe.records import lengths_record
 from podium.plan.workload import SequenceLengths, draw_lengths, packed, simulate_rollout
 from podium.train.batch import BatchSizes, make_batch
-from podium.train.packing import Sample
+from podium.train.samples import single_answer
 from tests.rollout.tiny_engine import CONFIG, make_engine, random_requests
 
 
@@ -242,7 +242,7 @@ def test_attention_is_counted_by_the_blocks_that_the_kernel_multiplies(packing: 
     rng = np.random.default_rng(0)
     lengths = SequenceLengths(prompts=rng.integers(1, 200, 5), completions=rng.integers(1, 800, (5, 3)))
     samples = [
-        Sample(group=n, prompt=(7,) * int(lengths.prompts[n]), tokens=blank, sampled_logprobs=blank)
+        single_answer(group=n, prompt=(7,) * int(lengths.prompts[n]), tokens=blank, sampled_logprobs=blank)
         for n in range(5)
         for blank in (np.zeros(tokens, np.int32) for tokens in lengths.completions[n])
     ]

@@ -8,8 +8,10 @@ from tiny_runs import sizes
 
 from podium.models.flops import Work, group_work, matrix_elements, pair_flops
 from podium.models.presets import PRESETS
+from podium.train.balance import Lengths
 from podium.train.batch import make_batch
-from podium.train.packing import Chunk, Sample, balanced_rows, chunk_tokens, pack_rows
+from podium.train.packing import Chunk, balanced_rows, chunk_tokens, pack_rows
+from podium.train.samples import Sample, single_answer
 
 MODEL = PRESETS["Qwen/Qwen2.5-3B-Instruct"]
 PAIR_COST = pair_flops(MODEL) / (2 * matrix_elements(MODEL))
@@ -24,21 +26,23 @@ def make_samples(groups: int, completions: int, longest: int, seed: int) -> list
         for length in np.clip(random.lognormal(5.15, 0.6, completions).astype(int), 1, longest):
             tokens = random.integers(1, 100, length).astype(np.int32)
             logprobs = np.zeros(length, np.float32)
-            samples.append(Sample(group=group, prompt=prompt, tokens=tokens, sampled_logprobs=logprobs, weight=1.0))
+            samples.append(
+                single_answer(group=group, prompt=prompt, tokens=tokens, sampled_logprobs=logprobs, weight=1.0)
+            )
     return samples
 
 
-def works(rows: list[list[Chunk]], samples: list[Sample]) -> np.ndarray:
+def works(rows: list[list[Chunk]], samples: list[Lengths]) -> np.ndarray:
     """Attention and products of each row, counted as a plan and a bench count them, [R]."""
 
     def of_chunk(chunk: Chunk) -> Work:
-        return group_work(len(samples[chunk[0]].prompt), (len(samples[index].tokens) for index in chunk))
+        return group_work(samples[chunk[0]].shown + 1, (samples[index].own for index in chunk))
 
     found = [[of_chunk(chunk) for chunk in row] for row in rows]
     return np.array([sum(each.tokens + PAIR_COST * each.pairs for each in row) for row in found])
 
 
-def spread(rows: list[list[Chunk]], samples: list[Sample]) -> float:
+def spread(rows: list[list[Chunk]], samples: list[Lengths]) -> float:
     """How much less work the row with least has than the one with most, of that."""
     found = works(rows, samples)
     return float((found.max() - found.min()) / found.max())
@@ -54,7 +58,7 @@ def spread(rows: list[list[Chunk]], samples: list[Sample]) -> float:
     seed=st.integers(0, 2**16),
 )
 def test_rows_of_a_step_differ_by_less_than_five_percent(groups, completions, rows, row_tokens, packing, seed):
-    samples = make_samples(groups, completions, 1024, seed)
+    samples = [sample.lengths for sample in make_samples(groups, completions, 1024, seed)]
     first = pack_rows(samples, row_tokens=row_tokens, packing=packing)
     found = balanced_rows(samples, row_tokens=row_tokens, packing=packing, rows=rows, pair_cost=PAIR_COST)
     assert sorted(index for row in found for chunk in row for index in chunk) == list(range(len(samples)))
@@ -78,16 +82,13 @@ def test_each_token_is_in_the_batch_once_and_the_weights_are_those_of_the_whole_
 def test_rows_of_equal_tokens_are_not_of_equal_work_where_attention_counts():
     """One sequence of 1,000 tokens has ten times the pairs of ten of 100: with dear pairs, it gets a row alone."""
     lengths = [1000] + [100] * 30
-    samples = [
-        Sample(group=n, prompt=(1,), tokens=np.ones(own, np.int32), sampled_logprobs=np.zeros(own, np.float32))
-        for n, own in enumerate(lengths)
-    ]
+    samples = [Lengths(group=n, shown=0, own=own) for n, own in enumerate(lengths)]
     options = {"row_tokens": 2000, "packing": "sequences", "rows": 4}
     cheap = balanced_rows(samples, **options, pair_cost=0.0)
     dear = balanced_rows(samples, **options, pair_cost=0.01)
     alone = {name: min(len(row) for row in rows) for name, rows in (("cheap", cheap), ("dear", dear))}
     assert alone == {"cheap": 1, "dear": 1}
-    others = [sum(len(samples[i].tokens) for chunk in row for i in chunk) for row in dear if len(row) > 1]
+    others = [sum(samples[i].own for chunk in row for i in chunk) for row in dear if len(row) > 1]
     assert max(others) - min(others) <= 100
 
 
@@ -95,5 +96,5 @@ def test_rows_of_equal_tokens_are_not_of_equal_work_where_attention_counts():
 def test_few_samples_are_not_an_error(packing):
     options = {"row_tokens": 2048, "packing": packing, "rows": 8, "pair_cost": PAIR_COST}
     assert balanced_rows([], **options) == []
-    samples = make_samples(1, 2, 50, 0)
+    samples = [sample.lengths for sample in make_samples(1, 2, 50, 0)]
     assert sorted(index for row in balanced_rows(samples, **options) for chunk in row for index in chunk) == [0, 1]

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_runs import sizes
 
-from podium.train.batch import Batch, Sample, TokenSpan, make_batch, take
+from podium.train.batch import Batch, TokenSpan, make_batch, take
+from podium.train.samples import Sample, single_answer
 
 PACKINGS = ("none", "sequences", "shared_prompts")
 ROW_TOKENS = 24
@@ -15,7 +16,7 @@ FIELDS = ("tokens", "targets", "positions", "segments", "prompts", "mask", "weig
 
 
 def sample(prompt, tokens, *, group=0, advantage=0.0, weight=0.0) -> Sample:
-    return Sample(
+    return single_answer(
         group=group,
         prompt=tuple(prompt),
         tokens=np.array(tokens, np.int32),
@@ -57,8 +58,8 @@ def test_every_prediction_of_every_sample_is_in_the_batch_exactly_once(samples, 
         (
             *pair,
             len(each.prompt) - 1 + offset,
-            np.float32(each.weight),
-            np.float32(each.advantage),
+            each.weights[offset],
+            each.advantages[offset],
             each.sampled_logprobs[offset],
         )
         for each in samples

@@ -228,7 +228,7 @@ def test_the_entropy_bonus_is_a_mean_over_tokens_whatever_the_weights_and_the_mi
     without, plain = gradient(samples, rows=rows)
     found, metrics = gradient(samples, rows=rows, algorithm={"entropy_bonus": 0.5})
     assert metrics["loss"] - plain["loss"] == pytest.approx(-0.5 * plain["entropy"], rel=1e-4)
-    heavier = [dataclasses.replace(each, weight=2 * each.weight) for each in samples]
+    heavier = [dataclasses.replace(each, weights=2 * each.weights) for each in samples]
     other = [gradient(heavier, rows=rows, algorithm=algorithm)[0] for algorithm in ({"entropy_bonus": 0.5}, {})]
     bonus = {name: found[name] - without[name] for name in found}
     assert distance({name: other[0][name] - other[1][name] for name in found}, bonus) <= 1e-3
@@ -312,7 +312,8 @@ def test_the_gradient_is_that_of_a_loss_written_down_naively(samples):
     algorithm = {"recipe": "reinforce"}
     found, metrics = gradient(samples, rows=8, algorithm=algorithm)
     loss = -sum(
-        each.weight * each.advantage * logprobs.sum() for each, logprobs in zip(samples, naive_logprobs(), strict=True)
+        float((each.weights * each.advantages * logprobs).sum())
+        for each, logprobs in zip(samples, naive_logprobs(), strict=True)
     )
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
     norm = np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in found.values()))

@@ -27,6 +27,7 @@ from podium.rollout.request import Request, SamplingParams
 from podium.sharding import ShardingRules
 from podium.train.batch import make_batch
 from podium.train.generate import Group
+from podium.train.samples import with_advantage, with_weight
 from podium.train.step import shard_batch
 from podium.train.trainer import DivergedError, group_samples, make_batches
 
@@ -139,7 +140,7 @@ def test_truncated_completions_are_left_out_of_the_loss_but_not_of_the_baseline(
     rewards = np.array(REWARDS)
     standardised = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-6)
     samples = [
-        dataclasses.replace(sample, advantage=float(a), weight=1 / (16 * len(sample.tokens)))
+        with_weight(with_advantage(sample, a), 1 / (16 * sample.num_drawn))
         for n, group in enumerate(groups)
         for index, (sample, a) in enumerate(zip(group_samples(group, n, plain.recipe), standardised[n], strict=True))
         if finish[index] == "stop"

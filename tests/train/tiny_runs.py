@@ -25,10 +25,11 @@ from podium.rollout.request import Completion, RolloutStats
 from podium.sharding import Params, ShardingRules, make_mesh, param_shardings
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import Prompt, Reward
-from podium.train.batch import BatchSizes, Sample, make_batch, take
+from podium.train.batch import BatchSizes, make_batch, take
 from podium.train.generate import Group
 from podium.train.optimizer import make_optimizer
 from podium.train.recorder import completion_stats
+from podium.train.samples import Sample, single_answer
 from podium.train.setup import load_weights, make_model
 from podium.train.state import TrainState, init_state
 from podium.train.step import TrainSettings, shard_batch
@@ -130,7 +131,7 @@ def make_samples(
         for index in range(completions):
             n = 1 if index == 1 else int(random.integers(1, longest + 1))
             samples.append(
-                Sample(
+                single_answer(
                     group=group,
                     prompt=prompt,
                     tokens=random.integers(0, vocab, n).astype(np.int32),
