@@ -151,7 +151,7 @@ def trained(model: Path, steps: int, **settings: Any) -> dict[tuple[int, tuple[i
             groups, _ = rollouts.answer(rollouts.feed.next(config.prompts_per_step))
             for group in groups:
                 again = sum(tokens == group.tokens for _, tokens in found)
-                found[again, group.tokens] = [each.tokens.tolist() for each in group.completions]
+                found[again, group.tokens] = [each.drawn_tokens.tolist() for each in group.transcripts]
     return found
 
 

@@ -143,7 +143,7 @@ def kept_rows(podium: OwnStep, groups: list[Group]) -> list["Row"]:
 
     rewards = np.stack([group.totals for group in groups])
     kept = np.flatnonzero(~equal_reward_groups(rewards))
-    lengths = np.array([[len(each.tokens) for each in group.completions] for group in groups])
+    lengths = np.array([[each.num_drawn for each in group.transcripts] for group in groups])
     advantages = podium.recipe.advantage(rewards, lengths)
     weights = token_weights(
         podium.recipe.mean,
@@ -152,9 +152,9 @@ def kept_rows(podium: OwnStep, groups: list[Group]) -> list["Row"]:
         max_new_tokens=podium.config.rollout.max_new_tokens,
     ).reshape(-1, podium.config.group_size)
     return [
-        Row(groups[n].tokens, completion.tokens.tolist(), float(advantage), float(weight))
+        Row(groups[n].tokens, transcript.drawn_tokens.tolist(), float(advantage), float(weight))
         for n, row in zip(kept, weights, strict=True)
-        for completion, advantage, weight in zip(groups[n].completions, advantages[n], row, strict=True)
+        for transcript, advantage, weight in zip(groups[n].transcripts, advantages[n], row, strict=True)
     ]
 
 
@@ -162,7 +162,7 @@ def one_step(podium: OwnStep, torch_: Torch) -> dict[str, Any]:
     """A step of both: their seconds by part, and what shows that they did the same."""
     groups, _, updated = podium.step()
     drawn, norm = torch_.step(groups)
-    ours = sum(len(completion.tokens) for group in groups for completion in group.completions)
+    ours = sum(each.num_drawn for group in groups for each in group.transcripts)
     return {
         "podium": podium.clock.read(),
         "torch": torch_.clock.read(),

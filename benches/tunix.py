@@ -198,7 +198,7 @@ def own_step(podium: OwnStep) -> dict[str, Any]:
         groups, batched, _ = podium.step()
     return {
         "seconds": podium.clock.read(),
-        "completion_tokens": sum(len(each.tokens) for group in groups for each in group.completions),
+        "completion_tokens": sum(each.num_drawn for group in groups for each in group.transcripts),
         "trained_tokens": batched.trained_tokens,
     }
 

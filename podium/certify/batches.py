@@ -62,7 +62,7 @@ def _weights(subject: Subject) -> dict[Prediction, float]:
     """The weight of each prediction, by the formula."""
     valid = np.asarray(subject.sequences.valid)
     weights = np.asarray(denominators(subject.recipe, valid, LONGEST), np.float64)  # pyright: ignore[reportArgumentType]
-    flat = [(group.tokens, each) for group in subject.groups for each in group.completions]
+    flat = [(group.tokens, each.drawn[0]) for group in subject.groups for each in group.transcripts]
     found: dict[Prediction, float] = {}
     for (prompt, completion), used, own in zip(flat, valid, weights, strict=True):
         inputs = (prompt[-1], *completion.tokens[:-1].tolist())

@@ -73,7 +73,7 @@ def _score_error(updates: Updates, temperature: float, expected: list[np.ndarray
     settings = updates.programs(UNPACKED)[0]._replace(temperature=temperature)
     batch = shard_batch(updates.batch(UNPACKED), settings.computing)
     rows = np.concatenate(np.asarray(make_score(settings)(subject.params(one_device()), batch)))  # a completion in each
-    starts = [len(group.tokens) - 1 for group in subject.groups for _ in group.completions]
+    starts = [len(group.tokens) - 1 for group in subject.groups for _ in group.transcripts]
     kept = [(start, wanted) for start, wanted in zip(starts, expected, strict=True) if len(wanted)]
     pairs = [(row[start : start + len(wanted)], wanted) for row, (start, wanted) in zip(rows, kept, strict=False)]
     found, wanted = (np.concatenate(each) for each in zip(*pairs, strict=True))
@@ -107,7 +107,7 @@ def update_checks(updates: Updates) -> Iterator[Check]:
     recipe = subject.recipe
     if recipe.kl not in ("none", "k1_reward") or recipe.entropy_bonus:
         updates = Updates(subject, dataclasses.replace(recipe, kl="none", kl_coef=0.0, entropy_bonus=0.0))
-    equal = [make_group(n, each.tokens, each.completions, [0.5] * COMPLETIONS) for n, each in enumerate(subject.groups)]
+    equal = [make_group(n, each.transcripts, [0.5] * COMPLETIONS) for n, each in enumerate(subject.groups)]
     (still,) = updates.run(UNPACKED, groups=equal)
     yield Check(
         name="zero advantage",

@@ -28,6 +28,7 @@ from podium.models.presets import find_decoder
 from podium.observe.stats import RewardKl
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Completion, Request
+from podium.rollout.transcript import Transcript, transcript_of
 from podium.sharding import Params, ShardingRules, make_mesh, param_shardings
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import Prompt, Reward
@@ -110,16 +111,17 @@ class Subject:
             noisy = [_with_noise(each, random) for each in completions]
             if index == len(self.prompts) - 1:
                 noisy[-1] = dataclasses.replace(noisy[-1], finish_reason="length")
-            groups.append(make_group(index, prompt, noisy, rewards))
+            groups.append(make_group(index, [transcript_of(prompt, each) for each in noisy], rewards))
         return groups
 
     @functools.cached_property
     def sequences(self) -> Sequences:
         """The same for the naive objective."""
-        flat = [(group.tokens, each) for group in self.groups for each in group.completions]
+        flat = [(group.tokens, each.drawn[0]) for group in self.groups for each in group.transcripts]
+        ends = [each.finish_reason for group in self.groups for each in group.transcripts]
         lengths = np.array([len(each.tokens) for _, each in flat])
         n, T = int(lengths.max()), max(len(prompt) + len(each.tokens) for prompt, each in flat)
-        masked = [self.recipe.mask_truncated and each.finish_reason == "length" for _, each in flat]
+        masked = [self.recipe.mask_truncated and end == "length" for end in ends]
         valid = np.arange(n)[None] < np.where(masked, 0, lengths)[:, None]
         arrays: Any = {
             "tokens": np.stack([_padded([*prompt, *each.tokens], T) for prompt, each in flat]).astype(np.int32),
@@ -217,13 +219,11 @@ def _spread(name: str, spec: ParamSpec) -> float:
     return 0.1 if is_adapter(name) or not spec.std else SPREAD * spec.std
 
 
-def make_group(
-    index: int, prompt: tuple[int, ...], completions: list[Completion], rewards: Sequence[float] | np.ndarray
-) -> Group:
+def make_group(index: int, transcripts: list[Transcript], rewards: Sequence[float] | np.ndarray) -> Group:
     """A graded group, as `Rollouts.answer` gives it."""
     task = TaskPrompt(task=0, prompt=Prompt(id=str(index), question="", answer=""), system_prompt=None)
     paid = [Reward(total=float(reward), parts={"correct": float(reward)}) for reward in rewards]
-    return Group(prompt=task, tokens=prompt, completions=completions, rewards=paid)
+    return Group(prompt=task, transcripts=transcripts, rewards=paid)
 
 
 def one_device() -> jax.sharding.Mesh:

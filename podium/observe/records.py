@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from podium.rollout.request import Completion
+from podium.rollout.transcript import Transcript
 from podium.tasks.task import Prompt, Reward
 
 Split = Literal["train", "eval"]
@@ -16,13 +16,13 @@ def sample_record(
     split: Split,
     task: str,
     prompt: Prompt,
-    completions: Sequence[Completion],
+    transcripts: Sequence[Transcript],
     rewards: Sequence[Reward],
     *,
     advantages: Sequence[float] | np.ndarray | None = None,
     pieces: Callable[[Sequence[int]], list[str]] | None = None,
 ) -> dict[str, Any]:
-    """A line of samples.jsonl: one question with all its completions, each with its reward.
+    """A line of samples.jsonl: one question with all its answers, each with its reward.
 
     `step` is the number of steps done when the line was recorded; for `eval`, that of the evaluated weights. With
     `advantages` (of a trained group) each completion gets its own; with `pieces`, which splits tokens into texts, also
@@ -30,19 +30,19 @@ def sample_record(
     """
     found = [
         {
-            "text": completion.text,
+            "text": transcript.text,
             "reward": reward.total,
             "parts": dict(reward.parts),
-            "finish_reason": completion.finish_reason,
-            "tokens": len(completion.tokens),
+            "finish_reason": transcript.finish_reason,
+            "tokens": transcript.num_drawn,
         }
-        for completion, reward in zip(completions, rewards, strict=True)
+        for transcript, reward in zip(transcripts, rewards, strict=True)
     ]
     if advantages is not None:
         found = [{**each, "advantage": float(a)} for each, a in zip(found, advantages, strict=True)]
     if pieces is not None:
-        logprobs = [[round(float(x), 4) for x in each.sampled_logprobs] for each in completions]
-        texts = [pieces(each.tokens.tolist()) for each in completions]
+        logprobs = [[round(float(x), 4) for x in each.sampled_logprobs] for each in transcripts]
+        texts = [pieces(each.drawn_tokens.tolist()) for each in transcripts]
         found = [{**each, "pieces": t, "logprobs": x} for each, t, x in zip(found, texts, logprobs, strict=True)]
     return {
         "step": step,

@@ -167,6 +167,11 @@ class Transcript:
         return joined([span.sampled_logprobs for span in self.drawn], np.float32)
 
     @property
+    def full_logprobs(self) -> np.ndarray:
+        """Of the drawn tokens, [n] float32, under the softmax before top-k, top-p and min-p."""
+        return joined([span.full_logprobs for span in self.drawn], np.float32)
+
+    @property
     def versions(self) -> np.ndarray:
         """Of the drawn tokens, [n] int32, the version of the weights that drew each."""
         return joined([span.versions for span in self.drawn], np.int32)

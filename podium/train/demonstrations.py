@@ -10,6 +10,7 @@ import numpy as np
 from podium.config.schema import Config
 from podium.models.tokenizer import Tokenizer
 from podium.rollout.request import Completion, RolloutStats
+from podium.rollout.transcript import transcript_of
 from podium.tasks.task import Prompt, Reward
 from podium.train.feed import EncodedPrompt
 from podium.train.generate import Group
@@ -38,10 +39,10 @@ def demonstrate(
             finish_reason="stop" if len(cut) == len(tokens) else "length",
         )
         reward = Reward(total=1.0, parts={"correct": 1.0})
-        groups.append(Group(prompt=each.prompt, tokens=each.tokens, completions=[completion], rewards=[reward]))
+        groups.append(Group(prompt=each.prompt, transcripts=[transcript_of(each.tokens, completion)], rewards=[reward]))
     return groups, RolloutStats(
         prompt_tokens=sum(len(group.tokens) for group in groups),
-        completion_tokens=sum(len(group.completions[0].tokens) for group in groups),
+        completion_tokens=sum(group.transcripts[0].num_drawn for group in groups),
         dropped_prompts=sum(each.skipped for each in prompts),
     )
 

@@ -43,7 +43,7 @@ class Evaluation:
     def records(self, step: int, *, questions: int | None = SHOWN_QUESTIONS) -> list[dict[str, Any]]:
         """Lines of samples.jsonl: the first questions of each task (None: all), the same ones every time."""
         return [
-            sample_record(step, "eval", task, group.prompt.prompt, group.completions, group.rewards)
+            sample_record(step, "eval", task, group.prompt.prompt, group.transcripts, group.rewards)
             for task, groups in self.groups.items()
             for group in groups[:questions]
         ]
@@ -84,9 +84,9 @@ def task_scores(greedy: Sequence[Group], sampled: Sequence[Group], *, questions:
         questions: all of them; those that are missing above were too long to ask and count as wrong.
     """
     answered = greedy or sampled
-    completions = [completion for group in answered for completion in group.completions]
+    answers = [answer for group in answered for answer in group.transcripts]
     correct = _correct(answered)  # [n, k]
-    ended = np.array([[each.finish_reason == "stop" for each in group.completions] for group in answered])  # [n, k]
+    ended = np.array([[each.finish_reason == "stop" for each in group.transcripts] for group in answered])  # [n, k]
     accuracy = float(correct.mean(axis=1).sum()) / questions
     avg_at_k = pass_at_k = pass_at_k_interval = None
     if sampled:
@@ -103,8 +103,8 @@ def task_scores(greedy: Sequence[Group], sampled: Sequence[Group], *, questions:
         pass_at_k_interval=pass_at_k_interval,
         questions=questions,
         too_long=questions - len(answered),
-        completion_tokens=float(np.mean([len(completion.tokens) for completion in completions])),
-        truncated_fraction=float(np.mean([each.finish_reason == "length" for each in completions])),
+        completion_tokens=float(np.mean([answer.num_drawn for answer in answers])),
+        truncated_fraction=float(np.mean([answer.finish_reason == "length" for answer in answers])),
     )
 
 

@@ -27,6 +27,7 @@ from podium.models.params import ROLLOUT_LAYOUTS
 from podium.models.tokenizer import Tokenizer
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Completion, Request, RolloutStats, SamplingParams
+from podium.rollout.transcript import Transcript, transcript_of
 from podium.sharding import Params, ShardingRules
 from podium.tasks.grading import Grader, Grading
 from podium.tasks.mixture import TaskPrompt
@@ -42,15 +43,19 @@ LOOKS_APART = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """A prompt, and what became of its completions."""
+    """A prompt's episodes, graded."""
 
     prompt: TaskPrompt
-    tokens: tuple[int, ...]
-    """The prompt as the model read it."""
-    completions: list[Completion]
+    transcripts: list[Transcript]
     rewards: list[Reward]
+    """One for each transcript."""
     version: int = 0
-    """Of the weights that the step began with: its tokens are as much older as their own is less."""
+    """Version of the weights that the step began with: a token is as old as its own version is less."""
+
+    @functools.cached_property
+    def tokens(self) -> tuple[int, ...]:
+        """The prompt as the model read it."""
+        return tuple(self.transcripts[0].prompt.tolist())
 
     @property
     def totals(self) -> np.ndarray:
@@ -59,7 +64,7 @@ class Group:
 
     @property
     def equal_rewards(self) -> bool:
-        """Whether all its completions earned the same: a group baseline learns nothing from it."""
+        """Whether all its episodes earned the same: a group baseline learns nothing from it."""
         return bool(equal_reward_groups(self.totals[None])[0])
 
 
@@ -258,8 +263,7 @@ class _Choice:
         groups = [
             Group(
                 prompt=each.prompt.prompt,
-                tokens=each.prompt.tokens,
-                completions=list(each.completions),
+                transcripts=[transcript_of(each.prompt.tokens, completion) for completion in each.completions],
                 rewards=list(each.rewards),
                 version=self._version,
             )

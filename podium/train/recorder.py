@@ -129,7 +129,7 @@ class Recorder:
         self._report.update(step=step, metrics={name: metrics[name] for name in STEP_REPORT if name in metrics})
         samples = self._write_completions(step, groups, batched, rolled)
         first = groups[0]
-        shown = ShownCompletion(first.prompt.prompt.question, first.completions[0].text, first.rewards[0].total)
+        shown = ShownCompletion(first.prompt.prompt.question, first.transcripts[0].text, first.rewards[0].total)
         self.progress.step(step, metrics, shown)
         self._on_step(step, metrics, samples)
 
@@ -161,7 +161,7 @@ class Recorder:
         advantages = dict(
             zip(
                 batched.kept.tolist(),
-                batched.advantages.reshape(len(batched.kept), len(groups[0].completions)),
+                batched.advantages.reshape(len(batched.kept), len(groups[0].transcripts)),
                 strict=True,
             )
         )
@@ -173,7 +173,7 @@ class Recorder:
                 "train",
                 task,
                 group.prompt.prompt,
-                group.completions,
+                group.transcripts,
                 group.rewards,
                 advantages=advantages.get(index),
                 pieces=self._pieces if index == sampled[0] else None,
@@ -182,7 +182,7 @@ class Recorder:
             samples.append(record)
         self.writer.write_samples(step, samples)
         prompts = [len(group.tokens) for group in groups]
-        completions = [len(completion.tokens) for group in groups for completion in group.completions]
+        completions = [transcript.num_drawn for group in groups for transcript in group.transcripts]
         drawn = rolled.drawn_lengths if self.config.rollout.in_flight > 1 else None
         self.run_dir.append(LENGTHS, lengths_record(step, prompts, completions, drawn))
         return samples
@@ -201,8 +201,9 @@ class Recorder:
 def completion_stats(groups: Sequence[Group]) -> CompletionStats:
     """Rewards and lengths of a step's completions."""
     rewards = [reward for group in groups for reward in group.rewards]
-    completions = [completion for group in groups for completion in group.completions]
-    lengths = np.array([len(completion.tokens) for completion in completions])
+    transcripts = [transcript for group in groups for transcript in group.transcripts]
+    lengths = np.array([transcript.num_drawn for transcript in transcripts])
+    drawn = np.concatenate([transcript.sampled_logprobs for transcript in transcripts])
     prompts = np.array([len(group.tokens) for group in groups])
     names = dict.fromkeys(part for reward in rewards for part in reward.parts)
     return CompletionStats(
@@ -210,16 +211,18 @@ def completion_stats(groups: Sequence[Group]) -> CompletionStats:
         parts={name: np.array([each.parts[name] for each in rewards if name in each.parts]) for name in names},
         prompt_tokens=prompts,
         completion_tokens=lengths,
-        total_tokens=lengths + np.repeat(prompts, [len(group.completions) for group in groups]),
-        truncated=sum(completion.finish_reason == "length" for completion in completions),
+        total_tokens=np.array([transcript.num_tokens for transcript in transcripts]),
+        truncated=sum(transcript.finish_reason == "length" for transcript in transcripts),
         timeouts=sum(reward.timed_out for reward in rewards),
-        entropy=-float(np.mean(np.concatenate([each.sampled_logprobs for each in completions]), dtype=np.float64)),
+        entropy=-float(
+            np.mean(np.concatenate([transcript.sampled_logprobs for transcript in transcripts]), dtype=np.float64)
+        ),
     )
 
 
 def carry_stats(groups: Sequence[Group], drawn_lengths: Sequence[int]) -> CarryStats:
     """How old a step's completions are, and how far their lengths are from those of what ended in the step."""
-    versions = [[completion.versions for completion in group.completions] for group in groups]
+    versions = [[transcript.versions for transcript in group.transcripts] for group in groups]
     ages = [group.version - np.concatenate(own) for group, own in zip(groups, versions, strict=True)]
     staleness = np.array([np.max(own) for own in ages])
     totals = np.array([np.mean(group.totals) for group in groups])

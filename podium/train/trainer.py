@@ -16,7 +16,6 @@ from podium.algorithms.recipes import Recipe
 from podium.config.schema import Config
 from podium.config.sizes import optimizer_steps
 from podium.observe.stats import BatchStats, RewardKl, UpdateStats
-from podium.rollout.transcript import transcript_of
 from podium.sharding import Params
 from podium.train.batch import Batch, BatchSizes, batch_sizes, make_batch, take
 from podium.train.distributed import is_leader, on_host
@@ -77,12 +76,12 @@ def group_samples(group: Group, index: int, recipe: Recipe) -> list[Sample]:
     """A group's episodes as samples; one that the recipe masks has no tokens."""
     return [
         transcript_sample(
-            transcript_of(group.tokens, completion),
+            transcript,
             group=index,
             version=group.version,
-            masked=recipe.mask_truncated and completion.finish_reason == "length",
+            masked=recipe.mask_truncated and transcript.finish_reason == "length",
         )
-        for completion in group.completions
+        for transcript in group.transcripts
     ]
 
 

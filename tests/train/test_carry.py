@@ -83,7 +83,9 @@ class Made:
     def answers(self) -> dict[tuple[int, ...], list[list[int]]]:
         """The tokens of each prompt's completions."""
         return {
-            group.tokens: [each.tokens.tolist() for each in group.completions] for step in self.steps for group in step
+            group.tokens: [each.drawn_tokens.tolist() for each in group.transcripts]
+            for step in self.steps
+            for group in step
         }
 
 
@@ -104,18 +106,18 @@ def test_carried_completions_are_those_that_a_step_would_have_waited_for(carried
     for step, groups in enumerate(carried.steps):
         assert [group.version for group in groups] == [step] * 4
         for group in groups:
-            assert [each.tokens.tolist() for each in group.completions] == expected[group.tokens]
-            for each in group.completions:
+            assert [each.drawn_tokens.tolist() for each in group.transcripts] == expected[group.tokens]
+            for each in group.transcripts:
                 assert step - 1 <= each.versions[0] <= each.versions[-1] <= step
                 assert (np.diff(each.versions) >= 0).all()
-                assert len(each.versions) == len(each.sampled_logprobs) == len(each.tokens)
+                assert len(each.versions) == len(each.sampled_logprobs) == each.num_drawn
                 crossed += each.versions[0] != each.versions[-1]
     assert crossed > 4
 
 
 def test_no_token_is_lost_or_counted_twice(carried):
     """What was drawn is what steps took and what is in flight."""
-    taken = sum(len(each.tokens) for step in carried.steps for group in step for each in group.completions)
+    taken = sum(each.num_drawn for step in carried.steps for group in step for each in group.transcripts)
     held = sum(len(each.tokens) for pending in carried.position.pending for each in pending.completions)
     assert sum(stats.completion_tokens for stats in carried.stats) == taken + held
     assert {stats.in_flight for stats in carried.stats} == {2}
@@ -124,13 +126,13 @@ def test_no_token_is_lost_or_counted_twice(carried):
 
 def test_the_lengths_that_were_drawn_are_those_of_all_that_ended(carried):
     """Each once: those that steps took, and those that wait in prompts that go on."""
-    taken = [len(each.tokens) for step in carried.steps for group in step for each in group.completions]
+    taken = [each.num_drawn for step in carried.steps for group in step for each in group.transcripts]
     held = [each for pending in carried.position.pending for each in pending.completions]
     ended = taken + [len(each.tokens) for each in held if each.finish_reason is not None]
     drawn = [length for stats in carried.stats for length in stats.drawn_lengths]
     assert sorted(drawn) == sorted(ended)
     assert any(
-        list(stats.drawn_lengths) != [len(each.tokens) for group in step for each in group.completions]
+        list(stats.drawn_lengths) != [each.num_drawn for group in step for each in group.transcripts]
         for stats, step in zip(carried.stats, carried.steps, strict=True)
     )
 

@@ -22,7 +22,7 @@ def test_kl_in_the_reward_is_subtracted_before_the_advantage():
     trainer, state = make_trainer(reference=True, algorithm=algorithm)
     shifts = np.array([[0.1, 0.2, 0.3, 0.4]] * 4)  # nat per token above the reference
     groups = shifted(trainer, state, groups_of(), shifts)
-    lengths = np.array([[len(each.tokens) for each in group.completions] for group in groups])
+    lengths = np.array([[each.num_drawn for each in group.transcripts] for group in groups])
     penalised = np.array(REWARDS) - 0.5 * shifts * lengths
     expected = penalised - penalised.mean(axis=1, keepdims=True)
     _, metrics = train_on(trainer, state, groups)
@@ -90,7 +90,7 @@ def test_the_reported_kl_is_the_estimator_of_the_loss(kl, value):
         state, _ = train_on(trainer, state, groups)
     ours, reference = (
         np.concatenate(
-            [each.full_logprobs for group in with_logprobs(trainer, by, groups) for each in group.completions]
+            [each.full_logprobs for group in with_logprobs(trainer, by, groups) for each in group.transcripts]
         )
         for by in (state, dataclasses.replace(state, params=trainer.reference))
     )

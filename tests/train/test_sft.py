@@ -43,13 +43,13 @@ def test_groups_are_the_data_with_an_end(tiny_model):
     prompts = Feed(config, tokenizer).next(3)
     groups, rolled = demonstrate(prompts, config, tokenizer)
     for each, group in zip(prompts, groups, strict=True):
-        (completion,) = group.completions
-        assert tokenizer.decode(completion.tokens.tolist()) == each.prompt.prompt.answer == completion.text
-        assert completion.tokens[-1] == tokenizer.eos_tokens[0] and completion.finish_reason == "stop"
-    assert rolled.completion_tokens == sum(len(group.completions[0].tokens) for group in groups)
+        (completion,) = group.transcripts
+        assert tokenizer.decode(completion.drawn_tokens.tolist()) == each.prompt.prompt.answer == completion.text
+        assert completion.drawn_tokens[-1] == tokenizer.eos_tokens[0] and completion.finish_reason == "stop"
+    assert rolled.completion_tokens == sum(group.transcripts[0].num_drawn for group in groups)
     shorter = make_config(tiny_model, rollout={"max_new_tokens": 1}, **SFT)
     (cut, *_), _ = demonstrate(prompts, shorter, tokenizer)
-    assert (len(cut.completions[0].tokens), cut.completions[0].finish_reason) == (1, "length")
+    assert (cut.transcripts[0].num_drawn, cut.transcripts[0].finish_reason) == (1, "length")
 
 
 def test_the_column_of_the_completion():

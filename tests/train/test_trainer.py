@@ -24,6 +24,7 @@ from podium.config.sizes import row_tokens, rows_per_device
 from podium.models.params import ROLLOUT_AXES
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
+from podium.rollout.transcript import transcript_of
 from podium.sharding import ShardingRules
 from podium.train.batch import make_batch
 from podium.train.generate import Group
@@ -126,9 +127,9 @@ def test_truncated_completions_are_left_out_of_the_loss_but_not_of_the_baseline(
     cut = [
         dataclasses.replace(
             group,
-            completions=[
+            transcripts=[
                 dataclasses.replace(each, finish_reason=reason)
-                for each, reason in zip(group.completions, finish, strict=True)
+                for each, reason in zip(group.transcripts, finish, strict=True)
             ],
         )
         for group in groups
@@ -243,14 +244,17 @@ def sampled_groups(params, dtype: str, **settings: float) -> list[Group]:
         Request(prompt=group.tokens, sampling=sampling, seed=n, completions=4) for n, group in enumerate(groups)
     ]
     answers, _ = engine.generate(requests)
-    return [dataclasses.replace(group, completions=each) for group, each in zip(groups, answers, strict=True)]
+    return [
+        dataclasses.replace(group, transcripts=[transcript_of(group.tokens, each) for each in answer])
+        for group, answer in zip(groups, answers, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.6}, {"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}])
 def test_the_sampler_s_log_probabilities_are_the_trainer_s(settings):
     trainer, state = make_trainer(temperature=settings.get("temperature", 1.0))
     groups = sampled_groups(make_params(rules_of()), "float32", **settings)
-    scale = max(float(np.abs(each.full_logprobs).max()) for group in groups for each in group.completions)
+    scale = max(float(np.abs(each.full_logprobs).max()) for group in groups for each in group.transcripts)
     _, metrics = train_on(trainer, state, groups)
     assert metrics["policy/logprob_gap/max"] <= GAP_TOLERANCE * scale
     assert metrics["policy/kl_sampled"] == pytest.approx(0, abs=1e-6)

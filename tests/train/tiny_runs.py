@@ -22,6 +22,7 @@ from podium.observe.metrics import step_metrics
 from podium.observe.run_dir import Fork, read_config
 from podium.observe.stats import StepStats
 from podium.rollout.request import Completion, RolloutStats
+from podium.rollout.transcript import Transcript, transcript_of
 from podium.sharding import Params, ShardingRules, make_mesh, param_shardings
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import Prompt, Reward
@@ -169,8 +170,7 @@ def make_group(
     ]
     return Group(
         prompt=TaskPrompt(task=0, prompt=Prompt(id=f"{seed}", question="?", answer="!"), system_prompt=None),
-        tokens=tokens,
-        completions=completions,
+        transcripts=[transcript_of(tokens, completion) for completion in completions],
         rewards=[Reward(total=reward, parts={"correct": reward}) for reward in rewards],
     )
 
@@ -302,10 +302,16 @@ def with_logprobs(trainer: Trainer, state: TrainState, groups: list[Group], shif
     return [
         dataclasses.replace(
             group,
-            completions=[dataclasses.replace(each, full_logprobs=next(found) + shift) for each in group.completions],
+            transcripts=[with_full_logprobs(each, next(found) + shift) for each in group.transcripts],
         )
         for group in groups
     ]
+
+
+def with_full_logprobs(transcript: Transcript, logprobs: np.ndarray) -> Transcript:
+    """A single answer with other log-probabilities."""
+    prompt, drawn = transcript.spans
+    return dataclasses.replace(transcript, spans=(prompt, dataclasses.replace(drawn, full_logprobs=logprobs)))
 
 
 def shifted(trainer: Trainer, state: TrainState, groups: list[Group], shifts: np.ndarray) -> list[Group]:
@@ -313,9 +319,9 @@ def shifted(trainer: Trainer, state: TrainState, groups: list[Group], shifts: np
     return [
         dataclasses.replace(
             group,
-            completions=[
-                dataclasses.replace(each, full_logprobs=each.full_logprobs + np.float32(shift))
-                for each, shift in zip(group.completions, row, strict=True)
+            transcripts=[
+                with_full_logprobs(each, each.full_logprobs + np.float32(shift))
+                for each, shift in zip(group.transcripts, row, strict=True)
             ],
         )
         for group, row in zip(with_logprobs(trainer, state, groups), shifts, strict=True)
@@ -338,4 +344,4 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], r
 
 def lengths_of(groups: list[Group]) -> list[list[int]]:
     """Tokens of each completion [N][G]."""
-    return [[len(each.tokens) for each in group.completions] for group in groups]
+    return [[each.num_drawn for each in group.transcripts] for group in groups]
