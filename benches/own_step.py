@@ -15,7 +15,7 @@ from podium.observe.stats import BatchStats, UpdateStats
 from podium.train.generate import Group, Rollouts
 from podium.train.setup import load_parts, make_model, make_run_optimizer, make_train_settings
 from podium.train.state import init_state
-from podium.train.trainer import Trainer, make_batches
+from podium.train.trainer import Trainer
 
 
 @dataclasses.dataclass
@@ -72,7 +72,7 @@ class OwnStep:
         with self.clock("rollout"):
             groups, _ = self.rollouts.answer(self.rollouts.feed.next(self.config.prompts_per_step))
         with self.clock("update"):
-            batches, batched = make_batches(groups, self.recipe, self.trainer.sizes)
+            batches, batched = self.trainer.prepare(self.state.params, groups)
             self.state, updated = self.trainer.update(self.state, batches, self.steps)
             jax.block_until_ready(self.state)
             self.steps += 1

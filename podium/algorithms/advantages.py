@@ -6,12 +6,22 @@ compare the completions of a prompt raise ValueError where G is 1. Rewards count
 differ by rounding are one reward; the arithmetic is float64. Numpy only: nothing here needs a device.
 """
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 Mean = Literal["token", "sequence", "constant"]
 Std = Literal["none", "group", "batch"]
+
+
+class TokenScores(NamedTuple):
+    """Tokens of a step's episodes and their scores, for advantages by token; n is the most that follow a prompt."""
+
+    mask: np.ndarray  # [N, G, n] bool, which tokens the model drew; False behind an episode's end
+    sampled_logprobs: np.ndarray  # [N, G, n] float32
+    scores: Mapping[str, np.ndarray]
+    """[N, G, n] float32, by the name of the score."""
 
 
 def equal_reward_groups(rewards: np.ndarray) -> np.ndarray:

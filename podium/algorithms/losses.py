@@ -1,4 +1,4 @@
-"""Losses of single tokens, as pure functions of log-probabilities; somebody else weighs, masks and sums them.
+"""Losses of single tokens, as pure functions of log-probabilities; the caller weighs, masks and sums them.
 
 Every array is [B, T] float32 over packed rows: `segments` numbers the sequences of a row from 1 to at most T (0 is
 padding), `mask` marks the tokens that are trained on, and advantages are already spread over their tokens. Where these
@@ -10,15 +10,16 @@ to 1 + clip_high.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from podium.algorithms.recipes import LOSSES, Recipe
+from podium.algorithms.recipes import LOSSES, OLD_LOGPROBS, REFERENCE_LOGPROBS, Recipe
 from podium.config.imports import imported
 
 # Differences of log-probabilities are held within this before exp: exp(20) is 5e8. Past it the gradient is 0.
@@ -119,10 +120,11 @@ def reinforce_loss(
     return TokenLoss(values=-advantages * logprobs, clipped_low=never, clipped_high=never)
 
 
-def make_loss(recipe: Recipe) -> Loss:
+def make_loss(recipe: Recipe, scores: Mapping[str, jax.Array] = MappingProxyType({})) -> Loss:
     """The recipe's policy term with its options: a new loss is a function above and a case here.
 
-    One that a config names by import path has the arguments of the others, and gives a `TokenLoss` or [B, T].
+    One that a config names by import path has the arguments of the others and returns a `TokenLoss` or [B, T]. With an
+    argument `scores` it is also given the batch's scores, [B, T] by name.
     """
     match recipe.loss:
         case "clipped":
@@ -135,13 +137,13 @@ def make_loss(recipe: Recipe) -> Loss:
         case "reinforce":
             return reinforce_loss
         case _:
-            return _imported_loss(recipe)
+            return _imported_loss(recipe, scores)
 
 
-def _imported_loss(recipe: Recipe) -> Loss:
-    """A loss of the user's with those of the clip options that it has."""
+def _imported_loss(recipe: Recipe, scores: Mapping[str, jax.Array]) -> Loss:
+    """A loss of the user's with those of the clip options that it has, and with the scores where it reads them."""
     function = imported(recipe.loss, what="a loss", known=LOSSES)
-    options = {name: getattr(recipe, name) for name in ("clip_low", "clip_high", "dual_clip")}
+    options = {name: getattr(recipe, name) for name in ("clip_low", "clip_high", "dual_clip")} | {"scores": scores}
     known = inspect.signature(function).parameters
     bound = partial(function, **{name: value for name, value in options.items() if name in known})
 
@@ -214,8 +216,7 @@ def policy_loss(
     advantages: jax.Array,
     segments: jax.Array,
     mask: jax.Array,
-    old_logprobs: jax.Array | None = None,
-    reference_logprobs: jax.Array | None = None,
+    scores: Mapping[str, jax.Array] = MappingProxyType({}),
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """What a recipe minimises for each token: correction x policy term + kl_coef KL, without `entropy_loss`.
 
@@ -226,18 +227,17 @@ def policy_loss(
         advantages: [B, T].
         segments: [B, T] int32.
         mask: [B, T].
-        old_logprobs: [B, T] that the trainer computed before the batch's first update (`recipe.scores_old_logprobs`).
-            None: the sampler's, or with `old_logprobs: trainer` those of this very update.
-        reference_logprobs: [B, T] of the frozen first model; the k2, k3 and k3+ terms need it.
+        scores: [B, T] by name. `old_logprobs` are those that the trainer computed before the batch's first update
+            (`recipe.scores_old_logprobs`); without them the ratio is to the sampler's, or with `old_logprobs: trainer`
+            to those of this very update. The k2, k3 and k3+ terms need `reference_logprobs`, of the frozen first model.
 
     Returns:
         The loss [B, T], not masked and not averaged, and statistics [B, T] without gradient: `clip_low`, `clip_high`
         and `kl_sampled` always, `correction_weight` and `kl_reference` where the recipe has them.
     """
-    if old_logprobs is None:
-        old_logprobs = sampled_logprobs if recipe.old_logprobs == "sampler" else logprobs
-    old_logprobs = stop_gradient(old_logprobs)
-    policy = make_loss(recipe)(logprobs, old_logprobs, advantages, segments, mask)
+    of_this_update = sampled_logprobs if recipe.old_logprobs == "sampler" else logprobs
+    old_logprobs = stop_gradient(scores.get(OLD_LOGPROBS, of_this_update))
+    policy = make_loss(recipe, scores)(logprobs, old_logprobs, advantages, segments, mask)
     loss = policy.values
     stats = {
         "clip_low": policy.clipped_low,
@@ -250,8 +250,8 @@ def policy_loss(
         stats["correction_weight"] = weights
         loss = loss * weights
     if recipe.kl in ("k2", "k3", "k3+"):
-        assert reference_logprobs is not None, f"kl {recipe.kl} needs reference_logprobs"
-        stats["kl_reference"] = kl_loss(recipe.kl, logprobs, reference_logprobs)
+        assert REFERENCE_LOGPROBS in scores, f"kl {recipe.kl} needs reference_logprobs"
+        stats["kl_reference"] = kl_loss(recipe.kl, logprobs, scores[REFERENCE_LOGPROBS])
         loss = loss + recipe.kl_coef * stats["kl_reference"]
     return loss, jax.tree.map(stop_gradient, stats)
 

@@ -27,6 +27,8 @@ from podium.config.schema import AlgorithmConfig
 
 LossName = Literal["clipped", "gspo", "cispo", "reinforce"]
 LOSSES: tuple[str, ...] = get_args(LossName)
+OLD_LOGPROBS, REFERENCE_LOGPROBS = "old_logprobs", "reference_logprobs"
+"""Scores that options of `algorithm:` need: by the trainer before the batch's first update, by the first model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,9 @@ class Recipe:
     """What the trainer does between rewards and gradient. Fields named as in `AlgorithmConfig` mean the same."""
 
     advantage: partial[np.ndarray]
-    """(rewards [N, G], lengths [N, G]) -> [N, G]. A config may change those of std, std_ddof, std_eps that it binds."""
+    """(rewards [N, G], lengths [N, G]) -> [N, G]. A config may change those of std, std_ddof, std_eps that it binds.
+    With an argument `tokens` it is also given `podium.algorithms.advantages.TokenScores`, and may return an advantage
+    for each token, [N, G, n]."""
     group_baseline: bool = True
     """Completions are compared with those of the same prompt: G >= 2, and equal rewards teach nothing."""
     loss: LossName | str = "clipped"
@@ -58,6 +62,9 @@ class Recipe:
     minibatches: int = 1
     demonstrations: bool = False
     """Completions are written in the data, one for each prompt, and not sampled."""
+    needs: tuple[str, ...] = ()
+    """Further scores that the advantage or the loss reads, as `package.module:function`: the function makes a
+    `podium.train.scorers.Scorer`, and `scores["function"]` holds what it finds."""
 
     @property
     def needs_reference(self) -> bool:
@@ -68,6 +75,24 @@ class Recipe:
     def scores_old_logprobs(self) -> bool:
         """Whether the trainer must compute `old_logprobs` before the batch's first update; else that update's are."""
         return self.old_logprobs == "trainer" and self.updates_per_batch * self.minibatches > 1
+
+    @property
+    def scorers(self) -> tuple[str, ...]:
+        """What scores a batch before its advantages are computed: OLD_LOGPROBS, REFERENCE_LOGPROBS, and `needs`."""
+        old = (OLD_LOGPROBS,) if self.scores_old_logprobs else ()
+        reference = (REFERENCE_LOGPROBS,) if self.needs_reference else ()
+        return (*old, *reference, *self.needs)
+
+    @property
+    def loss_scores(self) -> tuple[str, ...]:
+        """Names of the scores that a batch keeps for its updates: all but a reference that only the reward reads."""
+        names = (score_name(scorer) for scorer in self.scorers)
+        return tuple(name for name in names if name != REFERENCE_LOGPROBS or self.kl != "k1_reward")
+
+
+def score_name(scorer: str) -> str:
+    """The name of a scorer's scores: the function of an import path, else the scorer's own name."""
+    return scorer.rpartition(":")[2]
 
 
 def grpo() -> Recipe:

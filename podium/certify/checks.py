@@ -30,7 +30,7 @@ from podium.train.checkpoint import Checkpointer
 from podium.train.setup import make_run_optimizer, make_train_settings
 from podium.train.state import TrainState, abstract_state, init_state
 from podium.train.step import make_score, shard_batch
-from podium.train.trainer import Trainer, make_batches
+from podium.train.trainer import Trainer
 
 BATCHES = ("mask", "every token once", "prompts untrained", "denominators")
 FORMULAS = ("clip", "kl")
@@ -105,7 +105,7 @@ def update_checks(updates: Updates) -> Iterator[Check]:
         after=(*causes, "loss", "gradient"),
     )
     recipe = subject.recipe
-    if recipe.kl not in ("none", "k1_reward") or recipe.entropy_bonus:
+    if recipe.kl != "none" or recipe.entropy_bonus:
         updates = Updates(subject, dataclasses.replace(recipe, kl="none", kl_coef=0.0, entropy_bonus=0.0))
     equal = [make_group(n, each.transcripts, [0.5] * COMPLETIONS) for n, each in enumerate(subject.groups)]
     (still,) = updates.run(UNPACKED, groups=equal)
@@ -210,7 +210,7 @@ def run_checks(updates: Updates) -> Iterator[Check]:
         trainer = Trainer(
             config, recipe, settings, optimizer, reference=reference, folder=Path(folder), frozen=subject.frozen(mesh)
         )
-        batches, _ = make_batches(subject.groups, recipe, trainer.sizes, subject.reward_kl)
+        batches, _ = trainer.prepare(subject.trained(mesh), subject.groups)
         norms, rates = [], [scheduled_rate(config.train.optimizer, 2 * STEPS, step) for step in range(STEPS)]
         for step in range(STEPS):
             _, stats = trainer.update(init_state(subject.trained(mesh), optimizer), batches, step)

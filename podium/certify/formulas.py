@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podium.algorithms.losses import policy_loss
-from podium.algorithms.recipes import Recipe
+from podium.algorithms.recipes import OLD_LOGPROBS, REFERENCE_LOGPROBS, Recipe
 from podium.certify.naive import Sequences, in_float64, kl_losses, policy_losses
 from podium.certify.result import Check
 from podium.certify.updates import Updates, relative
@@ -79,6 +79,10 @@ def _loss_error(recipe: Recipe, *, only_kl: bool = False) -> float:
     advantages = np.zeros(S) if only_kl else random.normal(0.0, 1.0, S).astype(np.float32)
     weights = (valid * random.uniform(0.5, 1.5, valid.shape)).astype(np.float32)
 
+    given = {REFERENCE_LOGPROBS: jnp.asarray(reference)}
+    if recipe.old_logprobs == "trainer":
+        given[OLD_LOGPROBS] = jnp.asarray(old)
+
     def ours(logprobs: jax.Array) -> tuple[jax.Array, jax.Array]:
         losses, _ = policy_loss(
             recipe,
@@ -87,8 +91,7 @@ def _loss_error(recipe: Recipe, *, only_kl: bool = False) -> float:
             advantages=jnp.broadcast_to(jnp.asarray(advantages, jnp.float32)[:, None], (S, LENGTH)),
             segments=jnp.ones((S, LENGTH), jnp.int32),
             mask=jnp.asarray(valid, jnp.float32),
-            old_logprobs=jnp.asarray(old) if recipe.old_logprobs == "trainer" else None,
-            reference_logprobs=jnp.asarray(reference),
+            scores=given,
         )
         return jnp.sum(losses * weights), losses * weights
 

@@ -25,7 +25,6 @@ from podium.models.params import (
     trained_specs,
 )
 from podium.models.presets import find_decoder
-from podium.observe.stats import RewardKl
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Completion, Request
 from podium.rollout.transcript import Transcript, transcript_of
@@ -141,17 +140,6 @@ class Subject:
             rewards = penalised_rewards(rewards, sums.reshape(rewards.shape), self.recipe.kl_coef)
         advantages = self.recipe.advantage(rewards, valid.sum(axis=1).reshape(rewards.shape))
         return dataclasses.replace(known, advantages=advantages.ravel().astype(np.float64))
-
-    @property
-    def reward_kl(self) -> RewardKl | None:
-        """What `kl: k1_reward` charges, by the naive model."""
-        if self.recipe.kl != "k1_reward":
-            return None
-        known = self.sequences
-        assert known.reference_logprobs is not None
-        sums = np.sum((known.sampled_logprobs - known.reference_logprobs) * known.valid, axis=1)
-        shape = (len(self.groups), -1)
-        return RewardKl(sums=np.asarray(sums).reshape(shape), num_tokens=int(np.sum(known.valid)), seconds=0.0)
 
     def naive_scores(
         self, sequences: Sequences, weights: Arrays | None = None, temperature: float | None = None

@@ -21,10 +21,11 @@ from podium.models.params import trained_specs
 from podium.train.batch import Batch, BatchSizes
 from podium.train.generate import Group
 from podium.train.packing import Packing
+from podium.train.prepare import pack_step, prepare_step
+from podium.train.scorers import make_scorers
 from podium.train.setup import make_train_settings
 from podium.train.state import init_state
-from podium.train.step import TrainPrograms, TrainSettings, make_train_programs, shard_batch
-from podium.train.trainer import make_batches, with_scores
+from podium.train.step import TrainPrograms, TrainSettings, make_train_programs
 
 PLAIN: Mapping[str, Any] = {
     "remat": "none",
@@ -89,19 +90,27 @@ class Updates:
         """The same update, packed, in one micro-batch on one device."""
         return self.run(PACKED)[0]
 
-    def batch(self, form: Form, groups: list[Group] | None = None) -> Batch:
-        """The completions in a batch of this form, on the host, made as the trainer makes it."""
-        charged = self.subject.reward_kl if groups is None else None
-        (batch,), _ = make_batches(groups or self.subject.groups, self.recipe, sizes_of(form), charged)
-        return batch
+    def batch(self, form: Form) -> Batch:
+        """The completions in a batch of this form, on the host, as the trainer packs it; without advantages."""
+        (minibatch,) = pack_step(self.subject.groups, self.recipe, sizes_of(form)).minibatches
+        return minibatch.batch
 
     def run(self, form: Form, *, times: int = 1, groups: list[Group] | None = None) -> list[Update]:
-        """So many updates on the same batch, each from the weights that the one before it left."""
+        """Several updates on the same batch, each from the weights that the one before it left."""
         settings, programs = self.programs(form)
-        subject, placed = self.subject, shard_batch(self.batch(form, groups), settings.computing)
+        subject = self.subject
         params, frozen = subject.trained(form.mesh), subject.frozen(form.mesh)
-        reference = None if subject.reference is None else subject.params(form.mesh, subject.reference)
-        placed = with_scores(placed, self.recipe, programs.score, params | frozen, reference)
+        reference = None
+        if subject.reference is not None and self.recipe.needs_reference:
+            reference = subject.params(form.mesh, subject.reference)
+        (placed,), _ = prepare_step(
+            groups or subject.groups,
+            self.recipe,
+            sizes_of(form),
+            rules=settings.computing,
+            scorers=make_scorers(self.recipe, settings, programs.score, reference),
+            policy=params | frozen,
+        )
         state, found = init_state(params, _keeping_gradient(RATE)), []
         for _ in range(times):
             state, metrics = programs.train_step(state, placed, frozen)

@@ -39,11 +39,6 @@ class Metric(NamedTuple):
         return tuple(f"{self.name}/{part}" for part in self.parts) or (self.name,)
 
 
-def _score_s(stats: StepStats) -> float:
-    charged = stats.batched.reward_kl
-    return stats.updated.score_s + (charged.seconds if charged else 0.0)
-
-
 def _kl_reference(stats: StepStats) -> float | None:
     charged = stats.batched.reward_kl
     if charged is None:
@@ -92,8 +87,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("time/train/rollout_s", "s", "Generating completions and decoding them to text, including prompts drawn for refills.", lambda s: s.rolled.answer_s - s.rolled.reward_s),
         Metric("time/train/reward_s", "s", "Waiting for the grades of the step.", lambda s: s.rolled.reward_s),
         Metric("time/train/advantages_s", "s", "Turning rewards into advantages.", lambda s: s.batched.advantages_s),
-        Metric("time/train/batch_s", "s", "Packing completions into rows and sending them to the devices.", lambda s: s.batched.batch_s + s.updated.transfer_s),
-        Metric("time/train/score_s", "s", "Log-probabilities of the reference, or of the trainer before the first update; 0 if neither is needed.", _score_s),
+        Metric("time/train/batch_s", "s", "Packing completions into rows and sending them to the devices.", lambda s: s.batched.batch_s),
+        Metric("time/train/score_s", "s", "Log-probabilities of the reference, or of the trainer before the first update; 0 if neither is needed.", lambda s: s.batched.score_s),
         Metric("time/train/update_s", "s", "All updates of the step.", lambda s: s.updated.update_s),
         Metric("time/train/sync_s", "s", "Copying the new weights into the rollout's layout.", lambda s: s.sync_s),
         Metric("time/train/checkpoint_s", "s", "Wait for the checkpoint of the previous step; absent if that step did not save.", lambda s: s.checkpoint_s),

@@ -47,7 +47,6 @@ class RewardKl:
 
     sums: np.ndarray  # [N, G], sampled - reference log-probability, summed over the completion's tokens
     num_tokens: int
-    seconds: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,8 +67,10 @@ class BatchStats:
     penalties: np.ndarray | None  # [N G], what `kl: k1_reward` took off the rewards
     penalised_rewards: np.ndarray | None  # [N G], what it left
     reward_kl: RewardKl | None
-    advantages_s: float
-    batch_s: float
+    batch_s: float = 0.0
+    """Packing samples into rows, and sending them to the devices."""
+    score_s: float = 0.0
+    advantages_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,9 +92,6 @@ class UpdateStats:
     """Means over the tokens of every other statistic of `train_step`, by its name there."""
     learning_rate: float = 0.0
     """At the last update; without any, what it would have been."""
-    transfer_s: float = 0.0
-    """Batches to the devices."""
-    score_s: float = 0.0
     update_s: float = 0.0
 
     def then(self, later: "UpdateStats") -> "UpdateStats":
@@ -122,8 +120,6 @@ class UpdateStats:
                 name: by_tokens(self.token_means.get(name, 0.0), later.token_means.get(name, 0.0)) for name in names
             },
             learning_rate=later.learning_rate,
-            transfer_s=self.transfer_s + later.transfer_s,
-            score_s=self.score_s + later.score_s,
             update_s=self.update_s + later.update_s,
         )
 

@@ -75,7 +75,7 @@ def estimate(run: RunSizes) -> list[PhaseEstimate]:
     longest = max(run.buckets)
     copies = -(-run.config.rollout.slots // run.rollout_shards)
     phases = [sync_phase(run), prefill_phase(run, longest), copy_phase(run, copies), decode_phase(run)]
-    if run.recipe.needs_reference or run.recipe.scores_old_logprobs:
+    if run.recipe.scorers:
         phases.append(score_phase(run))
     return [*phases, update_phase(run), checkpoint_phase(run)]
 
@@ -265,7 +265,7 @@ def _attention_arrays(run: RunSizes, rows: int, length: int, a: int) -> Parts:
 
 def _batch(run: RunSizes) -> Parts:
     """The batch of an optimizer step."""
-    arrays = BATCH_ARRAYS + run.recipe.scores_old_logprobs + (run.recipe.kl not in ("none", "k1_reward"))
+    arrays = BATCH_ARRAYS + len(run.recipe.loss_scores)
     return {"batch": arrays * run.max_micro_batches * run.tokens * 4}
 
 

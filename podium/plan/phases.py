@@ -40,7 +40,6 @@ from podium.train.optimizer import make_opt_init
 from podium.train.setup import make_run_optimizer, make_train_settings
 from podium.train.state import abstract_state
 from podium.train.step import abstract_batch, make_train_programs
-from podium.train.trainer import with_scores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,12 +72,11 @@ def phase_programs(config: Config, decoder: DecoderConfig, mesh: Mesh) -> dict[s
         make_batch([], batch_sizes(config, settings.decoder, settings.computing))[0], settings.computing
     )
     logprobs: Any = jax.ShapeDtypeStruct(batch.tokens.shape, jnp.float32, sharding=batch.tokens.sharding)
-    reference = (frozen or params) if recipe.needs_reference else None
-    scored = with_scores(batch, recipe, lambda *_: logprobs, params, reference)
+    scored = dataclasses.replace(batch, scores=dict.fromkeys(recipe.loss_scores, logprobs))
 
     own = {"parameters": device_bytes(params)}
     moments = {"optimizer": device_bytes((state.step, state.opt_state))}
-    anchor = {"reference_weights": device_bytes(reference)} if recipe.needs_reference and not frozen else {}
+    anchor = {"reference_weights": device_bytes(params)} if recipe.needs_reference and not frozen else {}
     kept = _kept(config, decoder, mesh, frozen)
     merged = decoder.lora is not None and decoder.lora.merged
     under = {"frozen_weights": device_bytes(frozen)}
@@ -87,7 +85,7 @@ def phase_programs(config: Config, decoder: DecoderConfig, mesh: Mesh) -> dict[s
     rollout = _rollout_programs(config, decoder, mesh, params | frozen if merged else params, trainers, beside)
     waiting = config.algorithm.minibatches * device_bytes(scored)
     found = {"init": _phase(make_opt_init(optimizer, params), (params,), {}), **rollout}
-    if recipe.scores_old_logprobs or recipe.needs_reference:
+    if recipe.scorers:
         beside = moments | anchor | kept | {"batch": waiting - device_bytes(batch)}
         found["score"] = _phase(score, (params | frozen, batch), beside)
     beside = anchor | kept | {"batch": waiting - device_bytes(scored)}

@@ -199,7 +199,7 @@ def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Ca
     at_once = steps_at_once(run.config.rollout.refill_steps, run.rollout_shards)
     sizes = sorted({*workload.decodes, run.config.rollout.slots}, reverse=True)
     batches, own = algorithm.minibatches, micro_batches / algorithm.minibatches
-    scores = batches * (recipe.scores_old_logprobs + recipe.needs_reference)
+    scores = batches * len(recipe.scorers)
     updates = batches * algorithm.updates_per_batch
 
     def call(

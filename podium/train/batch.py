@@ -32,9 +32,8 @@ class Batch:
     mask: jax.Array  # [K, B, T] float32, 1 where the model drew the target
     weights: jax.Array  # [K, B, T] float32, mask over the global denominator
     advantages: jax.Array  # [K, B, T] float32
-    sampled_logprobs: jax.Array  # [K, B, T] float32, by the policy that wrote the tokens, before any truncation
-    old_logprobs: jax.Array | None  # [K, B, T] float32, by the trainer before the first update
-    reference_logprobs: jax.Array | None  # [K, B, T] float32, by the frozen model that anchors the KL
+    sampled_logprobs: jax.Array  # [K, B, T] float32, by the policy that drew the tokens, before any truncation
+    scores: dict[str, jax.Array]  # [K, B, T] float32, by name: what `podium.train.scorers` found before the update
     ages: jax.Array | None  # [K, B, T] int32, of the tokens, in steps; where completions are carried over
     num_micro_batches: jax.Array  # [] int32, how many of K hold anything
     num_tokens: jax.Array  # [] float32, sum of mask
@@ -88,7 +87,7 @@ def make_batch(samples: Sequence[Sample], sizes: BatchSizes) -> tuple[Batch, lis
     """Pack the samples of one optimizer step into micro-batches.
 
     Returns:
-        The batch (numpy arrays, old and reference log-probabilities None) and the span of each sample.
+        The batch (numpy arrays, without scores) and the span of each sample.
     """
     rows, T = sizes.rows, sizes.row_tokens
     lengths = [sample.lengths for sample in samples]
@@ -110,7 +109,7 @@ def make_batch(samples: Sequence[Sample], sizes: BatchSizes) -> tuple[Batch, lis
     fields: dict[str, Any] = {"ages": None} | {name: x.reshape(-1, rows, T) for name, x in arrays.items()}
     fields["num_micro_batches"] = np.int32(-(-len(packed) // rows))
     fields["num_tokens"] = np.float32(arrays["mask"].sum())
-    batch = Batch(**fields, old_logprobs=None, reference_logprobs=None)
+    batch = Batch(**fields, scores={})
     return batch, [spans[index] for index in range(len(samples))]
 
 
@@ -122,6 +121,13 @@ def take(x: np.ndarray, spans: Sequence[TokenSpan]) -> list[np.ndarray]:
     """What `x` [K, B, T] holds at each sample's tokens: a list of [n]."""
     rows = np.concatenate(x)  # [K B, T]
     return [rows[span.row, span.start : span.start + span.length] for span in spans]
+
+
+def put(x: np.ndarray, spans: Sequence[TokenSpan], values: Sequence[np.ndarray]) -> None:
+    """Write each sample's values, [n], at its tokens in `x` [K, B, T]: the reverse of `take`."""
+    rows = x.reshape(-1, x.shape[-1])  # shares its memory with x
+    for span, own in zip(spans, values, strict=True):
+        rows[span.row, span.start : span.start + span.length] = own
 
 
 def _write(

@@ -12,7 +12,6 @@ from podium.train.profile import Window
 from podium.train.recorder import OnStep, PlanCheck, unheard
 from podium.train.run import RunParts, open_run
 from podium.train.state import TrainState
-from podium.train.trainer import make_batches
 
 
 def train(
@@ -74,7 +73,7 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
             groups, rolled = run.answer(prompts)  # completions, rewards; refills inside
             run.phase("update")
             rollouts.unload()  # these weights are done with: the update has their memory
-            batches, batched = make_batches(groups, trainer.recipe, trainer.sizes, trainer.reward_kl(groups))
+            batches, batched = trainer.prepare(state.params, groups)  # samples, scores, advantages
             state, updated = trainer.update(state, batches, step)
             done, position = step + 1, rollouts.position
             evaluates = evaluation_due(config, done)

@@ -214,9 +214,7 @@ def completion_stats(groups: Sequence[Group]) -> CompletionStats:
         total_tokens=np.array([transcript.num_tokens for transcript in transcripts]),
         truncated=sum(transcript.finish_reason == "length" for transcript in transcripts),
         timeouts=sum(reward.timed_out for reward in rewards),
-        entropy=-float(
-            np.mean(np.concatenate([transcript.sampled_logprobs for transcript in transcripts]), dtype=np.float64)
-        ),
+        entropy=-float(np.mean(drawn, dtype=np.float64)),
     )
 
 

@@ -6,8 +6,7 @@ with weights that already carry the denominators of the whole batch, so cutting 
 """
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +32,22 @@ from podium.train.offload import Offloaded, apply_gradients
 from podium.train.state import TrainState, abstract_state
 
 Metrics = dict[str, jax.Array]
+
+
+class ScoreProgram(Protocol):
+    """`(params, batch) -> [K, B, T]` float32: a score of each target of a batch, without gradient."""
+
+    def __call__(self, params: Params, batch: Batch, /) -> jax.Array:
+        """Score a batch."""
+        ...
+
+
+class TrainStep(Protocol):
+    """`(state, batch, frozen) -> (state, metrics)`; without `frozen`, all weights are in the state."""
+
+    def __call__(self, state: TrainState, batch: Batch, frozen: Params | None = None, /) -> tuple[TrainState, Metrics]:
+        """Update on a batch; the state is donated."""
+        ...
 
 
 class TrainSettings(NamedTuple):
@@ -67,14 +82,10 @@ class TrainSettings(NamedTuple):
         return ShardingRules(self.mesh, GATHERED_AXES, stored=TRAIN_AXES)
 
 
-TrainStep = Callable[..., tuple[TrainState, Metrics]]
-"""`(state, batch, frozen) -> (state, metrics)`; without `frozen`, all weights are in the state."""
-
-
 class TrainPrograms(NamedTuple):
     """The compiled programs of a trainer."""
 
-    score: Callable[[Params, Batch], jax.Array]
+    score: ScoreProgram
     train_step: TrainStep
 
 
@@ -85,7 +96,7 @@ def make_train_programs(
     return TrainPrograms(make_score(settings), make_train_step(settings, recipe, optimizer))
 
 
-def make_score(settings: TrainSettings) -> Callable[[Params, Batch], jax.Array]:
+def make_score(settings: TrainSettings) -> ScoreProgram:
     """The jitted `(params, batch) -> logprobs [K, B, T]` of the batch's targets, float32, without gradient."""
 
     def score(params: Params, batch: Batch) -> jax.Array:
@@ -164,8 +175,7 @@ def _loss(
         advantages=batch.advantages,
         segments=batch.segments,
         mask=batch.mask,
-        old_logprobs=batch.old_logprobs,
-        reference_logprobs=batch.reference_logprobs,
+        scores=batch.scores,
     )
     loss = jnp.sum(losses * batch.weights)
     if bonus := recipe.entropy_bonus:

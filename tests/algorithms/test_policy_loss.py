@@ -22,15 +22,16 @@ def recipe_of(**options: Any) -> Recipe:
 def inputs(seed: int = 0) -> Batch:
     batch = packed(seed)
     noise = np.random.default_rng(seed + 100).normal(size=(2, *batch["mask"].shape)).astype(np.float32)
-    extra = {"sampled_logprobs": batch["old_logprobs"] + 0.5 * noise[0]}
-    return batch | extra | {"reference_logprobs": batch["logprobs"] + 0.5 * noise[1]}
+    old = batch.pop("old_logprobs")
+    scores = {"old_logprobs": old, "reference_logprobs": batch["logprobs"] + 0.5 * noise[1]}
+    return batch | {"sampled_logprobs": old + 0.5 * noise[0], "scores": scores}
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_each_recipe_is_its_loss_and_reports_it(name: str) -> None:
     batch = inputs()
-    names = ("logprobs", "old_logprobs", "advantages", "segments", "mask")
-    expected = make_loss(RECIPES[name])(*(batch[key] for key in names))
+    old, names = batch["scores"]["old_logprobs"], ("advantages", "segments", "mask")
+    expected = make_loss(RECIPES[name])(batch["logprobs"], old, *(batch[key] for key in names))
     values, stats = jax.jit(partial(policy_loss, RECIPES[name]))(**batch)
     np.testing.assert_allclose(values, expected.values, rtol=1e-6)
     np.testing.assert_array_equal(stats["clip_low"], expected.clipped_low)
@@ -45,18 +46,18 @@ def test_correction_weighs_the_policy_term_and_not_the_kl() -> None:
     options = {"recipe": "grpo", "old_logprobs": "trainer", "kl": "k2", "kl_coef": 0.1}
     recipe = recipe_of(correction="truncate", correction_high=1.5, **options)
     values, stats = policy_loss(recipe, **batch)
-    weight = np.minimum(np.exp(batch["old_logprobs"] - batch["sampled_logprobs"]), 1.5)
+    weight = np.minimum(np.exp(batch["scores"]["old_logprobs"] - batch["sampled_logprobs"]), 1.5)
     np.testing.assert_allclose(stats["correction_weight"], weight, rtol=1e-5)
-    ratio = np.exp(batch["logprobs"] - batch["old_logprobs"])
+    ratio = np.exp(batch["logprobs"] - batch["scores"]["old_logprobs"])
     term = -np.minimum(ratio * batch["advantages"], np.clip(ratio, 0.8, 1.2) * batch["advantages"])
-    k2 = (batch["logprobs"] - batch["reference_logprobs"]) ** 2 / 2
+    k2 = (batch["logprobs"] - batch["scores"]["reference_logprobs"]) ** 2 / 2
     np.testing.assert_allclose(values, weight * term + 0.1 * k2, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("anchor", ["sampler", "trainer"])
 def test_without_old_logprobs_the_ratio_is_to_the_recipes_anchor(anchor: str) -> None:
     batch = inputs()
-    del batch["old_logprobs"]
+    del batch["scores"]["old_logprobs"]
     values, _ = policy_loss(recipe_of(recipe="grpo", old_logprobs=anchor, clip_low=1.0, clip_high=100.0), **batch)
     to_sampler = np.exp(batch["logprobs"] - batch["sampled_logprobs"])
     ratio = to_sampler if anchor == "sampler" else np.ones_like(to_sampler)
@@ -65,7 +66,7 @@ def test_without_old_logprobs_the_ratio_is_to_the_recipes_anchor(anchor: str) ->
 
 def test_own_logprobs_as_the_anchor_have_a_gradient() -> None:
     batch = inputs()
-    del batch["old_logprobs"]
+    del batch["scores"]["old_logprobs"]
     recipe = recipe_of(recipe="grpo", old_logprobs="trainer")
     gradient = jax.grad(lambda lp: jnp.sum(policy_loss(recipe, **{**batch, "logprobs": lp})[0]))(batch["logprobs"])
     np.testing.assert_allclose(gradient, -batch["advantages"], rtol=1e-6)
@@ -75,9 +76,9 @@ def test_own_logprobs_as_the_anchor_have_a_gradient() -> None:
 def test_nothing_but_the_policy_gets_a_gradient(options: dict[str, str]) -> None:
     batch = inputs()
     recipe = recipe_of(recipe="grpo", kl="k3+", kl_coef=0.1, **options)
-    frozen = {name: batch.pop(name) for name in ("old_logprobs", "sampled_logprobs", "reference_logprobs")}
+    frozen = {name: batch.pop(name) for name in ("sampled_logprobs", "scores")}
     gradients = jax.grad(lambda frozen: jnp.sum(policy_loss(recipe, **batch, **frozen)[0]))(frozen)
-    for gradient in gradients.values():
+    for gradient in jax.tree.leaves(gradients):
         np.testing.assert_array_equal(gradient, np.zeros_like(gradient))
 
 
@@ -94,7 +95,7 @@ def test_statistics_have_no_gradient() -> None:
 
 def test_a_missing_reference_is_named() -> None:
     batch = inputs()
-    del batch["reference_logprobs"]
+    del batch["scores"]["reference_logprobs"]
     with pytest.raises(AssertionError, match="needs reference_logprobs"):
         policy_loss(recipe_of(recipe="grpo", kl="k2", kl_coef=0.1), **batch)
 

@@ -33,13 +33,13 @@ def podium_output(case: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     mask = inputs["mask"]
     lengths = mask.sum(axis=1)
     weights = token_weights(recipe.mean, lengths, num_sequences=len(lengths), max_new_tokens=recorder.MAX_NEW_TOKENS)
+    scores = ("old_logprobs", "reference_logprobs") if case.spread else ("reference_logprobs",)
     batch = {
         "sampled_logprobs": inputs["sampled_logprobs" if case.trl.get("use_vllm") else "old_logprobs"],
         "advantages": np.broadcast_to(inputs["advantages"][:, None], mask.shape),
         "segments": mask.astype(np.int32),
         "mask": mask,
-        "old_logprobs": inputs["old_logprobs"] if case.spread else None,
-        "reference_logprobs": inputs["reference_logprobs"],
+        "scores": {name: inputs[name] for name in scores},
     }
 
     def loss(logprobs: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -15,7 +15,7 @@ from podium.certify.subject import Subject, make_subject
 from podium.certify.updates import Updates
 from podium.config.schema import Config
 from podium.models.visibility import Visibility
-from podium.train import batch, optimizer, step, trainer
+from podium.train import batch, optimizer, prepare, step
 
 QWEN3 = "Qwen/Qwen3-0.6B"
 
@@ -51,8 +51,8 @@ def mean_of_means():
 
 def mean_of_completion_means():
     """The mean by token where one by sequence is asked for."""
-    original = trainer.token_weights
-    return trainer, "token_weights", lambda mean, lengths, **sizes: original("token", lengths, **sizes)
+    original = prepare.token_weights
+    return prepare, "token_weights", lambda mean, lengths, **sizes: original("token", lengths, **sizes)
 
 
 def leaked_segment():
@@ -69,14 +69,14 @@ def leaked_segment():
 
 def off_by_one_mask():
     """The mask and the weights stand one token too late."""
-    original = trainer.make_batch
+    original = prepare.make_batch
 
     def planted(samples, sizes):
         made, spans = original(samples, sizes)
         late = {name: np.roll(getattr(made, name), 1, axis=2) for name in ("mask", "weights")}
         return dataclasses.replace(made, **late), spans
 
-    return trainer, "make_batch", planted
+    return prepare, "make_batch", planted
 
 
 def off_by_one_attention():
@@ -106,13 +106,13 @@ def temperature_after_softmax():
 
 def dropped_tail():
     """The last micro-batch, which may not be full, is left out."""
-    original = trainer.make_batch
+    original = prepare.make_batch
 
     def planted(samples, sizes):
         made, spans = original(samples, sizes)
         return dataclasses.replace(made, num_micro_batches=np.maximum(made.num_micro_batches - 1, 1)), spans
 
-    return trainer, "make_batch", planted
+    return prepare, "make_batch", planted
 
 
 def schedule_off_by_one():

@@ -124,7 +124,7 @@ class Programs:
         fields: Any = dict.fromkeys(names, ints)
         fields |= dict.fromkeys(("mask", "weights", "advantages", "sampled_logprobs"), floats)
         fields |= zip(("num_micro_batches", "num_tokens"), counts, strict=True)
-        batch = Batch(**fields, old_logprobs=None, reference_logprobs=None, ages=None)
+        batch = Batch(**fields, scores={}, ages=None)
         held = abstract_params(specs, dtype, rollout)
         cache = abstract_engine_cache(config.rollout, model, rollout, dtype)
         slots = abstract_slots(config.rollout, config.rollout.slots, rollout)

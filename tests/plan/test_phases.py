@@ -24,10 +24,11 @@ from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batch import make_batch
 from podium.train.generate import as_dtype, rollout_layout, rollout_rules
 from podium.train.samples import single_answer
+from podium.train.scorers import with_scores
 from podium.train.setup import make_run_optimizer, make_train_settings
 from podium.train.state import init_state
 from podium.train.step import shard_batch
-from podium.train.trainer import Trainer, with_scores
+from podium.train.trainer import Trainer
 from tests.plan.estimated import tiny_config
 
 CPU = Accelerator(name="cpu", generation="cpu", devices=8, hosts=1, hbm_bytes=GIB)
@@ -129,7 +130,8 @@ def run():
     score = Recorded(calls, "score", trainer.score)
     step = Recorded(calls, "update", trainer.train_step)
     sizes = {"optimizer": held((state.step, state.opt_state)), "rollout_weights": held(engine.device.params)}
-    batch = with_scores(batch, trainer.recipe, score, state.params, trainer.reference)
+    scorers = [dataclasses.replace(scorer, program=score) for scorer in trainer.scorers]
+    batch = with_scores(batch, scorers, state.params)
     step(state, batch)
     return SimpleNamespace(config=config, calls=calls, sizes=sizes, engine=engine, trainer=trainer)
 
@@ -143,8 +145,6 @@ def test_what_a_run_gives_its_programs_is_what_the_planner_lowers_them_with(run)
     programs = planned(run.config)
     assert set(run.calls) == set(programs) - {"init"}
     for name, arguments in run.calls.items():
-        if name == "score":  # its second call has the old log-probabilities beside the batch; it does not read them
-            arguments = arguments[0], dataclasses.replace(arguments[1], old_logprobs=None)
         leaves, expected = jax.tree.leaves(arguments), jax.tree.leaves(programs[name].arguments)
         assert [(x.shape, x.dtype) for x in leaves] == [(x.shape, x.dtype) for x in expected], name
         for given, wanted in zip(leaves, expected, strict=True):
@@ -153,7 +153,7 @@ def test_what_a_run_gives_its_programs_is_what_the_planner_lowers_them_with(run)
 
 def test_residents_are_what_is_held_beside_a_programs_own_arguments(run):
     programs = planned(run.config)
-    parameters = held(run.trainer.reference)
+    parameters = held(run.trainer.scorers[-1].params)
     whole = {"parameters": parameters, "optimizer": run.sizes["optimizer"], "reference_weights": parameters}
     weights = run.sizes["rollout_weights"]
     batch = device_bytes(run.calls["update"][1])

@@ -27,10 +27,11 @@ from podium.settings import load_settings
 from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batch import make_batch
 from podium.train.samples import single_answer
+from podium.train.scorers import with_scores
 from podium.train.setup import make_run_optimizer, make_train_settings
 from podium.train.state import init_state
 from podium.train.step import shard_batch
-from podium.train.trainer import Trainer, with_scores
+from podium.train.trainer import Trainer
 from tests.plan.estimated import tiny_config
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +67,7 @@ class TrainerAndBatch:
             group=0, prompt=(1, 2), tokens=np.zeros(3, np.int32), sampled_logprobs=np.zeros(3, np.float32)
         )
         batch = shard_batch(make_batch([sample], self.trainer.sizes)[0], settings.computing)
-        self.batch = with_scores(batch, recipe, self.trainer.score, params, reference)
+        self.batch = with_scores(batch, self.trainer.scorers, params)
 
 
 def test_planned_memory_is_that_of_the_programs_that_a_trainer_compiles(plan):
@@ -78,7 +79,7 @@ def test_planned_memory_is_that_of_the_programs_that_a_trainer_compiles(plan):
     phase = plan.phase("update")
     assert phase.bytes == allocated + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes + stays
     score: Any = made.trainer.score
-    stats = score.lower(made.trainer.reference, made.batch).compile().memory_analysis()
+    stats = score.lower(made.trainer.scorers[-1].params, made.batch).compile().memory_analysis()
     allocated = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
     held = stays + sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(made.state.opt_state))
     needed = allocated + held + made.state.step.addressable_shards[0].data.nbytes

@@ -51,14 +51,12 @@ def test_masked_tokens_change_no_bit_of_the_gradient(recipe):
     for packing in ("none", "sequences", "shared_prompts"):
         batch, _ = make_batch(samples, sizes(row_tokens=64, rows=9, max_rows=9, packing=packing))
         noise = random.normal(-5, 1, (4, *batch.tokens.shape)).astype(np.float32)
-        batch = dataclasses.replace(batch, old_logprobs=noise[0], reference_logprobs=noise[1])
+        scores = {"old_logprobs": noise[0], "reference_logprobs": noise[1]}
+        batch = dataclasses.replace(batch, scores=scores)
+        other = {name: np.where(batch.mask, x, noise[2]) for name, x in scores.items()}
         garbled = {
-            name: np.where(batch.mask, getattr(batch, name), noise[2]) for name in ("advantages", "old_logprobs")
-        }
-        garbled |= {
-            f"{by}_logprobs": np.where(batch.mask, getattr(batch, f"{by}_logprobs"), noise[3])
-            for by in ("sampled", "reference")
+            name: np.where(batch.mask, getattr(batch, name), noise[3]) for name in ("advantages", "sampled_logprobs")
         }
         garbled["targets"] = np.where(batch.mask, batch.targets, random.integers(0, 300, batch.targets.shape))
-        expected, found = gradient(batch), gradient(dataclasses.replace(batch, **garbled))
+        expected, found = gradient(batch), gradient(dataclasses.replace(batch, **garbled, scores=other))
         assert all(x.any() and np.array_equal(found[name], x) for name, x in expected.items()), packing

@@ -25,7 +25,7 @@ BATCHED = BatchStats(
     penalised_rewards=None,
     reward_kl=None,
     advantages_s=0.1,
-    batch_s=0.2,
+    batch_s=0.5,
 )
 UPDATED = UpdateStats(
     updates=1,
@@ -33,7 +33,6 @@ UPDATED = UpdateStats(
     logprob_gap=0.01,
     logprob_gap_max=0.1,
     token_means={"clip_low": 0.0, "clip_high": 0.0},
-    transfer_s=0.3,
     update_s=2.0,
 )
 

@@ -43,7 +43,7 @@ def test_kl_to_the_reference_is_0_at_first_and_grows_with_the_updates(kl):
         seen.append(metrics["policy/kl_reference"])
     assert seen[0] == pytest.approx(0, abs=1e-7)
     assert seen[3] > seen[1] > 1e-5
-    assert {name: bool(x.is_deleted()) for name, x in trainer.reference.items() if x.is_deleted()} == {}
+    assert {name: bool(x.is_deleted()) for name, x in trainer.scorers[0].params.items() if x.is_deleted()} == {}
 
 
 def test_a_strong_kl_holds_the_policy_at_the_reference():
@@ -92,7 +92,7 @@ def test_the_reported_kl_is_the_estimator_of_the_loss(kl, value):
         np.concatenate(
             [each.full_logprobs for group in with_logprobs(trainer, by, groups) for each in group.transcripts]
         )
-        for by in (state, dataclasses.replace(state, params=trainer.reference))
+        for by in (state, dataclasses.replace(state, params=trainer.scorers[0].params))
     )
     _, metrics = train_on(trainer, state, groups)
     assert np.abs(ours - reference).max() > 0.05

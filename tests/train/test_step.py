@@ -412,4 +412,4 @@ def test_a_batch_s_rows_are_split_over_the_devices_and_its_counts_are_everywhere
     assert placed.tokens.sharding.spec == jax.sharding.PartitionSpec(None, ("dp", "fsdp"), "sp")
     assert placed.tokens.addressable_shards[0].data.shape == (2, 2, ROW_TOKENS)
     assert placed.num_tokens.sharding.is_fully_replicated
-    assert placed.old_logprobs is None
+    assert placed.scores == {}

@@ -28,9 +28,10 @@ from podium.rollout.transcript import transcript_of
 from podium.sharding import ShardingRules
 from podium.train.batch import make_batch
 from podium.train.generate import Group
+from podium.train.prepare import group_samples
 from podium.train.samples import with_advantage, with_weight
 from podium.train.step import shard_batch
-from podium.train.trainer import DivergedError, group_samples, make_batches
+from podium.train.trainer import DivergedError
 
 GAP_TOLERANCE = 1e-5  # of the largest log-probability, float32
 BF16_GAP = 0.25  # nat, the largest of some hundred tokens
@@ -63,11 +64,10 @@ def test_two_passes_over_two_minibatches_are_four_steps_with_ratios_to_the_first
     algorithm = {"old_logprobs": "trainer", "updates_per_batch": 2, "minibatches": 2}
     trainer, state = make_trainer(algorithm=algorithm)
     groups = groups_of()
-    halves, _ = make_batches(groups, trainer.recipe, trainer.sizes)
-    placed = [shard_batch(half, trainer.settings.computing) for half in halves]
-    scored = [
-        dataclasses.replace(half, old_logprobs=trainer.score(state.params, half)) for half in placed
-    ]  # of both, before either is trained on
+    scored, _ = trainer.prepare(state.params, groups)  # both halves, before either is trained on
+    for half in scored:
+        bare = dataclasses.replace(half, scores={})
+        np.testing.assert_array_equal(half.scores["old_logprobs"], trainer.score(state.params, bare))
     expected, losses = state, []
     tokens = [float(half.num_tokens) for half in scored * 2]
     assert tokens[0] != tokens[1]
@@ -79,7 +79,7 @@ def test_two_passes_over_two_minibatches_are_four_steps_with_ratios_to_the_first
     assert int(state.step) == 4
     assert_same(host(state.params), host(expected.params), rtol=0)
     assert metrics["train-other/loss"] == pytest.approx(np.average(losses, weights=tokens), rel=1e-5)
-    assert (other.score._cache_size(), other.train_step._cache_size()) == (1, 1)
+    assert (other.score._cache_size(), other.train_step._cache_size()) == (1, 1)  # pyright: ignore
 
 
 def test_the_sampler_s_log_probabilities_are_the_old_ones_where_the_recipe_says_so():
@@ -209,11 +209,10 @@ def test_numbers_that_are_not_finite_stop_the_run_and_their_batch_is_saved(tmp_p
 def test_a_row_that_is_not_finite_is_named(tmp_path, monkeypatch, micro_batch):
     trainer, state = make_trainer(train={"rows_per_device": 2})
     monkeypatch.setattr(trainer, "folder", tmp_path)
-    batches, _ = make_batches(groups_of(), trainer.recipe, trainer.sizes)
-    batch = batches[0]
+    (batch,), _ = trainer.prepare(state.params, groups_of())
     assert batch.num_micro_batches > 1
     at = (micro_batch, 1, np.flatnonzero(batch.mask[micro_batch, 1])[0])
-    batch.sampled_logprobs[at] = np.nan
+    batch = dataclasses.replace(batch, sampled_logprobs=batch.sampled_logprobs.at[at].set(np.nan))
     named = rf"is row 1 of micro-batch {micro_batch}, whose sampled_logprobs are not finite; its batch is in"
     with pytest.raises(DivergedError, match=named):
         trainer.update(state, [batch], 0)
@@ -278,4 +277,4 @@ def test_an_update_on_several_devices_is_that_of_one(devices):
     assert_same(results[1][0], results[0][0])
     for name in ("train-other/loss", "policy/entropy", "policy/kl_reference", "optimizer/gradient_norm"):
         assert results[1][1][name] == pytest.approx(results[0][1][name], rel=1e-3, abs=1e-6)
-    assert len(jax.tree.leaves(trainer.reference)[0].devices()) == devices
+    assert len(jax.tree.leaves(trainer.scorers[-1].params)[0].devices()) == devices

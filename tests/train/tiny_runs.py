@@ -29,12 +29,13 @@ from podium.tasks.task import Prompt, Reward
 from podium.train.batch import BatchSizes, make_batch, take
 from podium.train.generate import Group
 from podium.train.optimizer import make_optimizer
+from podium.train.prepare import group_samples
 from podium.train.recorder import completion_stats
 from podium.train.samples import Sample, single_answer
 from podium.train.setup import load_weights, make_model
 from podium.train.state import TrainState, init_state
 from podium.train.step import TrainSettings, shard_batch
-from podium.train.trainer import Trainer, group_samples, make_batches
+from podium.train.trainer import Trainer
 
 __all__ = ["RISE", "first_and_last", "learn", "write_tiny_model"]
 
@@ -205,7 +206,7 @@ def train_on(
     trainer: Trainer, state: TrainState, groups: list[Group], *, step: int = 0
 ) -> tuple[TrainState, dict[str, float]]:
     """The rest of a step behind its rollout, as the loop does it: the new state, and the step's metrics."""
-    batches, batched = make_batches(groups, trainer.recipe, trainer.sizes, trainer.reward_kl(groups))
+    batches, batched = trainer.prepare(state.params, groups)
     state, updated = trainer.update(state, batches, step)
     return state, step_metrics(
         StepStats(

@@ -1,0 +1,226 @@
+"""From graded groups to the batches of a step's optimizer steps.
+
+    groups -> samples -> rows of batches -> scores -> advantages
+
+Advantages come last, since they may read scores.
+"""
+
+import dataclasses
+import inspect
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from podium.algorithms.advantages import TokenScores, equal_reward_groups, penalised_rewards, token_weights
+from podium.algorithms.recipes import REFERENCE_LOGPROBS, Recipe
+from podium.observe.stats import BatchStats, RewardKl
+from podium.sharding import Params, ShardingRules, to_devices
+from podium.train.batch import Batch, BatchSizes, TokenSpan, make_batch, put, take
+from podium.train.distributed import on_host
+from podium.train.generate import Group
+from podium.train.samples import Sample, transcript_sample, with_advantage, with_weight
+from podium.train.scorers import Scorer, with_scores
+from podium.train.step import batch_sharding, shard_batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Minibatch:
+    """The samples of one optimizer step, packed; their advantages are still 0."""
+
+    places: list[tuple[int, int]]
+    """Of each sample, its group and its number there, counted over the groups that are kept."""
+    samples: list[Sample]
+    batch: Batch  # of numpy arrays
+    spans: list[TokenSpan]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedStep:
+    """A step's samples in the minibatches of its optimizer steps. Only groups that the recipe keeps are in it."""
+
+    rewards: np.ndarray  # [N, G], of all groups
+    equal: np.ndarray  # [N] bool, groups whose episodes all earned the same
+    kept: np.ndarray  # [n], the groups in the minibatches, by their position in the step
+    lengths: np.ndarray  # [n, G], drawn tokens of each sample; 0 where the recipe masks it
+    minibatches: list[Minibatch]
+    """Those that have a token to train on."""
+
+
+def pack_step(groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes) -> PackedStep:
+    """Make samples of a step's groups and pack them.
+
+    Groups that the recipe drops are dropped here: they are no part of the advantages' mean or standard deviation.
+    """
+    rewards = np.stack([group.totals for group in groups])  # [N, G]
+    equal = equal_reward_groups(rewards)  # [N]
+    kept = np.flatnonzero(~equal if recipe.zero_variance != "keep" else np.ones_like(equal))
+    samples = [group_samples(groups[n], n, recipe) for n in kept.tolist()]
+    lengths = np.array([[sample.num_drawn for sample in group] for group in samples])
+    parts = np.array_split(np.arange(len(kept)), recipe.minibatches)
+    minibatches = [_minibatch(part.tolist(), samples, recipe, sizes) for part in parts]
+    return PackedStep(
+        rewards=rewards,
+        equal=equal,
+        kept=kept,
+        lengths=lengths.reshape(len(kept), rewards.shape[1]),
+        minibatches=[each for each in minibatches if each.samples],
+    )
+
+
+def group_samples(group: Group, index: int, recipe: Recipe) -> list[Sample]:
+    """A group's episodes as samples; one that the recipe masks has no tokens."""
+    return [
+        transcript_sample(
+            transcript,
+            group=index,
+            version=group.version,
+            masked=recipe.mask_truncated and transcript.finish_reason == "length",
+        )
+        for transcript in group.transcripts
+    ]
+
+
+def _minibatch(part: list[int], samples: list[list[Sample]], recipe: Recipe, sizes: BatchSizes) -> Minibatch:
+    """The samples of some groups with their weights, packed. Masked ones count in the mean and are left out."""
+    places = [(n, g) for n in part for g in range(len(samples[n]))]
+    flat = [samples[n][g] for n, g in places]
+    lengths = np.array([sample.num_drawn for sample in flat])
+    weights = token_weights(recipe.mean, lengths, num_sequences=len(flat), max_new_tokens=sizes.max_new_tokens)
+    weighted = [with_weight(sample, weight) for sample, weight in zip(flat, weights, strict=True)]
+    trained = [sample for sample in weighted if sample.num_drawn]
+    batch, spans = make_batch(trained, sizes)
+    return Minibatch(
+        places=[place for place, sample in zip(places, flat, strict=True) if sample.num_drawn],
+        samples=trained,
+        batch=batch,
+        spans=spans,
+    )
+
+
+def prepare_step(
+    groups: Sequence[Group],
+    recipe: Recipe,
+    sizes: BatchSizes,
+    *,
+    rules: ShardingRules,
+    scorers: Sequence[Scorer],
+    policy: Params,
+) -> tuple[list[Batch], BatchStats]:
+    """The batches of a step's optimizer steps on the devices, with scores and advantages.
+
+    Args:
+        groups: Graded episodes of the step.
+        recipe: Says which groups are kept, and what advantages and weights are.
+        sizes: Shapes of the batches.
+        rules: Where arrays of a batch live.
+        scorers: Score each batch before its advantages are computed.
+        policy: All weights of the policy, as they are before the first update.
+    """
+    start = time.perf_counter()
+    packed = pack_step(groups, recipe, sizes)
+    placed = jax.block_until_ready([shard_batch(each.batch, rules) for each in packed.minibatches])
+    placed_at = time.perf_counter()
+    scored = jax.block_until_ready([with_scores(batch, scorers, policy) for batch in placed])
+    scored_at = time.perf_counter()
+    advantages, reward_kl = step_advantages(packed, recipe, scored)
+    batches = [
+        _finish(batch, minibatch, advantages, recipe, rules)
+        for batch, minibatch in zip(scored, packed.minibatches, strict=True)
+    ]
+    stats = _batch_stats(packed, recipe, advantages, reward_kl)
+    return batches, dataclasses.replace(
+        stats,
+        batch_s=placed_at - start,
+        score_s=scored_at - placed_at,
+        advantages_s=time.perf_counter() - scored_at,
+    )
+
+
+def step_advantages(packed: PackedStep, recipe: Recipe, scored: Sequence[Batch]) -> tuple[np.ndarray, RewardKl | None]:
+    """Advantages [n, G] of the groups that are kept, or [n, G, T] by token; and the KL that rewards were charged.
+
+    `scored` are the step's batches with their scores.
+    """
+    reward_kl = _reward_kl(packed, scored) if recipe.kl == "k1_reward" else None
+    rewards = penalise(packed.rewards, reward_kl, recipe)[packed.kept]
+    if not len(packed.kept):
+        return np.zeros(packed.lengths.shape, np.float32), reward_kl
+    if "tokens" not in inspect.signature(recipe.advantage).parameters:
+        return recipe.advantage(rewards, packed.lengths), reward_kl
+    tokens = _token_scores(packed, scored)
+    found = recipe.advantage(rewards, packed.lengths, tokens=tokens)
+    return (found if found.ndim == 2 else np.where(tokens.mask, found, np.float32(0))), reward_kl
+
+
+def penalise(rewards: np.ndarray, reward_kl: RewardKl | None, recipe: Recipe) -> np.ndarray:
+    """The rewards [N, G] less what `kl: k1_reward` charges."""
+    return rewards if reward_kl is None else penalised_rewards(rewards, reward_kl.sums, recipe.kl_coef)
+
+
+def _reward_kl(packed: PackedStep, scored: Sequence[Batch]) -> RewardKl:
+    """The KL to the reference of each episode. A recipe that charges it keeps all groups."""
+    sums = np.zeros(packed.rewards.shape)
+    for minibatch, batch in zip(packed.minibatches, scored, strict=True):
+        found = take(on_host(batch.scores[REFERENCE_LOGPROBS]), minibatch.spans)
+        for (n, g), sample, reference in zip(minibatch.places, minibatch.samples, found, strict=True):
+            sums[n, g] = np.sum((sample.sampled_logprobs - reference)[sample.mask])
+    return RewardKl(sums=sums, num_tokens=int(packed.lengths.sum()))
+
+
+def _token_scores(packed: PackedStep, scored: Sequence[Batch]) -> TokenScores:
+    """All that is known of each token, padded to the longest sample."""
+    longest = max((len(sample.tokens) for each in packed.minibatches for sample in each.samples), default=0)
+    shape = (*packed.lengths.shape, longest)
+    names = sorted({name for batch in scored for name in batch.scores})
+    mask = np.zeros(shape, bool)
+    sampled_logprobs = np.zeros(shape, np.float32)
+    scores = {name: np.zeros(shape, np.float32) for name in names}
+    for minibatch, batch in zip(packed.minibatches, scored, strict=True):
+        found = {name: take(on_host(batch.scores[name]), minibatch.spans) for name in names}
+        for index, ((n, g), sample) in enumerate(zip(minibatch.places, minibatch.samples, strict=True)):
+            own = slice(len(sample.tokens))
+            mask[n, g, own] = sample.mask
+            sampled_logprobs[n, g, own] = sample.sampled_logprobs
+            for name in names:
+                scores[name][n, g, own] = found[name][index]
+    return TokenScores(mask=mask, sampled_logprobs=sampled_logprobs, scores=scores)
+
+
+def _finish(batch: Batch, minibatch: Minibatch, advantages: np.ndarray, recipe: Recipe, rules: ShardingRules) -> Batch:
+    """The batch with its advantages, and with those of its scores that the loss reads."""
+    host = np.zeros(batch.tokens.shape, np.float32)
+    own = [
+        with_advantage(sample, advantages[place] if advantages.ndim == 2 else advantages[place][: len(sample.tokens)])
+        for place, sample in zip(minibatch.places, minibatch.samples, strict=True)
+    ]
+    put(host, minibatch.spans, [sample.advantages for sample in own])
+    return dataclasses.replace(
+        batch,
+        advantages=to_devices(host, batch_sharding(host, rules)),
+        scores={name: batch.scores[name] for name in recipe.loss_scores},
+    )
+
+
+def _batch_stats(packed: PackedStep, recipe: Recipe, advantages: np.ndarray, reward_kl: RewardKl | None) -> BatchStats:
+    batches = [each.batch for each in packed.minibatches]
+    trained = int(packed.lengths.sum())
+    filled = sum(int(np.sum(np.asarray(batch.segments) > 0)) for batch in batches)
+    cells = sum(int(batch.num_micro_batches) * int(np.prod(batch.tokens.shape[1:])) for batch in batches)
+    paid = penalise(packed.rewards, reward_kl, recipe)
+    by_episode = advantages if advantages.ndim == 2 else advantages.sum(axis=2) / np.maximum(packed.lengths, 1)
+    return BatchStats(
+        groups=len(packed.rewards),
+        equal_groups=int(packed.equal.sum()),
+        dropped_groups=len(packed.rewards) - len(packed.kept),
+        sequences=int(np.count_nonzero(packed.lengths)),
+        trained_tokens=trained,
+        prompt_tokens=filled - trained,
+        padding_tokens=cells - filled,
+        kept=packed.kept,
+        advantages=by_episode.ravel(),
+        penalties=None if reward_kl is None else recipe.kl_coef * reward_kl.sums.ravel(),
+        penalised_rewards=None if reward_kl is None else paid.ravel(),
+        reward_kl=reward_kl,
+    )
