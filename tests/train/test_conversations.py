@@ -16,6 +16,7 @@ from podium.train.state import init_state
 from podium.train.step import make_train_step, shard_batch
 
 TERMS = {"kl": "k3", "kl_coef": 0.1, "entropy_bonus": 0.01, "correction": "truncate", "old_logprobs": "trainer"}
+NAMES = ("advantages", "sampled_logprobs")
 KEEPING = optax.GradientTransformation(
     lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, state, params=None: (grads, grads)
 )  # its state is the gradient
@@ -25,10 +26,9 @@ def conversation(random: np.random.Generator, prompt: tuple[int, ...], group: in
     """Three drawn spans and two replies; the drawn tokens of a turn share an advantage."""
     episode = Transcript().add_prompt(prompt)
     for turn, (drawn, reply) in enumerate(((4, 3), (2, 5), (3, 2))):
-        noise, versions = random.normal(-5, 1, drawn).astype(np.float32), np.full(drawn, turn)
-        tokens = random.integers(0, 300, drawn)
-        logprobs = {"sampled_logprobs": noise, "full_logprobs": noise - 1}
-        episode = episode.add_drawn(tokens, **logprobs, versions=versions, finish_reason="stop")
+        noise, tokens = random.normal(-5, 1, drawn), random.integers(0, 300, drawn)
+        arrays = {"sampled_logprobs": noise, "full_logprobs": noise - 1, "versions": np.full(drawn, turn)}
+        episode = episode.add_drawn(tokens, **arrays, finish_reason="stop")
         episode = episode.add_environment(tuple(random.integers(0, 300, reply)))
     sample = transcript_sample(episode, group=group, version=2)
     assert (len(sample.tokens), sample.num_drawn) == (17, 9)  # what follows the last drawn token is left out
@@ -51,9 +51,8 @@ def test_masked_tokens_change_no_bit_of_the_gradient(recipe):
     for packing in ("none", "sequences", "shared_prompts"):
         batch, _ = make_batch(samples, sizes(row_tokens=64, rows=9, max_rows=9, packing=packing))
         noise = random.normal(-5, 1, (4, *batch.tokens.shape)).astype(np.float32)
-        scores = {"old_logprobs": noise[0], "reference_logprobs": noise[1]}
-        batch = dataclasses.replace(batch, scores=scores)
-        other = {name: np.where(batch.mask, x, noise[2]) for name, x in scores.items()}
+        batch = dataclasses.replace(batch, scores={"old_logprobs": noise[0], "reference_logprobs": noise[1]})
+        other = {name: np.where(batch.mask, x, noise[2]) for name, x in batch.scores.items()}
         garbled = {
             name: np.where(batch.mask, getattr(batch, name), noise[3]) for name in ("advantages", "sampled_logprobs")
         }
