@@ -72,7 +72,7 @@ def make_trainer(config: Config, reference: Any) -> Trainer:
 @pytest.mark.parametrize(("module", "factory"), [(module, name) for module in FACTORIES for name in FACTORIES[module]])
 def test_trainer_and_planner_break_together_where_a_factory_does(module, factory, monkeypatch):
     config = config_of()
-    make_engine(config), make_trainer(config, None), planned(config)  # all is well before
+    make_engine(config), make_trainer(config, {}), planned(config)  # all is well before
 
     def broken(*_: Any, **__: Any):
         raise NotImplementedError(factory)
@@ -81,7 +81,7 @@ def test_trainer_and_planner_break_together_where_a_factory_does(module, factory
     with pytest.raises(NotImplementedError, match=factory):
         planned(config)
     with pytest.raises(NotImplementedError, match=factory):
-        make_engine(config) if "rollout" in module else make_trainer(config, None)
+        make_engine(config) if "rollout" in module else make_trainer(config, {})
 
 
 class Recorded:
