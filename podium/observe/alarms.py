@@ -1,4 +1,4 @@
-"""Warnings of a run with carry-over: each is printed once, when its metric enters the range in which runs fail."""
+"""Warnings while a run trains: each is printed once, when its metric enters the range in which runs fail."""
 
 import collections
 import math
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from podium.config.schema import RolloutConfig
-from podium.observe.metrics import TRUNCATED
+from podium.observe.metrics import REWARD, TRUNCATED
 from podium.observe.stats import StepStats
 
 AT_BOUND, WAITED = 5, 0.05
@@ -18,6 +18,30 @@ RISE, SMOOTHED = 0.1, 5
 """Largest acceptable rise of the truncated share over WINDOW steps, and the steps averaged at either end."""
 GAP = 0.02
 """Largest acceptable gap, in nats, between trainer and sampler on tokens drawn with the current weights."""
+SOLVED = 0.9
+"""Mean reward from which equal rewards, short answers and low entropy are what learning looks like."""
+MOSTLY_CUT = 0.25
+"""Share of completions cut by max_new_tokens from which that is a fault."""
+
+
+class RewardAlarm:
+    """Says once that a step taught nothing: all groups earned the same, and it was not the most."""
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self._config = config
+        self._said = False
+
+    def after_step(self, stats: StepStats, metrics: Mapping[str, float]) -> list[str]:
+        """Return the lines to print after a step."""
+        reward = metrics[REWARD]
+        if self._said or stats.batched.equal_groups < stats.batched.groups or reward >= SOLVED:
+            return []
+        self._said = True
+        cut = metrics[TRUNCATED]
+        advice = "take easier questions, a reward with more levels, or a larger group_size"
+        if cut > MOSTLY_CUT:
+            advice = f"{cut:.0%} hit rollout.max_new_tokens ({self._config.max_new_tokens}): raise it, or {advice}"
+        return [f"all groups earned the same (mean reward {reward:.2f}): nothing was learned; {advice}"]
 
 
 class CarryAlarms:

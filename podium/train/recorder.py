@@ -13,18 +13,15 @@ from podium.algorithms.recipes import Recipe
 from podium.config.schema import Config
 from podium.job.records import ProgressReport
 from podium.models.architecture import DecoderConfig
-from podium.observe.alarms import CarryAlarms, length_distance
+from podium.observe.alarms import CarryAlarms, RewardAlarm, length_distance
 from podium.observe.metrics import (
     COMPARED_WITH_SAMPLER,
-    REWARD,
     STEP_REPORT,
-    TRUNCATED,
     evaluation_metrics,
     step_metrics,
 )
 from podium.observe.progress import Progress, ShownCompletion
 from podium.observe.records import lengths_record, sample_record, sampled_groups
-from podium.observe.report.findings import MOSTLY_CUT, SOLVED
 from podium.observe.run_dir import LENGTHS, SAMPLES, RunDir
 from podium.observe.stats import BatchStats, CarryStats, CompletionStats, StepStats, UpdateStats
 from podium.observe.writers import MetricWriter
@@ -36,7 +33,7 @@ from podium.train.generate import Group
 STEPS_AVERAGED = 10
 
 OnStep = Callable[[int, Mapping[str, float], list[dict[str, Any]]], None]
-"""Hears of each step that is done: how many are, its metrics, and its lines of samples.jsonl."""
+"""Called after each step with the number of steps done, the metrics, and the lines of samples.jsonl."""
 
 
 def unheard(step: int, metrics: Mapping[str, float], samples: list[dict[str, Any]]) -> None:
@@ -44,19 +41,19 @@ def unheard(step: int, metrics: Mapping[str, float], samples: list[dict[str, Any
 
 
 class PlanCheck(Protocol):
-    """Plans a run and measures the plan: `podium.plan.check`, passed down, since the planner imports the trainer."""
+    """Plans a run and compares it with its plan. `podium.plan.check` is passed in: the planner imports the trainer."""
 
     def begin(self, config: Config, decoder: DecoderConfig, folder: Path | None) -> str | None:
-        """Before the first step: a line to print. Raises ValueError where the run is far too large."""
+        """Plan before the first step; return a line to print. Raises ValueError if the run is far too large."""
         ...
 
     def after_step(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], str | None]:
-        """After each step: metrics to add, and a line to print."""
+        """Compare after each step; return metrics to add, and a line to print."""
         ...
 
 
 class Recorder:
-    """Writes metrics, samples and lengths of a run, shows them, and reports to who waits for the job."""
+    """Writes metrics, samples and lengths of a run, shows them, and reports progress to the job."""
 
     def __init__(
         self,
@@ -72,18 +69,25 @@ class Recorder:
         check: PlanCheck | None,
         on_step: OnStep = unheard,
     ) -> None:
-        """Nothing is written yet; `pieces` splits tokens into texts; without `check` nothing is planned."""
-        self.config, self.run_dir, self.writer, self.progress = config, run_dir, writer, progress
-        self._recipe, self._report, self._labels, self._check = recipe, report, task_labels, check
-        self._pieces, self._on_step = pieces, on_step
-        self._warned = self._taught_nothing = False
-        self._alarms = CarryAlarms(config.rollout)
+        """Write nothing yet. `pieces` splits tokens into texts; without `check` nothing is planned."""
+        self.config = config
+        self.run_dir = run_dir
+        self.writer = writer
+        self.progress = progress
+        self._recipe = recipe
+        self._report = report
+        self._labels = task_labels
+        self._check = check
+        self._pieces = pieces
+        self._on_step = on_step
+        self._warned = False
+        self._alarms = (RewardAlarm(config.rollout), CarryAlarms(config.rollout))
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=STEPS_AVERAGED)
         self._checkpoint_s: float | None = None
         self._start = self._cpu_start = 0.0
 
     def begin_step(self, checkpoint_s: float | None) -> None:
-        """A step's time runs from here to `write`; `checkpoint_s` is what the step before took to save, if it did."""
+        """Start a step's clock, which `write` stops; `checkpoint_s`: seconds that saving the last step took."""
         self._checkpoint_s = checkpoint_s
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
 
@@ -96,7 +100,7 @@ class Recorder:
         updated: UpdateStats,
         sync_s: float,
     ) -> None:
-        """Record that `step` steps are done, and what the last of them did; on several hosts all must call it."""
+        """Record the last step, after which `step` steps are done. With several hosts, all must call it."""
         step_s, cpu_s = time.perf_counter() - self._start, time.process_time() - self._cpu_start
         self._step_seconds.append(step_s)
         averaged = len(self._step_seconds) == STEPS_AVERAGED
@@ -121,9 +125,7 @@ class Recorder:
             metrics |= more
             if line is not None:
                 self.progress.message(line)
-        self._warn_of_narrow_clip(updated)
-        self._warn_of_equal_rewards(batched, metrics)
-        for line in self._alarms.after_step(stats, metrics):
+        for line in (*self._narrow_clip_lines(updated), *self._alarm_lines(stats, metrics)):
             self.progress.message(line)
         self.writer.write(step, metrics)
         self._report.update(step=step, metrics={name: metrics[name] for name in STEP_REPORT if name in metrics})
@@ -133,28 +135,22 @@ class Recorder:
         self.progress.step(step, metrics, shown)
         self._on_step(step, metrics, samples)
 
-    def _warn_of_narrow_clip(self, updated: UpdateStats) -> None:
+    def _alarm_lines(self, stats: StepStats, metrics: Mapping[str, float]) -> list[str]:
+        """Warnings about rewards and about carry-over."""
+        return [line for alarm in self._alarms for line in alarm.after_step(stats, metrics)]
+
+    def _narrow_clip_lines(self, updated: UpdateStats) -> list[str]:
         """Say once that rounding alone clips tokens, where it does."""
         warning = narrow_clip_warning(self._recipe, updated.logprob_gap) if updated.updates else None
-        if warning is not None and not self._warned:
-            self._warned = True
-            self.progress.message(warning)
-
-    def _warn_of_equal_rewards(self, batched: BatchStats, metrics: Mapping[str, float]) -> None:
-        """Say once that a step taught nothing, where all groups earned the same and it was not the most."""
-        reward, cut = metrics[REWARD], metrics[TRUNCATED]
-        if self._taught_nothing or batched.equal_groups < batched.groups or reward >= SOLVED:
-            return
-        self._taught_nothing, rollout = True, self.config.rollout
-        advice = "take easier questions, a reward with more levels, or a larger group_size"
-        if cut > MOSTLY_CUT:
-            advice = f"{cut:.0%} hit rollout.max_new_tokens ({rollout.max_new_tokens}): raise it, or {advice}"
-        self.progress.message(f"all groups earned the same (mean reward {reward:.2f}): nothing was learned; {advice}")
+        if warning is None or self._warned:
+            return []
+        self._warned = True
+        return [warning]
 
     def _write_completions(
         self, step: int, groups: list[Group], batched: BatchStats, rolled: RolloutStats
     ) -> list[dict[str, Any]]:
-        """Record samples of the step's groups, the first with its tokens, and the lengths of all; the samples."""
+        """Write samples of the step's groups, the first with its tokens, and the lengths of all; return the samples."""
         samples = []
         every = self.config.metrics.samples_every
         sampled = sampled_groups(step, prompts_per_step=self.config.prompts_per_step, samples_every=every)
@@ -219,7 +215,7 @@ def completion_stats(groups: Sequence[Group]) -> CompletionStats:
 
 
 def carry_stats(groups: Sequence[Group], drawn_lengths: Sequence[int]) -> CarryStats:
-    """How old a step's completions are, and how far their lengths are from those of what ended in the step."""
+    """Ages of a step's completions, and how far their lengths are from the lengths of those that ended in the step."""
     versions = [[transcript.versions for transcript in group.transcripts] for group in groups]
     ages = [group.version - np.concatenate(own) for group, own in zip(groups, versions, strict=True)]
     staleness = np.array([np.max(own) for own in ages])
@@ -234,7 +230,7 @@ def carry_stats(groups: Sequence[Group], drawn_lengths: Sequence[int]) -> CarryS
 
 
 def device_memory() -> tuple[int, int] | None:
-    """Bytes in use, and at most, on the device with most, of all hosts; None where devices do not say (CPU)."""
+    """Bytes in use and at peak on the fullest device of all hosts; None where devices do not report it (CPU)."""
     used, peak = local_memory("bytes_in_use"), local_memory("peak_bytes_in_use")
     if used is None or peak is None:
         return None

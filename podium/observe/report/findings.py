@@ -8,13 +8,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
+from podium.observe.alarms import MOSTLY_CUT, SOLVED
 from podium.observe.metrics import REWARD, TRUNCATED
 from podium.observe.report.read import RunRecords, Series
 
-SOLVED = 0.9
-"""Mean reward from which equal rewards, short answers and low entropy are what learning looks like."""
-MOSTLY_CUT = 0.25
-"""Share of completions cut by max_new_tokens from which that is a fault."""
 MIN_STEPS = 6
 
 
