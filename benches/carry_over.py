@@ -14,7 +14,6 @@ benches/results/carry-over-PLATFORM.json; exit status 1 where a bar is missed.
 """
 
 import contextlib
-import dataclasses
 import json
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from benches.decode import SMOLLM2_135M
 from benches.recipes import write_tiny_model
 from benches.record import arguments, record
 from podium.config.schema import Config, RolloutConfig
-from podium.models.architecture import DecoderConfig
+from podium.models.architecture import DecoderConfig, with_layers
 from podium.models.params import ROLLOUT_AXES, param_specs
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Completion, Request, SamplingParams
@@ -189,7 +188,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="that are timed")
     parser.add_argument("--length-steps", type=int, default=200)
     args = parser.parse_args()
-    decoder = dataclasses.replace(SMOLLM2_135M, layers=args.layers)
+    decoder = with_layers(SMOLLM2_135M, args.layers)
     result = {
         "layers": args.layers,
         "lengths": lengths(args.length_steps),

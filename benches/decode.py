@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from benches.record import arguments, record
 from podium.bench.rollout import make_engine, measure, rollout_config
-from podium.models.architecture import DecoderConfig
+from podium.models.architecture import dense_decoder, with_layers
 from podium.models.decoder import head_weights
 from podium.models.logprobs import logits_at
 from podium.plan.workload import draw_lengths
@@ -28,7 +28,7 @@ from podium.rollout.sampling import fill_row, idle_rows, sample
 from podium.sharding import make_mesh
 from podium.train.platform import prepare_platform
 
-SMOLLM2_135M = DecoderConfig(
+SMOLLM2_135M = dense_decoder(
     model_type="llama",
     vocab=49152,
     width=576,
@@ -87,7 +87,7 @@ def main() -> None:
     prepare_platform()
     mesh = make_mesh("auto")
     config = rollout_config("demo", args.batch, "auto", args.max_new_tokens, args.slots, shards=mesh.size)
-    decoder = dataclasses.replace(SMOLLM2_135M, layers=args.layers, vocab=args.vocab)
+    decoder = dataclasses.replace(with_layers(SMOLLM2_135M, args.layers), vocab=args.vocab)
     engine = make_engine(config, decoder, mesh)
     found = dataclasses.asdict(measure(config, engine, draw_lengths(args.lengths, config))) | parts(engine)
     result = {"layers": args.layers, "vocab": args.vocab, "lengths": args.lengths, **found}

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from benches.decode import SMOLLM2_135M
 from benches.record import arguments, medians, record
-from podium.models import decoder, linear
+from podium.models import context, decoder, linear
 from podium.models.params import GATHERED_AXES, TRAIN_AXES
 from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.platform import prepare_platform
@@ -39,13 +39,13 @@ def main() -> None:
     tokens = jnp.ones((ROWS, TOKENS), jnp.int32)
 
     def loss(params):
-        hidden, _ = decoder.forward(
+        hidden, _, _ = decoder.forward(
             params, tokens, tokens, lambda kv, _, q, k, v: (kv, q), config=SMOLLM2, rules=rules, dtype=jnp.float32
         )
         return jnp.sum(hidden)
 
     ours = jax.jit(jax.grad(loss)).lower(params).compile()
-    with mock.patch.object(decoder, "make_linear", lambda rules: jnp.einsum):
+    with mock.patch.object(context, "make_linear", lambda rules: jnp.einsum):
         plain = jax.jit(jax.grad(lambda params: loss(params))).lower(params).compile()
     with mock.patch.object(linear, "_gradient_of_weights", as_they_lie):
         unturned = jax.jit(jax.grad(lambda params: loss(params))).lower(params).compile()

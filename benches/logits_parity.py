@@ -20,6 +20,7 @@ import transformers
 from benches.record import arguments, record
 from podium.models.architecture import DecoderConfig
 from podium.models.attention import causal_attention
+from podium.models.blocks.kind import At
 from podium.models.decoder import forward, head_weights
 from podium.models.hf import load_params, save_model
 from podium.models.logprobs import logits_at
@@ -61,13 +62,15 @@ MODELS: dict[str, dict[str, Any]] = {
 def our_logits(params: Params, config: DecoderConfig, tokens: np.ndarray, rules: ShardingRules) -> np.ndarray:
     mask = jnp.tri(tokens.shape[1], dtype=bool)[None]
 
-    def attend(kv: Any, _: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, jax.Array]:
+    def attend(kv: Any, _: At, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, jax.Array]:
         return kv, causal_attention(q, k, v, mask)
 
     @jax.jit
     def compute(params: Params, tokens: jax.Array) -> jax.Array:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-        hidden, _ = forward(params, tokens, positions, attend, config=config, rules=rules, dtype=jnp.dtype("float32"))
+        hidden, _, _ = forward(
+            params, tokens, positions, attend, config=config, rules=rules, dtype=jnp.dtype("float32")
+        )
         return logits_at(hidden, head_weights(params, rules, jnp.dtype("float32")), 1.0)
 
     return np.asarray(compute(params, jnp.asarray(tokens)))

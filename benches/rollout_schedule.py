@@ -12,7 +12,6 @@ One model of SmolLM2-135M's shape with random weights, four questions, all sides
 Prints one JSON line and writes benches/results/rollout-schedule-PLATFORM.json; exit status 1 where a bar is missed.
 """
 
-import dataclasses
 import json
 import sys
 import threading
@@ -27,6 +26,7 @@ import numpy as np
 from benches.decode import SMOLLM2_135M
 from benches.record import arguments, record
 from podium.config.schema import RolloutConfig
+from podium.models.architecture import with_layers
 from podium.models.params import ROLLOUT_AXES, param_specs
 from podium.rollout import cache as caches
 from podium.rollout.engine import RolloutEngine
@@ -89,7 +89,7 @@ def lengths_bench(decoder: Any, params: Any, lengths: np.ndarray) -> dict[str, A
 def attention_bench(repeats: int = 5) -> dict[str, float]:
     """CPU milliseconds of one layer's decode attention by live tokens, in a cache of 2,048 for each slot."""
     rules, slots, page, length = ShardingRules(make_mesh("auto"), ROLLOUT_AXES), 64, 64, 2048
-    decoder = dataclasses.replace(SMOLLM2_135M, layers=1)
+    decoder = with_layers(SMOLLM2_135M, 1)
     abstract = caches.abstract_cache(
         decoder, pages=slots * length // page, page_tokens=page, dtype=jnp.dtype("float32"), rules=rules
     )
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=SMOLLM2_135M.layers, help="fewer: a quick trial")
     parser.add_argument("--requests", type=int, default=64)
     args = parser.parse_args()
-    decoder = dataclasses.replace(SMOLLM2_135M, layers=args.layers)
+    decoder = with_layers(SMOLLM2_135M, args.layers)
     params = init_params(0, param_specs(decoder), ShardingRules(make_mesh("auto"), ROLLOUT_AXES))
     rng = np.random.default_rng(0)
     lengths = np.clip(np.rint(rng.lognormal(np.log(120), 0.8, args.requests)), 16, 512).astype(int)

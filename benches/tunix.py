@@ -30,7 +30,7 @@ import numpy as np
 from benches.own_step import OwnStep
 from benches.record import ROOT, arguments, record
 from podium.config.schema import Config
-from podium.models.architecture import DecoderConfig
+from podium.models.architecture import dense_decoder
 from podium.models.hf import save_model
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.settings import load_settings
@@ -111,7 +111,7 @@ def write_model(folder: Path, sizes: Sizes) -> None:
     backend = transformers.PreTrainedTokenizerFast(
         tokenizer_object=rust, chat_template="{{ messages[-1].content }}", eos_token="<end>"
     )
-    decoder = DecoderConfig(
+    decoder = dense_decoder(
         model_type="qwen2",
         vocab=sizes.vocab,
         width=sizes.width,

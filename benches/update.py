@@ -15,6 +15,7 @@ import jax
 from benches.decode import SMOLLM2_135M
 from benches.record import arguments, record
 from podium.bench.update import measure
+from podium.models.architecture import with_layers
 from podium.plan.workload import draw_lengths
 from podium.settings import load_settings
 from podium.train.platform import prepare_platform
@@ -33,7 +34,7 @@ def main() -> None:
     args = parser.parse_args()
     prepare_platform()
     config = load_settings([DEMO], args.set, {}).config
-    decoder = dataclasses.replace(SMOLLM2_135M, layers=args.layers, vocab=args.vocab)
+    decoder = dataclasses.replace(with_layers(SMOLLM2_135M, args.layers), vocab=args.vocab)
     found = measure(config, decoder, draw_lengths(args.lengths, config), args.repeats)
     stats = jax.local_devices()[0].memory_stats() or {}
     result = {

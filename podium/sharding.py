@@ -17,7 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from podium.config.mesh import AXES, mesh_shape
-from podium.models.params import MeshAxes, ParamSpecs, indivisible, mesh_axis_names
+from podium.models.blocks.spec import ParamSpecs
+from podium.models.params import MeshAxes, indivisible, mesh_axis_names
 
 Params = dict[str, jax.Array]
 

@@ -3,14 +3,12 @@
 Without one both sides are the CPU: it shows that what a lent machine is asked still runs.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_decoder import tiny
 
-from benches.decode import SMOLLM2_135M
 from podium.algorithms.recipes import RECIPES
 from podium.bench.update import random_batch
 from podium.config.attention import attention_backend
@@ -26,9 +24,7 @@ from podium.train.optimizer import make_optimizer
 from podium.train.state import init_state
 from podium.train.step import TrainSettings, make_train_step, shard_batch
 
-DECODER = dataclasses.replace(
-    SMOLLM2_135M, vocab=512, width=64, layers=3, heads=4, kv_heads=2, head_dim=16, mlp_width=96, max_positions=256
-)
+DECODER = tiny(vocab=512, width=64, layers=3, head_dim=16, mlp_width=96, max_positions=256, rope_theta=1e5)
 CONFIG = Config.model_validate(
     {
         "model": "demo",

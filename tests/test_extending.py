@@ -3,7 +3,6 @@
 An algorithm is added in tests/algorithms/test_add_algorithm.py.
 """
 
-import dataclasses
 import json
 
 import jax
@@ -16,6 +15,7 @@ from podium import accelerators
 from podium.accelerators import find_accelerator
 from podium.config.errors import ConfigError
 from podium.config.show import file_schema
+from podium.models.architecture import with_layers
 from podium.models.params import ROLLOUT_LAYOUTS, TRAIN_AXES, param_specs
 from podium.models.presets import PRESETS, find_architecture
 from podium.observe.metric_table import METRICS, Metric
@@ -57,7 +57,7 @@ def test_a_task_is_a_function_and_a_name_in_the_config_or_an_entry(monkeypatch, 
 
 
 def test_a_model_is_an_entry(monkeypatch):
-    preset = dataclasses.replace(PRESETS["Qwen/Qwen3-0.6B"], layers=2)
+    preset = with_layers(PRESETS["Qwen/Qwen3-0.6B"], 2)
     monkeypatch.setitem(PRESETS, "mine/small", preset)
     config = load_settings([], ["model=mine/small", RUN[1]], {}).config
     assert find_architecture("mine/small") == preset

@@ -29,12 +29,15 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "prices",
         "models.architecture",
+        "models.blocks",
+        "models.blocks.mathematics",
         "models.layouts",
         "models.params",
         "models.flops",
         "models.names",
         "models.gguf",
         "models.source",
+        "models.stored",
         "models.presets",
     ),
     ("tasks", "algorithms.advantages", "algorithms.recipes", "tools.seed_keys"),
@@ -54,7 +57,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("api",),
     ("cli",),
 )
-WITHOUT_JAX = {part for floor in FLOORS[:9] for part in floor} | {"hlo", "compiler", "cli", "plan.cli", "bench.cli"}
+WHEN_APPLIED = {"models.blocks.mathematics"}
+"""Imported by layers only when they are applied, in functions that are traced: it needs jax and nothing of Podium."""
+WITHOUT_JAX = {part for floor in FLOORS[:9] for part in floor} - WHEN_APPLIED
+WITHOUT_JAX |= {"hlo", "compiler", "cli", "plan.cli", "bench.cli"}
 HEIGHTS = {part: height for height, floor in enumerate(FLOORS) for part in floor}
 
 Modules = Mapping[str, str]

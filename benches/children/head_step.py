@@ -11,7 +11,7 @@ from podium.compiler import compiler_options
 from podium.config.head import fast_memory, head_tile
 from podium.hlo.cost import roofline, walk
 from podium.hlo.text import parse
-from podium.models.linear import Weight
+from podium.models.blocks.weights import Weight
 from podium.models.logprobs import token_logprobs
 from podium.models.params import GATHERED_AXES, TRAIN_AXES
 from podium.plan.calibration import load_chip

@@ -16,6 +16,7 @@ from jax.lax import stop_gradient
 
 from podium.algorithms.recipes import Recipe
 from podium.models.architecture import DecoderConfig
+from podium.models.blocks.rope import Rope
 
 Weights = dict[str, jax.Array]
 
@@ -51,7 +52,8 @@ def in_float64() -> Iterator[None]:
 def logits(weights: Weights, tokens: jax.Array, decoder: DecoderConfig) -> jax.Array:
     """Logits [T, V] behind each token of one sequence [T]."""
     (T,) = tokens.shape
-    angles = jnp.arange(T)[:, None] * jnp.asarray(_frequencies(decoder))[None]  # [T, Q/2]
+    attention, _ = decoder.dense_layer
+    angles = jnp.arange(T)[:, None] * jnp.asarray(_frequencies(attention.rope))[None]  # [T, Q/2]
     causal = jnp.arange(T)[:, None] >= jnp.arange(T)[None]  # query by key
 
     def norm(x: jax.Array, scale: jax.Array) -> jax.Array:  # [..., D]
@@ -59,20 +61,20 @@ def logits(weights: Weights, tokens: jax.Array, decoder: DecoderConfig) -> jax.A
         return y * jnp.expand_dims(scale, range(x.ndim - 1))
 
     def rotated(x: jax.Array) -> jax.Array:  # [T, H, Q]
-        half = decoder.head_dim // 2
+        half = attention.head_dim // 2
         pairs = (x[..., :half] + 1j * x[..., half:]) * jnp.exp(1j * angles)[:, None]
         return jnp.concatenate([pairs.real, pairs.imag], axis=-1)
 
     def layer(x: jax.Array, w: Weights) -> tuple[jax.Array, None]:
         y = norm(x, w["attention_norm"])
         q, k, v = (jnp.einsum("td,dhq->thq", y, w[name]) for name in "qkv")
-        if decoder.qkv_bias:
+        if attention.bias:
             q, k, v = (z + w[f"{name}_bias"][None] for name, z in (("q", q), ("k", k), ("v", v)))
-        if decoder.qk_norm:
+        if attention.norm:
             q, k = norm(q, w["q_norm"]), norm(k, w["k_norm"])
         q, k = rotated(q), rotated(k)
-        k, v = (jnp.repeat(z, decoder.heads // decoder.kv_heads, axis=1) for z in (k, v))
-        scores = jnp.einsum("thq,shq->hts", q, k) / np.sqrt(decoder.head_dim)
+        k, v = (jnp.repeat(z, attention.heads // attention.kv_heads, axis=1) for z in (k, v))
+        scores = jnp.einsum("thq,shq->hts", q, k) / np.sqrt(attention.head_dim)
         shares = jax.nn.softmax(jnp.where(causal[None], scores, -jnp.inf), axis=-1)
         x = x + jnp.einsum("hts,shq,hqd->td", shares, v, w["o"])
         y = norm(x, w["mlp_norm"])
@@ -161,12 +163,12 @@ def denominators(recipe: Recipe, valid: jax.Array, max_new_tokens: int) -> jax.A
     return valid / (S * (lengths if recipe.mean == "sequence" else max_new_tokens))
 
 
-def _frequencies(decoder: DecoderConfig) -> np.ndarray:
+def _frequencies(rope: Rope) -> np.ndarray:
     """Radians per position of each pair of a head, [Q/2], one by one as Llama 3.1's code has them."""
     found = []
-    for pair in range(decoder.head_dim // 2):
-        frequency = decoder.rope_theta ** (-2 * pair / decoder.head_dim)
-        if (scaling := decoder.rope_scaling) is not None:
+    for pair in range(rope.dims // 2):
+        frequency = rope.theta ** (-2 * pair / rope.dims)
+        if (scaling := rope.scaling) is not None:
             wavelength = 2 * np.pi / frequency
             original, low, high = scaling.original_max_positions, scaling.low_freq_factor, scaling.high_freq_factor
             if wavelength > original / low:

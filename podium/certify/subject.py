@@ -15,6 +15,7 @@ from podium.certify.naive import Scores, Sequences, in_float64, scores
 from podium.config.imports import is_path
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
+from podium.models.blocks.kind import Block, Stack
 from podium.models.params import (
     ROLLOUT_AXES,
     TRAIN_AXES,
@@ -180,16 +181,24 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
 
 def tiny_clone(decoder: DecoderConfig) -> DecoderConfig:
     """A decoder of the same kind that compiles in a second: every switch as it is, at most 2 layers of width 64."""
-    kv_heads = 2 if decoder.kv_heads % 2 == 0 else 1
+    attention, mlp = decoder.dense_layer
+    kv_heads = 2 if attention.kv_heads % 2 == 0 else 1
+    head_dim = min(attention.head_dim, 16)
+    block = Block(
+        mixer=dataclasses.replace(
+            attention,
+            heads=kv_heads * (attention.heads // attention.kv_heads),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            rope=dataclasses.replace(attention.rope, dims=head_dim),
+        ),
+        feed_forward=dataclasses.replace(mlp, width=min(mlp.width, 96)),
+    )
     return dataclasses.replace(
         decoder,
         vocab=min(decoder.vocab, 320),
         width=min(decoder.width, 64),
-        layers=min(decoder.layers, 2),
-        heads=kv_heads * (decoder.heads // decoder.kv_heads),
-        kv_heads=kv_heads,
-        head_dim=min(decoder.head_dim, 16),
-        mlp_width=min(decoder.mlp_width, 96),
+        stacks=(Stack(pattern=(block,), repeats=min(decoder.layers, 2)),),
         lora=decoder.lora and dataclasses.replace(decoder.lora, rank=4, alpha=4 * decoder.lora.scale),
     )
 

@@ -2,21 +2,22 @@
 
 import hashlib
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
 from podium.models.architecture import DecoderConfig
+from podium.models.blocks.spec import ParamSpec, matrix_outputs
+from podium.models.blocks.weights import AnyWeight
 from podium.models.linear import kept_dtype
 from podium.models.params import (
     LORA_A,
     LORA_B,
     SCALE,
-    ParamSpec,
     frozen_dtype,
     frozen_specs,
     is_adapter,
-    matrix_outputs,
 )
 from podium.sharding import Params, ShardingRules, param_shardings
 
@@ -41,13 +42,14 @@ def merged(params: Params, scale: float) -> Params:
     return {name: whole(name, value) for name, value in params.items() if not is_adapter(name)}
 
 
-def dequantised(w: Params, dtype: jnp.dtype) -> Params:
-    """The weights of a layer in `dtype`: those in int8 times their scales, in float32 and rounded once."""
+def dequantised(w: Mapping[str, AnyWeight], dtype: jnp.dtype) -> dict[str, AnyWeight]:
+    """The weights of a layer in `dtype`: int8 ones times their scales, in float32 and rounded once."""
 
-    def whole(name: str, value: jax.Array) -> jax.Array:
+    def whole(name: str, value: AnyWeight) -> AnyWeight:
         if name + SCALE not in w:
             return value
         scale = w[name + SCALE]
+        assert isinstance(value, jax.Array) and isinstance(scale, jax.Array), "int8 weights are plain arrays"
         return (value.astype(jnp.float32) * jnp.expand_dims(scale, range(value.ndim - scale.ndim))).astype(dtype)
 
     return {name: whole(name, value) for name, value in w.items() if not name.endswith(SCALE)}
@@ -58,7 +60,7 @@ def quantised(value: jax.Array, spec: ParamSpec) -> tuple[jax.Array, jax.Array]:
 
     Symmetric: the largest number of an output's column is 127 steps from 0, and the others are rounded to the nearest.
     """
-    inputs = tuple(range(1, matrix_outputs(spec)))
+    inputs = tuple(range(spec.stacked, matrix_outputs(spec)))
     largest = jnp.max(jnp.abs(value.astype(jnp.float32)), axis=inputs, keepdims=True)
     scale = jnp.where(largest > 0, largest / INT8_MOST, 1.0)
     return jnp.round(value / scale).astype(jnp.int8), jnp.squeeze(scale, inputs)

@@ -5,24 +5,21 @@ Where a model lies is `podium.models.source`; what GGUF calls these numbers is `
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from podium.config.lora import APART_RANK, MATRICES, TARGETS, Base, LoraConfig
+from podium.models.blocks.attention import Attention
+from podium.models.blocks.kind import Block, Place, Stack, Work, places
+from podium.models.blocks.mlp import Mlp
+from podium.models.blocks.rope import Rope, RopeScaling
+
+LAYERS = "layers."
+"""How the names of all layers' weights begin."""
 
 
 class ModelError(ValueError):
     """A model that cannot be found, is not whole, or has a part that Podium does not compute."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Llama 3's stretched rotary frequencies (its paper, arXiv:2407.21783, and config.json `rope_type: llama3`)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,28 +60,142 @@ def make_lora(config: LoraConfig | None) -> Lora | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """A decoder of the family of Llama: Llama 2/3, SmolLM2, Qwen2/2.5, Qwen3 differ by these fields alone."""
+    """A decoder: an embedding, stacks of blocks (`podium.models.blocks`), a norm and a head."""
 
     model_type: str
     """As config.json says: llama, qwen2, qwen3. An export writes it back."""
     vocab: int
     width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp_width: int
+    stacks: tuple[Stack, ...]
+    """The layers, in order."""
     max_positions: int
-    rope_theta: float
-    rope_scaling: RopeScaling | None
     norm_eps: float
     tied: bool
     """The head is the embedding, transposed."""
-    qkv_bias: bool
-    qk_norm: bool
-    """RMS norm of each head's query and key before the rotation (Qwen3)."""
     lora: Lora | None = None
     """Adapters that are trained in place of the weights, which are frozen; no part of config.json."""
+
+    @functools.cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Every place in the stacks' patterns, with the layers that stand there."""
+        return places(self.stacks, LAYERS)
+
+    @property
+    def layers(self) -> int:
+        """How many there are."""
+        return sum(len(place.layers) for place in self.places)
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The rotary embeddings of all layers, each once."""
+        kinds = (kind for place in self.places for kind in place.block.kinds)
+        return tuple(dict.fromkeys(rope for kind in kinds for rope in kind.ropes))
+
+    @property
+    def heads(self) -> int:
+        """Query heads of every layer with attention."""
+        return self._of_attention("heads")
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads of every layer with attention."""
+        return self._of_attention("kv_heads")
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a head in every layer with attention."""
+        return self._of_attention("head_dim")
+
+    @property
+    def dense_layer(self) -> tuple[Attention, Mlp]:
+        """The one kind of layer of a dense decoder. Raises ModelError where layers differ, or are of other kinds."""
+        block, *others = {place.block for place in self.places}
+        if not others and isinstance(block.mixer, Attention) and isinstance(block.feed_forward, Mlp):
+            return block.mixer, block.feed_forward
+        raise ModelError(f"the layers of this {self.model_type} are not all dense layers of one kind")
+
+    def total(self, count: Callable[[Work], int]) -> int:
+        """A number of `Work`, summed over all layers."""
+        return sum(len(place.layers) * count(place.block.work(self.width)) for place in self.places)
+
+    def attention_layers(self) -> Iterator[tuple[int, Attention]]:
+        """How many layers have which attention."""
+        for place in self.places:
+            if isinstance(place.block.mixer, Attention):
+                yield len(place.layers), place.block.mixer
+
+    @property
+    def active(self) -> int:
+        """Elements of the matrices that a token is multiplied with: the layers' and the head."""
+        return self.total(lambda work: work.active) + self.vocab * self.width
+
+    @property
+    def cached(self) -> int:
+        """Numbers that decoding keeps of each token, of all layers."""
+        return self.total(lambda work: work.cached)
+
+    def sizes(self, axis: str) -> set[int]:
+        """The sizes of all dimensions of the layers' weights that have this logical axis."""
+        specs = (spec for place in self.places for spec in place.block.specs(self.width, std=0.0, out_std=0.0).values())
+        return {size for spec in specs for size, own in zip(spec.shape, spec.axes, strict=True) if own == axis}
+
+    def _of_attention(self, name: str) -> int:
+        """A number in which all layers with attention agree. Raises ModelError where they do not, or there are none."""
+        found = {getattr(attention, name) for _, attention in self.attention_layers()}
+        if len(found) != 1:
+            raise ModelError(
+                f"the attention layers of this {self.model_type} do not have one number of {name}: {found}"
+            )
+        return found.pop()
+
+
+def dense_decoder(
+    *,
+    model_type: str,
+    vocab: int,
+    width: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    mlp_width: int,
+    max_positions: int,
+    rope_theta: float,
+    rope_scaling: RopeScaling | None,
+    norm_eps: float,
+    tied: bool,
+    qkv_bias: bool,
+    qk_norm: bool,
+    lora: Lora | None = None,
+) -> DecoderConfig:
+    """A decoder of one kind of layer: Llama 2/3, SmolLM2, Qwen2/2.5 and Qwen3 differ by these numbers alone."""
+    attention = Attention(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=Rope(theta=rope_theta, dims=head_dim, scaling=rope_scaling),
+        bias=qkv_bias,
+        norm=qk_norm,
+    )
+    block = Block(mixer=attention, feed_forward=Mlp(width=mlp_width))
+    return DecoderConfig(
+        model_type=model_type,
+        vocab=vocab,
+        width=width,
+        stacks=(Stack(pattern=(block,), repeats=layers),),
+        max_positions=max_positions,
+        norm_eps=norm_eps,
+        tied=tied,
+        lora=lora,
+    )
+
+
+def with_layers(decoder: DecoderConfig, layers: int) -> DecoderConfig:
+    """The decoder with another number of layers. Raises ModelError where its pattern does not divide them."""
+    stack, *others = decoder.stacks
+    if others or layers % len(stack.pattern):
+        raise ModelError(f"this {decoder.model_type} cannot have {layers} layers: its stacks repeat other patterns")
+    return dataclasses.replace(decoder, stacks=(dataclasses.replace(stack, repeats=layers // len(stack.pattern)),))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,7 +270,7 @@ def from_hf_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
 
     width, heads = number("hidden_size"), number("num_attention_heads")
     rope_theta, rope_scaling = _rope(raw, where)
-    config = DecoderConfig(
+    config = dense_decoder(
         model_type=raw["model_type"],
         vocab=number("vocab_size"),
         width=width,
@@ -205,24 +316,25 @@ def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None
 
 def to_hf_config(config: DecoderConfig) -> dict[str, Any]:
     """The config.json from which transformers, 4 or 5, makes this decoder."""
+    attention, mlp = config.dense_layer
     raw: dict[str, Any] = {
         "architectures": [FAMILIES[config.model_type].transformers_class],
         "model_type": config.model_type,
         "vocab_size": config.vocab,
         "hidden_size": config.width,
         "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.mlp_width,
+        "num_attention_heads": attention.heads,
+        "num_key_value_heads": attention.kv_heads,
+        "head_dim": attention.head_dim,
+        "intermediate_size": mlp.width,
         "hidden_act": "silu",
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
+        "rope_theta": attention.rope.theta,
         "rope_scaling": None,
         "tie_word_embeddings": config.tied,
     }
-    if (scaling := config.rope_scaling) is not None:
+    if (scaling := attention.rope.scaling) is not None:
         raw["rope_scaling"] = {
             "rope_type": "llama3",
             "factor": scaling.factor,

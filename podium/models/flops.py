@@ -59,15 +59,9 @@ def forward_flops(decoder: DecoderConfig, work: Work) -> int:
 
 def matrix_elements(decoder: DecoderConfig) -> int:
     """N, elements of the matrices that every token is multiplied with: the layers' and the head."""
-    return decoder.layers * layer_elements(decoder) + decoder.vocab * decoder.width
-
-
-def layer_elements(decoder: DecoderConfig) -> int:
-    """Elements of a layer's matrices."""
-    attention = 2 * decoder.width * (decoder.heads + decoder.kv_heads) * decoder.head_dim
-    return attention + 3 * decoder.width * decoder.mlp_width
+    return decoder.active
 
 
 def pair_flops(decoder: DecoderConfig) -> int:
     """Operations of a forward pass for a query and a key: their product and the value's weight, in all heads."""
-    return 4 * decoder.heads * decoder.head_dim * decoder.layers
+    return 2 * decoder.total(lambda work: work.pair)

@@ -15,7 +15,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from podium.models.architecture import DecoderConfig, ModelError, RopeScaling, check_config, check_family, whole_number
+from podium.models.architecture import (
+    DecoderConfig,
+    ModelError,
+    check_config,
+    check_family,
+    dense_decoder,
+    whole_number,
+)
+from podium.models.blocks.rope import RopeScaling
 from podium.models.names import StoredTensor
 
 MAGIC = b"GGUF"
@@ -130,7 +138,7 @@ def read_config(header: GgufHeader) -> DecoderConfig:
     head_dim = number("attention.key_length", width // heads)
     if number("rope.dimension_count", head_dim) != head_dim:
         raise ModelError(f"{where}: {architecture}.rope.dimension_count: only rotation of the whole head is supported")
-    config = DecoderConfig(
+    config = dense_decoder(
         model_type=str(architecture),
         vocab=header.tensors["token_embd.weight"].shape[0],
         width=width,

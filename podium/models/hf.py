@@ -7,11 +7,12 @@ model, nor its largest tensor. Names and layouts are `podium.models.names`; GGUF
 import contextlib
 import functools
 import json
+import math
 import os
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from podium.models.architecture import DecoderConfig, ModelError, to_hf_config
-from podium.models.decoder import rope_frequencies
+from podium.models.blocks.spec import ParamSpec
 from podium.models.gguf import GgufHeader, GgufTensors, read_header, rope_divisors
-from podium.models.names import IGNORED_SUFFIXES, NAMES, Layout, StoredTensor, Tensors, layers_of
-from podium.models.params import ParamSpec, ParamSpecs, param_specs
+from podium.models.names import IGNORED_SUFFIXES, NAMES, FilePart, StoredTensor, Tensors, file_parts
+from podium.models.params import param_specs
 from podium.models.source import ModelSource, read_json
 from podium.models.tokenizer import Tokenizer
 from podium.sharding import Params, ShardingRules, param_shardings
@@ -56,7 +57,7 @@ def load_params(
         _check_rope(header, config)
     else:
         tensors = SafetensorsFolder(source.path)
-    parts = list(_parts(specs, source.kind))
+    parts = list(file_parts(config, source.kind))
     _check_tensors(tensors, parts, tied=config.tied, where=source.path)
     specs = {name: spec for name, spec in specs.items() if only is None or name in only}
 
@@ -67,27 +68,6 @@ def load_params(
     for part in (each for each in parts if each.param in specs):
         params[part.param] = _fill(params[part.param], part, tensors, specs[part.param], rules)
     return params
-
-
-class _Part(NamedTuple):
-    """What one tensor of a file is to us: a parameter, or one layer of it."""
-
-    tensor: str
-    param: str
-    layer: int | None
-    shape: tuple[int, ...]  # ours
-
-    @property
-    def layout(self) -> Layout:
-        return NAMES[self.param]
-
-
-def _parts(specs: ParamSpecs, kind: Literal["folder", "gguf"]) -> Iterator[_Part]:
-    """All tensors that the files must hold."""
-    for param, spec in specs.items():
-        name = NAMES[param].gguf if kind == "gguf" else NAMES[param].hf
-        for layer, shape in layers_of(param, spec.shape):
-            yield _Part(name.format(layer), param, layer, shape)
 
 
 class SafetensorsFolder:
@@ -127,11 +107,11 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _check_tensors(tensors: Tensors, parts: list[_Part], *, tied: bool, where: Path) -> None:
+def _check_tensors(tensors: Tensors, parts: list[FilePart], *, tied: bool, where: Path) -> None:
     """Raises ModelError where what the files hold is not what the decoder needs."""
     problems = []
     for part in parts:
-        expected = part.layout.file_shape(part.shape)
+        expected = part.tensor_shape
         entry = tensors.entries.get(part.tensor)
         if entry is None:
             problems.append(f"tensor {part.tensor} is missing from {where}; expected shape {list(expected)}")
@@ -156,19 +136,21 @@ def _check_rope(header: GgufHeader, config: DecoderConfig) -> None:
     divisors = rope_divisors(header)
     if divisors is None:
         return
-    half = config.head_dim // 2
-    ours = config.rope_theta ** -(np.arange(half) / half) / rope_frequencies(config)
-    if divisors.shape != ours.shape or not np.allclose(divisors, ours, rtol=1e-4):
+    for rope in config.ropes:
+        half = rope.dims // 2
+        ours = rope.theta ** -(np.arange(half) / half) / rope.frequencies()
+        if divisors.shape == ours.shape and np.allclose(divisors, ours, rtol=1e-4):
+            continue
         raise ModelError(f"{header.path}: tensor rope_freqs.weight: only Llama 3.1's scaling is supported")
 
 
-def _fill(target: jax.Array, part: _Part, tensors: Tensors, spec: ParamSpec, rules: ShardingRules) -> jax.Array:
+def _fill(target: jax.Array, part: FilePart, tensors: Tensors, spec: ParamSpec, rules: ShardingRules) -> jax.Array:
     """`target` with one tensor of the files written into it, piece by piece; the old `target` is gone.
 
     A piece is some rows of every shard, in the file's order of dimensions. On the devices it is transposed, converted
     and written in place.
     """
-    layout, layer = part.layout, part.layer
+    layout = part.layout
     shape = layout.split_shape(part.shape)  # in the file's order, as all below
     axes = dict(zip(layout.ours, spec.axes[-len(layout.ours) :], strict=True))
     partition = rules.spec([axes[letter] for letter in layout.letters])
@@ -178,32 +160,33 @@ def _fill(target: jax.Array, part: _Part, tensors: Tensors, spec: ParamSpec, rul
     width = layout.file_shape(part.shape)[0] // shape[0]  # rows of the file in one of ours
     bytes_per_row = shards * int(np.prod(shape[1:], dtype=np.int64)) * 4
     count = max(1, min(rows, PIECE_BYTES // bytes_per_row))
-    write = _make_write(rules.mesh, rules.spec(spec.axes), partition, layout.from_file_order(), layer is not None)
+    write = _make_write(rules.mesh, rules.spec(spec.axes), partition, layout.from_file_order())
     for first in range(0, rows, count):
         start = min(first, rows - count)  # the last piece overlaps the one before: all have one shape
         read = functools.cache(functools.partial(tensors.read, part.tensor))
 
         def piece(index: Any, start: int = start, read: Any = read) -> np.ndarray:
             row = (index[0].start or 0) // count * rows + start
-            block = read(row * width, (row + count) * width).reshape(count, *shape[1:])
+            block = read(part.first + row * width, part.first + (row + count) * width).reshape(count, *shape[1:])
             return block[(slice(None), *index[1:])]
 
         values = jax.make_array_from_callback((count * shards, *shape[1:]), sharding, piece)
-        target = write(target, values, layer or 0, start)
+        target = write(target, values, part.index, start)
         target.block_until_ready()  # pieces must not pile up
     return target
 
 
 @functools.cache
-def _make_write(mesh: Mesh, target: PartitionSpec, piece: PartitionSpec, order: tuple[int, ...], stacked: bool):
-    """The jitted `(target, piece, layer, start) -> target` with a piece of each shard written in place."""
+def _make_write(mesh: Mesh, target: PartitionSpec, piece: PartitionSpec, order: tuple[int, ...]):
+    """The jitted `(target, piece, index, start) -> target` with a piece of each shard written in place.
 
-    def write(target: jax.Array, piece: jax.Array, layer: jax.Array, start: jax.Array) -> jax.Array:
+    `index` says where in the stacked dimensions, `start` at which of a shard's rows.
+    """
+
+    def write(target: jax.Array, piece: jax.Array, index: tuple[jax.Array, ...], start: jax.Array) -> jax.Array:
         values = piece.transpose(order).astype(target.dtype)
-        starts = [start if dim == 0 else 0 for dim in order]
-        if stacked:
-            values, starts = values[None], [layer, *starts]
-        return jax.lax.dynamic_update_slice(target, values, starts)
+        values = jnp.expand_dims(values, range(len(index)))
+        return jax.lax.dynamic_update_slice(target, values, [*index, *(start if dim == 0 else 0 for dim in order)])
 
     everywhere = PartitionSpec()
     specs = (target, piece, everywhere, everywhere)
@@ -259,31 +242,37 @@ def _save_config(config: DecoderConfig, tokenizer: Tokenizer | None, folder: Pat
 
 
 def _save_weights(params: Params, config: DecoderConfig, folder: Path, dtype: str, max_shard_bytes: int) -> None:
-    shards: list[list[_Part]] = [[]]
-    item, size, total = jnp.dtype(dtype).itemsize, 0, 0
-    for part in _parts(param_specs(config), "folder"):
-        part_bytes = int(np.prod(part.shape)) * item
-        if shards[-1] and size + part_bytes > max_shard_bytes:
+    by_tensor: dict[str, list[FilePart]] = {}
+    for part in file_parts(config, "folder"):
+        by_tensor.setdefault(part.tensor, []).append(part)
+    shards: list[list[str]] = [[]]
+    size, total = 0, 0
+    for tensor, parts in by_tensor.items():
+        tensor_bytes = math.prod(parts[0].tensor_shape) * jnp.dtype(dtype).itemsize
+        if shards[-1] and size + tensor_bytes > max_shard_bytes:
             shards.append([])
             size = 0
-        shards[-1].append(part)
-        size, total = size + part_bytes, total + part_bytes
+        shards[-1].append(tensor)
+        size, total = size + tensor_bytes, total + tensor_bytes
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = [WEIGHTS]
     for name, shard in zip(names, shards, strict=True):
-        tensors = {part.tensor: _file_tensor(params[part.param], part, dtype) for part in shard}
+        tensors = {tensor: _file_tensor(params, by_tensor[tensor], dtype) for tensor in shard}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         (folder / name).chmod((folder / "config.json").stat().st_mode)  # safetensors' own is for the owner alone
     if len(shards) > 1:
-        weight_map = {part.tensor: name for name, shard in zip(names, shards, strict=True) for part in shard}
+        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _file_tensor(value: jax.Array, part: _Part, dtype: str) -> np.ndarray:
-    """The tensor of a part as the file has it."""
-    ours = np.asarray((value if part.layer is None else value[part.layer]).astype(dtype))
-    return np.ascontiguousarray(ours.transpose(part.layout.to_file_order()).reshape(part.layout.file_shape(part.shape)))
+def _file_tensor(params: Params, parts: list[FilePart], dtype: str) -> np.ndarray:
+    """A tensor as the file has it, of its parts."""
+    found = []
+    for part in sorted(parts, key=lambda part: part.first):
+        ours = np.asarray(params[part.param][part.index].astype(dtype))
+        found.append(ours.transpose(part.layout.to_file_order()).reshape(part.layout.file_shape(part.shape)))
+    return np.ascontiguousarray(np.concatenate(found) if len(found) > 1 else found[0])
 
 
 def write_json(path: Path, value: dict) -> None:

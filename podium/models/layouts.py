@@ -96,9 +96,7 @@ class DecodeFloor:
     @property
     def matmul_params(self) -> int:
         """Parameters that every token is multiplied with: layers and head."""
-        d = self.decoder
-        attention = 2 * d.width * (d.heads + d.kv_heads) * d.head_dim
-        return d.layers * (attention + 3 * d.width * d.mlp_width) + d.vocab * d.width
+        return self.decoder.active
 
     @property
     def params(self) -> int:
@@ -108,8 +106,7 @@ class DecodeFloor:
     @property
     def kv_bytes(self) -> int:
         """Keys and values of a token."""
-        d = self.decoder
-        return d.layers * 2 * d.kv_heads * d.head_dim * BF16
+        return self.decoder.cached * BF16
 
     def step_s(self, rows: int, kv_tokens: float) -> float:
         """Seconds of one token of each of `rows` sequences of a host, which attend to `kv_tokens` in all.
@@ -262,8 +259,9 @@ def _problem(group: int, decoder: DecoderConfig, chips: int) -> str:
     spare = group // math.gcd(group, decoder.kv_heads)
     if chips % group:
         return f"they do not divide the {chips} devices that decode together"
-    if decoder.mlp_width % group:
-        return f"an MLP width of {decoder.mlp_width} does not divide over them"
+    for width in decoder.sizes("mlp"):
+        if width % group:
+            return f"an MLP width of {width} does not divide over them"
     if decoder.head_dim % spare:
         return f"heads of {decoder.head_dim} numbers do not divide over the {spare} devices of a key/value head"
     return ""

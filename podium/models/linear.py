@@ -6,45 +6,47 @@ and into bfloat16 results at less than float32's, as it does all elementwise wor
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from podium.models.params import LORA_A, LORA_B, is_adapter
+from podium.models.blocks.spec import ParamSpec, is_matrix
+from podium.models.blocks.weights import Adapted, AnyWeight, LayerWeight, Weight
+from podium.models.params import LORA_A, LORA_B, SCALE, is_adapter
 from podium.sharding import ShardingRules
 
-
-class Weight(NamedTuple):
-    """A weight whose gradient is wanted in float32, whatever its products are made in, or not at all."""
-
-    value: jax.Array
-    """What is multiplied; no gradient flows to it."""
-    sums: jax.Array | None
-    """Float32, of the same shape: the gradient flows here. The numbers are not read. None: the weight is frozen."""
-    kept: jax.Array | None = None
-    """What a cast makes `value` of, and the backward pass again (`of_bits` first): a loop keeps no copy of its inputs.
-    None: `value` itself is kept."""
+Linear = Callable[[str, jax.Array, LayerWeight], jax.Array]
+"""`(pattern, x, weight) -> y`, an einsum of two operands."""
 
 
-AnyWeight = jax.Array | Weight
+@jax.named_scope("weights")
+def layer_weight(
+    name: str, stored: jax.Array, spec: ParamSpec, *, frozen: bool, rules: ShardingRules, dtype: jnp.dtype, wide: bool
+) -> AnyWeight:
+    """A stored weight as a layer uses it: in `dtype` and gathered. With `wide` a trained one has a float32 gradient.
+
+    With `wide` a norm or a bias has a number of `dtype` as float32, and so has what it is added to or multiplied with.
+    """
+    as_stored, stored = stored, of_bits(stored)
+    axes, matrix = spec.axes[len(spec.axes) - stored.ndim :], is_matrix(spec)
+    if name.endswith(SCALE) or stored.dtype == jnp.int8:
+        return rules.constrain_weight(stored, *axes)
+    kept = as_stored if rules.on_cpu and rules.mesh.size == 1 else None  # nothing is gathered, and a cast is cheap
+    if frozen or not wide:
+        value = rules.constrain_weight(stored.astype(dtype), *axes)
+        return Weight(value, None, kept) if frozen and matrix else value
+    if matrix:
+        value = rules.constrain_weight(jax.lax.stop_gradient(stored).astype(dtype), *axes)
+        return Weight(value, rules.weight_sums(stored, *axes), kept)
+    here = rules.constrain_weight(stored, *axes)
+    return here + jax.lax.stop_gradient(here.astype(dtype).astype(jnp.float32) - here)
 
 
-class Adapted(NamedTuple):
-    """A frozen matrix with its adapter, whose product with x is xW + scale (xA)B."""
-
-    matrix: AnyWeight  # [in..., out...]
-    a: AnyWeight  # [in..., r]
-    b: AnyWeight  # [r, out...]
-    scale: float
-
-
-Linear = Callable[[str, jax.Array, AnyWeight | Adapted], jax.Array]
-
-
-def with_adapters(w: dict[str, Any], scale: float) -> dict[str, Any]:
-    """The weights of a layer, each that has an adapter together with it."""
+def with_adapters(w: Mapping[str, AnyWeight], scale: float) -> dict[str, LayerWeight]:
+    """The weights of a layer, each adapted matrix with its adapter."""
     return {
         name: Adapted(value, w[name + LORA_A], w[name + LORA_B], scale) if name + LORA_A in w else value
         for name, value in w.items()
@@ -88,12 +90,31 @@ def make_linear(rules: ShardingRules) -> Linear:
     it to good effect.
     """
 
-    def linear(pattern: str, x: jax.Array, w: AnyWeight | Adapted) -> jax.Array:
+    def linear(pattern: str, x: jax.Array, w: LayerWeight) -> jax.Array:
         if isinstance(w, Adapted):
             return linear(pattern, x, w.matrix) + adapter(linear, pattern, x, w)
         return product(pattern, jnp.dtype(x.dtype), rules.on_cpu, x, w)
 
     return linear
+
+
+def several(
+    linear: Linear, rules: ShardingRules, pattern: str, x: jax.Array, weights: Sequence[LayerWeight], axis: str
+) -> list[jax.Array]:
+    """Products of one activation with several weights, which differ in the size of the logical `axis`.
+
+    It is the first output dimension. In training on TPU they are one product: where few heads of keys and values are
+    read and written, they take as long as many.
+    """
+    trained = [each for each in weights if isinstance(each, Weight) and each.sums is not None]
+    if rules.platform != "tpu" or len(trained) < len(weights) or rules.num_shards(axis) > 1:
+        return [linear(pattern, x, each) for each in weights]
+    x_axes, w_axes, y_axes = pattern.replace("->", ",").split(",")
+    outer = next(letter for letter in w_axes if letter not in x_axes)
+    dim, split = w_axes.index(outer), y_axes.index(outer)
+    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=dim), *trained)
+    ends = list(itertools.accumulate(each.value.shape[dim] for each in trained))[:-1]
+    return jnp.split(linear(pattern, x, joined), ends, axis=split)
 
 
 def adapter(linear: Linear, pattern: str, x: jax.Array, w: Adapted) -> jax.Array:
@@ -140,7 +161,7 @@ def _einsum(pattern: str, x: jax.Array, y: jax.Array, dtype: jnp.dtype) -> jax.A
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(form: Form, x: jax.Array, w: jax.Array, sums: jax.Array, kept: jax.Array) -> Any:
+def _product(form: Form, x: jax.Array, w: jax.Array, sums: jax.Array, kept: jax.Array) -> jax.Array:
     return _einsum(form.pattern, x.astype(form.operands), w, form.result)
 
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from podium.config.head import HeadKind, fast_memory
 from podium.kernels.tpu_head import HeadOptions, tpu_head
-from podium.models.linear import AnyWeight, Weight, full_precision, product
+from podium.models.blocks.weights import AnyWeight, Weight
+from podium.models.linear import full_precision, product
 from podium.sharding import ShardingRules
 
 FLOAT32_BYTES = 4

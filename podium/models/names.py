@@ -1,13 +1,21 @@
-"""What our parameters are called in files, and how they lie there: one table, for loading and for export. No jax."""
+"""What our parameters are called in files, and how they lie there: one table, for loading and for export. No jax.
 
+A file may have several of our parameters in one tensor (`Layout.joined`), or one of ours in several tensors: a stack of
+layers, and of experts.
+"""
+
+import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from podium.models.params import LAYERS
+from podium.models.architecture import LAYERS, DecoderConfig
+from podium.models.blocks.spec import ParamSpec
+from podium.models.params import own_name, param_specs
 
 
 class Layout(NamedTuple):
@@ -16,10 +24,12 @@ class Layout(NamedTuple):
     Dimensions are letters: V vocabulary, D width, F MLP width, H and K heads, Q head size.
     """
 
-    hf: str  # name in safetensors; {} is the layer
+    hf: str  # name in safetensors; {} is the layer, and a second {} the expert
     gguf: str  # name in GGUF
-    ours: str  # our dimensions, without the layers'
+    ours: str  # our dimensions, without those of layers and experts
     file: str  # the file's; the letters of one word are one dimension there
+    joined: tuple[str, ...] = ()
+    """The parameters of a layer whose rows the tensor has one after the other, this one among them; (): this alone."""
 
     @property
     def letters(self) -> str:
@@ -35,6 +45,10 @@ class Layout(NamedTuple):
         """The shape that a parameter of our `shape` (without layers) has in the file."""
         sizes = dict(zip(self.ours, shape, strict=True))
         return tuple(math.prod(sizes[letter] for letter in word) for word in self.file.split())
+
+    def file_rows(self, spec: ParamSpec) -> int:
+        """Rows of the file that one matrix or vector of a parameter has."""
+        return self.file_shape(spec.shape[spec.stacked :])[0]
 
     def to_file_order(self) -> tuple[int, ...]:
         """The transposition from our dimensions to `letters`."""
@@ -69,12 +83,62 @@ NAMES: dict[str, Layout] = {
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rope_freqs.weight")
 
 
-def layers_of(param: str, shape: Sequence[int]) -> Iterator[tuple[int | None, tuple[int, ...]]]:
-    """The parts that files hold apart of a parameter: each layer's index (None: it has no layers) and shape."""
-    if param.startswith(LAYERS):
-        yield from ((layer, tuple(shape[1:])) for layer in range(shape[0]))
-    else:
-        yield None, tuple(shape)
+def layout_of(param: str) -> Layout:
+    """What one of our parameters is called in files."""
+    return NAMES[LAYERS + own_name(param) if param.startswith(LAYERS) else param]
+
+
+def layers_of(param: str, config: DecoderConfig) -> Sequence[int]:
+    """Which of the decoder's layers a parameter has, in its order; none where it belongs to no layer."""
+    return next((place.layers for place in config.places if param.startswith(place.prefix)), ())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FilePart:
+    """Rows of a file's tensor that are one of our parameters, or one layer's, or one expert's in a layer."""
+
+    tensor: str
+    param: str
+    index: tuple[int, ...]
+    """Where it lies in the stacked dimensions of ours."""
+    shape: tuple[int, ...]
+    """Ours, without the stacked dimensions."""
+    first: int
+    """The row of the tensor at which it begins."""
+    rows: int
+    """Of the tensor, those of other parameters included."""
+
+    @property
+    def layout(self) -> Layout:
+        """How it lies in the file."""
+        return layout_of(self.param)
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return (self.rows, *self.layout.file_shape(self.shape)[1:])
+
+
+def file_parts(config: DecoderConfig, kind: Literal["folder", "gguf"]) -> Iterator[FilePart]:
+    """All that the files of a model hold, parameter by parameter."""
+    specs = param_specs(config)
+    for param, spec in specs.items():
+        layout, layers = layout_of(param), layers_of(param, config)
+        name = layout.gguf if kind == "gguf" else layout.hf
+        prefix = param.removesuffix(own_name(param))
+        rows = {own: layout_of(prefix + own).file_rows(specs[prefix + own]) for own in layout.joined}
+        rows = rows or {own_name(param): layout.file_rows(spec)}
+        before = list(rows)[: list(rows).index(own_name(param))]
+        for index in itertools.product(*map(range, spec.shape[: spec.stacked])):
+            numbers = (layers[index[0]], *index[1:]) if layers else ()
+            yield FilePart(
+                tensor=name.format(*numbers),
+                param=param,
+                index=index,
+                shape=spec.shape[spec.stacked :],
+                first=sum(rows[own] for own in before),
+                rows=sum(rows.values()),
+            )
 
 
 class StoredTensor(NamedTuple):

@@ -5,35 +5,26 @@ Initialisation, sharding, names in files, checkpoints and the planner's abstract
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from podium.accelerators import Accelerator
 from podium.config.lora import MATRICES
 from podium.config.mesh import AXES, mesh_shape
 from podium.config.schema import Config
 from podium.config.sizes import cache_pages, check_split, row_tokens
-from podium.models.architecture import DecoderConfig, Lora
+from podium.models.architecture import LAYERS, DecoderConfig, Lora
+from podium.models.blocks.spec import ParamSpec, ParamSpecs, matrix_outputs, stacked
 from podium.models.layouts import resolve
 
-LAYERS = "layers."
 LORA_A, LORA_B, SCALE = ".lora_a", ".lora_b", ".scale"
 """What follows the name of a matrix in those of its adapter, and of the scales of its outputs where it is int8."""
+_PREFIX = re.compile(rf"^{re.escape(LAYERS)}(\d+\.)?")
 VOCAB_BLOCK = 128
 """Tokens that are drawn from together (`podium.rollout.sampling`); a vocabulary is split between blocks."""
 MeshAxes = str | tuple[str, ...] | None
 
-
-class ParamSpec(NamedTuple):
-    """One weight: its shape, the logical axis of each dimension, and how it starts."""
-
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]  # looked up in ShardingRules
-    std: float  # of the initial normal; 0: constant
-    mean: float = 0.0
-
-
-ParamSpecs = dict[str, ParamSpec]
 
 # Training: float32 master weights and optimizer state split over fsdp and sp (and tp); rows over dp and fsdp, and the
 # tokens of each row over sp. An activation whose width is split as the weights' is has its rows over the axes that are
@@ -90,33 +81,15 @@ ROLLOUT_LAYOUTS: dict[str, Mapping[str, MeshAxes]] = {
 
 
 def param_specs(config: DecoderConfig) -> ParamSpecs:
-    """All weights of the decoder; those of the layers are stacked on a first dimension [L, ...]."""
-    D, F, Q, V = config.width, config.mlp_width, config.head_dim, config.vocab
-    H, K = config.heads, config.kv_heads
+    """All weights of the decoder; those of the layers of one place are stacked on a first dimension [L, ...]."""
+    D, V = config.width, config.vocab
     std, out_std = 0.02, 0.02 / math.sqrt(2 * config.layers)  # GPT-2's: residual branches start small
-    one_layer = {
-        "attention_norm": ParamSpec((D,), (None,), 0.0, 1.0),
-        "q": ParamSpec((D, H, Q), ("width", "heads", "head_dim"), std),
-        "k": ParamSpec((D, K, Q), ("width", "kv_heads", "head_dim"), std),
-        "v": ParamSpec((D, K, Q), ("width", "kv_heads", "head_dim"), std),
-        "o": ParamSpec((H, Q, D), ("heads", "head_dim", "width"), out_std),
-        "mlp_norm": ParamSpec((D,), (None,), 0.0, 1.0),
-        "gate": ParamSpec((D, F), ("width", "mlp"), std),
-        "up": ParamSpec((D, F), ("width", "mlp"), std),
-        "down": ParamSpec((F, D), ("mlp", "width"), out_std),
-    }
-    if config.qkv_bias:
-        one_layer["q_bias"] = ParamSpec((H, Q), ("heads", None), 0.0)
-        one_layer["k_bias"] = ParamSpec((K, Q), ("kv_heads", None), 0.0)
-        one_layer["v_bias"] = ParamSpec((K, Q), ("kv_heads", None), 0.0)
-    if config.qk_norm:
-        one_layer["q_norm"] = ParamSpec((Q,), (None,), 0.0, 1.0)
-        one_layer["k_norm"] = ParamSpec((Q,), (None,), 0.0, 1.0)
-    if config.lora is not None:
-        one_layer |= _lora_specs(one_layer, config.lora)
     specs = {"embed": ParamSpec((V, D), ("vocab", "width"), std)}
-    for name, spec in one_layer.items():
-        specs[LAYERS + name] = ParamSpec((config.layers, *spec.shape), (None, *spec.axes), spec.std, spec.mean)
+    for place in config.places:
+        one_layer = place.block.specs(D, std=std, out_std=out_std)
+        if config.lora is not None:
+            one_layer |= _lora_specs(one_layer, config.lora)
+        specs |= {place.prefix + name: stacked(spec, len(place.layers)) for name, spec in one_layer.items()}
     specs["final_norm"] = ParamSpec((D,), (None,), 0.0, 1.0)
     if not config.tied:
         specs["head"] = ParamSpec((V, D), ("vocab", "width"), std)
@@ -126,24 +99,30 @@ def param_specs(config: DecoderConfig) -> ParamSpecs:
 def _lora_specs(layer: ParamSpecs, lora: Lora) -> ParamSpecs:
     """What LoRA adds to a layer: two factors beside each target, and scales where the matrices are int8.
 
-    The first factor is split as the matrix's inputs are, the second as its outputs; the second begins at 0.
+    The first factor is split as the matrix's inputs are, the second as its outputs; the second begins at 0. Each matrix
+    of a stack has factors of its own.
     """
     found = {}
-    for name in MATRICES:
-        shape, axes, *_ = layer[name]
-        first = matrix_outputs(layer[name])
+    for name in (name for name in MATRICES if name in layer):
+        spec = layer[name]
+        shape, axes, lead = spec.shape, spec.axes, spec.stacked
+        first = matrix_outputs(spec)
         if name in lora.targets:
-            std = 1 / math.sqrt(math.prod(shape[:first]))
-            found[name + LORA_A] = ParamSpec((*shape[:first], lora.rank), (*axes[:first], "rank"), std)
-            found[name + LORA_B] = ParamSpec((lora.rank, *shape[first:]), ("rank", *axes[first:]), 0.0)
+            std = 1 / math.sqrt(math.prod(shape[lead:first]))
+            found[name + LORA_A] = ParamSpec((*shape[:first], lora.rank), (*axes[:first], "rank"), std, stacked=lead)
+            found[name + LORA_B] = ParamSpec(
+                (*shape[:lead], lora.rank, *shape[first:]), (*axes[:lead], "rank", *axes[first:]), 0.0, stacked=lead
+            )
         if lora.base == "int8":
-            found[name + SCALE] = ParamSpec(shape[first:], axes[first:], 0.0, 1.0)
+            found[name + SCALE] = ParamSpec(
+                (*shape[:lead], *shape[first:]), (*axes[:lead], *axes[first:]), 0.0, 1.0, stacked=lead
+            )
     return found
 
 
-def matrix_outputs(spec: ParamSpec) -> int:
-    """Where the dimensions of a matrix's outputs begin."""
-    return matrix_dims(spec)[1]
+def own_name(name: str) -> str:
+    """A layer's weight by the name that its kind gives it: `layers.q` and `layers.3.q` are `q`."""
+    return _PREFIX.sub("", name)
 
 
 def is_adapter(name: str) -> bool:
@@ -170,7 +149,7 @@ def frozen_dtype(name: str, config: DecoderConfig) -> str:
     """The number format in which a frozen weight is kept."""
     if config.lora is None or config.lora.base == "bfloat16":
         return "bfloat16"
-    return "float32" if name.endswith(SCALE) else "int8" if name.removeprefix(LAYERS) in MATRICES else "bfloat16"
+    return "float32" if name.endswith(SCALE) else "int8" if own_name(name) in MATRICES else "bfloat16"
 
 
 def rollout_dtype(name: str, config: DecoderConfig, dtype: Any) -> Any:
@@ -179,14 +158,6 @@ def rollout_dtype(name: str, config: DecoderConfig, dtype: Any) -> Any:
         return dtype
     kept = frozen_dtype(name, config)
     return dtype if kept == "bfloat16" else kept
-
-
-def matrix_dims(spec: ParamSpec) -> list[int]:
-    """The first dimensions of what a parameter maps from and to, layer by layer; of norms and biases, fewer than two.
-
-    The numbers of a head belong to the heads.
-    """
-    return [dim for dim, axis in enumerate(spec.axes) if axis not in (None, "head_dim")]
 
 
 def rollout_specs(config: DecoderConfig, parts: int) -> ParamSpecs:

@@ -17,9 +17,10 @@ from safetensors.numpy import save_file
 
 from podium.models.adapters import fingerprint
 from podium.models.architecture import DecoderConfig, Lora, ModelError
+from podium.models.blocks.spec import ParamSpec
 from podium.models.hf import new_folder, write_json
-from podium.models.names import NAMES
-from podium.models.params import LAYERS, LORA_A, ParamSpec, trained_specs
+from podium.models.names import layers_of, layout_of
+from podium.models.params import LAYERS, LORA_A, trained_specs
 from podium.models.source import read_json
 from podium.sharding import Params, ShardingRules, param_shardings
 
@@ -47,7 +48,7 @@ def save_adapter(params: Params, frozen: Params, config: DecoderConfig, folder: 
     tensors = {}
     for name, value in params.items():
         stacked = np.asarray(value, np.float32)
-        for layer, one in enumerate(stacked):
+        for layer, one in zip(layers_of(name, config), stacked, strict=True):
             matrix = one.reshape(-1, lora.rank) if name.endswith(LORA_A) else one.reshape(lora.rank, -1)
             tensors[_tensor(name, layer)] = np.ascontiguousarray(matrix.T)
     described = {
@@ -83,7 +84,7 @@ def load_adapter(folder: Path, config: DecoderConfig, rules: ShardingRules, froz
     _check_base(folder, lora, frozen)
     specs = trained_specs(config)
     shardings = param_shardings(specs, rules)
-    found = _read(folder, specs)
+    found = _read(folder, specs, config)
     return {
         name: jax.make_array_from_callback(spec.shape, shardings[name], lambda index, name=name: found[name][index])
         for name, spec in specs.items()
@@ -97,13 +98,13 @@ def _lora_of(config: DecoderConfig) -> Lora:
 
 def _module(target: str) -> str:
     """PEFT's name of a matrix: `q_proj`."""
-    return NAMES[LAYERS + target].hf.split(".")[-2]
+    return layout_of(LAYERS + target).hf.split(".")[-2]
 
 
 def _tensor(name: str, layer: int) -> str:
     """PEFT's name of a layer's factor."""
     matrix, part = name.rsplit(".", 1)
-    module = NAMES[matrix].hf.format(layer).removesuffix(".weight")
+    module = layout_of(matrix).hf.format(layer).removesuffix(".weight")
     return f"{PREFIX}{module}.{PARTS['.' + part]}.weight"
 
 
@@ -131,18 +132,20 @@ def _check_base(folder: Path, lora: Lora, frozen: Params) -> None:
         )
 
 
-def _read(folder: Path, specs: Mapping[str, ParamSpec]) -> dict[str, np.ndarray]:
+def _read(folder: Path, specs: Mapping[str, ParamSpec], config: DecoderConfig) -> dict[str, np.ndarray]:
     """All factors as we have them. Raises ModelError where one is missing, superfluous or of another shape."""
     path = folder / WEIGHTS
     if not path.is_file():
         raise ModelError(f"{folder}: has no {WEIGHTS}; Podium reads adapters in safetensors only")
-    wanted = {_tensor(name, layer): (name, layer) for name, spec in specs.items() for layer in range(spec.shape[0])}
+    wanted = {
+        _tensor(name, layer): (name, index) for name in specs for index, layer in enumerate(layers_of(name, config))
+    }
     found = {name: np.empty(spec.shape, np.float32) for name, spec in specs.items()}
     try:
         with safe_open(path, framework="flax") as file:
             stored = {_plain(name): name for name in file.keys()}  # noqa: SIM118 (not a dict)
             _check_names(set(wanted), set(stored), path)
-            for tensor, (name, layer) in wanted.items():
+            for tensor, (name, index) in wanted.items():
                 value = np.asarray(file.get_tensor(stored[tensor]).astype(jnp.float32)).T
                 shape = specs[name].shape[1:]
                 flat = (int(np.prod(shape[:-1])), shape[-1]) if name.endswith(LORA_A) else (shape[0], -1)
@@ -152,7 +155,7 @@ def _read(folder: Path, specs: Mapping[str, ParamSpec]) -> dict[str, np.ndarray]
                         f"tensor {stored[tensor]} in {path}: expected shape {list(expected[::-1])}, found"
                         f" {list(value.shape[::-1])}; it is an adapter of another model, or of another rank"
                     )
-                found[name][layer] = value.reshape(shape)
+                found[name][index] = value.reshape(shape)
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path}: truncated or damaged ({error})") from error
     return found

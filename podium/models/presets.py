@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from podium.config.schema import Config
-from podium.models.architecture import DecoderConfig, ModelError, RopeScaling, from_hf_config, make_lora
+from podium.models.architecture import DecoderConfig, ModelError, dense_decoder, from_hf_config, make_lora
+from podium.models.blocks.rope import RopeScaling
 from podium.models.source import from_hub, on_disk, read_architecture, read_json, resolve
 
 HUB_TIMEOUT_S = 2.0  # that a plan waits for the hub: it is asked for a small file
@@ -45,7 +46,7 @@ _LLAMA31 = {**_LLAMA32, "rope_scaling": dataclasses.replace(_STRETCHED, factor=8
 
 
 def _preset(family: Mapping[str, Any], width: int, layers: int, heads: int, head_dim: int, mlp: int) -> DecoderConfig:
-    return DecoderConfig(**family, width=width, layers=layers, heads=heads, head_dim=head_dim, mlp_width=mlp)
+    return dense_decoder(**family, width=width, layers=layers, heads=heads, head_dim=head_dim, mlp_width=mlp)
 
 
 PRESETS: Mapping[str, DecoderConfig] = {

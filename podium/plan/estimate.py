@@ -14,8 +14,7 @@ from podium.accelerators import GIB, Accelerator
 from podium.config.attention import attended_pairs, cut
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
-from podium.models.flops import layer_elements, matrix_elements
-from podium.models.params import param_specs
+from podium.models.params import own_name, param_specs
 from podium.plan.residents import Parts, frozen_bytes, in_updates, residents
 from podium.plan.sizes import (
     F32,
@@ -30,7 +29,7 @@ from podium.plan.sizes import (
     optimizer_bytes,
     reduced_number,
 )
-from podium.plan.update_memory import copied, loss_logits, update_peak, working_weights
+from podium.plan.update_memory import copied, feed_forward_inner, loss_logits, update_peak, working_weights
 
 MARGIN = 1.5  # past so many times the memory there is, the closed form alone is enough to refuse
 BATCH_ARRAYS = 9  # of podium.train.batch.Batch, [K, B, T] of 4 bytes each, without old and reference log-probabilities
@@ -121,8 +120,8 @@ def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
     scored = tokens if run.layout.name == "legacy" else 0
     heads = run.rollout_heads
     logits = F32 * scored * decoder.vocab // heads
-    matmul = tokens * 2 * layer_elements(decoder) * decoder.layers + 2 * scored * decoder.vocab * decoder.width
-    scores = 4 * tokens * run.in_blocks(bucket) * decoder.heads * decoder.head_dim * decoder.layers
+    matmul = 2 * tokens * decoder.total(lambda work: work.active) + 2 * scored * decoder.vocab * decoder.width
+    scores = 2 * tokens * run.in_blocks(bucket) * decoder.total(lambda work: work.pair)
     flops = (matmul + scores) // heads
     traffic = _layers_traffic(run, "forward", rows, bucket, a, split=heads)
     return PhaseEstimate(
@@ -143,12 +142,13 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
     """
     a, decoder, rollout = run.rollout_activation, run.decoder, run.config.rollout
     slots = -(-(size or rollout.slots) // run.rollout_shards)
-    heads, matmul = run.rollout_heads, matrix_elements(run.decoder) // run.layout.group
+    heads, matmul = run.rollout_heads, decoder.active // run.layout.group
     read = run.in_blocks(context or rollout.max_prompt_tokens + rollout.max_new_tokens)
     cache, logits = run.kv_bytes(slots * read), F32 * slots * decoder.vocab // heads
     block = run.kv_bytes(slots * run.block) // decoder.layers
     # The TPU's compiler lays the stacks of q, k and v out anew in each call.
-    stacks = (param_specs(decoder)[f"layers.{name}"] for name in ("q", "k", "v") if run.platform == "tpu")
+    specs = param_specs(decoder) if run.platform == "tpu" else {}
+    stacks = [spec for name, spec in specs.items() if own_name(name) in ("q", "k", "v")]
     relaid = a * sum(local_count(each, run.rollout_parts) for each in stacks)
     calls = 2 * relaid // rollout.refill_steps
     return PhaseEstimate(
@@ -160,9 +160,7 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
             "logits": SAMPLER_LOGITS * logits,
             "gathered_weights": run.gathered_in_rollout,
         },
-        flops=slots
-        * (2 * matrix_elements(run.decoder) + 4 * read * decoder.heads * decoder.head_dim * decoder.layers)
-        // heads,
+        flops=2 * slots * (decoder.active + read * decoder.total(lambda work: work.pair)) // heads,
         hbm_bytes=matmul * a + PAGE_TRAFFIC * cache + calls + 2 * SAMPLER_LOGITS * logits,
         ici_bytes=run.rollout_ici(slots),
     )
@@ -247,7 +245,8 @@ def checkpoint_phase(run: RunSizes) -> PhaseEstimate:
 
 def _forward_peak(run: RunSizes, rows: int, length: int, a: int, *, split: int = 1) -> Parts:
     """One layer of a forward pass: its attention, or its MLP, which begins when that is gone."""
-    mlp = {"layer_activations": MLP_FORWARD * rows * length * run.decoder.mlp_width * a // split}
+    widest = max(feed_forward_inner(run.decoder, place) for place in run.decoder.places)
+    mlp = {"layer_activations": MLP_FORWARD * rows * length * widest * a // split}
     arrays = _attention_arrays(run, rows, length, a)
     attention = {name: size // (1 if name == "attention_mask" else split) for name, size in arrays.items()}
     return max(attention, attention | mlp | {"attention_scores": 0}, key=_total)
@@ -282,7 +281,7 @@ def _attention_flops(run: RunSizes, rows: int, length: int, products: int, *, sp
     pairs = int(rows * attended_pairs(run.attention, length) * run.attended)
     if run.attention == "reference" and run.platform == "tpu" and products == PRODUCTS["forward"]:
         products += F32 * pairs * decoder.heads // split >= VMEM
-    return 2 * products * pairs * decoder.heads * decoder.head_dim * decoder.layers // split
+    return products * pairs * decoder.total(lambda work: work.pair) // split
 
 
 def _forward_flops(run: RunSizes) -> int:
@@ -293,13 +292,14 @@ def _forward_flops(run: RunSizes) -> int:
 
 def _matmul_flops(run: RunSizes) -> int:
     """Operations of the forward pass's weights."""
-    return 2 * run.tokens * matrix_elements(run.decoder)
+    return 2 * run.tokens * run.decoder.active
 
 
 def _update_flops(run: RunSizes) -> int:
     """Forward, backward, and what is made again: of a whole layer all but its last product, which no gradient needs."""
     decoder, tokens, remat = run.decoder, run.tokens, run.config.train.remat
-    whole = _matmul_flops(run) - 2 * tokens * decoder.width * decoder.mlp_width * decoder.layers
+    last = sum(len(place.layers) * feed_forward_inner(decoder, place) for place in decoder.places)
+    whole = _matmul_flops(run) - 2 * tokens * decoder.width * last
     logits = 2 * tokens * decoder.vocab * decoder.width
     again = {"none": logits * (run.head == "fused"), "products": logits}.get(remat, whole)
     products = PRODUCTS[run.attention] + (PRODUCTS["again"] if remat != "none" else 0)
@@ -330,10 +330,14 @@ def _fused_head_traffic(run: RunSizes) -> int:
 def _layers_traffic(run: RunSizes, kind: str, rows: int, length: int, a: int, *, split: int) -> int:
     """HBM traffic of all layers' activations; on a TPU what fits in VMEM stays there."""
     free = VMEM // 4 if run.platform == "tpu" else 0
-    mlp = rows * length * run.decoder.mlp_width // split * a
-    scores = F32 * rows * length**2 * run.decoder.heads // split if run.attention == "reference" else 0
-    traffic = MLP_TRAFFIC[kind] * (mlp if mlp > free else 0) + SCORE_TRAFFIC[kind] * (scores if scores > free else 0)
-    return run.decoder.layers * traffic
+    traffic = 0
+    for place in run.decoder.places:
+        mlp = rows * length * feed_forward_inner(run.decoder, place) // split * a
+        traffic += len(place.layers) * MLP_TRAFFIC[kind] * (mlp if mlp > free else 0)
+    for count, attention in run.decoder.attention_layers() if run.attention == "reference" else ():
+        scores = F32 * rows * length**2 * attention.heads // split
+        traffic += count * SCORE_TRAFFIC[kind] * (scores if scores > free else 0)
+    return traffic
 
 
 def _tp_ici(run: RunSizes, tokens: int) -> int:
@@ -343,10 +347,12 @@ def _tp_ici(run: RunSizes, tokens: int) -> int:
 
 def _sp_ici(run: RunSizes) -> int:
     """Bytes that a device sends in a pass through the layers whose tokens and heads change places over sp."""
-    decoder, sp = run.decoder, run.sp
-    queries, keys = 2 * decoder.heads // run.tp, 2 * decoder.kv_heads // run.tp  # with what is attended, and values
-    heads = queries + keys * (1 if decoder.kv_heads // run.tp % sp == 0 else sp)  # else all have all keys
-    return decoder.layers * run.tokens * heads * decoder.head_dim * run.activation * (sp - 1) // sp
+    numbers, sp = 0, run.sp
+    for count, attention in run.decoder.attention_layers():
+        queries, keys = 2 * attention.heads // run.tp, 2 * attention.kv_heads // run.tp  # with results, and values
+        heads = queries + keys * (1 if attention.kv_heads // run.tp % sp == 0 else sp)  # else all have all keys
+        numbers += count * heads * attention.head_dim
+    return run.tokens * numbers * run.activation * (sp - 1) // sp
 
 
 def _total(parts: Parts) -> int:

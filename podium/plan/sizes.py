@@ -26,10 +26,9 @@ from podium.config.sizes import (
 )
 from podium.models import params
 from podium.models.architecture import DecoderConfig
+from podium.models.blocks.spec import ParamSpec, ParamSpecs, is_matrix
 from podium.models.layouts import Layout, group_bytes, resolve
 from podium.models.params import (
-    ParamSpec,
-    ParamSpecs,
     param_specs,
     trained_specs,
 )
@@ -120,7 +119,7 @@ class RunSizes:
     def kv_bytes(self, tokens: int) -> int:
         """Keys and values of a number of tokens, as far as a device has their heads."""
         decoder = self.decoder
-        numbers = 2 * decoder.layers * decoder.kv_heads * decoder.head_dim * tokens
+        numbers = decoder.cached * tokens
         return numbers * self.rollout_activation // self.rollout_heads
 
     @property
@@ -139,7 +138,10 @@ class RunSizes:
     def gathered_in_rollout(self) -> int:
         """Bytes of the largest weights that the rollout gathers, where it does: a layer's, or the head."""
         gathered, summed = self._rollout_exchange
-        largest = self.decoder.width * max(self._layer_outputs, self.decoder.vocab)
+        decoder = self.decoder
+        largest = decoder.width * max(
+            decoder.vocab, *(place.block.work(decoder.width).outputs for place in decoder.places)
+        )
         return self.rollout_activation * largest // summed if gathered > 1 else 0
 
     def rollout_ici(self, tokens: int) -> int:
@@ -151,7 +153,7 @@ class RunSizes:
             rows = tokens * group // self.rollout_heads
             return int(group_bytes(self.decoder, group, rows, self.rollout_activation))
         gathered, summed = self._rollout_exchange
-        outputs = self.rollout_activation * (self.decoder.layers * self._layer_outputs + self.decoder.vocab)
+        outputs = self.rollout_activation * (self.decoder.total(lambda work: work.outputs) + self.decoder.vocab)
         weights = self.decoder.width * outputs // summed
         return weights * (gathered - 1) // gathered + 2 * tokens * outputs * (summed - 1) // summed
 
@@ -167,12 +169,6 @@ class RunSizes:
         weights = {name for axis in names for name in params.mesh_axis_names(axes.get(axis))}
         width = set(params.mesh_axis_names(axes.get("width")))
         return self._devices(weights & sequences), self._devices(width - sequences)
-
-    @property
-    def _layer_outputs(self) -> int:
-        """Numbers of a token that a layer's products with the width make: q, k and v, and two of the MLP."""
-        decoder = self.decoder
-        return (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim + 2 * decoder.mlp_width
 
     def _counts(self, parts: Parts) -> list[int]:
         return [local_count(spec, parts) for spec in param_specs(self.decoder).values()]
@@ -323,7 +319,7 @@ def _moment_count(name: str, spec: ParamSpec, local: int) -> int:
     if name in ("lion", "sgd"):
         return local
     if name == "muon":  # one moment of what it orthogonalises (`podium.train.optimizer`), Adam's two of the rest
-        return local if len(params.matrix_dims(spec)) > 1 and "vocab" not in spec.axes else 2 * local
+        return local if is_matrix(spec) and "vocab" not in spec.axes else 2 * local
     if not _is_factored(spec):
         return local + 2
     *rest, second, first = sorted(spec.shape)

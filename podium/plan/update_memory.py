@@ -5,6 +5,9 @@ B rows are a device's own; `a` is the size of an activation's number in bytes.
 
 from collections.abc import Mapping
 
+from podium.models.architecture import DecoderConfig
+from podium.models.blocks.attention import Attention
+from podium.models.blocks.kind import Place
 from podium.plan.sizes import F32, RunSizes, ends_count, fetched_bytes, fused_chunks, head_number, reduced_number
 
 Parts = dict[str, int]
@@ -57,11 +60,8 @@ def _relaid(run: RunSizes) -> int:
     """Bytes of gradients that a GPU's compiler lays out anew for their sum over devices: one of each kind of matrix."""
     if run.platform != "gpu" or run.shards * run.tp == 1:
         return 0
-    decoder = run.decoder
-    outputs = decoder.mlp_width + decoder.heads * decoder.head_dim
-    return F32 * (
-        decoder.layers * decoder.width * outputs // (run.shards * run.tp) + ends_count(run.decoder, run.train_parts)
-    )
+    layers = run.decoder.width * run.decoder.total(lambda work: work.inner)
+    return F32 * (layers // (run.shards * run.tp) + ends_count(run.decoder, run.train_parts))
 
 
 def copied(run: RunSizes, count: int, number: int = 0) -> int:
@@ -100,8 +100,9 @@ def _backward_peak(run: RunSizes) -> Parts:
     """One layer of a backward pass, recomputed, with the gradients that are made of it."""
     decoder, a, tokens = run.decoder, run.activation, run.tokens // run.groups
     mlp, width, heads = BACKWARD[run.attention if run.attention == "reference" else _compiler(run)]
-    kv_heads = max(decoder.kv_heads, min(run.sp, decoder.heads))  # each device has one at least
-    split = mlp * decoder.mlp_width + heads * (decoder.heads + kv_heads) * _lanes(run)
+    split = max(
+        mlp * feed_forward_inner(decoder, place) + heads * _attended_heads(run, place) for place in decoder.places
+    )
     activations = tokens * (width * decoder.width + split // run.tp) * a
     if run.groups > 1:
         activations += RESIDUAL_GROUPS * run.tokens * decoder.width * a
@@ -111,9 +112,22 @@ def _backward_peak(run: RunSizes) -> Parts:
     return {"attention_scores": int(_score_arrays(run) * scores), "layer_activations": activations}
 
 
-def _lanes(run: RunSizes) -> int:
-    """Numbers that a head takes."""
-    return max(run.decoder.head_dim, LANES) if run.attention == "tpu_kernel" else run.decoder.head_dim
+def feed_forward_inner(decoder: DecoderConfig, place: Place) -> int:
+    """Numbers of a token between the products of the feed-forward at a place."""
+    return place.block.feed_forward.work(decoder.width).inner
+
+
+def _attended_heads(run: RunSizes, place: Place) -> int:
+    """Numbers of a token's queries and keys at a place, as attention has them; each device has one key at least."""
+    mixer = place.block.mixer
+    if not isinstance(mixer, Attention):
+        return 0
+    return (mixer.heads + max(mixer.kv_heads, min(run.sp, mixer.heads))) * _lanes(run, mixer)
+
+
+def _lanes(run: RunSizes, attention: Attention) -> int:
+    """Numbers that a head takes in memory."""
+    return max(attention.head_dim, LANES) if run.attention == "tpu_kernel" else attention.head_dim
 
 
 def _score_arrays(run: RunSizes) -> float:
@@ -133,13 +147,18 @@ def _saved(run: RunSizes) -> Parts:
     layers, _ = run.gathered_counts
     # What the norms give, and the second's input; queries, what is attended, keys and values; heads before their norm.
     width = int(NORMS_SAVED[_compiler(run)] * decoder.width * a)
-    heads = (decoder.heads + decoder.kv_heads) * _lanes(run) * (2 + decoder.qk_norm) * a
+    activations = 0
+    for place in decoder.places:
+        split = MLP_SAVED * feed_forward_inner(decoder, place) * a
+        if isinstance(mixer := place.block.mixer, Attention):
+            split += (mixer.heads + mixer.kv_heads) * _lanes(run, mixer) * (2 + mixer.norm) * a
+        activations += len(place.layers) * tokens * (width + split // run.tp)
     per_pair = SCORES_SAVED * F32 + (run.platform == "gpu") * a
     of_query = run.row_tokens * per_pair if run.attention == "reference" else F32  # the logarithm of their sum
-    saved_scores = decoder.layers * tokens * decoder.heads // run.tp * of_query
+    heads = sum(count * attention.heads for count, attention in decoder.attention_layers())
     return {
-        "saved_activations": decoder.layers * tokens * (width + (MLP_SAVED * decoder.mlp_width * a + heads) // run.tp),
-        "saved_scores": saved_scores,
+        "saved_activations": activations,
+        "saved_scores": tokens * heads // run.tp * of_query,
         "saved_weights": layers * a,
     }
 
@@ -147,6 +166,10 @@ def _saved(run: RunSizes) -> Parts:
 def _saved_products(run: RunSizes) -> Parts:
     """What `remat: products` keeps of every layer: the results of its products with weights."""
     decoder, tokens = run.decoder, run.tokens
-    split = (decoder.heads + 2 * decoder.kv_heads) * _lanes(run) + 2 * decoder.mlp_width
-    width = decoder.width + split // run.tp
-    return {"saved_activations": decoder.layers * tokens * width * run.activation}
+    numbers = 0
+    for place in decoder.places:
+        split = place.block.feed_forward.work(decoder.width).outputs
+        if isinstance(mixer := place.block.mixer, Attention):
+            split += (mixer.heads + 2 * mixer.kv_heads) * _lanes(run, mixer)
+        numbers += len(place.layers) * (decoder.width + split // run.tp)
+    return {"saved_activations": tokens * numbers * run.activation}

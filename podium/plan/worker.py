@@ -29,7 +29,7 @@ from podium.files import write_atomically
 from podium.hlo.cost import ProgramCost, Work, unknown_loops, walk
 from podium.hlo.memory import BETWEEN, Memory, OutOfMemory, largest, measure
 from podium.hlo.text import Module, parse
-from podium.models.architecture import DecoderConfig
+from podium.models.stored import StoredDecoder
 from podium.plan.array_names import names_of
 from podium.plan.result import LargeArray
 from podium.plan.topology import compiler_versions, target_of, topology_devices
@@ -83,7 +83,7 @@ class Job:
 
     phase: str
     config: Config
-    decoder: DecoderConfig
+    decoder: StoredDecoder
     accelerator: Accelerator
     programs: Path  # folder of compiled programs
     blocks: float = 1.0  # of pages that attention reads of the cache, in the rollout's programs

@@ -16,6 +16,7 @@ from podium.config.schema import RolloutConfig
 from podium.config.sizes import cache_pages, check_split, steps_at_once, table_pages
 from podium.models.architecture import DecoderConfig
 from podium.models.attention import causal_attention
+from podium.models.blocks.kind import At
 from podium.models.decoder import forward, head_weights
 from podium.models.linear import activation_dtype, of_bits
 from podium.models.logprobs import logits_at
@@ -233,11 +234,13 @@ def prefill(
     """Hidden states [R, T, D] of a chunk's tokens, and the cache with them."""
     T = chunk.tokens.shape[1]
 
-    def attend(cache: Cache, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Cache, jax.Array]:
-        return caches.extend(cache, layer, chunk.tables, chunk.starts, chunk.counts, q, k, v, rules)
+    def attend(cache: Cache, at: At, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Cache, jax.Array]:
+        return caches.extend(cache, at.layer, chunk.tables, chunk.starts, chunk.counts, q, k, v, rules, at.window)
 
     positions = chunk.starts[:, None] + jnp.arange(T)[None]
-    hidden, cache = forward(params, chunk.tokens, positions, attend, cache, config=decoder, rules=rules, dtype=dtype)
+    hidden, (cache,), _ = forward(
+        params, chunk.tokens, positions, attend, (cache,), config=decoder, rules=rules, dtype=dtype
+    )
     last = jnp.take_along_axis(hidden, (chunk.counts - 1)[:, None, None], axis=1, mode="clip")[:, 0]
     lengths = chunk.starts + chunk.counts
     return hidden, caches.keep_states(cache, chunk.tables, lengths, chunk.counts, last, rules)
@@ -260,20 +263,28 @@ def nonfinite_layer(
 
     one_sequence = jnp.ones((1, len(tokens)), jnp.int32)
 
-    def attend(
-        bad: jax.Array, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def attend(bad: jax.Array, at: At, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         found = ~(jnp.isfinite(q).all() & jnp.isfinite(k).all() & jnp.isfinite(v).all())
-        return bad.at[layer].set(found), causal_attention(q, k, v, Visibility(one_sequence, one_sequence).mask())
+        return bad.at[at.layer].set(found), causal_attention(q, k, v, Visibility(one_sequence, one_sequence).mask())
 
-    def meet(params: Params) -> jax.Array:
-        positions, bad = jnp.arange(len(tokens))[None], jnp.zeros(decoder.layers, bool)
-        return forward(params, jnp.array([tokens]), positions, attend, bad, config=decoder, rules=rules, dtype=dtype)[1]
+    def meet(params: Params) -> tuple[jax.Array, ...]:
+        positions = jnp.arange(len(tokens))[None]
+        good = [jnp.zeros(len(place.layers), bool) for place in decoder.places]
+        _, bad, _ = forward(
+            params, jnp.array([tokens]), positions, attend, good, config=decoder, rules=rules, dtype=dtype
+        )
+        return bad
 
-    wrong = np.flatnonzero(np.asarray(jax.jit(meet, out_shardings=whole)(params)))
-    if len(wrong):
-        return f"what enters layer {int(wrong[0])} is not finite, and all weights are"
+    wrong = _layers_of(decoder, jax.jit(meet, out_shardings=whole)(params))
+    if wrong:
+        return f"what enters layer {wrong[0]} is not finite, and all weights are"
     return f"they overflow behind layer {decoder.layers - 1}; all weights are finite"
+
+
+def _layers_of(decoder: DecoderConfig, marked: Sequence[jax.Array]) -> list[int]:
+    """The layers that are marked in the arrays of their places, in order."""
+    pairs = zip(decoder.places, marked, strict=True)
+    return sorted(place.layers[index] for place, marks in pairs for index in np.flatnonzero(np.asarray(marks)))
 
 
 def make_copy(rules: ShardingRules) -> CopyProgram:
@@ -389,11 +400,11 @@ def _next_logits(
         where.live.astype(jnp.int32),
     )  # slots that are not live attend to nothing
 
-    def attend(cache: Cache, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Cache, jax.Array]:
-        return caches.extend(cache, layer, slots.tables, starts, counts, q, k, v, rules)
+    def attend(cache: Cache, at: At, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Cache, jax.Array]:
+        return caches.extend(cache, at.layer, slots.tables, starts, counts, q, k, v, rules, at.window)
 
-    hidden, cache = forward(
-        params, where.tokens[:, None], starts[:, None], attend, cache, config=decoder, rules=rules, dtype=dtype
+    hidden, (cache,), _ = forward(
+        params, where.tokens[:, None], starts[:, None], attend, (cache,), config=decoder, rules=rules, dtype=dtype
     )
     return _logits(hidden[:, 0], params, decoder=decoder, rules=rules, dtype=dtype), cache
 

@@ -81,9 +81,11 @@ def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *,
         return carry, {name: move(name, value) for name, value in layer.items()}
 
     def sync(params: Params) -> Params:
-        layers = {name: value for name, value in params.items() if name.startswith(LAYERS) and not in_place}
-        moved = {name: move(name, value) for name, value in params.items() if name not in layers}
-        return moved | (jax.lax.scan(move_layer, None, layers)[1] if layers else {})
+        moved = {name: move(name, value) for name, value in params.items() if in_place or not name.startswith(LAYERS)}
+        for place in decoder.places if not in_place else ():
+            layers = {name: value for name, value in params.items() if name.startswith(place.prefix)}
+            moved |= jax.lax.scan(move_layer, None, layers)[1] if layers else {}
+        return moved
 
     return cast(SyncProgram, jax.jit(sync, out_shardings=wanted))
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from podium.files import as_path, in_bucket
 from podium.models.adapters import merged
 from podium.models.hf import save_model
-from podium.models.params import LAYERS, is_adapter
+from podium.models.params import LAYERS, is_adapter, own_name
 from podium.models.peft import save_adapter
 from podium.observe.bucket import copy_records
 from podium.observe.card import model_card
@@ -96,8 +96,10 @@ def merged_model(params: Params, scale: float, dtype: jnp.dtype) -> Params:
     def layer(carry: None, weights: Params) -> tuple[None, Params]:
         return carry, {name: value.astype(dtype) for name, value in merged(weights, scale).items()}
 
-    layers = {name: value for name, value in params.items() if name.startswith(LAYERS)}
-    made = jax.jit(lambda layers: jax.lax.scan(layer, None, layers)[1])(layers)
+    made: Params = {}
+    for prefix in sorted({name.removesuffix(own_name(name)) for name in params if name.startswith(LAYERS)}):
+        layers = {name: value for name, value in params.items() if name.startswith(prefix)}
+        made |= jax.jit(lambda layers: jax.lax.scan(layer, None, layers)[1])(layers)
     return {name: made.get(name, value) for name, value in params.items() if not is_adapter(name)}
 
 

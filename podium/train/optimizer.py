@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from podium.config.imports import imported, is_path
 from podium.config.optimizer import OptimizerConfig
+from podium.models.blocks.spec import ParamSpec, ParamSpecs, is_matrix, matrix_dims
 from podium.models.layouts import OPTIMIZER_COPIES
-from podium.models.params import ParamSpec, ParamSpecs, matrix_dims
 from podium.sharding import Params
 from podium.train.offload import Offloaded, in_host_memory, offloaded
 
@@ -126,11 +126,6 @@ def round_at_random(x: jax.Array, key: jax.Array) -> jax.Array:
     """Round float32 to bfloat16 stochastically: up or down with probabilities that keep the mean unchanged."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + jax.random.bits(key, x.shape, jnp.uint16)
     return jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32).astype(jnp.bfloat16)
-
-
-def is_matrix(spec: ParamSpec) -> bool:
-    """Whether a parameter, layer by layer, maps one named axis to another, as norm scales and biases do not."""
-    return len(matrix_dims(spec)) > 1
 
 
 def make_opt_init(optimizer: optax.GradientTransformation, params: AnyParams) -> Callable[[Params], optax.OptState]:

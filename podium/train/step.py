@@ -5,6 +5,7 @@ time it. A batch's micro-batches are looped over on the device, as many as hold 
 with weights that already carry the denominators of the whole batch, so cutting a batch differently changes nothing.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple, Protocol
 
@@ -22,6 +23,7 @@ from podium.config.head import HeadKind
 from podium.config.schema import Remat
 from podium.models.architecture import DecoderConfig
 from podium.models.attention import row_attention
+from podium.models.blocks.kind import At
 from podium.models.decoder import forward, head_weights
 from podium.models.logprobs import TokenLogprobs, token_logprobs
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, trained_specs
@@ -228,18 +230,21 @@ def _micro_batch(batch: Batch, index: jax.Array) -> Batch:
 def _logprobs(settings: TrainSettings, params: Params, batch: Batch) -> TokenLogprobs:
     """Log-probabilities and entropies of a micro-batch's targets."""
     rules, wide = settings.computing, settings.reduce_dtype == jnp.float32
+    windows = any(attention.window for _, attention in settings.decoder.attention_layers())
+    visibility = Visibility(batch.segments, batch.prompts, batch.positions if windows else None)
 
     def attend(
-        visibility: Visibility, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+        visibility: Visibility, at: At, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[Visibility, jax.Array]:
-        return visibility, row_attention(settings.attention, visibility, rules)(q, k, v)
+        own = dataclasses.replace(visibility, window=at.window)
+        return visibility, row_attention(settings.attention, own, rules)(q, k, v)
 
-    hidden, _ = forward(
+    hidden, _, _ = forward(
         params,
         batch.tokens,
         batch.positions,
         attend,
-        Visibility(batch.segments, batch.prompts),
+        [visibility] * len(settings.decoder.places),
         config=settings.decoder,
         rules=rules,
         dtype=settings.dtype,

@@ -12,7 +12,7 @@ from podium.algorithms.losses import make_loss
 from podium.algorithms.recipes import RECIPES, Recipe, make_recipe
 from podium.config.errors import ConfigError
 from podium.config.show import file_schema
-from podium.models.params import ParamSpec
+from podium.models.blocks.spec import ParamSpec
 from podium.settings import IMPORTABLE, NAMES, load_settings
 from podium.train.optimizer import make_optimizer
 

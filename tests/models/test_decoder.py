@@ -1,32 +1,34 @@
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_decoder import DECODER
+from tiny_decoder import tiny
 from tiny_models import rules_on
 
-from podium.models.architecture import DecoderConfig, RopeScaling
+from podium.models.architecture import DecoderConfig
 from podium.models.attention import causal_attention
-from podium.models.decoder import (
-    forward,
-    head_weights,
-    rms_norm,
-    rope_frequencies,
-    rope_tables,
-    rotate,
-    rotate_by_product,
-)
+from podium.models.blocks.mathematics import rms_norm, rope_tables, rotate, rotate_by_product
+from podium.models.blocks.rope import Rope, RopeScaling
+from podium.models.decoder import forward, head_weights
 from podium.models.linear import activation_dtype
 from podium.models.params import param_specs
 from podium.models.visibility import Visibility
 
-CONFIG = dataclasses.replace(
-    DECODER, model_type="qwen2", vocab=64, max_positions=128, tied=False, qkv_bias=True, qk_norm=True
-)
+CHANGED: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab": 64,
+    "max_positions": 128,
+    "tied": False,
+    "qkv_bias": True,
+    "qk_norm": True,
+}
+CONFIG = tiny(**CHANGED)
 FLOAT32 = jnp.dtype("float32")
+FREQUENCIES = Rope(theta=1e3, dims=8).frequencies()
 
 
 def make_params(config: DecoderConfig = CONFIG, mesh: str = "dp:1", devices: int = 1):
@@ -120,7 +122,7 @@ def test_what_is_done_otherwise_on_tpu_comes_to_the_same(monkeypatch):
 
         def loss(params):
             given = {"config": CONFIG, "rules": rules, "dtype": jnp.dtype("bfloat16"), "wide": True}
-            hidden, _ = forward(params, tokens, positions, attend, **given)
+            hidden, _, _ = forward(params, tokens, positions, attend, **given)
             return jnp.sum(jnp.sin(hidden.astype(jnp.float32))), hidden
 
         assert (joined in str(jax.make_jaxpr(loss)(make_params()))) == (platform == "tpu")
@@ -183,9 +185,9 @@ def test_attention_is_a_softmax_of_scaled_products_by_groups_of_heads():
 
 
 def test_rotation_by_hand():
-    config = dataclasses.replace(CONFIG, head_dim=4, rope_theta=100.0)  # pairs turn by 1 and 0.1 radians per position
-    assert rope_frequencies(config).tolist() == pytest.approx([1.0, 0.1])
-    cos, sin = rope_tables(jnp.array([[2]]), config)
+    frequencies = Rope(theta=100.0, dims=4).frequencies()  # pairs turn by 1 and 0.1 radians per position
+    assert frequencies.tolist() == pytest.approx([1.0, 0.1])
+    cos, sin = rope_tables(jnp.array([[2]]), frequencies)
     assert (cos[0, 0].tolist(), sin[0, 0].tolist()) == (
         pytest.approx([math.cos(2), math.cos(0.2)]),
         pytest.approx([math.sin(2), math.sin(0.2)]),
@@ -205,7 +207,7 @@ def test_scores_of_rotated_queries_and_keys_depend_on_their_distance_alone():
     q, k = (jnp.asarray(random.standard_normal((1, 1, 1, 8)), jnp.float32) for _ in range(2))
 
     def score(at_q: int, at_k: int) -> float:
-        turned = [rotate(x, *rope_tables(jnp.array([[at]]), CONFIG)) for x, at in ((q, at_q), (k, at_k))]
+        turned = [rotate(x, *rope_tables(jnp.array([[at]]), FREQUENCIES)) for x, at in ((q, at_q), (k, at_k))]
         return float(jnp.sum(turned[0] * turned[1]))
 
     assert score(7, 3) == pytest.approx(score(104, 100), rel=1e-4)
@@ -215,9 +217,8 @@ def test_scores_of_rotated_queries_and_keys_depend_on_their_distance_alone():
 def test_llama_3_frequencies_by_hand():
     """factor 8 between 1 and 4 turns of 64 positions, theta 10000, 8 pairs."""
     scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64)
-    config = dataclasses.replace(CONFIG, head_dim=16, rope_theta=1e4, rope_scaling=scaling)
     plain = 1e4 ** -(np.arange(8) / 8)  # 1, 0.316, 0.1, 0.0316, ...
-    found = rope_frequencies(config)
+    found = Rope(theta=1e4, dims=16, scaling=scaling).frequencies()
     # turns of 64 positions: 10.2, 3.22, 1.02, 0.32, ...
     assert found[0] == pytest.approx(plain[0])  # more than 4 turns: kept
     assert found[3:].tolist() == pytest.approx((plain[3:] / 8).tolist())  # less than one: stretched
@@ -236,7 +237,7 @@ def test_rms_norm_by_hand():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_helpers_return_the_dtype_that_they_are_given(dtype):
-    x, cos, sin = jnp.ones((1, 1, 1, 8), dtype), *rope_tables(jnp.array([[3]]), CONFIG)
+    x, cos, sin = jnp.ones((1, 1, 1, 8), dtype), *rope_tables(jnp.array([[3]]), FREQUENCIES)
     assert rms_norm(x, jnp.ones(8, dtype), 1e-5).dtype == dtype
     assert rotate(x, cos, sin).dtype == dtype
     tokens, positions = np.zeros((1, 4), np.int32), np.arange(4)[None]
@@ -254,7 +255,7 @@ def test_the_head_is_the_embedding_where_they_are_tied():
 
 
 def test_specs_have_the_weights_of_the_family():
-    specs = param_specs(dataclasses.replace(CONFIG, qkv_bias=False, qk_norm=False, tied=True))
+    specs = param_specs(tiny(**CHANGED | {"qkv_bias": False, "qk_norm": False, "tied": True}))
     assert {name: spec.shape for name, spec in specs.items()} == {
         "embed": (64, 32),
         "layers.attention_norm": (2, 32),
@@ -277,7 +278,7 @@ def test_specs_have_the_weights_of_the_family():
 def test_rotation_by_a_product_is_the_rotation_to_the_last_bit(dtype: jnp.dtype):
     """Its gradient too."""
     x, d = (jax.random.normal(jax.random.key(seed), (2, 5, 3, 16)).astype(dtype) for seed in (0, 1))
-    tables = rope_tables(jnp.arange(10).reshape(2, 5) * 7, dataclasses.replace(DECODER, head_dim=16))
+    tables = rope_tables(jnp.arange(10).reshape(2, 5) * 7, Rope(theta=1e3, dims=16).frequencies())
     (expected, back), (found, back_by_product) = (
         jax.vjp(lambda x, turn=turn: turn(x, *tables), x) for turn in (rotate, rotate_by_product)
     )
@@ -287,7 +288,7 @@ def test_rotation_by_a_product_is_the_rotation_to_the_last_bit(dtype: jnp.dtype)
 
 
 def test_no_policy_keeps_the_product_of_a_rotation():
-    tables = rope_tables(jnp.arange(5)[None], dataclasses.replace(DECODER, head_dim=16))
+    tables = rope_tables(jnp.arange(5)[None], Rope(theta=1e3, dims=16).frequencies())
     rotated = jax.checkpoint(
         lambda x: jnp.sin(rotate_by_product(jnp.sin(x), *tables)).sum(),
         policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,

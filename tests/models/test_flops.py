@@ -1,8 +1,6 @@
-import dataclasses
-
 import numpy as np
 import pytest
-from tiny_decoder import DECODER
+from tiny_decoder import DECODER, tiny
 
 from podium.models.architecture import Lora
 from podium.models.flops import Work, forward_flops, group_work, matrix_elements, step_work, update_flops
@@ -30,7 +28,7 @@ def test_an_update_is_six_operations_an_element_and_token_and_attention_by_half(
 
 
 def test_with_adapters_the_frozen_matrices_have_no_gradient():
-    decoder = dataclasses.replace(DECODER, lora=Lora(rank=2, alpha=2.0, targets=("q", "down")))
+    decoder = tiny(lora=Lora(rank=2, alpha=2.0, targets=("q", "down")))
     adapters = 2 * (2 * (32 + 32) + 2 * (48 + 32))
     found = update_flops(decoder, Work(tokens=10, pairs=0))
     assert found == 10 * (4 * matrix_elements(DECODER) + 6 * adapters)

@@ -1,7 +1,7 @@
-import dataclasses
 from typing import Any
 
 import pytest
+from tiny_decoder import tiny
 
 from podium.accelerators import find_accelerator
 from podium.config.errors import ConfigError
@@ -78,7 +78,9 @@ def test_every_host_decodes_by_itself():
     assert "of 128 sequences" in four.why and "of 64 sequences" in one.why
 
 
-LARGE = dataclasses.replace(QWEN3_8B, layers=80, width=8192, heads=64, kv_heads=8, head_dim=128, mlp_width=28672)
+LARGE = tiny(
+    vocab=151936, width=8192, layers=80, heads=64, kv_heads=8, head_dim=128, mlp_width=28672, qk_norm=True, tied=False
+)
 
 
 def test_what_no_host_has_the_memory_for_is_decoded_by_all_together():

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from tiny_models import rules_on
 
-from podium.models.linear import Weight, as_bits, make_linear, of_bits, product
+from podium.models.blocks.weights import Weight
+from podium.models.linear import as_bits, make_linear, of_bits, product
 
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 SIZES = {"b": 2, "t": 5, "d": 8, "h": 4, "q": 3, "f": 6, "v": 11}

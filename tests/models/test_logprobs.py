@@ -5,7 +5,7 @@ import pytest
 from tiny_models import rules_on
 
 from podium.config.head import fast_memory, head_chunks, head_kind, head_tile
-from podium.models.linear import Weight
+from podium.models.blocks.weights import Weight
 from podium.models.logprobs import logits_at, token_logprobs
 from podium.models.params import GATHERED_AXES
 from podium.sharding import ShardingRules

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_decoder import DECODER
+from tiny_decoder import DECODER, tiny
 from tiny_models import make_logits, rules_on
 
 from podium.config.lora import MATRICES
 from podium.models.adapters import dequantised, fingerprint, make_quantise, merged
-from podium.models.architecture import Lora, ModelError
+from podium.models.architecture import Lora, ModelError, with_layers
+from podium.models.blocks.spec import matrix_outputs
 from podium.models.params import (
     LAYERS,
     TRAIN_AXES,
@@ -21,14 +22,13 @@ from podium.models.params import (
     frozen_specs,
     indivisible,
     is_adapter,
-    matrix_outputs,
     param_specs,
     trained_specs,
 )
 from podium.models.peft import load_adapter, save_adapter
 
 LORA = Lora(rank=4, alpha=6.0, targets=MATRICES)
-ADAPTED = dataclasses.replace(DECODER, tied=False, qkv_bias=True, qk_norm=True, lora=LORA)
+ADAPTED = tiny(tied=False, qkv_bias=True, qk_norm=True, lora=LORA)
 TOKENS = np.random.default_rng(3).integers(0, DECODER.vocab, (2, 24)).astype(np.int32)
 
 
@@ -74,7 +74,7 @@ def test_adapters_apart_merged_and_dense_give_the_same_logits():
 
 
 def test_gradients_of_adapters_are_those_of_the_dense_form():
-    shallow, rules = dataclasses.replace(ADAPTED, layers=1), rules_on("auto", 1)  # float32's own error adds up
+    shallow, rules = with_layers(ADAPTED, 1), rules_on("auto", 1)  # float32's own error adds up
     params, plain = weights(shallow), dataclasses.replace(shallow, lora=None)
     base = {name: value for name, value in params.items() if not is_adapter(name)}
     adapters = {name: value for name, value in params.items() if is_adapter(name)}
@@ -240,7 +240,7 @@ def test_an_adapter_of_another_model_is_refused(saved):
     rules = rules_on("auto", 1)
     with pytest.raises(ModelError, match=r"trained beside the weights .*set model to 'some/model'"):
         load_adapter(folder, ADAPTED, rules, {**base, "embed": base["embed"] + 1})
-    wider = dataclasses.replace(ADAPTED, mlp_width=64)
+    wider = tiny(tied=False, qkv_bias=True, qk_norm=True, lora=LORA, mlp_width=64)
     (folder / "podium.json").unlink()
     with pytest.raises(ModelError, match=r"gate_proj.lora_B.weight in .*expected shape \[64, 4\], found \[48, 4\]"):
         load_adapter(folder, wider, rules, base)

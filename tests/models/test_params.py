@@ -1,10 +1,9 @@
 """What must divide over a mesh: one rule, told before a machine is there and when weights are laid out."""
 
-import dataclasses
 from typing import Any
 
 import pytest
-from tiny_decoder import DECODER
+from tiny_decoder import DECODER, tiny
 
 from podium.accelerators import find_accelerator
 from podium.config.schema import Config
@@ -39,7 +38,7 @@ def test_parts_are_products_of_the_mesh_axes_that_split():
 @pytest.mark.parametrize("mesh", ["fsdp:8", "fsdp:4,tp:2", "fsdp:2,tp:4", "tp:8"])
 @pytest.mark.parametrize("changed", [{}, {"kv_heads": 1}, {"mlp_width": 60}, {"width": 36}])
 def test_what_is_refused_beforehand_is_what_cannot_be_laid_out(mesh, changed):
-    decoder = dataclasses.replace(DECODER, **changed)
+    decoder = tiny(**changed)
 
     def refused(check) -> bool:
         try:
@@ -56,7 +55,7 @@ def test_what_is_refused_beforehand_is_what_cannot_be_laid_out(mesh, changed):
 
 
 def test_the_message_has_the_sizes_that_work():
-    decoder = dataclasses.replace(DECODER, heads=6, kv_heads=2)
+    decoder = tiny(heads=6, kv_heads=2)
     with pytest.raises(ValueError, match=r"6 query heads \(none\) cannot be split evenly by tp:4; .* tp can be 1, 2$"):
         check_divisible(config(mesh="fsdp:2,tp:4"), decoder, V6E)
 
@@ -77,6 +76,6 @@ def test_slots_divide_over_the_devices_that_split_sequences():
 
 
 def test_every_dimension_that_does_not_divide_is_found():
-    specs = param_specs(dataclasses.replace(DECODER, mlp_width=30))
+    specs = param_specs(tiny(mlp_width=30))
     found = {(name, axis, dim) for name, axis, dim in indivisible(specs, lambda axis: 4 if axis == "mlp" else 1)}
     assert found == {(f"layers.{name}", "mlp", 30) for name in ("gate", "up", "down")}

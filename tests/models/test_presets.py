@@ -1,11 +1,10 @@
-import dataclasses
 import json
 import math
 from pathlib import Path
 
 import pytest
 
-from podium.models.architecture import ModelError, from_hf_config, to_hf_config
+from podium.models.architecture import ModelError, from_hf_config, to_hf_config, with_layers
 from podium.models.params import param_specs
 from podium.models.presets import PRESETS, find_architecture
 from podium.settings import load_settings
@@ -48,7 +47,7 @@ def test_every_config_of_ours_can_be_planned_without_a_network(path):
 
 def test_what_is_on_disk_counts_more_than_a_preset(tmp_path, monkeypatch):
     """A folder may be named as a model is."""
-    changed = dataclasses.replace(PRESETS["Qwen/Qwen3-0.6B"], layers=3)
+    changed = with_layers(PRESETS["Qwen/Qwen3-0.6B"], 3)
     folder = tmp_path / "Qwen" / "Qwen3-0.6B"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(to_hf_config(changed)))

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from tiny_models import LLAMA3_ROPE, hf_config, needs_demo, write_model
 
-from podium.models.architecture import DecoderConfig, ModelError, RopeScaling, from_hf_config, to_hf_config
+from podium.models.architecture import DecoderConfig, ModelError, dense_decoder, from_hf_config, to_hf_config
+from podium.models.blocks.rope import Rope, RopeScaling
 from podium.models.source import ModelSource, read_architecture, resolve
 
 
@@ -112,7 +113,7 @@ LLAMA32 = {  # what meta-llama/Llama-3.2-1B-Instruct says
     "tie_word_embeddings": True,
     "vocab_size": 128256,
 }
-LLAMA32_DECODER = DecoderConfig(
+LLAMA32_DECODER = dense_decoder(
     model_type="llama",
     vocab=128256,
     width=2048,
@@ -145,13 +146,18 @@ def test_rope_of_transformers_5_means_the_same():
     assert from_hf_config(new, "config.json") == LLAMA32_DECODER
 
 
+def attention_of(decoder: DecoderConfig) -> tuple[bool, bool, int]:
+    attention, _ = decoder.dense_layer
+    return attention.bias, attention.norm, attention.head_dim
+
+
 def test_what_config_does_not_say_is_the_family_s_own():
     qwen2 = from_hf_config(hf_config("qwen2"), "config.json")
-    assert (qwen2.qkv_bias, qwen2.qk_norm, qwen2.head_dim) == (True, False, 8)
+    assert attention_of(qwen2) == (True, False, 8)
     qwen3 = from_hf_config({key: value for key, value in hf_config("qwen3").items() if key != "head_dim"}, "")
-    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+    assert attention_of(qwen3) == (False, True, 128)
     llama = from_hf_config({key: value for key, value in hf_config("llama").items() if "rope" not in key}, "")
-    assert (llama.rope_theta, llama.rope_scaling) == (10000.0, None)
+    assert llama.ropes == (Rope(theta=10000.0, dims=8),)
 
 
 def test_llama_1_shares_no_heads():

@@ -130,11 +130,11 @@ def make_logits(config: DecoderConfig, rules: ShardingRules) -> Callable[[Params
     def compute(params: Params, tokens: jax.Array) -> jax.Array:
         mask = jnp.tri(tokens.shape[1], dtype=bool)[None]
 
-        def attend(kv: Any, _: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, jax.Array]:
+        def attend(kv: Any, _: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, jax.Array]:
             return kv, causal_attention(q, k, v, mask)
 
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-        hidden, _ = forward(params, tokens, positions, attend, config=config, rules=rules, dtype=jnp.float32)
+        hidden, _, _ = forward(params, tokens, positions, attend, config=config, rules=rules, dtype=jnp.float32)
         return logits_at(hidden, head_weights(params, rules, jnp.float32), 1.0)
 
     return jax.jit(compute)

@@ -5,7 +5,7 @@ from typing import Any
 
 from podium.accelerators import GIB, Accelerator
 from podium.config.schema import Config
-from podium.models.architecture import DecoderConfig
+from podium.models.architecture import DecoderConfig, dense_decoder
 from podium.plan.estimate import PhaseEstimate, estimate, score_phase
 from podium.plan.sizes import RunSizes
 
@@ -30,7 +30,7 @@ def decoder(**changed: Any) -> DecoderConfig:
         "qkv_bias": False,
         "qk_norm": False,
     }
-    return DecoderConfig(**{**numbers, **changed})
+    return dense_decoder(**numbers | changed)
 
 
 SMALL = decoder()

@@ -1,11 +1,10 @@
 """The closed form against what compilers said of the same programs."""
 
-import dataclasses
-
 import pytest
 from estimated import QWEN_3B, config, decoder, phase
 
 from podium.accelerators import GIB, find_accelerator
+from podium.models.architecture import with_layers
 from podium.models.presets import find_architecture
 from podium.plan.sizes import make_sizes
 
@@ -60,7 +59,7 @@ def test_memory_is_near_what_the_tpus_compiler_said(case):
 def test_an_update_without_scores_takes_what_the_tpus_compiler_said(layers, train, peak, flops):
     lengths = {"max_prompt_tokens": 512, "max_new_tokens": 1024, "slots": 128}
     settings = config(rollout=lengths, train={"row_tokens": 2560, **BEFORE, **train}, prompts_per_step=256)
-    run = make_sizes(settings, dataclasses.replace(QWEN_3B, layers=layers), find_accelerator("v6e-8"))
+    run = make_sizes(settings, with_layers(QWEN_3B, layers), find_accelerator("v6e-8"))
     assert phase(run, "update").total / MIB == pytest.approx(peak, rel=0.08)
     assert phase(run, "update").flops == pytest.approx(flops, rel=1e-3)
 

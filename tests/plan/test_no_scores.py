@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_decoder import DECODER
+from tiny_decoder import tiny
 
 from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.config.schema import Config
@@ -17,7 +17,7 @@ from podium.plan.worker import Job
 
 T = 1000  # of rows and of the longest prompts, and of nothing else: it is larger than every other dimension
 CPU = Accelerator(name="cpu-1", generation="cpu", devices=1, hosts=1, hbm_bytes=GIB)
-MODEL = dataclasses.replace(DECODER, head_dim=64, max_positions=2048)
+MODEL = tiny(head_dim=64, max_positions=2048)
 SETTINGS: dict[str, Any] = {
     "model": "none",
     "tasks": [{"name": "arithmetic"}],

@@ -14,7 +14,7 @@ from podium.config.schema import RolloutConfig
 from podium.config.sizes import steps_at_once
 from podium.hlo.cost import unknown_loops, walk
 from podium.hlo.text import parse
-from podium.models.architecture import DecoderConfig
+from podium.models.architecture import dense_decoder
 from podium.models.layouts import Layout
 from podium.models.params import ROLLOUT_LAYOUTS
 from podium.plan.topology import topology_devices
@@ -26,7 +26,7 @@ from podium.train.generate import rollout_rules
 
 STEPS = 8
 CONFIG = RolloutConfig(max_prompt_tokens=128, max_new_tokens=128, slots=32)
-DECODER = DecoderConfig(
+DECODER = dense_decoder(
     model_type="qwen2",
     vocab=4096,
     width=512,
@@ -77,7 +77,7 @@ def traffic(layout: str, mesh: Mesh, dtype: jnp.dtype) -> dict[str, dict[str, fl
 
 def layers_weights(*names: str) -> int:
     """Elements of these weights of all layers."""
-    D, H, K, Q, F = DECODER.width, DECODER.heads, DECODER.kv_heads, DECODER.head_dim, DECODER.mlp_width
+    D, H, K, Q, F = DECODER.width, DECODER.heads, DECODER.kv_heads, DECODER.head_dim, 1024
     sizes = {"q": D * H * Q, "k": D * K * Q, "v": D * K * Q, "o": H * Q * D, "gate": D * F, "up": D * F, "down": F * D}
     return DECODER.layers * sum(sizes[name] for name in names)
 

@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 import importlib.util
 import json
@@ -16,6 +15,7 @@ from tiny_engine import ALL_DEVICES_CONFIG, EOS, Letters, answers_of, make_engin
 from tiny_engine import DECODER as TINY
 
 from podium.accelerators import find_accelerator
+from podium.models.architecture import with_layers
 from podium.models.layouts import Layout
 from podium.models.linear import of_bits
 from podium.models.params import ROLLOUT_LAYOUTS, TRAIN_AXES, VOCAB_BLOCK, param_specs
@@ -104,7 +104,7 @@ def test_sync_casts_and_lays_out_as_the_layout_says_in_buffers_of_its_own(layout
 
 def test_sync_needs_room_for_little_besides_its_result():
     """All layers at once are there twice: as they come and as they stay."""
-    decoder = dataclasses.replace(DECODER, layers=16)
+    decoder = with_layers(DECODER, 16)
     params = abstract_params(
         param_specs(decoder), jnp.dtype(jnp.float32), ShardingRules(make_mesh("fsdp:8"), TRAIN_AXES)
     )
@@ -121,7 +121,7 @@ def test_sync_needs_room_for_little_besides_its_result():
 
 def check_traffic(found, itemsize, *, on_cpu):
     """Bytes that one of 8 devices sends, and its collectives, against counts by hand."""
-    S, L, D, F, V = CONFIG.slots, DECODER.layers, DECODER.width, DECODER.mlp_width, DECODER.vocab
+    S, L, D, F, V = CONFIG.slots, DECODER.layers, DECODER.width, 48, DECODER.vocab
     heads, kv_heads = DECODER.heads * DECODER.head_dim, DECODER.kv_heads * DECODER.head_dim
     read = layers_weights("q", "k", "v", "gate", "up") + (0 if on_cpu else V * D)
     inputs = S * L * (heads + F)  # of o and down, whole for every device

@@ -77,7 +77,7 @@ def _plain_pass(dtype):
         return kv, causal_attention(q, k, v, mask)
 
     def run(params, tokens):
-        hidden, _ = forward(params, tokens, jnp.arange(T)[None], attend, config=DECODER, rules=rules, dtype=dtype)
+        hidden, _, _ = forward(params, tokens, jnp.arange(T)[None], attend, config=DECODER, rules=rules, dtype=dtype)
         return logits_at(hidden, head_weights(params, rules, dtype), 1.0)[0]
 
     return jax.jit(run), T

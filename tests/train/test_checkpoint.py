@@ -16,7 +16,8 @@ import pytest
 
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import CheckpointConfig
-from podium.models.params import TRAIN_AXES, ParamSpec
+from podium.models.blocks.spec import ParamSpec
+from podium.models.params import TRAIN_AXES
 from podium.sharding import ShardingRules, abstract_params, make_mesh
 from podium.train.checkpoint import Checkpointer, restore_params, restore_state
 from podium.train.optimizer import make_optimizer

@@ -7,12 +7,12 @@ import optax
 import pytest
 
 from podium.config.optimizer import OptimizerConfig
-from podium.models.architecture import DecoderConfig
-from podium.models.params import TRAIN_AXES, ParamSpec, param_specs
+from podium.models.architecture import dense_decoder
+from podium.models.blocks.spec import ParamSpec, is_matrix
+from podium.models.params import TRAIN_AXES, param_specs
 from podium.sharding import ShardingRules, abstract_params, init_params, make_mesh
 from podium.train.optimizer import (
     abstract_opt_state,
-    is_matrix,
     learning_rate,
     make_optimizer,
     muon_dimensions,
@@ -22,7 +22,7 @@ from podium.train.state import TrainState, abstract_state, init_state
 
 NAMES = ("adamw", "lion", "muon", "sgd", "adafactor")
 SPECS = param_specs(
-    DecoderConfig(
+    dense_decoder(
         model_type="qwen3", vocab=256, width=128, layers=3, heads=4, kv_heads=2, head_dim=32, mlp_width=256,
         max_positions=64, rope_theta=1e4, rope_scaling=None, norm_eps=1e-6, tied=False, qkv_bias=True, qk_norm=True,
     )

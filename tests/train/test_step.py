@@ -106,7 +106,7 @@ def naive_logits() -> list[np.ndarray]:
     @jax.jit
     def compute(params):
         positions, dtype = jnp.broadcast_to(jnp.arange(ROW_TOKENS)[None], tokens.shape), jnp.dtype("float32")
-        hidden, _ = forward(params, jnp.array(tokens), positions, attend, config=DECODER, rules=rules, dtype=dtype)
+        hidden, _, _ = forward(params, jnp.array(tokens), positions, attend, config=DECODER, rules=rules, dtype=dtype)
         return logits_at(hidden, head_weights(params, rules, dtype), 1.0)
 
     logits = np.asarray(compute(make_params(rules)), np.float64)

@@ -1,0 +1,77 @@
+"""Softmax attention with grouped heads and a rotary embedding: Llama, Qwen2 and Qwen3. No jax until it is applied."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from podium.models.blocks.kind import Applied, Context, Work
+from podium.models.blocks.rope import Rope
+from podium.models.blocks.spec import ParamSpec, ParamSpecs
+from podium.models.blocks.weights import LayerWeights
+
+if TYPE_CHECKING:
+    import jax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Grouped-query attention (arXiv:2305.13245)."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    bias: bool = False
+    """Of queries, keys and values (Qwen2)."""
+    norm: bool = False
+    """RMS norm of each head's query and key before the rotation (Qwen3)."""
+    window: int | None = None
+    """The most positions that a query sees, its own included; None: all before it. The caller's `attend` obeys it."""
+
+    scope = "attention"
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The one that it has."""
+        return (self.rope,)
+
+    def specs(self, width: int, *, std: float, out_std: float) -> ParamSpecs:
+        """Its weights in one layer."""
+        D, H, K, Q = width, self.heads, self.kv_heads, self.head_dim
+        specs = {
+            "q": ParamSpec((D, H, Q), ("width", "heads", "head_dim"), std),
+            "k": ParamSpec((D, K, Q), ("width", "kv_heads", "head_dim"), std),
+            "v": ParamSpec((D, K, Q), ("width", "kv_heads", "head_dim"), std),
+            "o": ParamSpec((H, Q, D), ("heads", "head_dim", "width"), out_std),
+        }
+        if self.bias:
+            specs["q_bias"] = ParamSpec((H, Q), ("heads", None), 0.0)
+            specs["k_bias"] = ParamSpec((K, Q), ("kv_heads", None), 0.0)
+            specs["v_bias"] = ParamSpec((K, Q), ("kv_heads", None), 0.0)
+        if self.norm:
+            specs["q_norm"] = ParamSpec((Q,), (None,), 0.0, 1.0)
+            specs["k_norm"] = ParamSpec((Q,), (None,), 0.0, 1.0)
+        return specs
+
+    def work(self, width: int) -> Work:
+        """What it costs: four matrices, and two products of heads for each pair."""
+        elements = 2 * width * (self.heads + self.kv_heads) * self.head_dim
+        return Work(
+            active=elements,
+            total=elements,
+            outputs=(self.heads + 2 * self.kv_heads) * self.head_dim,
+            pair=2 * self.heads * self.head_dim,
+            window=self.window,
+            cached=2 * self.kv_heads * self.head_dim,
+            inner=self.heads * self.head_dim,
+        )
+
+    def apply(self, w: LayerWeights, x: jax.Array, context: Context) -> Applied:
+        """softmax(q k' / sqrt(Q)) v, projected back to the width."""
+        q, k, v = context.heads(x, w, bias=self.bias)
+        if self.norm:
+            q, k = context.norm(q, w["q_norm"]), context.norm(k, w["k_norm"])
+        q, k = context.rotate(q, self.rope), context.rotate(k, self.rope)
+        carried, attended = context.attend(q, k, v, window=self.window)
+        return Applied(context.linear("bthq,hqd->btd", attended, w["o"]), carried)

@@ -1,0 +1,49 @@
+"""The dense feed-forward of Llama and Qwen. No jax until it is applied."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from podium.models.blocks.kind import Applied, Context, Work
+from podium.models.blocks.rope import Rope
+from podium.models.blocks.spec import ParamSpec, ParamSpecs
+from podium.models.blocks.weights import LayerWeights
+
+if TYPE_CHECKING:
+    import jax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mlp:
+    """SwiGLU (arXiv:2002.05202)."""
+
+    width: int
+
+    scope = "mlp"
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """None."""
+        return ()
+
+    def specs(self, width: int, *, std: float, out_std: float) -> ParamSpecs:
+        """Its weights in one layer."""
+        D, F = width, self.width
+        return {
+            "gate": ParamSpec((D, F), ("width", "mlp"), std),
+            "up": ParamSpec((D, F), ("width", "mlp"), std),
+            "down": ParamSpec((F, D), ("mlp", "width"), out_std),
+        }
+
+    def work(self, width: int) -> Work:
+        """What it costs: three matrices."""
+        elements = 3 * width * self.width
+        return Work(active=elements, total=elements, outputs=2 * self.width, inner=self.width)
+
+    def apply(self, w: LayerWeights, x: jax.Array, context: Context) -> Applied:
+        """(silu(x gate) * (x up)) down."""
+        from podium.models.blocks.mathematics import gated
+
+        gate, up = context.linear("btd,df->btf", x, w["gate"]), context.linear("btd,df->btf", x, w["up"])
+        return Applied(context.linear("btf,fd->btd", gated(gate, up), w["down"]), context.carried)

@@ -1,0 +1,62 @@
+"""What the decoder gives each layer: products, norms, rotations and attention, placed on the devices of a mesh."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+
+from podium.models.blocks import mathematics
+from podium.models.blocks.kind import At, Attend, Tree
+from podium.models.blocks.rope import Rope
+from podium.models.blocks.weights import LayerWeight, LayerWeights
+from podium.models.linear import make_linear, several
+from podium.models.placement import from_sequences, to_sequences
+from podium.sharding import ShardingRules
+
+Tables = tuple[jax.Array, jax.Array]
+"""Cosines and sines, [B, T, Q/2] float32."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerContext:
+    """`podium.models.blocks.kind.Context`, on a mesh."""
+
+    layer: jax.Array
+    carried: Tree
+    positions: jax.Array
+    tables: Mapping[Rope, Tables]
+    caller: Attend
+    eps: float
+    rules: ShardingRules
+
+    def norm(self, x: jax.Array, scale: LayerWeight) -> jax.Array:
+        """RMS norm over the last dimension."""
+        assert isinstance(scale, jax.Array), "the scale of a norm has no adapter and is no matrix"
+        return mathematics.rms_norm(x, scale, self.eps)
+
+    def linear(self, pattern: str, x: jax.Array, w: LayerWeight) -> jax.Array:
+        """The einsum of an activation and a weight."""
+        return make_linear(self.rules)(pattern, x, w)
+
+    def heads(self, x: jax.Array, w: LayerWeights, *, bias: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [B, T, H, Q], keys and values [B, T, K, Q]: whole heads of the sequences a device attends for."""
+        own = [w[name] for name in ("q", "k", "v")]
+        q, k, v = several(self.linear, self.rules, "btd,dhq->bthq", x, own, "heads")
+        if bias:
+            q, k, v = (_biased(y, w[name]) for y, name in ((q, "q_bias"), (k, "k_bias"), (v, "v_bias")))
+        return to_sequences(self.rules, q, k, v)
+
+    def rotate(self, x: jax.Array, rope: Rope) -> jax.Array:
+        """Rotary embedding, on TPU by a product."""
+        turn = mathematics.rotate_by_product if self.rules.platform == "tpu" else mathematics.rotate
+        return turn(x, *self.tables[rope])
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None) -> tuple[Tree, jax.Array]:
+        """The caller's attention, and its result laid out for the product that follows."""
+        carried, attended = self.caller(self.carried, At(self.layer, window), q, k, v)
+        return carried, from_sequences(self.rules, attended)
+
+
+def _biased(y: jax.Array, bias: LayerWeight) -> jax.Array:
+    assert isinstance(bias, jax.Array), "a bias has no adapter and is no matrix"
+    return (y + bias[None, None]).astype(y.dtype)

@@ -1,0 +1,50 @@
+"""How activations move between devices inside a layer: by rows, by width, by heads, and in groups of rows."""
+
+import jax
+import jax.numpy as jnp
+
+from podium.sharding import ShardingRules
+
+
+def to_rows(rules: ShardingRules, x: jax.Array) -> jax.Array:
+    """[B, T, D] that weights split by width have made, part of the width each, laid out by rows."""
+    x = rules.constrain(x, "batch_by_width", "tokens_by_width", "width")
+    x = rules.constrain(x, "rows", "tokens_by_width", "width_of_rows")
+    return rules.constrain(x, "rows", "tokens", None)
+
+
+def to_sequences(
+    rules: ShardingRules, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Parts of every head of all rows, [B, T, H or K, Q], become whole heads of some rows, in one exchange."""
+    if rules.num_shards("head_dim") == 1:
+        return q, k, v
+    B, T, H, Q = q.shape
+    K = k.shape[2]
+    parts = (q.reshape(B, T, K, H // K, Q), k[:, :, :, None], v[:, :, :, None])
+    joined = rules.constrain(jnp.concatenate(parts, axis=3), "rows", None, "kv_heads", None, "head_dim")
+    joined = rules.constrain(joined, "batch", None, "cache_heads", None, None)
+    return joined[:, :, :, :-2].reshape(B, T, H, Q), joined[:, :, :, -2], joined[:, :, :, -1]
+
+
+def from_sequences(rules: ShardingRules, attended: jax.Array) -> jax.Array:
+    """[B, T, H, Q]: the way back from `to_sequences`."""
+    if rules.num_shards("head_dim") == 1:
+        return attended
+    return rules.constrain(attended, "rows", None, "heads", "head_dim")
+
+
+def split_rows(rules: ShardingRules, x: jax.Array, groups: int) -> jax.Array:
+    """[B, T, ...] in groups of every device's rows, [groups, B/groups, T, ...]; nothing moves between devices."""
+    devices = rules.num_shards("batch")
+    x = x.reshape(devices, groups, -1, *x.shape[1:])
+    x = jnp.moveaxis(x, 1, 0).reshape(groups, -1, *x.shape[3:])
+    return rules.constrain(x, None, "batch", "tokens", *[None] * (x.ndim - 3))
+
+
+def merge_rows(rules: ShardingRules, x: jax.Array) -> jax.Array:
+    """The rows of `split_rows` as they were."""
+    groups, devices = len(x), rules.num_shards("batch")
+    x = x.reshape(groups, devices, -1, *x.shape[2:])
+    x = jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[3:])
+    return rules.constrain(x, "batch", "tokens", *[None] * (x.ndim - 2))

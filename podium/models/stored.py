@@ -1,0 +1,43 @@
+"""A decoder's numbers as JSON, with the classes of its kinds by import path: for another process. No jax."""
+
+import dataclasses
+from typing import Annotated, TypeAlias
+
+from pydantic import JsonValue, PlainSerializer, PlainValidator
+
+from podium.config.imports import imported
+from podium.models.architecture import DecoderConfig
+
+CLASS = "class"
+
+
+def as_json(value: object) -> JsonValue:
+    """A dataclass of numbers, texts, tuples and such dataclasses, as JSON."""
+    if dataclasses.is_dataclass(value):
+        kind = type(value)
+        fields = {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {CLASS: f"{kind.__module__}:{kind.__qualname__}", **fields}
+    if isinstance(value, tuple):
+        return [as_json(each) for each in value]
+    assert value is None or isinstance(value, int | float | str), f"{value!r} in a decoder's declaration"
+    return value
+
+
+def from_json(value: JsonValue) -> object:
+    """What `as_json` was given."""
+    if isinstance(value, list):
+        return tuple(from_json(each) for each in value)
+    if isinstance(value, dict):
+        kind = imported(str(value[CLASS]), what="a part of a decoder")
+        return kind(**{name: from_json(each) for name, each in value.items() if name != CLASS})
+    return value
+
+
+def _decoder(value: DecoderConfig | JsonValue) -> DecoderConfig:
+    found = value if isinstance(value, DecoderConfig) else from_json(value)
+    assert isinstance(found, DecoderConfig)
+    return found
+
+
+StoredDecoder: TypeAlias = Annotated[DecoderConfig, PlainSerializer(as_json), PlainValidator(_decoder)]
+"""A decoder as a field of what pydantic writes and reads."""
