@@ -95,9 +95,7 @@ def compile_jobs(
     """
     for machine in {job.accelerator for job in jobs if job.accelerator.platform != "cpu"}:
         check_compiler(machine)
-    folder = folder or cache_folder()
-    for name in ("answers", "crashes"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
+    folder = _make_folders(folder or cache_folder())
     found: dict[int, CompiledPhase] = {}
 
     def report(job: Job, state: State, seconds: float) -> None:
@@ -125,6 +123,12 @@ def compile_jobs(
                 report(each.job, "compiling" if compiled is None else "compiled", each.seconds)
             time.sleep(POLL_S)
     return [found[number] for number in range(len(jobs))]
+
+
+def _make_folders(folder: Path) -> Path:
+    for name in ("answers", "crashes"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def cache_folder() -> Path:
