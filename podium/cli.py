@@ -128,7 +128,7 @@ def train(
 @app.command()
 def init(folder: Annotated[Path, typer.Argument(metavar="NAME", help="Folder to make.")]) -> None:
     """Write a project to start from: a config, questions, a reward of your own, and a README."""
-    from podium.tools.project import write_project
+    from podium.project import write_project
 
     for path in write_project(folder):
         print(path)
@@ -312,7 +312,7 @@ def config_migrate(
     out: Annotated[Path | None, typer.Option("-o", "--out", help="File to write; default: stdout.")] = None,
 ) -> None:
     """Translate a config of the seed system, the TPU trainer that Podium succeeds, and list what changed or is lost."""
-    from podium.tools.migrate import migrate
+    from podium.compat.migrate import migrate
 
     migration = migrate(old, os.environ)
     if out is None:

@@ -26,7 +26,6 @@ from podium.models.source import on_disk, read_architecture, resolve
 from podium.tasks.functions import RewardFunction
 from podium.tasks.registry import make_task
 from podium.tasks.rewards import TEXT_REWARDS, label
-from podium.tools.seed_keys import spellings, trl_keys
 
 _LAYOUTS: Mapping[str, object] = ChainMap[str, Any](
     cast(dict[str, Any], ROLLOUT_LAYOUTS), {AUTO: "chosen by `podium.models.layouts`"}
@@ -53,7 +52,7 @@ def load_settings(
 
     Raises ConfigError with everything that is wrong.
     """
-    loaded = load(files, overrides, environ, rules=RULES, hint=_hint)
+    loaded = load(files, overrides, environ, rules=RULES)
     if problems := [*_task_problems(loaded), *_model_problems(loaded)]:
         raise ConfigError(problems)
     return loaded
@@ -202,16 +201,6 @@ def _in_flight(config: Config) -> Iterator[Contradiction]:
 
 RULES = (_names, _algorithm, _rewards, _layout, _in_flight)
 """What recipes and rewards add to the rules of `podium.config.schema`."""
-
-
-def _hint(key: str, file: str) -> str | None:
-    """What to write instead of a key of TRL or of the seed system."""
-    name = key.rpartition(".")[2]
-    if name in trl_keys():
-        return f"what TRL calls {name} is {trl_keys()[name]} here"
-    if any(spelling == key or spelling.startswith(f"{key}.") for spelling in spellings()):
-        return f"it is a key of the seed system; `podium config migrate {file}` translates the whole file"
-    return None
 
 
 def _task_problems(loaded: Loaded) -> Iterator[Problem]:

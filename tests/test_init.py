@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from podium.config import load as load_module
+from podium.project import FILES, TEMPLATES, write_project
 from podium.settings import load_settings
 from podium.tasks.functions import RewardFunction
 from podium.tasks.mixture import TaskMixture
-from podium.tools.project import FILES, TEMPLATES, write_project
 
 ROOT = Path(__file__).parents[1]
 
@@ -53,7 +53,7 @@ def test_templates_and_configs_are_in_wheel_and_sdist():
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert "project/*" in setuptools["package-data"]["podium"]
     assert setuptools["data-files"] == {"share/podium/configs": ["configs/*.yaml"]}
-    assert {path.name for path in TEMPLATES.iterdir()} == set(FILES)
+    assert {path.name for path in TEMPLATES.iterdir() if path.is_file()} == {*FILES, "__init__.py"}
     sdist = (ROOT / "MANIFEST.in").read_text()
     assert {"configs", "docs", "tests", "examples", "benches", "tools"} <= set(re.findall(r"graft (\w+)", sdist))
 

@@ -9,13 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import podium
+from podium.compat.migrate import migrate
+from podium.compat.seed_keys import seed_keys, spellings, trl_keys
 from podium.config.errors import ConfigError
 from podium.config.explain import setting_paths
 from podium.config.load import load
 from podium.config.schema import Config
 from podium.settings import RULES
-from podium.tools.migrate import migrate
-from podium.tools.seed_keys import seed_keys, spellings, trl_keys
 
 
 @pytest.fixture
@@ -303,4 +303,4 @@ def test_a_wheel_holds_the_tables():
     patterns = pyproject["tool"]["setuptools"]["package-data"]["podium"]
     package = Path(podium.__file__).parent
     packed = {path for pattern in patterns for path in package.glob(pattern)}
-    assert {package / "tools" / "seed_keys.yaml", package / "tools" / "trl_keys.yaml"} <= packed
+    assert {package / "compat" / "seed_keys.yaml", package / "compat" / "trl_keys.yaml"} <= packed

@@ -4,7 +4,7 @@ The rule of a setting is read from the schema that editors use, its purpose from
 between settings are reported together with wrong values, unless they concern a setting that is wrong in itself.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,23 +12,20 @@ from pydantic_core import ErrorDetails
 
 from podium.config.document import Node, dump_value, parse_text
 from podium.config.errors import Contradiction, Problem, nearest
+from podium.config.hints import hint_for
 from podium.config.schema import Config, Rule
 
 Location = tuple[int | str, ...]
-Hint = Callable[[str, str], str | None]
-"""(unknown key, config file) -> what to write instead of another system's key; None where it is no such key."""
 
 
-def explain(
-    error: ValidationError, tree: Node, files: Sequence[str], rules: Sequence[Rule], hint: Hint | None
-) -> list[Problem]:
+def explain(error: ValidationError, tree: Node, files: Sequence[str], rules: Sequence[Rule]) -> list[Problem]:
     """The problems behind an error of `Config.model_validate(tree.plain(), context=rules)`, each with its origins.
 
-    `files` are the config files, one of which a missing setting belongs to; `hint` is for keys of another system.
+    `files` are the config files; a missing setting belongs into the last.
     """
     schema = Config.model_json_schema()
     details = [each for each in error.errors(include_url=False) if each["type"] != "contradiction"]
-    problems = [_field_problem(each, tree, schema, files, hint) for each in details]
+    problems = [_field_problem(each, tree, schema, files) for each in details]
     wrong = {dotted(each["loc"]) for each in details}
     for found in _contradictions(error, tree, rules):
         if not any(_overlap(key, bad) for key in found.keys + found.needs for bad in wrong):
@@ -89,14 +86,12 @@ def _contradiction_problem(found: Contradiction, tree: Node) -> Problem:
     return Problem(key=found.keys[0], message=found.message, origins=tuple(origins), about=found.about)
 
 
-def _field_problem(
-    detail: ErrorDetails, tree: Node, schema: Mapping[str, Any], files: Sequence[str], hint: Hint | None
-) -> Problem:
+def _field_problem(detail: ErrorDetails, tree: Node, schema: Mapping[str, Any], files: Sequence[str]) -> Problem:
     location, kind = detail["loc"], detail["type"]
     key, node = dotted(location), tree.find(location)
     origins = (node.origin,) if node is not None else ()
     if kind == "extra_forbidden":
-        return Problem(key=key, message=f"unknown key; {_way_out(location, schema, files, hint)}", origins=origins)
+        return Problem(key=key, message=f"unknown key; {_way_out(location, schema, files)}", origins=origins)
     if kind == "missing":
         *section, last = location
         message = f"missing, and it has no default; add `{last}: ...`"
@@ -138,14 +133,14 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _way_out(location: Location, schema: Mapping[str, Any], files: Sequence[str], hint: Hint | None) -> str:
+def _way_out(location: Location, schema: Mapping[str, Any], files: Sequence[str]) -> str:
     *parents, last = location
     key = str(last)
     if "." in key:
         first, _, rest = key.partition(".")
         return f"dots are for the command line; in a file write `{first}:` and under it `{rest}:`"
-    if hint is not None and (text := hint(dotted(location), files[-1] if files else "OLD.yaml")):
-        return text
+    if hint := hint_for(dotted(location), files[-1] if files else "OLD.yaml"):
+        return hint
     siblings = list((_at(tuple(parents), schema) or {}).get("properties", {}))
     paths = setting_paths(schema)
     if near := nearest(key, siblings):

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from podium.config.document import Node, parse_text, read_document
 from podium.config.errors import ConfigError, Problem, wrong
-from podium.config.explain import Hint, explain
+from podium.config.explain import explain
 from podium.config.schema import Config, Rule
 
 ENVIRONMENT_PREFIX = "PODIUM_"
@@ -51,7 +51,6 @@ def load(
     environ: Mapping[str, str],
     *,
     rules: Sequence[Rule] = (),
-    hint: Hint | None = None,
 ) -> Loaded:
     """The settings that files, environment and command line make together.
 
@@ -62,7 +61,6 @@ def load(
         overrides: `key=value` texts of `--set`, or settings with an origin; later ones win, all over the environment.
         environ: usually `os.environ`; names that start with `PODIUM_` are settings.
         rules: more that must hold, reported together with all else that is wrong.
-        hint: what to write instead of keys of another system.
 
     Raises ConfigError with everything that is wrong.
     """
@@ -81,7 +79,7 @@ def load(
             tree = assign(tree, keys, node)
     if problems:
         raise ConfigError(problems)
-    return validate(tree, files, rules=rules, hint=hint)
+    return validate(tree, files, rules=rules)
 
 
 def _located(file: Path) -> Path:
@@ -170,9 +168,7 @@ def _read_with_bases(path: Path, including: tuple[Path, ...]) -> Node:
     return merge(tree, Node(own, document.origin))
 
 
-def validate(
-    tree: Node, files: Sequence[str | Path], *, rules: Sequence[Rule] = (), hint: Hint | None = None
-) -> Loaded:
+def validate(tree: Node, files: Sequence[str | Path], *, rules: Sequence[Rule] = ()) -> Loaded:
     """The config of a merged tree; `load` says what the arguments are. Raises ConfigError with all that is wrong."""
     if files and "name" not in tree.value:
         named = Node(Path(files[-1]).stem, f"name of {files[-1]}")
@@ -184,7 +180,7 @@ def validate(
         try:
             config = Config.model_validate(tree.plain(), context=rules)
         except ValidationError as error:
-            raise ConfigError(explain(error, tree, [str(file) for file in files], rules, hint)) from None
+            raise ConfigError(explain(error, tree, [str(file) for file in files], rules)) from None
     return Loaded(config=config, provenance=tree.origins())
 
 

@@ -1,6 +1,6 @@
-"""Keys of other systems: those of the seed system, with how it read its files, and those of TRL. The tables are YAML.
+"""Keys of the seed system and of TRL, from tables in YAML, and how the seed system read its files.
 
-What becomes of the seed system's values is `podium.tools.migrate`.
+`podium.compat.migrate` translates the seed system's values.
 """
 
 import dataclasses
@@ -55,18 +55,28 @@ def spellings() -> dict[str, str]:
     return {spelling: key for key, about in seed_keys().items() for spelling in _spellings(key, about)}
 
 
+def hint(key: str, file: str) -> str | None:
+    """What to write instead of a key of TRL or of the seed system; None for any other key."""
+    name = key.rpartition(".")[2]
+    if name in trl_keys():
+        return f"what TRL calls {name} is {trl_keys()[name]} here"
+    if any(spelling == key or spelling.startswith(f"{key}.") for spelling in spellings()):
+        return f"it is a key of the seed system; `podium config migrate {file}` translates the whole file"
+    return None
+
+
 def _spellings(key: str, about: SeedKey) -> Iterator[str]:
     section, dot, rest = key.partition(".")
     yield key
     yield from about.also
     if section in ("rollout", "train") and "." not in rest and dot:
         yield f"{section}_{rest}"
-        if key != "rollout.mesh_shape":  # the flat form is the mesh of all
+        if key != "rollout.mesh_shape":  # its flat form is the mesh of the whole run
             yield rest
 
 
 def read_seed(path: Path, environ: Mapping[str, str]) -> dict[str, tuple[str, Node]]:
-    """Full name -> how the file spells it, and the value. Raises ConfigError where two spellings disagree."""
+    """Full name -> how the file spells it, and the value. Raises ConfigError if two spellings disagree."""
     found: dict[str, tuple[str, Node]] = {}
     for spelling, node in _leaves(read_document(path), ""):
         key = _BARE.get(spelling) or spellings().get(spelling, spelling)
@@ -89,7 +99,7 @@ def _leaves(node: Node, path: str) -> Iterator[tuple[str, Node]]:
 
 
 def _expanded(node: Node, environ: Mapping[str, str]) -> Node:
-    """The node with `$NAME` and `${NAME}` replaced; a name that is not set is empty, as there."""
+    """The node with `$NAME` and `${NAME}` replaced; a name that is not set becomes empty, as in the seed system."""
     if not isinstance(node.value, str) or "$" not in node.value:
         return node
     text = re.sub(r"\$(\w+|\{\w+\})", lambda name: environ.get(name[1].strip("{}"), ""), node.value)

@@ -1,16 +1,16 @@
-"""`podium init`: a project to start from, with a config, questions, and a reward of one's own."""
+"""`podium init`: writes a project to start from, with a config, questions, and a reward function of the user's own."""
 
 import json
 from pathlib import Path
 
-TEMPLATES = Path(__file__).parents[1] / "project"
+TEMPLATES = Path(__file__).parent
 FILES = {"config.yaml": "config.yaml", "rewards.txt": "rewards.py", "README.md": "README.md"}
 
 
 def write_project(folder: Path) -> list[Path]:
-    """Write the project into a new or empty folder, which names it; its files.
+    """Write the project into a new or empty folder, whose name becomes the project's, and return the files.
 
-    Raises ValueError where the folder holds something.
+    Raises ValueError if the folder is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not empty; give the name of a new folder")

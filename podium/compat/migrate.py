@@ -1,8 +1,8 @@
-"""A YAML file of the seed system as one of ours, with a list of what changed and of what has no counterpart.
+"""Translates a YAML file of the seed system into one of ours, and lists what changed and what has no counterpart.
 
-Settings keep what they did there, not what they were called: defaults that differ are written out, and so are numbers
-that were fixed in its code. The seed system's own rules (aliases must agree, `$NAME` in a value is the environment's)
-hold while reading. Its keys and defaults, and the settings that take a value as it is, are in `seed_keys.yaml`.
+Settings keep their meaning, not their names: defaults that differ are written out, and so are numbers that the seed
+system's code fixed. Files are read by its own rules (aliases must agree, `$NAME` in a value is taken from the
+environment). Its keys and defaults, and the settings whose values are copied unchanged, are in `seed_keys.yaml`.
 """
 
 import dataclasses
@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from podium.compat.seed_keys import read_seed, seed_keys, spellings
 from podium.config.document import Node, dump_value, parse_text
 from podium.config.errors import ConfigError, nearest, wrong
 from podium.config.load import validate
 from podium.config.mesh import mesh_sizes
 from podium.config.show import to_yaml
 from podium.settings import RULES
-from podium.tools.seed_keys import read_seed, seed_keys, spellings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,17 +27,17 @@ class Migration:
     text: str
     """The new YAML; it loads."""
     changed: tuple[str, ...]
-    """What each old setting became, where its name, value or meaning is not the same."""
+    """What each old setting became, if its name, value or meaning differs."""
     lost: tuple[str, ...]
-    """Old settings that nothing here corresponds to, and what to do about it."""
+    """Old settings without a counterpart, and what to do about them."""
 
 
 def migrate(path: Path, environ: Mapping[str, str]) -> Migration:
-    """The seed system's file as ours.
+    """Translate a file of the seed system.
 
     Args:
         path: the old file.
-        environ: stands for `$NAME` in its values, as it did there.
+        environ: replaces `$NAME` in its values, as the seed system did.
 
     Raises:
         ConfigError: the file cannot be read, its aliases disagree, or a value makes no sense.
@@ -63,7 +63,7 @@ _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false",
 
 
 class _Translation:
-    """The old settings by full name, and the new ones as they are made."""
+    """The old settings by full name, and the new ones made so far."""
 
     def __init__(self, written: dict[str, tuple[str, Node]]):
         self.written = written
@@ -74,7 +74,7 @@ class _Translation:
         self.used = {key for key, about in seed_keys().items() if not about.gone}
 
     def get(self, key: str) -> Any:
-        """What the seed system took the setting to be: the file's value, or its default."""
+        """The setting as the seed system read it: the file's value, or the default."""
         about = seed_keys()[key]
         if key not in self.written or self.written[key][1].value in (None, ""):
             return about.default
@@ -82,7 +82,7 @@ class _Translation:
         return about.zero if value == 0 and about.zero is not None else value
 
     def convert(self, key: str, kind: str) -> Any:
-        """A value of the file as the seed system's parsers read it: "8" is 8, and yes is true."""
+        """Convert a value of the file as the seed system's parsers did: "8" is 8, and yes is true."""
         value = self.written[key][1].plain()
         value = parse_text(value, "").plain() if isinstance(value, str) and kind not in ("text", "list") else value
         text = str(value).lower()
@@ -98,12 +98,12 @@ class _Translation:
         raise self.wrong(key, f"expected {_KINDS[kind]}")
 
     def wrong(self, key: str, rule: str) -> ConfigError:
-        """The error of a value that makes no sense."""
+        """The error about an invalid value."""
         spelling, node = self.written[key]
         return wrong(spelling, f"{node.plain()!r}: {rule}", node.origin)
 
     def put(self, key: str, path: str, value: Any, why: str = "") -> None:
-        """Sets a new setting that stands for an old one."""
+        """Set the new setting that replaces an old one."""
         self.new[path] = value
         self.used.add(key)
         self.comments[path] = f"the seed system's default of {key}"
@@ -115,19 +115,19 @@ class _Translation:
                 self.changed.append(f"{was} -> {now}" + (f" ({why})" if why else ""))
 
     def fix(self, path: str, value: Any, why: str) -> None:
-        """Sets a new setting for what was fixed in the seed system's code."""
+        """Set a new setting to what the seed system's code fixed."""
         self.new[path] = value
         self.comments[path] = why
         self.changed.append(f"{path}: {dump_value(value)} ({why})")
 
     def lose(self, key: str, why: str) -> None:
-        """Says that an old setting is gone, if the file had it."""
+        """Report an old setting as lost, if the file has it."""
         if key in self.written:
             spelling, node = self.written[key]
             self.lost.append(f"{spelling}: {dump_value(node.plain())} ({node.origin}): {why}")
 
     def lose_the_rest(self) -> None:
-        """Says so of all settings that have no counterpart."""
+        """Report all remaining settings that have no counterpart as lost."""
         for key in self.written:
             if key in seed_keys() and key not in self.used:
                 self.lose(key, seed_keys()[key].gone)
@@ -145,7 +145,7 @@ def _rewards(old: _Translation) -> None:
 
 
 def _prompts(old: _Translation) -> None:
-    """The global number of prompts: of the batch size, or of another setting that gives it; that is not lost then."""
+    """The global number of prompts, from the batch size or another setting that implies it, which is then not lost."""
     key, prompts = "rollout.batch_size", old.get("rollout.batch_size")
     others = ("global_prompt_batch_size", "prompt_batch_size", "global_sequence_batch_size")
     written = [f"rollout.{name}" for name in others if f"rollout.{name}" in old.written]

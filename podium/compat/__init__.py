@@ -1,0 +1,1 @@
+"""Configs of other systems: their keys, and the translation of the seed system's files. The core imports none of it."""
