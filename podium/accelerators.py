@@ -1,8 +1,8 @@
-"""What machines there are: sizes, hosts, memory, interconnect. One table for config, plan, pods and train; no jax.
+"""The known machines: sizes, hosts, memory, interconnect. One table for config, plan, pods and train; no jax.
 
-Sizes follow rules of Cloud TPU's documentation (docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, "Configurations"):
-v5e and v6e count chips in their names, v4 and v5p count TensorCores, two to a chip, which a program sees as one device.
-Hosts are what jax.distributed would see: one process per virtual machine.
+Sizes follow Cloud TPU's documentation (docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, "Configurations"): names of
+v5e and v6e count chips, names of v4 and v5p count TensorCores, two per chip, which a program sees as one device. Hosts
+are the processes of jax.distributed: one per virtual machine.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 GIB = 2**30
 GPU_POOL, POOL_VARIABLE = 0.75, "XLA_PYTHON_CLIENT_MEM_FRACTION"
-"""Share of a GPU's memory that jax takes for arrays, and the variable that sets another."""
+"""Share of a GPU's memory that jax reserves for arrays, and the environment variable that changes it."""
 CUDA_CONTEXT, ALLOCATOR_RESERVE = 1 * GIB, 0.02
-"""Memory of a GPU for CUDA's context, kernels and NCCL's buffers, outside that share; and what part of the share its
-allocator cannot give away, for arrays are in one piece. Assumed: benches/gpu.sh measures both."""
+"""Bytes of a GPU for CUDA's context, kernels and NCCL's buffers, outside that share; and the part of the share that is
+lost to fragmentation. Both are assumed; benches/gpu.sh measures them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,39 +28,39 @@ class Accelerator:
     """A machine, or a slice of a pod, to rent as a whole."""
 
     name: str
-    """The cloud's accelerator type, as v6e-8; of a GPU machine, kind and number, as h100-8."""
+    """The cloud's accelerator type, such as v6e-8; for GPUs, kind and number, such as h100-8."""
     generation: str
-    """Names the file of constants in `podium/plan/chips`."""
+    """The kind of chip, which names its file of constants in `podium/plan/chips`."""
     devices: int
-    """Devices over all hosts, as jax counts them: chips; the two TensorCores of a v4 or v5p chip are one device."""
+    """Devices over all hosts, as jax counts them: chips. The two TensorCores of a v4 or v5p chip are one device."""
     hosts: int
     """Processes of jax.distributed."""
     hbm_bytes: int
-    """Usable memory of a device: for TPUs, what their compiler calls available."""
+    """Usable memory of a device; for TPUs, what their compiler calls available."""
     torus: tuple[int, ...] = ()
-    """Chips along each axis of the interconnect; empty where a switch connects all, or nothing does."""
+    """Chips along each axis of the interconnect; empty if a switch connects all, or there is none."""
     wrapped: tuple[bool, ...] = ()
-    """Whether the ends of each axis are connected too."""
+    """Whether each axis is a ring, with its ends connected."""
     host_bounds: tuple[int, int, int] | None = None
-    """Chips of a host along each axis; None: the compiler does not know this machine."""
+    """Chips of a host along each axis; None for machines other than TPUs."""
     chip_config: str | None = None
-    """The compiler's name of how a chip's cores are used; None: there is one way."""
+    """The compiler's name for how a chip's cores are used; None if there is only one way."""
     slices: int = 1
-    """Groups of devices joined by a network slower than the interconnect: machines of GPUs, as jax counts slices."""
+    """Groups of devices joined by a network that is slower than the interconnect; for GPUs, the number of machines."""
 
     @property
     def devices_per_host(self) -> int:
-        """Devices that each process has."""
+        """Devices of each process."""
         return self.devices // self.hosts
 
     @property
     def platform(self) -> Literal["cpu", "gpu", "tpu"]:
-        """What jax calls its kind of device."""
+        """Jax's name for its kind of device."""
         return "tpu" if self.host_bounds is not None else "gpu" if self.generation in GPUS else "cpu"
 
     @property
     def topology(self) -> str:
-        """The compiler's name of the slice, as `v6e:2x4`; of GPUs, machines x 1 x those of each."""
+        """The compiler's name of the slice, such as `v6e:2x4`; for GPUs, machines x 1 x GPUs of each."""
         if self.platform == "gpu":
             return f"{self.hosts}x1x{self.devices_per_host}"
         return f"{self.generation}:{'x'.join(map(str, self.torus))}"
@@ -75,12 +75,12 @@ class Accelerator:
 
     @property
     def ici_links(self) -> int:
-        """Interconnect links of the worst placed chip: on an axis without wrap-around the ends have one, not two."""
+        """Interconnect links of the worst placed chip: at the end of an axis that is not a ring it has one, not two."""
         return sum((2 if wraps and size > 2 else 1) for size, wraps in self._axes if size > 1)
 
     @property
     def wiring_known(self) -> bool:
-        """Whether it is published which ends of its axes are connected: not for parts of a v5e's or v6e's 16x16."""
+        """Whether it is documented which axes are rings: not for parts of a v5e's or v6e's 16x16."""
         return len(self.torus) != 2 or self.devices == 1 or all(self.wrapped)
 
     @property
@@ -97,7 +97,7 @@ class Gpu:
     """A kind of GPU; its target file in `podium/plan/gpus` has the sources."""
 
     memory: int  # bytes that CUDA reports as total
-    networked: bool = True  # whether there is a figure of the network between machines, in `podium/plan/chips`
+    networked: bool = True  # whether `podium/plan/chips` has the bandwidth between machines
 
 
 GPUS: Mapping[str, Gpu] = {
@@ -113,14 +113,14 @@ GPUS: Mapping[str, Gpu] = {
 CHIPS_2D = (1, 4, 8, 16, 32, 64, 128, 256)  # v5e and v6e: 1x1, 2x2, 2x4, 4x4, ..., 16x16
 CORES_3D = {"v4": (8, 16, 32, 64, 128, 256, 512), "v5p": (8, 16, 32, 64, 128, 256, 512, 1024)}
 GPU_COUNTS, MACHINE = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256), 8
-"""Numbers of GPUs that are planned for, and the most of one machine."""
-ALIASES = {"v5e": "v5litepod"}  # the cloud's own name of the second
+"""Supported numbers of GPUs, and the most in one machine."""
+ALIASES = {"v5e": "v5litepod"}  # the cloud's name of v5e
 GKE_ALONE = ("tpu7x", "v7x", "ironwood")
 CPU_INFO = Path("/proc/cpuinfo")
 CPU_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})
-"""What a CPU has that multiplies bfloat16 faster than float32, as Linux names it."""
+"""Linux's names of instruction sets that multiply bfloat16 faster than float32."""
 XLA_BFLOAT16 = frozenset({"AVX512_BF16", "AMX", "AMX_FP16"})
-"""Values of XLA's flag xla_cpu_max_isa that leave one of them in use."""
+"""Values of XLA's flag xla_cpu_max_isa that allow one of them."""
 
 # Beginnings of jax's `device_kind`, the longer ones first, and the kind of machine in an accelerator's name.
 DEVICE_KINDS: Mapping[str, str] = {
@@ -137,16 +137,16 @@ DEVICE_KINDS: Mapping[str, str] = {
     "NVIDIA H200": "h200",
     "NVIDIA B200": "b200",
     "NVIDIA L40S": "l40s",
-    "NVIDIA L40": "",  # another GPU, of which there is no target
+    "NVIDIA L40": "",  # a different GPU, for which there is no target file
     "NVIDIA L4": "l4",
     "NVIDIA GeForce RTX 4090": "rtx4090",
 }
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """The accelerator of that name, as v6e-8, v5litepod-16 (or v5e-16), v5p-64, h100-8, a100-80-8.
+    """The accelerator of that name, such as v6e-8, v5litepod-16 (or v5e-16), v5p-64, h100-8, a100-80-8.
 
-    Raises ValueError where there is none; the message has the nearest names.
+    Raises ValueError if it is unknown; the message suggests the nearest names.
     """
     table = accelerators()
     kind, _, size = name.strip().lower().rpartition("-")
@@ -166,14 +166,14 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def recognise(device_kind: str, devices: int) -> Accelerator | None:
-    """The accelerator whose devices jax names and counts so; None: it is not in the table."""
+    """The accelerator with this many devices of jax's `device_kind`; None if it is not in the table."""
     kind = next((name for start, name in DEVICE_KINDS.items() if device_kind.startswith(start)), "")
     return accelerators().get(f"{kind}-{devices * (2 if kind in CORES_3D else 1)}")
 
 
 @functools.cache
 def accelerators() -> dict[str, Accelerator]:
-    """Every accelerator by name, small to large within its kind."""
+    """Every known accelerator by name, small to large within its kind."""
     slices = [_flat_slice(generation, chips) for generation in ("v5e", "v6e") for chips in CHIPS_2D]
     slices += [_cubic_slice(generation, cores) for generation, sizes in CORES_3D.items() for cores in sizes]
     counts = [(kind, count) for kind, gpu in GPUS.items() for count in GPU_COUNTS if count <= MACHINE or gpu.networked]
@@ -182,9 +182,9 @@ def accelerators() -> dict[str, Accelerator]:
 
 
 def pool_share() -> float:
-    """The share of a GPU's memory that jax takes for arrays, where a run has this process's environment.
+    """The share of a GPU's memory that jax reserves for arrays, for a run with this process's environment.
 
-    Raises ValueError where the variable for it holds no share.
+    Raises ValueError if the environment variable is not a share.
     """
     text = os.environ.get(POOL_VARIABLE, str(GPU_POOL))
     try:
@@ -197,23 +197,23 @@ def pool_share() -> float:
 
 
 def usable_gpu_memory(kind: str, share: float) -> int:
-    """Bytes of a GPU for arrays: the share that jax takes, beside CUDA's context, but for the allocator's reserve."""
+    """Bytes of a GPU for arrays: the share that jax reserves, less CUDA's context and the allocator's reserve."""
     memory = GPUS[kind].memory
     return int((1 - ALLOCATOR_RESERVE) * min(share * memory, memory - CUDA_CONTEXT))
 
 
 def auto_dtype(platform: str, flags: Set[str]) -> Literal["float32", "bfloat16"]:
-    """The number format that `dtype: auto` of a config means on cpu, gpu or tpu: the faster one.
+    """The faster number format on cpu, gpu or tpu, which `dtype: auto` of a config stands for.
 
-    `flags` are those of `cpu_flags`; on a CPU that has none of CPU_BFLOAT16, bfloat16 is slower than float32.
+    `flags` are the result of `cpu_flags`; on a CPU without CPU_BFLOAT16, bfloat16 is slower than float32.
     """
     return "float32" if platform == "cpu" and not CPU_BFLOAT16 & flags else "bfloat16"
 
 
 def cpu_flags() -> frozenset[str]:
-    """Instruction sets of this machine's CPU, as Linux names them; empty where the system is another.
+    """Instruction sets of this machine's CPU, as Linux names them; empty on other systems.
 
-    Where XLA_FLAGS has xla_cpu_max_isa, those of bfloat16 that it excludes are left out.
+    Those of bfloat16 are left out if XLA_FLAGS excludes them with xla_cpu_max_isa.
     """
     try:
         lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -226,7 +226,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def _flat_slice(generation: str, chips: int) -> Accelerator:
-    """A slice of v5e or v6e: up to 8 chips are one machine, more are machines of 2x2; only axes of 16 are closed."""
+    """A slice of v5e or v6e: up to 8 chips are one machine, more are machines of 2x2; only axes of 16 are rings."""
     rows = 2 ** (int(math.log2(chips)) // 2)
     torus = (rows, chips // rows)
     bounds = (*torus, 1) if chips <= 8 else (2, 2, 1)
@@ -243,7 +243,7 @@ def _flat_slice(generation: str, chips: int) -> Accelerator:
 
 
 def _cubic_slice(generation: str, cores: int) -> Accelerator:
-    """A slice of v4 or v5p: machines of 2x2x1, as near to a cube as can be; closed from 4x4x4 on."""
+    """A slice of v4 or v5p: machines of 2x2x1, as near to a cube as possible; axes are rings from 4x4x4 on."""
     chips = cores // 2
     torus = [2, 2, 1]
     while math.prod(torus) < chips:
@@ -267,7 +267,7 @@ def _to_double(torus: list[int]) -> int:
 
 
 def _gpus(kind: str, count: int) -> Accelerator:
-    """GPUs of one machine behind one switch, or of several machines of 8."""
+    """GPUs of one machine behind a switch, or of several machines of 8."""
     machines = max(1, count // MACHINE)
     return Accelerator(
         name=f"{kind}-{count}",
@@ -280,7 +280,7 @@ def _gpus(kind: str, count: int) -> Accelerator:
 
 
 def _nearest(name: str, table: dict[str, Accelerator]) -> list[str]:
-    """Up to three names most like a wrong one: of the kinds most like its own those nearest in size."""
+    """Up to three names near a wrong one: the nearest sizes of the most similar kinds."""
     kind, _, size = name.rpartition("-")
     kinds = list(dict.fromkeys(each.rpartition("-")[0] for each in table))
     like = [each for each in kinds if each == kind] or [each for each in kinds if each.startswith(f"{kind}-")]

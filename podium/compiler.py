@@ -1,32 +1,35 @@
-"""The options that Podium's programs are compiled with, all of them, and why each is here. No jax."""
+"""All compiler options of Podium's programs, with the reason for each. No jax."""
 
 import importlib.metadata
 import os
 import re
 from collections.abc import Mapping
 
-# Gathers beside products: of an update of Qwen2.5-3B on v6e-8 with 8 rows a chip, 8.2 of 10.3 GB of them, in 0.80 s by
-# the roofline. Without either of the two no gather runs beside anything: 0.84 s, in 0.84 GiB less. Three that are often
-# set beside them change nothing there: async_collective_fusion, its multiple_steps, and overlap_compute_collective_tc.
+# Gathers overlap products: in an update of Qwen2.5-3B on v6e-8 with 8 rows a chip, 8.2 of 10.3 GB of them, which takes
+# 0.80 s by the roofline. Without either of the two options no gather overlaps anything: 0.84 s, in 0.84 GiB less. Three
+# options that are often set with them change nothing there: async_collective_fusion, its multiple_steps, and
+# overlap_compute_collective_tc.
 TPU_OPTIONS = {
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
     "xla_enable_async_all_gather": "true",
 }
-# The compiler counts arrays in the host's memory as the device's when it decides what to make again: without more room
-# an update of Qwen2.5-7B on v6e-4 with its moments there takes 26.5 of 31.25 GiB and does 43 % more operations, with it
-# 26.5 GiB and none. Beyond the real limit a program does not fit then, instead of being slow.
+# The compiler counts arrays in the host's memory as the device's when it decides what to recompute. An update of
+# Qwen2.5-7B on v6e-4 with its moments on the host takes 26.5 of 31.25 GiB and does 43 % more operations at the default
+# limit, and 26.5 GiB and no more operations at this one. A program beyond the real limit then does not fit, instead of
+# being slow.
 OFFLOADED_OPTIONS = {"xla_jf_rematerialization_percent_shared_memory_limit": "200"}
-# With many tokens a chip a product whose weights come in pieces, chip by chip, reads and writes its results with each
-# of them. Weights that come whole make the update of Qwen2.5-3B with 65,536 tokens a v6e chip 2.37 s instead of 2.60 by
-# the roofline, with 20,480 0.78 for 0.80, with 6,144 0.30 for 0.25, as less of their transfers is hidden; of 7B with
-# 32,768 2.53 for 2.51 in 1.8 GiB less. Where groups of rows share a layer's weights it is no gain (7B on v4-16: a tenth
-# slower). These figures, and those of the gathers above, are of v6e as it was without its SparseCore, below.
+# With many tokens a chip, a product whose weights arrive in pieces, chip by chip, reads and writes its results once
+# for each piece. Gathering whole weights makes the update of Qwen2.5-3B with 65,536 tokens a v6e chip 2.37 s instead of
+# 2.60 by the roofline, with 20,480 0.78 instead of 0.80, with 6,144 0.30 instead of 0.25, as less of the transfers is
+# hidden; of 7B with 32,768 2.53 instead of 2.51, in 1.8 GiB less. If groups of rows share a layer's weights it gains
+# nothing (7B on v4-16: a tenth slower). These figures, and those of the gathers above, are for v6e without its
+# SparseCore, below.
 WHOLE_GATHERS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 WHOLE_GATHERS_FROM = 32_768
-# A v6e's SparseCore gathers weights and scatters gradients while its TensorCore multiplies, so that weights may always
-# come whole. Updates on v6e-8 by the roofline, with and without: Qwen2.5-3B with 20,480 tokens a chip 0.66 and 0.75 s,
-# with 5,120 0.20 and 0.21, with 163,840 in groups of rows 5.36 and 5.96; 7B with 40,960 2.81 and 2.90. Measured by
-# others on v6e-8: 59,350 tokens/s of Qwen3-8B for 58,300 (LOG.md). Compiled for v4, v5e and v5p they change nothing.
+# A v6e's SparseCore gathers weights and scatters gradients while its TensorCore multiplies, so weights can always be
+# gathered whole. Updates on v6e-8 by the roofline, with and without: Qwen2.5-3B with 20,480 tokens a chip 0.66 and
+# 0.75 s, with 5,120 0.20 and 0.21, with 163,840 in groups of rows 5.36 and 5.96; 7B with 40,960 2.81 and 2.90. Measured
+# by others on v6e-8: 59,350 tokens/s of Qwen3-8B instead of 58,300 (LOG.md). For v4, v5e and v5p they change nothing.
 SPARSE_CORES = ("v6e", "TPU v6 lite", "TPU v6e")
 SPARSE_CORE = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
@@ -36,33 +39,33 @@ SPARSE_CORE = {
     "xla_sc_disable_megacore_partitioning": "true",
     "xla_sc_enable_instruction_fusion": "false",
 }
-# Less memory before more at once: one micro-batch of 8 rows of Qwen2.5-0.5B takes 8.9 GB instead of 10.8, as logits are
-# gone before gradients begin (benches/results/memory-cpu.json); CPU seconds of an update stayed what they were.
+# Schedules for little memory rather than much concurrency: one micro-batch of 8 rows of Qwen2.5-0.5B takes 8.9 GB
+# instead of 10.8, as logits are freed before gradients begin (benches/results/memory-cpu.json); an update's CPU time is
+# the same.
 CPU_OPTIONS: Mapping[str, str] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 FUSED_GATHERS = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 FUSED_GATHERS_UNTIL = (0, 0, 43)
-"""libtpu 0.0.42 takes that option on every TPU; 0.0.50 refuses it on all but v5e. Those between were not tried."""
+"""libtpu 0.0.42 accepts that option on every TPU; 0.0.50 only on v5e. Versions between them were not tried."""
 
 QUICK_FLAGS = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
 NO_FUSION_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
 FUSION_EMITTERS_UNTIL = (0, 11)
-"""jaxlib 0.10 can go without them, 0.12 has no such flag and ends a process that sets it. 0.11 was not tried."""
+"""jaxlib 0.10 has this flag; 0.12 does not, and ends a process that sets it. 0.11 was not tried."""
 
 
 def compiler_options(
     platform: str, libtpu: str | None = None, *, kind: str = "", offloaded: bool = False, tokens: int = 0
 ) -> dict[str, str]:
-    """Options of the trainer's programs, for jax's platform (cpu, gpu, tpu) and a libtpu: by default, the one here.
+    """Compiler options of the trainer's programs.
 
-    A libtpu that refuses gathers beside products makes the program without them. What LIBTPU_INIT_ARGS says, it says
-    for these programs too.
+    Options that this libtpu refuses are left out, and so are options that LIBTPU_INIT_ARGS sets.
 
     Args:
-        platform: as jax names it.
-        libtpu: version; unset: the installed one.
+        platform: as jax names it: cpu, gpu or tpu.
+        libtpu: its version; None: the installed one.
         kind: jax's `device_kind`, or a generation as the planner names it.
-        offloaded: whether a program has arguments in the host's memory too.
-        tokens: of an update, as `tokens_per_gather` counts them.
+        offloaded: whether the program also has arguments in the host's memory.
+        tokens: tokens of an update, as `tokens_per_gather` counts them.
     """
     if platform != "tpu":
         return dict(CPU_OPTIONS) if platform == "cpu" else {}
@@ -71,13 +74,15 @@ def compiler_options(
     options |= WHOLE_GATHERS if kind in SPARSE_CORES or tokens >= WHOLE_GATHERS_FROM else {}
     if kind in SPARSE_CORES or _numbers(libtpu or installed_libtpu()) >= FUSED_GATHERS_UNTIL:
         del options[FUSED_GATHERS]
-    said = re.findall(r"--(\w+)", os.environ.get("LIBTPU_INIT_ARGS", ""))
-    return {name: value for name, value in options.items() if name not in said}
+    already_set = re.findall(r"--(\w+)", os.environ.get("LIBTPU_INIT_ARGS", ""))
+    return {name: value for name, value in options.items() if name not in already_set}
 
 
 def quick_flags(jaxlib: str | None = None) -> str:
-    """XLA_FLAGS of a process that compiles many small programs for the CPU and runs each a few times: LLVM's
-    optimizations and XLA's emitters of fusions, which compile a gradient twice as long, cost more than they save.
+    """XLA_FLAGS for a process that compiles many small programs for the CPU and runs each a few times.
+
+    LLVM's optimizations and XLA's fusion emitters, with which a gradient compiles twice as long, cost more there than
+    they save.
     """
     version = _numbers(jaxlib or importlib.metadata.version("jaxlib"))
     return " ".join([*QUICK_FLAGS, *[NO_FUSION_EMITTERS] * (version < FUSION_EMITTERS_UNTIL)])
@@ -88,7 +93,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def installed_libtpu() -> str:
-    """The version of the TPU's compiler; that of the oldest that we know where it is no package."""
+    """The version of the installed TPU compiler; the oldest known one if it is not installed as a package."""
     try:
         return importlib.metadata.version("libtpu")
     except importlib.metadata.PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""Files that a run appends to or replaces whole, such that a kill at any instant leaves them readable.
+"""Files that are appended to or replaced as a whole, so that a kill at any instant leaves them readable.
 
-A record is one line of JSON, flushed when written. Which files a run has is `podium.observe.run_dir`.
+A record is one line of JSON, flushed when written. `podium.observe.run_dir` lists the files of a run.
 """
 
 import errno
@@ -18,11 +18,11 @@ BUCKETS = ("gs://", "s3://")
 
 
 class RunFileError(ValueError):
-    """A file or folder of a run that cannot be written, or does not hold what Podium writes."""
+    """A file or folder of a run cannot be written, or its content is not what Podium writes."""
 
 
 def as_path(text: str) -> Path:
-    """A path of this machine, or of a bucket where the text begins with gs:// or s3://: with pathlib's methods too."""
+    """The path of a local file, or of an object in a bucket (gs:// or s3://), which has pathlib's methods too."""
     if not text.startswith(BUCKETS):
         return Path(text)
     from etils import epath
@@ -30,9 +30,9 @@ def as_path(text: str) -> Path:
 
     for store in ("gcs", "s3"):
         fsspec_settings.conf.setdefault(store, {})["use_listings_cache"] = False  # other hosts write there too
-    for library in ("gcsfs", "s3fs"):  # which log the tracebacks of what they then raise
+    for library in ("gcsfs", "s3fs"):  # they log the tracebacks of exceptions that they also raise
         logging.getLogger(library).setLevel(logging.CRITICAL)
-    return epath.Path(text)  # pyright: ignore[reportReturnType]  # pathlib's methods without its type
+    return epath.Path(text)  # pyright: ignore[reportReturnType]  # has pathlib's methods, not its type
 
 
 def user_cache(name: str) -> Path:
@@ -41,12 +41,12 @@ def user_cache(name: str) -> Path:
 
 
 def in_bucket(path: Path) -> bool:
-    """Whether the path is of a bucket."""
+    """Whether the path is in a bucket."""
     return str(path).startswith(BUCKETS)
 
 
 def absolute(path: Path) -> Path:
-    """The path from the root on; those of buckets always are."""
+    """The absolute path; paths in buckets always are."""
     return path if in_bucket(path) else path.absolute()
 
 
@@ -59,7 +59,7 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
-        """Append one record and hand it to the operating system. Raises RunFileError where the disk takes no more."""
+        """Append one record and hand it to the operating system. Raises RunFileError if it cannot be written."""
         try:
             self._file.write(to_json(record) + "\n")
             self._file.flush()
@@ -73,7 +73,7 @@ class JsonLines:
 
 
 def to_json(record: Record, *, indent: int | None = None) -> str:
-    """The record as strict JSON: numpy numbers as numbers, what is not finite as null."""
+    """The record as strict JSON: numpy numbers become numbers, and numbers that are not finite become null."""
     return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False, indent=indent)
 
 
@@ -94,11 +94,10 @@ def _plain(value: Any) -> Any:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a file, oldest first; none if there is no file.
 
-    A last line that was cut by a kill is left out, and so are the zeros that a crash of the machine leaves at the end.
+    A last line that a kill cut off is skipped, and so are zero bytes at the end, which a file system leaves in place of
+    data that a host had not written when it went down.
 
-    So are last lines with zero bytes, which a file system leaves of what a host had not written when it went down.
-
-    Raises RunFileError where another line is not a record.
+    Raises RunFileError if another line is not a record.
     """
     if not path.exists():
         return []
@@ -116,7 +115,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def parse_object(line: bytes, where: str) -> dict[str, Any]:
-    """The JSON object of a line. Raises RunFileError, which names where the line is, for anything else."""
+    """Parse the JSON object of a line. For anything else, raises RunFileError, which names `where`."""
     try:
         record = json.loads(line)
     except ValueError as error:
@@ -127,7 +126,7 @@ def parse_object(line: bytes, where: str) -> dict[str, Any]:
 
 
 def drop_lines_after(path: Path, step: int) -> None:
-    """Keep the records of `path` up to `step`, in one atomic replacement; a torn last line goes too."""
+    """Drop the records of `path` after `step`, and a torn last line, in one atomic replacement."""
     if not path.exists():
         return
     kept = [record for record in read_lines(path) if record.get("step", 0) <= step]
@@ -135,11 +134,11 @@ def drop_lines_after(path: Path, step: int) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace `path` by `content`, text as UTF-8: readers and a kill see the old content or the new, never a part.
+    """Replace `path` by `content`, text as UTF-8; readers see the old or the new content, also after a kill.
 
-    Raises RunFileError where the folder cannot be written.
+    Raises RunFileError if it cannot be written.
     """
-    if in_bucket(path):  # an object is there whole or not at all
+    if in_bucket(path):  # an object exists as a whole or not at all
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         return
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -150,14 +149,14 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)  # its room counts as free
+        temporary.unlink(missing_ok=True)  # its space counts as free
         raise RunFileError(why_not_written(path, error, len(content))) from error
     finally:
-        temporary.unlink(missing_ok=True)  # there only if it was not put in place
+        temporary.unlink(missing_ok=True)  # exists only if it was not moved into place
 
 
 def why_not_written(path: Path, error: OSError, size: int | None = None) -> str:
-    """What to say of a file that cannot be written; of a full disk also the room that there is and is needed."""
+    """The message about a file that cannot be written; for a full disk with the space that is free and needed."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return f"{path} cannot be written: {error.strerror}"
     room = f"{shutil.disk_usage(path.parent).free / 1e6:,.2f} MB are free"

@@ -1,4 +1,4 @@
-"""How malloc keeps what XLA's programs free on a CPU. No jax, no numpy: it is set before their threads start."""
+"""Makes malloc keep what XLA's programs free on a CPU. No jax, no numpy: it runs before they start threads."""
 
 import contextlib
 import ctypes
@@ -8,19 +8,19 @@ from collections.abc import Iterator
 
 
 def only_cpu() -> bool:
-    """Whether jax will find nothing but the CPU; known without starting it."""
+    """Whether jax will only find the CPU; does not start jax."""
     if platforms := os.environ.get("JAX_PLATFORMS"):
         return platforms == "cpu"
     return not any(glob.glob(pattern) for pattern in ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*"))
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep the memory that XLA's programs free, for the next one to use, where there is only the CPU.
+    """Have malloc keep the memory that XLA's programs free, for the next program, if there is only the CPU.
 
-    glibc gives it back to the kernel, which then has to clear every page again: a third of an update's time
-    (benches/results/pages-cpu.json). A thread that has allocated before, as some do that libraries start when they are
-    imported, has an arena of its own. Later threads of jax share it, and its large arrays are always given back: so
-    this comes first of all. Does nothing where the C library is another.
+    By default glibc returns it to the kernel, which has to clear every page again: a third of an update's time
+    (benches/results/pages-cpu.json). Call this before anything else: a thread that has already allocated, such as one
+    that a library starts on import, has its own arena, which jax's later threads share and whose large arrays are
+    always returned. With another C library it does nothing.
     """
     m_trim_threshold, m_mmap_max, m_arena_max = -1, -4, -8  # malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -31,7 +31,7 @@ def keep_freed_memory() -> None:
 
 @contextlib.contextmanager
 def giving_back_memory() -> Iterator[None]:
-    """Give the kernel in the end what `keep_freed_memory` kept: the gigabytes of a run, in a Python that goes on."""
+    """On exit, return what `keep_freed_memory` kept to the kernel: gigabytes of a run, in a process that lives on."""
     try:
         yield
     finally:

@@ -1,11 +1,10 @@
-"""What a chip costs for an hour, by a list that the user may replace (podium/prices.yaml). Nothing is fetched."""
+"""The price of a chip for an hour, from a list that users can replace (podium/prices.yaml). Nothing is downloaded."""
 
 import dataclasses
 import datetime
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -22,13 +21,13 @@ class Price:
     usd_per_chip_hour: float
     source: str
     date: str
-    """When the source said so."""
+    """The day on which the source gave this price, ISO 8601."""
 
 
 def load_prices(path: Path | None) -> dict[str, Price]:
-    """Prices by kind of chip (v6e, h100, ...), from a file like `podium/prices.yaml`, or from that one.
+    """Prices by kind of chip (v6e, h100, ...), from `path` or else from `podium/prices.yaml`.
 
-    Raises ValueError where the file cannot be read or is not such a list; the message says where and what is expected.
+    Raises ValueError if the file cannot be read or is not such a list; the message says where and what is expected.
     """
     name = str(path) if path else "prices.yaml"
     try:
@@ -45,7 +44,7 @@ def load_prices(path: Path | None) -> dict[str, Price]:
     return {kind: _price(entry, f"prices {name}: {kind}") for kind, entry in table.items()}
 
 
-def _price(entry: Mapping[str, Any], where: str) -> Price:
+def _price(entry: Mapping[str, object], where: str) -> Price:
     if set(entry) != set(KEYS):
         raise ValueError(f"{where}: expected {', '.join(KEYS)}; found {', '.join(map(str, entry)) or 'nothing'}")
     usd, source, date = (entry[key] for key in KEYS)

@@ -1,4 +1,4 @@
-"""Where arrays live: a mesh of devices, and one table from logical axes to mesh axes.
+"""How arrays are split over devices: a mesh, and one table from logical axes to mesh axes.
 
 Parameters are declared once as `ParamSpec`s; initialisation, sharding, checkpoints and the planner's abstract arrays
 are readings of that declaration. Mesh axes are dp (copies), fsdp (parameters and batch split), sp (parameters and the
@@ -25,46 +25,46 @@ Params = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class ShardingRules:
-    """A mesh and the mesh axes that split each logical axis; an axis not named is not split."""
+    """A mesh and the mesh axes that split each logical axis; an axis that is not listed is not split."""
 
     mesh: Mesh
     axes: Mapping[str, MeshAxes]
     stored: Mapping[str, MeshAxes] | None = None
-    """Mesh axes that split weights where they are stored, and their gradients; None: stored as they compute."""
+    """Mesh axes that split stored weights and their gradients; None: the same as `axes`."""
 
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
         """The partition of an array with these logical axes."""
         return PartitionSpec(*(None if axis is None else self._mesh_axes(axis) for axis in axes))
 
     def sharding(self, *axes: str | None) -> NamedSharding:
-        """The sharding of an array with these logical axes; no axes at all: replicated."""
+        """The sharding of an array with these logical axes; replicated without axes."""
         return NamedSharding(self.mesh, self.spec(axes))
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """`x`, laid out so at this point of a traced function."""
+        """Lay out `x` by these logical axes at this point of a traced function."""
         return jax.lax.with_sharding_constraint(x, self.sharding(*axes))
 
     @property
     def storage(self) -> "ShardingRules":
-        """The rules by which weights are stored."""
+        """The rules of stored weights."""
         return self if self.stored is None else ShardingRules(self.mesh, self.stored)
 
     def constrain_weight(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """A weight, laid out so here; its gradient goes where it is stored, summed and split in one exchange."""
+        """Lay out a weight by these axes; its gradient is summed and split as stored, in one exchange."""
         return _constrain_weight(self.sharding(*axes), self.storage.sharding(*axes), x)
 
     def weight_sums(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Zeros in a weight's stead, whose gradient becomes the weight's: summed and split in the gradient's format."""
+        """Zeros in place of a weight; their gradient becomes the weight's, summed and split in its own format."""
         return _weight_sums(self.sharding(*axes), self.storage.sharding(*axes), x)
 
     def sums_of_copies(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """The same for the copies of a stored weight, [n, ...]."""
+        """`weight_sums` for the copies of a stored weight, [n, ...]."""
         return _sums_of_copies(self.mesh, self.storage.spec(axes), self.spec(("pieces", *axes)), x)
 
     def weight_copies(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """A copy of a stored weight for each of the n pieces of the batch: [n, ...], each on its devices.
+        """A copy of a stored weight for each of the n pieces of the batch, [n, ...], each on its devices.
 
-        Who loops over parts of the batch uses it: the gradient of each copy stays where it is until the loop has ended.
+        For loops over parts of the batch: the gradient of each copy stays on its devices until the loop has ended.
         """
         return _weight_copies(self.mesh, self.storage.spec(axes), self.spec(("pieces", *axes)), x)
 
@@ -75,20 +75,20 @@ class ShardingRules:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the mesh is of CPUs."""
+        """Whether the mesh consists of CPUs."""
         return self.platform == "cpu"
 
     def num_shards(self, axis: str) -> int:
-        """Into how many parts a logical axis is split."""
+        """The number of parts into which a logical axis is split."""
         return _size(self.mesh, self._mesh_axes(axis))
 
     def _mesh_axes(self, axis: str) -> MeshAxes:
-        """What splits a logical axis; rows that meet weights are split as the batch, unless the table has them."""
+        """The mesh axes that split a logical axis; rows are split as the batch, unless the table lists them."""
         return self.axes.get("batch" if axis == "rows" and "rows" not in self.axes else axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _constrain_weight(here: NamedSharding, gradient: NamedSharding, x: jax.Array) -> Any:
+def _constrain_weight(here: NamedSharding, gradient: NamedSharding, x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, here)
 
 
@@ -99,7 +99,7 @@ _constrain_weight.defvjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _weight_sums(here: NamedSharding, gradient: NamedSharding, x: jax.Array) -> Any:
+def _weight_sums(here: NamedSharding, gradient: NamedSharding, x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(jnp.zeros(x.shape, x.dtype), here)
 
 
@@ -110,13 +110,13 @@ _weight_sums.defvjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _sums_of_copies(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec, x: jax.Array) -> Any:
+def _sums_of_copies(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec, x: jax.Array) -> jax.Array:
     nothing = jnp.zeros((_size(mesh, copies[0]), *x.shape), x.dtype)
     return jax.lax.with_sharding_constraint(nothing, NamedSharding(mesh, copies))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _weight_copies(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec, x: jax.Array) -> Any:
+def _weight_copies(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec, x: jax.Array) -> jax.Array:
     def gather(x: jax.Array) -> jax.Array:
         for dim, axes in _gathered(mesh, stored, copies).items():
             x = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
@@ -126,7 +126,7 @@ def _weight_copies(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec, x: 
 
 
 def _sum_copies(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec, _: None, dx: jax.Array) -> tuple[jax.Array]:
-    """The gradient of a weight from those of its copies, [n, ...]."""
+    """The gradient of a weight from the gradients of its copies, [n, ...]."""
     gathered = _gathered(mesh, stored, copies)
     scattered = {name for axes in gathered.values() for name in mesh_axis_names(axes)}
     others = tuple(name for name in mesh_axis_names(copies[0]) if name not in scattered and mesh.shape[name] > 1)
@@ -134,7 +134,7 @@ def _sum_copies(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec, _: Non
     def add(dx: jax.Array) -> jax.Array:
         dx = dx[0]
         for dim, axes in gathered.items():
-            # The TPU sums shares of the first dimension alone; of another it would sum all, and keep a share.
+            # The TPU scatters sums only over the first dimension; over another it would sum all, and keep a part.
             first = 0 if dx.shape[0] % _size(mesh, axes) == 0 else dim
             dx = jax.lax.psum_scatter(dx, axes, scatter_dimension=first, tiled=True)
             if first != dim:
@@ -145,7 +145,7 @@ def _sum_copies(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec, _: Non
 
 
 def _gathered(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec) -> dict[int, MeshAxes]:
-    """Dimensions of a weight that its copies have whole, and the mesh axes that split them where it is stored."""
+    """Dimensions that are whole in a weight's copies, and the mesh axes that split them in the stored weight."""
     pairs = enumerate(zip(stored, copies[1:], strict=True))
     return {dim: axes for dim, (axes, here) in pairs if axes != here and _size(mesh, axes) > 1}
 
@@ -168,19 +168,19 @@ def make_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def to_devices(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """An array that all hosts have, in its shards: each host copies its own, and asks no other whether they agree."""
+    """Shard an array that every host holds: each host copies its own shards, without checking that hosts agree."""
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 def _slice_of(device: Any) -> int:
-    """Which of several slices a device is in; 0 where there are none."""
+    """The slice of a device; 0 if there is only one."""
     return getattr(device, "slice_index", None) or 0
 
 
 def param_shardings(specs: ParamSpecs, rules: ShardingRules) -> dict[str, NamedSharding]:
-    """Where each parameter lives. Raises ValueError where a dimension does not divide by its mesh axes."""
+    """The sharding of each parameter. Raises ValueError if a dimension does not divide by its mesh axes."""
     for name, axis, dim in indivisible(specs, rules.num_shards):
         raise ValueError(
             f"parameter {name}: axis {axis} of {dim} does not divide over {rules.num_shards(axis)} devices"
@@ -190,13 +190,13 @@ def param_shardings(specs: ParamSpecs, rules: ShardingRules) -> dict[str, NamedS
 
 
 def abstract_params(specs: ParamSpecs, dtype: jnp.dtype, rules: ShardingRules) -> dict[str, jax.ShapeDtypeStruct]:
-    """What the parameters will be, without making them: for checkpoints and for the planner."""
+    """Shapes and shardings of the parameters, without allocating them: for checkpoints and for the planner."""
     shardings = param_shardings(specs, rules)
     return {name: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=shardings[name]) for name, spec in specs.items()}
 
 
 def init_params(seed: int, specs: ParamSpecs, rules: ShardingRules) -> Params:
-    """Random float32 parameters, each made in its own shards; the same numbers on any mesh."""
+    """Draw float32 parameters, each in its own shards; the same numbers on any mesh."""
 
     def init() -> Params:
         keys = jax.random.split(jax.random.key(seed), len(specs))

@@ -1,7 +1,6 @@
-"""The kernels of `podium.kernels.tpu_logits` for a GPU (Pallas, lowered to Triton): a program for each token."""
+"""The kernels of `podium.kernels.tpu_logits` for a GPU (Pallas, lowered to Triton), with one program per token."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +42,7 @@ def gpu_gradient(
     in_place: bool,
     interpret: Interpret,
 ) -> jax.Array:
-    """The gradient of the logits, [B, T, V] in their dtype; with `in_place` in their memory."""
+    """The gradient of the logits, [B, T, V] in their dtype; `in_place` reuses their memory."""
     B, T, V = logits.shape
     whole, one = _blocks(V)
     return pl.pallas_call(
@@ -60,22 +59,26 @@ def gpu_gradient(
 
 
 def _blocks(V: int) -> tuple[pl.BlockSpec, pl.BlockSpec]:
-    """What a program has of logits, and of what is known by token."""
+    """A program's part of the logits, and of arrays by token."""
     return pl.BlockSpec((None, None, V), lambda b, t: (b, t, 0)), pl.BlockSpec((None, None), lambda b, t: (b, t))
 
 
-def _part(logits: Any, index: Any, V: int, v: int, scale: float) -> tuple[jax.Array, jax.Array, Any]:
-    """Part `index` of the vocabulary: its logits [v] float32, its places, and where it lies."""
+def _part(
+    logits: jax.Ref, index: jax.Array, V: int, v: int, scale: float
+) -> tuple[jax.Array, jax.Array, slice | pl.Slice]:
+    """Part `index` of the vocabulary: its logits [v] float32, their places, and its slice."""
     where = pl.ds(index * v, v)
     columns = index * v + jnp.arange(v)
     x = plgpu.load(logits.at[where], mask=columns < V, other=LOWEST).astype(jnp.float32)
     return jnp.where(columns < V, jnp.maximum(x * scale, LOWEST), LOWEST), columns, where
 
 
-def _forward_kernel(logits: Any, target: Any, *sums: Any, V: int, v: int, scale: float, entropy: bool) -> None:
+def _forward_kernel(
+    logits: jax.Ref, target: jax.Ref, *sums: jax.Ref, V: int, v: int, scale: float, entropy: bool
+) -> None:
     wanted = target[...]
 
-    def add(index: Any, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def add(index: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, chosen, weighted = found
         x, columns, _ = _part(logits, index, V, v, scale)
         higher = jnp.maximum(top, jnp.max(x))
@@ -92,22 +95,24 @@ def _forward_kernel(logits: Any, target: Any, *sums: Any, V: int, v: int, scale:
 
 
 def _backward_kernel(
-    logits: Any,
-    target: Any,
-    log_total: Any,
-    of_logprob: Any,
-    of_entropy: Any,
-    entropies: Any,
-    out: Any,
+    logits: jax.Ref,
+    target: jax.Ref,
+    log_total: jax.Ref,
+    of_logprob: jax.Ref,
+    of_entropy: jax.Ref,
+    entropies: jax.Ref,
+    out: jax.Ref,
     *,
     V: int,
     v: int,
     scale: float,
     entropy: bool,
 ) -> None:
-    wanted, log_sum, gradient = target[...], log_total[...], of_logprob[...]
+    wanted = target[...]
+    log_sum = log_total[...]
+    gradient = of_logprob[...]
 
-    def write(index: Any, _: None) -> None:
+    def write(index: jax.Array, _: None) -> None:
         x, columns, where = _part(logits, index, V, v, scale)
         table = x - log_sum
         slope = gradient + of_entropy[...] * (table + entropies[...]) if entropy else gradient

@@ -1,12 +1,12 @@
-"""Log-probabilities from logits that somebody has already: one pass over them forward, one backward, float32 sums.
+"""Log-probabilities from logits that exist already: one pass over them forward, one backward, with float32 sums.
 
-Podium's own training makes no logits of all tokens (`podium.models.logprobs`); this is for who has them.
+Podium's own training never holds the logits of all tokens (`podium.models.logprobs`); this is for callers that do.
 """
 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from podium.kernels.xla_logits import xla_gradient, xla_statistics
 
 Way = Literal["tpu", "gpu", "xla"]
 KERNELS: dict[str, Way] = {"tpu": "tpu", "gpu": "gpu"}
-"""By jax's platform; others have XLA alone."""
+"""By jax's platform; on others XLA computes them."""
 STATISTICS = {"tpu": tpu_statistics, "gpu": gpu_statistics, "xla": xla_statistics}
 GRADIENT = {"tpu": tpu_gradient, "gpu": gpu_gradient, "xla": xla_gradient}
 
@@ -30,17 +30,17 @@ class LogitsOptions(NamedTuple):
     temperature: float = 1.0
     """Logits are divided by it before the softmax, as the sampler does."""
     entropy: bool = False
-    """Whether entropies are wanted, with their gradient; without, they are 0."""
+    """Whether to compute entropies and their gradient; otherwise they are 0."""
     in_place: bool = False
-    """The gradient takes the logits' memory: none of its own where the logits are donated, or made in the program and
-    not used again. Where they must stay, XLA copies them first."""
+    """The gradient reuses the logits' memory. This saves an array if the logits are donated, or made in the program and
+    not used again; otherwise XLA copies them first."""
     sharding: NamedSharding | None = None
-    """Where logits [B, T, V] are, split over any of their dimensions; None: on one device."""
+    """The sharding of logits [B, T, V], over any of their dimensions; None: on one device."""
     way: Way | None = None
-    """The TPU's kernel, the GPU's, or XLA alone; None: the kernel of the devices' platform, XLA on CPU."""
+    """The TPU's kernel, the GPU's, or XLA; None: the kernel of the devices' platform, XLA on CPU."""
     tiles: Tiles = Tiles()
     interpret: Interpret = False
-    """Runs a kernel without its device, slowly: for tests."""
+    """Run a kernel without its device, slowly: for tests."""
 
 
 DEFAULTS = LogitsOptions()
@@ -53,8 +53,8 @@ def logprobs_of_logits(
 
     Args:
         logits: [B, T, V], of any B, T and V; bfloat16, float16 or float32. -inf is allowed.
-        targets: [B, T] int32. One outside of 0 to V - 1 has no meaning, but a finite one.
-        options: what is computed, and where.
+        targets: [B, T] int32. One outside 0 to V - 1 gives a finite but meaningless number.
+        options: what to compute, and on which devices.
 
     Returns:
         Both [B, T] float32; entropies in nats, 0 unless `options.entropy`.
@@ -63,7 +63,7 @@ def logprobs_of_logits(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _logprobs(logits: jax.Array, targets: jax.Array, options: LogitsOptions) -> Any:
+def _logprobs(logits: jax.Array, targets: jax.Array, options: LogitsOptions) -> tuple[jax.Array, jax.Array]:
     return _forward(logits, targets, options)[0]
 
 
@@ -74,7 +74,14 @@ def _forward(
     tokens, whole = _specs(options)
 
     def of_device(logits: jax.Array, targets: jax.Array) -> Statistics:
-        found = STATISTICS[_way(options)](logits, _own(targets, logits, options), **_settings(options))
+        found = STATISTICS[_way(options)](
+            logits,
+            _own(targets, logits, options),
+            scale=1 / options.temperature,
+            entropy=options.entropy,
+            tiles=options.tiles,
+            interpret=options.interpret,
+        )
         return _over_vocabulary(found, options)
 
     found = _on_devices(of_device, options, (whole, tokens), Statistics._make([tokens] * 4))(logits, targets)
@@ -90,8 +97,16 @@ def _backward(
     tokens, whole = _specs(options)
 
     def of_device(logits: jax.Array, targets: jax.Array, gradients: Gradients) -> jax.Array:
-        own = _own(targets, logits, options)
-        return GRADIENT[_way(options)](logits, own, gradients, in_place=options.in_place, **_settings(options))
+        return GRADIENT[_way(options)](
+            logits,
+            _own(targets, logits, options),
+            gradients,
+            scale=1 / options.temperature,
+            entropy=options.entropy,
+            tiles=options.tiles,
+            in_place=options.in_place,
+            interpret=options.interpret,
+        )
 
     given = Gradients(log_total, *gradient, entropy)
     specs = (whole, tokens, Gradients._make([tokens] * 4))
@@ -102,7 +117,7 @@ _logprobs.defvjp(_forward, _backward)
 
 
 def _check(options: LogitsOptions, shape: tuple[int, ...], targets: tuple[int, ...]) -> None:
-    """Raises ValueError where logits of this shape cannot be used so."""
+    """Raises ValueError if logits of this shape cannot be used with these options."""
     if len(shape) != 3 or targets != shape[:2]:
         raise ValueError(f"logits {shape} and targets {targets}: expected [B, T, V] and [B, T]")
     if not options.temperature > 0:
@@ -125,15 +140,17 @@ def _axes(sharding: NamedSharding) -> list[tuple[str, ...]]:
 
 
 def _specs(options: LogitsOptions) -> tuple[PartitionSpec, PartitionSpec]:
-    """Where what is known by token is, and where logits are."""
+    """The partition of arrays by token, and of logits."""
     if options.sharding is None:
         return PartitionSpec(), PartitionSpec()
     rows, tokens, vocabulary = (axes or None for axes in _axes(options.sharding))
     return PartitionSpec(rows, tokens), PartitionSpec(rows, tokens, vocabulary)
 
 
-def _on_devices(of_device: Callable, options: LogitsOptions, given: tuple, found: Any) -> Callable:
-    """`of_device` on each device's part, where there are several."""
+def _on_devices(
+    of_device: Callable, options: LogitsOptions, given: tuple, found: PartitionSpec | Statistics
+) -> Callable:
+    """`of_device` mapped over the devices, if the logits are sharded."""
     if options.sharding is None:
         return of_device
     return jax.shard_map(of_device, mesh=options.sharding.mesh, in_specs=given, out_specs=found, check_vma=False)
@@ -144,21 +161,15 @@ def _way(options: LogitsOptions) -> Way:
     return options.way or KERNELS.get(devices[0].platform, "xla")
 
 
-def _settings(options: LogitsOptions) -> dict[str, Any]:
-    """What statistics and gradients are both told."""
-    kernel = {"tiles": options.tiles, "interpret": options.interpret} if _way(options) != "xla" else {}
-    return {"scale": 1 / options.temperature, "entropy": options.entropy, **kernel}
-
-
 def _own(targets: jax.Array, logits: jax.Array, options: LogitsOptions) -> jax.Array:
-    """Targets as places in the part of the vocabulary that this device has."""
+    """Targets as places in this device's part of the vocabulary."""
     if options.sharding is None or not (axes := _axes(options.sharding)[2]):
         return targets
     return targets - jax.lax.axis_index(axes) * logits.shape[-1]
 
 
 def _over_vocabulary(found: Statistics, options: LogitsOptions) -> Statistics:
-    """Statistics of the whole vocabulary, from the parts of it that devices have."""
+    """Statistics of the whole vocabulary, from those of the devices' parts."""
     if options.sharding is None or not (axes := _axes(options.sharding)[2]):
         return found
     top = jax.lax.pmax(found.top, axes)

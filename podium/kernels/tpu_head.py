@@ -1,12 +1,13 @@
 """Log-probabilities from hidden states and the head as TPU kernels (Pallas): forward, no logits in HBM.
 
-The kernels make tiles of logits from tiles of both, transposed, [vocabulary, tokens], so that statistics of a token go
-along sublanes. Forward they keep what a softmax needs of a token. Backward the gradient of a chunk's logits is written
-in the format of the products, and XLA makes two products of it: logits are made once more, as with chunks in XLA.
+The kernels compute tiles of logits from tiles of both, transposed, [vocabulary, tokens], so that statistics of a token
+run along sublanes. The forward pass keeps a token's softmax statistics. The backward pass recomputes the logits, as
+chunks in XLA do, writes the gradient of a chunk's logits in the products' format, and XLA multiplies it twice.
 """
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,10 @@ from podium.kernels.tiles import LOWEST, Interpret
 
 
 class HeadOptions(NamedTuple):
-    """What a call is traced for."""
+    """The static arguments of a call."""
 
     scale: float  # of the logits: 1 over the temperature
-    chunk: int  # tokens whose logits' gradient exists at once
+    chunk: int  # tokens whose logits' gradients exist at once
     memory: int  # bytes of fast memory
     precision: jax.lax.Precision | None  # of the products
     interpret: Interpret = False  # without a TPU, slowly
@@ -32,17 +33,23 @@ def tpu_head(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of targets [B, T] and entropy by hidden states [B, T, D] and a head [V, D]; [B, T] float32 each.
 
-    As `podium.models.logprobs.token_logprobs` on one device. The head's gradient is summed over chunks in its format,
-    and is its own; with `sums`, [V, D] float32 that are not read, it is theirs, and summed in float32.
+    The same as `podium.models.logprobs.token_logprobs` on one device. The head's gradient is summed over chunks in the
+    head's format; with `sums`, [V, D] float32 that are never read, it is the gradient of `sums`, summed in float32.
     """
     B, T, D = hidden.shape
     tile = head_tile(B * T, len(head), D, head.dtype.itemsize, options.memory)
     chunks, size = head_chunks(B * T, options.chunk, tile[0])
-    options, padding = options._replace(chunk=size), chunks * size - B * T
+    options = options._replace(chunk=size)
+    padding = chunks * size - B * T
     flat = jnp.pad(hidden.reshape(B * T, D).astype(head.dtype), [(0, padding), (0, 0)])
-    found: Any = _scores(options, tile, flat, head, sums, jnp.pad(targets.reshape(1, B * T), [(0, 0), (0, padding)]))
-    logprobs, entropy = (x[0, : B * T].reshape(B, T) for x in found)
-    return logprobs, entropy
+    padded = jnp.pad(targets.reshape(1, B * T), [(0, 0), (0, padding)])
+    found: tuple[jax.Array, jax.Array] = _scores(options, tile, flat, head, sums, padded)
+    logprobs, entropy = found
+    return logprobs[0, : B * T].reshape(B, T), entropy[0, : B * T].reshape(B, T)
+
+
+_Saved = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array, jax.Array]
+"""Hidden states, head, sums, targets, log of the softmax's divisor, and entropy."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -53,7 +60,7 @@ def _scores(
     head: jax.Array,
     sums: jax.Array | None,
     targets: jax.Array,
-) -> Any:
+) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities and entropies [1, N] of targets [1, N] by hidden states [N, D] and a head [V, D]."""
     return _forward(options, tile, hidden, head, sums, targets)[0]
 
@@ -65,7 +72,7 @@ def _forward(
     head: jax.Array,
     sums: jax.Array | None,
     targets: jax.Array,
-) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
+) -> tuple[tuple[jax.Array, jax.Array], _Saved]:
     line = jax.ShapeDtypeStruct(targets.shape, jnp.float32)
     logprobs, entropy, log_total = _call(
         functools.partial(_statistics_kernel, V=len(head), options=options),
@@ -80,29 +87,29 @@ def _forward(
 
 
 def _backward(
-    options: HeadOptions, tile: tuple[int, int], saved: tuple[Any, ...], gradient: tuple[jax.Array, jax.Array]
+    options: HeadOptions, tile: tuple[int, int], saved: _Saved, gradient: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array | None, ...]:
     hidden, head, sums, *of_tokens = saved
     of_tokens += [x * options.scale for x in gradient]
-    (V, D), a = head.shape, head.dtype
-    exact: Any = {"precision": options.precision, "preferred_element_type": jnp.float32}
+    V, D = head.shape
+    product = functools.partial(jnp.einsum, precision=options.precision, preferred_element_type=jnp.float32)
 
     def chunk(d_head: jax.Array, xs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         hidden, *of_tokens = xs  # [c, D], [1, c]
         (d_logits,) = _call(
             functools.partial(_gradient_kernel, options=options),
             (hidden, head, *of_tokens),
-            outputs=(("tile", jax.ShapeDtypeStruct((V, options.chunk), a)),),
+            outputs=(("tile", jax.ShapeDtypeStruct((V, options.chunk), head.dtype)),),
             scratch=0,
             tile=tile,
             options=options,
             name="head_gradient",
         )
-        d_hidden = jnp.einsum("vc,vd->cd", d_logits, head, **exact).astype(a)
-        return d_head + jnp.einsum("vc,cd->vd", d_logits, hidden, **exact).astype(d_head.dtype), d_hidden
+        d_hidden = product("vc,vd->cd", d_logits, head).astype(head.dtype)
+        return d_head + product("vc,cd->vd", d_logits, hidden).astype(d_head.dtype), d_hidden
 
     xs = (hidden.reshape(-1, options.chunk, D), *(x.reshape(-1, 1, options.chunk) for x in of_tokens))
-    d_head, d_hidden = jax.lax.scan(chunk, jnp.zeros((V, D), a if sums is None else jnp.float32), xs)
+    d_head, d_hidden = jax.lax.scan(chunk, jnp.zeros((V, D), head.dtype if sums is None else jnp.float32), xs)
     d_hidden = d_hidden.reshape(hidden.shape)
     return (d_hidden, d_head, None, None) if sums is None else (d_hidden, None, d_head, None)
 
@@ -111,7 +118,7 @@ _scores.defvjp(_forward, _backward)
 
 
 def _call(
-    kernel: Any,
+    kernel: Callable[..., None],
     given: tuple[jax.Array, ...],
     *,
     outputs: tuple[tuple[str, jax.ShapeDtypeStruct], ...],
@@ -119,9 +126,15 @@ def _call(
     tile: tuple[int, int],
     options: HeadOptions,
     name: str,
-) -> Any:
-    """The kernel over tiles of tokens, and for each over those of the vocabulary; hidden states and head come first."""
-    (t, v), (N, D), V, itemsize = tile, given[0].shape, len(given[1]), given[1].dtype.itemsize
+) -> Sequence[jax.Array]:
+    """Run the kernel over tiles of tokens, and for each over tiles of the vocabulary.
+
+    `given` are hidden states, head, and arrays by token [1, N].
+    """
+    t, v = tile
+    N, D = given[0].shape
+    V = len(given[1])
+    itemsize = given[1].dtype.itemsize
     line = pl.BlockSpec((1, t), lambda i, j: (0, i))
     blocks = {"line": line, "tile": pl.BlockSpec((v, t), lambda i, j: (j, i))}
     operands = [pl.BlockSpec((t, D), lambda i, j: (i, 0)), pl.BlockSpec((v, D), lambda i, j: (j, 0))]
@@ -144,17 +157,34 @@ def _call(
     )(*given)
 
 
-def _logits(hidden: Any, head: Any, options: HeadOptions) -> tuple[jax.Array, jax.Array]:
-    """A tile of logits [v, t], float32, and the place in the vocabulary of each."""
-    over_width, scale = (((1,), (1,)), ((), ())), options.scale
-    exact: Any = {"precision": options.precision, "preferred_element_type": jnp.float32}
-    x = jax.lax.dot_general(head[...], hidden[...], over_width, **exact)
+def _logits(hidden: jax.Ref, head: jax.Ref, options: HeadOptions) -> tuple[jax.Array, jax.Array]:
+    """A tile of logits [v, t], float32, and their places in the vocabulary."""
+    x = jax.lax.dot_general(
+        head[...],
+        hidden[...],
+        (((1,), (1,)), ((), ())),  # over the width
+        precision=options.precision,
+        preferred_element_type=jnp.float32,
+    )
     places = pl.program_id(1) * x.shape[0] + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
-    return (x * scale if scale != 1 else x), places
+    return (x * options.scale if options.scale != 1 else x), places
 
 
-def _statistics_kernel(*refs: Any, V: int, options: HeadOptions) -> None:
-    hidden, head, targets, logprobs, entropy, log_total, top, total, chosen, weighted = refs
+def _statistics_kernel(
+    hidden: jax.Ref,
+    head: jax.Ref,
+    targets: jax.Ref,
+    logprobs: jax.Ref,
+    entropy: jax.Ref,
+    log_total: jax.Ref,
+    top: jax.Ref,
+    total: jax.Ref,
+    chosen: jax.Ref,
+    weighted: jax.Ref,
+    *,
+    V: int,
+    options: HeadOptions,
+) -> None:
     j = pl.program_id(1)
 
     @pl.when(j == 0)
@@ -164,7 +194,7 @@ def _statistics_kernel(*refs: Any, V: int, options: HeadOptions) -> None:
             each[...] = jnp.zeros(each.shape, jnp.float32)
 
     x, places = _logits(hidden, head, options)
-    if V % x.shape[0]:  # behind the last of the vocabulary is anything
+    if V % x.shape[0]:  # past the end of the vocabulary lies garbage
         x = jnp.where(places < V, x, LOWEST)
     before = top[...]
     higher = jnp.maximum(before, jnp.max(x, axis=0, keepdims=True))
@@ -184,8 +214,18 @@ def _statistics_kernel(*refs: Any, V: int, options: HeadOptions) -> None:
         entropy[...] = log_sum - weighted[...] / total[...]
 
 
-def _gradient_kernel(*refs: Any, options: HeadOptions) -> None:
-    hidden, head, targets, log_total, entropy, of_logprob, of_entropy, d_logits = refs
+def _gradient_kernel(
+    hidden: jax.Ref,
+    head: jax.Ref,
+    targets: jax.Ref,
+    log_total: jax.Ref,
+    entropy: jax.Ref,
+    of_logprob: jax.Ref,
+    of_entropy: jax.Ref,
+    d_logits: jax.Ref,
+    *,
+    options: HeadOptions,
+) -> None:
     x, places = _logits(hidden, head, options)
     table = x - log_total[...]
     slope = of_logprob[...] + of_entropy[...] * (table + entropy[...])

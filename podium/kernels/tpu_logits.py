@@ -1,16 +1,15 @@
 """Statistics of logits, and the gradient that follows from them, as TPU kernels (Pallas, lowered by Mosaic).
 
-Logits are read once forward; backward they are read once and their gradient is written once, to the same memory where
-the caller gives it away. The grid goes over rows, blocks of tokens and tiles of the vocabulary, whose last one need
-not be whole. Within a tile, strips of a few sublanes are worked through, so that what is computed stays in registers.
+The forward pass reads logits once; the backward pass reads them once and writes their gradient once, to the same memory
+if the caller allows it. The grid covers rows, blocks of tokens and tiles of the vocabulary, of which the last may be
+partial. A tile is processed in strips of a few sublanes, so that intermediate values stay in registers.
 
-XLA keeps an array in the order that pads it least, and a kernel takes its operands in one order: a copy of all logits
-lies between the two where they differ. So the kernels work in either order.
+XLA stores an array in the order that pads it least, while a kernel takes its operands in one order; if they differ, XLA
+copies all logits. The kernels therefore work in either order.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +20,12 @@ from podium.kernels.tiles import LOWEST, Gradients, Interpret, Statistics, Tiles
 
 STRIP = 2**15
 """Logits of a strip: half of the registers, in float32."""
-SUBLANES, LANES = 8, 128
-FORWARD_OPS, BACKWARD_OPS, ENTROPY_OPS = 8, 7, 4
-"""Elementwise operations per logit that are declared to the compiler, and those that an entropy adds, each way."""
+SUBLANES = 8
+LANES = 128
+FORWARD_OPS = 8
+BACKWARD_OPS = 7
+ENTROPY_OPS = 4
+"""Elementwise operations per logit that are declared to the compiler; an entropy adds the last, in each pass."""
 
 
 def tpu_statistics(
@@ -63,7 +65,7 @@ def tpu_gradient(
     in_place: bool,
     interpret: Interpret,
 ) -> jax.Array:
-    """The gradient of the logits, [B, T, V] in their dtype; with `in_place` in their memory."""
+    """The gradient of the logits, [B, T, V] in their dtype; `in_place` reuses their memory."""
     grid = _Grid(logits.shape, tiles, interpret)
     given = grid.ordered(logits)
     of_tokens = [grid.by_token(x) for x in (targets, *(gradients if entropy else gradients[:2]))]
@@ -99,7 +101,7 @@ class _Grid:
                 f"{tiles}: on TPU, expected multiples of {LANES}, or all of {T} tokens and {V} of vocabulary"
             )
         t, v = min(tiles.tokens, T), min(tiles.vocab, V)
-        self.vocab = 0 if _padded(V, T) < _padded(T, V) else 1  # the dimension of a tile that it is
+        self.vocab = 0 if _padded(V, T) < _padded(T, V) else 1  # the dimension of a tile along the vocabulary
         self.sizes = (B, pl.cdiv(T, t), pl.cdiv(V, v))
         if self.vocab == 0:
             self.tile = pl.BlockSpec((None, v, t), lambda b, i, j: (b, j, i))
@@ -109,21 +111,21 @@ class _Grid:
             self.line = pl.BlockSpec((None, t, 1), lambda b, i, j: (b, i, 0))
 
     def ordered(self, logits: jax.Array) -> jax.Array:
-        """[B, T, V] in the kernels' order, or back."""
+        """Bring [B, T, V] into the kernels' order, or back."""
         return jnp.swapaxes(logits, 1, 2) if self.vocab == 0 else logits
 
     def by_token(self, x: jax.Array) -> jax.Array:
-        """[B, T] along the tokens of a tile."""
+        """Lay [B, T] along the tokens of a tile."""
         return jnp.expand_dims(x, 1 + self.vocab)
 
 
 def _padded(sublanes: int, lanes: int) -> int:
-    """Numbers that a matrix takes in memory."""
+    """Elements that a matrix occupies in memory."""
     return pl.cdiv(sublanes, SUBLANES) * SUBLANES * pl.cdiv(lanes, LANES) * LANES
 
 
-def _strips(shape: tuple[int, int], body: Callable[[Any, int], None]) -> None:
-    """`body` of each strip of a tile: where it starts, and how many sublanes it has."""
+def _strips(shape: tuple[int, int], body: Callable[[jax.Array | int, int], None]) -> None:
+    """Call `body(start, sublanes)` for each strip of a tile."""
     size = STRIP // shape[1] // 32 * 32
     if size < 1 or shape[0] % size or shape[0] == size:
         body(0, shape[0])
@@ -136,9 +138,11 @@ def _strips(shape: tuple[int, int], body: Callable[[Any, int], None]) -> None:
 
 
 class _Strip:
-    """A strip of tile j: its logits in float32, their places in the vocabulary, and where its tokens are."""
+    """A strip of tile j: its logits in float32, their places in the vocabulary, and the slices of rows and tokens."""
 
-    def __init__(self, logits: Any, j: Any, start: Any, size: int, vocab: int, scale: float) -> None:
+    def __init__(
+        self, logits: jax.Ref, j: jax.Array, start: jax.Array | int, size: int, vocab: int, scale: float
+    ) -> None:
         self.rows = pl.ds(start, size)
         self.tokens = self.rows if vocab == 1 else slice(None)
         x = logits[self.rows, :].astype(jnp.float32)
@@ -147,7 +151,9 @@ class _Strip:
         self.places = first + jax.lax.broadcasted_iota(jnp.int32, x.shape, vocab)
 
 
-def _forward_kernel(logits: Any, targets: Any, *sums: Any, V: int, scale: float, entropy: bool, vocab: int) -> None:
+def _forward_kernel(
+    logits: jax.Ref, targets: jax.Ref, *sums: jax.Ref, V: int, scale: float, entropy: bool, vocab: int
+) -> None:
     top, total, chosen = sums[:3]
     j, last = pl.program_id(2), pl.num_programs(2) - 1
 
@@ -157,9 +163,10 @@ def _forward_kernel(logits: Any, targets: Any, *sums: Any, V: int, scale: float,
         for each in sums[1:]:
             each[...] = jnp.zeros(each.shape, jnp.float32)
 
-    def add(start: Any, size: int, *, whole: bool) -> None:
+    def add(start: jax.Array | int, size: int, *, whole: bool) -> None:
         strip = _Strip(logits, j, start, size, vocab, scale)
-        x, at = strip.logits if whole else jnp.where(strip.places < V, strip.logits, LOWEST), strip.tokens
+        x = strip.logits if whole else jnp.where(strip.places < V, strip.logits, LOWEST)
+        at = strip.tokens
         along = functools.partial(jnp.sum, axis=vocab, keepdims=True)
         before = top[at, :]
         higher = jnp.maximum(before, jnp.max(x, axis=vocab, keepdims=True))
@@ -180,15 +187,23 @@ def _forward_kernel(logits: Any, targets: Any, *sums: Any, V: int, scale: float,
 
 
 def _backward_kernel(
-    logits: Any, targets: Any, log_total: Any, of_logprob: Any, *rest: Any, scale: float, entropy: bool, vocab: int
+    logits: jax.Ref,
+    targets: jax.Ref,
+    log_total: jax.Ref,
+    of_logprob: jax.Ref,
+    *rest: jax.Ref,
+    scale: float,
+    entropy: bool,
+    vocab: int,
 ) -> None:
     *of_entropies, out = rest
     j = pl.program_id(2)
 
-    def write(start: Any, size: int) -> None:
+    def write(start: jax.Array | int, size: int) -> None:
         strip = _Strip(logits, j, start, size, vocab, scale)
         at = strip.tokens
-        table, gradient = strip.logits - log_total[at, :], of_logprob[at, :] * scale
+        table = strip.logits - log_total[at, :]
+        gradient = of_logprob[at, :] * scale
         slope = gradient
         if entropy:
             of_entropy, entropies = of_entropies

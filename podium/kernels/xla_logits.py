@@ -1,13 +1,16 @@
-"""What the kernels of `podium.kernels.tpu_logits` compute, by XLA alone."""
+"""The same as the kernels of `podium.kernels.tpu_logits`, computed by XLA; `tiles` and `interpret` change nothing."""
 
 import jax
 import jax.numpy as jnp
 
-from podium.kernels.tiles import LOWEST, Gradients, Statistics
+from podium.kernels.tiles import LOWEST, Gradients, Interpret, Statistics, Tiles
 
 
-def xla_statistics(logits: jax.Array, targets: jax.Array, *, scale: float, entropy: bool) -> Statistics:
+def xla_statistics(
+    logits: jax.Array, targets: jax.Array, *, scale: float, entropy: bool, tiles: Tiles, interpret: Interpret
+) -> Statistics:
     """`podium.kernels.tiles.Statistics` of logits [B, T, V] times `scale`, with targets [B, T]."""
+    del tiles, interpret
     x = _scaled(logits, scale)
     top = jnp.max(x, axis=-1)
     below = x - top[..., None]
@@ -18,10 +21,18 @@ def xla_statistics(logits: jax.Array, targets: jax.Array, *, scale: float, entro
 
 
 def xla_gradient(
-    logits: jax.Array, targets: jax.Array, gradients: Gradients, *, scale: float, entropy: bool, in_place: bool
+    logits: jax.Array,
+    targets: jax.Array,
+    gradients: Gradients,
+    *,
+    scale: float,
+    entropy: bool,
+    tiles: Tiles,
+    in_place: bool,
+    interpret: Interpret,
 ) -> jax.Array:
-    """The gradient of the logits, [B, T, V] in their dtype; whether in their memory, XLA decides by itself."""
-    del in_place
+    """The gradient of the logits, [B, T, V] in their dtype; XLA decides itself whether to reuse their memory."""
+    del tiles, in_place, interpret
     log_total, of_logprob, of_entropy, entropies = (x[..., None] for x in gradients)
     x = _scaled(logits, scale)
     table = x - log_total
