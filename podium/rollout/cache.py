@@ -1,20 +1,21 @@
 """Keys and values in pages, the attention that reads them, and the states from which first tokens are drawn.
 
-A page holds P positions of one sequence; a table says which pages are a sequence's, in their order. Every shard of the
-batch has pages of its own, which tables number from 0; a number past the last stands for no page: what is written
-there is dropped. Heads come before positions. On CPU keys lie transposed: a decode step's attention takes 0.45 of the
-time that it takes over keys as values lie. Elsewhere they lie as values do, of which the TPU writes rows in place.
+A page holds P positions of one sequence; a table lists the pages of a sequence in order. Every shard of the batch has
+pages of its own, which tables number from 0; a number past the last means no page, and writes to it are dropped. Heads
+come before positions. On CPU keys are stored transposed: a decode step's attention then takes 0.45 of the time that it
+takes with keys in the order of the values. Elsewhere they have the order of the values, whose rows the TPU writes in
+place.
 
-With a page lies the hidden state behind the last of its tokens that a prefill call has made: it goes where the page
-goes, to each of a prompt's completions, and their first tokens are drawn from it without another pass.
+Each page also stores the hidden state behind the last of its tokens that a prefill call has made. It is copied with the
+page to each of a prompt's completions, whose first tokens are drawn from it without another pass.
 
 Attention goes over blocks of pages up to the longest sequence of its rows, with a running softmax (arXiv:1805.02867):
-its cost follows the tokens that are there, not the size of the cache, and neighbours leave a row's bits alone.
+its cost follows the tokens in the cache, not the cache's size, and a row's bits do not depend on other rows.
 """
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ NO_PAGE = 2**30  # in a table: no page
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cache:
-    """The keys and values that attention has made, of all pages."""
+    """The keys and values of all pages."""
 
     keys: jax.Array  # rotated; [L, N, K, Q, P] on CPU, elsewhere [L, N, K, P, Q]
     values: jax.Array  # [L, N, K, P, Q]
@@ -50,7 +51,7 @@ class Cache:
 def abstract_cache(
     decoder: DecoderConfig, *, pages: int, page_tokens: int, dtype: jnp.dtype, rules: ShardingRules
 ) -> Cache:
-    """The cache of so many pages over all devices, without making it: for the planner."""
+    """An abstract cache of `pages` pages over all devices, for the planner."""
     sizes = {"n": pages, "k": decoder.kv_heads, "q": decoder.head_dim, "p": page_tokens}
     where = cache_shardings(rules)
     keys, values = ((decoder.layers, *(sizes[dim] for dim in dims)) for dims in (where.key_dims, "nkpq"))
@@ -59,15 +60,15 @@ def abstract_cache(
     return make(lambda shape, sharding: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), shapes, where)
 
 
-def cache_specs(rules: ShardingRules) -> Any:
-    """How each array of a cache is split."""
+def cache_specs(rules: ShardingRules) -> Cache:
+    """A cache with a PartitionSpec in place of each array."""
     pages, states = rules.spec(AXES), rules.spec(STATE_AXES)
     key_dims = "nkqp" if rules.on_cpu else "nkpq"
     return Cache(keys=pages, values=pages, states=states, key_dims=key_dims)  # pyright: ignore[reportArgumentType]  # no arrays
 
 
-def cache_shardings(rules: ShardingRules) -> Any:
-    """Where each array of a cache is."""
+def cache_shardings(rules: ShardingRules) -> Cache:
+    """A cache with a NamedSharding in place of each array."""
     specs = cache_specs(rules)
     return jax.tree.map(
         lambda spec: NamedSharding(rules.mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
@@ -75,7 +76,7 @@ def cache_shardings(rules: ShardingRules) -> Any:
 
 
 def empty(abstract: Cache) -> Cache:
-    """The cache that `abstract` describes, with nothing in it."""
+    """A cache of zeros with the shapes and shardings of `abstract`."""
     return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype, device=array.sharding), abstract)
 
 
@@ -91,14 +92,14 @@ def extend(
     rules: ShardingRules,
     window: int | None = None,
 ) -> tuple[Cache, jax.Array]:
-    """The cache with new tokens behind those that stay, and what the new ones see in it; in place in a loop's carry.
+    """The cache with new tokens behind each row's, and the attention of the new ones; in place in a loop's carry.
 
     Args:
         cache: of N pages.
         layer: [] int32.
         tables: [R, W] int32, the pages of each row's sequence.
-        starts: [R] int32, tokens that are there so far.
-        counts: [R] int32, how many of the T new ones count; T may be 1, which decoding is.
+        starts: [R] int32, tokens in the cache so far.
+        counts: [R] int32, how many of the T new tokens are the sequence's; decoding has T = 1.
         q: [R, T, H, Q], rotated.
         k: [R, T, K, Q], rotated.
         v: [R, T, K, Q].
@@ -149,7 +150,7 @@ def _append(
 def _write(
     cache: Cache, layer: jax.Array, tables: jax.Array, starts: jax.Array, counts: jax.Array, k: jax.Array, v: jax.Array
 ) -> Cache:
-    """T tokens of each row, by whole pages: what stands in them already stays."""
+    """T tokens of each row, by whole pages; tokens already in them are kept."""
     (R, T, K, Q), P = k.shape, cache.page_tokens
     n = (T + P - 2) // P + 1  # pages that T tokens can touch
     first = starts // P
@@ -189,7 +190,7 @@ def _attend(
     tables = jnp.pad(tables, ((0, 0), (0, columns - tables.shape[1])))
     queries = q.reshape(R, T, K, H // K, Q).transpose(0, 2, 3, 1, 4).reshape(R, K, -1, Q)  # [R, K, G T, Q]
     last = jnp.tile(starts[:, None] + jnp.arange(T)[None], (1, H // K))[:, None, :, None]  # [R, 1, G T, 1]
-    product: Any = {"precision": full_precision(q.dtype), "preferred_element_type": jnp.float32}
+    product = functools.partial(jnp.einsum, precision=full_precision(q.dtype), preferred_element_type=jnp.float32)
 
     def attend(i: jax.Array, seen: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         highest, total, weighted = seen
@@ -199,16 +200,14 @@ def _attend(
         ]
         keys, values = ([x.at[layer, page].get(mode="clip") for page in pages] for x in (cache.keys, cache.values))
         pattern = f"nkgq,{cache.key_dims}->nkgp"
-        scores = [jnp.einsum(pattern, queries, each, **product) for each in keys]
+        scores = [product(pattern, queries, each) for each in keys]
         position = i * block + jnp.arange(block)
         visible = seen_in_sequence(last, position[None, None, None], window)  # [R, 1, G T, block]
         scores = jnp.where(visible, jnp.concatenate(scores, axis=-1) * Q**-0.5, -jnp.inf)
         higher = jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True))
         weights, rescale = jnp.exp(scores - higher), jnp.exp(highest - higher)
         parts = jnp.split(weights.astype(q.dtype), pages_at_once, axis=-1)
-        sums = [
-            jnp.einsum("nkgp,nkpq->nkgq", part, value, **product) for part, value in zip(parts, values, strict=True)
-        ]
+        sums = [product("nkgp,nkpq->nkgq", part, value) for part, value in zip(parts, values, strict=True)]
         total = total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
         return higher, total, weighted * rescale + sum(sums[1:], sums[0])
 

@@ -15,15 +15,15 @@ class SamplingParams:
 
     max_new_tokens: int
     temperature: float = 1.0
-    """0 is greedy: the likeliest token, the first of equals; it goes with neither top_k, top_p nor min_p."""
+    """0 is greedy: the likeliest token, the first of equals; not with top_k, top_p or min_p."""
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
-    """Strings that end the completion; they stay in its text and tokens (to the end of the last token). The text of a
-    special token is that token: it ends the completion, and is no part of its text."""
+    """Strings that end the completion; its text and tokens include them, to the end of the last token. The text of a
+    special token means that token, which ends the completion and is not part of its text."""
     stop_tokens: tuple[int, ...] = ()
-    """Tokens that end it, besides the model's end-of-sequence tokens. At most 8 with those."""
+    """Tokens that end it, besides the model's end-of-sequence tokens; at most 8 together."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,22 +38,22 @@ class Completion:
     """[n] float32, of each token under the softmax at the request's temperature (1 where it is greedy), before top-k,
     top-p and min-p: what a trainer's log-probabilities are compared with. Equal to `sampled_logprobs` without those."""
     versions: np.ndarray
-    """[n] int32, of the weights that each token was drawn with, as `RolloutEngine.load` was told."""
+    """[n] int32, version of the weights that drew each token, as given to `RolloutEngine.load`."""
     text: str
-    """Without special tokens; empty where it has not ended."""
+    """Without special tokens; empty if it has not ended."""
     finish_reason: FinishReason | None
-    """None: it has not ended."""
+    """None if it has not ended."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt to be completed `completions` times; it is prefilled once."""
+    """A prompt to be completed `completions` times and prefilled once."""
 
     prompt: tuple[int, ...]
     """Token ids, chat template applied; at least one."""
     sampling: SamplingParams
     seed: int
-    """With the completion's index and the position it determines every draw, whatever else is running."""
+    """With the completion's index and the position it determines every draw, whatever else runs."""
     completions: int = 1
     keep: bool = False
     """Park each completion when it ends, for `RolloutEngine.extend`, until `RolloutEngine.cancel`."""
@@ -105,25 +105,25 @@ class RolloutStats:
     """Counts and seconds of answering prompts, in one call or several."""
 
     prompt_tokens: int = 0
-    """Of the prompts, one copy per group."""
+    """Tokens of the prompts, once per group."""
     completion_tokens: int = 0
-    """Drawn in these calls, also of completions that have not ended."""
+    """Tokens drawn in these calls, those of unfinished completions included."""
     prefill_tokens: int = 0
-    """Tokens that went through prefill calls: those of the prompts, turns, and what had to be made again."""
+    """Tokens that were prefilled: of prompts and turns, and those whose keys and values were made again."""
     rebuilt_tokens: int = 0
-    """Of these, tokens whose keys and values had been there before: they were evicted, or made by older weights."""
+    """Of these, tokens whose keys and values had been made before: by older weights, or evicted since."""
     decoded_tokens: int = 0
-    """Made by decode steps, also those that a stop string then cut off."""
+    """Tokens drawn by decode steps, those cut off by a stop string included."""
     decode_steps: int = 0
     slots: int = 0
     slot_steps: int = 0
-    """Rows of the decode program, summed over steps: the most tokens that could have been decoded."""
+    """Rows of the decode program, summed over steps: an upper bound of `decoded_tokens`."""
     pages_peak: int = 0
-    """Pages of the cache in use, at most."""
+    """Largest number of the cache's pages in use."""
     preempted: int = 0
-    """Running sequences that lost slot and pages to older ones, and came back."""
+    """Running sequences that lost slot and pages to older ones, and waited again."""
     evicted: int = 0
-    """Parked or waiting sequences that lost their pages, to be prefilled again."""
+    """Parked or waiting sequences whose pages were freed, to be prefilled again."""
     compilations: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -137,25 +137,25 @@ class RolloutStats:
     """Longer than `rollout.max_prompt_tokens`, replaced by the next ones."""
     refill_rounds: int = 0
     in_flight: int = 0
-    """Prompts whose completions go on in the next step, or wait for it."""
+    """Prompts that continue in the next step, or are complete and wait for it."""
     waited_s: float = 0.0
-    """Decoding on after enough prompts were complete, for one that may not become older."""
+    """Decoding after enough prompts were complete, for one that must not become older."""
     drawn_lengths: tuple[int, ...] = ()
     """Tokens of each completion that ended in these calls, of all hosts."""
 
     @property
     def rebuild_s(self) -> float:
-        """Seconds of `prefill_s` that what was made again has by its share of the tokens; 0 without any."""
+        """Share of `prefill_s` in proportion to `rebuilt_tokens`; 0 without prefill."""
         return self.prefill_s * self.rebuilt_tokens / self.prefill_tokens if self.prefill_tokens else 0.0
 
     @property
     def slot_utilisation(self) -> float:
-        """Share of the slot-steps that made a token, programs of fewer slots counted as such; 0 without any."""
+        """Share of `slot_steps` that drew a token, counting the slots of each program; 0 without steps."""
         return self.decoded_tokens / self.slot_steps if self.slot_steps else 0.0
 
     @property
     def slots_busy(self) -> float:
-        """Share of all slots that made a token in a step, on average; 0 without any."""
+        """Share of all slots that drew a token in a step, on average; 0 without steps."""
         return self.decoded_tokens / (self.decode_steps * self.slots) if self.decode_steps else 0.0
 
     @property
@@ -165,20 +165,26 @@ class RolloutStats:
 
     def then(self, later: "RolloutStats") -> "RolloutStats":
         """Both calls, one after the other on the same slots."""
-        total = {each.name: getattr(self, each.name) + getattr(later, each.name) for each in dataclasses.fields(self)}
-        most = {name: max(getattr(self, name), getattr(later, name)) for name in ("slots", "pages_peak", "in_flight")}
-        return RolloutStats(**{**total, **most})
+        return _merged(self, later, larger=("slots", "pages_peak", "in_flight"))
 
     def beside(self, other: "RolloutStats") -> "RolloutStats":
         """Both calls as if one engine had made them: they ran at the same time, on different hosts.
 
         A host that had nothing to do (no slots) leaves the other's unchanged.
         """
-        total = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in dataclasses.fields(self)}
-        for name in _TOGETHER:
-            total[name] = max(getattr(self, name), getattr(other, name))
-        return RolloutStats(**total)
+        return _merged(self, other, larger=_SHARED_BY_HOSTS)
 
 
-_TOGETHER = ("decode_steps", "compilations", "prefill_s", "decode_s", "generate_s", "reward_s", "answer_s", "waited_s")
-"""What hosts have as one, when they work beside each other."""
+_SHARED_BY_HOSTS = (
+    "decode_steps", "compilations", "prefill_s", "decode_s", "generate_s", "reward_s", "answer_s", "waited_s",
+)  # fmt: skip
+
+
+def _merged(one: RolloutStats, other: RolloutStats, *, larger: tuple[str, ...]) -> RolloutStats:
+    """The sum of each field, or the larger value of some."""
+
+    def merge(name: str) -> float:
+        values = getattr(one, name), getattr(other, name)
+        return max(values) if name in larger else values[0] + values[1]
+
+    return RolloutStats(**{each.name: merge(each.name) for each in dataclasses.fields(RolloutStats)})

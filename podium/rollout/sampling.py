@@ -1,7 +1,7 @@
 """How the next token is drawn from logits, and its log-probability before and after the distribution is truncated.
 
-Pure functions of arrays; each row has settings of its own, so requests of any kind share one program. Which rows are
-live, and what a drawn token means, is the engine's.
+Pure functions of arrays; each row has its own settings, so requests of any kind share one program. The engine decides
+which rows are live and what a drawn token ends.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from podium.sharding import ShardingRules
 
 BLOCK = VOCAB_BLOCK  # tokens of the vocabulary that one entry of the upper level of the draw stands for
 A = TypeVar("A", jax.Array, np.ndarray)
-"""Arrays on the devices, or the host's, which it fills in place and puts there."""
+"""Arrays on the devices, or numpy arrays that the host fills in place and copies there."""
 
 
 @jax.tree_util.register_dataclass
@@ -68,9 +68,9 @@ def fill_row(rows: SamplingRows[np.ndarray], row: int, settings: SamplingParams,
 def sample_split(
     logits: jax.Array, rows: SamplingRows[jax.Array], positions: jax.Array, live: jax.Array, rules: ShardingRules
 ) -> Sampled:
-    """`sample` where the logits are: every device searches and draws for its own rows, in its part of the vocabulary.
+    """`sample` on each device for its own rows, in its part of the vocabulary.
 
-    Devices exchange a few numbers of a row where they share its vocabulary, and nothing where they do not.
+    Devices that share a row's vocabulary exchange a few numbers; others exchange nothing.
     """
     vocab, split = rules.axes.get("logits"), rules.spec(("rows",))
 
@@ -98,7 +98,7 @@ def sample(
         logits: [S, V] float32.
         rows: how each row draws.
         positions: [S] int32, where in its sequence each token will stand.
-        live: [S] bool; rows that are not live draw something without meaning, and cost no search for their cut.
+        live: [S] bool; tokens of other rows mean nothing, and cost no search for top-k and top-p.
         split: mesh axes over which the logits are split into parts of V tokens, whole blocks, inside a shard_map.
     """
     S, V = logits.shape
@@ -178,24 +178,24 @@ def _invert(
 
 @dataclasses.dataclass(frozen=True)
 class _Shards:
-    """What devices tell each other that share the vocabulary of their rows; with no axes there is one."""
+    """Exchanges between devices that share the vocabulary of their rows; without axes there is one device."""
 
     axes: tuple[str, ...]
 
     def index(self) -> jax.Array | int:
-        """Which part of the vocabulary is here."""
+        """Index of this device's part of the vocabulary."""
         return jax.lax.axis_index(self.axes) if self.axes else 0
 
     def max(self, x: jax.Array) -> jax.Array:
-        """The largest of everybody's."""
+        """The maximum over the devices."""
         return jax.lax.pmax(x, self.axes) if self.axes else x
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """Everybody's, in the vocabulary's order, on a new first dimension."""
+        """The values of all devices on a new first dimension, in the vocabulary's order."""
         return jax.lax.all_gather(x, self.axes) if self.axes else x[None]
 
     def whole_rows(self, logits: jax.Array, *settings: jax.Array) -> tuple[jax.Array, ...]:
-        """Of [S, V] everywhere, some rows of all parts of the vocabulary, and the settings [S] of these rows."""
+        """Share of the rows [S, V] of this device, with the whole vocabulary, and their settings."""
         size = jax.lax.axis_size(self.axes)
         padded = jnp.pad(logits, ((0, -len(logits) % size), (0, 0)))
         own = len(padded) // size
@@ -207,7 +207,7 @@ class _Shards:
         )
 
     def all_rows(self, x: jax.Array, count: int) -> jax.Array:
-        """Numbers of the rows of `whole_rows`, for everybody, [S]."""
+        """Values of all rows, [S], from those of each device's rows of `whole_rows`."""
         return jax.lax.all_gather(x, self.axes, tiled=True)[:count]
 
     def take(

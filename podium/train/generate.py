@@ -37,8 +37,8 @@ from podium.train.distributed import AgreedStop, Interrupted, gather, host_mesh,
 from podium.train.feed import EncodedPrompt, Feed
 from podium.train.signals import StopSignal
 
-LOOKS_APART = 4
-"""Looks of the engine after which several hosts ask each other whether there is enough for a step."""
+STEPS_APART = 4
+"""Engine steps between exchanges in which several hosts check whether they have enough for a training step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,7 +241,7 @@ class _Choice:
         self._stop, self._watchdog, self._version = rollouts._stop, rollouts._watchdog, rollouts._version
         self._first = [each.first_version for each in pending]
         self._sizes = {"per_step": per_step, "max_staleness": rollouts.config.rollout.max_staleness}
-        self._count, self._looks, self._since = count, 0, math.inf
+        self._count, self._engine_steps, self._since = count, 0, math.inf
         self._together = rollouts.layout.over_hosts
         self.asks = self._together or len(pending) > count  # else all of them are waited for, by each host as it likes
 
@@ -280,8 +280,8 @@ class _Choice:
 
         Raises Interrupted on all of them where one is to stop.
         """
-        self._looks += 1
-        if jax.process_count() > 1 and self._looks % LOOKS_APART:
+        self._engine_steps += 1
+        if jax.process_count() > 1 and self._engine_steps % STEPS_APART:
             return False
         with contextlib.suppress(Interrupted):
             self._stop.poll()  # what came to another process
