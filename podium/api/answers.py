@@ -1,4 +1,4 @@
-"""`podium.generate` and `podium.evaluate`: what a model, or a run's weights, answer."""
+"""`podium.generate` and `podium.evaluate`: answers of a model or of a run's weights, and how many are correct."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ from podium.train.setup import load_parts, make_model
 Answer = Completion
 """What a model wrote: `text`, `tokens`, `sampled_logprobs`, `finish_reason`."""
 SLOTS = 16
-"""Prompts that are answered at once, at most."""
+"""Most prompts that are answered at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Evaluated:
     answers: list[dict[str, Any]]
     """Every question with its answers, as samples.jsonl has them."""
     step: int | None
-    """Of the run's weights; None for a model."""
+    """Step of the run's weights; None for a model."""
 
     @property
     def accuracy(self) -> float:
-        """Mean over the tasks."""
+        """Mean accuracy over the tasks."""
         return sum(each.accuracy for each in self.tasks.values()) / len(self.tasks)
 
 
@@ -58,20 +58,19 @@ def generate(
     seed: int = 0,
     **settings: Any,
 ) -> list[Answer]:
-    """Answers of a model, or of a run's weights, one for each prompt and in their order.
+    """Answer prompts with a model or a run's weights: one answer for each prompt, in order.
 
     Args:
         model: a run's folder (`runs/demo`, `runs/demo@20`), or a model as in a config.
-        prompts: questions; each becomes a conversation by the model's chat template. For several answers give a prompt
-            several times.
-        max_new_tokens: the longest answer in tokens.
-        temperature: of sampling; 0: the likeliest tokens.
+        prompts: questions, each rendered by the model's chat template. Repeat a prompt for several answers to it.
+        max_new_tokens: longest answer in tokens.
+        temperature: of sampling; 0 takes the likeliest tokens.
         system_prompt: first message of every conversation.
-        seed: of sampling, with the prompt's place.
-        settings: of the config, as of `podium.grpo`.
+        seed: of sampling, together with the prompt's index.
+        settings: settings of the config, as for `podium.grpo`.
 
     Raises:
-        ValueError: something of this is wrong.
+        ValueError: an argument or a setting is wrong.
     """
     if isinstance(prompts, str):
         raise ValueError("prompts: expected a list of questions, got one; write [question]")
@@ -89,10 +88,10 @@ def generate(
 
 @contextlib.contextmanager
 def open_model(model: str | Path, *, max_new_tokens: int, slots: int, **settings: Any) -> Iterator[Rollouts]:
-    """An engine with the weights of a model or a run, for answers of at most so many tokens."""
+    """Open an engine with the weights of a model or a run, for answers of at most `max_new_tokens` tokens."""
     fork = run_of(model)
     prepare_platform()
-    devices = jax.local_device_count()  # slots and rows are split over all
+    devices = jax.local_device_count()  # slots and rows are split over all of them
     rounded = {"slots": slots, "prefill_rows": min(4, slots)}
     sizes = {"max_new_tokens": max_new_tokens, **{key: -(-n // devices) * devices for key, n in rounded.items()}}
     config = load_settings(
@@ -124,31 +123,32 @@ def evaluate(
     system_prompt: str | None = None,
     **settings: Any,
 ) -> Evaluated:
-    """How many questions a model, or a run's weights, answer correctly.
+    """Evaluate a model or a run's weights: how many questions it answers correctly.
 
     Args:
         model: a run's folder (`runs/demo`, `runs/demo@20`), or a model as in a config.
-        data: as of `podium.grpo`; a run has its own.
-        rewards: the first says what is correct; unset: as of the run, or `podium.math_equal`.
+        data: as for `podium.grpo`; unset: the run's held-out questions.
+        rewards: the first one decides what is correct; unset: the run's, or `podium.math_equal`.
         question: column of the question.
         answer: column of the answer.
         system_prompt: first message of every conversation; unset: the run's.
-        settings: of the config: `eval={"samples": 8, "greedy": False, "questions": 100}`, as of `podium.grpo`.
+        settings: settings of the config, such as `eval={"samples": 8, "greedy": False, "questions": 100}`.
 
     Raises:
-        ValueError: something of this is wrong.
+        ValueError: an argument or a setting is wrong.
     """
     fork = run_of(model)
     given = [] if fork else [Override("model", str(model), "argument model")]
     known = read_config(as_path(fork.run)) if fork else None
     if data is None and known is None:
-        raise ValueError(f"evaluate: {model} is no run, which has data of its own; give data")
+        raise ValueError(f"evaluate: {model} is a model, not a run, so it has no dataset; pass data=")
     with tempfile.TemporaryDirectory() as folder:
         if data is not None:
             parts = rewards or (list(rewards_of(known)) if known else [math_equal])
             prompt = known.tasks[0].system_prompt if known and system_prompt is None else system_prompt
-            columns: dict[str, Any] = {"question": question, "answer": answer, "system_prompt": prompt}
-            given += task_settings(data, data, parts, folder=Path(folder), **columns)
+            given += task_settings(
+                data, data, parts, folder=Path(folder), question=question, answer=answer, system_prompt=prompt
+            )
         elif rewards is not None:
             raise ValueError("evaluate: rewards go with data; a run's own data is graded as in the run")
         given.append(Override("grading.overlong_buffer_tokens", 0, "podium.evaluate"))
@@ -163,7 +163,7 @@ def evaluate(
 
 
 def run_of(model: str | Path) -> Fork | None:
-    """The run that is meant; None: a model."""
+    """The run that `model` names; None if it names a model."""
     try:
         return parse_fork(str(model))
     except ValueError:

@@ -23,7 +23,7 @@ CHUNK_TOKENS = 16
 STEPS_SHOWN = 4
 """Decode steps after which new text is shown."""
 CONTEXT_TOKENS = 2048
-"""The longest conversation, where the model allows as many."""
+"""Longest conversation, if the model allows it."""
 HELP = "Enter alone: log-probabilities of the last answer;  /new: forget the conversation;  /exit or Ctrl-D: leave"
 
 
@@ -40,7 +40,7 @@ class Conversation:
         seed: int,
         notice: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Begin with the system prompt, if there is one; `notice` is called with what the user should know."""
+        """Begin with the system prompt, if there is one; `notice` is called with each line that the user should see."""
         self.rollouts = rollouts
         self.temperature = temperature
         self.max_new_tokens = max_new_tokens
@@ -51,16 +51,16 @@ class Conversation:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was said."""
+        """Forget all messages but the system prompt."""
         self._forget()
         self.messages = list(self._first)
         self.tokens: list[int] = []
-        """Of the last answer."""
+        """Tokens of the last answer."""
         self.logprobs: list[float] = []
-        """Of the last answer's tokens."""
+        """Their log-probabilities."""
 
     def answer(self, text: str) -> Iterator[str]:
-        """The pieces of the answer to a message, as they are drawn. Raises ValueError where it no longer fits."""
+        """Yield pieces of the answer to a message as they are drawn. Raises ValueError if it no longer fits."""
         tokenizer = self.rollouts.feed.tokenizer
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt = tokenizer.encode_messages(asked)
@@ -135,9 +135,9 @@ def chat(
     console: Console,
     lines: Iterable[str],
 ) -> int:
-    """Answer lines until they end, and print the answers as they come; the exit status of `podium chat`.
+    """Answer lines until they end, printing each answer as it is drawn; return the exit status of `podium chat`.
 
-    Raises ValueError where the model cannot be used.
+    Raises ValueError if the model cannot be used.
     """
     run = run_of(model)
     positions = read_architecture(resolve(read_config(as_path(run.run)).model if run else model)).max_positions
@@ -173,7 +173,7 @@ def chat(
 
 
 def typed(console: Console) -> Iterator[str]:
-    """The lines that are typed, or piped in, until they end or Ctrl-C."""
+    """Yield the lines typed or piped in, until they end or Ctrl-C."""
     prompt = "> " if sys.stdin.isatty() else ""
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
@@ -190,12 +190,12 @@ def _say(conversation: Conversation, text: str, console: Console) -> None:
 
 
 def harmless(text: str) -> str:
-    """The text in which nothing but line ends moves or colours a terminal."""
+    """Escape all that could move or colour a terminal, except line ends."""
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
 def shaded(pieces: Sequence[str], logprobs: Sequence[float]) -> Text:
-    """Tokens with their probability in percent, the unlikely ones marked, and the mean log-probability."""
+    """Show tokens with their probabilities in percent, unlikely ones marked, and the mean log-probability."""
     if not pieces:
         return Text("nothing was answered yet", style="dim")
     text = Text()

@@ -187,4 +187,4 @@ def _merged(one: RolloutStats, other: RolloutStats, *, larger: tuple[str, ...]) 
         values = getattr(one, name), getattr(other, name)
         return max(values) if name in larger else values[0] + values[1]
 
-    return RolloutStats(**{each.name: merge(each.name) for each in dataclasses.fields(RolloutStats)})
+    return dataclasses.replace(one, **{each.name: merge(each.name) for each in dataclasses.fields(RolloutStats)})
