@@ -115,7 +115,8 @@ class Rehearsal:
             case "list":
                 stdout = json.dumps(self._listed(group, flags.get("zone")))
             case "ssh":
-                stdout = self._reply(flags.get("command", ""))
+                workers = 1 if group == "compute" else self._found.workers
+                stdout = self._reply(flags.get("command", ""), workers)
             case "create" if flags["zone"] in self._found.zones[:-1]:
                 stderr = NO_CAPACITY
             case _:
@@ -165,7 +166,7 @@ class Rehearsal:
             else:
                 self._lone = verb == "create"
 
-    def _reply(self, command: str) -> str:
+    def _reply(self, command: str, workers: int) -> str:
         """What all workers print: the end of the job that the command is about, or an empty log."""
         about = re.search(r"agent (?:status|stop) ?([A-Za-z0-9][\w.-]*)?", command)
         job = about and (about[1] or self._found.job)
@@ -174,7 +175,7 @@ class Rehearsal:
             status |= {"job": job, "state": "finished", "exit": 0, "log_bytes": 1}
         text = "" if "agent logs" in command else json.dumps(status)
         packed = b64encode(gzip.compress(text.encode())).decode()
-        return "".join(f"{MARK} {worker} 0 {packed}\n" for worker in range(self._found.workers))
+        return "".join(f"{MARK} {worker} 0 {packed}\n" for worker in range(workers))
 
     def _path(self, kind: str) -> str:
         return f"projects/PROJECT/locations/{self._zone}/{kind}/{self._name}"

@@ -154,19 +154,17 @@ def orthogonalised(matrix: np.ndarray) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize(
-    ("name", "fan_in"),
-    [("layers.q", 128), ("layers.o", 128), ("layers.k", 128), ("layers.up", 128), ("layers.down", 256)],
-)
-def test_muon_orthogonalises_each_layers_matrix_by_itself(name, fan_in):
+def test_muon_orthogonalises_each_layers_matrix_by_itself():
     rng = np.random.default_rng(0)
     gradients = {key: jnp.asarray(rng.normal(size=spec.shape), jnp.float32) for key, spec in SPECS.items()}
     params = {key: jnp.zeros(spec.shape) for key, spec in SPECS.items()}
     updates = one_update(OptimizerConfig(name="muon", learning_rate=1.0, clip_norm=0.0), params, gradients)
-    for layer in range(3):
-        matrix = np.asarray(gradients[name][layer], np.float64).reshape(fan_in, -1)  # [in, out]
-        expected = -0.2 * math.sqrt(max(matrix.shape)) * orthogonalised(matrix)
-        np.testing.assert_allclose(updates[name][layer].reshape(fan_in, -1), expected, atol=2e-4)
+    for name, fan_in in {"q": 128, "o": 128, "k": 128, "up": 128, "down": 256}.items():
+        for layer in range(3):
+            matrix = np.asarray(gradients[f"layers.{name}"][layer], np.float64).reshape(fan_in, -1)  # [in, out]
+            expected = -0.2 * math.sqrt(max(matrix.shape)) * orthogonalised(matrix)
+            found = updates[f"layers.{name}"][layer].reshape(fan_in, -1)
+            np.testing.assert_allclose(found, expected, atol=2e-4, err_msg=name)
 
 
 def test_muon_leaves_embedding_head_norms_and_biases_to_adam():
@@ -226,7 +224,9 @@ def test_moments_in_bfloat16_are_rounded_at_random_and_right_on_average():
     np.testing.assert_array_equal(round_at_random(kept, jax.random.key(1)).astype(jnp.float32), kept)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "muon"])  # which makes much of any rounding
+@pytest.mark.parametrize(  # not muon, which makes much of any rounding
+    "name", ["adamw", *(pytest.param(name, marks=pytest.mark.long) for name in NAMES if name not in ("adamw", "muon"))]
+)
 def test_small_moments_take_half_and_follow_the_large_ones(name):
     """A second moment falls by a thousandth a step: to the nearest it would stand still."""
     specs = {"layers.up": ParamSpec((2, 128, 128), (None, "width", "mlp"), 0.02)}
