@@ -76,17 +76,8 @@ class Record(TypedDict, total=False):
 Status = Mapping[str, Any]
 """A worker's answer about a job, by its agent: JSON, with the keys of `NO_JOB`, its `Record` and its `Progress`."""
 NO_JOB: Status = {
-    "host": None,
-    "job": None,
-    "worker": None,
-    "workers": None,
+    **dict.fromkeys(("host", "job", "worker", "workers", "exit", "pid", "created", "ended", "record", "progress")),
     "state": "none",
-    "exit": None,
-    "pid": None,
-    "created": None,
-    "ended": None,
-    "record": None,
-    "progress": None,
     "log_bytes": 0,
 }
 

@@ -139,9 +139,9 @@ class SliceLists:
         """Whether it carries our owner's label."""
         return tpu_slice.owner == self.owner
 
-    def mine(self, name: str, zone: str, *, owner: str | None = None) -> Slice | None:
-        """Our slice of that name in a zone, or another owner's."""
-        return next((each for each in self.named(name, zone) if each.owner == (owner or self.owner)), None)
+    def mine(self, name: str, zone: str) -> Slice | None:
+        """Our slice of that name in a zone."""
+        return next(filter(self.is_ours, self.named(name, zone)), None)
 
     def named(self, name: str, zone: str) -> list[Slice]:
         """The slices of that name in a zone, queued resources before nodes without one."""
@@ -349,7 +349,7 @@ class Slices(SliceLists):
     def _clear(self, name: str, zone: str) -> None:
         """Delete our slices of that name in a zone, if there are any."""
         self.gcloud.note("until it is no longer listed:")
-        self.delete([each for each in self.named(name, zone) if self.is_ours(each)])
+        self.delete(list(filter(self.is_ours, self.named(name, zone))))
 
 
 def _taken(other: Slice, owner: str) -> SliceError:

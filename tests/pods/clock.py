@@ -1,8 +1,9 @@
-"""The clock of all tests of pods."""
+"""The clock of all tests of pods, and waiting for what really happens."""
 
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 
 class Clock:
@@ -49,3 +50,12 @@ class Clock:
         """Put the laptop to sleep."""
         self._asleep += seconds
         self._passed += seconds
+
+
+def wait_for(condition: Callable[[], Any], limit_s: float = 300.0) -> Any:
+    """What the condition returns as soon as that is true."""
+    deadline = time.monotonic() + limit_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.05)
+    return found

@@ -3,10 +3,10 @@
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.pods.clock import wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,14 +40,6 @@ class Agent:
 
     def file(self, job: str, name: str) -> Path:
         return self.home / "jobs" / job / name
-
-
-def wait_for(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 120
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.05)
-    return found
 
 
 def shell(script: str) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,13 +112,6 @@ def git(folder: Path, *arguments: str) -> str:
     who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
     command: Sequence[str] = ("git", "-C", str(folder), *who, *arguments)
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def rent(world: PodWorld, pod, name: str = "demo") -> None:

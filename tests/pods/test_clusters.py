@@ -4,11 +4,11 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from podium.job.report import statuses
+from tests.pods.clock import wait_for
 from tests.pods.cluster_runs import (
     LEAST_LOSS,
     STEPS,
@@ -61,15 +61,6 @@ def test_slurm_has_a_run_save_at_its_notice_and_continues_it_when_requeued(slurm
     slurm.run("scancel", number)
     assert slurm.ended(number, 120)["JobState"] == "CANCELLED"
     assert "podium: stopped" in log.read_text()
-
-
-def wait_for(condition: Any) -> None:
-    import time
-
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
 
 
 def test_two_pods_of_a_jobset_train_three_steps_with_equal_losses(tmp_path):

@@ -1,5 +1,6 @@
 """gcloud's command lines and what it answers: recorded, faked, and, where it is installed, real."""
 
+import functools
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,16 @@ from tests.pods.record_gcloud import RECORDED, real_answer
 
 recorded = json.loads(RECORDED.read_text())
 needs_gcloud = pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
-QUICK = ("create", "list_queued", "exists", "lost_reply", "rate", "quota", "stockout", "no_project")
+ASKED_AGAIN = (
+    *("create", "list_queued", "lost_reply", "rate", "no_project"),
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("exists", "quota", "stockout")),
+)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Finished, FakeTpu]]:
+    """What the real gcloud answers in a case, and the API that it asked; each is run once."""
+    return functools.cache(lambda name: real_answer(CASES[name], tmp_path_factory.mktemp("gcloud")))
 
 
 def as_recorded(name: str) -> Finished:
@@ -73,15 +84,15 @@ def test_the_fake_says_what_gcloud_said(name):
 
 
 @needs_gcloud
-@pytest.mark.parametrize("name", QUICK)
-def test_gcloud_still_says_what_it_said(name, tmp_path):
-    finished, _ = real_answer(CASES[name], tmp_path)
+@pytest.mark.parametrize("name", ASKED_AGAIN)
+def test_gcloud_still_says_what_it_said(name, real):
+    finished, _ = real(name)
     assert told(finished) == told(as_recorded(name))
 
 
 @needs_gcloud
-def test_gcloud_asks_the_api_for_what_is_meant(tmp_path):
-    _, fake = real_answer(CASES["create"], tmp_path)
+def test_gcloud_asks_the_api_for_what_is_meant(real):
+    _, fake = real("create")
     (body,) = [body for method, path, _, body in fake.requests if method == "POST" and path.endswith("queuedResources")]
     assert body["spot"] == {}
     assert "provisioningModel" not in body  # which the alpha track adds, and contradicts itself
@@ -92,16 +103,16 @@ def test_gcloud_asks_the_api_for_what_is_meant(tmp_path):
 
 
 @needs_gcloud
-def test_gcloud_sends_a_request_again_that_got_no_reply_and_then_fails_though_it_was_done(tmp_path):
-    finished, fake = real_answer(CASES["lost_reply"], tmp_path)
+def test_gcloud_sends_a_request_again_that_got_no_reply_and_then_fails_though_it_was_done(real):
+    finished, fake = real("lost_reply")
     assert sum(method == "POST" for method, *_ in fake.requests) == 2
     assert (finished.returncode, failure(finished).kind) == (1, "exists")
     assert [name.rpartition("/")[2] for name in fake.queued] == ["run"]
 
 
 @needs_gcloud
-def test_gcloud_does_not_make_a_refused_request_again(tmp_path):
-    _, fake = real_answer(CASES["rate"], tmp_path)
+def test_gcloud_does_not_make_a_refused_request_again(real):
+    _, fake = real("rate")
     assert sum(method == "POST" for method, *_ in fake.requests) == 1
 
 

@@ -7,7 +7,8 @@ import threading
 
 from podium.pods import commands
 from podium.pods.recover import Policy
-from tests.pods.pod_world import ZONES, PodWorld, git, rent, wait_for
+from tests.pods.clock import wait_for
+from tests.pods.pod_world import ZONES, PodWorld, git, rent
 
 
 def test_one_command_each_from_renting_to_giving_back(make_world, pod, checkout):

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ import pytest
 from podium.pods.gcloud import Argv, Gcloud
 from podium.pods.inventory import read_slices
 from podium.pods.remote import Remote, WorkerReply
+from tests.pods.clock import wait_for
 from tests.pods.hosts import fake_python
 from tests.pods.network_world import ZONES, NetworkWorld, job_processes, network_world, why_no_network
 from tests.pods.pod_world import CANARIES
@@ -114,13 +115,6 @@ def run_arguments(world: NetworkWorld, **plan: object) -> list[str]:
 def living(world: NetworkWorld) -> list[int]:
     """How many processes of jobs live on each host."""
     return [len(job_processes(home)) for home in world.hosts.homes]
-
-
-def wait_for(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 @pytest.mark.long

@@ -12,7 +12,8 @@ import pytest
 from podium.pods.host import jobs
 from podium.pods.host.jobs import Host, JobSpec, unit_command
 from podium.pods.host.processes import marked
-from tests.pods.host_agent import ROOT, SLEEP, shell, wait_for
+from tests.pods.clock import wait_for
+from tests.pods.host_agent import ROOT, SLEEP, shell
 
 
 def test_a_job_runs_to_its_end_and_leaves_its_files(agent):
