@@ -15,7 +15,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from podium.config.attention import attended_pairs, cut
 from podium.models.blockwise import MASKED, Saved
-from podium.models.visibility import Keys, Queries, Visibility, pad_to, seen
+from podium.models.visibility import Visibility, pad_to
+from podium.models.visible import Keys, Queries, seen
 
 WARPS = 4
 STAGES = 2

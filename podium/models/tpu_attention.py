@@ -16,7 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from podium.config.attention import attended_pairs, cut
 from podium.models.blockwise import MASKED, Saved
-from podium.models.visibility import Block, Bounds, Keys, Queries, Visibility, meets, pad_to, seen
+from podium.models.visibility import Visibility, pad_to
+from podium.models.visible import Block, Bounds, Keys, Queries, meets, seen
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -1,86 +1,20 @@
-"""Which tokens of packed rows attend to which: one rule, for single tokens and for whole blocks of them.
-
-A token attends to itself and to the tokens before it, of its own segment and of its prompt's, and never to padding;
-with a window, only to those fewer than `window` positions back. The window counts positions in a sequence, not places
-in a row: a prompt lies once before many completions.
-
-The kernels hold the same numbers in different shapes (rows, columns, blocks in registers, bounds in scalar memory), so
-the rule itself, `seen` and `meets`, is written over anything that broadcasts. `Visibility` applies it to whole rows.
-"""
+"""Which tokens of packed rows attend to which: `podium.models.visible`'s rule, applied to whole rows and blocks."""
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-NEVER = np.iinfo(np.int32).max
+from podium.models.visible import NEVER, Block, Bounds, Keys, Queries, meets, seen
+
 Array = jax.Array | np.ndarray
-"""The planner applies the rule to numpy arrays."""
-
-
-class Queries(NamedTuple):
-    """Tokens that attend, in a shape that broadcasts against the keys'."""
-
-    places: Array  # in the row
-    segments: Array  # 0 is padding
-    prompts: Array
-    positions: Array | None = None  # in the sequence; only a window needs them
-
-
-class Keys(NamedTuple):
-    """Tokens that are attended to, in a shape that broadcasts against the queries'."""
-
-    places: Array
-    segments: Array
-    positions: Array | None = None
-
-
-class Bounds(NamedTuple):
-    """The least and the greatest number of each block; in a block of padding the least is `NEVER`."""
-
-    least: Array
-    greatest: Array
-
-
-class Block(NamedTuple):
-    """What `meets` needs to know about blocks of a row."""
-
-    number: Array  # in the row
-    segments: Bounds
-    prompts: Bounds
-    positions: Bounds | None = None
-
-
-def seen(q: Queries, k: Keys, window: int | None = None) -> Array:
-    """Whether each query attends to each key, bool, in the shape to which the two broadcast."""
-    related = (k.places <= q.places) & (k.segments > 0) & ((k.segments == q.segments) | (k.segments == q.prompts))
-    if window is None:
-        return related
-    assert q.positions is not None and k.positions is not None
-    return related & (q.positions - k.positions < window)
 
 
 def seen_in_sequence(q_positions: jax.Array, k_positions: jax.Array, window: int | None = None) -> jax.Array:
     """`seen` where all queries and keys are of one sequence, by their positions."""
     earlier = k_positions <= q_positions
     return earlier if window is None else earlier & (q_positions - k_positions < window)
-
-
-def meets(q: Block, k: Block, window: int | None = None) -> Array:
-    """Whether any query of block `q` may attend to any key of block `k`; false only where none does."""
-    own = _overlap(k.segments, q.segments)
-    prompt = _overlap(k.segments, q.prompts)
-    related = (k.number <= q.number) & (own | prompt)
-    if window is None:
-        return related
-    assert q.positions is not None and k.positions is not None
-    return related & (q.positions.least - k.positions.greatest < window)
-
-
-def _overlap(x: Bounds, y: Bounds) -> Array:
-    return (x.least <= y.greatest) & (y.least <= x.greatest)
 
 
 @jax.tree_util.register_dataclass

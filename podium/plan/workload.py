@@ -18,7 +18,7 @@ from podium.config.attention import KERNELS, Backend, cut
 from podium.config.schema import Config
 from podium.config.sizes import cache_pages, check_split, prompt_buckets, row_tokens, slot_sizes, steps_at_once
 from podium.files import read_lines
-from podium.models.visibility import Visibility
+from podium.models.visible import block_pairs
 from podium.observe.run_dir import LENGTHS
 from podium.rollout.request import Key, SamplingParams
 from podium.rollout.scheduler import DecodeRow, Scheduler
@@ -148,8 +148,7 @@ def _seen_blocks(row: Sequence[Chunk], samples: Sequence[Lengths], n: int, t: in
         prompts[start:end] = last + 1
         segments[start:end] = last + 1 + np.repeat(np.arange(len(parts)), parts)
         last += len(parts)
-    visibility = Visibility(segments.reshape(n, t), prompts.reshape(n, t))
-    return int(visibility.block_pairs().sum())
+    return int(block_pairs(segments.reshape(n, t), prompts.reshape(n, t)).sum())
 
 
 def _gsm8k_prompts(rng: np.random.Generator, config: Config) -> np.ndarray:
