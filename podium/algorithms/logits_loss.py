@@ -1,4 +1,4 @@
-"""GRPO's loss for who has logits: `podium.kernels.logits` and the terms of `podium.algorithms.losses`, by token."""
+"""GRPO loss from logits: `podium.kernels.logits` and the terms of `podium.algorithms.losses`, by token."""
 
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ def grpo_loss_of_logits(
     The mean is the caller's: `jnp.sum(found.losses * mask) / num_tokens`, say. `kl_coef` is GRPO's beta.
 
     Args:
-        logits: [B, T, V], of the tokens' own positions: those that the model made one token before.
+        logits: [B, T, V], aligned with `targets`: the logits that the model computed one token before each.
         targets: [B, T] int32, the tokens.
         advantages: [B, T], or [B, 1] for one per completion.
         old_logprobs: [B, T] of the policy that the ratio is taken to; None: on-policy, this one's own.

@@ -227,7 +227,7 @@ def policy_loss(
         advantages: [B, T].
         segments: [B, T] int32.
         mask: [B, T].
-        scores: [B, T] by name. `old_logprobs` are those that the trainer computed before the batch's first update
+        scores: [B, T] by name. `old_logprobs` were computed by the trainer before the batch's first update
             (`recipe.scores_old_logprobs`); without them the ratio is to the sampler's, or with `old_logprobs: trainer`
             to those of this very update. The k2, k3 and k3+ terms need `reference_logprobs`, of the frozen first model.
 

@@ -313,7 +313,9 @@ def _changed(config: AlgorithmConfig) -> Recipe:
 
 
 def _advantage_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int) -> _Conflicts:
-    name, std_options, zero_variance = config.recipe, recipe.advantage.keywords, recipe.zero_variance
+    name = config.recipe
+    std_options = recipe.advantage.keywords
+    zero_variance = recipe.zero_variance
     given = [option for option in _STD_OPTIONS if getattr(config, option) is not None]
     for option in given:
         if option not in std_options:
@@ -359,7 +361,8 @@ def _loss_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
 
 
 def _correction_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
-    low, high, correction = config.correction_low, config.correction_high, recipe.correction
+    low, high = config.correction_low, config.correction_high
+    correction = recipe.correction
     if correction == "none" and high is not None:
         yield "correction_high", "correction is none, so nothing reads it; set algorithm.correction to truncate or mask"
     if correction != "mask" and low is not None:

@@ -230,7 +230,7 @@ def run_checks(updates: Updates) -> Iterator[Check]:
             resumed, _ = trainer.update(checkpointer.restore(1, abstract)[0], batches, 1)
         yield Check(
             name="resume",
-            claim="a run that goes on from a checkpoint is the run that was not stopped, bit for bit",
+            claim="a run resumed from a checkpoint equals the uninterrupted run, bit for bit",
             difference=float(_unequal(straight, resumed)),
             bar=0,
         )

@@ -260,9 +260,14 @@ def _naive_scorer(decoder: DecoderConfig) -> Any:
 
 
 def _cut(completion: Completion, length: int) -> Completion:
-    arrays = ("tokens", "sampled_logprobs", "full_logprobs", "versions")
-    cut: Any = {name: getattr(completion, name)[:length] for name in arrays}
-    return dataclasses.replace(completion, **cut, finish_reason="stop")
+    return dataclasses.replace(
+        completion,
+        tokens=completion.tokens[:length],
+        sampled_logprobs=completion.sampled_logprobs[:length],
+        full_logprobs=completion.full_logprobs[:length],
+        versions=completion.versions[:length],
+        finish_reason="stop",
+    )
 
 
 def _with_noise(completion: Completion, random: np.random.Generator) -> Completion:

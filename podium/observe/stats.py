@@ -13,7 +13,7 @@ from podium.rollout.request import RolloutStats
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompletionStats:
-    """The completions of a step, over all hosts: also those that are not trained on."""
+    """The completions of a step, over all hosts, whether they are trained on or not."""
 
     rewards: np.ndarray  # [n], weighted sums of the parts, as the task gave them
     parts: Mapping[str, np.ndarray]
@@ -38,7 +38,7 @@ class CarryStats:
     rewards: Mapping[str, float]
     """Mean total of the completions, by the staleness of their group."""
     length_distance: float | None
-    """Between the lengths of the step's completions and of those that ended in it; None where none did."""
+    """Between the lengths of the step's completions and of the completions that ended in it; None where none did."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ class UpdateStats:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepStats:
-    """Everything that a step left behind."""
+    """Everything that is measured in a step."""
 
     completions: CompletionStats
     rolled: RolloutStats

@@ -16,7 +16,7 @@ ROUNDS = 4  # moves for each completion of a step, at most: enough in every case
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """What a completion takes in a row beside its prompt, and what its prompt takes."""
+    """Tokens that a sample takes in a row, and tokens of the prompt that it shares."""
 
     group: int
     shown: int  # tokens of the prompt that completions share
@@ -40,13 +40,13 @@ class Row:
         return tokens, tokens + self.pair_cost * pairs
 
     def add(self, index: int, each: Lengths) -> None:
-        """Take a completion."""
+        """Add a completion."""
         tokens, work = self.cost(each, present=each.group in self.groups)
         self.groups.setdefault(each.group, {})[index] = each
         self.tokens, self.work = self.tokens + tokens, self.work + work
 
     def remove(self, index: int, each: Lengths) -> None:
-        """Give a completion away."""
+        """Remove a completion."""
         own = self.groups[each.group]
         del own[index]
         if not own:
@@ -72,7 +72,7 @@ class Row:
 def balance(
     packed: list[list[int]], lengths: Mapping[int, Lengths], *, rows: int, row_tokens: int, pair_cost: float
 ) -> list[list[int]]:
-    """The same completions in so many rows of nearly equal work, none of more tokens than a row has.
+    """The same completions in `rows` rows of nearly equal work, none with more tokens than a row holds.
 
     A completion that leaves its group takes a copy of the prompt along, which counts. Where sequences are too long and
     too few to be made equal, rows are as equal as single moves and exchanges make them.
@@ -80,7 +80,7 @@ def balance(
     Args:
         packed: completions of each row, in rows where they fit; those of a group in one row lie together.
         lengths: of each completion.
-        rows: how many there are, at least those that are packed.
+        rows: how many rows to make; at least `len(packed)`.
         row_tokens: the most that a row holds.
         pair_cost: work of a token that sees another, in units of a token's share of the matrices.
     """
@@ -96,7 +96,7 @@ def balance(
 
 
 def _even_out(rows: list[Row], most: int, row_tokens: int) -> bool:
-    """Move and exchange completions, at most so often, as long as it helps; whether rows are equal enough then."""
+    """Move and exchange completions up to `most` times while it helps; return whether rows are equal enough then."""
     for _ in range(most):
         order = sorted(rows, key=lambda row: row.work)
         if order[-1].work - order[0].work <= SPREAD * order[-1].work:

@@ -1,8 +1,8 @@
-"""Completions that are carried over updates: what there is of each, which prompts make a step, and how they are saved.
+"""Completions that are carried over updates: partial rollouts, which prompts make a step, and how they are saved.
 
-A step takes the prompts whose completions are complete, the oldest first; the rest is gone on with, under the new
-weights, in the next. Nothing is dropped for its age: a step waits for what may not become older. Keys and values are no
-part of it: they are made anew from the tokens, so a resumed run does what one that was not stopped does.
+A step takes the prompts whose completions are complete, the oldest first; the rest continue under the new weights
+in the next step. Nothing is dropped for its age: a step waits for what may not become older. Keys and values are not
+saved: they are computed again from the tokens, so a resumed run does what an uninterrupted one does.
 """
 
 import base64
@@ -26,13 +26,13 @@ class Pending:
 
     prompt: EncodedPrompt
     completions: tuple[Completion, ...] = ()
-    """What there is of each; none: they have not begun."""
+    """What has been drawn of each; none: they have not begun."""
     rewards: tuple[Reward, ...] = ()
-    """Theirs, once all have ended."""
+    """Rewards of the completions, once all have ended."""
 
     @property
     def first_version(self) -> int | None:
-        """Of the weights that drew its first token; None: there is no token."""
+        """Version of the weights that drew its first token; None: there is no token."""
         return min((int(each.versions[0]) for each in self.completions if len(each.versions)), default=None)
 
 
@@ -43,15 +43,15 @@ class Position:
     cursor: int
     """Prompts drawn so far, too long ones included."""
     pending: tuple[Pending, ...] = ()
-    """Those that are not trained on yet, in their order."""
+    """Prompts that are not trained on yet, in their order."""
 
     def record(self) -> dict[str, Any]:
-        """All of it as JSON holds it, the arrays' bits in base 64."""
+        """The position as JSON, with the bits of arrays in base 64."""
         return {"cursor": self.cursor, "in_flight": [_pending_record(each) for each in self.pending]}
 
     @classmethod
     def read(cls, record: Mapping[str, Any], feed: Feed) -> "Position":
-        """What `record` made; the feed makes the prompts anew."""
+        """Read what `record` made; the feed makes the prompts again."""
         pending = tuple(_read_pending(each, feed) for each in record.get("in_flight", ()))
         return cls(cursor=record["cursor"], pending=pending)
 
@@ -69,7 +69,7 @@ def chosen(
 
     A prompt's age is counted from the version of its first token: a step of weights `version` takes none from before
     `version - max_staleness`, nor leaves more of them than later steps can take in time. What must be taken now is
-    waited for; the rest of the `count` are the oldest of those that are complete.
+    waited for; the rest of the `count` are the oldest complete ones.
 
     Args:
         first_versions: of all prompts in flight, in the run's order; None: no token had been drawn before this step.
@@ -96,7 +96,7 @@ def chosen(
 
 
 def drawn_lengths(before: Sequence[Pending], now: Sequence[Sequence[Completion]]) -> Iterator[int]:
-    """The tokens of each completion of some prompts that has ended since `before`."""
+    """Yield the number of tokens of each completion that has ended since `before`."""
     for pending, completions in zip(before, now, strict=True):
         for index, completion in enumerate(completions):
             begun = pending.completions[index] if pending.completions else None
@@ -132,8 +132,14 @@ def _read_pending(record: Mapping[str, Any], feed: Feed) -> Pending:
 
 
 def _read_completion(record: Mapping[str, Any]) -> Completion:
-    dtypes = {name: np.float32 if name.endswith("logprobs") else np.int32 for name in ARRAYS}
-    arrays: dict[str, Any] = {
-        name: np.frombuffer(base64.b64decode(record[name]), dtype) for name, dtype in dtypes.items()
-    }
-    return Completion(**arrays, text=record["text"], finish_reason=record["finish_reason"])
+    def array(name: str, dtype: type[np.generic]) -> np.ndarray:
+        return np.frombuffer(base64.b64decode(record[name]), dtype)
+
+    return Completion(
+        tokens=array("tokens", np.int32),
+        sampled_logprobs=array("sampled_logprobs", np.float32),
+        full_logprobs=array("full_logprobs", np.float32),
+        versions=array("versions", np.int32),
+        text=record["text"],
+        finish_reason=record["finish_reason"],
+    )

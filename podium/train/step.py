@@ -1,4 +1,4 @@
-"""The two compiled programs of the trainer: score a batch, and update on it. One definition each, for all who need it.
+"""The two compiled programs of the trainer: score a batch, and update on it. Each is defined once, for every caller.
 
 The trainer calls what these factories return, the planner lowers it for a topology that it does not have, the benches
 time it. A batch's micro-batches are looped over on the device, as many as hold anything: their gradients are summed,

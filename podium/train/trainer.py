@@ -44,10 +44,10 @@ class Trainer:
         folder: Path,
         frozen: Params | None = None,
     ) -> None:
-        """Makes the programs; they are compiled when they are first used.
+        """Make the programs; each is compiled when it is first used.
 
-        `reference` are the first model's parameters, where the recipe needs them; in `folder` a batch that diverges is
-        saved. `frozen` are the weights under LoRA's adapters, which are the reference too.
+        `reference` holds the first model's parameters, if the recipe needs them. A batch that diverges is saved in
+        `folder`. `frozen` holds the weights under LoRA's adapters, which are the reference too.
         """
         self.frozen = frozen or {}
         self.recipe = recipe
@@ -97,7 +97,7 @@ class Trainer:
         return state, dataclasses.replace(stats, update_s=time.perf_counter() - start)
 
     def _diverged(self, step: int, batch: Batch, stats: UpdateStats, broken: int) -> str:
-        """Save what diverged, and say so; `broken` is the row that did first, counted from the last."""
+        """Save the batch that diverged and return the message; `broken` is its first bad row, counted from the last."""
         path = self.folder / f"diverged-update-{step}.npz"
         fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
         scores: dict[str, jax.Array] = fields.pop("scores")
@@ -113,7 +113,7 @@ class Trainer:
 
 
 def _first_cause(arrays: dict[str, np.ndarray], broken: int) -> str:
-    """Which row of a batch broke first, and whether it was given numbers that are not finite."""
+    """Say which row of a batch broke first, and whether its inputs were finite."""
     if not broken:
         return "the loss of every row is finite, so the gradient overflowed"
     micro_batches, rows, _ = arrays["tokens"].shape
@@ -126,6 +126,14 @@ def _first_cause(arrays: dict[str, np.ndarray], broken: int) -> str:
 def _update_stats(metrics: Metrics, tokens: float, learning_rate: float) -> UpdateStats:
     """The metrics of one `train_step`, on the host."""
     values = {name: float(value) for name, value in metrics.items()}
-    weights = {name: values.pop(name) for name in ("loss", "gradient_norm", "update_norm")}
-    gaps = {name: values.pop(name) for name in ("logprob_gap", "logprob_gap_max")}
-    return UpdateStats(updates=1, tokens=tokens, token_means=values, learning_rate=learning_rate, **weights, **gaps)
+    return UpdateStats(
+        updates=1,
+        tokens=tokens,
+        learning_rate=learning_rate,
+        loss=values.pop("loss"),
+        gradient_norm=values.pop("gradient_norm"),
+        update_norm=values.pop("update_norm"),
+        logprob_gap=values.pop("logprob_gap"),
+        logprob_gap_max=values.pop("logprob_gap_max"),
+        token_means=values,
+    )
