@@ -2,7 +2,8 @@
 
 import math
 
-from podium.models.params import frozen_dtype, frozen_specs
+from podium.models.architecture import DecoderConfig
+from podium.models.params import frozen_dtype, frozen_specs, param_specs
 from podium.plan.sizes import F32, RunSizes, local_count, offloaded_bytes, optimizer_bytes, rollout_bytes
 
 Parts = dict[str, int]
@@ -35,11 +36,24 @@ def kept_bytes(run: RunSizes) -> int:
 
 def trainers(run: RunSizes) -> Parts:
     """What the trainer holds on a device through every phase."""
-    parameters = F32 * run.own_count
-    parts = {"parameters": parameters, "optimizer": optimizer_bytes(run) - offloaded_bytes(run)}
-    if run.decoder.lora is not None:  # the frozen weights are the reference too
-        return parts | {"frozen_weights": frozen_bytes(run)}
-    return parts | ({"reference_weights": parameters} if run.recipe.needs_reference else {})
+    parts = {"parameters": F32 * run.own_count, "optimizer": optimizer_bytes(run) - offloaded_bytes(run)}
+    if run.decoder.lora is not None:
+        parts["frozen_weights"] = frozen_bytes(run)
+    return parts | scorers(run)
+
+
+def scorers(run: RunSizes) -> Parts:
+    """Weights of models that score batches and are not the trainer's own, each counted from its own decoder.
+
+    A scorer that the recipe names by import path loads weights that the planner does not know; it is not counted.
+    """
+    own = {"reference_weights": run.decoder} if run.recipe.needs_reference and run.decoder.lora is None else {}
+    return {name: scorer_bytes(run, decoder) for name, decoder in own.items()}  # under LoRA the reference is frozen
+
+
+def scorer_bytes(run: RunSizes, decoder: DecoderConfig) -> int:
+    """Bytes on a device of a scorer's float32 weights, stored as the trainer's are."""
+    return F32 * sum(local_count(spec, run.train_parts) for spec in param_specs(decoder).values())
 
 
 def residents(run: RunSizes) -> Parts:
