@@ -118,7 +118,7 @@ def update_checks(updates: Updates) -> Iterator[Check]:
 
 
 def form_checks(updates: Updates) -> Iterator[Check]:
-    """Forms of an update that must not matter."""
+    """Compare forms of an update that must give the same result."""
     size = updates.naive(updates.subject.weights).loss_size
     for name, how, after, form in _forms(updates.subject):
         (other, *_) = updates.unpacked if name in BESIDE_UNPACKED or form.packing == "none" else (updates.packed,)

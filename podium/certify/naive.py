@@ -24,7 +24,7 @@ Weights = dict[str, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """What the completions of a step are, and what the objective takes as given."""
+    """A step's completions, and the values that the objective takes as given."""
 
     tokens: jax.Array  # [S, T] int32, prompt and completion
     starts: jax.Array  # [S] int32, length of the prompt
@@ -36,7 +36,7 @@ class Sequences:
 
 
 class Scores(NamedTuple):
-    """Of each token of each completion."""
+    """Log-probability and entropy of each token of each completion."""
 
     logprobs: jax.Array  # [S, n]
     entropy: jax.Array  # [S, n]
@@ -83,7 +83,8 @@ def logits(weights: Weights, tokens: jax.Array, decoder: DecoderConfig) -> jax.A
 
     layers = {name.removeprefix("layers."): value for name, value in weights.items() if name.startswith("layers.")}
     for name in [name.removesuffix(".lora_a") for name in layers if name.endswith(".lora_a")]:
-        a, b, lora = layers[f"{name}.lora_a"], layers[f"{name}.lora_b"], decoder.lora
+        a, b = layers[f"{name}.lora_a"], layers[f"{name}.lora_b"]
+        lora = decoder.lora
         outer = jnp.einsum("l...r,lrm->l...m", a, b.reshape(*b.shape[:2], -1)).reshape(layers[name].shape)
         layers[name] += lora.alpha / lora.rank * outer if lora else 0.0
     x, _ = jax.lax.scan(layer, weights["embed"][tokens], layers)
@@ -170,7 +171,8 @@ def _frequencies(rope: Rope) -> np.ndarray:
         frequency = rope.theta ** (-2 * pair / rope.dims)
         if (scaling := rope.scaling) is not None:
             wavelength = 2 * np.pi / frequency
-            original, low, high = scaling.original_max_positions, scaling.low_freq_factor, scaling.high_freq_factor
+            original = scaling.original_max_positions
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
             if wavelength > original / low:
                 frequency /= scaling.factor
             elif wavelength > original / high:

@@ -1,4 +1,4 @@
-"""What is certified: a tiny clone of the config's model (or its real weights), and a step's completions to train on."""
+"""The subject of a certificate: a tiny clone of the config's model, or the model itself, and a step to train it on."""
 
 import dataclasses
 import functools
@@ -35,7 +35,10 @@ from podium.tasks.task import Prompt, Reward
 from podium.train.generate import Group, sampling_params
 from podium.train.setup import load_weights, make_model
 
-PROMPTS, COMPLETIONS, LONGEST_PROMPT, LONGEST = 4, 4, 12, 10
+PROMPTS = 4
+COMPLETIONS = 4
+LONGEST_PROMPT = 12
+LONGEST = 10
 ROW_TOKENS = 24
 """T of a batch's rows: several sequences fit in most of them."""
 SPREAD = 10.0  # times the initial normal: a model that has opinions, whose attention is not flat
@@ -49,14 +52,14 @@ class Subject:
     """A model with weights, and what it is trained on."""
 
     user: Config
-    """As the user has it."""
+    """The user's config."""
     config: Config
     """The same with a step, lengths and number formats of this check."""
     recipe: Recipe
     decoder: DecoderConfig
     weights: Arrays
     reference: Arrays | None
-    """Weights of another model to keep near to, where the recipe has a KL."""
+    """Weights of another model, which the KL is taken to; None without one."""
 
     def params(self, mesh: jax.sharding.Mesh, weights: Arrays | None = None) -> Params:
         """The weights on a mesh; another copy each time, since updates donate theirs."""
@@ -67,18 +70,18 @@ class Subject:
         }
 
     def trained(self, mesh: jax.sharding.Mesh) -> Params:
-        """Those of `params` that updates change."""
+        """The parameters that updates change."""
         specs = trained_specs(self.decoder)
         return {name: value for name, value in self.params(mesh).items() if name in specs}
 
     def frozen(self, mesh: jax.sharding.Mesh) -> Params:
-        """The others: with LoRA the model under the adapters."""
+        """The parameters that no update changes: with LoRA the model under the adapters."""
         specs = frozen_specs(self.decoder)
         return {name: value for name, value in self.params(mesh).items() if name in specs}
 
     @functools.cached_property
     def sampled(self) -> list[list[Completion]]:
-        """What the rollout engine makes of random prompts, [N][G], cut to different lengths."""
+        """Completions of random prompts by the rollout engine, [N][G], cut to different lengths."""
         rollout, random = self.config.rollout, np.random.default_rng(1)
         mesh = one_device()
         rules = ShardingRules(mesh, ROLLOUT_AXES)
@@ -96,7 +99,7 @@ class Subject:
 
     @functools.cached_property
     def prompts(self) -> list[tuple[int, ...]]:
-        """Random prompts, of one token to the longest there are."""
+        """Random prompts of 1 to LONGEST_PROMPT tokens."""
         random = np.random.default_rng(0)
         lengths = np.linspace(1, LONGEST_PROMPT, self.config.prompts_per_step).round().astype(int)
         return [tuple(random.integers(0, self.decoder.vocab, length).tolist()) for length in lengths]
@@ -204,7 +207,7 @@ def tiny_clone(decoder: DecoderConfig) -> DecoderConfig:
 
 
 def random_weights(decoder: DecoderConfig, *, seed: int) -> Arrays:
-    """Weights of which none is without effect: biases and norms differ from 0 and 1, and adapters add something."""
+    """Weights that all have an effect: biases and norms differ from 0 and 1, and adapters add something."""
     random = np.random.default_rng(seed)
     return {
         name: (spec.mean + _spread(name, spec) * random.standard_normal(spec.shape)).astype(np.float32)

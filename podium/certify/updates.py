@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from numpy.typing import ArrayLike
 
 from podium.algorithms.recipes import Recipe
 from podium.certify.naive import Sequences, Weights, in_float64, objective, scores
@@ -34,12 +35,12 @@ PLAIN: Mapping[str, Any] = {
     "attention": "reference",
     "layer_chunk_tokens": None,
 }
-"""The settings of `train` that compute everything at once, and nothing again."""
+"""Settings of `train` that compute everything at once and recompute nothing."""
 RATE = 0.1  # of the plain descent between an update and the next
 
 
 class Update(NamedTuple):
-    """What an update found, and the weights that it left."""
+    """Loss and gradient of an update, and the weights after it."""
 
     loss: float
     gradient: Arrays
@@ -50,7 +51,7 @@ class Update(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Form:
-    """How a batch is cut up and computed."""
+    """How a batch is split and computed."""
 
     packing: Packing = "shared_prompts"
     rows: int = 16
@@ -63,7 +64,7 @@ class Form:
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        """What it runs on."""
+        """The devices that it runs on."""
         return self.devices or one_device()
 
 
@@ -160,7 +161,7 @@ def distance(found: Arrays, expected: Arrays) -> float:
     return max(relative(found[name], value) for name, value in expected.items())
 
 
-def relative(found: Any, expected: Any) -> float:
+def relative(found: ArrayLike, expected: ArrayLike) -> float:
     """Norm of the difference over the norm of what is expected; the norm itself where nothing is expected."""
     norm = float(np.linalg.norm(np.asarray(expected, np.float64)))
     return float(np.linalg.norm(np.asarray(found, np.float64) - np.asarray(expected, np.float64))) / (norm or 1.0)
