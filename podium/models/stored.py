@@ -39,5 +39,5 @@ def _decoder(value: DecoderConfig | JsonValue) -> DecoderConfig:
     return found
 
 
-StoredDecoder: TypeAlias = Annotated[DecoderConfig, PlainSerializer(as_json), PlainValidator(_decoder)]
+StoredDecoder: TypeAlias = Annotated[DecoderConfig, PlainValidator(_decoder), PlainSerializer(as_json)]
 """A decoder as a field of what pydantic writes and reads."""

@@ -6,19 +6,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 from tiny_decoder import tiny
 from tiny_models import rules_on
 
+from podium.models.architecture import Lora
 from podium.models.attention import causal_attention
 from podium.models.blocks.attention import Attention
 from podium.models.blocks.kind import Applied, Block, Stack, Work
 from podium.models.blocks.mlp import Mlp
-from podium.models.blocks.rope import Rope
+from podium.models.blocks.rope import Rope, RopeScaling
 from podium.models.blocks.spec import ParamSpec
 from podium.models.decoder import forward
 from podium.models.params import param_specs
+from podium.models.stored import StoredDecoder
 
 T, B = 8, 4
+SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +171,15 @@ def test_decoding_a_token_at_a_time_gives_what_rows_give():
         found.append(hidden[:, 0])
     np.testing.assert_allclose(np.stack(found, axis=1), whole, rtol=1e-4, atol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), list(caches), list(kept))
+
+
+def test_a_decoder_is_the_same_after_a_way_through_json():
+    """As it goes to a process that compiles; kinds are found by their import paths."""
+    stored = TypeAdapter(StoredDecoder)
+    adapted = dataclasses.replace(tiny(rope_scaling=SCALING), lora=Lora(rank=4, alpha=8.0, targets=("q", "o")))
+    for decoder in (adapted, dataclasses.replace(adapted, stacks=(Stack(pattern=(PATTERN[2],), repeats=2),))):
+        assert decoder.places
+        assert stored.validate_json(stored.dump_json(decoder)) == decoder
 
 
 def test_weights_are_stacked_by_place_and_counted_by_kind():

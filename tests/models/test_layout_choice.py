@@ -1,3 +1,4 @@
+import dataclasses
 from typing import Any
 
 import pytest
@@ -6,6 +7,7 @@ from tiny_decoder import tiny
 from podium.accelerators import find_accelerator
 from podium.config.errors import ConfigError
 from podium.config.schema import Config
+from podium.models.blocks.kind import Block, Stack
 from podium.models.layouts import DecodeFloor, Layout, machine_of, resolve
 from podium.models.presets import PRESETS
 from podium.settings import load_settings
@@ -137,7 +139,9 @@ def test_groups_that_do_not_divide_are_refused_by_name():
     refusal = r"groups of 3: they do not divide the 8 devices that decode together; groups can be 1, 2, 4, 8 \("
     with pytest.raises(ValueError, match=refusal):
         chosen(layout="hybrid", group_chips=3)
-    narrow = PRESETS["Qwen/Qwen2.5-3B-Instruct"].__class__(**{**vars(QWEN_3B), "mlp_width": 11004})
+    attention, mlp = QWEN_3B.dense_layer
+    block = Block(mixer=attention, feed_forward=dataclasses.replace(mlp, width=11004))
+    narrow = dataclasses.replace(QWEN_3B, stacks=(Stack(pattern=(block,), repeats=36),))
     with pytest.raises(
         ValueError, match=r"tensor in groups of 8: an MLP width of 11004 does not .* groups can be 1, 2, 4"
     ):
