@@ -121,7 +121,7 @@ def test_sync_needs_room_for_little_besides_its_result():
 
 def check_traffic(found, itemsize, *, on_cpu):
     """Bytes that one of 8 devices sends, and its collectives, against counts by hand."""
-    S, L, D, F, V = CONFIG.slots, DECODER.layers, DECODER.width, 48, DECODER.vocab
+    S, L, D, F, V = CONFIG.slots, DECODER.layers, DECODER.width, 1024, DECODER.vocab
     heads, kv_heads = DECODER.heads * DECODER.head_dim, DECODER.kv_heads * DECODER.head_dim
     read = layers_weights("q", "k", "v", "gate", "up") + (0 if on_cpu else V * D)
     inputs = S * L * (heads + F)  # of o and down, whole for every device
