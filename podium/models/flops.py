@@ -1,6 +1,6 @@
 """What an update has to compute, whatever a program computes: the one count behind every share of a peak. No jax.
 
-6 operations for each matrix element and real token (2 forward, 4 backward), and those of causal attention, half of all
+6 operations for each matrix element and real token (2 forward, 4 backward), and causal attention's, half of all
 pairs. A prompt counts once for all its completions, in any packing; padding and what is made again never count.
 """
 

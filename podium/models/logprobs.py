@@ -90,7 +90,7 @@ def _copies(head: AnyWeight, rules: ShardingRules) -> AnyWeight:
     """A copy of the head for each device's piece of the batch, [n, V, D]."""
     if not isinstance(head, Weight):
         return rules.weight_copies(head, "vocab", "width")
-    assert head.sums is not None  # who wants none has no Weight of the head
+    assert head.sums is not None  # a caller that wants no gradient passes a plain array
     value = rules.weight_copies(head.value, "vocab", "width")
     return Weight(value, rules.sums_of_copies(head.sums, "vocab", "width"))
 
@@ -122,7 +122,7 @@ def _in_chunks(
     rules: ShardingRules,
     remat: bool,
 ) -> TokenLogprobs:
-    """`token_logprobs` of one device's rows, hidden [b, T, D] and targets [b, T], so many columns at once."""
+    """`token_logprobs` of one device's rows, hidden [b, T, D] and targets [b, T], `columns` at a time."""
     b, T, _ = hidden.shape
     padding = -T % columns
 

@@ -106,7 +106,7 @@ class FilePart:
     first: int
     """The row of the tensor at which it begins."""
     rows: int
-    """Of the tensor, those of other parameters included."""
+    """Rows of the whole tensor, including other parameters' rows."""
 
     @property
     def layout(self) -> Layout:

@@ -19,7 +19,7 @@ from podium.models.blocks.spec import ParamSpec, ParamSpecs, matrix_outputs, sta
 from podium.models.layouts import resolve
 
 LORA_A, LORA_B, SCALE = ".lora_a", ".lora_b", ".scale"
-"""What follows the name of a matrix in those of its adapter, and of the scales of its outputs where it is int8."""
+"""Endings of names: a matrix's two adapter factors, and the scales of its outputs if it is int8."""
 _PREFIX = re.compile(rf"^{re.escape(LAYERS)}(\d+\.)?")
 VOCAB_BLOCK = 128
 """Tokens that are drawn from together (`podium.rollout.sampling`); a vocabulary is split between blocks."""
@@ -81,7 +81,7 @@ ROLLOUT_LAYOUTS: dict[str, Mapping[str, MeshAxes]] = {
 
 
 def param_specs(config: DecoderConfig) -> ParamSpecs:
-    """All weights of the decoder; those of the layers of one place are stacked on a first dimension [L, ...]."""
+    """All weights of the decoder; the layers of one place in the pattern are stacked on a first dimension [L, ...]."""
     D, V = config.width, config.vocab
     std, out_std = 0.02, 0.02 / math.sqrt(2 * config.layers)  # GPT-2's: residual branches start small
     specs = {"embed": ParamSpec((V, D), ("vocab", "width"), std)}

@@ -116,7 +116,7 @@ def from_hub(model: str, files: list[str], *, timeout_s: float | None = None) ->
 
     unreachable = _ask_hub(
         model, timeout_s or HUB_TIMEOUT_S
-    )  # snapshot_download asks too, but waits for ever where nobody answers
+    )  # snapshot_download asks too, but waits forever if it gets no answer
     try:
         cached = unreachable is not None
         folder = Path(

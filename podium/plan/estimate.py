@@ -31,7 +31,7 @@ from podium.plan.sizes import (
 )
 from podium.plan.update_memory import copied, feed_forward_inner, loss_logits, update_peak, working_weights
 
-MARGIN = 1.5  # past so many times the memory there is, the closed form alone is enough to refuse
+MARGIN = 1.5  # beyond this multiple of the device's memory, the closed form alone is enough to refuse
 BATCH_ARRAYS = 9  # of podium.train.batch.Batch, [K, B, T] of 4 bytes each, without old and reference log-probabilities
 PAGE_TRAFFIC = 3  # pages are read, put together and read again
 SAMPLER_LOGITS = 3  # logits, what is weighed of them, and their blocks
@@ -57,7 +57,7 @@ class PhaseEstimate:
     hbm_bytes: int
     ici_bytes: int  # bytes that a device sends to others
     copies: tuple[tuple[float, int, float], ...] = ()
-    """Between device and host: how often, bytes of each, and the share of all work that goes on meanwhile."""
+    """Between device and host: how often, bytes of each, and the share of all work that overlaps with it."""
 
     @property
     def total(self) -> int:
@@ -136,7 +136,7 @@ def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
 
 
 def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEstimate:
-    """One step of so many slots, of all without a number; attention reads each as far as the longest `context` goes.
+    """One step of `size` slots, or of all if it is 0; attention reads each slot up to `context` tokens.
 
     Without a number, as far as the longest sequence can.
     """
@@ -167,13 +167,13 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
 
 
 def first_flops(run: RunSizes, size: int) -> int:
-    """Operations by which a decode call of so many slots draws first tokens before its steps: the head's product."""
+    """Operations by which a decode call draws the first tokens of `size` slots before its steps: the head's product."""
     slots = -(-size // run.rollout_shards)
     return 2 * slots * run.decoder.vocab * run.decoder.width // run.rollout_heads
 
 
 def copy_phase(run: RunSizes, pages: float) -> PhaseEstimate:
-    """One call in which a device copies so many pages, each its own."""
+    """One call in which each device copies this many of its own pages."""
     size = run.kv_bytes(run.config.rollout.page_tokens)
     return PhaseEstimate(
         name="copy", parts=_rollout_residents(run), flops=0, hbm_bytes=int(2 * pages * size), ici_bytes=0
@@ -253,12 +253,12 @@ def _forward_peak(run: RunSizes, rows: int, length: int, a: int, *, split: int =
 
 
 def _attention_arrays(run: RunSizes, rows: int, length: int, a: int) -> Parts:
-    """What the attention of one layer makes of so many rows in a forward pass."""
+    """Arrays that the attention of one layer makes in a forward pass over `rows` rows."""
     decoder, tokens = run.decoder, rows * length
     if run.attention == "reference":
         return {"attention_mask": tokens * length, "attention_scores": F32 * tokens * length * decoder.heads}
     n, t = cut(run.attention, length)
-    heads = 2 * decoder.heads + 2 * decoder.kv_heads  # queries, keys and values in blocks and what comes of them
+    heads = 2 * decoder.heads + 2 * decoder.kv_heads  # queries, keys and values in blocks, and their results
     return {"attention_scores": rows * n * t * heads * decoder.head_dim * a}
 
 

@@ -66,5 +66,5 @@ def residents(run: RunSizes) -> Parts:
 
 
 def in_updates(run: RunSizes) -> Parts:
-    """What stays while weights are updated: of the rollout's, those that are frozen."""
+    """What stays during an update: the trainer's arrays, and the rollout's frozen weights."""
     return trainers(run) | ({"rollout_weights": kept_bytes(run)} if kept_bytes(run) else {})

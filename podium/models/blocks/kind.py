@@ -131,7 +131,7 @@ class Kind(Protocol):
         ...
 
     def specs(self, width: int, *, std: float, out_std: float) -> ParamSpecs:
-        """Its weights in one layer; `out_std` is for those that write into the residual stream."""
+        """Its weights in one layer; `out_std` is for matrices that write into the residual stream."""
         ...
 
     def work(self, width: int) -> Work:
