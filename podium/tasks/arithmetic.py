@@ -13,7 +13,7 @@ from podium.tasks.task import Prompt, TaskSource
 Operation = Literal["add", "sub", "mul"]
 
 MAX_PAIRS = 10_000
-"""Pairs of numbers per operation; where there are more, this many are drawn (always the same)."""
+"""The most pairs of numbers per operation; of more, this many are drawn, always the same."""
 
 
 class Arithmetic:
@@ -54,7 +54,7 @@ class Arithmetic:
         ]
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        """1 if the number that the completion states, or else ends in, is the answer; 0 for a calculation not done."""
+        """1 if the number that the completion states, or else ends in, is the answer; 0 for an open calculation."""
         number = final_number(completion)
         return float(number is not None and number.value == int(prompt.answer))
 
@@ -72,7 +72,7 @@ class Arithmetic:
     def _pairs(self, operation: str) -> list[tuple[int, int]]:
         """Pairs of numbers of `digits` digits: all, or MAX_PAIRS drawn without repetition."""
         least = 10 ** (self.digits - 1)
-        count = 9 * least  # numbers of so many digits
+        count = 9 * least  # how many numbers have this many digits
         indices = dict.fromkeys(range(count**2)) if count**2 <= MAX_PAIRS else {}
         generator = random.Random(f"{operation}/{self.digits}")
         while len(indices) < min(count**2, MAX_PAIRS):

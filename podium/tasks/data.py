@@ -7,7 +7,6 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from podium.config.errors import suggestion
 from podium.files import parse_object
@@ -19,15 +18,15 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Where a data set keeps what a prompt needs."""
+    """The columns of a data set that hold question and answer."""
 
     question: str
     answer: str | None
-    """None: rows need no answer, and the reward is made of functions alone."""
+    """None: rows need no answer, because only functions compute the reward."""
     reference: Callable[[str], str | None] = str.strip
-    """Reads the reference from the answer column; None where there is none."""
+    """Reads the reference from the answer column; returns None if it holds none."""
     rule: str = "is empty"
-    """What the error says of an answer column without a reference."""
+    """The error message about an answer column without a reference."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +43,7 @@ class QuestionSet:
     system_prompt: str | None = None
 
     def __init__(self, name: str, source: TaskSource, columns: Columns, dataset: HubDataset | None) -> None:
-        """Nothing is read yet. `dataset` is for a source without a path; None where a path is necessary."""
+        """Read nothing yet. `dataset` is used for a source without a path; None if a path is required."""
         self.name, self.source, self.columns, self.dataset = name, source, columns, dataset
 
     def prompts(self, split: str) -> Sequence[Prompt]:
@@ -65,8 +64,8 @@ class QuestionSet:
 
 def read_rows(
     task: str, source: TaskSource, dataset: HubDataset | None, split: str
-) -> list[tuple[str, dict[str, Any]]]:
-    """The rows of `train` or `eval`, each with where it stands, for messages. Raises ValueError for none."""
+) -> list[tuple[str, dict[str, object]]]:
+    """The rows of `train` or `eval`, each with its location for messages. Raises ValueError if there are none."""
     split_name = source.eval_split if split == "eval" else source.train_split
     path = (source.eval_path if split == "eval" else None) or source.path
     if path:
@@ -81,8 +80,8 @@ def read_rows(
     return rows
 
 
-def _prompt(prompt_id: str, location: str, row: dict[str, Any], columns: Columns) -> Prompt:
-    """The prompt of one row, or a ValueError that names the row."""
+def _prompt(prompt_id: str, location: str, row: dict[str, object], columns: Columns) -> Prompt:
+    """The prompt of one row. Raises ValueError, which names the row, if it is not a valid question and answer."""
     for column, option in ((columns.question, "question"), (columns.answer, "answer")):
         if column is not None and column not in row:
             raise ValueError(
@@ -106,7 +105,7 @@ def _prompt(prompt_id: str, location: str, row: dict[str, Any], columns: Columns
 
 
 def _local_files(task: str, split: str, source: TaskSource) -> list[Path]:
-    """The files of a split: the one named, the folder's, or the evaluation file beside the training file."""
+    """The files of a split: the named file, the folder's file, or the evaluation file beside the training file."""
     own_path = source.eval_path if split == "eval" else None
     path = Path(own_path or source.path or "").expanduser()
     name = source.eval_split if split == "eval" else source.train_split
@@ -132,8 +131,8 @@ def _local_files(task: str, split: str, source: TaskSource) -> list[Path]:
     return [path]
 
 
-def _file_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row of a file, and its location for messages: file and line."""
+def _file_rows(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield each row of a file with its location for messages: file and line."""
     if path.suffix == ".parquet":
         try:
             from pyarrow import parquet
@@ -151,8 +150,8 @@ def _file_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{path}:{number}", parse_object(line, f"{path}:{number}")
 
 
-def _hub_rows(task: str, dataset: HubDataset, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row of a split of a data set of the hub (from the local cache where it is there)."""
+def _hub_rows(task: str, dataset: HubDataset, split: str) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield each row of a split of a data set on the hub, or in the local cache, with its location."""
     try:
         import datasets
     except ImportError as error:

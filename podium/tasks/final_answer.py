@@ -1,4 +1,4 @@
-r"""Where a completion states its result.
+r"""Finds the result that a completion states.
 
 The final answer is the first of these that there is: the last `\boxed{}`, the last `<answer>`, the last `####` line,
 what follows the last "answer is". It is found without knowing the reference, and so is the number in it: a completion
@@ -23,12 +23,12 @@ _MATH_SPAN = re.compile(r"(?<!\\)\$\$?(?![\s$])((?:[^$\\]|\\.)++)(?<!\s)\$|\\\((
 
 
 def answer_text(completion: str) -> str:
-    """The part of a completion that may answer: what follows its last `</think>`, or all of it."""
+    """The part of a completion that may hold the answer: the text after its last `</think>`, or all of it."""
     return completion.rpartition("</think>")[2]
 
 
 def final_answer(text: str) -> str | None:
-    """What a text states as its result; None if it states none, empty if it breaks off inside a box."""
+    """The result that a text states; None if it states none, empty if it breaks off inside a box."""
     boxes = list(_BOX.finditer(text))
     if boxes:
         start = boxes[-1].end()

@@ -36,9 +36,9 @@ from podium.tasks.task import Graded, Prompt
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.5
-"""Before the first repetition of a call; each later pause is twice as long."""
+"""Seconds before the first repetition of a call; each later pause is twice as long."""
 SHOWN_CHARS = 2_000
-"""How much of a question and a completion an error shows."""
+"""Characters of a question and of a completion that an error shows."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -47,15 +47,15 @@ class CallSettings(NamedTuple):
     """How a reward function is called."""
 
     timeout_s: float = 60.0
-    """Seconds of one call."""
+    """Time limit of one call in seconds."""
     retries: int = 0
     """How often a call that raised or took too long is repeated."""
     concurrency: int = 16
-    """Calls at once."""
+    """The most calls at the same time."""
 
 
 class FunctionError(ValueError):
-    """A reward function that raised, or did not return a finite number; the message has its traceback."""
+    """A reward function raised, or did not return a finite number; the message has its traceback."""
 
 
 class Part(NamedTuple):
@@ -66,7 +66,7 @@ class Part(NamedTuple):
 
 
 def reward(*, timeout_s: float = 60.0, retries: int = 0, concurrency: int = 16) -> Callable[[Function], Function]:
-    """A decorator that says how a reward function is called.
+    """Decorate a reward function to set how it is called.
 
     Args:
         timeout_s: seconds of one call; a slower one counts as 0.
@@ -85,10 +85,10 @@ def reward(*, timeout_s: float = 60.0, retries: int = 0, concurrency: int = 16) 
 
 
 class RewardFunction:
-    """A reward function with what its signature says."""
+    """A reward function and the arguments that its signature asks for."""
 
     def __init__(self, name: str) -> None:
-        """The function of that name. Raises ValueError where there is none, or it cannot be called so."""
+        """Import the function of that name. Raises ValueError if there is none, or its signature does not fit."""
         self.name = name
         self.call = imported(name, what="a part of the reward")
         if not callable(self.call):
@@ -106,15 +106,15 @@ class RewardFunction:
         self.settings: CallSettings = getattr(self.call, "__podium_reward__", CallSettings())
 
     def check(self, prompt: Prompt) -> None:
-        """Raise ValueError where the prompt's row lacks a column that the function asks for."""
+        """Raise ValueError if the prompt's row lacks a column that the function asks for."""
         self._arguments(prompt, [Graded(text="", num_tokens=0)])
 
-    def arguments(self, prompt: Prompt, group: Sequence[Graded]) -> list[dict[str, Any]]:
-        """What each call is given: one call for the group, or one for each of its completions."""
+    def arguments(self, prompt: Prompt, group: Sequence[Graded]) -> list[dict[str, object]]:
+        """The arguments of each call: one call for the group, or one for each of its completions."""
         calls = [group] if self.of_group else [[graded] for graded in group]
         return [self._arguments(prompt, each) for each in calls]
 
-    def _arguments(self, prompt: Prompt, group: Sequence[Graded]) -> dict[str, Any]:
+    def _arguments(self, prompt: Prompt, group: Sequence[Graded]) -> dict[str, object]:
         texts, counts = [each.text for each in group], [each.num_tokens for each in group]
         row = {"question": prompt.question, "answer": prompt.answer, **prompt.metadata}
         known = {"row": row, "completions": texts, "completion": texts[0]}
@@ -135,14 +135,14 @@ class FunctionGrader:
     """Calls the reward functions of a mixture's tasks, on a thread with an event loop of its own."""
 
     def __init__(self, rewards: Sequence[Sequence[str]]) -> None:
-        """`rewards` has each task's functions by name. Nothing runs yet. Raises ValueError for a wrong name."""
+        """Start nothing yet. `rewards` maps names to functions, per task. Raises ValueError for a wrong name."""
         self._functions = [[RewardFunction(name) for name in names] for names in rewards]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._limits: dict[str, asyncio.Semaphore] = {}
         self._warned: set[str] = set()
 
     def check(self, task: int, prompt: Prompt) -> None:
-        """Raise ValueError where a function of the task asks for what the prompt's row lacks."""
+        """Raise ValueError if a function of the task asks for a column that the prompt's row lacks."""
         for function in self._functions[task]:
             function.check(prompt)
 
@@ -158,7 +158,7 @@ class FunctionGrader:
         return asyncio.run_coroutine_threadsafe(self._group(task, prompt, group), self._started())
 
     def close(self) -> None:
-        """End what is under way, and the thread."""
+        """Cancel running calls and end the thread."""
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.call_soon_threadsafe(_cancel_and_stop)
@@ -183,10 +183,10 @@ class FunctionGrader:
         ]
 
     async def _values(self, function: RewardFunction, prompt: Prompt, group: Sequence[Graded]) -> list[Part]:
-        """The function's value of each completion of a group."""
+        """The function's value for each completion of a group."""
         limit = self._limits.setdefault(function.name, asyncio.Semaphore(function.settings.concurrency))
 
-        async def called(arguments: Mapping[str, Any]) -> Any:
+        async def called(arguments: Mapping[str, object]) -> Any:
             async with limit:
                 return await self._called(function, arguments)
 
@@ -203,8 +203,8 @@ class FunctionGrader:
             return [_part(function, value) for value in values]
         return [Part(0.0, timed_out=True) if value is None else _part(function, value[0]) for value in found]
 
-    async def _called(self, function: RewardFunction, arguments: Mapping[str, Any]) -> Any:
-        """What it returns (of one completion: in a list), None where it took too long. Raises FunctionError."""
+    async def _called(self, function: RewardFunction, arguments: Mapping[str, object]) -> Any:
+        """The function's result, as a list; None if it took too long. Raises FunctionError."""
         settings, problem = function.settings, None
         for attempt in range(settings.retries + 1):
             if attempt:
@@ -237,20 +237,20 @@ def _part(function: RewardFunction, value: Any) -> Part:
     return Part(number)
 
 
-def _in_thread(call: Callable[..., Any], arguments: Mapping[str, Any]) -> "asyncio.Future[Any]":
-    """The call in a thread that does not keep the process alive; ThreadPoolExecutor's do."""
+def _in_thread(call: Callable[..., object], arguments: Mapping[str, object]) -> "asyncio.Future[object]":
+    """Run the call in a thread that does not keep the process alive, as ThreadPoolExecutor's threads do."""
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
+    future: asyncio.Future[object] = loop.create_future()
 
-    def set_result(value: Any, error: BaseException | None) -> None:
-        if not future.done():  # else it took too long
+    def set_result(value: object, error: BaseException | None) -> None:
+        if not future.done():  # otherwise it took too long
             future.set_result(value) if error is None else future.set_exception(error)
 
     def run() -> None:
         value, error = None, None
         try:
             value = call(**arguments)
-        except StopIteration as stopped:  # which a future does not take
+        except StopIteration as stopped:  # futures do not accept it
             error = RuntimeError(f"it raised {stopped!r}")
         except BaseException as raised:
             error = raised

@@ -28,13 +28,13 @@ from podium.tasks.worker import Item, Outcome, grade_item
 logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 300.0
-"""How long a worker may take to import and make its tasks."""
+"""Seconds that a worker may take to import and create its tasks."""
 NOT_FOR_GRADERS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN", "WANDB_API_KEY")
-"""Variables that a process which runs what a model wrote does not get; graders have no use for them."""
+"""Environment variables that are withheld from processes that run a model's output; graders do not need them."""
 CHUNK = 16
-"""Most items sent to a worker at once."""
+"""The most items sent to a worker at once."""
 SHOWN_CHARS = 2_000
-"""How much of a question and a completion an error shows, from each end."""
+"""Characters of a question and of a completion that an error shows, from each end."""
 
 
 Submission = tuple[TaskPrompt, Graded]
@@ -42,11 +42,11 @@ Submission = tuple[TaskPrompt, Graded]
 
 
 NOT_ASKED = Outcome("graded")
-"""Of an answer whose task does not grade it."""
+"""The outcome of an answer that its task does not grade."""
 
 
 class GradingError(ValueError):
-    """A bug in a task's grader, with the task, the prompt, the completion and the traceback."""
+    """A task's grader has a bug; the message has the task, the prompt, the completion and the traceback."""
 
 
 class Grading:
@@ -58,24 +58,24 @@ class Grading:
         own: Sequence[Future[list[dict[str, Part]]]],
         rewards: Callable[[list[Outcome], list[dict[str, Part]]], list[Reward]],
     ) -> None:
-        """Grades to come, the values of the user's own functions to come, and what makes rewards of both."""
+        """Take pending grades, pending values of the user's functions, and a function that combines them."""
         self._chunks, self._own, self._rewards = chunks, own, rewards
 
     def result(self) -> list[Reward]:
-        """The rewards, in the order of the items, when all are graded. Raises GradingError where a grader has a bug."""
+        """Wait for the rewards, in the order of the items. Raises GradingError if a grader has a bug."""
         try:
             outcomes = [outcome for chunk in self._chunks for outcome in chunk.result()]
             return self._rewards(outcomes, [parts for group in self._own for parts in group.result()])
         finally:
             for future in (*self._chunks, *self._own):
-                future.cancel()  # those that wait behind a bug
+                future.cancel()  # items that are queued behind the bug
 
 
 class Grader:
     """Grades completions of a mixture of tasks in `grading.workers` processes."""
 
     def __init__(self, tasks: Sequence[TaskConfig], config: GradingConfig, *, max_new_tokens: int) -> None:
-        """Starts the processes, which import their tasks while the caller goes on.
+        """Start the processes, which import their tasks while the caller continues.
 
         `tasks` are in the order that `TaskPrompt.task` counts; `max_new_tokens` is for the `length` reward.
         """
@@ -98,7 +98,7 @@ class Grader:
         return self.submit(items).result()
 
     def submit(self, items: Sequence[Submission]) -> Grading:
-        """Starts to grade completions and returns at once; `.result()` of what it returns waits for the rewards.
+        """Start grading completions and return at once; `.result()` of the return value waits for the rewards.
 
         Neighbours with the same prompt are one group to the user's own reward functions.
         """
@@ -116,12 +116,12 @@ class Grader:
         return Grading(chunks, own, functools.partial(self._rewards, items))
 
     def check(self, prompts: Sequence[TaskPrompt]) -> None:
-        """Raise ValueError where a reward function asks for what the row of one of these prompts lacks."""
+        """Raise ValueError if a reward function asks for a column that a prompt's row lacks."""
         for each in prompts:
             self._functions.check(each.task, each.prompt)
 
     def close(self) -> None:
-        """Ends the processes at once; what is being graded is dropped."""
+        """End the processes at once and drop unfinished grades."""
         self._closed = True
         self._functions.close()
         for worker in list(self._workers):
@@ -137,7 +137,7 @@ class Grader:
     def _rewards(
         self, items: Sequence[Submission], outcomes: list[Outcome], own: list[dict[str, Part]]
     ) -> list[Reward]:
-        """The rewards of completions; those whose task grades by a function alone have no outcome."""
+        """The rewards of completions; items whose task only uses functions have no outcome."""
         graded = iter(outcomes)
         rewards = []
         for (asked, completion), parts in zip(items, own, strict=True):
@@ -148,7 +148,7 @@ class Grader:
         return rewards
 
     def _grade_chunk(self, submissions: Sequence[Submission]) -> list[Outcome]:
-        """The outcomes of a chunk, which goes to the next worker where one is lost. Runs in a thread."""
+        """Grade a chunk, on the next worker if one is lost. Runs in a thread."""
         items = [_item(submission) for submission in submissions]
         outcomes: list[Outcome] = []
         while len(outcomes) < len(items) and not self._closed:
@@ -156,7 +156,7 @@ class Grader:
             try:
                 outcomes += worker.grade(items[len(outcomes) :])
             except BaseException:
-                worker.stop()  # nobody would read what it still sends
+                worker.stop()  # its remaining answers would not be read
                 if self._closed:  # `close` ended the worker, perhaps before it was ready
                     break
                 raise
@@ -167,7 +167,7 @@ class Grader:
         return self._without_bugs(submissions, outcomes)
 
     def _replaced(self, worker: "_Worker") -> "_Worker":
-        """A new process instead of one that ended."""
+        """Start a new process in place of one that ended."""
         worker.discard()
         self._workers.discard(worker)
         replacement = _Worker(self._configs, self._timeout_s)
@@ -175,7 +175,7 @@ class Grader:
         return replacement
 
     def _without_bugs(self, submissions: Sequence[Submission], outcomes: list[Outcome]) -> list[Outcome]:
-        """The outcomes; a bug is raised, and what was stopped is told once."""
+        """Check the outcomes: raise for a bug, and log once that an answer was stopped."""
         for (asked, graded), outcome in zip(submissions, outcomes, strict=True):
             if outcome.kind == "graded":
                 continue
@@ -221,7 +221,7 @@ class _Worker:
         self._connection.send((configs, timeout_s))
 
     def grade(self, items: list[Item]) -> list[Outcome]:
-        """One outcome per item; fewer, the last of them `stopped`, if the worker had to be killed or died."""
+        """One outcome per item; fewer, of which the last is `stopped`, if the worker was killed or died."""
         self._wait_until_ready()
         outcomes: list[Outcome] = []
         try:
@@ -238,17 +238,17 @@ class _Worker:
         return outcomes
 
     def alive(self) -> bool:
-        """Whether it can grade more."""
+        """Whether it can still grade."""
         return self._process.poll() is None
 
     def stop(self) -> None:
-        """Ends the process and those that it has started, from any thread."""
+        """End the process and its children; can be called from any thread."""
         with contextlib.suppress(ProcessLookupError):  # none is left
             os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session of its own
         self._process.wait()
 
     def discard(self) -> None:
-        """Ends the process and closes our end of the connection."""
+        """End the process and close our end of the connection."""
         self.stop()
         self._connection.close()
 
@@ -278,7 +278,7 @@ def _item(submission: Submission) -> Item:
 
 
 def _shown(text: str) -> str:
-    """A text for an error: printable, its middle left out if it is very long."""
+    """A text as errors show it: printable, and without its middle if it is very long."""
     if len(text) > 2 * SHOWN_CHARS:
         text = f"{text[:SHOWN_CHARS]}\n[... {len(text) - 2 * SHOWN_CHARS} characters ...]\n{text[-SHOWN_CHARS:]}"
     return text.encode("utf-8", "backslashreplace").decode()

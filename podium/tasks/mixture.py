@@ -1,4 +1,4 @@
-"""Which prompt comes when: a mixture of tasks by weight, each in a new seeded order every epoch.
+"""The order of prompts: a mixture of tasks by weight, each in a new seeded order every epoch.
 
 The n-th prompt of a run is a function of the seed and n alone, so that every host, and a resumed run, sees the same.
 """
@@ -38,7 +38,7 @@ class TaskMixture:
         self.labels = task_labels(tasks)
         """A distinct short name for each task."""
         self.cursor = 0
-        """How many prompts have been drawn; saved with the run, and set when it is resumed."""
+        """The number of prompts drawn so far; saved with the run, and restored when it is resumed."""
         self._seed = seed
         self._tasks = [make_task(task) for task in tasks]
         self._system_prompts = [
@@ -51,15 +51,15 @@ class TaskMixture:
         self._prompts = functools.cache(self._read_prompts)
 
     def num_prompts(self) -> dict[str, int]:
-        """How many training prompts each task has, by label; the data is read now if it was not before."""
+        """The number of training prompts of each task, by label; reads the data if it has not been read."""
         return {label: len(self._prompts(task, "train")) for task, label in enumerate(self.labels)}
 
     def first_prompts(self) -> list[TaskPrompt]:
-        """The first training prompt of each task; the data is read now if it was not before."""
+        """The first training prompt of each task; reads the data if it has not been read."""
         return [self._task_prompt(task, self._prompts(task, "train")[0]) for task in range(len(self.labels))]
 
     def next(self, n: int) -> list[TaskPrompt]:
-        """The next n prompts; the cursor moves past them."""
+        """Return the next n prompts and move the cursor past them."""
         prompts = [self.prompt_at(self.cursor + offset) for offset in range(n)]
         self.cursor += n
         return prompts
@@ -79,7 +79,7 @@ class TaskMixture:
         }
 
     def _locate(self, cursor: int) -> tuple[int, int]:
-        """The task that is drawn at a cursor, and how often it was drawn before.
+        """The task drawn at a cursor, and how often it has been drawn before.
 
         The first task takes each cursor at which `cursor * share + phase` passes a whole number; the second does so
         among the cursors that are left, with its share of what is left; and so on. The last takes the rest.
@@ -98,7 +98,7 @@ class TaskMixture:
         return np.argsort(_mixed(_mixed(indices) ^ key), kind="stable")
 
     def _read_prompts(self, task: int, split: str) -> Sequence[Prompt]:
-        """A task's prompts; none is a ValueError."""
+        """A task's prompts. Raises ValueError if there are none."""
         prompts = self._tasks[task].prompts(split)
         if not prompts:
             raise ValueError(f"{self.labels[task]}: it has no {split} prompts; an empty data set cannot be used")

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from podium.tasks.notation import plain_notation
 
 TAIL_CHARS = 2_000
-"""How much of the end of a text is searched for its last number."""
+"""Characters at the end of a text that are searched for its last number."""
 MAX_NUMBER_CHARS = 400
-"""A longer run of digits is no number."""
+"""Digits of a number at most; a longer run of digits is not read as a number."""
 
 _WHOLE = r"(?:[0-9]{1,3}+(?:,[0-9]{3})++(?!,?[0-9])|[0-9]++)"
 _TIMES_TEN = r"\s?(?:[xX*]|\\times|\\cdot)\s{0,3}10\s?\^\s?\{?(?P<power>[-+]?[0-9]{1,3}+)\}?"
@@ -83,7 +83,7 @@ def read_number(text: str) -> Number | None:
 
 
 def last_number(text: str) -> Number | None:
-    """The number at the end of a text that states no answer; None where the last figures are a formula, not a number.
+    """The number at the end of a text that states no answer; None if the text ends in a formula.
 
     `She sells 9 * 2 = 18 eggs.` ends in 18; `So 16 - 3.` in no number, neither 13 nor 3.
     """
@@ -114,7 +114,7 @@ def _without_units(text: str) -> str:
 
 
 def _read(text: str) -> Number | None:
-    """The one number of a text in which nothing else changes its value."""
+    """The only number of a text, if nothing else in the text changes its value."""
     left, equals, right = text.rpartition("=")
     if equals and _NAME.fullmatch(right):  # 5 = x
         left, right = right, left
@@ -152,7 +152,7 @@ def _has_digit(text: str) -> bool:
 
 
 def _are_units(before: str, after: str) -> bool:
-    """Whether what stands around a number leaves its value alone: units, plain words, punctuation."""
+    """Whether the text around a number does not change its value: units, plain words, punctuation."""
     if not (_PROSE.fullmatch(before) and _PROSE.fullmatch(after)) or "/" in before:
         return False
     if _NO_HYPHEN.search(f"{before}|{after}") or before[-1:].isalpha() or before.rstrip()[-1:] in ("-", ")"):
@@ -167,7 +167,7 @@ def _are_units(before: str, after: str) -> bool:
 
 
 def _value(found: re.Match[str]) -> Number | None:
-    """The number that the pattern found; None if it is too long, divides by 0, or is a division that comes out even."""
+    """The number that the pattern matched; None if it is too long, divides by 0, or is a division without remainder."""
     if len(found[0]) > MAX_NUMBER_CHARS:
         return None
     sign = -1 if found["sign"] == "-" else 1

@@ -12,7 +12,7 @@ from podium.tasks.registry import TASKS, task_options
 
 
 def task_page(name: str) -> str:
-    """The task's description, its options with types and defaults, and its splits; ValueError where there is none."""
+    """A task's description, its options with types and defaults, and its splits. Raises ValueError if it is unknown."""
     options = task_options(name)
     splits = {key: TaskConfig.model_fields[key].default for key in ("train_split", "eval_split")}
     return "\n".join(
@@ -26,7 +26,7 @@ def task_page(name: str) -> str:
 
 
 def task_doc(name: str) -> str:
-    """What the task says of itself."""
+    """The task's own description."""
     module, _, attribute = TASKS.get(name, name).partition(":")
     return inspect.getdoc(getattr(importlib.import_module(module), attribute)) or "(no description)"
 

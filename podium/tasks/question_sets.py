@@ -22,7 +22,7 @@ class Gsm8k(QuestionSet):
 
 
 def _after_hashes(answer: str) -> str | None:
-    """What follows the last `####`."""
+    """The text after the last `####`."""
     _, hashes, result = answer.rpartition("####")
     return result.strip() if hashes else None
 
@@ -56,7 +56,7 @@ def math500(source: TaskSource) -> Math:
 
 
 def _boxed(answer: str) -> str | None:
-    """The answer, or what its last box holds."""
+    """The content of the answer's last box, or the whole answer."""
     return final_answer(answer) if "\\boxed" in answer else answer.strip()
 
 
@@ -116,7 +116,7 @@ class Chat:
 
 
 def _turns(location: str, messages: Any) -> Iterator[tuple[list[dict[str, str]], str, str]]:
-    """Messages before an assistant's, the last of them, and the assistant's; ValueError where they are not messages."""
+    """The messages before an assistant's, the last of them, and the assistant's. Raises ValueError for invalid ones."""
     rule = "a list of {role: system, user or assistant, content: text} in which an assistant answers"
     good = isinstance(messages, list) and all(
         isinstance(each, dict)

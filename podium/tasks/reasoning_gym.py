@@ -74,21 +74,21 @@ class ReasoningGym:
         ]
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        """What the generator's scorer gives the text in the last `<answer>` (or after `</think>`), 0 to 1."""
+        """The generator's score, 0 to 1, for the text in the last `<answer>` or after `</think>`."""
         _, tag, rest = completion.rpartition("<answer>")
         answer = rest.partition("</answer>")[0] if tag else completion.rpartition("</think>")[2]
         entry = dict(prompt.metadata)
         try:
             score = self._eval.score_answer(answer.strip(), entry)
-        except Exception:  # scorers parse what a model wrote, not all with care
-            self._eval.score_answer(entry["answer"], entry)  # raises again if it is the scorer that is broken
+        except Exception:  # scorers parse a model's output, not all robustly
+            self._eval.score_answer(entry["answer"], entry)  # raises if the scorer itself is broken
             return 0.0
         return min(max(float(score), 0.0), 1.0)
 
 
-def _by_question(entries: Any) -> dict[str, Mapping[str, Any]]:
+def _by_question(entries: Any) -> dict[str, Mapping[str, object]]:
     """The generator's entries by their text, the first of equals."""
-    found: dict[str, Mapping[str, Any]] = {}
+    found: dict[str, Mapping[str, object]] = {}
     for index in range(len(entries)):
         entry = entries[index]
         found.setdefault(entry["question"], entry)

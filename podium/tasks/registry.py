@@ -23,7 +23,7 @@ TASKS: dict[str, str] = {
     "math500": "podium.tasks.question_sets:math500",
     "reasoning_gym": "podium.tasks.reasoning_gym:ReasoningGym",
 }
-"""Built-in tasks: the name in the config, and where its class (or a function that makes it) is."""
+"""Built-in tasks: the name in the config, and the path of its class or factory."""
 
 
 def make_task(config: TaskConfig) -> Task:
@@ -65,12 +65,12 @@ def task_labels(tasks: Sequence[TaskConfig]) -> list[str]:
 
 
 def _constructor(name: str) -> Callable[..., Task]:
-    """The class or function that creates the task of this name, imported."""
+    """Import the class or function that creates the task of this name."""
     return imported(TASKS.get(name, name), what="a task", known=TASKS)
 
 
-def _check_type(key: str, value: Any, hint: Any) -> None:
-    """Raises ValueError unless the value is of the annotated type, in its annotated range."""
+def _check_type(key: str, value: object, hint: Any) -> None:
+    """Raise ValueError unless the value has the annotated type and range."""
     try:
         TypeAdapter(hint).validate_python(value, strict=True)
     except ValidationError as error:

@@ -11,7 +11,6 @@ import logging
 import re
 import warnings
 from types import ModuleType
-from typing import Any
 
 MAX_CHARS = 250
 """A longer formula is not read: the longest reference in MATH has 60 characters."""
@@ -67,7 +66,7 @@ def _library() -> ModuleType:
 
 
 @functools.lru_cache(maxsize=1024)
-def _parse(formula: str) -> list[Any]:
+def _parse(formula: str) -> list[object]:
     """What math-verify reads: sympy objects, or nothing."""
     library = _library()
     return library.parse(
