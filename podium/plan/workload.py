@@ -108,7 +108,7 @@ def draw_lengths(source: str, config: Config, *, seed: int = 0) -> SequenceLengt
 def simulate_rollout(lengths: SequenceLengths, config: Config, *, shards: int = 1, overlap: bool = False) -> Workload:
     """The engine's work for these lengths, with its slots split over `shards`: its own scheduler, without a model.
 
-    With `overlap` a decode call is given out before the one before is read, as the engine does on TPU and GPU.
+    With `overlap` a decode call is issued before the one before is read, as the engine does on TPU and GPU.
 
     Raises:
         ValueError: slots or prefill rows do not divide over these devices, or the cache is too small.

@@ -285,7 +285,7 @@ def test_stats_of_hosts_side_by_side_are_those_of_one_engine_with_all_their_slot
     assert (both.decode_s, both.compilations, both.prompt_tokens) == (3.0, 1, 14)
 
 
-def test_decoding_stops_when_nobody_is_live():
+def test_decoding_stops_when_no_slot_is_live():
     request = random_requests(1, seed=12, completions=1, max_new_tokens=3, temperature=0.0)[0]
     engine = make_engine(CONFIG.model_copy(update={"refill_steps": 50}))
     answers, stats = engine.generate([request])

@@ -103,7 +103,7 @@ def test_sync_casts_and_lays_out_as_the_layout_says_in_buffers_of_its_own(layout
 
 
 def test_sync_needs_room_for_little_besides_its_result():
-    """All layers at once are there twice: as they come and as they stay."""
+    """All layers at once would be held twice: as gathered and as stored."""
     decoder = with_layers(DECODER, 16)
     params = abstract_params(
         param_specs(decoder), jnp.dtype(jnp.float32), ShardingRules(make_mesh("fsdp:8"), TRAIN_AXES)

@@ -188,7 +188,7 @@ def test_a_row_draws_the_same_whatever_stands_beside_it():
         assert [x[-1] for x in alone] == [x[row] for x in together]
 
 
-def test_rows_that_are_not_live_cost_no_search_and_disturb_nobody():
+def test_rows_that_are_not_live_cost_no_search_and_change_no_other_row():
     logits = np.random.default_rng(3).normal(0, 2, (2, 300)).astype(np.float32)
     rows = rows_of([params(), params(top_k=3)])
     both = draw(logits, rows, np.zeros(2, np.int32), jnp.array([True, True]))

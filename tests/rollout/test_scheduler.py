@@ -312,7 +312,7 @@ def test_completions_stay_on_the_shard_that_has_their_prompt():
     assert all(row.sequence.shard == homes[row.sequence.key.request] for row in plan.rows)
 
 
-def test_a_slot_that_nobody_else_wants_is_worth_a_second_prefill():
+def test_a_slot_that_no_other_sequence_wants_is_worth_a_second_prefill():
     scheduler = make(slots=2, pages=60, rows=2, shards=2)
     plan = plan_of(scheduler, (9, 4))
     assert len(plan.rows) == 4
@@ -361,7 +361,7 @@ def test_a_parked_sequence_keeps_its_pages_until_others_need_them():
     extend(scheduler, row.sequence, tokens=3, limit=19)
     scheduler.resize()
     (call,) = scheduler.plan(STEPS).prefills
-    assert [(fill.start, fill.count) for fill in call.fills] == [(11, 3)]  # what is new, behind what stays
+    assert [(fill.start, fill.count) for fill in call.fills] == [(11, 3)]  # only what is new
     scheduler.park(row.sequence)
     submit(scheduler, 5, prompt=23, completions=1, limit=31)
     scheduler.plan(STEPS)
