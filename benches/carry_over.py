@@ -42,13 +42,13 @@ from podium.train.setup import load_weights, make_model
 BARS = {"speed": 1.3, "lengths": 0.01}
 N, G, IN_FLIGHT, MAX_STALENESS = 16, 4, 1.5, 2
 STEPS_BEFORE = 2
-"""That fill the flight; they are not counted."""
+"""Steps that fill the flight before the clock starts."""
 PROMPT, LONGEST = 64, 512
 BINS = 8
 
 
 def draw_lengths(count: int) -> np.ndarray:
-    """Of so many prompts' completions, [count, G]."""
+    """Draw the lengths of the completions of `count` prompts, [count, G]."""
     logs = np.random.default_rng(0).normal(np.log(120), 0.8, (count, G))
     return np.clip(np.rint(np.exp(logs)), 16, LONGEST).astype(int)
 
@@ -69,7 +69,7 @@ class Flight:
         self.first: dict[int, int] = {}
 
     def step(self, version: int) -> int:
-        """One step; the tokens that it drew."""
+        """Run one step; returns the number of tokens drawn."""
         while len(self.pending) < self.room:
             self.pending[self.begun] = []
             self.begun += 1
@@ -93,7 +93,7 @@ class Flight:
         return stats.completion_tokens
 
     def requests(self, number: int) -> list[Request]:
-        """Those of a prompt."""
+        """The requests of one prompt."""
         prompt = np.random.default_rng(number).integers(0, self.vocab, PROMPT).tolist()
         begun = self.pending[number] or [()] * G
         return [

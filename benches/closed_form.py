@@ -37,7 +37,7 @@ from podium.settings import load_settings
 
 COUNT = 40
 SEEN = 20
-"""The first so many of them were seen when the closed form was last corrected; the others were not."""
+"""Configurations that were known when the closed form was last corrected; the later ones were not."""
 NEAR = 0.4, 1.4
 """Share of the memory that the closed form must give for a configuration to be compiled."""
 MAY_BIND = 0.75
@@ -111,7 +111,7 @@ def limit_draws(count: int, seed: int) -> Iterator[tuple[dict[str, Any], Config,
 
 
 def draws(count: int) -> Iterator[tuple[dict[str, Any], Config, Accelerator]]:
-    """Settings, the config they make, and the machine: the first so many that count."""
+    """Draw `count` usable cases: settings, the config they make, and the machine."""
     source = random.Random(1)
     while count:
         accelerator = find_accelerator(source.choice(MACHINES))

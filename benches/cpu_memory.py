@@ -27,7 +27,7 @@ GB = 1e9
 
 
 def step(rows: int) -> Config:
-    """A step whose update takes so many rows at once."""
+    """Make the config of a step whose update takes `rows` rows at once."""
     settings: dict[str, Any] = {
         "model": "Qwen/Qwen2.5-0.5B-Instruct",
         "tasks": [{"name": "arithmetic"}],

@@ -43,7 +43,7 @@ STEPS = 8
 
 
 def run_config(model: str, rows: int, layout: str) -> Config:
-    """The shipped config with so many slots of 512 positions."""
+    """Make the shipped config with `rows` slots of 512 positions."""
     name, _, group = layout.partition("-")
     settings = [
         f"model={model}",
@@ -57,7 +57,7 @@ def run_config(model: str, rows: int, layout: str) -> Config:
 
 
 def compile_decode(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> CompiledPhase:
-    """The decode program of a run."""
+    """Compile the decode program of a run."""
     run = make_sizes(config, decoder, accelerator)
     name = f"decode:{config.rollout.slots}"
     programs = {name: run.in_blocks(POSITIONS) / run.block}
@@ -98,7 +98,7 @@ def measure(model: str, rows: int, layout: str, accelerator: Accelerator) -> dic
 
 
 def floor(decoder: DecoderConfig, rows: int, layout: str, accelerator: Accelerator) -> float:
-    """Least seconds of a step of so many sequences of 512 positions."""
+    """The least seconds of a step of `rows` sequences of 512 positions."""
     chips = accelerator.devices_per_host
     machine = machine_of(accelerator, chips)
     assert machine is not None
@@ -107,7 +107,7 @@ def floor(decoder: DecoderConfig, rows: int, layout: str, accelerator: Accelerat
 
 
 def chosen(model: str, rows: int, accelerator: Accelerator) -> str:
-    """The layout that `auto` takes."""
+    """The layout that `auto` chooses."""
     layout = resolve(
         run_config(model, rows, "auto"),
         PRESETS[model],

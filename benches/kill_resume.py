@@ -82,7 +82,7 @@ LIMIT_S = 600.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kill:
-    """When to kill: once metrics.jsonl has so many lines (and the next save has begun, or a phase has), and a while."""
+    """When to kill: `delay_s` after metrics.jsonl has `lines` lines and, if asked for, a save or a phase has begun."""
 
     lines: int
     delay_s: float
@@ -90,7 +90,7 @@ class Kill:
     in_phase: str | None = None
     """As the run tells its launcher; it does so every second, so only phases that compile are met."""
     again_s: float | None = None
-    """Kill the continued run too, so long after it was started."""
+    """Seconds after its start at which the continued run is killed too."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class Landing:
     phase: str
     continued_from: int
     children: list[int]
-    """Processes that the run had started (graders), which nobody kills."""
+    """Processes that the run had started (graders); the bench does not kill them."""
 
 
 def write_config(folder: Path, name: str, rollout: Mapping[str, Any]) -> Path:
@@ -169,7 +169,7 @@ def phase(run: Path) -> str:
 
 
 def differences(run: Path, other: Path) -> list[str]:
-    """In what two runs differ that should not."""
+    """List what differs between two runs that should be equal."""
     found = [name for name in (SAMPLES, LENGTHS) if (run / name).read_bytes() != (other / name).read_bytes()]
     ours, theirs = _records(run), _records(other)
     if len(ours) != len(theirs):

@@ -2,8 +2,8 @@
 
     python -m benches.lora_rates [--seeds 0,1,2]      (CPU; two minutes a run)
 
-The demo's model and recipe with adapters of rank 8 on additions of two-digit numbers, for so many steps that what is
-learned shows; 50 held-out questions, eight answers each. The rate of full training is the demo's. Runs that the results
+The demo's model and recipe with adapters of rank 8 on additions of two-digit numbers, for enough steps that learning
+shows; 50 held-out questions, eight answers each. The rate of full training is the demo's. Runs that the results
 have stay there. Writes benches/results/lora-rates-cpu.json.
 """
 

@@ -37,7 +37,7 @@ SIDES = {
     "kept late": "import podium.cli; podium.cli.keep_freed_memory = lambda: None; podium.cli.main()",
     "kept": "import podium.cli; podium.cli.main()",
 }
-"""What Python is told to do."""
+"""The program that each side runs."""
 
 
 def measure(side: str) -> dict[str, float]:

@@ -58,7 +58,7 @@ def shown_step(metrics: list[dict[str, Any]]) -> int:
 
 
 def live_view(folder: Path, columns: int) -> RenderableType:
-    """What a terminal of so many columns showed of a run in the middle of an update."""
+    """Render what a terminal of `columns` columns showed of a run in the middle of an update."""
     metrics, samples = read_lines(folder / METRICS), read_lines(folder / SAMPLES)
     done, steps = shown_step(metrics), yaml.safe_load((folder / CONFIG).read_text())["steps"]
     (sample,) = (each for each in samples if each["split"] == "train")
