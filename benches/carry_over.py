@@ -37,7 +37,7 @@ from podium.rollout.request import Completion, Request, SamplingParams
 from podium.sharding import Params, ShardingRules, init_params, make_mesh
 from podium.train.carry import chosen
 from podium.train.generate import Rollouts
-from podium.train.setup import load_weights, make_model
+from podium.train.setup import load_weights, make_model, rollout_spec
 
 BARS = {"speed": 1.3, "lengths": 0.01}
 N, G, IN_FLIGHT, MAX_STALENESS = 16, 4, 1.5, 2
@@ -143,7 +143,7 @@ def trained(model: Path, steps: int, **settings: Any) -> dict[tuple[int, tuple[i
         }
     )
     made, found = make_model(config), {}
-    with contextlib.closing(Rollouts(config, made.decoder, made.tokenizer, made.mesh)) as rollouts:
+    with contextlib.closing(Rollouts(rollout_spec(config, made), made.decoder, made.tokenizer, made.mesh)) as rollouts:
         weights = load_weights(made, None)
         for step in range(steps):
             rollouts.load(weights, version=step)

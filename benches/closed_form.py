@@ -26,13 +26,13 @@ from typing import Any
 from benches.record import ROOT, arguments, record, write_section
 from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.config.schema import Config
-from podium.models.params import check_divisible
 from podium.models.presets import find_architecture
 from podium.plan.compile import compile_phases
 from podium.plan.estimate import PhaseEstimate, estimate
 from podium.plan.planner import make_jobs
 from podium.plan.result import judge
 from podium.plan.sizes import make_sizes
+from podium.run.divisible import check_divisible
 from podium.settings import load_settings
 
 COUNT = 40

@@ -19,13 +19,15 @@ from podium.config.schema import Config
 from podium.config.sizes import steps_at_once
 from podium.hlo.cost import Roofline, roofline
 from podium.models.architecture import DecoderConfig
-from podium.models.layouts import DecodeFloor, machine_of, resolve
+from podium.models.layouts import DecodeFloor, machine_of
 from podium.models.presets import PRESETS
 from podium.plan.calibration import calibrated, load_chip
 from podium.plan.compile import compile_phases
 from podium.plan.planner import make_jobs
 from podium.plan.sizes import make_sizes
 from podium.plan.worker import CompiledPhase
+from podium.run.machine import Machine
+from podium.run.resolve import resolve_layout
 from podium.settings import load_settings
 
 TPU, POSITIONS = "v6e-8", 512
@@ -108,13 +110,7 @@ def floor(decoder: DecoderConfig, rows: int, layout: str, accelerator: Accelerat
 
 def chosen(model: str, rows: int, accelerator: Accelerator) -> str:
     """The layout that `auto` chooses."""
-    layout = resolve(
-        run_config(model, rows, "auto"),
-        PRESETS[model],
-        accelerator,
-        devices=accelerator.devices,
-        hosts=accelerator.hosts,
-    )
+    layout = resolve_layout(run_config(model, rows, "auto"), PRESETS[model], Machine.planned(accelerator))
     return f"hybrid-{layout.group}" if layout.name == "hybrid" else layout.name
 
 

@@ -67,9 +67,11 @@ def measure_program(program: str, size: str) -> dict[str, int]:
 
     from podium.plan.phases import phase_programs
     from podium.sharding import make_mesh
+    from podium.train.setup import run_spec
 
     config = config_of(SIZES[size])
-    phase = phase_programs(config, find_architecture(config.model), make_mesh("auto", jax.devices()[:1]))[program]
+    mesh = make_mesh("auto", jax.devices()[:1])
+    phase = phase_programs(run_spec(config, find_architecture(config.model), mesh), mesh)[program]
     compiled = phase.lower().compile()
     values = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), phase.arguments)
     jax.block_until_ready(compiled(*values))

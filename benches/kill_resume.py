@@ -36,10 +36,10 @@ import yaml
 
 from benches.recipes import write_tiny_model
 from benches.record import arguments, record
-from podium.config.sizes import optimizer_steps
 from podium.job.records import PROGRESS, read_json
 from podium.models.params import param_specs
 from podium.observe.run_dir import CHECKPOINTS, CONFIG, LENGTHS, METRICS, SAMPLES, read_config
+from podium.run.sizes import optimizer_steps
 from podium.sharding import abstract_params
 from podium.train.checkpoint import restore_state
 from podium.train.optimizer import make_optimizer

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import jax
 
-from podium.algorithms.recipes import make_recipe
 from podium.config.schema import Config
 from podium.observe.stats import BatchStats, UpdateStats
 from podium.train.generate import Group, Rollouts
-from podium.train.setup import load_parts, make_model, make_run_optimizer, make_train_settings
+from podium.train.setup import load_parts, make_model, make_run_optimizer, make_train_settings, run_spec
 from podium.train.state import init_state
 from podium.train.trainer import Trainer
 
@@ -54,15 +53,21 @@ class OwnStep:
         """`folder` is where a batch that diverges is saved."""
         self.config, self.clock, self.steps = config, Clock(), 0
         self.model = make_model(config)
-        self.recipe = make_recipe(
-            config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step
-        )
-        self.optimizer = make_run_optimizer(config, self.model.decoder)
-        self.settings = make_train_settings(config, self.model.decoder, self.model.mesh)
-        self.rollouts = Rollouts(config, self.model.decoder, self.model.tokenizer, self.model.mesh)
+        spec = run_spec(config, self.model.decoder, self.model.mesh)
+        self.recipe = spec.recipe
+        self.optimizer = make_run_optimizer(spec.optimizer, self.model.decoder)
+        self.settings = make_train_settings(spec.update, self.model.decoder, self.model.mesh)
+        self.rollouts = Rollouts(spec.rollout, self.model.decoder, self.model.tokenizer, self.model.mesh)
         params, frozen = load_parts(self.model, None)
         self.trainer = Trainer(
-            config, self.recipe, self.settings, self.optimizer, reference=None, folder=folder, frozen=frozen
+            self.recipe,
+            self.settings,
+            self.optimizer,
+            sizes=spec.batch,
+            schedule=spec.optimizer,
+            reference=None,
+            folder=folder,
+            frozen=frozen,
         )
         self.state = init_state(params, self.optimizer)
         self.rollouts.load(self.state.params, frozen)

@@ -254,10 +254,11 @@ def measure_program(name: str, program: str) -> int:
     jax.config.update("jax_platforms", "cpu")
     from podium.plan.phases import phase_programs
     from podium.sharding import make_mesh
+    from podium.train.setup import run_spec
 
     config = config_of(SETTINGS[name])
     mesh = make_mesh("auto", jax.devices()[:1])
-    phase = phase_programs(config, find_architecture(config.model), mesh)[program]
+    phase = phase_programs(run_spec(config, find_architecture(config.model), mesh), mesh)[program]
     compiled = phase.lower().compile()
 
     def run() -> None:

@@ -13,16 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from podium.algorithms.recipes import LOSSES, RECIPES, conflicts, find_recipe, make_recipe
+from podium.algorithms.recipes import LOSSES, RECIPES, conflicts, find_recipe
 from podium.config.errors import ConfigError, Contradiction, Problem, nearest, not_in
 from podium.config.imports import imported, is_path
 from podium.config.load import Loaded, Override, load
+from podium.config.optimizer import OPTIMIZER_COPIES
 from podium.config.schema import Config
-from podium.config.sizes import prompts_in_flight
 from podium.models.architecture import ModelError
-from podium.models.layouts import AUTO, OPTIMIZER_COPIES
+from podium.models.layouts import AUTO
 from podium.models.params import ROLLOUT_LAYOUTS
 from podium.models.source import on_disk, read_architecture, resolve
+from podium.run.resolve import resolve_recipe
+from podium.run.sizes import prompts_in_flight
 from podium.tasks.functions import RewardFunction
 from podium.tasks.registry import make_task
 from podium.tasks.rewards import TEXT_REWARDS, label
@@ -182,7 +184,7 @@ def _in_flight(config: Config) -> Iterator[Contradiction]:
         rule = f"{oldest} is too little for {this} {over:g}: what a step leaves waits for up to {least} more"
         yield Contradiction((bound, this), f"{rule}; set {least} or more, or {this} to {1 + oldest} or less")
     try:
-        recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=N)
+        recipe = resolve_recipe(config)
     except ValueError:
         return  # `_algorithm` says so
     name, passes = config.algorithm.recipe, ("algorithm.updates_per_batch", "algorithm.minibatches")

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from podium.config.mesh import AXES, mesh_shape
+from podium.config.mesh import mesh_shape
 from podium.models.blocks.spec import ParamSpecs
 from podium.models.params import MeshAxes, indivisible, mesh_axis_names
 
@@ -160,11 +160,11 @@ def _size(mesh: Mesh, axes: MeshAxes) -> int:
 
 def make_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh that `mesh:` means on `devices` (all there are); those of a slice and of a host are contiguous in it."""
-    devices = sorted(devices or jax.devices(), key=lambda each: (_slice_of(each), each.process_index, each.id))
+    devices = sorted(devices or jax.devices(), key=lambda each: (slice_of(each), each.process_index, each.id))
     hosts = len({device.process_index for device in devices})
-    slices = len({_slice_of(device) for device in devices})
+    slices = len({slice_of(device) for device in devices})
     shape = mesh_shape(text, devices=len(devices), hosts=hosts, slices=slices)
-    return Mesh(np.array(devices, dtype=object).reshape(shape), AXES)
+    return Mesh(np.array(devices, dtype=object).reshape(tuple(shape.values())), tuple(shape))
 
 
 def to_devices(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
@@ -174,7 +174,7 @@ def to_devices(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
-def _slice_of(device: Any) -> int:
+def slice_of(device: Any) -> int:
     """The slice of a device; 0 if there is only one."""
     return getattr(device, "slice_index", None) or 0
 

@@ -10,7 +10,7 @@ from podium.compiler import (
     compiler_options,
 )
 from podium.config.schema import Config
-from podium.config.sizes import tokens_per_gather
+from podium.run.sizes import tokens_per_gather
 
 
 @pytest.mark.parametrize(

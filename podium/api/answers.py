@@ -23,7 +23,7 @@ from podium.train.evaluate import evaluate_weights
 from podium.train.feed import request_seed
 from podium.train.generate import Rollouts
 from podium.train.platform import prepare_platform
-from podium.train.setup import load_parts, make_model
+from podium.train.setup import load_parts, make_model, rollout_spec
 
 Answer = Completion
 """What a model wrote: `text`, `tokens`, `sampled_logprobs`, `finish_reason`."""
@@ -107,7 +107,7 @@ def open_model(model: str | Path, *, max_new_tokens: int, slots: int, **settings
         os.environ,
     ).config
     opened = make_model(config)
-    rollouts = Rollouts(config, opened.decoder, opened.tokenizer, opened.mesh)
+    rollouts = Rollouts(rollout_spec(config, opened), opened.decoder, opened.tokenizer, opened.mesh)
     with giving_back_memory(), contextlib.closing(rollouts):
         rollouts.load(*load_parts(opened, fork))
         yield rollouts

@@ -64,7 +64,7 @@ class Conversation:
         tokenizer = self.rollouts.feed.tokenizer
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt = tokenizer.encode_messages(asked)
-        room = self.rollouts.config.rollout.max_prompt_tokens
+        room = self.rollouts.spec.prompts.max_tokens
         if len(prompt) > room:
             raise ValueError(f"the conversation has {len(prompt)} tokens, and {room} fit; /new begins another")
         self.tokens, self.logprobs, said, ended = [], [], "", False

@@ -32,9 +32,10 @@ from podium.plan.sizes import F32, make_sizes
 from podium.plan.workload import SequenceLengths, draw_lengths
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, RolloutStats, SamplingParams
+from podium.run.resolve import resolve_layout, resolve_rollout
 from podium.sharding import Params, ShardingRules, init_params, make_mesh
-from podium.train.generate import as_dtype, rollout_layout, rollout_rules
-from podium.train.platform import prepare_platform
+from podium.train.generate import rollout_rules
+from podium.train.platform import machine_of, prepare_platform
 
 GROUP = 8  # completions per prompt, if the batch divides by it
 FULL_STEPS = 32  # decode steps of the rollout in which all slots stay busy
@@ -76,9 +77,9 @@ def bench(
 
 def make_engine(config: Config, decoder: DecoderConfig, mesh: Mesh) -> RolloutEngine:
     """Make an engine with random weights and compile its programs."""
-    layout = rollout_layout(config, decoder, mesh)
-    rules, dtype = rollout_rules(layout, decoder, mesh), as_dtype(config.rollout.dtype, mesh)
-    engine = RolloutEngine(config.rollout, decoder, rules, None, dtype=dtype)
+    spec = resolve_rollout(config, decoder, machine_of(mesh))
+    rules = rollout_rules(spec.layout, decoder, mesh)
+    engine = RolloutEngine(config.rollout, decoder, rules, None, dtype=jnp.dtype(spec.dtype))
     engine.load(init_params(0, param_specs(decoder), ShardingRules(mesh, TRAIN_AXES)))
     engine.warm_up()
     return engine
@@ -124,7 +125,7 @@ def measure(config: Config, engine: RolloutEngine, lengths: SequenceLengths) -> 
     mesh = engine.rules.mesh
     return RolloutBench(
         model=config.model,
-        layout=rollout_layout(config, engine.decoder, mesh).name,
+        layout=resolve_layout(config, engine.decoder, machine_of(mesh)).name,
         device=jax.devices()[0].device_kind,
         devices=mesh.size,
         batch=int(lengths.completions.size),

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from podium.accelerators import recognise
-from podium.algorithms.recipes import make_recipe
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
 from podium.models.flops import Work, step_work, update_flops
@@ -20,11 +19,12 @@ from podium.models.params import param_specs
 from podium.models.presets import find_decoder
 from podium.plan.calibration import load_chip
 from podium.plan.workload import SequenceLengths, draw_lengths
+from podium.run.spec import BatchSizes
 from podium.sharding import init_params, make_mesh
-from podium.train.batch import Batch, batch_sizes, make_batch
+from podium.train.batch import Batch, make_batch
 from podium.train.platform import prepare_platform
 from podium.train.samples import single_answer
-from podium.train.setup import make_run_optimizer, make_train_settings
+from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
 from podium.train.state import init_state
 from podium.train.step import TrainSettings, make_train_step, shard_batch
 
@@ -55,13 +55,13 @@ def bench(config: Config, *, lengths: str, repeats: int, as_json: bool) -> int:
 def measure(config: Config, decoder: DecoderConfig, lengths: SequenceLengths, repeats: int) -> dict[str, object]:
     """Time updates on a step's first minibatch: the fastest of `repeats` after one that compiles."""
     mesh, specs = make_mesh(config.mesh), param_specs(decoder)
-    settings, optimizer = make_train_settings(config, decoder, mesh), make_run_optimizer(config, decoder)
-    recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
-    recipe = dataclasses.replace(recipe, kl="none", kl_coef=0.0)  # a term of the loss: nothing beside the layers
+    spec = run_spec(config, decoder, mesh)
+    settings, optimizer = make_train_settings(spec.update, decoder, mesh), make_run_optimizer(spec.optimizer, decoder)
+    recipe = dataclasses.replace(spec.recipe, kl="none", kl_coef=0.0)  # a term of the loss: nothing beside the layers
     train_step = make_train_step(settings, recipe, optimizer)
     first = len(np.array_split(lengths.prompts, recipe.minibatches)[0])
     lengths = SequenceLengths(prompts=lengths.prompts[:first], completions=lengths.completions[:first])
-    on_host = random_batch(config, decoder, lengths, settings)
+    on_host = random_batch(spec.batch, decoder, lengths)
     batch = shard_batch(on_host, settings.computing)
     state = init_state(init_params(0, specs, settings.stored), optimizer)
     times = []
@@ -124,7 +124,7 @@ def measured_peak(dtype: jnp.dtype) -> float:
     return 2 * PRODUCT**3 / best
 
 
-def random_batch(config: Config, decoder: DecoderConfig, lengths: SequenceLengths, settings: TrainSettings) -> Batch:
+def random_batch(sizes: BatchSizes, decoder: DecoderConfig, lengths: SequenceLengths) -> Batch:
     """Make a batch of random tokens of these lengths, packed as the trainer packs them, in numpy arrays."""
     random = np.random.default_rng(0)
     samples = []
@@ -144,4 +144,4 @@ def random_batch(config: Config, decoder: DecoderConfig, lengths: SequenceLength
                     weight=weight,
                 )
             )
-    return make_batch(samples, batch_sizes(config, decoder, settings.computing))[0]
+    return make_batch(samples, sizes)[0]

@@ -27,7 +27,7 @@ from podium.config.schema import Attention, CheckpointConfig, Remat
 from podium.models.params import TRAIN_AXES, indivisible, param_specs, trained_specs
 from podium.sharding import ShardingRules, abstract_params, make_mesh
 from podium.train.checkpoint import Checkpointer
-from podium.train.setup import make_run_optimizer, make_train_settings
+from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
 from podium.train.state import TrainState, abstract_state, init_state
 from podium.train.step import make_score, shard_batch
 from podium.train.trainer import Trainer
@@ -173,7 +173,7 @@ def meshes_of(subject: Subject, choices: Sequence[Sequence[str]]) -> list[jax.sh
     specs = param_specs(subject.decoder)
 
     def usable(text: str) -> bool:
-        size = math.prod(mesh_sizes(text))
+        size = math.prod(mesh_sizes(text).values())
         if size > len(devices):
             return False
         rules = ShardingRules(make_mesh(text, devices[:size]), TRAIN_AXES)
@@ -181,7 +181,7 @@ def meshes_of(subject: Subject, choices: Sequence[Sequence[str]]) -> list[jax.sh
         return not any(indivisible(specs, rules.num_shards)) and subject.decoder.heads % heads == 0
 
     found = (next(filter(usable, texts), None) for texts in choices)
-    return [make_mesh(text, devices[: math.prod(mesh_sizes(text))]) for text in found if text]
+    return [make_mesh(text, devices[: math.prod(mesh_sizes(text).values())]) for text in found if text]
 
 
 def skipped(subject: Subject) -> Iterator[str]:
@@ -203,12 +203,20 @@ def run_checks(updates: Updates) -> Iterator[Check]:
     changes: Any = {"train": train.model_copy(update=schedule), "algorithm": algorithm, "steps": 2 * STEPS}
     config = subject.config.model_copy(update=changes)
     recipe = dataclasses.replace(subject.recipe, updates_per_batch=1, zero_variance="keep")
-    mesh, optimizer = one_device(), make_run_optimizer(config, subject.decoder)
-    settings = make_train_settings(config, subject.decoder, mesh)
+    mesh = one_device()
+    spec = run_spec(config, subject.decoder, mesh)
+    optimizer = make_run_optimizer(spec.optimizer, subject.decoder)
     reference = None if subject.reference is None else subject.params(mesh, subject.reference)
     with tempfile.TemporaryDirectory(prefix="podium-certify-") as folder:
         trainer = Trainer(
-            config, recipe, settings, optimizer, reference=reference, folder=Path(folder), frozen=subject.frozen(mesh)
+            recipe,
+            make_train_settings(spec.update, subject.decoder, mesh),
+            optimizer,
+            sizes=spec.batch,
+            schedule=spec.optimizer,
+            reference=reference,
+            folder=Path(folder),
+            frozen=subject.frozen(mesh),
         )
         batches, _ = trainer.prepare(subject.trained(mesh), subject.groups)
         norms, rates = [], [scheduled_rate(config.train.optimizer, 2 * STEPS, step) for step in range(STEPS)]

@@ -14,7 +14,7 @@ from podium.certify.naive import Sequences, in_float64, kl_losses, policy_losses
 from podium.certify.result import Check
 from podium.certify.updates import Updates, relative
 from podium.config.optimizer import OptimizerConfig
-from podium.config.sizes import optimizer_steps
+from podium.run.sizes import optimizer_steps
 from podium.train.optimizer import learning_rate
 
 S, LENGTH = 24, 16

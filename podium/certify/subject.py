@@ -29,10 +29,11 @@ from podium.models.presets import find_decoder
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Completion, Request
 from podium.rollout.transcript import Transcript, transcript_of
+from podium.run.resolve import resolve_recipe, sampling_params
 from podium.sharding import Params, ShardingRules, make_mesh, param_shardings
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import Prompt, Reward
-from podium.train.generate import Group, sampling_params
+from podium.train.generate import Group
 from podium.train.setup import load_weights, make_model
 
 PROMPTS = 4
@@ -88,7 +89,7 @@ class Subject:
         engine = RolloutEngine(rollout, self.decoder, rules, None, dtype=jnp.dtype("float32"))
         engine.device.freeze(self.frozen(mesh))
         engine.load(self.trained(mesh))
-        settings = dataclasses.replace(sampling_params(self.config), stop=())
+        settings = dataclasses.replace(sampling_params(self.config.rollout), stop=())
         requests = [
             Request(prompt=prompt, sampling=settings, seed=index, completions=self.config.group_size)
             for index, prompt in enumerate(self.prompts)
@@ -172,7 +173,7 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
     else:
         decoder = tiny_clone(find_decoder(config))
         weights = random_weights(decoder, seed=0)
-    recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
+    recipe = resolve_recipe(config)
     reference = None
     if recipe.needs_reference:
         noise = random_weights(decoder, seed=1)

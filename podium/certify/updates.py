@@ -19,9 +19,11 @@ from podium.certify.naive import Sequences, Weights, in_float64, objective, scor
 from podium.certify.subject import COMPLETIONS, LONGEST, PROMPTS, ROW_TOKENS, Arrays, Subject, one_device
 from podium.models.architecture import DecoderConfig
 from podium.models.params import trained_specs
+from podium.run.resolve import resolve_update
 from podium.train.batch import Batch, BatchSizes
 from podium.train.generate import Group
 from podium.train.packing import Packing
+from podium.train.platform import machine_of
 from podium.train.prepare import pack_step, prepare_step
 from podium.train.scorers import make_scorers
 from podium.train.setup import make_train_settings
@@ -122,7 +124,8 @@ class Updates:
         """The trainer's programs as this form has them, and what they share."""
         config = self.subject.config
         changed = config.model_copy(update={"train": config.train.model_copy(update=dict(form.train))})
-        settings = make_train_settings(changed, self.subject.decoder, form.mesh)
+        update = resolve_update(changed, machine_of(form.mesh), form.mesh.shape)
+        settings = make_train_settings(update, self.subject.decoder, form.mesh)
         chunk = min(settings.head_chunk_tokens, form.rows * form.row_tokens)  # more are the same program
         settings = settings._replace(head_chunk_tokens=chunk)
         if settings not in self._programs:

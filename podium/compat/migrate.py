@@ -275,7 +275,7 @@ def _mesh(old: _Translation) -> tuple[str, str]:
         "all devices in fsdp; on the branches main, test_rl and feat-kernel auto was host_local": mesh == "auto",
         "devices are always ordered by their topology": text.startswith("!"),
         "the order of axes is always dp, fsdp, tp": axes != sorted(axes),
-        "with tp above 1 it sampled wrong tokens": sizes[-1] != 1,
+        "with tp above 1 it sampled wrong tokens": sizes["tp"] != 1,
     }
     return mesh, "; ".join(reason for reason, holds in reasons.items() if holds)
 

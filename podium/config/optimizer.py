@@ -4,6 +4,9 @@ from typing import Literal
 
 from podium.config.section import Fraction, NotNegative, NotNegativeFloat, PositiveFloat, Section
 
+OPTIMIZER_COPIES = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 2, "adafactor": 0}
+"""The optimizers by name, and how many numbers each keeps for a parameter; a user's own is taken to keep two."""
+
 
 class OptimizerConfig(Section):
     """The optimizer (optax) and its schedule."""

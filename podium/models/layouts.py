@@ -13,13 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from podium.accelerators import Accelerator
-from podium.config.schema import Config
+from podium.config.optimizer import OPTIMIZER_COPIES
+from podium.config.schema import RolloutConfig
 from podium.models.architecture import DecoderConfig
 
 AUTO = "auto"
 COLLECTIVE_S = 3e-6  # of each collective, however small: the middle of what is published, 1 to 8 us
-# What the optimizers keep of each parameter; one of the user's own is taken to keep two.
-OPTIMIZER_COPIES = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 2, "adafactor": 0}
 BF16, F32 = 2, 4
 ROOM = 0.9  # of a device's memory, for what is counted here
 CHIPS = Path(__file__).parents[1] / "plan" / "chips"
@@ -154,8 +153,14 @@ def group_bytes(decoder: DecoderConfig, group: int, rows: int, itemsize: int) ->
     return decoder.layers * (2 * summed + swapped) + summed
 
 
-def resolve(
-    config: Config, decoder: DecoderConfig, accelerator: Accelerator | None, *, devices: int, hosts: int
+def choose_layout(
+    rollout: RolloutConfig,
+    decoder: DecoderConfig,
+    accelerator: Accelerator | None,
+    *,
+    devices: int,
+    hosts: int,
+    optimizer: str = "adamw",
 ) -> Layout:
     """The layout of a run's rollout on so many devices and hosts, each of which decodes its share by itself.
 
@@ -163,16 +168,19 @@ def resolve(
     has the memory.
 
     Args:
-        config: of the run.
+        rollout: the engine's settings.
         decoder: the model's numbers.
         accelerator: the machine, or a host of it; None: one that is not in the table, as CPUs are not.
         devices: of all hosts.
         hosts: processes.
+        optimizer: name of the optimizer, whose state is beside the rollout.
 
     Raises:
         ValueError: a group does not divide a host's devices, or the model.
     """
-    rollout, chips = config.rollout, devices // hosts
+    chips = devices // hosts
+    # of each weight: itself and the optimizer's numbers, or with LoRA the frozen weight, beside which the rest is small
+    stored = BF16 if decoder.lora else F32 * (1 + OPTIMIZER_COPIES.get(optimizer, 2))
     machine = machine_of(accelerator, chips) if accelerator else None
     if rollout.layout == "tensor":
         return _checked(Layout(name="tensor", group=chips), decoder, chips)
@@ -192,12 +200,12 @@ def resolve(
         )
     if accelerator is None or machine is None:
         return Layout(name="replicated", group=1, why="replicated: nothing is known of the speed of these devices")
-    best, fits = _fastest(config, decoder, machine, sizes, hosts=hosts, host_chips=chips)
+    best, fits = _fastest(rollout, decoder, machine, sizes, stored=stored, hosts=hosts, host_chips=chips)
     if not fits and hosts > 1:
         together = machine_of(accelerator, devices, networked=accelerator.slices > 1)
         wide = [size for size in range(2 * chips, devices + 1, chips) if not _problem(size, decoder, devices)]
         if together is not None and wide:
-            wider, fits = _fastest(config, decoder, together, wide, hosts=1, host_chips=chips)
+            wider, fits = _fastest(rollout, decoder, together, wide, stored=stored, hosts=1, host_chips=chips)
             if fits:
                 return _over_hosts(wider.group, wider.why.partition(": ")[2])
     return best
@@ -209,19 +217,23 @@ def _over_hosts(group: int, why: str = "as rollout.group_chips says") -> Layout:
 
 
 def _fastest(
-    config: Config, decoder: DecoderConfig, machine: Machine, sizes: Sequence[int], *, hosts: int, host_chips: int
+    rollout: RolloutConfig,
+    decoder: DecoderConfig,
+    machine: Machine,
+    sizes: Sequence[int],
+    *,
+    stored: int,
+    hosts: int,
+    host_chips: int,
 ) -> tuple[Layout, bool]:
     """The groups with the fastest decode step, all slots at half of their length, among those that have the memory.
 
-    And whether any has it. Groups are of one of so many `hosts`, which have `host_chips`, or, where they are larger, of
-    them all: `hosts` is 1 then.
+    Also returns whether any has it. `stored` are the trainer's bytes of each parameter. Groups are within one of
+    `hosts` hosts of `host_chips` devices; where groups are larger than a host, `hosts` is 1.
     """
-    rollout = config.rollout
     rows, length = rollout.slots // hosts, rollout.max_prompt_tokens + rollout.max_new_tokens
     floors = [DecodeFloor(decoder=decoder, machine=machine, group=size) for size in sizes]
     floors = [each for each in floors if not (rows % each.shards or (rollout.prefill_rows // hosts) % each.shards)]
-    # of each weight: itself and the optimizer's numbers, or with LoRA the frozen weight, beside which the rest is small
-    stored = BF16 if decoder.lora else F32 * (1 + OPTIMIZER_COPIES.get(config.train.optimizer.name, 2))
     fitting = [
         each
         for each in floors

@@ -9,14 +9,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from podium.accelerators import Accelerator
 from podium.config.lora import MATRICES
-from podium.config.mesh import AXES, mesh_shape
-from podium.config.schema import Config
-from podium.config.sizes import cache_pages, check_split, row_tokens
 from podium.models.architecture import LAYERS, DecoderConfig, Lora
 from podium.models.blocks.spec import ParamSpec, ParamSpecs, matrix_outputs, stacked
-from podium.models.layouts import resolve
 
 LORA_A, LORA_B, SCALE = ".lora_a", ".lora_b", ".scale"
 """Endings of names: a matrix's two adapter factors, and the scales of its outputs if it is int8."""
@@ -186,65 +181,3 @@ def indivisible(specs: ParamSpecs, parts: Callable[[str], int]) -> Iterator[tupl
         for dim, axis in zip(spec.shape, spec.axes, strict=True):
             if axis is not None and dim % parts(axis):
                 yield name, axis, dim
-
-
-_IN_WORDS = {
-    "vocab": "a vocabulary of {}",
-    "heads": "{} query heads",
-    "kv_heads": "{} key/value heads",
-    "mlp": "an MLP width of {}",
-    "width": "a width of {}",
-}
-
-
-def check_divisible(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> None:
-    """Check, before anything is compiled or rented, that weights and sequences split evenly over a machine's mesh.
-
-    Raises ValueError where the mesh does not fit the machine, or does not divide the model or the rollout's slots; the
-    message has the values that work.
-    """
-    devices, hosts = accelerator.devices, accelerator.hosts
-    shape = mesh_shape(config.mesh, devices=devices, hosts=hosts, slices=accelerator.slices)
-    mesh: dict[str, int] = dict(zip(AXES, shape, strict=True))
-    specs = param_specs(decoder)
-    parts = axis_parts(TRAIN_AXES, mesh)
-    for _, axis, dim in indivisible(specs, lambda axis: parts.get(axis, 1)):
-        names = [name for name in mesh_axis_names(TRAIN_AXES[axis]) if mesh[name] > 1]
-        works = ", ".join(str(size) for size in _working_sizes(specs, TRAIN_AXES[axis], accelerator.devices))
-        raise ValueError(
-            f"mesh {config.mesh!r}: {_IN_WORDS[axis].format(dim)} ({config.model}) cannot be split evenly by"
-            f" {' x '.join(f'{name}:{mesh[name]}' for name in names)}; on {accelerator.devices} devices"
-            f" {' x '.join(names)} can be {works}"
-        )
-    check_tokens(config, decoder, mesh)
-    layout = resolve(config, decoder, accelerator, devices=accelerator.devices, hosts=accelerator.hosts)
-    rollout_mesh = layout.mesh(mesh, decoder.kv_heads)
-    shards = axis_parts(ROLLOUT_LAYOUTS[layout.name], rollout_mesh)["batch"]
-    check_split(config.rollout, shards)
-    cache_pages(config.rollout, shards)
-
-
-def check_tokens(config: Config, decoder: DecoderConfig, mesh: Mapping[str, int]) -> None:
-    """Raises ValueError where the mesh's sp does not divide rows, or the heads that attention splits instead."""
-    sp, tp, length = mesh["sp"], mesh["tp"], row_tokens(config)
-    if decoder.heads % (sp * tp):
-        works = [size for size in range(1, decoder.heads + 1) if decoder.heads % (size * tp) == 0]
-        raise ValueError(
-            f"mesh {config.mesh!r}: attention splits {decoder.heads} query heads ({config.model}) over sp:{sp} x"
-            f" tp:{tp}, which they do not divide by; with tp:{tp}, sp can be {', '.join(map(str, works))}"
-        )
-    if length % sp:
-        raise ValueError(
-            f"mesh {config.mesh!r}: rows of {length} tokens cannot be split evenly by sp:{sp}; set train.row_tokens to"
-            f" {-(-length // sp) * sp}"
-        )
-
-
-def _working_sizes(specs: ParamSpecs, mesh_axes: MeshAxes, devices: int) -> list[int]:
-    """Sizes of mesh axes, together, that divide the devices and every dimension that they split."""
-
-    def parts(size: int) -> Callable[[str], int]:
-        return lambda axis: size if TRAIN_AXES.get(axis) == mesh_axes else 1
-
-    sizes = (size for size in range(1, devices + 1) if devices % size == 0)
-    return [size for size in sizes if not any(indivisible(specs, parts(size)))]

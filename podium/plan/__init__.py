@@ -26,10 +26,10 @@ def plan(config: str, on: str, *, settings: Sequence[str] = (), fast: bool = Fal
         CompilerError: a program could not be compiled.
     """
     from podium.accelerators import find_accelerator
-    from podium.models.params import check_divisible
     from podium.models.presets import find_decoder
     from podium.plan.defaults import names_model, with_defaults
     from podium.plan.planner import make_plan
+    from podium.run.divisible import check_divisible
     from podium.settings import load_settings
 
     model, machine = config if names_model(config) else None, find_accelerator(on)

@@ -16,7 +16,6 @@ from rich.text import Text
 from podium.accelerators import Accelerator, find_accelerator
 from podium.config.schema import Config
 from podium.files import to_json
-from podium.models.params import check_divisible
 from podium.models.presets import find_decoder
 from podium.plan.auto import AUTO, rank
 from podium.plan.check import check_object, check_run
@@ -49,6 +48,7 @@ from podium.plan.suggest import suggestions
 from podium.plan.topology import check_compiler
 from podium.plan.tune import tune
 from podium.prices import Price, load_prices
+from podium.run.divisible import check_divisible
 
 FITS, TOO_LARGE = 0, 2
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from podium.accelerators import Accelerator
 from podium.config.load import Loaded
-from podium.models.params import check_divisible
 from podium.models.presets import find_architecture, find_decoder
 from podium.models.source import HUB_ID
 from podium.plan.estimate import estimate
 from podium.plan.result import judge
 from podium.plan.sizes import make_sizes
+from podium.run.divisible import check_divisible
 
 PROMPTS, GROUP, PREFILL_ROWS = 16, 8, 16
 PROMPT_TOKENS, NEW_TOKENS = 512, 1024

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import get_args
 
 from podium.config.schema import Config, Remat
-from podium.config.sizes import batch_sequences, row_tokens, rows_per_device
 from podium.models.params import ROLLOUT_LAYOUTS, count, trained_specs
 from podium.plan.sizes import RunSizes
 from podium.plan.study import Change, Changes
+from podium.run.sizes import batch_sequences, row_tokens, rows_per_device
 
 WIDEST = 16  # times the run's own value, where nothing else ends a search
 TOKENS_TOGETHER = 64  # lengths are searched in multiples of this
@@ -89,7 +89,7 @@ def _value(config: Config, key: str) -> Value:
 
 def _most_rows(config: Config, run: RunSizes) -> int:
     """Rows of a device with which one micro-batch holds all completions of an optimizer step."""
-    return -(-batch_sequences(config) // (run.dp * run.fsdp))
+    return -(-batch_sequences(config) // run.batch_shards)
 
 
 def _range_of_rows(config: Config, run: RunSizes) -> SearchRange:

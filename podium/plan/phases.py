@@ -14,8 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from podium.algorithms.recipes import make_recipe
-from podium.config.schema import Config
 from podium.config.sizes import prompt_buckets, slot_sizes
 from podium.models.adapters import abstract_frozen
 from podium.models.architecture import DecoderConfig
@@ -32,9 +30,10 @@ from podium.rollout.programs import (
     prefill,
 )
 from podium.rollout.weights import abstract_weights, keeps
+from podium.run.spec import RunSpec
 from podium.sharding import Params, ShardingRules, abstract_params
-from podium.train.batch import batch_sizes, make_batch
-from podium.train.generate import as_dtype, rollout_layout, rollout_rules
+from podium.train.batch import make_batch
+from podium.train.generate import rollout_rules
 from podium.train.offload import takes_no_device
 from podium.train.optimizer import make_opt_init
 from podium.train.setup import make_run_optimizer, make_train_settings
@@ -52,7 +51,7 @@ class PhaseProgram:
     """Bytes of a device that are in use beside the program's own arguments, by what they are."""
 
 
-def phase_programs(config: Config, decoder: DecoderConfig, mesh: Mesh) -> dict[str, PhaseProgram]:
+def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     """The programs of a run by name, in the order in which a run first calls them.
 
     They are init, sync, prefill:T by length of a chunk, copy, decode:S by slots, score where the recipe needs it, and
@@ -61,29 +60,27 @@ def phase_programs(config: Config, decoder: DecoderConfig, mesh: Mesh) -> dict[s
     Raises:
         ValueError: something does not divide over the mesh.
     """
-    recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
-    specs, optimizer = trained_specs(decoder), make_run_optimizer(config, decoder)
-    settings = make_train_settings(config, decoder, mesh)
+    recipe, decoder = spec.recipe, spec.decoder
+    specs, optimizer = trained_specs(decoder), make_run_optimizer(spec.optimizer, decoder)
+    settings = make_train_settings(spec.update, decoder, mesh)
     params: Any = abstract_params(specs, jnp.dtype(jnp.float32), settings.stored)
     frozen: Any = abstract_frozen(decoder, settings.stored)
     state = abstract_state(params, optimizer)
     score, train_step = make_train_programs(settings, recipe, optimizer)
-    batch = abstract_batch(
-        make_batch([], batch_sizes(config, settings.decoder, settings.computing))[0], settings.computing
-    )
+    batch = abstract_batch(make_batch([], spec.batch)[0], settings.computing)
     logprobs: Any = jax.ShapeDtypeStruct(batch.tokens.shape, jnp.float32, sharding=batch.tokens.sharding)
     scored = dataclasses.replace(batch, scores=dict.fromkeys(recipe.loss_scores, logprobs))
 
     own = {"parameters": device_bytes(params)}
     moments = {"optimizer": device_bytes((state.step, state.opt_state))}
     anchor = {"reference_weights": device_bytes(params)} if recipe.needs_reference and not frozen else {}
-    kept = _kept(config, decoder, mesh, frozen)
+    kept = _kept(spec, mesh, frozen)
     merged = decoder.lora is not None and decoder.lora.merged
     under = {"frozen_weights": device_bytes(frozen)}
     trainers = own | moments | anchor | (under if kept or merged else {})  # else the rollout reads the same
     beside = moments | anchor | ({} if merged else under | kept)
-    rollout = _rollout_programs(config, decoder, mesh, params | frozen if merged else params, trainers, beside)
-    waiting = config.algorithm.minibatches * device_bytes(scored)
+    rollout = _rollout_programs(spec, mesh, params | frozen if merged else params, trainers, beside)
+    waiting = recipe.minibatches * device_bytes(scored)
     found = {"init": _phase(make_opt_init(optimizer, params), (params,), {}), **rollout}
     if recipe.scorers:
         beside = moments | anchor | kept | {"batch": waiting - device_bytes(batch)}
@@ -92,41 +89,41 @@ def phase_programs(config: Config, decoder: DecoderConfig, mesh: Mesh) -> dict[s
     return found | {"update": _phase(train_step, (state, scored, frozen), beside)}
 
 
-def _kept(config: Config, decoder: DecoderConfig, mesh: Mesh, frozen: Any) -> dict[str, int]:
+def _kept(spec: RunSpec, mesh: Mesh, frozen: Any) -> dict[str, int]:
     """Bytes of the rollout's own copy of frozen weights, which stays while the others are updated."""
-    rules = rollout_rules(rollout_layout(config, decoder, mesh), decoder, mesh)
-    dtype = as_dtype(config.rollout.dtype, mesh)
-    if keeps(frozen, decoder, rules, dtype):
+    rules = rollout_rules(spec.rollout.layout, spec.decoder, mesh)
+    dtype = jnp.dtype(spec.rollout.dtype)
+    if keeps(frozen, spec.decoder, rules, dtype):
         return {}
-    weights = abstract_weights(decoder, rules, dtype)
+    weights = abstract_weights(spec.decoder, rules, dtype)
     return {"rollout_weights": device_bytes([weights[name] for name in frozen])}
 
 
 def _rollout_programs(
-    config: Config,
-    decoder: DecoderConfig,
+    spec: RunSpec,
     mesh: Mesh,
     params: Any,
     trainers: Mapping[str, int],
     beside_params: Mapping[str, int],
 ) -> dict[str, PhaseProgram]:
     """The engine's programs; `trainers` are bytes that the trainer holds, `beside_params` those but for `params`."""
-    rules = rollout_rules(rollout_layout(config, decoder, mesh), decoder, mesh)
-    dtype = as_dtype(config.rollout.dtype, mesh)
-    engine = (config.rollout, decoder, rules, dtype)
+    decoder, rollout = spec.decoder, spec.rollout.settings
+    rules = rollout_rules(spec.rollout.layout, decoder, mesh)
+    dtype = jnp.dtype(spec.rollout.dtype)
+    engine = (rollout, decoder, rules, dtype)
     programs = make_engine_programs(*engine)
     weights = abstract_weights(decoder, rules, dtype)
     cache = abstract_engine_cache(*engine)
-    extend = _with_all_logits(*engine[1:]) if config.rollout.layout == "legacy" else programs.extend
+    extend = _with_all_logits(*engine[1:]) if rollout.layout == "legacy" else programs.extend
     found = {"sync": _phase(programs.sync, (params,), beside_params)}
-    for length in prompt_buckets(config.rollout.max_prompt_tokens):
-        chunk = abstract_chunk(config.rollout, length, rules)
+    for length in prompt_buckets(rollout.max_prompt_tokens):
+        chunk = abstract_chunk(rollout, length, rules)
         found[f"prefill:{length}"] = _phase(extend, (weights, cache, chunk), trainers)
-    listed: Any = jax.ShapeDtypeStruct((config.rollout.slots,), jnp.int32, sharding=rules.sharding("batch"))
+    listed: Any = jax.ShapeDtypeStruct((rollout.slots,), jnp.int32, sharding=rules.sharding("batch"))
     beside = {**trainers, "rollout_weights": device_bytes(weights)}
     found["copy"] = _phase(programs.copy, (cache, listed, listed), beside)
-    for size in slot_sizes(config.rollout, rules.num_shards("batch")):
-        where, slots = abstract_slots(config.rollout, size, rules)
+    for size in slot_sizes(rollout, rules.num_shards("batch")):
+        where, slots = abstract_slots(rollout, size, rules)
         found[f"decode:{size}"] = _phase(programs.decode, (weights, cache, where, slots), trainers)
     return found
 

@@ -88,7 +88,7 @@ def make_plan(
     run, drawn = make_sizes(config, decoder, accelerator), draw_lengths(lengths, config)
     device = _Device(accelerator, chip or (load_chip(accelerator.generation) if run.platform != "cpu" else None))
     workload = simulate_rollout(drawn, config, shards=run.rollout_shards, overlap=device.chip is not None)
-    micro_batches, attended = packed(drawn, config, rows=run.rows * run.dp * run.fsdp, attention=run.attention)
+    micro_batches, attended = packed(drawn, config, rows=run.micro_batch_rows, attention=run.attention)
     run = dataclasses.replace(run, attended=attended)
     calls = step_calls(run, workload, micro_batches)
     names = {} if fast or not is_compiled(config, accelerator) else _slowest_first(calls)

@@ -9,31 +9,27 @@ import functools
 import math
 from collections.abc import Iterable, Mapping
 
-from podium.accelerators import Accelerator, auto_dtype, cpu_flags
-from podium.algorithms.recipes import Recipe, make_recipe
-from podium.config.attention import Backend, attention_backend, cache_block_pages
-from podium.config.head import HeadKind, fast_memory, head_chunks, head_kind, head_tile
+from podium.accelerators import Accelerator
+from podium.algorithms.recipes import Recipe
+from podium.config.attention import Backend, cache_block_pages
+from podium.config.head import HeadKind, fast_memory, head_chunks, head_tile
 from podium.config.imports import is_path
-from podium.config.mesh import AXES, mesh_shape
-from podium.config.schema import Config, Dtype
-from podium.config.sizes import (
-    batch_sequences,
-    cache_pages,
-    prompt_buckets,
-    row_groups,
-    row_tokens,
-    rows_per_device,
-)
+from podium.config.mesh import MeshSizes
+from podium.config.schema import Config
+from podium.config.sizes import cache_pages, prompt_buckets
 from podium.models import params
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.spec import ParamSpec, ParamSpecs, is_matrix
-from podium.models.layouts import Layout, group_bytes, resolve
+from podium.models.layouts import Layout, group_bytes
 from podium.models.params import (
     param_specs,
     trained_specs,
 )
+from podium.run.machine import Machine
+from podium.run.resolve import resolve
 
 F32 = 4
+ITEMSIZES = {"float32": F32, "bfloat16": 2}
 Parts = Mapping[str, int]  # into how many parts each logical axis is split
 
 
@@ -46,10 +42,7 @@ class RunSizes:
     recipe: Recipe
     platform: str
     generation: str  # of the machine's devices
-    dp: int
-    fsdp: int
-    sp: int
-    tp: int
+    mesh: MeshSizes
     activation: int  # bytes of a number in the update
     rollout_activation: int  # bytes of a number in the rollout
     rows: int  # B, of a micro-batch on a device
@@ -63,6 +56,31 @@ class RunSizes:
     machines: int = 1  # that a network joins
     per_machine: int = 0  # devices of one of them
     attended: float = 1.0  # share of the blocks up to the diagonal that attention's kernels multiply in an update
+
+    @property
+    def sp(self) -> int:
+        """Parts of each row."""
+        return self.mesh["sp"]
+
+    @property
+    def tp(self) -> int:
+        """Parts of each matrix while it computes."""
+        return self.mesh["tp"]
+
+    @property
+    def dp(self) -> int:
+        """Copies of the weights."""
+        return self.mesh["dp"]
+
+    @property
+    def batch_shards(self) -> int:
+        """Devices that share the rows of a micro-batch."""
+        return self.train_parts["batch"]
+
+    @property
+    def micro_batch_rows(self) -> int:
+        """B of a micro-batch, over all devices."""
+        return self.rows * self.batch_shards
 
     @property
     def rollout_shards(self) -> int:
@@ -83,7 +101,7 @@ class RunSizes:
     @property
     def shards(self) -> int:
         """Devices that weights are split over and gathered from while they compute."""
-        return self.fsdp * self.sp
+        return self.mesh["fsdp"] * self.sp
 
     @property
     def block(self) -> int:
@@ -103,7 +121,7 @@ class RunSizes:
     @functools.cached_property
     def rollout_parts(self) -> Parts:
         """Into how many parts the rollout's layout splits each logical axis."""
-        mesh = self.layout.mesh(self._mesh, self.decoder.kv_heads)
+        mesh = self.layout.mesh(self.mesh, self.decoder.kv_heads)
         return params.axis_parts(params.ROLLOUT_LAYOUTS[self.layout.name], mesh)
 
     @property
@@ -174,14 +192,10 @@ class RunSizes:
         return [local_count(spec, parts) for spec in param_specs(self.decoder).values()]
 
     def _parts(self, axes: Mapping[str, params.MeshAxes]) -> Parts:
-        return params.axis_parts(axes, self._mesh)
+        return params.axis_parts(axes, self.mesh)
 
     def _devices(self, mesh_axes: Iterable[str]) -> int:
-        return math.prod(self._mesh[name] for name in mesh_axes)
-
-    @property
-    def _mesh(self) -> dict[str, int]:
-        return dict(zip(AXES, (self.dp, self.fsdp, self.sp, self.tp), strict=True))
+        return math.prod(self.mesh[name] for name in mesh_axes)
 
 
 def reduced_number(run: RunSizes) -> int:
@@ -244,30 +258,24 @@ def _moment_number(run: RunSizes) -> int:
 
 def make_sizes(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> RunSizes:
     """The numbers of a run on a machine. Raises ValueError where the mesh does not fit it."""
-    devices, hosts = accelerator.devices, accelerator.hosts
-    dp, fsdp, sp, tp = mesh_shape(config.mesh, devices=devices, hosts=hosts, slices=accelerator.slices)
-    recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
-    rows = rows_per_device(config)
+    spec = resolve(config, decoder, Machine.planned(accelerator))
     return RunSizes(
         decoder=decoder,
         config=config,
-        recipe=recipe,
+        recipe=spec.recipe,
         platform=accelerator.platform,
         generation=accelerator.generation,
-        dp=dp,
-        fsdp=fsdp,
-        sp=sp,
-        tp=tp,
-        activation=_itemsize(config.train.dtype, accelerator),
-        rollout_activation=_itemsize(config.rollout.dtype, accelerator),
-        rows=rows,
-        row_tokens=row_tokens(config),
-        max_micro_batches=-(-batch_sequences(config) // (rows * dp * fsdp)),
+        mesh=spec.mesh,
+        activation=ITEMSIZES[spec.update.dtype],
+        rollout_activation=ITEMSIZES[spec.rollout.dtype],
+        rows=spec.batch.rows // spec.batch.devices,
+        row_tokens=spec.batch.row_tokens,
+        max_micro_batches=spec.batch.max_micro_batches,
         buckets=tuple(prompt_buckets(config.rollout.max_prompt_tokens)),
-        layout=resolve(config, decoder, accelerator, devices=accelerator.devices, hosts=accelerator.hosts),
-        attention=attention_backend(config.train.attention, accelerator.platform),
-        head=head_kind(config.train.head, accelerator.platform, tp),
-        groups=row_groups(config),
+        layout=spec.rollout.layout,
+        attention=spec.update.attention,
+        head=spec.update.head,
+        groups=spec.update.row_groups,
         machines=accelerator.slices,
         per_machine=accelerator.devices_per_host,
     )
@@ -329,9 +337,3 @@ def _moment_count(name: str, spec: ParamSpec, local: int) -> int:
 def _is_factored(spec: ParamSpec) -> bool:
     """Whether Adafactor keeps rows and columns, on every device: if the two largest dimensions have 128."""
     return len(spec.shape) > 1 and sorted(spec.shape)[-2] >= 128
-
-
-def _itemsize(dtype: Dtype, accelerator: Accelerator) -> int:
-    """Bytes of a number in the format that a config's `dtype` means on a machine."""
-    known = auto_dtype(accelerator.platform, cpu_flags()) if dtype == "auto" else dtype
-    return {"float32": 4, "bfloat16": 2}[known]

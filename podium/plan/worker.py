@@ -22,9 +22,8 @@ from pydantic import TypeAdapter
 
 from podium.accelerators import Accelerator
 from podium.compiler import compiler_options
-from podium.config.mesh import AXES, mesh_shape
+from podium.config.mesh import mesh_text
 from podium.config.schema import Config
-from podium.config.sizes import tokens_per_gather
 from podium.files import write_atomically
 from podium.hlo.cost import ProgramCost, Work, unknown_loops, walk
 from podium.hlo.memory import BETWEEN, Memory, OutOfMemory, largest, measure
@@ -34,6 +33,9 @@ from podium.plan.array_names import names_of
 from podium.plan.result import LargeArray
 from podium.plan.topology import compiler_versions, target_of, topology_devices
 from podium.plan.tpu_compile import TpuProgram, compile_tpu
+from podium.run.machine import Machine
+from podium.run.resolve import resolve
+from podium.run.spec import RunSpec
 
 WATCH_S = 1.0
 NO_TILES = "Couldn't find output tile sizes"  # what XLA says of a product for which it has no kernel of its own
@@ -112,23 +114,23 @@ def main(job_file: str, result_file: str, parent: str) -> None:
 
     job = JOB.validate_json(Path(job_file).read_bytes())
     try:
-        shape = ",".join(f"{axis}:{size}" for axis, size in _mesh_shape(job).items())
-        mesh = make_mesh(shape, _devices(job.accelerator))
-        program = phase_programs(job.config, job.decoder, mesh)[job.phase]
+        spec = resolve(job.config, job.decoder, Machine.planned(job.accelerator))
+        mesh = make_mesh(mesh_text(spec.mesh), _devices(job.accelerator))
+        program = phase_programs(spec, mesh)[job.phase]
         lowered = program.lower()
     except ValueError as error:
         if not _raised_here(error):
             raise
         result = str(error)
     else:
-        result = _finish(job, lowered, program.residents, dict(mesh.shape))
+        result = _finish(job, spec, lowered, program.residents)
     write_atomically(Path(result_file), JOB_RESULT.dump_json(result))
     os._exit(0)  # the compiler may still be at work on what nobody needs
 
 
-def _finish(job: Job, lowered: Any, residents: Mapping[str, int], mesh: Mapping[str, int]) -> CompiledPhase:
+def _finish(job: Job, spec: RunSpec, lowered: Any, residents: Mapping[str, int]) -> CompiledPhase:
     """Compile what was lowered, unless that was done before, and read what came of it."""
-    built, text = _build(lowered, job)
+    built, text = _build(lowered, job, spec)
     if built.refusal and not text:
         parts, work = {"program": built.refusal.needed}, ()
         arrays = [LargeArray(name=each.source, shape=each.shape, bytes=each.size) for each in built.refusal.largest]
@@ -136,7 +138,7 @@ def _finish(job: Job, lowered: Any, residents: Mapping[str, int], mesh: Mapping[
         module = parse(text)
         parts, arrays = named_memory(module, built.memory.peak)
         options = {"skipped": _skipped(job.config), "per_machine": _per_machine(job.accelerator)}
-        work = looped_work(module, mesh, job.blocks, **options)
+        work = looped_work(module, spec.mesh, job.blocks, **options)
     known: dict[str, Any] = {"memory": built.memory, "compile_s": built.compile_s, "residents": residents}
     known |= {"refused": built.refusal is not None, "whole": built.whole}
     return CompiledPhase(parts=parts, largest=tuple(arrays[:KEPT_ARRAYS]), work=work, **known)
@@ -199,13 +201,6 @@ def _raised_here(error: Exception) -> bool:
     return Path(innermost).is_relative_to(Path(__file__).parents[1])
 
 
-def _mesh_shape(job: Job) -> dict[str, int]:
-    """The mesh with its sizes: devices that are not there do not say which machine they are of."""
-    machine = job.accelerator
-    sizes = mesh_shape(job.config.mesh, devices=machine.devices, hosts=machine.hosts, slices=machine.slices)
-    return dict(zip(AXES, sizes, strict=True))
-
-
 def _devices(accelerator: Accelerator) -> list[Any]:
     """What to compile for; a CPU's devices are this machine's."""
     if accelerator.platform != "cpu":
@@ -216,11 +211,15 @@ def _devices(accelerator: Accelerator) -> list[Any]:
     return jax.devices()
 
 
-def _build(lowered: Any, job: Job) -> tuple[_Built, str]:
+def _build(lowered: Any, job: Job, spec: RunSpec) -> tuple[_Built, str]:
     """The compiled program and its text, from disk if the same was compiled before, as far as it is asked for now."""
-    machine, shape, offloaded = job.accelerator, _mesh_shape(job), job.config.train.offload_optimizer
-    tokens = tokens_per_gather(job.config, sp=shape["sp"], tp=shape["tp"])  # options of the programs, which no text has
-    options = compiler_options(machine.platform, kind=machine.generation, offloaded=offloaded, tokens=tokens)
+    machine = job.accelerator
+    options = compiler_options(  # the programs' text has none of them
+        machine.platform,
+        kind=machine.generation,
+        offloaded=spec.optimizer.offload,
+        tokens=spec.update.tokens_per_gather,
+    )
     key = key_of([lowered.as_text(), options, target_of(machine)], machine)
     record, module = job.programs / f"{key}.json", job.programs / f"{key}.hlo.gz"
     if record.exists():

@@ -16,13 +16,14 @@ import numpy as np
 
 from podium.config.attention import KERNELS, Backend, cut
 from podium.config.schema import Config
-from podium.config.sizes import cache_pages, check_split, prompt_buckets, row_tokens, slot_sizes, steps_at_once
+from podium.config.sizes import cache_pages, check_split, prompt_buckets, slot_sizes, steps_at_once
 from podium.files import read_lines
 from podium.models.visible import block_pairs
 from podium.observe.run_dir import LENGTHS
 from podium.rollout.request import Key, SamplingParams
 from podium.rollout.scheduler import DecodeRow, Scheduler
 from podium.rollout.sequence import Sequence as EngineSequence
+from podium.run.sizes import row_tokens
 from podium.train.balance import Lengths
 from podium.train.carry import chosen
 from podium.train.packing import Chunk, pack_rows

@@ -13,7 +13,6 @@ from podium.config.schema import Config
 from podium.config.show import to_yaml
 from podium.files import BUCKETS
 from podium.models.architecture import ModelError
-from podium.models.params import check_divisible
 from podium.models.presets import find_decoder
 from podium.pods.inventory import Slice, label_text
 from podium.pods.keeper import keep_on_vm
@@ -27,6 +26,7 @@ from podium.pods.rental import rent_slice, tpu
 from podium.pods.secrets import gather, read_variables
 from podium.pods.session import Session
 from podium.pods.slices import BadRequestError, SliceError
+from podium.run.divisible import check_divisible
 
 INTERRUPTED = 130
 

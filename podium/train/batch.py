@@ -10,12 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from podium.config.schema import Config
-from podium.config.sizes import batch_sequences, row_tokens, rows_per_device
-from podium.models.architecture import DecoderConfig
-from podium.models.flops import matrix_elements, pair_flops
-from podium.sharding import ShardingRules
-from podium.train.packing import Chunk, Packing, balanced_rows, chunk_tokens, pack_rows
+from podium.run.spec import BatchSizes
+from podium.train.packing import Chunk, balanced_rows, chunk_tokens, pack_rows
 from podium.train.samples import Sample
 
 
@@ -39,27 +35,6 @@ class Batch:
     num_tokens: jax.Array  # [] float32, sum of mask
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchSizes:
-    """The shapes of a run's batches, which no step changes, and how rows are filled."""
-
-    row_tokens: int
-    """T; no prompt with its completion may be longer."""
-    rows: int
-    """B of a micro-batch, over all devices."""
-    max_rows: int
-    """Rows that any optimizer step may need; K follows from it."""
-    packing: Packing
-    max_new_tokens: int
-    """The longest that a completion may be: the denominator of `mean: constant`."""
-    ages: bool = False
-    """Whether batches say how old tokens are."""
-    devices: int = 1
-    """That share the rows of a micro-batch; for one alone rows are not balanced."""
-    pair_cost: float = 0.0
-    """Work of a token that sees another, in units of a token's share of the matrices; rows are of equal work."""
-
-
 @dataclasses.dataclass(frozen=True)
 class TokenSpan:
     """Where the predictions of a sample's tokens are in a batch."""
@@ -67,20 +42,6 @@ class TokenSpan:
     row: int
     start: int
     length: int
-
-
-def batch_sizes(config: Config, decoder: DecoderConfig, rules: ShardingRules) -> BatchSizes:
-    """The sizes that a config and its model mean on the mesh of these rules."""
-    return BatchSizes(
-        row_tokens=row_tokens(config),
-        rows=rows_per_device(config) * rules.num_shards("batch"),
-        max_rows=batch_sequences(config),
-        packing=config.train.packing,
-        max_new_tokens=config.rollout.max_new_tokens,
-        ages=config.rollout.in_flight > 1,
-        devices=rules.num_shards("batch"),
-        pair_cost=pair_flops(decoder) / (2 * matrix_elements(decoder)),
-    )
 
 
 def make_batch(samples: Sequence[Sample], sizes: BatchSizes) -> tuple[Batch, list[TokenSpan]]:

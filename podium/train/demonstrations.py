@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from podium.config.schema import Config
 from podium.models.tokenizer import Tokenizer
 from podium.rollout.request import Completion, RolloutStats
 from podium.rollout.transcript import transcript_of
+from podium.run.spec import RolloutSpec
 from podium.tasks.task import Prompt, Reward
 from podium.train.feed import EncodedPrompt
 from podium.train.generate import Group
 
 
 def demonstrate(
-    prompts: Sequence[EncodedPrompt], config: Config, tokenizer: Tokenizer
+    prompts: Sequence[EncodedPrompt], spec: RolloutSpec, tokenizer: Tokenizer
 ) -> tuple[list[Group], RolloutStats]:
     """The groups of a step, and what it took: nothing was decoded. A text too long is cut, with finish reason `length`.
 
@@ -26,9 +26,9 @@ def demonstrate(
     groups = []
     for each in prompts:
         prompt = each.prompt.prompt
-        text = completion_text(prompt, config.tasks[each.prompt.task].completion)
+        text = completion_text(prompt, spec.prompts.tasks[each.prompt.task].completion)
         tokens = np.array([*tokenizer.encode(text), tokenizer.eos_tokens[0]], np.int32)
-        cut = tokens[: config.rollout.max_new_tokens]
+        cut = tokens[: spec.sampling.max_new_tokens]
         nothing = np.zeros(len(cut), np.float32)
         completion = Completion(
             tokens=cut,

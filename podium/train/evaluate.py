@@ -22,8 +22,8 @@ from podium.observe.text import shown
 from podium.rollout.request import RolloutStats
 from podium.tasks.mixture import TaskPrompt
 from podium.train.feed import request_seed
-from podium.train.generate import AnswerSettings, Group, Rollouts, sampling_params
-from podium.train.setup import load_parts, make_model
+from podium.train.generate import AnswerSettings, Group, Rollouts
+from podium.train.setup import load_parts, make_model, rollout_spec
 from podium.train.step_files import saved_steps
 
 Z_95 = 1.959963984540054
@@ -54,7 +54,7 @@ def evaluate(rollouts: Rollouts) -> Evaluation:
 
     Seeds depend on the question's number alone, so two evaluations of the same weights are equal.
     """
-    start, config = time.perf_counter(), rollouts.config.eval
+    start, config = time.perf_counter(), rollouts.spec.evaluation
     tasks: dict[str, TaskScores] = {}
     answers: dict[str, list[Group]] = {}
     rolled = RolloutStats()
@@ -121,7 +121,8 @@ def evaluate_weights(config: Config, run: Fork | None) -> tuple[Evaluation, int 
     model = make_model(config)
     if run is not None and run.step is None:
         run = run._replace(step=max(saved_steps(run.checkpoints), default=None))
-    with contextlib.closing(Rollouts(config, model.decoder, model.tokenizer, model.mesh)) as rollouts:
+    spec = rollout_spec(config, model)
+    with contextlib.closing(Rollouts(spec, model.decoder, model.tokenizer, model.mesh)) as rollouts:
         rollouts.grader.check([prompts[0] for prompts in rollouts.feed.tasks.eval_prompts(1).values()])
         rollouts.load(*load_parts(model, run))
         return evaluate(rollouts), None if run is None else run.step
@@ -173,12 +174,10 @@ def _answers(
     """The graded answers to the questions that fit; raises ValueError where none does."""
     if not completions:
         return [], RolloutStats()
-    seeds = [request_seed(rollouts.config.seed, f"eval {task}", index) for index in range(len(prompts))]
+    seeds = [request_seed(rollouts.spec.prompts.seed, f"eval {task}", index) for index in range(len(prompts))]
     encoded = [rollouts.feed.encode(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
     asked = [each for each in encoded if each is not None]
     if not asked:
         raise ValueError(f"{task}: no evaluation question fits in rollout.max_prompt_tokens; raise it")
-    sampling = dataclasses.replace(
-        sampling_params(rollouts.config), temperature=temperature, top_k=0, top_p=1.0, min_p=0.0
-    )
+    sampling = dataclasses.replace(rollouts.spec.sampling, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
     return rollouts.answer(asked, AnswerSettings(sampling=sampling, completions=completions))

@@ -3,8 +3,8 @@
 import dataclasses
 import hashlib
 
-from podium.config.schema import Config
 from podium.models.tokenizer import Tokenizer
+from podium.run.spec import PromptSpec
 from podium.tasks.mixture import TaskMixture, TaskPrompt
 
 
@@ -24,14 +24,14 @@ class EncodedPrompt:
 class Feed:
     """The prompts of a run in their order; its cursor is saved with the run."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
+    def __init__(self, spec: PromptSpec, tokenizer: Tokenizer) -> None:
         """Makes the tasks; data is read when it is first asked for.
 
         Raises:
             ValueError: a task is wrong.
         """
-        self.config, self.tokenizer = config, tokenizer
-        self.tasks = TaskMixture(config.tasks, seed=config.seed)
+        self.spec, self.tokenizer = spec, tokenizer
+        self.tasks = TaskMixture(spec.tasks, seed=spec.seed)
 
     @property
     def cursor(self) -> int:
@@ -58,7 +58,7 @@ class Feed:
             skipped += 1
             too_long.add((prompt.task, prompt.prompt.id))
             if len(too_long) == sum(self.tasks.num_prompts().values()):
-                limit = self.config.rollout.max_prompt_tokens
+                limit = self.spec.max_tokens
                 raise ValueError(f"no prompt fits in rollout.max_prompt_tokens {limit}; raise it")
         return prompts
 
@@ -69,7 +69,7 @@ class Feed:
         return encoded
 
     def _encode(self, prompt: TaskPrompt, number: int) -> EncodedPrompt | None:
-        encoded = self.encode(prompt, request_seed(self.config.seed, "train", number))
+        encoded = self.encode(prompt, request_seed(self.spec.seed, "train", number))
         return None if encoded is None else dataclasses.replace(encoded, number=number)
 
     def encode(self, prompt: TaskPrompt, seed: int) -> EncodedPrompt | None:
@@ -79,13 +79,12 @@ class Feed:
             tokens = tuple(self.tokenizer.encode_messages(conversation))
         else:
             tokens = tuple(self.tokenizer.encode_chat(prompt.prompt.question, prompt.system_prompt))
-        rollout = self.config.rollout
-        if len(tokens) <= rollout.max_prompt_tokens:
+        if len(tokens) <= self.spec.max_tokens:
             return EncodedPrompt(prompt=prompt, tokens=tokens, seed=seed)
-        if rollout.long_prompts == "error":
+        if self.spec.long_prompts == "error":
             raise ValueError(
                 f"prompt {prompt.prompt.id} has {len(tokens)} tokens and rollout.max_prompt_tokens is"
-                f" {rollout.max_prompt_tokens}; raise it, or set rollout.long_prompts to drop"
+                f" {self.spec.max_tokens}; raise it, or set rollout.long_prompts to drop"
             )
         return None
 

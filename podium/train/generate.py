@@ -7,27 +7,25 @@ import math
 import signal
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from podium.accelerators import auto_dtype, cpu_flags, recognise
 from podium.algorithms.advantages import equal_reward_groups
-from podium.algorithms.recipes import make_recipe
-from podium.config.schema import Config, Dtype, RolloutConfig
-from podium.config.sizes import check_split, prompts_in_flight
 from podium.job.context import alone
 from podium.job.watchdog import Watchdog
 from podium.models.architecture import DecoderConfig
-from podium.models.layouts import Layout, resolve
+from podium.models.layouts import Layout
 from podium.models.params import ROLLOUT_LAYOUTS
 from podium.models.tokenizer import Tokenizer
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Completion, Request, RolloutStats, SamplingParams
 from podium.rollout.transcript import Transcript, transcript_of
+from podium.run.resolve import host_share
+from podium.run.spec import RolloutSpec
 from podium.sharding import Params, ShardingRules
 from podium.tasks.grading import Grader, Grading
 from podium.tasks.mixture import TaskPrompt
@@ -93,7 +91,7 @@ class Rollouts:
 
     def __init__(
         self,
-        config: Config,
+        spec: RolloutSpec,
         decoder: DecoderConfig,
         tokenizer: Tokenizer,
         mesh: Mesh,
@@ -110,26 +108,25 @@ class Rollouts:
         Raises:
             ValueError: a task, its data or the engine's sizes are wrong.
         """
-        self.config, self.feed = config, Feed(config, tokenizer)
-        recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
+        self.spec, self.feed = spec, Feed(spec.prompts, tokenizer)
         self.training = AnswerSettings(
-            sampling=sampling_params(config),
-            completions=config.group_size,
-            max_refills=recipe.max_refills if recipe.zero_variance == "refill" else 0,
-            in_flight=prompts_in_flight(config),
+            sampling=spec.sampling,
+            completions=spec.completions,
+            max_refills=spec.max_refills,
+            in_flight=spec.in_flight,
         )
         self._pending, self._version = tuple[Pending, ...](), 0
-        dtype = as_dtype(config.rollout.dtype, mesh)
-        self.layout = rollout_layout(config, decoder, mesh)
+        dtype = jnp.dtype(spec.dtype)
+        self.layout = spec.layout
         local = mesh if self.layout.over_hosts else host_mesh(mesh)
         rules = rollout_rules(self.layout, decoder, local)
-        settings = host_settings(config.rollout, hosts=mesh.size // local.size)
+        settings = host_share(spec.settings, mesh.size // local.size)
         self._localize = make_localize(decoder, mesh, local, dtype)
         self.engine = RolloutEngine(settings, decoder, rules, tokenizer, dtype=dtype)
         self._stop = stop or AgreedStop(StopSignal())
         self._watchdog = watchdog or alone().watchdog
         self._on_progress = on_progress
-        self.grader = Grader(config.tasks, config.grading, max_new_tokens=config.rollout.max_new_tokens)
+        self.grader = Grader(spec.prompts.tasks, spec.grading, max_new_tokens=spec.sampling.max_new_tokens)
 
     @property
     def position(self) -> Position:
@@ -240,7 +237,7 @@ class _Choice:
     def __init__(self, rollouts: Rollouts, pending: Sequence[Pending], count: int, per_step: int) -> None:
         self._stop, self._watchdog, self._version = rollouts._stop, rollouts._watchdog, rollouts._version
         self._first = [each.first_version for each in pending]
-        self._sizes = {"per_step": per_step, "max_staleness": rollouts.config.rollout.max_staleness}
+        self._sizes = {"per_step": per_step, "max_staleness": rollouts.spec.settings.max_staleness}
         self._count, self._engine_steps, self._since = count, 0, math.inf
         self._together = rollouts.layout.over_hosts
         self.asks = self._together or len(pending) > count  # else all of them are waited for, by each host as it likes
@@ -333,43 +330,7 @@ def _request(pending: Pending, settings: AnswerSettings) -> Request:
     return Request(prompt=prompt.tokens, seed=prompt.seed, begun=pending.completions, **how)
 
 
-def rollout_layout(config: Config, decoder: DecoderConfig, mesh: Mesh) -> Layout:
-    """The layout of a run's rollout on the mesh of all its devices, whose hosts decode each by itself."""
-    devices: list[Any] = list(mesh.devices.flat)
-    hosts = len({device.process_index for device in devices})
-    machine = recognise(devices[0].device_kind, mesh.size)
-    return resolve(config, decoder, machine, devices=mesh.size, hosts=hosts)
-
-
 def rollout_rules(layout: Layout, decoder: DecoderConfig, mesh: Mesh) -> ShardingRules:
     """How weights and sequences are split over the devices of a mesh, in the order that they have there."""
     shape = layout.mesh(mesh.shape, decoder.kv_heads)
     return ShardingRules(Mesh(mesh.devices.reshape(tuple(shape.values())), tuple(shape)), ROLLOUT_LAYOUTS[layout.name])
-
-
-def host_settings(config: RolloutConfig, *, hosts: int) -> RolloutConfig:
-    """A host's share of the engine's slots, rows and cache. Raises ValueError where they do not divide."""
-    check_split(config, hosts, "hosts")
-    own = {"slots": config.slots // hosts, "prefill_rows": config.prefill_rows // hosts}
-    if config.cache_tokens is not None:
-        own["cache_tokens"] = config.cache_tokens // hosts
-    return config.model_copy(update=own)
-
-
-def sampling_params(config: Config) -> SamplingParams:
-    """How completions are drawn in training."""
-    rollout = config.rollout
-    return SamplingParams(
-        max_new_tokens=rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        top_k=rollout.top_k,
-        top_p=rollout.top_p,
-        min_p=rollout.min_p,
-        stop=tuple(rollout.stop),
-    )
-
-
-@functools.cache
-def as_dtype(name: Dtype, mesh: Mesh) -> jnp.dtype:
-    """The number format that a config's `dtype` means on these devices."""
-    return jnp.dtype(auto_dtype(mesh.devices.flat[0].platform, cpu_flags()) if name == "auto" else name)

@@ -15,9 +15,8 @@ import optax.contrib
 from jax.sharding import NamedSharding, PartitionSpec
 
 from podium.config.imports import imported, is_path
-from podium.config.optimizer import OptimizerConfig
+from podium.config.optimizer import OPTIMIZER_COPIES, OptimizerConfig
 from podium.models.blocks.spec import ParamSpec, ParamSpecs, is_matrix, matrix_dims
-from podium.models.layouts import OPTIMIZER_COPIES
 from podium.sharding import Params
 from podium.train.offload import Offloaded, in_host_memory, offloaded
 

@@ -8,11 +8,10 @@ predicted, then the completion without its last. So a prompt costs its length on
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Literal
 
+from podium.run.spec import Packing
 from podium.train.balance import Lengths, balance
 
-Packing = Literal["none", "sequences", "shared_prompts"]
 Chunk = list[int]
 """Samples of one group that stay in one row, behind one copy of their prompt; by number."""
 

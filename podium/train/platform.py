@@ -5,10 +5,13 @@ import os
 import re
 
 import jax
+from jax.sharding import Mesh
 
-from podium.accelerators import CPU_INFO, cpu_flags
+from podium.accelerators import CPU_INFO, cpu_flags, recognise
 from podium.files import user_cache
 from podium.malloc import keep_freed_memory, only_cpu
+from podium.run.machine import Machine
+from podium.sharding import slice_of
 
 CACHE_BYTES = 10 * 2**30
 """Of compiled programs that are kept; those not used for the longest time go first."""
@@ -34,6 +37,19 @@ def keep_compiled() -> None:
     jax.config.update("jax_compilation_cache_dir", str(user_cache("xla") / features))
     jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def machine_of(mesh: Mesh) -> Machine:
+    """The machine that the devices of a mesh are."""
+    devices = list(mesh.devices.flat)
+    return Machine(
+        platform=devices[0].platform,
+        devices=len(devices),
+        hosts=len({device.process_index for device in devices}),
+        slices=len({slice_of(device) for device in devices}),
+        accelerator=recognise(devices[0].device_kind, len(devices)),
+        cpu_flags=cpu_flags(),
+    )
 
 
 def machine_text() -> str:

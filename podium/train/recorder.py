@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from podium.algorithms.losses import narrow_clip_warning
-from podium.algorithms.recipes import Recipe
 from podium.config.schema import Config
 from podium.job.records import ProgressReport
 from podium.models.architecture import DecoderConfig
@@ -26,6 +25,7 @@ from podium.observe.run_dir import LENGTHS, SAMPLES, RunDir
 from podium.observe.stats import BatchStats, CarryStats, CompletionStats, StepStats, UpdateStats
 from podium.observe.writers import MetricWriter
 from podium.rollout.request import RolloutStats
+from podium.run.spec import RunSpec
 from podium.train.distributed import gather, local_memory
 from podium.train.evaluate import Evaluation
 from podium.train.generate import Group
@@ -57,12 +57,11 @@ class Recorder:
 
     def __init__(
         self,
-        config: Config,
+        spec: RunSpec,
         run_dir: RunDir,
         writer: MetricWriter,
         progress: Progress,
         *,
-        recipe: Recipe,
         report: ProgressReport,
         task_labels: list[str],
         pieces: Callable[[Sequence[int]], list[str]],
@@ -70,18 +69,18 @@ class Recorder:
         on_step: OnStep = unheard,
     ) -> None:
         """Write nothing yet. `pieces` splits tokens into texts; without `check` nothing is planned."""
-        self.config = config
+        self.spec = spec
         self.run_dir = run_dir
         self.writer = writer
         self.progress = progress
-        self._recipe = recipe
+        self._recipe = spec.recipe
         self._report = report
         self._labels = task_labels
         self._check = check
         self._pieces = pieces
         self._on_step = on_step
         self._warned = False
-        self._alarms = (RewardAlarm(config.rollout), CarryAlarms(config.rollout))
+        self._alarms = (RewardAlarm(spec.rollout.settings), CarryAlarms(spec.rollout.settings))
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=STEPS_AVERAGED)
         self._checkpoint_s: float | None = None
         self._start = self._cpu_start = 0.0
@@ -114,7 +113,7 @@ class Recorder:
             sync_s=sync_s,
             checkpoint_s=self._checkpoint_s,
             mean_step_s=float(np.mean(self._step_seconds)) if averaged else None,
-            carried=carry_stats(groups, rolled.drawn_lengths) if self.config.rollout.in_flight > 1 else None,
+            carried=carry_stats(groups, rolled.drawn_lengths) if self.spec.rollout.settings.in_flight > 1 else None,
             memory=device_memory(),
         )
         metrics = step_metrics(stats)
@@ -152,8 +151,8 @@ class Recorder:
     ) -> list[dict[str, Any]]:
         """Write samples of the step's groups, the first with its tokens, and the lengths of all; return the samples."""
         samples = []
-        every = self.config.metrics.samples_every
-        sampled = sampled_groups(step, prompts_per_step=self.config.prompts_per_step, samples_every=every)
+        every = self.spec.metrics.samples_every
+        sampled = sampled_groups(step, prompts_per_step=self.spec.prompts_per_step, samples_every=every)
         advantages = dict(
             zip(
                 batched.kept.tolist(),
@@ -179,7 +178,7 @@ class Recorder:
         self.writer.write_samples(step, samples)
         prompts = [len(group.tokens) for group in groups]
         completions = [transcript.num_drawn for group in groups for transcript in group.transcripts]
-        drawn = rolled.drawn_lengths if self.config.rollout.in_flight > 1 else None
+        drawn = rolled.drawn_lengths if self.spec.rollout.settings.in_flight > 1 else None
         self.run_dir.append(LENGTHS, lengths_record(step, prompts, completions, drawn))
         return samples
 

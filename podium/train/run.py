@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import optax
 from rich.console import Console
 
-from podium.algorithms.recipes import make_recipe
 from podium.config.lora import FULL_RATE, LORA_RATE
 from podium.config.schema import Config
 from podium.files import absolute
@@ -27,6 +26,7 @@ from podium.observe.run_dir import Fork, RunDir
 from podium.observe.summary import versions
 from podium.observe.writers import MetricWriter
 from podium.rollout.request import RolloutStats
+from podium.run.spec import RunSpec
 from podium.sharding import Params, abstract_params
 from podium.train.carry import Position
 from podium.train.checkpoint import Checkpointer, restore_state
@@ -44,6 +44,7 @@ from podium.train.setup import (
     make_model,
     make_run_optimizer,
     make_train_settings,
+    run_spec,
 )
 from podium.train.signals import StopSignal
 from podium.train.state import TrainState, abstract_state, init_state, restarted
@@ -51,15 +52,15 @@ from podium.train.step_files import newest_whole_step
 from podium.train.trainer import Trainer
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunParts:
     """What lives from a run's first step to its last."""
 
-    config: Config
+    spec: RunSpec
     run_dir: RunDir
     progress: Progress
     phase: Callable[[str], None]
-    """Says what is being done from now on: to the user, and to the watchdog."""
+    """Tells the user and the watchdog what the run does from now on."""
     stop: AgreedStop
     rollouts: Rollouts
     trainer: Trainer
@@ -68,19 +69,19 @@ class RunParts:
     profiler: Profiler
     save_timer: "SaveTimer"
     resources: contextlib.ExitStack
-    """Closes what is the run's alone: services, the last checkpoint, graders, the engine."""
+    """Closes what belongs to the run alone: services, the last checkpoint, graders, the engine."""
 
     @property
     def samples(self) -> bool:
-        """Whether completions are sampled; else the data has them."""
-        return not self.trainer.recipe.demonstrations
+        """Whether completions are sampled; otherwise the data has them."""
+        return not self.spec.recipe.demonstrations
 
     @property
     def answer(self) -> Callable[[Sequence[EncodedPrompt]], tuple[list[Group], RolloutStats]]:
-        """What gives the graded completions of a step's prompts, and what they took."""
+        """The function from a step's prompts to their graded completions and the statistics of making them."""
         if self.samples:
             return self.rollouts.answer
-        return partial(demonstrate, config=self.config, tokenizer=self.rollouts.feed.tokenizer)
+        return partial(demonstrate, spec=self.spec.rollout, tokenizer=self.rollouts.feed.tokenizer)
 
 
 @contextlib.contextmanager
@@ -94,7 +95,9 @@ def open_run(
     on_step: OnStep,
     profile: Window | None,
 ) -> Iterator[tuple[RunParts, TrainState, int]]:
-    """The parts of a run, its state, whose weights are loaded, and how many steps are done; arguments as of `train`.
+    """Open the parts of a run; yield them, the run's state, whose weights are loaded, and the number of steps done.
+
+    Arguments as of `train`.
 
     Raises:
         ValueError: something that the config names cannot be used; the message says what, and the way out.
@@ -117,15 +120,29 @@ def open_run(
         phase("model")
         model = make_model(config)
         run_dir.write_machine(machine_text())
+        spec = run_spec(config, model.decoder, model.mesh)
         _plan(check, config, model, run_dir, progress)
-        optimizer, frozen = make_run_optimizer(config, model.decoder), load_frozen(model)
-        hooks = {"stop": stop, "watchdog": job.watchdog, "on_progress": progress.advance}
-        rollouts = Rollouts(config, model.decoder, model.tokenizer, model.mesh, **hooks)
+        optimizer = make_run_optimizer(spec.optimizer, model.decoder)
+        frozen = load_frozen(model)
+        rollouts = Rollouts(
+            spec.rollout,
+            model.decoder,
+            model.tokenizer,
+            model.mesh,
+            stop=stop,
+            watchdog=job.watchdog,
+            on_progress=progress.advance,
+        )
         resources.callback(rollouts.close)
         rollouts.grader.check(rollouts.feed.tasks.first_prompts())  # bad data is an error before the first compile
-        beat, saving = job.watchdog.beat, partial(_begin_save, phase, run_dir)
-        newest = from_leader(lambda: newest_whole_step(run_dir.checkpoints, progress.message, beat))
-        checkpointer = Checkpointer(run_dir.checkpoints, config.checkpoint, base_of(frozen), on_save=saving, beat=beat)
+        newest = from_leader(lambda: newest_whole_step(run_dir.checkpoints, progress.message, job.watchdog.beat))
+        checkpointer = Checkpointer(
+            run_dir.checkpoints,
+            spec.checkpoint,
+            base_of(frozen),
+            on_save=partial(_begin_save, phase, run_dir),
+            beat=job.watchdog.beat,
+        )
         resources.callback(checkpointer.close)
         state, saved, done = _load_state(run_dir.fork, newest, model, optimizer, checkpointer, frozen)
         rollouts.position = Position.read(saved, rollouts.feed)
@@ -133,17 +150,38 @@ def open_run(
         job.report.update(step=done)
         run_dir.truncate(done or -1)
         writer = resources.enter_context(MetricWriter(run_dir, config, announce=progress.message))
-        trainer = _make_trainer(config, model, optimizer, run_dir.path, kept(frozen, model.rules))
+        trainer = _make_trainer(spec, model, optimizer, run_dir.path, kept(frozen, model.rules))
         rollouts.load(state.params, trainer.frozen, version=done)
-        _say_what_was_chosen(trainer, rollouts, progress)
-        told = {"recipe": trainer.recipe, "report": job.report, "check": check, "on_step": on_step}
-        told |= {"task_labels": list(rollouts.feed.tasks.labels), "pieces": model.tokenizer.pieces}
-        recorder = Recorder(config, run_dir, writer, progress, **told)
+        _say_what_was_chosen(spec, progress)
+        recorder = Recorder(
+            spec,
+            run_dir,
+            writer,
+            progress,
+            report=job.report,
+            task_labels=list(rollouts.feed.tasks.labels),
+            pieces=model.tokenizer.pieces,
+            check=check,
+            on_step=on_step,
+        )
         profiler = Profiler(run_dir.path if run_dir.writes else None, profile, progress.message)
         resources.callback(profiler.close)
         resources.enter_context(job.watching_for_notices())
-        live = (config, run_dir, progress, phase, stop, rollouts, trainer, recorder, checkpointer, profiler)
-        yield RunParts(*live, SaveTimer(60.0 * config.checkpoint.every_minutes), resources), state, done
+        parts = RunParts(
+            spec=spec,
+            run_dir=run_dir,
+            progress=progress,
+            phase=phase,
+            stop=stop,
+            rollouts=rollouts,
+            trainer=trainer,
+            recorder=recorder,
+            checkpointer=checkpointer,
+            profiler=profiler,
+            save_timer=SaveTimer(60.0 * spec.checkpoint.every_minutes),
+            resources=resources,
+        )
+        yield parts, state, done
 
 
 class SaveTimer:
@@ -172,13 +210,13 @@ def _plan(check: PlanCheck | None, config: Config, model: Model, run_dir: RunDir
         progress.message(line)
 
 
-def _say_what_was_chosen(trainer: Trainer, rollouts: Rollouts, progress: Progress) -> None:
+def _say_what_was_chosen(spec: RunSpec, progress: Progress) -> None:
     """Name what the config leaves to the machine, and with LoRA what is trained."""
-    if (lora := trainer.settings.decoder.lora) is not None:
-        progress.message(lora_line(lora, trainer.settings.decoder, rollouts.config.train.optimizer.learning_rate))
-    progress.message(f"number formats: update {trainer.settings.dtype}, rollout {rollouts.engine.dtype}")
-    progress.message(f"attention: {trainer.settings.attention}; head: {trainer.settings.head}")
-    progress.message(f"rollout layout: {rollouts.layout.why or rollouts.layout.name}")
+    if (lora := spec.decoder.lora) is not None:
+        progress.message(lora_line(lora, spec.decoder, spec.optimizer.settings.learning_rate))
+    progress.message(f"number formats: update {spec.update.dtype}, rollout {spec.rollout.dtype}")
+    progress.message(f"attention: {spec.update.attention}; head: {spec.update.head}")
+    progress.message(f"rollout layout: {spec.rollout.layout.why or spec.rollout.layout.name}")
 
 
 def lora_line(lora: Lora, decoder: DecoderConfig, rate: float) -> str:
@@ -217,12 +255,19 @@ def _open_run_dir(config: Config, fork: Fork | None) -> RunDir:
 
 
 def _make_trainer(
-    config: Config, model: Model, optimizer: optax.GradientTransformation, folder: Path, frozen: Params
+    spec: RunSpec, model: Model, optimizer: optax.GradientTransformation, folder: Path, frozen: Params
 ) -> Trainer:
-    recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
-    reference = (frozen or load_trained(model, None, frozen)) if recipe.needs_reference else None
-    settings = make_train_settings(config, model.decoder, model.mesh)
-    return Trainer(config, recipe, settings, optimizer, reference=reference, folder=folder, frozen=frozen)
+    reference = (frozen or load_trained(model, None, frozen)) if spec.recipe.needs_reference else None
+    return Trainer(
+        spec.recipe,
+        make_train_settings(spec.update, spec.decoder, model.mesh),
+        optimizer,
+        sizes=spec.batch,
+        schedule=spec.optimizer,
+        reference=reference,
+        folder=folder,
+        frozen=frozen,
+    )
 
 
 def _load_state(

@@ -7,25 +7,26 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from podium.config.attention import attention_backend
-from podium.config.head import head_kind
 from podium.config.lora import LoraConfig
 from podium.config.schema import Config
-from podium.config.sizes import optimizer_steps, row_groups, tokens_per_gather
 from podium.models.adapters import base_of, make_quantise
 from podium.models.architecture import DecoderConfig, make_lora
 from podium.models.hf import load_params
-from podium.models.params import TRAIN_AXES, check_tokens, frozen_dtype, param_specs, trained_specs
+from podium.models.params import TRAIN_AXES, frozen_dtype, param_specs, trained_specs
 from podium.models.peft import load_adapter
-from podium.models.source import ModelSource, read_architecture, resolve
+from podium.models.source import ModelSource, read_architecture
+from podium.models.source import resolve as find_source
 from podium.models.tokenizer import Tokenizer, load_tokenizer
 from podium.observe.run_dir import Fork
+from podium.run.divisible import check_tokens
+from podium.run.machine import Machine
+from podium.run.resolve import resolve, resolve_rollout
+from podium.run.spec import OptimizerSpec, RolloutSpec, RunSpec, UpdateSpec
 from podium.sharding import Params, ShardingRules, abstract_params, init_params, make_mesh
 from podium.train.checkpoint import restore_params
-from podium.train.generate import as_dtype
 from podium.train.offload import check_host_memory
 from podium.train.optimizer import make_optimizer
-from podium.train.platform import prepare_platform
+from podium.train.platform import machine_of, prepare_platform
 from podium.train.step import TrainSettings
 
 
@@ -41,6 +42,11 @@ class Model:
     """How its adapters begin, where it has some."""
 
     @property
+    def machine(self) -> Machine:
+        """The devices of its mesh."""
+        return machine_of(self.mesh)
+
+    @property
     def rules(self) -> ShardingRules:
         """Where its weights are kept."""
         return ShardingRules(self.mesh, TRAIN_AXES)
@@ -53,7 +59,7 @@ def make_model(config: Config) -> Model:
         ValueError: the model, its tokenizer or the mesh cannot be used.
     """
     prepare_platform()
-    source, mesh = resolve(config.model), make_mesh(config.mesh)
+    source, mesh = find_source(config.model), make_mesh(config.mesh)
     if config.train.offload_optimizer:
         check_host_memory(mesh)
     decoder = dataclasses.replace(read_architecture(source), lora=make_lora(config.lora))
@@ -62,28 +68,37 @@ def make_model(config: Config) -> Model:
     return Model(source=source, decoder=decoder, tokenizer=tokenizer, mesh=mesh, lora=config.lora)
 
 
-def make_train_settings(config: Config, decoder: DecoderConfig, mesh: Mesh) -> TrainSettings:
+def run_spec(config: Config, decoder: DecoderConfig, mesh: Mesh) -> RunSpec:
+    """What the config means on the devices of a mesh."""
+    return resolve(config, decoder, machine_of(mesh), mesh=dict(mesh.shape))
+
+
+def rollout_spec(config: Config, model: Model) -> RolloutSpec:
+    """How the config has prompts completed and graded: all that evaluation takes of a run."""
+    return resolve_rollout(config, model.decoder, model.machine)
+
+
+def make_train_settings(update: UpdateSpec, decoder: DecoderConfig, mesh: Mesh) -> TrainSettings:
     """The settings that the trainer's compiled programs share in this run."""
     return TrainSettings(
         decoder=decoder,
         mesh=mesh,
-        dtype=as_dtype(config.train.dtype, mesh),
-        temperature=config.rollout.temperature,
-        remat=config.train.remat,
-        head=head_kind(config.train.head, mesh.devices.flat[0].platform, mesh.shape["tp"]),
-        head_chunk_tokens=config.train.head_chunk_tokens,
-        attention=attention_backend(config.train.attention, mesh.devices.flat[0].platform),
-        row_groups=row_groups(config),
-        reduce_dtype=jnp.dtype(config.train.reduce_dtype),
-        tokens=tokens_per_gather(config, sp=mesh.shape["sp"], tp=mesh.shape["tp"]),
-        head_dtype=None if config.train.head_dtype == "auto" else jnp.dtype(config.train.head_dtype),
+        dtype=jnp.dtype(update.dtype),
+        temperature=update.temperature,
+        remat=update.remat,
+        head=update.head,
+        head_chunk_tokens=update.head_chunk_tokens,
+        attention=update.attention,
+        row_groups=update.row_groups,
+        reduce_dtype=jnp.dtype(update.reduce_dtype),
+        tokens=update.tokens_per_gather,
+        head_dtype=None if update.head_dtype is None else jnp.dtype(update.head_dtype),
     )
 
 
-def make_run_optimizer(config: Config, decoder: DecoderConfig) -> optax.GradientTransformation:
+def make_run_optimizer(optimizer: OptimizerSpec, decoder: DecoderConfig) -> optax.GradientTransformation:
     """The optimizer of a run, its schedule over all of the run's steps."""
-    specs, offload = trained_specs(decoder), config.train.offload_optimizer
-    return make_optimizer(config.train.optimizer, optimizer_steps(config), specs, offload=offload)
+    return make_optimizer(optimizer.settings, optimizer.steps, trained_specs(decoder), offload=optimizer.offload)
 
 
 def load_weights(model: Model, run: Fork | None) -> Params:

@@ -12,11 +12,10 @@ import numpy as np
 import optax
 
 from podium.algorithms.recipes import Recipe
-from podium.config.schema import Config
-from podium.config.sizes import optimizer_steps
 from podium.observe.stats import BatchStats, UpdateStats
+from podium.run.spec import BatchSizes, OptimizerSpec
 from podium.sharding import Params
-from podium.train.batch import Batch, batch_sizes
+from podium.train.batch import Batch
 from podium.train.distributed import is_leader, on_host
 from podium.train.generate import Group
 from podium.train.optimizer import learning_rate
@@ -35,28 +34,30 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
         recipe: Recipe,
         settings: TrainSettings,
         optimizer: optax.GradientTransformation,
         *,
+        sizes: BatchSizes,
+        schedule: OptimizerSpec,
         reference: Params | None,
         folder: Path,
         frozen: Params | None = None,
     ) -> None:
         """Make the programs; each is compiled when it is first used.
 
-        `reference` holds the first model's parameters, if the recipe needs them. A batch that diverges is saved in
-        `folder`. `frozen` holds the weights under LoRA's adapters, which are the reference too.
+        `sizes` holds the shapes of all batches, and the learning rate follows `schedule`. `reference` holds the first
+        model's parameters, if the recipe needs them. A batch that diverges is saved in `folder`. `frozen` holds the
+        weights under LoRA's adapters, which are the reference too.
         """
         self.frozen = frozen or {}
         self.recipe = recipe
         self.settings = settings
         self.folder = folder
-        self.sizes = batch_sizes(config, settings.decoder, settings.computing)
+        self.sizes = sizes
         self.score, self.train_step = make_train_programs(settings, recipe, optimizer)
         self.scorers = make_scorers(recipe, settings, self.score, reference)
-        self.learning_rate = learning_rate(config.train.optimizer, optimizer_steps(config))
+        self.learning_rate = learning_rate(schedule.settings, schedule.steps)
         self.updates_per_step = recipe.updates_per_batch * recipe.minibatches
 
     def prepare(self, params: Params, groups: Sequence[Group]) -> tuple[list[Batch], BatchStats]:

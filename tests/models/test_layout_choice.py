@@ -8,7 +8,7 @@ from podium.accelerators import find_accelerator
 from podium.config.errors import ConfigError
 from podium.config.schema import Config
 from podium.models.blocks.kind import Block, Stack
-from podium.models.layouts import DecodeFloor, Layout, machine_of, resolve
+from podium.models.layouts import DecodeFloor, Layout, choose_layout, machine_of
 from podium.models.presets import PRESETS
 from podium.settings import load_settings
 
@@ -26,7 +26,9 @@ def config(**rollout: Any) -> Config:
 
 
 def chosen(decoder=QWEN_3B, accelerator=V6E, **rollout: Any) -> Layout:
-    return resolve(config(**rollout), decoder, accelerator, devices=accelerator.devices, hosts=accelerator.hosts)
+    return choose_layout(
+        config(**rollout).rollout, decoder, accelerator, devices=accelerator.devices, hosts=accelerator.hosts
+    )
 
 
 def floor_ms(group: int, rows: int) -> float:
@@ -124,7 +126,7 @@ def test_a_group_splits_heads_as_far_as_they_go_and_sequences_over_the_rest():
 
 def test_machines_that_are_not_in_the_table_are_replicated_unless_told_otherwise():
     def on_cpu(**rollout):
-        return resolve(config(**rollout), QWEN_3B, None, devices=8, hosts=2)
+        return choose_layout(config(**rollout).rollout, QWEN_3B, None, devices=8, hosts=2)
 
     found = on_cpu()
     assert (found.name, found.group) == ("replicated", 1)

@@ -7,7 +7,8 @@ from tiny_decoder import DECODER, tiny
 
 from podium.accelerators import find_accelerator
 from podium.config.schema import Config
-from podium.models.params import ROLLOUT_LAYOUTS, TRAIN_AXES, axis_parts, check_divisible, indivisible, param_specs
+from podium.models.params import ROLLOUT_LAYOUTS, TRAIN_AXES, axis_parts, indivisible, param_specs
+from podium.run.divisible import check_divisible
 from podium.sharding import ShardingRules, make_mesh, param_shardings
 
 V6E = find_accelerator("v6e-8")

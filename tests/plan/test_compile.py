@@ -24,6 +24,7 @@ from podium.plan.phases import phase_programs
 from podium.plan.tpu_compile import CODE_PER_TEXT, compile_tpu
 from podium.plan.worker import Job, _compile_kernels, looped_work, named_memory
 from podium.sharding import make_mesh
+from podium.train.setup import run_spec
 from tests.plan.estimated import tiny_config
 
 CPU = Accelerator(name="cpu-8", generation="cpu", devices=8, hosts=1, hbm_bytes=GIB)
@@ -95,7 +96,7 @@ def test_what_was_compiled_is_answered_from_disk(folder, no_process):
     compiled = compile_phases([job_of("sync", folder)], folder=folder, progress=reports.append)["sync"]
     assert [(each.phase, each.state, each.done, each.total) for each in reports] == [("sync", "cached", 1, 1)]
     mesh = make_mesh("auto")
-    here = phase_programs(tiny_config(), DECODER, mesh)["sync"]
+    here = phase_programs(run_spec(tiny_config(), DECODER, mesh), mesh)["sync"]
     stats = here.lower().compile().memory_analysis()
     assert compiled.residents == here.residents
     sizes = (stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.temp_size_in_bytes)

@@ -117,7 +117,7 @@ class Programs:
         optimizer = make_optimizer(config.train.optimizer, 10, specs)
         params = abstract_params(specs, dtype, train)
         rows = settings.computing.sharding(None, "batch", None)
-        shape = (run.max_micro_batches, run.rows * run.dp * run.fsdp, run.row_tokens)
+        shape = (run.max_micro_batches, run.micro_batch_rows, run.row_tokens)
         ints, floats = (jax.ShapeDtypeStruct(shape, kind, sharding=rows) for kind in (jnp.int32, jnp.float32))
         counts = (jax.ShapeDtypeStruct((), kind, sharding=settings.computing.sharding()) for kind in "if")
         names = ("tokens", "targets", "positions", "segments", "prompts")
@@ -230,7 +230,7 @@ def test_a_reference_is_held_and_scored_with():
 
 @pytest.mark.parametrize(("flags", "size"), [({"avx2"}, 4), ({"avx2", "avx512_bf16"}, 2)])
 def test_auto_is_the_faster_format_of_this_cpu_and_bfloat16_elsewhere(flags, size, monkeypatch):
-    monkeypatch.setattr("podium.plan.sizes.cpu_flags", lambda: flags)
+    monkeypatch.setattr("podium.run.machine.cpu_flags", lambda: flags)
     on_cpu, on_gpu = (make_sizes(config(), SMALL, machine) for machine in (CPU, find_accelerator("h100-8")))
     assert (on_cpu.activation, on_cpu.rollout_activation) == (size, size)
     assert (on_gpu.activation, on_gpu.rollout_activation) == (2, 2)

@@ -23,6 +23,7 @@ from podium.plan.study import Case, Study
 from podium.plan.suggest import suggestions
 from podium.plan.worker import Job
 from podium.sharding import make_mesh
+from podium.train.setup import run_spec
 from tests.plan.estimated import QWEN3_8B, tiny_config
 
 CPU = Accelerator(name="cpu", generation="cpu", devices=8, hosts=1, hbm_bytes=GIB)
@@ -42,7 +43,8 @@ def sizes(lora: dict[str, Any] | None, machine: Accelerator = ONE, decoder=DECOD
 def programs(lora: dict[str, Any] | None, devices: int, **rollout: Any):
     config = config_of(lora, **rollout)
     decoder = dataclasses.replace(DECODER, lora=make_lora(config.lora))
-    found = phase_programs(config, decoder, make_mesh(config.mesh, jax.devices()[:devices]))
+    mesh = make_mesh(config.mesh, jax.devices()[:devices])
+    found = phase_programs(run_spec(config, decoder, mesh), mesh)
     return found | {"decode": found["decode:16"]}
 
 

@@ -11,7 +11,6 @@ import pytest
 from tiny_decoder import DECODER
 
 from podium.accelerators import GIB, Accelerator
-from podium.algorithms.recipes import make_recipe
 from podium.config.schema import Config
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.plan.estimate import residents
@@ -20,12 +19,13 @@ from podium.plan.sizes import make_sizes
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.programs import EnginePrograms
 from podium.rollout.request import Request, SamplingParams
+from podium.run.resolve import resolve_optimizer
 from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batch import make_batch
-from podium.train.generate import as_dtype, rollout_layout, rollout_rules
+from podium.train.generate import rollout_rules
 from podium.train.samples import single_answer
 from podium.train.scorers import with_scores
-from podium.train.setup import make_run_optimizer, make_train_settings
+from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
 from podium.train.state import init_state
 from podium.train.step import shard_batch
 from podium.train.trainer import Trainer
@@ -44,7 +44,8 @@ FACTORIES = {
 
 
 def planned(config: Config) -> dict[str, PhaseProgram]:
-    return phase_programs(config, DECODER, make_mesh(config.mesh))
+    mesh = make_mesh(config.mesh)
+    return phase_programs(run_spec(config, DECODER, mesh), mesh)
 
 
 class Letters:
@@ -57,16 +58,23 @@ class Letters:
 
 def make_engine(config: Config) -> RolloutEngine:
     mesh = make_mesh(config.mesh)
-    rules = rollout_rules(rollout_layout(config, DECODER, mesh), DECODER, mesh)
-    dtype = as_dtype(config.rollout.dtype, mesh)
-    return RolloutEngine(config.rollout, DECODER, rules, Letters(), dtype=dtype)
+    spec = run_spec(config, DECODER, mesh).rollout
+    rules = rollout_rules(spec.layout, DECODER, mesh)
+    return RolloutEngine(config.rollout, DECODER, rules, Letters(), dtype=jnp.dtype(spec.dtype))
 
 
 def make_trainer(config: Config, reference: Any) -> Trainer:
-    recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
-    settings = make_train_settings(config, DECODER, make_mesh(config.mesh))
-    optimizer = make_run_optimizer(config, DECODER)
-    return Trainer(config, recipe, settings, optimizer, reference=reference, folder=Path())
+    mesh = make_mesh(config.mesh)
+    spec = run_spec(config, DECODER, mesh)
+    return Trainer(
+        spec.recipe,
+        make_train_settings(spec.update, DECODER, mesh),
+        make_run_optimizer(spec.optimizer, DECODER),
+        sizes=spec.batch,
+        schedule=spec.optimizer,
+        reference=reference,
+        folder=Path(),
+    )
 
 
 @pytest.mark.parametrize(("module", "factory"), [(module, name) for module in FACTORIES for name in FACTORIES[module]])
@@ -116,7 +124,7 @@ def run():
     engine.device.programs = EnginePrograms(**programs)
     params = init_params(0, param_specs(DECODER), rules)
     trainer = make_trainer(config, init_params(0, param_specs(DECODER), rules))
-    optimizer = make_run_optimizer(config, DECODER)
+    optimizer = make_run_optimizer(resolve_optimizer(config), DECODER)
     state = init_state(params, optimizer)
     engine.load(params)
     sampling = SamplingParams(max_new_tokens=8)

@@ -11,7 +11,6 @@ import pytest
 from tiny_decoder import DECODER
 
 from podium.accelerators import GIB, Accelerator, find_accelerator
-from podium.algorithms.recipes import make_recipe
 from podium.config.schema import Config
 from podium.hlo.cost import Peaks, Roofline
 from podium.models.params import TRAIN_AXES, param_specs
@@ -28,7 +27,7 @@ from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batch import make_batch
 from podium.train.samples import single_answer
 from podium.train.scorers import with_scores
-from podium.train.setup import make_run_optimizer, make_train_settings
+from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
 from podium.train.state import init_state
 from podium.train.step import shard_batch
 from podium.train.trainer import Trainer
@@ -57,11 +56,19 @@ class TrainerAndBatch:
 
     def __init__(self, config: Config) -> None:
         mesh = make_mesh(config.mesh)
-        rules, recipe = ShardingRules(mesh, TRAIN_AXES), make_recipe(config.algorithm, group_size=4, prompts_per_step=4)
-        optimizer = make_run_optimizer(config, DECODER)
+        rules, spec = ShardingRules(mesh, TRAIN_AXES), run_spec(config, DECODER, mesh)
+        optimizer = make_run_optimizer(spec.optimizer, DECODER)
         params, reference = (init_params(0, param_specs(DECODER), rules) for _ in range(2))
-        settings = make_train_settings(config, DECODER, mesh)
-        self.trainer = Trainer(config, recipe, settings, optimizer, reference=reference, folder=Path())
+        settings = make_train_settings(spec.update, DECODER, mesh)
+        self.trainer = Trainer(
+            spec.recipe,
+            settings,
+            optimizer,
+            sizes=spec.batch,
+            schedule=spec.optimizer,
+            reference=reference,
+            folder=Path(),
+        )
         self.state = init_state(params, optimizer)
         sample = single_answer(
             group=0, prompt=(1, 2), tokens=np.zeros(3, np.int32), sampled_logprobs=np.zeros(3, np.float32)
@@ -265,7 +272,7 @@ def test_gradients_alone_go_over_the_network_where_machines_hold_copies():
     inside, apart = (
         make_sizes(tiny_config(mesh=mesh), DECODER, find_accelerator("h100-16")) for mesh in ("auto", "fsdp:16")
     )
-    assert (inside.dp, inside.fsdp) == (2, 8) and network_bytes(inside, "decode", 10**6) == 0
+    assert (inside.mesh["dp"], inside.mesh["fsdp"]) == (2, 8) and network_bytes(inside, "decode", 10**6) == 0
     assert network_bytes(inside, "update", 10**6) == 2 * 4 * inside.own_count // 2
     assert network_bytes(apart, "decode", 8 * 10**6) == 10**6
     one = make_sizes(tiny_config(), DECODER, find_accelerator("h100-8"))

@@ -18,7 +18,7 @@ from podium.tasks.task import Reward
 from podium.train.carry import Pending, Position, chosen
 from podium.train.generate import Rollouts
 from podium.train.loop import train
-from podium.train.setup import load_weights, make_model
+from podium.train.setup import load_weights, make_model, rollout_spec
 from podium.train.step_files import saved_steps
 
 CARRIED = {"in_flight": 1.5, "max_staleness": 1, "max_new_tokens": 10, "slots": 8, "refill_steps": 2}
@@ -71,7 +71,9 @@ class Made:
     def __init__(self, config, steps: int) -> None:
         model = make_model(config)
         self.steps, self.stats = [], []
-        with contextlib.closing(Rollouts(config, model.decoder, model.tokenizer, model.mesh)) as rollouts:
+        with contextlib.closing(
+            Rollouts(rollout_spec(config, model), model.decoder, model.tokenizer, model.mesh)
+        ) as rollouts:
             weights = load_weights(model, None)
             for step in range(steps):
                 rollouts.load(weights, version=step)

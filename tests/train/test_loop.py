@@ -19,7 +19,7 @@ from podium.rollout.engine import RolloutEngine
 from podium.rollout.scheduler import Scheduler
 from podium.train.generate import Rollouts
 from podium.train.loop import train
-from podium.train.setup import load_weights, make_model
+from podium.train.setup import load_weights, make_model, rollout_spec
 from podium.train.trainer import DivergedError
 
 pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
@@ -94,7 +94,9 @@ def test_a_group_is_graded_while_others_are_still_decoded(tiny_model, tmp_path, 
     config, events, retire = make_config(tiny_model, tmp_path, rollout={"slots": 4}), [], Scheduler.retire
     model = make_model(config)
     monkeypatch.setattr(Scheduler, "retire", lambda self, slot: (events.append("ended"), retire(self, slot)))
-    with contextlib.closing(Rollouts(config, model.decoder, model.tokenizer, model.mesh)) as rollouts:
+    with contextlib.closing(
+        Rollouts(rollout_spec(config, model), model.decoder, model.tokenizer, model.mesh)
+    ) as rollouts:
         submit = rollouts.grader.submit
         monkeypatch.setattr(rollouts.grader, "submit", lambda items: (events.append("graded"), submit(items))[1])
         rollouts.load(load_weights(model, None))

@@ -9,7 +9,15 @@ from tiny_runs import make_config
 from podium import accelerators
 from podium.models.linear import kept, kept_dtype
 from podium.train import generate
-from podium.train.setup import load_frozen, load_trained, load_weights, make_model, make_train_settings
+from podium.train.setup import (
+    load_frozen,
+    load_trained,
+    load_weights,
+    make_model,
+    make_train_settings,
+    rollout_spec,
+    run_spec,
+)
 
 OLD, NEW, AMX = "avx2 fma avx512f", "avx2 fma avx512f avx512_bf16", "avx2 fma avx512f amx_bf16 amx_tile"
 
@@ -22,10 +30,8 @@ def cpu_says(tmp_path, monkeypatch):
         (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
         monkeypatch.setattr(accelerators, "CPU_INFO", tmp_path / "cpuinfo")
         monkeypatch.delenv("XLA_FLAGS", raising=False)
-        generate.as_dtype.cache_clear()
 
-    yield say
-    generate.as_dtype.cache_clear()
+    return say
 
 
 @pytest.mark.parametrize(
@@ -45,8 +51,12 @@ def test_engine_and_update_multiply_in_the_format_that_is_faster_on_this_cpu(
     cpu_says(flags)
     config = make_config(tiny_model, tmp_path, **named)
     model = make_model(config)
-    assert make_train_settings(config, model.decoder, model.mesh).dtype == jnp.dtype(update)
-    with contextlib.closing(generate.Rollouts(config, model.decoder, model.tokenizer, model.mesh)) as rollouts:
+    assert make_train_settings(
+        run_spec(config, model.decoder, model.mesh).update, model.decoder, model.mesh
+    ).dtype == jnp.dtype(update)
+    with contextlib.closing(
+        generate.Rollouts(rollout_spec(config, model), model.decoder, model.tokenizer, model.mesh)
+    ) as rollouts:
         rollouts.load(load_weights(model, None))
         params = rollouts.engine.device.params
         assert rollouts.engine.dtype == jnp.dtype(engine)
@@ -61,7 +71,9 @@ def test_what_no_update_changes_is_there_once_in_bfloat16_too(tiny_model, tmp_pa
     model = make_model(config)
     frozen = kept(load_frozen(model), model.rules)
     assert {value.dtype for value in frozen.values()} == {jnp.dtype(jnp.uint16)}
-    with contextlib.closing(generate.Rollouts(config, model.decoder, model.tokenizer, model.mesh)) as rollouts:
+    with contextlib.closing(
+        generate.Rollouts(rollout_spec(config, model), model.decoder, model.tokenizer, model.mesh)
+    ) as rollouts:
         rollouts.load(load_trained(model, None, frozen), frozen)
         assert rollouts.engine.device.params is not None
         assert all(rollouts.engine.device.params[name] is value for name, value in frozen.items())

@@ -3,7 +3,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_runs import make_config, make_group, recipe_of
+from tiny_runs import make_config, make_group, spec_of
 
 from podium.job.records import ProgressReport
 from podium.observe.stats import BatchStats, UpdateStats
@@ -67,11 +67,10 @@ def record_steps(count: int, *, checkpoint_s: float | None = None, equal_groups:
     config = make_config(algorithm=algorithm, prompts_per_step=2, metrics={"samples_every": 1})
     report = ProgressReport(None)
     recorder = Recorder(
-        config,
+        spec_of(config),
         kept,
         kept,
         kept,
-        recipe=recipe_of(config),
         report=report,
         task_labels=["sums"],
         pieces=lambda tokens: [str(token) for token in tokens],

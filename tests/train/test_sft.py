@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_runs import make_config, read_records
+from tiny_runs import make_config, read_records, spec_of
 
 from podium import cli
 from podium.config.errors import ConfigError
@@ -40,15 +40,15 @@ def test_it_learns_the_data_and_a_run_begins_from_it(tiny_model, tmp_path):
 def test_groups_are_the_data_with_an_end(tiny_model):
     config = make_config(tiny_model, **SFT)
     tokenizer = load_tokenizer(resolve(str(tiny_model)))
-    prompts = Feed(config, tokenizer).next(3)
-    groups, rolled = demonstrate(prompts, config, tokenizer)
+    prompts = Feed(spec_of(config).rollout.prompts, tokenizer).next(3)
+    groups, rolled = demonstrate(prompts, spec_of(config).rollout, tokenizer)
     for each, group in zip(prompts, groups, strict=True):
         (completion,) = group.transcripts
         assert tokenizer.decode(completion.drawn_tokens.tolist()) == each.prompt.prompt.answer == completion.text
         assert completion.drawn_tokens[-1] == tokenizer.eos_tokens[0] and completion.finish_reason == "stop"
     assert rolled.completion_tokens == sum(group.transcripts[0].num_drawn for group in groups)
     shorter = make_config(tiny_model, rollout={"max_new_tokens": 1}, **SFT)
-    (cut, *_), _ = demonstrate(prompts, shorter, tokenizer)
+    (cut, *_), _ = demonstrate(prompts, spec_of(shorter).rollout, tokenizer)
     assert (cut.transcripts[0].num_drawn, cut.transcripts[0].finish_reason) == (1, "length")
 
 

@@ -22,10 +22,10 @@ from tiny_runs import (
     sizes,
 )
 
-from podium.config.sizes import row_groups
 from podium.models.attention import causal_attention
 from podium.models.decoder import forward, head_weights
 from podium.models.logprobs import logits_at
+from podium.run.sizes import row_groups
 from podium.train.batch import Sample, make_batch, take
 from podium.train.state import init_state
 from podium.train.step import TrainSettings, make_score, make_train_step, shard_batch

@@ -20,11 +20,11 @@ from tiny_runs import (
     with_logprobs,
 )
 
-from podium.config.sizes import row_tokens, rows_per_device
 from podium.models.params import ROLLOUT_AXES
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.rollout.transcript import transcript_of
+from podium.run.sizes import row_tokens, rows_per_device
 from podium.sharding import ShardingRules
 from podium.train.batch import make_batch
 from podium.train.generate import Group

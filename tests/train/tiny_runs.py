@@ -13,16 +13,19 @@ import optax
 from tiny_decoder import DECODER
 
 from benches.recipes import RISE, first_and_last, learn, write_tiny_model
-from podium.algorithms.recipes import Recipe, make_recipe
+from podium.algorithms.recipes import Recipe
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import Config
-from podium.config.sizes import optimizer_steps
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.observe.metrics import step_metrics
 from podium.observe.run_dir import Fork, read_config
 from podium.observe.stats import StepStats
 from podium.rollout.request import Completion, RolloutStats
 from podium.rollout.transcript import Transcript, transcript_of
+from podium.run.machine import Machine
+from podium.run.resolve import resolve, resolve_recipe
+from podium.run.sizes import optimizer_steps
+from podium.run.spec import RunSpec
 from podium.sharding import Params, ShardingRules, make_mesh, param_shardings
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import Prompt, Reward
@@ -199,7 +202,16 @@ def _trainer(devices: int, reference: bool, temperature: float, changes: str) ->
     config, rules = _config(changes), rules_of(devices=devices)
     settings = make_train_settings(rules, temperature=temperature)
     first = make_params(rules) if reference else None
-    return Trainer(config, recipe_of(config), settings, _optimizer(config), reference=first, folder=Path())
+    spec = spec_of(config, devices=devices)
+    return Trainer(
+        spec.recipe,
+        settings,
+        _optimizer(config),
+        sizes=spec.batch,
+        schedule=spec.optimizer,
+        reference=first,
+        folder=Path(),
+    )
 
 
 def train_on(
@@ -228,7 +240,12 @@ def _optimizer(config: Config) -> optax.GradientTransformation:
 
 def recipe_of(config: Config) -> Recipe:
     """What a config's algorithm means."""
-    return make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
+    return resolve_recipe(config)
+
+
+def spec_of(config: Config, *, devices: int = 1) -> RunSpec:
+    """What a config means for DECODER on so many CPU devices of one host."""
+    return resolve(config, DECODER, Machine(platform="cpu", devices=devices))
 
 
 @functools.cache

@@ -1,0 +1,1 @@
+"""A run resolved: settings, model and machine become one frozen `RunSpec`, which trainer, planner and benches share."""

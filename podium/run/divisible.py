@@ -1,0 +1,82 @@
+"""Whether a model and a rollout split evenly over a machine, before anything is compiled or rented."""
+
+from collections.abc import Callable
+
+from podium.accelerators import Accelerator
+from podium.config.mesh import MeshSizes
+from podium.config.schema import Config
+from podium.config.sizes import cache_pages, check_split
+from podium.models.architecture import DecoderConfig
+from podium.models.blocks.spec import ParamSpecs
+from podium.models.params import (
+    ROLLOUT_LAYOUTS,
+    TRAIN_AXES,
+    MeshAxes,
+    axis_parts,
+    indivisible,
+    mesh_axis_names,
+    param_specs,
+)
+from podium.run.machine import Machine
+from podium.run.resolve import resolve_layout, resolve_mesh
+from podium.run.sizes import row_tokens
+
+_IN_WORDS = {
+    "vocab": "a vocabulary of {}",
+    "heads": "{} query heads",
+    "kv_heads": "{} key/value heads",
+    "mlp": "an MLP width of {}",
+    "width": "a width of {}",
+}
+
+
+def check_divisible(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> None:
+    """Check, before anything is compiled or rented, that weights and sequences split evenly over a machine's mesh.
+
+    Raises ValueError where the mesh does not fit the machine, or does not divide the model or the rollout's slots; the
+    message has the values that work.
+    """
+    machine = Machine.planned(accelerator)
+    mesh = resolve_mesh(config, machine)
+    specs = param_specs(decoder)
+    parts = axis_parts(TRAIN_AXES, mesh)
+    for _, axis, dim in indivisible(specs, lambda axis: parts.get(axis, 1)):
+        names = [name for name in mesh_axis_names(TRAIN_AXES[axis]) if mesh[name] > 1]
+        works = ", ".join(str(size) for size in _working_sizes(specs, TRAIN_AXES[axis], accelerator.devices))
+        raise ValueError(
+            f"mesh {config.mesh!r}: {_IN_WORDS[axis].format(dim)} ({config.model}) cannot be split evenly by"
+            f" {' x '.join(f'{name}:{mesh[name]}' for name in names)}; on {accelerator.devices} devices"
+            f" {' x '.join(names)} can be {works}"
+        )
+    check_tokens(config, decoder, mesh)
+    layout = resolve_layout(config, decoder, machine)
+    rollout_mesh = layout.mesh(mesh, decoder.kv_heads)
+    shards = axis_parts(ROLLOUT_LAYOUTS[layout.name], rollout_mesh)["batch"]
+    check_split(config.rollout, shards)
+    cache_pages(config.rollout, shards)
+
+
+def check_tokens(config: Config, decoder: DecoderConfig, mesh: MeshSizes) -> None:
+    """Raises ValueError where the mesh's sp does not divide rows, or the heads that attention splits instead."""
+    sp, tp, length = mesh["sp"], mesh["tp"], row_tokens(config)
+    if decoder.heads % (sp * tp):
+        works = [size for size in range(1, decoder.heads + 1) if decoder.heads % (size * tp) == 0]
+        raise ValueError(
+            f"mesh {config.mesh!r}: attention splits {decoder.heads} query heads ({config.model}) over sp:{sp} x"
+            f" tp:{tp}, which they do not divide by; with tp:{tp}, sp can be {', '.join(map(str, works))}"
+        )
+    if length % sp:
+        raise ValueError(
+            f"mesh {config.mesh!r}: rows of {length} tokens cannot be split evenly by sp:{sp}; set train.row_tokens to"
+            f" {-(-length // sp) * sp}"
+        )
+
+
+def _working_sizes(specs: ParamSpecs, mesh_axes: MeshAxes, devices: int) -> list[int]:
+    """Sizes of mesh axes, together, that divide the devices and every dimension that they split."""
+
+    def parts(size: int) -> Callable[[str], int]:
+        return lambda axis: size if TRAIN_AXES.get(axis) == mesh_axes else 1
+
+    sizes = (size for size in range(1, devices + 1) if devices % size == 0)
+    return [size for size in sizes if not any(indivisible(specs, parts(size)))]

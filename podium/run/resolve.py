@@ -1,0 +1,173 @@
+"""From settings, a model and a machine to a `RunSpec`; each choice is made here, once. No jax.
+
+The trainer resolves for the devices that it has, the planner for a machine of the table, `podium certify` for one
+device: they call the same functions, so a plan's spec is that of the run.
+"""
+
+from podium.accelerators import auto_dtype
+from podium.algorithms.recipes import Recipe, make_recipe
+from podium.config.attention import attention_backend
+from podium.config.head import head_kind
+from podium.config.mesh import MeshSizes, mesh_shape
+from podium.config.schema import AlgorithmConfig, Config, Dtype, RolloutConfig
+from podium.config.sizes import check_split
+from podium.models.architecture import DecoderConfig
+from podium.models.flops import matrix_elements, pair_flops
+from podium.models.layouts import Layout, choose_layout
+from podium.models.params import TRAIN_AXES, axis_parts
+from podium.rollout.request import SamplingParams
+from podium.run.machine import Machine
+from podium.run.sizes import (
+    batch_sequences,
+    optimizer_steps,
+    prompts_in_flight,
+    row_groups,
+    row_tokens,
+    rows_per_device,
+    tokens_per_gather,
+)
+from podium.run.spec import BatchSizes, Format, OptimizerSpec, PromptSpec, RolloutSpec, RunSpec, UpdateSpec
+
+
+def resolve(config: Config, decoder: DecoderConfig, machine: Machine, *, mesh: MeshSizes | None = None) -> RunSpec:
+    """Every choice of a run on a machine.
+
+    Args:
+        config: of the run.
+        decoder: the model's numbers, LoRA's included.
+        machine: the devices of the run.
+        mesh: sizes of the mesh axes on it; unset: those that the config's `mesh` means there.
+
+    Raises:
+        ValueError: settings contradict each other, the model or the machine; the message names the key and a way out.
+    """
+    mesh = resolve_mesh(config, machine) if mesh is None else mesh
+    return RunSpec(
+        machine=machine,
+        decoder=decoder,
+        recipe=resolve_recipe(config),
+        mesh=mesh,
+        batch=resolve_batch(config, decoder, mesh),
+        update=resolve_update(config, machine, mesh),
+        optimizer=resolve_optimizer(config),
+        rollout=resolve_rollout(config, decoder, machine),
+        steps=config.steps,
+        prompts_per_step=config.prompts_per_step,
+        evaluation=config.eval,
+        checkpoint=config.checkpoint,
+        metrics=config.metrics,
+    )
+
+
+def resolve_mesh(config: Config, machine: Machine) -> MeshSizes:
+    """The sizes of the mesh axes. Raises ValueError where the mesh does not fit the machine."""
+    return mesh_shape(config.mesh, devices=machine.devices, hosts=machine.hosts, slices=machine.slices)
+
+
+def resolve_recipe(config: Config, algorithm: AlgorithmConfig | None = None) -> Recipe:
+    """The algorithm with what the config changes of it. Raises ValueError where the changes contradict each other."""
+    return make_recipe(
+        algorithm or config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step
+    )
+
+
+def resolve_batch(config: Config, decoder: DecoderConfig, mesh: MeshSizes) -> BatchSizes:
+    """The shapes of a run's batches on a mesh."""
+    shards = axis_parts(TRAIN_AXES, mesh)["batch"]
+    return BatchSizes(
+        row_tokens=row_tokens(config),
+        rows=rows_per_device(config) * shards,
+        max_rows=batch_sequences(config),
+        packing=config.train.packing,
+        max_new_tokens=config.rollout.max_new_tokens,
+        ages=config.rollout.in_flight > 1,
+        devices=shards,
+        pair_cost=pair_flops(decoder) / (2 * matrix_elements(decoder)),
+    )
+
+
+def resolve_update(config: Config, machine: Machine, mesh: MeshSizes) -> UpdateSpec:
+    """How batches are scored and updated on. Raises ValueError where a kernel is named that the machine lacks."""
+    train = config.train
+    return UpdateSpec(
+        dtype=resolve_format(train.dtype, machine),
+        reduce_dtype=train.reduce_dtype,
+        head_dtype=None if train.head_dtype == "auto" else train.head_dtype,
+        temperature=config.rollout.temperature,
+        remat=train.remat,
+        head=head_kind(train.head, machine.platform, mesh["tp"]),
+        head_chunk_tokens=train.head_chunk_tokens,
+        attention=attention_backend(train.attention, machine.platform),
+        row_groups=row_groups(config),
+        tokens_per_gather=tokens_per_gather(config, sp=mesh["sp"], tp=mesh["tp"]),
+    )
+
+
+def resolve_optimizer(config: Config) -> OptimizerSpec:
+    """The optimizer, its schedule over all of the run's steps."""
+    return OptimizerSpec(
+        settings=config.train.optimizer, steps=optimizer_steps(config), offload=config.train.offload_optimizer
+    )
+
+
+def resolve_rollout(config: Config, decoder: DecoderConfig, machine: Machine) -> RolloutSpec:
+    """How prompts are completed and graded on a machine: all that evaluation needs too.
+
+    Raises ValueError where the layout does not fit the model or the machine.
+    """
+    rollout, recipe = config.rollout, resolve_recipe(config)
+    return RolloutSpec(
+        settings=rollout,
+        layout=resolve_layout(config, decoder, machine),
+        dtype=resolve_format(rollout.dtype, machine),
+        prompts=PromptSpec(
+            tasks=tuple(config.tasks),
+            seed=config.seed,
+            max_tokens=rollout.max_prompt_tokens,
+            long_prompts=rollout.long_prompts,
+        ),
+        grading=config.grading,
+        evaluation=config.eval,
+        sampling=sampling_params(rollout),
+        completions=config.group_size,
+        max_refills=recipe.max_refills if recipe.zero_variance == "refill" else 0,
+        in_flight=prompts_in_flight(config),
+    )
+
+
+def resolve_layout(config: Config, decoder: DecoderConfig, machine: Machine) -> Layout:
+    """How the rollout's weights and sequences lie on the machine, whose hosts decode each by itself."""
+    return choose_layout(
+        config.rollout,
+        decoder,
+        machine.accelerator,
+        devices=machine.devices,
+        hosts=machine.hosts,
+        optimizer=config.train.optimizer.name,
+    )
+
+
+def resolve_format(dtype: Dtype, machine: Machine) -> Format:
+    """The number format that a config's `dtype` means on a machine."""
+    return auto_dtype(machine.platform, machine.cpu_flags) if dtype == "auto" else dtype
+
+
+def sampling_params(rollout: RolloutConfig) -> SamplingParams:
+    """How completions are drawn in training."""
+    return SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        stop=tuple(rollout.stop),
+    )
+
+
+def host_share(rollout: RolloutConfig, hosts: int) -> RolloutConfig:
+    """A host's share of the engine's slots, rows and cache. Raises ValueError where they do not divide."""
+    check_split(rollout, hosts, "hosts")
+    own = {"slots": rollout.slots // hosts, "prefill_rows": rollout.prefill_rows // hosts}
+    if rollout.cache_tokens is not None:
+        own["cache_tokens"] = rollout.cache_tokens // hosts
+    return rollout.model_copy(update=own)
