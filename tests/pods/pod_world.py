@@ -93,7 +93,7 @@ class PodWorld(Cloud):
 def make_checkout(folder: Path) -> Path:
     """A small git checkout that has what the workers' side needs."""
     folder.mkdir()
-    parts = ("*.py", "job/*.py", "pods/*.py", "pods/host/*")  # what the agent imports, and more
+    parts = ("*.py", "config/*.py", "job/*.py", "pods/*.py", "pods/host/*")  # what the agent imports, and more
     files = [file for part in parts for file in (ROOT / "podium").glob(part) if file.is_file()]
     for file in files:
         target = folder / file.relative_to(ROOT)
