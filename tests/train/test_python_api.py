@@ -138,7 +138,7 @@ def test_a_bug_in_a_reward_is_shown_with_its_prompt(tiny_model, runs):
         ({"data": []}, "data: it has no rows"),
         ({"data": [{"question": "q", "answer": object()}]}, "data: row 0 cannot be written as JSON"),
         ({"data": [{"prompt": "q", "answer": 1}]}, "no column 'question'"),
-        ({"rewards": []}, "rewards: there is none"),
+        ({"rewards": []}, "rewards: none given"),
         ({"rewards": ["format"]}, "format alone do not define a correct answer"),
         ({"rewards": [podium.math_equal, podium.text_equal]}, "keep one"),
         ({"rewards": [short, short]}, "listed twice"),
