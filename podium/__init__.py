@@ -13,8 +13,6 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any
 
-from podium.config import hints
-
 if TYPE_CHECKING:
     from podium.algorithms.losses import TokenLoss
     from podium.algorithms.recipes import Recipe
@@ -70,15 +68,6 @@ class _Verb(types.ModuleType):
 def make_verb(module: str) -> None:
     """Have a subpackage, which is being imported, be called like a function: `podium.train(...)`."""
     sys.modules[module].__class__ = _Verb
-
-
-def _foreign_key(key: str, file: str) -> str | None:
-    from podium.compat.seed_keys import hint
-
-    return hint(key, file)
-
-
-hints.offer(_foreign_key)
 
 
 def __getattr__(name: str) -> Any:

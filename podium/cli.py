@@ -17,6 +17,7 @@ import typer
 
 from podium import __version__
 from podium.bench.cli import bench_app
+from podium.compat.hints import offer_hints
 from podium.malloc import keep_freed_memory
 from podium.plan.cli import PlanCommand, plan
 from podium.pods.cli import pod_app
@@ -46,6 +47,7 @@ Settings = Annotated[
 def main() -> None:
     """Run the command line; errors that a user can cause are printed without a traceback."""
     keep_freed_memory()
+    offer_hints()
     try:
         app(prog_name="podium")
     except (ValueError, OSError) as error:

@@ -9,8 +9,9 @@ _hints: list[Hint] = []
 
 
 def offer(hint: Hint) -> None:
-    """Have every later error about an unknown key ask `hint` first."""
-    _hints.append(hint)
+    """Ask `hint` in every later error about an unknown key; offering it again changes nothing."""
+    if hint not in _hints:
+        _hints.append(hint)
 
 
 def hint_for(key: str, file: str) -> str | None:

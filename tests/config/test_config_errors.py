@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from podium.compat.hints import offer_hints
 from podium.config.errors import ConfigError, nearest
 from podium.config.schema import Config
 from podium.settings import load_settings
+
+offer_hints()  # as the command line and the Python interface do
 
 BASE = "model: demo\ntasks: [{name: arithmetic}]\n"
 
