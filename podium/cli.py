@@ -260,8 +260,16 @@ def chat(
     from podium.api.chat import typed
 
     console = Console(highlight=False)
-    options = {"system_prompt": system, "temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
-    raise typer.Exit(talk(target, console=console, lines=typed(console), **options))
+    status = talk(
+        target,
+        console=console,
+        lines=typed(console),
+        system_prompt=system,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+    )
+    raise typer.Exit(status)
 
 
 @app.command()

@@ -104,8 +104,8 @@ def _algorithm(config: Config) -> Iterator[Contradiction]:
         yield Contradiction(("group_size", "algorithm.recipe"), f"{rule}; set group_size to 1")
     scope = ("algorithm", "group_size", "prompts_per_step")
     settings = [f"algorithm.{name}" for name in type(config.algorithm).model_fields] + list(scope[1:])
-    sizes = {"group_size": config.group_size, "prompts_per_step": config.prompts_per_step}
-    for key, message in conflicts(config.algorithm, **sizes):
+    found = conflicts(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
+    for key, message in found:
         mentioned = set(re.findall(r"\w+", message))
         named = [other for other in settings if other != key and other.rpartition(".")[2] in mentioned]
         yield Contradiction((key, *named), message, scope)
@@ -169,7 +169,9 @@ def _layout(config: Config) -> Iterator[Contradiction]:
 
 def _in_flight(config: Config) -> Iterator[Contradiction]:
     """Completions that are older than the weights are trained on with a ratio to who drew them, and not too old."""
-    over, oldest, N = config.rollout.in_flight, config.rollout.max_staleness, config.prompts_per_step
+    over = config.rollout.in_flight
+    oldest = config.rollout.max_staleness
+    N = config.prompts_per_step
     this, bound = "rollout.in_flight", "rollout.max_staleness"
     if over == 1.0:
         if oldest not in (0, type(config.rollout).model_fields["max_staleness"].default):

@@ -67,7 +67,10 @@ class Conversation:
         room = self.rollouts.spec.prompts.max_tokens
         if len(prompt) > room:
             raise ValueError(f"the conversation has {len(prompt)} tokens, and {room} fit; /new begins another")
-        self.tokens, self.logprobs, said, ended = [], [], "", False
+        self.tokens = []
+        self.logprobs = []
+        said = ""
+        ended = False
         new = self._unread(prompt)
         try:
             while not ended:

@@ -61,8 +61,9 @@ def grpo(
     folder = as_path(settings.get("runs_dir", Config.model_fields["runs_dir"].default)) / name / DATA
     if in_bucket(folder) and not isinstance(data, str | Path):
         raise ValueError("data: rows are written into the run's folder, which must be on a disk; write them to a file")
-    columns: dict[str, Any] = {"question": question, "answer": answer, "system_prompt": system_prompt}
-    tasks = task_settings(data, eval_data, rewards, folder=folder, **columns)
+    tasks = task_settings(
+        data, eval_data, rewards, folder=folder, question=question, answer=answer, system_prompt=system_prompt
+    )
     own_questions = isinstance(tasks[0].value[0].get("path"), str) and eval_data is None
     never = [Override(f"eval.{key}", False, "no eval_data") for key in ("at_start", "at_end")] if own_questions else []
     given = [Override("model", str(model), "argument model"), Override("name", name, "argument name")]

@@ -187,7 +187,9 @@ def _figures(stats: RolloutStats, wall_s: float, cpu_s: float) -> dict[str, floa
 
 def _floor(config: Config, engine: RolloutEngine, context: float) -> tuple[float, str]:
     """The least milliseconds that a step of all slots can take, and where the figure comes from."""
-    rules, params, decoder = engine.rules, engine.device.params, engine.decoder
+    rules = engine.rules
+    params = engine.device.params
+    decoder = engine.decoder
     assert params is not None
     if rules.on_cpu:
         products = jax.jit(functools.partial(_products, rules=rules, dtype=engine.dtype))

@@ -54,7 +54,9 @@ def make_certificate(
     subject: Subject, *, full: bool = False, progress: Callable[[str], None] = lambda name: None
 ) -> Certificate:
     """All checks of a subject; `progress` is called with the name of each when it is done."""
-    start, updates, found = time.perf_counter(), Updates(subject), []
+    start = time.perf_counter()
+    updates = Updates(subject)
+    found = []
     for check in (check for stage in STAGES for check in stage(updates)):
         found.append(check)
         progress(check.name)

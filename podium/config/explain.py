@@ -207,7 +207,9 @@ def rule_text(node: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
 
 
 def _bounds(node: Mapping[str, Any]) -> str:
-    low, high, above = node.get("minimum"), node.get("maximum"), node.get("exclusiveMinimum")
+    low = node.get("minimum")
+    high = node.get("maximum")
+    above = node.get("exclusiveMinimum")
     if low is not None and high is not None:
         return f" from {_number(low)} to {_number(high)}"
     if above is not None:

@@ -373,7 +373,9 @@ def _evaluation(config: Config) -> Iterator[Contradiction]:
 
 
 def _checkpoints(config: Config) -> Iterator[Contradiction]:
-    checkpoint, every, spacing = config.checkpoint, config.checkpoint.every_steps, "checkpoint.every_steps"
+    checkpoint = config.checkpoint
+    every = config.checkpoint.every_steps
+    spacing = "checkpoint.every_steps"
     for name, value in (("keep_best", checkpoint.keep_best), ("keep_every", checkpoint.keep_every)):
         if value and not every:
             rule = f"{value} needs checkpoints to choose from, and with {spacing} 0 there is only the last"

@@ -13,7 +13,9 @@ from podium.config.lora import MATRICES
 from podium.models.architecture import LAYERS, DecoderConfig, Lora
 from podium.models.blocks.spec import ParamSpec, ParamSpecs, matrix_outputs, stacked
 
-LORA_A, LORA_B, SCALE = ".lora_a", ".lora_b", ".scale"
+LORA_A = ".lora_a"
+LORA_B = ".lora_b"
+SCALE = ".scale"
 """Endings of names: a matrix's two adapter factors, and the scales of its outputs if it is int8."""
 _PREFIX = re.compile(rf"^{re.escape(LAYERS)}(\d+\.)?")
 VOCAB_BLOCK = 128
@@ -100,7 +102,9 @@ def _lora_specs(layer: ParamSpecs, lora: Lora) -> ParamSpecs:
     found = {}
     for name in (name for name in MATRICES if name in layer):
         spec = layer[name]
-        shape, axes, lead = spec.shape, spec.axes, spec.stacked
+        shape = spec.shape
+        axes = spec.axes
+        lead = spec.stacked
         first = matrix_outputs(spec)
         if name in lora.targets:
             std = 1 / math.sqrt(math.prod(shape[lead:first]))

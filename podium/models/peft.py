@@ -24,7 +24,9 @@ from podium.models.params import LAYERS, LORA_A, trained_specs
 from podium.models.source import read_json
 from podium.sharding import Params, ShardingRules, param_shardings
 
-CONFIG, WEIGHTS, OWN = "adapter_config.json", "adapter_model.safetensors", "podium.json"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+OWN = "podium.json"
 PREFIX = "base_model.model."
 PARTS = {".lora_a": "lora_A", ".lora_b": "lora_B"}
 # What a PEFT config may say without changing what an adapter computes; every other key must be empty, false or absent.

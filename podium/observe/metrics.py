@@ -13,7 +13,9 @@ import numpy as np
 from podium.observe.metric_table import METRICS, Metric, Value
 from podium.observe.stats import EvaluationStats, StepStats
 
-REWARD, ACCURACY, UPDATES = "train-reward/total/mean", "eval/accuracy", "optimizer/updates"
+REWARD = "train-reward/total/mean"
+ACCURACY = "eval/accuracy"
+UPDATES = "optimizer/updates"
 TRUNCATED = "rollout/truncated_fraction"
 STEP_REPORT = (REWARD, "train-other/loss", ACCURACY, "time/train/step_s")
 """Metrics of the last step that a worker's status shows."""

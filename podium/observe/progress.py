@@ -95,7 +95,9 @@ class Progress:
 
     def phase(self, name: str) -> None:
         """Show that a phase begins: `model`, `rollout`, `update`, `evaluation`, ..."""
-        self._phase, self._phase_started, self._advance = name, time.monotonic(), None
+        self._phase = name
+        self._phase_started = time.monotonic()
+        self._advance = None
         self._line_at = self._phase_started
         self._first = name not in self._phases_seen
         if self._live is None and self._notice is not None:
@@ -117,7 +119,9 @@ class Progress:
         now = time.monotonic()
         if self._step_ended is not None:  # the first step compiles, so its duration predicts nothing
             self._durations.append(now - self._step_ended)
-        self._step_ended, self._done, self._metrics = now, step, metrics
+        self._step_ended = now
+        self._done = step
+        self._metrics = metrics
         self._rewards.append(float(metrics.get("train-reward/total/mean", float("nan"))))
         self._lengths.append(float(metrics.get("train-seq_len/completion/mean", float("nan"))))
         self._sample = sample or self._sample

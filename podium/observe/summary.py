@@ -152,7 +152,9 @@ def _files(folder: Path) -> Table:
 
 def next_commands(folder: Path, steps: int) -> list[str]:
     """Commands to try after a run of `steps` steps, written for this process's working directory."""
-    podium, run, config = _program(), shlex.quote(str(folder)), shlex.quote(str(folder / CONFIG))
+    podium = _program()
+    run = shlex.quote(str(folder))
+    config = shlex.quote(str(folder / CONFIG))
     again = f"{podium} train {config} --set steps={2 * max(1, steps)}"
     schedule = yaml.safe_load((folder / CONFIG).read_text())["train"]["optimizer"]["schedule"]
     if schedule != "constant":  # the schedule ended at the last step, so more steps need a new run

@@ -15,7 +15,9 @@ from podium.plan.result import judge
 from podium.plan.sizes import make_sizes
 from podium.run.divisible import check_divisible
 
-PROMPTS, GROUP, PREFILL_ROWS = 16, 8, 16
+PROMPTS = 16
+GROUP = 8
+PREFILL_ROWS = 16
 PROMPT_TOKENS, NEW_TOKENS = 512, 1024
 ROWS = (4, 2, 1)
 """Rows of a micro-batch on each device, the most first."""

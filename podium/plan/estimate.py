@@ -115,7 +115,9 @@ def sync_phase(run: RunSizes) -> PhaseEstimate:
 
 def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
     """One call for `prefill_rows` chunks of prompts."""
-    rows, a, decoder = -(-run.config.rollout.prefill_rows // run.rollout_shards), run.rollout_activation, run.decoder
+    rows = -(-run.config.rollout.prefill_rows // run.rollout_shards)
+    a = run.rollout_activation
+    decoder = run.decoder
     tokens = rows * bucket
     scored = tokens if run.layout.name == "legacy" else 0
     heads = run.rollout_heads
@@ -140,7 +142,9 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
 
     Without a number, as far as the longest sequence can.
     """
-    a, decoder, rollout = run.rollout_activation, run.decoder, run.config.rollout
+    a = run.rollout_activation
+    decoder = run.decoder
+    rollout = run.config.rollout
     slots = -(-(size or rollout.slots) // run.rollout_shards)
     heads, matmul = run.rollout_heads, decoder.active // run.layout.group
     read = run.in_blocks(context or rollout.max_prompt_tokens + rollout.max_new_tokens)
@@ -297,7 +301,9 @@ def _matmul_flops(run: RunSizes) -> int:
 
 def _update_flops(run: RunSizes) -> int:
     """Forward, backward, and what is made again: of a whole layer all but its last product, which no gradient needs."""
-    decoder, tokens, remat = run.decoder, run.tokens, run.config.train.remat
+    decoder = run.decoder
+    tokens = run.tokens
+    remat = run.config.train.remat
     last = sum(len(place.layers) * feed_forward_inner(decoder, place) for place in decoder.places)
     whole = _matmul_flops(run) - 2 * tokens * decoder.width * last
     logits = 2 * tokens * decoder.vocab * decoder.width

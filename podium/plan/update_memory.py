@@ -98,7 +98,9 @@ def loss_logits(run: RunSizes, *, all_tokens: bool = False) -> Parts:
 
 def _backward_peak(run: RunSizes) -> Parts:
     """One layer of a backward pass, recomputed, with the gradients that are made of it."""
-    decoder, a, tokens = run.decoder, run.activation, run.tokens // run.groups
+    decoder = run.decoder
+    a = run.activation
+    tokens = run.tokens // run.groups
     mlp, width, heads = BACKWARD[run.attention if run.attention == "reference" else _compiler(run)]
     split = max(
         mlp * feed_forward_inner(decoder, place) + heads * _attended_heads(run, place) for place in decoder.places
@@ -143,7 +145,9 @@ def _compiler(run: RunSizes) -> str:
 
 def _saved(run: RunSizes) -> Parts:
     """What `remat: none` keeps of every layer for the backward pass, its gathered weights and its scores among it."""
-    decoder, a, tokens = run.decoder, run.activation, run.tokens
+    decoder = run.decoder
+    a = run.activation
+    tokens = run.tokens
     layers, _ = run.gathered_counts
     # What the norms give, and the second's input; queries, what is attended, keys and values; heads before their norm.
     width = int(NORMS_SAVED[_compiler(run)] * decoder.width * a)

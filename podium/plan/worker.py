@@ -125,11 +125,11 @@ def main(job_file: str, result_file: str, parent: str) -> None:
     else:
         result = _finish(job, spec, lowered, program.residents)
     write_atomically(Path(result_file), JOB_RESULT.dump_json(result))
-    os._exit(0)  # the compiler may still be at work on what nobody needs
+    os._exit(0)  # the compiler may still be working on code that is not needed
 
 
 def _finish(job: Job, spec: RunSpec, lowered: Any, residents: Mapping[str, int]) -> CompiledPhase:
-    """Compile what was lowered, unless that was done before, and read what came of it."""
+    """Compile a lowered program, unless it is cached, and read its memory and its cost."""
     built, text = _build(lowered, job, spec)
     if built.refusal and not text:
         parts, work = {"program": built.refusal.needed}, ()
@@ -137,11 +137,18 @@ def _finish(job: Job, spec: RunSpec, lowered: Any, residents: Mapping[str, int])
     else:
         module = parse(text)
         parts, arrays = named_memory(module, built.memory.peak)
-        options = {"skipped": _skipped(job.config), "per_machine": _per_machine(job.accelerator)}
-        work = looped_work(module, spec.mesh, job.blocks, **options)
-    known: dict[str, Any] = {"memory": built.memory, "compile_s": built.compile_s, "residents": residents}
-    known |= {"refused": built.refusal is not None, "whole": built.whole}
-    return CompiledPhase(parts=parts, largest=tuple(arrays[:KEPT_ARRAYS]), work=work, **known)
+        skipped, per_machine = _skipped(job.config), _per_machine(job.accelerator)
+        work = looped_work(module, spec.mesh, job.blocks, skipped=skipped, per_machine=per_machine)
+    return CompiledPhase(
+        memory=built.memory,
+        parts=parts,
+        largest=tuple(arrays[:KEPT_ARRAYS]),
+        work=work,
+        compile_s=built.compile_s,
+        residents=residents,
+        refused=built.refusal is not None,
+        whole=built.whole,
+    )
 
 
 def looped_work(module: Module, mesh: Mapping[str, int], blocks: float = 1.0, **options: Any) -> tuple[LoopedWork, ...]:

@@ -30,7 +30,9 @@ from podium.train.packing import Chunk, pack_rows
 
 # GSM8K's 7,473 training questions under SmolLM2's tokenizer and chat template with the task's system prompt: 38 tokens
 # of template, then a lognormal of median 57 and log-deviation 0.35 (percentiles 5, 50, 95, 99: 71, 94, 139, 175).
-TEMPLATE_TOKENS, QUESTION_MEDIAN, QUESTION_SIGMA = 38, 57, 0.35
+TEMPLATE_TOKENS = 38
+QUESTION_MEDIAN = 57
+QUESTION_SIGMA = 0.35
 STEPS_BEFORE, STEPS_COUNTED = 3, 6  # where completions are carried over from step to step
 # Completions have mean 200 under their cap; a log-deviation of 0.6, half of its variance the question's own.
 COMPLETION_MEAN, COMPLETION_SIGMA = 200, 0.6
@@ -125,7 +127,9 @@ def packed(lengths: SequenceLengths, config: Config, *, rows: int, attention: Ba
         How many micro-batches they fill, `rows` each over all devices; and the share of all rows' blocks up to the
         diagonal that attention's kernels multiply, which skip blocks without a visible pair; 1 without a kernel.
     """
-    count, seen, (n, t) = 0, 0, cut(attention, row_tokens(config))
+    count = 0
+    seen = 0
+    (n, t) = cut(attention, row_tokens(config))
     for part in np.array_split(np.arange(len(lengths.prompts)), config.algorithm.minibatches):
         samples = [
             Lengths(group=int(group), shown=int(lengths.prompts[group]) - 1, own=int(tokens))
@@ -160,7 +164,9 @@ def _gsm8k_prompts(rng: np.random.Generator, config: Config) -> np.ndarray:
 
 def _gsm8k_completions(rng: np.random.Generator, config: Config) -> np.ndarray:
     """[N, G]."""
-    N, G, cap = config.prompts_per_step, config.group_size, config.rollout.max_new_tokens
+    N = config.prompts_per_step
+    G = config.group_size
+    cap = config.rollout.max_new_tokens
     shared, own = rng.standard_normal((N, 1)), rng.standard_normal((N, G))
     logs = _log_median(cap) + COMPLETION_SIGMA * (shared + own) / np.sqrt(2)
     return np.clip(np.rint(np.exp(logs)), 1, cap).astype(int)
@@ -214,7 +220,9 @@ class _Rollout:
 
     def __init__(self, lengths: SequenceLengths, config: Config, shards: int, overlap: bool) -> None:
         rollout = config.rollout
-        self.lengths, self.steps, self.overlap = lengths, rollout.refill_steps, overlap
+        self.lengths = lengths
+        self.steps = rollout.refill_steps
+        self.overlap = overlap
         self.at_once = steps_at_once(rollout.refill_steps, shards)
         self.scheduler = Scheduler(
             slots=slot_sizes(rollout, shards),

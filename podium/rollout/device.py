@@ -38,7 +38,10 @@ class Device:
 
     def __init__(self, config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> None:
         """Make the programs; memory is allocated by `load` and by the first call of a program."""
-        self.config, self.decoder, self.rules, self._dtype = config, decoder, rules, dtype
+        self.config = config
+        self.decoder = decoder
+        self.rules = rules
+        self._dtype = dtype
         self.programs = make_engine_programs(config, decoder, rules, dtype)
         self.params: Params | None = None
         self._frozen: Params = {}
@@ -134,7 +137,9 @@ class Device:
         slots.where.any_live[...] = any(each.fresh for each in rows)
         slots.any_first[...] = any(each.first for each in rows)
         for row, sequence, _, fresh, first in rows:
-            slots.taken[row], slots.fresh[row], slots.first[row] = True, fresh, first
+            slots.taken[row] = True
+            slots.fresh[row] = fresh
+            slots.first[row] = first
             if fresh:
                 self._fill(row, sequence, tokenizer)
                 slots.where.lengths[row] = sequence.length - (not first)

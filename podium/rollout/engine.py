@@ -70,7 +70,11 @@ class RolloutEngine:
         Raises:
             ValueError: slots or prefill rows do not divide over devices, or the cache is too small for one sequence.
         """
-        self.config, self.decoder, self.rules, self.tokenizer, self.dtype = config, decoder, rules, tokenizer, dtype
+        self.config = config
+        self.decoder = decoder
+        self.rules = rules
+        self.tokenizer = tokenizer
+        self.dtype = dtype
         self.overlap = not rules.on_cpu if overlap is None else overlap
         self.device = Device(config, decoder, rules, dtype)
         shards = rules.num_shards("batch")

@@ -15,7 +15,9 @@ class Pages:
 
     def __init__(self, *, per_shard: int, page_tokens: int, shards: int, queues: Queues) -> None:
         """All `per_shard` pages of every shard are free; the sequences in `queues` will have them."""
-        self.per_shard, self.page_tokens, self.queues = per_shard, page_tokens, queues
+        self.per_shard = per_shard
+        self.page_tokens = page_tokens
+        self.queues = queues
         self.free = [list(range(per_shard)) for _ in range(shards)]
 
     @property

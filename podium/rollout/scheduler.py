@@ -138,7 +138,9 @@ class Scheduler:
             chunks: lengths of prefill calls, shortest first.
             shards: devices, or groups of devices; each has the same number of slots, pages and rows.
         """
-        self.sizes, self.chunks, self.shards = tuple(slots), tuple(chunks), shards
+        self.sizes = tuple(slots)
+        self.chunks = tuple(chunks)
+        self.shards = shards
         self.queues = Queues()
         self.pages = Pages(per_shard=num_pages // shards, page_tokens=page_tokens, shards=shards, queues=self.queues)
         self.slots = Slots(self.sizes, shards)

@@ -137,8 +137,13 @@ class Sequence:
     def begin_turn(self, tokens: list[int], sampling: SamplingParams, *, seed: int, keep: bool) -> None:
         """Draw another completion behind new tokens."""
         self.context = (*self.context, *self.drawn, *tokens)
-        self.sampling, self.seed, self.keep = sampling, seed, keep
-        self.drawn, self.logprobs, self.full_logprobs, self.versions = [], [], [], []
+        self.sampling = sampling
+        self.seed = seed
+        self.keep = keep
+        self.drawn = []
+        self.logprobs = []
+        self.full_logprobs = []
+        self.versions = []
         self.carried, self.finish_reason = 0, None
 
     def append(

@@ -58,7 +58,9 @@ def check_divisible(config: Config, decoder: DecoderConfig, accelerator: Acceler
 
 def check_tokens(config: Config, decoder: DecoderConfig, mesh: MeshSizes) -> None:
     """Raises ValueError where the mesh's sp does not divide rows, or the heads that attention splits instead."""
-    sp, tp, length = mesh["sp"], mesh["tp"], row_tokens(config)
+    sp = mesh["sp"]
+    tp = mesh["tp"]
+    length = row_tokens(config)
     if decoder.heads % (sp * tp):
         works = [size for size in range(1, decoder.heads + 1) if decoder.heads % (size * tp) == 0]
         raise ValueError(

@@ -44,7 +44,10 @@ class QuestionSet:
 
     def __init__(self, name: str, source: TaskSource, columns: Columns, dataset: HubDataset | None) -> None:
         """Read nothing yet. `dataset` is used for a source without a path; None if a path is required."""
-        self.name, self.source, self.columns, self.dataset = name, source, columns, dataset
+        self.name = name
+        self.source = source
+        self.columns = columns
+        self.dataset = dataset
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         """All prompts of `train` or `eval`.

@@ -59,7 +59,9 @@ class Grading:
         rewards: Callable[[list[Outcome], list[dict[str, Part]]], list[Reward]],
     ) -> None:
         """Take pending grades, pending values of the user's functions, and a function that combines them."""
-        self._chunks, self._own, self._rewards = chunks, own, rewards
+        self._chunks = chunks
+        self._own = own
+        self._rewards = rewards
 
     def result(self) -> list[Reward]:
         """Wait for the rewards, in the order of the items. Raises GradingError if a grader has a bug."""

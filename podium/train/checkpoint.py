@@ -90,7 +90,10 @@ class Checkpointer:
         on_save: Beat = _idle,
         beat: Beat = _idle,
     ) -> None:
-        self._folder, self._config, self._on_save, self._beat = absolute(folder), config, on_save, beat
+        self._folder = absolute(folder)
+        self._config = config
+        self._on_save = on_save
+        self._beat = beat
         self.base = base
         self._step: int | None = None  # the last one passed to orbax, complete or not
         self._failed = False  # whether saving it failed

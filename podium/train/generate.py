@@ -169,7 +169,9 @@ class Rollouts:
         Raises:
             Interrupted: the run is to stop now; on all hosts.
         """
-        carries, settings, start = settings is None, settings or self.training, time.perf_counter()
+        carries = settings is None
+        settings = settings or self.training
+        start = time.perf_counter()
         pending = [*(self._pending if carries else ()), *(Pending(prompt=prompt) for prompt in prompts)]
         groups: list[Group] = []
         stats, wanted = RolloutStats(dropped_prompts=sum(prompt.skipped for prompt in prompts)), len(prompts)
@@ -235,10 +237,14 @@ class _Choice:
     """Which of the pending prompts make a step, asked while they are decoded."""
 
     def __init__(self, rollouts: Rollouts, pending: Sequence[Pending], count: int, per_step: int) -> None:
-        self._stop, self._watchdog, self._version = rollouts._stop, rollouts._watchdog, rollouts._version
+        self._stop = rollouts._stop
+        self._watchdog = rollouts._watchdog
+        self._version = rollouts._version
         self._first = [each.first_version for each in pending]
         self._sizes = {"per_step": per_step, "max_staleness": rollouts.spec.settings.max_staleness}
-        self._count, self._engine_steps, self._since = count, 0, math.inf
+        self._count = count
+        self._engine_steps = 0
+        self._since = math.inf
         self._together = rollouts.layout.over_hosts
         self.asks = self._together or len(pending) > count  # else all of them are waited for, by each host as it likes
 
@@ -299,7 +305,9 @@ class _Grades:
         self, grader: Grader, pending: Sequence[Pending], own: slice, on_progress: Callable[[int, int], None]
     ) -> None:
         """`own` of the prompts that are pending here are graded here."""
-        self._grader, self._pending, self._on_progress = grader, pending, on_progress
+        self._grader = grader
+        self._pending = pending
+        self._on_progress = on_progress
         self._own = range(len(pending))[own]
         self._gradings: dict[int, Grading] = {}
         self._done = self._tokens = 0
@@ -324,10 +332,14 @@ class _Grades:
 
 
 def _request(pending: Pending, settings: AnswerSettings) -> Request:
-    """What the engine is asked of a prompt."""
-    prompt = pending.prompt
-    how = {"sampling": settings.sampling, "completions": settings.completions}
-    return Request(prompt=prompt.tokens, seed=prompt.seed, begun=pending.completions, **how)
+    """The engine's request for a pending prompt."""
+    return Request(
+        prompt=pending.prompt.tokens,
+        sampling=settings.sampling,
+        seed=pending.prompt.seed,
+        completions=settings.completions,
+        begun=pending.completions,
+    )
 
 
 def rollout_rules(layout: Layout, decoder: DecoderConfig, mesh: Mesh) -> ShardingRules:

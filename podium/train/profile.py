@@ -54,7 +54,9 @@ class Profiler:
 
     def __init__(self, folder: Path | None, window: Window | None, announce: Callable[[str], None]) -> None:
         """`folder` is the run's; None: this process does not profile. `announce` is called with a line per profile."""
-        self._folder, self._window, self._announce = folder, window, announce
+        self._folder = folder
+        self._window = window
+        self._announce = announce
         self._until: int | None = None
         self._trace = Path()
 

@@ -16,11 +16,9 @@ S3 = "s3://"
 
 def take_s3_for_a_bucket() -> None:
     """Make orbax write and read s3:// paths through tensorstore's driver; call once per process."""
-    of_gcs, is_gcs, normalized = (
-        gcs_utils.get_kvstore_for_gcs,
-        tensorstore_utils._use_gcs_driver,
-        tensorstore_utils._normalize_path,
-    )
+    of_gcs = gcs_utils.get_kvstore_for_gcs
+    is_gcs = tensorstore_utils._use_gcs_driver
+    normalized = tensorstore_utils._normalize_path
     gcs_utils.get_kvstore_for_gcs = lambda path: s3_store(path) if path.startswith(S3) else of_gcs(path)
     tensorstore_utils._use_gcs_driver = lambda path: path.startswith(S3) or is_gcs(path)
     tensorstore_utils._normalize_path = lambda path: normalized(path).replace("s3:/", S3)
