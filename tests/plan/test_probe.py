@@ -10,6 +10,8 @@ from podium.plan import probe, worker
 from podium.plan.probe import Prober
 from podium.plan.tpu_compile import TpuProgram
 from podium.plan.worker import CompiledPhase, Job
+from podium.run.machine import Machine
+from podium.run.resolve import resolve
 from tests.plan.made_plans import GIB, HBM
 from tests.plan.test_search import config
 
@@ -84,7 +86,8 @@ def test_a_program_without_its_code_is_compiled_again_when_that_is_asked_for(mon
             programs=tmp_path,
             whole=whole,
         )
-        return worker._build(Lowered(), job)[0].whole
+        spec = resolve(job.config, job.decoder, Machine.planned(V6E))
+        return worker._build(Lowered(), job, spec)[0].whole
 
     monkeypatch.setattr(worker, "compile_tpu", compile_tpu)
     assert [build(whole) for whole in (False, False, True, True, False)] == [False, False, True, True, True]
