@@ -25,7 +25,7 @@ class TokenScores(NamedTuple):
 
 
 def equal_reward_groups(rewards: np.ndarray) -> np.ndarray:
-    """Which groups have one reward only, so that a group baseline teaches nothing: [N, G] -> [N] bool."""
+    """Groups whose rewards are all equal, so that a group baseline gives zero advantage: [N, G] -> [N] bool."""
     rewards = np.asarray(rewards, np.float32)
     return rewards.max(axis=1) == rewards.min(axis=1)
 

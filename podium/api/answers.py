@@ -28,7 +28,7 @@ from podium.train.setup import load_parts, make_model, rollout_spec
 Answer = Completion
 """What a model wrote: `text`, `tokens`, `sampled_logprobs`, `finish_reason`."""
 SLOTS = 16
-"""Most prompts that are answered at once."""
+"""Maximum number of prompts answered concurrently."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -118,7 +118,7 @@ class Conversation:
         return self._key
 
     def _step(self, key: Key) -> Completion | None:
-        """One step of the engine; the chunk that it completes, if it does."""
+        """Run one step of the engine; return the chunk that it finished, or None."""
         self.rollouts.engine.step()
         return dict(self.rollouts.engine.poll()).get(key)
 

@@ -151,7 +151,7 @@ class LossStep(Protocol):
     def lower(
         self, logits: jax.Array, targets: jax.Array, advantages: jax.Array, old: jax.Array | None, /
     ) -> jax.stages.Lowered:
-        """As of jax.jit."""
+        """The same as `lower` of a function from `jax.jit`."""
         ...
 
 

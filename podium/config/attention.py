@@ -7,7 +7,7 @@ from podium.config.schema import Attention
 
 Backend = Literal["tpu_kernel", "gpu_kernel", "blocks", "reference"]
 KERNELS: dict[str, Backend] = {"tpu": "tpu_kernel", "gpu": "gpu_kernel"}
-"""By jax's platform."""
+"""The attention kernel of each jax platform."""
 BLOCK = 64
 """The most tokens of a block in XLA: the scores of a block stay in a CPU's cache."""
 GPU_BLOCK = 64

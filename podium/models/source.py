@@ -28,7 +28,7 @@ class ModelSource:
     kind: Literal["folder", "gguf"]
     path: Path
     name: str
-    """As the config gave it."""
+    """The model as written in the config."""
 
 
 def resolve(model: str) -> ModelSource:

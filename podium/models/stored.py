@@ -24,7 +24,7 @@ def as_json(value: object) -> JsonValue:
 
 
 def from_json(value: JsonValue) -> object:
-    """What `as_json` was given."""
+    """The decoder that `as_json` stored: its inverse."""
     if isinstance(value, list):
         return tuple(from_json(each) for each in value)
     if isinstance(value, dict):

@@ -95,7 +95,7 @@ class UpdateStats:
     update_s: float = 0.0
 
     def then(self, later: "UpdateStats") -> "UpdateStats":
-        """Both, one after the other, of at least one update each.
+        """Combine with the statistics of later updates, at least one each.
 
         Means over tokens are weighted by tokens, means over weights by updates.
         """

@@ -118,7 +118,7 @@ class _Run:
         self._bases: dict[Accelerator, tuple[Load, tuple[str, ...]]] = {}
 
     def base(self, machine: Accelerator) -> tuple[Load, tuple[str, ...]]:
-        """How to load the settings on a machine, and those that nobody wrote: a model without a config gets some."""
+        """The loader of settings for a machine, and the defaults assumed for a model without a config."""
         if machine not in self._bases:
             self._bases[machine] = with_defaults(self.load, self.request.model, machine)
         return self._bases[machine]

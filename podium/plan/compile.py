@@ -193,7 +193,7 @@ class _Compilation:
 
     @property
     def seconds(self) -> float:
-        """Since the process began."""
+        """Seconds since the compiling process started."""
         return time.perf_counter() - self._start
 
     def result(self) -> CompiledPhase | None:

@@ -117,7 +117,7 @@ class Peak:
     compiled: bool
 
     def fits(self, hbm_bytes: int) -> bool:
-        """Whether a device has that much."""
+        """Whether the program compiles and its peak fits in a device."""
         return not self.refused and self.bytes <= hbm_bytes
 
     def has_room(self, hbm_bytes: int) -> bool:

@@ -90,7 +90,7 @@ class Rehearsal:
         return self._waited_s
 
     def sleep(self, seconds: float, /) -> None:
-        """Wait without waiting."""
+        """Return at once: a rehearsal does not sleep."""
         self._waited_s += seconds
 
     def foreground(self, argv: Sequence[str]) -> int:

@@ -130,7 +130,7 @@ class RolloutStats:
     generate_s: float = 0.0
     """Prefill, decode, and what the host does between them."""
     reward_s: float = 0.0
-    """Waiting for grades after the last completion."""
+    """Seconds spent waiting for grades after the last completion."""
     answer_s: float = 0.0
     """From prompts to graded completions of all hosts."""
     dropped_prompts: int = 0

@@ -67,7 +67,7 @@ class UpdateSpec:
     reduce_dtype: Format
     """Of gradients between devices."""
     head_dtype: Format | None
-    """Of the head's operands; None: `dtype`."""
+    """Number format of the head's operands; None: `dtype`."""
     temperature: float
     """Of the softmax, the sampler's."""
     remat: Remat

@@ -153,7 +153,7 @@ def alone(run_of) -> Path:
 
 
 def _laid_out(name: str, devices: int) -> dict[str, Any]:
-    """The settings of a run over so many devices."""
+    """The settings of a run on a number of devices."""
     layouts = {GROUPS: {"layout": "tensor"}, OVER_HOSTS: {"layout": "hybrid", "group_chips": devices}}
     return {**SETTINGS, "rollout": {**SETTINGS["rollout"], **layouts.get(name, {})}}
 

@@ -244,7 +244,7 @@ def recipe_of(config: Config) -> Recipe:
 
 
 def spec_of(config: Config, *, devices: int = 1) -> RunSpec:
-    """What a config means for DECODER on so many CPU devices of one host."""
+    """What a config means for DECODER on a number of CPU devices of one host."""
     return resolve(config, DECODER, Machine(platform="cpu", devices=devices))
 
 
