@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from podium.observe.metrics import UPDATES
 from podium.observe.text import clock, shown, sparkline
 
 PHASES = ("rollout", "reward", "score", "update", "sync")
@@ -269,6 +270,8 @@ def _numbers(
 
 
 def _speed(metrics: Mapping[str, float]) -> str:
+    if metrics.get(UPDATES) == 0:
+        return "no update"
     return f"{metrics.get('throughput/train/valid_tokens_per_s', 0.0):,.0f} tokens/s"
 
 

@@ -23,7 +23,13 @@ from podium.observe.text import clock, shown
 
 PACKAGES = ("podium-rl", "jax", "jaxlib", "optax", "orbax-checkpoint", "transformers", "numpy")
 """Packages whose versions a run records."""
-ANSWER_LENGTH = 240
+MAX_WIDTH = 100
+"""Columns of the printed summary, at most."""
+CHART_ROWS = 5
+"""Rows of bars in the chart; its axis and legend take three more."""
+LABEL_WIDTH = 8
+FILES = (CURVE, METRICS, SAMPLES, LENGTHS, SUMMARY, CONFIG, "checkpoints", "tensorboard", "wandb")
+"""What a run leaves in its folder (docs/metrics.md), in the order of the summary's list."""
 
 
 def save_summary(folder: Path) -> None:
@@ -34,7 +40,7 @@ def save_summary(folder: Path) -> None:
 def make_summary(folder: Path) -> dict[str, Any]:
     """The content of summary.json (docs/metrics.md lists it) for the run in `folder`, as far as it has come."""
     history = read_history(folder)
-    config = yaml.safe_load((folder / CONFIG).read_text())
+    config = _settings(folder)
     initial = [point for point in history.accuracies if point[0] == 0]
     final = [point for point in history.accuracies if point[0] > 0]
     return {
@@ -52,6 +58,10 @@ def make_summary(folder: Path) -> dict[str, Any]:
         "versions": versions(),
         "commit": commit(),
     }
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    return yaml.safe_load((folder / CONFIG).read_text())
 
 
 def _evaluation(point: list[Point]) -> dict[str, int | float | None]:
@@ -88,19 +98,32 @@ def commit() -> str | None:
 
 
 def print_summary(folder: Path, console: Console) -> None:
-    """Print the result of the run in `folder`: accuracy and an answer before and after, files, next commands."""
+    """Print the result of the run in `folder`: accuracy and an answer before and after, files, next commands.
+
+    At 80 columns it has at most 23 lines, so that with the shell's prompt it fills a terminal of 24 without scrolling.
+    The commands stand below the frame, each on one line of the output, so that they can be copied.
+    """
     history = read_history(folder)
-    name = shown(folder.name, 40)
+    width = min(console.width, MAX_WIDTH)
     rows: list[RenderableType] = [_headline(history)]
     if history.rewards:
-        width = min(console.width, 100) - 6
         legend = Text.assemble(("reward of each step", "green"), "   ", (f"{MARK} accuracy, held out", "magenta"))
-        rows += [Text(), legend, reward_curve(history.rewards, history.accuracies, width=width)]
+        rows += [legend, reward_curve(history.rewards, history.accuracies, width=width - 6, height=CHART_ROWS)]
     answers = read_answers(folder)
     if answers is not None:
-        rows += [Text(), _before_and_after(answers)]
-    rows += [Text(), _files(folder), Text(), _next_commands(folder, history)]
-    console.print(Panel(Group(*rows), title=f"podium  {name}", title_align="left", width=min(console.width, 100)))
+        rows.append(_before_and_after(answers, width))
+    title = f"podium  {shown(folder.name, 40)}"
+    console.print(Panel(Group(*rows), title=title, title_align="left", width=width))
+    console.print(_files(folder), no_wrap=True, overflow="ellipsis")
+    planned = _settings(folder)["steps"]
+    if history.steps < planned:
+        console.print(Text(f"stopped after step {history.steps} of {planned}; to continue:", style="bold"))
+        commands = [continue_command(folder)]
+    else:
+        console.print(Text("next:", style="bold"))
+        commands = next_commands(folder)
+    for command in commands:
+        console.print(Text(f"  {command}"), soft_wrap=True)
 
 
 def _headline(history: History) -> Text:
@@ -121,45 +144,39 @@ def _headline(history: History) -> Text:
     return text
 
 
-def _before_and_after(answers: Answers) -> Table:
-    grid = _grid()
-    grid.add_row("question", Text(shown(answers.question, ANSWER_LENGTH)))
-    grid.add_row("expected", Text(shown(answers.expected, ANSWER_LENGTH)))
-    grid.add_row("before", Text(shown(answers.before, ANSWER_LENGTH), style="italic"))
-    grid.add_row("after", Text(shown(answers.after, ANSWER_LENGTH), style="italic green"))
+def _before_and_after(answers: Answers, width: int) -> Table:
+    line = width - 4 - LABEL_WIDTH - 2  # without the frame, the label and the space behind it
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True, width=LABEL_WIDTH)
+    grid.add_column(overflow="fold")
+    grid.add_row("question", Text(shown(answers.question, line), no_wrap=True))
+    grid.add_row("expected", Text(shown(answers.expected, line), no_wrap=True))
+    grid.add_row("before", Text(_folded(answers.before, line), style="italic"))
+    grid.add_row("after", Text(_folded(answers.after, line), style="italic green"))
     return grid
 
 
-def _files(folder: Path) -> Table:
-    kinds = {
-        CURVE: "chart of reward and accuracy",
-        METRICS: "all metrics, one line per step",
-        SAMPLES: "sample completions with their rewards",
-        LENGTHS: "tokens per prompt and completion",
-        SUMMARY: "this summary, for scripts",
-        CONFIG: "the settings",
-        "checkpoints": "weights and optimizer",
-        "tensorboard": "tensorboard --logdir " + str(folder),
-        "wandb": "wandb sync (uploads the offline run)",
-    }
-    grid = _grid()
-    grid.add_row("files", Text(f"{folder}/", style="bold"))
-    for name, kind in kinds.items():
-        if (folder / name).exists():
-            grid.add_row("", Text.assemble(f"{name:<16}", (kind, "dim")))
-    return grid
+def _folded(text: str, width: int) -> str:
+    """The text on at most two lines of `width` characters."""
+    line = shown(text, 2 * width)
+    return f"{line[:width]}\n{line[width:]}" if len(line) > width else line
 
 
-def next_commands(folder: Path, steps: int) -> list[str]:
-    """Commands to try after a run of `steps` steps, written for this process's working directory."""
-    podium = _program()
-    run = shlex.quote(str(folder))
-    config = shlex.quote(str(folder / CONFIG))
-    again = f"{podium} train {config} --set steps={2 * max(1, steps)}"
-    schedule = yaml.safe_load((folder / CONFIG).read_text())["train"]["optimizer"]["schedule"]
-    if schedule != "constant":  # the schedule ended at the last step, so more steps need a new run
-        again += f" --set name={shlex.quote(folder.name + '-more')} --from {run}"
-    return [f"{podium} eval {run} --show 5", f"{podium} export {run} {shlex.quote(f'{folder}-model')}", again]
+def _files(folder: Path) -> Text:
+    """The run's folder and the names of its files."""
+    found = ", ".join(name for name in FILES if (folder / name).exists())
+    return Text.assemble((f"{folder}/ ", "bold"), (found, "dim"))
+
+
+def next_commands(folder: Path) -> list[str]:
+    """Commands to try after a run that is complete, written for this process's working directory."""
+    podium, run = _program(), shlex.quote(str(folder))
+    return [f"{podium} eval {run} --show 5", f"{podium} export {run} {shlex.quote(f'{folder}-model')}"]
+
+
+def continue_command(folder: Path) -> str:
+    """The command that continues a run from its last checkpoint, written for this process's working directory."""
+    return f"{_program()} train {shlex.quote(str(folder / CONFIG))}"
 
 
 def _program() -> str:
@@ -170,17 +187,3 @@ def _program() -> str:
         return "podium"
     here = installed.relative_to(Path.cwd()) if installed.is_relative_to(Path.cwd()) else installed
     return shlex.quote(str(here))
-
-
-def _next_commands(folder: Path, history: History) -> Table:
-    grid = _grid()
-    for index, command in enumerate(next_commands(folder, history.steps)):
-        grid.add_row("" if index else "try next", Text(command))
-    return grid
-
-
-def _grid() -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True, min_width=8)
-    grid.add_column(overflow="fold")
-    return grid

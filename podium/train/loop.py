@@ -43,8 +43,6 @@ def train(
     opened = open_run(config, fork=fork, plain=plain, job=job, check=check, on_step=on_step, profile=profile)
     with opened as (run, state, done):
         done = run_steps(run, state, done)
-        if done < run.spec.steps:
-            run.progress.message(f"stopped and saved; to continue: podium train {run.run_dir.path}/config.yaml")
         summarise(run)
         status = run.stop.exit_code  # of all processes, which know each other until here
     why = job.notice.text or f"stopped by signal {status - 128}"

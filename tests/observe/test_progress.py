@@ -61,6 +61,17 @@ def test_without_a_terminal_there_is_one_line_a_step():
     assert lines[-1].endswith("left 0:00")
 
 
+def test_a_step_that_trained_on_nothing_shows_no_speed():
+    idle = METRICS | {"optimizer/updates": 0.0, "throughput/train/valid_tokens_per_s": 0.0}
+    console = plain_console()
+    with Progress("demo", 40, console) as progress:
+        progress.step(1, idle)
+    assert output(console).splitlines()[-1] == "step 1/40  reward 0.750  length 12.5  no update  4.20 s  left ?"
+    progress = terminal_progress()
+    progress.step(1, idle)
+    assert "tokens/s" not in view(progress)
+
+
 def test_without_a_terminal_there_are_no_control_sequences():
     console = plain_console()
     with Progress("demo", 40, console) as progress:

@@ -1,5 +1,6 @@
 import io
 import json
+import shlex
 import subprocess
 import sys
 
@@ -109,28 +110,49 @@ def test_the_commit_is_the_checkouts(monkeypatch, tmp_path):
     assert commit() == head.stdout.strip() + "-dirty"
 
 
-def printed(folder):
+def printed(folder, width=90):
     file = io.StringIO()
-    print_summary(folder, Console(file=file, width=90))
+    print_summary(folder, Console(file=file, width=width))
     return file.getvalue()
 
 
 def test_the_printed_summary_has_accuracy_answers_files_and_next_commands(tmp_path):
-    folder = make_run(tmp_path, lines=LINES, samples=(sample(0, "a", "\x1b[2J[b]11", 0.0), *SAMPLES[3:]))
-    text = printed(folder)
+    samples = (sample(0, "a", "\x1b[2J[b]11", 0.0), *SAMPLES[3:])
+    text = printed(make_run(tmp_path, lines=LINES, samples=samples, steps=3), width=2000)
     assert "0.250 (step 0) -> 0.750 (step 3)" in text
     assert "3 steps in 0:50, 1:15 of CPU time" in text
     assert "\\x1b[2J[b]11" in text
-    assert "metrics.jsonl   all metrics" in text
+    assert "metrics.jsonl, samples.jsonl" in text
     assert "summary.json" not in text
-    for command in ("podium eval", "podium export", "podium train"):
-        assert command in text
-    assert "--set steps=6" in text.replace("\n", "")
+    assert [line.split()[1] for line in text.splitlines()[-2:]] == ["eval", "export"]
 
 
-def test_after_a_schedule_that_has_ended_more_steps_are_a_fork(tmp_path):
-    text = printed(make_run(tmp_path, lines=LINES, train={"optimizer": {"schedule": "cosine"}}))
-    assert "name=demo-more --from" in text
+LONG = (sample(0, "a", "before " * 200, 0.0), sample(3, "a", "after " * 200, 1.0))
+
+
+@pytest.mark.parametrize("steps", [3, 9])
+def test_the_printed_summary_leaves_a_line_of_a_small_terminal_to_the_shell(tmp_path, steps):
+    """Everything is long: question, answers, list of files."""
+    folder = make_run(tmp_path, lines=LINES, samples=LONG, steps=steps)
+    for name in ("curve.svg", "lengths.jsonl", "summary.json", "checkpoints", "tensorboard", "wandb"):
+        (folder / name).mkdir()
+    lines = printed(folder, width=80).splitlines()
+    assert len(lines) <= 23
+    framed = [line for line in lines if line.startswith("\u2502")]
+    assert all(len(line) == 80 for line in framed)
+    assert not any("\u2502" in line for line in lines[lines.index(framed[-1]) + 1 :])
+
+
+def test_a_command_is_one_line_however_narrow_the_terminal(tmp_path):
+    folder = make_run(tmp_path, lines=LINES, steps=9)
+    last = printed(folder, width=40).splitlines()[-1]
+    assert shlex.split(last)[-2:] == ["train", str(folder / "config.yaml")]
+
+
+def test_after_a_run_that_was_stopped_the_next_command_continues_it(tmp_path):
+    lines = printed(make_run(tmp_path, lines=LINES, steps=9)).splitlines()
+    assert lines[-2] == "stopped after step 3 of 9; to continue:"
+    assert len([line for line in lines if line.startswith("  ")]) == 1
 
 
 def test_a_run_without_steps_can_be_summed_up_too(tmp_path):

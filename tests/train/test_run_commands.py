@@ -58,21 +58,19 @@ def copied(undisturbed, tmp_path) -> Path:
 
 
 def test_the_commands_that_the_summary_prints_work(copied, monkeypatch):
-    """All of "try next", in this process."""
-    commands = next_commands(copied, STEPS)
-    assert [command.split()[1] for command in commands] == ["eval", "export", "train"]
-    for command in commands:
+    """In this process."""
+    for command in next_commands(copied):
         monkeypatch.setattr(sys, "argv", shlex.split(command))
         with pytest.raises(SystemExit) as stopped:
             cli.main()
         assert not stopped.value.code, command
-    assert json.loads((copied / "summary.json").read_text())["steps"] == 2 * STEPS
+    assert (copied.parent / "run-model" / "model.safetensors").exists()
 
 
 @pytest.mark.long
 def test_the_commands_that_the_summary_prints_work_as_they_are_printed(copied, tmp_path, programs):
     """The same by a shell that has no environment of ours active."""
-    for command in next_commands(copied, STEPS):
+    for command in next_commands(copied):
         environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
         environment |= {name.upper(): str(value) for name, value in cache_settings(programs).items()}
         environment["PYTHONPATH"] = str(Path(cli.__file__).parents[1])
