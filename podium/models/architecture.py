@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from podium.config.attention import kv_layout
 from podium.config.lora import APART_RANK, MATRICES, TARGETS, Base, LoraConfig
 from podium.models.blocks.attention import Attention
 from podium.models.blocks.kind import Block, Place, Stack, Work, places
@@ -129,10 +130,9 @@ class DecoderConfig:
         """Elements of the matrices that a token is multiplied with: the layers' and the head."""
         return self.total(lambda work: work.active) + self.vocab * self.width
 
-    @property
-    def cached(self) -> int:
-        """Numbers that decoding keeps of each token, of all layers."""
-        return self.total(lambda work: work.cached)
+    def cached(self, platform: str) -> int:
+        """Numbers that a cache on jax's platform (cpu, gpu, tpu) stores of each token, of all layers."""
+        return self.total(lambda work: work.kv_heads * kv_layout(work.head_dim, platform).numbers)
 
     def sizes(self, axis: str) -> set[int]:
         """The sizes of all dimensions of the layers' weights that have this logical axis."""

@@ -52,6 +52,7 @@ class Layout:
 class Machine:
     """What the arithmetic needs of the devices that decode together, a host's or all, per device."""
 
+    platform: str  # jax's name: gpu or tpu
     chips: int
     flops: float  # bfloat16 operations per second
     hbm_bandwidth: float  # bytes per second
@@ -74,6 +75,7 @@ def machine_of(accelerator: Accelerator, chips: int, *, networked: bool = False)
     constants = {name: entry["value"] for name, entry in json.loads(path.read_text())["constants"].items()}
     network = constants.get("network_bandwidth") if networked else None
     return Machine(
+        platform=accelerator.platform,
         chips=chips,
         flops=constants["flops_bf16"],
         hbm_bandwidth=constants["hbm_bandwidth"],
@@ -105,7 +107,7 @@ class DecodeFloor:
     @property
     def kv_bytes(self) -> int:
         """Keys and values of a token."""
-        return self.decoder.cached * BF16
+        return self.decoder.cached(self.machine.platform) * BF16
 
     def step_s(self, rows: int, kv_tokens: float) -> float:
         """Seconds of one token of each of `rows` sequences of a host, which attend to `kv_tokens` in all.

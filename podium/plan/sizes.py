@@ -137,7 +137,7 @@ class RunSizes:
     def kv_bytes(self, tokens: int) -> int:
         """Keys and values of a number of tokens, as far as a device has their heads."""
         decoder = self.decoder
-        numbers = decoder.cached * tokens
+        numbers = decoder.cached(self.platform) * tokens
         return numbers * self.rollout_activation // self.rollout_heads
 
     @property

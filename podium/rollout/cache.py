@@ -2,9 +2,8 @@
 
 A page holds P positions of one sequence; a table lists the pages of a sequence in order. Every shard of the batch has
 pages of its own, which tables number from 0; a number past the last means no page, and writes to it are dropped. Heads
-come before positions. On CPU keys are stored transposed: a decode step's attention then takes 0.45 of the time that it
-takes with keys in the order of the values. Elsewhere they have the order of the values, whose rows the TPU writes in
-place.
+come before positions. How the numbers of a head lie in its page follows from the platform and the head size
+(`podium.config.attention.kv_layout`): transposed keys on CPU, rows that fill whole tiles on TPU.
 
 Each page also stores the hidden state behind the last of its tokens that a prefill call has made. It is copied with the
 page to each of a prompt's completions, whose first tokens are drawn from it without another pass.
@@ -15,13 +14,12 @@ its cost follows the tokens in the cache, not the cache's size, and a row's bits
 
 import dataclasses
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from podium.config.attention import cache_block_pages
+from podium.config.attention import KvLayout, cache_block_pages, kv_layout
 from podium.models.architecture import DecoderConfig
 from podium.models.linear import full_precision
 from podium.models.visibility import seen_in_sequence
@@ -37,39 +35,58 @@ NO_PAGE = 2**30  # in a table: no page
 class Cache:
     """The keys and values of all pages."""
 
-    keys: jax.Array  # rotated; [L, N, K, Q, P] on CPU, elsewhere [L, N, K, P, Q]
-    values: jax.Array  # [L, N, K, P, Q]
+    keys: jax.Array | None  # rotated; [L, N, K, W, P] if transposed, else [L, N, K, P, W]; None: joined with the values
+    values: jax.Array  # [L, N, K, P, W]; joined: the key is in a row's first Q numbers, the value in the next Q
     states: jax.Array  # [N, D]
-    key_dims: Literal["nkqp", "nkpq"] = dataclasses.field(metadata={"static": True})  # of a layer's keys
+    layout: KvLayout = dataclasses.field(metadata={"static": True})  # W is its width
 
     @property
     def page_tokens(self) -> int:
         """P."""
         return self.values.shape[3]
 
+    @property
+    def key_dims(self) -> str:
+        """Names of the dimensions of a layer's keys, W being `q`."""
+        return "nkqp" if self.layout.transposed else "nkpq"
+
+    @property
+    def stored_keys(self) -> jax.Array:
+        """The array that has the keys."""
+        return self.values if self.keys is None else self.keys
+
 
 def abstract_cache(
     decoder: DecoderConfig, *, pages: int, page_tokens: int, dtype: jnp.dtype, rules: ShardingRules
 ) -> Cache:
     """An abstract cache of `pages` pages over all devices, for the planner."""
-    sizes = {"n": pages, "k": decoder.kv_heads, "q": decoder.head_dim, "p": page_tokens}
-    where = cache_shardings(rules)
-    keys, values = ((decoder.layers, *(sizes[dim] for dim in dims)) for dims in (where.key_dims, "nkpq"))
-    shapes = dataclasses.replace(where, keys=keys, values=values, states=(pages, decoder.width))  # pyright: ignore[reportArgumentType]
+    where = cache_shardings(decoder, rules)
+    layout = where.layout
+    sizes = {"n": pages, "k": decoder.kv_heads, "q": layout.width, "p": page_tokens}
+
+    def stacked(dims: str) -> tuple[int, ...]:
+        return decoder.layers, *(sizes[dim] for dim in dims)
+
+    shapes = dataclasses.replace(
+        where,
+        keys=None if layout.joined else stacked(where.key_dims),  # pyright: ignore[reportArgumentType]  # no arrays
+        values=stacked("nkpq"),  # pyright: ignore[reportArgumentType]
+        states=(pages, decoder.width),  # pyright: ignore[reportArgumentType]
+    )
     make = functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, tuple))
     return make(lambda shape, sharding: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), shapes, where)
 
 
-def cache_specs(rules: ShardingRules) -> Cache:
+def cache_specs(layout: KvLayout, rules: ShardingRules) -> Cache:
     """A cache with a PartitionSpec in place of each array."""
     pages, states = rules.spec(AXES), rules.spec(STATE_AXES)
-    key_dims = "nkqp" if rules.on_cpu else "nkpq"
-    return Cache(keys=pages, values=pages, states=states, key_dims=key_dims)  # pyright: ignore[reportArgumentType]  # no arrays
+    keys = None if layout.joined else pages
+    return Cache(keys=keys, values=pages, states=states, layout=layout)  # pyright: ignore[reportArgumentType]  # no arrays
 
 
-def cache_shardings(rules: ShardingRules) -> Cache:
-    """A cache with a NamedSharding in place of each array."""
-    specs = cache_specs(rules)
+def cache_shardings(decoder: DecoderConfig, rules: ShardingRules) -> Cache:
+    """A decoder's cache with a NamedSharding in place of each array."""
+    specs = cache_specs(kv_layout(decoder.head_dim, rules.platform), rules)
     return jax.tree.map(
         lambda spec: NamedSharding(rules.mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
@@ -117,7 +134,7 @@ def extend(
         cache = write(cache, layer, tables, starts, counts, k, v)
         return cache, _attend(cache, layer, tables, starts, counts, q, pages_at_once, window)
 
-    pages, rows = cache_specs(rules), rules.spec(("batch",))
+    pages, rows = cache_specs(cache.layout, rules), rules.spec(("batch",))
     heads = rules.spec(("batch", None, "cache_heads", None))
     mapped = jax.shard_map(
         local,
@@ -133,17 +150,31 @@ def extend(
 def _append(
     cache: Cache, layer: jax.Array, tables: jax.Array, starts: jax.Array, counts: jax.Array, k: jax.Array, v: jax.Array
 ) -> Cache:
-    """One token of each row: the TPU writes a head each, rows of Q, in place."""
+    """One token of each row: the TPU writes a head each, a row of W, in place."""
     page = jnp.take_along_axis(tables, (starts // cache.page_tokens)[:, None], axis=1, mode="clip")  # [R, 1]
     page = jnp.where(counts[:, None] > 0, page, cache.values.shape[1])
     K, offsets = k.shape[2], (starts % cache.page_tokens)[:, None]
     where = layer, page, jnp.arange(K)[None]
-    at = (*where, slice(None), offsets) if cache.key_dims == "nkqp" else (*where, offsets)
+    at = (*where, slice(None), offsets) if cache.layout.transposed else (*where, offsets)
+    keys, values = _rows(cache, k[:, 0], v[:, 0])
     return dataclasses.replace(
         cache,
-        keys=cache.keys.at[at].set(k[:, 0], mode="drop"),
-        values=cache.values.at[(*where, offsets)].set(v[:, 0], mode="drop"),
+        keys=None if cache.keys is None else cache.keys.at[at].set(keys, mode="drop"),
+        values=cache.values.at[(*where, offsets)].set(values, mode="drop"),
     )
+
+
+def _rows(cache: Cache, k: jax.Array, v: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+    """Keys and values [..., Q] as rows [..., W] of the cache's arrays."""
+    if cache.layout.joined:
+        return None, _widened(jnp.concatenate([k, v], axis=-1), cache.layout.width)
+    return _widened(k, cache.layout.width), _widened(v, cache.layout.width)
+
+
+def _widened(x: jax.Array, width: int) -> jax.Array:
+    """The array with zeros behind its last dimension, which gets `width` numbers."""
+    missing = width - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
 @jax.named_scope("cache")
@@ -151,7 +182,7 @@ def _write(
     cache: Cache, layer: jax.Array, tables: jax.Array, starts: jax.Array, counts: jax.Array, k: jax.Array, v: jax.Array
 ) -> Cache:
     """T tokens of each row, by whole pages; tokens already in them are kept."""
-    (R, T, K, Q), P = k.shape, cache.page_tokens
+    (R, T, K, _), W, P = k.shape, cache.layout.width, cache.page_tokens
     n = (T + P - 2) // P + 1  # pages that T tokens can touch
     first = starts // P
     column = first[:, None] + jnp.arange(n)[None]  # [R, n]
@@ -162,13 +193,18 @@ def _write(
     new = ((token >= 0) & (token < counts[:, None])).reshape(R, n, 1, P, 1)
 
     def put(into: jax.Array, x: jax.Array, dims: str) -> jax.Array:
-        moved = jnp.take_along_axis(x, token[:, :, None, None], axis=1, mode="clip").reshape(R, n, P, K, Q)
+        moved = jnp.take_along_axis(x, token[:, :, None, None], axis=1, mode="clip").reshape(R, n, P, K, W)
         pattern = f"rnkpq->r{dims}"
         there = into.at[layer, pages].get(mode="clip")
         chosen = jnp.where(jnp.einsum(pattern, new), jnp.einsum("rnpkq->r" + dims, moved), there)
         return into.at[layer, pages].set(chosen, mode="drop")
 
-    return dataclasses.replace(cache, keys=put(cache.keys, k, cache.key_dims), values=put(cache.values, v, "nkpq"))
+    keys, values = _rows(cache, k, v)
+    return dataclasses.replace(
+        cache,
+        keys=None if cache.keys is None or keys is None else put(cache.keys, keys, cache.key_dims),
+        values=put(cache.values, values, "nkpq"),
+    )
 
 
 @jax.named_scope("scores")
@@ -189,6 +225,7 @@ def _attend(
     columns = -(-tables.shape[1] // pages_at_once) * pages_at_once
     tables = jnp.pad(tables, ((0, 0), (0, columns - tables.shape[1])))
     queries = q.reshape(R, T, K, H // K, Q).transpose(0, 2, 3, 1, 4).reshape(R, K, -1, Q)  # [R, K, G T, Q]
+    queries = _widened(queries, cache.layout.width)  # [R, K, G T, W]; a product with a row is one with its key
     last = jnp.tile(starts[:, None] + jnp.arange(T)[None], (1, H // K))[:, None, :, None]  # [R, 1, G T, 1]
     product = functools.partial(jnp.einsum, precision=full_precision(q.dtype), preferred_element_type=jnp.float32)
 
@@ -198,7 +235,7 @@ def _attend(
             jax.lax.dynamic_index_in_dim(tables, i * pages_at_once + j, axis=1, keepdims=False)
             for j in range(pages_at_once)
         ]
-        keys, values = ([x.at[layer, page].get(mode="clip") for page in pages] for x in (cache.keys, cache.values))
+        keys, values = ([x.at[layer, page].get(mode="clip") for page in pages] for x in (cache.stored_keys, cache.values))
         pattern = f"nkgq,{cache.key_dims}->nkgp"
         scores = [product(pattern, queries, each) for each in keys]
         position = i * block + jnp.arange(block)
@@ -215,6 +252,8 @@ def _attend(
     nothing = jnp.full((*queries.shape[:3], 1), jnp.finfo(jnp.float32).min), jnp.zeros((*queries.shape[:3], 1))
     blocks = (jnp.max(starts + counts) + block - 1) // block
     _, total, weighted = jax.lax.fori_loop(first, blocks, attend, (*nothing, jnp.zeros(queries.shape, jnp.float32)))
+    first_value = Q if cache.layout.joined else 0
+    weighted = weighted[..., first_value : first_value + Q]
     found = (weighted / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)).astype(q.dtype)
     return found.reshape(R, K, H // K, T, Q).transpose(0, 3, 1, 2, 4).reshape(R, T, H, Q)
 
@@ -278,5 +317,5 @@ def copy_pages(cache: Cache, sources: jax.Array, targets: jax.Array, rules: Shar
         count = jnp.sum(targets < cache.values.shape[1])
         return jax.lax.fori_loop(0, count, lambda i, cache: jax.tree.map(lambda x: put(x, i), cache), cache)
 
-    pages, rows = cache_specs(rules), rules.spec(("batch",))
+    pages, rows = cache_specs(cache.layout, rules), rules.spec(("batch",))
     return jax.shard_map(copy, mesh=rules.mesh, in_specs=(pages, rows, rows), out_specs=pages)(cache, sources, targets)

@@ -169,7 +169,7 @@ def make_engine_programs(
         sync=make_sync(decoder, rules, dtype),
         place=make_sync(decoder, rules, dtype, frozen=True),
         extend=make_extend(decoder, rules, dtype),
-        copy=make_copy(rules),
+        copy=make_copy(decoder, rules),
         decode=make_decode(decoder, rules, dtype, steps=config.refill_steps),
     )
 
@@ -218,7 +218,7 @@ def make_extend(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) 
     def extend(params: Params, cache: Cache, chunk: Chunk[jax.Array]) -> Cache:
         return prefill(params, cache, chunk, decoder=decoder, rules=rules, dtype=dtype)[1]
 
-    jitted = jax.jit(extend, donate_argnums=1, out_shardings=caches.cache_shardings(rules))
+    jitted = jax.jit(extend, donate_argnums=1, out_shardings=caches.cache_shardings(decoder, rules))
     return cast(ExtendProgram, jitted)
 
 
@@ -287,7 +287,7 @@ def _layers_of(decoder: DecoderConfig, marked: Sequence[jax.Array]) -> list[int]
     return sorted(place.layers[index] for place, marks in pairs for index in np.flatnonzero(np.asarray(marks)))
 
 
-def make_copy(rules: ShardingRules) -> CopyProgram:
+def make_copy(decoder: DecoderConfig, rules: ShardingRules) -> CopyProgram:
     """The jitted `(cache, sources [S], targets [S]) -> cache`: pages of prompts for their completions (`copy_pages`).
 
     The cache is donated.
@@ -296,7 +296,7 @@ def make_copy(rules: ShardingRules) -> CopyProgram:
     def copy(cache: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
         return caches.copy_pages(cache, sources, targets, rules)
 
-    return cast(CopyProgram, jax.jit(copy, donate_argnums=0, out_shardings=caches.cache_shardings(rules)))
+    return cast(CopyProgram, jax.jit(copy, donate_argnums=0, out_shardings=caches.cache_shardings(decoder, rules)))
 
 
 def make_decode(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *, steps: int) -> DecodeProgram:
@@ -334,7 +334,7 @@ def make_decode(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, 
         where, drawn = jax.lax.cond(slots.any_first, first, lambda *begun: begun, *begun)
         return jax.lax.while_loop(unfinished, some_steps, (cache, where, drawn, jnp.int32(0)))
 
-    rows, pages = rules.sharding("rows"), caches.cache_shardings(rules)
+    rows, pages = rules.sharding("rows"), caches.cache_shardings(decoder, rules)
     shardings = pages, row_shardings(nowhere(1), rules), rows, rules.sharding()
     return cast(DecodeProgram, jax.jit(decode, donate_argnums=1, out_shardings=shardings))
 

@@ -63,7 +63,8 @@ class Attention:
             outputs=(self.heads + 2 * self.kv_heads) * self.head_dim,
             pair=2 * self.heads * self.head_dim,
             window=self.window,
-            cached=2 * self.kv_heads * self.head_dim,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
             inner=self.heads * self.head_dim,
         )
 

@@ -35,8 +35,10 @@ class Work(NamedTuple):
     """Multiply-adds of a forward pass for a query and a key that it sees."""
     window: int | None = None
     """The most keys that a query sees, itself included; None: all before it."""
-    cached: int = 0
-    """Numbers that decoding keeps of each token."""
+    kv_heads: int = 0
+    """Heads whose key and value decoding keeps of each token."""
+    head_dim: int = 0
+    """Numbers of such a key, and of such a value."""
     inner: int = 0
     """Numbers of a token that its last product reads."""
 
@@ -172,7 +174,8 @@ class Block:
             outputs=mixer.outputs + after.outputs,
             pair=mixer.pair + after.pair,
             window=mixer.window,
-            cached=mixer.cached + after.cached,
+            kv_heads=mixer.kv_heads,
+            head_dim=mixer.head_dim,
             inner=mixer.inner + after.inner,
         )
 
