@@ -123,7 +123,7 @@ def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
     heads = run.rollout_heads
     logits = F32 * scored * decoder.vocab // heads
     matmul = 2 * tokens * decoder.total(lambda work: work.active) + 2 * scored * decoder.vocab * decoder.width
-    scores = 2 * tokens * run.in_blocks(bucket) * decoder.total(lambda work: work.pair)
+    scores = 2 * tokens * run.in_blocks(bucket) * run.cached_pair
     flops = (matmul + scores) // heads
     traffic = _layers_traffic(run, "forward", rows, bucket, a, split=heads)
     return PhaseEstimate(
@@ -164,7 +164,7 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
             "logits": SAMPLER_LOGITS * logits,
             "gathered_weights": run.gathered_in_rollout,
         },
-        flops=2 * slots * (decoder.active + read * decoder.total(lambda work: work.pair)) // heads,
+        flops=2 * slots * (decoder.active + read * run.cached_pair) // heads,
         hbm_bytes=matmul * a + PAGE_TRAFFIC * cache + calls + 2 * SAMPLER_LOGITS * logits,
         ici_bytes=run.rollout_ici(slots),
     )

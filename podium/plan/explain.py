@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from podium.accelerators import ALLOCATOR_RESERVE, GIB, GPUS, POOL_VARIABLE, Accelerator, pool_share
+from podium.config.attention import LANES
 from podium.plan.calibration import load_chip
 from podium.plan.formatting import LITTLE
 from podium.plan.result import Phase, judge, margin
@@ -17,7 +18,7 @@ def explain(run: RunSizes, accelerator: Accelerator, phases: Sequence[Phase], wo
     found = [*_verdict(phases, accelerator), *_recomputation(phases), *_decode(phases, workload)]
     host = (F32 * run.own_count + optimizer_bytes(run)) * accelerator.devices_per_host
     checkpoint = f"a checkpoint copies {host / GIB:.1f} GiB to each host's memory"
-    return (*found, *_rollout(run, workload), *_reduction(run), *_offload(run, accelerator), checkpoint)
+    return (*found, *_padding(run), *_rollout(run, workload), *_reduction(run), *_offload(run, accelerator), checkpoint)
 
 
 def _verdict(phases: Sequence[Phase], accelerator: Accelerator) -> Iterator[str]:
@@ -93,6 +94,17 @@ def _decode(phases: Sequence[Phase], workload: Workload) -> Iterator[str]:
         if each.sent / steps >= LITTLE
     )
     yield f"each decode step sends {sent / 1e9:.2f} GB from every device in {waits}: {kinds}"
+
+
+def _padding(run: RunSizes) -> Iterator[str]:
+    """What the zeros at the end of the cache's rows take."""
+    numbers = run.decoder.total(lambda work: 2 * work.kv_heads * work.head_dim)
+    stored = run.decoder.cached(run.platform)
+    if stored > numbers:
+        yield (
+            f"the KV cache takes {stored / numbers:.2f} times the memory of its keys and values: heads of"
+            f" {run.decoder.head_dim} are stored in rows of {LANES} numbers, which fill a TPU's tiles"
+        )
 
 
 def _rollout(run: RunSizes, workload: Workload) -> Iterator[str]:

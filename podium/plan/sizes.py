@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from podium.accelerators import Accelerator
 from podium.algorithms.recipes import Recipe
-from podium.config.attention import Backend, cache_block_pages
+from podium.config.attention import Backend, cache_block_pages, kv_layout
 from podium.config.head import HeadKind, fast_memory, head_chunks, head_tile
 from podium.config.imports import is_path
 from podium.config.mesh import MeshSizes
@@ -19,6 +19,7 @@ from podium.config.schema import Config
 from podium.config.sizes import cache_pages, prompt_buckets
 from podium.models import params
 from podium.models.architecture import DecoderConfig
+from podium.models.blocks.kind import Work
 from podium.models.blocks.spec import ParamSpec, ParamSpecs, is_matrix
 from podium.models.layouts import Layout, group_bytes
 from podium.models.params import (
@@ -139,6 +140,16 @@ class RunSizes:
         decoder = self.decoder
         numbers = decoder.cached(self.platform) * tokens
         return numbers * self.rollout_activation // self.rollout_heads
+
+    @functools.cached_property
+    def cached_pair(self) -> int:
+        """Multiply-adds, over all layers, of a query and a key in the cache, zeros of padded rows included."""
+
+        def count(work: Work) -> int:
+            width = kv_layout(work.head_dim, self.platform).width
+            return work.pair * width // work.head_dim if work.head_dim else work.pair
+
+        return self.decoder.total(count)
 
     @property
     def own_count(self) -> int:

@@ -235,7 +235,9 @@ def _attend(
             jax.lax.dynamic_index_in_dim(tables, i * pages_at_once + j, axis=1, keepdims=False)
             for j in range(pages_at_once)
         ]
-        keys, values = ([x.at[layer, page].get(mode="clip") for page in pages] for x in (cache.stored_keys, cache.values))
+        keys, values = (
+            [x.at[layer, page].get(mode="clip") for page in pages] for x in (cache.stored_keys, cache.values)
+        )
         pattern = f"nkgq,{cache.key_dims}->nkgp"
         scores = [product(pattern, queries, each) for each in keys]
         position = i * block + jnp.arange(block)

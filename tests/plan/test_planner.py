@@ -31,6 +31,7 @@ from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
 from podium.train.state import init_state
 from podium.train.step import shard_batch
 from podium.train.trainer import Trainer
+from tests.plan.estimated import decoder as decoder_of
 from tests.plan.estimated import tiny_config
 
 ROOT = Path(__file__).parents[2]
@@ -346,3 +347,12 @@ def test_a_rollout_s_rate_is_its_tokens_over_its_devices_time_and_less_than_that
     assert decode is not None
     fastest = config.rollout.slots * found.workload.decode_steps / 8 / decode.value  # smaller programs are quicker
     assert found.rollout_rate.value < found.full_slots_rate.value < fastest
+
+
+@pytest.mark.parametrize(("head_dim", "times"), [(64, None), (80, "1.60"), (96, "1.33"), (128, None)])
+def test_a_plan_says_how_much_more_a_padded_cache_takes(head_dim, times):
+    numbers = {"vocab": 512, "width": 256, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_width": 512}
+    notes = make_plan(tiny_config(), V6E, fast=True, decoder=decoder_of(**numbers, head_dim=head_dim)).notes
+    found = [note for note in notes if "KV cache takes" in note]
+    assert len(found) == (times is not None)
+    assert all(f"takes {times} times" in note for note in found)

@@ -1,13 +1,23 @@
 import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cache_copies import MACHINES, MODELS
 from tiny_engine import DECODER, mesh_of
 
+from podium.accelerators import find_accelerator
+from podium.config.attention import kv_layout
 from podium.models.attention import causal_attention
 from podium.models.params import ROLLOUT_AXES
+from podium.plan.topology import compiler_environment
 from podium.rollout import cache as caches
 from podium.rollout.cache import NO_PAGE, Cache
 from podium.sharding import ShardingRules
@@ -17,6 +27,19 @@ H, K, Q = DECODER.heads, DECODER.kv_heads, DECODER.head_dim
 
 def rules_on(devices):
     return ShardingRules(mesh_of(devices), ROLLOUT_AXES)
+
+
+@pytest.fixture(params=["cpu", "gpu", "tpu apart", "tpu joined"])
+def layout(request, monkeypatch):
+    """How each platform stores the small heads of DECODER, on this CPU; a TPU heads of either kind."""
+    platform, _, rows = request.param.partition(" ")
+    lanes = {"apart": 2 * Q - 4, "joined": 2 * Q + 4}.get(rows)  # rows of the tests' heads are padded either way
+    if lanes:
+        monkeypatch.setattr("podium.config.attention.LANES", lanes)
+    found = kv_layout(Q, platform)
+    assert found.joined == (rows == "joined")
+    monkeypatch.setattr(caches, "kv_layout", lambda head_dim, _: kv_layout(head_dim, platform))
+    return found
 
 
 def random_cache(pages, page_tokens, rules, seed=0):
@@ -29,8 +52,10 @@ def random_cache(pages, page_tokens, rules, seed=0):
 
 def sequence(cache, layer, table, length):
     """Keys and values [length, K, Q] of one sequence, by its pages."""
-    keys = np.einsum("nkqp->npkq" if cache.key_dims == "nkqp" else "nkpq->npkq", np.asarray(cache.keys[layer])[table])
-    values = np.einsum("nkpq->npkq", np.asarray(cache.values[layer])[table])
+    joined = cache.layout.joined
+    stored = np.asarray(cache.values if joined else cache.keys)[layer][table]
+    keys = np.einsum("nkqp->npkq" if cache.layout.transposed else "nkpq->npkq", stored)[..., :Q]
+    values = np.einsum("nkpq->npkq", np.asarray(cache.values[layer])[table])[..., Q * joined : Q * joined + Q]
     return tuple(x.reshape(-1, K, Q)[:length] for x in (keys, values))
 
 
@@ -55,7 +80,9 @@ CASES = [
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize(("starts", "counts", "T"), CASES)
-def test_new_tokens_are_written_after_the_old_ones_and_attend_to_what_their_window_holds(starts, counts, T, window):
+def test_new_tokens_are_written_after_the_old_ones_and_attend_to_what_their_window_holds(
+    starts, counts, T, window, layout
+):
     rules, P = rules_on(1), 4
     cache = random_cache(24, P, rules)
     tables = np.random.default_rng(2).permutation(24)[:16].reshape(4, 4).astype(np.int32)
@@ -77,7 +104,8 @@ def test_new_tokens_are_written_after_the_old_ones_and_attend_to_what_their_wind
     for x, y in ((np.asarray(cache.values), np.asarray(got.values)),):
         changed = {(int(n), int(p)) for n, p in np.argwhere((x != y).any(axis=(0, 2, 4)))}
         assert changed == touched
-    assert np.array_equal(cache.keys[0], got.keys[0])
+    for before, after in zip(jax.tree.leaves(cache), jax.tree.leaves(got), strict=True):
+        assert np.array_equal(before[0], after[0])  # another layer
 
 
 def test_each_device_has_pages_of_its_own():
@@ -95,7 +123,7 @@ def test_each_device_has_pages_of_its_own():
         np.testing.assert_allclose(seen[:, :1], expected[:, :1], atol=1e-6)
 
 
-def test_pages_are_copied_within_their_device():
+def test_pages_are_copied_within_their_device(layout):
     rules = rules_on(8)
     cache = random_cache(32, 4, rules)
     sources, targets = np.zeros(16, np.int32), np.full(16, NO_PAGE, np.int32)
@@ -128,3 +156,43 @@ def test_an_empty_cache_is_as_the_abstract_one_says():
     for array, expected in zip(jax.tree.leaves(made), jax.tree.leaves(abstract), strict=True):
         assert (array.shape, array.dtype, array.sharding) == (expected.shape, expected.dtype, expected.sharding)
         assert not np.asarray(array, np.float32).any()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "numbers"),
+    [(16, 128), (64, 128), (80, 256), (96, 256), (120, 256), (128, 256), (192, 384), (256, 512)],
+)
+def test_rows_on_a_tpu_fill_whole_tiles(head_dim, numbers):
+    """Numbers stored for a key and its value; neither may be cut."""
+    layout = kv_layout(head_dim, "tpu")
+    assert layout.numbers == numbers
+    assert layout.width % 128 == 0
+    assert layout.width >= (2 if layout.joined else 1) * head_dim
+    for platform in ("cpu", "gpu"):
+        assert kv_layout(head_dim, platform).numbers == 2 * head_dim
+
+
+def copies_on(machine, *models):
+    """What programs that are compiled for a machine do with the cache, by model."""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, **compiler_environment(find_accelerator(machine)), "PYTHONPATH": str(root)}
+    command = [sys.executable, str(Path(__file__).with_name("cache_copies.py")), machine, *models]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU's compiler, is not installed")
+@pytest.mark.parametrize(
+    ("machine", "models"),
+    [
+        ("v6e-1", ["Qwen2.5-0.5B"]),
+        *(pytest.param(machine, list(MODELS), marks=pytest.mark.long) for machine in MACHINES),
+    ],
+)
+def test_no_program_on_a_tpu_copies_a_cache(machine, models):
+    """Not laid out anew, as rows that do not fill tiles would be, and no second one among the temporary arrays."""
+    for model, programs in copies_on(machine, *models).items():
+        for name, program in programs.items():
+            assert program["copies"] == 0, (model, name)
+            assert program["temporaries"] < 0.1, (model, name)
