@@ -46,7 +46,7 @@ def main() -> None:
 
 def plan(*arguments: str) -> dict[str, Any]:
     """What `podium plan` says."""
-    command = [sys.executable, "-m", "podium", "plan", *arguments, "--json"]
+    command = [sys.executable, "-m", "podium.cli", "plan", *arguments, "--json"]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
