@@ -123,7 +123,9 @@ def train(
         from podium.train.profile import parse_window
 
         window = parse_window(profile) if profile is not None else None
-        status = run(loaded.config, fork=fork, plain=plain, job=job, check=RunCheck(force=force), profile=window)
+        status = run(
+            loaded.config, fork=fork, plain=plain, job=job, check=RunCheck(loaded.config, force=force), profile=window
+        )
     raise typer.Exit(status)
 
 
@@ -304,7 +306,7 @@ def config_show(config: ConfigFiles, settings: Settings = None) -> None:
     from podium.settings import load_settings
 
     loaded = load_settings(config, settings or [])
-    print(to_yaml(loaded.config.model_dump(mode="json"), loaded.provenance), end="")
+    print(to_yaml(loaded.config.document(), loaded.provenance), end="")
 
 
 @config_app.command("schema")

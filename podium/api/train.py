@@ -100,7 +100,7 @@ def _train(config: Config, fork: Fork | None, on_step: "OnStep | None") -> Run:
     from podium.train.recorder import unheard
 
     with giving_back_memory():
-        train_run(config, fork=fork, check=RunCheck(force=False), on_step=on_step or unheard)
+        train_run(config, fork=fork, check=RunCheck(config, force=False), on_step=on_step or unheard)
     return Run(as_path(config.runs_dir) / str(config.name))
 
 

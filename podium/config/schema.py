@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field, JsonValue, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from podium.config.errors import Contradiction
@@ -297,6 +297,10 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
+
+    def document(self) -> dict[str, JsonValue]:
+        """All settings by section, as config.yaml and the metric services record them."""
+        return self.model_dump(mode="json")
 
     @model_validator(mode="before")
     @classmethod

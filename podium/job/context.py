@@ -81,7 +81,7 @@ def join_job(environ: Mapping[str, str]) -> Iterator[JobContext]:
 def identity(config: Config) -> dict[str, str]:
     """Everything that must be equal in all processes of a job: settings, commit, versions of packages."""
     packages = {f"version of {name}": version for name, version in versions().items()}
-    return {**dict(_leaves(config.model_dump(mode="json"))), "commit": str(commit()), **packages}
+    return {**dict(_leaves(config.document())), "commit": str(commit()), **packages}
 
 
 def _leaves(value: object, path: str = "") -> Iterator[tuple[str, str]]:

@@ -20,11 +20,12 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import yaml
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 
 from podium.config.schema import Config
 from podium.config.show import to_yaml
@@ -52,6 +53,9 @@ MACHINE = "machine.json"
 CHECKPOINTS = "checkpoints"
 FORK = "fork.json"
 DATA = "data"
+
+Settings = Mapping[str, JsonValue]
+"""All settings of a run by section, as `Config.document` gives them."""
 
 MAY_CHANGE = (
     "name",
@@ -121,7 +125,14 @@ class RunDir:
     """The folder of the run that this process trains. One process locks it and writes to it until `close`."""
 
     def __init__(
-        self, home: Path, lock: IO[str] | None, *, continued: bool, fork: Fork | None, mirror: Mirror | None = None
+        self,
+        home: Path,
+        lock: IO[str] | None,
+        settings: Settings,
+        *,
+        continued: bool,
+        fork: Fork | None,
+        mirror: Mirror | None = None,
     ):
         """Use `RunDir.open` or `RunDir.follow`."""
         self.home = home
@@ -130,6 +141,8 @@ class RunDir:
         """Local folder with the run's records."""
         self.continued = continued
         """Whether the folder already held this run, with or without a checkpoint."""
+        self.settings = settings
+        """All settings of the run, as its config.yaml has them."""
         self.fork = fork
         """Source of the initial weights, if not the config's model."""
         self.opened = time.monotonic()
@@ -137,18 +150,18 @@ class RunDir:
         self._lines: dict[str, JsonLines] = {}
 
     @classmethod
-    def open(cls, config: Config, *, fork: Fork | None = None) -> "RunDir":
-        """Create `runs_dir/name` if needed, lock it, and write this config into it.
+    def open(cls, settings: Settings, *, fork: Fork | None = None) -> "RunDir":
+        """Create `runs_dir/name` if needed, lock it, and write these settings into it.
 
         Args:
-            config: resolved, with its name.
+            settings: all of the run's, with its name.
             fork: source of a new run's initial weights; an existing run keeps its own.
 
         Raises:
             RunInUseError: Another process trains there.
             RunFileError: The folder cannot be written, holds something else, or a run of another config.
         """
-        home = as_path(config.runs_dir) / _folder_name(config)
+        home = _home(settings)
         path = records_folder(home) if in_bucket(home) else home
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -163,13 +176,13 @@ class RunDir:
             mirror = Mirror(path, home) if in_bucket(home) else None
             continued = (path / CONFIG).exists() and _has_begun(path, home)
             if continued:
-                _check_agreement(path, config)
+                _check_agreement(path, settings)
                 fork = _kept_fork(path, fork)
             elif fork is not None:
                 write_atomically(path / FORK, to_json(fork._asdict()) + "\n")
             else:
                 (path / FORK).unlink(missing_ok=True)
-            write_atomically(path / CONFIG, to_yaml(config.model_dump(mode="json"), {}))
+            write_atomically(path / CONFIG, to_yaml(settings, {}))
             if mirror is not None:
                 mirror.push()
         except BaseException:
@@ -177,15 +190,15 @@ class RunDir:
                 mirror.close()
             lock.close()
             raise
-        return cls(home, lock, continued=continued, fork=fork, mirror=mirror)
+        return cls(home, lock, settings, continued=continued, fork=fork, mirror=mirror)
 
     @classmethod
-    def follow(cls, config: Config, *, continued: bool, fork: Fork | None) -> "RunDir":
+    def follow(cls, settings: Settings, *, continued: bool, fork: Fork | None) -> "RunDir":
         """Open the folder read-only, beside the process of this run that writes there.
 
         `continued` and `fork` are the values that the writing process found.
         """
-        return cls(as_path(config.runs_dir) / _folder_name(config), None, continued=continued, fork=fork)
+        return cls(_home(settings), None, settings, continued=continued, fork=fork)
 
     @property
     def writes(self) -> bool:
@@ -249,11 +262,12 @@ class RunDir:
         self.close()
 
 
-def _folder_name(config: Config) -> str:
-    name = config.name
-    if not name or name in (".", "..") or Path(name).name != name:
+def _home(settings: Settings) -> Path:
+    """The run's folder."""
+    name = settings["name"]
+    if not isinstance(name, str) or not name or name in (".", "..") or Path(name).name != name:
         raise RunFileError(f"name: {name!r} cannot be a folder in runs_dir; set a name without '/', such as name=demo")
-    return name
+    return as_path(str(settings["runs_dir"])) / name
 
 
 def _take_lock(path: Path) -> IO[str]:
@@ -307,15 +321,16 @@ def _kept_fork(path: Path, asked: Fork | None) -> Fork | None:
     return stored
 
 
-def _check_agreement(path: Path, config: Config) -> None:
-    """Raise RunFileError if the config differs from the stored one in what the run learns."""
+def _check_agreement(path: Path, settings: Settings) -> None:
+    """Raise RunFileError if the settings differ from the stored ones in what the run learns."""
     stored = read_config(path)
+    changed = _differences(stored.document(), settings)
     free = MAY_CHANGE
-    if stored.train.optimizer.schedule == config.train.optimizer.schedule == "constant":
+    if stored.train.optimizer.schedule == "constant" and "train.optimizer.schedule" not in changed:
         free = (*MAY_CHANGE, "steps")
     differences = [
         f"    {key}: {old!r} there, {new!r} now"
-        for key, (old, new) in _differences(stored.model_dump(mode="json"), config.model_dump(mode="json")).items()
+        for key, (old, new) in changed.items()
         if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in free)
     ]
     if differences:
@@ -337,7 +352,7 @@ def read_config(path: Path) -> Config:
     raise RunFileError(f"{path / CONFIG} is not a config ({problem}); set another name, or delete the folder {path}")
 
 
-def _differences(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
+def _differences(old: object, new: object, key: str = "") -> dict[str, tuple[object, object]]:
     """The leaves in which two trees differ, by dotted key, each as (old, new)."""
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         old, new = dict(enumerate(old)), dict(enumerate(new))

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from podium.config.schema import Config, MetricsConfig
+from podium.config.schema import MetricsConfig, WandbConfig
 from podium.files import write_atomically
 from podium.observe.metrics import find_metric
 from podium.observe.run_dir import RunDir
@@ -72,7 +72,7 @@ def service_names(config: MetricsConfig) -> list[str]:
     return names
 
 
-def make_service(name: str, run: RunDir, config: Config, *, first_step: int) -> Service:
+def make_service(name: str, run: RunDir, metrics: MetricsConfig, *, first_step: int) -> Service:
     """The service of that name, connected.
 
     Raises:
@@ -80,10 +80,10 @@ def make_service(name: str, run: RunDir, config: Config, *, first_step: int) -> 
         Exception: whatever its package raises if it cannot be reached.
     """
     if name == "wandb":
-        return WandbService(run, config)
+        return WandbService(run, metrics.wandb)
     if name == "tensorboard":
         return TensorBoardService(run.path / "tensorboard", first_step=first_step)
-    return TrackioService(run, config)
+    return TrackioService(run, metrics.trackio or "")
 
 
 def table_rows(records: Sequence[Mapping[str, Any]]) -> list[Row]:
@@ -117,11 +117,10 @@ class WandbService:
 
     name = "wandb"
 
-    def __init__(self, run: RunDir, config: Config):
+    def __init__(self, run: RunDir, settings: WandbConfig):
         """Connect; raises ServiceError if credentials are missing or malformed."""
         wandb = importlib.import_module("wandb")
         errors = importlib.import_module("wandb.errors")
-        settings = config.metrics.wandb
         wandb.setup(wandb.Settings(silent=True))
         try:
             if settings.mode == "online" and not wandb.login(prompt=False, verify=False):
@@ -136,7 +135,7 @@ class WandbService:
                 resume="allow",
                 mode="offline" if settings.mode == "offline" else "online",
                 dir=run.path,
-                config=config.model_dump(mode="json"),
+                config=dict(run.settings),
                 settings=wandb.Settings(
                     silent=True, console="off", init_timeout=INIT_TIMEOUT_S, finish_timeout=FINISH_TIMEOUT_S
                 ),
@@ -222,14 +221,14 @@ class TrackioService:
 
     name = "trackio"
 
-    def __init__(self, run: RunDir, config: Config):
+    def __init__(self, run: RunDir, project: str):
         """Open the project; an existing run of this name is resumed."""
         with contextlib.redirect_stdout(sys.stderr):  # it prints, and stdout is for scripts
             self._trackio = importlib.import_module("trackio")
             self._run = self._trackio.init(
-                project=config.metrics.trackio or "",
+                project=project,
                 name=run.path.name,
-                config=config.model_dump(mode="json"),
+                config=dict(run.settings),
                 resume="allow",
                 embed=False,
                 auto_log_cpu=False,

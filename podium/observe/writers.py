@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from podium.config.schema import Config
+from podium.config.schema import MetricsConfig
 from podium.observe.run_dir import METRICS, RunDir
 from podium.observe.services import Service, ServiceError, make_service, service_names, table_rows
 
@@ -18,7 +18,7 @@ from podium.observe.services import Service, ServiceError, make_service, service
 class MetricWriter:
     """Writes the metrics of a run, with its wall and CPU time so far, to metrics.jsonl and to the services."""
 
-    def __init__(self, run: RunDir, config: Config, *, announce: Callable[[str], None]):
+    def __init__(self, run: RunDir, metrics: MetricsConfig, *, announce: Callable[[str], None]):
         """Connect the services before anything expensive begins; none if another process writes for this run.
 
         The run's records must already be truncated to the step from which it continues. `announce` is called with one
@@ -34,8 +34,8 @@ class MetricWriter:
         self._wall_before = last.get("time/wall_s", 0.0)
         self._cpu_before = last.get("time/cpu_s", 0.0)
         self._services: list[Service] = []
-        for name in service_names(config.metrics) if run.writes else ():
-            self._connect(name, config, first_step=last.get("step", -1) + 1)
+        for name in service_names(metrics) if run.writes else ():
+            self._connect(name, metrics, first_step=last.get("step", -1) + 1)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append a line of metrics by name; values are numbers, numpy scalars, or arrays without dimensions.
@@ -66,9 +66,9 @@ class MetricWriter:
             self._guard(service, lambda service=service: service.close(failed=failed))
         self._services.clear()
 
-    def _connect(self, name: str, config: Config, *, first_step: int) -> None:
+    def _connect(self, name: str, metrics: MetricsConfig, *, first_step: int) -> None:
         try:
-            service = make_service(name, self._run, config, first_step=first_step)
+            service = make_service(name, self._run, metrics, first_step=first_step)
         except ServiceError:
             self.close()
             raise

@@ -66,18 +66,17 @@ def compare_with_measured(plan: Plan, *, peak_bytes: float | None, step_seconds:
 class RunCheck:
     """Plans a training run and measures the plan: call `begin` before the first step and `after_step` after each."""
 
-    def __init__(self, *, force: bool) -> None:
-        """Do nothing yet; `force` allows a config that is far too large for the machine."""
-        self.force = force
+    def __init__(self, config: Config, *, force: bool) -> None:
+        """Do nothing yet; `force` allows a run that is far too large for the machine."""
+        self.config, self.force = config, force
         self._plan: Plan | None = None
         self._steps = 0
 
-    def begin(self, config: Config, decoder: DecoderConfig, folder: Path | None) -> str | None:
+    def begin(self, decoder: DecoderConfig, folder: Path | None) -> str | None:
         """Refuse a run that cannot fit, else plan it; returns a line to print, or None if it cannot be planned.
 
         Args:
-            config: of the run.
-            decoder: its model's numbers.
+            decoder: the model's numbers.
             folder: where plan.json is written; None in processes that do not write there.
 
         Raises:
@@ -85,9 +84,9 @@ class RunCheck:
         """
         if (accelerator := this_accelerator()) is None:
             return None
-        if not self.force and (reason := far_too_large(config, decoder, accelerator)):
+        if not self.force and (reason := far_too_large(self.config, decoder, accelerator)):
             raise ValueError(reason)
-        self._plan = make_plan(config, accelerator, fast=True, decoder=decoder)
+        self._plan = make_plan(self.config, accelerator, fast=True, decoder=decoder)
         if folder is not None:
             write_atomically(
                 folder / PLAN, to_json(plan_object(Outcome(case=Case(accelerator), known=self._plan)), indent=2) + "\n"

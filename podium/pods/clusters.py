@@ -43,7 +43,7 @@ def slurm_script(config: Config, *, nodes: int, gpus: int, time: str, python: st
         time=time,
         notice_s=NOTICE_S,
         gpus=f"#SBATCH --gpus-per-node={gpus}\n" if gpus else "",
-        config=to_yaml(config.model_dump(mode="json")).rstrip(),
+        config=to_yaml(config.document()).rstrip(),
         port=COORDINATOR_PORT,
         python=shlex.quote(python),
     )
@@ -81,7 +81,7 @@ def k8s_manifest(config: Config, type_name: str, *, nodes: int, image: str, clai
         name=_name(config),
         accelerator=accelerator.name,
         annotations=f"  annotations:\n    {exclusive}\n" if accelerator.torus else "",
-        config=textwrap.indent(to_yaml(config.model_dump(mode="json")).rstrip(), "    "),
+        config=textwrap.indent(to_yaml(config.document()).rstrip(), "    "),
         hosts=hosts,
         grace_s=GRACE_S,
         selector="\n".join(f"              {key}: '{value}'" for key, value in selector.items()),

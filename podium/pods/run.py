@@ -38,7 +38,7 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
     if settings := [name for name in environment if name.startswith("PODIUM_")]:
         raise BadRequestError(f"--env {settings[0]}: this is a setting; use --set")
     _check_name(str(loaded.config.name), options)
-    text = to_yaml(loaded.config.model_dump(mode="json"))
+    text = to_yaml(loaded.config.document())
     if held := secrets.found_in(text):
         message = f"the settings contain the value of {held[0]}; remove it, it is sent separately"
         raise ConfigError([Problem(key="secrets", message=message)])

@@ -35,6 +35,6 @@ def sky_task(config: Config, type_name: str, *, zone: str | None, spot: bool, ru
             hosts=accelerator.hosts,
             extras=",".join(wanted),
             demo=demo,
-            config=textwrap.indent(to_yaml(config.model_dump(mode="json")).rstrip(), "  "),
+            config=textwrap.indent(to_yaml(config.document()).rstrip(), "  "),
         )
     )

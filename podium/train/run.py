@@ -22,7 +22,7 @@ from podium.models.architecture import DecoderConfig, Lora
 from podium.models.linear import kept
 from podium.models.params import count, frozen_specs, trained_specs
 from podium.observe.progress import Progress
-from podium.observe.run_dir import Fork, RunDir
+from podium.observe.run_dir import Fork, RunDir, Settings
 from podium.observe.summary import versions
 from podium.observe.writers import MetricWriter
 from podium.rollout.request import RolloutStats
@@ -105,7 +105,7 @@ def open_run(
     console = Console(stderr=True, force_interactive=False if plain or job.watched else None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(joined(job))
-        run_dir = stack.enter_context(_open_run_dir(config, fork))
+        run_dir = stack.enter_context(_open_run_dir(config.document(), fork))
         progress = stack.enter_context(Progress(run_dir.path.name, config.steps, console))
         stop = AgreedStop(stack.enter_context(StopSignal(progress.notice)))
         stack.enter_context(job.watchdog.watching() if job.watched else contextlib.nullcontext())
@@ -121,7 +121,7 @@ def open_run(
         model = make_model(config)
         run_dir.write_machine(machine_text())
         spec = run_spec(config, model.decoder, model.mesh)
-        _plan(check, config, model, run_dir, progress)
+        _plan(check, model.decoder, run_dir, progress)
         optimizer = make_run_optimizer(spec.optimizer, model.decoder)
         frozen = load_frozen(model)
         rollouts = Rollouts(
@@ -149,7 +149,7 @@ def open_run(
         _say_what_changed(saved["versions"], progress)
         job.report.update(step=done)
         run_dir.truncate(done or -1)
-        writer = resources.enter_context(MetricWriter(run_dir, config, announce=progress.message))
+        writer = resources.enter_context(MetricWriter(run_dir, spec.metrics, announce=progress.message))
         trainer = _make_trainer(spec, model, optimizer, run_dir.path, kept(frozen, model.rules))
         rollouts.load(state.params, trainer.frozen, version=done)
         _say_what_was_chosen(spec, progress)
@@ -201,11 +201,11 @@ class SaveTimer:
         return bool(self._every_s) and from_leader(lambda: self._clock() - self._since >= self._every_s)
 
 
-def _plan(check: PlanCheck | None, config: Config, model: Model, run_dir: RunDir, progress: Progress) -> None:
+def _plan(check: PlanCheck | None, decoder: DecoderConfig, run_dir: RunDir, progress: Progress) -> None:
     """Say what was planned for the run. Raises ValueError where it is far too large."""
     if check is None:
         return
-    line = check.begin(config, model.decoder, run_dir.path if jax.process_index() == 0 else None)
+    line = check.begin(decoder, run_dir.path if jax.process_index() == 0 else None)
     if line is not None:
         progress.message(line)
 
@@ -242,16 +242,16 @@ def _begin_save(phase: Callable[[str], None], run_dir: RunDir) -> None:
     run_dir.push()  # records first: whoever continues from the checkpoint needs them
 
 
-def _open_run_dir(config: Config, fork: Fork | None) -> RunDir:
+def _open_run_dir(settings: Settings, fork: Fork | None) -> RunDir:
     """The run's folder: process 0 has it open for writing, the others only read it."""
     opened: list[RunDir] = []
 
     def open_it() -> tuple[bool, Fork | None]:
-        opened.append(RunDir.open(config, fork=fork))
+        opened.append(RunDir.open(settings, fork=fork))
         return opened[0].continued, opened[0].fork
 
     continued, kept = from_leader(open_it)
-    return opened[0] if opened else RunDir.follow(config, continued=continued, fork=kept)
+    return opened[0] if opened else RunDir.follow(settings, continued=continued, fork=kept)
 
 
 def _make_trainer(

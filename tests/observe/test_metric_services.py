@@ -41,10 +41,10 @@ SAMPLES = [
 
 
 def write_run(config, lines, *, resume_at=None, announce=print, samples=()):
-    with RunDir.open(config) as run:
+    with RunDir.open(config.document()) as run:
         if resume_at is not None:
             run.truncate(resume_at)
-        with MetricWriter(run, config, announce=announce) as writer:
+        with MetricWriter(run, config.metrics, announce=announce) as writer:
             for step, metrics in lines:
                 writer.write(step, metrics)
             writer.write_samples(2, samples)
@@ -193,7 +193,7 @@ ONLINE = """
     from podium.observe.writers import MetricWriter
     podium.observe.services.INIT_TIMEOUT_S = 2.0
     config = Config.model_validate({tree!r})
-    with RunDir.open(config) as run, MetricWriter(run, config, announce=print) as writer:
+    with RunDir.open(config.document()) as run, MetricWriter(run, config.metrics, announce=print) as writer:
         writer.write(1, {{"train-other/loss": 0.5}})
 """
 
@@ -264,7 +264,7 @@ def test_trackio_reads_the_metrics_back_and_prints_nothing_on_stdout(tmp_path):
         from podium.observe.writers import MetricWriter
         config = Config.model_validate({tree!r})
         for step in (1, 2):
-            with RunDir.open(config) as run, MetricWriter(run, config, announce=print) as writer:
+            with RunDir.open(config.document()) as run, MetricWriter(run, config.metrics, announce=print) as writer:
                 writer.write(step, {{"train-other/loss": 0.5 * step}})
                 writer.write_samples(step, {samples!r} if step == 2 else [])
         from trackio.sqlite_storage import SQLiteStorage

@@ -117,7 +117,10 @@ def test_a_run_that_is_done_stays_as_it_is(run_of, undisturbed, tmp_path):
 def test_a_run_that_another_process_trains_is_left_alone(undisturbed):
     before = (undisturbed / "metrics.jsonl").read_bytes()
     config = read_config(undisturbed)
-    with RunDir.open(config), pytest.raises(RunInUseError, match=r"is in use by process .* wait for it, stop it"):
+    with (
+        RunDir.open(config.document()),
+        pytest.raises(RunInUseError, match=r"is in use by process .* wait for it, stop it"),
+    ):
         train(config, plain=True)
     assert (undisturbed / "metrics.jsonl").read_bytes() == before
 
