@@ -17,11 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from benches.record import arguments, record
-from podium.bench.rollout import make_engine, measure, rollout_config
+from podium.bench.rollout import config_lengths, make_engine, measure, rollout_config
 from podium.models.architecture import dense_decoder, with_layers
 from podium.models.decoder import head_weights
 from podium.models.logprobs import logits_at
-from podium.plan.workload import draw_lengths
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import SamplingParams
 from podium.rollout.sampling import fill_row, idle_rows, sample
@@ -89,7 +88,7 @@ def main() -> None:
     config = rollout_config("demo", args.batch, "auto", args.max_new_tokens, args.slots, shards=mesh.size)
     decoder = dataclasses.replace(with_layers(SMOLLM2_135M, args.layers), vocab=args.vocab)
     engine = make_engine(config, decoder, mesh)
-    found = dataclasses.asdict(measure(config, engine, draw_lengths(args.lengths, config))) | parts(engine)
+    found = dataclasses.asdict(measure(config, engine, config_lengths(args.lengths, config))) | parts(engine)
     result = {"layers": args.layers, "vocab": args.vocab, "lengths": args.lengths, **found}
     print(json.dumps(result))
     record(f"decode-{jax.default_backend()}", result, args.results)

@@ -14,9 +14,9 @@ import jax
 
 from benches.decode import SMOLLM2_135M
 from benches.record import arguments, record
+from podium.bench.rollout import config_lengths
 from podium.bench.update import measure
 from podium.models.architecture import with_layers
-from podium.plan.workload import draw_lengths
 from podium.settings import load_settings
 from podium.train.platform import prepare_platform
 
@@ -35,7 +35,7 @@ def main() -> None:
     prepare_platform()
     config = load_settings([DEMO], args.set, {}).config
     decoder = dataclasses.replace(with_layers(SMOLLM2_135M, args.layers), vocab=args.vocab)
-    found = measure(config, decoder, draw_lengths(args.lengths, config), args.repeats)
+    found = measure(config, decoder, config_lengths(args.lengths, config), args.repeats)
     stats = jax.local_devices()[0].memory_stats() or {}
     result = {
         "layers": args.layers,

@@ -18,7 +18,7 @@ from podium.config.errors import ConfigError, Contradiction, Problem, nearest, n
 from podium.config.imports import imported, is_path
 from podium.config.load import Loaded, Override, load
 from podium.config.optimizer import OPTIMIZER_COPIES
-from podium.config.schema import Config
+from podium.config.schema import Config, TaskConfig
 from podium.models.architecture import ModelError
 from podium.models.layouts import AUTO
 from podium.models.params import ROLLOUT_LAYOUTS
@@ -112,50 +112,66 @@ def _algorithm(config: Config) -> Iterator[Contradiction]:
 
 
 def _rewards(config: Config) -> Iterator[Contradiction]:
-    known = ("correct", *TEXT_REWARDS)
-    buffer, longest = config.grading.overlong_buffer_tokens, config.rollout.max_new_tokens
-    buffer_key, shaped = "grading.overlong_buffer_tokens", []
     for index, task in enumerate(config.tasks):
-        for part in task.rewards:
-            if is_path(part):
-                try:
-                    RewardFunction(part)
-                except (ValueError, OSError) as error:
-                    yield Contradiction((f"tasks.{index}.rewards.{part}",), str(error))
-            elif part not in known:
-                near = nearest(part, known)
-                way_out = f"did you mean {near}?" if near else f"the parts are {', '.join(known)}"
-                yield Contradiction((f"tasks.{index}.rewards.{part}",), f"not a part of the reward; {way_out}")
-        labels = [label(part) for part in task.rewards]
-        for part in {each for each in labels if labels.count(each) > 1}:
-            yield Contradiction(
-                (f"tasks.{index}.rewards",), f"two parts would be reported as {part!r}; give one function another name"
-            )
-        if task.correct not in ("correct", *task.rewards):
-            key, parts = f"tasks.{index}.correct", ", ".join(dict.fromkeys(("correct", *task.rewards)))
-            yield Contradiction((key, f"tasks.{index}.rewards"), f"{task.correct!r} is not a part of it; set {parts}")
-        if task.correct != "correct" and "correct" in task.rewards:
-            message = f"evaluation counts {task.correct}, so the task does not grade; drop correct, or leave this unset"
-            yield Contradiction((f"tasks.{index}.rewards.correct", f"tasks.{index}.correct"), message)
-        if "length" in task.rewards:
-            shaped.append(f"tasks.{index}.rewards.length")
+        yield from _reward_parts(index, task)
+    yield from _length_reward(config)
+    if not any(weight for task in config.tasks for weight in task.rewards.values()):
+        message = "every weight is 0: nothing would be rewarded; set one, as `correct: 1.0`"
+        yield Contradiction(("tasks.0.rewards",), message)
+
+
+def _reward_parts(index: int, task: TaskConfig) -> Iterator[Contradiction]:
+    """The parts of one task's reward: each exists, has a label of its own, and grades what evaluation counts."""
+    section = f"tasks.{index}.rewards"
+    for part in task.rewards:
+        if problem := _reward_problem(part):
+            yield Contradiction((f"{section}.{part}",), problem)
+    labels = [label(part) for part in task.rewards]
+    for part in {each for each in labels if labels.count(each) > 1}:
+        yield Contradiction((section,), f"two parts would be reported as {part!r}; give one function another name")
+    if task.correct not in ("correct", *task.rewards):
+        parts = ", ".join(dict.fromkeys(("correct", *task.rewards)))
+        yield Contradiction((f"tasks.{index}.correct", section), f"{task.correct!r} is not a part of it; set {parts}")
+    if task.correct != "correct" and "correct" in task.rewards:
+        message = f"evaluation counts {task.correct}, so the task does not grade; drop correct, or leave this unset"
+        yield Contradiction((f"{section}.correct", f"tasks.{index}.correct"), message)
+
+
+def _reward_problem(part: str) -> str:
+    """Why a name or an import path is not a part of a reward; empty: it is one."""
+    known = ("correct", *TEXT_REWARDS)
+    if part in known:
+        return ""
+    if is_path(part):
+        try:
+            RewardFunction(part)
+        except (ValueError, OSError) as error:
+            return str(error)
+        return ""
+    near = nearest(part, known)
+    way_out = f"did you mean {near}?" if near else f"the parts are {', '.join(known)}"
+    return f"not a part of the reward; {way_out}"
+
+
+def _length_reward(config: Config) -> Iterator[Contradiction]:
+    """The length reward and its buffer, which need each other."""
+    buffer, longest = config.grading.overlong_buffer_tokens, config.rollout.max_new_tokens
+    key = "grading.overlong_buffer_tokens"
+    shaped = [f"tasks.{index}.rewards.length" for index, task in enumerate(config.tasks) if "length" in task.rewards]
     if shaped and not buffer:
         yield Contradiction(
-            (shaped[0], buffer_key),
-            f"the length reward falls over the last {buffer_key} tokens, and that is 0; "
-            f"set {buffer_key}, for example to {max(1, longest // 5)}, or remove the reward",
+            (shaped[0], key),
+            f"the length reward falls over the last {key} tokens, and that is 0; "
+            f"set {key}, for example to {max(1, longest // 5)}, or remove the reward",
         )
     if shaped and buffer >= longest:
         yield Contradiction(
-            (buffer_key, "rollout.max_new_tokens"),
+            (key, "rollout.max_new_tokens"),
             f"{buffer} is not less than rollout.max_new_tokens {longest}: every completion would be overlong; lower it",
         )
     if buffer and not shaped:
         message = f"{buffer} has no effect: no task has a length reward; add `length: 1.0` to its rewards"
-        yield Contradiction((buffer_key,), message)
-    if not any(weight for task in config.tasks for weight in task.rewards.values()):
-        message = "every weight is 0: nothing would be rewarded; set one, as `correct: 1.0`"
-        yield Contradiction(("tasks.0.rewards",), message)
+        yield Contradiction((key,), message)
 
 
 def _layout(config: Config) -> Iterator[Contradiction]:

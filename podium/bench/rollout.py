@@ -61,7 +61,7 @@ def bench(
     prepare_platform()
     mesh, decoder = make_mesh("auto"), find_architecture(model)
     config = rollout_config(model, batch, layout, max_new_tokens, slots or batch, shards=mesh.size)
-    drawn = draw_lengths(lengths, config)
+    drawn = config_lengths(lengths, config)
     result = measure(config, make_engine(config, decoder, mesh), drawn)
     if as_json:
         print(json.dumps(dataclasses.asdict(result)))
@@ -155,6 +155,11 @@ def rollout_config(model: str, batch: int, layout: str, max_new_tokens: int, slo
             },
         }
     )
+
+
+def config_lengths(source: str, config: Config) -> SequenceLengths:
+    """Lengths of a step's prompts and completions, as `podium plan` draws them."""
+    return draw_lengths(source, config.rollout, prompts=config.prompts_per_step, completions=config.group_size)
 
 
 def _requests(lengths: SequenceLengths, vocab: int) -> list[Request]:

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from podium.accelerators import recognise
+from podium.bench.rollout import config_lengths
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
 from podium.models.flops import Work, step_work, update_flops
 from podium.models.params import param_specs
 from podium.models.presets import find_decoder
 from podium.plan.calibration import load_chip
-from podium.plan.workload import SequenceLengths, draw_lengths
+from podium.plan.workload import SequenceLengths
 from podium.run.spec import BatchSizes
 from podium.sharding import init_params, make_mesh
 from podium.train.batch import Batch, make_batch
@@ -39,7 +40,7 @@ def bench(config: Config, *, lengths: str, repeats: int, as_json: bool) -> int:
         ValueError: this machine cannot use the model, the mesh or the lengths.
     """
     prepare_platform()
-    found = measure(config, find_decoder(config), draw_lengths(lengths, config), repeats)
+    found = measure(config, find_decoder(config), config_lengths(lengths, config), repeats)
     if as_json:
         print(json.dumps(found))
     else:

@@ -181,17 +181,12 @@ def choose_layout(
         ValueError: a group does not divide a host's devices, or the model.
     """
     chips = devices // hosts
+    named = _named(rollout, decoder, devices=devices, chips=chips)
+    if named is not None:
+        return named
     # of each weight: itself and the optimizer's numbers, or with LoRA the frozen weight, beside which the rest is small
     stored = BF16 if decoder.lora else F32 * (1 + OPTIMIZER_COPIES.get(optimizer, 2))
     machine = machine_of(accelerator, chips) if accelerator else None
-    if rollout.layout == "tensor":
-        return _checked(Layout(name="tensor", group=chips), decoder, chips)
-    if rollout.layout == "hybrid" and rollout.group_chips is not None:
-        if rollout.group_chips > chips and hosts > 1:
-            return _checked(_over_hosts(rollout.group_chips), decoder, devices, of=chips)
-        return _checked(Layout(name="hybrid", group=rollout.group_chips), decoder, chips)
-    if rollout.layout not in (AUTO, "hybrid"):
-        return Layout(name=rollout.layout)
     sizes = [size for size in range(1, chips + 1) if not _problem(size, decoder, chips)]
     if rollout.layout == "hybrid":
         sizes = [size for size in sizes if 1 < size < chips]
@@ -211,6 +206,22 @@ def choose_layout(
             if fits:
                 return _over_hosts(wider.group, wider.why.partition(": ")[2])
     return best
+
+
+def _named(rollout: RolloutConfig, decoder: DecoderConfig, *, devices: int, chips: int) -> Layout | None:
+    """The layout that the settings name with its size of groups; None where that is left to the arithmetic.
+
+    `chips` are a host's devices. Raises ValueError where the groups do not divide them, or the model.
+    """
+    if rollout.layout == "tensor":
+        return _checked(Layout(name="tensor", group=chips), decoder, chips)
+    if rollout.layout == "hybrid" and rollout.group_chips is not None:
+        if rollout.group_chips > chips and devices > chips:
+            return _checked(_over_hosts(rollout.group_chips), decoder, devices, of=chips)
+        return _checked(Layout(name="hybrid", group=rollout.group_chips), decoder, chips)
+    if rollout.layout not in (AUTO, "hybrid"):
+        return Layout(name=rollout.layout)
+    return None
 
 
 def _over_hosts(group: int, why: str = "as rollout.group_chips says") -> Layout:

@@ -72,9 +72,9 @@ def estimate(run: RunSizes) -> list[PhaseEstimate]:
     their longest, a score and an update of one micro-batch.
     """
     longest = max(run.buckets)
-    copies = -(-run.config.rollout.slots // run.rollout_shards)
+    copies = -(-run.rollout.slots // run.rollout_shards)
     phases = [sync_phase(run), prefill_phase(run, longest), copy_phase(run, copies), decode_phase(run)]
-    if run.recipe.scorers:
+    if run.spec.recipe.scorers:
         phases.append(score_phase(run))
     return [*phases, update_phase(run), checkpoint_phase(run)]
 
@@ -115,7 +115,7 @@ def sync_phase(run: RunSizes) -> PhaseEstimate:
 
 def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
     """One call for `prefill_rows` chunks of prompts."""
-    rows = -(-run.config.rollout.prefill_rows // run.rollout_shards)
+    rows = -(-run.rollout.prefill_rows // run.rollout_shards)
     a = run.rollout_activation
     decoder = run.decoder
     tokens = rows * bucket
@@ -144,7 +144,7 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
     """
     a = run.rollout_activation
     decoder = run.decoder
-    rollout = run.config.rollout
+    rollout = run.rollout
     slots = -(-(size or rollout.slots) // run.rollout_shards)
     heads, matmul = run.rollout_heads, decoder.active // run.layout.group
     read = run.in_blocks(context or rollout.max_prompt_tokens + rollout.max_new_tokens)
@@ -178,7 +178,7 @@ def first_flops(run: RunSizes, size: int) -> int:
 
 def copy_phase(run: RunSizes, pages: float) -> PhaseEstimate:
     """One call in which each device copies this many of its own pages."""
-    size = run.kv_bytes(run.config.rollout.page_tokens)
+    size = run.kv_bytes(run.rollout.page_tokens)
     return PhaseEstimate(
         name="copy", parts=_rollout_residents(run), flops=0, hbm_bytes=int(2 * pages * size), ici_bytes=0
     )
@@ -195,7 +195,7 @@ def score_phase(run: RunSizes) -> PhaseEstimate:
         | _batch(run)
         | {"working_weights": working_weights(run), "gathered_weights": copied(run, head, head_number(run))}
         | max(
-            {} if run.head == "fused" else loss_logits(run),
+            {} if run.update.head == "fused" else loss_logits(run),
             _forward_peak(run, run.rows, run.row_tokens // run.sp, a),
             key=_total,
         ),
@@ -211,7 +211,7 @@ def update_phase(run: RunSizes, micro_batches: float = 1) -> PhaseEstimate:
     layers, head = run.gathered_counts
     own, sends = run.own_count, (run.shards - 1) / run.shards
     # Weights come as they compute, and gradients go as they do.
-    remat = run.config.train.remat
+    remat = run.update.remat
     gathers = (1 if remat == "none" else 2) * layers * a + 2 * head * head_number(run)
     if run.decoder.lora is None:  # of the adapters' gradients next to nothing
         gathers += (layers + head) * reduced_number(run)
@@ -232,7 +232,7 @@ def update_phase(run: RunSizes, micro_batches: float = 1) -> PhaseEstimate:
 def _host_copies(run: RunSizes, micro_batches: float) -> tuple[tuple[float, int, float], ...]:
     """Of each micro-batch, the layers' inputs to the host and back; the optimizer's moments are one update's."""
     moments = (1 / micro_batches, 2 * offloaded_bytes(run), 0.0)
-    if run.config.train.remat != "offload" or run.platform == "cpu":
+    if run.update.remat != "offload" or run.platform == "cpu":
         return (moments,)
     layers, one = run.decoder.layers, run.tokens * run.decoder.width * run.activation
     forward = _forward_flops(run) / _update_flops(run)
@@ -259,22 +259,22 @@ def _forward_peak(run: RunSizes, rows: int, length: int, a: int, *, split: int =
 def _attention_arrays(run: RunSizes, rows: int, length: int, a: int) -> Parts:
     """Arrays that the attention of one layer makes in a forward pass over `rows` rows."""
     decoder, tokens = run.decoder, rows * length
-    if run.attention == "reference":
+    if run.update.attention == "reference":
         return {"attention_mask": tokens * length, "attention_scores": F32 * tokens * length * decoder.heads}
-    n, t = cut(run.attention, length)
+    n, t = cut(run.update.attention, length)
     heads = 2 * decoder.heads + 2 * decoder.kv_heads  # queries, keys and values in blocks, and their results
     return {"attention_scores": rows * n * t * heads * decoder.head_dim * a}
 
 
 def _batch(run: RunSizes) -> Parts:
     """The batch of an optimizer step."""
-    arrays = BATCH_ARRAYS + len(run.recipe.loss_scores)
-    return {"batch": arrays * run.max_micro_batches * run.tokens * 4}
+    arrays = BATCH_ARRAYS + len(run.spec.recipe.loss_scores)
+    return {"batch": arrays * run.spec.batch.max_micro_batches * run.tokens * 4}
 
 
 def _rollout_residents(run: RunSizes) -> Parts:
     """What stays through a rollout: besides the residents, the pages of the cache, each with a hidden state."""
-    pages = run.cache_tokens // run.config.rollout.page_tokens
+    pages = run.cache_tokens // run.rollout.page_tokens
     states = pages * run.decoder.width * run.rollout_activation
     return residents(run) | {"kv_cache": run.kv_bytes(run.cache_tokens) + states}
 
@@ -282,8 +282,8 @@ def _rollout_residents(run: RunSizes) -> Parts:
 def _attention_flops(run: RunSizes, rows: int, length: int, products: int, *, split: int) -> int:
     """So many products of all layers' queries with keys. A TPU makes reference scores twice that do not fit."""
     decoder = run.decoder
-    pairs = int(rows * attended_pairs(run.attention, length) * run.attended)
-    if run.attention == "reference" and run.platform == "tpu" and products == PRODUCTS["forward"]:
+    pairs = int(rows * attended_pairs(run.update.attention, length) * run.attended)
+    if run.update.attention == "reference" and run.platform == "tpu" and products == PRODUCTS["forward"]:
         products += F32 * pairs * decoder.heads // split >= VMEM
     return products * pairs * decoder.total(lambda work: work.pair) // split
 
@@ -303,12 +303,12 @@ def _update_flops(run: RunSizes) -> int:
     """Forward, backward, and what is made again: of a whole layer all but its last product, which no gradient needs."""
     decoder = run.decoder
     tokens = run.tokens
-    remat = run.config.train.remat
+    remat = run.update.remat
     last = sum(len(place.layers) * feed_forward_inner(decoder, place) for place in decoder.places)
     whole = _matmul_flops(run) - 2 * tokens * decoder.width * last
     logits = 2 * tokens * decoder.vocab * decoder.width
-    again = {"none": logits * (run.head == "fused"), "products": logits}.get(remat, whole)
-    products = PRODUCTS[run.attention] + (PRODUCTS["again"] if remat != "none" else 0)
+    again = {"none": logits * (run.update.head == "fused"), "products": logits}.get(remat, whole)
+    products = PRODUCTS[run.update.attention] + (PRODUCTS["again"] if remat != "none" else 0)
     attention = _attention_flops(run, run.rows, run.row_tokens, products, split=run.tp * run.sp)
     backward = 2 if run.decoder.lora is None else 1  # products per matrix: frozen ones have no gradient of their own
     padding = (1 + backward) * fused_padding(run)
@@ -319,7 +319,7 @@ def _passes(run: RunSizes, kind: str) -> int:
     """HBM traffic of all layers and the head for a micro-batch."""
     decoder, tokens = run.decoder, run.tokens
     logits = LOGITS_TRAFFIC[kind] * F32 * tokens * decoder.vocab // run.tp
-    if run.head == "fused":
+    if run.update.head == "fused":
         logits = _fused_head_traffic(run) if kind == "update" else 0
     gathered = (2 if kind == "forward" else 4) * sum(run.gathered_counts) * run.activation
     layers = _layers_traffic(run, kind, run.rows, run.row_tokens, run.activation, split=run.tp * run.sp)
@@ -340,7 +340,7 @@ def _layers_traffic(run: RunSizes, kind: str, rows: int, length: int, a: int, *,
     for place in run.decoder.places:
         mlp = rows * length * feed_forward_inner(run.decoder, place) // split * a
         traffic += len(place.layers) * MLP_TRAFFIC[kind] * (mlp if mlp > free else 0)
-    for count, attention in run.decoder.attention_layers() if run.attention == "reference" else ():
+    for count, attention in run.decoder.attention_layers() if run.update.attention == "reference" else ():
         scores = F32 * rows * length**2 * attention.heads // split
         traffic += count * SCORE_TRAFFIC[kind] * (scores if scores > free else 0)
     return traffic

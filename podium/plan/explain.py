@@ -47,7 +47,7 @@ def _reduction(run: RunSizes) -> Iterator[str]:
 
 
 def _offload(run: RunSizes, accelerator: Accelerator) -> Iterator[str]:
-    streams = run.config.train.remat == "offload"
+    streams = run.update.remat == "offload"
     moments = offloaded_bytes(run)
     if streams:
         inputs = run.decoder.layers * run.tokens * run.decoder.width * run.activation
@@ -108,9 +108,9 @@ def _padding(run: RunSizes) -> Iterator[str]:
 
 
 def _rollout(run: RunSizes, workload: Workload) -> Iterator[str]:
-    rollout, recipe = run.config.rollout, run.recipe
+    rollout, recipe = run.rollout, run.spec.recipe
     if run.layout.why:
-        yield f"rollout.layout {'auto ' if run.config.rollout.layout == 'auto' else ''}is {run.layout.why}"
+        yield f"rollout.layout {'auto ' if run.rollout.layout == 'auto' else ''}is {run.layout.why}"
     busy, ran = workload.slots_busy(rollout.slots), workload.slot_utilisation
     yield f"slots are {busy:.0%} busy over {workload.decode_steps} decode steps, and {ran:.0%} of the programs' rows"
     if recipe.zero_variance == "refill":

@@ -26,7 +26,7 @@ from podium.plan.result import BoundBy, LargeArray, Phase, Plan, Seconds, Verdic
 from podium.plan.sizes import F32, RunSizes, make_sizes, network_bytes
 from podium.plan.topology import compiler_versions
 from podium.plan.worker import CompiledPhase, Job
-from podium.plan.workload import SequenceLengths, Workload, draw_lengths, packed, simulate_rollout
+from podium.plan.workload import SequenceLengths, Workload, packed, simulate_rollout
 
 KINDS: Mapping[str, str] = {"prefill": "prefill", "score": "update", "update": "update"}
 """The kind of calibration of a phase; phases that are not named stream memory, as decoding does."""
@@ -85,10 +85,14 @@ def make_plan(
         CompilerError: a program could not be compiled.
     """
     decoder = decoder or find_decoder(config)
-    run, drawn = make_sizes(config, decoder, accelerator), draw_lengths(lengths, config)
+    run = make_sizes(config, decoder, accelerator)
+    spec = run.spec
+    drawn = run.draw_lengths(lengths)
     device = _Device(accelerator, chip or (load_chip(accelerator.generation) if run.platform != "cpu" else None))
-    workload = simulate_rollout(drawn, config, shards=run.rollout_shards, overlap=device.chip is not None)
-    micro_batches, attended = packed(drawn, config, rows=run.micro_batch_rows, attention=run.attention)
+    workload = simulate_rollout(drawn, run.rollout, shards=run.rollout_shards, overlap=device.chip is not None)
+    micro_batches, attended = packed(
+        drawn, spec.batch, minibatches=spec.recipe.minibatches, attention=run.update.attention
+    )
     run = dataclasses.replace(run, attended=attended)
     calls = step_calls(run, workload, micro_batches)
     names = {} if fast or not is_compiled(config, accelerator) else _slowest_first(calls)
@@ -111,7 +115,7 @@ def make_plan(
         micro_batches=micro_batches,
         notes=(*explain(run, accelerator, phases, workload), *carry_over(run, device, drawn, workload, micro_batches)),
         estimate_only=not compiled,
-        slots=config.rollout.slots,
+        slots=run.rollout.slots,
         versions={"podium": __version__} | (compiler_versions(accelerator) if compiled else {}),
         mfu=device.mfu(run, drawn, phases),
         rollout_rate=_rate(_rollout_s(phases), workload.completion_tokens / accelerator.devices),
@@ -131,10 +135,10 @@ def carry_over(
     run: RunSizes, device: "_Device", drawn: SequenceLengths, workload: Workload, micro_batches: int
 ) -> Iterator[str]:
     """What `rollout.in_flight` makes of a step, by the closed form for both sides; nothing where it is 1."""
-    rollout = run.config.rollout
+    rollout = run.rollout
     if rollout.in_flight == 1.0 or device.chip is None:
         return
-    waits = run.config.model_copy(update={"rollout": rollout.model_copy(update={"in_flight": 1.0})})
+    waits = rollout.model_copy(update={"in_flight": 1.0})
     alone = simulate_rollout(drawn, waits, shards=run.rollout_shards, overlap=True)
     with_it, without = (
         total(phase.seconds for phase in device.phases(step_calls(run, work, micro_batches), {}, run) if phase.seconds)
@@ -193,14 +197,14 @@ def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Ca
 
     The longest chunk and the decode call of all slots are among them also where a step has none: memory must do.
     """
-    algorithm, recipe = run.config.algorithm, run.recipe
+    recipe = run.spec.recipe
     prefills, copies = workload.prefill_calls, workload.copy_calls
     chunks = sorted({*prefills, max(run.buckets)})
-    at_once = steps_at_once(run.config.rollout.refill_steps, run.rollout_shards)
-    sizes = sorted({*workload.decodes, run.config.rollout.slots}, reverse=True)
-    batches, own = algorithm.minibatches, micro_batches / algorithm.minibatches
+    at_once = steps_at_once(run.rollout.refill_steps, run.rollout_shards)
+    sizes = sorted({*workload.decodes, run.rollout.slots}, reverse=True)
+    batches, own = recipe.minibatches, micro_batches / recipe.minibatches
     scores = batches * len(recipe.scorers)
-    updates = batches * algorithm.updates_per_batch
+    updates = batches * recipe.updates_per_batch
 
     def call(
         program: str,
@@ -314,7 +318,7 @@ class _Device:
         self, calls: list[Call], compiled: Mapping[str, CompiledPhase], run: RunSizes
     ) -> Seconds | None:
         """Tokens per second and device of decode steps that have as many slots as there are."""
-        slots = run.config.rollout.slots
+        slots = run.rollout.slots
         full = next(call for call in calls if call.program == f"decode:{slots}")
         seconds = next(self.phases([full], compiled, run)).seconds
         return _rate(seconds, full.repeats * slots / self.accelerator.devices) if seconds else None
@@ -361,7 +365,7 @@ class _Device:
             return None
         work = step_work(lengths.prompts.tolist(), lengths.completions.tolist())
         peak = self.chip.peaks.flops_f32 if run.activation == F32 else self.chip.peaks.flops_bf16
-        flops = run.config.algorithm.updates_per_batch * update_flops(run.decoder, work)
+        flops = run.spec.recipe.updates_per_batch * update_flops(run.decoder, work)
         return seconds.rate(flops / self.accelerator.devices / peak)
 
 

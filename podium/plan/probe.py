@@ -15,7 +15,7 @@ from podium.plan.planner import SLOWEST_FIRST, Call, is_compiled, make_jobs, ste
 from podium.plan.result import Peak
 from podium.plan.sizes import make_sizes
 from podium.plan.worker import CompiledPhase, Job
-from podium.plan.workload import draw_lengths, simulate_rollout
+from podium.plan.workload import simulate_rollout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Prober:
     def largest(self, config: Config) -> list[Call]:
         """The call of each phase that needs most memory, by the closed form; the optimizer's making has none."""
         run = make_sizes(config, find_decoder(config), self.accelerator)
-        workload = simulate_rollout(draw_lengths(self.lengths, config), config, shards=run.rollout_shards)
+        workload = simulate_rollout(run.draw_lengths(self.lengths), run.rollout, shards=run.rollout_shards)
         found: dict[str, Call] = {}
         for call in step_calls(run, workload, micro_batches=1):
             form, held = call.closed_form, found.get(call.phase)

@@ -47,7 +47,7 @@ def scorers(run: RunSizes) -> Parts:
 
     A scorer that the recipe names by import path loads weights that the planner does not know; it is not counted.
     """
-    own = {"reference_weights": run.decoder} if run.recipe.needs_reference and run.decoder.lora is None else {}
+    own = {"reference_weights": run.decoder} if run.spec.recipe.needs_reference and run.decoder.lora is None else {}
     return {name: scorer_bytes(run, decoder) for name, decoder in own.items()}  # under LoRA the reference is frozen
 
 

@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterable, Mapping
 
 from podium.accelerators import Accelerator
-from podium.algorithms.recipes import Recipe
-from podium.config.attention import Backend, cache_block_pages, kv_layout
-from podium.config.head import HeadKind, fast_memory, head_chunks, head_tile
+from podium.config.attention import cache_block_pages, kv_layout
+from podium.config.head import fast_memory, head_chunks, head_tile
 from podium.config.imports import is_path
 from podium.config.mesh import MeshSizes
-from podium.config.schema import Config
+from podium.config.optimizer import OptimizerConfig
+from podium.config.schema import Config, RolloutConfig
 from podium.config.sizes import cache_pages, prompt_buckets
 from podium.models import params
 from podium.models.architecture import DecoderConfig
@@ -26,8 +26,10 @@ from podium.models.params import (
     param_specs,
     trained_specs,
 )
+from podium.plan.workload import SequenceLengths, draw_lengths
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
+from podium.run.spec import RunSpec, UpdateSpec
 
 F32 = 4
 ITEMSIZES = {"float32": F32, "bfloat16": 2}
@@ -38,25 +40,81 @@ Parts = Mapping[str, int]  # into how many parts each logical axis is split
 class RunSizes:
     """The numbers of a run that the phases follow from."""
 
-    decoder: DecoderConfig
-    config: Config
-    recipe: Recipe
-    platform: str
-    generation: str  # of the machine's devices
-    mesh: MeshSizes
-    activation: int  # bytes of a number in the update
-    rollout_activation: int  # bytes of a number in the rollout
-    rows: int  # B, of a micro-batch on a device
-    row_tokens: int  # T
-    max_micro_batches: int  # K
-    buckets: tuple[int, ...]
-    layout: Layout
-    attention: Backend
-    head: HeadKind
-    groups: int  # of rows, which a layer computes one after the other
-    machines: int = 1  # that a network joins
-    per_machine: int = 0  # devices of one of them
-    attended: float = 1.0  # share of the blocks up to the diagonal that attention's kernels multiply in an update
+    spec: RunSpec
+    """On a machine of the table, which its `machine` names."""
+    attended: float = 1.0
+    """Share of the blocks up to the diagonal that attention's kernels multiply in an update."""
+
+    @property
+    def decoder(self) -> DecoderConfig:
+        """The model's numbers."""
+        return self.spec.decoder
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """The engine's sizes over all hosts."""
+        return self.spec.rollout.settings
+
+    @property
+    def update(self) -> UpdateSpec:
+        """How batches are scored and updated on."""
+        return self.spec.update
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """The optimizer's settings."""
+        return self.spec.optimizer.settings
+
+    @property
+    def platform(self) -> str:
+        """Jax's name: cpu, gpu or tpu."""
+        return self.spec.machine.platform
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The machine's entry in the table."""
+        assert self.spec.machine.accelerator is not None, "planned for a machine of the table"
+        return self.spec.machine.accelerator
+
+    @property
+    def mesh(self) -> MeshSizes:
+        """Sizes of the mesh axes in training."""
+        return self.spec.mesh
+
+    @property
+    def activation(self) -> int:
+        """Bytes of a number in the update."""
+        return ITEMSIZES[self.update.dtype]
+
+    @property
+    def rollout_activation(self) -> int:
+        """Bytes of a number in the rollout."""
+        return ITEMSIZES[self.spec.rollout.dtype]
+
+    @property
+    def rows(self) -> int:
+        """B of a micro-batch on a device."""
+        return self.spec.batch.rows // self.spec.batch.devices
+
+    @property
+    def row_tokens(self) -> int:
+        """T."""
+        return self.spec.batch.row_tokens
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Lengths of prefill chunks, in tokens."""
+        return tuple(prompt_buckets(self.rollout.max_prompt_tokens))
+
+    @property
+    def layout(self) -> Layout:
+        """Of the rollout."""
+        return self.spec.rollout.layout
+
+    def draw_lengths(self, source: str) -> SequenceLengths:
+        """Lengths of a step's prompts and completions, from a `source` of `plan.workload.draw_lengths`."""
+        spec = self.spec
+        return draw_lengths(source, self.rollout, prompts=spec.prompts_per_step, completions=spec.rollout.completions)
 
     @property
     def sp(self) -> int:
@@ -91,7 +149,7 @@ class RunSizes:
     @property
     def cache_tokens(self) -> int:
         """Tokens that a device's pages hold."""
-        rollout = self.config.rollout
+        rollout = self.rollout
         return cache_pages(rollout, self.rollout_shards) // self.rollout_shards * rollout.page_tokens
 
     @property
@@ -107,7 +165,7 @@ class RunSizes:
     @property
     def block(self) -> int:
         """Tokens of the cache that attention reads at once."""
-        page_tokens = self.config.rollout.page_tokens
+        page_tokens = self.rollout.page_tokens
         return page_tokens * cache_block_pages(page_tokens, self.platform)
 
     def in_blocks(self, tokens: float) -> int:
@@ -211,31 +269,31 @@ class RunSizes:
 
 def reduced_number(run: RunSizes) -> int:
     """Bytes of a number of the gradient as devices exchange it."""
-    return F32 if run.config.train.reduce_dtype == "float32" else run.activation
+    return F32 if run.update.reduce_dtype == "float32" else run.activation
 
 
 def fused_chunks(run: RunSizes) -> tuple[int, int]:
     """Into how many chunks a fused head cuts a device's tokens, and the tokens of each, padding among them."""
     number, decoder = head_number(run), run.decoder
-    tile, _ = head_tile(run.tokens, decoder.vocab, decoder.width, number, fast_memory(run.generation))
-    return head_chunks(run.tokens, run.config.train.head_chunk_tokens * F32 // number, tile)
+    tile, _ = head_tile(run.tokens, decoder.vocab, decoder.width, number, fast_memory(run.accelerator.generation))
+    return head_chunks(run.tokens, run.update.head_chunk_tokens * F32 // number, tile)
 
 
 def fused_padding(run: RunSizes) -> int:
     """Operations of one product of the head with the padding of a fused one; 0 with another."""
-    if run.head != "fused":
+    if run.update.head != "fused":
         return 0
     return 2 * (math.prod(fused_chunks(run)) - run.tokens) * run.decoder.vocab * run.decoder.width
 
 
 def head_number(run: RunSizes) -> int:
     """Bytes of a number of the head's operands in the update."""
-    return F32 if run.config.train.head_dtype == "float32" else run.activation
+    return F32 if run.update.head_dtype == "float32" else run.activation
 
 
 def optimizer_bytes(run: RunSizes) -> int:
     """Bytes of the optimizer's state of a device, wherever it is."""
-    return _moment_number(run) * optimizer_count(run.decoder, run.config.train.optimizer.name, run.train_parts)
+    return _moment_number(run) * optimizer_count(run.decoder, run.optimizer.name, run.train_parts)
 
 
 def offloaded_bytes(run: RunSizes) -> int:
@@ -246,13 +304,13 @@ def offloaded_bytes(run: RunSizes) -> int:
 def fetched_bytes(run: RunSizes) -> int:
     """Bytes of those that an update has on a device at once: one parameter's, of a rule of the user's own all."""
     fetched = _offloaded(run).values()
-    return sum(fetched) if is_path(run.config.train.optimizer.name) else max(fetched, default=0)
+    return sum(fetched) if is_path(run.optimizer.name) else max(fetched, default=0)
 
 
 def _offloaded(run: RunSizes) -> dict[str, int]:
     """The same by parameter."""
-    name, found = run.config.train.optimizer.name, {}
-    if not run.config.train.offload_optimizer or run.platform == "cpu":  # which has one memory
+    name, found = run.optimizer.name, {}
+    if not run.spec.optimizer.offload or run.platform == "cpu":  # which has one memory
         return found
     for key, spec in trained_specs(run.decoder).items():
         local = local_count(spec, run.train_parts)
@@ -264,32 +322,12 @@ def _offloaded(run: RunSizes) -> dict[str, int]:
 
 
 def _moment_number(run: RunSizes) -> int:
-    return F32 if run.config.train.optimizer.moments == "float32" else F32 // 2
+    return F32 if run.optimizer.moments == "float32" else F32 // 2
 
 
 def make_sizes(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> RunSizes:
     """The numbers of a run on a machine. Raises ValueError where the mesh does not fit it."""
-    spec = resolve(config, decoder, Machine.planned(accelerator))
-    return RunSizes(
-        decoder=decoder,
-        config=config,
-        recipe=spec.recipe,
-        platform=accelerator.platform,
-        generation=accelerator.generation,
-        mesh=spec.mesh,
-        activation=ITEMSIZES[spec.update.dtype],
-        rollout_activation=ITEMSIZES[spec.rollout.dtype],
-        rows=spec.batch.rows // spec.batch.devices,
-        row_tokens=spec.batch.row_tokens,
-        max_micro_batches=spec.batch.max_micro_batches,
-        buckets=tuple(prompt_buckets(config.rollout.max_prompt_tokens)),
-        layout=spec.rollout.layout,
-        attention=spec.update.attention,
-        head=spec.update.head,
-        groups=spec.update.row_groups,
-        machines=accelerator.slices,
-        per_machine=accelerator.devices_per_host,
-    )
+    return RunSizes(spec=resolve(config, decoder, Machine.planned(accelerator)))
 
 
 def rollout_bytes(run: RunSizes, specs: ParamSpecs) -> int:
@@ -319,11 +357,12 @@ def network_bytes(run: RunSizes, phase: str, sent: int) -> int:
     Machines are the outermost part of the mesh: as long as dp alone joins them, gradients alone are summed over the
     network. Of a ring over several machines, each device of a machine carries a share.
     """
-    if run.machines == 1:
+    if run.spec.machine.slices == 1:
         return 0
-    if run.shards * run.tp > run.per_machine:
-        return sent // run.per_machine
-    return 2 * run.own_count * F32 * (run.machines - 1) // run.machines if phase == "update" else 0
+    if run.shards * run.tp > run.accelerator.devices_per_host:
+        return sent // run.accelerator.devices_per_host
+    slices = run.spec.machine.slices
+    return 2 * run.own_count * F32 * (slices - 1) // slices if phase == "update" else 0
 
 
 def optimizer_count(decoder: DecoderConfig, name: str, parts: Parts) -> int:

@@ -31,13 +31,14 @@ def update_peak(run: RunSizes) -> Parts:
     a, decoder = run.activation, run.decoder
     tokens = run.tokens
     layers, head = run.gathered_counts
-    gradients = F32 * run.own_count if run.max_micro_batches > 1 else 0  # of a lone micro-batch there is no sum
+    several = run.spec.batch.max_micro_batches > 1  # of a lone micro-batch there is no sum
+    gradients = F32 * run.own_count if several else 0
     always = {"working_weights": working_weights(run), "gathered_weights": copied(run, head, head_number(run))}
-    offload = run.config.train.remat == "offload"
+    offload = run.update.remat == "offload"
     kept = {"layer_inputs": (OFFLOADING if offload else decoder.layers) * tokens * decoder.width * a}
-    if saved := run.config.train.remat == "none":
+    if saved := run.update.remat == "none":
         kept |= _saved(run)
-    elif run.config.train.remat == "products":
+    elif run.update.remat == "products":
         kept |= _saved_products(run)
     frozen = decoder.lora is not None
     if frozen:  # no gradients but the adapters', which are no part of the ends
@@ -46,7 +47,7 @@ def update_peak(run: RunSizes) -> Parts:
     of_layers = F32 * own_layers(run) + (0 if frozen else _relaid(run))
     in_layers = kept | {"gradients": gradients + of_layers + head * reduced_number(run)} | _backward_peak(run)
     in_layers["gathered_weights"] = copied(run, layers // decoder.layers)
-    if run.groups > 1:  # a layer's weights, and the sum of their gradients
+    if run.update.row_groups > 1:  # a layer's weights, and the sum of their gradients
         in_layers["gathered_weights"] += (1 if reduced_number(run) > a else 2) * F32 * layers // decoder.layers
     embedding = head if decoder.tied else head // 2
     # The layers' activations are gone by then, and what was gathered.
@@ -85,11 +86,11 @@ def working_weights(run: RunSizes) -> int:
 
 def loss_logits(run: RunSizes, *, all_tokens: bool = False) -> Parts:
     """Float32 logits of a chunk of tokens, or of all and the gradient of a chunk's; of a fused head that alone."""
-    if run.head == "fused":
+    if run.update.head == "fused":
         return {"logits": fused_chunks(run)[1] * run.decoder.vocab * head_number(run)}
     of_column = run.rows * run.decoder.vocab // run.tp
     length = run.row_tokens // run.sp
-    columns = max(1, min(length, run.config.train.head_chunk_tokens // run.rows))
+    columns = max(1, min(length, run.update.head_chunk_tokens // run.rows))
     if not all_tokens:
         return {"logits": columns * of_column * F32}
     gradient = run.activation if run.platform == "gpu" else F32
@@ -100,15 +101,15 @@ def _backward_peak(run: RunSizes) -> Parts:
     """One layer of a backward pass, recomputed, with the gradients that are made of it."""
     decoder = run.decoder
     a = run.activation
-    tokens = run.tokens // run.groups
-    mlp, width, heads = BACKWARD[run.attention if run.attention == "reference" else _compiler(run)]
+    tokens = run.tokens // run.update.row_groups
+    mlp, width, heads = BACKWARD[run.update.attention if run.update.attention == "reference" else _compiler(run)]
     split = max(
         mlp * feed_forward_inner(decoder, place) + heads * _attended_heads(run, place) for place in decoder.places
     )
     activations = tokens * (width * decoder.width + split // run.tp) * a
-    if run.groups > 1:
+    if run.update.row_groups > 1:
         activations += RESIDUAL_GROUPS * run.tokens * decoder.width * a
-    if run.attention != "reference":
+    if run.update.attention != "reference":
         return {"layer_activations": activations}
     scores = F32 * tokens * run.row_tokens * decoder.heads // run.tp
     return {"attention_scores": int(_score_arrays(run) * scores), "layer_activations": activations}
@@ -129,12 +130,12 @@ def _attended_heads(run: RunSizes, place: Place) -> int:
 
 def _lanes(run: RunSizes, attention: Attention) -> int:
     """Numbers that a head takes in memory."""
-    return max(attention.head_dim, LANES) if run.attention == "tpu_kernel" else attention.head_dim
+    return max(attention.head_dim, LANES) if run.update.attention == "tpu_kernel" else attention.head_dim
 
 
 def _score_arrays(run: RunSizes) -> float:
     """How many arrays of scores a layer's backward pass holds."""
-    kind = "gpu" if run.platform == "gpu" else run.generation
+    kind = "gpu" if run.platform == "gpu" else run.accelerator.generation
     return SCORES["tpu"] if kind == "v6e" and run.row_tokens <= LONG_ROW else SCORES.get(kind, SCORES["tpu"])
 
 
@@ -158,7 +159,7 @@ def _saved(run: RunSizes) -> Parts:
             split += (mixer.heads + mixer.kv_heads) * _lanes(run, mixer) * (2 + mixer.norm) * a
         activations += len(place.layers) * tokens * (width + split // run.tp)
     per_pair = SCORES_SAVED * F32 + (run.platform == "gpu") * a
-    of_query = run.row_tokens * per_pair if run.attention == "reference" else F32  # the logarithm of their sum
+    of_query = run.row_tokens * per_pair if run.update.attention == "reference" else F32  # the logarithm of their sum
     heads = sum(count * attention.heads for count, attention in decoder.attention_layers())
     return {
         "saved_activations": activations,

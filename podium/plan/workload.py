@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from podium.config.attention import KERNELS, Backend, cut
-from podium.config.schema import Config
+from podium.config.schema import RolloutConfig
 from podium.config.sizes import cache_pages, check_split, prompt_buckets, slot_sizes, steps_at_once
 from podium.files import read_lines
 from podium.models.visible import block_pairs
@@ -23,7 +23,7 @@ from podium.observe.run_dir import LENGTHS
 from podium.rollout.request import Key, SamplingParams
 from podium.rollout.scheduler import DecodeRow, Scheduler
 from podium.rollout.sequence import Sequence as EngineSequence
-from podium.run.sizes import row_tokens
+from podium.run.spec import BatchSizes
 from podium.train.balance import Lengths
 from podium.train.carry import chosen
 from podium.train.packing import Chunk, pack_rows
@@ -81,34 +81,49 @@ class Workload:
         return self.occupied_slot_steps / (self.decode_steps * slots) if self.decode_steps else 0.0
 
 
-def draw_lengths(source: str, config: Config, *, seed: int = 0) -> SequenceLengths:
+def draw_lengths(
+    source: str, rollout: RolloutConfig, *, prompts: int, completions: int, seed: int = 0
+) -> SequenceLengths:
     """Lengths of one step's prompts and completions; the same for the same seed.
 
     Args:
         source: `gsm8k`; `fixed:N` for completions of N tokens, with prompts as GSM8K's; or the path of a run or of its
             lengths.jsonl, whose groups are drawn, with replacement only where there are too few.
-        config: says how many, and the longest of each.
+        rollout: has the longest prompt and the longest completion.
+        prompts: N.
+        completions: G, of each prompt.
         seed: of the draw.
 
     Raises:
-        ValueError: the source is none of these, or cannot be used with the config.
+        ValueError: the source is none of these, or has completions that are too long.
     """
     rng = np.random.default_rng(seed)
     if source == "gsm8k":
-        return SequenceLengths(prompts=_gsm8k_prompts(rng, config), completions=_gsm8k_completions(rng, config))
+        return SequenceLengths(
+            prompts=_gsm8k_prompts(rng, prompts, rollout.max_prompt_tokens),
+            completions=_gsm8k_completions(rng, prompts, completions, rollout.max_new_tokens),
+        )
     if (fixed := re.fullmatch(r"fixed:(\d+)", source)) is not None:
-        tokens, longest = int(fixed[1]), config.rollout.max_new_tokens
+        tokens, longest = int(fixed[1]), rollout.max_new_tokens
         if not 1 <= tokens <= longest:
             raise ValueError(f"lengths {source!r}: must be 1 to rollout.max_new_tokens, {longest}; raise that")
-        shape = (config.prompts_per_step, config.group_size)
-        return SequenceLengths(prompts=_gsm8k_prompts(rng, config), completions=np.full(shape, tokens))
+        return SequenceLengths(
+            prompts=_gsm8k_prompts(rng, prompts, rollout.max_prompt_tokens),
+            completions=np.full((prompts, completions), tokens),
+        )
     path = Path(source)
     if not path.exists():
         raise ValueError(f"lengths {source!r}: no such file; write gsm8k, fixed:N, or the path of a run")
-    return _from_run(rng, path / LENGTHS if path.is_dir() else path, config)
+    found = _from_run(rng, path / LENGTHS if path.is_dir() else path, prompts, completions)
+    return SequenceLengths(
+        prompts=np.clip(found.prompts, 1, rollout.max_prompt_tokens),
+        completions=np.clip(found.completions, 1, rollout.max_new_tokens),
+    )
 
 
-def simulate_rollout(lengths: SequenceLengths, config: Config, *, shards: int = 1, overlap: bool = False) -> Workload:
+def simulate_rollout(
+    lengths: SequenceLengths, rollout: RolloutConfig, *, shards: int = 1, overlap: bool = False
+) -> Workload:
     """The engine's work for these lengths, with its slots split over `shards`: its own scheduler, without a model.
 
     With `overlap` a decode call is issued before the one before is read, as the engine does on TPU and GPU.
@@ -116,30 +131,30 @@ def simulate_rollout(lengths: SequenceLengths, config: Config, *, shards: int = 
     Raises:
         ValueError: slots or prefill rows do not divide over these devices, or the cache is too small.
     """
-    check_split(config.rollout, shards)
-    return _Rollout(lengths, config, shards, overlap).run()
+    check_split(rollout, shards)
+    return _Rollout(lengths, rollout, shards, overlap).run()
 
 
-def packed(lengths: SequenceLengths, config: Config, *, rows: int, attention: Backend) -> tuple[int, float]:
+def packed(lengths: SequenceLengths, sizes: BatchSizes, *, minibatches: int, attention: Backend) -> tuple[int, float]:
     """A step's completions, packed as the trainer packs.
 
     Returns:
-        How many micro-batches they fill, `rows` each over all devices; and the share of all rows' blocks up to the
+        How many micro-batches they fill; and the share of all rows' blocks up to the
         diagonal that attention's kernels multiply, which skip blocks without a visible pair; 1 without a kernel.
     """
     count = 0
     seen = 0
-    (n, t) = cut(attention, row_tokens(config))
-    for part in np.array_split(np.arange(len(lengths.prompts)), config.algorithm.minibatches):
+    n, t = cut(attention, sizes.row_tokens)
+    for part in np.array_split(np.arange(len(lengths.prompts)), minibatches):
         samples = [
             Lengths(group=int(group), shown=int(lengths.prompts[group]) - 1, own=int(tokens))
             for group in part
             for tokens in lengths.completions[group]
         ]
-        found = pack_rows(samples, row_tokens=row_tokens(config), packing=config.train.packing)
-        count += -(-len(found) // rows)
+        found = pack_rows(samples, row_tokens=sizes.row_tokens, packing=sizes.packing)
+        count += -(-len(found) // sizes.rows)
         seen += sum(_seen_blocks(row, samples, n, t) for row in found)
-    return count, seen / (count * rows * n * (n + 1) / 2) if attention in KERNELS.values() else 1.0
+    return count, seen / (count * sizes.rows * n * (n + 1) / 2) if attention in KERNELS.values() else 1.0
 
 
 def _seen_blocks(row: Sequence[Chunk], samples: Sequence[Lengths], n: int, t: int) -> int:
@@ -156,17 +171,14 @@ def _seen_blocks(row: Sequence[Chunk], samples: Sequence[Lengths], n: int, t: in
     return int(block_pairs(segments.reshape(n, t), prompts.reshape(n, t)).sum())
 
 
-def _gsm8k_prompts(rng: np.random.Generator, config: Config) -> np.ndarray:
+def _gsm8k_prompts(rng: np.random.Generator, prompts: int, longest: int) -> np.ndarray:
     """[N]."""
-    questions = rng.lognormal(np.log(QUESTION_MEDIAN), QUESTION_SIGMA, config.prompts_per_step)
-    return np.clip(np.rint(TEMPLATE_TOKENS + questions), 1, config.rollout.max_prompt_tokens).astype(int)
+    questions = rng.lognormal(np.log(QUESTION_MEDIAN), QUESTION_SIGMA, prompts)
+    return np.clip(np.rint(TEMPLATE_TOKENS + questions), 1, longest).astype(int)
 
 
-def _gsm8k_completions(rng: np.random.Generator, config: Config) -> np.ndarray:
+def _gsm8k_completions(rng: np.random.Generator, N: int, G: int, cap: int) -> np.ndarray:
     """[N, G]."""
-    N = config.prompts_per_step
-    G = config.group_size
-    cap = config.rollout.max_new_tokens
     shared, own = rng.standard_normal((N, 1)), rng.standard_normal((N, G))
     logs = _log_median(cap) + COMPLETION_SIGMA * (shared + own) / np.sqrt(2)
     return np.clip(np.rint(np.exp(logs)), 1, cap).astype(int)
@@ -187,20 +199,15 @@ def _log_median(cap: int) -> float:
     return low
 
 
-def _from_run(rng: np.random.Generator, path: Path, config: Config) -> SequenceLengths:
-    """Groups of an earlier run, cut to what the config allows."""
+def _from_run(rng: np.random.Generator, path: Path, N: int, G: int) -> SequenceLengths:
+    """Groups of an earlier run."""
     groups = [group for number, record in enumerate(read_lines(path), 1) for group in _groups(record, path, number)]
     if not groups:
         raise ValueError(f"lengths {path}: no lengths in it; name a run that has done a step")
-    G, rollout = config.group_size, config.rollout
-    N = config.prompts_per_step
     drawn = [groups[i] for i in rng.choice(len(groups), N, replace=len(groups) < N)]
     prompts = np.array([prompt for prompt, _ in drawn])
     completions = np.array([rng.choice(own, G, replace=len(own) < G) for _, own in drawn])
-    return SequenceLengths(
-        prompts=np.clip(prompts, 1, rollout.max_prompt_tokens),
-        completions=np.clip(completions, 1, rollout.max_new_tokens),
-    )
+    return SequenceLengths(prompts=prompts, completions=completions)
 
 
 def _groups(record: dict[str, Any], path: Path, number: int) -> list[tuple[int, Sequence[int]]]:
@@ -218,8 +225,7 @@ def _groups(record: dict[str, Any], path: Path, number: int) -> list[tuple[int, 
 class _Rollout:
     """The engine's work in a step, or in some, where lengths are known beforehand."""
 
-    def __init__(self, lengths: SequenceLengths, config: Config, shards: int, overlap: bool) -> None:
-        rollout = config.rollout
+    def __init__(self, lengths: SequenceLengths, rollout: RolloutConfig, shards: int, overlap: bool) -> None:
         self.lengths = lengths
         self.steps = rollout.refill_steps
         self.overlap = overlap

@@ -111,13 +111,13 @@ class Programs:
             temperature=1.0,
             remat=config.train.remat,
             head_chunk_tokens=config.train.head_chunk_tokens,
-            attention=run.attention,
+            attention=run.update.attention,
         )
         recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
         optimizer = make_optimizer(config.train.optimizer, 10, specs)
         params = abstract_params(specs, dtype, train)
         rows = settings.computing.sharding(None, "batch", None)
-        shape = (run.max_micro_batches, run.micro_batch_rows, run.row_tokens)
+        shape = (run.spec.batch.max_micro_batches, run.micro_batch_rows, run.row_tokens)
         ints, floats = (jax.ShapeDtypeStruct(shape, kind, sharding=rows) for kind in (jnp.int32, jnp.float32))
         counts = (jax.ShapeDtypeStruct((), kind, sharding=settings.computing.sharding()) for kind in "if")
         names = ("tokens", "targets", "positions", "segments", "prompts")

@@ -19,7 +19,7 @@ def make_config(**train) -> Config:
 def test_a_plan_s_mfu_is_the_real_work_over_the_peak_in_the_update_s_time(dtype, peak):
     config, accelerator = make_config(dtype=dtype), find_accelerator("v6e-8")
     plan = make_plan(config, accelerator, fast=True)
-    lengths = draw_lengths("gsm8k", config)
+    lengths = draw_lengths("gsm8k", config.rollout, prompts=config.prompts_per_step, completions=config.group_size)
     work = step_work(lengths.prompts.tolist(), lengths.completions.tolist())
     ideal = update_flops(PRESETS[MODEL], work) / 8 / getattr(load_chip("v6e").peaks, peak)
     seconds = plan.phase("update").seconds

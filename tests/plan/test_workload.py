@@ -20,8 +20,14 @@ def config(*, prompts: int = 64, group: int = 8, **sections: Any) -> Config:
     return Config.model_validate({**settings, **sections})
 
 
+def drawn(source: str, settings: Config, *, seed: int = 0) -> SequenceLengths:
+    return draw_lengths(
+        source, settings.rollout, prompts=settings.prompts_per_step, completions=settings.group_size, seed=seed
+    )
+
+
 def test_gsm8k_lengths_have_their_mean_under_their_cap():
-    lengths = draw_lengths("gsm8k", config(prompts=1024))
+    lengths = drawn("gsm8k", config(prompts=1024))
     assert lengths.prompts.shape == (1024,)
     assert lengths.completions.shape == (1024, 8)
     assert lengths.completions.mean() == pytest.approx(200, rel=0.03)
@@ -30,36 +36,36 @@ def test_gsm8k_lengths_have_their_mean_under_their_cap():
 
 
 def test_the_mean_holds_where_the_cap_cuts_many():
-    lengths = draw_lengths("gsm8k", config(prompts=1024, rollout={"max_new_tokens": 256}))
+    lengths = drawn("gsm8k", config(prompts=1024, rollout={"max_new_tokens": 256}))
     assert lengths.completions.mean() == pytest.approx(200, rel=0.03)
     assert np.mean(lengths.completions == 256) > 0.3
 
 
 def test_completions_of_a_prompt_are_alike():
-    completions = np.log(draw_lengths("gsm8k", config(prompts=1024)).completions)
+    completions = np.log(drawn("gsm8k", config(prompts=1024)).completions)
     within, between = completions.var(axis=1, ddof=1).mean(), completions.mean(axis=1).var()
     assert between / within == pytest.approx(1.0 + 1 / 8, rel=0.2)  # half the variance is shared; 1/8 is the noise
 
 
 def test_a_cap_below_the_mean_cuts_almost_all():
-    lengths = draw_lengths("gsm8k", config(rollout={"max_new_tokens": 32}))
+    lengths = drawn("gsm8k", config(rollout={"max_new_tokens": 32}))
     assert np.mean(lengths.completions == 32) > 0.95
 
 
 def test_prompts_are_cut_to_the_longest():
-    assert draw_lengths("gsm8k", config(rollout={"max_prompt_tokens": 64})).prompts.max() == 64
+    assert drawn("gsm8k", config(rollout={"max_prompt_tokens": 64})).prompts.max() == 64
 
 
 @pytest.mark.parametrize("source", ["gsm8k", "fixed:7"])
 def test_the_draw_follows_from_its_seed(source):
-    one, again, other = (draw_lengths(source, config(), seed=seed) for seed in (3, 3, 4))
+    one, again, other = (drawn(source, config(), seed=seed) for seed in (3, 3, 4))
     assert np.array_equal(one.prompts, again.prompts)
     assert np.array_equal(one.completions, again.completions)
     assert not np.array_equal(one.prompts, other.prompts)
 
 
 def test_fixed_lengths_are_all_the_same():
-    assert np.unique(draw_lengths("fixed:17", config()).completions).tolist() == [17]
+    assert np.unique(drawn("fixed:17", config()).completions).tolist() == [17]
 
 
 def test_lengths_of_a_run_keep_prompts_with_their_completions(tmp_path):
@@ -67,17 +73,17 @@ def test_lengths_of_a_run_keep_prompts_with_their_completions(tmp_path):
     (tmp_path / "lengths.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     own = {10: {1, 2}, 20: {3, 4}, 30: {5, 6}}
     for source in (tmp_path, tmp_path / "lengths.jsonl"):
-        lengths = draw_lengths(str(source), config(group=2))
+        lengths = drawn(str(source), config(group=2))
         assert set(lengths.prompts) == set(own)
         assert all(set(row) == own[prompt] for prompt, row in zip(lengths.prompts, lengths.completions, strict=True))
-    more = draw_lengths(str(tmp_path), config(group=5))
+    more = drawn(str(tmp_path), config(group=5))
     assert more.completions.shape == (64, 5)
     assert all(set(row) <= own[prompt] for prompt, row in zip(more.prompts, more.completions, strict=True))
 
 
 def test_lengths_of_a_run_are_cut_to_the_config(tmp_path):
     (tmp_path / "lengths.jsonl").write_text(json.dumps(lengths_record(1, [900], [2000, 3])) + "\n")
-    lengths = draw_lengths(str(tmp_path), config(group=2))
+    lengths = drawn(str(tmp_path), config(group=2))
     assert set(lengths.prompts) == {512}
     assert set(lengths.completions.flat) == {1024, 3}
 
@@ -96,7 +102,7 @@ def test_a_file_that_is_not_of_lengths_is_an_error(tmp_path, text, message):
     path = tmp_path / "lengths.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        draw_lengths(str(path), config())
+        drawn(str(path), config())
 
 
 @pytest.mark.parametrize(
@@ -109,7 +115,7 @@ def test_a_file_that_is_not_of_lengths_is_an_error(tmp_path, text, message):
 )
 def test_a_wrong_source_is_an_error(source, message):
     with pytest.raises(ValueError, match=message):
-        draw_lengths(source, config())
+        drawn(source, config())
 
 
 def test_a_rollout_by_hand():
@@ -125,7 +131,7 @@ def test_a_rollout_by_hand():
         rollout={"max_prompt_tokens": 64, "max_new_tokens": 8, "slots": 2, "prefill_rows": 1, "refill_steps": 2},
     )
     lengths = SequenceLengths(prompts=np.array([3, 40]), completions=np.array([[4, 1], [2, 3]]))
-    found = simulate_rollout(lengths, settings)
+    found = simulate_rollout(lengths, settings.rollout)
     assert (found.prefill_calls, found.prefill_tokens) == ({32: 1, 64: 1}, 3 + 40)
     assert (found.copy_calls, found.copied_pages) == (3, 4)  # the part page of each prompt for each completion
     assert found.decodes == {2: (2, 3, pytest.approx((2 * 4.5 + 41) / 3)), 1: (1, 2, 41.5)}
@@ -141,7 +147,7 @@ def test_calls_that_overlap_leave_a_slot_empty_for_one_more():
         prompts=3, group=1, rollout={"max_prompt_tokens": 8, "max_new_tokens": 8, "slots": 1, "prefill_rows": 1}
     )
     lengths = SequenceLengths(prompts=np.array([1, 1, 1]), completions=np.array([[8], [8], [8]]))
-    apart, over = (simulate_rollout(lengths, settings, overlap=overlap) for overlap in (False, True))
+    apart, over = (simulate_rollout(lengths, settings.rollout, overlap=overlap) for overlap in (False, True))
     assert apart.decodes == over.decodes == {1: (3, 24, 4.5)}
     assert apart.occupied_slot_steps == over.occupied_slot_steps == 24
 
@@ -152,7 +158,7 @@ def test_a_prompt_is_prefilled_once_unless_slots_would_idle(group, times):
     shape = {"max_prompt_tokens": 32, "max_new_tokens": 8, "slots": 8, "prefill_rows": 4, "refill_steps": 2}
     prompts = 8 // group
     lengths = SequenceLengths(prompts=np.full(prompts, 3), completions=np.full((prompts, group), 4))
-    found = simulate_rollout(lengths, config(prompts=prompts, group=group, rollout=shape), shards=4)
+    found = simulate_rollout(lengths, config(prompts=prompts, group=group, rollout=shape).rollout, shards=4)
     assert found.prefill_tokens == 3 * (prompts if times == 1 else 4)
 
 
@@ -160,7 +166,7 @@ def test_pages_that_run_out_cost_steps_but_no_tokens():
     shape = {"max_prompt_tokens": 32, "max_new_tokens": 64, "slots": 8, "prefill_rows": 4, "page_tokens": 8}
     lengths = SequenceLengths(prompts=np.full(8, 20), completions=np.full((8, 2), 64))
     plenty, few = (
-        simulate_rollout(lengths, config(prompts=8, group=2, rollout={**shape, "cache_tokens": tokens}))
+        simulate_rollout(lengths, config(prompts=8, group=2, rollout={**shape, "cache_tokens": tokens}).rollout)
         for tokens in (None, 240)
     )
     assert plenty.preempted == 0
@@ -180,7 +186,7 @@ def test_the_workload_is_what_the_engine_counts():
         prompts=np.array([len(request.prompt) for request in requests]),
         completions=np.array([[len(each.tokens) for each in group] for group in completions]),
     )
-    found = simulate_rollout(lengths, config(rollout=CONFIG.model_dump()))
+    found = simulate_rollout(lengths, config(rollout=CONFIG.model_dump()).rollout)
     assert found.decode_steps == counted.decode_steps
     assert found.slot_utilisation == pytest.approx(counted.slot_utilisation)
     assert found.slots_busy(CONFIG.slots) == pytest.approx(counted.slots_busy)
@@ -191,22 +197,21 @@ def test_the_workload_is_what_the_engine_counts():
 
 def test_a_thousand_sequences_take_less_than_a_second():
     settings = config(prompts=128, rollout={"slots": 256})
-    lengths = draw_lengths("gsm8k", settings)
-    simulate_rollout(lengths, settings)  # imports
+    lengths = drawn("gsm8k", settings)
+    simulate_rollout(lengths, settings.rollout)  # imports
     start = time.process_time()
-    simulate_rollout(lengths, settings)
+    simulate_rollout(lengths, settings.rollout)
     assert time.process_time() - start < 1
 
 
 def test_micro_batches_are_those_that_packing_fills():
     """Rows of 20 tokens, two to a micro-batch: a group shares one prompt of 4 (less its last token)."""
-    rollout = {"max_prompt_tokens": 10, "max_new_tokens": 10}
     lengths = SequenceLengths(prompts=np.array([4, 4, 4]), completions=np.array([[8, 8], [8, 8], [2, 2]]))
     counts = {
         packing: packed(
             lengths,
-            config(prompts=3, group=2, rollout=rollout, train={"packing": packing}),
-            rows=2,
+            BatchSizes(row_tokens=20, rows=2, max_rows=6, packing=packing, max_new_tokens=10),
+            minibatches=1,
             attention="tpu_kernel",
         )[0]
         for packing in ("none", "sequences", "shared_prompts")
@@ -216,13 +221,12 @@ def test_micro_batches_are_those_that_packing_fills():
 
 
 def test_minibatches_are_packed_apart():
-    rollout = {"max_prompt_tokens": 10, "max_new_tokens": 10}
     lengths = SequenceLengths(prompts=np.array([2, 2]), completions=np.array([[2, 2], [2, 2]]))
     together, apart = (
         packed(
             lengths,
-            config(prompts=2, group=2, rollout=rollout, algorithm={"minibatches": parts}),
-            rows=2,
+            BatchSizes(row_tokens=20, rows=2, max_rows=4, packing="shared_prompts", max_new_tokens=10),
+            minibatches=parts,
             attention="blocks",
         )[0]
         for parts in (1, 2)
@@ -233,12 +237,6 @@ def test_minibatches_are_packed_apart():
 @pytest.mark.parametrize("packing", ["none", "sequences", "shared_prompts"])
 def test_attention_is_counted_by_the_blocks_that_the_kernel_multiplies(packing: str):
     """As the trainer's own batch of the same lengths, and the kernel's own rule."""
-    given = config(
-        prompts=5,
-        group=3,
-        rollout={"max_prompt_tokens": 200, "max_new_tokens": 800},
-        train={"packing": packing, "row_tokens": 1500, "rows_per_device": 4},
-    )
     rng = np.random.default_rng(0)
     lengths = SequenceLengths(prompts=rng.integers(1, 200, 5), completions=rng.integers(1, 800, (5, 3)))
     samples = [
@@ -251,7 +249,7 @@ def test_attention_is_counted_by_the_blocks_that_the_kernel_multiplies(packing: 
     n, t = cut("tpu_kernel", 1500)
     visibility = Visibility(batch.segments.reshape(-1, 1500), batch.prompts.reshape(-1, 1500))
     multiplied = np.asarray(visibility.cut(n, t).block_pairs())
-    micro_batches, share = packed(lengths, given, rows=4, attention="tpu_kernel")
+    micro_batches, share = packed(lengths, sizes, minibatches=1, attention="tpu_kernel")
     assert micro_batches == batch.num_micro_batches
     assert 0 < share < 1
     assert share == pytest.approx(multiplied.sum() / (4 * int(micro_batches) * n * (n + 1) / 2))
@@ -264,7 +262,7 @@ def test_carrying_completions_over_takes_fewer_steps_for_the_same_tokens():
         prompts=np.full(4, 8), completions=np.array([[4, 8], [4, 64], [8, 6], [16, 4]], dtype=int)
     )
     waits, carries = (
-        simulate_rollout(lengths, config(prompts=4, group=2, rollout={**shape, "in_flight": over}))
+        simulate_rollout(lengths, config(prompts=4, group=2, rollout={**shape, "in_flight": over}).rollout)
         for over in (1.0, 1.5)
     )
     assert carries.completion_tokens == waits.completion_tokens
