@@ -150,18 +150,18 @@ class RunDir:
         self._lines: dict[str, JsonLines] = {}
 
     @classmethod
-    def open(cls, settings: Settings, *, fork: Fork | None = None) -> "RunDir":
-        """Create `runs_dir/name` if needed, lock it, and write these settings into it.
+    def open(cls, home: Path, settings: Settings, *, fork: Fork | None = None) -> "RunDir":
+        """Create the folder if needed, lock it, and write these settings into it.
 
         Args:
-            settings: all of the run's, with its name.
+            home: the folder, as `run_home` names it.
+            settings: all of the run's.
             fork: source of a new run's initial weights; an existing run keeps its own.
 
         Raises:
             RunInUseError: Another process trains there.
             RunFileError: The folder cannot be written, holds something else, or a run of another config.
         """
-        home = _home(settings)
         path = records_folder(home) if in_bucket(home) else home
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -193,12 +193,12 @@ class RunDir:
         return cls(home, lock, settings, continued=continued, fork=fork, mirror=mirror)
 
     @classmethod
-    def follow(cls, settings: Settings, *, continued: bool, fork: Fork | None) -> "RunDir":
+    def follow(cls, home: Path, settings: Settings, *, continued: bool, fork: Fork | None) -> "RunDir":
         """Open the folder read-only, beside the process of this run that writes there.
 
         `continued` and `fork` are the values that the writing process found.
         """
-        return cls(_home(settings), None, settings, continued=continued, fork=fork)
+        return cls(home, None, settings, continued=continued, fork=fork)
 
     @property
     def writes(self) -> bool:
@@ -262,12 +262,11 @@ class RunDir:
         self.close()
 
 
-def _home(settings: Settings) -> Path:
-    """The run's folder."""
-    name = settings["name"]
-    if not isinstance(name, str) or not name or name in (".", "..") or Path(name).name != name:
+def run_home(runs_dir: str, name: str | None) -> Path:
+    """The folder of the run of that name. Raises RunFileError if the name cannot be that of a folder in `runs_dir`."""
+    if not name or name in (".", "..") or Path(name).name != name:
         raise RunFileError(f"name: {name!r} cannot be a folder in runs_dir; set a name without '/', such as name=demo")
-    return as_path(str(settings["runs_dir"])) / name
+    return as_path(runs_dir) / name
 
 
 def _take_lock(path: Path) -> IO[str]:

@@ -22,7 +22,7 @@ from podium.models.architecture import DecoderConfig, Lora
 from podium.models.linear import kept
 from podium.models.params import count, frozen_specs, trained_specs
 from podium.observe.progress import Progress
-from podium.observe.run_dir import Fork, RunDir, Settings
+from podium.observe.run_dir import Fork, RunDir, Settings, run_home
 from podium.observe.summary import versions
 from podium.observe.writers import MetricWriter
 from podium.rollout.request import RolloutStats
@@ -105,7 +105,7 @@ def open_run(
     console = Console(stderr=True, force_interactive=False if plain or job.watched else None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(joined(job))
-        run_dir = stack.enter_context(_open_run_dir(config.document(), fork))
+        run_dir = stack.enter_context(_open_run_dir(run_home(config.runs_dir, config.name), config.document(), fork))
         progress = stack.enter_context(Progress(run_dir.path.name, config.steps, console))
         stop = AgreedStop(stack.enter_context(StopSignal(progress.notice)))
         stack.enter_context(job.watchdog.watching() if job.watched else contextlib.nullcontext())
@@ -242,16 +242,16 @@ def _begin_save(phase: Callable[[str], None], run_dir: RunDir) -> None:
     run_dir.push()  # records first: whoever continues from the checkpoint needs them
 
 
-def _open_run_dir(settings: Settings, fork: Fork | None) -> RunDir:
+def _open_run_dir(home: Path, settings: Settings, fork: Fork | None) -> RunDir:
     """The run's folder: process 0 has it open for writing, the others only read it."""
     opened: list[RunDir] = []
 
     def open_it() -> tuple[bool, Fork | None]:
-        opened.append(RunDir.open(settings, fork=fork))
+        opened.append(RunDir.open(home, settings, fork=fork))
         return opened[0].continued, opened[0].fork
 
     continued, kept = from_leader(open_it)
-    return opened[0] if opened else RunDir.follow(settings, continued=continued, fork=kept)
+    return opened[0] if opened else RunDir.follow(home, settings, continued=continued, fork=kept)
 
 
 def _make_trainer(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from podium.config.schema import Config
-from podium.observe.run_dir import METRICS, RunDir
+from podium.observe.run_dir import METRICS, RunDir, run_home
 from podium.observe.services import ServiceError, service_names
 from podium.observe.writers import MetricWriter
 
@@ -41,7 +41,7 @@ SAMPLES = [
 
 
 def write_run(config, lines, *, resume_at=None, announce=print, samples=()):
-    with RunDir.open(config.document()) as run:
+    with RunDir.open(run_home(config.runs_dir, config.name), config.document()) as run:
         if resume_at is not None:
             run.truncate(resume_at)
         with MetricWriter(run, config.metrics, announce=announce) as writer:
@@ -189,11 +189,12 @@ def run_program(program, **environment):
 ONLINE = """
     import podium.observe.services
     from podium.config.schema import Config
-    from podium.observe.run_dir import RunDir
+    from podium.observe.run_dir import RunDir, run_home
     from podium.observe.writers import MetricWriter
     podium.observe.services.INIT_TIMEOUT_S = 2.0
     config = Config.model_validate({tree!r})
-    with RunDir.open(config.document()) as run, MetricWriter(run, config.metrics, announce=print) as writer:
+    home = run_home(config.runs_dir, config.name)
+    with RunDir.open(home, config.document()) as run, MetricWriter(run, config.metrics, announce=print) as writer:
         writer.write(1, {{"train-other/loss": 0.5}})
 """
 
@@ -260,13 +261,14 @@ def test_trackio_reads_the_metrics_back_and_prints_nothing_on_stdout(tmp_path):
     program = """
         import json
         from podium.config.schema import Config
-        from podium.observe.run_dir import RunDir
+        from podium.observe.run_dir import RunDir, run_home
         from podium.observe.writers import MetricWriter
         config = Config.model_validate({tree!r})
         for step in (1, 2):
-            with RunDir.open(config.document()) as run, MetricWriter(run, config.metrics, announce=print) as writer:
-                writer.write(step, {{"train-other/loss": 0.5 * step}})
-                writer.write_samples(step, {samples!r} if step == 2 else [])
+            home = run_home(config.runs_dir, config.name)
+            with RunDir.open(home, config.document()) as run, MetricWriter(run, config.metrics, announce=print) as out:
+                out.write(step, {{"train-other/loss": 0.5 * step}})
+                out.write_samples(step, {samples!r} if step == 2 else [])
         from trackio.sqlite_storage import SQLiteStorage
         print(json.dumps(SQLiteStorage.get_logs("tests", "demo")))
     """

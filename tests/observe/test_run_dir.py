@@ -9,7 +9,17 @@ import yaml
 
 from podium.config.schema import Config
 from podium.files import RunFileError
-from podium.observe.run_dir import LENGTHS, MAY_CHANGE, METRICS, SAMPLES, Fork, RunDir, RunInUseError, parse_fork
+from podium.observe.run_dir import (
+    LENGTHS,
+    MAY_CHANGE,
+    METRICS,
+    SAMPLES,
+    Fork,
+    RunDir,
+    RunInUseError,
+    parse_fork,
+    run_home,
+)
 
 
 def make_config(tmp_path, **changes):
@@ -17,16 +27,20 @@ def make_config(tmp_path, **changes):
     return Config.model_validate(tree | changes)
 
 
+def open_run(config, **options):
+    return RunDir.open(run_home(config.runs_dir, config.name), config.document(), **options)
+
+
 def open_and_close(config, **options):
     """A run that has begun: something is recorded."""
-    with RunDir.open(config.document(), **options) as run:
+    with open_run(config, **options) as run:
         run.append(METRICS, {"step": 0})
         return run
 
 
 def test_a_new_run_holds_its_resolved_config(tmp_path):
     config = make_config(tmp_path)
-    with RunDir.open(config.document()) as run:
+    with open_run(config) as run:
         assert not run.continued
         assert run.path == tmp_path / "runs" / "demo"
         assert Config.model_validate(yaml.safe_load((run.path / "config.yaml").read_text())) == config
@@ -38,12 +52,12 @@ def test_a_run_is_continued_if_the_config_agrees(tmp_path):
 
 
 def test_a_run_that_recorded_nothing_may_begin_again_with_another_config(tmp_path):
-    with RunDir.open(make_config(tmp_path).document(), fork=Fork("runs/other", 3)):
+    with open_run(make_config(tmp_path), fork=Fork("runs/other", 3)):
         pass
-    with RunDir.open(make_config(tmp_path, seed=1).document()) as run:
+    with open_run(make_config(tmp_path, seed=1)) as run:
         assert not run.continued
         assert run.fork is None
-    with RunDir.open(make_config(tmp_path, seed=1).document()) as run:
+    with open_run(make_config(tmp_path, seed=1)) as run:
         assert run.fork is None
 
 
@@ -53,7 +67,7 @@ def test_a_different_config_is_an_error_that_names_each_key_and_the_ways_out(tmp
         tmp_path, seed=1, rollout={"temperature": 0.5}, tasks=[{"name": "arithmetic", "options": {"digits": 3}}]
     )
     with pytest.raises(RunFileError) as error:
-        RunDir.open(changed.document())
+        open_run(changed)
     message = str(error.value)
     assert "seed: 0 there, 1 now" in message
     assert "rollout.temperature: 1.0 there, 0.5 now" in message
@@ -93,22 +107,22 @@ def test_steps_may_not_change_under_a_schedule_that_ends_at_the_last_step(tmp_pa
     cosine = {"optimizer": {"schedule": "cosine"}}
     open_and_close(make_config(tmp_path, train=cosine))
     with pytest.raises(RunFileError, match="steps: 100 there, 200 now"):
-        RunDir.open(make_config(tmp_path, train=cosine, steps=200).document())
+        open_run(make_config(tmp_path, train=cosine, steps=200))
 
 
 def test_a_key_whose_name_begins_like_a_free_one_is_not_free(tmp_path):
     open_and_close(make_config(tmp_path))
     with pytest.raises(RunFileError, match="model: 'demo' there, 'other' now"):
-        RunDir.open(make_config(tmp_path, model="other").document())
+        open_run(make_config(tmp_path, model="other"))
     with pytest.raises(RunFileError, match=r"grading\.timeout_s: 5\.0 there, 6\.0 now"):
-        RunDir.open(make_config(tmp_path, grading={"timeout_s": 6.0}).document())
+        open_run(make_config(tmp_path, grading={"timeout_s": 6.0}))
 
 
 def test_a_stored_config_that_cannot_be_read_is_an_error_with_a_way_out(tmp_path):
     run = open_and_close(make_config(tmp_path))
     (run.path / "config.yaml").write_text("model: demo\nrecipe: grpo\n")
     with pytest.raises(RunFileError, match=r"is not a config \(tasks: Field required; recipe: Extra .*; set another"):
-        RunDir.open(make_config(tmp_path).document())
+        open_run(make_config(tmp_path))
 
 
 def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
@@ -116,7 +130,7 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
     folder.mkdir(parents=True)
     (folder / "thesis.tex").write_text("")
     with pytest.raises(RunFileError, match=r"holds 'thesis\.tex' but no config\.yaml"):
-        RunDir.open(make_config(tmp_path).document())
+        open_run(make_config(tmp_path))
     assert [item.name for item in folder.iterdir()] == ["thesis.tex"]
 
 
@@ -131,28 +145,28 @@ def test_what_a_kill_during_creation_leaves_does_not_matter(tmp_path):
 @pytest.mark.parametrize("name", [None, "", "..", "a/b", "/etc"])
 def test_a_name_that_is_not_a_folder_name_is_an_error(tmp_path, name):
     with pytest.raises(RunFileError, match=r"name: .* cannot be a folder"):
-        RunDir.open(make_config(tmp_path, name=name).document())
+        open_run(make_config(tmp_path, name=name))
 
 
 def test_an_unwritable_place_is_an_error_that_names_the_key(tmp_path):
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(RunFileError, match=r"cannot be created: (Not a directory|File exists); set runs_dir"):
-        RunDir.open(make_config(tmp_path).document())
+        open_run(make_config(tmp_path))
 
 
 def test_a_folder_that_cannot_be_locked_is_an_error_that_names_the_key(tmp_path):
     (tmp_path / "runs" / "demo" / "run.lock").mkdir(parents=True)
     with pytest.raises(RunFileError, match="demo cannot be written: Is a directory; set runs_dir"):
-        RunDir.open(make_config(tmp_path).document())
+        open_run(make_config(tmp_path))
 
 
 def test_a_run_in_use_is_an_error_that_names_the_process(tmp_path):
     config = make_config(tmp_path)
-    with RunDir.open(config.document()) as run:
+    with open_run(config) as run:
         with pytest.raises(RunInUseError, match=rf"{run.path} is in use by process {os.getpid()} on host \S+; wait"):
-            RunDir.open(config.document())
+            open_run(config)
         with pytest.raises(RunInUseError):  # a refused process does not take the lock away
-            RunDir.open(config.document())
+            open_run(config)
     open_and_close(config)
 
 
@@ -160,9 +174,9 @@ def test_the_lock_ends_with_its_process_however_it_ends(tmp_path):
     config = make_config(tmp_path)
     program = f"""
         import sys, time
-        from podium.config.schema import Config
+        from pathlib import Path
         from podium.observe.run_dir import RunDir
-        run = RunDir.open({config.document()!r})
+        run = RunDir.open(Path({str(run_home(config.runs_dir, config.name))!r}), {config.document()!r})
         print("locked", flush=True)
         time.sleep(60)
     """
@@ -170,7 +184,7 @@ def test_the_lock_ends_with_its_process_however_it_ends(tmp_path):
         assert other.stdout is not None
         assert other.stdout.readline() == "locked\n"
         with pytest.raises(RunInUseError, match=f"process {other.pid} "):
-            RunDir.open(config.document())
+            open_run(config)
         other.send_signal(signal.SIGKILL)
     open_and_close(config)
 
@@ -178,12 +192,12 @@ def test_the_lock_ends_with_its_process_however_it_ends(tmp_path):
 def test_a_failed_opening_gives_the_lock_up(tmp_path):
     open_and_close(make_config(tmp_path))
     with pytest.raises(RunFileError):
-        RunDir.open(make_config(tmp_path, seed=1).document())
+        open_run(make_config(tmp_path, seed=1))
     assert open_and_close(make_config(tmp_path)).continued
 
 
 def test_truncating_forgets_what_came_after_the_step_in_all_three_files(tmp_path):
-    with RunDir.open(make_config(tmp_path).document()) as run:
+    with open_run(make_config(tmp_path)) as run:
         for step in (1, 2, 3):
             for name in (METRICS, SAMPLES, LENGTHS):
                 run.append(name, {"step": step})
@@ -208,7 +222,7 @@ def test_a_run_that_exists_cannot_begin_elsewhere(tmp_path):
     child = make_config(tmp_path, name="child")
     open_and_close(child)
     with pytest.raises(RunFileError, match=r"did not begin from another run, and --from asks for .*@20; leave --from"):
-        RunDir.open(child.document(), fork=Fork(str(source), 20))
+        open_run(child, fork=Fork(str(source), 20))
 
 
 def test_a_fork_without_step_means_the_newest_checkpoint(tmp_path):

@@ -25,7 +25,7 @@ from tiny_runs import (
     weights_of,
 )
 
-from podium.observe.run_dir import Fork, RunDir, RunInUseError, read_config
+from podium.observe.run_dir import Fork, RunDir, RunInUseError, read_config, run_home
 from podium.train.loop import train
 from podium.train.recorder import Recorder
 from podium.train.step_files import CheckpointError, saved_steps
@@ -118,7 +118,7 @@ def test_a_run_that_another_process_trains_is_left_alone(undisturbed):
     before = (undisturbed / "metrics.jsonl").read_bytes()
     config = read_config(undisturbed)
     with (
-        RunDir.open(config.document()),
+        RunDir.open(run_home(config.runs_dir, config.name), config.document()),
         pytest.raises(RunInUseError, match=r"is in use by process .* wait for it, stop it"),
     ):
         train(config, plain=True)
