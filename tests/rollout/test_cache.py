@@ -195,4 +195,4 @@ def test_no_program_on_a_tpu_copies_a_cache(machine, models):
     for model, programs in copies_on(machine, *models).items():
         for name, program in programs.items():
             assert program["copies"] == 0, (model, name)
-            assert program["temporaries"] < 0.1, (model, name)
+            assert program["temporaries"] < 0.45, (model, name)  # a copy of keys or of values alone is 0.5
