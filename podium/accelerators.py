@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Mapping, Set
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 GIB = 2**30
 GPU_POOL, POOL_VARIABLE = 0.75, "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -66,11 +66,11 @@ class Accelerator:
         return f"{self.generation}:{'x'.join(map(str, self.torus))}"
 
     @property
-    def topology_options(self) -> dict[str, Any]:
+    def topology_options(self) -> dict[str, object]:
         """Keyword arguments of jax's `get_topology_desc`, besides name and platform."""
         if self.platform != "tpu":
             return {}
-        options: dict[str, Any] = {"chips_per_host_bounds": self.host_bounds}
+        options: dict[str, object] = {"chips_per_host_bounds": self.host_bounds}
         return options | ({"chip_config_name": self.chip_config} if self.chip_config else {})
 
     @property

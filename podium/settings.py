@@ -61,7 +61,7 @@ def load_settings(
 
 
 def evaluation_overrides(
-    target: str, run: object | None, tasks: list[dict[str, Any]], options: dict[str, Any]
+    target: str, run: object | None, tasks: Sequence[Mapping[str, object]], options: dict[str, object]
 ) -> list[Override]:
     """The options of `podium eval` as settings: tasks, graded by what is correct, on all questions unless limited."""
     given = [Override(key, value, f"--{key.removeprefix('eval.')}") for key, value in options.items()]
@@ -76,7 +76,7 @@ def evaluation_overrides(
 def _names(config: Config) -> Iterator[Contradiction]:
     for key, table in NAMES.items():
         section, _, name = key.rpartition(".")
-        part: Any = functools.reduce(getattr, section.split("."), config)
+        part: object = functools.reduce(getattr, section.split("."), config)
         value = getattr(part, name)
         if value is None or value in table:
             continue

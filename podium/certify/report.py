@@ -1,7 +1,6 @@
 """A certificate as a table of differences with a verdict, and as the object that `podium certify --json` prints."""
 
 import math
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -11,7 +10,7 @@ from rich.text import Text
 from podium.certify.result import Certificate, Check
 
 
-def as_object(certificate: Certificate) -> dict[str, Any]:
+def as_object(certificate: Certificate) -> dict[str, object]:
     """What `--json` prints; names do not change from one version to the next."""
     return {
         "green": certificate.green,

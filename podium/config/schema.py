@@ -6,7 +6,7 @@ other parts of Podium are in `podium.settings`; where values come from is `podiu
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
@@ -47,7 +47,7 @@ class TaskConfig(Section):
     """Part of the reward that evaluation counts as correctness; correct: the task's own grade."""
     completion: str | None = None
     """Column of the text that the recipe sft trains on; unset: `completion` where there is one, else the answer."""
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     """The task's own arguments, as its constructor names them (`podium tasks NAME` lists them)."""
 
 
@@ -304,7 +304,7 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _rate_of_adapters(cls, settings: Any) -> Any:
+    def _rate_of_adapters(cls, settings: object) -> object:
         return with_rate(settings) if isinstance(settings, dict) else settings
 
     @model_validator(mode="after")

@@ -7,7 +7,6 @@ podium.json                    ours: the fingerprint of that model's weights; PE
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,7 @@ ANY = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_alpha", "lora_dropout", "megatron_core",
     "peft_version", "qalora_group_size", "r", "revision", "target_modules", "task_type",
 }  # fmt: skip
-ONLY: Mapping[str, tuple[Any, ...]] = {
+ONLY: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # others change the model under the adapter
@@ -110,7 +109,7 @@ def _tensor(name: str, layer: int) -> str:
     return f"{PREFIX}{module}.{PARTS['.' + part]}.weight"
 
 
-def _check_described(raw: Mapping[str, Any], lora: Lora, where: Path) -> None:
+def _check_described(raw: Mapping[str, object], lora: Lora, where: Path) -> None:
     for key, value in raw.items():
         if key in ONLY and value not in ONLY[key]:
             allowed = " or ".join(map(repr, ONLY[key]))

@@ -1,7 +1,6 @@
 """The model card of an export: what was trained, how, and with which results, from the run's own records."""
 
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -17,7 +16,7 @@ def model_card(folder: Path, config: Config, *, step: int) -> str:
     summary, history = make_summary(folder), read_history(folder)
     recipe = config.algorithm.recipe.rpartition(":")[2]
     tags = ["podium", "reinforcement-learning", recipe]
-    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": tags}
+    front: dict[str, object] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": tags}
     if config.model.count("/") == 1 and not Path(config.model).exists():
         front["base_model"] = config.model
     tasks = ", ".join(dict.fromkeys(task.name for task in config.tasks))

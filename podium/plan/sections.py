@@ -6,7 +6,6 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import podium.plan.formatting as text
 from podium.accelerators import GIB
@@ -358,7 +357,7 @@ MACHINES: Columns = (
 )
 
 
-def _table(columns: Columns, values: Iterable[tuple[Any, ...]], *text: int) -> Table:
+def _table(columns: Columns, values: Iterable[tuple[object, ...]], *text: int) -> Table:
     """A row of cells for each tuple of values; `text` are the columns of text."""
     rows = tuple(tuple(cell(*each) for _, cell in columns) for each in values)
     return Table(heads=tuple(head for head, _ in columns), rows=rows, text=frozenset(text))

@@ -8,7 +8,6 @@ import importlib.util
 import os
 from collections.abc import Mapping
 from importlib import resources
-from typing import Any
 
 from podium.accelerators import Accelerator
 
@@ -50,7 +49,7 @@ def compiler_environment(accelerator: Accelerator) -> dict[str, str]:
     return environment
 
 
-def topology_devices(accelerator: Accelerator) -> list[Any]:
+def topology_devices(accelerator: Accelerator) -> list[object]:
     """The devices of an absent TPU or GPU, to compile for; `make_mesh` takes them like real ones.
 
     The process must have been started with `compiler_environment`.

@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -210,7 +210,7 @@ def _from_run(rng: np.random.Generator, path: Path, N: int, G: int) -> SequenceL
     return SequenceLengths(prompts=prompts, completions=completions)
 
 
-def _groups(record: dict[str, Any], path: Path, number: int) -> list[tuple[int, Sequence[int]]]:
+def _groups(record: dict[str, object], path: Path, number: int) -> list[tuple[int, Sequence[int]]]:
     """Each prompt's length and its completions' of a line."""
     prompts, completions = record.get("prompt_lengths"), record.get("completion_lengths")
     if isinstance(prompts, list) and isinstance(completions, list) and prompts and completions:

@@ -35,7 +35,7 @@ OnStep = Callable[[int, Mapping[str, float], list[dict[str, Any]]], None]
 """Called after each step with the number of steps done, the metrics, and the lines of samples.jsonl."""
 
 
-def unheard(step: int, metrics: Mapping[str, float], samples: list[dict[str, Any]]) -> None:
+def unheard(step: int, metrics: Mapping[str, float], samples: list[dict[str, object]]) -> None:
     """An `OnStep` that does nothing."""
 
 
@@ -147,7 +147,7 @@ class Recorder:
 
     def _write_completions(
         self, step: int, groups: list[Group], batched: BatchStats, rolled: RolloutStats
-    ) -> list[dict[str, Any]]:
+    ) -> list[dict[str, object]]:
         """Write samples of the step's groups, the first with its tokens, and the lengths of all; return the samples."""
         samples = []
         every = self.spec.metrics.samples_every

@@ -6,7 +6,6 @@ The endpoint is Amazon's, or the one in AWS_ENDPOINT_URL (MinIO, R2), as for the
 """
 
 import os
-from typing import Any
 
 from orbax.checkpoint._src.path import gcs_utils
 from orbax.checkpoint._src.serialization import tensorstore_utils
@@ -24,7 +23,7 @@ def take_s3_for_a_bucket() -> None:
     tensorstore_utils._normalize_path = lambda path: normalized(path).replace("s3:/", S3)
 
 
-def s3_store(path: str) -> dict[str, Any]:
+def s3_store(path: str) -> dict[str, str]:
     """The tensorstore specification of a folder in a bucket."""
     bucket, _, folder = path.removeprefix(S3).partition("/")
     store = {"driver": "s3", "bucket": bucket, "path": folder.rstrip("/") + "/"}

@@ -1,6 +1,6 @@
 """Which metrics a report draws, in which charts."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Chart(NamedTuple):
@@ -45,7 +45,7 @@ WORK = (
 """How well the machine was used."""
 
 
-def chart_object(chart: Chart, names: list[str]) -> dict[str, Any] | None:
+def chart_object(chart: Chart, names: list[str]) -> dict[str, object] | None:
     """A chart in the page's JSON form, with the metrics among `names` that it shows; None if there are none."""
     lines: list[tuple[str, str]] = []
     for index, metric in enumerate(chart.metrics):

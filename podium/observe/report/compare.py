@@ -4,7 +4,6 @@ import itertools
 import math
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from podium.observe.report.read import RunRecords
 
@@ -17,17 +16,17 @@ LAST_SHARE = 0.1
 """Without evaluations, a run's score is its mean reward over this last share of the steps."""
 
 
-def flat(tree: Any, key: str = "") -> dict[str, Any]:
+def flat(tree: object, key: str = "") -> dict[str, object]:
     """The leaves of a tree of mappings by dotted key; a list is a leaf."""
     if not isinstance(tree, Mapping):
         return {key: tree}
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for part, value in tree.items():
         found |= flat(value, f"{key}.{part}" if key else str(part))
     return found
 
 
-def differences(runs: Sequence[RunRecords]) -> dict[str, list[Any]]:
+def differences(runs: Sequence[RunRecords]) -> dict[str, list[object]]:
     """Settings in which the runs differ, except names: each with its values in the order of the runs."""
     configs = [flat(run.config) for run in runs]
     keys = dict.fromkeys(itertools.chain.from_iterable(configs))
@@ -82,19 +81,25 @@ def verdict(better: Sequence[float], worse: Sequence[float]) -> str:
     return f"not shown: above in only {share:.0%} of {BOOTSTRAPS:,} resamples of {seeds}; run more seeds"
 
 
-def comparison(runs: Sequence[RunRecords]) -> dict[str, Any] | None:
+def comparison(runs: Sequence[RunRecords]) -> dict[str, object] | None:
     """The comparison of several runs in the page's JSON form; None for a single run."""
     if len(runs) < 2:
         return None
     metric, groups = ranking_metric(runs), same_but_for_seed(runs)
-    answer: dict[str, Any] = {"differences": differences(runs), "groups": groups, "metric": metric, "ranking": []}
+    ranking: list[dict[str, object]] = []
+    answer: dict[str, object] = {
+        "differences": differences(runs),
+        "groups": groups,
+        "metric": metric,
+        "ranking": ranking,
+    }
     if metric is None:
         return answer
     scored = [([score(runs[index], metric) for index in group], group) for group in groups]
     scored.sort(key=lambda item: -sum(item[0]) / len(item[0]))
     for place, (values, group) in enumerate(scored):
         following = scored[place + 1][0] if place + 1 < len(scored) else None
-        answer["ranking"].append(
+        ranking.append(
             {
                 "runs": group,
                 "score": sum(values) / len(values),

@@ -9,7 +9,6 @@ import html
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from podium.config.schema import Config
 from podium.files import write_atomically
@@ -45,7 +44,7 @@ def plotly_script() -> str:
     return (Path(plotly.__path__[0]) / "package_data" / "plotly.min.js").read_text("utf-8")
 
 
-def make_page(content: dict[str, Any], plotly: str, *, live: str = "") -> str:
+def make_page(content: dict[str, object], plotly: str, *, live: str = "") -> str:
     """The page with everything inlined, and a content security policy that forbids it to load anything.
 
     With `live`, a path on its own server, the page listens there for changes.
@@ -66,7 +65,7 @@ def make_page(content: dict[str, Any], plotly: str, *, live: str = "") -> str:
     return page
 
 
-def report_object(folders: Sequence[Path]) -> dict[str, Any]:
+def report_object(folders: Sequence[Path]) -> dict[str, object]:
     """Everything the page shows, as JSON values: the charts, each run, and the comparison."""
     runs = [read_run(folder) for folder in folders]
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
@@ -80,7 +79,7 @@ def report_object(folders: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def run_object(run: RunRecords) -> dict[str, Any]:
+def run_object(run: RunRecords) -> dict[str, object]:
     """One run in the page's JSON form."""
     problems = list(run.problems)
     samples = read_samples(run.folder, problems)
@@ -101,7 +100,7 @@ def run_object(run: RunRecords) -> dict[str, Any]:
     }
 
 
-def headline(run: RunRecords) -> dict[str, Any]:
+def headline(run: RunRecords) -> dict[str, object]:
     """The numbers at the top: accuracy before and after, steps, seconds, tokens, machine, commit."""
     tasks = []
     for task, accuracy in evaluated_tasks(run):
@@ -143,7 +142,7 @@ def changed_settings(run: RunRecords) -> list[list[str]]:
     ]
 
 
-def planned(run: RunRecords) -> dict[str, Any] | None:
+def planned(run: RunRecords) -> dict[str, object] | None:
     """The plan of the run, to be shown beside the measurements; None if there is none."""
     seconds = run.plan.get("step_seconds")
     if not isinstance(seconds, dict):
