@@ -105,6 +105,8 @@ def update_checks(updates: Updates) -> Iterator[Check]:
         after=(*causes, "loss", "gradient"),
     )
     recipe = subject.recipe
+    if recipe.demonstrations:
+        return  # their advantage is 1, whatever they earn
     if recipe.kl != "none" or recipe.entropy_bonus:
         updates = Updates(subject, dataclasses.replace(recipe, kl="none", kl_coef=0.0, entropy_bonus=0.0))
     equal = [make_group(n, each.transcripts, [0.5] * COMPLETIONS) for n, each in enumerate(subject.groups)]
@@ -141,7 +143,7 @@ def _forms(subject: Subject) -> Iterator[tuple[str, str, tuple[str, ...], Form]]
     for mesh in meshes_of(subject, SPLIT_ROWS):
         form = Form(devices=mesh, train={**PLAIN, "attention": "auto"})
         yield f"devices {_split(mesh)}", f"on {mesh.size} devices that split the tokens of rows", packed, form
-    yield "micro-batches", "in several micro-batches", packed, Form(rows=2)
+    yield "micro-batches", "in several micro-batches", (*packed, "gradient"), Form(rows=2)
     for choice in usable_attention():
         if choice != "reference":
             form = Form(rows=2, row_tokens=LONG_ROW, train={**PLAIN, "attention": choice})

@@ -79,8 +79,12 @@ def test_the_status_is_the_verdict(monkeypatch, capsys, green, status):
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_clone_keeps_every_switch_and_the_ratio_of_heads(name):
     model, clone = PRESETS[name], tiny_clone(PRESETS[name])
-    for field in ("model_type", "tied", "qkv_bias", "qk_norm", "rope_scaling", "rope_theta", "norm_eps"):
+    for field in ("model_type", "tied", "norm_eps"):
         assert getattr(clone, field) == getattr(model, field)
+    (of_clone, _), (of_model, _) = clone.dense_layer, model.dense_layer
+    for field in ("bias", "norm", "window"):
+        assert getattr(of_clone, field) == getattr(of_model, field)
+    assert (of_clone.rope.theta, of_clone.rope.scaling) == (of_model.rope.theta, of_model.rope.scaling)
     assert clone.heads // clone.kv_heads == model.heads // model.kv_heads
     assert clone.heads % clone.kv_heads == 0
 
@@ -91,6 +95,7 @@ def sampled():
     return make_subject(make_config()).sampled
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_batches_of_every_recipe_are_right(recipe, sampled):
     subject = make_subject(make_config(algorithm={"recipe": recipe}))
@@ -127,6 +132,3 @@ def test_every_recipe_s_certificate_is_green(recipe):
     kl = {} if recipe == "maxrl" else {"kl": "k3", "kl_coef": 0.1, "entropy_bonus": 0.01}
     found = command.make_certificate(make_subject(make_config(algorithm={"recipe": recipe, **kl})))
     assert [(check.name, check.difference) for check in found.checks if not check.ok] == []
-
-
-pytestmark = pytest.mark.long  # minutes; `make test-long` runs it

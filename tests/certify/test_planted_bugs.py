@@ -137,7 +137,7 @@ def bfloat16_sum():
         return (dx.astype(jnp.bfloat16).astype(dx.dtype),)
 
     rounded.defvjp(lambda x: (x, None), backward)
-    return step, "head_weights", lambda *arguments: rounded(original(*arguments))
+    return step, "head_weights", lambda *given, **options: rounded(original(*given, **options))
 
 
 def swapped_clip_sides():
@@ -153,11 +153,13 @@ def prompt_trained():
     original = batch._write
 
     def planted(chunk, samples, row, start, segment) -> Iterator:
-        prompt = samples[chunk[0]].prompt
+        sample = samples[chunk[0]]
         spans = list(original(chunk, samples, row, start, segment))
-        shown = slice(start, start + len(prompt) - 1)
-        row["targets"][shown], row["mask"][shown], row["weights"][shown] = prompt[1:], 1.0, samples[chunk[0]].weight
-        row["advantages"][shown] = samples[chunk[0]].advantage
+        shown = slice(start, start + len(sample.prompt) - 1)
+        row["targets"][shown] = sample.prompt[1:]
+        row["mask"][shown] = 1.0
+        row["weights"][shown] = sample.weights[0]
+        row["advantages"][shown] = sample.advantages[0]
         yield from spans
 
     return batch, "_write", planted

@@ -72,6 +72,7 @@ def copies(machine: str, model: str) -> dict[str, dict[str, float]]:
     weights = abstract_params(engine_specs(decoder, rules), DTYPE, rules)
     cache = abstract_engine_cache(CONFIG, decoder, rules, DTYPE)
     stored = [math.prod(each.sharding.shard_shape(each.shape)) for each in jax.tree.leaves(cache)]
+    pages = cache.values.sharding.shard_shape(cache.values.shape)[1]  # of a device; no weight has such a dimension
     lowered = {
         "decode": programs.decode.lower(weights, cache, *abstract_slots(CONFIG, CONFIG.slots, rules)),
         "prefill": programs.extend.lower(weights, cache, abstract_chunk(CONFIG, 128, rules)),
@@ -79,9 +80,9 @@ def copies(machine: str, model: str) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for name, program in lowered.items():
         compiled = program.compile()
-        sizes = [math.prod(map(int, dims.split(","))) for dims in WHOLE.findall(compiled.as_text())]
+        copied = [[int(dim) for dim in dims.split(",")] for dims in WHOLE.findall(compiled.as_text())]
         found[name] = {
-            "copies": sum(size >= max(stored) // 2 for size in sizes),
+            "copies": sum(pages in dims and math.prod(dims) >= max(stored) // 2 for dims in copied),
             "temporaries": compiled.memory_analysis().temp_size_in_bytes / (DTYPE.itemsize * sum(stored)),
         }
     return found
