@@ -229,7 +229,7 @@ class FunctionGrader:
 
 def _part(function: RewardFunction, value: Any) -> Part:
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):

@@ -87,6 +87,8 @@ class Grader:
         self._timeout_s = config.timeout_s
         self._warned = False
         self._closed = False
+        self._not_started: OSError | None = None
+        """Why a process could not be started in place of one that ended; then nothing is graded any more."""
         self._own_tasks = [make_task(task) for task in tasks] if config.workers == 0 else []
         self._functions = FunctionGrader([own_functions(task) for task in tasks])
         self._threads = ThreadPoolExecutor(config.workers or 1, thread_name_prefix="grading")  # one for each worker
@@ -156,6 +158,7 @@ class Grader:
         while len(outcomes) < len(items) and not self._closed:
             worker = self._idle.get()
             try:
+                self._check_started()
                 outcomes += worker.grade(items[len(outcomes) :])
             except BaseException:
                 worker.stop()  # its remaining answers would not be read
@@ -163,10 +166,28 @@ class Grader:
                     break
                 raise
             finally:
-                self._idle.put(worker if worker.alive() or self._closed else self._replaced(worker))
+                self._idle.put(self._living(worker))
         if self._closed:
             raise CancelledError("the grader was closed before it graded all answers")
         return self._without_bugs(submissions, outcomes)
+
+    def _check_started(self) -> None:
+        """Raise GradingError if a process could not be started."""
+        if self._not_started is not None:
+            raise GradingError(
+                f"a grading process ended and another could not be started ({self._not_started.strerror}); free memory"
+                " or processes on this machine, or lower grading.workers, then continue the run"
+            )
+
+    def _living(self, worker: "_Worker") -> "_Worker":
+        """The worker, or one in its place; where none can be started the old one, so that no thread waits for ever."""
+        if worker.alive() or self._closed or self._not_started is not None:
+            return worker
+        try:
+            return self._replaced(worker)
+        except OSError as error:
+            self._not_started = error
+            return worker
 
     def _replaced(self, worker: "_Worker") -> "_Worker":
         """Start a new process in place of one that ended."""

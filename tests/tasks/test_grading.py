@@ -1,5 +1,7 @@
 import contextlib
+import errno
 import os
+import threading
 import time
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -152,6 +154,23 @@ def test_close_ends_the_processes_at_once_even_while_they_grade():
     assert len(processes) == 2
     with pytest.raises(CancelledError):
         grading.result()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_process_that_cannot_be_started_again_is_an_error_and_close_returns(monkeypatch, workers):
+    grader = make_grader(workers=workers)
+    assert [reward.total for reward in grader.grade(answers("7"))] == [1.0]
+
+    def refuse(*_: object, **__: object):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr("podium.tasks.grading.subprocess.Popen", refuse)
+    with pytest.raises(GradingError, match=r"could not be started \(.*\); free memory .* lower grading\.workers"):
+        grader.grade(answers(*["crash", "7"] * 40))
+    closing = threading.Thread(target=grader.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
 
 
 def test_what_a_stopped_answer_started_ends_with_it():

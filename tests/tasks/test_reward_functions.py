@@ -94,7 +94,7 @@ def test_a_call_that_is_too_slow_counts_as_0_and_is_told_once(caplog):
     assert len([line for line in caplog.messages if "took longer than 0.6 s" in line]) == 2
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), "many", [1.0]])
+@pytest.mark.parametrize("value", [None, float("nan"), "many", "0.5", b"1", [1.0]])
 def test_what_is_no_number_is_a_bug(value):
     with pytest.raises(ValueError, match=r"(?s)reward \S+lambda\S* returned .*a finite number.*prompt a/0"):
         graded(lambda completion: value)
