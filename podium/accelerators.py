@@ -154,7 +154,7 @@ def find_accelerator(name: str) -> Accelerator:
     if known not in table:
         if kind in GKE_ALONE:
             raise ValueError("Google rents TPU7x on GKE alone, not as Cloud TPU VMs; its figures are not here yet")
-        if kind in GPUS and not GPUS[kind].networked and size.isdigit() and int(size) > MACHINE:
+        if kind in GPUS and not GPUS[kind].networked and size.isdecimal() and int(size) > MACHINE:
             others = ", ".join(other for other, gpu in GPUS.items() if gpu.networked)
             raise ValueError(
                 f"{known}: there is no figure of the network between machines of {kind}; plan one machine, as"
@@ -285,7 +285,7 @@ def _nearest(name: str, table: dict[str, Accelerator]) -> list[str]:
     kinds = list(dict.fromkeys(each.rpartition("-")[0] for each in table))
     like = [each for each in kinds if each == kind] or [each for each in kinds if each.startswith(f"{kind}-")]
     like = like or difflib.get_close_matches(kind or name, kinds, 3, cutoff=0.0)
-    count = int(size) if size.isdigit() else MACHINE
+    count = int(size) if size.isdecimal() else MACHINE
     sizes = {
         each: [int(other.rpartition("-")[2]) for other in table if other.rpartition("-")[0] == each] for each in like
     }

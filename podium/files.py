@@ -3,6 +3,7 @@
 A record is one line of JSON, flushed when written. `podium.observe.run_dir` lists the files of a run.
 """
 
+import contextlib
 import errno
 import json
 import logging
@@ -64,6 +65,8 @@ class JsonLines:
             self._file.write(to_json(record) + "\n")
             self._file.flush()
         except OSError as error:
+            with contextlib.suppress(OSError):  # it would fail again, in place of the error below
+                self._file.close()
             way_out = "run the same command again, it continues from the last checkpoint"
             raise RunFileError(f"{why_not_written(self.path, error)}; {way_out}") from error
 

@@ -115,11 +115,10 @@ def test_a_failed_atomic_write_keeps_the_old_file_and_leaves_nothing_else(tmp_pa
 
 
 def test_a_full_disk_is_named_with_the_way_out():
-    full = JsonLines(Path("/dev/full"))
+    full = JsonLines(Path("/dev/full"))  # a file on a full disk
     with pytest.raises(RunFileError, match=r"/dev/full cannot be written: No space left on device; free some space"):
         full.write({"step": 1})
-    with pytest.raises(OSError, match="No space"):  # what is left in the buffer
-        full.close()
+    full.close()  # what is left in the buffer fails no second time, so the error above is what a user sees
 
 
 @pytest.fixture

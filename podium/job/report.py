@@ -13,7 +13,7 @@ from podium.job.records import NO_JOB, PROGRESS, RECORD, Status, first_failure, 
 def statuses(folder: Path) -> list[Status]:
     """The status of each worker, in order, as its agent would give it; without a record, a worker counts as killed."""
     found = []
-    for worker in sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name)):
+    for worker in sorted((path for path in folder.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name)):
         record = read_json(worker / RECORD)
         ended = {"exit": record["exit"], "host": record["host"]} if record else {"host": "?"}
         state = "finished" if record else "killed"

@@ -38,7 +38,7 @@ def saved_steps(folder: Path) -> list[int]:
 
     In a bucket, where nothing can be renamed, these are the steps that orbax has marked as complete.
     """
-    steps = [path for path in folder.glob("*") if path.name.isdigit()]
+    steps = [path for path in folder.glob("*") if path.name.isdecimal()]
     return sorted(int(path.name) for path in steps if not in_bucket(folder) or (path / MARK).exists())
 
 

@@ -33,6 +33,13 @@ def nothing() -> None:
     pass
 
 
+def test_what_is_no_step_among_checkpoints_is_left_alone(tmp_path):
+    (tmp_path / "10").mkdir()
+    for name in ("\u00b2", "1\u00bd", "tmp.5", "-3"):
+        (tmp_path / name).mkdir()
+    assert saved_steps(tmp_path) == [10]
+
+
 def test_a_flipped_bit_in_any_file_is_found_and_the_step_before_is_taken(tmp_path):
     folder, rng, said = saved(tmp_path, 10, 20), random.Random(0), []
     newest = folder / "20"
