@@ -21,6 +21,7 @@ from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.optimizer import make_optimizer
+from podium.train.setup import run_spec
 from podium.train.state import init_state
 from podium.train.step import TrainSettings, make_train_step, shard_batch
 
@@ -72,7 +73,8 @@ def updated(platform: str | None):
         head=head_kind("auto", mesh.devices.flat[0].platform, mesh.shape["tp"]),
     )
     state = init_state(init_params(0, specs, ShardingRules(mesh, TRAIN_AXES)), optimizer)
-    batch = shard_batch(random_batch(CONFIG, DECODER, LENGTHS, settings), ShardingRules(mesh, GATHERED_AXES))
+    sizes = run_spec(CONFIG, DECODER, mesh).batch
+    batch = shard_batch(random_batch(sizes, DECODER, LENGTHS), ShardingRules(mesh, GATHERED_AXES))
     state, metrics = make_train_step(settings, RECIPES["grpo"], optimizer)(state, batch)
     return {name: np.asarray(value) for name, value in {**state.params, **metrics}.items()}
 
