@@ -3,7 +3,8 @@
     python -m benches.damage        (CPU; two minutes, 2 GB of disk)
 
 A run's checkpoints folder with three steps is copied, and files of it are damaged at random: a bit flipped, the end cut
-off, the file deleted; in the newest step alone, or in the two newest. Then the folder is opened as a run does that
+off, the file deleted; in the newest step alone, or in the two newest. Or an intact step stands in the wrong place: an
+older one in that of the newest, two exchanged, the same step of another run. Then the folder is opened as by a run that
 continues. Right is: the newest step without damage, each array as it was saved, the damaged steps kept aside and told
 by name; or, where the damage changes nothing that is read, the newest step itself, equal. The cost: seconds that the
 digests of a step take, beside those of its whole save, the least of several saves each, as other processes only add;
@@ -31,10 +32,11 @@ from podium.config.schema import CheckpointConfig
 from podium.train import checkpoint
 from podium.train.checkpoint import Checkpointer, restore_state
 from podium.train.state import TrainState
-from podium.train.step_files import ASIDE, BLOCK, CheckpointError, newest_whole_step
+from podium.train.step_files import ASIDE, BLOCK, Beat, CheckpointError, newest_whole_step
 
 STEPS = (2, 4, 6)
 TIMES = {"flipped": 60, "cut": 20, "deleted": 20}
+MISPLACED_TIMES = {"old as new": 10, "exchanged": 10, "of another run": 10}
 MB = 1e6
 
 
@@ -76,6 +78,19 @@ def harm(folder: Path, kind: str, draw: random.Random) -> str:
     return path.relative_to(folder).as_posix()
 
 
+def misplace(folder: Path, other_run: Path, kind: str, draw: random.Random) -> list[int]:
+    """Put an intact step in a wrong place; return the steps whose folders hold something else."""
+    newest, older = folder / str(STEPS[-1]), draw.choice(STEPS[:-1])
+    if kind == "exchanged":
+        newest.rename(folder / "between")
+        (folder / str(older)).rename(newest)
+        (folder / "between").rename(folder / str(older))
+        return [STEPS[-1], older]
+    shutil.rmtree(newest)
+    shutil.copytree(folder / str(older) if kind == "old as new" else other_run / str(STEPS[-1]), newest)
+    return [STEPS[-1]]
+
+
 def abstract(state: TrainState) -> TrainState:
     """Shapes, dtypes and shardings of a state."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
@@ -113,6 +128,18 @@ def trials(folder: Path, seed: int) -> Iterator[dict[str, Any]]:
     draw = random.Random(seed)
     states = {step: make_state(step, layers=2, width=64) for step in STEPS}
     save_all(folder / "whole", states)
+    save_all(folder / "other" / "checkpoints", {step: make_state(100 + step, layers=2, width=64) for step in STEPS})
+    for kind, times in MISPLACED_TIMES.items():
+        for _ in range(times):
+            shutil.copytree(folder / "whole", folder / "copy")
+            harmed = misplace(folder / "copy", folder / "other" / "checkpoints", kind, draw)
+            yield {
+                "where": "whole steps",
+                "kind": kind,
+                "files": [str(step) for step in harmed],
+                "outcome": outcome(folder / "copy", states, harmed),
+            }
+            shutil.rmtree(folder / "copy")
     for where, harmed in (("the newest", [6]), ("the two newest", [6, 4])):
         for kind, times in TIMES.items():
             for _ in range(times):
@@ -133,9 +160,9 @@ def cost(folder: Path, *, saves: int, layers: int, width: int) -> dict[str, Any]
     sealing_cpu, saving_cpu = [], []
     seal = checkpoint.seal
 
-    def timed(path: Path, beat: Any) -> None:
+    def timed(path: Path, step: int, beat: Beat) -> None:
         start, start_cpu = time.perf_counter(), time.process_time()
-        seal(path, beat)
+        seal(path, step, beat)
         sealing.append(time.perf_counter() - start)
         sealing_cpu.append(time.process_time() - start_cpu)
 
@@ -193,7 +220,7 @@ def main() -> None:
         costs = cost(Path(scratch) / "cost", saves=9, layers=10, width=512)
     counts = collections.Counter((row["where"], row["kind"], row["outcome"]) for row in rows)
     for (where, kind, how), count in sorted(counts.items()):
-        print(f"{count:4} {kind:8} in {where:15} {how}")
+        print(f"{count:4} {kind:14} in {where:15} {how}")
     wrong = [row for row in rows if row["outcome"].startswith("WRONG")]
     share, cpu = costs["share_of_a_save"], costs["share_of_its_cpu_seconds"]
     reading = costs["reading_cpu_s"] / min(costs["save_cpu_s"][1:])

@@ -5,6 +5,7 @@
     run.lock         the process and host that write   lengths.jsonl   tokens of each prompt and completion
     machine.json     the devices it last ran on
     fork.json        the run and step it was forked from, if any
+    identity.json    the run's id, which its checkpoints repeat (podium.train.step_files)
     curve.svg        chart of reward and accuracy
     data/            rows passed from Python (podium.api)
     plan.json        its plan (podium.plan.check), on TPU and GPU

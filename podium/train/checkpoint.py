@@ -4,6 +4,7 @@
     RUN/checkpoints/20/optimizer/    the optimizer's state and the step
     RUN/checkpoints/20/host/         the loop's state, including completions in flight, as JSON
     RUN/checkpoints/20/sizes.json    bytes of every file, beside their digests (podium.train.step_files), written last
+    RUN/identity.json                the run's id, which the digests of each of its steps repeat
 
 orbax writes a step to a temporary folder and renames it when complete; a kill leaves only the temporary folder, which
 the next `Checkpointer` of the run removes. Arrays are stored exactly, by name (`layers.q`, `opt_state.1.mu.layers.q`),
@@ -188,8 +189,9 @@ class Checkpointer:
 
     def _seal(self) -> None:
         """Called by orbax between the last byte of a step and its renaming, on the first host."""
+        assert self._step is not None, "orbax finishes only a step that was passed to it"
         (unnamed,) = self._unfinished()
-        seal(unnamed, self._beat)
+        seal(unnamed, self._step, self._beat)
 
     def _unfinished(self) -> list[Path]:
         """The folder in which the step is being written, if any; in a bucket it already has its final name."""

@@ -1,25 +1,31 @@
 """The files of saved steps: seals them with digests, finds damage, and sets damaged steps aside.
 
     20/params/ 20/optimizer/ 20/host/ 20/metrics/    written by orbax
-    20/digests.json    a digest of every file above
+    20/digests.json    the step, its run's id, and a digest of every file above
     20/sizes.json      bytes of every file above, written last
     40.damaged/        a step found damaged when the run was resumed; it is never read again
+    ../identity.json   the run's id, drawn at random when its first step is saved
 
-Sizes are compared whenever a step is read. Digests, which require reading every byte, are compared before a run resumes
-from a step and before another run or an evaluation starts from it.
+Sizes, step and run are compared whenever a step is read, so that a step copied over another, or from another run, is
+found. Digests, which require reading every byte, are compared before a run resumes from a step and before another run
+or an evaluation starts from it.
 """
 
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import xxhash
 
-from podium.files import in_bucket
+from podium.files import in_bucket, write_atomically
 
 SIZES, DIGESTS = "sizes.json", "digests.json"
+IDENTITY = "identity.json"
+"""File in the run's folder with the run's id."""
 ASIDE = ".damaged"
 MARK = "commit_success.txt"
 """File that orbax adds to a step in a bucket when it is complete."""
@@ -27,6 +33,15 @@ BLOCK = 1 << 20  # bytes read at once: small enough for the CPU's cache, large e
 READERS = 4
 Beat = Callable[[], None]
 """Callback that reports progress; called repeatedly while bytes are read or written."""
+
+
+class Seal(TypedDict):
+    """Contents of digests.json. Versions that did not bind a step to its run wrote the value of `files` alone."""
+
+    step: int
+    run: str
+    files: dict[str, str]
+    """Digest of every file, by path below the step's folder."""
 
 
 class CheckpointError(ValueError):
@@ -42,61 +57,58 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in steps if not in_bucket(folder) or (path / MARK).exists())
 
 
-def seal(path: Path, beat: Beat) -> None:
-    """Write the digests and then the sizes of a step whose other files are complete."""
+def seal(path: Path, step: int, beat: Beat) -> None:
+    """Write the digests, bound to step and run, and then the sizes of a step whose other files are complete.
+
+    Raises:
+        CheckpointError: the run's id is lost, and the steps beside this one name several.
+    """
     # orbax still changes the files beside the folders
     sizes = {name: size for name, size in stored_sizes(path).items() if "/" in name}
     # just written, so still in memory: a single reader is fast enough and disturbs training least
-    digests = json.dumps(_digests(path, list(sizes), beat, readers=1))
-    (path / DIGESTS).write_text(digests)
-    (path / SIZES).write_text(json.dumps({**sizes, DIGESTS: len(digests)}))
+    files = _digests(path, list(sizes), beat, readers=1)
+    text = json.dumps(Seal(step=step, run=_claim(path.parent), files=files))
+    (path / DIGESTS).write_text(text)
+    (path / SIZES).write_text(json.dumps({**sizes, DIGESTS: len(text)}))
 
 
 def damage(path: Path, *, digests: bool, beat: Beat = lambda: None) -> str | None:
-    """Describe the first damaged file of a step; None if all are intact.
+    """Describe what is wrong with a step: its first damaged file, or another step or run in its place. None if intact.
 
-    With `digests` every byte is read; otherwise only sizes are compared. Steps written by versions without digests have
-    sizes alone.
+    With `digests` every byte is read; otherwise only sizes, step and run are compared.
     """
     try:
-        sizes: dict[str, int] = json.loads((path / SIZES).read_text())
-        stored = stored_sizes(path)
-        for name, size in sizes.items():
-            if name not in stored:
-                return f"{name} is missing"
-            if stored[name] != size:
-                return f"{name} has {stored[name]} bytes instead of {size}"
-        if not digests or DIGESTS not in sizes:
-            return None
-        written: dict[str, str] = json.loads((path / DIGESTS).read_text())
-        found = _digests(path, [name for name in sizes if name != DIGESTS], beat)
-    except (
-        OSError,
-        ValueError,
-        AttributeError,
-    ) as error:  # an unreadable disk, or a file that is not the JSON expected
+        return _wrong_sizes(path) or _wrong_place(path) or (_wrong_bytes(path, beat) if digests else None)
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:  # unreadable, or not the expected JSON
         name = Path(getattr(error, "filename", None) or SIZES).name
         return f"{name} cannot be read: {first_line(error)}"
-    changed = [name for name, digest in found.items() if written.get(name) != digest]
-    return f"{changed[0]} differs from what was written (its digest does not match)" if changed else None
 
 
 def newest_whole_step(folder: Path, announce: Callable[[str], None], beat: Beat) -> int | None:
     """Find the newest intact step, comparing every byte; newer, damaged steps are renamed and announced.
 
-    Returns None if nothing is saved.
+    A lost identity.json is written again from the steps. Returns None if nothing is saved.
 
     Raises:
-        CheckpointError: there are steps, and all are damaged; nothing is renamed.
+        CheckpointError: there are steps, and all are damaged, or they are of several runs and identity.json is lost;
+            nothing is renamed.
     """
     damaged: dict[int, str] = {}
-    for step in reversed(saved_steps(folder)):
+    steps = saved_steps(folder)
+    if steps and run_id(folder) is None and (run := _claim(folder)) in _runs(folder):
+        announce(f"{folder.parent / IDENTITY} was missing or unreadable; its checkpoints name run {run}: written again")
+    for step in reversed(steps):
         if (what := damage(folder / str(step), digests=True, beat=beat)) is None:
             for worse, why in damaged.items():
                 aside = _put_aside(folder / str(worse))
                 announce(
                     f"checkpoint {worse} is damaged ({why}) and is kept as {aside}, which you may delete;"
                     f" continuing from step {step}"
+                )
+            if not _is_bound(_sealed(folder / str(step))):
+                announce(
+                    f"checkpoint {step} is of a version that did not record its step and run: its bytes are intact,"
+                    " but a copy of another step would look the same"
                 )
             return step
         damaged[step] = what
@@ -107,6 +119,14 @@ def newest_whole_step(folder: Path, announce: Callable[[str], None], beat: Beat)
             f" another name, or delete {folder.parent}"
         )
     return None
+
+
+def run_id(folder: Path) -> str | None:
+    """The id of the run that owns a `checkpoints` folder; None if no step was saved yet or it cannot be read."""
+    try:
+        return str(json.loads((folder.parent / IDENTITY).read_text())["run"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def first_line(error: BaseException) -> str:
@@ -120,6 +140,73 @@ def stored_sizes(path: Path) -> dict[str, int]:
         return {name: int(about["size"]) for name, about in _objects(path).items() if not name.endswith("/")}
     files = (file for file in sorted(path.rglob("*")) if file.is_file())
     return {file.relative_to(path).as_posix(): file.stat().st_size for file in files}
+
+
+def _claim(folder: Path) -> str:
+    """The id of the run that owns the folder: drawn for its first step, or taken from its steps if the file is lost."""
+    if (run := run_id(folder)) is not None:
+        return run
+    runs = _runs(folder)
+    if len(runs) > 1:
+        raise CheckpointError(
+            f"{folder.parent / IDENTITY} is missing or unreadable, and the checkpoints in {folder} are of several runs:"
+            f" {', '.join(f'{run} (steps {steps})' for run, steps in runs.items())}; move away those of other runs"
+        )
+    run = next(iter(runs), uuid.uuid4().hex)
+    write_atomically(folder.parent / IDENTITY, json.dumps({"run": run}) + "\n")
+    return run
+
+
+def _runs(folder: Path) -> dict[str, list[int]]:
+    """The ids in the digests of the saved steps, each with its steps; unreadable and unbound steps are left out."""
+    found: dict[str, list[int]] = {}
+    for step in saved_steps(folder):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if _is_bound(sealed := _sealed(folder / str(step))):
+                found.setdefault(sealed["run"], []).append(step)
+    return found
+
+
+def _sealed(path: Path) -> Any:
+    return json.loads((path / DIGESTS).read_text())
+
+
+def _is_bound(sealed: Mapping[str, object]) -> bool:
+    """Whether digests say which step and run they are of."""
+    return "files" in sealed
+
+
+def _wrong_sizes(path: Path) -> str | None:
+    sizes: dict[str, int] = json.loads((path / SIZES).read_text())
+    stored = stored_sizes(path)
+    if DIGESTS not in sizes:
+        return f"{SIZES} does not name {DIGESTS}, so nothing shows that its bytes are those that were written"
+    for name, size in sizes.items():
+        if name not in stored:
+            return f"{name} is missing"
+        if stored[name] != size:
+            return f"{name} has {stored[name]} bytes instead of {size}"
+    return None
+
+
+def _wrong_place(path: Path) -> str | None:
+    sealed = _sealed(path)
+    if not _is_bound(sealed):
+        return None
+    if sealed["step"] != int(path.name):
+        return f"it was saved as step {sealed['step']}"
+    run = run_id(path.parent)
+    if run is not None and sealed["run"] != run:
+        return f"it was saved by run {sealed['run']}, and {path.parent.parent / IDENTITY} names {run}"
+    return None
+
+
+def _wrong_bytes(path: Path, beat: Beat) -> str | None:
+    sealed = _sealed(path)
+    written: dict[str, str] = sealed["files"] if _is_bound(sealed) else sealed
+    names = [name for name in json.loads((path / SIZES).read_text()) if name != DIGESTS]
+    changed = [name for name, digest in _digests(path, names, beat).items() if written.get(name) != digest]
+    return f"{changed[0]} differs from what was written (its digest does not match)" if changed else None
 
 
 def _put_aside(path: Path) -> Path:

@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -93,16 +94,90 @@ def test_a_second_damaged_step_of_a_number_does_not_replace_the_first(tmp_path):
     assert (folder / "20.damaged-2" / "params").is_dir()
 
 
-def test_a_step_without_digests_is_read_by_its_sizes(tmp_path):
-    """As versions before digests wrote them."""
-    folder = saved(tmp_path, 10)
-    (folder / "10" / "digests.json").unlink()
-    sizes = json.loads((folder / "10" / "sizes.json").read_text())
+def test_a_step_without_digests_is_not_continued_from(tmp_path):
+    """With neither the file nor its size, as versions before digests wrote them, and as a deletion could leave it."""
+    folder = saved(tmp_path, 10, 20)
+    (folder / "20" / "digests.json").unlink()
+    sizes = json.loads((folder / "20" / "sizes.json").read_text())
     del sizes["digests.json"]
-    (folder / "10" / "sizes.json").write_text(json.dumps(sizes))
-    assert newest_whole_step(folder, print, nothing) == 10
-    (folder / "10" / "host" / "metadata").unlink()
-    assert damage(folder / "10", digests=True) == "host/metadata is missing"
+    (folder / "20" / "sizes.json").write_text(json.dumps(sizes))
+    flip(max((folder / "20" / "params").rglob("*"), key=lambda file: file.stat().st_size), random.Random(2))
+    said = []
+    assert newest_whole_step(folder, said.append, nothing) == 10
+    assert "sizes.json does not name digests.json" in said[0]
+
+
+def replace(there: Path, by: Path) -> None:
+    shutil.rmtree(there)
+    shutil.copytree(by, there)
+
+
+def test_an_old_step_in_the_place_of_a_new_one_is_not_continued_from(tmp_path):
+    folder, said = saved(tmp_path, 10, 20, 30), []
+    replace(folder / "30", folder / "10")
+    with pytest.raises(CheckpointError, match=r"30 is damaged: it was saved as step 10; use .*run@20"):
+        restore_state(folder, 30, target(), digests=False)
+    assert newest_whole_step(folder, said.append, nothing) == 20
+    assert "checkpoint 30 is damaged (it was saved as step 10)" in said[0]
+
+
+def test_two_steps_that_were_swapped_are_both_set_aside(tmp_path):
+    folder, said = saved(tmp_path, 10, 20, 30), []
+    (folder / "20").rename(folder / "other")
+    (folder / "30").rename(folder / "20")
+    (folder / "other").rename(folder / "30")
+    assert newest_whole_step(folder, said.append, nothing) == 10
+    assert (folder / "20.damaged").is_dir() and (folder / "30.damaged").is_dir()
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_steps_of_another_run_are_not_continued_from(tmp_path, whole):
+    """One step, or all of them."""
+    folder, other, said = saved(tmp_path, 10, 20), saved(tmp_path / "other", 10, 20), []
+    for step in (10, 20) if whole else (20,):
+        replace(folder / str(step), other / str(step))
+    if whole:
+        with pytest.raises(CheckpointError, match=r"every checkpoint .* is damaged \(20: it was saved by run"):
+            newest_whole_step(folder, said.append, nothing)
+        assert saved_steps(folder) == [10, 20]
+    else:
+        assert newest_whole_step(folder, said.append, nothing) == 10
+        assert "it was saved by run" in said[0]
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", "{}"])
+def test_a_lost_identity_is_written_again_from_the_steps(tmp_path, text):
+    folder, said = saved(tmp_path, 10, 20), []
+    identity = folder.parent / "identity.json"
+    before = identity.read_text()
+    identity.unlink() if text is None else identity.write_text(text)
+    assert newest_whole_step(folder, said.append, nothing) == 20
+    assert identity.read_text() == before
+    assert "was missing or unreadable" in said[0]
+
+
+def test_steps_of_two_runs_without_an_identity_are_refused(tmp_path):
+    folder, other = saved(tmp_path, 10, 20), saved(tmp_path / "other", 20)
+    replace(folder / "20", other / "20")
+    (folder.parent / "identity.json").unlink()
+    with pytest.raises(CheckpointError, match=r"of several runs: .*\(steps \[10\]\).*move away"):
+        newest_whole_step(folder, print, nothing)
+
+
+def test_an_intact_step_of_a_version_without_binding_is_continued_from_and_said(tmp_path):
+    folder, said = saved(tmp_path, 10), []
+    files = json.dumps(json.loads((folder / "10" / "digests.json").read_text())["files"])
+    (folder / "10" / "digests.json").write_text(files)
+    sizes = json.loads((folder / "10" / "sizes.json").read_text())
+    (folder / "10" / "sizes.json").write_text(json.dumps(sizes | {"digests.json": len(files)}))
+    (folder.parent / "identity.json").unlink()
+    assert newest_whole_step(folder, said.append, nothing) == 10
+    assert len(said) == 1
+    assert "did not record its step and run" in said[0]
+    flip(max((folder / "10" / "params").rglob("*"), key=lambda file: file.stat().st_size), random.Random(3))
+    with pytest.raises(CheckpointError, match="its digest does not match"):
+        newest_whole_step(folder, said.append, nothing)
 
 
 @pytest.mark.parametrize("text", ["[]", '{"host/metadata": 1}', "{", "\0" * 200])
