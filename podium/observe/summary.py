@@ -18,7 +18,7 @@ from rich.text import Text
 from podium.files import to_json, write_atomically
 from podium.observe.chart import MARK, reward_curve
 from podium.observe.history import Answers, History, Point, read_answers, read_history
-from podium.observe.run_dir import CONFIG, CURVE, LENGTHS, METRICS, SAMPLES, SUMMARY
+from podium.observe.run_dir import CONFIG, CURVE, METRICS, SAMPLES, SUMMARY
 from podium.observe.text import clock, shown
 
 PACKAGES = ("podium-rl", "jax", "jaxlib", "optax", "orbax-checkpoint", "transformers", "numpy")
@@ -28,8 +28,8 @@ MAX_WIDTH = 100
 CHART_ROWS = 5
 """Rows of bars in the chart; its axis and legend take three more."""
 LABEL_WIDTH = 8
-FILES = (CURVE, METRICS, SAMPLES, LENGTHS, SUMMARY, CONFIG, "checkpoints", "tensorboard", "wandb")
-"""What a run leaves in its folder (docs/metrics.md), in the order of the summary's list."""
+FILES = (CURVE, METRICS, SAMPLES, CONFIG, "checkpoints")
+"""What the summary names of a run's folder: all that fits a line. docs/metrics.md lists the rest."""
 
 
 def save_summary(folder: Path) -> None:
@@ -163,7 +163,7 @@ def _folded(text: str, width: int) -> str:
 
 
 def _files(folder: Path) -> Text:
-    """The run's folder and the names of its files."""
+    """The run's folder and the names of the files to open first."""
     found = ", ".join(name for name in FILES if (folder / name).exists())
     return Text.assemble((f"{folder}/ ", "bold"), (found, "dim"))
 
