@@ -54,6 +54,7 @@ LOCAL = (
     "tokens/padding",
     "tokens/prompt",  # rows of several devices are balanced, and a moved completion takes a copy of its prompt along
     "rollout/slot_utilisation",  # hosts with little work left have smaller programs than one host with all of it
+    "rollout/slots_busy",  # devices that share a program take several decode steps before they look who is left
     "rollout/prefill_tokens",  # and copy prompts between fewer devices, where others prefill them again
     "rollout/pages_peak",
     "rollout/prefill_s",
