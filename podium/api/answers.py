@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -36,7 +37,7 @@ class Evaluated:
 
     tasks: dict[str, TaskScores]
     """Scores by task: accuracy with its interval, avg@k, pass@k, lengths."""
-    answers: list[dict[str, object]]
+    answers: list[dict[str, Any]]
     """Every question with its answers, as samples.jsonl has them."""
     step: int | None
     """Step of the run's weights; None for a model."""
@@ -55,7 +56,7 @@ def generate(
     temperature: float = 1.0,
     system_prompt: str | None = None,
     seed: int = 0,
-    **settings: object,
+    **settings: Any,
 ) -> list[Answer]:
     """Answer prompts with a model or a run's weights: one answer for each prompt, in order.
 
@@ -86,7 +87,7 @@ def generate(
 
 
 @contextlib.contextmanager
-def open_model(model: str | Path, *, max_new_tokens: int, slots: int, **settings: object) -> Iterator[Rollouts]:
+def open_model(model: str | Path, *, max_new_tokens: int, slots: int, **settings: Any) -> Iterator[Rollouts]:
     """Open an engine with the weights of a model or a run, for answers of at most `max_new_tokens` tokens."""
     fork = run_of(model)
     prepare_platform()
@@ -120,7 +121,7 @@ def evaluate(
     question: str = "question",
     answer: str = "answer",
     system_prompt: str | None = None,
-    **settings: object,
+    **settings: Any,
 ) -> Evaluated:
     """Evaluate a model or a run's weights: how many questions it answers correctly.
 

@@ -10,7 +10,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -200,9 +200,9 @@ def run_checks(updates: Updates) -> Iterator[Check]:
     """The trainer with the config's optimizer: which learning rate an update has, and what a checkpoint brings back."""
     subject = updates.subject
     train = subject.config.train
-    schedule: object = {"optimizer": train.optimizer.model_copy(update={"warmup_steps": WARMUP})}
+    schedule: Any = {"optimizer": train.optimizer.model_copy(update={"warmup_steps": WARMUP})}
     algorithm = subject.config.algorithm.model_copy(update={"updates_per_batch": 1})
-    changes: object = {"train": train.model_copy(update=schedule), "algorithm": algorithm, "steps": 2 * STEPS}
+    changes: Any = {"train": train.model_copy(update=schedule), "algorithm": algorithm, "steps": 2 * STEPS}
     config = subject.config.model_copy(update=changes)
     recipe = dataclasses.replace(subject.recipe, updates_per_batch=1, zero_variance="keep")
     mesh = one_device()

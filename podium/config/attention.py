@@ -20,7 +20,7 @@ CACHE_BLOCK = 256
 """Tokens of the cache that attention reads at once, but whole pages; on CPU one page, as larger arrays are slower."""
 
 LANES = 128
-"""Numbers of a row in a TPU's tile. A program lays out anew, padded, every array whose rows do not fill whole tiles."""
+"""Numbers in a row of a TPU's tile. Programs copy an array whose rows do not fill tiles into a padded one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,24 +28,24 @@ class KvLayout:
     """How a page of the cache stores the keys and values of a head."""
 
     width: int
-    """Numbers of a stored row; behind the key or value, the row is zeros."""
+    """Numbers in a stored row; it ends with zeros where the key or value is shorter."""
     joined: bool = False
-    """Whether a row has a token's key and, behind it, its value; else keys and values have rows of their own."""
+    """Whether a row holds a token's key followed by its value; otherwise each has a row of its own."""
     transposed: bool = False
-    """Whether the positions of keys come last, not their numbers."""
+    """Whether the last dimension of the keys is the position in the page instead of the number in the key."""
 
     @property
     def numbers(self) -> int:
-        """Numbers stored for a token of a head."""
+        """Numbers stored for one token and one head: key, value and padding."""
         return self.width if self.joined else 2 * self.width
 
 
 def kv_layout(head_dim: int, platform: str) -> KvLayout:
     """The layout of the cache for heads of `head_dim` numbers on jax's platform (cpu, gpu, tpu).
 
-    On a TPU rows fill whole tiles: heads of 64 have key and value side by side in rows of 128, heads of 80 have them
-    apart in rows of 128, of which 48 numbers are zeros. On a CPU keys are transposed, which takes 0.45 of the time of
-    a decode step's attention.
+    On a TPU, rows fill whole tiles: for heads of 64, a row of 128 numbers holds a key and its value; for heads of 80,
+    the key and the value have a row of 128 numbers each, whose last 48 are zeros. On a CPU, keys are transposed: the
+    attention of a decode step then takes 0.45 of the time.
     """
     if platform != "tpu":
         return KvLayout(head_dim, transposed=platform == "cpu")

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -18,7 +17,7 @@ from rich.text import Text
 from podium.files import to_json, write_atomically
 from podium.observe.chart import MARK, reward_curve
 from podium.observe.history import Answers, History, Point, read_answers, read_history
-from podium.observe.run_dir import CONFIG, CURVE, METRICS, SAMPLES, SUMMARY
+from podium.observe.run_dir import CONFIG, CURVE, METRICS, SAMPLES, SUMMARY, read_config
 from podium.observe.text import clock, shown
 
 PACKAGES = ("podium-rl", "jax", "jaxlib", "optax", "orbax-checkpoint", "transformers", "numpy")
@@ -40,12 +39,12 @@ def save_summary(folder: Path) -> None:
 def make_summary(folder: Path) -> dict[str, Any]:
     """The content of summary.json (docs/metrics.md lists it) for the run in `folder`, as far as it has come."""
     history = read_history(folder)
-    config = _settings(folder)
+    config = read_config(folder)
     initial = [point for point in history.accuracies if point[0] == 0]
     final = [point for point in history.accuracies if point[0] > 0]
     return {
-        "name": config["name"],
-        "model": config["model"],
+        "name": config.name,
+        "model": config.model,
         "steps": history.steps,
         "steps_without_update": history.steps_without_update,
         "wall_s": history.wall_s,
@@ -58,10 +57,6 @@ def make_summary(folder: Path) -> dict[str, Any]:
         "versions": versions(),
         "commit": commit(),
     }
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    return yaml.safe_load((folder / CONFIG).read_text())
 
 
 def _evaluation(point: list[Point]) -> dict[str, int | float | None]:
@@ -100,8 +95,9 @@ def commit() -> str | None:
 def print_summary(folder: Path, console: Console) -> None:
     """Print the result of the run in `folder`: accuracy and an answer before and after, files, next commands.
 
-    At 80 columns it has at most 23 lines, so that with the shell's prompt it fills a terminal of 24 without scrolling.
-    The commands stand below the frame, each on one line of the output, so that they can be copied.
+    The output has at most 23 lines at 80 columns, unless a command is longer than a line, so that nothing scrolls out
+    of a terminal of 24 lines. Commands are printed below the frame, each on a line of its own, so that they can be
+    copied.
     """
     history = read_history(folder)
     width = min(console.width, MAX_WIDTH)
@@ -115,7 +111,7 @@ def print_summary(folder: Path, console: Console) -> None:
     title = f"podium  {shown(folder.name, 40)}"
     console.print(Panel(Group(*rows), title=title, title_align="left", width=width))
     console.print(_files(folder), no_wrap=True, overflow="ellipsis")
-    planned = _settings(folder)["steps"]
+    planned = read_config(folder).steps
     if history.steps < planned:
         console.print(Text(f"stopped after step {history.steps} of {planned}; to continue:", style="bold"))
         commands = [continue_command(folder)]

@@ -38,10 +38,10 @@ Parts = Mapping[str, int]  # into how many parts each logical axis is split
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSizes:
-    """The numbers of a run that the phases follow from."""
+    """What a device stores and computes in a run: the numbers that the estimates of its phases are made of."""
 
     spec: RunSpec
-    """On a machine of the table, which its `machine` names."""
+    """The run, resolved for a machine in the table of accelerators."""
     attended: float = 1.0
     """Share of the blocks up to the diagonal that attention's kernels multiply in an update."""
 
@@ -67,7 +67,7 @@ class RunSizes:
 
     @property
     def platform(self) -> str:
-        """Jax's name: cpu, gpu or tpu."""
+        """Name of the platform in jax: cpu, gpu or tpu."""
         return self.spec.machine.platform
 
     @property
@@ -93,12 +93,12 @@ class RunSizes:
 
     @property
     def rows(self) -> int:
-        """B of a micro-batch on a device."""
+        """B, the rows of a micro-batch on one device."""
         return self.spec.batch.rows // self.spec.batch.devices
 
     @property
     def row_tokens(self) -> int:
-        """T."""
+        """T, the tokens of a row."""
         return self.spec.batch.row_tokens
 
     @property
@@ -108,11 +108,11 @@ class RunSizes:
 
     @property
     def layout(self) -> Layout:
-        """Of the rollout."""
+        """How the rollout's weights and sequences lie on the devices."""
         return self.spec.rollout.layout
 
     def draw_lengths(self, source: str) -> SequenceLengths:
-        """Lengths of a step's prompts and completions, from a `source` of `plan.workload.draw_lengths`."""
+        """Draw the lengths of a step's prompts and completions; `source` is that of `workload.draw_lengths`."""
         spec = self.spec
         return draw_lengths(source, self.rollout, prompts=spec.prompts_per_step, completions=spec.rollout.completions)
 
@@ -201,7 +201,7 @@ class RunSizes:
 
     @functools.cached_property
     def cached_pair(self) -> int:
-        """Multiply-adds, over all layers, of a query and a key in the cache, zeros of padded rows included."""
+        """Multiply-adds for a query and a cached key, summed over all layers; padding of stored rows counts too."""
 
         def count(work: Work) -> int:
             width = kv_layout(work.head_dim, self.platform).width

@@ -16,13 +16,14 @@ import jax.numpy as jnp
 
 from podium.accelerators import find_accelerator
 from podium.config.schema import RolloutConfig
-from podium.models.architecture import DecoderConfig, dense_decoder
+from podium.models.architecture import DecoderConfig
 from podium.models.layouts import Layout
 from podium.plan.topology import topology_devices
 from podium.rollout.programs import abstract_chunk, abstract_engine_cache, abstract_slots, make_engine_programs
 from podium.rollout.weights import engine_specs
 from podium.sharding import abstract_params, make_mesh
 from podium.train.generate import rollout_rules
+from tests.tiny_decoder import tiny
 
 MODELS = {  # heads, heads of keys, head size, width
     "SmolLM2-135M": (9, 3, 64, 576),
@@ -45,23 +46,7 @@ DTYPE = jnp.dtype("bfloat16")
 def decoder_of(model: str) -> DecoderConfig:
     """A model's attention with few and narrow layers around it."""
     heads, kv_heads, head_dim, width = MODELS[model]
-    return dense_decoder(
-        model_type="qwen2",
-        vocab=2048,
-        width=width,
-        layers=3,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        mlp_width=256,
-        max_positions=4096,
-        rope_theta=1e4,
-        rope_scaling=None,
-        norm_eps=1e-6,
-        tied=True,
-        qkv_bias=True,
-        qk_norm=False,
-    )
+    return tiny(vocab=2048, width=width, layers=3, heads=heads, kv_heads=kv_heads, head_dim=head_dim, mlp_width=256)
 
 
 def copies(machine: str, model: str) -> dict[str, dict[str, float]]:
