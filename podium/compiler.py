@@ -78,14 +78,21 @@ def compiler_options(
     return {name: value for name, value in options.items() if name not in already_set}
 
 
-def quick_flags(jaxlib: str | None = None) -> str:
-    """XLA_FLAGS for a process that compiles many small programs for the CPU and runs each a few times.
+def quick_flags(jaxlib: str | None = None) -> tuple[str, ...]:
+    """XLA flags for a process that compiles many small programs for the CPU and runs each a few times.
 
     LLVM's optimizations and XLA's fusion emitters, with which a gradient compiles twice as long, cost more there than
     they save.
     """
     version = _numbers(jaxlib or importlib.metadata.version("jaxlib"))
-    return " ".join([*QUICK_FLAGS, *[NO_FUSION_EMITTERS] * (version < FUSION_EMITTERS_UNTIL)])
+    return *QUICK_FLAGS, *[NO_FUSION_EMITTERS] * (version < FUSION_EMITTERS_UNTIL)
+
+
+def add_xla_flags(*flags: str) -> None:
+    """Append to XLA_FLAGS each of `flags`, as `--name=value`, whose name it does not set; call it before jax starts."""
+    already_set = os.environ.get("XLA_FLAGS", "").split()
+    names = {flag.partition("=")[0] for flag in already_set}
+    os.environ["XLA_FLAGS"] = " ".join([*already_set, *(flag for flag in flags if flag.partition("=")[0] not in names)])
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from podium.compiler import quick_flags
+from podium.compiler import add_xla_flags, quick_flags
 
 if threading.current_thread() is threading.main_thread():
     # What a shell runs in the background ignores Ctrl-C, and so would all processes that tests start.
@@ -20,7 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # `dtype: auto` is float32 in tests, whatever the CPU can do.
 NO_BFLOAT16 = "--xla_cpu_max_isa=AVX512_VNNI"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick_flags()} {NO_BFLOAT16}".strip()
+add_xla_flags(*quick_flags(), NO_BFLOAT16)
 # Every process that tests start inherits this, whoever its parent is later. (PODIUM_... are settings of a run.)
 MARK = "PYTEST_SESSION_PID"
 os.environ[MARK] = str(os.getpid())

@@ -19,7 +19,13 @@ from podium.hlo.memory import Memory
 from podium.tasks.registry import make_task
 
 ROOT = Path(__file__).parents[1]
-NO_BENCH = ("record", "own_step", "torch_peer", "recipes")  # recipes takes no options, and its tests run what it runs
+NO_BENCH = (
+    "__init__",
+    "record",
+    "own_step",
+    "torch_peer",
+    "recipes",
+)  # recipes takes no options, and its tests run what it runs
 BENCHES = [*sorted(path.stem for path in (ROOT / "benches").glob("*.py") if path.stem not in NO_BENCH), "pods"]
 NEED_TORCH = ("logits_parity", "hf_generate")
 
@@ -41,6 +47,12 @@ def test_bench_says_what_it_is_for(name: str, monkeypatch: pytest.MonkeyPatch, c
     said = capsys.readouterr().out
     assert f"python -m benches.{name}" in said
     assert "--results" in said
+
+
+def test_a_bench_tells_malloc_before_it_imports_jax():
+    told = "import sys, podium.malloc as malloc; malloc.keep_freed_memory = lambda: print('jax' in sys.modules)"
+    finished = run(sys.executable, "-c", f"{told}; import benches.own_step")
+    assert finished.stdout.split()[:1] == ["False"], finished.stderr
 
 
 def test_a_bench_is_a_command():

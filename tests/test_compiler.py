@@ -1,3 +1,9 @@
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from podium.compiler import (
@@ -7,6 +13,7 @@ from podium.compiler import (
     TPU_OPTIONS,
     WHOLE_GATHERS,
     WHOLE_GATHERS_FROM,
+    add_xla_flags,
     compiler_options,
 )
 from podium.config.schema import Config
@@ -63,3 +70,28 @@ def test_tokens_for_which_weights_are_gathered_are_those_of_a_devices_rows(sp, t
     settings = {"model": "none", "tasks": [{"name": "arithmetic"}], "train": train}
     config = Config.model_validate({**settings, "rollout": {"max_prompt_tokens": 128, "max_new_tokens": 384}})
     assert tokens_per_gather(config, sp=sp, tp=tp) == tokens
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, "--xla_a=1 --xla_b=2"),
+        ("--xla_c", "--xla_c --xla_a=1 --xla_b=2"),
+        ("--xla_b=5  --xla_aa=3", "--xla_b=5 --xla_aa=3 --xla_a=1"),
+        ("--xla_a --xla_b=", "--xla_a --xla_b="),
+    ],
+)
+def test_flags_that_the_user_has_set_stand(monkeypatch, given, expected):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("XLA_FLAGS", given)
+    add_xla_flags("--xla_a=1", "--xla_b=2")
+    assert os.environ["XLA_FLAGS"] == expected
+
+
+def test_tests_run_with_the_flags_of_the_environment():
+    """A user who asks for AVX2 alone gets it: XLA takes the last of two flags, so conftest must not add a second."""
+    code = "import conftest, os; print(os.environ['XLA_FLAGS'])"
+    environment = {**os.environ, "XLA_FLAGS": "--xla_cpu_max_isa=AVX2", "PYTHONPATH": str(Path(__file__).parent)}
+    flags = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert re.findall(r"max_isa=\w+", flags.stdout) == ["max_isa=AVX2"]

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 
@@ -14,7 +13,7 @@ from podium.certify.report import as_object, print_certificate
 from podium.certify.result import Certificate
 from podium.certify.subject import Subject, make_subject
 from podium.certify.updates import Updates
-from podium.compiler import quick_flags
+from podium.compiler import add_xla_flags, quick_flags
 from podium.config.schema import Config
 from podium.malloc import only_cpu
 from podium.models.params import param_specs
@@ -31,7 +30,7 @@ def certify(config: Config, *, full: bool, as_json: bool) -> int:
         ValueError: something that the config names cannot be used.
     """
     if only_cpu() and not full:
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick_flags()}".strip()
+        add_xla_flags(*quick_flags())
     prepare_platform()
     split_the_cpu()
     console = Console(stderr=as_json)

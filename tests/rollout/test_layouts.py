@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from layout_traffic import CONFIG, DECODER, FEW, all_layouts, layers_weights
-from tiny_engine import ALL_DEVICES_CONFIG, EOS, Letters, answers_of, make_engine, random_requests, tiny_params
+from tiny_engine import ALL_DEVICES_CONFIG, EOS, Letters, answers_of, make_engine, random_requests, same, tiny_params
 from tiny_engine import DECODER as TINY
 
 from podium.accelerators import find_accelerator
@@ -27,7 +27,6 @@ from podium.sharding import ShardingRules, abstract_params, make_mesh, param_sha
 from podium.train.generate import rollout_rules
 
 MESHES = (*(pytest.param(mesh, marks=pytest.mark.long) for mesh in ("fsdp:8", "dp:2,fsdp:4")), "fsdp:4,tp:2")
-TOLERANCE = 1e-5
 REQUESTS = [
     *random_requests(4, seed=1),
     *random_requests(2, seed=2, temperature=0.6, top_k=7),
@@ -56,10 +55,7 @@ def expected_answers():
 def test_every_layout_gives_the_tokens_and_log_probabilities_of_one_device(layout, mesh):
     engine = RolloutEngine(ALL_DEVICES_CONFIG, TINY, rules_of(layout, mesh), Letters(EOS), dtype=jnp.float32)
     engine.load(trained_params(mesh))
-    for group, expected in zip(answers_of(engine, REQUESTS), expected_answers(), strict=True):
-        for completion, other in zip(group, expected, strict=True):
-            assert completion.tokens.tolist() == other.tokens.tolist()
-            np.testing.assert_allclose(completion.sampled_logprobs, other.sampled_logprobs, atol=TOLERANCE)
+    assert same(answers_of(engine, REQUESTS), expected_answers())
 
 
 @pytest.mark.parametrize(("layout", "group", "devices"), [("tensor", 1, 1), ("tensor", 2, 2), ("hybrid", 2, 8)])
@@ -69,10 +65,7 @@ def test_groups_of_any_size_give_the_tokens_and_log_probabilities_of_one_device(
     engine = RolloutEngine(ALL_DEVICES_CONFIG, TINY, rules, Letters(EOS), dtype=jnp.float32)
     shardings = param_shardings(param_specs(TINY), ShardingRules(mesh, TRAIN_AXES))
     engine.load({name: jax.device_put(value, shardings[name]) for name, value in tiny_params().items()})
-    for found, expected in zip(answers_of(engine, REQUESTS), expected_answers(), strict=True):
-        for completion, other in zip(found, expected, strict=True):
-            assert completion.tokens.tolist() == other.tokens.tolist()
-            np.testing.assert_allclose(completion.sampled_logprobs, other.sampled_logprobs, atol=TOLERANCE)
+    assert same(answers_of(engine, REQUESTS), expected_answers())
 
 
 @pytest.mark.parametrize(("layout", "mesh", "shards"), [("legacy", "dp:2,fsdp:4", 8), ("maxtext", "dp:2,fsdp:4", 2)])

@@ -53,9 +53,7 @@ def test_masked_tokens_change_no_bit_of_the_gradient(recipe):
         noise = random.normal(-5, 1, (4, *batch.tokens.shape)).astype(np.float32)
         batch = dataclasses.replace(batch, scores={"old_logprobs": noise[0], "reference_logprobs": noise[1]})
         other = {name: np.where(batch.mask, x, noise[2]) for name, x in batch.scores.items()}
-        garbled = {
-            name: np.where(batch.mask, getattr(batch, name), noise[3]) for name in ("advantages", "sampled_logprobs")
-        }
+        garbled = {name: np.where(batch.mask, getattr(batch, name), noise[3]) for name in NAMES}
         garbled["targets"] = np.where(batch.mask, batch.targets, random.integers(0, 300, batch.targets.shape))
         expected, found = gradient(batch), gradient(dataclasses.replace(batch, **garbled, scores=other))
         assert all(x.any() and np.array_equal(found[name], x) for name, x in expected.items()), packing
