@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -17,7 +18,7 @@ from rich.text import Text
 from podium.files import to_json, write_atomically
 from podium.observe.chart import MARK, reward_curve
 from podium.observe.history import Answers, History, Point, read_answers, read_history
-from podium.observe.run_dir import CONFIG, CURVE, METRICS, SAMPLES, SUMMARY, read_config
+from podium.observe.run_dir import CONFIG, CURVE, METRICS, SAMPLES, SUMMARY
 from podium.observe.text import clock, shown
 
 PACKAGES = ("podium-rl", "jax", "jaxlib", "optax", "orbax-checkpoint", "transformers", "numpy")
@@ -39,12 +40,12 @@ def save_summary(folder: Path) -> None:
 def make_summary(folder: Path) -> dict[str, Any]:
     """The content of summary.json (docs/metrics.md lists it) for the run in `folder`, as far as it has come."""
     history = read_history(folder)
-    config = read_config(folder)
+    config = _settings(folder)
     initial = [point for point in history.accuracies if point[0] == 0]
     final = [point for point in history.accuracies if point[0] > 0]
     return {
-        "name": config.name,
-        "model": config.model,
+        "name": config["name"],
+        "model": config["model"],
         "steps": history.steps,
         "steps_without_update": history.steps_without_update,
         "wall_s": history.wall_s,
@@ -57,6 +58,11 @@ def make_summary(folder: Path) -> dict[str, Any]:
         "versions": versions(),
         "commit": commit(),
     }
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """The settings as the run wrote them, which need not be valid for this version."""
+    return yaml.safe_load((folder / CONFIG).read_text())
 
 
 def _evaluation(point: list[Point]) -> dict[str, int | float | None]:
@@ -111,7 +117,7 @@ def print_summary(folder: Path, console: Console) -> None:
     title = f"podium  {shown(folder.name, 40)}"
     console.print(Panel(Group(*rows), title=title, title_align="left", width=width))
     console.print(_files(folder), no_wrap=True, overflow="ellipsis")
-    planned = read_config(folder).steps
+    planned = _settings(folder)["steps"]
     if history.steps < planned:
         console.print(Text(f"stopped after step {history.steps} of {planned}; to continue:", style="bold"))
         commands = [continue_command(folder)]
