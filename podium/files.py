@@ -10,9 +10,10 @@ import logging
 import math
 import os
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 Record = Mapping[str, Any]
 BUCKETS = ("gs://", "s3://")
@@ -92,6 +93,18 @@ def _plain(value: Any) -> Any:
     if isinstance(value, str):  # a lone surrogate has no UTF-8 form
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
     return value
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file for reading bytes.
+
+    Raises OSError for anything else: opening a named pipe, say, would wait for its writer.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -1,28 +1,34 @@
 """`podium watch`: the report of runs, live in a browser. It reads the runs' files and writes nothing.
 
-    /                 the runs, newest first
-    /runs/NAME        the report of one run, redrawn when its files change
-    /runs/NAME/data   the report's JSON object
-    /runs/NAME/events server-sent events: a line at each change
+    /               the runs, newest first
+    /runs/A         the report of run A, redrawn when its files change
+    /runs/A/B       the report of several runs, compared
+    /data/A/B       the report's JSON object
+    /events/A/B     server-sent events: a line at each change
 
-The server listens on loopback, or on another address if a token is set. Imports no jax; starlette and uvicorn come with
-an extra.
+The server listens on loopback, or on another address if a token is set. A run whose files do not answer, such as one on
+a network drive that is gone, is named as such and holds up no other. Imports no jax; starlette and uvicorn come with an
+extra.
 """
 
 import asyncio
 import hmac
-import html
-import json
+import os
+import threading
 import time
 import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
-from podium.observe.metrics import ACCURACY, REWARD
-from podium.observe.report.page import make_page, plotly_script, report_object
-from podium.observe.run_dir import CONFIG, LOCK, METRICS, SAMPLES
-from podium.observe.text import clock
+from podium.observe.report.page import make_page, page_policy, plotly_script, report_object
+from podium.observe.run_dir import METRICS, SAMPLES
+from podium.observe.run_list import POLICY, RunLine, is_run, list_page, state
+
+if TYPE_CHECKING:  # an extra
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 """Names of this machine in a request's Host header."""
@@ -32,103 +38,201 @@ PING_S = 15.0
 """Seconds between two messages at the latest, so that a closed connection is noticed."""
 REST = 20.0
 """Wait this many times the duration of a report before making the next: training needs the machine."""
-TAIL_BYTES = 1 << 16
+PATIENCE_S = 3.0
+"""Seconds within which a run's files must answer."""
+REPORT_S = 60.0
+"""Seconds within which a report must be made."""
 COOKIE = "podium_token"
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
-Handler = Callable[[Any], Awaitable[Any]]
+Handler = Callable[["Request"], Awaitable["Response"]]
+Result = TypeVar("Result")
+Names = tuple[str, ...]
+"""Names of the runs of a report; each is a folder of the runs folder."""
+
+
+class Reader:
+    """Calls functions that read files, each in a thread of its own, so that a file that hangs holds up nothing else.
+
+    While a call has not returned, the same call is not made again: later askers wait for the first.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[object, asyncio.Future[object]] = {}
+
+    async def call(self, key: object, function: Callable[[], Result], patience_s: float) -> Result:
+        """Return the function's result. `key` names the call. Raises TimeoutError after `patience_s` seconds."""
+        future = self._calls.get(key)
+        if future is None:
+            loop = asyncio.get_running_loop()
+            future = self._calls[key] = loop.create_future()
+            threading.Thread(target=self._run, args=(key, function, future, loop), daemon=True).start()
+        return await asyncio.wait_for(asyncio.shield(future), patience_s)  # pyright: ignore[reportReturnType]
+
+    def _run(
+        self,
+        key: object,
+        function: Callable[[], object],
+        future: "asyncio.Future[object]",
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        try:
+            result, error = function(), None
+        except Exception as raised:
+            result, error = None, raised
+
+        def give() -> None:
+            del self._calls[key]
+            if not future.cancelled():
+                future.set_exception(error) if error is not None else future.set_result(result)
+
+        try:
+            loop.call_soon_threadsafe(give)
+        except RuntimeError:  # the server has ended
+            return
 
 
 class LiveRuns:
-    """The runs below a folder, and the newest report of each, shared by all clients."""
+    """The runs below a folder, and the newest report of each choice of them, shared by all clients."""
 
     def __init__(self, folder: Path):
         """Reads nothing yet."""
         self.folder = folder
-        self._made: dict[str, tuple[str, float, float, dict[str, Any]]] = {}  # version, when, seconds, object
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._reader = Reader()
+        self._lines: dict[str, RunLine] = {}
+        self._made: dict[Names, tuple[str, float, float, dict[str, object]]] = {}  # version, when, seconds, object
+        self._locks: dict[Names, asyncio.Lock] = {}
 
-    def names(self) -> list[str]:
-        """Names of the run folders, most recently changed first."""
-        found = [path.name for path in self.folder.iterdir() if (path / CONFIG).is_file() or (path / METRICS).is_file()]
-        return sorted(found, key=lambda name: -changed(self.folder / name))
+    async def list_page(self) -> str:
+        """The list of runs, as a page."""
+        names = await self._reader.call("names", self._names, PATIENCE_S)
+        lines = {name: self._lines.setdefault(name, RunLine(self.folder / name)) for name in names}
+        answers = await asyncio.gather(
+            *(self._reader.call(("line", name), line.refresh, PATIENCE_S) for name, line in lines.items()),
+            return_exceptions=True,
+        )
+        found = dict(zip(names, answers, strict=True))
+        return list_page(
+            [lines[name] for name, answer in found.items() if answer is True],
+            [name for name, answer in found.items() if isinstance(answer, BaseException)],
+        )
 
-    def version(self, name: str) -> str:
-        """A string that changes whenever the run's records do."""
-        marks = []
-        for file in (METRICS, SAMPLES):
+    async def known(self, path: str) -> Names | None:
+        """The runs whose names a path lists, such as `a/b`; None unless each is a run's folder below this one."""
+        names = tuple(path.split("/"))
+        there = await self._reader.call("names", self._names, PATIENCE_S)
+        if not all(name in there for name in names):  # never a path that a client made up
+            return None
+        checks = (
+            self._reader.call(("is run", name), lambda name=name: is_run(self.folder / name), PATIENCE_S)
+            for name in names
+        )
+        return names if all(await asyncio.gather(*checks)) else None
+
+    async def version(self, names: Names) -> str:
+        """A string that changes whenever a record of one of the runs does."""
+        return await self._reader.call(("version", names), lambda: self._version(names), PATIENCE_S)
+
+    async def report(self, names: Names) -> dict[str, object]:
+        """The report object of the runs; making reports uses at most 1 / (1 + REST) of a core."""
+        async with self._locks.setdefault(names, asyncio.Lock()):
+            made, version = self._made.get(names), await self.version(names)
+            if made and (made[0] == version or time.monotonic() < made[1] + REST * made[2]):
+                return made[3]
+            start, folders = time.monotonic(), [self.folder / name for name in names]
+            content = await self._reader.call(("report", names), lambda: report_object(folders), REPORT_S)
+            self._made[names] = (version, time.monotonic(), time.monotonic() - start, content)
+            return content
+
+    async def events(self, names: Names) -> AsyncIterator[str]:
+        """Yield a server-sent event at each change of the runs, and their state in between, until the client leaves."""
+        seen, said = await self.version(names), time.monotonic()
+        yield f"event: state\ndata: {await self._state(names)}\n\n"
+        while True:
+            await asyncio.sleep(POLL_S)
             try:
-                found = (self.folder / name / file).stat()
+                version, doing = await self.version(names), await self._state(names)
+            except TimeoutError:
+                version, doing = seen, "the files of the run do not answer"
+            if version != seen or time.monotonic() - said >= PING_S:
+                kind = "event: state\n" if version == seen else ""
+                seen, said = version, time.monotonic()
+                yield f"{kind}data: {doing}\n\n"
+
+    def _names(self) -> list[str]:
+        with os.scandir(self.folder) as entries:
+            return [entry.name for entry in entries]
+
+    def _version(self, names: Names) -> str:
+        marks: list[str] = []
+        for path in (self.folder / name / file for name in names for file in (METRICS, SAMPLES)):
+            try:
+                found = path.stat()
                 marks.append(f"{found.st_size}-{found.st_mtime_ns}")
             except OSError:
                 marks.append("none")
         return " ".join(marks)
 
-    async def report(self, name: str) -> dict[str, Any]:
-        """The report object of a run; making reports uses at most 1 / (1 + REST) of a core."""
-        async with self._locks.setdefault(name, asyncio.Lock()):
-            made, version = self._made.get(name), self.version(name)
-            if made and (made[0] == version or time.monotonic() < made[1] + REST * made[2]):
-                return made[3]
-            start = time.monotonic()
-            content = await asyncio.to_thread(report_object, [self.folder / name])
-            self._made[name] = (version, time.monotonic(), time.monotonic() - start, content)
-            return content
+    async def _state(self, names: Names) -> str:
+        def words() -> str:
+            states = {name: state(self.folder / name) for name in names}
+            return "; ".join(states.values() if len(names) == 1 else map(": ".join, states.items()))
 
-    async def events(self, name: str) -> AsyncIterator[str]:
-        """Yield a server-sent event at each change of a run, and its state in between, until the client disconnects."""
-        seen, said = self.version(name), time.monotonic()
-        yield f"event: state\ndata: {state(self.folder / name)}\n\n"
-        while True:
-            await asyncio.sleep(POLL_S)
-            version = self.version(name)
-            if version != seen or time.monotonic() - said >= PING_S:
-                kind = "event: state\n" if version == seen else ""
-                seen, said = version, time.monotonic()
-                yield f"{kind}data: {state(self.folder / name)}\n\n"
+        return await self._reader.call(("state", names), words, PATIENCE_S)
 
 
-def make_app(folder: Path, *, token: str | None = None, hosts: tuple[str, ...] = LOOPBACK) -> Any:
+def make_app(folder: Path, *, token: str | None = None, hosts: tuple[str, ...] = LOOPBACK) -> "Starlette":
     """The ASGI application that serves the runs below `folder`; with a token, only to clients that present it.
 
     `hosts` are the accepted Host headers (empty: any). Others are refused, so that no page of another site can reach a
     server on loopback through DNS rebinding.
     """
     from starlette.applications import Starlette
-    from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
+    from starlette.exceptions import HTTPException
+    from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, StreamingResponse
     from starlette.routing import Route
 
     runs, plotly = LiveRuns(folder), plotly_script()
 
-    async def index(request: Any) -> Any:
-        return HTMLResponse(_index(runs), headers={"Content-Security-Policy": POLICY})
+    async def known(request: "Request") -> Names:
+        names = await runs.known(request.path_params["names"])
+        if names is None:
+            raise HTTPException(404, "no such run")
+        return names
 
-    async def report(request: Any) -> Any:
-        name = _known(runs, request)
-        live = f"/runs/{urllib.parse.quote(name, safe='')}"
-        return HTMLResponse(make_page(await runs.report(name), plotly, live=live))
+    async def index(request: "Request") -> "Response":
+        return HTMLResponse(await runs.list_page(), headers={"Content-Security-Policy": POLICY})
 
-    async def data(request: Any) -> Any:
-        return JSONResponse(await runs.report(_known(runs, request)))
+    async def chosen(request: "Request") -> "Response":
+        names = request.query_params.getlist("run")
+        return RedirectResponse(f"/runs/{_path(names)}" if names else "/", status_code=303)
 
-    async def events(request: Any) -> Any:
-        stream = runs.events(_known(runs, request))
+    async def report(request: "Request") -> "Response":
+        names = await known(request)
+        page = make_page(await runs.report(names), plotly, live=_path(names))
+        policy = f"{page_policy(live=True)}; frame-ancestors 'none'"
+        return HTMLResponse(page, headers={"Content-Security-Policy": policy})
+
+    async def data(request: "Request") -> "Response":
+        return JSONResponse(await runs.report(await known(request)))
+
+    async def events(request: "Request") -> "Response":
+        stream = runs.events(await known(request))
         return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
-    pages = {"/": index, "/runs/{name}": report, "/runs/{name}/data": data, "/runs/{name}/events": events}
+    pages: dict[str, Handler] = {
+        "/": index,
+        "/runs": chosen,
+        "/runs/{names:path}": report,
+        "/data/{names:path}": data,
+        "/events/{names:path}": events,
+    }
     return Starlette(
         routes=[Route(path, _guarded(handler, token, hosts), methods=["GET"]) for path, handler in pages.items()]
     )
 
 
-def _known(runs: LiveRuns, request: Any) -> str:
-    """The run that a request names, or 404: only listed names are used, never a path that a client sends."""
-    from starlette.exceptions import HTTPException
-
-    name = request.path_params["name"]
-    if name not in runs.names():
-        raise HTTPException(404, "no such run")
-    return name
+def _path(names: Names | list[str]) -> str:
+    return "/".join(urllib.parse.quote(name, safe="") for name in names)
 
 
 def _guarded(handler: Handler, token: str | None, hosts: tuple[str, ...]) -> Handler:
@@ -138,12 +242,18 @@ def _guarded(handler: Handler, token: str | None, hosts: tuple[str, ...]) -> Han
     def is_token(given: str) -> bool:
         return token is not None and hmac.compare_digest(given.encode(), token.encode())
 
-    async def answer(request: Any) -> Any:
+    async def handled(request: "Request") -> "Response":
+        try:
+            return await handler(request)
+        except TimeoutError:
+            return PlainTextResponse("the files of the run do not answer; is their drive still there?", status_code=503)
+
+    async def answer(request: "Request") -> "Response":
         host = request.headers.get("host", "").lower()
         if hosts and host not in hosts and host.rpartition(":")[0] not in hosts:
             return PlainTextResponse("this server answers to localhost only", status_code=421)
         if token is None or is_token(request.cookies.get(COOKIE, "")):
-            return await handler(request)
+            return await handled(request)
         if is_token(request.query_params.get("token", "")):
             response = RedirectResponse(request.url.path, status_code=303)
             response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
@@ -153,11 +263,12 @@ def _guarded(handler: Handler, token: str | None, hosts: tuple[str, ...]) -> Han
     return answer
 
 
-def serve(folder: Path, *, host: str, port: int, token: str | None) -> None:
-    """Serve until Ctrl-C.
+def serve(folder: Path, *, host: str, port: int, token: str | None, token_file: Path | None = None) -> None:
+    """Serve until Ctrl-C. The token may stand in a file instead, which no list of processes shows.
 
     Raises:
-        ValueError: `folder` is not a folder, the extra is missing, or the address is public and no token is set.
+        ValueError: `folder` is not a folder, the token's file cannot be used, the extra is missing, or the address is
+            public and no token is set.
     """
     try:
         import starlette  # noqa: F401
@@ -168,77 +279,23 @@ def serve(folder: Path, *, host: str, port: int, token: str | None) -> None:
         ) from None
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give the runs_dir of your configs, such as runs")
+    token = _read_token(token_file) if token_file is not None else token
     local = host in ("127.0.0.1", "localhost", "::1")
     if not local and not token:
         raise ValueError(
-            f"--host {host} accepts connections from other machines: give a --token too, or leave --host out and use "
-            f"`ssh -L {port}:localhost:{port}` from where the browser is"
+            f"--host {host} accepts connections from other machines: give a --token-file too, or leave --host out and "
+            f"use `ssh -L {port}:localhost:{port}` from where the browser is"
         )
     app = make_app(folder, token=token, hosts=LOOPBACK if local else ())
     print(f"watching {folder} at http://{host}:{port}/{f'?token={token}' if token else ''}   (Ctrl-C ends)", flush=True)
     uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=1)
 
 
-def state(folder: Path) -> str:
-    """Whether a run is training, and how long ago it last wrote, in words."""
-    doing = "training" if locked(folder / LOCK) else "not training"
-    return f"{doing}; last written {clock(time.time() - changed(folder))} ago"
-
-
-def locked(lock: Path) -> bool:
-    """Whether a local process holds a lock on the file, found without trying to take it."""
+def _read_token(path: Path) -> str:
     try:
-        inode, table = lock.stat().st_ino, Path("/proc/locks").read_text()
-    except OSError:
-        return False
-    rows = [line.split() for line in table.splitlines()]
-    return any(row[1] == "FLOCK" and row[5].endswith(f":{inode}") for row in rows if len(row) > 5)
-
-
-def changed(folder: Path) -> float:
-    """When a run last wrote a metric or its config, in seconds since 1970."""
-    times = [path.stat().st_mtime for path in (folder / METRICS, folder / CONFIG) if path.exists()]
-    return max(times, default=0.0)
-
-
-def _index(runs: LiveRuns) -> str:
-    """The list of runs, as a page without scripts that reloads every 10 seconds."""
-    rows = "".join(_row(runs.folder / name) for name in runs.names())
-    head = "<tr><th>run<th>step<th>reward<th>accuracy<th>state</tr>"
-    style = (Path(__file__).parent / "report" / "page.css").read_text("utf-8")
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="10">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta name="color-scheme" content="light dark"><title>Podium: runs</title><style>{style}</style>'
-        f'<h1>Runs</h1><div class="scroll">{f"<table>{head}{rows}</table>" if rows else "<p>No runs yet.</p>"}</div>'
-    )
-
-
-def _row(folder: Path) -> str:
-    """A run's row in the list, from the end of its metrics."""
-    last: dict[str, Any] = {}
-    for record in _tail(folder / METRICS):
-        last |= record
-    values = (f"{last[name]:.3f}" if isinstance(last.get(name), float | int) else "" for name in (REWARD, ACCURACY))
-    link = f'<a href="/runs/{urllib.parse.quote(folder.name, safe="")}">{html.escape(folder.name)}</a>'
-    cells = (link, html.escape(str(last.get("step", 0))), *values, html.escape(state(folder)))
-    return f"<tr>{''.join(f'<td>{cell}' for cell in cells)}</tr>"
-
-
-def _tail(path: Path) -> list[dict[str, Any]]:
-    """The whole records in the last TAIL_BYTES of a file of JSON lines."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            lines = file.read(TAIL_BYTES).split(b"\n")
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:  # the first or last line may be cut
-            continue
-        if isinstance(record, dict):
-            found.append(record)
-    return found
+        token = path.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--token-file {path} cannot be read: {error}") from None
+    if not token:
+        raise ValueError(f"--token-file {path} is empty; write a token into it, such as that of `openssl rand -hex 16`")
+    return token

@@ -1,6 +1,9 @@
 """Which metrics a report draws, in which charts."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from podium.observe.metrics import ACCURACY
 
 
 class Chart(NamedTuple):
@@ -45,23 +48,27 @@ WORK = (
 """How well the machine was used."""
 
 
-def chart_object(chart: Chart, names: list[str]) -> dict[str, object] | None:
-    """A chart in the page's JSON form, with the metrics among `names` that it shows; None if there are none."""
-    lines: list[tuple[str, str]] = []
-    for index, metric in enumerate(chart.metrics):
-        head, star, tail = metric.partition("*")
-        matching = [name for name in names if _matches(name, head, star, tail)]
-        for name in matching:
-            label = chart.labels[index] if chart.labels and not star else _short(name)
-            if name not in (taken for taken, _ in lines):
-                lines.append((name, label))
-    if not lines:
-        return None
-    return {
-        "title": chart.title,
-        "unit": chart.unit,
-        "lines": [{"metric": name, "label": label} for name, label in lines],
-    }
+def charts(wanted: Sequence[Chart], names: Sequence[str], samples: str) -> list[dict[str, object]]:
+    """Charts in the page's JSON form, with the metrics among `names` that each shows; those without any are left out.
+
+    `samples` is the number of completions behind avg@k and pass@k, as the labels show it. The mean accuracy over the
+    tasks is left out if there is one task.
+    """
+    if sum(_matches(name, "eval/", "*", "/accuracy") for name in names) == 1:
+        names = [name for name in names if name != ACCURACY]
+    found = []
+    for chart in wanted:
+        lines: dict[str, str] = {}
+        for index, metric in enumerate(chart.metrics):
+            head, star, tail = metric.partition("*")
+            fixed = chart.labels[index] if chart.labels and not star else None
+            for name in names:
+                if _matches(name, head, star, tail):
+                    lines.setdefault(name, fixed or _short(name).replace("_at_k", f"@{samples}").replace("/", " "))
+        if lines:
+            shown = [{"metric": name, "label": label} for name, label in lines.items()]
+            found.append({"title": chart.title, "unit": chart.unit, "lines": shown})
+    return found
 
 
 def _matches(name: str, head: str, star: str, tail: str) -> bool:

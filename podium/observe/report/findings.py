@@ -5,14 +5,17 @@ and its last quarter, of at least three steps each.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Literal
 
 from podium.observe.alarms import MOSTLY_CUT, SOLVED
-from podium.observe.metrics import REWARD, TRUNCATED
+from podium.observe.metrics import REWARD, TRUNCATED, UPDATES
 from podium.observe.report.read import RunRecords, Series
 
 MIN_STEPS = 6
+IDLE_SHARE = 0.25
+"""Share of steps without an update from which a run is reported as idle."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,14 +230,35 @@ def bound_by_slots(run: RunRecords) -> Finding | None:
     )
 
 
+def idle_steps(run: RunRecords) -> Finding | None:
+    """A quarter of the steps or more had nothing to train on, although the run learned something."""
+    updates = run.metrics.get(UPDATES)
+    if updates is None or len(updates.values) < MIN_STEPS or nothing_learned(run) is not None:
+        return None
+    idle = sum(value == 0 for value in updates.values)
+    if idle < IDLE_SHARE * len(updates.values):
+        return None
+    advice = "Take more completions per question (group_size), or questions that are right only sometimes."
+    if solved(run):
+        advice = "The questions are solved: end the run earlier (steps), or take harder questions."
+    return Finding(
+        "idle_steps",
+        "hint",
+        "Many steps made no update: every completion of a question earned the same",
+        f"{idle} of {len(updates.values)} steps",
+        advice,
+    )
+
+
 def evaluated_tasks(run: RunRecords) -> list[tuple[str, Series]]:
-    """The tasks with an accuracy, and it."""
-    names = [name for name in run.metrics if name.startswith("eval/") and name.endswith("/accuracy")]
+    """The tasks that were evaluated, each with its accuracy; the mean over the tasks is not among them."""
+    names = [name for name in run.metrics if re.fullmatch(r"eval/.+/accuracy", name)]
     return [(name.removeprefix("eval/").removesuffix("/accuracy"), run.metrics[name]) for name in names]
 
 
 RULES: tuple[Rule, ...] = (
     nothing_learned,
+    idle_steps,
     entropy_collapse,
     lengths_at_cap,
     eval_flat,

@@ -1,19 +1,22 @@
 "use strict";
-// Draws the report's JSON object, and draws it anew when a live page hears of a change.
+// Draws the report's JSON object, and draws it anew when the server of a live page reports a change.
 // Texts reach the document as text nodes only.
 (() => {
   const main = document.getElementById("main");
   const state = { axis: "step", smooth: true, sync: false, samples: {} };
+  const live = document.body.dataset.live;  // names of a served page's runs, as a path
   let stopWatching = () => {};
   const render = (data) => {
   stopWatching();
   main.style.minHeight = `${main.offsetHeight}px`;  // so that the reader's place stays
   main.replaceChildren();
-  document.getElementById("contents").replaceChildren();
+  const contents = document.getElementById("contents");
+  contents.replaceChildren();
   // Okabe and Ito's palette, without black and yellow: told apart by colour-blind readers, on light and on dark.
   const COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#9467BD"];
   const DASHES = ["solid", "dash", "dot", "dashdot"];
   const several = data.runs.length > 1;
+  const hovers = matchMedia("(hover: hover)").matches;  // a finger scrolls the page: no bar of buttons, no zoom by dragging
   const charts = [];
 
   const el = (tag, attributes = {}, ...children) => {
@@ -25,18 +28,20 @@
     node.append(...children.filter((child) => child !== null && child !== undefined));
     return node;
   };
+  if (live) contents.append(el("a", { href: "/" }, "← all runs"));
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const number = (value, digits = 4) =>
     value === null || value === undefined ? "–" : Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 6 });
   const clock = (seconds) => {
     if (seconds === null || seconds === undefined) return "–";
-    const whole = Math.round(seconds), pad = (x) => String(x).padStart(2, "0");
-    return `${Math.floor(whole / 3600)}:${pad(Math.floor(whole / 60) % 60)}:${pad(whole % 60)} h`;
+    const whole = Math.round(seconds), parts = [[Math.floor(whole / 3600), "h"], [Math.floor(whole / 60) % 60, "min"], [whole % 60, "s"]];
+    const first = parts.findIndex(([count]) => count > 0);  // two units say enough
+    return first < 0 ? "0 s" : parts.slice(first, first + 2).map((part) => part.join(" ")).join(" ");
   };
   const section = (id, title) => {
     const node = el("section", { id, "aria-labelledby": `${id}-title` }, el("h2", { id: `${id}-title` }, title));
     main.append(node);
-    document.getElementById("contents").append(el("a", { href: `#${id}` }, title));
+    contents.append(el("a", { href: `#${id}` }, title));
     return node;
   };
   const table = (head, rows, numeric = []) => {
@@ -73,15 +78,16 @@
     return out;
   };
 
-  const layout = (unit, more = {}) => ({
+  const layout = (unit, { xaxis = {}, yaxis = {}, ...more } = {}) => ({
     margin: { l: 52, r: 12, t: 6, b: 36 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: css("--ink"), size: 12, family: "system-ui, sans-serif" }, hovermode: "x unified",
     hoverlabel: { bgcolor: css("--shade"), font: { color: css("--ink") } },
-    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } },
-    xaxis: { gridcolor: css("--line"), zeroline: false, title: { text: { step: "step", tokens: "generated tokens", hours: "hours" }[state.axis], standoff: 4 } },
-    yaxis: { gridcolor: css("--line"), zeroline: false, title: { text: unit, standoff: 4 } }, ...more,
+    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } }, dragmode: hovers ? "zoom" : false,
+    modebar: { orientation: "v", bgcolor: "rgba(0,0,0,0)", color: css("--soft"), activecolor: css("--ink") },
+    xaxis: { gridcolor: css("--line"), zeroline: false, title: { text: { step: "step", tokens: "generated tokens", hours: "hours" }[state.axis], standoff: 4 }, ...xaxis },
+    yaxis: { gridcolor: css("--line"), zeroline: false, exponentformat: "e", title: { text: unit, standoff: 4 }, ...yaxis }, ...more,
   });
-  const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "toImage", "sendDataToCloud"] };
+  const config = { responsive: true, displaylogo: false, displayModeBar: hovers ? "hover" : false, modeBarButtonsToRemove: ["lasso2d", "select2d", "toImage", "sendDataToCloud"] };
 
   const groups = data.comparison ? data.comparison.groups : data.runs.map((_, i) => [i]);
   const bands = (line, colour, group, label) => {  // seeds folded into mean and band
@@ -133,7 +139,8 @@
     return node;
   };
   const draw = (item) => {
-    Plotly.react(item.node, item.make(item.chart), layout(item.chart.unit, item.more || {}), config);
+    const size = document.documentElement.classList.contains("printing") ? { width: item.node.clientWidth } : {};
+    Plotly.react(item.node, item.make(item.chart), { ...layout(item.chart.unit, item.more), ...size }, config);
     if (item.linked || item.more) return;
     item.linked = true;
     item.node.on("plotly_relayout", (event) => {  // zooming one zooms all
@@ -144,12 +151,22 @@
         .finally(() => { state.sync = false; });
     });
   };
+  const drawOnce = (item) => { if (!item.drawn) { item.drawn = true; draw(item); } };
   const redraw = () => charts.filter((item) => item.drawn).forEach(draw);
-  const watcher = new IntersectionObserver((entries) => entries.forEach((entry) => {  // what is not in view waits
+  const watcher = new IntersectionObserver((entries) => entries.forEach((entry) => {  // charts in view come first
     const item = charts.find((each) => each.node === entry.target);
-    if (entry.isIntersecting && item && !item.drawn) { item.drawn = true; draw(item); }
+    if (entry.isIntersecting && item) drawOnce(item);
   }), { rootMargin: "300px" });
-  const drawAll = () => charts.forEach((item) => { if (!item.drawn) { item.drawn = true; draw(item); } });
+  let waiting = 0;
+  const drawRest = () => {  // one by one, so that the page answers in between
+    const item = charts.find((each) => !each.drawn);
+    if (item) { drawOnce(item); waiting = setTimeout(drawRest, 0); }
+  };
+  const printing = (on) => {  // on paper: light, and as wide as an A4 page
+    document.documentElement.classList.toggle("printing", on);
+    charts.forEach((item) => { item.drawn = true; draw(item); });
+  };
+  const beforePrint = () => printing(true), afterPrint = () => printing(false);
 
   // Headline
   const names = data.runs.map((run) => run.name);
@@ -161,9 +178,9 @@
   data.runs.forEach((run) => {
     const h = run.headline, tiles = [];
     h.tasks.forEach((task) => {
-      tiles.push(tile(`${task.first[1].toFixed(3)} → ${task.last[1].toFixed(3)}`, `accuracy on ${task.task}, step ${task.first[0]} to ${task.last[0]}${range(task.interval)}`));
-      if (task.avg_at_k !== null) tiles.push(tile(number(task.avg_at_k), `avg@k on ${task.task}`));
-      if (task.pass_at_k !== null) tiles.push(tile(number(task.pass_at_k), `pass@k on ${task.task}`));
+      tiles.push(tile(`${task.first[1].toFixed(3)} → ${task.last[1].toFixed(3)}`, `accuracy${task.task ? ` on ${task.task}` : ""}, step ${task.first[0]} to ${task.last[0]}${range(task.interval)}`));
+      if (task.avg_at_k !== null) tiles.push(tile(number(task.avg_at_k), `avg@${h.samples} on ${task.task}`));
+      if (task.pass_at_k !== null) tiles.push(tile(number(task.pass_at_k), `pass@${h.samples} on ${task.task}`));
     });
     if (h.reward) tiles.push(tile(`${number(h.reward[0], 3)} → ${number(h.reward[1], 3)}`, "mean reward, first and last step"));
     tiles.push(tile(`${h.steps}${h.planned_steps ? ` of ${h.planned_steps}` : ""}`, "steps"));
@@ -238,16 +255,19 @@
   // Learning by prompt
   data.runs.filter((run) => run.heat && run.heat.steps.length > 1).forEach((run) => {
     const id = `prompts-${data.runs.indexOf(run)}`, node = section(id, several ? `Learning by prompt: ${run.name}` : "Learning by prompt");
-    node.append(el("p", { class: "soft" }, run.heat.by_prompt ? "Share of right answers of each recorded prompt that was asked more than once; hardest at the bottom."
+    node.append(el("p", { class: "soft" }, run.heat.by_prompt ? "Share of right answers of each recorded prompt that was asked more than once; hardest at the top."
       : "Share of right answers by task; no recorded prompt was asked twice."));
     const box = el("div", { class: "chart", role: "img", "aria-label": "heat map of prompts over steps" });
     box.style.height = `${Math.max(160, 60 + 14 * run.heat.rows.length)}px`;
     node.append(box);
-    const names = run.heat.rows.map((name, i) => `${i + 1} ${name.length > 34 ? name.slice(0, 33) + "…" : name}`);
+    const room = innerWidth < 600 ? 15 : 34;
+    const names = run.heat.rows.map((name, i) => `${i + 1} ${name.length > room ? "…" + name.slice(1 - room) : name}`);
     charts.push({ node: box, chart: { unit: "" }, make: () => [{ type: "heatmap", x: run.heat.steps, y: names, z: run.heat.values, zmin: 0, zmax: 1,
+      customdata: run.heat.rows.map((name) => run.heat.steps.map(() => name)), hovertemplate: "%{customdata}<br>step %{x}: %{z:.2f}<extra></extra>",
       colorscale: "Cividis", hoverongaps: false, colorbar: { thickness: 10, outlinewidth: 0 } }],
-      more: { margin: { l: innerWidth < 600 ? 90 : 220, r: 8, t: 4, b: 34 }, hovermode: "closest", yaxis: { autorange: "reversed", tickfont: { size: 10 } },
-        xaxis: { title: { text: "step" } } } });
+      more: { margin: { l: 20, r: 8, t: 4, b: 34 }, hovermode: "closest",
+        yaxis: { autorange: "reversed", tickfont: { size: 10 }, automargin: true, showgrid: false },
+        xaxis: { title: { text: "step" }, showgrid: false } } });
   });
 
   // Samples
@@ -307,11 +327,15 @@
 
   charts.forEach((item) => watcher.observe(item.node));
   const scheme = matchMedia("(prefers-color-scheme: dark)");
-  addEventListener("beforeprint", drawAll);
+  waiting = setTimeout(drawRest, 0);
+  addEventListener("beforeprint", beforePrint);
+  addEventListener("afterprint", afterPrint);
   scheme.addEventListener("change", redraw);
   stopWatching = () => {
     watcher.disconnect();
-    removeEventListener("beforeprint", drawAll);
+    clearTimeout(waiting);
+    removeEventListener("beforeprint", beforePrint);
+    removeEventListener("afterprint", afterPrint);
     scheme.removeEventListener("change", redraw);
     charts.forEach((item) => item.drawn && Plotly.purge(item.node));
   };
@@ -320,12 +344,11 @@
   };
 
   render(JSON.parse(document.getElementById("data").textContent));
-  const live = document.body.dataset.live;  // where a served page hears of changes
   if (live) {
-    const status = document.getElementById("status"), source = new EventSource(`${live}/events`);
+    const status = document.getElementById("status"), source = new EventSource(`/events/${live}`);
     source.onmessage = async (event) => {
       status.textContent = event.data;
-      const answer = await fetch(`${live}/data`);
+      const answer = await fetch(`/data/${live}`);
       if (answer.ok) render(await answer.json());
     };
     source.addEventListener("state", (event) => { status.textContent = event.data; });

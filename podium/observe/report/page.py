@@ -12,8 +12,8 @@ from pathlib import Path
 
 from podium.config.schema import Config
 from podium.files import write_atomically
-from podium.observe.metrics import find_metric
-from podium.observe.report.charts import CURVES, PHASES, WORK, chart_object
+from podium.observe.metrics import ACCURACY, find_metric
+from podium.observe.report.charts import CURVES, PHASES, WORK, charts
 from podium.observe.report.compare import comparison, flat
 from podium.observe.report.findings import evaluated_tasks, findings
 from podium.observe.report.read import RunRecords, read_run
@@ -47,13 +47,13 @@ def plotly_script() -> str:
 def make_page(content: dict[str, object], plotly: str, *, live: str = "") -> str:
     """The page with everything inlined, and a content security policy that forbids it to load anything.
 
-    With `live`, a path on its own server, the page listens there for changes.
+    With `live`, the names of its runs as a path, the page listens on its own server for changes.
     """
     style, script = ((FOLDER / name).read_text("utf-8") for name in ("page.css", "page.js"))
     data = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     page = (FOLDER / "page.html").read_text("utf-8")
     for mark, text in (
-        ("/*CONNECT*/", "'self'" if live else "'none'"),
+        ("/*POLICY*/", page_policy(live=bool(live))),
         ("/*LIVE*/", html.escape(live, quote=True)),
         ("/*STYLE*/", style),
         ("/*DATA*/", data.replace("<", "\\u003c").replace("&", "\\u0026")),
@@ -65,14 +65,25 @@ def make_page(content: dict[str, object], plotly: str, *, live: str = "") -> str
     return page
 
 
+def page_policy(*, live: bool) -> str:
+    """The content security policy of a page: it loads nothing; a live one may ask its own server for data."""
+    connect = "'self'" if live else "'none'"
+    return (
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:; "
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
+
+
 def report_object(folders: Sequence[Path]) -> dict[str, object]:
     """Everything the page shows, as JSON values: the charts, each run, and the comparison."""
     runs = [read_run(folder) for folder in folders]
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    counts = {str(run.setting("eval.samples")) for run in runs}
+    samples = counts.pop() if len(counts) == 1 else "k"
     return {
-        "curves": [chart for each in CURVES if (chart := chart_object(each, names))],
-        "phases": chart_object(PHASES, names),
-        "work": [chart for each in WORK if (chart := chart_object(each, names))],
+        "curves": charts(CURVES, names, samples),
+        "phases": next(iter(charts([PHASES], names, samples)), None),
+        "work": charts(WORK, names, samples),
         "definitions": {name: metric.definition for name in names if (metric := find_metric(name))},
         "runs": [run_object(run) for run in runs],
         "comparison": comparison(runs),
@@ -101,9 +112,15 @@ def run_object(run: RunRecords) -> dict[str, object]:
 
 
 def headline(run: RunRecords) -> dict[str, object]:
-    """The numbers at the top: accuracy before and after, steps, seconds, tokens, machine, commit."""
+    """The numbers at the top: accuracy of each task before and after, steps, seconds, tokens, machine, commit.
+
+    A run that recorded only its mean accuracy has one task, whose name is empty.
+    """
     tasks = []
-    for task, accuracy in evaluated_tasks(run):
+    evaluated = evaluated_tasks(run)
+    if not evaluated and ACCURACY in run.metrics:
+        evaluated = [("", run.metrics[ACCURACY])]
+    for task, accuracy in evaluated:
         ends = [run.metrics.get(f"eval/{task}/accuracy_interval/{end}") for end in ("low", "high")]
         others = {kind: run.metrics.get(f"eval/{task}/{kind}") for kind in ("avg_at_k", "pass_at_k")}
         tasks.append(
@@ -118,6 +135,7 @@ def headline(run: RunRecords) -> dict[str, object]:
     reward = run.metrics.get("train-reward/total/mean")
     return {
         "tasks": tasks,
+        "samples": run.setting("eval.samples"),
         "reward": [reward.values[0], reward.values[-1]] if reward else None,
         "model": run.setting("model"),
         "recipe": run.setting("algorithm.recipe"),

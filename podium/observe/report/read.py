@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from podium.files import open_file
 from podium.observe.run_dir import CONFIG, MACHINE, METRICS, SUMMARY
 
 PLAN = "plan.json"  # podium.plan.check
@@ -88,11 +89,16 @@ def records(path: Path, problems: list[str]) -> Iterator[tuple[int, int, dict[st
 
     Damaged lines are skipped and reported in `problems` at the end.
     """
-    if not path.exists():
+    try:
+        opened = open_file(path)
+    except FileNotFoundError:
         problems.append(f"{path.name} is missing")
         return
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror}")
+        return
     damaged: list[int] = []
-    with path.open("rb") as file:
+    with opened as file:
         start = 0
         for number, line in enumerate(file, start=1):
             record = _record(line)
@@ -118,7 +124,8 @@ def _record(line: bytes) -> dict[str, Any] | None:
 def _document(path: Path, parse: Any, problems: list[str], consequence: str) -> Mapping[str, Any]:
     """A file that holds one mapping; it may be missing if there is no `consequence` to report."""
     try:
-        found = parse(path.read_text("utf-8", "backslashreplace"))
+        with open_file(path) as file:
+            found = parse(file.read().decode("utf-8", "backslashreplace"))
     except OSError:
         if consequence:
             problems.append(f"{path.name} is missing: {consequence}")

@@ -10,6 +10,7 @@ NO_REWARD = {"train-reward/total/mean": lambda step: 0.0}
 LITTLE_REWARD = {"train-reward/total/mean": lambda step: 0.3}
 FAULTS = {
     "nothing_learned": ({"group/equal_rewards_fraction": lambda step: 1.0, **NO_REWARD}, {}),
+    "idle_steps": ({"optimizer/updates": lambda step: float(step % 2)}, {}),
     "entropy_collapse": ({"rollout/entropy": lambda step: 0.8 if step < 12 else 0.01, **LITTLE_REWARD}, {}),
     "lengths_at_cap": ({"rollout/truncated_fraction": lambda step: 0.7}, {}),
     "eval_flat": ({}, {"accuracies": {0: 0.1, 40: 0.12}, "interval": 0.005}),

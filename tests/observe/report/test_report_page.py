@@ -166,3 +166,23 @@ def test_a_long_run_makes_a_small_page_in_seconds(tmp_path):
     page = make_page(report_object([run]), "")
     assert time.process_time() - start < 15
     assert len(page) < 6_000_000
+
+
+def test_the_mean_over_the_tasks_is_shown_where_it_says_more_than_a_task(tmp_path):
+    def accuracy_lines(run):
+        content = report_object([run])
+        lines = next(chart for chart in content["curves"] if chart["title"] == "Held-out accuracy")["lines"]
+        return [task["task"] for task in content["runs"][0]["headline"]["tasks"]], [line["label"] for line in lines]
+
+    one = make_run(tmp_path / "one", config={"eval": {"samples": 4}})
+    with (one / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "eval/sums/avg_at_k": 0.5, "eval/sums/pass_at_k": 0.75}\n')
+    assert accuracy_lines(one) == (["sums"], ["sums accuracy", "sums avg@4", "sums pass@4"])
+    two = make_run(tmp_path / "two")
+    with (two / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "eval/accuracy": 0.7, "eval/products/accuracy": 0.5}\n')
+    assert accuracy_lines(two) == (["sums", "products"], ["accuracy", "sums accuracy", "products accuracy"])
+    mean = make_run(tmp_path / "mean", accuracies={})
+    with (mean / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "eval/accuracy": 0.7}\n')
+    assert accuracy_lines(mean) == ([""], ["accuracy"])

@@ -3,6 +3,7 @@
 import fcntl
 import http.client
 import json
+import os
 import socket
 import threading
 import time
@@ -10,7 +11,7 @@ import time
 import pytest
 from made_run import make_run, sample
 
-from podium.observe import watch
+from podium.observe import run_list, watch
 from podium.observe.run_dir import LOCK
 
 uvicorn = pytest.importorskip("uvicorn")
@@ -74,17 +75,85 @@ def test_runs_are_listed_and_shown(server):
     assert status == 200 and ">first<" in body and 'href="/runs/a%20b%26%3Ci%3E"' in body
     assert "a b&amp;&lt;i&gt;" in body and "<i>" not in body
     status, body, _ = server.ask("/runs/first")
-    assert status == 200 and 'data-live="/runs/first"' in body and "connect-src 'self'" in body
-    status, body, _ = server.ask("/runs/first/data")
+    assert status == 200 and 'data-live="first"' in body and "connect-src 'self'" in body
+    status, body, _ = server.ask("/data/first")
     assert status == 200 and json.loads(body)["runs"][0]["name"] == "made"
     assert server.ask("/runs/a%20b%26%3Ci%3E")[0] == 200
+
+
+def test_every_page_forbids_to_load_anything(server):
+    for path in ("/", "/runs/first"):
+        policy = server.ask(path)[2].headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
+
+
+def test_the_list_shows_curves_that_grow_and_compares_the_chosen_runs(server, runs):
+    body = server.ask("/")[1]
+    assert body.count('<svg class="curve"') == 2 and "reward, 0.1" in body
+    with (runs / "first" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "train-reward/total/mean": 0.123}\n{"step": 42, "train-rew')
+    body = server.ask("/")[1]
+    assert "<td>41<td>0.123" in body and "<td>42" not in body
+    status, _, answer = server.ask("/runs?run=first&run=a+b%26%3Ci%3E")
+    assert status == 303 and answer.headers["location"] == "/runs/first/a%20b%26%3Ci%3E"
+    assert server.ask(answer.headers["location"])[0] == 200
+    compared = json.loads(server.ask("/data/first/a%20b%26%3Ci%3E")[1])
+    assert len(compared["runs"]) == 2 and compared["comparison"]["differences"] == {}
+    assert server.ask("/runs/first/none")[0] == 404
+    assert server.ask("/runs")[2].headers["location"] == "/"
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "samples.jsonl", "config.yaml"])
+def test_a_named_pipe_among_the_files_blocks_nothing(server, runs, file):
+    (runs / "first" / file).unlink()
+    os.mkfifo(runs / "first" / file)
+    begun = time.monotonic()
+    for path in ("/", "/runs/first", "/data/first", "/data/a%20b%26%3Ci%3E"):
+        assert server.ask(path)[0] == 200
+    assert time.monotonic() - begun < 5
+
+
+def test_a_run_whose_drive_hangs_is_named_and_holds_up_no_other(server, runs, monkeypatch):
+    monkeypatch.setattr(watch, "PATIENCE_S", 0.2)
+    hung, true_check = threading.Event(), run_list.is_run
+
+    def check(folder):
+        if folder.name == "first":
+            hung.wait(30)
+        return true_check(folder)
+
+    monkeypatch.setattr(run_list, "is_run", check)
+    monkeypatch.setattr(watch, "is_run", check)
+    try:
+        before = threading.active_count()
+        for _ in range(10):
+            assert server.ask("/data/a%20b%26%3Ci%3E")[0] == 200
+            assert "<td>first<td><td><td><td><td>does not answer" in server.ask("/")[1]
+        assert server.ask("/runs/first")[0] == 503
+        assert threading.active_count() <= before + 3  # one that waits for each kind of question, however often asked
+    finally:
+        hung.set()
+
+
+def test_a_token_in_a_file_stands_in_no_list_of_processes(runs, tmp_path, monkeypatch):
+    served = {}
+    monkeypatch.setattr(uvicorn, "run", lambda app, **options: served.update(options))
+    monkeypatch.setattr(watch, "plotly_script", lambda: "")
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    watch.serve(runs, host="0.0.0.0", port=1, token=None, token_file=tmp_path / "token")
+    assert served["host"] == "0.0.0.0"
+    (tmp_path / "token").write_text("\n")
+    with pytest.raises(ValueError, match="is empty; write a token into it"):
+        watch.serve(runs, host="0.0.0.0", port=1, token=None, token_file=tmp_path / "token")
+    with pytest.raises(ValueError, match=r"--token-file .*none cannot be read"):
+        watch.serve(runs, host="0.0.0.0", port=1, token=None, token_file=tmp_path / "none")
 
 
 @pytest.mark.parametrize("name", ["none", "..", "%2e%2e", "..%2f..%2fetc", "first%2f..%2ffirst", "first%00"])
 def test_what_is_no_run_is_not_found(server, name):
     assert server.ask(f"/runs/{name}")[0] == 404
-    assert server.ask(f"/runs/{name}/data")[0] == 404
-    assert server.ask(f"/runs/{name}/events")[0] == 404
+    assert server.ask(f"/data/{name}")[0] == 404
+    assert server.ask(f"/events/{name}")[0] == 404
 
 
 def test_nothing_can_be_written(server, runs):
@@ -92,14 +161,14 @@ def test_nothing_can_be_written(server, runs):
         assert route.methods == {"GET", "HEAD"}
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
     for method in ("POST", "PUT", "DELETE", "PATCH"):
-        for path in ("/", "/runs/first", "/runs/first/data", "/runs/first/events"):
+        for path in ("/", "/runs/first", "/data/first", "/events/first"):
             assert server.ask(path, method)[0] == 405
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("*")} == before
 
 
 def test_a_change_is_announced_and_the_data_is_new(server, runs, monkeypatch):
     monkeypatch.setattr(watch, "REST", 0.0)
-    connection, stream = server.listen("/runs/first/events")
+    connection, stream = server.listen("/events/first")
     assert stream.readline() == b"event: state\n"
     assert stream.readline().startswith(b"data: not training; last written 0:0")
     assert stream.readline() == b"\n"
@@ -107,14 +176,14 @@ def test_a_change_is_announced_and_the_data_is_new(server, runs, monkeypatch):
         file.write('{"step": 41, "train-reward/total/mean": 0.5}\n')
     assert stream.readline().startswith(b"data: not training")
     connection.close()
-    values = json.loads(server.ask("/runs/first/data")[1])["runs"][0]["metrics"]["train-reward/total/mean"]["values"]
+    values = json.loads(server.ask("/data/first")[1])["runs"][0]["metrics"]["train-reward/total/mean"]["values"]
     assert values[-1] == 0.5
 
 
 def test_reports_are_made_once_for_all_who_look(server, runs, monkeypatch):
     made = []
     monkeypatch.setattr(watch, "report_object", lambda folders: made.append(folders) or time.sleep(0.2) or {"runs": []})
-    threads = [threading.Thread(target=server.ask, args=("/runs/first/data",)) for _ in range(20)]
+    threads = [threading.Thread(target=server.ask, args=("/data/first",)) for _ in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -122,12 +191,12 @@ def test_reports_are_made_once_for_all_who_look(server, runs, monkeypatch):
     assert len(made) == 1
     with (runs / "first" / "metrics.jsonl").open("a") as file:  # a change soon after waits: training has the machine
         file.write("{}\n")
-    server.ask("/runs/first/data")
+    server.ask("/data/first")
     assert len(made) == 1
 
 
 def test_clients_that_are_gone_leave_nothing(server):
-    connections = [server.listen("/runs/first/events") for _ in range(20)]
+    connections = [server.listen("/events/first") for _ in range(20)]
     for _, stream in connections:
         stream.readline()
     assert server.clients == 20
@@ -147,14 +216,16 @@ def test_another_site_s_name_for_this_machine_is_refused(server):
 
 
 def test_elsewhere_than_on_loopback_a_token_is_needed(runs, monkeypatch):
-    with pytest.raises(ValueError, match=r"--host 0\.0\.0\.0 accepts connections from other machines: give a --token"):
+    with pytest.raises(
+        ValueError, match=r"--host 0\.0\.0\.0 accepts connections from other machines: give a --token-file"
+    ):
         watch.serve(runs, host="0.0.0.0", port=1, token=None)
     with pytest.raises(ValueError, match="is not a folder; give the runs_dir"):
         watch.serve(runs / "none", host="127.0.0.1", port=1, token=None)
     monkeypatch.setattr(watch, "plotly_script", lambda: "")
     served = Server(watch.make_app(runs, token=TOKEN, hosts=()))
     try:
-        for path in ("/", "/runs/first", "/runs/first/data", "/runs/first/events", "/?token=wrong"):
+        for path in ("/", "/runs/first", "/data/first", "/events/first", "/?token=wrong"):
             assert served.ask(path)[0] == 401
         assert served.ask("/", Cookie="podium_token=wrong")[0] == 401
         status, _, answer = served.ask("/?token=a%20token", Host="pod.example")
@@ -166,8 +237,8 @@ def test_elsewhere_than_on_loopback_a_token_is_needed(runs, monkeypatch):
 
 
 def test_whether_a_run_trains_is_seen_without_taking_its_lock(runs):
-    assert watch.state(runs / "first").startswith("not training")
+    assert run_list.state(runs / "first").startswith("not training")
     with (runs / "first" / LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert watch.state(runs / "first").startswith("training")
-    assert watch.state(runs / "first").startswith("not training")
+        assert run_list.state(runs / "first").startswith("training")
+    assert run_list.state(runs / "first").startswith("not training")
