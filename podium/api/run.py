@@ -1,5 +1,6 @@
 """A run in Python: its records, and functions that use its weights."""
 
+import html
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -7,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from podium.api.data import Data, Rewards
 from podium.config.schema import Config
 from podium.files import as_path, read_lines
+from podium.observe.history import read_history
+from podium.observe.notebook import curve_image
 from podium.observe.run_dir import METRICS, SAMPLES, parse_fork, read_config
 from podium.train.step_files import saved_steps
 
@@ -29,8 +32,14 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """A dict for each step and each evaluation, as in metrics.jsonl; names are in docs/metrics.md."""
-        return read_lines(self.path / METRICS)
+        """A dict for each step, with the metrics of its evaluation if it has one; names are in docs/metrics.md.
+
+        Step 0 is the evaluation before training.
+        """
+        steps: dict[int, dict[str, Any]] = {}
+        for line in read_lines(self.path / METRICS):
+            steps.setdefault(line["step"], {}).update(line)
+        return list(steps.values())
 
     @property
     def samples(self) -> list[dict[str, Any]]:
@@ -85,6 +94,12 @@ class Run:
 
     def _at(self, step: int | None) -> str:
         return str(self.path) if step is None else f"{self.path}@{step}"
+
+    def _repr_html_(self) -> str:
+        """Show its reward curve in a notebook, its folder, and what it has learned."""
+        history = read_history(self.path)
+        curve = curve_image(self.path.name, history.rewards, history.accuracies) if history.rewards else ""
+        return f"{curve}<div>{html.escape(repr(self))}</div>"
 
     def __repr__(self) -> str:
         """Show its folder and its newest checkpoint."""

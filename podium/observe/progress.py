@@ -1,6 +1,7 @@
-"""Shows a run's progress on stderr: a live view on a terminal, plain lines elsewhere."""
+"""Shows a run's progress: a live view on a terminal, a chart in a notebook, plain lines elsewhere."""
 
 import collections
+import math
 import os
 import sys
 import termios
@@ -16,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from podium.observe.metrics import UPDATES
+from podium.observe.notebook import NotebookView, in_notebook
 from podium.observe.text import clock, shown, sparkline
 
 PHASES = ("rollout", "reward", "score", "update", "sync")
@@ -51,6 +53,13 @@ class ShownCompletion(NamedTuple):
     reward: float
 
 
+def run_console(*, plain: bool) -> Console:
+    """The console of a run: stderr, without a live view if `plain`; in a notebook the cell's output, as plain text."""
+    if in_notebook():
+        return Console(file=sys.stdout, force_jupyter=False, force_interactive=False, width=100)
+    return Console(stderr=True, force_interactive=False if plain else None)
+
+
 class Progress:
     """Shows a run inside a `with` block, and restores the terminal however the block ends."""
 
@@ -76,6 +85,9 @@ class Progress:
         self._live: Live | None = None
         if self.console.is_interactive:
             self._live = _View(self, console=self.console, refresh_per_second=4)
+        self.notebook = NotebookView(run_name) if in_notebook() else None
+        """The output of a notebook's cell, which replaces lines and the summary; None elsewhere."""
+        self._lines = self._live is None and self.notebook is None
         self._terminal: _NoEcho | None = None
 
     def __enter__(self) -> "Progress":
@@ -88,7 +100,10 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """Freeze the live view; later output is printed below it."""
+        """Freeze the view; later output is printed below it."""
+        if self.notebook is not None:
+            took = clock(time.monotonic() - self._started)
+            self.notebook.line(f"step {self._done}/{self._steps}{self._earned()}  {took}", last=True)
         if self._live is not None:
             self._live.stop()
         if self._terminal is not None:
@@ -104,16 +119,19 @@ class Progress:
         if self._live is None and self._notice is not None:
             self.message(self._notice)
             self._notice = None
-        if self._live is None and self._first:
+        if self._lines and self._first:
             self.message(f"{name} ...{' (the first compiles)' if name in COMPILED_IN else ''}")
         self._phases_seen.add(name)
+        self._draw(name)
 
     def advance(self, total: int, done: int, tokens: int) -> None:
         """Show the progress of the phase: completions in all, completions done, tokens drawn."""
         now, self._advance = time.monotonic(), PhaseProgress(total, done, tokens)
-        if self._live is None and now - self._line_at >= LINE_S:
+        text = f"{self._phase}: {self._advance.text(now - self._phase_started)}"
+        if self._lines and now - self._line_at >= LINE_S:
             self._line_at = now
-            self.message(f"{self._phase}: {self._advance.text(now - self._phase_started)}")
+            self.message(text)
+        self._draw(text)
 
     def step(self, step: int, metrics: Mapping[str, float], sample: ShownCompletion | None = None) -> None:
         """Show a finished step: its number (from 1), its metrics by name, and one of its completions."""
@@ -126,7 +144,8 @@ class Progress:
         self._rewards.append(float(metrics.get("train-reward/total/mean", float("nan"))))
         self._lengths.append(float(metrics.get("train-seq_len/completion/mean", float("nan"))))
         self._sample = sample or self._sample
-        if self._live is None:
+        self._curve()
+        if self._lines:
             self.message(
                 f"step {step}/{self._steps}  reward {self._rewards[-1]:.3f}  length {self._lengths[-1]:.1f}  "
                 f"{_speed(self._metrics)}  {self._step_s():.2f} s  left {self._left()}"
@@ -136,7 +155,8 @@ class Progress:
         """Show the `eval/accuracy` of the weights after `step` steps."""
         accuracy = float(results["eval/accuracy"])
         self._evaluations.append((step, accuracy))
-        if self._live is None:
+        self._curve()
+        if self._lines:
             self.message(f"evaluation at step {step}  accuracy {accuracy:.3f}")
 
     def message(self, text: str) -> None:
@@ -147,6 +167,22 @@ class Progress:
     def notice(self, text: str) -> None:
         """Show a line at the next refresh. Prints nothing itself, so a signal handler may call it at any time."""
         self._notice = text
+
+    def _curve(self) -> None:
+        """Draw the notebook's chart anew."""
+        if self.notebook is not None:
+            first = self._done - len(self._rewards) + 1
+            rewards = [(step, reward) for step, reward in enumerate(self._rewards, first) if math.isfinite(reward)]
+            self.notebook.curve(rewards, self._evaluations)
+
+    def _draw(self, doing: str) -> None:
+        """Draw the notebook's line."""
+        if self.notebook is not None:
+            done = f"step {self._done}/{self._steps}{self._earned()}"
+            self.notebook.line(f"{done}  {self._left()} left  {doing}")
+
+    def _earned(self) -> str:
+        return f"  reward {self._rewards[-1]:.3f}" if self._rewards else ""
 
     def _left(self) -> str:
         if not self._durations:

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from rich.console import Console
 
 from podium.config.lora import FULL_RATE, LORA_RATE
 from podium.config.schema import Config
@@ -21,7 +20,7 @@ from podium.models.adapters import base_of
 from podium.models.architecture import DecoderConfig, Lora
 from podium.models.linear import kept
 from podium.models.params import count, frozen_specs, trained_specs
-from podium.observe.progress import Progress
+from podium.observe.progress import Progress, run_console
 from podium.observe.run_dir import Fork, RunDir, Settings, run_home
 from podium.observe.summary import versions
 from podium.observe.writers import MetricWriter
@@ -102,7 +101,7 @@ def open_run(
     Raises:
         ValueError: something that the config names cannot be used; the message says what, and the way out.
     """
-    console = Console(stderr=True, force_interactive=False if plain or job.watched else None)
+    console = run_console(plain=plain or job.watched)
     with contextlib.ExitStack() as stack:
         stack.enter_context(joined(job))
         run_dir = stack.enter_context(_open_run_dir(run_home(config.runs_dir, config.name), config.document(), fork))

@@ -90,6 +90,9 @@ def test_a_run_has_its_metrics_and_its_evaluations(run, heard):
     assert [line["train-reward/total/mean"] for line in steps] == [reward for _, reward, _ in heard]
     assert {"train-reward/func/short/mean", "train-reward/func/patient/mean"} <= set(steps[0])
     assert [line["step"] for line in run.metrics if "eval/accuracy" in line] == [0, 2]
+    last = run.metrics[-1]
+    assert last["step"] == 2 and "train-reward/total/mean" in last and "eval/accuracy" in last
+    assert "data:image/svg+xml" in run._repr_html_()
     assert run.steps == [2] and run.config.steps == 2 and "step 2" in repr(run)
     assert podium.load_run(run.path).metrics == run.metrics
 

@@ -1,0 +1,68 @@
+"""A run's progress in a notebook: one chart that grows, and one line below it. Imports no jax."""
+
+import base64
+import html
+import sys
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from podium.observe.curve_svg import curve_svg
+from podium.observe.history import Point
+
+INTERVAL_S = 0.5
+"""Seconds between two drawings, at least, while no step ends."""
+
+
+class _Display(Protocol):
+    """An output area that can be replaced (IPython's display handle)."""
+
+    def update(self, obj: object, *, raw: bool) -> None: ...
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+class NotebookView:
+    """An output area below the cell that runs: the reward curve so far, and a line of text."""
+
+    def __init__(self, title: str) -> None:
+        """Show nothing yet."""
+        self._title = title
+        self._curve = ""
+        self._line = ""
+        self._drawn = 0.0
+        self._display: _Display | None = None
+
+    def curve(self, rewards: Sequence[Point], accuracies: Sequence[Point]) -> None:
+        """Set the curve; it is drawn with the next line."""
+        if rewards:
+            self._curve = curve_image(self._title, rewards, accuracies)
+            self._drawn = 0.0
+
+    def line(self, text: str, *, last: bool = False) -> None:
+        """Show the line of text, if the last drawing is INTERVAL_S old or more, or the line is the last."""
+        now = time.monotonic()
+        if now - self._drawn < INTERVAL_S and not last:
+            return
+        self._drawn = now
+        data = {"text/html": f"{self._curve}<div>{html.escape(text)}</div>", "text/plain": text}
+        if self._display is None:
+            from IPython.display import display  # there is a kernel, so it is loaded
+
+            self._display = display(data, raw=True, display_id=True)
+        else:
+            self._display.update(data, raw=True)
+
+
+def curve_image(title: str, rewards: Sequence[Point], accuracies: Sequence[Point]) -> str:
+    """The reward curve as an HTML image, whose style reaches nothing else on the page."""
+    code = base64.b64encode(curve_svg(title, rewards, accuracies).encode()).decode()
+    return (
+        f'<img alt="reward of {html.escape(title, quote=True)}" style="max-width:100%" '
+        f'src="data:image/svg+xml;base64,{code}">'
+    )
