@@ -25,6 +25,8 @@ from benches.recipes import write_tiny_model
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "podium").rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+HOST = {"ipython"}
+"""What is imported only in a process that it has started: a notebook's kernel."""
 IMPORTERS = ("import_module", "find_spec")  # functions whose first argument names a module
 
 
@@ -42,7 +44,7 @@ EXTRAS = {
 
 
 def imports(tree: ast.AST, *, lazy: bool = False) -> Iterator[tuple[str, bool]]:
-    """Foreign packages that a file imports, and whether inside a function."""
+    """Foreign packages that a file imports, and whether inside a function, or for type checkers alone."""
     for node in ast.iter_child_nodes(tree):
         names = []
         if isinstance(node, ast.Import):
@@ -53,7 +55,8 @@ def imports(tree: ast.AST, *, lazy: bool = False) -> Iterator[tuple[str, bool]]:
             names = [each.value for each in node.args[:1] if isinstance(each, ast.Constant)]
         packages = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"podium"}
         yield from ((package, lazy) for package in packages)
-        yield from imports(node, lazy=lazy or isinstance(node, ast.FunctionDef))
+        never_run = isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+        yield from imports(node, lazy=lazy or never_run or isinstance(node, ast.FunctionDef))
 
 
 @functools.cache
@@ -67,7 +70,7 @@ def imported() -> dict[str, set[bool]]:
 
 
 def test_every_import_is_declared():
-    assert imported().keys() - BASE - set().union(*EXTRAS.values()) == set()
+    assert imported().keys() - BASE - HOST - set().union(*EXTRAS.values()) == set()
 
 
 def test_what_an_extra_brings_is_imported_only_where_it_is_used():
