@@ -96,7 +96,7 @@ class Run:
         return str(self.path) if step is None else f"{self.path}@{step}"
 
     def _repr_html_(self) -> str:
-        """Show its reward curve in a notebook, its folder, and what it has learned."""
+        """Show the reward curve, the folder and the newest checkpoint in a notebook."""
         history = read_history(self.path)
         curve = curve_image(self.path.name, history.rewards, history.accuracies) if history.rewards else ""
         return f"{curve}<div>{html.escape(repr(self))}</div>"

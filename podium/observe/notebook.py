@@ -1,4 +1,4 @@
-"""A run's progress in a notebook: one chart that grows, and one line below it. Imports no jax."""
+"""A run's progress in a notebook: one chart that grows, with a line of text below it. Imports no jax."""
 
 import base64
 import html
@@ -11,7 +11,7 @@ from podium.observe.curve_svg import curve_svg
 from podium.observe.history import Point
 
 INTERVAL_S = 0.5
-"""Seconds between two drawings, at least, while no step ends."""
+"""The least seconds between two updates of the output during a step."""
 
 
 class _Display(Protocol):
@@ -34,18 +34,17 @@ class NotebookView:
         """Show nothing yet."""
         self._title = title
         self._curve = ""
-        self._line = ""
         self._drawn = 0.0
         self._display: _Display | None = None
 
     def curve(self, rewards: Sequence[Point], accuracies: Sequence[Point]) -> None:
-        """Set the curve; it is drawn with the next line."""
+        """Set the curve; it appears with the next line, which is then shown at once."""
         if rewards:
             self._curve = curve_image(self._title, rewards, accuracies)
             self._drawn = 0.0
 
     def line(self, text: str, *, last: bool = False) -> None:
-        """Show the line of text, if the last drawing is INTERVAL_S old or more, or the line is the last."""
+        """Show the text below the curve; skip it within INTERVAL_S of the last update, unless it is the `last`."""
         now = time.monotonic()
         if now - self._drawn < INTERVAL_S and not last:
             return
@@ -60,7 +59,7 @@ class NotebookView:
 
 
 def curve_image(title: str, rewards: Sequence[Point], accuracies: Sequence[Point]) -> str:
-    """The reward curve as an HTML image, whose style reaches nothing else on the page."""
+    """The reward curve as an HTML image, so that its style sheet does not affect the rest of the notebook."""
     code = base64.b64encode(curve_svg(title, rewards, accuracies).encode()).decode()
     return (
         f'<img alt="reward of {html.escape(title, quote=True)}" style="max-width:100%" '

@@ -54,7 +54,7 @@ class ShownCompletion(NamedTuple):
 
 
 def run_console(*, plain: bool) -> Console:
-    """The console of a run: stderr, without a live view if `plain`; in a notebook the cell's output, as plain text."""
+    """The console of a run: stderr, without a live view if `plain`. In a notebook: the cell's output, as plain text."""
     if in_notebook():
         return Console(file=sys.stdout, force_jupyter=False, force_interactive=False, width=100)
     return Console(stderr=True, force_interactive=False if plain else None)
@@ -86,7 +86,7 @@ class Progress:
         if self.console.is_interactive:
             self._live = _View(self, console=self.console, refresh_per_second=4)
         self.notebook = NotebookView(run_name) if in_notebook() else None
-        """The output of a notebook's cell, which replaces lines and the summary; None elsewhere."""
+        """The output below a notebook's cell, which replaces the line per step and the summary; None elsewhere."""
         self._lines = self._live is None and self.notebook is None
         self._terminal: _NoEcho | None = None
 
@@ -103,7 +103,9 @@ class Progress:
         """Freeze the view; later output is printed below it."""
         if self.notebook is not None:
             took = clock(time.monotonic() - self._started)
-            self.notebook.line(f"step {self._done}/{self._steps}{self._earned()}  {took}", last=True)
+            unfinished = self._done < self._steps
+            more = f"; the same call with name={self._name!r} continues" if unfinished else ""
+            self.notebook.line(f"step {self._done}/{self._steps}{self._earned()}  {took}{more}", last=True)
         if self._live is not None:
             self._live.stop()
         if self._terminal is not None:
@@ -169,14 +171,14 @@ class Progress:
         self._notice = text
 
     def _curve(self) -> None:
-        """Draw the notebook's chart anew."""
+        """Update the chart of a notebook."""
         if self.notebook is not None:
             first = self._done - len(self._rewards) + 1
             rewards = [(step, reward) for step, reward in enumerate(self._rewards, first) if math.isfinite(reward)]
             self.notebook.curve(rewards, self._evaluations)
 
     def _draw(self, doing: str) -> None:
-        """Draw the notebook's line."""
+        """Update the line of a notebook: steps done, reward, time left, and what the run is doing."""
         if self.notebook is not None:
             done = f"step {self._done}/{self._steps}{self._earned()}"
             self.notebook.line(f"{done}  {self._left()} left  {doing}")

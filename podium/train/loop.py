@@ -131,5 +131,5 @@ def summarise(run: RunParts) -> None:
         save_curve(path)
     run.resources.close()  # waits for the last checkpoint, which the view shows until the summary replaces it
     run.progress.close()
-    if run.run_dir.writes and run.progress.notebook is None:  # a notebook shows the chart, and the run that is returned
+    if run.run_dir.writes and run.progress.notebook is None:  # in a notebook the chart says it
         print_summary(path, run.progress.console)

@@ -46,7 +46,7 @@ def picture(data):
 
 
 def test_one_output_shows_a_curve_that_grows_and_no_line_is_printed(shown, capsys):
-    with Progress("a <run>", 40, run_console(plain=False)) as progress:
+    with Progress("a <run>", 3, run_console(plain=False)) as progress:
         progress.phase("model")
         progress.phase("rollout")
         progress.evaluated(0, {"eval/accuracy": 0.25})
@@ -56,7 +56,7 @@ def test_one_output_shows_a_curve_that_grows_and_no_line_is_printed(shown, capsy
         progress.evaluated(3, {"eval/accuracy": 0.75})
     (contents,) = shown
     assert capsys.readouterr() == ("", "")
-    assert re.search(r"step 3/40  reward 0\.750  0:0\d</div>$", contents[-1]["text/html"])
+    assert re.search(r"step 3/3  reward 0\.750  0:0\d</div>$", contents[-1]["text/html"])
     widths = [len(re.findall(r",", picture(data).partition('class="raw"')[2].partition("/>")[0])) for data in contents]
     assert widths == sorted(widths) and widths[-1] == 3
     assert "accuracy 0.25 to 0.75" in picture(contents[-1])
@@ -74,6 +74,12 @@ def test_a_run_without_rewards_shows_its_line(shown):
         progress.step(1, {})
         progress.phase("update")
     assert "<img" not in shown[0][-1]["text/html"] and "step 1/4" in shown[0][-1]["text/plain"]
+
+
+def test_a_run_that_was_stopped_says_how_to_continue(shown):
+    with Progress("mine", 4, run_console(plain=False)) as progress:
+        progress.step(1, METRICS)
+    assert shown[0][-1]["text/plain"].endswith("; the same call with name='mine' continues")
 
 
 def test_a_shell_of_ipython_is_no_notebook(shown, monkeypatch):
