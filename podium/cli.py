@@ -291,8 +291,10 @@ def watch(
     runs_dir: Annotated[Path, typer.Argument(metavar="[RUNS_DIR]", help="Folder of runs.")] = Path("runs"),
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 7860,
     host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
-    token: Annotated[str | None, typer.Option(help="Who looks must give this.", envvar="WATCH_TOKEN")] = None,
-    token_file: Annotated[Path | None, typer.Option(help="File that holds the token.")] = None,
+    token: Annotated[
+        str | None, typer.Option(help="Secret for the first visit: /?token=...", envvar="WATCH_TOKEN")
+    ] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token, which stays out of `ps`.")] = None,
 ) -> None:
     """Serve the report of runs, live, to a browser; from another machine: `ssh -L 7860:localhost:7860 MACHINE`."""
     from podium.observe.watch import serve

@@ -20,7 +20,7 @@ CURVE_POINTS, CURVE_WIDTH, CURVE_HEIGHT = 60, 120, 28
 REFRESH_S = 10
 """Seconds between two reloads of the list."""
 SCRIPT = f'setInterval(() => document.querySelector("input:checked") || location.reload(), {1000 * REFRESH_S});'
-"""Reloads the list, unless runs are being chosen."""
+"""Reloads the list, except while a run is ticked for comparison."""
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
     f"script-src 'sha256-{base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()}'"
@@ -38,13 +38,13 @@ class RunLine:
         self.rewards: list[float] = []
         """Mean reward of each step."""
         self.accuracy: float | None = None
-        """Of the last evaluation."""
+        """Accuracy of the last evaluation."""
         self.state = ""
         """Whether the run trains, and how long ago it last wrote, in words."""
         self.changed = 0.0
-        """When it last wrote, in seconds since 1970."""
-        self._file: tuple[int, int] | None = None  # device and inode of what was read
-        self._read = 0
+        """When the run last wrote, in seconds since 1970."""
+        self._file: tuple[int, int] | None = None  # device and inode of the file that was read
+        self._read = 0  # bytes
 
     def refresh(self) -> bool:
         """Read what is new; return whether the folder holds a run."""
@@ -110,7 +110,7 @@ def changed(folder: Path) -> float:
 
 
 def list_page(lines: Sequence[RunLine], silent: Sequence[str]) -> str:
-    """The list as a page, newest run first; `silent` are names of folders that could not be read in time."""
+    """The list as a page, with the run that wrote last first; `silent` names folders that could not be read in time."""
     rows = "".join(map(_row, sorted(lines, key=lambda line: -line.changed)))
     rows += "".join(f"<tr><td><td>{html.escape(name)}<td><td><td><td><td>does not answer</tr>" for name in silent)
     head = "<tr><th><th>run<th>step<th>reward<th><th>accuracy<th>state</tr>"
@@ -144,7 +144,7 @@ def _row(line: RunLine) -> str:
 
 
 def _curve(rewards: Sequence[float]) -> str:
-    """The rewards as a line without axes."""
+    """The rewards as an SVG line without axes; empty for fewer than two steps."""
     means = bucket_means(rewards, CURVE_POINTS)
     if len(means) < 2:
         return ""

@@ -42,6 +42,10 @@ PATIENCE_S = 3.0
 """Seconds within which a run's files must answer."""
 REPORT_S = 60.0
 """Seconds within which a report must be made."""
+READS = 32
+"""The most readings of files that are waited for at once."""
+REPORTS = 16
+"""The most reports that are kept."""
 COOKIE = "podium_token"
 
 Handler = Callable[["Request"], Awaitable["Response"]]
@@ -51,22 +55,24 @@ Names = tuple[str, ...]
 
 
 class Reader:
-    """Calls functions that read files, each in a thread of its own, so that a file that hangs holds up nothing else.
+    """Calls functions that read files, each in a thread of its own, so that a file that hangs blocks nothing else.
 
-    While a call has not returned, the same call is not made again: later askers wait for the first.
+    While a call has not returned, the same call is not made again: later callers wait for its result.
     """
 
     def __init__(self) -> None:
         self._calls: dict[object, asyncio.Future[object]] = {}
+        self._slots = asyncio.Semaphore(READS)
 
     async def call(self, key: object, function: Callable[[], Result], patience_s: float) -> Result:
         """Return the function's result. `key` names the call. Raises TimeoutError after `patience_s` seconds."""
-        future = self._calls.get(key)
-        if future is None:
-            loop = asyncio.get_running_loop()
-            future = self._calls[key] = loop.create_future()
-            threading.Thread(target=self._run, args=(key, function, future, loop), daemon=True).start()
-        return await asyncio.wait_for(asyncio.shield(future), patience_s)  # pyright: ignore[reportReturnType]
+        async with self._slots:
+            future = self._calls.get(key)
+            if future is None:
+                loop = asyncio.get_running_loop()
+                future = self._calls[key] = loop.create_future()
+                threading.Thread(target=self._run, args=(key, function, future, loop), daemon=True).start()
+            return await asyncio.wait_for(asyncio.shield(future), patience_s)  # pyright: ignore[reportReturnType]
 
     def _run(
         self,
@@ -82,8 +88,11 @@ class Reader:
 
         def give() -> None:
             del self._calls[key]
-            if not future.cancelled():
-                future.set_exception(error) if error is not None else future.set_result(result)
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+                future.exception()  # otherwise asyncio logs it if every caller has left
 
         try:
             loop.call_soon_threadsafe(give)
@@ -92,7 +101,7 @@ class Reader:
 
 
 class LiveRuns:
-    """The runs below a folder, and the newest report of each choice of them, shared by all clients."""
+    """The runs below a folder, and the newest report of each run or comparison, shared by all clients."""
 
     def __init__(self, folder: Path):
         """Reads nothing yet."""
@@ -117,8 +126,10 @@ class LiveRuns:
         )
 
     async def known(self, path: str) -> Names | None:
-        """The runs whose names a path lists, such as `a/b`; None unless each is a run's folder below this one."""
+        """The runs that a path such as `a/b` names; None unless they are distinct runs of this folder."""
         names = tuple(path.split("/"))
+        if len(set(names)) < len(names):
+            return None
         there = await self._reader.call("names", self._names, PATIENCE_S)
         if not all(name in there for name in names):  # never a path that a client made up
             return None
@@ -140,7 +151,10 @@ class LiveRuns:
                 return made[3]
             start, folders = time.monotonic(), [self.folder / name for name in names]
             content = await self._reader.call(("report", names), lambda: report_object(folders), REPORT_S)
+            self._made.pop(names, None)  # so that the order is that of making
             self._made[names] = (version, time.monotonic(), time.monotonic() - start, content)
+            if len(self._made) > REPORTS:
+                del self._made[next(iter(self._made))]
             return content
 
     async def events(self, names: Names) -> AsyncIterator[str]:
@@ -159,8 +173,9 @@ class LiveRuns:
                 yield f"{kind}data: {doing}\n\n"
 
     def _names(self) -> list[str]:
+        """Names of what may be runs; links are not followed, since what they point to may hang."""
         with os.scandir(self.folder) as entries:
-            return [entry.name for entry in entries]
+            return [entry.name for entry in entries if entry.is_symlink() or entry.is_dir(follow_symlinks=False)]
 
     def _version(self, names: Names) -> str:
         marks: list[str] = []
@@ -264,7 +279,7 @@ def _guarded(handler: Handler, token: str | None, hosts: tuple[str, ...]) -> Han
 
 
 def serve(folder: Path, *, host: str, port: int, token: str | None, token_file: Path | None = None) -> None:
-    """Serve until Ctrl-C. The token may stand in a file instead, which no list of processes shows.
+    """Serve until Ctrl-C. `token_file` is a file that holds the token; it takes precedence over `token`.
 
     Raises:
         ValueError: `folder` is not a folder, the token's file cannot be used, the extra is missing, or the address is

@@ -231,7 +231,7 @@ def bound_by_slots(run: RunRecords) -> Finding | None:
 
 
 def idle_steps(run: RunRecords) -> Finding | None:
-    """A quarter of the steps or more had nothing to train on, although the run learned something."""
+    """A quarter of the steps or more made no update, and `nothing_learned` does not fire."""
     updates = run.metrics.get(UPDATES)
     if updates is None or len(updates.values) < MIN_STEPS or nothing_learned(run) is not None:
         return None
@@ -244,7 +244,7 @@ def idle_steps(run: RunRecords) -> Finding | None:
     return Finding(
         "idle_steps",
         "hint",
-        "Many steps made no update: every completion of a question earned the same",
+        "Many steps made no update: in each group, all completions earned the same reward",
         f"{idle} of {len(updates.values)} steps",
         advice,
     )

@@ -1,5 +1,6 @@
 """A real server on loopback, asked as a browser asks."""
 
+import asyncio
 import fcntl
 import http.client
 import json
@@ -99,8 +100,20 @@ def test_the_list_shows_curves_that_grow_and_compares_the_chosen_runs(server, ru
     assert server.ask(answer.headers["location"])[0] == 200
     compared = json.loads(server.ask("/data/first/a%20b%26%3Ci%3E")[1])
     assert len(compared["runs"]) == 2 and compared["comparison"]["differences"] == {}
-    assert server.ask("/runs/first/none")[0] == 404
+    assert server.ask("/runs/first/none")[0] == server.ask("/runs/first/first")[0] == 404
     assert server.ask("/runs")[2].headers["location"] == "/"
+
+
+def test_many_comparisons_keep_a_bounded_number_of_reports(runs, monkeypatch):
+    monkeypatch.setattr(watch, "REPORTS", 2)
+    live = watch.LiveRuns(runs)
+
+    async def ask():
+        for names in (("first",), ("a b&<i>",), ("first", "a b&<i>"), ("a b&<i>", "first")):
+            await live.report(names)
+
+    asyncio.run(ask())
+    assert list(live._made) == [("first", "a b&<i>"), ("a b&<i>", "first")]
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "samples.jsonl", "config.yaml"])
