@@ -13,6 +13,19 @@ A function is given what its parameters are named after:
     row           the prompt's row of the data: `question`, `answer` and whatever else it has
     any other     the row's column of that name, or the parameter's default
 
+Functions written for TRL's GRPOTrainer run unchanged. A function with `**kwargs`, `prompts` or `completion_ids` is
+called as TRL calls it: once for a prompt's group, with lists that have one element for each completion.
+
+    def matches(completions, ground_truth, **kwargs): return [float(t in c) for c, t in zip(completions, ground_truth)]
+
+    prompts          the question, or the row's messages where its prompt is a conversation
+    completions      the texts, or where the prompt is a conversation `[{"role": "assistant", "content": text}]`
+    completion_ids   the completions' tokens
+    every column     the row's value, repeated; in `**kwargs` those that no parameter names
+
+A list of values may hold None where the function does not apply to a prompt: that completion's reward then is the sum
+of its other parts.
+
 A config names it by import path (`rewards: {correct: 1.0, mypackage.rewards:short: 0.1}`). Functions run in the
 trainer's process, each call in a thread or, if it is async, on one event loop, while other prompts are still answered.
 A call that takes longer than its limit counts as 0 and is counted in `grading/timeouts`, but a plain function's thread
@@ -26,7 +39,7 @@ import logging
 import math
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
@@ -39,6 +52,11 @@ FIRST_PAUSE_S = 0.5
 """Seconds before the first repetition of a call; each later pause is twice as long."""
 SHOWN_CHARS = 2_000
 """Characters of a question and of a completion that an error shows."""
+
+TRL_NAMES = frozenset({"prompts", "completion_ids"})
+"""Parameters that only a function written for TRL's GRPOTrainer has."""
+OF_TRAINER = frozenset({"trainer_state", "log_extra", "log_metric", "environments"})
+"""What TRL's trainer gives a function beside these, and Podium does not: they need a default."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -61,7 +79,8 @@ class FunctionError(ValueError):
 class Part(NamedTuple):
     """The value of one part of a completion's reward."""
 
-    value: float
+    value: float | None
+    """None: the function does not apply to the completion's prompt."""
     timed_out: bool = False
 
 
@@ -93,21 +112,29 @@ class RewardFunction:
         self.call = imported(name, what="a part of the reward")
         if not callable(self.call):
             raise ValueError(f"{name!r} is {self.call!r}, not a function")
-        self.parameters = inspect.signature(self.call).parameters
-        kinds = {each.kind for each in self.parameters.values()}
-        if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} or not self.parameters:
-            rule = "name what it reads: completion, completions, num_tokens, row, or columns of the data"
-            raise ValueError(f"{name!r}: its parameters say what it is given; {rule}")
-        self.of_group = "completions" in self.parameters
+        parameters = inspect.signature(self.call).parameters
+        self.takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        unnamed = [each.name for each in parameters.values() if each.kind is inspect.Parameter.VAR_POSITIONAL]
+        if (unnamed or not parameters) and not self.takes_all:
+            problem = f"*{unnamed[0]} does not" if unnamed else "it has none"
+            rule = "completion, completions, num_tokens, row, columns of the data, or TRL's with **kwargs"
+            raise ValueError(
+                f"{name!r}: its parameters say what it is given, and {problem}; name what it reads: {rule}"
+            )
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        self.parameters = {key: each for key, each in parameters.items() if each.kind in named}
+        self.like_trl = self.takes_all or not TRL_NAMES.isdisjoint(self.parameters)
+        self.of_group = self.like_trl or "completions" in self.parameters
         if self.of_group and "completion" in self.parameters:
-            raise ValueError(f"{name!r} has both completion and completions; keep one")
+            beside = "completions" if "completions" in self.parameters else "TRL's prompts, completion_ids or **kwargs"
+            raise ValueError(f"{name!r} has both completion and {beside}; keep one")
         call = getattr(self.call, "__call__", self.call)  # noqa: B004 - an object's method may be async
         self.is_async = inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(call)
         self.settings: CallSettings = getattr(self.call, "__podium_reward__", CallSettings())
 
     def check(self, prompt: Prompt) -> None:
         """Raise ValueError if the prompt's row lacks a column that the function asks for."""
-        self._arguments(prompt, [Graded(text="", num_tokens=0)])
+        self._arguments(prompt, [Graded(text="", tokens=())])
 
     def arguments(self, prompt: Prompt, group: Sequence[Graded]) -> list[dict[str, object]]:
         """The arguments of each call: one call for the group, or one for each of its completions."""
@@ -115,20 +142,47 @@ class RewardFunction:
         return [self._arguments(prompt, each) for each in calls]
 
     def _arguments(self, prompt: Prompt, group: Sequence[Graded]) -> dict[str, object]:
-        texts, counts = [each.text for each in group], [each.num_tokens for each in group]
-        row = {"question": prompt.question, "answer": prompt.answer, **prompt.metadata}
-        known = {"row": row, "completions": texts, "completion": texts[0]}
-        known["num_tokens"] = counts if self.of_group else counts[0]
-        found = {}
+        known = _known_to_trl(prompt, group) if self.like_trl else _known(prompt, group, of_group=self.of_group)
         for name, parameter in self.parameters.items():
-            if name in known or name in row:
-                found[name] = known[name] if name in known else row[name]
-            elif parameter.default is parameter.empty:
-                raise ValueError(
-                    f"reward {self.name} asks for {name!r}, and the row of prompt {prompt.id} has {', '.join(row)};"
-                    " rename the parameter or the column"
-                )
-        return found
+            if name in known or parameter.default is not parameter.empty:
+                continue
+            if name in OF_TRAINER:
+                raise ValueError(f"reward {self.name} asks for {name!r}, which only TRL has; give it a default")
+            raise ValueError(
+                f"reward {self.name} asks for {name!r}, and the row of prompt {prompt.id} has"
+                f" {', '.join(_row(prompt))}; rename the parameter or the column"
+            )
+        return {name: value for name, value in known.items() if self.takes_all or name in self.parameters}
+
+
+def _row(prompt: Prompt) -> dict[str, object]:
+    """The prompt's row of the data, with its question and answer under these names too."""
+    return {"question": prompt.question, "answer": prompt.answer, **prompt.metadata}
+
+
+def _known(prompt: Prompt, group: Sequence[Graded], *, of_group: bool) -> dict[str, object]:
+    """What the parameters of a function can name: the prompt's columns once, and its completions, or the only one."""
+    row, texts, counts = _row(prompt), [each.text for each in group], [each.num_tokens for each in group]
+    completions = {"completions": texts, "num_tokens": counts} if of_group else {}
+    return row | {"row": row, "completion": texts[0], "num_tokens": counts[0]} | completions
+
+
+def _known_to_trl(prompt: Prompt, group: Sequence[Graded]) -> dict[str, object]:
+    """What TRL's trainer would give a function: lists with an element for each completion."""
+    row, texts = _row(prompt), [each.text for each in group]
+    conversation = row.get("conversation")
+    columns = {"row": row} | {name: value for name, value in row.items() if name not in ("prompt", "conversation")}
+    return {name: [value] * len(group) for name, value in columns.items()} | {
+        "num_tokens": [each.num_tokens for each in group],
+        "prompts": [prompt.question if conversation is None else conversation] * len(group),
+        "completions": [text if conversation is None else [_answer(text)] for text in texts],
+        "completion_ids": [list(each.tokens) for each in group],
+    }
+
+
+def _answer(text: str) -> dict[str, str]:
+    """A completion as a message of a conversation."""
+    return {"role": "assistant", "content": text}
 
 
 class FunctionGrader:
@@ -186,37 +240,29 @@ class FunctionGrader:
         """The function's value for each completion of a group."""
         limit = self._limits.setdefault(function.name, asyncio.Semaphore(function.settings.concurrency))
 
-        async def called(arguments: Mapping[str, object]) -> Any:
+        async def called(arguments: Mapping[str, object], completions: int) -> list[Part]:
             async with limit:
-                return await self._called(function, arguments)
+                return await self._called(function, arguments, completions)
 
-        found = await asyncio.gather(*(called(each) for each in function.arguments(prompt, group)))
-        if function.of_group:
-            (values,) = found
-            if values is None:
-                return [Part(0.0, timed_out=True)] * len(group)
-            values = list(values)
-            if len(values) != len(group):
-                raise FunctionError(
-                    f"reward {function.name} returned {len(values)} numbers for {len(group)} completions"
-                )
-            return [_part(function, value) for value in values]
-        return [Part(0.0, timed_out=True) if value is None else _part(function, value[0]) for value in found]
+        calls = function.arguments(prompt, group)
+        found = await asyncio.gather(*(called(each, len(group) // len(calls)) for each in calls))
+        return [part for parts in found for part in parts]
 
-    async def _called(self, function: RewardFunction, arguments: Mapping[str, object]) -> Any:
-        """The function's result, as a list; None if it took too long. Raises FunctionError."""
+    async def _called(self, function: RewardFunction, arguments: Mapping[str, object], completions: int) -> list[Part]:
+        """The values that a call returned for its completions; 0 where it took too long. Raises FunctionError."""
         settings, problem = function.settings, None
         for attempt in range(settings.retries + 1):
             if attempt:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
             try:
                 begun = function.call(**arguments) if function.is_async else _in_thread(function.call, arguments)
-                value = await asyncio.wait_for(begun, settings.timeout_s)
-                return value if function.of_group else [value]
+                result = await asyncio.wait_for(begun, settings.timeout_s)
             except TimeoutError:
                 problem = None
             except Exception:
                 problem = traceback.format_exc()
+            else:
+                return _parts(function, result, completions)
         if problem is not None:
             raise FunctionError(f"reward {function.name} failed:\n{problem}")
         if function.name not in self._warned:
@@ -224,17 +270,33 @@ class FunctionGrader:
             logger.warning(
                 "reward %s took longer than %g s; it counts as 0, and so will others", function.name, settings.timeout_s
             )
-        return None
+        return [Part(0.0, timed_out=True)] * completions
 
 
-def _part(function: RewardFunction, value: Any) -> Part:
+def _parts(function: RewardFunction, result: Any, completions: int) -> list[Part]:
+    """The values of a call's completions. Raises FunctionError where the result is not a number for each of them."""
+    if not function.of_group:
+        return [Part(_number(function, result))]
+    if not isinstance(result, Iterable) or isinstance(result, str | bytes | Mapping):
+        raise FunctionError(
+            f"reward {function.name} returned {result!r:.80} for {completions} completions; return a list with a"
+            " number, or None, for each"
+        )
+    values = list(result)
+    if len(values) != completions:
+        raise FunctionError(f"reward {function.name} returned {len(values)} numbers for {completions} completions")
+    return [Part(None if value is None else _number(function, value)) for value in values]
+
+
+def _number(function: RewardFunction, value: Any) -> float:
+    """The value as a finite number. Raises FunctionError if it is none; numbers written as text are none."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
         raise FunctionError(f"reward {function.name} returned {value!r}; a reward is a finite number")
-    return Part(number)
+    return number
 
 
 def _in_thread(call: Callable[..., object], arguments: Mapping[str, object]) -> "asyncio.Future[object]":

@@ -21,7 +21,7 @@ from podium.config.schema import GradingConfig, TaskConfig
 from podium.tasks.functions import FunctionGrader, Part
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.registry import make_task, task_labels
-from podium.tasks.rewards import LengthLimits, make_reward, own_functions
+from podium.tasks.rewards import LengthLimits, label, make_reward, own_functions
 from podium.tasks.task import Graded, Reward
 from podium.tasks.worker import Item, Outcome, grade_item
 
@@ -86,6 +86,7 @@ class Grader:
         self._limits = LengthLimits(max_new_tokens, config.overlong_buffer_tokens)
         self._timeout_s = config.timeout_s
         self._warned = False
+        self._warned_unrewarded = False
         self._closed = False
         self._not_started: OSError | None = None
         """Why a process could not be started in place of one that ended; then nothing is graded any more."""
@@ -148,7 +149,16 @@ class Grader:
             config = self._configs[asked.task]
             outcome = next(graded) if config.correct == "correct" else NOT_ASKED
             correct, stopped = outcome.correct, outcome.kind == "stopped"
-            rewards.append(make_reward(config, completion, self._limits, correct=correct, own=parts, timed_out=stopped))
+            reward = make_reward(config, completion, self._limits, correct=correct, own=parts, timed_out=stopped)
+            if not self._warned_unrewarded and not any(label(name) in reward.parts for name in config.rewards):
+                self._warned_unrewarded = True
+                logger.warning(
+                    "no reward applies to prompt %s of %s: each function returned None; it counts as 0, and so will"
+                    " others",
+                    asked.prompt.id,
+                    self._labels[asked.task],
+                )
+            rewards.append(reward)
         return rewards
 
     def _grade_chunk(self, submissions: Sequence[Submission]) -> list[Outcome]:

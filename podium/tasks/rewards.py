@@ -70,16 +70,19 @@ def make_reward(
 ) -> Reward:
     """The reward of a completion whose `correct` part and `own` functions' values are known.
 
-    `correct` is always among the parts; where the task counts another part as the answer's correctness, it is that
-    part's value, held within 0 and 1.
+    `correct` is always among the parts. Where the task counts a function's value as the answer's correctness, it is
+    that value, held within 0 and 1; of a function that does not apply to the prompt, the next function's that does; 0
+    where none applies.
     """
     own = own or {}
     names = [name for name in task.rewards if name != "correct"]
-    parts = {name: own[name].value if name in own else TEXT_REWARDS[name](graded, limits) for name in names}
+    values = {name: own[name].value if name in own else TEXT_REWARDS[name](graded, limits) for name in names}
+    parts = {name: value for name, value in values.items() if value is not None}
     if task.correct != "correct":
-        correct = min(1.0, max(0.0, parts[task.correct]))
+        applying = [parts[name] for name in (task.correct, *own) if name in parts]
+        correct = min(1.0, max(0.0, applying[0])) if applying else 0.0
     parts = {"correct": correct, **parts}
-    total = sum(weight * parts[name] for name, weight in task.rewards.items())
+    total = sum(weight * parts[name] for name, weight in task.rewards.items() if name in parts)
     timed_out = timed_out or any(part.timed_out for part in own.values())
     return Reward(total=total, parts={label(name): value for name, value in parts.items()}, timed_out=timed_out)
 

@@ -35,10 +35,16 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Graded:
-    """A completion to grade: its text and its length."""
+    """A completion to grade."""
 
     text: str
-    num_tokens: int
+    tokens: tuple[int, ...]
+    """Ids of its tokens, the end-of-sequence token included."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it has."""
+        return len(self.tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +54,7 @@ class Reward:
     total: float
     """The weighted sum of the parts."""
     parts: Mapping[str, float]
-    """Each part before its weight: `correct`, `format`, ..."""
+    """Each part before its weight: `correct`, `format`, ...; without the functions that do not apply to its prompt."""
     timed_out: bool = False
     """Grading was stopped: it took longer than `grading.timeout_s`, or its process died (memory); `correct` is 0."""
 

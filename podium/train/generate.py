@@ -315,7 +315,7 @@ class _Grades:
     def submit(self, index: int, completions: list[Completion]) -> None:
         """Begin to grade the completions of a prompt."""
         prompt = self._pending[index].prompt.prompt
-        graded = [(prompt, Graded(text=each.text, num_tokens=len(each.tokens))) for each in completions]
+        graded = [(prompt, Graded(text=each.text, tokens=tuple(each.tokens.tolist()))) for each in completions]
         if index in self._own:
             self._gradings[index] = self._grader.submit(graded)
         self._done += len(completions)

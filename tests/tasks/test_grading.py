@@ -21,7 +21,7 @@ def answers(*texts: str, task: int = 0) -> list[Submission]:
     return [
         (
             TaskPrompt(task=task, prompt=prompt, system_prompt=None),
-            Graded(text=text, num_tokens=len(text)),
+            Graded(text=text, tokens=tuple(range(len(text)))),
         )
         for text in texts
     ]

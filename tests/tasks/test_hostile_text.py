@@ -24,7 +24,7 @@ def answered(texts: list[str]) -> list[tuple[TaskPrompt, Graded]]:
                 prompt=Prompt(id=str(i), question="?", answer=REFERENCES[i % len(REFERENCES)]),
                 system_prompt=None,
             ),
-            Graded(text=text, num_tokens=len(text)),
+            Graded(text=text, tokens=tuple(range(len(text)))),
         )
         for i, text in enumerate(texts)
     ]
@@ -55,7 +55,7 @@ def test_the_time_limit_holds_for_each_answer_and_the_others_are_graded():
     ]
     grader = Grader([TaskConfig(name="gsm8k")], GradingConfig(workers=1, timeout_s=1.5), max_new_tokens=8)
     try:
-        rewards = grader.grade([(p, Graded(text=t, num_tokens=1)) for p, t in items])
+        rewards = grader.grade([(p, Graded(text=t, tokens=(0,))) for p, t in items])
     finally:
         grader.close()
     assert [reward.total for reward in rewards] == [1, 0, 1, 0, 0]

@@ -42,7 +42,7 @@ def test_the_generators_scorer_grades_in_a_worker(installed):
             [
                 (
                     TaskPrompt(task=0, prompt=prompt, system_prompt=None),
-                    Graded(text=text, num_tokens=1),
+                    Graded(text=text, tokens=(0,)),
                 )
                 for text in texts
             ]

@@ -28,17 +28,19 @@ PROMPT = TaskPrompt(
 )
 
 
-def group(*texts: str) -> list[Submission]:
-    return [(PROMPT, Graded(text=text, num_tokens=len(text))) for text in texts]
+def group(*texts: str, prompt: TaskPrompt = PROMPT) -> list[Submission]:
+    return [(prompt, Graded(text=text, tokens=tuple(range(len(text))))) for text in texts]
 
 
-def graded(*parts: Callable[..., Any], texts: tuple[str, ...] = ("2", "3")) -> list[Reward]:
+def graded(
+    *parts: Callable[..., Any], texts: tuple[str, ...] = ("2", "3"), prompt: TaskPrompt = PROMPT
+) -> list[Reward]:
     """The rewards of a group by the sum of these functions."""
     weights = {name_of(part): 1.0 for part in parts}
     config = TaskConfig(name="arithmetic", rewards=weights, correct=next(iter(weights)))
     grader = Grader([config], GradingConfig(workers=0), max_new_tokens=64)
     try:
-        return grader.grade(group(*texts))
+        return grader.grade(group(*texts, prompt=prompt))
     finally:
         grader.close()
 
@@ -98,6 +100,108 @@ def test_a_call_that_is_too_slow_counts_as_0_and_is_told_once(caplog):
 def test_what_is_no_number_is_a_bug(value):
     with pytest.raises(ValueError, match=r"(?s)reward \S+lambda\S* returned .*a finite number.*prompt a/0"):
         graded(lambda completion: value)
+
+
+@pytest.mark.parametrize("value", [None, 1.0, "01", {"a": 1.0, "b": 2.0}])
+def test_a_group_needs_a_list(value):
+    with pytest.raises(ValueError, match=r"(?s)returned .* for 2 completions; return a list.*prompt a/0"):
+        graded(lambda completions: value)
+
+
+# Functions with TRL's signature: each does what one of the examples in TRL's documentation does.
+
+CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+
+
+def asked(*, conversation: bool = False, **columns: object) -> TaskPrompt:
+    """A prompt as a data set with a `prompt` column gives it: text, or a list of messages."""
+    messages = {"prompt": CONVERSATION, "conversation": CONVERSATION} if conversation else {"prompt": "1 + 1?"}
+    prompt = Prompt(id="a/0", question="1 + 1?", answer="", metadata={**messages, **columns})
+    return TaskPrompt(task=0, prompt=prompt, system_prompt=None)
+
+
+def by_tokens(completion_ids, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def by_characters(completions, **kwargs):
+    return [float(len(text)) for text in completions]
+
+
+def in_tags(completions, **kwargs):
+    return [float(messages[0]["content"].startswith("<think>")) for messages in completions]
+
+
+def boxed_truth(completions, ground_truth, **kwargs):
+    return [float(text == rf"\boxed{{{truth}}}") for text, truth in zip(completions, ground_truth, strict=True)]
+
+
+def of_mathematics(prompts, completions, task, **kwargs):
+    rows = zip(prompts, completions, task, strict=True)
+    return [(1.0 if prompt == "1 + 1?" and text == "2" else -1.0) if t == "math" else None for prompt, text, t in rows]
+
+
+def of_code(prompts, completions, task, **kwargs):
+    return [0.5 if each == "code" else None for each in task]
+
+
+async def not_empty(prompts, completions, **kwargs):
+    await asyncio.sleep(0.001)
+    return [1.0 if text else 0.0 for text in completions]
+
+
+def logged(completions, ground_truth, log_extra=None, log_metric=None, trainer_state=None, **kwargs):
+    assert log_extra is None and log_metric is None and trainer_state is None
+    return [float(truth in text) for text, truth in zip(completions, ground_truth, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("function", "prompt", "texts", "values"),
+    [
+        (by_tokens, asked(), ("four", "tw"), [4.0, 2.0]),
+        (by_characters, asked(), ("four", "tw"), [4.0, 2.0]),
+        (in_tags, asked(conversation=True), ("<think>a</think>", "b"), [1.0, 0.0]),
+        (boxed_truth, asked(ground_truth="2"), (r"\boxed{2}", r"\boxed{6}"), [1.0, 0.0]),
+        (not_empty, asked(), ("", "x"), [0.0, 1.0]),
+        (logged, asked(ground_truth="2"), ("it is 2", "3"), [1.0, 0.0]),
+    ],
+)
+def test_functions_written_for_trl_run_unchanged(function, prompt, texts, values):
+    assert [each.total for each in graded(function, prompt=prompt, texts=texts)] == values
+
+
+def test_a_function_that_does_not_apply_is_left_out_of_the_reward(caplog):
+    found = {
+        task: graded(of_mathematics, of_code, prompt=asked(task=task), texts=("2", "3"))
+        for task in ("math", "code", "poetry")
+    }
+    assert [each.total for each in found["math"]] == [1.0, -1.0]
+    assert found["math"][1].parts == {"correct": 0.0, "of_mathematics": -1.0}
+    assert found["code"][0].parts == {"correct": 0.5, "of_code": 0.5} and found["code"][0].total == 0.5
+    assert [each.parts for each in found["poetry"]] == [{"correct": 0.0}] * 2
+    (warning,) = (line for line in caplog.messages if "no reward applies to prompt a/0" in line)
+    assert "each function returned None" in warning
+
+
+def test_every_argument_of_trl_is_a_list_of_the_group():
+    given: dict[str, Any] = {}
+
+    def hears_all(**kwargs):
+        given.update(kwargs)
+        return [0.0, 0.0]
+
+    graded(hears_all, prompt=asked(conversation=True, level=3), texts=("ab", "c"))
+    assert given["prompts"] == [CONVERSATION] * 2 and given["completion_ids"] == [[0, 1], [0]]
+    assert given["completions"] == [[{"role": "assistant", "content": text}] for text in ("ab", "c")]
+    assert given["level"] == [3, 3] and given["num_tokens"] == [2, 1]
+    assert not {"prompt", "conversation"} & set(given)
+
+
+def test_names_that_only_trls_trainer_knows_need_a_default():
+    with pytest.raises(ValueError, match="asks for 'trainer_state', which only TRL has; give it a default"):
+        graded(lambda completions, trainer_state, **kwargs: [0.0, 0.0])
+    with pytest.raises(ValueError, match=r"both completion and TRL's prompts, completion_ids or \*\*kwargs; keep one"):
+        graded(lambda completion, **kwargs: 0.0)
 
 
 def test_too_few_numbers_for_a_group_are_a_bug():

@@ -9,7 +9,7 @@ WELL_FORMED = "<think>\nhm </think>\n<answer> 4 </answer>\n"
 
 
 def graded(text: str = "", num_tokens: int = 1) -> Graded:
-    return Graded(text=text, num_tokens=num_tokens)
+    return Graded(text=text, tokens=(0,) * num_tokens)
 
 
 @pytest.mark.parametrize(
