@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from podium.api.data import Data, Rewards, overrides, rewards_of, task_settings
+from podium.api.data import Rewards, overrides, rewards_of, task_settings
+from podium.api.rows import Data, data_file, is_task
 from podium.config.load import Override
 from podium.files import as_path
 from podium.malloc import giving_back_memory
@@ -118,7 +119,8 @@ def evaluate(
     data: Data | None = None,
     *,
     rewards: Rewards | None = None,
-    question: str = "question",
+    subset: str | None = None,
+    question: str | None = None,
     answer: str = "answer",
     system_prompt: str | None = None,
     **settings: Any,
@@ -127,9 +129,10 @@ def evaluate(
 
     Args:
         model: a run's folder (`runs/demo`, `runs/demo@20`), or a model as in a config.
-        data: as for `podium.grpo`; unset: the run's held-out questions.
+        data: as `eval_data` of `podium.grpo`, or a task's class; unset: the run's held-out questions.
         rewards: the first one decides what is correct; unset: the run's, or `podium.math_equal`.
-        question: column of the question.
+        subset: configuration of a data set of the hub.
+        question: column of the question; unset: `question`, or else `prompt`.
         answer: column of the answer.
         system_prompt: first message of every conversation; unset: the run's.
         settings: settings of the config, such as `eval={"samples": 8, "greedy": False, "questions": 100}`.
@@ -146,8 +149,16 @@ def evaluate(
         if data is not None:
             parts = rewards or (list(rewards_of(known)) if known else [math_equal])
             prompt = known.tasks[0].system_prompt if known and system_prompt is None else system_prompt
+            asked = data if is_task(data) else data_file(data, Path(folder), "data", subset=subset)
             given += task_settings(
-                data, data, parts, folder=Path(folder), question=question, answer=answer, system_prompt=prompt
+                asked,
+                None if is_task(data) else asked,
+                parts,
+                folder=Path(folder),
+                subset=None,
+                question=question,
+                answer=answer,
+                system_prompt=prompt,
             )
         elif rewards is not None:
             raise ValueError("evaluate: rewards go with data; a run's own data is graded as in the run")

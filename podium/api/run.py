@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from podium.api.data import Data, Rewards
+from podium.api.data import Rewards
+from podium.api.rows import Data
 from podium.config.schema import Config
 from podium.files import as_path, read_lines
 from podium.observe.history import read_history

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from podium.api.data import Data, Rewards, overrides, task_settings
+from podium.api.data import Rewards, overrides, task_settings
+from podium.api.rows import Data, is_task
 from podium.api.run import Run
 from podium.config.load import Override
 from podium.config.schema import Config
@@ -27,7 +28,8 @@ def grpo(
     eval_data: Data | None = None,
     rewards: Rewards = (math_equal,),
     on_step: "OnStep | None" = None,
-    question: str = "question",
+    subset: str | None = None,
+    question: str | None = None,
     answer: str = "answer",
     system_prompt: str | None = None,
     name: str | None = None,
@@ -37,15 +39,19 @@ def grpo(
 
     Args:
         model: a Hugging Face id, a folder, a .gguf file, or `demo`.
-        data: dicts or a datasets.Dataset, each row a question; a .jsonl or .parquet file; or a task's class.
-        eval_data: held-out rows, or their file; without them nothing is evaluated.
-        rewards: the parts of a completion's reward: functions, or names of parts (`format`, `tags`, `length`), each
-            alone or as `(reward, weight)`. `podium.math_equal` and `podium.text_equal` compare the answer with the
-            row's. Without either, rows need no answer, and evaluation uses the first function, clipped to 0 to 1.
+        data: rows, each a question: dicts, a datasets.Dataset or DatasetDict (its `train` split), or a DataFrame; a
+            .jsonl, .json, .csv or .parquet file; a data set of the hub as `owner/name`; or a task's class.
+        eval_data: held-out rows, of the same kinds (the `test` or `validation` split); without them nothing is
+            evaluated.
+        rewards: the parts of a completion's reward: functions, also TRL's, or names of parts (`format`, `tags`,
+            `length`), each alone or as `(reward, weight)`. `podium.math_equal` and `podium.text_equal` compare the
+            answer with the row's. Without either, rows need no answer, and evaluation uses the first function, clipped
+            to 0 to 1.
         on_step: called after each step with the number of steps done, the step's metrics, and its samples.
-        question: column of the question.
+        subset: configuration of a data set of the hub, such as `main` of `openai/gsm8k`.
+        question: column of the question, text or a list of messages; unset: `question`, or else `prompt`.
         answer: column of the answer.
-        system_prompt: first message of every conversation.
+        system_prompt: first message of every conversation that has none of its own.
         name: name of the run's folder in `runs_dir`; an existing run of that name with the same settings is
             continued. Without a name every call starts a new run.
         settings: any setting of the config (docs/config.md): `steps=100`, `rollout={"max_new_tokens": 64}`, or the
@@ -59,12 +65,19 @@ def grpo(
     """
     name = name or _new_name(settings.get("runs_dir", Config.model_fields["runs_dir"].default))
     folder = as_path(settings.get("runs_dir", Config.model_fields["runs_dir"].default)) / name / DATA
-    if in_bucket(folder) and not isinstance(data, str | Path):
-        raise ValueError("data: rows are written into the run's folder, which must be on a disk; write them to a file")
+    if in_bucket(folder):
+        _check_written_nowhere(data=data, eval_data=eval_data)
     tasks = task_settings(
-        data, eval_data, rewards, folder=folder, question=question, answer=answer, system_prompt=system_prompt
+        data,
+        eval_data,
+        rewards,
+        folder=folder,
+        subset=subset,
+        question=question,
+        answer=answer,
+        system_prompt=system_prompt,
     )
-    own_questions = isinstance(tasks[0].value[0].get("path"), str) and eval_data is None
+    own_questions = eval_data is None and not is_task(data)
     never = [Override(f"eval.{key}", False, "no eval_data") for key in ("at_start", "at_end")] if own_questions else []
     given = [Override("model", str(model), "argument model"), Override("name", name, "argument name")]
     return _train(load_settings([], [*given, *tasks, *never, *overrides(settings)], os.environ).config, None, on_step)
@@ -102,6 +115,14 @@ def _train(config: Config, fork: Fork | None, on_step: "OnStep | None") -> Run:
     with giving_back_memory():
         train_run(config, fork=fork, check=RunCheck(config, force=False), on_step=on_step or unheard)
     return Run(as_path(config.runs_dir) / str(config.name))
+
+
+def _check_written_nowhere(**data: Data | None) -> None:
+    """Raise ValueError for rows, which would be written into the run's folder: it is in a bucket."""
+    for name, given in data.items():
+        if given is not None and not isinstance(given, str | Path) and not is_task(given):
+            rule = "rows are written into the run's folder, which must be on a disk; write them to a file"
+            raise ValueError(f"{name}: {rule}")
 
 
 def _new_name(runs_dir: str) -> str:

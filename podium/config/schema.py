@@ -31,7 +31,7 @@ class TaskConfig(Section):
     weight: PositiveFloat = 1.0
     """Share of the prompts drawn from this task, relative to the other tasks' weights."""
     path: str | None = None
-    """Local .jsonl or .parquet file, or a folder with one file per split. Unset: the Hugging Face hub, or generated."""
+    """Local .jsonl, .json, .csv or .parquet file, or a folder with one per split. Unset: the hub, or generated."""
     eval_path: str | None = None
     """Local file of the evaluation questions; unset: the `eval_split` of `path` or of the data set."""
     train_split: str = "train"

@@ -1,9 +1,12 @@
 """Questions and answers from files and data sets, for every task that reads data.
 
-A local path is a .jsonl or .parquet file, or a folder with one per split; without a path, the hub is asked.
+A local path is a .jsonl, .json, .csv or .parquet file, or a folder with one per split; without a path, the hub is
+asked.
 """
 
+import csv
 import dataclasses
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +23,8 @@ logger = logging.getLogger(__name__)
 class Columns:
     """The columns of a data set that hold question and answer."""
 
-    question: str
+    question: tuple[str, ...]
+    """Names of the question's column; the first that a row has is read. It holds text, or a list of messages."""
     answer: str | None
     """None: rows need no answer, because only functions compute the reward."""
     reference: Callable[[str], str | None] = str.strip
@@ -76,7 +80,7 @@ def read_rows(
     elif dataset:
         rows = list(_hub_rows(task, dataset, split_name))
     else:
-        raise ValueError(f"{task}: path must be set: a .jsonl or .parquet file, or a folder with one per split")
+        raise ValueError(f"{task}: path must be set: a {any_of()} file, or a folder with one per split")
     if not rows:
         origin = path or (dataset and f"{dataset.name} ({split_name})")
         raise ValueError(f"{task}: {origin} has no questions; an empty data set cannot be trained or evaluated on")
@@ -85,18 +89,48 @@ def read_rows(
 
 def _prompt(prompt_id: str, location: str, row: dict[str, object], columns: Columns) -> Prompt:
     """The prompt of one row. Raises ValueError, which names the row, if it is not a valid question and answer."""
-    for column, option in ((columns.question, "question"), (columns.answer, "answer")):
-        if column is not None and column not in row:
+    column = next((name for name in columns.question if name in row), columns.question[0])
+    for name, option in ((column, "question"), (columns.answer, "answer")):
+        if name is not None and name not in row:
             raise ValueError(
-                f"{location}: no column {column!r} (the {option}); {suggestion(column, row)}. "
+                f"{location}: no column {name!r} (the {option}); {suggestion(name, row)}. "
                 f"The task's options name the columns (`podium tasks`)"
             )
-    question = row[columns.question]
-    if not isinstance(question, str) or not question.strip():
-        raise ValueError(f"{location}: the question (column {columns.question!r}) is {question!r}, not text")
-    if columns.answer is None:
-        return Prompt(id=prompt_id, question=question, answer="", metadata=row)
-    answer = row[columns.answer]
+    answer = "" if columns.answer is None else _reference(location, row[columns.answer], columns)
+    question, messages = _question(f"{location}: the question (column {column!r})", row[column])
+    return Prompt(id=prompt_id, question=question, answer=answer, metadata=row, messages=messages)
+
+
+def _question(what: str, value: object) -> tuple[str, list[dict[str, str]] | None]:
+    """A question's text and, where it is the last message of a conversation, the conversation.
+
+    Raises ValueError, whose message begins with `what`.
+    """
+    if isinstance(value, list):
+        messages = read_messages(what, value)
+        if messages[-1]["role"] == "assistant":
+            raise ValueError(f"{what} ends with a message of the assistant's; drop it, the model is to write it")
+        return messages[-1]["content"], messages
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{what} is {value!r:.200}, not text, nor a list of messages")
+    return value, None
+
+
+def read_messages(what: str, messages: object) -> list[dict[str, str]]:
+    """The messages of a conversation, with role and content alone. Raises ValueError, which begins with `what`."""
+    if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
+        rule = "a list of {role: system, user, assistant or tool, content: text}"
+        raise ValueError(f"{what} is {messages!r:.200}; expected {rule}")
+    return [{"role": each["role"], "content": each["content"]} for each in messages]
+
+
+def _is_message(value: object) -> bool:
+    roles = ("system", "user", "assistant", "tool")
+    return isinstance(value, dict) and value.get("role") in roles and isinstance(value.get("content"), str)
+
+
+def _reference(location: str, answer: object, columns: Columns) -> str:
+    """The reference that an answer's column holds."""
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
     if not isinstance(answer, str):
@@ -104,7 +138,7 @@ def _prompt(prompt_id: str, location: str, row: dict[str, object], columns: Colu
     reference = columns.reference(answer)
     if not reference:
         raise ValueError(f"{location}: the answer (column {columns.answer!r}) {columns.rule}: {answer[-80:]!r}")
-    return Prompt(id=prompt_id, question=question, answer=reference, metadata=row)
+    return reference
 
 
 def _local_files(task: str, split: str, source: TaskSource) -> list[Path]:
@@ -113,17 +147,17 @@ def _local_files(task: str, split: str, source: TaskSource) -> list[Path]:
     path = Path(own_path or source.path or "").expanduser()
     name = source.eval_split if split == "eval" else source.train_split
     if path.is_dir():
-        files = [path / f"{name}{ending}" for ending in (".jsonl", ".parquet")]
+        files = [path / f"{name}{ending}" for ending in READERS]
         found = [file for file in files if file.is_file()][:1] or sorted(path.glob(f"{name}-*.parquet"))
         if not found:
             there = ", ".join(sorted(file.name for file in path.iterdir())[:10]) or "nothing"
-            raise ValueError(f"{task}: {path} has no {name}.jsonl or {name}.parquet (it holds {there})")
+            raise ValueError(f"{task}: {path} has no {any_of(name)} (it holds {there})")
         return found
     key = "eval_path" if own_path else "path"
     if not path.is_file():
         raise ValueError(f"{task}: {key}: there is no file or folder {path}")
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise ValueError(f"{task}: {key}: {path} is neither .jsonl nor .parquet")
+    if path.suffix not in READERS:
+        raise ValueError(f"{task}: {key}: {path} is not {any_of()}")
     if split == "eval" and not own_path:
         beside = path.with_name(f"{name}{path.suffix}")
         if path.stem == source.train_split and beside.is_file():
@@ -135,22 +169,81 @@ def _local_files(task: str, split: str, source: TaskSource) -> list[Path]:
 
 
 def _file_rows(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield each row of a file with its location for messages: file and line."""
-    if path.suffix == ".parquet":
-        try:
-            from pyarrow import parquet
-        except ImportError as error:
-            raise ValueError(f"{path}: parquet files need pyarrow: pip install 'podium-rl[data]'") from error
-        try:
-            rows = parquet.read_table(path).to_pylist()
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path}: not a readable parquet file: {error}") from error
-        yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, 1))
-        return
+    """Yield each row of a file with its location for messages: file and line. Raises ValueError if it is damaged."""
+    try:
+        yield from READERS[path.suffix](path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not text in UTF-8: {error}; convert it") from error
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
+    """The rows of a file with an object of JSON on each line."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield f"{path}:{number}", parse_object(line, f"{path}:{number}")
+
+
+def _json(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
+    """The rows of a list of objects; of a file that holds no list, those of its lines."""
+    text = path.read_text("utf-8-sig")
+    if not text.lstrip().startswith("["):
+        yield from _lines(path)
+        return
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not a readable list of JSON: {error}") from error
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}: row {number} is {row!r:.80}; expected an object with question and answer")
+        yield f"{path}: row {number}", row
+
+
+def _csv(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
+    """The rows of a table whose first line names the columns; every value is text, and an empty one is None."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        table = csv.DictReader(file, strict=True)
+        try:
+            names = table.fieldnames or []
+            if repeated := sorted({name for name in names if names.count(name) > 1}):
+                raise ValueError(f"{path}: column {repeated[0]!r} is there twice; the first line names the columns")
+            for row in table:
+                where = f"{path}:{table.line_num}"
+                if None in row or None in row.values():
+                    found = sum(value is not None for value in row.values()) + len(row.get(None, ())) - (None in row)
+                    raise ValueError(f"{where}: {found} values for {len(names)} columns; quote values that hold commas")
+                yield where, {name: value or None for name, value in row.items()}
+        except csv.Error as error:
+            raise ValueError(f"{path}:{table.line_num}: not a readable table: {error}") from error
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
+    """The rows of a table of Apache Parquet."""
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ValueError(f"{path}: parquet files need pyarrow: pip install 'podium-rl[data]'") from error
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: not a readable parquet file: {error}") from error
+    yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, 1))
+
+
+READERS: dict[str, Callable[[Path], Iterator[tuple[str, dict[str, object]]]]] = {
+    ".jsonl": _lines,
+    ".json": _json,
+    ".csv": _csv,
+    ".parquet": _parquet,
+}
+"""How the rows of a file are read, by the end of its name."""
+
+
+def any_of(name: str = "") -> str:
+    """The kinds of file that hold rows, for messages; with a name, the files of that name."""
+    *first, last = (f"{name}{ending}" for ending in READERS)
+    return f"{', '.join(first)} or {last}"
 
 
 def _hub_rows(task: str, dataset: HubDataset, split: str) -> Iterator[tuple[str, dict[str, object]]]:
@@ -166,7 +259,7 @@ def _hub_rows(task: str, dataset: HubDataset, split: str) -> Iterator[tuple[str,
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"{task}: could not load split {split!r} of {dataset.name} from the hub: {error}. "
-            f"Set path to a local .jsonl or .parquet file, or train_split and eval_split to splits that exist"
+            f"Set path to a local file ({any_of()}), or train_split and eval_split to splits that exist"
         ) from error
     for number, row in enumerate(rows, 1):
         yield f"{dataset.name} ({split}) row {number}", dict(row)

@@ -167,15 +167,15 @@ def _known(prompt: Prompt, group: Sequence[Graded], *, of_group: bool) -> dict[s
     return row | {"row": row, "completion": texts[0], "num_tokens": counts[0]} | completions
 
 
-def _known_to_trl(prompt: Prompt, group: Sequence[Graded]) -> dict[str, object]:
+def _known_to_trl(prompt: Prompt, group: Sequence[Graded]) -> Mapping[str, object]:
     """What TRL's trainer would give a function: lists with an element for each completion."""
     row, texts = _row(prompt), [each.text for each in group]
-    conversation = row.get("conversation")
-    columns = {"row": row} | {name: value for name, value in row.items() if name not in ("prompt", "conversation")}
+    messages = None if prompt.messages is None else list(prompt.messages)
+    columns = {"row": row} | {name: value for name, value in row.items() if name != "prompt"}
     return {name: [value] * len(group) for name, value in columns.items()} | {
         "num_tokens": [each.num_tokens for each in group],
-        "prompts": [prompt.question if conversation is None else conversation] * len(group),
-        "completions": [text if conversation is None else [_answer(text)] for text in texts],
+        "prompts": [prompt.question if messages is None else messages] * len(group),
+        "completions": [text if messages is None else [_answer(text)] for text in texts],
         "completion_ids": [list(each.tokens) for each in group],
     }
 

@@ -1,10 +1,10 @@
-"""Tasks that are sets of questions with answers: GSM8K, MATH, and your own .jsonl or .parquet file."""
+"""Tasks that are sets of questions with answers: GSM8K, MATH, and files of your own."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from podium.tasks.answers import is_correct
-from podium.tasks.data import Columns, HubDataset, QuestionSet, read_rows
+from podium.tasks.data import Columns, HubDataset, QuestionSet, read_messages, read_rows
 from podium.tasks.final_answer import answer_text, final_answer
 from podium.tasks.task import Prompt, TaskSource
 
@@ -17,7 +17,7 @@ class Gsm8k(QuestionSet):
 
     def __init__(self, source: TaskSource) -> None:
         rule = "has no '#### result' line"
-        columns = Columns(question="question", answer="answer", reference=_after_hashes, rule=rule)
+        columns = Columns(question=("question",), answer="answer", reference=_after_hashes, rule=rule)
         super().__init__("gsm8k", source, columns, HubDataset("openai/gsm8k", "main"))
 
 
@@ -46,7 +46,7 @@ class Math(QuestionSet):
         question: str = "problem",
         answer: str = "answer",
     ) -> None:
-        columns = Columns(question=question, answer=answer, reference=_boxed, rule="holds no answer")
+        columns = Columns(question=(question,), answer=answer, reference=_boxed, rule="holds no answer")
         super().__init__("math", source, columns, HubDataset(dataset, subset))
 
 
@@ -63,6 +63,9 @@ def _boxed(answer: str) -> str | None:
 class Jsonl(QuestionSet):
     """Rows with a question and an answer; the options name the columns, and how answers are compared.
 
+    The question is the column `question`, or `prompt` in rows without it: text, or a conversation as a list of
+    `{role, content}` whose last message is answered.
+
     `match: math` compares numbers and formulas, `match: text` the final answer's words, up to case and outer spaces.
     With `answer: null` rows need no answer; the reward is then made of functions, one of which is the task's `correct`.
     """
@@ -71,13 +74,14 @@ class Jsonl(QuestionSet):
         self,
         source: TaskSource,
         *,
-        question: str = "question",
+        question: str | None = None,
         answer: str | None = "answer",
         match: Literal["math", "text"] = "math",
         dataset: str | None = None,
         subset: str | None = None,
     ) -> None:
-        columns = Columns(question=question, answer=answer)
+        names = ("question", "prompt") if question is None else (question,)
+        columns = Columns(question=names, answer=answer)
         super().__init__("jsonl", source, columns, HubDataset(dataset, subset) if dataset else None)
         self.match = match
 
@@ -105,9 +109,9 @@ class Chat:
         """A prompt for each message of an assistant: the messages before it, and it as the answer."""
         rows = read_rows("chat", self.source, self.dataset, split)
         return [
-            Prompt(id=f"chat/{split}/{index}/{turn}", question=asked, answer=answer, metadata={"conversation": before})
+            Prompt(id=f"chat/{split}/{index}/{turn}", question=before[-1]["content"], answer=answer, messages=before)
             for index, (location, row) in enumerate(rows)
-            for turn, (before, asked, answer) in enumerate(_turns(f"chat: {location}", row.get(self.column)))
+            for turn, (before, answer) in enumerate(_turns(f"chat: {location}", self.column, row.get(self.column)))
         ]
 
     def grade(self, prompt: Prompt, completion: str) -> float:
@@ -115,21 +119,14 @@ class Chat:
         return float(_bare(completion) == _bare(prompt.answer))
 
 
-def _turns(location: str, messages: Any) -> Iterator[tuple[list[dict[str, str]], str, str]]:
-    """The messages before an assistant's, the last of them, and the assistant's. Raises ValueError for invalid ones."""
-    rule = "a list of {role: system, user or assistant, content: text} in which an assistant answers"
-    good = isinstance(messages, list) and all(
-        isinstance(each, dict)
-        and each.get("role") in ("system", "user", "assistant", "tool")
-        and isinstance(each.get("content"), str)
-        for each in messages
-    )
-    found = [index for index, each in enumerate(messages) if index and each["role"] == "assistant"] if good else []
+def _turns(location: str, column: str, messages: object) -> Iterator[tuple[list[dict[str, str]], str]]:
+    """The messages before each of an assistant's, and what it says. Raises ValueError for invalid ones."""
+    conversation = read_messages(f"{location}: column {column!r}", messages)
+    found = [index for index, each in enumerate(conversation) if index and each["role"] == "assistant"]
     if not found:
-        raise ValueError(f"{location}: messages are {messages!r:.200}; expected {rule}")
+        raise ValueError(f"{location}: column {column!r} is {messages!r:.200}; an assistant must answer in it")
     for index in found:
-        before = [{"role": each["role"], "content": each["content"]} for each in messages[:index]]
-        yield before, before[-1]["content"], messages[index]["content"]
+        yield conversation[:index], conversation[index]["content"]
 
 
 def math_equal(completion: str, answer: str) -> float:

@@ -29,8 +29,9 @@ class Prompt:
     answer: str
     """The reference answer, as the grader reads it."""
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """The row that it was made of, for reward functions; with `conversation`, a list of messages, it is more than one
-    question."""
+    """The row that it was made of, for reward functions."""
+    messages: Sequence[Mapping[str, str]] | None = None
+    """The conversation to continue, each message with `role` and `content`; None: the question is all there is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

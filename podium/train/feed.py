@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+from collections.abc import Mapping
 
 from podium.models.tokenizer import Tokenizer
 from podium.run.spec import PromptSpec
@@ -74,11 +75,7 @@ class Feed:
 
     def encode(self, prompt: TaskPrompt, seed: int) -> EncodedPrompt | None:
         """The prompt as the model reads it; None if it is too long and such prompts are dropped."""
-        conversation = prompt.prompt.metadata.get("conversation")
-        if conversation is not None:
-            tokens = tuple(self.tokenizer.encode_messages(conversation))
-        else:
-            tokens = tuple(self.tokenizer.encode_chat(prompt.prompt.question, prompt.system_prompt))
+        tokens = tuple(self.tokenizer.encode_messages(_messages(prompt)))
         if len(tokens) <= self.spec.max_tokens:
             return EncodedPrompt(prompt=prompt, tokens=tokens, seed=seed)
         if self.spec.long_prompts == "error":
@@ -87,6 +84,14 @@ class Feed:
                 f" {self.spec.max_tokens}; raise it, or set rollout.long_prompts to drop"
             )
         return None
+
+
+def _messages(prompt: TaskPrompt) -> list[Mapping[str, str]]:
+    """The conversation that the model continues; the task's system prompt stands first where the row's has none."""
+    messages = list(prompt.prompt.messages or [{"role": "user", "content": prompt.prompt.question}])
+    if prompt.system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": prompt.system_prompt})
+    return messages
 
 
 def request_seed(seed: int, purpose: str, index: int) -> int:

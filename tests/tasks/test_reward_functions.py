@@ -115,8 +115,9 @@ CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "co
 
 def asked(*, conversation: bool = False, **columns: object) -> TaskPrompt:
     """A prompt as a data set with a `prompt` column gives it: text, or a list of messages."""
-    messages = {"prompt": CONVERSATION, "conversation": CONVERSATION} if conversation else {"prompt": "1 + 1?"}
-    prompt = Prompt(id="a/0", question="1 + 1?", answer="", metadata={**messages, **columns})
+    row = {"prompt": CONVERSATION if conversation else "1 + 1?", **columns}
+    messages = CONVERSATION if conversation else None
+    prompt = Prompt(id="a/0", question="1 + 1?", answer="", metadata=row, messages=messages)
     return TaskPrompt(task=0, prompt=prompt, system_prompt=None)
 
 
@@ -194,7 +195,7 @@ def test_every_argument_of_trl_is_a_list_of_the_group():
     assert given["prompts"] == [CONVERSATION] * 2 and given["completion_ids"] == [[0, 1], [0]]
     assert given["completions"] == [[{"role": "assistant", "content": text}] for text in ("ab", "c")]
     assert given["level"] == [3, 3] and given["num_tokens"] == [2, 1]
-    assert not {"prompt", "conversation"} & set(given)
+    assert "prompt" not in given
 
 
 def test_names_that_only_trls_trainer_knows_need_a_default():

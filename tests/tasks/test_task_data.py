@@ -42,7 +42,9 @@ def test_a_folder_has_one_file_for_each_split(tmp_path):
     write(tmp_path / "test.jsonl", qa("test"))
     assert [prompt.question for prompt in read(path=str(tmp_path))] == ["train"]
     assert [prompt.question for prompt in read("eval", path=str(tmp_path))] == ["test"]
-    with pytest.raises(ValueError, match=r"has no dev.jsonl or dev.parquet \(it holds test.jsonl, train.jsonl\)"):
+    with pytest.raises(
+        ValueError, match=r"has no dev.jsonl, dev.json, dev.csv or dev.parquet \(it holds test.jsonl, train.jsonl\)"
+    ):
         read("eval", path=str(tmp_path), eval_split="dev")
 
 
@@ -50,6 +52,66 @@ def test_eval_path_is_read_for_evaluation_only(tmp_path):
     train, held_out = write(tmp_path / "a.jsonl", qa("a")), write(tmp_path / "b.jsonl", qa("b"))
     assert [prompt.question for prompt in read(path=train, eval_path=held_out)] == ["a"]
     assert [prompt.question for prompt in read("eval", path=train, eval_path=held_out)] == ["b"]
+
+
+def test_a_prompt_column_is_text_or_a_conversation(tmp_path):
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}
+    path = write(tmp_path / "a.jsonl", {"prompt": "2+2?", "answer": 4}, {"prompt": [system, user], "answer": 2})
+    text, conversation = read(path=path)
+    assert (text.question, text.answer, text.messages) == ("2+2?", "4", None)
+    assert (conversation.question, conversation.messages) == ("1+1?", [system, user])
+    both = write(tmp_path / "b.jsonl", {"prompt": "p", "question": "q", "answer": 1})
+    assert read(path=both)[0].question == "q" and read(path=both, options={"question": "prompt"})[0].question == "p"
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "expected a list of {role: system"),
+        ([{"role": "user"}], "expected a list of {role: system"),
+        ([{"role": "robot", "content": "a"}], "expected a list of {role: system"),
+        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "ends with a message of the assis"),
+    ],
+)
+def test_a_conversation_that_cannot_be_answered_is_an_error(tmp_path, messages, message):
+    path = write(tmp_path / "a.jsonl", {"prompt": messages, "answer": 4})
+    with pytest.raises(ValueError, match=rf"a.jsonl:1: the question \(column 'prompt'\).*{message}"):
+        read(path=path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", '\ufeffquestion,answer\n"1+1,\nplease",2\n2+2?,4\n'),
+        ("a.json", '[{"question": "1+1,\\nplease", "answer": 2}, {"question": "2+2?", "answer": 4}]'),
+        ("b.json", '{"question": "1+1,\\nplease", "answer": 2}\n{"question": "2+2?", "answer": 4}\n'),
+    ],
+)
+def test_tables_and_lists_are_read(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    found = read(path=str(tmp_path / name))
+    assert [(each.question, each.answer) for each in found] == [("1+1,\nplease", "2"), ("2+2?", "4")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "question,answer\n1+1\n", r"a.csv:2: 1 values for 2 columns; quote"),
+        ("a.csv", "question,answer\n1+1,2,3\n", r"a.csv:2: 3 values for 2 columns; quote"),
+        ("a.csv", "question,answer,answer\n1,2,3\n", "column 'answer' is there twice"),
+        ("a.csv", 'question,answer\n"1,2\n', "not a readable table"),
+        ("a.csv", "question,answer\n1+1?,\n", "the answer .* is None"),
+        ("a.csv", b"question,answer\n\xff,1\n", "not text in UTF-8"),
+        ("a.csv", "", "has no questions"),
+        ("a.json", "[1]", "row 1 is 1; expected an object"),
+        ("a.json", "[{]", "not a readable list of JSON"),
+        ("a.json", "[" * 100_000, "not a readable list of JSON"),
+    ],
+)
+def test_a_damaged_table_or_list_is_an_error_that_names_it(tmp_path, name, text, message):
+    (tmp_path / name).write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(ValueError, match=message):
+        read(path=str(tmp_path / name))
 
 
 def test_the_test_file_beside_the_train_file_is_used(tmp_path, caplog):
@@ -110,7 +172,7 @@ def test_bytes_that_are_not_text_are_an_error(tmp_path):
     [
         ({}, "jsonl: path must be set"),
         ({"path": "no/such.jsonl"}, "jsonl: path: there is no file or folder no/such.jsonl"),
-        ({"path": __file__}, "is neither .jsonl nor .parquet"),
+        ({"path": __file__}, "is not .jsonl, .json, .csv or .parquet"),
     ],
 )
 def test_a_path_that_is_wrong_or_missing_is_an_error(config, message):

@@ -1,15 +1,18 @@
 """`podium.grpo` and what it returns, as a script uses them."""
 
 import asyncio
+import json
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import podium
-from podium.api.data import overrides, reward_parts
+from podium.api.data import overrides, reward_parts, task_settings
 from podium.config.errors import ConfigError
 from podium.config.imports import imported, name_of
 
@@ -140,7 +143,17 @@ def test_a_bug_in_a_reward_is_shown_with_its_prompt(tiny_model, runs):
         ({"data": [3]}, "data: row 0 is 3; expected a dict"),
         ({"data": []}, "data: it has no rows"),
         ({"data": [{"question": "q", "answer": object()}]}, "data: row 0 cannot be written as JSON"),
-        ({"data": [{"prompt": "q", "answer": 1}]}, "no column 'question'"),
+        ({"data": [{"prompts": "q", "answer": 1}]}, "no column 'question'"),
+        ({"data": 3}, "data: 3 has no rows; give dicts"),
+        ({"data": "no/such.jsonl"}, "data: there is no file or folder no/such.jsonl"),
+        ({"data": "gsm8k"}, "data: there is no file or folder gsm8k; .* hub as owner/name"),
+        ({"data": {"dev": ROWS}}, r"it has the splits dev, and train is read; give one split: data=data\['dev'\]"),
+        ({"eval_data": {"train": ROWS}}, "it has the splits train, and test or validation is read"),
+        ({"subset": "main"}, "subset: 'main' names a part of a data set of the hub, and data is none"),
+        (
+            {"rewards": [lambda completions, trainer_state, **kwargs: []]},
+            "asks for 'trainer_state', which only TRL has",
+        ),
         ({"rewards": []}, "rewards: none given"),
         ({"rewards": ["format"]}, "format alone do not define a correct answer"),
         ({"rewards": [podium.math_equal, podium.text_equal]}, "keep one"),
@@ -166,6 +179,59 @@ def test_a_wrong_argument_is_an_error_before_anything_is_compiled(tiny_model, ru
 def test_settings_are_sections_or_double_underscores():
     found = {each.key: each.value for each in overrides({"train": {"optimizer": {"eps": 1}}, "rollout__slots": 4})}
     assert found == {"train.optimizer.eps": 1, "rollout.slots": 4}
+
+
+def rows_at(path: str) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["dicts", "frame", "dataset", "splits", "generator"])
+def test_rows_of_every_kind_become_the_same_file(tmp_path, kind):
+    rows = [{"prompt": "1+1?", "answer": 2.0, "hint": None}, {"prompt": "2+2?", "answer": 4.0, "hint": "even"}]
+    made: dict[str, Callable[[], Any]] = {
+        "dicts": lambda: rows,
+        "frame": lambda: pytest.importorskip("pandas").DataFrame(rows),
+        "dataset": lambda: pytest.importorskip("datasets").Dataset.from_list(rows),
+        "splits": lambda: {"train": rows, "test": rows[:1]},
+        "generator": lambda: (row for row in rows),
+    }
+    (task,) = task_of(made[kind](), folder=tmp_path)
+    assert rows_at(task["path"]) == rows
+    if kind == "splits":
+        (task,) = task_of(rows, made[kind](), folder=tmp_path)
+        assert rows_at(task["eval_path"]) == rows[:1]
+
+
+def test_a_frames_missing_values_are_none(tmp_path):
+    frame = pytest.importorskip("pandas").DataFrame({"prompt": ["a", "b"], "answer": [1, None], "day": ["x", None]})
+    (task,) = task_of(frame, folder=tmp_path)
+    assert rows_at(task["path"])[1] == {"prompt": "b", "answer": None, "day": None}
+
+
+def test_an_id_of_the_hub_is_a_data_set(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(name, subset):
+        asked.append((name, subset))
+        return {"train": ROWS, "validation": ROWS[:2]}
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    (task,) = task_of("openai/gsm8k", "openai/gsm8k", folder=tmp_path, subset="main")
+    assert (task["options"]["dataset"], task["options"]["subset"]) == ("openai/gsm8k", "main") and "path" not in task
+    assert rows_at(task["eval_path"]) == ROWS[:2] and asked == [("openai/gsm8k", "main")]
+
+
+def test_a_path_that_exists_is_no_id_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/train").write_text("{}")
+    assert task_of("data/train", folder=tmp_path)[0]["path"] == "data/train"
+
+
+def task_of(data: Any, eval_data: Any = None, *, folder: Path, subset: str | None = None) -> list[dict[str, Any]]:
+    given = {"subset": subset, "question": None, "answer": "answer", "system_prompt": None}
+    return task_settings(data, eval_data, podium.math_equal, folder=folder, **given)[0].value
 
 
 def test_without_an_answer_the_first_function_counts():

@@ -76,14 +76,16 @@ def test_each_message_of_an_assistant_is_learned(tmp_path):
     mixture = TaskMixture([TaskConfig(name="chat", path=str(path), eval_path=str(path))], seed=0)
     found = sorted((each.prompt for each in mixture.next(2)), key=lambda each: each.id)
     assert [each.answer for each in found] == ["2", "4"]
-    assert [list(each.metadata["conversation"]) for each in found] == [CHAT[:2], CHAT[:4]]
+    assert [list(each.messages) for each in found] == [CHAT[:2], CHAT[:4]]
 
 
 @pytest.mark.parametrize("messages", [None, [], "hi", CHAT[:2], [{"role": "bot", "content": "x"}], [{"role": "user"}]])
 def test_rows_that_are_no_conversation_are_named(messages, tmp_path):
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"messages": messages}) + "\n")
-    with pytest.raises(ValueError, match=r"chat.jsonl:1: messages are .*expected a list of"):
+    with pytest.raises(
+        ValueError, match=r"chat.jsonl:1: column 'messages' is .*(expected a list of|an assistant must answer)"
+    ):
         TaskMixture([TaskConfig(name="chat", path=str(path))], seed=0).next(1)
 
 

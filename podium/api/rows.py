@@ -1,0 +1,121 @@
+"""What `data=` may be: rows of many kinds become a .jsonl file in the run's folder; files and hub ids stay names."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from podium.files import write_atomically
+from podium.tasks.data import READERS, any_of
+
+Rows = Iterable[Mapping[str, Any]]
+"""Dicts, a datasets.Dataset, or a pandas or polars DataFrame."""
+Data = Rows | Mapping[str, Rows] | str | Path | Callable[..., Any]
+"""Rows, a datasets.DatasetDict, a file of rows or a folder of them, a hub id, or a task's class."""
+
+TRAIN_SPLITS = ("train",)
+EVAL_SPLITS = ("test", "validation")
+"""The split of a DatasetDict that is read, the first that it has."""
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+
+def hub_id(data: object) -> str | None:
+    """The data as the id of a data set of the hub, `owner/name`; None for a path that exists, and for anything else."""
+    if not isinstance(data, str) or not _HUB_ID.fullmatch(data) or Path(data).expanduser().exists():
+        return None
+    return None if Path(data).suffix in READERS else data
+
+
+def is_task(data: object) -> bool:
+    """Whether the data is a task's class, or another callable that makes a task."""
+    return isinstance(data, type) or (callable(data) and not isinstance(data, Iterable))
+
+
+def data_file(
+    data: Any, folder: Path, what: str, splits: Sequence[str] = EVAL_SPLITS, *, subset: str | None = None
+) -> str:
+    """Return the path of the data; rows are first written to a file named after a hash of their content.
+
+    Args:
+        data: a path, which is returned as it is; rows; or a hub id.
+        folder: of the written file.
+        what: the argument's name, for messages and for the file.
+        splits: of a DatasetDict, or of a data set of the hub, the first of these that it has is read.
+        subset: configuration of a data set of the hub.
+
+    Raises:
+        ValueError: there is no such file or split, an item is not a row, or it holds a value that JSON cannot
+            represent.
+    """
+    if name := hub_id(data):
+        data = _hub_splits(name, subset, what)
+    if isinstance(data, str | Path):
+        return _existing(str(data), what)
+    lines = []
+    for index, row in enumerate(_rows(data, what, splits)):
+        if not isinstance(row, Mapping):
+            expected = "a dict, such as {'question': ..., 'answer': ...}"
+            raise ValueError(f"{what}: row {index} is {row!r:.80}; expected {expected}")
+        try:
+            lines.append(json.dumps(dict(row), ensure_ascii=False, default=_scalar) + "\n")
+        except TypeError as error:
+            raise ValueError(f"{what}: row {index} cannot be written as JSON ({error}); drop that column") from None
+    if not lines:
+        raise ValueError(f"{what}: it has no rows")
+    text = "".join(lines)
+    path = folder / f"{what}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.jsonl"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
+    return str(path)
+
+
+def _existing(path: str, what: str) -> str:
+    """The path. Raises ValueError if nothing is there."""
+    if not Path(path).expanduser().exists():
+        raise ValueError(
+            f"{what}: there is no file or folder {path}; give a {any_of()} file, a folder, or a data set of the hub as"
+            " owner/name"
+        )
+    return path
+
+
+def _rows(data: Any, what: str, splits: Sequence[str]) -> Iterable[Any]:
+    """The rows of what holds them: a table by rows, of a DatasetDict one split."""
+    if isinstance(data, Mapping):
+        found = next((name for name in splits if name in data), None)
+        if found is None:
+            raise ValueError(
+                f"{what}: it has the splits {', '.join(map(str, data)) or 'none'}, and {' or '.join(splits)} is read;"
+                f" give one split: {what}=data[{next(iter(data), splits[0])!r}]"
+            )
+        return data[found]
+    if hasattr(data, "to_dicts"):  # polars
+        return data.to_dicts()
+    if hasattr(data, "notna"):  # pandas, where a value that is missing is NaN
+        return data.astype(object).where(data.notna(), None).to_dict("records")
+    if not isinstance(data, Iterable):
+        raise ValueError(f"{what}: {data!r:.80} has no rows; give dicts, a datasets.Dataset, a DataFrame or a file")
+    return data
+
+
+def _hub_splits(name: str, subset: str | None, what: str) -> Any:
+    """The splits of a data set of the hub. Raises ValueError if it cannot be loaded."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(f"{what}: data sets of the hub need `datasets`: pip install 'podium-rl[data]'") from error
+    try:
+        return datasets.load_dataset(name, subset)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{what}: could not load {name} from the hub: {error}") from error
+
+
+def _scalar(value: Any) -> Any:
+    """Convert numpy values to Python's."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} {value!r:.40}")
