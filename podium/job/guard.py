@@ -8,7 +8,7 @@ afterwards, before anything heavy is imported:
     worker k -> worker 0   {"identity": {...}}                           when its settings are read
     worker 0 -> worker k   {"file": ...}                                 a file with a nonce, in `runs_dir`
     worker k -> worker 0   {"nonce": ...}                                as worker k reads it there
-    worker 0 -> worker k   {"problems": [...], "lasting": ...}           no problems: start
+    worker 0 -> worker k   {"problems": [...], "lasting": ...}           no problems: start; at once if worker 0 ends
 
 Every message carries a proof that its sender knows the job's nonce (PODRUN_NONCE, which the launcher draws for each
 attempt), one for worker 0 and another for the others; messages without it are ignored. Standard library only.
@@ -26,11 +26,15 @@ from typing import Any
 
 from podium.files import RunFileError, absolute, in_bucket, write_atomically
 from podium.job.cluster import Cluster, ClusterError
+from podium.job.records import exit_status, one_line
+from podium.job.redact import own_redactor
 
 ARRIVAL_S = 60.0
 """Seconds in which the next worker must arrive after the last."""
 ANSWER_S = 60.0
 """Seconds that a worker may take to read its settings after it has arrived."""
+ENDED_S = 20.0
+"""Seconds that worker 0, when it ends before the check, waits for the next worker to tell it why."""
 HELLO_S = 2.0
 """Seconds that a connection may take to send its first message."""
 SHARED_S = 3.0
@@ -86,13 +90,33 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
         if problems:
             raise (GuardError if lasting else MissingError)("launch guard: " + "; ".join(problems))
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._server is not None and self._server.fileno() >= 0 and error is not None and exit_status(error):
+            self._announce(error)
         self.close()
 
     def close(self) -> None:
         """Free the port."""
         for connection in filter(None, (self._server, self._leader)):
             connection.close()  # closing twice does no harm
+
+    def _announce(self, error: BaseException) -> None:
+        """Tell the other workers why worker 0 ends before the check, such as an error in its settings."""
+        assert self._server is not None
+        why = one_line(own_redactor().redact(f"{type(error).__name__}: {error}"))
+        problem = f"worker 0 ({socket.gethostname()}) has ended: {why}"
+        told: set[int] = set()
+        patience_s = min(ENDED_S, self._arrival_s)
+        last = time.monotonic()
+        while len(told) < self.cluster.workers - 1 and (left_s := last + patience_s - time.monotonic()) > 0:
+            peer = _accept(self._server, left_s, self._nonce)
+            if peer is None:
+                continue
+            last = time.monotonic()
+            told.add(peer.worker)
+            with contextlib.suppress(OSError):  # it has ended too
+                peer.send({"problems": [problem], "lasting": False})
+            peer.close_last()
 
     def _follow(self, identity: Mapping[str, str], folder: Path | None) -> tuple[list[str], bool]:
         """The problems that worker 0 reports, and whether another attempt would have them too."""
@@ -253,7 +277,8 @@ def _connect(cluster: Cluster, patience_s: float, nonce: str) -> _Peer:
             if time.monotonic() + RETRY_S > deadline:
                 raise MissingError(
                     f"launch guard: worker {cluster.worker} cannot reach worker 0 at {cluster.coordinator} for"
-                    f" {patience_s:g} s ({error.strerror or error}); start worker 0, or open the port between workers"
+                    f" {patience_s:g} s ({error.strerror or error}); start worker 0, read its log if it has ended, or"
+                    " open the port between workers"
                 ) from error
         time.sleep(RETRY_S)
 

@@ -35,6 +35,8 @@ from podium.settings import load_settings
 POLL_S = 5.0
 WHOLE_LOG_BYTES = 2**23
 """Bytes that are read at a time of a whole log."""
+WITHOUT_MACHINES_S = 86400.0
+"""Seconds after the end of its lease in which a slice without machines is kept."""
 LINE_BYTES = 300
 """Assumed length of a log line, to read the last N lines."""
 
@@ -217,36 +219,48 @@ def reap(
     """Delete slices whose lease has expired and on which nothing runs."""
     project = open_project(common, Placeholders())
     past = project.slices.expired(everyone=everyone)
-    project.note("for every slice whose lease has expired, if it is ready; one on which a job runs is kept:")
-    unused = []
+    deleted = []
     for each in past:
-        if (use := _use(project, each)) is None:
-            unused.append((each.name, each.zone))
-        else:
+        project.note("for every slice whose lease has expired, if it is ready; one on which a job runs is kept:")
+        if use := _use(project, each):
             project.say(f"{each.name} in {each.zone} is kept, though its lease has expired: {use}; podium pod down")
-    # Asking the machines takes time, in which a lease may have been renewed.
-    deleted = [each for each in project.slices.expired(everyone=everyone) if (each.name, each.zone) in unused]
-    for each in deleted:
+            continue
+        # Asking the machines takes time, in which a lease may have been renewed or a run started.
+        if not any(
+            now.is_same(each) and now.labels == each.labels for now in project.slices.named(each.name, each.zone)
+        ):
+            continue
         project.say(f"deleting {each.name} in {each.zone}: its lease has expired, {each.detail}")
-    project.note("for every slice whose lease has expired; the second if it was not queued:")
-    project.slices.delete(deleted)
+        project.note("for every slice whose lease has expired; the second if it was not queued:")
+        project.slices.delete([each])
+        deleted.append(each.name)
     nothing = "nothing was deleted" if past else "no lease has expired"
-    project.answer(f"deleted {', '.join(each.name for each in deleted)}" if deleted else nothing)
+    project.answer(f"deleted {', '.join(deleted)}" if deleted else nothing)
 
 
 def _use(project: Project, tpu_slice: Slice) -> str | None:
-    """What is or may be running on a slice, in words; None: nothing."""
+    """Why a slice whose lease has expired by this machine's clock is kept, in words; None: nothing runs there.
+
+    The slice's machines are asked for the time too. What has none costs nothing, and is deleted a day later: whoever
+    keeps its run alive may be replacing it, and this machine's clock may be wrong.
+    """
     if tpu_slice.state != "ready":
-        return None
+        late_s = project.clock.time() - (tpu_slice.lease or 0.0)
+        return None if late_s > WITHOUT_MACHINES_S else f"it is {tpu_slice.detail}, and is deleted a day later"
+    remote = project.remote(tpu_slice)
     try:
-        job = poll(project.remote(tpu_slice))
+        job = poll(remote)
+        times = [reply.text.strip() for reply in remote.ask("date +%s").values()]
     except GcloudError as error:
-        if error.kind == "unusable":  # it has ended since it was listed
-            return None
+        if error.gone:  # since it was listed
+            return "it has ended just now"
         raise
-    if job.unheard:
+    if job.unheard or not times:
         return "its machines do not answer, so it is unknown what they do"
-    return f"{job.name} runs there, at step {job.step}" if job.running else None
+    if job.running:
+        return f"{job.name} runs there, at step {job.step}"
+    left_s = (tpu_slice.lease or 0.0) - min(float(each) for each in times if each.isdecimal())
+    return f"by its machines' clocks it ends in {left_s / 60:.0f} minutes" if left_s > 0 else None
 
 
 @app.command()

@@ -26,13 +26,17 @@ from podium.pods.inventory import OWNER
 
 # fmt: off
 Kind = Literal[
-    "missing", "project", "login", "disabled", "denied", "exists", "not_found", "quota", "rate", "stockout", "invalid",
-    "precondition", "unusable", "ssh_key", "unavailable", "timeout", "unknown",
+    "missing", "project", "disk", "certificate", "login", "disabled", "denied", "exists", "not_found", "quota", "rate",
+    "stockout", "invalid", "precondition", "unusable", "ssh_key", "unavailable", "timeout", "unknown",
 ]
 # fmt: on
-"""missing: gcloud itself; disabled: the API is not enabled; rate: too many requests, may succeed later; unusable: the
-node has ended; unavailable and timeout: the request may or may not have been done."""
+"""missing: gcloud itself; disk: this machine's is full; certificate: this machine does not trust Google's; disabled:
+the API is not enabled; rate: too many requests, may succeed later; unusable: the node has ended; unavailable and
+timeout: the request may or may not have been done."""
 _KINDS: tuple[tuple[Kind, str], ...] = (
+    # of this machine, as Python words them: a worker's shell writes no [Errno 28]
+    ("disk", r"\[errno (28|122)\]"),
+    ("certificate", r"certificate.?verify.?failed|certverif"),
     # without a network gcloud cannot refresh a user's token, and asks to log in
     (
         "unavailable",
@@ -54,7 +58,7 @@ _KINDS: tuple[tuple[Kind, str], ...] = (
     ("invalid", r"^invalid_argument\b"),
     ("login", r"^unauthenticated\b"),
     ("rate", r"^resource_exhausted\b"),
-    ("unavailable", r"^(unavailable|internal|deadline_exceeded)\b"),
+    ("unavailable", r"^(unavailable|internal|deadline_exceeded|aborted|cancelled)\b"),
     # texts that other errors may contain too
     ("unavailable", r"unavailable|gcloud crashed|timed out|connection|unable to find the server|network connectivity"),
     ("invalid", r"invalid|unrecognized arguments|argument --|must be specified"),
@@ -65,6 +69,8 @@ INCOMPLETE = "WARNING: Some requests did not succeed."
 _WAYS_OUT: Mapping[Kind, str] = {
     "missing": "install the Google Cloud CLI (cloud.google.com/sdk/docs/install) and run: gcloud auth login",
     "project": "name a project with --project, or run: gcloud config set project PROJECT",
+    "disk": "delete something on this machine and run the command again",
+    "certificate": "check this machine's clock, its certificates and its proxy, and run the command again",
     "login": "run: gcloud auth login",
     "disabled": "run: gcloud services enable tpu.googleapis.com, and compute.googleapis.com for --on-vm",
     "denied": "check the zone's name, and that your account has the role TPU Admin (roles/tpu.admin) in the project",
@@ -107,17 +113,22 @@ class GcloudError(ValueError):
     @property
     def uncertain(self) -> bool:
         """Whether the request may have been carried out nevertheless."""
-        return self.kind in ("unavailable", "timeout")
+        return self.kind in ("unavailable", "timeout", "unknown")
 
     @property
     def transient(self) -> bool:
         """Whether the same request may succeed soon."""
-        return self.uncertain or self.kind == "rate"
+        return self.kind in ("unavailable", "timeout", "rate")
 
     @property
     def lasting(self) -> bool:
-        """Whether neither waiting nor other machines would help."""
-        return not self.transient and self.kind != "unusable"
+        """Whether this machine is at fault, so that neither waiting nor other slices would help."""
+        return self.kind in ("missing", "project", "disk", "certificate")
+
+    @property
+    def gone(self) -> bool:
+        """Whether the node that a command was for has ended or no longer exists."""
+        return self.kind in ("unusable", "not_found")
 
 
 def run_process(argv: Sequence[str], timeout_s: float) -> Finished:

@@ -16,6 +16,8 @@ State = Literal["ready", "creating", "waiting", "dead", "failed", "deleting"]
 failed: the queued resource will never get machines. Dead and failed slices use quota until they are deleted."""
 
 OWNER = "podium-owner"
+ID = "podium-id"
+"""A word that tells a slice from earlier and later ones of the same name."""
 LEASE = "podium-lease"
 """When the lease expires, in Unix seconds."""
 LEASE_S = "podium-lease-s"
@@ -23,9 +25,11 @@ LEASE_S = "podium-lease-s"
 ZONES = "podium-zones"
 """Zones in which the slice was requested, in order."""
 RUN = "podium-run"
-"""The job that was last started on its machines, or is about to start."""
+"""The job that was last started on its machines, or is about to start; attempt 0: rented for that run."""
 STOP = "podium-stop"
 """When `podium pod stop` was last given, in Unix seconds."""
+END = "podium-end"
+"""RUN-TIME-STATUS: a run that was found to have ended, when, and how, for others who keep it alive."""
 LABEL_LENGTH = 63
 """Most characters of a label's value: lower-case letters, digits, `-` and `_`."""
 ApiObject = Mapping[str, Any]
@@ -77,9 +81,40 @@ class Slice:
         return self.labels.get(OWNER)
 
     @property
+    def identity(self) -> str:
+        """Distinguishes it from other slices of the same name; empty if an older Podium rented it."""
+        return self.labels.get(ID, "")
+
+    def is_same(self, other: "Slice") -> bool:
+        """Whether both are one slice, seen at two moments."""
+        return (self.name, self.zone, self.owner, self.identity) == (
+            other.name,
+            other.zone,
+            other.owner,
+            other.identity,
+        )
+
+    @property
+    def run(self) -> str | None:
+        """The run that it was rented for or that was last started there, without the attempt's number."""
+        label = self.labels.get(RUN)
+        return label and re.sub(r"-\d+$", "", label)
+
+    @property
+    def started(self) -> bool:
+        """Whether a job was started on its machines."""
+        return RUN in self.labels and not self.labels[RUN].endswith("-0")
+
+    @property
     def lease(self) -> float | None:
-        """The end of its lease in Unix seconds; None if the label is missing or not a number."""
-        return self._number(LEASE)
+        """The end of its lease in Unix seconds; None if the label is missing or not a number.
+
+        It ends at least its length after the machines were created: time in the queue does not count.
+        """
+        end = self._number(LEASE)
+        if end is None or self.lease_s is None or self.created is None or not self.node:
+            return end
+        return max(end, self.created.timestamp() + self.lease_s)
 
     @property
     def lease_s(self) -> float | None:

@@ -215,7 +215,13 @@ def poll(remote: Remote, job: str | None = None) -> JobStatus:
 
 
 def prepare(
-    remote: Remote, spec: RunSpec, *, clock: Clock, say: Callable[[str], None], stop: str | None = None
+    remote: Remote,
+    spec: RunSpec,
+    *,
+    clock: Clock,
+    say: Callable[[str], None],
+    claim: Callable[[], None] = lambda: None,
+    stop: str | None = None,
 ) -> tuple[str, bool]:
     """Send and set up everything that a run needs, unless it is already running or done.
 
@@ -224,6 +230,7 @@ def prepare(
         spec: the run.
         clock: for pauses and time limits.
         say: prints progress.
+        claim: called once no other run is found there, before anything is sent.
         stop: command that ends another job there, for the error; None: `podium pod stop` of the slice.
 
     Returns:
@@ -240,6 +247,7 @@ def prepare(
     if busy:
         stop = stop or f"podium pod stop {remote.name}"
         raise RemoteError(f"{remote.name} is busy with job {busy[0]}; wait for it, or: {stop}")
+    claim()
     newest = max((spec.attempt(status["job"]) or 0 for status in jobs), default=0)
     job = f"{spec.prefix}{newest}"
     for old in sorted({each["job"] for each in jobs if each["state"] in UNDER_WAY} - {job, SETUP + job}):

@@ -79,6 +79,7 @@ def open_project(common: Common, placeholders: Placeholders, secrets: Secrets | 
         owner=world.owner(core.get("account")),
         clock=world.clock,
         say=lambda line: project.say(line),
+        random_word=world.random_word,
         parallel=world.parallel,
     )
     project = Project(world=world, slices=slices, zone=settings.get("compute", {}).get("zone"), secrets=kept)

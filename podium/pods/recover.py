@@ -11,17 +11,18 @@ from typing import Literal
 from podium.job.records import ABORTED, GUARD, STOPPED, first_failure, listed
 from podium.pods.gcloud import GcloudError
 from podium.pods.launch import JobStatus
+from podium.pods.patience import Patience
 from podium.pods.remote import RemoteError, UnusableError
 from podium.pods.rental import DEFAULT_LEASE, seconds
 from podium.pods.session import Observation, Session
-from podium.pods.slices import NODE_S, DeletedError, SliceError
+from podium.pods.slices import NODE_S, DeletedError, SliceError, TakenError
 from podium.pods.world import Clock
 
 Act = Literal["wait", "start", "restart", "replace", "stop", "end"]
 WRONG_SETTINGS = 2
 RUNNING = "running"
 ENDINGS = 1000
-"""Most attempts to delete the slice in the end, while the network or the API fails."""
+"""Most attempts to delete the slice in the end, while lists still show it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,16 +81,14 @@ def decide(seen: Observation, counts: Counts, policy: Policy) -> Decision:
     """Choose the action for an observation."""
     if seen.replacing:
         return Decision(act="replace", why="another slice is being rented")
-    if seen.asked_to_stop and not (seen.job and (seen.job.running or seen.job.unheard)):
-        if seen.job is not None and seen.job.outcome == "done":
-            return Decision(act="end", why="done")
-        return Decision(act="end", why="stopped on request; it can be continued", status=STOPPED)
-    if seen.asked_to_stop and seen.job and seen.job.running:
-        return Decision(act="stop", why="stopping on request")
+    if other := _about_others(seen):
+        return other
     if seen.slice is None:
         if seen.waited_s < policy.settle_s:
             return Decision(act="wait", why="the slice is not listed")
         return Decision(act="end", why="the slice was deleted, but not by this command", status=1)
+    if seen.slice.state == "deleting":
+        return Decision(act="wait", why="the slice is being deleted, but not by this command")
     if not seen.slice.alive:
         return _replace(f"the slice is lost ({seen.slice.detail})", counts, policy)
     if seen.slice.state != "ready" or seen.job is None:
@@ -99,6 +98,25 @@ def decide(seen: Observation, counts: Counts, policy: Policy) -> Decision:
             )
         return Decision(act="wait", why=f"the slice is {seen.slice.detail}")
     return _about_job(seen, seen.job, counts, policy)
+
+
+def _about_others(seen: Observation) -> Decision | None:
+    """Choose the action if another command took the slice, announced the run's end, or asked the run to stop."""
+    done = seen.job is not None and seen.job.outcome == "done"
+    if seen.taken and not done:
+        why = f"{seen.taken}; the same command with another --slice continues this run"
+        return Decision(act="end", why=why, status=1)
+    if seen.ended is not None:
+        return Decision(act="end", why="another command found that the run has ended", status=seen.ended)
+    if not seen.asked_to_stop:
+        return None
+    if seen.job and seen.job.running:
+        return Decision(act="stop", why="stopping on request")
+    if seen.job and seen.job.unheard:
+        return None
+    if done:
+        return Decision(act="end", why="done")
+    return Decision(act="end", why="stopped on request; it can be continued", status=STOPPED)
 
 
 def _about_job(seen: Observation, job: JobStatus, counts: Counts, policy: Policy) -> Decision:
@@ -183,132 +201,158 @@ def _replace(why: str, counts: Counts, policy: Policy) -> Decision:
 
 
 def keep_alive(session: Session, policy: Policy, *, clock: Clock, say: Callable[[str], None]) -> int:
-    """Observe and act until the run has ended; returns its exit status."""
-    counts = Counts()
-    before = None
-    waited_s = 0.0
-    observed = clock.monotonic()
-    said = ""
-    while True:
-        seen = _observe(session, clock, say)
-        job = seen.job
-        state = (seen.slice and seen.slice.detail, job and (job.outcome, job.silent, job.name))
-        now = clock.monotonic()
-        waited_s = waited_s + min(now - observed, policy.observation_s) if state == before else 0.0
-        before = state
-        observed = now
-        if job is not None:
-            session.show(job)
-            if job.step > counts.step:
-                counts = Counts(step=job.step)
-        decision = decide(dataclasses.replace(seen, waited_s=waited_s), counts, policy)
-        if decision.why != said and decision.why != RUNNING:
-            say(decision.why if decision.act in ("wait", "end") else f"{decision.act}: {decision.why}")
-        said = decision.why
-        if decision.act == "wait":
-            clock.sleep(policy.poll_s)
-            continue
-        try:
-            if decision.act == "end":
-                return _end(decision, session, job, policy, clock, say)
-            counts = _act(decision, session, counts, policy, clock, say)
-        except DeletedError as error:
-            say(f"{error}, but not by this command")
-            return 1
+    """Observe and act until the run has ended; returns its exit status.
+
+    Raises:
+        GcloudError: gcloud cannot be used from this machine, or has failed for half an hour; the run may continue.
+    """
+    return _Keeper(session, policy, clock, say).keep()
+
+
+class _Keeper:
+    """Observes a run and acts on it."""
+
+    def __init__(self, session: Session, policy: Policy, clock: Clock, say: Callable[[str], None]) -> None:
+        self._session = session
+        self._policy = policy
+        self._clock = clock
+        self._say = say
+        self._counts = Counts()
+        self._observing = Patience(clock, say, "the run continues without this machine")
+        self._acting = Patience(clock, say, "the run is still followed")
+
+    def keep(self) -> int:
+        """Observe and act until the run has ended; returns its exit status."""
         before = None
+        waited_s = 0.0
+        observed = self._clock.monotonic()
+        said = ""
+        while True:
+            seen = self._observe()
+            job = seen.job
+            state = (seen.slice and seen.slice.detail, job and (job.outcome, job.silent, job.name))
+            now = self._clock.monotonic()
+            waited_s = waited_s + min(now - observed, self._policy.observation_s) if state == before else 0.0
+            before = state
+            observed = now
+            if job is not None:
+                self._session.show(job)
+                if job.step > self._counts.step:
+                    self._counts = Counts(step=job.step)
+            decision = decide(dataclasses.replace(seen, waited_s=waited_s), self._counts, self._policy)
+            if decision.why != said and decision.why != RUNNING:
+                self._say(decision.why if decision.act in ("wait", "end") else f"{decision.act}: {decision.why}")
+            said = decision.why
+            if decision.act == "wait":
+                self._clock.sleep(self._policy.poll_s)
+                continue
+            if decision.act == "end":
+                return self._end(decision, seen)
+            if (status := self._act(decision)) is not None:
+                return status
+            before = None
 
+    def _observe(self) -> Observation:
+        """Observe as soon as gcloud allows it: the run does not need this machine."""
+        while True:
+            try:
+                seen = self._session.observe()
+            except GcloudError as error:
+                self._observing.wait(error)
+            else:
+                self._observing.reset()
+                return seen
 
-def _act(
-    decision: Decision, session: Session, counts: Counts, policy: Policy, clock: Clock, say: Callable[[str], None]
-) -> Counts:
-    """Carry out a decision and return the new counts. A failure is printed; the next observation shows it again."""
-    try:
+    def _act(self, decision: Decision) -> int | None:
+        """Carry out a decision; returns an exit status if nothing is left to follow.
+
+        A failure is printed; the next observation shows it again.
+        """
+        try:
+            self._do(decision)
+        except (DeletedError, TakenError) as error:
+            self._say(f"{error}; nothing is rented by this command")
+            return 1
+        except GcloudError as error:
+            if not error.gone:
+                self._acting.wait(error)
+        except (RemoteError, SliceError) as error:
+            self._say(str(error))
+            self._clock.sleep(self._count(error, decision))
+        else:
+            self._acting.reset()
+        return None
+
+    def _do(self, decision: Decision) -> None:
+        """Carry out a decision and count it."""
+        counts = self._counts
         if decision.act == "stop":
-            session.stop()
-            return counts
+            self._session.stop()
+            return
         if decision.act == "replace":
-            session.replace()
-            return dataclasses.replace(counts, replacements=counts.replacements + 1, restarts=0, unusable=0, refused=0)
-        return _start(decision, session, counts, policy, clock)
-    except (RemoteError, SliceError, GcloudError) as error:
-        if isinstance(error, DeletedError) or (isinstance(error, GcloudError) and error.lasting):
-            raise
-        say(str(error))
-        counts, pause_s = _after_error(error, decision, session, counts, policy)
-        clock.sleep(pause_s)
-        return counts
+            self._session.replace()
+            self._counts = dataclasses.replace(
+                counts, replacements=counts.replacements + 1, restarts=0, unusable=0, refused=0
+            )
+            return
+        restarts = counts.restarts
+        if decision.act == "restart":
+            self._session.stop()
+            self._clock.sleep(_pause(self._policy.pauses_s, restarts))
+            restarts += 1
+        self._session.start()
+        self._counts = dataclasses.replace(counts, unusable=0, starts=0, restarts=restarts)
 
+    def _count(self, error: RemoteError | SliceError, decision: Decision) -> float:
+        """Count a failure; returns the seconds to wait before the next observation."""
+        counts, policy = self._counts, self._policy
+        match error:
+            case UnusableError():  # nothing was started, so the run has not failed again
+                if error.answered or not self._session.may_run:
+                    counts = dataclasses.replace(counts, unusable=counts.unusable + 1)
+                pause_s = _pause(policy.pauses_s, counts.unusable)
+            case RemoteError():
+                restarts = counts.restarts + (decision.act == "restart")
+                counts = dataclasses.replace(counts, starts=counts.starts + 1, restarts=restarts)
+                pause_s = policy.poll_s
+            case SliceError():
+                pause_s = _pause(policy.no_capacity_s, counts.refused)
+                counts = dataclasses.replace(counts, refused=counts.refused + 1)
+        self._counts = counts
+        return pause_s
 
-def _start(decision: Decision, session: Session, counts: Counts, policy: Policy, clock: Clock) -> Counts:
-    """Start the run, or stop it and start it again after a pause."""
-    restarts = counts.restarts
-    if decision.act == "restart":
-        session.stop()
-        clock.sleep(_pause(policy.pauses_s, restarts))
-        restarts += 1
-    session.start()
-    return dataclasses.replace(counts, unusable=0, starts=0, restarts=restarts)
+    def _end(self, decision: Decision, seen: Observation) -> int:
+        """Delete the slice if that is wanted, or stop workers that still run; returns the exit status."""
+        name = self._session.slice.name
+        if not self._policy.down:
+            if seen.job is not None and seen.job.outcome in ("failed", "guard"):
+                self._stop_the_rest()
+            if seen.slice is not None:
+                self._say(f"{name} is still rented; podium pod down {name} deletes it")
+            return decision.status
+        ending = Patience(
+            self._clock, self._say, f"{name} may still be rented, and costs money: podium pod down {name}"
+        )
+        for attempt in range(ENDINGS):
+            try:
+                if self._session.give_back(decision.status):
+                    self._say(f"deleted {name}; podium pod run --keep leaves it rented")
+                return decision.status
+            except GcloudError as error:
+                ending.wait(error)
+            except (RemoteError, SliceError) as error:
+                self._say(str(error))
+                self._clock.sleep(_pause(self._policy.no_capacity_s, attempt))
+        self._say(f"{name} may still be rented and cost money; podium pod down {name} deletes it")
+        return decision.status
 
-
-def _after_error(
-    error: RemoteError | SliceError | GcloudError, decision: Decision, session: Session, counts: Counts, policy: Policy
-) -> tuple[Counts, float]:
-    """The new counts, and the seconds to wait before the next observation."""
-    match error:
-        case UnusableError():  # nothing was started, so the run has not failed again
-            if error.answered or not session.may_run:
-                counts = dataclasses.replace(counts, unusable=counts.unusable + 1)
-            return counts, _pause(policy.pauses_s, counts.unusable)
-        case RemoteError():
-            restarts = counts.restarts + (decision.act == "restart")
-            return dataclasses.replace(counts, starts=counts.starts + 1, restarts=restarts), policy.poll_s
-        case SliceError():
-            pause_s = _pause(policy.no_capacity_s, counts.refused)
-            return dataclasses.replace(counts, refused=counts.refused + 1), pause_s
-    return counts, policy.poll_s
+    def _stop_the_rest(self) -> None:
+        """Stop workers that may not have noticed that the job has failed."""
+        try:
+            self._session.stop()
+        except (RemoteError, GcloudError) as error:
+            self._say(str(error))
 
 
 def _pause(pauses_s: tuple[float, ...], times: int) -> float:
     return pauses_s[min(times, len(pauses_s) - 1)]
-
-
-def _end(
-    decision: Decision,
-    session: Session,
-    job: JobStatus | None,
-    policy: Policy,
-    clock: Clock,
-    say: Callable[[str], None],
-) -> int:
-    """Delete the slice if that is wanted, or stop workers that still run; returns the exit status."""
-    for attempt in range(ENDINGS):
-        try:
-            if policy.down:
-                if session.give_back():
-                    say(f"deleted {session.slice.name}; podium pod run --keep leaves it rented")
-            elif job is not None and job.outcome in ("failed", "guard"):
-                session.stop()  # some workers may not have noticed the failure
-            return decision.status
-        except (RemoteError, SliceError, GcloudError) as error:
-            say(str(error))
-            if not policy.down or (isinstance(error, GcloudError) and error.lasting):
-                break
-        clock.sleep(_pause(policy.no_capacity_s, attempt))
-    if policy.down:
-        say(f"{session.slice.name} may still be rented: podium pod down {session.slice.name}")
-    return decision.status
-
-
-def _observe(session: Session, clock: Clock, say: Callable[[str], None]) -> Observation:
-    """Observe as soon as the network allows it: the run does not need this machine."""
-    said = False
-    while True:
-        try:
-            return session.observe()
-        except GcloudError as error:
-            if not error.transient:
-                raise
-            if not said:
-                say(f"{error.text}; the run continues without this machine; retrying")
-            said = True
-        clock.sleep(30.0)

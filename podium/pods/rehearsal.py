@@ -173,7 +173,7 @@ class Rehearsal:
         status = {**NO_JOB, "host": "HOST", "time": 0, "left": []}
         if job:
             status |= {"job": job, "state": "finished", "exit": 0, "log_bytes": 1}
-        text = "" if "agent logs" in command else json.dumps(status)
+        text = "" if "agent logs" in command else f"{self.time():.0f}" if "date +%s" in command else json.dumps(status)
         packed = b64encode(gzip.compress(text.encode())).decode()
         return "".join(f"{MARK} {worker} 0 {packed}\n" for worker in range(workers))
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from podium.accelerators import Accelerator, find_accelerator
 from podium.config.errors import nearest
 from podium.pods.gcloud import Order
-from podium.pods.inventory import LEASE, LEASE_S, OWNER, ZONES, Slice, zones_label
+from podium.pods.inventory import ID, LEASE, LEASE_S, OWNER, RUN, ZONES, Slice, label_text, zones_label
 from podium.pods.options import Rent
 from podium.pods.rehearsal import ZONE
 from podium.pods.slices import BadRequestError, InterruptedRentalError, Slices
@@ -45,8 +45,15 @@ def seconds(text: str, option: str) -> int:
     return int(found[1]) * _UNITS[found[2]]
 
 
-def rent_slice(slices: Slices, name: str, rent: Rent, *, default_zone: str | None) -> Slice:
+def rent_slice(slices: Slices, name: str, rent: Rent, *, default_zone: str | None, run: str | None = None) -> Slice:
     """Rent a slice and wait until it is ready, or renew the lease of an existing slice of that name.
+
+    Args:
+        slices: the project's.
+        name: of the slice.
+        rent: what to rent.
+        default_zone: if `rent` names no zone.
+        run: beginning of the names of the jobs that it is rented for; None: any.
 
     Raises:
         BadRequestError: type, zone, time or name is invalid.
@@ -55,7 +62,7 @@ def rent_slice(slices: Slices, name: str, rent: Rent, *, default_zone: str | Non
     zones = rent.zones or ([default_zone] if default_zone else [])
     if not zones:
         raise BadRequestError("which zone? Give --zone: one or more zones in which you have quota, tried in order")
-    order = new_order(name, rent, slices.owner, zones, slices.clock.time())
+    order = new_order(name, rent, slices, zones, run)
     for zone in zones:
         if zone not in slices.zones and ZONE not in slices.zones:
             near = nearest(zone, slices.zones)
@@ -75,8 +82,8 @@ def rent_slice(slices: Slices, name: str, rent: Rent, *, default_zone: str | Non
     return tpu_slice
 
 
-def new_order(name: str, rent: Rent, owner: str, zones: Sequence[str], now: float) -> Order:
-    """The order for a new slice. Raises BadRequestError if type, time or name is invalid."""
+def new_order(name: str, rent: Rent, slices: Slices, zones: Sequence[str], run: str | None = None) -> Order:
+    """The order for a new slice, for a run or for any. Raises BadRequestError if type, time or name is invalid."""
     accelerator = tpu(rent.type)
     lease_s = seconds(rent.lease or DEFAULT_LEASE, "--lease")
     if not NAME.fullmatch(name):
@@ -91,17 +98,19 @@ def new_order(name: str, rent: Rent, owner: str, zones: Sequence[str], now: floa
         queued=rent.queued,
         valid_until_s=seconds(rent.valid_until, "--valid-until"),
         labels={
-            OWNER: owner,
-            LEASE: str(int(now) + lease_s),
+            OWNER: slices.owner,
+            ID: slices.random_word("ID"),
+            LEASE: str(int(slices.clock.time()) + lease_s),
             LEASE_S: str(lease_s),
             ZONES: zones_label(zones),
+            **({RUN: label_text(f"{run}0")} if run else {}),
         },
         service_account=rent.service_account,
     )
 
 
-def same_again(slices: Slices, old: Slice, rent: Rent) -> tuple[Order, Sequence[str]]:
-    """The order for another slice like a lost one, and its zones: the same zones unless others were given."""
+def same_again(slices: Slices, old: Slice, rent: Rent, run: str) -> tuple[Order, Sequence[str]]:
+    """The order for another slice like a lost one, for a run, and its zones: the same unless others were given."""
     same = dataclasses.replace(
         rent,
         type=old.accelerator,
@@ -112,7 +121,7 @@ def same_again(slices: Slices, old: Slice, rent: Rent) -> tuple[Order, Sequence[
         lease=rent.lease or (f"{old.lease_s:.0f}s" if old.lease_s else None),
     )
     zones = rent.zones or old.zones
-    return new_order(old.name, same, slices.owner, zones, slices.clock.time()), zones
+    return new_order(old.name, same, slices, zones, run), zones
 
 
 def renew_lease(slices: Slices, tpu_slice: Slice, rent: Rent) -> float:

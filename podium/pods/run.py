@@ -75,7 +75,7 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
             assert name is not None
             keep_on_vm(project, name, zone, rent, options, spec)
             return 0
-        tpu_slice = _find_slice(project, name, rent, options)
+        tpu_slice = _find_slice(project, name, rent, options, spec.prefix)
         _check_runs_dir(loaded, options, len(tpu_slice.addresses))
         spec = dataclasses.replace(spec, accelerator=tpu_slice.accelerator)
         _check_divisible(loaded.config, spec)
@@ -91,11 +91,11 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
         return follow(project, session, options)
 
 
-def _find_slice(project: Project, name: str | None, rent: Rent, options: RunOptions) -> Slice:
+def _find_slice(project: Project, name: str | None, rent: Rent, options: RunOptions, run: str) -> Slice:
     """The slice to run on: an existing one, or a new one if a type was given."""
     if rent.type is not None:
         assert name is not None
-        return rent_slice(project.slices, name, rent, default_zone=project.zone)
+        return rent_slice(project.slices, name, rent, default_zone=project.zone, run=run)
     tpu_slice = project.slices.locate(name)
     project.note("shown for a v6e-8; type, number and addresses of the machines come from the answer:")
     if tpu_slice.state == "ready" or options.keep_alive:  # `keep_alive` replaces it if necessary
@@ -172,3 +172,7 @@ def follow(project: Project, session: Session, options: RunOptions) -> int:
         project.say(f"\nstopped following; the run continues. podium pod logs -f {name} shows its log,")
         project.say(f"podium pod stop {name} ends it, and the same command follows it again")
         return INTERRUPTED
+    except (ValueError, OSError):
+        name = session.slice.name
+        project.say(f"no longer followed: {name} may still be rented and cost money; podium pod down {name} deletes it")
+        raise

@@ -6,15 +6,18 @@ from typing import Literal
 
 from podium.job.records import NO_JOB
 from podium.pods.gcloud import GcloudError
-from podium.pods.inventory import RUN, STOP, Slice, label_text
+from podium.pods.inventory import END, RUN, STOP, Slice, label_text
 from podium.pods.launch import LOG_BYTES, JobStatus, RunSpec, poll, prepare, read_log, start, stop_job
 from podium.pods.options import Rent
 from podium.pods.project import Project
 from podium.pods.remote import RemoteError
 from podium.pods.rental import renew_lease, same_again
+from podium.pods.slices import TakenError
 
 TAIL_BYTES = 2**14
 """Bytes that are shown of a log that has grown by more than can be read at a time."""
+ANNOUNCE_S = 30.0
+"""Seconds for which others who keep the run alive can read that it has ended, before the slice is deleted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,10 @@ class Observation:
     """Whether `podium pod stop` was given since this session began."""
     replacing: bool = False
     """Whether this session has begun to replace the slice and has no other one yet."""
+    taken: str = ""
+    """What has the slice or its name now, if that is not this run."""
+    ended: int | None = None
+    """The run's exit status, if another command has found since this session began that it has ended."""
     waited_s: float = 0.0
     """Seconds for which observations have been like this."""
 
@@ -44,13 +51,16 @@ class Session:
         self._shown: dict[str, int] = {}  # job -> bytes of its log
         self._job: str | None = None
         self._stop_before = tpu_slice.labels.get(STOP)  # an earlier stop, which this command overrides
-        self._run_before = tpu_slice.labels.get(RUN)  # perhaps another run's, which has ended
+        self._end_before = tpu_slice.labels.get(END)
+        self._run = label_text(spec.prefix)
+        self._run_before = tpu_slice.run if tpu_slice.started else None  # perhaps another run, which has ended
+        self._taken = ""
         self._replacing: Literal["no", "deleting", "renting"] = "no"
 
     @property
     def may_run(self) -> bool:
         """Whether a job may be running on machines that do not answer, since one was started there."""
-        return RUN in self.slice.labels
+        return self.slice.started
 
     @property
     def replacing(self) -> bool:
@@ -62,28 +72,40 @@ class Session:
         if self._job is not None:
             self._project.note("until the run has ended, with the log of worker 0:")
         now = self._now()
-        seen = Observation(slice=now, job=None, asked_to_stop=self._asked(now), replacing=self.replacing)
+        seen = Observation(
+            slice=now,
+            job=None,
+            asked_to_stop=self._asked(now),
+            replacing=self.replacing,
+            taken=self._taken,
+            ended=self._ended(now),
+        )
         if now is None or now.state != "ready" or self.replacing:
             return seen
-        with contextlib.suppress(GcloudError):  # half of the lease is left, and the next observation tries again
-            renew_lease(self._project.slices, now, self._rent)
-        if self._job is None:  # other jobs are ignored
-            return dataclasses.replace(seen, job=JobStatus(workers=[NO_JOB] * len(now.addresses)))
+        if not self._taken:
+            with contextlib.suppress(GcloudError):  # half of the lease is left, and the next observation tries again
+                renew_lease(self._project.slices, now, self._rent)
+        none = JobStatus(workers=[NO_JOB] * len(now.addresses))
+        if self._job is None and not now.started:
+            return dataclasses.replace(seen, job=none)
         try:
-            return dataclasses.replace(seen, job=poll(self._project.remote(now), self._job))
+            job = poll(self._project.remote(now), self._job)
+            return dataclasses.replace(seen, job=job if self._job is not None or job.unheard else none)
         except GcloudError as error:
-            if error.kind != "unusable":  # the node has ended since it was listed
+            if not error.gone:
                 raise
             return seen
 
     def start(self) -> None:
-        """Start the run on workers where it is not running, unless it was asked to stop meanwhile."""
+        """Start the run on workers where it is not running, unless it was stopped or lost the slice meanwhile."""
         project = self._project
-        self._job, needed = prepare(project.remote(self.slice), self._spec, clock=project.clock, say=project.say)
+        remote = project.remote(self.slice)
+        self._job, needed = prepare(remote, self._spec, clock=project.clock, say=project.say, claim=self._claim)
         project.note("unless podium pod stop was given meanwhile:")
-        if needed and not self._asked(self._now()):
-            project.slices.label(self.slice, {RUN: label_text(self._job)})
-            start(project.remote(self.slice), self._spec, self._job, say=project.say)
+        now = self._now()
+        if needed and now is not None and not self._taken and not self._asked(now):
+            project.slices.label(now, {RUN: label_text(self._job)})
+            start(project.remote(now), self._spec, self._job, say=project.say)
 
     def stop(self) -> None:
         """Have the job save and end on all workers that still run it."""
@@ -92,29 +114,53 @@ class Session:
             stop_job(project.remote(self.slice), self._job, clock=project.clock, say=project.say)
 
     def replace(self) -> None:
-        """Delete the slice and rent another like it; after a failure, the next call continues."""
+        """Delete the slice and rent another like it; after a failure, the next call continues.
+
+        Raises TakenError if another run has rented a slice of its name meanwhile.
+        """
         slices = self._project.slices
         if not self.replacing:
             lost = self.slice
             now = self._now()
-            if self._asked(now) or (now is not None and now.alive and now.created != lost.created):
+            if self._taken or self._asked(now) or not self.slice.is_same(lost):
                 return  # another laptop has replaced it already
+            if not self._own(now) and self.slice.alive:
+                raise TakenError(
+                    f"{lost.name} is kept: {self.slice.run} was started there; podium pod down {lost.name}"
+                )
             self._job, self._replacing = None, "deleting"
-        order, zones = same_again(slices, self.slice, self._rent)
+        order, zones = same_again(slices, self.slice, self._rent, self._spec.prefix)
         if self._replacing == "deleting":
-            slices.down(self.slice.name)
+            slices.delete([self.slice])
             self._replacing = "renting"
-        self.slice = slices.up(order, zones)
+        rented = slices.up(order, zones)
         self._replacing = "no"
+        if rented.run != self._run:
+            raise TakenError(
+                f"{rented.name} in {rented.zone} was rented meanwhile for {rented.run or 'something else'}; the same "
+                "command with another --slice continues this run"
+            )
+        self.slice = rented
 
-    def give_back(self) -> bool:
-        """Delete the slice, unless another run was started there meanwhile; returns whether it was deleted."""
+    def give_back(self, status: int) -> bool:
+        """Announce the run's exit status and delete the slice, unless another run has it; returns whether it did.
+
+        Others who keep the run alive read the status and end with it too.
+        """
+        slices = self._project.slices
         now = self._now()
-        job = now.labels.get(RUN) if now is not None else None
-        if job not in (None, self._run_before) and not job.startswith(label_text(self._spec.prefix)):
-            self._project.say(f"{self.slice.name} is kept: {job} was started there meanwhile")
+        if self._own(now) and now is not None and now.state == "ready":
+            with contextlib.suppress(GcloudError):
+                slices.label(now, {END: f"{self._run}-{slices.clock.time():.0f}-{status}"})
+            slices.clock.sleep(ANNOUNCE_S)
+            now = self._now()
+        if now is None:
             return False
-        self._project.slices.down(self.slice.name)
+        if not self._own(now):
+            user = self._taken or f"{self.slice.run} was started there"
+            self._project.say(f"{self.slice.name} is kept: {user}; podium pod down {self.slice.name} deletes it")
+            return False
+        slices.delete([now])
         return True
 
     def show(self, job: JobStatus) -> None:
@@ -134,10 +180,44 @@ class Session:
             self._project.answer(text, end="")
 
     def _now(self) -> Slice | None:
-        """The slice as it is listed now; None if it is not listed."""
-        now = self._project.slices.now(self.slice)
-        self.slice = now or self.slice
+        """The run's slice as it is listed now, or another's that has its name (`_taken`); None if it is not listed.
+
+        If another laptop has replaced the slice, this is the other one from now on.
+        """
+        slices = self._project.slices
+        now = slices.now(self.slice)
+        if now is None and not self.replacing:  # perhaps replaced in another zone
+            now = next((each for each in slices.find(self.slice.name) if each.alive and each.run == self._run), None)
+        self._taken = ""
+        if now is None:
+            return None
+        if now.is_same(self.slice):
+            if now.run not in (None, self._run, self._run_before):
+                self._taken = f"{now.run} was started there" if now.started else f"it was rented for {now.run}"
+        elif now.run == self._run:
+            self._job = None  # attempts are counted anew
+        else:
+            self._taken = f"another slice of its name was rented for {now.run or 'something else'}"
+            return now
+        self.slice = now
         return now
 
+    def _own(self, now: Slice | None) -> bool:
+        """Whether the slice is there for this run alone, or no longer listed."""
+        return not self._taken and (now is None or now.run in (None, self._run))
+
+    def _claim(self) -> None:
+        """Label a slice on which an earlier run has ended, so that nobody else takes or deletes it."""
+        if self.slice.run != self._run:
+            self._project.slices.label(self.slice, {RUN: label_text(f"{self._spec.prefix}0")})
+
     def _asked(self, now: Slice | None) -> bool:
-        return now is not None and now.labels.get(STOP) not in (None, self._stop_before)
+        """Whether this run was asked to stop since this session began."""
+        return now is not None and self._own(now) and now.labels.get(STOP) not in (None, self._stop_before)
+
+    def _ended(self, now: Slice | None) -> int | None:
+        """The exit status that another command has announced."""
+        announced = now.labels.get(END) if now is not None else None
+        if announced is None or announced == self._end_before or not announced.startswith(f"{self._run}-"):
+            return None
+        return int(announced.rpartition("-")[2])

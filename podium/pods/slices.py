@@ -5,20 +5,23 @@
 
 Three rules hold after every step, and tests break every step to check them. The next zone is tried only when nothing of
 ours is left in the zone before, so there is never a second slice. A slice whose request got no reply is found by its
-name and labels, and used. Only slices with our owner's label are deleted, and a slice counts as deleted once lists no
-longer show it.
+name and labels, and used. A slice is listed again before it is deleted, and deleted only if it carries our owner's
+label and is the one that was seen before, not a later one of its name; it counts as deleted once lists no longer show
+it.
 
 Nothing is stored here: every call asks what exists.
 """
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from podium.pods.gcloud import CHANGE_S, READ_S, ApiAnswer, Gcloud, GcloudError, Order
-from podium.pods.inventory import ApiObject, Slice, read_slices
-from podium.pods.world import Clock
+from podium.pods.inventory import ID, ApiObject, Slice, read_slices
+from podium.pods.patience import Patience
+from podium.pods.world import Clock, random_word
 
 PAUSES_S = (2.0, 5.0, 15.0, 30.0)
 """Seconds between attempts of a request that may succeed soon."""
@@ -48,12 +51,24 @@ class InterruptedRentalError(SliceError):
     exit_status = 130
 
 
+class PendingError(SliceError):
+    """gcloud failed after a request was made; the message says what may be rented."""
+
+
 class DeletedError(SliceError):
     """The slice was deleted by another command while it was being created."""
 
 
+class TakenError(SliceError):
+    """Slices of others have the name in every zone, or another run has it."""
+
+
 class _RefusedError(Exception):
-    """A zone refuses the slice; the message is the reason."""
+    """A zone refuses the slice; the message is the reason, `identity` that of the slice which is to be deleted."""
+
+    def __init__(self, reason: object, identity: str | None = None) -> None:
+        super().__init__(reason)
+        self.identity = identity
 
 
 class SliceLists:
@@ -66,6 +81,7 @@ class SliceLists:
         owner: str,
         clock: Clock = time,
         say: Callable[[str], None] = lambda line: None,
+        random_word: Callable[[str], str] = random_word,
         parallel: int = 4,
     ) -> None:
         """Set the project and the owner; `say` prints progress, `parallel` zones are listed at once."""
@@ -73,14 +89,17 @@ class SliceLists:
         self.owner = owner
         self.clock = clock
         self.say = say
+        self.random_word = random_word
         self._parallel = parallel
 
-    def survey(self, zones: Iterable[str] | None = None, *, each_zone: bool = False) -> list[Slice]:
+    def survey(
+        self, zones: Iterable[str] | None = None, *, each_zone: bool = False, needed: Sequence[str] = ()
+    ) -> list[Slice]:
         """List all slices of the project, ours and others', in these zones or in all.
 
-        A zone whose queue we may not read holds nothing of ours; it is named and left out. gcloud's list of the nodes
-        of all zones silently omits zones that cannot be reached; with `each_zone`, every zone is asked, and such a zone
-        is an error.
+        A zone whose queue we may not read is named and left out, since it holds nothing of ours; if it is one of the
+        `needed` zones, it is an error. gcloud's list of the nodes of all zones silently omits zones that cannot be
+        reached; with `each_zone`, every zone is asked, and such a zone is an error.
         """
         self.gcloud.note("")
         wanted = self.zones if zones is None else list(zones)
@@ -89,7 +108,7 @@ class SliceLists:
             nodes = [each for found in listed for each in found]
             if zones is None:
                 self.gcloud.note("for every zone:")
-            queued = [each for found in pool.map(self._queued, wanted) for each in found]
+            queued = [each for found in pool.map(lambda zone: self._queued(zone, needed), wanted) for each in found]
         return [each for each in read_slices(nodes, queued) if zones is None or each.zone in wanted]
 
     @functools.cached_property
@@ -97,14 +116,15 @@ class SliceLists:
         """The zones in which this project may request TPUs."""
         return sorted(each["locationId"] for each in self._answer(self.gcloud.argv.zones()))
 
-    def find(self, name: str, *, each_zone: bool = False) -> list[Slice]:
-        """All slices of a name, in all zones."""
-        return [each for each in self.survey(each_zone=each_zone) if each.name == name]
+    def find(self, name: str, *, each_zone: bool = False, needed: Sequence[str] = ()) -> list[Slice]:
+        """All slices of a name, in all zones; the queues of the `needed` zones must be readable."""
+        return [each for each in self.survey(each_zone=each_zone, needed=needed) if each.name == name]
 
     def expired(self, *, everyone: bool = False) -> list[Slice]:
-        """The slices whose lease has expired: ours, or all that were rented with Podium."""
+        """The slices whose lease has expired, ours or all that were rented with Podium; not those that are queued."""
         rented = [each for each in self.survey() if each.owner and (everyone or self.is_ours(each))]
-        return [each for each in rented if each.lease is not None and each.lease < self.clock.time()]
+        now = self.clock.time()
+        return [each for each in rented if each.state != "waiting" and each.lease is not None and each.lease < now]
 
     def label(self, tpu_slice: Slice, labels: Mapping[str, str]) -> None:
         """Set labels of a slice's node."""
@@ -146,12 +166,14 @@ class SliceLists:
     def named(self, name: str, zone: str) -> list[Slice]:
         """The slices of that name in a zone, queued resources before nodes without one."""
         with ThreadPoolExecutor(self._parallel) as pool:
-            nodes, queued = pool.submit(self._answer, self.gcloud.argv.nodes(zone)), pool.submit(self._queued, zone)
+            nodes = pool.submit(self._answer, self.gcloud.argv.nodes(zone))
+            queued = pool.submit(self._answer, self.gcloud.argv.queued(zone))
         found = [each for each in read_slices(nodes.result(), queued.result()) if each.name == name]
         return sorted(found, key=lambda each: not each.queued)
 
-    def _queued(self, zone: str) -> Sequence[ApiObject]:
-        return self._readable(self.gcloud.argv.queued(zone), f"{zone}: its queue")
+    def _queued(self, zone: str, needed: Sequence[str] = ()) -> Sequence[ApiObject]:
+        argv = self.gcloud.argv.queued(zone)
+        return self._answer(argv) if zone in needed else self._readable(argv, f"{zone}: its queue")
 
     def _nodes(self, zone: str) -> Sequence[ApiObject]:
         return self._readable(self.gcloud.argv.nodes(zone), f"{zone}: its nodes")
@@ -172,7 +194,7 @@ class SliceLists:
             try:
                 return self.gcloud.ask(argv, timeout_s)
             except GcloudError as error:
-                if not error.transient:
+                if not error.transient and not error.uncertain:
                     raise
             self.clock.sleep(pause)
         return self.gcloud.ask(argv, timeout_s)
@@ -185,37 +207,47 @@ class Slices(SliceLists):
         """Rent a slice in the first zone that grants it, or use the existing one, and wait until it is ready.
 
         Raises:
-            SliceError: the name belongs to another owner, or all zones refuse; the message has each zone's reason.
-            GcloudError: gcloud cannot be used, or does not answer.
+            TakenError: slices of others have the name in all zones.
+            SliceError: all zones refuse; the message has each zone's reason.
+            PendingError: gcloud failed while a request stands, which may be granted later.
+            GcloudError: gcloud cannot be used, or does not answer; nothing was requested.
         """
-        existing = self._existing(order, zones)
         reasons: dict[str, str] = {}
-        if existing is not None:
-            self.say(f"{order.name} exists in {existing.zone} ({existing.detail})")
-            zones = list(dict.fromkeys((existing.zone, *zones)))
-        got = None
-        for zone in zones:
-            try:
-                if existing is None or zone != existing.zone:
-                    self.say(f"{zone}: asking for {order.accelerator}, {'spot' if order.spot else 'on demand'}")
-                    self.gcloud.note(
-                        f"if no slice is named {order.name}; the owner is that of gcloud's account; "
-                        "the next zone if one refuses:"
-                    )
-                    self._ask(order, zone)
-                self.gcloud.note("until it is ready:")
-                got = self._wait(order, zone)
-                break
-            except _RefusedError as refusal:
-                reasons[zone] = str(refusal)
-                self.say(f"{zone}: {refusal}")
-                self._clear(order.name, zone)
-        for zone in reasons:  # again: gcloud may have sent a request twice, and the first may be done late
-            self._clear(order.name, zone)
-        if got is not None:
-            return got
-        lines = "".join(f"\n    {zone}: {reason}" for zone, reason in reasons.items())
-        raise SliceError(f"no zone gave {order.accelerator} for {order.name}, and nothing is left behind:{lines}")
+        pending: list[str] = []  # zones where a request may stand
+        try:
+            while (got := self._next(order, zones, reasons, pending)) is None:
+                pass
+            for zone in reasons:  # again: gcloud may have sent a request twice, and the first may be done late
+                self._clear(order, zone)
+        except GcloudError as error:
+            if not pending:
+                raise
+            raise PendingError(
+                f"{error}\n{order.name} may be requested or rented in {', '.join(pending)}: "
+                f"podium pod down {order.name} withdraws it; the same command continues"
+            ) from error
+        return got
+
+    def _next(self, order: Order, zones: Sequence[str], reasons: dict[str, str], pending: list[str]) -> Slice | None:
+        """Wait for the existing slice, or for one in the next zone; None if it was refused, and `reasons` has why."""
+        existing = self._existing(order, zones, reasons)
+        zone = existing.zone if existing else next((each for each in zones if each not in reasons), None)
+        if zone is None:
+            raise self._all_refused(order, reasons)
+        try:
+            if existing is None:
+                self._ask(order, zone)
+            pending[:] = [zone]
+            return self._wait(order, zone)
+        except _RefusedError as refusal:
+            reasons[zone] = str(refusal)
+            self.say(f"{zone}: {refusal}")
+            self._clear(order, zone, refusal.identity)
+            pending.clear()
+        except DeletedError:  # by another command of ours, which may have asked for it in another zone
+            if self._existing(order, zones, reasons) is None:
+                raise
+        return None
 
     def down(self, name: str) -> list[Slice]:
         """Delete our slices of that name in all zones, verify that they are gone, and return them.
@@ -232,47 +264,52 @@ class Slices(SliceLists):
             raise _taken(found[0], self.owner)
         self.gcloud.note(f"for every slice of yours that is named {name}; the second if it was not queued:")
         self.delete(ours)
-        left = [each for each in self.find(name) if self.is_ours(each)] if ours else []
+        left = [each for each in self.find(name) if any(map(each.is_same, ours))] if ours else []
         if left:
             raise SliceError(f"{name} is still in {', '.join(each.zone for each in left)}; run the command again")
         return ours
 
-    def delete(self, listed: Sequence[Slice]) -> None:
-        """Delete slices as they were just listed, whoever owns them, and wait until lists no longer show them.
+    def delete(self, slices: Sequence[Slice]) -> None:
+        """Delete slices, whoever owns them, and wait until lists no longer show them; later ones of their names stay.
 
         Raises SliceError if one is still listed after a quarter of an hour.
         """
+        for each in sorted(slices, key=lambda each: not each.queued):
+            self._delete(each)
+
+    def _delete(self, tpu_slice: Slice) -> None:
         until = self.clock.monotonic() + DELETE_S
-        left = sorted(listed, key=lambda each: not each.queued)
-        while left:
-            for each in left:
-                self._request_deletion(each)
+        while same := [each for each in self.named(tpu_slice.name, tpu_slice.zone) if each.is_same(tpu_slice)]:
+            if self.clock.monotonic() > until:
+                where = f"{tpu_slice.name} in {tpu_slice.zone}"
+                raise SliceError(f"{where} still exists ({same[0].detail}); run podium pod down {tpu_slice.name} again")
+            confirmed = all(self._request_deletion(each) for each in same)
             self.gcloud.note("until it is no longer listed:")
-            places = dict.fromkeys((each.name, each.zone, each.owner) for each in left)
-            left = [now for name, zone, owner in places for now in self.named(name, zone) if now.owner == owner]
-            if left and self.clock.monotonic() > until:
-                first = left[0]
-                where = f"{first.name} in {first.zone}"
-                raise SliceError(f"{where} still exists ({first.detail}); run podium pod down {first.name} again")
-            if left:
+            if not confirmed:
                 self.clock.sleep(POLL_S)
 
-    def _request_deletion(self, listed: Slice) -> None:
-        """Request the deletion of a slice; the next list shows whether it was accepted."""
+    def _request_deletion(self, listed: Slice) -> bool:
+        """Delete a slice as it was just listed; returns whether gcloud confirmed it."""
         if listed.state == "deleting":
-            return
+            return False
         try:
             self.gcloud.checked(self.gcloud.argv.delete(listed.name, listed.zone, queued=listed.queued))
         except GcloudError as error:
-            if not error.transient and error.kind not in ("not_found", "precondition"):
+            if not error.transient and error.kind not in ("unknown", "not_found", "precondition"):
                 raise
+            return False
+        return True
 
-    def _existing(self, order: Order, zones: Sequence[str]) -> Slice | None:
-        """Our slice of that name that can be used; our others of that name are deleted."""
-        found = self.find(order.name)
+    def _existing(self, order: Order, zones: Sequence[str], reasons: dict[str, str]) -> Slice | None:
+        """Our slice of that name that can be used; our others of that name are deleted unless a run was started there.
+
+        Zones in which somebody else's slice has the name are added to `reasons`.
+        """
+        found = self.find(order.name, needed=zones)
         for each in found:
-            if not self.is_ours(each) and each.zone in zones:
-                raise _taken(each, self.owner)
+            if not self.is_ours(each) and each.zone in zones and each.zone not in reasons:
+                reasons[each.zone] = str(_taken(each, self.owner))
+                self.say(reasons[each.zone])
         ours = [each for each in found if self.is_ours(each)]
         best = min((each for each in ours if each.alive), key=lambda each: _preference(each, zones), default=None)
         if best and (best.accelerator, best.spot) != (order.accelerator, order.spot):
@@ -280,14 +317,32 @@ class Slices(SliceLists):
                 f"{best.name} exists in {best.zone} as {best.accelerator}, {'spot' if best.spot else 'on demand'}; "
                 f"ask for that, choose another name, or delete it first: podium pod down {best.name}"
             )
+        if best and best.labels.get(ID) != order.labels.get(ID):
+            self.say(f"{order.name} exists in {best.zone} ({best.detail})")
         for each in ours:
-            if each is not best:
-                self.say(f"deleting {each.name} in {each.zone}: {each.detail}")
-                self._clear(each.name, each.zone)
+            if each is best:
+                continue
+            if each.alive and each.started:
+                self.say(f"{each.name} is also rented in {each.zone}, where {each.run} was started; it is kept")
+                continue
+            self.say(f"deleting {each.name} in {each.zone}: {each.detail}")
+            self._delete(each)
         return best
+
+    def _all_refused(self, order: Order, reasons: Mapping[str, str]) -> SliceError:
+        """The error when no zone is left."""
+        others = {each.zone for each in self.find(order.name) if not self.is_ours(each)}
+        lines = "".join(f"\n    {zone}: {reason}" for zone, reason in reasons.items())
+        if set(reasons) <= others:
+            return TakenError(f"the name {order.name} is taken in every zone; nothing was requested:{lines}")
+        return SliceError(f"no zone gave {order.accelerator} for {order.name}, and nothing is left behind:{lines}")
 
     def _ask(self, order: Order, zone: str) -> None:
         """Repeat the request until it is known that the zone has it or refuses it."""
+        self.say(f"{zone}: asking for {order.accelerator}, {'spot' if order.spot else 'on demand'}")
+        self.gcloud.note(
+            f"if no slice is named {order.name}; the owner is that of gcloud's account; the next zone if one refuses:"
+        )
         error: GcloudError | None = None
         for pause in (*PAUSES_S, None):
             try:
@@ -298,7 +353,7 @@ class Slices(SliceLists):
             if error.kind in ("missing", "project", "login", "disabled"):  # the same in every zone
                 raise error
             if error.kind == "exists" or error.uncertain:
-                if self.mine(order.name, zone):
+                if self._stands(order.name, zone):
                     self.say(f"{zone}: it already exists ({error.kind}); using it")
                     return
             elif error.kind != "rate":
@@ -308,11 +363,15 @@ class Slices(SliceLists):
         assert error is not None
         raise self._refusal(order.name, zone, error)
 
+    def _stands(self, name: str, zone: str) -> bool:
+        """Whether a request of ours is known to stand in a zone."""
+        with contextlib.suppress(GcloudError):  # nothing is known, and the request is repeated
+            return self.mine(name, zone) is not None
+        return False
+
     def _refusal(self, name: str, zone: str, error: GcloudError) -> SliceError | _RefusedError:
         """The error for a request that failed to the end."""
-        if error.kind == "exists" and (others := self.named(name, zone)):
-            return _taken(others[0], self.owner)
-        if error.uncertain:
+        if error.uncertain and error.kind != "unknown":
             return SliceError(
                 f"{name}: it is unknown whether {zone} created it ({error.text}); nothing else was requested. "
                 f"Run the command again, or delete what may exist: podium pod down {name}"
@@ -321,35 +380,69 @@ class Slices(SliceLists):
 
     def _wait(self, order: Order, zone: str) -> Slice:
         """Wait until it is ready. Raises _RefusedError when it will not be."""
-        now = self.clock.monotonic  # time in which the laptop slept does not count as waiting
-        began = seen = now()
-        detail = ""
-        creating = None  # when the machines began to be created
-        while (waited_s := now() - began) < NODE_S + (order.valid_until_s if order.queued else 0):
-            mine = self.mine(order.name, zone)
-            if mine is not None:
-                seen = now()
-                if mine.detail != detail:
-                    detail = mine.detail
-                    self.say(f"{zone}: {detail}")
-                if mine.state == "ready":
-                    return mine
-                if not mine.alive:
-                    raise _RefusedError(detail)
-                creating = (creating or now()) if mine.state == "creating" else None
-                if creating and now() - creating > NODE_S:
-                    raise _RefusedError(f"its machines have been {detail} for {NODE_S / 60:.0f} minutes")
-            elif now() - seen > SETTLE_S and detail:
-                raise DeletedError(f"{order.name} in {zone} was deleted while it was being created")
-            elif now() - seen > SETTLE_S:
-                raise _RefusedError("it was requested and never listed")
-            self.clock.sleep(min(POLL_S, 2.0 + waited_s / 10))
-        raise _RefusedError(f"not ready after {waited_s:.0f} s ({detail})")
+        self.gcloud.note("until it is ready:")
+        patience = Patience(self.clock, self.say, f"the request for {order.name} in {zone} stays")
+        waiting = _Waiting(order, zone, self.clock)
+        while True:
+            try:
+                mine = self.mine(order.name, zone)
+            except GcloudError as error:
+                patience.wait(error)
+                waiting.seen = self.clock.monotonic()  # nobody looked
+                continue
+            patience.reset()
+            if mine is not None and mine.detail != waiting.detail:
+                self.say(f"{zone}: {mine.detail}")
+            if waiting.ready(mine) and mine is not None:
+                return mine
+            self.clock.sleep(min(POLL_S, 2.0 + waiting.waited_s / 10))
 
-    def _clear(self, name: str, zone: str) -> None:
-        """Delete our slices of that name in a zone, if there are any."""
-        self.gcloud.note("until it is no longer listed:")
-        self.delete(list(filter(self.is_ours, self.named(name, zone))))
+    def _clear(self, order: Order, zone: str, identity: str | None = None) -> None:
+        """Delete what an order has made in a zone, and our slice of that identity, if they exist."""
+        wanted = (order.labels.get(ID, ""), identity)
+        for each in self.named(order.name, zone):
+            if self.is_ours(each) and each.identity in wanted:
+                self._delete(each)
+
+
+class _Waiting:
+    """What was seen of a request so far; time in which the laptop slept does not count as waiting."""
+
+    def __init__(self, order: Order, zone: str, clock: Clock) -> None:
+        self.detail = ""
+        self.seen = clock.monotonic()  # when it was last listed
+        self._order = order
+        self._zone = zone
+        self._clock = clock
+        self._began = self.seen
+        self._creating: float | None = None  # when the machines began to be created
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the request."""
+        return self._clock.monotonic() - self._began
+
+    def ready(self, mine: Slice | None) -> bool:
+        """Whether it is ready, as it is listed now; _RefusedError when it will not be, DeletedError if it is gone."""
+        now = self._clock.monotonic()
+        if mine is None or mine.state == "deleting":
+            if now - self.seen <= SETTLE_S:
+                return False
+            if self.detail:
+                raise DeletedError(f"{self._order.name} in {self._zone} was deleted while it was being created")
+            raise _RefusedError("it was requested and never listed")
+        self.seen = now
+        self.detail = mine.detail
+        if mine.state == "ready":
+            return True
+        self._creating = (self._creating or now) if mine.state == "creating" else None
+        if not mine.alive:
+            raise _RefusedError(mine.detail, mine.identity)
+        if self._creating and now - self._creating > NODE_S:
+            raise _RefusedError(f"its machines have been {mine.detail} for {NODE_S / 60:.0f} minutes", mine.identity)
+        if mine.state == "waiting" and self.waited_s > NODE_S + self._order.valid_until_s:
+            raise _RefusedError(f"not ready after {self.waited_s:.0f} s ({mine.detail})", mine.identity)
+        return False
 
 
 def _taken(other: Slice, owner: str) -> SliceError:

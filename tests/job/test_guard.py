@@ -126,7 +126,7 @@ def test_missing_workers_are_named_to_all(port, tmp_path):
 def test_a_missing_first_worker_is_named(port, tmp_path):
     ends, _ = meet(port, tmp_path, [1], arrival_s=0.5)
     assert "worker 1 cannot reach worker 0 at 127.0.0.1" in ends[0]
-    assert "start worker 0, or open the port" in ends[0]
+    assert "start worker 0, read its log if it has ended, or open the port" in ends[0]
 
 
 def test_a_worker_that_was_started_twice_is_named(port, tmp_path):
@@ -207,6 +207,38 @@ def test_a_worker_that_arrives_and_ends_is_named(port, tmp_path):
     thread.join()
     assert f"worker 2 ({socket.gethostname()}) arrived and then ended" in ends[0]
     assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("late_s", [0.0, 1.5])
+def test_why_worker_0_ends_before_the_check_is_told_to_all(port, tmp_path, late_s, monkeypatch):
+    """An error in its settings, before or after the others have arrived; they do not wait for a minute."""
+    monkeypatch.setenv("WANDB_API_KEY", "CANARY0123456789abcdef")
+    ends: dict[int, str] = {}
+    kinds: dict[int, str] = {}
+
+    def follow() -> None:
+        time.sleep(late_s)
+        ends.update(meet(port, tmp_path, [1, 2], number=3, kinds=kinds)[0])
+
+    thread = threading.Thread(target=follow)
+    began = time.monotonic()
+    thread.start()
+    with pytest.raises(ValueError), Guard(make_cluster(0, port, workers=3)):
+        raise ValueError("steps: expected int, got 'many' with CANARY0123456789abcdef")
+    thread.join()
+    assert time.monotonic() - began < 20.0
+    said = f"launch guard: worker 0 ({socket.gethostname()}) has ended: ValueError: steps: expected int, got 'many'"
+    assert [text.startswith(said) and "CANARY" not in text for text in ends.values()] == [True, True], ends
+    assert kinds == {0: "missing", 1: "missing"}
+
+
+def test_worker_0_that_ends_well_or_waits_for_nobody_does_not_linger(port, monkeypatch):
+    monkeypatch.setattr("podium.job.guard.ENDED_S", 0.5)
+    began = time.monotonic()
+    for end in (SystemExit(0), ValueError("no")):
+        with pytest.raises(type(end)), Guard(make_cluster(0, port, workers=3)):
+            raise end
+    assert time.monotonic() - began < 2.0
 
 
 def test_strangers_at_the_port_are_not_counted(port, tmp_path):

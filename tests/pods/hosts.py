@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+DATE = """#!/bin/sh
+case "$*" in +%s) echo "$FAKE_NOW";; *) exec /bin/date "$@";; esac
+"""
 HOSTNAME = """#!/bin/sh
 case "$1" in -I) echo "{address} 172.17.0.1";; *) echo t1v-n-fake-w-{worker};; esac
 """
@@ -37,6 +40,8 @@ class LocalHosts:
     def __init__(self, folder: Path, addresses: Sequence[str]) -> None:
         self.addresses = tuple(addresses)
         self.homes = [folder / f"host{worker}" for worker in range(len(addresses))]
+        self.now: Callable[[], float] = time.time
+        """What their clocks show."""
         self.variables: dict[str, str] = {}
         """Environment variables of every host besides its own."""
         self.gone: set[int] = set()
@@ -46,15 +51,16 @@ class LocalHosts:
         for worker, home in enumerate(self.homes):
             (home / "bin").mkdir(parents=True)
             (home / "shm").mkdir()
-            tool = home / "bin" / "hostname"
-            tool.write_text(HOSTNAME.format(address=addresses[worker], worker=worker))
-            tool.chmod(0o755)
+            for name, text in (("hostname", HOSTNAME.format(address=addresses[worker], worker=worker)), ("date", DATE)):
+                tool = home / "bin" / name
+                tool.write_text(text)
+                tool.chmod(0o755)
 
     def environment(self, worker: int) -> dict[str, str]:
         """What a login on that host has."""
         home = self.homes[worker]
         own = {"HOME": str(home), "PATH": f"{home}/bin:{os.environ['PATH']}", "LANG": "C.UTF-8", "TMPDIR": str(home)}
-        return own | self.variables
+        return {**own, "FAKE_NOW": f"{self.now():.0f}", **self.variables}
 
     def run(self, worker: int, command: str, timeout_s: float) -> tuple[int, str, str]:
         """Run a command there."""

@@ -37,6 +37,7 @@ class PodWorld(Cloud):
             operation_s=1.0,
             addresses=lambda name, count: self.addresses[:count],
         )
+        self.hosts.now = self.clock.time
         self.shared = folder / "shared"
         self.shared.mkdir()
         self.python = fake_python(folder)

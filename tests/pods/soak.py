@@ -1,22 +1,24 @@
-"""Whole runs under `--keep-alive` while everything around them fails, in a time that passes only when somebody waits.
+"""Whole runs under `--keep-alive` while everything around them fails, on several laptops, in a time that is virtual.
 
-Real are the keeper, the launcher, the slices and the commands that they give; Google's API is `FakeTpu`, and the
-machines understand the commands without running anything: a job is the times at which it started, and what follows.
-`one_run(seed)` draws the faults and says what came of the run.
+Real are the keepers, the launcher, the slices, `podium pod stop`, `down` and `reap`, and the commands that they give;
+Google's API is `FakeTpu`, and the machines understand the commands without running anything: a job is the times at
+which it started, and what follows. `one_run(seed)` draws who does what when and what fails; `tests.pods.soak_judge`
+judges what came of it from what the API and the machines recorded.
 """
 
-import contextlib
+import dataclasses
 import functools
-import io
+import os
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from podium.pods import commands
-from podium.pods.gcloud import Finished, GcloudError
-from podium.pods.inventory import STOP
+from podium.pods.gcloud import Finished, Gcloud
+from podium.pods.inventory import END, LEASE, LEASE_S, OWNER, RUN, STOP, label_text
 from podium.pods.launch import RunSpec
 from podium.pods.options import Rent, RunOptions
 from podium.pods.project import Project
@@ -25,14 +27,19 @@ from podium.pods.rental import rent_slice
 from podium.pods.run import follow
 from podium.pods.secrets import Secrets
 from podium.pods.session import Session
-from podium.pods.slices import SliceError
+from podium.pods.slices import Slices
 from podium.pods.world import World
-from tests.pods.fake_gcloud import Cloud
-from tests.pods.fake_tpu import Fault
-from tests.pods.soak_machines import STEP_S, STEPS, WORKERS, Machines
+from tests.pods.fake_gcloud import FakeGcloud
+from tests.pods.fake_tpu import FakeTpu, Fault
+from tests.pods.soak_machines import STEP_S, STEPS, WORKERS, Fleet
+from tests.pods.timeline import Laptop, Timeline
 
 ZONES = ("us-a", "us-b", "eu-c")
-
+HOUR_S = 3600.0
+HOURS_S = STEPS * STEP_S
+"""How long a run takes that nothing happens to."""
+LIMIT_S = 40 * 24 * HOUR_S
+RENT = Rent(type="v4-16", zones=list(ZONES), valid_until="10m", lease="4h")
 
 NO_NETWORK = (
     "ERROR: (gcloud.x) There was a problem refreshing your current auth tokens: HTTPSConnectionPool(host="
@@ -40,86 +47,304 @@ NO_NETWORK = (
     "Failed to resolve 'oauth2.googleapis.com'\"))\nPlease run:\n\n  $ gcloud auth login\n"
 )
 """What gcloud 528 says with a user's credentials and no network."""
+LOGIN = (
+    "ERROR: (gcloud.x) There was a problem refreshing your current auth tokens: Reauthentication failed. "
+    "cannot prompt during non-interactive execution.\nPlease run:\n\n  $ gcloud auth login\n"
+)
+DISK = "ERROR: gcloud crashed (OSError): [Errno 28] No space left on device: '/home/ada/.config/gcloud/logs'\n"
+CERTIFICATE = (
+    "ERROR: gcloud crashed (SSLError): HTTPSConnectionPool(host='tpu.googleapis.com', port=443): Max retries exceeded "
+    "with url: /v2 (Caused by SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED]')))\n"
+)
+ODD = (
+    "ERROR: (gcloud.x) ABORTED: The operation was aborted.\n",
+    "ERROR: (gcloud.x) CANCELLED: The operation was cancelled.\n",
+    "ERROR: (gcloud.x) HttpError accessing <https://tpu.googleapis.com/v2>: response: <{'status': '418'}>\n",
+)
+"""Passing errors: 409, 499, and one that nobody has seen before."""
 
 
-class Soak(Cloud):
-    """A project, machines, and what happens to them, drawn from a seed."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Deletion:
+    """A request to delete a slice, and the truth about that slice at that moment."""
+
+    time: float
+    by: str
+    full: str
+    owner: str | None
+    run: str | None
+    """The run of its label, without the attempt's number."""
+    healthy: str | None
+    """The run that was going on there."""
+    ready: bool
+    lease_left_s: float | None
+    """Until the end of its lease, by the true time; None: it has no machines."""
+
+
+@dataclasses.dataclass
+class Command:
+    """A command on a laptop, and what came of it."""
+
+    laptop: Laptop
+    role: str
+    """keeper, stop, down or reap."""
+    run: str | None
+    project: Project
+    said: list[tuple[float, str]] = dataclasses.field(default_factory=list)
+    status: object = None
+    followed: bool = False
+    """Whether it had got a slice."""
+    began: float = 0.0
+    bad: list[tuple[float, float, str]] = dataclasses.field(default_factory=list)
+    """From when to when its gcloud fails, and with what."""
+    odd: int = 0
+    """Passing errors to come."""
+
+
+class Soak:
+    """A project, machines, laptops, and what happens to them, drawn from a seed."""
 
     def __init__(self, seed: int, file: Path) -> None:
-        super().__init__(zones=ZONES, provision_s=60.0, operation_s=5.0)
+        self.timeline = Timeline()
         self.rng = random.Random(seed)
-        self.machines = self.gcloud.hosts = Machines(self.clock, self.fake, self.rng)
-        self.offline_until = 0.0
-        self.gcloud.parallel = False
+        self.fake = FakeTpu(clock=self.timeline.time, zones=ZONES, provision_s=60.0, operation_s=5.0)
+        self.fleet = Fleet(self.timeline.time, self.rng)
         self.events: list[str] = []
-        self.stop_asked = False
-        """Whether the stop is known to the API; the command may fail yet, where a machine does not answer."""
-        self.stop_accepted: float | None = None
-        self.trained_by_then = 0
+        self.commands: list[Command] = []
+        self.deletions: list[Deletion] = []
+        self.stops: dict[str, float] = {}
+        """Run -> when its stop was known to the API; the command may fail yet, where a machine does not answer."""
+        self.stopped_at: dict[str, tuple[float, int]] = {}
+        """Run -> when the command that stops it succeeded, and what was saved then."""
+        self.ended_at: dict[str, list[float]] = {}
+        self.twice: list[str] = []
         self.preempt_at_copy = 0
         package = Package(key="code-1", files=(file,), inside="", extras=("tpu",), environment="e", python=None)
-        self.spec = RunSpec(
-            name="run", config="a: 1\n", package=package, accelerator="v4-16", secrets=Secrets({}), environment={}
-        )
-        delete = self.fake._route
-        self.fake._route = functools.partial(self.watched, delete)  # pyright: ignore[reportAttributeAccessIssue]
+        self.specs = {
+            name: RunSpec(
+                name=name,
+                config=f"name: {name}\n",
+                package=package,
+                accelerator="v4-16",
+                secrets=Secrets({}),
+                environment={},
+            )
+            for name in ("run", "other")
+        }
+        route = self.fake._route
+        self.fake._route = functools.partial(self._watched, route)  # pyright: ignore[reportAttributeAccessIssue]
+        self.timeline.after(30.0, self._tick)
 
-    def project(self, runner: Callable[[Sequence[str], float], Finished]) -> Project:
-        slices = self.owned_by("ada", runner)
-        world = World(runner=runner, clock=self.clock)
-        return _Quiet(world=world, slices=slices, zone=None, secrets=Secrets({}), said=self.said)
+    # what happens
 
-    def watched(self, route: Callable[..., Any], method: str, *arguments: Any, **more: Any) -> Any:
-        """The API, with an eye on what is deleted."""
-        if method == "PATCH" and STOP in (arguments[-1] or {}).get("labels", {}):
-            self.stop_asked = True
-        if method == "DELETE" and self.machines.healthy():
-            self.machines.wrong.append(f"{arguments[:4]} deleted at {self.clock.now:.0f} while its run was healthy")
-        return route(method, *arguments, **more)
+    def command(self, name: str, role: str, run: str | None, skew_s: float = 0.0) -> Command:
+        """A laptop with a command that has not begun."""
+        laptop = Laptop(self.timeline, name, skew_s)
+        gcloud = _Gcloud(self, laptop)
+        slices = Slices(Gcloud(gcloud), owner="ada", clock=laptop, parallel=1, say=lambda line: project.say(line))
+        world = World(runner=gcloud, clock=laptop)
+        project = _Quiet(world=world, slices=slices, zone=None, secrets=Secrets({}))
+        command = Command(laptop=laptop, role=role, run=run, project=project, began=self.timeline.now)
+        project.__dict__["command"] = gcloud.command = command
+        self.commands.append(command)
+        return command
 
-    def laptop(self, argv: Sequence[str], timeout_s: float) -> Finished:
-        """gcloud on the keeper's laptop."""
-        self.clock.sleep(2.0)
-        if self.clock.now < self.offline_until:
-            self.clock.sleep(8.0)
-            return Finished(argv=tuple(argv), returncode=1, stdout="", stderr=NO_NETWORK)
-        if "scp" in argv and self.preempt_at_copy:
-            self.preempt_at_copy -= 1
-            self.preempt()
-        return self.gcloud(argv, timeout_s)
+    def keep(self, command: Command) -> None:
+        """`podium pod run --keep-alive --type v4-16 --slice demo`."""
+        spec = self.specs[str(command.run)]
+        project = command.project
+        tpu_slice = rent_slice(project.slices, "demo", RENT, default_zone=None, run=spec.prefix)
+        session = Session(project, tpu_slice, RENT, spec)
+        command.followed = True
+        command.status = follow(project, session, RunOptions(keep_alive=True))
+
+    def stop(self, command: Command) -> None:
+        """`podium pod stop`; again in a minute if it fails."""
+        commands.stop(name="demo", project=None, dry_run=False)
+        for run in [run for run in self.stops if run not in self.stopped_at]:
+            self.fleet.settle()
+            self.stopped_at[run] = (self.timeline.now, self.fleet.saved[run])
+        command.status = 0
+
+    def down(self, command: Command) -> None:
+        """`podium pod down`."""
+        commands.down(name="demo", project=None, dry_run=False)
+        command.status = 0
+
+    def reap(self, command: Command) -> None:
+        """`podium pod reap`, as cron runs it."""
+        commands.reap(everyone=False, project=None, dry_run=False)
+        command.status = 0
+
+    def begin(self, command: Command, what: Callable[[Command], None], again_s: float | None = None) -> None:
+        """Run a command on its laptop, and again after a failure if `again_s` says when."""
+
+        def work() -> None:
+            while True:
+                try:
+                    what(command)
+                except SystemExit as error:
+                    command.status = error.code
+                except (ValueError, OSError) as error:
+                    command.status = f"{type(error).__name__}: {error}"
+                    command.said.append((self.timeline.now, str(error)))
+                    if again_s is not None:
+                        command.laptop.sleep(again_s)
+                        continue
+                return
+
+        command.began = self.timeline.now
+        command.laptop.begin(work)
 
     def preempt(self) -> None:
-        self.machines.lose_all()
-        self.fake.preempt("demo")
+        """Google takes our machines."""
+        for node in self.ours():
+            if node["state"] == "READY":
+                self.fleet.of(node).lose()
+                node["state"] = "PREEMPTED"
+                if parent := self.fake.queued.get(node.get("queuedResource", "")):
+                    parent["state"] = {"state": "SUSPENDED", "stateInitiator": "SERVICE", "suspendedData": {}}
 
-    def stop(self) -> None:
-        """`podium pod stop` on another laptop; again in a minute if it fails."""
-        other = self.project(lambda argv, timeout_s: (self.clock.sleep(1.0), self.gcloud(argv, timeout_s))[1])
-        given, commands.open_project = commands.open_project, lambda *common: other
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                commands.stop(name="demo", project=None, dry_run=False)
-            self.stop_accepted = self.clock.now
-            self.machines.settle()
-            self.trained_by_then = self.machines.saved
-        except (ValueError, GcloudError) as error:
-            self.said.append(f"stop: {error}")
-            self.clock.after(60.0, self.stop)
-        finally:
-            commands.open_project = given
+    def ours(self) -> list[dict[str, Any]]:
+        """Our nodes."""
+        return [node for node in self.fake.nodes.values() if node.get("labels", {}).get(OWNER) == "ada"]
+
+    def stranger(self) -> None:
+        """Somebody else takes the name in a zone, if it is free there."""
+        zone = self.rng.choice(ZONES)
+        held = {full.split("/")[3] for full in (*self.fake.nodes, *self.fake.queued) if full.endswith("/demo")}
+        if zone not in held:
+            labels = self.rng.choice([{}, {OWNER: "bob", LEASE: "1", RUN: "theirs-0a1b2c-1"}])
+            self.fake.stranger(zone, "demo", labels)
+
+    # what is recorded
+
+    def _tick(self) -> None:
+        with self.fake.lock:
+            self.fake.tick()
+        going = [run for node in self.ours() if node["state"] == "READY" and (run := self.fleet.of(node).healthy())]
+        for run in {run for run in going if going.count(run) > 1}:
+            self.twice.append(f"{run} was going on twice at {self.timeline.now - 1e9:.0f}")
+        self.timeline.after(30.0, self._tick)
+
+    def _watched(self, route: Callable[..., Any], method: str, *arguments: Any, **more: Any) -> Any:
+        """The API, with an eye on what is deleted and labelled."""
+        parent, _, kind, name = arguments[:4]
+        full = f"{parent}/{kind}/{name}"
+        labels = (arguments[-1] or {}).get("labels", {}) if method == "PATCH" else {}
+        before = self.fake.nodes.get(full, {}).get("labels", {})
+        run = _run(labels)
+        if run and labels.get(STOP) != before.get(STOP):
+            self.stops.setdefault(run, self.timeline.now)
+        if run and labels.get(END) != before.get(END):
+            self.ended_at.setdefault(run, []).append(self.timeline.now)
+        if method == "DELETE" and full in (*self.fake.nodes, *self.fake.queued):
+            self.deletions.append(self._deletion(full))
+        return route(method, *arguments, **more)
+
+    def _deletion(self, full: str) -> Deletion:
+        nodes = [each for key, each in self.fake.nodes.items() if full in (key, each.get("queuedResource"))]
+        node = nodes[0] if nodes else None
+        queued = self.fake.queued.get(full)
+        asked = queued["tpu"]["nodeSpec"][0]["node"].get("labels", {}) if queued else {}
+        labels: Mapping[str, str] = {**asked, **(node or {}).get("labels", {})}
+        left_s = None
+        if node is not None and LEASE in labels:
+            granted = _seconds(node["createTime"]) + float(labels.get(LEASE_S, 0))
+            left_s = max(float(labels[LEASE]), granted) - self.timeline.now
+        ready = node is not None and node["state"] == "READY"
+        laptop = self.timeline.running
+        return Deletion(
+            time=self.timeline.now,
+            by=laptop.name if laptop else "?",
+            full=full,
+            owner=labels.get(OWNER),
+            run=_run(labels),
+            healthy=self.fleet.of(node).healthy() if node is not None and ready else None,
+            ready=ready,
+            lease_left_s=left_s,
+        )
+
+    # the plan
 
     def plan(self) -> None:
-        """Draw what will happen."""
-        m, rng = self.machines, self.rng
-        hours = STEPS * STEP_S
-        draws: dict[str, Callable[[], None]] = {
-            "laptop offline": lambda: setattr(self, "offline_until", self.clock.now + rng.choice([60, 900, 7200])),
-            "ssh refused": lambda: setattr(m, "refused_until", self.clock.now + rng.choice([60, 900, 7200])),
-            "lid closed": lambda: self.clock.close_lid(rng.choice([120, 3600, 36000])),
+        """Draw who does what and what will happen."""
+        rng = self.rng
+        self.later("keeps run", 0.0, lambda: self.begin(self.command("first", "keeper", "run"), self.keep))
+        if rng.random() < 0.45:
+            at = rng.uniform(0.0, 1.5 * HOURS_S)
+            self.later("keeps run too", at, lambda: self.begin(self.command("second", "keeper", "run"), self.keep))
+        if rng.random() < 0.35:
+            at = rng.uniform(0.0, 3.0 * HOURS_S)
+            self.later("keeps other", at, lambda: self.begin(self.command("third", "keeper", "other"), self.keep))
+        if rng.random() < 0.35:
+            skew_s = rng.choice([-5 * HOUR_S, 0.0, 5 * HOUR_S, 20 * HOUR_S])
+            every_s = rng.choice([600.0, 1800.0])
+            self.events.append(f"reaper {skew_s / HOUR_S:+.0f} h every {every_s:.0f}")
+            self.timeline.after(rng.uniform(0.0, every_s), lambda: self._cron(every_s, skew_s))
+        if rng.random() < 0.3:
+            self.later("stop", rng.uniform(0.0, 1.5 * HOURS_S), lambda: self._once("stop", self.stop, 60.0))
+        if rng.random() < 0.1:
+            self.later("down", rng.uniform(0.0, 1.5 * HOURS_S), lambda: self._once("down", self.down, 60.0))
+        for _ in range(rng.randint(1, 6)):
+            name, what = rng.choice(list(self._faults().items()))
+            self.later(name, rng.uniform(0.0, 1.3 * HOURS_S), what)
+        self.timeline.after(2.0 * HOURS_S, self.fake.capacity.clear)
+        for name, what in {
+            "preempted in push": lambda: setattr(self, "preempt_at_copy", 1),
+            "setup failing": lambda: setattr(self.fleet, "setup_failures", rng.randint(1, 2)),
+            "job failing": lambda: setattr(self.fleet, "job_failures", rng.randint(1, 3)),
+            "slow guard": lambda: self.fleet.late_s.extend(rng.choice([8.0, 50.0, 90.0]) for _ in range(2)),
+            "broken machines": lambda: self.fleet.broken.extend(rng.choices(["chips", "ssh", "one", ""], k=2)),
+            "no capacity at first": lambda: self.fake.capacity.update(dict.fromkeys(ZONES, 0)),
+        }.items():
+            if rng.random() < 0.25:
+                self.events.append(name)
+                what()
+
+    def later(self, name: str, seconds: float, what: Callable[[], None]) -> None:
+        """Have something happen, and keep that it was planned."""
+        self.events.append(f"{name} at {seconds:.0f}")
+        self.timeline.after(seconds, what)
+
+    def _faults(self) -> dict[str, Callable[[], None]]:
+        fleet, rng = self.fleet, self.rng
+
+        def to_a_keeper(what: Callable[[Command], None]) -> Callable[[], None]:
+            def do() -> None:
+                if keepers := [each for each in self.commands if each.role == "keeper" and each.laptop.ended is None]:
+                    what(rng.choice(keepers))
+
+            return do
+
+        def failing(text: str, lengths_s: Sequence[float]) -> Callable[[], None]:
+            return to_a_keeper(lambda command: command.bad.append((now_of(), now_of() + rng.choice(lengths_s), text)))
+
+        def now_of() -> float:
+            return self.timeline.now
+
+        def machines(what: Callable[[Any], None]) -> Callable[[], None]:
+            def do() -> None:
+                for node in self.ours():
+                    if node["state"] == "READY":
+                        what(fleet.of(node))
+
+            return do
+
+        return {
+            "offline": failing(NO_NETWORK, [60, 300, 900, 7200, 36000]),
+            "credentials expired": failing(LOGIN, [600, 1500, 7200]),
+            "disk full": failing(DISK, [600]),
+            "certificates": failing(CERTIFICATE, [600]),
+            "odd errors": to_a_keeper(lambda command: setattr(command, "odd", command.odd + rng.randint(1, 6))),
+            "lid closed": to_a_keeper(lambda command: command.laptop.close_lid(rng.choice([120, 1800, 3600, 36000]))),
+            "ssh refused": lambda: setattr(fleet, "refused_until", self.timeline.now + rng.choice([60, 900, 7200])),
             "preempted": self.preempt,
-            "a machine crashes": lambda: m.crash({rng.randrange(WORKERS)}),
-            "all machines crash": lambda: m.crash(set(range(WORKERS))),
-            "lost replies": lambda: setattr(m, "lost_replies", rng.randint(1, 6)),
+            "preempted again": self.preempt,
+            "a machine crashes": machines(lambda each: each.crash({rng.randrange(WORKERS)})),
+            "all machines crash": machines(lambda each: each.crash(set(range(WORKERS)))),
+            "lost replies": lambda: setattr(fleet, "lost_replies", rng.randint(1, 6)),
+            "a stranger": self.stranger,
             "API faults": lambda: self.fake.faults.extend(
                 Fault(
                     rng.choice(["GET", "POST", "DELETE", "PATCH"]), rng.choice(["lost_reply", "503", "drop", "429"]), 2
@@ -128,39 +353,74 @@ class Soak(Cloud):
             ),
             "no capacity": lambda: self.fake.capacity.update({zone: rng.choice([0, 0, 2]) for zone in ZONES}),
         }
-        for name in rng.choices(list(draws), k=rng.randint(1, 5)):
-            at = rng.uniform(0.0, hours)
-            self.events.append(f"{name} at {at:.0f}")
-            self.clock.after(at, draws[name])
-        self.clock.after(1.5 * hours, lambda: self.fake.capacity.clear())
-        for name, what in {
-            "preempted in push": lambda: setattr(self, "preempt_at_copy", 1),
-            "setup failing": lambda: setattr(m, "setup_failures", rng.randint(1, 2)),
-            "job failing": lambda: setattr(m, "job_failures", rng.randint(1, 3)),
-            "slow guard": lambda: m.late_s.extend(rng.choice([8.0, 50.0, 90.0]) for _ in range(2)),
-            "broken machines": lambda: m.broken.extend(rng.choices(["chips", "ssh", "one", ""], k=2)),
-        }.items():
-            if rng.random() < 0.3:
-                self.events.append(name)
-                what()
-        if rng.random() < 0.35:
-            at = rng.uniform(0.0, 1.5 * hours)
-            self.events.append(f"stop at {at:.0f}")
-            self.clock.after(at, self.stop)
+
+    def _once(self, role: str, what: Callable[[Command], None], again_s: float) -> None:
+        self.begin(self.command(role, role, None), what, again_s if self.fake.nodes else None)
+
+    def _cron(self, every_s: float, skew_s: float) -> None:
+        if not self.over():
+            self.begin(self.command("cron", "reap", None, skew_s), self.reap)
+            self.timeline.after(every_s, lambda: self._cron(every_s, skew_s))
+
+    def over(self) -> bool:
+        """Whether all that was to come has come, and all commands have ended."""
+        late = self.timeline.now > 1e9 + LIMIT_S
+        planned = self.timeline.now > 1e9 + 3.0 * HOURS_S
+        return late or (planned and all(each.laptop.ended is not None for each in self.commands))
+
+
+class _Gcloud(FakeGcloud):
+    """gcloud on one laptop; it reaches the machines of each node."""
+
+    command: Command
+
+    def __init__(self, soak: Soak, laptop: Laptop) -> None:
+        super().__init__(soak.fake, laptop)  # pyright: ignore[reportArgumentType]
+        self.soak, self.laptop, self.parallel = soak, laptop, False
+
+    def __call__(self, argv: Sequence[str], timeout_s: float) -> Finished:
+        soak, command = self.soak, self.command
+        self.laptop.sleep(2.0)
+        failing = next((text for since, until, text in command.bad if since <= soak.timeline.now < until), None)
+        if failing is None and command.odd and soak.rng.random() < 0.5:
+            command.odd -= 1
+            failing = soak.rng.choice(ODD)
+        if failing is not None:
+            self.laptop.sleep(8.0)
+            return Finished(argv=tuple(argv), returncode=1, stdout="", stderr=failing)
+        if "scp" in argv and soak.preempt_at_copy:
+            soak.preempt_at_copy -= 1
+            soak.preempt()
+        return super().__call__(argv, timeout_s)
+
+    def _on_hosts(
+        self, argv: tuple[str, ...], verb: str, words: list[str], flags: dict[str, str], timeout_s: float
+    ) -> Finished:
+        target = (words[0] if verb == "ssh" else words[-1].partition(":")[0]).rpartition("@")[2]
+        node = self.fake.nodes.get(f"projects/p/locations/{flags['zone']}/nodes/{target}")
+        self.hosts = self.soak.fleet.of(node) if node is not None else None
+        return super()._on_hosts(argv, verb, words, flags, timeout_s)
 
 
 class _Quiet(Project):
     """A project that keeps what it says."""
 
-    def __init__(self, *, said: list[str], **parts: Any) -> None:
-        super().__init__(**parts)
-        object.__setattr__(self, "said", said)
-
     def say(self, line: str) -> None:
-        self.said.append(line)  # pyright: ignore[reportAttributeAccessIssue]
+        command = self.__dict__["command"]
+        command.said.append((command.laptop.timeline.now, line))
 
     def answer(self, text: str, *, end: str = "\n") -> None:
         pass
+
+
+def _run(labels: Mapping[str, str]) -> str | None:
+    return labels[RUN].rpartition("-")[0] if RUN in labels else None
+
+
+def _seconds(text: str) -> float:
+    from datetime import datetime
+
+    return datetime.fromisoformat(text).timestamp()
 
 
 @functools.cache
@@ -170,37 +430,31 @@ def _a_file() -> Path:
     return path
 
 
-def one_run(seed: int) -> dict[str, Any]:
-    """What came of a run: `problems` is empty where it was neither lost, nor went on after a stop, nor still costs."""
-    soak = Soak(seed, _a_file())
-    rent = Rent(type="v4-16", zones=list(ZONES), valid_until="10m", lease="4h")  # longer than any silence that ends
-    project = soak.project(soak.laptop)
-    tpu_slice = rent_slice(project.slices, "demo", rent, default_zone=None)
-    soak.plan()
-    session = Session(project, tpu_slice, rent, soak.spec)
-    began = soak.clock.now
+@contextmanager
+def _commands_of(soak: Soak) -> Iterator[None]:
+    """`podium pod stop`, `down` and `reap` open the project of the laptop that runs them."""
+
+    def opened(*_: object) -> Project:
+        return next(each.project for each in soak.commands if each.laptop is soak.timeline.running)
+
+    given, commands.open_project = commands.open_project, opened
     try:
-        status: Any = follow(project, session, RunOptions(keep_alive=True))
-    except (GcloudError, SliceError) as error:
-        status = f"{type(error).__name__}: {error}"
-    machines = soak.machines
-    machines.settle()
-    problems = list(machines.wrong)
-    if soak.stop_accepted is not None and machines.saved > soak.trained_by_then:
-        problems.append(f"trained on after it was stopped: {soak.trained_by_then} -> {machines.saved}")
-    if soak.stop_asked:
-        if status not in ((0, 143) if machines.saved == STEPS else (143,)):
-            problems.append(f"stopped, and ended with {status} after {machines.saved} of {STEPS} steps")
-    elif status != 0 or machines.saved != STEPS:
-        problems.append(f"lost: ended with {status} after {machines.saved} of {STEPS} steps")
-    if left := soak.fake.everything():
-        problems.append(f"left: {left}")
-    return {
-        "seed": seed,
-        "events": soak.events,
-        "status": status,
-        "hours": round((soak.clock.now - began) / 3600, 1),
-        "stopped": soak.stop_asked,
-        "problems": problems,
-        "said": soak.said,
-    }
+        yield
+    finally:
+        commands.open_project = given
+
+
+def story(seed: int) -> Soak:
+    """A drawn story, told to its end."""
+    assert "PODRUN_OWNER" not in os.environ
+    soak = Soak(seed, _a_file())
+    soak.plan()
+    with _commands_of(soak):
+        soak.timeline.run(soak.over)
+    soak.fleet.settle()
+    return soak
+
+
+def label_of(soak: Soak, run: str) -> str:
+    """A run as labels name it."""
+    return label_text(soak.specs[run].prefix)

@@ -1,16 +1,14 @@
 """The machines of `tests.pods.soak`: jobs that are the times at which they started."""
 
 import base64
+import collections
 import dataclasses
 import gzip
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-from tests.pods.clock import Clock
-from tests.pods.fake_tpu import FakeTpu
 
 WORKERS, STEPS, SAVE_EVERY = 2, 40, 5
 STEP_S, BEGIN_S, SETUP_S, ARRIVAL_S, HEARTBEAT_S = 30.0, 20.0, 90.0, 60.0, 30.0
@@ -28,19 +26,15 @@ class Job:
     save_s: float = 0.0
 
 
-class Machines:
-    """The machines of whatever node is ready, and the folder that outlives them. A `fake_gcloud.Hosts`."""
+class Fleet:
+    """All machines there ever were, by their node, and the folder that outlives them."""
 
-    def __init__(self, clock: Clock, fake: FakeTpu, rng: random.Random) -> None:
-        self.clock, self.fake, self.rng = clock, fake, rng
-        self.saved = 0
-        """Steps that the last checkpoint holds."""
-        self.trained_at: list[tuple[float, int]] = []
-        self.node: str | None = None
-        self.jobs: dict[str, Job] = {}
-        self.agents: set[int] = set()
-        self.dead: set[int] = set()
-        """Machines that crashed, or never answered."""
+    def __init__(self, clock: Callable[[], float], rng: random.Random) -> None:
+        self.clock, self.rng = clock, rng
+        self.machines: dict[str, Machines] = {}
+        """By the node's id."""
+        self.saved: collections.Counter[str] = collections.Counter()
+        """Steps that the last checkpoint of each run holds."""
         self.refused_until = 0.0
         self.lost_replies = 0
         self.setup_failures = 0
@@ -48,9 +42,35 @@ class Machines:
         self.late_s: list[float] = []
         """How much later than others a worker begins, for each start to come."""
         self.broken: list[str] = []
-        """What is wrong with each slice to come: chips, or ssh."""
-        self.chips = True
-        self.wrong: list[str] = []
+        """What is wrong with each slice to come: chips, ssh, or one machine."""
+
+    def of(self, node: Mapping[str, Any]) -> "Machines":
+        """The machines of a node."""
+        if node["id"] not in self.machines:
+            self.settle()
+            self.machines[node["id"]] = Machines(self, self.broken.pop(0) if self.broken else "")
+        return self.machines[node["id"]]
+
+    def settle(self) -> None:
+        """Keep what all jobs have saved so far."""
+        for each in self.machines.values():
+            each.settle()
+
+
+class Machines:
+    """The machines of one node. A `fake_gcloud.Hosts`."""
+
+    def __init__(self, fleet: Fleet, broken: str) -> None:
+        self.fleet = fleet
+        self.jobs: dict[str, Job] = {}
+        self.agents: set[int] = set()
+        self.chips = broken != "chips"
+        self.dead: set[int] = {"ssh": set(range(WORKERS)), "one": {1}}.get(broken, set())
+        """Machines that crashed, or never answered."""
+
+    @property
+    def now(self) -> float:
+        return self.fleet.clock()
 
     # what the laptop's commands do
 
@@ -64,31 +84,22 @@ class Machines:
         inner = re.search(r"text=\$\( \{ (.*); \} 2>&1 \); status=", command, re.DOTALL)
         assert mark and inner
         status, text = self.answer(worker, inner[1])
-        if self.lost_replies and self.rng.random() < 0.3:
-            self.lost_replies -= 1
+        if self.fleet.lost_replies and self.fleet.rng.random() < 0.3:
+            self.fleet.lost_replies -= 1
             return 1, "", "Connection to 10.0.0.1 closed by remote host.\n"
         packed = base64.b64encode(gzip.compress(text.encode())).decode()
         return status, f"{mark[1]} {worker} {status} {packed}\n", ""
 
     def unreachable(self, worker: int) -> bool:
-        self.look()
-        return worker in self.dead or self.clock.now < self.refused_until
-
-    def look(self) -> None:
-        """New machines where there is another node than before."""
-        ready = [node["id"] for node in self.fake.nodes.values() if node["state"] == "READY"]
-        if ready and ready[0] != self.node:
-            self.settle()
-            self.node, self.jobs, self.agents, self.dead = ready[0], {}, set(), set()
-            what = self.broken.pop(0) if self.broken else ""
-            self.chips = what != "chips"
-            self.dead = {"ssh": set(range(WORKERS)), "one": {1}}.get(what, set())
+        return worker in self.dead or self.now < self.fleet.refused_until
 
     def answer(self, worker: int, command: str) -> tuple[int, str]:
+        if command == "date +%s":
+            return 0, f"{self.now:.0f}"
         if "sha256sum" in command:
             self.agents.add(worker)
             problems = [] if self.chips or worker else ["this host has 3 chips and should have 4"]
-            return int(bool(problems)), json.dumps({"time": self.clock.now, "problems": problems})
+            return int(bool(problems)), json.dumps({"time": self.now, "problems": problems})
         found = re.search(r"podrun/agent (status|start|stop|logs) ?([\w.-]*)", command)
         if not found:
             return 0, ""
@@ -99,28 +110,28 @@ class Machines:
             return self.start(worker, str(name))
         if found[1] == "stop" and name in self.jobs and self.state(str(name), worker)["state"] == "running":
             job = self.jobs[str(name)]
-            job.stopped = self.clock.now if job.stopped is None else job.stopped
+            job.stopped = self.now if job.stopped is None else job.stopped
         if found[1] == "logs":
             return 0, ""
         status = self.state(name, worker)
         return 0, json.dumps(status | ({"left": [1] if status["state"] == "running" else []}))
 
     def start(self, worker: int, name: str) -> tuple[int, str]:
-        if name not in self.jobs:
-            self.settle()
-            job = self.jobs[name] = Job(self.saved, save_s=self.rng.choice([5.0, 45.0, 600.0]))
-            at = self.clock.now + self.rng.uniform(1.0, STEPS * STEP_S)
-            if name.startswith("setup-") and self.setup_failures:
-                self.setup_failures -= 1
-                job.fails = (self.clock.now + self.rng.uniform(5.0, SETUP_S), self.rng.randrange(WORKERS), 1)
-            elif not name.startswith("setup-") and self.job_failures:
-                self.job_failures -= 1
-                job.fails = (at, self.rng.randrange(WORKERS), 1)
-        busy = [each for each in self.jobs if each != name and self.state(each, worker)["state"] == "running"]
-        if busy:
+        if any(each != name and self.state(each, worker)["state"] == "running" for each in self.jobs):
             return 75, json.dumps({"state": "busy"})
-        late_s = self.late_s.pop() if worker == WORKERS - 1 and self.late_s and "setup" not in name else 0.0
-        self.jobs[name].started.setdefault(worker, self.clock.now + late_s)
+        fleet, rng = self.fleet, self.fleet.rng
+        if name not in self.jobs:
+            fleet.settle()
+            job = self.jobs[name] = Job(fleet.saved[run_of(name)], save_s=rng.choice([5.0, 45.0, 600.0]))
+            at = self.now + rng.uniform(1.0, STEPS * STEP_S)
+            if name.startswith("setup-") and fleet.setup_failures:
+                fleet.setup_failures -= 1
+                job.fails = (self.now + rng.uniform(5.0, SETUP_S), rng.randrange(WORKERS), 1)
+            elif not name.startswith("setup-") and fleet.job_failures:
+                fleet.job_failures -= 1
+                job.fails = (at, rng.randrange(WORKERS), 1)
+        late_s = fleet.late_s.pop() if worker == WORKERS - 1 and fleet.late_s and "setup" not in name else 0.0
+        self.jobs[name].started.setdefault(worker, self.now + late_s)
         return 0, json.dumps({"state": "running"})
 
     # what follows from what happened
@@ -155,7 +166,7 @@ class Machines:
         return min(STEPS, job.first_step + max(0, int(past / STEP_S)))
 
     def state(self, name: str | None, worker: int) -> dict[str, Any]:
-        now = self.clock.now
+        now = self.now
         status: dict[str, Any] = {"host": f"h{worker}", "job": None, "state": "none", "exit": None, "log_bytes": 0}
         if name is None or name not in self.jobs or worker not in self.jobs[name].started:
             return {**status, "record": None, "progress": None}
@@ -172,25 +183,23 @@ class Machines:
     def settle(self) -> None:
         """Keep what the jobs have saved so far."""
         for name in self.jobs:
-            done, end = self.steps(name, self.clock.now), self.end(name)
-            whole = end[2] in ("done", "stopped") and end[0] <= self.clock.now
-            self.saved = max(self.saved, done if whole else done - done % SAVE_EVERY)
-            if done > self.jobs[name].first_step:
-                self.trained_at.append((min(end[0], self.clock.now), done))
+            done, end = self.steps(name, self.now), self.end(name)
+            whole = end[2] in ("done", "stopped") and end[0] <= self.now
+            run = run_of(name)
+            self.fleet.saved[run] = max(self.fleet.saved[run], done if whole else done - done % SAVE_EVERY)
 
     # what happens to them
 
-    def healthy(self) -> bool:
-        """Whether a run goes on on machines that are ready."""
-        if not any(node["id"] == self.node and node["state"] == "READY" for node in self.fake.nodes.values()):
-            return False
+    def healthy(self) -> str | None:
+        """The run that goes on here; None: none does."""
         names = [name for name in self.jobs if not name.startswith("setup-")]
-        alive = [name for name in names if self.end(name)[0] > self.clock.now and self.end(name)[2] != "missing"]
-        return bool(alive) and not self.dead
+        alive = [name for name in names if self.end(name)[0] > self.now and self.end(name)[2] != "missing"]
+        return run_of(alive[0]) if alive and not self.dead else None
 
-    def lose_all(self) -> None:
+    def lose(self) -> None:
+        """The machines are taken away."""
         self.settle()
-        self.jobs, self.agents = {}, set()
+        self.jobs, self.agents, self.dead = {}, set(), set(range(WORKERS))
 
     def crash(self, workers: set[int]) -> None:
         """Machines stop; their node is still listed as ready, and the others lose their job."""
@@ -198,5 +207,10 @@ class Machines:
             return
         self.dead |= workers
         for name in self.jobs:
-            if self.end(name)[0] > self.clock.now:
-                self.jobs[name].fails = (self.clock.now, min(workers), 1)
+            if self.end(name)[0] > self.now:
+                self.jobs[name].fails = (self.now, min(workers), 1)
+
+
+def run_of(job: str) -> str:
+    """The run that a job is an attempt of, or sets up."""
+    return job.removeprefix("setup-").rpartition("-")[0]

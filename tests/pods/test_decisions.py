@@ -68,7 +68,7 @@ TABLE: dict[str, tuple[Observation, str, int]] = {
     ),
     "being deleted": (
         Observation(slice=dataclasses.replace(SLICE, state="deleting", detail="DELETING"), job=None),
-        "replace",
+        "wait",
         0,
     ),
 }

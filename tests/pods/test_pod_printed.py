@@ -15,6 +15,7 @@ def normal(command: str) -> str:
     command = re.sub(r"(podium-(?:lease|stop))=\d+", r"\1=N", command)
     command = re.sub(r"(PODRUN_NONCE)=(NONCE|[0-9a-f]{16})", r"\1=N", command)
     command = re.sub(r"podium-owner=[\w-]+", "podium-owner=ME", command)
+    command = re.sub(r"podium-id=(ID|[0-9a-f]{16})", "podium-id=ID", command)
     return re.sub(r"/\S*?/(?=podium-|[^/ ]+\.(yaml|sh|bundle)|secrets-)|podium-\w+/", "", command)
 
 

@@ -7,11 +7,21 @@ from collections.abc import Callable
 
 import pytest
 
-from podium.pods.gcloud import GcloudError, Order
-from podium.pods.inventory import LABEL_LENGTH, LEASE, OWNER, Slice, label_text, owner_label, read_slices, zones_label
+from podium.pods.gcloud import Finished, GcloudError, Order
+from podium.pods.inventory import (
+    ID,
+    LABEL_LENGTH,
+    LEASE,
+    OWNER,
+    Slice,
+    label_text,
+    owner_label,
+    read_slices,
+    zones_label,
+)
 from podium.pods.options import Rent
 from podium.pods.rental import new_order
-from podium.pods.slices import DeletedError, SliceError, Slices
+from podium.pods.slices import DeletedError, PendingError, SliceError, Slices, TakenError
 from tests.pods import fake_gcloud
 from tests.pods.fake_gcloud import Closed, Cloud
 from tests.pods.fake_tpu import Fault
@@ -147,10 +157,22 @@ def test_too_many_requests_are_made_again(world):
 @pytest.mark.parametrize("order", [ORDER, DIRECT])
 def test_somebody_elses_node_is_never_touched(world, order):
     node = world.fake.stranger("us-a", "run")
-    for command in (lambda: world.slices.up(order, ZONES), lambda: world.slices.down("run")):
+    for command in (lambda: world.slices.up(order, ["us-a"]), lambda: world.slices.down("run")):
         with pytest.raises(SliceError, match=r"run in us-a is not yours \(not rented by podium"):
             command()
     assert world.fake.everything() == [node]
+
+
+def test_a_zone_where_somebody_else_has_the_name_is_left_out(world):
+    node = world.fake.stranger("us-a", "run")
+    assert world.slices.up(ORDER, ["us-a", "us-b"]).zone == "us-b"
+    assert any("run in us-a is not yours" in line for line in world.said)
+    world.slices.down("run")
+    assert world.fake.everything() == [node]
+    other = world.fake.stranger("us-b", "run")
+    with pytest.raises(TakenError, match=r"the name run is taken in every zone; nothing was requested:\n +us-a: .*not"):
+        world.slices.up(ORDER, ["us-a", "us-b"])
+    assert world.fake.everything() == sorted([node, other])
 
 
 def test_another_owner_of_podium_is_somebody_else(world):
@@ -158,7 +180,7 @@ def test_another_owner_of_podium_is_somebody_else(world):
     with pytest.raises(SliceError, match="podium's owner 'bob'"):
         world.slices.down("run")
     with pytest.raises(SliceError, match="is not yours"):
-        world.slices.up(ORDER, ZONES)
+        world.slices.up(ORDER, ["us-b"])
     assert world.slices.expired() == []
     assert len(world.fake.everything()) == 2
 
@@ -228,6 +250,76 @@ def test_a_closed_lid_is_no_time_in_which_a_zone_gave_nothing(world, monkeypatch
     assert world.slices.up(ORDER, ["us-a", "us-b"]).zone == "us-a"
 
 
+LOGIN = "ERROR: (gcloud.x) There was a problem refreshing your current auth tokens: invalid_grant\n gcloud auth login\n"
+
+
+def offline_from(world: World, states: tuple[str, ...], stderr: str, seconds: float) -> None:
+    """From the moment on at which a request is in one of these states, gcloud fails for some time."""
+    began: list[float] = []
+    inner = world.gcloud
+
+    def run(argv, timeout_s):
+        if not began and any(each["state"]["state"] in states for each in world.fake.queued.values()):
+            began.append(world.clock.now)
+        if began and world.clock.now < began[0] + seconds:
+            world.clock.sleep(10.0)
+            return Finished(argv=tuple(argv), returncode=1, stdout="", stderr=stderr)
+        return inner(argv, timeout_s)
+
+    world.slices = world.owned_by("ada", run)
+
+
+@pytest.mark.parametrize(
+    ("stderr", "seconds"),
+    [
+        ("ERROR: gcloud crashed (ConnectionError): unable to find the server\n", 6 * 3600.0),
+        (LOGIN, 1500.0),
+        ("ERROR: (gcloud.x) ABORTED: the operation was aborted\n", 1500.0),
+        ("ERROR: (gcloud.x) CANCELLED: the client closed\n", 1500.0),
+        ("ERROR: (gcloud.x) DATA_LOSS: nobody knows what\n", 1500.0),
+    ],
+    ids=["offline", "login", "aborted", "cancelled", "unknown"],
+)
+def test_a_request_in_the_queue_is_waited_for_through_errors(world, stderr, seconds):
+    offline_from(world, ("ACCEPTED", "WAITING_FOR_RESOURCES"), stderr, seconds)
+    got = world.slices.up(ORDER, ["us-a"])
+    assert got.state == "ready"
+    assert len(world.fake.everything()) == 2
+
+
+@pytest.mark.parametrize(
+    "stderr",
+    [
+        LOGIN,
+        "ERROR: gcloud crashed (OSError): [Errno 28] No space left on device\n",
+        "ERROR: gcloud crashed (SSLError): Max retries exceeded: [SSL: CERTIFICATE_VERIFY_FAILED] unable to connect\n",
+    ],
+    ids=["login", "disk", "certificate"],
+)
+def test_who_gives_up_waiting_says_what_may_be_rented_and_what_deletes_it(world, stderr):
+    offline_from(world, ("ACCEPTED",), stderr, 7200.0)
+    with pytest.raises(PendingError, match="run may be requested or rented in us-a: podium pod down run withdraws it"):
+        world.slices.up(ORDER, ["us-a"])
+
+
+def test_what_another_laptop_rents_while_a_slice_is_deleted_stays(world):
+    """The deletion is repeated until lists no longer show the slice, not until they show none of its name."""
+    first, second = (dataclasses.replace(ORDER, labels={**ORDER.labels, ID: each}) for each in ("first", "second"))
+    got = world.slices.up(first, ["us-a"])
+    other = world.owned_by("ada")
+
+    def delete_and_rent_again(argv):
+        if "delete" in argv:
+            world.gcloud.before = lambda argv: None
+            other.down("run")
+            other.up(second, ["us-a"])
+            world.fake.faults = [Fault("DELETE us-a", "503", times=3)]  # what was sent to the first one is refused
+
+    world.gcloud.before = delete_and_rent_again
+    world.slices.delete([got])
+    assert [each.identity for each in world.slices.find("run")] == ["second"]
+
+
 def test_another_type_under_the_same_name_is_refused(world):
     world.slices.up(ORDER, ZONES)
     with pytest.raises(SliceError, match="exists in us-a as v6e-16, spot; ask for that"):
@@ -239,7 +331,7 @@ def test_another_type_under_the_same_name_is_refused(world):
 def test_two_of_ours_become_one(world):
     world.slices.up(ORDER, ["us-b"])
     second = world.owned_by("ada")
-    second.find = lambda name: []  # a second laptop that looked before the first one asked
+    second.find = lambda name, needed: []  # a second laptop that looked before the first one asked
     second.up(ORDER, ["us-a"])
     assert world.ours() == {"us-a", "us-b"}
     assert world.slices.up(ORDER, ["us-b", "us-a"]).zone == "us-b"
@@ -320,7 +412,7 @@ def test_labels_fit_their_rules():
 @pytest.mark.parametrize("name", ["", "Run", "1run", "run_1", "run-", "a" * 41])
 def test_names_that_the_api_refuses_are_refused_here(name):
     with pytest.raises(SliceError, match="lower-case letters"):
-        new_order(name, Rent(type="v6e-8"), "ada", ZONES, 0.0)
+        new_order(name, Rent(type="v6e-8"), World().slices, ZONES)
 
 
 FAULTS = ("429", "503", "403", "quota", "drop", "lost_reply", "late", "operation")

@@ -1,34 +1,45 @@
-"""Whole runs while everything around them fails; `python -m benches.pods --bar soak` makes two hundred of them."""
+"""Whole runs on several laptops while everything around them fails; `python -m benches.pods --bar soak` makes 300."""
 
 import pytest
 
-from podium.pods.inventory import RUN
-from podium.pods.options import Rent
-from podium.pods.rental import rent_slice
-from podium.pods.session import Session
-from tests.pods.soak import ZONES, Soak, one_run
+from tests.pods.soak import Laptop, story
+from tests.pods.soak_judge import one_run
+from tests.pods.timeline import Timeline
+
+SEEDS = [
+    *range(1000, 1024),
+    *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1024, 1300)),
+]
 
 
-@pytest.mark.parametrize("seed", range(1000, 1030))
-def test_a_run_is_neither_lost_nor_left_rented_and_a_stop_wins(seed):
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_run_is_lost_nothing_is_deleted_wrongly_or_left_without_a_word(seed):
     found = one_run(seed)
-    assert found["problems"] == [], (found["events"], found["said"][-20:])
+    assert found["problems"] == [], (found["events"], found["statuses"], found["said"][-40:])
 
 
-@pytest.mark.parametrize("preempted", [False, True])
-def test_a_laptop_that_wakes_deletes_nothing_that_another_laptop_uses(tmp_path, preempted):
-    """While it slept its run ended or its slice was lost, and another laptop started a run under the same name."""
-    (tmp_path / "code.bundle").write_text("code")
-    soak = Soak(0, tmp_path / "code.bundle")
-    project = soak.project(soak.gcloud)
-    rent = Rent(type="v4-16", zones=list(ZONES))
-    session = Session(project, rent_slice(project.slices, "demo", rent, default_zone=None), rent, soak.spec)
-    if preempted:
-        soak.fake.preempt("demo")
-        project.slices.down("demo")
-    theirs = rent_slice(project.slices, "demo", rent, default_zone=None)
-    project.slices.label(theirs, {RUN: "other-0a1b2c-1"})
-    machines = [node["id"] for node in soak.fake.nodes.values()]
-    session.replace() if preempted else session.give_back()
-    assert not session.give_back()
-    assert [node["id"] for node in soak.fake.nodes.values()] == machines
+def test_a_story_is_the_same_whenever_it_is_told():
+    told = [one_run(1003) for _ in range(2)]
+    assert told[0] == told[1]
+
+
+def test_the_judge_sees_what_is_deleted_while_a_run_is_going_on():
+    """Without the label of its run and its identity, a slice is deleted by its name alone."""
+    soak = story(1000)
+    assert soak.deletions, "every run that ends deletes its slice"
+    assert all(each.owner == "ada" and each.healthy is None for each in soak.deletions)
+
+
+def test_time_with_a_closed_lid_is_no_waiting_time():
+    timeline = Timeline()
+    laptop = Laptop(timeline, "ada's")
+    seen = []
+
+    def work() -> None:
+        laptop.sleep(100.0)
+        seen.append((timeline.now - 1e9, laptop.monotonic() - 1e9))
+
+    timeline.after(40.0, lambda: laptop.close_lid(1000.0))
+    laptop.begin(work)
+    timeline.run(lambda: False)
+    assert seen == [(1100.0, 100.0)]

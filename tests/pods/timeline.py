@@ -1,0 +1,101 @@
+"""One virtual time for several laptops, each of which runs a command in a thread of its own; one runs at a time."""
+
+import heapq
+import itertools
+import threading
+from collections.abc import Callable
+
+
+class Timeline:
+    """What is due, in order; time passes only when everybody waits."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000_000.0
+        self.running: Laptop | None = None
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+        self._back = threading.Semaphore(0)
+
+    def time(self) -> float:
+        """Seconds since 1970."""
+        return self.now
+
+    def at(self, moment: float, event: Callable[[], None]) -> None:
+        """Have something happen then."""
+        heapq.heappush(self._due, (moment, next(self._count), event))
+
+    def after(self, seconds: float, event: Callable[[], None]) -> None:
+        """Have something happen later."""
+        self.at(self.now + seconds, event)
+
+    def run(self, over: Callable[[], bool]) -> None:
+        """Have all happen that is due, until it is `over`."""
+        while self._due and not over():
+            moment, _, event = heapq.heappop(self._due)
+            self.now = max(self.now, moment)
+            event()
+
+    def resume(self, laptop: "Laptop") -> None:
+        """Let a laptop go on until it waits again or has ended."""
+        self.running = laptop
+        laptop.go.release()
+        self._back.acquire()
+        self.running = None
+
+    def yield_back(self) -> None:
+        """Let what is due happen; a laptop calls this before it waits for `go`."""
+        self._back.release()
+
+
+class Laptop:
+    """A machine with a lid and a clock, as the module `time`; it runs one command."""
+
+    def __init__(self, timeline: Timeline, name: str, skew_s: float = 0.0) -> None:
+        self.timeline, self.name, self.skew_s = timeline, name, skew_s
+        self.go = threading.Semaphore(0)
+        self.ended: float | None = None
+        self.closed: list[tuple[float, float]] = []
+        """From when to when the lid was closed."""
+        self._asleep_s = 0.0
+        self._wake = 0.0
+
+    def time(self) -> float:
+        """Seconds since 1970, as it believes."""
+        return self.timeline.now + self.skew_s
+
+    def monotonic(self) -> float:
+        """Seconds for which it was awake."""
+        return self.timeline.now - self._asleep_s
+
+    def sleep(self, seconds: float, /) -> None:
+        """Wait; time with a closed lid does not count."""
+        self._wake = self.timeline.now + seconds
+        self.timeline.at(self._wake, self._look)
+        self.timeline.yield_back()
+        self.go.acquire()
+
+    def close_lid(self, seconds: float) -> None:
+        """Put it to sleep."""
+        self.closed.append((self.timeline.now, self.timeline.now + seconds))
+        self._asleep_s += seconds
+        self._wake += seconds
+
+    def begin(self, command: Callable[[], None]) -> None:
+        """Run a command from now on."""
+
+        def work() -> None:
+            self.go.acquire()
+            try:
+                command()
+            finally:
+                self.ended = self.timeline.now
+                self.timeline.yield_back()
+
+        threading.Thread(target=work, name=self.name, daemon=True).start()
+        self.timeline.resume(self)
+
+    def _look(self) -> None:
+        if self.timeline.now < self._wake:
+            self.timeline.at(self._wake, self._look)
+        else:
+            self.timeline.resume(self)
