@@ -90,10 +90,10 @@ def attention_bench(repeats: int = 5) -> dict[str, float]:
     """CPU milliseconds of one layer's decode attention by live tokens, in a cache of 2,048 for each slot."""
     rules, slots, page, length = ShardingRules(make_mesh("auto"), ROLLOUT_AXES), 64, 64, 2048
     decoder = with_layers(SMOLLM2_135M, 1)
-    abstract = caches.abstract_cache(
-        decoder, pages=slots * length // page, page_tokens=page, dtype=jnp.dtype("float32"), rules=rules
+    config = RolloutConfig(
+        max_prompt_tokens=length - 1, max_new_tokens=1, page_tokens=page, cache_tokens=slots * length
     )
-    cache = caches.empty(abstract)
+    cache = caches.empty(caches.abstract_cache(decoder, config, dtype=jnp.dtype("float32"), rules=rules)).places[0].kv
     tables = jnp.asarray(np.random.default_rng(0).permutation(slots * length // page).reshape(slots, -1), jnp.int32)
     q, k = (jnp.ones((slots, 1, heads, decoder.head_dim)) for heads in (decoder.heads, decoder.kv_heads))
 

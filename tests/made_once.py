@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from podium.algorithms.recipes import make_recipe
-from podium.rollout.programs import make_copy, make_decode, make_extend
+from podium.rollout.programs import make_copy, make_copy_cells, make_decode, make_extend
 from podium.rollout.weights import make_sync
 from podium.train.optimizer import make_optimizer
 from podium.train.step import make_score, make_train_step
@@ -25,6 +25,7 @@ FACTORIES = (
     make_sync,
     make_extend,
     make_copy,
+    make_copy_cells,
     make_decode,
 )
 """Pure functions of the settings that they are given. What each has made is kept for the rest of the process."""

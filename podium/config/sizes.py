@@ -38,6 +38,24 @@ def cache_pages(rollout: RolloutConfig, shards: int) -> int:
     return each * shards
 
 
+def ring_piece(window: int, page_tokens: int) -> int:
+    """Tokens that enter a ring of pages at once: as many whole pages as hold a window."""
+    return -(-window // page_tokens) * page_tokens
+
+
+def ring_pages(window: int | None, rollout: RolloutConfig) -> int | None:
+    """Pages in which a layer keeps all that a window of each sequence reaches, or None: it keeps whole sequences.
+
+    They hold `ring_piece` new tokens and what the oldest of these sees, wherever that begins in a page. None without a
+    window, and where whole sequences take no more pages.
+    """
+    if window is None:
+        return None
+    tokens = window - 1 + ring_piece(window, rollout.page_tokens)
+    pages = (tokens + rollout.page_tokens - 2) // rollout.page_tokens + 1
+    return pages if pages < table_pages(rollout) else None
+
+
 def steps_at_once(steps: int, shards: int) -> int:
     """Decode steps after which the devices ask each other whether any slot is live; one device need not ask."""
     return max(n for n in range(1, STEPS_BETWEEN_LOOKS + 1) if steps % n == 0) if shards > 1 else 1

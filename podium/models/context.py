@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import jax
 
 from podium.models.blocks import mathematics
-from podium.models.blocks.kind import At, Attend, Tree
+from podium.models.blocks.kind import Advance, At, Attend, Recur, States, Tree
 from podium.models.blocks.rope import Rope
 from podium.models.blocks.weights import LayerWeight, LayerWeights
 from podium.models.linear import make_linear, several
@@ -25,7 +25,8 @@ class LayerContext:
     carried: Tree
     positions: jax.Array
     tables: Mapping[Rope, Tables]
-    caller: Attend
+    attention: Attend
+    recurrence: Recur | None
     eps: float
     rules: ShardingRules
 
@@ -53,8 +54,14 @@ class LayerContext:
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None) -> tuple[Tree, jax.Array]:
         """The caller's attention, and its result laid out for the product that follows."""
-        carried, attended = self.caller(self.carried, At(self.layer, window), q, k, v)
+        carried, attended = self.attention(self.carried, At(self.layer, window), q, k, v)
         return carried, from_sequences(self.rules, attended)
+
+    def recur(self, initial: States, advance: Advance) -> tuple[Tree, jax.Array]:
+        """The caller's states, advanced and kept. Raises ValueError where the caller of `forward` keeps none."""
+        if self.recurrence is None:
+            raise ValueError("a layer keeps a state of each sequence and this pass keeps none; give forward a recur=")
+        return self.recurrence(self.carried, At(self.layer, None), initial, advance)
 
 
 def _biased(y: jax.Array, bias: LayerWeight) -> jax.Array:

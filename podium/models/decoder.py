@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from podium.config.schema import Remat
 from podium.models.adapters import dequantised
 from podium.models.architecture import DecoderConfig
-from podium.models.blocks.kind import Attend, Block, Kind, Place, Tree
+from podium.models.blocks.kind import Attend, Block, Kind, Place, Recur, Tree
 from podium.models.blocks.mathematics import rms_norm, rope_tables
 from podium.models.blocks.weights import AnyWeight, LayerWeights, Weight
 from podium.models.context import LayerContext, Tables
@@ -35,6 +35,7 @@ def forward(
     attend: Attend,
     carried: Sequence[Tree] | None = None,
     *,
+    recur: Recur | None = None,
     config: DecoderConfig,
     rules: ShardingRules,
     dtype: jnp.dtype,
@@ -52,6 +53,7 @@ def forward(
         attend: called in every layer with attention.
         carried: what layers keep from call to call, such as a cache: a pytree for each of `config.places`, which goes
             from layer to layer of the place. None: nothing.
+        recur: called in every layer that keeps a state of each sequence; None: there are no such layers.
         config: the decoder's numbers.
         rules: where weights and activations are while they compute (not where they are stored).
         dtype: of the products' operands (`podium.models.linear`); norms and softmax are float32 inside.
@@ -79,7 +81,9 @@ def forward(
         index, stored = xs
         x = checkpoint_name(x, LAYER_INPUT)
         weights = {name: weight(place.prefix + name, value) for name, value in stored.items()}
-        compute = functools.partial(_layer, index=index, block=place.block, attend=attend, config=config, rules=rules)
+        compute = functools.partial(
+            _layer, index=index, block=place.block, attend=attend, recur=recur, config=config, rules=rules
+        )
         rows = (x, positions, tables, own)
         if groups > 1:
             x, auxiliary = _in_groups(compute, dequantised(weights, dtype), rows, groups, rules, remat)
@@ -147,6 +151,7 @@ def _layer(
     index: jax.Array,
     block: Block,
     attend: Attend,
+    recur: Recur | None,
     config: DecoderConfig,
     rules: ShardingRules,
 ) -> tuple[jax.Array, Tree, Tree]:
@@ -158,7 +163,8 @@ def _layer(
         carried=carried,
         positions=positions,
         tables=dict(zip(config.ropes, tables, strict=True)),
-        caller=attend,
+        attention=attend,
+        recurrence=recur,
         eps=config.norm_eps,
         rules=rules,
     )

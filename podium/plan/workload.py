@@ -16,12 +16,12 @@ import numpy as np
 
 from podium.config.attention import KERNELS, Backend, cut
 from podium.config.schema import RolloutConfig
-from podium.config.sizes import cache_pages, check_split, prompt_buckets, slot_sizes, steps_at_once
+from podium.config.sizes import check_split, steps_at_once
 from podium.files import read_lines
 from podium.models.visible import block_pairs
 from podium.observe.run_dir import LENGTHS
 from podium.rollout.request import Key, SamplingParams
-from podium.rollout.scheduler import DecodeRow, Scheduler
+from podium.rollout.scheduler import DecodeRow, make_scheduler
 from podium.rollout.sequence import Sequence as EngineSequence
 from podium.run.spec import BatchSizes
 from podium.train.balance import Lengths
@@ -230,14 +230,7 @@ class _Rollout:
         self.steps = rollout.refill_steps
         self.overlap = overlap
         self.at_once = steps_at_once(rollout.refill_steps, shards)
-        self.scheduler = Scheduler(
-            slots=slot_sizes(rollout, shards),
-            num_pages=cache_pages(rollout, shards),
-            page_tokens=rollout.page_tokens,
-            rows=rollout.prefill_rows,
-            chunks=prompt_buckets(rollout.max_prompt_tokens),
-            shards=shards,
-        )
+        self.scheduler = make_scheduler(rollout, shards)
         self.rollout, self.room = rollout, int(rollout.in_flight * len(lengths.prompts) + 1e-6)
         self.made: dict[int, dict[int, int]] = {}
         """Of each prompt that no step has taken, by its number in the run: tokens of its unfinished completions."""

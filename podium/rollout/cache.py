@@ -1,4 +1,4 @@
-"""Keys and values in pages, the attention that reads them, and the states from which first tokens are drawn.
+"""The cache: keys and values in pages, states of a fixed size, and what first tokens are drawn from.
 
 A page holds P positions of one sequence; a table lists the pages of a sequence in order. Every shard of the batch has
 pages of its own, which tables number from 0; a number past the last means no page, and writes to it are dropped. Heads
@@ -8,37 +8,48 @@ come before positions. How the numbers of a head lie in its page follows from th
 Each page also stores the hidden state behind the last of its tokens that a prefill call has made. It is copied with the
 page to each of a prompt's completions, whose first tokens are drawn from it without another pass.
 
+What has a fixed size per sequence lies in its cell (`podium.rollout.kept`), numbered by shard like pages: the states of
+recurrent layers, and rings. A ring is the pages of a layer with a window: page c of the sequence is the ring's page
+c modulo the ring's length, and takes the place of what the window no longer reaches.
+
 Attention goes over blocks of pages up to the longest sequence of its rows, with a running softmax (arXiv:1805.02867):
 its cost follows the tokens in the cache, not the cache's size, and a row's bits do not depend on other rows.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from podium.config.attention import KvLayout, cache_block_pages, kv_layout
+from podium.config.schema import RolloutConfig
+from podium.config.sizes import cache_pages, ring_piece
 from podium.models.architecture import DecoderConfig
+from podium.models.blocks.kind import Advance, At, States, StateSpec, Work
 from podium.models.linear import full_precision
 from podium.models.visibility import seen_in_sequence
+from podium.rollout.kept import Kept, kept_places, kv_pages, num_cells
 from podium.sharding import ShardingRules
 
 AXES = (None, "batch", "cache_heads", None, None)  # of keys and values
 STATE_AXES = ("batch", None)
 NO_PAGE = 2**30  # in a table: no page
+Tree = TypeVar("Tree")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cache:
-    """The keys and values of all pages."""
+class KvPages:
+    """The keys and values of the layers at one place."""
 
     keys: jax.Array | None  # rotated; [L, N, K, W, P] if transposed, else [L, N, K, P, W]; None: joined with the values
     values: jax.Array  # [L, N, K, P, W]; joined: the key is in a row's first Q numbers, the value in the next Q
-    states: jax.Array  # [N, D]
     layout: KvLayout = dataclasses.field(metadata={"static": True})  # W is its width
+    ring: int | None = dataclasses.field(default=None, metadata={"static": True})  # pages of a cell; None: no rings
 
     @property
     def page_tokens(self) -> int:
@@ -56,40 +67,87 @@ class Cache:
         return self.values if self.keys is None else self.keys
 
 
-def abstract_cache(
-    decoder: DecoderConfig, *, pages: int, page_tokens: int, dtype: jnp.dtype, rules: ShardingRules
-) -> Cache:
-    """An abstract cache of `pages` pages over all devices, for the planner."""
-    where = cache_shardings(decoder, rules)
-    layout = where.layout
-    sizes = {"n": pages, "k": decoder.kv_heads, "q": layout.width, "p": page_tokens}
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlaceCache:
+    """What is kept of the layers at one place."""
 
-    def stacked(dims: str) -> tuple[int, ...]:
-        return decoder.layers, *(sizes[dim] for dim in dims)
+    kv: KvPages | None
+    states: tuple[jax.Array, ...]  # [L, M, ...] for M cells
+    axes: tuple[tuple[str | None, ...], ...] = dataclasses.field(metadata={"static": True})  # logical, of the states
 
-    shapes = dataclasses.replace(
-        where,
-        keys=None if layout.joined else stacked(where.key_dims),  # pyright: ignore[reportArgumentType]  # no arrays
-        values=stacked("nkpq"),  # pyright: ignore[reportArgumentType]
-        states=(pages, decoder.width),  # pyright: ignore[reportArgumentType]
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hidden:
+    """The hidden state behind the last token of each page that a prefill call has made."""
+
+    states: jax.Array  # [N, D]
+    page_tokens: int = dataclasses.field(metadata={"static": True})  # P
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cache:
+    """What is kept of all sequences."""
+
+    places: tuple[PlaceCache, ...]  # of the decoder's places
+    hidden: Hidden
+
+
+def abstract_cache(decoder: DecoderConfig, config: RolloutConfig, *, dtype: jnp.dtype, rules: ShardingRules) -> Cache:
+    """An abstract cache of an engine, for the planner."""
+    shards = rules.num_shards("batch")
+    cells = num_cells(decoder, config)
+
+    def array(shape: Sequence[int], axes: Sequence[str | None], format: jnp.dtype = dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(tuple(shape), format, sharding=rules.sharding(*axes))
+
+    def place(kept: Kept) -> PlaceCache:
+        axes = _state_axes(kept.states)
+        states = tuple(
+            array((kept.layers, cells, *each.shape), own, jnp.dtype(each.dtype or dtype))
+            for each, own in zip(kept.states, axes, strict=True)
+        )
+        layout = kv_layout(kept.head_dim, rules.platform)
+        pages = kv_pages(kept, decoder, config, shards)
+        rows = kept.layers, pages, kept.kv_heads, config.page_tokens, layout.width
+        columns = *rows[:3], layout.width, config.page_tokens
+        kv = KvPages(
+            keys=None if layout.joined else array(columns if layout.transposed else rows, AXES),  # pyright: ignore[reportArgumentType]  # abstract
+            values=array(rows, AXES),  # pyright: ignore[reportArgumentType]
+            layout=layout,
+            ring=kept.ring,
+        )
+        return PlaceCache(kv=kv if kept.kv_heads else None, states=states, axes=axes)  # pyright: ignore[reportArgumentType]
+
+    return Cache(
+        places=tuple(place(kept) for kept in kept_places(decoder, config)),
+        hidden=Hidden(
+            states=array((cache_pages(config, shards), decoder.width), STATE_AXES),  # pyright: ignore[reportArgumentType]
+            page_tokens=config.page_tokens,
+        ),
     )
-    make = functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, tuple))
-    return make(lambda shape, sharding: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), shapes, where)
-
-
-def cache_specs(layout: KvLayout, rules: ShardingRules) -> Cache:
-    """A cache with a PartitionSpec in place of each array."""
-    pages, states = rules.spec(AXES), rules.spec(STATE_AXES)
-    keys = None if layout.joined else pages
-    return Cache(keys=keys, values=pages, states=states, layout=layout)  # pyright: ignore[reportArgumentType]  # no arrays
 
 
 def cache_shardings(decoder: DecoderConfig, rules: ShardingRules) -> Cache:
-    """A decoder's cache with a NamedSharding in place of each array."""
-    specs = cache_specs(kv_layout(decoder.head_dim, rules.platform), rules)
-    return jax.tree.map(
-        lambda spec: NamedSharding(rules.mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
-    )
+    """The shardings of a decoder's cache: a prefix of its tree."""
+
+    def place(work: Work) -> PlaceCache:
+        axes = _state_axes(work.states)
+        return PlaceCache(
+            kv=rules.sharding(*AXES) if work.kv_heads else None,  # pyright: ignore[reportArgumentType]  # no arrays
+            states=tuple(rules.sharding(*each) for each in axes),  # pyright: ignore[reportArgumentType]
+            axes=axes,
+        )
+
+    places = tuple(place(each.block.work(decoder.width)) for each in decoder.places)
+    return Cache(places=places, hidden=rules.sharding(*STATE_AXES))  # pyright: ignore[reportArgumentType]
+
+
+def _state_axes(states: Sequence[StateSpec]) -> tuple[tuple[str | None, ...], ...]:
+    """The logical axes of the stacks of states, [L, M, ...]."""
+    return tuple((None, "batch", *each.axes) for each in states)
 
 
 def empty(abstract: Cache) -> Cache:
@@ -97,8 +155,62 @@ def empty(abstract: Cache) -> Cache:
     return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype, device=array.sharding), abstract)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The rows of a call as the layers meet them: sequences in the cache, and new tokens behind each."""
+
+    tables: jax.Array  # [R, W] int32, the pages of each row's sequence
+    cells: jax.Array  # [R] int32, its cell
+    starts: jax.Array  # [R] int32, tokens in the cache so far
+    counts: jax.Array  # [R] int32, how many of the new tokens are the sequence's
+    rules: ShardingRules
+
+    def attend(
+        self, kept: PlaceCache, at: At, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[PlaceCache, jax.Array]:
+        """The place with the new keys and values, and what the queries found, [R, T, H, Q]."""
+        assert kept.kv is not None, "a layer that attends declares its heads in Work"
+        tables = self.tables
+        if (ring := kept.kv.ring) is not None:
+            tables = self.cells[:, None] * ring + jnp.arange(tables.shape[1])[None] % ring
+        kv, found = extend(kept.kv, at.layer, tables, self.starts, self.counts, q, k, v, self.rules, at.window)
+        return dataclasses.replace(kept, kv=kv), found
+
+    def recur(self, kept: PlaceCache, at: At, initial: States, advance: Advance) -> tuple[PlaceCache, jax.Array]:
+        """The place with the states behind the new tokens, and y of `advance`."""
+        rows, begun = self.rules.spec(("batch",)), self.starts > 0
+        specs = tuple(self.rules.spec(axes) for axes in kept.axes)
+        of_rows = tuple(self.rules.spec(axes[1:]) for axes in kept.axes)
+        mapped = functools.partial(jax.shard_map, mesh=self.rules.mesh)
+
+        def read(stored: States, layer: jax.Array, cells: jax.Array) -> States:
+            return tuple(x.at[layer, cells].get(mode="clip") for x in stored)
+
+        def write(stored: States, layer: jax.Array, cells: jax.Array, counts: jax.Array, new: States) -> States:
+            pairs = zip(stored, new, strict=True)
+            return tuple(
+                x.at[layer, jnp.where(counts > 0, cells, x.shape[1])].set(y.astype(x.dtype), mode="drop")
+                for x, y in pairs
+            )
+
+        with jax.named_scope("cache"):
+            found = mapped(read, in_specs=(specs, PartitionSpec(), rows), out_specs=of_rows)(
+                kept.states, at.layer, self.cells
+            )
+            before = tuple(
+                jnp.where(jnp.expand_dims(begun, range(1, x.ndim)), x, first)
+                for x, first in zip(found, initial, strict=True)
+            )
+        new, y = advance(before, self.counts)
+        with jax.named_scope("cache"):
+            states = mapped(write, in_specs=(specs, PartitionSpec(), rows, rows, of_rows), out_specs=specs)(
+                kept.states, at.layer, self.cells, self.counts, new
+            )
+        return dataclasses.replace(kept, states=states), y
+
+
 def extend(
-    cache: Cache,
+    cache: KvPages,
     layer: jax.Array,
     tables: jax.Array,
     starts: jax.Array,
@@ -108,13 +220,13 @@ def extend(
     v: jax.Array,
     rules: ShardingRules,
     window: int | None = None,
-) -> tuple[Cache, jax.Array]:
+) -> tuple[KvPages, jax.Array]:
     """The cache with new tokens behind each row's, and the attention of the new ones; in place in a loop's carry.
 
     Args:
         cache: of N pages.
         layer: [] int32.
-        tables: [R, W] int32, the pages of each row's sequence.
+        tables: [R, W] int32, the pages of each row's sequence; of a ring each page comes again and again.
         starts: [R] int32, tokens in the cache so far.
         counts: [R] int32, how many of the T new tokens are the sequence's; decoding has T = 1.
         q: [R, T, H, Q], rotated.
@@ -128,13 +240,16 @@ def extend(
     """
     pages_at_once = cache_block_pages(cache.page_tokens, rules.platform)
 
-    def local(cache: Cache, *given: jax.Array) -> tuple[Cache, jax.Array]:
+    def local(cache: KvPages, *given: jax.Array) -> tuple[KvPages, jax.Array]:
         layer, tables, starts, counts, q, k, v = given
         write = _append if q.shape[1] == 1 else _write
         cache = write(cache, layer, tables, starts, counts, k, v)
         return cache, _attend(cache, layer, tables, starts, counts, q, pages_at_once, window)
 
-    pages, rows = cache_specs(cache.layout, rules), rules.spec(("batch",))
+    if cache.ring is not None:
+        assert window is not None, "layers whose pages are a ring have a window"
+        local = _in_pieces(local, ring_piece(window, cache.page_tokens))
+    pages, rows = jax.tree.map(lambda _: rules.spec(AXES), cache), rules.spec(("batch",))
     heads = rules.spec(("batch", None, "cache_heads", None))
     mapped = jax.shard_map(
         local,
@@ -146,10 +261,43 @@ def extend(
     return mapped(cache, layer, tables, starts, counts, q, k, v)
 
 
+Extend = Callable[..., tuple[KvPages, jax.Array]]
+"""`(cache, layer, tables, starts, counts, q, k, v) -> (cache, found)`, as `extend`."""
+
+
+def _in_pieces(local: Extend, piece: int) -> Extend:
+    """The same for chunks of any length, `piece` tokens at a time: a ring holds no more than that beside the window."""
+
+    def whole(cache: KvPages, *given: jax.Array) -> tuple[KvPages, jax.Array]:
+        layer, tables, starts, counts, *heads = given
+        R, T = heads[0].shape[:2]
+        if piece >= T:
+            return local(cache, *given)
+        n = -(-T // piece)
+        cut = [jnp.pad(x, ((0, 0), (0, n * piece - T), (0, 0), (0, 0))) for x in heads]
+        cut = [jnp.moveaxis(x.reshape(R, n, piece, *x.shape[2:]), 1, 0) for x in cut]
+
+        def enter(cache: KvPages, xs: tuple[jax.Array, list[jax.Array]]) -> tuple[KvPages, jax.Array]:
+            i, heads = xs
+            done = jnp.minimum(i * piece, counts)
+            return local(cache, layer, tables, starts + done, jnp.minimum(counts - done, piece), *heads)
+
+        cache, found = jax.lax.scan(enter, cache, (jnp.arange(n), cut))  # [n, R, piece, H, Q]
+        return cache, jnp.moveaxis(found, 0, 1).reshape(R, n * piece, *found.shape[3:])[:, :T]
+
+    return whole
+
+
 @jax.named_scope("cache")
 def _append(
-    cache: Cache, layer: jax.Array, tables: jax.Array, starts: jax.Array, counts: jax.Array, k: jax.Array, v: jax.Array
-) -> Cache:
+    cache: KvPages,
+    layer: jax.Array,
+    tables: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+) -> KvPages:
     """One token of each row: the TPU writes a head each, a row of W, in place."""
     page = jnp.take_along_axis(tables, (starts // cache.page_tokens)[:, None], axis=1, mode="clip")  # [R, 1]
     page = jnp.where(counts[:, None] > 0, page, cache.values.shape[1])
@@ -164,7 +312,7 @@ def _append(
     )
 
 
-def _rows(cache: Cache, k: jax.Array, v: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+def _rows(cache: KvPages, k: jax.Array, v: jax.Array) -> tuple[jax.Array | None, jax.Array]:
     """Keys and values [..., Q] as rows [..., W] of the cache's arrays."""
     if cache.layout.joined:
         return None, _widened(jnp.concatenate([k, v], axis=-1), cache.layout.width)
@@ -179,8 +327,14 @@ def _widened(x: jax.Array, width: int) -> jax.Array:
 
 @jax.named_scope("cache")
 def _write(
-    cache: Cache, layer: jax.Array, tables: jax.Array, starts: jax.Array, counts: jax.Array, k: jax.Array, v: jax.Array
-) -> Cache:
+    cache: KvPages,
+    layer: jax.Array,
+    tables: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+) -> KvPages:
     """T tokens of each row, by whole pages; tokens already in them are kept."""
     (R, T, K, _), W, P = k.shape, cache.layout.width, cache.page_tokens
     n = (T + P - 2) // P + 1  # pages that T tokens can touch
@@ -209,7 +363,7 @@ def _write(
 
 @jax.named_scope("scores")
 def _attend(
-    cache: Cache,
+    cache: KvPages,
     layer: jax.Array,
     tables: jax.Array,
     starts: jax.Array,
@@ -267,21 +421,18 @@ def _first_block(starts: jax.Array, counts: jax.Array, window: int, block: int) 
 
 
 @jax.named_scope("cache")
-def keep_states(
-    cache: Cache, tables: jax.Array, lengths: jax.Array, counts: jax.Array, states: jax.Array, rules: ShardingRules
-) -> Cache:
-    """The cache with the states [R, D] behind the last tokens of rows, of sequences that are now `lengths` [R] long.
-
-    Rows without new tokens, by `counts` [R], have none.
-    """
+def keep_states(cache: Cache, rows: Rows, states: jax.Array) -> Cache:
+    """The cache with the hidden states [R, D] behind the last new tokens of rows, as far as these have any."""
+    rules, lengths = rows.rules, rows.starts + rows.counts
 
     def keep(kept: jax.Array, tables: jax.Array, lengths: jax.Array, counts: jax.Array, states: jax.Array) -> jax.Array:
-        page = jnp.where(counts > 0, _last_page(tables, lengths, cache.page_tokens), len(kept))
+        page = jnp.where(counts > 0, _last_page(tables, lengths, cache.hidden.page_tokens), len(kept))
         return kept.at[page].set(states, mode="drop")
 
-    pages, rows = rules.spec(STATE_AXES), rules.spec(("batch",))
-    mapped = jax.shard_map(keep, mesh=rules.mesh, in_specs=(pages, rows, rows, rows, rows), out_specs=pages)
-    return dataclasses.replace(cache, states=mapped(cache.states, tables, lengths, counts, states))
+    pages, split = rules.spec(STATE_AXES), rules.spec(("batch",))
+    mapped = jax.shard_map(keep, mesh=rules.mesh, in_specs=(pages, split, split, split, split), out_specs=pages)
+    kept = mapped(cache.hidden.states, rows.tables, lengths, rows.counts, states)
+    return dataclasses.replace(cache, hidden=dataclasses.replace(cache.hidden, states=kept))
 
 
 @jax.named_scope("cache")
@@ -289,11 +440,11 @@ def kept_states(cache: Cache, tables: jax.Array, lengths: jax.Array, rules: Shar
     """The states [S, D] that `keep_states` has put with the last pages of sequences that are `lengths` [S] long."""
 
     def read(kept: jax.Array, tables: jax.Array, lengths: jax.Array) -> jax.Array:
-        return kept.at[_last_page(tables, lengths, cache.page_tokens)].get(mode="clip")
+        return kept.at[_last_page(tables, lengths, cache.hidden.page_tokens)].get(mode="clip")
 
     pages, rows = rules.spec(STATE_AXES), rules.spec(("batch",))
     return jax.shard_map(read, mesh=rules.mesh, in_specs=(pages, rows, rows), out_specs=rows)(
-        cache.states, tables, lengths
+        cache.hidden.states, tables, lengths
     )
 
 
@@ -305,19 +456,51 @@ def _last_page(tables: jax.Array, lengths: jax.Array, page_tokens: int) -> jax.A
 
 @jax.named_scope("cache")
 def copy_pages(cache: Cache, sources: jax.Array, targets: jax.Array, rules: ShardingRules) -> Cache:
-    """The cache with pages copied, each shard its own; a target past the last page ends a shard's list.
+    """The cache with pages of sequences copied, each shard its own; a target past the last page ends a shard's list.
 
     `sources` and `targets` are [S] int32, as many for each shard.
     """
+    copied = functools.partial(_copied, sources=sources, targets=targets, rules=rules)
 
-    def copy(cache: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
+    def place(kept: PlaceCache) -> PlaceCache:
+        whole = kept.kv is not None and kept.kv.ring is None
+        return dataclasses.replace(kept, kv=copied(kept.kv, AXES)) if whole else kept
+
+    hidden = dataclasses.replace(cache.hidden, states=copied(cache.hidden.states[None], (None, *STATE_AXES))[0])
+    return Cache(places=tuple(place(kept) for kept in cache.places), hidden=hidden)
+
+
+@jax.named_scope("cache")
+def copy_cells(cache: Cache, sources: jax.Array, targets: jax.Array, rules: ShardingRules) -> Cache:
+    """The cache with cells copied, which are listed as the pages of `copy_pages`."""
+    copied = functools.partial(_copied, sources=sources, targets=targets, rules=rules)
+
+    def place(kept: PlaceCache) -> PlaceCache:
+        ring = None if kept.kv is None else kept.kv.ring
+        states = tuple(copied(x, axes) for x, axes in zip(kept.states, kept.axes, strict=True))
+        return dataclasses.replace(kept, states=states, kv=copied(kept.kv, AXES, ring) if ring else kept.kv)
+
+    return dataclasses.replace(cache, places=tuple(place(kept) for kept in cache.places))
+
+
+def _copied(
+    arrays: Tree,
+    axes: Sequence[str | None],
+    each: int = 1,
+    *,
+    sources: jax.Array,
+    targets: jax.Array,
+    rules: ShardingRules,
+) -> Tree:
+    """Arrays [L, N, ...] of these logical axes with some of their runs of `each` rows of N copied to others."""
+
+    def copy(arrays: Tree, sources: jax.Array, targets: jax.Array) -> Tree:
         def put(x: jax.Array, i: jax.Array) -> jax.Array:
-            axis = 1 if x.ndim == len(AXES) else 0  # of pages
-            page = jax.lax.dynamic_index_in_dim(x, sources[i], axis=axis)
-            return jax.lax.dynamic_update_index_in_dim(x, page, targets[i], axis=axis)
+            rows = jax.lax.dynamic_slice_in_dim(x, sources[i] * each, each, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(x, rows, targets[i] * each, axis=1)
 
-        count = jnp.sum(targets < cache.values.shape[1])
-        return jax.lax.fori_loop(0, count, lambda i, cache: jax.tree.map(lambda x: put(x, i), cache), cache)
+        count = jnp.sum(targets < jax.tree.leaves(arrays)[0].shape[1] // each)
+        return jax.lax.fori_loop(0, count, lambda i, arrays: jax.tree.map(lambda x: put(x, i), arrays), arrays)
 
-    pages, rows = cache_specs(cache.layout, rules), rules.spec(("batch",))
-    return jax.shard_map(copy, mesh=rules.mesh, in_specs=(pages, rows, rows), out_specs=pages)(cache, sources, targets)
+    own, rows = jax.tree.map(lambda _: rules.spec(axes), arrays), rules.spec(("batch",))
+    return jax.shard_map(copy, mesh=rules.mesh, in_specs=(own, rows, rows), out_specs=own)(arrays, sources, targets)

@@ -11,8 +11,10 @@ from podium.config.schema import RolloutConfig
 from podium.config.sizes import table_pages
 from podium.models.architecture import DecoderConfig
 from podium.rollout.cache import NO_PAGE, Cache, empty
+from podium.rollout.kept import num_cells
 from podium.rollout.programs import (
     Chunk,
+    CopyProgram,
     Drawn,
     Slots,
     Where,
@@ -25,7 +27,7 @@ from podium.rollout.programs import (
     row_shardings,
 )
 from podium.rollout.sampling import fill_row
-from podium.rollout.scheduler import DecodeRow, PageCopy, PrefillCall
+from podium.rollout.scheduler import Copy, DecodeRow, PrefillCall
 from podium.rollout.sequence import Sequence, TextDecoder, stop_tokens
 from podium.rollout.weights import keeps
 from podium.sharding import Params, ShardingRules
@@ -50,6 +52,7 @@ class Device:
         self._replicate = jax.jit(lambda drawn: drawn, out_shardings=rules.sharding())
         self._cache: Cache | None = None
         self._table = table_pages(config)
+        self.num_cells = num_cells(decoder, config)
         self.resize(config.slots)
 
     def freeze(self, params: Params) -> None:
@@ -86,6 +89,8 @@ class Device:
         for chunk in chunks:
             self.prefill(PrefillCall(chunk=chunk, fills=()))
         self.copy(())
+        if self.num_cells:
+            self.copy_cells(())
         for size in sizes:
             self.resize(size)
             self.decode((), tokenizer)
@@ -114,10 +119,18 @@ class Device:
             chunk.tokens[row, : fill.count] = fill.owner.tokens[fill.start : fill.start + fill.count]
             chunk.starts[row], chunk.counts[row] = fill.start, fill.count
             chunk.tables[row, : len(fill.pages)] = fill.pages
+            chunk.cells[row] = fill.cell or 0
         self._cache = self.programs.extend(self._loaded(), self._made_cache(), cast(Chunk[jax.Array], self._put(chunk)))
 
-    def copy(self, copies: Iterable[PageCopy]) -> None:
+    def copy(self, copies: Iterable[Copy]) -> None:
         """Copy pages within each shard; one call takes as many as there are slots."""
+        self._copy(self.programs.copy, copies)
+
+    def copy_cells(self, copies: Iterable[Copy]) -> None:
+        """Copy cells within each shard, as many as there are slots."""
+        self._copy(self.programs.copy_cells, copies)
+
+    def _copy(self, program: CopyProgram, copies: Iterable[Copy]) -> None:
         shards = self.rules.num_shards("batch")
         per_shard = self.config.slots // shards
         sources = np.zeros((shards, per_shard), np.int32)
@@ -128,7 +141,7 @@ class Device:
             sources[at], targets[at] = copy.source, copy.target
             counts[copy.shard] += 1
         given = cast(tuple[jax.Array, jax.Array], self._put((sources.reshape(-1), targets.reshape(-1))))
-        self._cache = self.programs.copy(self._made_cache(), *given)
+        self._cache = program(self._made_cache(), *given)
 
     def decode(self, rows: Iterable[DecodeRow], tokenizer: TextDecoder | None) -> tuple[Drawn, jax.Array]:
         """Issue a decode call of these rows; what it will draw, whole on every host, and in how many steps []."""
@@ -160,6 +173,7 @@ class Device:
         slots.stop_tokens[row, : len(stops)] = stops
         slots.last[row] = sequence.limit - 1
         slots.tables[row] = NO_PAGE
+        slots.cells[row] = sequence.cell or 0
         self._table_pages[row] = 0
         slots.where.tokens[row], slots.where.live[row] = sequence.tokens[-1], True
 

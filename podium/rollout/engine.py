@@ -16,12 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from podium.config.schema import RolloutConfig
-from podium.config.sizes import cache_pages, prompt_buckets, slot_sizes
 from podium.models.architecture import DecoderConfig
 from podium.rollout.device import Device
 from podium.rollout.programs import Drawn
 from podium.rollout.request import Completion, Finished, Key, Request, RolloutStats, SamplingParams
-from podium.rollout.scheduler import DecodeRow, Scheduler
+from podium.rollout.scheduler import DecodeRow, make_scheduler
 from podium.rollout.sequence import Sequence, TextDecoder, check_sampling, check_tokens, sequences_of
 from podium.sharding import Params, ShardingRules
 
@@ -77,15 +76,7 @@ class RolloutEngine:
         self.dtype = dtype
         self.overlap = not rules.on_cpu if overlap is None else overlap
         self.device = Device(config, decoder, rules, dtype)
-        shards = rules.num_shards("batch")
-        self._scheduler = Scheduler(
-            slots=slot_sizes(config, shards),
-            num_pages=cache_pages(config, shards),
-            page_tokens=config.page_tokens,
-            rows=config.prefill_rows,
-            chunks=prompt_buckets(config.max_prompt_tokens),
-            shards=shards,
-        )
+        self._scheduler = make_scheduler(config, rules.num_shards("batch"), self.device.num_cells)
         self._sequences: dict[Key, Sequence] = {}
         self._finished: list[Finished] = []
         self._submitted = 0
@@ -329,6 +320,8 @@ class RolloutEngine:
             self.device.prefill(call)
         if plan.copies:
             self.device.copy(plan.copies)
+        if plan.cell_copies:
+            self.device.copy_cells(plan.cell_copies)
         return plan.rows
 
     def _read_all(self) -> None:

@@ -13,17 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from podium.config.schema import RolloutConfig
-from podium.config.sizes import cache_pages, check_split, steps_at_once, table_pages
+from podium.config.sizes import check_split, steps_at_once, table_pages
 from podium.models.architecture import DecoderConfig
 from podium.models.attention import causal_attention
-from podium.models.blocks.kind import At
+from podium.models.blocks.kind import Advance, At, States
 from podium.models.decoder import forward, head_weights
 from podium.models.linear import activation_dtype, of_bits
 from podium.models.logprobs import logits_at
 from podium.models.params import LAYERS
 from podium.models.visibility import Visibility
 from podium.rollout import cache as caches
-from podium.rollout.cache import Cache
+from podium.rollout.cache import Cache, Rows
 from podium.rollout.sampling import A, SamplingRows, idle_rows, sample_split
 from podium.rollout.sequence import MAX_STOP_TOKENS
 from podium.rollout.weights import Program, SyncProgram, make_sync
@@ -41,6 +41,7 @@ class Chunk(Generic[A]):
     starts: A  # [R] int32, tokens in the cache
     counts: A  # [R] int32, how many of the T are the sequence's; 0: the row has none
     tables: A  # [R, W] int32, the sequence's pages
+    cells: A  # [R] int32, the sequence's cell
 
 
 @jax.tree_util.register_dataclass
@@ -63,6 +64,7 @@ class Slots(Generic[A]):
     stop_tokens: A  # [S, 8] int32, padded with -1
     last: A  # [S] int32, position of the last token that may be drawn
     tables: A  # [S, W] int32, the pages of the slot's sequence
+    cells: A  # [S] int32, its cell
     taken: A  # [S] bool, whether the slot has a sequence
     fresh: A  # [S] bool, whether its state is in `where`, and not what the call before returned
     first: A  # [S] bool, of those, whether all its tokens are in the cache, with the hidden state behind the last
@@ -99,6 +101,7 @@ def idle_slots(num_slots: int, table: int) -> Slots[np.ndarray]:
         stop_tokens=np.full((num_slots, MAX_STOP_TOKENS), -1, np.int32),
         last=np.zeros(num_slots, np.int32),
         tables=np.full((num_slots, table), caches.NO_PAGE, np.int32),
+        cells=np.zeros(num_slots, np.int32),
         taken=np.zeros(num_slots, np.bool_),
         fresh=np.zeros(num_slots, np.bool_),
         first=np.zeros(num_slots, np.bool_),
@@ -114,6 +117,7 @@ def idle_chunk(rows: int, length: int, table: int) -> Chunk[np.ndarray]:
         starts=np.zeros(rows, np.int32),
         counts=np.zeros(rows, np.int32),
         tables=np.full((rows, table), caches.NO_PAGE, np.int32),
+        cells=np.zeros(rows, np.int32),
     )
 
 
@@ -129,10 +133,10 @@ class ExtendProgram(Program, Protocol):
 
 
 class CopyProgram(Program, Protocol):
-    """Copies of pages (`make_copy`)."""
+    """Copies of pages (`make_copy`), or of cells (`make_copy_cells`)."""
 
     def __call__(self, cache: Cache, sources: jax.Array, targets: jax.Array, /) -> Cache:
-        """The cache with the pages `sources` copied to `targets`."""
+        """The cache with `sources` copied to `targets`."""
         ...
 
 
@@ -154,6 +158,8 @@ class EnginePrograms(NamedTuple):
     """`sync` of the weights that no update changes, called once."""
     extend: ExtendProgram
     copy: CopyProgram
+    copy_cells: CopyProgram
+    """Called where layers keep something of a fixed size (`podium.rollout.kept`)."""
     decode: DecodeProgram
 
 
@@ -170,6 +176,7 @@ def make_engine_programs(
         place=make_sync(decoder, rules, dtype, frozen=True),
         extend=make_extend(decoder, rules, dtype),
         copy=make_copy(decoder, rules),
+        copy_cells=make_copy_cells(decoder, rules),
         decode=make_decode(decoder, rules, dtype, steps=config.refill_steps),
     )
 
@@ -178,13 +185,7 @@ def abstract_engine_cache(
     config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
 ) -> Cache:
     """The cache of an engine."""
-    return caches.abstract_cache(
-        decoder,
-        pages=cache_pages(config, rules.num_shards("batch")),
-        page_tokens=config.page_tokens,
-        dtype=activation_dtype(rules, dtype),
-        rules=rules,
-    )
+    return caches.abstract_cache(decoder, config, dtype=activation_dtype(rules, dtype), rules=rules)
 
 
 def abstract_slots(config: RolloutConfig, size: int, rules: ShardingRules) -> tuple[Where[jax.Array], Slots[jax.Array]]:
@@ -232,18 +233,29 @@ def prefill(
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, Cache]:
     """Hidden states [R, T, D] of a chunk's tokens, and the cache with them."""
-    T = chunk.tokens.shape[1]
-
-    def attend(cache: Cache, at: At, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Cache, jax.Array]:
-        return caches.extend(cache, at.layer, chunk.tables, chunk.starts, chunk.counts, q, k, v, rules, at.window)
-
-    positions = chunk.starts[:, None] + jnp.arange(T)[None]
-    hidden, (cache,), _ = forward(
-        params, chunk.tokens, positions, attend, (cache,), config=decoder, rules=rules, dtype=dtype
-    )
+    rows = Rows(tables=chunk.tables, cells=chunk.cells, starts=chunk.starts, counts=chunk.counts, rules=rules)
+    hidden, cache = _enter(params, cache, chunk.tokens, rows, decoder=decoder, dtype=dtype)
     last = jnp.take_along_axis(hidden, (chunk.counts - 1)[:, None, None], axis=1, mode="clip")[:, 0]
-    lengths = chunk.starts + chunk.counts
-    return hidden, caches.keep_states(cache, chunk.tables, lengths, chunk.counts, last, rules)
+    return hidden, caches.keep_states(cache, rows, last)
+
+
+def _enter(
+    params: Params, cache: Cache, tokens: jax.Array, rows: Rows, *, decoder: DecoderConfig, dtype: jnp.dtype
+) -> tuple[jax.Array, Cache]:
+    """Hidden states [R, T, D] of new tokens [R, T] of the rows' sequences, and the cache with them."""
+    positions = rows.starts[:, None] + jnp.arange(tokens.shape[1])[None]
+    hidden, places, _ = forward(
+        params,
+        tokens,
+        positions,
+        rows.attend,
+        cache.places,
+        recur=rows.recur,
+        config=decoder,
+        rules=rows.rules,
+        dtype=dtype,
+    )
+    return hidden, dataclasses.replace(cache, places=places)
 
 
 def nonfinite_layer(
@@ -267,11 +279,15 @@ def nonfinite_layer(
         found = ~(jnp.isfinite(q).all() & jnp.isfinite(k).all() & jnp.isfinite(v).all())
         return bad.at[at.layer].set(found), causal_attention(q, k, v, Visibility(one_sequence, one_sequence).mask())
 
+    def recur(bad: jax.Array, at: At, initial: States, advance: Advance) -> tuple[jax.Array, jax.Array]:
+        _, y = advance(initial, jnp.array([len(tokens)]))
+        return bad.at[at.layer].set(~jnp.isfinite(y).all()), y
+
     def meet(params: Params) -> tuple[jax.Array, ...]:
         positions = jnp.arange(len(tokens))[None]
         good = [jnp.zeros(len(place.layers), bool) for place in decoder.places]
         _, bad, _ = forward(
-            params, jnp.array([tokens]), positions, attend, good, config=decoder, rules=rules, dtype=dtype
+            params, jnp.array([tokens]), positions, attend, good, recur=recur, config=decoder, rules=rules, dtype=dtype
         )
         return bad
 
@@ -297,6 +313,16 @@ def make_copy(decoder: DecoderConfig, rules: ShardingRules) -> CopyProgram:
         return caches.copy_pages(cache, sources, targets, rules)
 
     return cast(CopyProgram, jax.jit(copy, donate_argnums=0, out_shardings=caches.cache_shardings(decoder, rules)))
+
+
+def make_copy_cells(decoder: DecoderConfig, rules: ShardingRules) -> CopyProgram:
+    """The same for cells (`copy_cells`)."""
+
+    def copy_cells(cache: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
+        return caches.copy_cells(cache, sources, targets, rules)
+
+    shardings = caches.cache_shardings(decoder, rules)
+    return cast(CopyProgram, jax.jit(copy_cells, donate_argnums=0, out_shardings=shardings))
 
 
 def make_decode(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *, steps: int) -> DecodeProgram:
@@ -395,17 +421,10 @@ def _next_logits(
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, Cache]:
     """Logits [S, V] float32 behind each slot's last token, which enters the cache."""
-    starts, counts = (
-        where.lengths * where.live,
-        where.live.astype(jnp.int32),
-    )  # slots that are not live attend to nothing
-
-    def attend(cache: Cache, at: At, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Cache, jax.Array]:
-        return caches.extend(cache, at.layer, slots.tables, starts, counts, q, k, v, rules, at.window)
-
-    hidden, (cache,), _ = forward(
-        params, where.tokens[:, None], starts[:, None], attend, (cache,), config=decoder, rules=rules, dtype=dtype
-    )
+    starts = where.lengths * where.live  # slots that are not live attend to nothing
+    counts = where.live.astype(jnp.int32)
+    rows = Rows(tables=slots.tables, cells=slots.cells, starts=starts, counts=counts, rules=rules)
+    hidden, cache = _enter(params, cache, where.tokens[:, None], rows, decoder=decoder, dtype=dtype)
     return _logits(hidden[:, 0], params, decoder=decoder, rules=rules, dtype=dtype), cache
 
 

@@ -11,9 +11,11 @@ lost.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from podium.config.schema import RolloutConfig
+from podium.config.sizes import cache_pages, prompt_buckets, slot_sizes
 from podium.rollout.pages import Pages
 from podium.rollout.sequence import Counts, Group, Queues, Sequence, SharedPrompt
 
@@ -25,6 +27,7 @@ class Fill:
     row: int
     owner: SharedPrompt | Sequence
     pages: tuple[int, ...]
+    cell: int | None
     start: int
     count: int
 
@@ -36,8 +39,8 @@ class PrefillCall(NamedTuple):
     fills: tuple[Fill, ...]
 
 
-class PageCopy(NamedTuple):
-    """A page to be copied within a shard."""
+class Copy(NamedTuple):
+    """A page or a cell to be copied within a shard."""
 
     shard: int
     source: int
@@ -61,7 +64,9 @@ class StepPlan(NamedTuple):
     """What the device does in one step of the engine, in this order."""
 
     prefills: tuple[PrefillCall, ...]
-    copies: tuple[PageCopy, ...]
+    copies: tuple[Copy, ...]
+    """Of pages."""
+    cell_copies: tuple[Copy, ...]
     rows: tuple[DecodeRow, ...]
     """Rows of the decode call; empty: there is no call."""
 
@@ -123,6 +128,7 @@ class Scheduler:
         *,
         slots: Iterable[int],
         num_pages: int,
+        num_cells: int = 0,
         page_tokens: int,
         rows: int,
         chunks: Iterable[int],
@@ -133,6 +139,7 @@ class Scheduler:
         Args:
             slots: sizes of the decode program, largest first.
             num_pages: pages of all shards together.
+            num_cells: cells of all shards together; 0: pages hold all that there is of a sequence.
             page_tokens: tokens of a page.
             rows: rows of a prefill call.
             chunks: lengths of prefill calls, shortest first.
@@ -142,7 +149,13 @@ class Scheduler:
         self.chunks = tuple(chunks)
         self.shards = shards
         self.queues = Queues()
-        self.pages = Pages(per_shard=num_pages // shards, page_tokens=page_tokens, shards=shards, queues=self.queues)
+        self.pages = Pages(
+            per_shard=num_pages // shards,
+            cells_per_shard=num_cells // shards,
+            page_tokens=page_tokens,
+            shards=shards,
+            queues=self.queues,
+        )
         self.slots = Slots(self.sizes, shards)
         self._rows_per_shard = rows // shards
 
@@ -177,6 +190,8 @@ class Scheduler:
         self._take_out(sequence)
         sequence.state = "parked"
         self.queues.parked[sequence] = None
+        if sequence.cut and self.pages.has_cells:
+            self.pages.release(sequence)  # its cell stands behind tokens that were cut off
 
     def retire(self, sequence: Sequence) -> None:
         """Forget a sequence, whatever its state; its group goes with the last one."""
@@ -187,7 +202,7 @@ class Scheduler:
         sequence.state = "gone"
         group = self.queues.groups[sequence.key.request]
         del group.sequences[sequence.key.completion]
-        self.pages.release_part_pages(group)
+        self.pages.release_copied(group)
         if not group.sequences:
             self._release_prompts(group)
             del self.queues.groups[sequence.key.request]
@@ -240,12 +255,12 @@ class Scheduler:
             prefills.append(call)
             if 2 * sum(sequence.ready for sequence in running) >= len(running):
                 break  # the rest of the longer prompts is prefilled between decode calls
-        copies = tuple(self._copies())
+        copies, cell_copies = self._copies()
         self._reserve(steps)
         rows = tuple(self._decode_row(sequence, steps) for sequence in running if sequence.ready)
         counts = self.queues.counts
         counts.pages_peak = max(counts.pages_peak, self.pages.used)
-        return StepPlan(prefills=tuple(prefills), copies=copies, rows=rows)
+        return StepPlan(prefills=tuple(prefills), copies=tuple(copies), cell_copies=tuple(cell_copies), rows=rows)
 
     def _decode_row(self, sequence: Sequence, steps: int) -> DecodeRow:
         first = sequence.fresh and sequence.filled == sequence.length
@@ -343,7 +358,16 @@ class Scheduler:
         for shard, owners in enumerate(todo):
             for row, owner in enumerate(owners, shard * self._rows_per_shard):
                 count = min(chunk, owner.missing)
-                fills.append(Fill(row=row, owner=owner, pages=tuple(owner.pages), start=owner.filled, count=count))
+                fills.append(
+                    Fill(
+                        row=row,
+                        owner=owner,
+                        pages=tuple(owner.pages),
+                        cell=owner.cell,
+                        start=owner.filled,
+                        count=count,
+                    )
+                )
                 self.queues.counts.prefill_tokens += count
                 self.queues.counts.rebuilt_tokens += max(0, min(owner.lost - owner.filled, count))
                 owner.filled += count
@@ -355,7 +379,7 @@ class Scheduler:
         for sequence in self.queues.running:
             if sequence.shared is not None and sequence.shared.missing:
                 found[sequence.shared] = None
-            elif sequence.missing and not sequence.copies_part:
+            elif sequence.missing and not sequence.copies:
                 found[sequence] = None
         return found
 
@@ -371,20 +395,43 @@ class Scheduler:
             if sequence.shard >= 0 or sequence.lost or group.prompts or not group.shares or not 1 < end <= chunk:
                 continue
             reserved = sum(pages.headroom(each) for each in running if each.shard == shard)
-            if len(pages.free[shard]) < pages.number(end) + reserved:
+            if not pages.holds_prompt(end, shard, reserved):
                 return
             todo[shard].append(pages.allocate_prompt(group, request, shard, end))
 
-    def _copies(self) -> Iterator[PageCopy]:
-        """Copy the part pages of prompts that are prefilled by now for the sequences that need them."""
+    def _copies(self) -> tuple[list[Copy], list[Copy]]:
+        """Copies of the part pages and the cells of prompts that are prefilled by now, for sequences that need them."""
+        pages: list[Copy] = []
+        cells: list[Copy] = []
         for sequence in self.queues.running:
             shared = sequence.shared
             if shared is None or shared.missing:
                 continue
-            if sequence.filled < sequence.length and sequence.copies_part:
+            copies = sequence.copies
+            if copies:
                 part = shared.full_pages
-                yield PageCopy(shard=sequence.shard, source=shared.pages[part], target=sequence.pages[part])
-                sequence.filled = sequence.length
-            if sequence.ready and not sequence.attached:
+                if len(shared.pages) > part:
+                    pages.append(Copy(shard=shared.shard, source=shared.pages[part], target=sequence.pages[part]))
+                if shared.cell is not None and sequence.cell is not None:
+                    cells.append(Copy(shard=shared.shard, source=shared.cell, target=sequence.cell))
+                sequence.filled = shared.end
+            if (copies or sequence.ready) and not sequence.attached:
                 sequence.attached = True
-                self.pages.release_part_pages(self.queues.groups[sequence.key.request])
+                self.pages.release_copied(self.queues.groups[sequence.key.request])
+        return pages, cells
+
+
+def make_scheduler(config: RolloutConfig, shards: int, num_cells: int = 0) -> Scheduler:
+    """The scheduler of the engine that a config describes.
+
+    Raises ValueError where the cache is too small for one sequence.
+    """
+    return Scheduler(
+        slots=slot_sizes(config, shards),
+        num_pages=cache_pages(config, shards),
+        num_cells=num_cells,
+        page_tokens=config.page_tokens,
+        rows=config.prefill_rows,
+        chunks=prompt_buckets(config.max_prompt_tokens),
+        shards=shards,
+    )

@@ -45,6 +45,8 @@ class SharedPrompt:
     """Tokens to prefill: all of the prompt, or once the part page is freed those of the full pages."""
     full_pages: int
     """Leading pages that sequences share; each gets a copy of the part page behind them, if there is one."""
+    cell: int | None = None
+    """Cell with what has a fixed size, behind all of the prompt; None: layers keep no such thing, or it is freed."""
     lost: int = 0
     """Tokens that were prefilled before on this engine, or by an earlier one."""
     filled: int = 0
@@ -79,6 +81,8 @@ class Sequence:
     """Weight version of each drawn token."""
     carried: int = 0
     """Tokens of this turn that were drawn before it was submitted."""
+    cut: bool = False
+    """Whether the device may have drawn tokens behind the last: a stop string ended the turn."""
     finish_reason: FinishReason | None = None
 
     # Its place in the cache.
@@ -87,6 +91,8 @@ class Sequence:
     slot: int = -1
     """Slot within the shard; -1: none."""
     pages: list[int] = dataclasses.field(default_factory=list)
+    cell: int | None = None
+    """Cell with what layers keep of it in a fixed size; None: it has no pages either, or layers keep no such thing."""
     shared: SharedPrompt | None = None
     """Prompt whose full pages are its first ones."""
     filled: int = 0
@@ -98,7 +104,7 @@ class Sequence:
     releases: int = 0
     """How often its slot was freed. Unread tokens from before the last time are dropped, and drawn again the same."""
     attached: bool = False
-    """Whether it has had its copy of the prompt's part page."""
+    """Whether it has had its copy of the prompt's part page, and of its cell."""
     lost: int = 0
     """Leading tokens whose keys and values were made once and are gone."""
 
@@ -126,13 +132,21 @@ class Sequence:
     @property
     def ready(self) -> bool:
         """Whether it can decode."""
-        return not self.missing and (self.shared is None or not self.shared.missing)
+        return not self.missing and (self.shared is None or not (self.shared.missing or self.copies_cell))
 
     @property
-    def copies_part(self) -> bool:
-        """Whether all that its shared pages lack comes from the part page of the prompt."""
+    def copies(self) -> bool:
+        """Whether it needs a copy of what the prompt has beside its full pages, and has not had it."""
         shared = self.shared
-        return shared is not None and self.length == shared.end and len(shared.pages) > shared.full_pages
+        if shared is None:
+            return False
+        part = self.length == shared.end > self.filled and len(shared.pages) > shared.full_pages
+        return part or self.copies_cell
+
+    @property
+    def copies_cell(self) -> bool:
+        """Whether it continues from the prompt's cell, of which it has not had its copy."""
+        return self.shared is not None and self.shared.cell is not None and not self.attached
 
     def begin_turn(self, tokens: list[int], sampling: SamplingParams, *, seed: int, keep: bool) -> None:
         """Draw another completion behind new tokens."""
@@ -144,7 +158,7 @@ class Sequence:
         self.logprobs = []
         self.full_logprobs = []
         self.versions = []
-        self.carried, self.finish_reason = 0, None
+        self.carried, self.finish_reason, self.cut = 0, None, False
 
     def append(
         self,
@@ -192,7 +206,7 @@ class Sequence:
             if any(stop in text for stop in stops):
                 for values in (self.drawn, self.logprobs, self.full_logprobs, self.versions):
                     del values[length:]
-                self.finish_reason = "stop"
+                self.finish_reason, self.cut = "stop", True
                 return
 
 
@@ -236,7 +250,7 @@ class Group:
 
     @property
     def copied(self) -> bool:
-        """Whether all its sequences have had their copy of the prompt's part page."""
+        """Whether all its sequences have had their copy of the prompt's part page and cell."""
         return all(sequence.attached for sequence in self.sequences.values())
 
 

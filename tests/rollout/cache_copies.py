@@ -57,7 +57,8 @@ def copies(machine: str, model: str) -> dict[str, dict[str, float]]:
     weights = abstract_params(engine_specs(decoder, rules), DTYPE, rules)
     cache = abstract_engine_cache(CONFIG, decoder, rules, DTYPE)
     stored = [math.prod(each.sharding.shard_shape(each.shape)) for each in jax.tree.leaves(cache)]
-    pages = cache.values.sharding.shard_shape(cache.values.shape)[1]  # of a device; no weight has such a dimension
+    values = cache.places[0].kv.values
+    pages = values.sharding.shard_shape(values.shape)[1]  # of a device; no weight has such a dimension
     lowered = {
         "decode": programs.decode.lower(weights, cache, *abstract_slots(CONFIG, CONFIG.slots, rules)),
         "prefill": programs.extend.lower(weights, cache, abstract_chunk(CONFIG, 128, rules)),

@@ -15,6 +15,7 @@ from tiny_engine import DECODER, mesh_of
 
 from podium.accelerators import find_accelerator
 from podium.config.attention import kv_layout
+from podium.config.schema import RolloutConfig
 from podium.models.attention import causal_attention
 from podium.models.params import ROLLOUT_AXES
 from podium.plan.topology import compiler_environment
@@ -42,12 +43,23 @@ def layout(request, monkeypatch):
     return found
 
 
+def abstract_cache(pages, page_tokens, dtype, rules):
+    tokens = pages * page_tokens // rules.num_shards("batch") - page_tokens
+    config = RolloutConfig(
+        max_prompt_tokens=tokens - 1, max_new_tokens=1, page_tokens=page_tokens, cache_tokens=pages * page_tokens
+    )
+    return caches.abstract_cache(DECODER, config, dtype=dtype, rules=rules)
+
+
 def random_cache(pages, page_tokens, rules, seed=0):
     rng = np.random.default_rng(seed)
-    abstract = caches.abstract_cache(
-        DECODER, pages=pages, page_tokens=page_tokens, dtype=jnp.dtype("float32"), rules=rules
-    )
+    abstract = abstract_cache(pages, page_tokens, jnp.dtype("float32"), rules)
     return jax.tree.map(lambda a: jax.device_put(rng.normal(size=a.shape).astype(a.dtype), a.sharding), abstract)
+
+
+def pages_of(cache):
+    """The keys and values of the only place."""
+    return cache.places[0].kv
 
 
 def sequence(cache, layer, table, length):
@@ -84,7 +96,7 @@ def test_new_tokens_are_written_after_the_old_ones_and_attend_to_what_their_wind
     starts, counts, T, window, layout
 ):
     rules, P = rules_on(1), 4
-    cache = random_cache(24, P, rules)
+    cache = pages_of(random_cache(24, P, rules))
     tables = np.random.default_rng(2).permutation(24)[:16].reshape(4, 4).astype(np.int32)
     got, seen, (q, k, v) = extended(cache, tables, starts, counts, T, rules, window=window)
     touched = set()
@@ -110,7 +122,7 @@ def test_new_tokens_are_written_after_the_old_ones_and_attend_to_what_their_wind
 
 def test_each_device_has_pages_of_its_own():
     rules, one = rules_on(8), rules_on(1)
-    cache = random_cache(32, 4, rules)
+    cache = pages_of(random_cache(32, 4, rules))
     whole = jax.tree.map(lambda x: jax.device_put(np.asarray(x), one.sharding()), cache)
     local = np.array([[1, 3], [0, 2]] * 8, np.int32)  # two rows on each of 8 devices, of 4 pages each
     everywhere = local + 4 * np.repeat(np.arange(8), 2)[:, None].astype(np.int32)
@@ -138,7 +150,7 @@ def test_pages_are_copied_within_their_device(layout):
 
 def test_neither_other_rows_nor_what_stands_behind_a_sequence_changes_its_bits():
     rules = rules_on(1)
-    cache = random_cache(16, 4, rules)
+    cache = pages_of(random_cache(16, 4, rules))
     tables = np.arange(16, dtype=np.int32).reshape(2, 8)
     _, short, _ = extended(cache, tables, [2, 1], [1, 1], 1, rules)
     changed = dataclasses.replace(cache, values=cache.values.at[:, 1:8].set(1e6))
@@ -149,10 +161,10 @@ def test_neither_other_rows_nor_what_stands_behind_a_sequence_changes_its_bits()
 
 def test_an_empty_cache_is_as_the_abstract_one_says():
     rules = rules_on(8)
-    abstract = caches.abstract_cache(DECODER, pages=8, page_tokens=6, dtype=jnp.dtype("bfloat16"), rules=rules)
+    abstract = abstract_cache(16, 6, jnp.dtype("bfloat16"), rules)
     made = caches.empty(abstract)
     assert isinstance(made, Cache)
-    assert made.page_tokens == 6
+    assert made.hidden.page_tokens == pages_of(made).page_tokens == 6
     for array, expected in zip(jax.tree.leaves(made), jax.tree.leaves(abstract), strict=True):
         assert (array.shape, array.dtype, array.sharding) == (expected.shape, expected.dtype, expected.sharding)
         assert not np.asarray(array, np.float32).any()

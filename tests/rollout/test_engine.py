@@ -380,7 +380,7 @@ def test_decoding_keeps_one_copy_of_the_cache():
     engine = make_engine(config)
     cache = abstract_engine_cache(config, DECODER, engine.rules, engine.dtype)
     memory = lowered_decode(engine).compile().memory_analysis()
-    nbytes = 2 * cache.keys.size * 4
+    nbytes = 2 * cache.places[0].kv.keys.size * 4
     assert memory.alias_size_in_bytes >= nbytes, "the cache is not donated"
     assert memory.temp_size_in_bytes < 0.2 * nbytes  # a page of each slot is read at a time
 

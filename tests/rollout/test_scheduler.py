@@ -13,10 +13,16 @@ from podium.rollout.sequence import Sequence, SharedPrompt
 PAGE, CHUNKS, STEPS = 4, (4, 16, 32), 3
 
 
-def make(*, slots=8, pages=64, rows=4, shards=1):
+def make(*, slots=8, pages=64, rows=4, shards=1, cells=0):
     sizes = tuple(dict.fromkeys(shards * -(-slots // part) for part in (1, 2, 4)))
     return Scheduler(
-        slots=sizes, num_pages=shards * pages, page_tokens=PAGE, rows=shards * rows, chunks=CHUNKS, shards=shards
+        slots=sizes,
+        num_pages=shards * pages,
+        num_cells=shards * cells,
+        page_tokens=PAGE,
+        rows=shards * rows,
+        chunks=CHUNKS,
+        shards=shards,
     )
 
 
@@ -47,9 +53,11 @@ class World:
         self.scheduler, self.rng = scheduler, random.Random(seed)
         self.content = {}  # (shard, page, offset) -> (request, index, position); index -1: of the prompt
         self.states = {}  # (shard, page) -> the same, of the last token that was prefilled there
+        self.cells = {}  # (shard, cell) -> the tokens that a layer with a state has read, in their order
         self.prompts = {}  # request -> tokens of its prompt
         self.goal = {}  # sequence -> length at which its turn ends
         self.turns = {}  # sequence -> turns to come
+        self.all_cells = list(scheduler.pages.free_cells[0])
         self.known, self.order, self.done = [], [], []
         self.decoded = 0
 
@@ -85,10 +93,14 @@ class World:
                     what = self.token(fill.owner, position)
                     self.content[fill.owner.shard, fill.pages[position // PAGE], position % PAGE] = what
                 self.states[fill.owner.shard, fill.pages[position // PAGE]] = what
+                if fill.cell is not None and fill.owner.shard >= 0:  # else it was preempted in the same plan
+                    self.enter(fill.owner, fill.cell, fill.start, fill.start + fill.count)
         for copy in plan.copies:
             for offset in range(PAGE):
                 self.content[copy.shard, copy.target, offset] = self.content.get((copy.shard, copy.source, offset))
             self.states[copy.shard, copy.target] = self.states.get((copy.shard, copy.source))
+        for copy in plan.cell_copies:
+            self.cells[copy.shard, copy.target] = list(self.cells[copy.shard, copy.source])
         rows = [row.row for row in plan.rows]
         assert len(set(rows)) == len(rows), "slot owned twice"
         assert all(0 <= row < scheduler.size for row in rows)
@@ -96,6 +108,13 @@ class World:
             self.decode(row.sequence, row.first)
         self.check()
         return plan
+
+    def enter(self, owner, cell, start, end):
+        """Let a state read tokens `start` to `end` of its owner; a first token makes a new one."""
+        state = self.cells[owner.shard, cell] if start else []
+        assert state == [self.token(owner, position) for position in range(start)], "a state of other tokens"
+        state += [self.token(owner, position) for position in range(start, end)]
+        self.cells[owner.shard, cell] = state
 
     def decode(self, sequence, first):
         there = sequence.length - (not first)
@@ -110,6 +129,8 @@ class World:
         for position in range(there, there + made - first):
             at = sequence.shard, sequence.pages[position // PAGE], position % PAGE
             self.content[at] = self.token(sequence, position)
+        if sequence.cell is not None:
+            self.enter(sequence, sequence.cell, there, there + made - first)
         self.decoded += made
         sequence.drawn += [0] * made
         self.scheduler.advance(sequence, most=STEPS + first)
@@ -149,6 +170,11 @@ class World:
                     if sequence.shard == shard:
                         owned += sequence.pages[sequence.shared.full_pages if sequence.shared else 0 :]
             assert sorted(owned) == list(range(pages.per_shard)), "page leaked or owned twice"
+        for shard, free in enumerate(pages.free_cells):
+            owners = [each for group in queues.groups.values() for each in group.prompts.values()]
+            owners += [each for group in queues.groups.values() for each in group.sequences.values()]
+            held = [each.cell for each in owners if each.shard == shard and each.cell is not None]
+            assert sorted([*free, *held]) == self.all_cells, "cell leaked or owned twice"
         for group in queues.groups.values():
             for shared in group.prompts.values():
                 users = [sequence for sequence in group.sequences.values() if sequence.shared is shared]
@@ -178,6 +204,7 @@ def converse(world, *, room, parks, cancels, restarts=0.0, most=10_000):
             scheduler.restart()
             world.content.clear()
             world.states.clear()
+            world.cells.clear()
         if scheduler.busy:
             world.step()
         elif not scheduler.queues.groups:
@@ -198,17 +225,18 @@ def converse(world, *, room, parks, cancels, restarts=0.0, most=10_000):
     parks=st.sampled_from([0.0, 0.2]),
     cancels=st.sampled_from([0.0, 0.1]),
     restarts=st.sampled_from([0.0, 0.05]),
+    cells=st.sampled_from([0, 2, 3, 8]),
 )
-def test_nothing_is_lost_nor_owned_twice(groups, slots, pages, rows, shards, seed, parks, cancels, restarts):
-    world = World(make(slots=slots, pages=pages, rows=rows, shards=shards), seed)
+def test_nothing_is_lost_nor_owned_twice(groups, slots, pages, rows, shards, seed, parks, cancels, restarts, cells):
+    world = World(make(slots=slots, pages=pages, rows=rows, shards=shards, cells=cells), seed)
     for group, (prompt, completions) in enumerate(groups):
         world.submit(group, prompt, completions, prompt + 12)
     converse(world, room=44, parks=parks, cancels=cancels, restarts=restarts)
 
 
-@pytest.mark.parametrize(("pages", "shards"), [(2000, 1), (70, 1), (40, 4)])
-def test_two_thousand_random_conversations_leak_nothing(pages, shards):
-    world = World(make(slots=16, pages=pages, shards=shards), 1)
+@pytest.mark.parametrize(("pages", "shards", "cells"), [(2000, 1, 0), (70, 1, 0), (40, 4, 0), (70, 1, 20), (40, 4, 3)])
+def test_two_thousand_random_conversations_leak_nothing(pages, shards, cells):
+    world = World(make(slots=16, pages=pages, shards=shards, cells=cells), 1)
     for group in range(500):
         prompt = world.rng.randint(1, 30)
         world.submit(group, prompt, 4, prompt + world.rng.randint(1, 14))

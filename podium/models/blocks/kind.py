@@ -8,7 +8,7 @@ a config and by the planner, which must start without jax; `apply` imports its m
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from podium.models.blocks.rope import Rope
@@ -22,8 +22,18 @@ Tree: TypeAlias = Any
 """A pytree of arrays."""
 
 
+class StateSpec(NamedTuple):
+    """An array that decoding keeps of each sequence, whatever the sequence's length."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    """The logical axis of each dimension, as of weights."""
+    dtype: str | None = None
+    """numpy's name of its format; None: that of the activations."""
+
+
 class Work(NamedTuple):
-    """What a kind costs, in numbers and multiply-adds of one layer."""
+    """What a kind costs, in numbers and multiply-adds of one layer, and what decoding keeps of it."""
 
     active: int
     """Elements of the matrices that a token is multiplied with."""
@@ -41,6 +51,8 @@ class Work(NamedTuple):
     """Numbers of such a key, and of such a value."""
     inner: int = 0
     """Numbers of a token that its last product reads."""
+    states: tuple[StateSpec, ...] = ()
+    """Arrays of fixed size that decoding keeps of each sequence; `Context.recur` brings them up to date."""
 
 
 class At(NamedTuple):
@@ -66,6 +78,32 @@ class Attend(Protocol):
 
         Returns:
             The new `carried`, and [B, T, H, Q].
+        """
+        ...
+
+
+States: TypeAlias = "tuple[jax.Array, ...]"
+"""The arrays of `Work.states` for some sequences, [B, ...] each."""
+Advance: TypeAlias = "Callable[[States, jax.Array], tuple[States, jax.Array]]"
+"""`(states behind the tokens before, counts [B] int32) -> (states behind the new tokens, y [B, T, ...])`.
+
+The first `counts` of a row's T tokens are its sequence's; the others change no state, and their y is not used."""
+
+
+class Recur(Protocol):
+    """Where the caller of `forward` keeps the states of layers: in a cache, or nowhere."""
+
+    def __call__(self, carried: Tree, at: At, initial: States, advance: Advance, /) -> tuple[Tree, jax.Array]:
+        """Call `advance` with the rows' states and keep what it returns.
+
+        Args:
+            carried: what the caller keeps of this place in the pattern.
+            at: the layer.
+            initial: the states of sequences without tokens.
+            advance: the layer's mathematics.
+
+        Returns:
+            The new `carried`, and y of `advance`.
         """
         ...
 
@@ -106,6 +144,13 @@ class Context(Protocol):
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None) -> tuple[Tree, jax.Array]:
         """What this place carries on, and what the queries found, [B, T, H, Q]."""
+        ...
+
+    def recur(self, initial: States, advance: Advance) -> tuple[Tree, jax.Array]:
+        """What this place carries on, and y of `advance`, which gets the states behind the tokens before these.
+
+        `initial` are the states of sequences without tokens, in the order of `Work.states`.
+        """
         ...
 
 
@@ -177,6 +222,7 @@ class Block:
             kv_heads=mixer.kv_heads,
             head_dim=mixer.head_dim,
             inner=mixer.inner + after.inner,
+            states=mixer.states,
         )
 
 
