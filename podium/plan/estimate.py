@@ -123,7 +123,7 @@ def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
     heads = run.rollout_heads
     logits = F32 * scored * decoder.vocab // heads
     matmul = 2 * tokens * decoder.total(lambda work: work.active) + 2 * scored * decoder.vocab * decoder.width
-    scores = 2 * tokens * run.in_blocks(bucket) * run.cached_pair
+    scores = 2 * tokens * run.cached_pairs(run.in_blocks(bucket))
     flops = (matmul + scores) // heads
     traffic = _layers_traffic(run, "forward", rows, bucket, a, split=heads)
     return PhaseEstimate(
@@ -148,7 +148,7 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
     slots = -(-(size or rollout.slots) // run.rollout_shards)
     heads, matmul = run.rollout_heads, decoder.active // run.layout.group
     read = run.in_blocks(context or rollout.max_prompt_tokens + rollout.max_new_tokens)
-    cache, logits = run.kv_bytes(slots * read), F32 * slots * decoder.vocab // heads
+    cache, logits = run.read_bytes(slots, read), F32 * slots * decoder.vocab // heads
     block = run.kv_bytes(slots * run.block) // decoder.layers
     # The TPU's compiler lays the stacks of q, k and v out anew in each call.
     specs = param_specs(decoder) if run.platform == "tpu" else {}
@@ -164,7 +164,7 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
             "logits": SAMPLER_LOGITS * logits,
             "gathered_weights": run.gathered_in_rollout,
         },
-        flops=2 * slots * (decoder.active + read * run.cached_pair) // heads,
+        flops=2 * slots * (decoder.active + run.cached_pairs(read)) // heads,
         hbm_bytes=matmul * a + PAGE_TRAFFIC * cache + calls + 2 * SAMPLER_LOGITS * logits,
         ici_bytes=run.rollout_ici(slots),
     )
@@ -178,10 +178,8 @@ def first_flops(run: RunSizes, size: int) -> int:
 
 def copy_phase(run: RunSizes, pages: float) -> PhaseEstimate:
     """One call in which each device copies this many of its own pages."""
-    size = run.kv_bytes(run.rollout.page_tokens)
-    return PhaseEstimate(
-        name="copy", parts=_rollout_residents(run), flops=0, hbm_bytes=int(2 * pages * size), ici_bytes=0
-    )
+    moved = int(2 * pages * run.page_bytes)
+    return PhaseEstimate(name="copy", parts=_rollout_residents(run), flops=0, hbm_bytes=moved, ici_bytes=0)
 
 
 def score_phase(run: RunSizes) -> PhaseEstimate:
@@ -273,10 +271,8 @@ def _batch(run: RunSizes) -> Parts:
 
 
 def _rollout_residents(run: RunSizes) -> Parts:
-    """What stays through a rollout: besides the residents, the pages of the cache, each with a hidden state."""
-    pages = run.cache_tokens // run.rollout.page_tokens
-    states = pages * run.decoder.width * run.rollout_activation
-    return residents(run) | {"kv_cache": run.kv_bytes(run.cache_tokens) + states}
+    """What stays through a rollout: the residents and the cache."""
+    return residents(run) | {"kv_cache": run.cache_bytes}
 
 
 def _attention_flops(run: RunSizes, rows: int, length: int, products: int, *, split: int) -> int:

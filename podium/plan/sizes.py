@@ -7,7 +7,7 @@ the table of axes that the trainer or the rollout's layout uses.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from podium.accelerators import Accelerator
 from podium.config.attention import cache_block_pages, kv_layout
@@ -19,7 +19,7 @@ from podium.config.schema import Config, RolloutConfig
 from podium.config.sizes import cache_pages, prompt_buckets
 from podium.models import params
 from podium.models.architecture import DecoderConfig
-from podium.models.blocks.kind import Work
+from podium.models.blocks.kind import StateSpec, Work
 from podium.models.blocks.spec import ParamSpec, ParamSpecs, is_matrix
 from podium.models.layouts import Layout, group_bytes
 from podium.models.params import (
@@ -27,6 +27,7 @@ from podium.models.params import (
     trained_specs,
 )
 from podium.plan.workload import SequenceLengths, draw_lengths
+from podium.rollout.kept import Kept, kept_places, kv_pages, num_cells
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
 from podium.run.spec import RunSpec, UpdateSpec
@@ -193,21 +194,61 @@ class RunSizes:
         """Bytes of the weights that the rollout reads."""
         return rollout_bytes(self, params.rollout_specs(self.decoder, 1))
 
-    def kv_bytes(self, tokens: int) -> int:
-        """Keys and values of a number of tokens, as far as a device has their heads."""
-        decoder = self.decoder
-        numbers = decoder.cached(self.platform) * tokens
+    def _kv_bytes(self, tokens: Callable[[Kept], int]) -> int:
+        """Keys and values of a number of tokens in each layer, as far as a device has their heads."""
+        numbers = sum(
+            each.layers * each.kv_heads * kv_layout(each.head_dim, self.platform).numbers * tokens(each)
+            for each in kept_places(self.decoder, self.rollout)
+        )
         return numbers * self.rollout_activation // self.rollout_heads
 
-    @functools.cached_property
-    def cached_pair(self) -> int:
-        """Multiply-adds for a query and a cached key, summed over all layers; padding of stored rows counts too."""
+    def kv_bytes(self, tokens: int) -> int:
+        """Keys and values of a number of tokens."""
+        return self._kv_bytes(lambda kept: tokens)
+
+    @property
+    def page_bytes(self) -> int:
+        """Keys and values of a page of a sequence."""
+        return self._kv_bytes(lambda kept: self.rollout.page_tokens if kept.ring is None else 0)
+
+    @property
+    def state_bytes(self) -> int:
+        """States of a sequence in all layers that have one."""
+        parts = self.rollout_parts
+
+        def count(state: StateSpec) -> int:
+            pairs = zip(state.shape, state.axes, strict=True)
+            numbers = math.prod(size if axis is None else -(-size // parts.get(axis, 1)) for size, axis in pairs)
+            return numbers * (ITEMSIZES[state.dtype] if state.dtype else self.rollout_activation)
+
+        return self.decoder.total(lambda work: sum(map(count, work.states)))
+
+    @property
+    def cache_bytes(self) -> int:
+        """The cache of a device: pages, each with a hidden state, and cells."""
+        decoder, rollout, shards = self.decoder, self.rollout, self.rollout_shards
+        pages = self._kv_bytes(lambda kept: kv_pages(kept, decoder, rollout, shards) // shards * rollout.page_tokens)
+        hidden = self.cache_tokens // rollout.page_tokens * decoder.width * self.rollout_activation
+        return pages + hidden + num_cells(decoder, rollout) // shards * self.state_bytes
+
+    def read_bytes(self, sequences: int, tokens: int) -> int:
+        """What a decode step moves of sequences of `tokens` in whole blocks: keys, values, and states both ways."""
+        kv = self._kv_bytes(lambda kept: sequences * self._reach(kept.window, tokens))
+        return kv + 2 * sequences * self.state_bytes
+
+    def cached_pairs(self, tokens: int) -> int:
+        """Multiply-adds of a query for `tokens` cached keys, over all layers; padding of stored rows counts too."""
 
         def count(work: Work) -> int:
             width = kv_layout(work.head_dim, self.platform).width
-            return work.pair * width // work.head_dim if work.head_dim else work.pair
+            pair = work.pair * width // work.head_dim if work.head_dim else work.pair
+            return pair * self._reach(work.window, tokens)
 
         return self.decoder.total(count)
+
+    def _reach(self, window: int | None, tokens: int) -> int:
+        """How many of a sequence's `tokens` attention reads in a layer: a window, wherever it begins in a block."""
+        return tokens if window is None else min(tokens, self.in_blocks(window) + self.block)
 
     @property
     def own_count(self) -> int:

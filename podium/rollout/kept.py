@@ -20,6 +20,8 @@ class Kept(NamedTuple):
     kv_heads: int
     """0: no keys and values."""
     head_dim: int
+    window: int | None
+    """The most keys that a query sees, its own included; None: all before it."""
     ring: int | None
     """Pages of a cell that keep the keys and values; None: the sequence's pages do."""
     states: tuple[StateSpec, ...]
@@ -34,6 +36,7 @@ def kept_places(decoder: DecoderConfig, rollout: RolloutConfig) -> tuple[Kept, .
             layers=layers,
             kv_heads=work.kv_heads,
             head_dim=work.head_dim,
+            window=work.window,
             ring=ring_pages(work.window, rollout) if work.kv_heads else None,
             states=work.states,
         )

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from estimated import CPU, QWEN_3B, QWEN_7B, SMALL, config, decoder, phase
+from mixed_decoder import MIXED
 
 from podium.accelerators import Accelerator, find_accelerator
 from podium.algorithms.recipes import make_recipe
@@ -259,3 +260,24 @@ def test_what_may_fit_is_not_refused():
     )
     assert far_too_large(config(), SMALL, just_enough) is None
     assert far_too_large(config(), SMALL, too_little) is not None
+
+
+@pytest.mark.parametrize("mesh", ["fsdp:8", "dp:8"])
+def test_the_cache_is_counted_as_each_kind_of_layer_keeps_it(mesh):
+    """Pages of whole sequences, rings of a window, and states: as the engine allocates them."""
+    settings = config(mesh=mesh, rollout={"max_prompt_tokens": 60, "max_new_tokens": 20, "page_tokens": 4})
+    run = make_sizes(settings, MIXED, CPU)
+    rules = ShardingRules(make_mesh(mesh), ROLLOUT_AXES)
+    cache = jax.tree.leaves(abstract_engine_cache(run.rollout, MIXED, rules, jnp.dtype(run.spec.rollout.dtype)))
+    held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in cache)
+    assert run.cache_bytes == held
+    assert len(cache) == 3 * 2 + 1 + 1  # keys and values of three places, a state, and hidden states
+
+
+def test_a_step_reads_no_more_than_a_window_reaches_and_each_state_twice():
+    settings = config(rollout={"max_prompt_tokens": 60, "max_new_tokens": 20, "page_tokens": 4})
+    run = make_sizes(settings, MIXED, CPU)
+    near, far = 3 * 2 * 2 * 8, 2 * 2 * 2 * 8  # keys and values of a token in layers with a window of 3, and without
+    read = 2 * (near * 8 + far * 40) * run.rollout_activation  # of two sequences; a window touches two pages of 4
+    assert run.read_bytes(2, 40) == read + 2 * 2 * (2 * 32 * 4)
+    assert run.cached_pairs(40) == 2 * 4 * 8 * (3 * 8 + 2 * 40)
