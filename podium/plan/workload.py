@@ -20,8 +20,9 @@ from podium.config.sizes import check_split, steps_at_once
 from podium.files import read_lines
 from podium.models.visible import block_pairs
 from podium.observe.run_dir import LENGTHS
+from podium.rollout.kept import make_scheduler
 from podium.rollout.request import Key, SamplingParams
-from podium.rollout.scheduler import DecodeRow, make_scheduler
+from podium.rollout.scheduler import DecodeRow
 from podium.rollout.sequence import Sequence as EngineSequence
 from podium.run.spec import BatchSizes
 from podium.train.balance import Lengths

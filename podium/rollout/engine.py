@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from podium.config.schema import RolloutConfig
 from podium.models.architecture import DecoderConfig
 from podium.rollout.device import Device
+from podium.rollout.kept import make_scheduler
 from podium.rollout.programs import Drawn
 from podium.rollout.request import Completion, Finished, Key, Request, RolloutStats, SamplingParams
-from podium.rollout.scheduler import DecodeRow, make_scheduler
+from podium.rollout.scheduler import DecodeRow
 from podium.rollout.sequence import Sequence, TextDecoder, check_sampling, check_tokens, sequences_of
 from podium.sharding import Params, ShardingRules
 

@@ -2,14 +2,16 @@
 
 Most layers keep keys and values of every token, in the sequence's pages. What has a fixed size lies in the sequence's
 cell: the arrays of a recurrent layer, and the keys and values that a window reaches, in a ring of the cell's own pages.
+The scheduler hands out pages and cells; `make_scheduler` makes the one of an engine.
 """
 
 from typing import NamedTuple
 
 from podium.config.schema import RolloutConfig
-from podium.config.sizes import cache_pages, ring_pages
+from podium.config.sizes import cache_pages, prompt_buckets, ring_pages, slot_sizes
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.kind import StateSpec
+from podium.rollout.scheduler import Scheduler
 
 
 class Kept(NamedTuple):
@@ -56,3 +58,19 @@ def num_cells(decoder: DecoderConfig, rollout: RolloutConfig) -> int:
 def kv_pages(kept: Kept, decoder: DecoderConfig, rollout: RolloutConfig, shards: int) -> int:
     """Pages of the keys and values at a place, over all shards."""
     return cache_pages(rollout, shards) if kept.ring is None else kept.ring * num_cells(decoder, rollout)
+
+
+def make_scheduler(config: RolloutConfig, shards: int, num_cells: int = 0) -> Scheduler:
+    """The scheduler of the engine that a config describes.
+
+    Raises ValueError where the cache is too small for one sequence.
+    """
+    return Scheduler(
+        slots=slot_sizes(config, shards),
+        num_pages=cache_pages(config, shards),
+        num_cells=num_cells,
+        page_tokens=config.page_tokens,
+        rows=config.prefill_rows,
+        chunks=prompt_buckets(config.max_prompt_tokens),
+        shards=shards,
+    )

@@ -14,8 +14,6 @@ import dataclasses
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from podium.config.schema import RolloutConfig
-from podium.config.sizes import cache_pages, prompt_buckets, slot_sizes
 from podium.rollout.pages import Pages
 from podium.rollout.sequence import Counts, Group, Queues, Sequence, SharedPrompt
 
@@ -419,19 +417,3 @@ class Scheduler:
                 sequence.attached = True
                 self.pages.release_copied(self.queues.groups[sequence.key.request])
         return pages, cells
-
-
-def make_scheduler(config: RolloutConfig, shards: int, num_cells: int = 0) -> Scheduler:
-    """The scheduler of the engine that a config describes.
-
-    Raises ValueError where the cache is too small for one sequence.
-    """
-    return Scheduler(
-        slots=slot_sizes(config, shards),
-        num_pages=cache_pages(config, shards),
-        num_cells=num_cells,
-        page_tokens=config.page_tokens,
-        rows=config.prefill_rows,
-        chunks=prompt_buckets(config.max_prompt_tokens),
-        shards=shards,
-    )
