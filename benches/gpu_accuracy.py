@@ -5,7 +5,7 @@
 
 Each program runs in a process of its own on arrays of ones: its most bytes by jax's `memory_stats`, and what nvidia-smi
 counts for the process beyond them, which is CUDA's context. Steps are those of training runs of the demo's model, with
-the lengths that they had; the plan's shares of the roofline are those of `podium/plan/chips`, which have not seen the
+the lengths that they had; the plan's shares of the roofline are those of `podium/chips`, which have not seen the
 GPU. Prints both tables and writes benches/results/gpu-accuracy-GPU.json. Exit status 1 where a bar is missed.
 """
 

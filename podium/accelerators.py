@@ -30,7 +30,7 @@ class Accelerator:
     name: str
     """The cloud's accelerator type, such as v6e-8; for GPUs, kind and number, such as h100-8."""
     generation: str
-    """The kind of chip, which names its file of constants in `podium/plan/chips`."""
+    """The kind of chip, which names its file of constants in `podium/chips`."""
     devices: int
     """Devices over all hosts, as jax counts them: chips. The two TensorCores of a v4 or v5p chip are one device."""
     hosts: int
@@ -97,7 +97,7 @@ class Gpu:
     """A kind of GPU; its target file in `podium/plan/gpus` has the sources."""
 
     memory: int  # bytes that CUDA reports as total
-    networked: bool = True  # whether `podium/plan/chips` has the bandwidth between machines
+    networked: bool = True  # whether `podium/chips` has the bandwidth between machines
 
 
 GPUS: Mapping[str, Gpu] = {

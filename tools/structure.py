@@ -18,6 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "config",
         "accelerators",
+        "chips",
         "files",
         "malloc",
         "rollout.request",

@@ -7,21 +7,20 @@ weights takes the time; many want small ones, as the sums over a group do. `auto
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from podium.accelerators import Accelerator
+from podium.chips import chip_constants
 from podium.config.optimizer import OPTIMIZER_COPIES
 from podium.config.schema import RolloutConfig
 from podium.models.architecture import DecoderConfig
+from podium.models.flops import pair_flops
 
 AUTO = "auto"
 COLLECTIVE_S = 3e-6  # of each collective, however small: the middle of what is published, 1 to 8 us
 BF16, F32 = 2, 4
 ROOM = 0.9  # of a device's memory, for what is counted here
-CHIPS = Path(__file__).parents[1] / "plan" / "chips"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,11 +67,13 @@ class Machine:
 
 @functools.cache
 def machine_of(accelerator: Accelerator, chips: int, *, networked: bool = False) -> Machine | None:
-    """So many chips of an accelerator, whose links are the network's or its own; None: its kind has no constants."""
-    path = CHIPS / f"{accelerator.generation}.json"
-    if not path.exists():
+    """`chips` devices of an accelerator, joined by its own links, or by the network where `networked`.
+
+    None where Podium has no constants of this kind of device.
+    """
+    constants = chip_constants(accelerator.generation)
+    if constants is None:
         return None
-    constants = {name: entry["value"] for name, entry in json.loads(path.read_text())["constants"].items()}
     network = constants.get("network_bandwidth") if networked else None
     return Machine(
         platform=accelerator.platform,
@@ -81,7 +82,7 @@ def machine_of(accelerator: Accelerator, chips: int, *, networked: bool = False)
         hbm_bandwidth=constants["hbm_bandwidth"],
         link_bandwidth=network or constants["link_bandwidth"],
         dimensions=sum(size > 1 for size in accelerator.torus),
-        links=1 if network else constants["links"],
+        links=1 if network else int(constants["links"]),
         hbm_bytes=accelerator.hbm_bytes,
     )
 
@@ -116,7 +117,7 @@ class DecodeFloor:
         """
         d, m = self.decoder, self.machine
         read = self.matmul_params * BF16 / self.group + kv_tokens * self.kv_bytes / m.chips
-        flops = 2 * self.matmul_params * rows + 4 * d.layers * d.heads * d.head_dim * kv_tokens
+        flops = 2 * self.matmul_params * rows + pair_flops(d) * kv_tokens
         return max(read / m.hbm_bandwidth, flops / m.chips / m.flops) + self.ici_s(math.ceil(rows / self.groups))
 
     @property

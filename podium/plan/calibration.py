@@ -1,10 +1,9 @@
-"""The peaks of each generation of chips, and the share of them that programs reach; one file each in `chips`."""
+"""The peaks of each generation of chips, and the share of them that programs reach; read from `podium/chips`."""
 
 import dataclasses
 import functools
-import json
-from importlib import resources
 
+from podium.chips import chip_constants, read_chip
 from podium.hlo.cost import Peaks, Roofline
 from podium.plan.result import NO_TIME, BoundBy, Seconds
 
@@ -35,14 +34,18 @@ class Chip:
 
 @functools.cache
 def load_chip(generation: str) -> Chip:
-    """The constants of a generation, from its file in `podium/plan/chips`, where their sources are."""
-    text = resources.files("podium.plan").joinpath("chips", f"{generation}.json").read_text(encoding="utf-8")
-    raw = json.loads(text)
-    constants = {name: entry["value"] for name, entry in raw["constants"].items()}
+    """The constants of a generation and the shares that its programs reach, from its file in `podium/chips`.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    read, constants = read_chip(generation), chip_constants(generation)
+    if read is None or constants is None:
+        raise ValueError(f"there are no constants of {generation}: podium/chips has no {generation}.json")
     return Chip(
         peaks=Peaks(**{name: value for name, value in constants.items() if name in PEAKS}),
-        links=constants["links"],
-        calibration={kind: Factor(**entry) for kind, entry in raw["calibration"].items()},
+        links=int(constants["links"]),
+        calibration={kind: Factor(**entry) for kind, entry in read["calibration"].items()},
     )
 
 

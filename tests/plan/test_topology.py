@@ -13,7 +13,7 @@ from podium.plan.topology import compiler_environment, gpu_target, missing_libra
 
 GIB = 2**30
 ROOT = Path(__file__).parents[2]
-CHIPS = ROOT / "podium" / "plan" / "chips"
+CHIPS = ROOT / "podium" / "chips"
 TPUS = [each for each in accelerators().values() if each.platform == "tpu"]
 
 
@@ -214,7 +214,7 @@ def test_the_compiler_has_the_devices_hosts_and_axes_of_the_table():
 
 @pytest.mark.parametrize("generation", sorted({each.generation for each in accelerators().values()}))
 def test_every_generation_has_constants_with_sources_and_factors_with_ranges(generation):
-    raw = json.loads((ROOT / "podium" / "plan" / "chips" / f"{generation}.json").read_text())
+    raw = json.loads((ROOT / "podium" / "chips" / f"{generation}.json").read_text())
     assert all(constant["source"] for constant in raw["constants"].values())
     assert raw["constants"]["hbm_bytes"]["value"] > find_accelerator(f"{generation}-8").hbm_bytes
     chip = load_chip(generation)
