@@ -1,4 +1,4 @@
-"""Plans of runs on machines that are not there: `podium.plan("configs/demo.yaml", on="v6e-8")`."""
+"""Plan runs for machines you do not have: `podium.plan("configs/demo.yaml", on="v6e-8")`."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -12,17 +12,17 @@ podium.make_verb(__name__)
 
 
 def plan(config: str, on: str, *, settings: Sequence[str] = (), fast: bool = False, lengths: str = "gsm8k") -> "Plan":
-    """Whether a run fits a machine, what limits it, and how long its steps take; what `podium plan` prints.
+    """Plan a run: whether it fits a machine, what limits it, and how long a step takes. Same figures as `podium plan`.
 
     Args:
         config: a YAML file, or a model: a hub id, a folder or a .gguf file, with the default settings.
         on: the machine, as `v6e-8` or `h100-8`.
-        settings: `key=value`, as `--set` takes them.
-        fast: estimate with the closed form, in seconds; else every program is compiled, in minutes, once.
-        lengths: of prompts and completions: `gsm8k`, `fixed:N` or the folder of a run.
+        settings: `key=value`, as after `--set`.
+        fast: use the closed form, which takes seconds; otherwise compile every program, which takes minutes once.
+        lengths: source of prompt and completion lengths: `gsm8k`, `fixed:N` or the folder of a run.
 
     Raises:
-        ValueError: something of this is wrong; the message says what.
+        ValueError: the config, the machine or the lengths are invalid.
         CompilerError: a program could not be compiled.
     """
     from podium.accelerators import find_accelerator

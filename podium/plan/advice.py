@@ -1,4 +1,4 @@
-"""The first line of a report: whether a run fits, what takes most of its step, and the change that helps most."""
+"""The first line of a report: whether the run fits, what dominates its step, and the most helpful change."""
 
 from collections.abc import Sequence
 
@@ -6,15 +6,15 @@ from podium.plan.formatting import LIMITS, number, readable, spare, verdict_head
 from podium.plan.result import Plan
 from podium.plan.study import Outcome
 
-MUCH = 0.25  # share of a step above which idle slots are mentioned
+MUCH = 0.25  # share of a step taken by the longest phase, above which idle slots are mentioned
 
 
 def advice_line(plan: Plan, trials: Sequence[Outcome] | None) -> str:
-    """What to do about a plan, in a line.
+    """One line of advice about a plan.
 
     Args:
-        plan: of the unchanged run.
-        trials: changes that help, best first; None if none were looked for.
+        plan: the plan of the unchanged run.
+        trials: changes that help, best first; None if no changes were tried.
     """
     head, because = verdict_head(plan), _where(plan)
     if trials is None:
@@ -26,7 +26,7 @@ def advice_line(plan: Plan, trials: Sequence[Outcome] | None) -> str:
 
 
 def effect(outcome: Outcome) -> str:
-    """The effect of a change on a run, and how it is known: `makes a step 2.1 s instead of 5.8 (compiled)`."""
+    """The effect of a change, and how it was obtained: `makes a step 2.1 s instead of 5.8 (compiled)`."""
     plan, before = outcome.plan, outcome.before
     assert before is not None
     made = "estimated" if plan.estimate_only else "compiled"
@@ -45,7 +45,7 @@ def effect(outcome: Outcome) -> str:
 
 
 def _where(plan: Plan) -> str:
-    """What takes most of the time of a run that fits, and why; what fills the largest phase of one that does not."""
+    """If the run fits, the phase that takes most of a step and why; if not, the largest arrays of the peak phase."""
     if plan.verdict != "fits":
         parts = sorted(plan.worst.parts.items(), key=lambda part: -part[1])[:2]
         held = " and ".join(f"{readable(name)} {size / 2**30:.1f}" for name, size in parts)

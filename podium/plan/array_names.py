@@ -1,15 +1,15 @@
-"""The names that users know for the arrays of Podium's own programs: how `podium.hlo.memory` reads them. No jax."""
+"""User-facing names for the arrays of Podium's own programs, passed to `podium.hlo.memory`. No jax."""
 
 from collections.abc import Mapping
 
 from podium.hlo.memory import ArrayNames
 
-# By the beginning of an argument's path.
+# Keyed by the first part of an argument's path.
 ARGUMENTS: Mapping[str, str] = {
     "state.params": "parameters", "state.opt_state": "optimizer", "state": "optimizer", "params": "parameters",
     "frozen": "frozen_weights", "batch": "batch", "cache": "kv_cache",
 }  # fmt: skip
-ROLLOUT_PROGRAMS = ("jit_extend", "jit_copy", "jit_decode")  # whose `params` are the rollout's copy
+ROLLOUT_PROGRAMS = ("jit_extend", "jit_copy", "jit_decode")  # programs whose `params` are the rollout's copy
 WITHOUT_GRADIENTS = ("jit_init_optimizer", "jit_sync", "jit_score", *ROLLOUT_PROGRAMS)
 
 RESULTS: Mapping[str, str] = {
@@ -17,7 +17,7 @@ RESULTS: Mapping[str, str] = {
     "jit_sync": "rollout_weights",
 }
 
-# By the scope (`jax.named_scope`) under which it is made.
+# Keyed by the `jax.named_scope` in which an array is computed.
 SCOPES: Mapping[str, str] = {
     "embed": "embedding", "weights": "gathered_weights", "layers": "layer_activations", "mlp": "layer_activations",
     "attention": "layer_activations", "scores": "attention_scores", "cache": "kv_cache", "logits": "logits",
@@ -26,7 +26,7 @@ SCOPES: Mapping[str, str] = {
 
 
 def names_of(program: str) -> ArrayNames:
-    """How to name the arrays of a compiled program, by the module name that jax gave it (`jit_decode`)."""
+    """The array names of a compiled program, by its jax module name (`jit_decode`)."""
     rollout = {"params": "rollout_weights"} if program in ROLLOUT_PROGRAMS else {}
     return ArrayNames(
         arguments={**ARGUMENTS, **rollout},

@@ -1,4 +1,4 @@
-"""`--on auto`: every machine judged by the closed form, the cheapest that the run fits then compiled."""
+"""`--on auto`: estimate every machine by the closed form, then compile for the cheapest ones that fit."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,19 +10,19 @@ from podium.plan.topology import check_compiler
 AUTO = "auto"
 MOST_DEVICES = 64
 RENTED = (1, 2, 4, 8, 16, 32, 64)
-"""Numbers of GPUs that one rents."""
-COMPILED = 3  # machines that the compiler confirms
-MOST_TRIED = 5  # machines that are compiled for
+"""GPU counts that can be rented."""
+COMPILED = 3  # stop once the compiler has confirmed this many machines
+MOST_TRIED = 5  # compile for at most this many machines
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """Machines that a run fits by what it costs there, the cheapest first."""
+    """The machines that fit a run, cheapest first."""
 
     outcomes: Sequence[Outcome]
-    unsuitable: int  # machines that it does not fit
-    refused: int  # machines over which the config does not divide
-    not_compiled: Sequence[str]  # why some of the first are estimates
+    unsuitable: int  # number of machines that are too small
+    refused: int  # number of machines whose devices the settings do not divide over
+    not_compiled: Sequence[str]  # why some of the first machines are only estimated
 
     @property
     def fastest(self) -> Outcome:
@@ -31,13 +31,13 @@ class Ranking:
 
 
 def machines() -> list[Accelerator]:
-    """The machines that are tried, small to large within their kind."""
+    """All machines to try, small to large within each kind."""
     found = [each for each in accelerators().values() if each.devices <= MOST_DEVICES]
     return [each for each in found if each.platform == "tpu" or each.devices in RENTED]
 
 
 def rank(study: Study) -> Ranking:
-    """All machines ranked; the cheapest that fit are compiled until the compiler confirms three."""
+    """Rank all machines by cost; compile for the cheapest until the compiler confirms three."""
     estimates = study.estimate(Case(machine) for machine in machines())
     planned = [each for each in estimates if each.known is not None]
     fitting = sorted((each for each in planned if each.plan.verdict == "fits"), key=_expense)
@@ -64,7 +64,7 @@ def rank(study: Study) -> Ranking:
 
 
 def _expense(outcome: Outcome) -> tuple[bool, float]:
-    """For sorting, cheapest first: dollars, and after all of these device-hours where there is no price."""
+    """Sort key, cheapest first: dollars; machines without a price come last, by device-hours."""
     cost = outcome.cost
     if cost is None:
         return True, float(outcome.plan.worst.bytes)

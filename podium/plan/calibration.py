@@ -1,4 +1,4 @@
-"""The peaks of each generation of chips, and the share of them that programs reach; read from `podium/chips`."""
+"""Peak rates of each generation of chips, and the share that programs reach; read from `podium/chips`."""
 
 import dataclasses
 import functools
@@ -9,27 +9,27 @@ from podium.plan.result import NO_TIME, BoundBy, Seconds
 
 PEAKS = {field.name for field in dataclasses.fields(Peaks)}
 Line = tuple[float, Roofline]
-"""How often a step does something, and the least time that it takes."""
+"""How many times a step does some work, and the roofline of doing it once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Factor:
-    """The share of the roofline that is reached, with its range and its source."""
+    """The measured share of the roofline, with its range and source."""
 
     value: float
     low: float
     high: float
-    source: str  # and which published rows went into it: a prediction of one of those must leave it out
+    source: str  # names the published rows it was fitted to; to predict one of those rows, leave that row out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """Constants of a generation, per device."""
+    """Constants of one device of a generation."""
 
     peaks: Peaks
-    links: int  # links of a device if all are connected
+    links: int  # links of a device, if all of them are connected
     calibration: dict[str, Factor]
-    """The share of the roofline that update, prefill, decode, ici and host reach, and host_s, seconds per call."""
+    """Share of the roofline reached by update, prefill, decode, ici and host; `host_s` is seconds per call."""
 
 
 @functools.cache
@@ -50,15 +50,15 @@ def load_chip(generation: str) -> Chip:
 
 
 def calibrated(lines: list[Line], chip: Chip, kind: str) -> tuple[Seconds, BoundBy]:
-    """Seconds that calls take on the device, and what most of those seconds wait for.
+    """Device seconds of some calls, and the resource that bounds most of that time.
 
-    The chip's calibration has the share of the roofline that an update, prefill or decode reaches, and shares of their
-    own for transfers between devices and copies to and from the host. Latency is taken as it is.
+    Divides compute and memory time by the calibrated share of update, prefill or decode, and transfers between devices
+    and to and from the host by shares of their own. Latency is not scaled.
 
     Args:
-        lines: how often a call is made, and its roofline.
-        chip: the device.
-        kind: the calibration of the work: update, prefill or decode.
+        lines: how often each call is made, and its roofline.
+        chip: constants of the device.
+        kind: which calibration to use: update, prefill or decode.
     """
     work, links = chip.calibration[kind], chip.calibration["ici"]
     hops = Factor(value=1.0, low=1.0, high=1.0, source="")
@@ -73,7 +73,7 @@ def calibrated(lines: list[Line], chip: Chip, kind: str) -> tuple[Seconds, Bound
 
 
 def _waits(lines: list[Line], link: Factor, work: Factor) -> Seconds:
-    """Seconds of copies between device and host that the work beside them does not hide."""
+    """Seconds of host copies that are not overlapped by other work."""
     copies = [(times * each, copied, doing) for times, line in lines for each, copied, doing in line.copies]
     expected, least, most = (
         sum(times * max(0.0, copied / of_link - doing / of_work) for times, copied, doing in copies)

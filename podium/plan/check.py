@@ -1,6 +1,6 @@
-"""Compares a training run with its plan, at the run's third step and afterwards with `podium plan --check`.
+"""Compare a training run with its plan: at the run's third step, and afterwards with `podium plan --check`.
 
-A run on TPU or GPU keeps its plan in plan.json. `this_accelerator` is the first to import jax here.
+A run on TPU or GPU saves its plan in plan.json. `this_accelerator` is the first function here that imports jax.
 """
 
 import dataclasses
@@ -23,19 +23,19 @@ from podium.plan.result import Plan, Seconds
 from podium.plan.study import Case, Outcome
 
 PLAN = "plan.json"
-SETTLED_STEP = 3  # the first step that is compared: earlier ones compile
+SETTLED_STEP = 3  # first step to compare; earlier ones include compilation
 MEASURED = {
     "sync": "time/train/sync_s",
     "rollout": "time/train/rollout_s",
     "score": "time/train/score_s",
     "update": "time/train/update_s",
 }
-"""The metric of each part of a step."""
+"""The metric that measures each part of a step."""
 STEP, PEAK = "time/train/step_s", "memory/train/peak_bytes_in_use_max_gib"
 
 
 def this_accelerator() -> Accelerator | None:
-    """The accelerator of this run, with the memory that its devices report; None if it cannot be planned for."""
+    """The accelerator of the current run, with the memory its devices report; None if no plan can be made for it."""
     import jax
 
     device = jax.local_devices()[0]
@@ -44,12 +44,12 @@ def this_accelerator() -> Accelerator | None:
 
 
 def compare_with_measured(plan: Plan, *, peak_bytes: float | None, step_seconds: float) -> tuple[dict[str, float], str]:
-    """The errors of a plan as metrics, positive if it planned too much, and as a line to print.
+    """The errors of a plan, as metrics (positive if the plan is too high) and as a line to print.
 
     Args:
-        plan: of the run.
-        peak_bytes: the most memory that a device held; None if devices do not report it.
-        step_seconds: of a step in which nothing was compiled.
+        plan: the plan of the run.
+        peak_bytes: the peak memory of the fullest device; None if devices do not report it.
+        step_seconds: seconds of a step without compilation.
     """
     metrics, lines = {}, []
     if peak_bytes:
@@ -64,23 +64,23 @@ def compare_with_measured(plan: Plan, *, peak_bytes: float | None, step_seconds:
 
 
 class RunCheck:
-    """Plans a training run and measures the plan: call `begin` before the first step and `after_step` after each."""
+    """Plan a training run and check the plan: call `begin` before the first step and `after_step` after each step."""
 
     def __init__(self, config: Config, *, force: bool) -> None:
-        """Do nothing yet; `force` allows a run that is far too large for the machine."""
+        """Do nothing yet; with `force`, `begin` accepts a run that is far too large for the machine."""
         self.config, self.force = config, force
         self._plan: Plan | None = None
         self._steps = 0
 
     def begin(self, decoder: DecoderConfig, folder: Path | None) -> str | None:
-        """Refuse a run that cannot fit, else plan it; returns a line to print, or None if it cannot be planned.
+        """Plan the run, or refuse one that cannot fit. Returns a line to print; None if no plan can be made.
 
         Args:
-            decoder: the model's numbers.
-            folder: where plan.json is written; None in processes that do not write there.
+            decoder: the model's architecture.
+            folder: where to write plan.json; None in processes that do not write it.
 
         Raises:
-            ValueError: the run needs far more memory than the machine has, and is not forced.
+            ValueError: the run needs far more memory than the machine has, and `force` is False.
         """
         if (accelerator := this_accelerator()) is None:
             return None
@@ -94,7 +94,7 @@ class RunCheck:
         return f"plan: {verdict_line(self._plan)}"
 
     def after_step(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], str | None]:
-        """The plan's errors as metrics, and a line to print: at this process's third step; nothing at others."""
+        """The plan's errors as metrics and a line to print, at this process's third step; ({}, None) at other steps."""
         self._steps += 1
         if self._plan is None or self._steps != SETTLED_STEP:
             return {}, None
@@ -104,21 +104,21 @@ class RunCheck:
 
 @dataclasses.dataclass(frozen=True)
 class CheckRow:
-    """One figure of a run."""
+    """One planned figure of a run beside its measurement."""
 
     name: str
     unit: str
     planned: Seconds
-    measured: float | None  # median of the steps, or the most of memory; None: not measured
+    measured: float | None  # median over steps for times, maximum for memory; None: not measured
 
     @property
     def error(self) -> float | None:
-        """The plan's error, as a share of the measured figure."""
+        """The plan's error as a share of the measurement; None if there is no measurement."""
         return self.planned.value / self.measured - 1 if self.measured else None
 
 
 def check_run(folder: Path) -> list[CheckRow]:
-    """The planned and measured figures of a run that `podium train` wrote on TPU or GPU.
+    """Planned and measured figures of a run that `podium train` recorded on TPU or GPU.
 
     Raises:
         ValueError: the folder has no plan, or fewer than three steps.
@@ -155,5 +155,5 @@ def _exactly(value: float) -> Seconds:
 
 
 def check_object(run: str, rows: Sequence[CheckRow]) -> Object:
-    """The planned and measured figures of a run as an object for --json."""
+    """Planned and measured figures of a run, as the object for --json."""
     return {"run": run, "rows": [as_object(row) | {"unit": row.unit or None, "error": row.error} for row in rows]}

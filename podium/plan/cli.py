@@ -1,4 +1,4 @@
-"""The options of `podium plan`. `podium.plan.command` answers; it is imported only when the command runs.
+"""Options of `podium plan`. The work is in `podium.plan.command`, which is imported only when the command runs.
 
 Exit status: 0 the run fits, 2 it does not, 1 wrong settings or usage, 3 the compiler failed, 130 stopped by Ctrl-C.
 """
@@ -79,10 +79,10 @@ UsageError: Any = typer.BadParameter.__base__  # click's error for wrong usage; 
 
 
 class PlanCommand(TyperCommand):
-    """A command that exits with status 1 on wrong usage, because 2 says that a run does not fit."""
+    """A command that exits with 1 on wrong usage, because exit status 2 means that the run does not fit."""
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
-        """Make typer's context; give its usage errors status 1."""
+        """Make typer's context; usage errors get exit status 1."""
         try:
             return super().make_context(*arguments, **options)
         except UsageError as error:

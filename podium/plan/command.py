@@ -1,7 +1,7 @@
-"""The `plan` command: answers a question about a run on machines, and prints the answer.
+"""The `podium plan` command: plan a run for one or more machines and print the result.
 
-The answer goes to stdout, as text or with --json as exactly one object; everything else goes to stderr. Exit status: 0
-the run fits (of several answers, one does), 2 nothing fits, 1 the question was wrong, 3 the compiler failed.
+The result goes to stdout, as text or, with --json, as exactly one object; everything else goes to stderr. Exit status:
+0 the run fits (at least one of several plans), 2 nothing fits, 1 wrong settings or usage, 3 the compiler failed.
 """
 
 import dataclasses
@@ -57,25 +57,25 @@ FITS, TOO_LARGE = 0, 2
 class PlanRequest:
     """The options of the command."""
 
-    on: str  # machines, separated by commas, or auto
+    on: str  # machine names separated by commas, or auto
     subject: str = ""  # configs or a model, as the user wrote them
-    model: str | None = None  # what is planned with default settings, where there is no config
+    model: str | None = None  # the model to plan with default settings, if there is no config
     fast: bool = False
     lengths: str = "gsm8k"
-    lengths_known: bool = True  # whether the user gave them
-    steps: int | None = None  # whose cost is shown; None: the config's
+    lengths_known: bool = True  # whether the user chose `lengths`
+    steps: int | None = None  # steps to show the cost of; None: the config's number
     prices: Path | None = None
     as_json: bool = False
     html: Path | None = None
     search: str | None = None
-    budget: int = 4  # plans that a search over several settings may compile
+    budget: int = 4  # maximum number of compiled plans in a search over several settings
     compare: str | None = None
-    suggest: bool | None = None  # None: by the closed form, and with the compiler where that is quick or needed
+    suggest: bool | None = None  # None: always estimate; compile only if that is quick or the run does not fit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What is printed: as one object or as sections; and as a page, with more sections folded under labels."""
+    """The output: one JSON object, or sections. The HTML page also has the folded sections, under their labels."""
 
     outcomes: Sequence[Outcome]
     value: Object
@@ -84,10 +84,10 @@ class Answer:
 
 
 def plan_command(request: PlanRequest, load: Load) -> int:
-    """Answer a question about a config; returns the exit status.
+    """Run `podium plan`; returns the exit status.
 
     Raises:
-        ValueError: the question is wrong: a ConfigError where its settings are.
+        ValueError: the request is invalid; a ConfigError if its settings are.
         CompilerError: the compiler failed.
     """
     run = _Run(request, load, load_prices(request.prices))
@@ -107,7 +107,7 @@ def check_command(run: Path, *, as_json: bool) -> int:
 
 
 class _Run:
-    """The run that a request is about: its settings on each machine, and its plans."""
+    """The run of a request: loads its settings for each machine, and makes its plans."""
 
     def __init__(self, request: PlanRequest, load: Load, prices: Mapping[str, Price]) -> None:
         self.request = request
@@ -118,7 +118,7 @@ class _Run:
         self._bases: dict[Accelerator, tuple[Load, tuple[str, ...]]] = {}
 
     def base(self, machine: Accelerator) -> tuple[Load, tuple[str, ...]]:
-        """The loader of settings for a machine, and the defaults assumed for a model without a config."""
+        """The loader of settings for a machine, and the defaults assumed for a model that has no config."""
         if machine not in self._bases:
             self._bases[machine] = with_defaults(self.load, self.request.model, machine)
         return self._bases[machine]
@@ -129,22 +129,22 @@ class _Run:
         return load([change.override for change in case.changes]).config
 
     def sizes(self, case: Case) -> RunSizes:
-        """The numbers of a case."""
+        """The planner's sizes for a case."""
         config = self.config(case)
         return make_sizes(config, find_decoder(config), case.machine)
 
     def cost(self, case: Case, plan: Plan) -> RunCost | None:
-        """The cost of the steps that were asked for."""
+        """The cost of the requested number of steps; None if the plan has no seconds."""
         return cost_of(plan, self.request.steps or self.config(case).steps, self.prices)
 
     def plan(self, case: Case, *, fast: bool, whole: Sequence[str] = (), lengths: str | None = None) -> Plan:
-        """The plan of a case; shows on stderr how its compilation proceeds.
+        """Plan a case; show the compiler's progress on stderr.
 
         Args:
             case: what to plan.
-            fast: by the closed form alone.
-            whole: names of programs to generate code for.
-            lengths: other lengths than those of the request, for what was compiled at those before.
+            fast: use only the closed form.
+            whole: programs to generate machine code for.
+            lengths: lengths to plan with instead of the request's; the programs compiled for those are reused.
 
         Raises:
             ValueError: the settings contradict each other or do not fit the machine's mesh.
@@ -160,18 +160,18 @@ class _Run:
             return make_plan(config, machine, lengths=drawn, progress=tell, whole=whole)
 
     def say(self, text: str) -> None:
-        """Print a line about progress."""
+        """Print a progress line on stderr."""
         self.stderr.print(Text(text, style="dim"), soft_wrap=True)
 
     def warned(self, outcome: Outcome) -> Outcome:
-        """The outcome, after a warning if its verdict is too close to call."""
+        """Return the outcome; print a warning first if its verdict is too close to call."""
         if outcome.plan.verdict == "too_close":
             self.stderr.print(Text(f"warning: {verdict_line(outcome.plan)}", style="yellow"), soft_wrap=True)
         return outcome
 
 
 def _on_machines(run: _Run) -> Answer:
-    """The answer for machines that were named."""
+    """Plan the run for the named machines."""
     request = run.request
     cases = [Case(find_accelerator(name)) for name in dict.fromkeys(request.on.split(","))]
     if request.search and request.compare:
@@ -189,9 +189,9 @@ def _on_machines(run: _Run) -> Answer:
 
 
 def _check(run: _Run, case: Case, *, alone: bool) -> None:
-    """Check the settings where there is one answer alone, and then that the machine's compiler is installed.
+    """Check the settings of a single case, then that the machine's compiler is installed.
 
-    In this order, because a user should not install a compiler for settings that are wrong.
+    Settings come first: a user should not have to install a compiler to learn that they are wrong.
 
     Raises:
         ValueError: the settings do not fit the machine, the model is unknown, or the compiler is missing.
@@ -205,7 +205,7 @@ def _check(run: _Run, case: Case, *, alone: bool) -> None:
 
 
 def _single(run: _Run, case: Case) -> Answer:
-    """One plan of one machine."""
+    """One plan for one machine."""
     request = run.request
     outcome = run.warned(run.study.of(case))
     suggested = _suggested(run, outcome)
@@ -221,13 +221,13 @@ def _single(run: _Run, case: Case) -> Answer:
 
 
 def _suggested(run: _Run, outcome: Outcome) -> list[Outcome] | None:
-    """Changes that help, best first; None where they were not to be looked for."""
+    """Changes that help, best first; None if none were requested."""
     if run.request.suggest is False:
         return None
     now, config = outcome.case, run.config(outcome.case)
 
     def compile_s(change: Change) -> float:
-        """Seconds that the compiler took for the phases that a change affects."""
+        """Seconds that the compiler took for the phases a change affects."""
         prober = Prober(now.machine, run.request.lengths, fast=False)
         moved = prober.phases([config, run.config(now.but(change))])
         return sum(phase.compile_s or 0.0 for phase in outcome.plan.phases if phase.name in moved)
@@ -244,7 +244,7 @@ def _suggested(run: _Run, outcome: Outcome) -> list[Outcome] | None:
 
 
 def _next_steps(run: _Run, machine: Accelerator) -> list[ReportSection]:
-    """The settings that were assumed for a model without a config, and the command that compiles them."""
+    """The settings assumed for a model without a config, and the command that compiles the plan."""
     _, defaults = run.base(machine)
     if not defaults:
         return []
@@ -255,7 +255,7 @@ def _next_steps(run: _Run, machine: Accelerator) -> list[ReportSection]:
 
 
 def _auto(run: _Run) -> Answer:
-    """The cheapest machines for a run."""
+    """Rank the cheapest machines for a run."""
     request = run.request
     if request.search or request.compare or request.suggest or request.html:
         raise ValueError("--on auto ranks machines; name one for --search, --compare, --suggest and --html")
@@ -270,7 +270,7 @@ def _auto(run: _Run) -> Answer:
 
 
 def _searches(run: _Run, key: str, cases: Sequence[Case]) -> Answer:
-    """The largest value of a setting that fits, or of several keys the fastest settings that do, on each machine."""
+    """Search on each machine: for one key the largest value that fits, for several the fastest settings that fit."""
     values: list[Object] = []
     sections: list[ReportSection] = []
     outcomes: list[Outcome] = []
@@ -283,14 +283,14 @@ def _searches(run: _Run, key: str, cases: Sequence[Case]) -> Answer:
 
 
 def _tuned(run: _Run, keys: Sequence[str], case: Case) -> tuple[Outcome, ReportSection, Object]:
-    """The fastest of several settings that fits, and how it was found."""
+    """The fastest settings that fit, with the section and the object that describe the search."""
     grid, now = grid_of([each.strip() for each in keys], run.config(case), run.sizes(case))
     found = tune(run.study, grid, case.but(*now), budget=run.request.budget)
     return found.best, tune_section(found), tune_object(found)
 
 
 def _largest(run: _Run, key: str, case: Case) -> tuple[Outcome, ReportSection, Object]:
-    """The plan of the largest value that fits, or of the smallest if none fits, and how it was found."""
+    """The largest value that fits (the smallest if none does), with the section and the object of the search."""
     machine, fast = case.machine, run.request.fast
     values = search_range(key, run.config(case), run.sizes(case))
 
@@ -323,7 +323,7 @@ def _largest(run: _Run, key: str, case: Case) -> tuple[Outcome, ReportSection, O
 
 
 def _comparison(run: _Run, cases: Sequence[Case]) -> Answer:
-    """Every setting on every machine, best first; what cannot be planned is listed with its reason."""
+    """Every value on every machine, best first; cases that cannot be planned are listed with the reason."""
     changes = _compared(run.request.compare) if run.request.compare else [()]
     found = run.study.decide(case.but(*each) for case in cases for each in changes)
     refused = [each for each in found if each.known is None]
@@ -340,7 +340,7 @@ def _comparison(run: _Run, cases: Sequence[Case]) -> Answer:
 
 
 def _compared(text: str) -> list[tuple[Change]]:
-    """The changes of `KEY=a,b,c`, or of `KEY=a;b;c` where values have commas. Raises ValueError for anything else."""
+    """The changes of `KEY=a,b,c`, or of `KEY=a;b;c` if values contain commas. Raises ValueError otherwise."""
     key, equals, values = text.partition("=")
     parts = [part.strip() for part in values.split(";" if ";" in values else ",") if part.strip()]
     if not equals or not key.strip() or not parts:
@@ -352,7 +352,7 @@ def _compared(text: str) -> list[tuple[Change]]:
 
 
 def _print(value: Object, sections: Sequence[ReportSection], *, as_json: bool) -> None:
-    """Print the answer; a file has room for what a narrow terminal leaves out."""
+    """Print the answer. Output to a file is not narrowed to a terminal's width."""
     if as_json:
         sys.stdout.write(to_json(value, indent=2) + "\n")
     else:

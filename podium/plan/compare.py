@@ -1,4 +1,4 @@
-"""Plans of several settings and machines: which is best, and why, with the counts behind it."""
+"""Ranks plans of several settings and machines, and explains the order by the counts that differ."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,22 +8,22 @@ from podium.plan.formatting import LIMITS, LITTLE, data_size, exact_gib, gib, nu
 from podium.plan.result import Plan
 from podium.plan.study import ORDER, Outcome
 
-ALIKE = 0.01  # share of a step's seconds below which a difference does not count
-MUCH = 1.05  # ratio of counts above which they explain a difference
-HOST = "host"  # the part of a step that belongs to no phase
+ALIKE = 0.01  # differences below this share of a step's seconds are ignored
+MUCH = 1.05  # counts whose ratio is above this explain a difference
+HOST = "host"  # the part of a step outside all phases
 PER = {"decode": "token", "update": "micro-batch", "score": "micro-batch"}
-"""What a phase's counts are per; for other phases, per call."""
+"""The unit that a phase's counts are divided by; other phases use `call`."""
 
 
 def by_price(entries: Sequence[Outcome]) -> bool:
-    """Whether plans can be compared by their cost: each has a price and seconds."""
+    """Whether plans can be compared by price: each has a price and seconds."""
     return all(entry.cost is not None and entry.cost.usd is not None for entry in entries)
 
 
 def ranked(entries: Sequence[Outcome]) -> list[Outcome]:
-    """Outcomes best first, each with its reason: plans that fit before others, then by the cost of a step.
+    """Outcomes best first, each with the reason for its place: plans that fit come first, then the cheaper step.
 
-    The cost is in dollars if every plan has a price, else in chip-seconds: on one machine the fastest settings win.
+    The cost is in dollars if every plan has a price, otherwise in chip-seconds, so on one machine the fastest wins.
     """
     priced = by_price(entries)
 
@@ -41,7 +41,7 @@ def ranked(entries: Sequence[Outcome]) -> list[Outcome]:
 
 
 def _reason(entry: Outcome, other: Outcome) -> str:
-    """The difference of two plans; between machines, also of their prices."""
+    """How a plan differs from another; between machines, also by price."""
     cost, others_cost = entry.cost and entry.cost.usd, other.cost and other.cost.usd
     text = difference(entry.plan, other.plan)
     if entry.plan.accelerator == other.plan.accelerator or cost is None or others_cost is None:
@@ -50,7 +50,7 @@ def _reason(entry: Outcome, other: Outcome) -> str:
 
 
 def difference(plan: Plan, other: Plan) -> str:
-    """The most important difference of a plan from another, in a sentence with the counts behind it."""
+    """The most important difference of `plan` from `other`, as a sentence with the counts that cause it."""
     if plan.verdict != other.verdict or plan.verdict != "fits":
         return _memory_difference(plan, other)
     if plan.step is None or other.step is None or abs(plan.step.value - other.step.value) < ALIKE * other.step.value:
@@ -62,7 +62,7 @@ def difference(plan: Plan, other: Plan) -> str:
 
 
 def _memory_difference(plan: Plan, other: Plan) -> str:
-    """The memory of the phase that needs most, in one plan and in the other."""
+    """Compare the peak memory of two plans that are equally fast."""
     name = max(plan.worst, other.worst, key=lambda phase: phase.bytes).name
     mine, theirs = plan.find_phase(name), other.find_phase(name)
     if mine is None or theirs is None:
@@ -76,7 +76,7 @@ def _memory_difference(plan: Plan, other: Plan) -> str:
 
 
 class _Pair:
-    """One part of a step in two plans: of each figure the first is this plan's, the second the other's."""
+    """One part of a step in two plans; of each pair of figures, the first is `plan`'s and the second `other`'s."""
 
     def __init__(self, plan: Plan, other: Plan, name: str) -> None:
         self.name = name
@@ -100,18 +100,18 @@ class _Pair:
 
     @property
     def transfers_differ(self) -> bool:
-        """Whether the bytes sent each time explain anything."""
+        """Whether the bytes sent per call differ enough to explain the difference."""
         return self.name != HOST and max(self.sent) > LITTLE and _differ(self.sent)
 
     def verb(self, which: int) -> str:
-        """What the largest of a phase's transfers do, as a verb."""
+        """A verb for the phase's largest transfer, such as `gathers`; `which` selects the plan."""
         phase = self.phases[which]
         assert phase is not None
         return KINDS[max(phase.collectives, key=lambda each: each.sent).kind].does
 
 
 def _calls(plan: Plan, name: str) -> float:
-    """The number of units, of those in `PER`, in a step; a token is a decode step of all slots."""
+    """The number of units of a part (see `PER`) in a step; one token is a decode step of all slots."""
     phase = plan.find_phase(name)
     counts = {
         HOST: sum(phase.calls for phase in plan.phases),
@@ -158,4 +158,4 @@ CAUSES: Sequence[tuple[Callable[[_Pair], bool], Callable[[_Pair], str]]] = (
     (lambda pair: pair.transfers_differ, _transfers_cause),
     (lambda pair: True, _time_cause),
 )
-"""The causes that may make a part of a step slower, each with its sentence; the first that applies is the reason."""
+"""Causes that can make a part of a step slower, in order of precedence, each with the function that describes it."""

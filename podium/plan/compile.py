@@ -1,9 +1,9 @@
-"""Compiles the programs of a run in separate processes, two at a time, and keeps the answers on disk.
+"""Compiles a run's programs in separate processes, two at a time, and caches the results on disk.
 
-The name of an answer covers everything that can change it: the phase, the whole config, the model, the machine, our
-own source and the compiler's versions. So an interrupted plan continues where it stopped, and the same plan again needs
-no jax at all. After another change to the config a phase is lowered again, but `podium.plan.worker` compiles only
-programs whose text has changed. No jax here.
+The cache key covers everything that can change a result: the phase, the whole config, the model, the machine, our own
+source and the compiler's versions. So an interrupted plan resumes where it stopped, and repeating a plan needs no jax.
+After a change to the config every phase is lowered again, but `podium.plan.worker` compiles only the programs whose
+text has changed. No jax here.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from podium.plan.topology import check_compiler, compiler_environment, missing_l
 from podium.plan.worker import JOB, JOB_RESULT, CompiledPhase, Job, key_of
 
 AT_ONCE = 2
-LIMIT_S = 1800.0  # of one compilation: a 3B model's update takes 1 to 3 minutes on two cores
+LIMIT_S = 1800.0  # limit of one compilation; the update of a 3B model takes 60 to 180 s on two cores
 POLL_S = 0.05
 PACKAGE = Path(podium.__file__).parent
 _ANSWER = TypeAdapter(CompiledPhase)
@@ -40,19 +40,19 @@ State = Literal["cached", "compiling", "compiled"]
 
 
 class CompilerError(Exception):
-    """The compiler crashed, took too long, or had too little memory; the message names the file with its text."""
+    """The compiler crashed, timed out or ran out of memory; the message names the file with its output."""
 
     exit_code = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileProgress:
-    """How far the compilation of one phase is."""
+    """Progress of the compilation of one phase."""
 
     phase: str
     state: State
-    seconds: float  # since its compilation began
-    done: int  # phases that are finished, this one included if it is
+    seconds: float  # since its compilation started
+    done: int  # finished phases, including this one if it is finished
     total: int
 
 
@@ -67,7 +67,7 @@ def compile_phases(
     limit_s: float = LIMIT_S,
     progress: OnProgress | None = None,
 ) -> dict[str, CompiledPhase]:
-    """Compile the programs of one config, as `compile_jobs` does; returns them by the name of the phase."""
+    """Compile the programs of one config with `compile_jobs`; returns the results by phase name."""
     found = compile_jobs(jobs, folder=folder, at_once=at_once, limit_s=limit_s, progress=progress)
     return {job.phase: compiled for job, compiled in zip(jobs, found, strict=True)}
 
@@ -80,18 +80,18 @@ def compile_jobs(
     limit_s: float = LIMIT_S,
     progress: OnProgress | None = None,
 ) -> list[CompiledPhase]:
-    """Compile programs, reading from disk what was compiled before; returns them in the order of the jobs.
+    """Compile programs, reuse cached results, and return the results in the order of the jobs.
 
     Args:
-        jobs: in the order in which they start: the slowest should come first.
-        folder: where answers and the output of crashes are kept; unset: the user's cache folder.
-        at_once: processes that run at a time.
-        limit_s: seconds that one compilation may take.
-        progress: called when a phase ends, and repeatedly while one is compiled.
+        jobs: the programs, in the order in which to start them; put the slowest first.
+        folder: cache for results and for the output of crashed compilers; unset: the user's cache folder.
+        at_once: number of compiling processes at a time.
+        limit_s: timeout of one compilation in seconds.
+        progress: called when a phase ends, and repeatedly while one compiles.
 
     Raises:
         ValueError: the config does not fit the machine, or the machine's compiler is not installed.
-        CompilerError: a program could not be compiled; those compiled before it are kept.
+        CompilerError: a program could not be compiled; results from before it stay in the cache.
     """
     for machine in {job.accelerator for job in jobs if job.accelerator.platform != "cpu"}:
         check_compiler(machine)
@@ -132,12 +132,12 @@ def _make_folders(folder: Path) -> Path:
 
 
 def cache_folder() -> Path:
-    """The folder of the planner's answers and compiled programs."""
+    """The user's cache folder for the planner's results and compiled programs."""
     return user_cache("plan")
 
 
 def answer_key(job: Job) -> str:
-    """The name under which the answer to a job is kept: a hash of everything that can change it."""
+    """The cache key of a job: a hash of everything that can change its result."""
     return key_of([JOB.dump_python(job, mode="json", exclude={"programs"}), _source_hash()], job.accelerator)
 
 
@@ -146,7 +146,7 @@ def _answer_path(folder: Path, job: Job) -> Path:
 
 
 def sources() -> list[Path]:
-    """The source files that can change an answer: all of the package, because a shorter list would become stale."""
+    """The source files that the cache key covers: the whole package, since a shorter list would go stale."""
     return sorted(PACKAGE.glob("**/*.py"))
 
 
@@ -160,7 +160,7 @@ def _source_hash() -> str:
 
 
 class _Compilation:
-    """A process that does one job; leaving the context kills it."""
+    """A process that compiles one job; killed on leaving the context."""
 
     def __init__(self, job: Job, folder: Path, limit_s: float) -> None:
         self.job = job
@@ -180,7 +180,7 @@ class _Compilation:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # so that Ctrl-C reaches only us
+            start_new_session=True,  # so that Ctrl-C reaches only the parent
         )
         self._start = time.perf_counter()
         return self
@@ -197,7 +197,7 @@ class _Compilation:
         return time.perf_counter() - self._start
 
     def result(self) -> CompiledPhase | None:
-        """The compiled program; None while the process runs.
+        """The compiled program; None while the process is running.
 
         Raises:
             ValueError: the config does not fit the machine.
@@ -219,7 +219,7 @@ class _Compilation:
         return result
 
     def _crash(self, status: int) -> str:
-        """Why a process failed, and where its output is kept."""
+        """The error message of a failed process, with the path of its output."""
         text = (self._files / "log.txt").read_bytes()
         name = f"{self.job.accelerator.name}-{self.job.phase.replace(':', '-')}-{self._process.pid}.txt"
         path = self.folder / "crashes" / name
@@ -240,6 +240,6 @@ class _Compilation:
 
 
 def _environment(accelerator: Accelerator) -> dict[str, str]:
-    """The environment in which a process compiles for an accelerator."""
+    """The environment of a process that compiles for an accelerator."""
     paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | compiler_environment(accelerator) | {"PYTHONPATH": os.pathsep.join(paths)}

@@ -1,4 +1,4 @@
-"""The run that `podium plan MODEL` plans where nobody wrote a config: GSM8K, with rows and slots that fit. No jax."""
+"""Default settings for `podium plan MODEL` without a config: GSM8K, with rows and slots that fit. No jax."""
 
 import functools
 import itertools
@@ -20,16 +20,16 @@ GROUP = 8
 PREFILL_ROWS = 16
 PROMPT_TOKENS, NEW_TOKENS = 512, 1024
 ROWS = (4, 2, 1)
-"""Rows of a micro-batch on each device, the most first."""
+"""Candidate micro-batch rows per device, largest first."""
 SHARES = (1, 2, 4, 8)
-"""What part of the completions of a step are decoded at once, the most first."""
+"""Candidate numbers of slots, each as a divisor of a step's completions; most slots first."""
 
 Load = Callable[..., Loaded]
-"""`load(more, base)`: the user's settings, with others under them and on top of them."""
+"""`load(more, base)`: load the user's settings, with `more` overriding them and `base` as their defaults."""
 
 
 def names_model(text: str) -> bool:
-    """Whether an argument is a model and no config: a hub id, a folder of a model, a .gguf file, or `demo`."""
+    """Whether an argument names a model rather than a config: a hub id, a model folder, a .gguf file, or `demo`."""
     path = Path(text)
     if path.is_dir() or path.suffix == ".gguf":
         return True
@@ -37,12 +37,12 @@ def names_model(text: str) -> bool:
 
 
 def with_defaults(load: Load, model: str | None, accelerator: Accelerator) -> tuple[Load, tuple[str, ...]]:
-    """`load` for one machine with default settings under the user's, and what they are; none where there is a config.
+    """Put default settings for one machine under the user's. Returns the loader and the defaults (none with a config).
 
-    Of rows and slots the most are taken that fit by the closed form, else the fewest.
+    Takes the most rows and slots that fit by the closed form, or the fewest if none fit.
 
     Raises:
-        ValueError: the model is not known, or the settings contradict each other or the machine.
+        ValueError: the model is unknown, or settings conflict with each other or with the machine.
     """
     if model is None:
         return load, ()

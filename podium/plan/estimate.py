@@ -1,10 +1,11 @@
-"""The closed form: memory, operations and traffic of every phase, per device, from a config's numbers alone.
+"""The closed form: memory, operations and traffic per device of every phase, computed from the config alone.
 
-It answers before the compiler does, and where none is installed. It describes the programs as they are written
-(`podium.train.step`, `podium.rollout.programs`) and as compilers were seen to treat them; the compiled programs are the
-truth. Multiply-adds count as two operations, attention in every block of a row that is one sequence.
+It answers before the compiler does, and also works without one. It models the programs as written in
+`podium.train.step` and `podium.rollout.programs`, with constants fitted to what compilers were seen to do with them;
+where it disagrees with a compiled program, the program is right. A multiply-add counts as two operations. Attention
+counts all blocks of a row, as if the row were one sequence.
 
-B rows and S slots below are a device's own; `a` is the size of an activation's number in bytes.
+Here B rows and S slots are those of one device, and `a` is the bytes per element of an activation.
 """
 
 import dataclasses
@@ -31,33 +32,33 @@ from podium.plan.sizes import (
 )
 from podium.plan.update_memory import copied, feed_forward_inner, loss_logits, update_peak, working_weights
 
-MARGIN = 1.5  # beyond this multiple of the device's memory, the closed form alone is enough to refuse
-BATCH_ARRAYS = 9  # of podium.train.batch.Batch, [K, B, T] of 4 bytes each, without old and reference log-probabilities
-PAGE_TRAFFIC = 3  # pages are read, put together and read again
-SAMPLER_LOGITS = 3  # logits, what is weighed of them, and their blocks
+MARGIN = 1.5  # above this multiple of the device's memory, the closed form alone refuses a run
+BATCH_ARRAYS = 9  # arrays [K, B, T] of 4 bytes in podium.train.batch.Batch, without old and reference log-probabilities
+PAGE_TRAFFIC = 3  # pages are read, gathered into blocks, and read again
+SAMPLER_LOGITS = 3  # logits, their scaled copy, and its blocks
 MLP_FORWARD = 2  # arrays [B, T, F] alive at once
-# Products of queries with keys, or their like: forward, made again, and backward, where kernels make scores twice.
+# Products of queries with keys (or their gradients): forward, recomputed, and backward; kernels compute scores twice.
 PRODUCTS: Mapping[str, int] = {"forward": 2, "again": 2, "reference": 4, "blocks": 5, "tpu_kernel": 7, "gpu_kernel": 7}
 # HBM traffic of a layer in arrays: [tokens, F] of `a` bytes, and float32 scores; fitted to compiled v6e programs.
 MLP_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 30}
 SCORE_TRAFFIC: Mapping[str, int] = {"forward": 1, "update": 11}
 LOGITS_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 12}
-OPTIMIZER_TRAFFIC = 4  # gradient: written, added to, read for its norm, read for the update
+OPTIMIZER_TRAFFIC = 4  # the gradient is written, accumulated, read for its norm, and read for the update
 VMEM = 128 * 2**20
-"""Memory of a core. Arrays under a quarter of it cost no HBM traffic, and scores that do not fit are made twice."""
+"""On-chip memory of a TPU core. Arrays under a quarter of it cost no HBM traffic; scores over it are computed twice."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PhaseEstimate:
-    """What a phase needs of each device."""
+    """Resources that one device needs for a phase."""
 
     name: str
-    parts: Parts  # bytes that are alive at the peak, by what they are
+    parts: Parts  # bytes alive at the peak, by kind of array
     flops: int
     hbm_bytes: int
     ici_bytes: int  # bytes that a device sends to others
     copies: tuple[tuple[float, int, float], ...] = ()
-    """Between device and host: how often, bytes of each, and the share of all work that overlaps with it."""
+    """Copies between device and host: how often, bytes of each, and the share of all work that overlaps with it."""
 
     @property
     def total(self) -> int:
@@ -66,10 +67,10 @@ class PhaseEstimate:
 
 
 def estimate(run: RunSizes) -> list[PhaseEstimate]:
-    """Every phase of a step, in its order; `score` only where the recipe needs it.
+    """Estimate every phase of a step, in order of execution; includes `score` only if the recipe needs it.
 
-    Work is that of one call: a prefill of the longest chunks, a copy for every slot, one decode step of all slots at
-    their longest, a score and an update of one micro-batch.
+    The work is that of one call: a prefill of the longest chunks, a copy for every slot, one decode step with all slots
+    at their longest, and one micro-batch of score and update.
     """
     longest = max(run.buckets)
     copies = -(-run.rollout.slots // run.rollout_shards)
@@ -80,7 +81,7 @@ def estimate(run: RunSizes) -> list[PhaseEstimate]:
 
 
 def far_too_large(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> str | None:
-    """Why a run should not even be tried: a phase needs more than 1.5 times the memory; None where none does.
+    """Why a run is refused without trying: a phase needs over 1.5 times the memory. None if no phase does.
 
     Raises:
         ValueError: the mesh does not fit the machine.
@@ -98,11 +99,11 @@ def far_too_large(config: Config, decoder: DecoderConfig, accelerator: Accelerat
 
 
 def sync_phase(run: RunSizes) -> PhaseEstimate:
-    """The rollout's weights, made of the trainer's: all are gathered, then copied to where they stay."""
+    """Making the rollout's weights from the trainer's: gather all of them, then copy them to their place."""
     if run.decoder.lora is not None and not run.decoder.lora.merged:
         return PhaseEstimate(name="sync", parts=residents(run), flops=0, hbm_bytes=2 * F32 * run.own_count, ici_bytes=0)
     own, whole = run.own_count + frozen_bytes(run) // run.rollout_activation, run.rollout_weight_bytes
-    # Stacked weights are gathered into their place, embedding and head beside it.
+    # Stacked weights are gathered in place; embedding and head are gathered into separate buffers.
     beside = ends_count(run.decoder, run.rollout_parts) * run.rollout_activation
     return PhaseEstimate(
         name="sync",
@@ -114,7 +115,7 @@ def sync_phase(run: RunSizes) -> PhaseEstimate:
 
 
 def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
-    """One call for `prefill_rows` chunks of prompts."""
+    """One prefill call: `prefill_rows` prompt chunks of `bucket` tokens each."""
     rows = -(-run.rollout.prefill_rows // run.rollout_shards)
     a = run.rollout_activation
     decoder = run.decoder
@@ -138,9 +139,9 @@ def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
 
 
 def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEstimate:
-    """One step of `size` slots, or of all if it is 0; attention reads each slot up to `context` tokens.
+    """One decode step of `size` slots (0: all); attention reads up to `context` tokens of each slot.
 
-    Without a number, as far as the longest sequence can.
+    With `context` 0, it reads as many tokens as the longest possible sequence has.
     """
     a = run.rollout_activation
     decoder = run.decoder
@@ -150,7 +151,7 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
     read = run.in_blocks(context or rollout.max_prompt_tokens + rollout.max_new_tokens)
     cache, logits = run.read_bytes(slots, read), F32 * slots * decoder.vocab // heads
     block = run.kv_bytes(slots * run.block) // decoder.layers
-    # The TPU's compiler lays the stacks of q, k and v out anew in each call.
+    # The TPU compiler copies the stacked q, k and v weights into another layout in every call.
     specs = param_specs(decoder) if run.platform == "tpu" else {}
     stacks = [spec for name, spec in specs.items() if own_name(name) in ("q", "k", "v")]
     relaid = a * sum(local_count(each, run.rollout_parts) for each in stacks)
@@ -171,13 +172,13 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
 
 
 def first_flops(run: RunSizes, size: int) -> int:
-    """Operations by which a decode call draws the first tokens of `size` slots before its steps: the head's product."""
+    """Operations of the head in a decode call that draw the first tokens of `size` slots, before its steps."""
     slots = -(-size // run.rollout_shards)
     return 2 * slots * run.decoder.vocab * run.decoder.width // run.rollout_heads
 
 
 def copy_phase(run: RunSizes, pages: float) -> PhaseEstimate:
-    """One call in which each device copies this many of its own pages."""
+    """One call in which each device copies `pages` pages."""
     moved = int(2 * pages * run.page_bytes)
     return PhaseEstimate(name="copy", parts=_rollout_residents(run), flops=0, hbm_bytes=moved, ici_bytes=0)
 
@@ -204,14 +205,14 @@ def score_phase(run: RunSizes) -> PhaseEstimate:
 
 
 def update_phase(run: RunSizes, micro_batches: float = 1) -> PhaseEstimate:
-    """One optimizer step: gradients of the micro-batches, summed, and the optimizer. Work is that of a micro-batch."""
+    """One optimizer step: accumulate the micro-batches' gradients, then apply them. The work is for one micro-batch."""
     a, tokens = run.activation, run.tokens
     layers, head = run.gathered_counts
     own, sends = run.own_count, (run.shards - 1) / run.shards
-    # Weights come as they compute, and gradients go as they do.
+    # Weights are gathered in the compute format; gradients are reduced in theirs.
     remat = run.update.remat
     gathers = (1 if remat == "none" else 2) * layers * a + 2 * head * head_number(run)
-    if run.decoder.lora is None:  # of the adapters' gradients next to nothing
+    if run.decoder.lora is None:  # the adapters' gradients are negligible
         gathers += (layers + head) * reduced_number(run)
     reduced = 2 * own * F32 * (run.dp - 1) // run.dp
     return PhaseEstimate(
@@ -228,7 +229,7 @@ def update_phase(run: RunSizes, micro_batches: float = 1) -> PhaseEstimate:
 
 
 def _host_copies(run: RunSizes, micro_batches: float) -> tuple[tuple[float, int, float], ...]:
-    """Of each micro-batch, the layers' inputs to the host and back; the optimizer's moments are one update's."""
+    """Copies to and from the host per micro-batch: the layers' inputs, and its share of the optimizer's moments."""
     moments = (1 / micro_batches, 2 * offloaded_bytes(run), 0.0)
     if run.update.remat != "offload" or run.platform == "cpu":
         return (moments,)
@@ -238,7 +239,7 @@ def _host_copies(run: RunSizes, micro_batches: float) -> tuple[tuple[float, int,
 
 
 def checkpoint_phase(run: RunSizes) -> PhaseEstimate:
-    """The state copied to the host; nothing is made on the device."""
+    """Copying the state to the host; allocates nothing on the device."""
     parts = residents(run)
     return PhaseEstimate(
         name="checkpoint", parts=parts, flops=0, hbm_bytes=parts["parameters"] + parts["optimizer"], ici_bytes=0
@@ -246,7 +247,7 @@ def checkpoint_phase(run: RunSizes) -> PhaseEstimate:
 
 
 def _forward_peak(run: RunSizes, rows: int, length: int, a: int, *, split: int = 1) -> Parts:
-    """One layer of a forward pass: its attention, or its MLP, which begins when that is gone."""
+    """Peak arrays of one layer's forward pass: those of its attention or those of its MLP, whichever is larger."""
     widest = max(feed_forward_inner(run.decoder, place) for place in run.decoder.places)
     mlp = {"layer_activations": MLP_FORWARD * rows * length * widest * a // split}
     arrays = _attention_arrays(run, rows, length, a)
@@ -255,28 +256,28 @@ def _forward_peak(run: RunSizes, rows: int, length: int, a: int, *, split: int =
 
 
 def _attention_arrays(run: RunSizes, rows: int, length: int, a: int) -> Parts:
-    """Arrays that the attention of one layer makes in a forward pass over `rows` rows."""
+    """Arrays that one layer's attention allocates in a forward pass over `rows` rows."""
     decoder, tokens = run.decoder, rows * length
     if run.update.attention == "reference":
         return {"attention_mask": tokens * length, "attention_scores": F32 * tokens * length * decoder.heads}
     n, t = cut(run.update.attention, length)
-    heads = 2 * decoder.heads + 2 * decoder.kv_heads  # queries, keys and values in blocks, and their results
+    heads = 2 * decoder.heads + 2 * decoder.kv_heads  # queries, keys and values in blocks, and the outputs
     return {"attention_scores": rows * n * t * heads * decoder.head_dim * a}
 
 
 def _batch(run: RunSizes) -> Parts:
-    """The batch of an optimizer step."""
+    """Bytes of the batch of an optimizer step."""
     arrays = BATCH_ARRAYS + len(run.spec.recipe.loss_scores)
     return {"batch": arrays * run.spec.batch.max_micro_batches * run.tokens * 4}
 
 
 def _rollout_residents(run: RunSizes) -> Parts:
-    """What stays through a rollout: the residents and the cache."""
+    """What stays on a device throughout a rollout: residents and cache."""
     return residents(run) | {"kv_cache": run.cache_bytes}
 
 
 def _attention_flops(run: RunSizes, rows: int, length: int, products: int, *, split: int) -> int:
-    """So many products of all layers' queries with keys. A TPU makes reference scores twice that do not fit."""
+    """Operations of `products` query-key products in all layers; a TPU recomputes reference scores that exceed VMEM."""
     decoder = run.decoder
     pairs = int(rows * attended_pairs(run.update.attention, length) * run.attended)
     if run.update.attention == "reference" and run.platform == "tpu" and products == PRODUCTS["forward"]:
@@ -291,12 +292,12 @@ def _forward_flops(run: RunSizes) -> int:
 
 
 def _matmul_flops(run: RunSizes) -> int:
-    """Operations of the forward pass's weights."""
+    """Operations of the products with weights in a forward pass."""
     return 2 * run.tokens * run.decoder.active
 
 
 def _update_flops(run: RunSizes) -> int:
-    """Forward, backward, and what is made again: of a whole layer all but its last product, which no gradient needs."""
+    """Operations of forward, backward and recomputation; a recomputed layer skips its last product."""
     decoder = run.decoder
     tokens = run.tokens
     remat = run.update.remat
@@ -306,13 +307,13 @@ def _update_flops(run: RunSizes) -> int:
     again = {"none": logits * (run.update.head == "fused"), "products": logits}.get(remat, whole)
     products = PRODUCTS[run.update.attention] + (PRODUCTS["again"] if remat != "none" else 0)
     attention = _attention_flops(run, run.rows, run.row_tokens, products, split=run.tp * run.sp)
-    backward = 2 if run.decoder.lora is None else 1  # products per matrix: frozen ones have no gradient of their own
+    backward = 2 if run.decoder.lora is None else 1  # products per weight matrix; frozen ones have no gradient
     padding = (1 + backward) * fused_padding(run)
     return _forward_flops(run) + (backward * _matmul_flops(run) + again) // run.tp + attention + padding
 
 
 def _passes(run: RunSizes, kind: str) -> int:
-    """HBM traffic of all layers and the head for a micro-batch."""
+    """HBM traffic in bytes of all layers and the head for one micro-batch."""
     decoder, tokens = run.decoder, run.tokens
     logits = LOGITS_TRAFFIC[kind] * F32 * tokens * decoder.vocab // run.tp
     if run.update.head == "fused":
@@ -323,14 +324,14 @@ def _passes(run: RunSizes, kind: str) -> int:
 
 
 def _fused_head_traffic(run: RunSizes) -> int:
-    """The gradient of all logits, written and read by two products, and the head's, added to for each chunk of them."""
+    """HBM traffic in bytes of a fused head: the logits' gradient (written, read twice) and the head's, per chunk."""
     chunks, tokens = fused_chunks(run)
     of_chunk = 3 * tokens * head_number(run) + 2 * F32 * run.decoder.width
     return chunks * run.decoder.vocab * of_chunk
 
 
 def _layers_traffic(run: RunSizes, kind: str, rows: int, length: int, a: int, *, split: int) -> int:
-    """HBM traffic of all layers' activations; on a TPU what fits in VMEM stays there."""
+    """HBM traffic in bytes of all layers' activations; on a TPU, arrays that fit in VMEM cost none."""
     free = VMEM // 4 if run.platform == "tpu" else 0
     traffic = 0
     for place in run.decoder.places:
@@ -343,16 +344,17 @@ def _layers_traffic(run: RunSizes, kind: str, rows: int, length: int, a: int, *,
 
 
 def _tp_ici(run: RunSizes, tokens: int) -> int:
-    """Bytes that a device sends in one all-reduce of activations over tp in every layer."""
+    """Bytes that a device sends for one all-reduce over tp in each layer."""
     return 2 * run.decoder.layers * tokens * run.decoder.width * run.activation * (run.tp - 1) // run.tp
 
 
 def _sp_ici(run: RunSizes) -> int:
-    """Bytes that a device sends in a pass through the layers whose tokens and heads change places over sp."""
+    """Bytes that a device sends in one pass through the layers, exchanging tokens for heads over sp."""
     numbers, sp = 0, run.sp
     for count, attention in run.decoder.attention_layers():
-        queries, keys = 2 * attention.heads // run.tp, 2 * attention.kv_heads // run.tp  # with results, and values
-        heads = queries + keys * (1 if attention.kv_heads // run.tp % sp == 0 else sp)  # else all have all keys
+        queries, keys = 2 * attention.heads // run.tp, 2 * attention.kv_heads // run.tp  # with outputs; and with values
+        # If sp does not divide the key heads, every device gets all of them.
+        heads = queries + keys * (1 if attention.kv_heads // run.tp % sp == 0 else sp)
         numbers += count * heads * attention.head_dim
     return run.tokens * numbers * run.activation * (sp - 1) // sp
 

@@ -1,4 +1,4 @@
-"""The notes of a plan: sentences about what its numbers do not show."""
+"""The notes of a plan: sentences about what its figures do not show."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ from podium.plan.result import Phase, judge, margin
 from podium.plan.sizes import F32, RunSizes, offloaded_bytes, optimizer_bytes, reduced_number
 from podium.plan.workload import Workload
 
-MORE_OPERATIONS = 1.02  # times the closed form's operations, above which a program repeats some
+MORE_OPERATIONS = 1.02  # ratio to the closed form's operations above which a program is said to recompute
 
 
 def explain(run: RunSizes, accelerator: Accelerator, phases: Sequence[Phase], workload: Workload) -> tuple[str, ...]:
@@ -35,7 +35,7 @@ def _verdict(phases: Sequence[Phase], accelerator: Accelerator) -> Iterator[str]
 
 
 def _reduction(run: RunSizes) -> Iterator[str]:
-    """What gradients in bfloat16 would save where they are exchanged in float32."""
+    """What `train.reduce_dtype: bfloat16` would save, if gradients are reduced in float32."""
     more = reduced_number(run) - run.activation
     layers, head = run.gathered_counts
     if more > 0 and run.shards > 1 and run.decoder.lora is None:
@@ -97,7 +97,7 @@ def _decode(phases: Sequence[Phase], workload: Workload) -> Iterator[str]:
 
 
 def _padding(run: RunSizes) -> Iterator[str]:
-    """What the zeros at the end of the cache's rows take."""
+    """How much memory the padding of the cache's rows takes."""
     numbers = run.decoder.total(lambda work: 2 * work.kv_heads * work.head_dim)
     stored = run.decoder.cached(run.platform)
     if stored > numbers:

@@ -1,4 +1,4 @@
-"""The sentences and numbers of a plan, for reports, JSON and comparisons alike."""
+"""Formats the sentences and numbers of a plan for reports, JSON and comparisons."""
 
 import math
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ STEP_PARTS: dict[str, tuple[str, ...]] = {
     "score": ("score",),
     "update": ("update",),
 }
-"""The parts of a step that users see, in order, and the phases in each; `host` comes last."""
+"""The parts of a step that users see, in order, with the phases of each; `host` comes last."""
 NEGLIGIBLE = 0.01  # share of a step below which a part is not mentioned
 LITTLE = 1e6  # bytes below which a transfer is not mentioned
 LIMITS = {
     "compute": "compute", "hbm": "HBM bandwidth", "ici": "link bandwidth", "latency": "latency", "host": "host copies",
 }  # fmt: skip
-"""What a phase's time can be bound by; the amount of memory is none of them."""
+"""What can bound a phase's time; the amount of memory is not among them."""
 VERDICTS = {"fits": "fits", "too_close": "too close to call", "does_not_fit": "does not fit"}
 
 
@@ -66,7 +66,7 @@ def data_size(size: float) -> str:
 
 
 def readable(name: str) -> str:
-    """An internal name without underscores."""
+    """Bytes of `count` parameters copied into the compute format; 0 if they are used in place, as stored."""
     return name.replace("_", " ")
 
 
@@ -82,12 +82,12 @@ def step_parts(plan: Plan) -> list[tuple[str, Seconds]]:
 
 
 def largest_part(phase: Phase) -> tuple[str, int]:
-    """The largest part of a phase's memory, and its bytes."""
+    """The name and the bytes of the largest part of a phase's memory."""
     return max(phase.parts.items(), key=lambda part: part[1])
 
 
 def main_parts(phases: Sequence[Phase], most: int) -> list[str]:
-    """The largest parts of memory over all phases, at most `most`; parts that more phases have come first."""
+    """The largest parts of memory over all phases, at most `most`; parts that occur in more phases come first."""
     largest: dict[str, int] = {}
     for part, size in (item for phase in phases for item in phase.parts.items() if item[1]):
         largest[part] = max(largest.get(part, 0), size)
@@ -96,12 +96,12 @@ def main_parts(phases: Sequence[Phase], most: int) -> list[str]:
 
 
 def verdict_line(plan: Plan) -> str:
-    """The answer in one line: whether the run fits, which phase peaks, and the seconds of a step by its parts."""
+    """The plan in one line: whether the run fits, which phase peaks, and the seconds of a step by part."""
     return f"{verdict_head(plan)}; {peak_and_step(plan)}"
 
 
 def verdict_head(plan: Plan) -> str:
-    """Whether the run fits, and by how much."""
+    """Whether the run fits, and by what margin."""
     worst = plan.worst
     needs = f": {worst.name} needs {gib(worst.bytes)} of {exact_gib(plan.hbm_bytes)} GiB"
     where = f" {plan.accelerator}{' by closed-form estimate' if plan.estimate_only else ''}"
@@ -114,13 +114,13 @@ def verdict_head(plan: Plan) -> str:
 
 
 def peak_and_step(plan: Plan) -> str:
-    """Which phase peaks, and the seconds of a step by its parts."""
+    """Which phase has the peak, and the seconds of a step by part."""
     part, size = largest_part(plan.worst)
     return f"peak in {plan.worst.name} ({readable(part)} {gib(size)} GiB); {step_text(plan)}"
 
 
 def spare(plan: Plan) -> str:
-    """The memory that is left: `6.9 GiB to spare`, or `over by 5.2 GiB`."""
+    """The remaining memory: `6.9 GiB to spare`, or `over by 5.2 GiB`."""
     size = gib(abs(plan.spare_bytes))
     return f"{size} GiB to spare" if plan.spare_bytes >= 0 else f"over by {size} GiB"
 
@@ -155,5 +155,5 @@ def probe_text(peak: Peak, hbm_bytes: int) -> str:
 
 
 def joined(names: Sequence[str]) -> str:
-    """Names in a sentence, as `a, b and c`."""
+    """Join names as `a, b and c`."""
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))

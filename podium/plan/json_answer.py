@@ -1,6 +1,6 @@
-"""The object that `podium plan --json` prints; its names do not change from one version to the next.
+"""The object that `podium plan --json` prints; its field names are stable across versions.
 
-Objects are the dataclasses of a plan, field by field, renamed by `NAMES`, with memory in GiB.
+Objects mirror the dataclasses of a plan, with fields renamed by `NAMES` and memory in GiB.
 """
 
 import dataclasses
@@ -29,9 +29,9 @@ NAMES = {
     "rollout_rate": "rollout_tokens_per_s_per_chip",
     "full_slots_rate": "full_slots_tokens_per_s_per_chip",
 }
-"""Names in an object of fields that have another name in the plan."""
+"""Fields of the plan's dataclasses whose name in the object differs."""
 ROLLOUT = ("prompt_tokens", "prefill_tokens", "completion_tokens", "decode_steps", "slot_utilisation", "mean_context")
-"""The fields of the workload that an object has."""
+"""The workload's fields that the object includes."""
 
 
 def plan_object(entry: Outcome, suggestions: Sequence[Outcome] | None = None, longest: Plan | None = None) -> Object:
@@ -39,12 +39,12 @@ def plan_object(entry: Outcome, suggestions: Sequence[Outcome] | None = None, lo
 
     Args:
         entry: the plan.
-        suggestions: changes that help; None if none were looked for.
-        longest: the plan with all completions as long as allowed, where their lengths were only assumed.
+        suggestions: changes that help; None if none were requested.
+        longest: the plan in which every completion is as long as allowed, if the lengths were only assumed.
     """
     plan = entry.plan
     found = as_object(plan)
-    del found["host"]  # among the parts of the step
+    del found["host"]  # listed among the parts of the step
     found["rollout"] = {name: getattr(plan.workload, name) for name in ROLLOUT}
     return found | {
         "advice": advice_line(plan, suggestions),
@@ -59,7 +59,7 @@ def plan_object(entry: Outcome, suggestions: Sequence[Outcome] | None = None, lo
 
 
 def comparison_object(entries: Sequence[Outcome], refused: Sequence[Outcome] = ()) -> Object:
-    """Several plans, best first, and the cases that could not be planned."""
+    """Several plans, best first, then the cases that could not be planned."""
     errors = [{"tpu": each.case.machine.name, "setting": each.setting, "error": each.error} for each in refused]
     return {"plans": [plan_object(each) for each in entries], "refused": errors}
 
@@ -95,7 +95,7 @@ def tune_object(found: Tuned) -> Object:
 
 
 def as_object(value: Any) -> Object:
-    """A dataclass as an object, with the dataclasses in it, under the names that objects have."""
+    """Convert a dataclass to an object, nested dataclasses included, renaming fields by `NAMES`."""
     return dataclasses.asdict(
         value, dict_factory=lambda fields: {NAMES.get(name, name): _plain(name, each) for name, each in fields}
     )

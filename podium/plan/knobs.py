@@ -1,7 +1,7 @@
 """The settings that a study varies, and the values of each that are worth trying. No jax.
 
-Each setting says in one place how far a search for its largest value goes, which values are tried together with other
-settings, and which values may help a run. Values that may help never change what the run learns.
+Each entry defines the range of a search for the largest value, a grid for tuning several settings together, and nearby
+values to suggest. Suggested values never change what the run learns.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from podium.plan.sizes import RunSizes
 from podium.plan.study import Change, Changes
 from podium.run.sizes import batch_sequences, row_tokens, rows_per_device
 
-WIDEST = 16  # times the run's own value, where nothing else ends a search
+WIDEST = 16  # a search ends at this multiple of the run's value, if nothing else ends it
 TOKENS_TOGETHER = 64  # lengths are searched in multiples of this
 
 Value = int | str
@@ -23,27 +23,27 @@ Value = int | str
 
 @dataclasses.dataclass(frozen=True)
 class SearchRange:
-    """The values that a search for the largest goes through: multiples of `unit`."""
+    """The range of a search for the largest value: multiples of `unit` up to `most`."""
 
     unit: int
     most: int
-    why: str  # why a larger value is of no use
+    why: str  # why a larger value is useless
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Knob:
     """One setting that can be varied; each function takes the run's config and its sizes on the machine."""
 
-    range: Callable[[Config, RunSizes], SearchRange] | None = None  # None: the largest value is not searched for
+    range: Callable[[Config, RunSizes], SearchRange] | None = None  # None: the largest value cannot be searched for
     grid: Callable[[Config, RunSizes], Sequence[Value]] | None = None  # values to try together with other settings
-    near: Callable[[Config, RunSizes], Iterable[Value]] | None = None  # other values that may help
+    near: Callable[[Config, RunSizes], Iterable[Value]] | None = None  # other values to suggest
 
 
 def search_range(key: str, config: Config, run: RunSizes) -> SearchRange:
-    """The values of a setting that are worth a search.
+    """The values of a setting that a search may try.
 
     Raises:
-        ValueError: the setting cannot be searched, or not in this config.
+        ValueError: the setting cannot be searched, or not with this config.
     """
     knob = KNOBS.get(key)
     if knob is None or knob.range is None:
@@ -56,7 +56,7 @@ def search_range(key: str, config: Config, run: RunSizes) -> SearchRange:
 
 
 def grid_of(keys: Sequence[str], config: Config, run: RunSizes) -> tuple[dict[str, Sequence[Value]], Changes]:
-    """The values of several settings that are worth trying together, and the values that the run has.
+    """The values of several settings to try together, and the run's own values.
 
     Raises:
         ValueError: a setting cannot be searched together with others.
@@ -72,7 +72,7 @@ def grid_of(keys: Sequence[str], config: Config, run: RunSizes) -> tuple[dict[st
 
 
 def candidates(config: Config, run: RunSizes) -> Iterator[Change]:
-    """Changes that may help and leave what is learned as it is."""
+    """Changes that may help without changing what the run learns."""
     for key, knob in KNOBS.items():
         for value in knob.near(config, run) if knob.near else ():
             yield Change(key=key, value=value, old=_value(config, key))
@@ -88,7 +88,7 @@ def _value(config: Config, key: str) -> Value:
 
 
 def _most_rows(config: Config, run: RunSizes) -> int:
-    """Rows of a device with which one micro-batch holds all completions of an optimizer step."""
+    """Rows per device with which one micro-batch holds all completions of an optimizer step."""
     return -(-batch_sequences(config) // run.batch_shards)
 
 
@@ -177,7 +177,7 @@ def _near_chunks(config: Config, _: RunSizes) -> list[int]:
 
 
 def _doublings(first: int, most: int) -> list[int]:
-    """From `first`, doubling, to `most`, which is always among them."""
+    """`first`, doubled repeatedly up to `most`, which is always included."""
     found = [first]
     while 2 * found[-1] < most:
         found.append(2 * found[-1])
@@ -209,4 +209,4 @@ KNOBS: Mapping[str, Knob] = {
     "rollout.refill_steps": Knob(near=lambda config, run: (2 * config.rollout.refill_steps,)),
     "lora.rank": Knob(range=_range_of_rank),
 }
-"""The settings that can be varied; changes of earlier ones are suggested first where they help equally."""
+"""The settings that can be varied; if changes help equally, those of earlier settings are suggested first."""

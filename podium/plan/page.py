@@ -1,4 +1,4 @@
-"""A report as one HTML file that opens without a network: what the terminal shows, with the details beside it."""
+"""Writes a report as one self-contained HTML file: the terminal's output with more details."""
 
 import html
 import io
@@ -27,7 +27,7 @@ pre {{ font: 13px/1.3 ui-monospace, Menlo, "DejaVu Sans Mono", Consolas, monospa
 
 
 def check_page(path: Path) -> None:
-    """Check that a page can be written, before anything is compiled. Raises ValueError if it cannot."""
+    """Check, before anything is compiled, that a page can be written. Raises ValueError if not."""
     if path.is_dir() or not path.parent.is_dir():
         what = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.parent}"
         raise ValueError(f"--html {path}: {what}; name a file, as plan.html")
@@ -39,7 +39,7 @@ def write_page(
     sections: Sequence[ReportSection],
     folded: Mapping[str, Sequence[ReportSection]] | None = None,
 ) -> None:
-    """Write sections as a page; below them the folded ones, each group under the label that opens it."""
+    """Write sections as a page, with each group of folded sections below them under its label."""
     body = [_printed(sections)]
     for label, inner in (folded or {}).items():
         body.append(f"<details><summary>{html.escape(label)}</summary>{_printed(inner)}</details>")
@@ -47,7 +47,7 @@ def write_page(
 
 
 def _printed(sections: Sequence[ReportSection]) -> str:
-    """Sections as the terminal shows them, in colour, with their details."""
+    """Render sections as HTML in the terminal's style and colours, details included."""
     console = Console(
         file=io.StringIO(),
         record=True,

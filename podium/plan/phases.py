@@ -1,7 +1,7 @@
-"""Every compiled program of a run with abstract arguments, and what else a device holds while each one runs.
+"""Every compiled program of a run with abstract arguments, and the memory in use beside each one.
 
-The programs come from the factories that trainer and engine call, put together by the same functions; the mesh may be
-of devices that are not there. What compiles them is `podium.plan.worker`.
+The programs come from the factories that trainer and engine call. The mesh may consist of devices that do not exist.
+`podium.plan.worker` compiles them.
 """
 
 import dataclasses
@@ -46,19 +46,18 @@ class PhaseProgram:
     """One compiled program of a run."""
 
     lower: Callable[[], jax.stages.Lowered]  # traces it with its arguments
-    arguments: tuple[Any, ...]  # trees of arrays, abstract
+    arguments: tuple[Any, ...]  # pytrees of abstract arrays
     residents: Mapping[str, int]
-    """Bytes of a device that are in use beside the program's own arguments, by what they are."""
+    """Bytes in use on a device beside the program's own arguments, by kind of array."""
 
 
 def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     """The programs of a run by name, in the order in which a run first calls them.
 
-    They are init, sync, prefill:T by length of a chunk, copy, decode:S by slots, score where the recipe needs it, and
-    update.
+    Names: init, sync, prefill:T by chunk length, copy, decode:S by slots, score if the recipe needs it, and update.
 
     Raises:
-        ValueError: something does not divide over the mesh.
+        ValueError: an array does not divide over the mesh.
     """
     recipe, decoder = spec.recipe, spec.decoder
     specs, optimizer = trained_specs(decoder), make_run_optimizer(spec.optimizer, decoder)
@@ -77,7 +76,8 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     kept = _kept(spec, mesh, frozen)
     merged = decoder.lora is not None and decoder.lora.merged
     under = {"frozen_weights": device_bytes(frozen)}
-    trainers = own | moments | anchor | (under if kept or merged else {})  # else the rollout reads the same
+    # Unless it has its own copy, the rollout reads the trainer's frozen weights.
+    trainers = own | moments | anchor | (under if kept or merged else {})
     beside = moments | anchor | ({} if merged else under | kept)
     rollout = _rollout_programs(spec, mesh, params | frozen if merged else params, trainers, beside)
     waiting = recipe.minibatches * device_bytes(scored)
@@ -90,7 +90,7 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
 
 
 def _kept(spec: RunSpec, mesh: Mesh, frozen: Any) -> dict[str, int]:
-    """Bytes of the rollout's own copy of frozen weights, which stays while the others are updated."""
+    """Bytes of the rollout's own copy of frozen weights, which it keeps during updates."""
     rules = rollout_rules(spec.rollout.layout, spec.decoder, mesh)
     dtype = jnp.dtype(spec.rollout.dtype)
     if keeps(frozen, spec.decoder, rules, dtype):
@@ -106,7 +106,7 @@ def _rollout_programs(
     trainers: Mapping[str, int],
     beside_params: Mapping[str, int],
 ) -> dict[str, PhaseProgram]:
-    """The engine's programs; `trainers` are bytes that the trainer holds, `beside_params` those but for `params`."""
+    """The engine's programs. `trainers`: bytes that the trainer holds; `beside_params`: the same without `params`."""
     decoder, rollout = spec.decoder, spec.rollout.settings
     rules = rollout_rules(spec.rollout.layout, decoder, mesh)
     dtype = jnp.dtype(spec.rollout.dtype)
@@ -129,7 +129,7 @@ def _rollout_programs(
 
 
 def _with_all_logits(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> Any:
-    """The prefill of the seed system, which made the logits of all prompt tokens, and ran out of memory with them."""
+    """The seed system's prefill, which computes logits of all prompt tokens (and ran out of memory by them)."""
 
     def extend(params: Params, cache: Cache, chunk: Chunk) -> tuple[Cache, jax.Array]:
         hidden, cache = prefill(params, cache, chunk, decoder=decoder, rules=rules, dtype=dtype)
@@ -146,6 +146,6 @@ def _phase(program: Any, arguments: tuple[Any, ...], residents: Mapping[str, int
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes of one device that a tree of abstract arrays takes, without those that are in the host's memory."""
+    """Bytes on one device of a tree of abstract arrays; arrays in host memory do not count."""
     own = [x for x in jax.tree.leaves(tree) if not takes_no_device(x.sharding)]
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in own)

@@ -1,8 +1,8 @@
-"""The plan of a run: every phase's memory and seconds, and a step made of them.
+"""Plans a run: the memory and seconds of every phase, and of a whole step.
 
-Memory is the compiler's for each program, plus what is alive beside it. A step is as many calls of each program as the
-engine's scheduler and the trainer's packing make for a draw of lengths; a call takes the roofline's time, divided by
-the shares of it that chips were seen to reach. Without a compiler both come from the closed form. No jax here.
+A program's memory is the compiler's figure plus what else is alive. A step consists of the calls that the engine's
+scheduler and the trainer's packing make for a draw of lengths; the time of a call is its roofline, divided by the share
+of the roofline that such programs were measured to reach. Without a compiler, the closed form gives both. No jax here.
 """
 
 import dataclasses
@@ -29,30 +29,30 @@ from podium.plan.worker import CompiledPhase, Job
 from podium.plan.workload import SequenceLengths, Workload, packed, simulate_rollout
 
 KINDS: Mapping[str, str] = {"prefill": "prefill", "score": "update", "update": "update"}
-"""The kind of calibration of a phase; phases that are not named stream memory, as decoding does."""
+"""The calibration of each phase; phases that are not listed stream memory, as decoding does."""
 ROLLOUT = ("sync", "prefill", "copy", "decode")
 SLOWEST_FIRST = ("update", "decode", "score", "prefill", "sync", "copy", "init")  # by how long they take to compile
 
-LEAST_GAIN = 0.05  # share of a step for which completions may be older than the weights
+LEAST_GAIN = 0.05  # share of a step that must be gained for stale completions to be worth it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """One program's part in a step."""
+    """The calls of one program in a step."""
 
     phase: str
     program: str  # as `podium.plan.phases` names it
     calls: float
-    rounds: float  # of its loop, in each call: (eights of) decode steps, micro-batches, pages that a device copies
-    blocks: float = 1.0  # of the cache that attention reads
+    rounds: float  # of its loop per call: groups of decode steps, micro-batches, or pages copied per device
+    blocks: float = 1.0  # of the cache, read by attention
     closed_form: PhaseEstimate | None = None
-    repeats: float = 0.0  # how often a step does what `closed_form` describes
-    once_flops: int = 0  # of each call, before its rounds
-    attended: float = 1.0  # share of its work that attention does
+    repeats: float = 0.0  # how often a step does the work of `closed_form`
+    once_flops: int = 0  # operations per call before its rounds
+    attended: float = 1.0  # share of the blocks that attention computes
 
     @property
     def closed_form_flops(self) -> float:
-        """Operations of a step by the closed form."""
+        """Operations in a step, by the closed form."""
         each = self.closed_form.flops if self.closed_form else 0
         return self.repeats * each + self.calls * self.once_flops
 
@@ -68,20 +68,20 @@ def make_plan(
     chip: Chip | None = None,
     whole: Collection[str] = (),
 ) -> Plan:
-    """Whether a run fits an accelerator, what limits it, and how long its steps take.
+    """Plan a run: whether it fits an accelerator, what limits it, and how long its steps take.
 
     Args:
-        config: of the run.
-        accelerator: from `find_accelerator`.
-        fast: the closed form alone.
-        lengths: where the lengths of prompts and completions come from, as `draw_lengths` takes them.
-        progress: called when a phase's compilation begins, goes on and ends.
-        decoder: the model's numbers; unset: those of the config's model.
-        chip: constants of a device; unset: those of its generation. A CPU has none: its plan then has no seconds.
-        whole: names of programs whose code is generated too: minutes each, for what is known of a TPU without.
+        config: the run's settings.
+        accelerator: the machine, from `find_accelerator`.
+        fast: use only the closed form.
+        lengths: source of prompt and completion lengths, as for `draw_lengths`.
+        progress: called when a phase's compilation begins, repeatedly while it runs, and when it ends.
+        decoder: the model's architecture; unset: that of the config's model.
+        chip: constants of a device; unset: those of its generation. A CPU has none, so its plan has no seconds.
+        whole: programs to generate machine code for; takes minutes each and is not needed for a plan of a TPU.
 
     Raises:
-        ValueError: the model, the mesh or the lengths cannot be used.
+        ValueError: the model, the mesh or the lengths are invalid.
         CompilerError: a program could not be compiled.
     """
     decoder = decoder or find_decoder(config)
@@ -134,7 +134,7 @@ def _rate(seconds: Seconds, amount: float) -> Seconds | None:
 def carry_over(
     run: RunSizes, device: "_Device", drawn: SequenceLengths, workload: Workload, micro_batches: int
 ) -> Iterator[str]:
-    """What `rollout.in_flight` makes of a step, by the closed form for both sides; nothing where it is 1."""
+    """A note on how `rollout.in_flight` changes a step, by the closed form for both; none if it is 1."""
     rollout = run.rollout
     if rollout.in_flight == 1.0 or device.chip is None:
         return
@@ -156,13 +156,13 @@ def _verdict(phases: Sequence[Phase], hbm_bytes: int, compiled: bool) -> Verdict
 
 
 def _slowest_first(calls: Sequence[Call]) -> dict[str, float]:
-    """The programs of some calls, those first that take long to compile, and the blocks that attention reads there."""
+    """Programs, slowest to compile first, each with the number of cache blocks that its attention reads."""
     ordered = sorted(calls, key=lambda call: SLOWEST_FIRST.index(call.phase))
     return {call.program: call.blocks for call in ordered}
 
 
 def is_compiled(config: Config, accelerator: Accelerator) -> bool:
-    """Whether programs can be compiled without the device: jax knows no host's memory of GPUs that are not there."""
+    """Whether programs can be compiled without the device: jax cannot use the host memory of absent GPUs."""
     return accelerator.platform != "gpu" or not config.train.offload_optimizer
 
 
@@ -173,9 +173,9 @@ def make_jobs(
     programs: Mapping[str, float],
     whole: Collection[str] = (),
 ) -> list[Job]:
-    """A compilation for each of these programs, by name with the blocks of the cache that its attention reads.
+    """Make one compilation job per program; `programs` maps names to the cache blocks that attention reads.
 
-    What is compiled is kept in the user's cache folder.
+    Compiled programs are kept in the user's cache folder.
     """
     folder = cache_folder() / "programs"
     return [
@@ -193,9 +193,9 @@ def make_jobs(
 
 
 def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Call]:
-    """Every program of a run, and how often a step calls it.
+    """Every program of a run, with its calls in a step.
 
-    The longest chunk and the decode call of all slots are among them also where a step has none: memory must do.
+    Includes the longest prefill chunk and the decode of all slots even if this step has none: they must fit in memory.
     """
     recipe = run.spec.recipe
     prefills, copies = workload.prefill_calls, workload.copy_calls
@@ -215,7 +215,7 @@ def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Ca
         repeats: float | None = None,
         tokens: float = 0,
     ) -> Call:
-        """`tokens` of the longest sequence that attention reads of the cache."""
+        """A call of a program; `tokens` is the longest cached context that attention reads."""
         return Call(
             phase=form.name,
             program=program,
@@ -245,13 +245,13 @@ def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Ca
 
 @dataclasses.dataclass(frozen=True)
 class _Device:
-    """The device that a plan is for; makes phases from programs and closed forms."""
+    """The device that a plan is for; builds phases from compiled programs and closed forms."""
 
     accelerator: Accelerator
-    chip: Chip | None  # None: its times are not known
+    chip: Chip | None  # None: its times are unknown
 
     def phases(self, calls: list[Call], compiled: Mapping[str, CompiledPhase], run: RunSizes) -> Iterator[Phase]:
-        """The phases of a run in its order, of programs that are compiled or else of the closed form."""
+        """The phases of a run in order; each from compiled programs, or from the closed form if there are none."""
         for name in dict.fromkeys(call.phase for call in calls):
             own = [call for call in calls if call.phase == name]
             if compiled:
@@ -265,9 +265,9 @@ class _Device:
         yield self.phase(resting.name, resting.parts)
 
     def compiled_phase(self, calls: list[Call], compiled: Mapping[str, CompiledPhase]) -> Phase:
-        """One phase of programs that were compiled: memory of the largest, work of all."""
+        """One phase from its compiled programs: the memory of the largest, the work of all."""
         largest = max((compiled[call.program] for call in calls), key=lambda each: each.device_bytes)
-        code = sum(each.memory.code for each in compiled.values())  # of all programs: it stays
+        code = sum(each.memory.code for each in compiled.values())  # code of all programs stays loaded
         parts = dict(largest.residents)
         for name, size in (*largest.parts.items(), ("code", code)):
             parts[name] = parts.get(name, 0) + size
@@ -324,7 +324,7 @@ class _Device:
         return _rate(seconds, full.repeats * slots / self.accelerator.devices) if seconds else None
 
     def phase(self, name: str, parts: Mapping[str, int]) -> Phase:
-        """A phase with its memory alone."""
+        """A phase with only its memory."""
         held = dict(sorted(((part, size) for part, size in parts.items() if size), key=lambda part: -part[1]))
         size = sum(held.values())
         return Phase(
@@ -336,10 +336,10 @@ class _Device:
         )
 
     def timed(self, name: str, lines: Callable[[Chip, int], list[Line]]) -> tuple[Seconds | None, BoundBy]:
-        """Seconds of a phase's calls, and what most of them wait for; `lines` makes those of chips with so many links.
+        """Seconds of a phase's calls, and what bounds most of them; `lines(chip, links)` gives calls and rooflines.
 
-        A transfer uses the links of the worst placed chip, or all that go to a switch. Where it is not published which
-        are connected, all of a chip's may be: then transfers may be that much faster.
+        A transfer uses the links of the worst placed chip, or all links if they go to a switch. If it is not published
+        which links are connected, the lower bound assumes all of them.
         """
         if self.chip is None or name == "init":
             return None, ""
@@ -352,14 +352,14 @@ class _Device:
         return dataclasses.replace(seconds, low=best.low), bound_by
 
     def host(self, calls: float) -> Seconds | None:
-        """Host time for a number of calls, while the device waits."""
+        """Host seconds for a number of calls during which the device waits."""
         if self.chip is None:
             return None
         each = self.chip.calibration["host_s"]
         return Seconds(value=each.value, low=each.low, high=each.high) * calls
 
     def mfu(self, run: RunSizes, lengths: SequenceLengths, phases: Sequence[Phase]) -> Seconds | None:
-        """The share of the peak that a step's updates reach, counted as `podium.models.flops` does."""
+        """Model FLOPs utilization of a step's updates, with FLOPs counted as in `podium.models.flops`."""
         seconds = next((phase.seconds for phase in phases if phase.name == "update"), None)
         if self.chip is None or seconds is None:
             return None
@@ -370,7 +370,7 @@ class _Device:
 
 
 def closed_form_roofline(form: PhaseEstimate, run: RunSizes, peaks: Peaks, links: int) -> Roofline:
-    """By totals: products or memory traffic, whichever takes longer, and transfers."""
+    """The roofline from a closed form's totals: the longer of compute and memory time, and transfers."""
     compute = form.flops / (peaks.flops_f32 if run.activation == F32 else peaks.flops_bf16)
     hbm, ici = form.hbm_bytes / peaks.hbm_bandwidth, form.ici_bytes / (links * peaks.link_bandwidth)
     if peaks.network_bandwidth:

@@ -1,6 +1,6 @@
-"""The memory of configs that differ in one setting, without a plan of each: compiles only what the setting changes.
+"""The memory of configs that differ in one setting; compiles only the programs that the setting changes.
 
-The closed form says which programs that are; a search then plans its answer with all programs.
+The closed form tells which programs these are; the search then makes a full plan of its result.
 """
 
 import dataclasses
@@ -20,26 +20,26 @@ from podium.plan.workload import simulate_rollout
 
 @dataclasses.dataclass(frozen=True)
 class Prober:
-    """Probes configs for one machine."""
+    """Finds the peak memory of configs on one machine."""
 
     accelerator: Accelerator
     lengths: str
-    fast: bool  # by the closed form alone
+    fast: bool  # use only the closed form
     progress: OnProgress | None = None
 
     def phases(self, configs: Sequence[Config]) -> tuple[str, ...]:
-        """The phases whose memory differs between configs, slowest to compile first; all, where none does."""
+        """The phases whose memory differs between configs, slowest to compile first; all phases if none differs."""
         kept = [{call.phase: call.closed_form and call.closed_form.parts for call in self.largest(c)} for c in configs]
         moved = [phase for phase in kept[0] if any(each.get(phase) != kept[0][phase] for each in kept)]
         return tuple(sorted(moved or kept[0], key=SLOWEST_FIRST.index))
 
     def programs(self, config: Config, phases: Iterable[str]) -> dict[str, float]:
-        """Of each phase the program that needs most, and the blocks of the cache that its attention reads."""
+        """The largest program of each phase, with the cache blocks that its attention reads."""
         largest = {call.phase: call for call in self.largest(config)}
         return {largest[phase].program: largest[phase].blocks for phase in phases if phase in largest}
 
     def __call__(self, configs: Sequence[Config], phases: Sequence[str]) -> list[Peak]:
-        """The memory that each config needs in these phases; two programs are compiled at once."""
+        """The peak memory of each config in these phases; compiles two programs at a time."""
         if self.fast or not all(is_compiled(config, self.accelerator) for config in configs):
             return [self.estimated(config, phases) for config in configs]
         jobs = [self._jobs(config, phases) for config in configs]
@@ -47,7 +47,7 @@ class Prober:
         return [_peak(own, list(itertools.islice(compiled, len(own)))) for own in jobs]
 
     def estimated(self, config: Config, phases: Sequence[str]) -> Peak:
-        """The memory that a config needs in these phases by the closed form."""
+        """The peak memory of a config in these phases, by the closed form."""
         forms = [call.closed_form for call in self.largest(config) if call.phase in phases and call.closed_form]
         largest = max(forms, key=lambda form: form.total)
         return Peak(phase=largest.name, bytes=largest.total, refused=False, compiled=False)
@@ -56,7 +56,7 @@ class Prober:
         return make_jobs(config, find_decoder(config), self.accelerator, self.programs(config, phases))
 
     def largest(self, config: Config) -> list[Call]:
-        """The call of each phase that needs most memory, by the closed form; the optimizer's making has none."""
+        """The call of each phase that needs most memory by the closed form; `init` is left out, as it has none."""
         run = make_sizes(config, find_decoder(config), self.accelerator)
         workload = simulate_rollout(run.draw_lengths(self.lengths), run.rollout, shards=run.rollout_shards)
         found: dict[str, Call] = {}
@@ -68,7 +68,7 @@ class Prober:
 
 
 def _peak(jobs: Sequence[Job], compiled: Sequence[CompiledPhase]) -> Peak:
-    """The largest of some compiled programs, with the code of all."""
+    """The peak of the largest program, plus the code of all of them."""
     job, largest = max(zip(jobs, compiled, strict=True), key=lambda pair: pair[1].device_bytes)
     return Peak(
         phase=job.phase.partition(":")[0],

@@ -10,13 +10,13 @@ from podium.plan.result import Plan
 def follow(
     machine: str, say: Callable[[str], None], update: Callable[[str], None], estimated: Callable[[], Plan] | None
 ) -> OnProgress:
-    """A callback that shows compilations as they proceed, after an estimate of the plan.
+    """Make a callback that shows compilations as they proceed.
 
     Args:
-        machine: the name of the accelerator.
-        say: prints a line that stays.
-        update: shows what is running now.
-        estimated: the plan by the closed form, shown while the first program compiles; None: nothing is printed.
+        machine: name of the accelerator.
+        say: prints a permanent line.
+        update: replaces the status line.
+        estimated: makes the closed-form plan to print while the first program compiles; None: print no estimate.
     """
     running: dict[str, float] = {}
     said = estimated is None

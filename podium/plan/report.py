@@ -1,4 +1,4 @@
-"""Prints the sections of a report. The parts of a bar differ by colour, or by letter where there are no colours."""
+"""Prints the sections of a report. Bar parts are told apart by colour, or by letter without colours."""
 
 import string
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from podium.plan.formatting import VERDICTS, readable
 from podium.plan.sections import REST, Bar, Chart, Content, Line, ReportSection, Table
 
 WIDTH = 110
-NARROW = 100  # columns of a terminal below which a table leaves its spare columns out
+NARROW = 100  # terminals with fewer columns get tables without their spare columns
 SHORTEST = 12  # cells of a bar
 BLOCK, LIMIT = "\u2588", "\u2503"
 STYLES = {"fits": "bold green", "too_close": "bold yellow", "does_not_fit": "bold red"}
@@ -22,9 +22,9 @@ COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "
 
 
 def print_sections(sections: Sequence[ReportSection], console: Console, *, details: bool = False) -> None:
-    """Print sections; with `details` all of them, as wide as the console.
+    """Print sections. With `details`, print all of them at the console's full width.
 
-    Without, lines of sections that have no title are never wrapped, because scripts read them.
+    Without `details`, lines of untitled sections are never wrapped, because scripts read them.
     """
     width = console.width if details else min(console.width, WIDTH)
     titled: list[RenderableType] = []
@@ -56,7 +56,7 @@ def _render(content: Content, console: Console, width: int) -> RenderableType:
 
 
 def _text(line: Line) -> Text:
-    """A line behind its label, its note below it."""
+    """A line with its label before it and its note below."""
     text = Text.assemble((f"{line.label}: " if line.label else "", "bold"))
     text.append(line.text, style=STYLES[line.verdict] if line.verdict else "")
     return text.append(f"\n    {line.note}", style="dim") if line.note else text
@@ -77,7 +77,7 @@ def _table(table: Table, *, narrow: bool) -> Grid:
 
 
 def _chart(chart: Chart, width: int, *, coloured: bool) -> RenderableType:
-    """Bars on one scale, with the key to their parts."""
+    """Bars on one scale, with a key to their parts."""
     columns = zip(*((bar.name, bar.figure, bar.note) for bar in chart.bars), strict=True)
     room = max(SHORTEST, width - 2 - sum(max(map(len, column)) + 2 for column in columns))
     marks = _marks(chart.parts, coloured=coloured)
@@ -96,7 +96,7 @@ def _chart(chart: Chart, width: int, *, coloured: bool) -> RenderableType:
 
 
 def _lines(entries: Sequence[Text], width: int) -> Iterator[Text]:
-    """Entries side by side, each one whole on its line."""
+    """Entries side by side; an entry is never broken across lines."""
     line = Text()
     for entry in entries:
         if line and len(line) + 3 + len(entry) > width:
@@ -107,7 +107,7 @@ def _lines(entries: Sequence[Text], width: int) -> Iterator[Text]:
 
 
 def _marks(parts: Sequence[str], *, coloured: bool) -> dict[str, Text]:
-    """A cell of each part: a coloured block, or a letter, from the part's name if one is free."""
+    """The cell of each part: a coloured block, or a letter of the part's name if one is free."""
     own = [part for part in parts if part != REST]
     if coloured:
         marks = {part: Text(BLOCK, style=style) for part, style in zip(own, COLOURS, strict=False)}
@@ -121,7 +121,7 @@ def _marks(parts: Sequence[str], *, coloured: bool) -> dict[str, Text]:
 
 
 def _cells(bar: Bar, chart: Chart, width: int, marks: Mapping[str, Text]) -> Text:
-    """A bar as cells side by side: with a line at the limit, or else at least one cell long."""
+    """A bar as a row of cells, with a mark at the limit if there is one, and at least one cell long otherwise."""
     cells = [Text(" ")] * (width + (chart.limit is not None))
     for part, begin, end in bar.segments:
         first, last = round(begin / chart.end * width), round(end / chart.end * width)

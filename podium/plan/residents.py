@@ -1,4 +1,4 @@
-"""What stays on a device from one program of a run to the next, in bytes by what it is. No jax."""
+"""The bytes that stay on a device between the programs of a run, by kind of array. No jax."""
 
 import math
 
@@ -10,7 +10,7 @@ Parts = dict[str, int]
 
 
 def frozen_bytes(run: RunSizes) -> int:
-    """Bytes of the frozen weights that a device stores in training; none where all weights are trained."""
+    """Bytes of frozen weights that a device stores in training; 0 if all weights are trained."""
     sizes = {"bfloat16": 2, "int8": 1, "float32": F32}
     return sum(
         sizes[frozen_dtype(name, run.decoder)] * local_count(spec, run.train_parts)
@@ -19,7 +19,7 @@ def frozen_bytes(run: RunSizes) -> int:
 
 
 def shares_frozen(run: RunSizes) -> bool:
-    """Whether the rollout reads the trainer's frozen weights where they are: both have all of them, in bfloat16."""
+    """Whether the rollout reads the trainer's frozen weights directly: both hold all of them, in bfloat16."""
     lora, specs = run.decoder.lora, frozen_specs(run.decoder)
     if lora is None or lora.merged or run.rollout_activation == F32:
         return False
@@ -28,14 +28,14 @@ def shares_frozen(run: RunSizes) -> bool:
 
 
 def kept_bytes(run: RunSizes) -> int:
-    """Bytes of the rollout's own copy of frozen weights, which it keeps while the others are updated."""
+    """Bytes of the rollout's own copy of frozen weights, which it keeps during updates."""
     lora = run.decoder.lora
     own = lora is not None and not lora.merged and not shares_frozen(run)
     return rollout_bytes(run, frozen_specs(run.decoder)) if own else 0
 
 
 def trainers(run: RunSizes) -> Parts:
-    """What the trainer holds on a device through every phase."""
+    """What the trainer keeps on a device through every phase."""
     parts = {"parameters": F32 * run.own_count, "optimizer": optimizer_bytes(run) - offloaded_bytes(run)}
     if run.decoder.lora is not None:
         parts["frozen_weights"] = frozen_bytes(run)
@@ -43,9 +43,9 @@ def trainers(run: RunSizes) -> Parts:
 
 
 def scorers(run: RunSizes) -> Parts:
-    """Weights of models that score batches and are not the trainer's own, each counted from its own decoder.
+    """Bytes of models that score batches, other than the trainer's own, each from its own decoder.
 
-    A scorer that the recipe names by import path loads weights that the planner does not know; it is not counted.
+    A scorer given by import path is not counted, because the planner does not know its weights.
     """
     own = {"reference_weights": run.decoder} if run.spec.recipe.needs_reference and run.decoder.lora is None else {}
     return {name: scorer_bytes(run, decoder) for name, decoder in own.items()}  # under LoRA the reference is frozen
@@ -57,14 +57,14 @@ def scorer_bytes(run: RunSizes, decoder: DecoderConfig) -> int:
 
 
 def residents(run: RunSizes) -> Parts:
-    """What stays on a device between an update and the next: the rollout's weights too, which the update is without.
+    """What stays on a device outside updates: the trainer's arrays and the rollout's weights.
 
-    Frozen ones count once where trainer and rollout have the same.
+    Frozen weights that trainer and rollout share count once.
     """
     shared = frozen_bytes(run) if shares_frozen(run) else 0
     return trainers(run) | {"rollout_weights": run.rollout_weight_bytes - shared}
 
 
 def in_updates(run: RunSizes) -> Parts:
-    """What stays during an update: the trainer's arrays, and the rollout's frozen weights."""
+    """Bytes of `count` parameters copied into the compute format; 0 if they are used in place, as stored."""
     return trainers(run) | ({"rollout_weights": kept_bytes(run)} if kept_bytes(run) else {})

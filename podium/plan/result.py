@@ -1,4 +1,4 @@
-"""The plan of a run: a verdict, the memory and seconds of each phase, and the step that they make. No jax.
+"""The plan of a run: a verdict, the memory and seconds of each phase, and those of a step. No jax.
 
 `podium.plan.planner` makes it; reports, comparisons and the trainer's own check read it.
 """
@@ -12,13 +12,13 @@ from podium.plan.workload import Workload
 
 Verdict = Literal["fits", "does_not_fit", "too_close"]
 BoundBy = Literal["compute", "hbm", "ici", "latency", "host", ""]
-TOO_CLOSE = 0.03  # share of the memory by which the compiler's figure and a device's own were seen to differ
-ESTIMATE_TOO_CLOSE = 0.08  # share by which the closed form was seen to be below the compiler's figure
+TOO_CLOSE = 0.03  # largest relative difference seen between the compiler's figure and a device's measurement
+ESTIMATE_TOO_CLOSE = 0.08  # largest share by which the closed form was seen to fall below the compiler's figure
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """A time with its range; also used for rates."""
+    """A time with its range, in seconds; also used for rates."""
 
     value: float
     low: float
@@ -31,7 +31,7 @@ class Seconds:
         return Seconds(value=self.value * times, low=self.low * times, high=self.high * times)
 
     def rate(self, amount: float) -> "Seconds":
-        """The rate at which this time produces an amount, per second."""
+        """The rate, per second, of producing an amount in this time."""
         return Seconds(value=amount / self.value, low=amount / self.high, high=amount / self.low)
 
 
@@ -40,7 +40,7 @@ NO_TIME = Seconds(value=0.0, low=0.0, high=0.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LargeArray:
-    """An array that is alive at a phase's peak."""
+    """An array alive at a phase's peak."""
 
     name: str
     shape: str
@@ -49,89 +49,89 @@ class LargeArray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One program of a run, or the state at rest: the memory that a device needs for it, and how long it takes."""
+    """One program of a run, or the checkpoint: the memory that a device needs for it, and its seconds."""
 
     name: str  # init, sync, prefill, copy, decode, score, update or checkpoint
     bytes: int  # at the peak, per device: residents, arguments, temporaries, and the code of all programs
-    parts: Mapping[str, int]  # bytes by our names; they add up to `bytes`
+    parts: Mapping[str, int]  # bytes by kind of array; they add up to `bytes`
     fits: bool
-    refused: bool = False  # whether the compiler refuses the program because it does not fit
+    refused: bool = False  # whether the compiler rejects the program because it does not fit
     seconds: Seconds | None = None  # of all its calls in a step, on the device; None: unknown, or not part of a step
-    bound_by: BoundBy = ""  # what most of `seconds` waits for
-    largest: tuple[LargeArray, ...] = ()  # the largest arrays first, residents among them
-    calls: float = 0  # of its program in a step of the run
-    collectives: tuple[CollectiveTotal, ...] = ()  # in a step; the one that sends most first
-    flops: float = 0  # of one device in a step of the run
-    closed_form_flops: float = 0  # by the closed form
-    compile_s: float | None = None  # how long compiling took when it was done; None if nothing was compiled
+    bound_by: BoundBy = ""  # what bounds most of `seconds`
+    largest: tuple[LargeArray, ...] = ()  # the largest arrays, in descending order, residents included
+    calls: float = 0  # calls of its program in a step
+    collectives: tuple[CollectiveTotal, ...] = ()  # in a step, in descending order of bytes sent
+    flops: float = 0  # of one device in a step
+    closed_form_flops: float = 0  # the same by the closed form
+    compile_s: float | None = None  # seconds of the original compilation; None if nothing was compiled
     compiled: bool = False  # whether `bytes` is the compiler's figure rather than the closed form's
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The answer for one config on one accelerator."""
+    """The plan of one config on one accelerator."""
 
     config: str  # name of the config
     accelerator: str
     devices: int
     hbm_bytes: int  # usable memory of a device
     verdict: Verdict
-    spare_bytes: int  # of the phase with the least head-room; negative if it does not fit
-    phases: tuple[Phase, ...]  # in the order of a run
-    host: Seconds | None  # of the host in a step while devices wait; in no phase's seconds
+    spare_bytes: int  # memory left in the tightest phase; negative if it does not fit
+    phases: tuple[Phase, ...]  # in order of execution
+    host: Seconds | None  # host seconds in a step during which devices wait; in no phase's seconds
     step: Seconds | None
     tokens_per_s_per_device: Seconds | None  # completion tokens of a step, per second and device
-    workload: Workload  # of the rollout
-    micro_batches: int  # of all updates of a step
+    workload: Workload  # the rollout of one step
+    micro_batches: int  # in all updates of a step
     notes: tuple[str, ...]  # sentences about what the numbers do not show
     estimate_only: bool  # whether no phase was compiled
     versions: Mapping[str, str]  # of Podium and the compiler
-    mfu: Seconds | None = None  # share of the peak that a step's updates reach (`podium.models.flops`), not a time
-    slots: int = 0  # of the rollout
-    # Completion tokens per second and device, by the devices' time alone: of a rollout, with its sync and prefill, and
-    # of its decode steps in which every slot may have a sequence
+    mfu: Seconds | None = None  # share of peak FLOPs that a step's updates reach (`podium.models.flops`)
+    slots: int = 0  # decode slots of the rollout
+    # Completion tokens per second and device, from device time alone: of the rollout including sync and prefill, and of
+    # decode steps with every slot occupied
     rollout_rate: Seconds | None = None
     full_slots_rate: Seconds | None = None
 
     @property
     def worst(self) -> Phase:
-        """The phase with the least head-room."""
+        """The phase with the least memory left."""
         return max(self.phases, key=lambda phase: phase.bytes)
 
     def phase(self, name: str) -> Phase:
-        """The phase of that name, which must exist."""
+        """The phase with this name, which must exist."""
         return next(phase for phase in self.phases if phase.name == name)
 
     def find_phase(self, name: str) -> Phase | None:
-        """The phase of that name, if there is one."""
+        """The phase with this name, or None."""
         return next((phase for phase in self.phases if phase.name == name), None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The memory of the program that needs most among those that a search compiles."""
+    """The peak memory of the largest program among those that a search compiles."""
 
     phase: str
-    bytes: int  # of a device: what stays beside the program, all that it allocates, its code
-    refused: bool  # whether the compiler refuses the program, whatever else is on the device
+    bytes: int  # per device: residents, the program's allocations, and code
+    refused: bool  # whether the compiler rejects the program, whatever else is on the device
     compiled: bool
 
     def fits(self, hbm_bytes: int) -> bool:
-        """Whether the program compiles and its peak fits in a device."""
+        """Whether the program compiles and its peak fits in a device's memory."""
         return not self.refused and self.bytes <= hbm_bytes
 
     def has_room(self, hbm_bytes: int) -> bool:
-        """Whether it fits and is not too close to the limit to tell."""
+        """Whether it fits by more than the margin of error."""
         return not self.refused and self.bytes < (1 - margin(self.compiled)) * hbm_bytes
 
 
 def margin(compiled: bool) -> float:
-    """The share of the memory by which a figure of the compiler, or of the closed form, may be wrong."""
+    """The share of memory by which a figure may be off: the compiler's, or the closed form's."""
     return TOO_CLOSE if compiled else ESTIMATE_TOO_CLOSE
 
 
 def judge(phase_bytes: Iterable[int], hbm_bytes: int, *, compiled: bool = True) -> Verdict:
-    """Whether phases fit; too close if the largest is within its own error of the limit, on either side."""
+    """Judge phases by the largest: `too_close` if it is within its margin of error of the limit, on either side."""
     worst = max(phase_bytes)
     if abs(worst - hbm_bytes) <= margin(compiled) * hbm_bytes:
         return "too_close"
@@ -139,5 +139,5 @@ def judge(phase_bytes: Iterable[int], hbm_bytes: int, *, compiled: bool = True) 
 
 
 def total(times: Iterable[Seconds]) -> Seconds:
-    """The sum of times of one machine; ranges add up, because a slow or quick machine affects all of them alike."""
+    """The sum of times on one machine; the ranges add up, because a slow or fast machine affects all times alike."""
     return sum(times, NO_TIME)

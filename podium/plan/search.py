@@ -1,6 +1,6 @@
-"""`--search KEY`: the largest value of a setting that fits, found by the memory of a few values.
+"""`--search KEY`: find the largest value of a setting that fits, from the memory of a few values.
 
-The closed form says which values to probe; the compiler says whether they fit. Programs that the setting does not
+The closed form chooses the values to probe; the compiler decides whether they fit. Programs that the setting does not
 change come from the planner's cache.
 """
 
@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 from podium.plan.knobs import SearchRange
 from podium.plan.result import Peak
 
-MOST_PROBES = 16  # values whose memory one search may ask for
-FAR = 0.05  # above the memory: one more row was seen to need 2 % less as compiled, never this much less
+MOST_PROBES = 16  # most values that one search probes
+FAR = 0.05  # share above the memory limit: one more row was seen to take 2 % less once compiled, never this much less
 
 Probes = Callable[[Sequence[int]], list[Peak]]
-"""The memory of some values; two values are compiled at once."""
+"""Returns the peak memory of each value; compiles two values at a time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Largest:
-    """The values that a search tried, and what follows from them."""
+    """The result of a search: the values tried, and the largest that fits."""
 
     key: str
     range: SearchRange
@@ -29,45 +29,45 @@ class Largest:
 
     @property
     def best(self) -> int | None:
-        """The largest value tried that fits; None: not even the smallest does."""
+        """The largest value tried that fits; None if the smallest does not."""
         return max((value for value, peak in self.tried.items() if peak.fits(self.hbm_bytes)), default=None)
 
     @property
     def with_room(self) -> int | None:
-        """The largest value tried that is not too close to the limit either."""
+        """The largest value tried that fits by more than the margin of error."""
         return max((value for value, peak in self.tried.items() if peak.has_room(self.hbm_bytes)), default=None)
 
     @property
     def too_large(self) -> int | None:
-        """The smallest value tried above the best."""
+        """The smallest tried value above `best`."""
         return next((value for value in self.tried if value > (self.best or 0)), None)
 
     @property
     def proven(self) -> bool:
-        """Whether the value next to the largest that fits was tried too, or does not exist."""
+        """Whether the next value above `best` was tried too, or does not exist."""
         first_unknown = (self.best or 0) + self.range.unit
         return first_unknown >= (self.too_large or self.range.most + 1)
 
     @property
     def compiled(self) -> bool:
-        """Whether the compiler was asked."""
+        """Whether the results come from the compiler."""
         return all(peak.compiled for peak in self.tried.values())
 
 
 def search(
     key: str, values: SearchRange, *, closed_form: Callable[[int], int], probe: Probes, hbm_bytes: int
 ) -> Largest:
-    """The largest value of a setting that fits, in at most 16 probes.
+    """Find the largest value of a setting that fits, with at most 16 probes.
 
-    First a value that fits next to one that does not, where the closed form, corrected by what was probed, sees the
-    limit. Memory need not rise with the value, for near its limit the compiler computes some things twice: so values
-    above are probed too, until they are 5 % too large. Then values below, until one has room to spare.
+    First, bracket the limit: find neighbouring values of which one fits and one does not, guided by the closed form as
+    corrected by earlier probes. Memory is not monotonic, because near its limit the compiler recomputes more; so then
+    probe larger values until they are 5 % too large. Finally, probe smaller values until one leaves room to spare.
 
     Args:
         key: the setting.
-        values: those worth trying.
-        closed_form: estimated bytes of a value.
-        probe: the memory of some values.
+        values: the candidates.
+        closed_form: estimated peak bytes for a value.
+        probe: the peak memory of some values.
         hbm_bytes: usable memory of a device.
     """
     units = _Units(values, closed_form, probe, hbm_bytes)
@@ -79,7 +79,7 @@ def search(
 
 
 class _Units:
-    """The values of a search, counted in the unit of its range from 1 to `end`, and the memory found so far."""
+    """A search's values as multiples of its range's unit, from 1 to `end`, with the memory found so far."""
 
     def __init__(self, values: SearchRange, closed_form: Callable[[int], int], probe: Probes, hbm_bytes: int) -> None:
         self.unit = values.unit
@@ -91,11 +91,11 @@ class _Units:
 
     @property
     def best(self) -> int:
-        """The largest that is known to fit; 0: none is."""
+        """The largest value known to fit; 0 if none is."""
         return max((units for units, peak in self.found.items() if peak.fits(self.hbm_bytes)), default=0)
 
     def ask(self, *wanted: int) -> bool:
-        """Probe what is not known yet; False if everything is known, or no probe is left."""
+        """Probe the values that are not known yet; False if all are known or no probes are left."""
         new = [units for units in dict.fromkeys(wanted) if 1 <= units <= self.end and units not in self.found]
         new = new[: MOST_PROBES - len(self.found)]
         if new:
@@ -103,7 +103,7 @@ class _Units:
         return bool(new)
 
     def expected(self, low: int, high: int) -> int:
-        """The last between two that fits by the closed form, corrected by the known value nearest to the limit."""
+        """The last value between two that fits by the closed form, corrected by the known value nearest the limit."""
         near = min(self.found, key=lambda units: abs(self.found[units].bytes - self.hbm_bytes), default=None)
         correction = self.found[near].bytes / self._estimate(near) if near else 1.0
         return low + bisect.bisect_right(range(low + 1, high), self.hbm_bytes / correction, key=self._estimate)
@@ -113,7 +113,7 @@ class _Units:
 
 
 def _bracket(units: _Units) -> None:
-    """Find a value that fits next to one that does not."""
+    """Find neighbouring values of which the lower fits and the higher does not."""
     low, high = 0, units.end + 1
     misled = False
     while high - low > 1:

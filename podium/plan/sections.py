@@ -1,6 +1,6 @@
-"""The contents of a report of `podium plan`, as sections of lines, bars and tables.
+"""Builds the report of `podium plan` as sections of lines, bars and tables.
 
-`podium.plan.report` prints sections, and `podium.plan.page` writes what is printed as HTML.
+`podium.plan.report` prints sections; `podium.plan.page` writes the printed sections as HTML.
 """
 
 import dataclasses
@@ -19,30 +19,30 @@ from podium.plan.study import Outcome, RunCost
 from podium.plan.tune import Tuned
 from podium.prices import HOUR_S
 
-SHOWN = 12  # machines that a ranking shows
-MOST_PARTS = 9  # parts of the memory that a bar shows by themselves
+SHOWN = 12  # machines listed in a ranking
+MOST_PARTS = 9  # parts of memory shown separately in a bar
 ESTIMATED = "estimated by the closed form, not compiled: "
-REST = "others"  # the remaining parts of the memory, together
+REST = "others"  # all remaining parts of memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Line:
-    """A sentence, perhaps behind a label."""
+    """A sentence, optionally with a label."""
 
     text: str
     label: str = ""
-    verdict: Verdict | None = None  # of the text, for its colour
+    verdict: Verdict | None = None  # decides the text's colour
     note: str = ""  # printed on the next line
     bullet: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One row of a chart: segments in a row, with figures beside them."""
+    """One row of a chart: segments, with figures beside them."""
 
     name: str
     figure: str
-    segments: tuple[tuple[str, float, float], ...]  # name of the part, its begin and its end
+    segments: tuple[tuple[str, float, float], ...]  # (part, start, end)
     note: str
     bad: bool = False
 
@@ -54,7 +54,7 @@ class Chart:
     bars: tuple[Bar, ...]
     end: float  # the largest value of the scale
     parts: tuple[str, ...] = ()
-    """Names of the segments, in the order of their colours; none: all bars have one colour."""
+    """Names of the segments, in order of colour; empty: all bars have one colour."""
     limit: float | None = None
     limit_text: str = ""
 
@@ -66,7 +66,7 @@ class Table:
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     text: frozenset[int] = frozenset({0})  # columns of text rather than numbers
-    spare: frozenset[int] = frozenset()  # columns that may be left out where there is little room
+    spare: frozenset[int] = frozenset()  # columns to leave out on narrow terminals
 
 
 Content = Line | Chart | Table
@@ -78,18 +78,18 @@ class ReportSection:
 
     title: str
     content: tuple[Content, ...]
-    details: bool = False  # whether it is only for the page, which has room
+    details: bool = False  # shown only on the HTML page
 
 
 def plan_sections(
     entry: Outcome, suggestions: Sequence[Outcome] | None = None, longest: Plan | None = None
 ) -> list[ReportSection]:
-    """The report of one plan, beginning with what to do about it.
+    """The report of one plan, starting with advice.
 
     Args:
         entry: the plan.
-        suggestions: changes that help; None if none were looked for.
-        longest: the plan with all completions as long as allowed, where their lengths were only assumed.
+        suggestions: changes that help; None if none were requested.
+        longest: the plan in which every completion is as long as allowed, if the lengths were only assumed.
     """
     plan = entry.plan
     memory = f"memory per device by phase, in GiB of {text.exact_gib(plan.hbm_bytes)}"
@@ -118,7 +118,7 @@ def plan_sections(
 
 
 def comparison_sections(entries: Sequence[Outcome], refused: Sequence[Outcome]) -> list[ReportSection]:
-    """Several plans in a table, best first, each with its reason; then the cases that could not be planned."""
+    """A table of plans, best first, each with the reason for its place; then the cases that could not be planned."""
     failed = [Line(label=each.label, text=f"cannot be planned: {each.error}") for each in refused]
     if not entries:
         return [ReportSection("", tuple(failed))]
@@ -132,7 +132,7 @@ def comparison_sections(entries: Sequence[Outcome], refused: Sequence[Outcome]) 
 
 
 def auto_sections(found: Ranking, notes: Sequence[str]) -> list[ReportSection]:
-    """The cheapest machines, and the fastest if it is not among them."""
+    """The cheapest machines, and the fastest if it is not one of them."""
     if not found.outcomes:
         first = f"the run fits none of the {found.unsuitable} machines that its settings divide over"
         return [ReportSection("", (Line(text=first), *(Line(text=note) for note in notes)))]
@@ -157,18 +157,18 @@ def _price(outcome: Outcome) -> str:
 
 
 def _hours(plan: Plan, cost: RunCost) -> float:
-    """The length of a run."""
+    """The duration of a run in hours."""
     return plan.step.value * cost.steps / HOUR_S if plan.step else 0.0
 
 
 def search_section(found: Largest) -> ReportSection:
-    """The result of a search, and the values that were tried."""
+    """The result of a search, with the values tried."""
     table = _table(TRIED, ((value, peak, found.hbm_bytes) for value, peak in found.tried.items()), 1, 2, 3)
     return ReportSection("", (Line(text=search_line(found)), table))
 
 
 def search_line(found: Largest) -> str:
-    """The result of a search in a line."""
+    """The result of a search in one line."""
     best, over = found.best, found.too_large
     made = "" if found.compiled else ESTIMATED
     if best is None:
@@ -187,7 +187,7 @@ def search_line(found: Largest) -> str:
 
 
 def tune_section(found: Tuned) -> ReportSection:
-    """The best of several settings, and those that were tried."""
+    """The best combination of settings, with those tried."""
     best = found.best
     tried = f"{found.estimated} combinations estimated"
     if not best.plan.estimate_only:
@@ -205,7 +205,7 @@ def tune_section(found: Tuned) -> ReportSection:
 
 
 def check_section(rows: Sequence[CheckRow]) -> ReportSection:
-    """Planned and measured figures side by side, with the plan's error."""
+    """Planned and measured figures side by side, with the plan's errors."""
     found = []
     for row in rows:
         unit = f" {row.unit}".rstrip()
@@ -218,7 +218,7 @@ def check_section(rows: Sequence[CheckRow]) -> ReportSection:
 
 
 def _memory(plan: Plan) -> Chart:
-    """The memory of each phase as a bar of its parts, with a mark at the end of a device's memory."""
+    """Each phase's memory as a bar of its parts, with a mark at the device's limit."""
     parts = text.main_parts(plan.phases, MOST_PARTS)
     bars = []
     for phase in plan.phases:
@@ -238,7 +238,7 @@ def _memory(plan: Plan) -> Chart:
 
 
 def _timeline(plan: Plan) -> Chart:
-    """The phases of a step as bars, each beginning where the previous one ends."""
+    """The phases of a step as bars; each starts where the previous one ends."""
     rows = [(phase.name, phase.seconds, _work(phase)) for phase in plan.phases if phase.seconds is not None]
     rows += [("host", plan.host, "between programs, and grading")] if plan.host is not None else []
     segments = _stacked({name: time.value for name, time, _ in rows})
@@ -250,7 +250,7 @@ def _timeline(plan: Plan) -> Chart:
 
 
 def _steps(entries: Sequence[Outcome]) -> Chart:
-    """The step of each plan as a bar of its parts."""
+    """The seconds of each plan's step as a bar of its parts."""
     times = [{name: time.value for name, time in text.step_parts(entry.plan)} for entry in entries]
     bars = (
         Bar(name=entry.label, figure=text.duration(step), segments=_stacked(each), note="")
@@ -262,13 +262,13 @@ def _steps(entries: Sequence[Outcome]) -> Chart:
 
 
 def _stacked(sizes: Mapping[str, float]) -> tuple[tuple[str, float, float], ...]:
-    """Segments of these sizes, end to end."""
+    """Segments with these sizes, end to end."""
     ends = list(itertools.accumulate(sizes.values(), initial=0.0))
     return tuple(zip(sizes, ends[:-1], ends[1:], strict=True))
 
 
 def _work(phase: Phase) -> str:
-    """The calls of a phase's program, what they wait for, and the bytes they send."""
+    """The calls of a phase's program, what bounds them, and the bytes they send."""
     sent = sum(each.sent for each in phase.collectives)
     found = [f"{phase.calls:,.0f} call{'s' * (phase.calls != 1)}"]
     found += [f"bound by {text.LIMITS[phase.bound_by]}"] if phase.bound_by else []
@@ -285,7 +285,7 @@ def _speed(plan: Plan) -> str:
 
 
 def _rollout_speed(plan: Plan) -> Line:
-    """How close a rollout comes to decoding with all slots busy."""
+    """The rate of a rollout's tokens as a share of the rate with all slots busy."""
     whole, full = plan.rollout_rate, plan.full_slots_rate
     if whole is None or full is None:
         return Line(label="rollout", text="unknown")
@@ -294,7 +294,7 @@ def _rollout_speed(plan: Plan) -> Line:
 
 
 def _lengths(plan: Plan, longest: Plan) -> Line:
-    """The assumption about lengths, which no config has, and the longest step it could hide."""
+    """The assumed lengths, and the step time if every completion were as long as allowed."""
     assumed = plan.workload.completion_tokens / plan.workload.completions
     step = f"{text.number(longest.step.value)} s" if longest.step else "unknown"
     return Line(
@@ -358,13 +358,13 @@ MACHINES: Columns = (
 
 
 def _table(columns: Columns, values: Iterable[tuple[object, ...]], *text: int) -> Table:
-    """A row of cells for each tuple of values; `text` are the columns of text."""
+    """Make a table with one row per tuple of values; `text` lists the columns of text."""
     rows = tuple(tuple(cell(*each) for _, cell in columns) for each in values)
     return Table(heads=tuple(head for head, _ in columns), rows=rows, text=frozenset(text))
 
 
 def _cost(cost: RunCost, plan: Plan) -> str:
-    """Chip-hours, and dollars where there is a price."""
+    """Chip-hours, and dollars if the price is known."""
     line = f"{cost.steps:,} steps: {text.with_range(cost.chip_hours)} chip-hours"
     if cost.usd is None:
         return f"{line}; the price of {plan.accelerator} is unknown: set one with --prices FILE"
@@ -375,7 +375,7 @@ def _cost(cost: RunCost, plan: Plan) -> str:
 
 
 def _suggestion(outcome: Outcome) -> Line:
-    """A change with its effect on memory and step, and why."""
+    """A change with its effect on memory and step time, and the reason."""
     (change,) = outcome.case.changes
     room = f", {text.spare(outcome.plan)}" if outcome.before and outcome.before.verdict == "fits" else ""
     return Line(
@@ -387,7 +387,7 @@ def _suggestion(outcome: Outcome) -> Line:
 
 
 def _comparison(entries: Sequence[Outcome]) -> Table:
-    """A row for each plan."""
+    """A table with one row per plan."""
     keys = dict.fromkeys(change.key for entry in entries for change in entry.case.changes)
     names = [key.rpartition(".")[2] for key in keys]
     heads = ("machine", *names, "verdict", "GiB", "s per step", "tokens/s/chip", "chip-hours", "dollars")

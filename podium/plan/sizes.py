@@ -1,7 +1,7 @@
-"""The numbers of a run that its phases follow from: mesh, rows, buckets, and bytes that several phases share. No jax.
+"""The sizes that a plan's phases are computed from: mesh, rows, buckets, and bytes shared by phases. No jax.
 
-B rows are a device's own. Weights and axes are those of `podium.models.params`; what a device has of them follows from
-the table of axes that the trainer or the rollout's layout uses.
+B rows are those of one device. Weights and logical axes come from `podium.models.params`; a device's part of them
+follows from the axis table of the training or rollout layout.
 """
 
 import dataclasses
@@ -34,31 +34,31 @@ from podium.run.spec import RunSpec, UpdateSpec
 
 F32 = 4
 ITEMSIZES = {"float32": F32, "bfloat16": 2}
-Parts = Mapping[str, int]  # into how many parts each logical axis is split
+Parts = Mapping[str, int]  # logical axis -> number of parts it is split into
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSizes:
-    """What a device stores and computes in a run: the numbers that the estimates of its phases are made of."""
+    """The sizes of a run on a machine, from which its phases are estimated."""
 
     spec: RunSpec
-    """The run, resolved for a machine in the table of accelerators."""
+    """The resolved run; its machine is in the table of accelerators."""
     attended: float = 1.0
-    """Share of the blocks up to the diagonal that attention's kernels multiply in an update."""
+    """Share of the blocks on or below the diagonal that attention kernels compute in an update."""
 
     @property
     def decoder(self) -> DecoderConfig:
-        """The model's numbers."""
+        """The model's architecture."""
         return self.spec.decoder
 
     @property
     def rollout(self) -> RolloutConfig:
-        """The engine's sizes over all hosts."""
+        """The rollout settings, with sizes summed over all hosts."""
         return self.spec.rollout.settings
 
     @property
     def update(self) -> UpdateSpec:
-        """How batches are scored and updated on."""
+        """How batches are scored and trained on."""
         return self.spec.update
 
     @property
@@ -68,134 +68,134 @@ class RunSizes:
 
     @property
     def platform(self) -> str:
-        """Name of the platform in jax: cpu, gpu or tpu."""
+        """The jax platform: cpu, gpu or tpu."""
         return self.spec.machine.platform
 
     @property
     def accelerator(self) -> Accelerator:
-        """The machine's entry in the table."""
+        """The machine's entry in the table of accelerators."""
         assert self.spec.machine.accelerator is not None, "planned for a machine of the table"
         return self.spec.machine.accelerator
 
     @property
     def mesh(self) -> MeshSizes:
-        """Sizes of the mesh axes in training."""
+        """Sizes of the training mesh's axes."""
         return self.spec.mesh
 
     @property
     def activation(self) -> int:
-        """Bytes of a number in the update."""
+        """Bytes per element of an activation in the update."""
         return ITEMSIZES[self.update.dtype]
 
     @property
     def rollout_activation(self) -> int:
-        """Bytes of a number in the rollout."""
+        """Bytes per element of an activation in the rollout."""
         return ITEMSIZES[self.spec.rollout.dtype]
 
     @property
     def rows(self) -> int:
-        """B, the rows of a micro-batch on one device."""
+        """B: rows of a micro-batch on one device."""
         return self.spec.batch.rows // self.spec.batch.devices
 
     @property
     def row_tokens(self) -> int:
-        """T, the tokens of a row."""
+        """T: tokens per row."""
         return self.spec.batch.row_tokens
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Lengths of prefill chunks, in tokens."""
+        """Lengths of prefill chunks in tokens."""
         return tuple(prompt_buckets(self.rollout.max_prompt_tokens))
 
     @property
     def layout(self) -> Layout:
-        """How the rollout's weights and sequences lie on the devices."""
+        """How the rollout's weights and sequences are laid out on the devices."""
         return self.spec.rollout.layout
 
     def draw_lengths(self, source: str) -> SequenceLengths:
-        """Draw the lengths of a step's prompts and completions; `source` is that of `workload.draw_lengths`."""
+        """Draw the prompt and completion lengths of a step; `source` as for `workload.draw_lengths`."""
         spec = self.spec
         return draw_lengths(source, self.rollout, prompts=spec.prompts_per_step, completions=spec.rollout.completions)
 
     @property
     def sp(self) -> int:
-        """Parts of each row."""
+        """Number of parts into which sequence parallelism splits each row."""
         return self.mesh["sp"]
 
     @property
     def tp(self) -> int:
-        """Parts of each matrix while it computes."""
+        """Number of parts into which tensor parallelism splits each matrix product."""
         return self.mesh["tp"]
 
     @property
     def dp(self) -> int:
-        """Copies of the weights."""
+        """Number of copies of the weights (data parallelism)."""
         return self.mesh["dp"]
 
     @property
     def batch_shards(self) -> int:
-        """Devices that share the rows of a micro-batch."""
+        """Number of devices that the rows of a micro-batch are split over."""
         return self.train_parts["batch"]
 
     @property
     def micro_batch_rows(self) -> int:
-        """B of a micro-batch, over all devices."""
+        """Rows of a micro-batch over all devices."""
         return self.rows * self.batch_shards
 
     @property
     def rollout_shards(self) -> int:
-        """Devices that the sequences of the rollout are split over."""
+        """Number of devices that the rollout's sequences are split over."""
         return self.rollout_parts["batch"]
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that a device's pages hold."""
+        """Tokens that the pages of one device hold."""
         rollout = self.rollout
         return cache_pages(rollout, self.rollout_shards) // self.rollout_shards * rollout.page_tokens
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch, that a device has: its part of each row."""
+        """Tokens of a micro-batch on one device."""
         return self.rows * self.row_tokens // self.sp
 
     @property
     def shards(self) -> int:
-        """Devices that weights are split over and gathered from while they compute."""
+        """Number of devices that weights are split over between products and gathered from for each."""
         return self.mesh["fsdp"] * self.sp
 
     @property
     def block(self) -> int:
-        """Tokens of the cache that attention reads at once."""
+        """Tokens of the cache that attention reads per block."""
         page_tokens = self.rollout.page_tokens
         return page_tokens * cache_block_pages(page_tokens, self.platform)
 
     def in_blocks(self, tokens: float) -> int:
-        """Tokens that attention reads of a sequence of so many in the cache: whole blocks."""
+        """`tokens` rounded up to the whole blocks that attention reads."""
         return -(-int(tokens) // self.block) * self.block
 
     @functools.cached_property
     def train_parts(self) -> Parts:
-        """Into how many parts the training layout splits each logical axis."""
+        """Number of parts into which the training layout splits each logical axis."""
         return self._parts(params.TRAIN_AXES)
 
     @functools.cached_property
     def rollout_parts(self) -> Parts:
-        """Into how many parts the rollout's layout splits each logical axis."""
+        """Number of parts into which the rollout's layout splits each logical axis."""
         mesh = self.layout.mesh(self.mesh, self.decoder.kv_heads)
         return params.axis_parts(params.ROLLOUT_LAYOUTS[self.layout.name], mesh)
 
     @property
     def rollout_heads(self) -> int:
-        """Into how many parts the rollout's attention splits its heads."""
+        """Number of parts into which the rollout's attention splits its heads."""
         return self.rollout_parts.get("cache_heads", 1)
 
     @property
     def rollout_weight_bytes(self) -> int:
-        """Bytes of the weights that the rollout reads."""
+        """Bytes of the rollout's weights on one device."""
         return rollout_bytes(self, params.rollout_specs(self.decoder, 1))
 
     def _kv_bytes(self, tokens: Callable[[Kept], int]) -> int:
-        """Keys and values of a number of tokens in each layer, as far as a device has their heads."""
+        """Bytes of keys and values on one device; `tokens` gives the number of tokens kept in a layer."""
         numbers = sum(
             each.layers * each.kv_heads * kv_layout(each.head_dim, self.platform).numbers * tokens(each)
             for each in kept_places(self.decoder, self.rollout)
@@ -203,17 +203,17 @@ class RunSizes:
         return numbers * self.rollout_activation // self.rollout_heads
 
     def kv_bytes(self, tokens: int) -> int:
-        """Keys and values of a number of tokens."""
+        """Bytes of the keys and values of `tokens` tokens on one device."""
         return self._kv_bytes(lambda kept: tokens)
 
     @property
     def page_bytes(self) -> int:
-        """Keys and values of a page of a sequence."""
+        """Bytes of the keys and values of one page on one device."""
         return self._kv_bytes(lambda kept: self.rollout.page_tokens if kept.ring is None else 0)
 
     @property
     def state_bytes(self) -> int:
-        """States of a sequence in all layers that have one."""
+        """Bytes of one sequence's recurrent states, over all layers that have one, on one device."""
         parts = self.rollout_parts
 
         def count(state: StateSpec) -> int:
@@ -225,19 +225,19 @@ class RunSizes:
 
     @property
     def cache_bytes(self) -> int:
-        """The cache of a device: pages, each with a hidden state, and cells."""
+        """Bytes of the cache on one device: pages, a hidden state per page, and cells of recurrent states."""
         decoder, rollout, shards = self.decoder, self.rollout, self.rollout_shards
         pages = self._kv_bytes(lambda kept: kv_pages(kept, decoder, rollout, shards) // shards * rollout.page_tokens)
         hidden = self.cache_tokens // rollout.page_tokens * decoder.width * self.rollout_activation
         return pages + hidden + num_cells(decoder, rollout) // shards * self.state_bytes
 
     def read_bytes(self, sequences: int, tokens: int) -> int:
-        """What a decode step moves of sequences of `tokens` in whole blocks: keys, values, and states both ways."""
+        """Bytes that a decode step reads of keys and values, and moves of states, for `sequences` of `tokens` each."""
         kv = self._kv_bytes(lambda kept: sequences * self._reach(kept.window, tokens))
         return kv + 2 * sequences * self.state_bytes
 
     def cached_pairs(self, tokens: int) -> int:
-        """Multiply-adds of a query for `tokens` cached keys, over all layers; padding of stored rows counts too."""
+        """Multiply-adds of one query with `tokens` cached keys, over all layers, including padding of stored rows."""
 
         def count(work: Work) -> int:
             width = kv_layout(work.head_dim, self.platform).width
@@ -247,24 +247,24 @@ class RunSizes:
         return self.decoder.total(count)
 
     def _reach(self, window: int | None, tokens: int) -> int:
-        """How many of a sequence's `tokens` attention reads in a layer: a window, wherever it begins in a block."""
+        """How many of a sequence's `tokens` a layer's attention reads; a window may begin anywhere within a block."""
         return tokens if window is None else min(tokens, self.in_blocks(window) + self.block)
 
     @property
     def own_count(self) -> int:
-        """Trained parameters that a device stores."""
+        """Number of trained parameters that a device stores."""
         return sum(local_count(spec, self.train_parts) for spec in trained_specs(self.decoder).values())
 
     @property
     def gathered_counts(self) -> tuple[int, int]:
-        """Parameters of all layers, and of embedding and head, as they are while they compute."""
+        """Number of parameters of all layers, and of embedding and head, on one device once gathered."""
         parts = self._parts(params.GATHERED_AXES)
         ends = ends_count(self.decoder, parts)
         return sum(self._counts(parts)) - ends, ends
 
     @property
     def gathered_in_rollout(self) -> int:
-        """Bytes of the largest weights that the rollout gathers, where it does: a layer's, or the head."""
+        """Bytes of the largest weights that the rollout gathers at once (a layer or the head); 0 if it gathers none."""
         gathered, summed = self._rollout_exchange
         decoder = self.decoder
         largest = decoder.width * max(
@@ -275,7 +275,7 @@ class RunSizes:
     def rollout_ici(self, tokens: int) -> int:
         """Bytes that a device sends in one pass of the rollout: gathered weights, and sums over a split width.
 
-        `tokens` are those whose attention it computes.
+        `tokens` is the number of tokens whose attention the device computes.
         """
         if (group := self.layout.group) > 1:
             rows = tokens * group // self.rollout_heads
@@ -287,9 +287,9 @@ class RunSizes:
 
     @property
     def _rollout_exchange(self) -> tuple[int, int]:
-        """Into how many parts weights are split that the rollout gathers, and widths whose products it sums instead.
+        """Number of parts of the weights that the rollout gathers, and of the widths whose products it sums instead.
 
-        A mesh axis that splits sequences too makes a device gather weights; without it, products are summed over it.
+        Weights are gathered over mesh axes that also split sequences; over other axes, products are summed.
         """
         axes = params.ROLLOUT_LAYOUTS[self.layout.name]
         names = {axis for spec in param_specs(self.decoder).values() for axis in spec.axes if axis}
@@ -309,49 +309,49 @@ class RunSizes:
 
 
 def reduced_number(run: RunSizes) -> int:
-    """Bytes of a number of the gradient as devices exchange it."""
+    """Bytes per element of gradients when devices reduce them."""
     return F32 if run.update.reduce_dtype == "float32" else run.activation
 
 
 def fused_chunks(run: RunSizes) -> tuple[int, int]:
-    """Into how many chunks a fused head cuts a device's tokens, and the tokens of each, padding among them."""
+    """Number of chunks into which a fused head cuts a device's tokens, and the tokens per chunk, padding included."""
     number, decoder = head_number(run), run.decoder
     tile, _ = head_tile(run.tokens, decoder.vocab, decoder.width, number, fast_memory(run.accelerator.generation))
     return head_chunks(run.tokens, run.update.head_chunk_tokens * F32 // number, tile)
 
 
 def fused_padding(run: RunSizes) -> int:
-    """Operations of one product of the head with the padding of a fused one; 0 with another."""
+    """Operations of one head product that a fused head spends on padding; 0 without a fused head."""
     if run.update.head != "fused":
         return 0
     return 2 * (math.prod(fused_chunks(run)) - run.tokens) * run.decoder.vocab * run.decoder.width
 
 
 def head_number(run: RunSizes) -> int:
-    """Bytes of a number of the head's operands in the update."""
+    """Bytes per element of the head's operands in the update."""
     return F32 if run.update.head_dtype == "float32" else run.activation
 
 
 def optimizer_bytes(run: RunSizes) -> int:
-    """Bytes of the optimizer's state of a device, wherever it is."""
+    """Bytes of one device's optimizer state, in device or host memory."""
     return _moment_number(run) * optimizer_count(run.decoder, run.optimizer.name, run.train_parts)
 
 
 def offloaded_bytes(run: RunSizes) -> int:
-    """Bytes of it that are in the host's memory between updates: what has a parameter's shape."""
+    """Bytes of the optimizer state in host memory between updates: the arrays of a parameter's shape."""
     return sum(_offloaded(run).values())
 
 
 def fetched_bytes(run: RunSizes) -> int:
-    """Bytes of those that an update has on a device at once: one parameter's, of a rule of the user's own all."""
+    """Bytes of offloaded state on a device at once in an update: one parameter's, or all for a user's own optimizer."""
     fetched = _offloaded(run).values()
     return sum(fetched) if is_path(run.optimizer.name) else max(fetched, default=0)
 
 
 def _offloaded(run: RunSizes) -> dict[str, int]:
-    """The same by parameter."""
+    """Offloaded bytes of the optimizer state by parameter."""
     name, found = run.optimizer.name, {}
-    if not run.spec.optimizer.offload or run.platform == "cpu":  # which has one memory
+    if not run.spec.optimizer.offload or run.platform == "cpu":  # a CPU has only one memory
         return found
     for key, spec in trained_specs(run.decoder).items():
         local = local_count(spec, run.train_parts)
@@ -367,12 +367,12 @@ def _moment_number(run: RunSizes) -> int:
 
 
 def make_sizes(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> RunSizes:
-    """The numbers of a run on a machine. Raises ValueError where the mesh does not fit it."""
+    """The sizes of a run on a machine. Raises ValueError if the mesh does not fit the machine."""
     return RunSizes(spec=resolve(config, decoder, Machine.planned(accelerator)))
 
 
 def rollout_bytes(run: RunSizes, specs: ParamSpecs) -> int:
-    """Bytes of a device that these weights take as the rollout has them."""
+    """Bytes of these weights on one device in the rollout's formats and layout."""
     sizes = {"int8": 1, "float32": F32}
     return sum(
         sizes.get(params.rollout_dtype(name, run.decoder, ""), run.rollout_activation)
@@ -382,21 +382,21 @@ def rollout_bytes(run: RunSizes, specs: ParamSpecs) -> int:
 
 
 def local_count(spec: ParamSpec, parts: Parts) -> int:
-    """Elements of a parameter on one device, where each logical axis is split into its number of parts."""
+    """Number of a parameter's elements on one device; `parts` says how each logical axis is split."""
     return math.prod(-(-dim // parts.get(axis or "", 1)) for dim, axis in zip(spec.shape, spec.axes, strict=True))
 
 
 def ends_count(decoder: DecoderConfig, parts: Parts) -> int:
-    """Elements of the embedding, and of the head where it is another, on one device."""
+    """Number of elements of embedding and (untied) head on one device."""
     specs = param_specs(decoder)
     return sum(local_count(specs[name], parts) for name in ("embed", "head") if name in specs)
 
 
 def network_bytes(run: RunSizes, phase: str, sent: int) -> int:
-    """What of a device's `sent` bytes leaves its machine, on average over the machine's devices.
+    """How many of a device's `sent` bytes leave its machine, averaged over the machine's devices.
 
-    Machines are the outermost part of the mesh: as long as dp alone joins them, gradients alone are summed over the
-    network. Of a ring over several machines, each device of a machine carries a share.
+    Machines are the outermost part of the mesh. If only dp spans machines, only gradient reductions cross the network.
+    A ring over several machines is shared evenly by the devices of each machine.
     """
     if run.spec.machine.slices == 1:
         return 0
@@ -407,17 +407,17 @@ def network_bytes(run: RunSizes, phase: str, sent: int) -> int:
 
 
 def optimizer_count(decoder: DecoderConfig, name: str, parts: Parts) -> int:
-    """Numbers of an optimizer's state on one device, but for its counters."""
+    """Number of elements of an optimizer's state on one device, without step counters."""
     return sum(_moment_count(name, spec, local_count(spec, parts)) for spec in trained_specs(decoder).values())
 
 
 def _moment_count(name: str, spec: ParamSpec, local: int) -> int:
-    """Numbers of an optimizer's state for a parameter of which a device has `local` elements."""
-    if name == "adamw" or is_path(name):  # what one of the user's own keeps is taken to be as much
+    """Number of elements of an optimizer's state for a parameter with `local` elements on the device."""
+    if name == "adamw" or is_path(name):  # a user's own optimizer is assumed to keep as much as adamw
         return 2 * local
     if name in ("lion", "sgd"):
         return local
-    if name == "muon":  # one moment of what it orthogonalises (`podium.train.optimizer`), Adam's two of the rest
+    if name == "muon":  # one moment for orthogonalised matrices (`podium.train.optimizer`), Adam's two for others
         return local if is_matrix(spec) and "vocab" not in spec.axes else 2 * local
     if not _is_factored(spec):
         return local + 2
@@ -426,5 +426,5 @@ def _moment_count(name: str, spec: ParamSpec, local: int) -> int:
 
 
 def _is_factored(spec: ParamSpec) -> bool:
-    """Whether Adafactor keeps rows and columns, on every device: if the two largest dimensions have 128."""
+    """Whether Adafactor factors the moments: the two largest dimensions are at least 128."""
     return len(spec.shape) > 1 and sorted(spec.shape)[-2] >= 128

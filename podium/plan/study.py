@@ -1,9 +1,9 @@
-"""Several configurations of one run, judged alike: every answer about more than one plan is made of these.
+"""Plans several configurations of one run and compares them; every result about more than one plan is built on this.
 
-A case is a machine and changes to the run's settings. A study plans cases, by the closed form or with the compiler,
-and gives an outcome for each. Its readers decide what to try, in which order, and what to report: the changes that help
-most (`suggest`), the fastest settings that fit (`tune`), the cheapest machine (`auto`), and a comparison (`compare`).
-The largest value that fits (`search`) needs only the memory of cases, which `probe` finds. No jax here.
+A case is a machine plus changes to the run's settings. A study plans cases, by the closed form or with the compiler,
+and returns an outcome for each. Its callers decide which cases to try, in which order, and what to report: the changes
+that help most (`suggest`), the fastest settings that fit (`tune`), the cheapest machine (`auto`), or a comparison
+(`compare`). The largest value that fits (`search`) needs only the memory of cases, which `probe` finds. No jax here.
 """
 
 import dataclasses
@@ -17,25 +17,25 @@ from podium.prices import HOUR_S, Price
 
 ORDER = ("fits", "too_close", "does_not_fit")
 BETTER = 0.99
-"""Share of a step's seconds, or of the memory where a run does not fit, below which a change is worth naming."""
+"""Smallest improvement worth reporting: a share of a step's seconds, or of the memory if the run does not fit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:
-    """One setting with another value."""
+    """A new value for one setting."""
 
     key: str
     value: int | str
-    old: int | str | None = None  # the value that the run has; None: unknown
-    written: bool = False  # whether `value` is text that the user wrote, as after --set
+    old: int | str | None = None  # the run's current value; None: unknown
+    written: bool = False  # whether `value` is the text that the user wrote, as after --set
 
     def __str__(self) -> str:
-        """The change as the command line takes it."""
+        """The change in the form of `--set`."""
         return f"{self.key}={self.value}"
 
     @property
     def override(self) -> str | Override:
-        """The change as the loader of settings takes it."""
+        """The change as the config loader takes it."""
         return str(self) if self.written else Override(self.key, self.value, f"podium plan, {self}")
 
 
@@ -44,30 +44,30 @@ Changes = tuple[Change, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One configuration to try: the run with changes, on a machine."""
+    """One configuration to try: a machine and changes to the run."""
 
     machine: Accelerator
     changes: Changes = ()
 
     def but(self, *changes: Change) -> "Case":
-        """The same case with these changes instead of its own."""
+        """A copy of the case with these changes in place of its own."""
         return Case(self.machine, changes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunCost:
-    """The cost of the steps of a run; compiling, evaluations and checkpoints are not in it."""
+    """The cost of some steps of a run, excluding compilation, evaluations and checkpoints."""
 
     steps: int
-    chip_hours: Seconds  # hours, times chips
-    usd: Seconds | None = None  # US dollars; None: the list has no price of this kind of chip
+    chip_hours: Seconds  # hours times chips
+    usd: Seconds | None = None  # US dollars; None: the price list has no such chip
     usd_per_chip_hour: float | None = None
     price_source: str | None = None
     price_date: str | None = None
 
 
 def cost_of(plan: Plan, steps: int, prices: Mapping[str, Price]) -> RunCost | None:
-    """The cost of a number of steps; None if the plan has no seconds."""
+    """The cost of `steps` steps; None if the plan has no seconds."""
     if plan.step is None:
         return None
     chip_hours = plan.step * (steps * plan.devices / HOUR_S)
@@ -86,29 +86,29 @@ def cost_of(plan: Plan, steps: int, prices: Mapping[str, Price]) -> RunCost | No
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The plan of a case, or why it cannot be planned."""
+    """The plan of a case, or the reason why there is none."""
 
     case: Case
     known: Plan | None = None  # None: it cannot be planned
     error: str = ""
     cost: RunCost | None = None
-    before: Plan | None = None  # the plan without the changes, made in the same way
-    reason: str = ""  # why it stands where it does among others, or what the changes improve
+    before: Plan | None = None  # the plan without the changes, made by the same method
+    reason: str = ""  # why it has its place in a ranking, or what the changes improve
 
     @property
     def plan(self) -> Plan:
-        """The plan of a case that could be planned."""
+        """The plan of a case; must not be used if planning failed."""
         assert self.known is not None, self.error
         return self.known
 
     @property
     def setting(self) -> str:
-        """The changes as the command line takes them, as `rollout.layout=legacy`."""
+        """The changes in the form of `--set`, such as `rollout.layout=legacy`."""
         return " ".join(map(str, self.case.changes))
 
     @property
     def label(self) -> str:
-        """Machine and changes."""
+        """The machine and the changes, as text."""
         return f"{self.case.machine.name} {self.setting}".strip()
 
 
@@ -116,12 +116,12 @@ class Planner(Protocol):
     """Plans one case."""
 
     def __call__(self, case: Case, *, fast: bool) -> Plan:
-        """The plan, by the closed form alone if `fast`. Raises ValueError if the case cannot be planned."""
+        """Plan a case, only by the closed form if `fast`. Raises ValueError if the case is invalid."""
         ...
 
 
 def no_cost(case: Case, plan: Plan) -> RunCost | None:
-    """The cost where nothing is said about steps and prices."""
+    """Return None: the cost if no steps and prices are given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,22 +129,22 @@ class Study:
     """Plans cases of one run."""
 
     planner: Planner
-    fast: bool = False  # whether the closed form is all that may answer
+    fast: bool = False  # whether to use only the closed form
     cost: Callable[[Case, Plan], RunCost | None] = no_cost
 
     def estimate(self, cases: Iterable[Case]) -> list[Outcome]:
-        """The outcome of each case by the closed form; of one that contradicts itself or its machine, the error."""
+        """The outcome of each case by the closed form; an invalid case gets its error."""
         return [self._outcome(case, fast=True) for case in cases]
 
     def decide(self, cases: Iterable[Case]) -> list[Outcome]:
-        """The outcome of each case by the compiler, or by the closed form if nothing else may answer."""
+        """The outcome of each case by the compiler, or by the closed form if the study is `fast`."""
         return [self._outcome(case, fast=self.fast) for case in cases]
 
     def of(self, case: Case, *, fast: bool = False) -> Outcome:
-        """The outcome of a case that must be right.
+        """The outcome of a case that is expected to be valid.
 
         Raises:
-            ValueError: it contradicts itself or its machine.
+            ValueError: the case contradicts itself or does not fit its machine.
         """
         plan = self.planner(case, fast=fast or self.fast)
         return Outcome(case=case, known=plan, cost=self.cost(case, plan))
@@ -158,7 +158,7 @@ class Study:
 
 
 def rank_of(outcome: Outcome) -> tuple[int, float]:
-    """For sorting, best first: plans that fit by their seconds, others by their memory."""
+    """Sort key, best first: plans that fit by their seconds, then the others by their memory."""
     plan = outcome.plan
     if plan.verdict == "fits" and plan.step is not None:
         return ORDER.index(plan.verdict), plan.step.value
@@ -171,7 +171,7 @@ def best_first(outcomes: Iterable[Outcome]) -> list[Outcome]:
 
 
 def helps(changed: Plan, plan: Plan) -> bool:
-    """Whether a change is an improvement: the run fits, or is closer to fitting, or still fits and is faster."""
+    """Whether a change helps: the run now fits, is closer to fitting, or still fits and is faster."""
     if changed.verdict != plan.verdict:
         return ORDER.index(changed.verdict) < ORDER.index(plan.verdict)
     if plan.verdict != "fits":

@@ -1,4 +1,4 @@
-"""The changes that help a run most without changing what it learns, each shown by a plan of its own."""
+"""The changes that help a run most without changing what it learns; each comes with its own plan."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -8,9 +8,9 @@ from podium.plan.compare import difference
 from podium.plan.result import Plan
 from podium.plan.study import Case, Change, Outcome, Study, best_first, helps
 
-MOST_CANDIDATES = 4  # changes that are compiled to find those that help most
-SHOWN = 3  # changes that a report names
-QUICK_S = 60.0  # seconds of compilation below which the best change is compiled without being asked
+MOST_CANDIDATES = 4  # most changes that are compiled
+SHOWN = 3  # most changes that a report names
+QUICK_S = 60.0  # if compiling takes fewer seconds than this, the best change is compiled without being asked
 
 
 def suggestions(
@@ -23,19 +23,19 @@ def suggestions(
     compile_s: Callable[[Change], float],
     adapters: bool,
 ) -> list[Outcome]:
-    """The changes that help most, best first.
+    """Find the changes that help most, best first.
 
-    All that the closed form likes are compiled if that is asked for or the run does not fit; else only the best one,
-    and only if that is quick.
+    Compiles all changes that the closed form finds helpful if requested, or if the run does not fit; otherwise only the
+    best one, and only if compiling is quick.
 
     Args:
         study: plans the changes.
-        changes: those worth trying.
-        plan: of the run as it is.
-        now: the run as it is.
-        compile_all: whether compiling was asked for.
+        changes: the candidates.
+        plan: the plan of the unchanged run.
+        now: the unchanged run.
+        compile_all: whether to compile all of them; None: decide as above.
         compile_s: seconds that compiling a change takes.
-        adapters: whether LoRA may be suggested, where the run does not fit and no other change makes it fit.
+        adapters: whether LoRA may be suggested if the run does not fit and no other change makes it fit.
     """
     estimated = study.of(now, fast=True).plan
     likely = _promising(study, (now.but(change) for change in changes), estimated)
@@ -51,12 +51,12 @@ def suggestions(
 
 
 def _promising(study: Study, cases: Iterable[Case], estimated: Plan) -> list[Outcome]:
-    """The cases that help most by the closed form, best first; those that contradict the config are left out."""
+    """The cases that help most by the closed form, best first; invalid cases are left out."""
     helping = [each for each in best_first(study.estimate(cases)) if helps(each.plan, estimated)]
     return helping[:MOST_CANDIDATES]
 
 
 def _helping(outcomes: Sequence[Outcome], before: Plan) -> list[Outcome]:
-    """The best of some outcomes, each with what it improves on a plan that was made in the same way."""
+    """The outcomes that help, best first, each with the plan it improves on, made by the same method."""
     better = [each for each in best_first(outcomes) if helps(each.plan, before)]
     return [dataclasses.replace(each, before=before, reason=difference(each.plan, before)) for each in better[:SHOWN]]

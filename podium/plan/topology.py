@@ -1,6 +1,6 @@
-"""The compiler for a TPU or GPU that this machine does not have: its environment, devices and versions.
+"""The compiler for a TPU or GPU that this machine lacks: its environment, devices and versions.
 
-Each kind of GPU is described by a file in `gpus`: fields of XLA's GpuTargetConfigProto, as text, with their source.
+A file in `gpus` describes each kind of GPU: fields of XLA's GpuTargetConfigProto, as text, with their source.
 """
 
 import importlib.metadata
@@ -12,12 +12,12 @@ from importlib import resources
 from podium.accelerators import Accelerator
 
 GPU_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-GPU_FLAGS = "--xla_gpu_autotune_level=0"  # choosing kernels by trying them needs the GPU
+GPU_FLAGS = "--xla_gpu_autotune_level=0"  # autotuning would need the GPU
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "tpu": ("libtpu",),
     "gpu": ("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc", "nvidia-cudnn-cu12"),
 }
-"""Packages besides jax that determine a compiled program, where they are installed."""
+"""Installed packages besides jax whose version affects a compiled program."""
 LIBRARIES = {
     "libdevice": "nvidia-cuda-nvcc-cu12",
     "ptxas": "nvidia-cuda-nvcc-cu12",
@@ -27,14 +27,14 @@ LIBRARIES = {
     "nvrtc": "nvidia-cuda-nvrtc-cu12",
     "cudart": "nvidia-cuda-runtime-cu12",
 }
-"""Names, in lower case, that the GPU compiler says it cannot find, and the package of each."""
+"""Libraries, in lower case, that the GPU compiler may report as missing, with the package of each."""
 
 
 def compiler_environment(accelerator: Accelerator) -> dict[str, str]:
-    """The environment of a process that compiles for this accelerator, to be set before jax is imported.
+    """The environment variables of a process that compiles for this accelerator; set them before importing jax.
 
-    libtpu is loaded for its compiler alone, so it must neither ask a metadata server which machine this is nor take the
-    lock that a process with a TPU holds.
+    libtpu is loaded only for its compiler, so it must neither ask a metadata server which machine this is nor take the
+    lock of a process that uses a TPU.
     """
     environment = {"JAX_PLATFORMS": "cpu"}
     if accelerator.platform == "gpu":
@@ -50,7 +50,7 @@ def compiler_environment(accelerator: Accelerator) -> dict[str, str]:
 
 
 def topology_devices(accelerator: Accelerator) -> list[object]:
-    """The devices of an absent TPU or GPU, to compile for; `make_mesh` takes them like real ones.
+    """The devices of an absent TPU or GPU, to compile for; `make_mesh` takes them like real devices.
 
     The process must have been started with `compiler_environment`.
 
@@ -73,13 +73,13 @@ def gpu_target(accelerator: Accelerator) -> str:
 
 
 def target_of(accelerator: Accelerator) -> list[object]:
-    """The description of an accelerator that the compiler gets."""
+    """The target description that the compiler gets for an accelerator."""
     described = gpu_target(accelerator) if accelerator.platform == "gpu" else ""
     return [accelerator.topology, accelerator.topology_options, accelerator.devices, described]
 
 
 def check_compiler(accelerator: Accelerator) -> None:
-    """Check that the compiler for an accelerator is installed. Raises ValueError if it is not."""
+    """Check that the compiler for an accelerator is installed. Raises ValueError if it is missing."""
     kind = accelerator.platform.upper()
     found = ["libtpu"] if kind == "TPU" else GPU_PLUGINS
     if not any(importlib.util.find_spec(name) for name in found):
@@ -91,7 +91,7 @@ def check_compiler(accelerator: Accelerator) -> None:
 
 
 def missing_library(text: str) -> str | None:
-    """What to install if a GPU's compiler failed because a library is missing; None if it failed otherwise."""
+    """How to install the library whose absence made a GPU compilation fail; None if it failed for another reason."""
     for line in text.lower().splitlines():
         if any(sign in line for sign in ("not found", "no such file", "can't find", "cannot find", "failed to load")):
             for name, package in LIBRARIES.items():
@@ -101,7 +101,7 @@ def missing_library(text: str) -> str | None:
 
 
 def compiler_versions(accelerator: Accelerator) -> dict[str, str]:
-    """Versions of the packages that determine a compiled program, without importing them."""
+    """Versions of the packages that affect a compiled program, read without importing them."""
     installed = [name for name in PACKAGES.get(accelerator.platform, ()) if _version(name)]
     return {name: _version(name) for name in ("jax", "jaxlib", *installed)}
 

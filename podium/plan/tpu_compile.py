@@ -1,9 +1,8 @@
-"""Compiles a TPU program until its memory is assigned, or to the end.
+"""Compiles a TPU program up to its memory assignment, or completely.
 
-The compiler optimises a program, schedules it, gives every array its place in memory, and refuses what does not fit:
-that takes seconds. Then it generates machine code, which takes minutes, and of which a plan needs only the size. The
-compiler writes down what it has assigned, also for programs that it refuses, so no option that changes the program is
-needed.
+The compiler optimises and schedules a program, assigns memory to every array, and rejects what does not fit: this
+takes seconds. Generating machine code then takes minutes, and a plan needs only its size. The compiler dumps the
+memory assignment, also of programs that it rejects, so no option that changes the program is needed.
 """
 
 import dataclasses
@@ -20,21 +19,21 @@ if TYPE_CHECKING:
 
 POLL_S = 0.05
 CODE_PER_TEXT = 30
-"""Most bytes of code for each byte of a program's text: libtpu 0.0.42.1 made 28 for an update, 6 for a decode."""
+"""Upper bound of code bytes per byte of program text: libtpu 0.0.42.1 made 28 for an update, 6 for a decode."""
 # Endings of the files that the compiler writes to the folder of `xla_dump_to`.
 TEXT, REPORT = "after_optimizations.txt", "after_optimizations-memory-usage-report.txt"
-ACCEPTED = "after_optimizations_after_buffer_assignment.txt"  # since libtpu 0.0.42 only if it was not refused
+ACCEPTED = "after_optimizations_after_buffer_assignment.txt"  # since libtpu 0.0.42, not of rejected programs
 _TOTAL = re.compile(r"^(?:Memory Space: default \(color=0\)\nTotal bytes|Total bytes used): (\d+)", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TpuProgram:
-    """A program as far as it was compiled."""
+    """A program, compiled up to its memory assignment or completely."""
 
-    memory: Memory  # arguments and everything that the program allocates, gaps between arrays included
-    refusal: OutOfMemory | None  # if it does not fit
-    text: str  # optimised; empty only if the program was refused before it was written
-    whole: bool  # whether code was generated
+    memory: Memory  # arguments and everything that the program allocates, including gaps between arrays
+    refusal: OutOfMemory | None  # the error if it does not fit
+    text: str  # optimised HLO; empty only if the program was rejected before it was written
+    whole: bool  # whether machine code was generated
 
 
 def compile_tpu(lowered: "jax.stages.Lowered", *, whole: bool) -> TpuProgram:
@@ -42,12 +41,12 @@ def compile_tpu(lowered: "jax.stages.Lowered", *, whole: bool) -> TpuProgram:
 
     Args:
         lowered: the program.
-        whole: wait for the code. Otherwise return when memory is assigned; the compiler then keeps running, so the
-            process should end soon.
+        whole: wait for machine code. Otherwise return once memory is assigned; the compiler then keeps running, so the
+            process should exit soon.
 
     Raises:
-        JaxRuntimeError: the compiler failed for another reason than memory.
-        RuntimeError: this version of the compiler does not write down what it assigns.
+        JaxRuntimeError: the compiler failed for a reason other than memory.
+        RuntimeError: this version of the compiler does not dump its memory assignment.
     """
     import jax
 
@@ -82,5 +81,5 @@ def compile_tpu(lowered: "jax.stages.Lowered", *, whole: bool) -> TpuProgram:
 
 
 def _find(folder: str, ending: str) -> Path | None:
-    """The file with that ending; the last one if the compiler started over."""
+    """The file with this ending; the last one if the compiler started over."""
     return max(Path(folder).glob(f"*.{ending}"), default=None)

@@ -1,7 +1,7 @@
-"""`--search KEY,KEY`: the fastest settings that fit, over several keys at once, with a few compilations.
+"""`--search KEY,KEY`: find the fastest settings that fit, over several keys at once, with few compilations.
 
-The closed form goes through the settings one at a time, again until nothing improves; the best by that are compiled,
-best first. None of these settings changes what a run learns.
+Coordinate descent by the closed form until nothing improves; then compile the best results, best first. None of these
+settings changes what a run learns.
 """
 
 import dataclasses
@@ -10,39 +10,39 @@ from collections.abc import Mapping, Sequence
 from podium.plan.knobs import Value
 from podium.plan.study import Case, Change, Changes, Outcome, Study, best_first
 
-ROUNDS = 3  # through all settings, at most: the second seldom finds anything
+ROUNDS = 3  # most passes over all settings; the second seldom improves anything
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """The settings that were tried, best first."""
+    """The combinations of settings that were tried, best first."""
 
-    before: Outcome  # with the values that the config has
-    tried: tuple[Outcome, ...]  # compiled, or else the closed form's best
-    estimated: int  # how many settings the closed form judged
+    before: Outcome  # with the config's own values
+    tried: tuple[Outcome, ...]  # compiled; if nothing was, the best by the closed form
+    estimated: int  # number of combinations estimated by the closed form
     budget: int
 
     @property
     def best(self) -> Outcome:
-        """The fastest that fits; if none does, the closest to fitting."""
+        """The fastest combination that fits; if none does, the closest to fitting."""
         return self.tried[0]
 
     def changed(self, outcome: Outcome) -> list[Change]:
-        """The settings of an outcome that differ from the config's."""
+        """The settings of an outcome that differ from the config."""
         return [each for each in outcome.case.changes if each not in self.before.case.changes]
 
 
 def tune(study: Study, grid: Mapping[str, Sequence[Value]], now: Case, *, budget: int) -> Tuned:
-    """The best settings of a grid.
+    """Find the best combination of a grid's values.
 
     Args:
-        study: plans them.
-        grid: the values of each key that are worth trying.
+        study: plans the combinations.
+        grid: the values of each key to try.
         now: the config's own values of all keys.
-        budget: how many plans may be compiled, that of the config included.
+        budget: most plans to compile, including the config's own.
 
     Raises:
-        ValueError: the config as it is cannot be planned.
+        ValueError: the unchanged config cannot be planned.
     """
     found = _descend(study, grid, now)
     likely = best_first(found.values())
@@ -59,13 +59,13 @@ def tune(study: Study, grid: Mapping[str, Sequence[Value]], now: Case, *, budget
 
 
 def _hopeless(estimate: Outcome, tried: Sequence[Outcome], found: Mapping[Changes, Outcome]) -> bool:
-    """Whether settings that need no more by the closed form did not fit as compiled."""
+    """Whether a combination that needs no more memory by the closed form failed to fit once compiled."""
     failed = [found[each.case.changes] for each in tried if each.plan.verdict != "fits"]
     return any(each.plan.worst.bytes <= estimate.plan.worst.bytes for each in failed)
 
 
 def _descend(study: Study, grid: Mapping[str, Sequence[Value]], now: Case) -> dict[Changes, Outcome]:
-    """All settings judged by the closed form: the best value of each key in turn, again until nothing improves."""
+    """Coordinate descent by the closed form: take the best value of each key in turn until nothing improves."""
     found = {now.changes: study.of(now, fast=True)}
     best = now.changes
     for _ in range(ROUNDS):

@@ -1,6 +1,6 @@
-"""The closed form of an update's memory at the worst of its moments; `podium.plan.estimate` has the rest.
+"""The closed form of an update's peak memory; `podium.plan.estimate` has the rest.
 
-B rows are a device's own; `a` is the size of an activation's number in bytes.
+B rows are those of one device; `a` is the bytes per element of an activation.
 """
 
 from collections.abc import Mapping
@@ -13,25 +13,25 @@ from podium.plan.sizes import F32, RunSizes, ends_count, fetched_bytes, fused_ch
 Parts = dict[str, int]
 
 BACKWARD: Mapping[str, tuple[int, int, int]] = {"tpu": (3, 5, 3), "gpu": (3, 6, 5), "reference": (1, 4, 0)}
-"""What a layer's backward pass holds at its peak: arrays [B, T, F], [B, T, D], and of all queries and keys together;
-beside arrays of all scores fewer. Fitted to programs at the limit of the memory, as are the numbers of such arrays."""
-MLP_SAVED = 3  # arrays [B, T, F] of each layer, where nothing but what lies between its products is made again
-OFFLOADING = 3  # layers whose inputs are on their way to the host's memory, or back
-NORMS_SAVED = {"tpu": 3.0, "gpu": 3.5}  # arrays [B, T, D], beside the layers' inputs
-SCORES_SAVED = 2  # float32 arrays [B, H, T, T] of each layer, there too; GPUs keep one in the products' format besides
-RESIDUAL_GROUPS = 3  # arrays [B, T, D] beside those of a group, where rows are cut into groups
+"""Arrays alive at the peak of a layer's backward pass: [B, T, F], [B, T, D], and [B, T, (H + K) Q]; fewer with the
+reference attention, which holds the scores too. Fitted, like the counts below, to programs near the memory limit."""
+MLP_SAVED = 3  # arrays [B, T, F] saved per layer with `remat: none`; what lies between the MLP's products is recomputed
+OFFLOADING = 3  # layers whose inputs are being copied to or from host memory
+NORMS_SAVED = {"tpu": 3.0, "gpu": 3.5}  # arrays [B, T, D] saved per layer with `remat: none`, beside the layer's input
+SCORES_SAVED = 2  # float32 arrays [B, H, T, T] of each layer with `remat: none`; a GPU saves one more in compute format
+RESIDUAL_GROUPS = 3  # arrays [B, T, D] beside those of a row group
 SCORES = {"tpu": 2.0, "v5e": 1.65, "v6e": 4.25, "gpu": 2.85}
-"""Arrays of float32 scores [B, H, T, T] that it holds where no kernel spares them; v6e: of rows too long for VMEM."""
+"""Float32 score arrays [B, H, T, T] alive at once without a kernel; v6e: for rows too long for VMEM."""
 LONG_ROW = 4096
-LANES = 128  # of a TPU: numbers to which its attention kernel pads a head
+LANES = 128  # a TPU's attention kernel pads heads to this many elements
 
 
 def update_peak(run: RunSizes) -> Parts:
-    """What an update makes at its worst: at the logits, in a layer's backward pass, after both, in the optimizer."""
+    """Arrays at an update's peak: at the logits, in a layer's backward pass, after it, or in the optimizer."""
     a, decoder = run.activation, run.decoder
     tokens = run.tokens
     layers, head = run.gathered_counts
-    several = run.spec.batch.max_micro_batches > 1  # of a lone micro-batch there is no sum
+    several = run.spec.batch.max_micro_batches > 1  # a single micro-batch needs no accumulated sum
     gradients = F32 * run.own_count if several else 0
     always = {"working_weights": working_weights(run), "gathered_weights": copied(run, head, head_number(run))}
     offload = run.update.remat == "offload"
@@ -41,7 +41,7 @@ def update_peak(run: RunSizes) -> Parts:
     elif run.update.remat == "products":
         kept |= _saved_products(run)
     frozen = decoder.lora is not None
-    if frozen:  # no gradients but the adapters', which are no part of the ends
+    if frozen:  # only the adapters have gradients, and embedding and head have no adapters
         head = 0
     at_head = kept | {"gradients": gradients + head * reduced_number(run)} | loss_logits(run, all_tokens=saved)
     of_layers = F32 * own_layers(run) + (0 if frozen else _relaid(run))
@@ -50,7 +50,7 @@ def update_peak(run: RunSizes) -> Parts:
     if run.update.row_groups > 1:  # a layer's weights, and the sum of their gradients
         in_layers["gathered_weights"] += (1 if reduced_number(run) > a else 2) * F32 * layers // decoder.layers
     embedding = head if decoder.tied else head // 2
-    # The layers' activations are gone by then, and what was gathered.
+    # By then, the layers' activations and gathered weights are freed.
     at_embedding = {"gradients": gradients + F32 * (own_layers(run) + embedding), "gathered_weights": 0}
     at_optimizer = {"gradients": F32 * run.own_count, "gathered_weights": 0, "fetched_moments": fetched_bytes(run)}
     moments = (at_head, in_layers, at_embedding, *([at_optimizer] if at_optimizer["fetched_moments"] else []))
@@ -58,7 +58,7 @@ def update_peak(run: RunSizes) -> Parts:
 
 
 def _relaid(run: RunSizes) -> int:
-    """Bytes of gradients that a GPU's compiler lays out anew for their sum over devices: one of each kind of matrix."""
+    """Bytes of gradients that a GPU's compiler copies into another layout to reduce them: one of each matrix kind."""
     if run.platform != "gpu" or run.shards * run.tp == 1:
         return 0
     layers = run.decoder.width * run.decoder.total(lambda work: work.inner)
@@ -66,26 +66,26 @@ def _relaid(run: RunSizes) -> int:
 
 
 def copied(run: RunSizes, count: int, number: int = 0) -> int:
-    """Bytes of this many parameters in the compute format; none where they compute as and where they are stored."""
+    """Bytes of `count` parameters copied into the compute format; 0 if they are used in place, as stored."""
     number, stored = number or run.activation, F32 if run.decoder.lora is None else 2
     return 0 if run.shards == 1 and number == stored else count * number
 
 
 def own_layers(run: RunSizes) -> int:
-    """Trained parameters of the layers, without embedding and head, that a device stores."""
+    """Number of trained parameters of the layers, without embedding and head, that a device stores."""
     return run.own_count - (ends_count(run.decoder, run.train_parts) if run.decoder.lora is None else 0)
 
 
 def working_weights(run: RunSizes) -> int:
-    """Bytes of a device's parameters in the format of the products; none where that is float32, or made layer by layer.
+    """Bytes of a device's parameters in the compute format; 0 if that is float32.
 
-    A GPU's compiler makes them in the loop over the layers.
+    Also 0 on a GPU, whose compiler converts them layer by layer inside the loop.
     """
     return run.activation * run.own_count if run.activation < F32 and run.platform != "gpu" else 0
 
 
 def loss_logits(run: RunSizes, *, all_tokens: bool = False) -> Parts:
-    """Float32 logits of a chunk of tokens, or of all and the gradient of a chunk's; of a fused head that alone."""
+    """Float32 logits of one chunk; with `all_tokens`, of all plus a chunk's gradient. Fused: a chunk's gradient."""
     if run.update.head == "fused":
         return {"logits": fused_chunks(run)[1] * run.decoder.vocab * head_number(run)}
     of_column = run.rows * run.decoder.vocab // run.tp
@@ -98,7 +98,7 @@ def loss_logits(run: RunSizes, *, all_tokens: bool = False) -> Parts:
 
 
 def _backward_peak(run: RunSizes) -> Parts:
-    """One layer of a backward pass, recomputed, with the gradients that are made of it."""
+    """Arrays of one recomputed layer in the backward pass."""
     decoder = run.decoder
     a = run.activation
     tokens = run.tokens // run.update.row_groups
@@ -116,12 +116,12 @@ def _backward_peak(run: RunSizes) -> Parts:
 
 
 def feed_forward_inner(decoder: DecoderConfig, place: Place) -> int:
-    """Numbers of a token between the products of the feed-forward at a place."""
+    """Elements per token between the products of the feed-forward at a place."""
     return place.block.feed_forward.work(decoder.width).inner
 
 
 def _attended_heads(run: RunSizes, place: Place) -> int:
-    """Numbers of a token's queries and keys at a place, as attention has them; each device has one key at least."""
+    """Elements per token of queries and keys at a place, in attention; each device has at least one key head."""
     mixer = place.block.mixer
     if not isinstance(mixer, Attention):
         return 0
@@ -129,28 +129,28 @@ def _attended_heads(run: RunSizes, place: Place) -> int:
 
 
 def _lanes(run: RunSizes, attention: Attention) -> int:
-    """Numbers that a head takes in memory."""
+    """Elements that a head takes in memory, padding included."""
     return max(attention.head_dim, LANES) if run.update.attention == "tpu_kernel" else attention.head_dim
 
 
 def _score_arrays(run: RunSizes) -> float:
-    """How many arrays of scores a layer's backward pass holds."""
+    """Number of score arrays alive in a layer's backward pass."""
     kind = "gpu" if run.platform == "gpu" else run.accelerator.generation
     return SCORES["tpu"] if kind == "v6e" and run.row_tokens <= LONG_ROW else SCORES.get(kind, SCORES["tpu"])
 
 
 def _compiler(run: RunSizes) -> str:
-    """Whose constants hold: a CPU's programs are counted as a TPU's."""
+    """The compiler whose constants apply; CPU programs are estimated like a TPU's."""
     return "gpu" if run.platform == "gpu" else "tpu"
 
 
 def _saved(run: RunSizes) -> Parts:
-    """What `remat: none` keeps of every layer for the backward pass, its gathered weights and its scores among it."""
+    """What `remat: none` saves of every layer for the backward pass: activations, scores and gathered weights."""
     decoder = run.decoder
     a = run.activation
     tokens = run.tokens
     layers, _ = run.gathered_counts
-    # What the norms give, and the second's input; queries, what is attended, keys and values; heads before their norm.
+    # Norm outputs and the second norm's input; queries, attention outputs, keys and values; heads before their norm.
     width = int(NORMS_SAVED[_compiler(run)] * decoder.width * a)
     activations = 0
     for place in decoder.places:
@@ -159,7 +159,7 @@ def _saved(run: RunSizes) -> Parts:
             split += (mixer.heads + mixer.kv_heads) * _lanes(run, mixer) * (2 + mixer.norm) * a
         activations += len(place.layers) * tokens * (width + split // run.tp)
     per_pair = SCORES_SAVED * F32 + (run.platform == "gpu") * a
-    of_query = run.row_tokens * per_pair if run.update.attention == "reference" else F32  # the logarithm of their sum
+    of_query = run.row_tokens * per_pair if run.update.attention == "reference" else F32  # the logsumexp of its scores
     heads = sum(count * attention.heads for count, attention in decoder.attention_layers())
     return {
         "saved_activations": activations,
@@ -169,7 +169,7 @@ def _saved(run: RunSizes) -> Parts:
 
 
 def _saved_products(run: RunSizes) -> Parts:
-    """What `remat: products` keeps of every layer: the results of its products with weights."""
+    """What `remat: products` saves of every layer: the results of products with weights."""
     decoder, tokens = run.decoder, run.tokens
     numbers = 0
     for place in decoder.places:

@@ -1,8 +1,8 @@
-"""One compilation in a process of its own: `python -m podium.plan.worker JOB RESULT PID`, PID being its parent's.
+"""Compiles one program in its own process: `python -m podium.plan.worker JOB RESULT PARENT_PID`.
 
-The compiler's environment must be there before jax is imported, and its memory is given back when the process ends.
-What is compiled stays on disk by what it is: the same program for the same devices is never compiled twice, while its
-text is read anew each time.
+The compiler's environment must be set before jax is imported, and its memory is released when the process ends.
+Compiled programs are cached by content: the same program for the same devices is compiled only once, while its text is
+analysed anew each time.
 """
 
 import dataclasses
@@ -38,20 +38,20 @@ from podium.run.resolve import resolve
 from podium.run.spec import RunSpec
 
 WATCH_S = 1.0
-NO_TILES = "Couldn't find output tile sizes"  # what XLA says of a product for which it has no kernel of its own
-ATTENTION = "/scores/"  # in the source of its loop over blocks of the cache
-OPTIMIZER = "/optimizer/"  # in that of loops of one round, each of which fetches a parameter's moments
-KEPT_ARRAYS = 12  # how many of the arrays at the peak are kept, the largest, to be shown
+NO_TILES = "Couldn't find output tile sizes"  # XLA's error for a product without a suitable kernel of its own
+ATTENTION = "/scores/"  # occurs in the source of attention's loop over cache blocks
+OPTIMIZER = "/optimizer/"  # occurs in the source of the loops of one round that fetch a parameter's moments
+KEPT_ARRAYS = 12  # number of largest arrays at the peak to keep for display
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopedWork:
-    """Work that costs the same each time, and how often it is done."""
+    """A piece of work with fixed cost, and how often it is done."""
 
-    work: Work  # of one time, without a name
-    once: float  # times per call of the program, however often its loop runs
-    each: float  # times more per round of the loop
-    attends: bool = False  # whether it is a kernel of attention, which leaves out blocks that see nothing
+    work: Work  # one execution, without a name
+    once: float  # executions per call of the program, whatever its loop count
+    each: float  # further executions per round of the loop
+    attends: bool = False  # whether it is an attention kernel, which skips blocks without visible pairs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,20 +60,20 @@ class CompiledPhase:
 
     residents: Mapping[str, int]  # bytes in use beside the program's own arguments
     memory: Memory
-    parts: Mapping[str, int]  # bytes at the program's peak by our names; they add up to `memory.peak`
+    parts: Mapping[str, int]  # bytes at the program's peak by kind of array; they add up to `memory.peak`
     largest: tuple[LargeArray, ...]
     work: tuple[LoopedWork, ...]
     compile_s: float
-    refused: bool = False  # whether the compiler says that it does not fit, with nothing beside it
-    whole: bool = True  # whether its code was generated too
+    refused: bool = False  # whether the compiler rejects it even with nothing beside it
+    whole: bool = True  # whether machine code was generated too
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of a device in use while the program runs, but for code."""
+        """Bytes of a device in use while the program runs, excluding code."""
         return sum(self.residents.values()) + self.memory.peak
 
     def cost(self, rounds: float, attended: float = 1.0) -> ProgramCost:
-        """The cost of one call in which the loop runs so often, and attention's kernels do this share of their work."""
+        """The cost of a call with `rounds` of its loop, if attention kernels do the share `attended` of their work."""
         shares = {True: attended, False: 1.0}
         works = ((each.work, (each.once + rounds * each.each) * shares[each.attends]) for each in self.work)
         return ProgramCost(tuple(dataclasses.replace(work, times=times) for work, times in works if times))
@@ -88,26 +88,26 @@ class Job:
     decoder: StoredDecoder
     accelerator: Accelerator
     programs: Path  # folder of compiled programs
-    blocks: float = 1.0  # of pages that attention reads of the cache, in the rollout's programs
-    whole: bool = False  # whether to generate code for a TPU: all else is known long before
+    blocks: float = 1.0  # cache blocks that attention reads, in the rollout's programs
+    whole: bool = False  # whether to generate machine code for a TPU; everything else is known long before
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Built:
-    """A compiled program as it is kept; its text lies beside it."""
+    """A cached compilation; the program's text is stored in a file beside it."""
 
     memory: Memory
-    refusal: OutOfMemory | None  # where the compiler would not make it for want of memory
+    refusal: OutOfMemory | None  # the compiler's error, if it rejected the program for lack of memory
     compile_s: float
     whole: bool
 
 
 JOB, BUILT = TypeAdapter(Job), TypeAdapter(_Built)
-JOB_RESULT = TypeAdapter[CompiledPhase | str](CompiledPhase | str)  # a text: why the config cannot be lowered
+JOB_RESULT = TypeAdapter[CompiledPhase | str](CompiledPhase | str)  # a str says why the config cannot be lowered
 
 
 def main(job_file: str, result_file: str, parent: str) -> None:
-    """Do one job; an error that is no refusal is a traceback on stderr, with exit status 1."""
+    """Do one job; unexpected errors end with a traceback on stderr and exit status 1."""
     threading.Thread(target=_end_with_parent, args=(int(parent),), daemon=True).start()
     from podium.plan.phases import phase_programs
     from podium.sharding import make_mesh
@@ -129,7 +129,7 @@ def main(job_file: str, result_file: str, parent: str) -> None:
 
 
 def _finish(job: Job, spec: RunSpec, lowered: Any, residents: Mapping[str, int]) -> CompiledPhase:
-    """Compile a lowered program, unless it is cached, and read its memory and its cost."""
+    """Compile a lowered program, or take it from the cache, and compute its memory and cost."""
     built, text = _build(lowered, job, spec)
     if built.refusal and not text:
         parts, work = {"program": built.refusal.needed}, ()
@@ -152,9 +152,9 @@ def _finish(job: Job, spec: RunSpec, lowered: Any, residents: Mapping[str, int])
 
 
 def looped_work(module: Module, mesh: Mapping[str, int], blocks: float = 1.0, **options: Any) -> tuple[LoopedWork, ...]:
-    """The cost of a program, split by whether it is repeated with the program's own loop; equal work together.
+    """The cost of a program, split into work outside and inside the program's own loop; equal pieces are merged.
 
-    Attention's loop over the cache, inside it, goes over so many `blocks`; `options` are those of `walk`.
+    Attention's inner loop over the cache runs `blocks` rounds. `options` are passed to `walk`.
     """
     trips = {loop: blocks for loop in unknown_loops(module) if ATTENTION in loop}
     trips |= {loop: 1.0 for loop in unknown_loops(module) if OPTIMIZER in loop}
@@ -174,7 +174,7 @@ def looped_work(module: Module, mesh: Mapping[str, int], blocks: float = 1.0, **
 
 
 def _skipped(config: Config) -> list[str]:
-    """Scopes of branches that a run never takes: the search for a cut, where sampling is from all tokens."""
+    """Scopes of branches that a run never takes: the search for a cut-off, if sampling uses all tokens."""
     return ["sample"] if config.rollout.top_k == 0 and config.rollout.top_p == 1 else []
 
 
@@ -183,11 +183,11 @@ def _per_machine(accelerator: Accelerator) -> int:
 
 
 def named_memory(module: Module, peak: int) -> tuple[dict[str, int], list[LargeArray]]:
-    """The bytes that a program takes by our names, and its arrays, largest first.
+    """The bytes that a program takes by kind of array, and its arrays, largest first.
 
-    What lives at the peak is found again from the program's text. The compiler's own figure has what is lost between
-    arrays besides, under a name of its own; arguments are known exactly, so where the figure is smaller than what was
-    found, the difference is taken from all others in proportion.
+    Arrays alive at the peak are reconstructed from the program's text. The compiler's figure also includes gaps between
+    arrays, which get a name of their own. If the compiler's figure is the smaller one, the difference is
+    taken from everything but the arguments, whose sizes are exact, in proportion.
     """
     found = largest(module, names_of(module.name))
     parts = dict(found.by_name)
@@ -203,13 +203,13 @@ def named_memory(module: Module, peak: int) -> tuple[dict[str, int], list[LargeA
 
 
 def _raised_here(error: Exception) -> bool:
-    """Whether Podium raised it, as it does for errors in a config."""
+    """Whether Podium itself raised the error, as it does for errors in a config."""
     innermost = traceback.extract_tb(error.__traceback__)[-1].filename
     return Path(innermost).is_relative_to(Path(__file__).parents[1])
 
 
 def _devices(accelerator: Accelerator) -> list[Any]:
-    """What to compile for; a CPU's devices are this machine's."""
+    """The devices to compile for; for CPU, those of this machine."""
     if accelerator.platform != "cpu":
         return topology_devices(accelerator)
     import jax
@@ -219,9 +219,9 @@ def _devices(accelerator: Accelerator) -> list[Any]:
 
 
 def _build(lowered: Any, job: Job, spec: RunSpec) -> tuple[_Built, str]:
-    """The compiled program and its text, from disk if the same was compiled before, as far as it is asked for now."""
+    """The compiled program and its text; from the cache if it was already compiled as far as the job needs."""
     machine = job.accelerator
-    options = compiler_options(  # the programs' text has none of them
+    options = compiler_options(  # the program's text contains none of these
         machine.platform,
         kind=machine.generation,
         offloaded=spec.optimizer.offload,
@@ -239,7 +239,7 @@ def _build(lowered: Any, job: Job, spec: RunSpec) -> tuple[_Built, str]:
     built = _Built(memory=made.memory, refusal=made.refusal, compile_s=took, whole=made.whole)
     job.programs.mkdir(parents=True, exist_ok=True)
     write_atomically(module, gzip.compress(made.text.encode(), 6))
-    write_atomically(record, BUILT.dump_json(built))  # last: what has it is whole
+    write_atomically(record, BUILT.dump_json(built))  # written last, so if it exists, both files are complete
     return built, made.text
 
 
@@ -253,8 +253,8 @@ def _compile(lowered: Any, job: Job) -> TpuProgram:
 def _compile_kernels(lowered: Any) -> Any:
     """Compile for a CPU or GPU.
 
-    Which of XLA's own kernels multiply on a GPU is chosen by trying them there, here by a guess. Where there is no
-    kernel as guessed, cuBLAS multiplies.
+    On a real GPU, XLA chooses its matrix kernels by timing them; without one it guesses. If it has no kernel for its
+    guess, compile again with cuBLAS.
     """
     import jax
 
@@ -267,14 +267,14 @@ def _compile_kernels(lowered: Any) -> Any:
 
 
 def key_of(decisive: Sequence[Any], accelerator: Accelerator) -> str:
-    """The name under which something is kept: a hash of what decides it, the compiler's versions and flags included."""
+    """A cache key: a hash of `decisive` values and of the compiler's versions and flags."""
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     text = json.dumps([*decisive, compiler_versions(accelerator), flags], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _end_with_parent(parent: int) -> None:
-    """End with the process that wants the result: a compiler cannot be asked to stop."""
+    """Exit when the parent process has gone: a running compiler cannot be interrupted."""
     while os.getppid() == parent:
         time.sleep(WATCH_S)
     os._exit(1)

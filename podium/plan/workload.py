@@ -1,7 +1,7 @@
-"""The workload of a step: how long prompts and completions are, and what calls and steps a rollout of them takes.
+"""The workload of a step: lengths of prompts and completions, and the calls and steps that their rollout takes.
 
-Lengths are drawn from a distribution or from an earlier run's own; what they come to is found by driving the engine's
-scheduler with them, without a model.
+Lengths are drawn from a distribution or from an earlier run. The engine's own scheduler is then driven with them,
+without a model.
 """
 
 import collections
@@ -34,14 +34,14 @@ from podium.train.packing import Chunk, pack_rows
 TEMPLATE_TOKENS = 38
 QUESTION_MEDIAN = 57
 QUESTION_SIGMA = 0.35
-STEPS_BEFORE, STEPS_COUNTED = 3, 6  # where completions are carried over from step to step
-# Completions have mean 200 under their cap; a log-deviation of 0.6, half of its variance the question's own.
+STEPS_BEFORE, STEPS_COUNTED = 3, 6  # simulated and counted steps if completions are carried over between steps
+# Completions have mean 200 under their cap and log-deviation 0.6; half of the variance is between questions.
 COMPLETION_MEAN, COMPLETION_SIGMA = 200, 0.6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SequenceLengths:
-    """Tokens of the prompts and completions of one step."""
+    """Lengths in tokens of the prompts and completions of one step."""
 
     prompts: np.ndarray  # [N] int
     completions: np.ndarray  # [N, G] int
@@ -49,16 +49,16 @@ class SequenceLengths:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What one rollout takes, as the engine would count it."""
+    """The work of one rollout, as the engine counts it."""
 
-    prefill_calls: dict[int, int]  # by length of a chunk
-    prefill_tokens: int  # what they prefill: the prompts' tokens, and more where some are prefilled again
+    prefill_calls: dict[int, int]  # by chunk length
+    prefill_tokens: int  # tokens prefilled: the prompts', and more if sequences are prefilled again
     copy_calls: int
     copied_pages: int
     decodes: dict[int, tuple[int, int, float]]
-    """By slots of the decode program: calls, steps, and on average over them the longest context of any slot."""
-    occupied_slot_steps: int  # slots in which a step made a token that counts, summed over steps
-    mean_context: float  # tokens that an occupied slot attends to, its own included, on average over slots and steps
+    """By slots of the decode program: calls, steps, and the longest context of any slot, averaged over steps."""
+    occupied_slot_steps: int  # slots whose step drew a token that is kept, summed over steps
+    mean_context: float  # tokens that an occupied slot attends to, including its own, averaged over slots and steps
     prompt_tokens: int
     completion_tokens: int
     completions: int
@@ -68,32 +68,32 @@ class Workload:
 
     @property
     def decode_steps(self) -> int:
-        """Of all sizes."""
+        """Decode steps of all program sizes."""
         return sum(steps for _, steps, _ in self.decodes.values())
 
     @property
     def slot_utilisation(self) -> float:
-        """Share of the decode programs' rows that made a token that counts."""
+        """Share of the decode programs' rows that drew a token that is kept."""
         rows = sum(slots * steps for slots, (_, steps, _) in self.decodes.items())
         return self.occupied_slot_steps / rows if rows else 0.0
 
     def slots_busy(self, slots: int) -> float:
-        """Share of all slots that made a token that counts, on average over steps."""
+        """Share of all slots that drew a token that is kept, averaged over steps."""
         return self.occupied_slot_steps / (self.decode_steps * slots) if self.decode_steps else 0.0
 
 
 def draw_lengths(
     source: str, rollout: RolloutConfig, *, prompts: int, completions: int, seed: int = 0
 ) -> SequenceLengths:
-    """Lengths of one step's prompts and completions; the same for the same seed.
+    """Draw the lengths of one step's prompts and completions; deterministic in `seed`.
 
     Args:
-        source: `gsm8k`; `fixed:N` for completions of N tokens, with prompts as GSM8K's; or the path of a run or of its
-            lengths.jsonl, whose groups are drawn, with replacement only where there are too few.
-        rollout: has the longest prompt and the longest completion.
+        source: `gsm8k`; `fixed:N` for completions of N tokens with GSM8K's prompts; or the path of a run or of its
+            lengths.jsonl, whose groups are drawn, with replacement only if there are too few.
+        rollout: gives the longest prompt and the longest completion.
         prompts: N.
-        completions: G, of each prompt.
-        seed: of the draw.
+        completions: G, per prompt.
+        seed: seed of the draw.
 
     Raises:
         ValueError: the source is none of these, or has completions that are too long.
@@ -125,23 +125,23 @@ def draw_lengths(
 def simulate_rollout(
     lengths: SequenceLengths, rollout: RolloutConfig, *, shards: int = 1, overlap: bool = False
 ) -> Workload:
-    """The engine's work for these lengths, with its slots split over `shards`: its own scheduler, without a model.
+    """Simulate the engine's work for these lengths, with slots split over `shards`: its scheduler, without a model.
 
-    With `overlap` a decode call is issued before the one before is read, as the engine does on TPU and GPU.
+    With `overlap`, a decode call is issued before the previous one is read, as the engine does on TPU and GPU.
 
     Raises:
-        ValueError: slots or prefill rows do not divide over these devices, or the cache is too small.
+        ValueError: slots or prefill rows do not divide over the shards, or the cache is too small.
     """
     check_split(rollout, shards)
     return _Rollout(lengths, rollout, shards, overlap).run()
 
 
 def packed(lengths: SequenceLengths, sizes: BatchSizes, *, minibatches: int, attention: Backend) -> tuple[int, float]:
-    """A step's completions, packed as the trainer packs.
+    """Pack a step's completions as the trainer does.
 
     Returns:
-        How many micro-batches they fill; and the share of all rows' blocks up to the
-        diagonal that attention's kernels multiply, which skip blocks without a visible pair; 1 without a kernel.
+        The number of micro-batches, and the share of blocks on or below the diagonal that attention kernels compute
+        (they skip blocks without a visible pair); 1 without a kernel.
     """
     count = 0
     seen = 0
@@ -159,7 +159,7 @@ def packed(lengths: SequenceLengths, sizes: BatchSizes, *, minibatches: int, att
 
 
 def _seen_blocks(row: Sequence[Chunk], samples: Sequence[Lengths], n: int, t: int) -> int:
-    """Pairs of a row's n blocks of t tokens that the kernels do not skip."""
+    """Number of block pairs in a row of n blocks of t tokens that the kernels do not skip."""
     segments = np.zeros(n * t, np.int32)
     prompts = np.zeros(n * t, np.int32)
     last = end = 0
@@ -173,13 +173,13 @@ def _seen_blocks(row: Sequence[Chunk], samples: Sequence[Lengths], n: int, t: in
 
 
 def _gsm8k_prompts(rng: np.random.Generator, prompts: int, longest: int) -> np.ndarray:
-    """[N]."""
+    """Draw N prompt lengths; returns [N]."""
     questions = rng.lognormal(np.log(QUESTION_MEDIAN), QUESTION_SIGMA, prompts)
     return np.clip(np.rint(TEMPLATE_TOKENS + questions), 1, longest).astype(int)
 
 
 def _gsm8k_completions(rng: np.random.Generator, N: int, G: int, cap: int) -> np.ndarray:
-    """[N, G]."""
+    """Draw the lengths of G completions for each of N prompts; returns [N, G]."""
     shared, own = rng.standard_normal((N, 1)), rng.standard_normal((N, G))
     logs = _log_median(cap) + COMPLETION_SIGMA * (shared + own) / np.sqrt(2)
     return np.clip(np.rint(np.exp(logs)), 1, cap).astype(int)
@@ -187,7 +187,7 @@ def _gsm8k_completions(rng: np.random.Generator, N: int, G: int, cap: int) -> np
 
 @functools.cache
 def _log_median(cap: int) -> float:
-    """Log of the median that makes COMPLETION_MEAN the mean after cutting at `cap`; as if uncut for a smaller cap."""
+    """Log of the median for which the mean after cutting at `cap` is COMPLETION_MEAN; uncut if `cap` is smaller."""
     uncut = float(np.log(COMPLETION_MEAN) - COMPLETION_SIGMA**2 / 2)
     if cap <= COMPLETION_MEAN:
         return uncut
@@ -201,7 +201,7 @@ def _log_median(cap: int) -> float:
 
 
 def _from_run(rng: np.random.Generator, path: Path, N: int, G: int) -> SequenceLengths:
-    """Groups of an earlier run."""
+    """Draw N groups of an earlier run's lengths."""
     groups = [group for number, record in enumerate(read_lines(path), 1) for group in _groups(record, path, number)]
     if not groups:
         raise ValueError(f"lengths {path}: no lengths in it; name a run that has done a step")
@@ -212,7 +212,7 @@ def _from_run(rng: np.random.Generator, path: Path, N: int, G: int) -> SequenceL
 
 
 def _groups(record: dict[str, object], path: Path, number: int) -> list[tuple[int, Sequence[int]]]:
-    """Each prompt's length and its completions' of a line."""
+    """The prompts of one line of lengths.jsonl: each prompt's length with its completions' lengths."""
     prompts, completions = record.get("prompt_lengths"), record.get("completion_lengths")
     if isinstance(prompts, list) and isinstance(completions, list) and prompts and completions:
         size, rest = divmod(len(completions), len(prompts))
@@ -224,7 +224,7 @@ def _groups(record: dict[str, object], path: Path, number: int) -> list[tuple[in
 
 
 class _Rollout:
-    """The engine's work in a step, or in some, where lengths are known beforehand."""
+    """Simulates the engine over one or several steps, with all lengths known in advance."""
 
     def __init__(self, lengths: SequenceLengths, rollout: RolloutConfig, shards: int, overlap: bool) -> None:
         self.lengths = lengths
@@ -234,7 +234,7 @@ class _Rollout:
         self.scheduler = make_scheduler(rollout, shards)
         self.rollout, self.room = rollout, int(rollout.in_flight * len(lengths.prompts) + 1e-6)
         self.made: dict[int, dict[int, int]] = {}
-        """Of each prompt that no step has taken, by its number in the run: tokens of its unfinished completions."""
+        """Generated tokens of unfinished completions, by prompt number in the run and completion index."""
         self.first: dict[int, int] = {}
         """Step in which a prompt's first token was drawn."""
         self.left: dict[EngineSequence, int] = {}
@@ -243,7 +243,7 @@ class _Rollout:
         self.count_anew()
 
     def count_anew(self) -> None:
-        """Forget what was counted."""
+        """Reset the counts."""
         self.scheduler.take_counts()
         self.prefills: collections.Counter[int] = collections.Counter()
         self.decodes: dict[int, tuple[int, int, float]] = {}
@@ -251,7 +251,7 @@ class _Rollout:
         self.staleness: list[int] = []
 
     def run(self) -> Workload:
-        """A step's work: where completions are carried over, the mean of some, when as many are as will be."""
+        """One step's work; with carry-over, the average of several steps once the number in flight has settled."""
         carries = self.room > len(self.lengths.prompts)
         for _ in range(STEPS_BEFORE if carries else 0):
             self.complete()
@@ -279,7 +279,7 @@ class _Rollout:
         )
 
     def complete(self) -> None:
-        """The rollout of one step: submit the next prompts, and run the engine until the step may take its own."""
+        """Simulate one step's rollout: submit prompts, then run the engine until enough prompts are complete."""
         sampling = SamplingParams(max_new_tokens=self.rollout.max_new_tokens)
         per_step = len(self.lengths.prompts)
         while len(self.made) < self.room:
@@ -320,7 +320,7 @@ class _Rollout:
         self.step += 1
 
     def whole(self, sequence: EngineSequence) -> int:
-        """Tokens that a completion will have."""
+        """The final length of a completion in tokens."""
         request, completion = sequence.key
         return int(self.lengths.completions[request % len(self.lengths.prompts), completion])
 
@@ -341,7 +341,7 @@ class _Rollout:
             self.read()
 
     def decode(self, rows: Sequence[DecodeRow]) -> "list[_Made]":
-        """A decode call, until `refill_steps` are done or no slot has anything left."""
+        """One decode call: runs until `refill_steps` are done or every slot has finished."""
         made = [_Made(row, min(self.steps + row.first, self.left[row.sequence])) for row in rows]
         ran = -(-max((each.steps for each in made), default=0) // self.at_once) * self.at_once
         longest = max((self.visible(each.row.sequence) + each.row.first for each in made if each.steps), default=0)
@@ -358,11 +358,11 @@ class _Rollout:
         return made
 
     def visible(self, sequence: EngineSequence) -> int:
-        """Tokens that the next query of a sequence sees, its own included."""
+        """Tokens visible to a sequence's next query, its own included."""
         return len(sequence.context) + self.whole(sequence) - self.left[sequence]
 
     def read(self) -> None:
-        """Tell the scheduler what a call has made; a sequence that was preempted meanwhile makes it again."""
+        """Report a call's tokens to the scheduler; sequences preempted meanwhile will generate theirs again."""
         for row, tokens in self.unread:
             sequence = row.sequence
             if sequence.releases != row.releases:
@@ -381,12 +381,12 @@ class _Rollout:
 
 
 class _Made(NamedTuple):
-    """What a decode call that the host has not read draws in a row."""
+    """Tokens drawn in one row of a decode call that the host has not read yet."""
 
     row: DecodeRow
     tokens: int
 
     @property
     def steps(self) -> int:
-        """Tokens that steps have drawn."""
+        """Tokens drawn by decode steps, excluding the first token of a prompt."""
         return max(0, self.tokens - self.row.first)
