@@ -1,10 +1,10 @@
-"""Offers hints about keys of TRL and the seed system to errors about unknown keys; entry points call it."""
+"""Adds hints about keys of TRL and of the seed system to errors about unknown keys. Called by entry points."""
 
 from podium.config.hints import offer
 
 
 def offer_hints() -> None:
-    """Have errors about an unknown key say how Podium spells it, if another system has such a key."""
+    """Register hints: an error about an unknown key then names Podium's spelling of a key of another system."""
     offer(_foreign_key)
 
 

@@ -1,7 +1,7 @@
-"""Translates a YAML file of the seed system into one of ours, and lists what changed and what has no counterpart.
+"""Translates a YAML file of the seed system to Podium's format, and lists what changed and what has no counterpart.
 
-Settings keep their meaning, not their names: defaults that differ are written out, and so are numbers that the seed
-system's code fixed. Files are read by its own rules (aliases must agree, `$NAME` in a value is taken from the
+Settings keep their meaning: where the systems' defaults differ, or the seed system hard-coded a number, the value is
+written out. Files are read by the seed system's rules (aliases must agree, `$NAME` in a value is replaced from the
 environment). Its keys and defaults, and the settings whose values are copied unchanged, are in `seed_keys.yaml`.
 """
 
@@ -22,14 +22,14 @@ from podium.settings import RULES
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Migration:
-    """A translated file."""
+    """The result of translating a file."""
 
     text: str
-    """The new YAML; it loads."""
+    """The new YAML, which loads without errors."""
     changed: tuple[str, ...]
-    """What each old setting became, if its name, value or meaning differs."""
+    """One line per old setting whose name, value or meaning differs, with its replacement."""
     lost: tuple[str, ...]
-    """Old settings without a counterpart, and what to do about them."""
+    """One line per old setting without a counterpart, with advice."""
 
 
 def migrate(path: Path, environ: Mapping[str, str]) -> Migration:
@@ -37,10 +37,10 @@ def migrate(path: Path, environ: Mapping[str, str]) -> Migration:
 
     Args:
         path: the old file.
-        environ: replaces `$NAME` in its values, as the seed system did.
+        environ: values for `$NAME` in the file, as in the seed system.
 
     Raises:
-        ConfigError: the file cannot be read, its aliases disagree, or a value makes no sense.
+        ConfigError: the file cannot be read, its aliases disagree, or a value is invalid.
     """
     old = _Translation(read_seed(path, environ))
     old.fix("tasks.0.name", "gsm8k", "it had no other task; the system prompt is this task's own")
@@ -63,7 +63,7 @@ _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false",
 
 
 class _Translation:
-    """The old settings by full name, and the new ones made so far."""
+    """A translation in progress: the old settings by full name, and the new settings so far."""
 
     def __init__(self, written: dict[str, tuple[str, Node]]):
         self.written = written
@@ -74,7 +74,7 @@ class _Translation:
         self.used = {key for key, about in seed_keys().items() if not about.gone}
 
     def get(self, key: str) -> Any:
-        """The setting as the seed system read it: the file's value, or the default."""
+        """The setting as the seed system read it: from the file, or its default."""
         about = seed_keys()[key]
         if key not in self.written or self.written[key][1].value in (None, ""):
             return about.default
@@ -103,7 +103,7 @@ class _Translation:
         return wrong(spelling, f"{node.plain()!r}: {rule}", node.origin)
 
     def put(self, key: str, path: str, value: Any, why: str = "") -> None:
-        """Set the new setting that replaces an old one."""
+        """Set the new setting `path` that replaces the old setting `key`."""
         self.new[path] = value
         self.used.add(key)
         self.comments[path] = f"the seed system's default of {key}"
@@ -115,19 +115,19 @@ class _Translation:
                 self.changed.append(f"{was} -> {now}" + (f" ({why})" if why else ""))
 
     def fix(self, path: str, value: Any, why: str) -> None:
-        """Set a new setting to what the seed system's code fixed."""
+        """Set a new setting to a value that the seed system hard-coded."""
         self.new[path] = value
         self.comments[path] = why
         self.changed.append(f"{path}: {dump_value(value)} ({why})")
 
     def lose(self, key: str, why: str) -> None:
-        """Report an old setting as lost, if the file has it."""
+        """Report an old setting as lost if the file sets it."""
         if key in self.written:
             spelling, node = self.written[key]
             self.lost.append(f"{spelling}: {dump_value(node.plain())} ({node.origin}): {why}")
 
     def lose_the_rest(self) -> None:
-        """Report all remaining settings that have no counterpart as lost."""
+        """Report every remaining setting without a counterpart as lost."""
         for key in self.written:
             if key in seed_keys() and key not in self.used:
                 self.lose(key, seed_keys()[key].gone)
@@ -145,7 +145,7 @@ def _rewards(old: _Translation) -> None:
 
 
 def _prompts(old: _Translation) -> None:
-    """The global number of prompts, from the batch size or another setting that implies it, which is then not lost."""
+    """Set the number of prompts per step, from the batch size or from another setting that implies it."""
     key, prompts = "rollout.batch_size", old.get("rollout.batch_size")
     others = ("global_prompt_batch_size", "prompt_batch_size", "global_sequence_batch_size")
     written = [f"rollout.{name}" for name in others if f"rollout.{name}" in old.written]
@@ -164,7 +164,7 @@ _LAYOUTS = {"legacy": "legacy"} | dict.fromkeys(
 
 
 def _sampling(old: _Translation) -> None:
-    """Lengths, and the layout where the file chose one: all make the same completions, and its default is slowest."""
+    """Set lengths and sampling, and the layout if the file set one; all layouts give the same completions."""
     prompt, key = old.get("rollout.global_length"), "rollout.sharding_style"
     why = "the least padding there, the longest prompt here: longer ones are dropped and counted"
     if prompt < 512:
@@ -261,7 +261,7 @@ def _algorithm(old: _Translation) -> None:
 
 
 def _mesh(old: _Translation) -> tuple[str, str]:
-    """`mesh:`, and what is not the same."""
+    """Set `mesh:`; returns its text and a list of differences."""
     value = old.get("mesh_shape")
     text = ",".join(map(str, value)) if isinstance(value, list) else str(value).lower()
     mesh = re.sub(r"\s", "", text).lstrip("!")
@@ -298,7 +298,7 @@ def _evaluation(old: _Translation) -> None:
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted paths as a tree; the only list is that of tasks, which has one."""
+    """Turn dotted paths into a tree; `tasks`, with its single entry, becomes a list."""
     tree: dict[str, Any] = {}
     for path, value in settings.items():
         *sections, last = path.replace("tasks.0.", "tasks.").split(".")

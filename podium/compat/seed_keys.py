@@ -1,4 +1,4 @@
-"""Keys of the seed system and of TRL, from tables in YAML, and how the seed system read its files.
+"""Keys of the seed system and of TRL, from YAML tables, and the seed system's rules for reading its files.
 
 `podium.compat.migrate` translates the seed system's values.
 """
@@ -20,12 +20,12 @@ _BARE = {
     "train.optimizer": "train.optimizer.name",
     "train.optimizer.lr_schedule": "train.optimizer.lr_schedule.type",
 }
-"""Sections that could also be written as a single value."""
+"""Sections that may also be written as a single value."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SeedKey:
-    """A setting of the seed system; the table says what each field means."""
+    """A setting of the seed system; the table in `seed_keys.yaml` documents the fields."""
 
     kind: str = "text"
     default: Any = None
@@ -38,25 +38,25 @@ class SeedKey:
 
 @functools.cache
 def seed_keys() -> dict[str, SeedKey]:
-    """The table, by full name."""
+    """The seed system's settings, by full name."""
     table = read_document(Path(__file__).with_suffix(".yaml")).plain()
     return {key: SeedKey(**{**fields, "also": tuple(fields.get("also", ()))}) for key, fields in table.items()}
 
 
 @functools.cache
 def trl_keys() -> dict[str, str]:
-    """TRL's name -> the setting here."""
+    """Podium's setting for each of TRL's names."""
     return read_document(Path(__file__).with_name("trl_keys.yaml")).plain()
 
 
 @functools.cache
 def spellings() -> dict[str, str]:
-    """Every way to write a setting, flat forms included, and its full name."""
+    """The full name of a setting, for every way to write it, flat forms included."""
     return {spelling: key for key, about in seed_keys().items() for spelling in _spellings(key, about)}
 
 
 def hint(key: str, file: str) -> str | None:
-    """What to write instead of a key of TRL or of the seed system; None for any other key."""
+    """How to write a key of TRL or of the seed system in Podium; None for any other key."""
     name = key.rpartition(".")[2]
     if name in trl_keys():
         return f"what TRL calls {name} is {trl_keys()[name]} here"
@@ -76,7 +76,7 @@ def _spellings(key: str, about: SeedKey) -> Iterator[str]:
 
 
 def read_seed(path: Path, environ: Mapping[str, str]) -> dict[str, tuple[str, Node]]:
-    """Full name -> how the file spells it, and the value. Raises ConfigError if two spellings disagree."""
+    """Read a file: full name -> (spelling in the file, value). Raises ConfigError if two spellings disagree."""
     found: dict[str, tuple[str, Node]] = {}
     for spelling, node in _leaves(read_document(path), ""):
         key = _BARE.get(spelling) or spellings().get(spelling, spelling)
@@ -99,7 +99,7 @@ def _leaves(node: Node, path: str) -> Iterator[tuple[str, Node]]:
 
 
 def _expanded(node: Node, environ: Mapping[str, str]) -> Node:
-    """The node with `$NAME` and `${NAME}` replaced; a name that is not set becomes empty, as in the seed system."""
+    """Replace `$NAME` and `${NAME}` in a node; unset names become empty, as in the seed system."""
     if not isinstance(node.value, str) or "$" not in node.value:
         return node
     text = re.sub(r"\$(\w+|\{\w+\})", lambda name: environ.get(name[1].strip("{}"), ""), node.value)

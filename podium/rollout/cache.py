@@ -1,19 +1,19 @@
-"""The cache: keys and values in pages, states of a fixed size, and what first tokens are drawn from.
+"""The engine's cache: keys and values in pages, recurrent states, and the hidden states that first tokens need.
 
-A page holds P positions of one sequence; a table lists the pages of a sequence in order. Every shard of the batch has
-pages of its own, which tables number from 0; a number past the last means no page, and writes to it are dropped. Heads
-come before positions. How the numbers of a head lie in its page follows from the platform and the head size
+A page holds P positions of one sequence; a table lists a sequence's pages in order. Each batch shard has its own pages,
+numbered from 0 in tables; a number beyond the last page means no page, and writes to it are dropped. The head dimension
+comes before positions. How a head is stored in a page depends on the platform and the head size
 (`podium.config.attention.kv_layout`): transposed keys on CPU, rows that fill whole tiles on TPU.
 
-Each page also stores the hidden state behind the last of its tokens that a prefill call has made. It is copied with the
-page to each of a prompt's completions, whose first tokens are drawn from it without another pass.
+Each page also stores the hidden state of the last of its tokens that prefill computed. It is copied with the page to
+each of a prompt's completions, whose first tokens are sampled from it without another forward pass.
 
-What has a fixed size per sequence lies in its cell (`podium.rollout.kept`), numbered by shard like pages: the states of
-recurrent layers, and rings. A ring is the pages of a layer with a window: page c of the sequence is the ring's page
-c modulo the ring's length, and takes the place of what the window no longer reaches.
+What has a fixed size per sequence is stored in its cell (`podium.rollout.kept`), numbered per shard like pages: the
+states of recurrent layers, and rings. A ring holds the pages of a windowed layer: page c of the sequence is the ring's
+page c modulo the ring's length, and overwrites positions that the window no longer reaches.
 
-Attention goes over blocks of pages up to the longest sequence of its rows, with a running softmax (arXiv:1805.02867):
-its cost follows the tokens in the cache, not the cache's size, and a row's bits do not depend on other rows.
+Attention loops over blocks of pages up to the longest sequence of its rows, with a running softmax (arXiv:1805.02867):
+its cost depends on the tokens in the cache, not on the cache's size, and a row's bits do not depend on other rows.
 """
 
 import dataclasses
@@ -37,50 +37,50 @@ from podium.sharding import ShardingRules
 
 AXES = (None, "batch", "cache_heads", None, None)  # of keys and values
 STATE_AXES = ("batch", None)
-NO_PAGE = 2**30  # in a table: no page
+NO_PAGE = 2**30  # table entry that means no page
 Tree = TypeVar("Tree")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KvPages:
-    """The keys and values of the layers at one place."""
+    """Keys and values of the layers at one place of the decoder."""
 
     keys: jax.Array | None  # rotated; [L, N, K, W, P] if transposed, else [L, N, K, P, W]; None: joined with the values
     values: jax.Array  # [L, N, K, P, W]; joined: the key is in a row's first Q numbers, the value in the next Q
-    layout: KvLayout = dataclasses.field(metadata={"static": True})  # W is its width
-    ring: int | None = dataclasses.field(default=None, metadata={"static": True})  # pages of a cell; None: no rings
+    layout: KvLayout = dataclasses.field(metadata={"static": True})  # its width is W
+    ring: int | None = dataclasses.field(default=None, metadata={"static": True})  # pages per cell; None: no ring
 
     @property
     def page_tokens(self) -> int:
-        """P."""
+        """P: positions per page."""
         return self.values.shape[3]
 
     @property
     def key_dims(self) -> str:
-        """Names of the dimensions of a layer's keys, W being `q`."""
+        """Einsum names of the dimensions of a layer's keys; `q` stands for W."""
         return "nkqp" if self.layout.transposed else "nkpq"
 
     @property
     def stored_keys(self) -> jax.Array:
-        """The array that has the keys."""
+        """The array in which keys are stored: `values` if they are joined."""
         return self.values if self.keys is None else self.keys
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlaceCache:
-    """What is kept of the layers at one place."""
+    """The cached arrays of the layers at one place."""
 
     kv: KvPages | None
     states: tuple[jax.Array, ...]  # [L, M, ...] for M cells
-    axes: tuple[tuple[str | None, ...], ...] = dataclasses.field(metadata={"static": True})  # logical, of the states
+    axes: tuple[tuple[str | None, ...], ...] = dataclasses.field(metadata={"static": True})  # logical axes of states
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hidden:
-    """The hidden state behind the last token of each page that a prefill call has made."""
+    """For each page, the hidden state of its last token that prefill computed."""
 
     states: jax.Array  # [N, D]
     page_tokens: int = dataclasses.field(metadata={"static": True})  # P
@@ -89,14 +89,14 @@ class Hidden:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cache:
-    """What is kept of all sequences."""
+    """The cached arrays of all sequences."""
 
-    places: tuple[PlaceCache, ...]  # of the decoder's places
+    places: tuple[PlaceCache, ...]  # one for each of the decoder's places
     hidden: Hidden
 
 
 def abstract_cache(decoder: DecoderConfig, config: RolloutConfig, *, dtype: jnp.dtype, rules: ShardingRules) -> Cache:
-    """An abstract cache of an engine, for the planner."""
+    """An engine's cache with abstract arrays, for the planner."""
     shards = rules.num_shards("batch")
     cells = num_cells(decoder, config)
 
@@ -131,7 +131,7 @@ def abstract_cache(decoder: DecoderConfig, config: RolloutConfig, *, dtype: jnp.
 
 
 def cache_shardings(decoder: DecoderConfig, rules: ShardingRules) -> Cache:
-    """The shardings of a decoder's cache: a prefix of its tree."""
+    """The shardings of a decoder's cache, as a tree prefix."""
 
     def place(work: Work) -> PlaceCache:
         axes = _state_axes(work.states)
@@ -146,7 +146,7 @@ def cache_shardings(decoder: DecoderConfig, rules: ShardingRules) -> Cache:
 
 
 def _state_axes(states: Sequence[StateSpec]) -> tuple[tuple[str | None, ...], ...]:
-    """The logical axes of the stacks of states, [L, M, ...]."""
+    """The logical axes of the stacked states [L, M, ...]."""
     return tuple((None, "batch", *each.axes) for each in states)
 
 
@@ -157,18 +157,18 @@ def empty(abstract: Cache) -> Cache:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The rows of a call as the layers meet them: sequences in the cache, and new tokens behind each."""
+    """The rows of a call, as layers see them through the cache: each is a sequence with new tokens."""
 
-    tables: jax.Array  # [R, W] int32, the pages of each row's sequence
-    cells: jax.Array  # [R] int32, its cell
+    tables: jax.Array  # [R, W] int32, pages of each row's sequence
+    cells: jax.Array  # [R] int32, cell of each row's sequence
     starts: jax.Array  # [R] int32, tokens in the cache so far
-    counts: jax.Array  # [R] int32, how many of the new tokens are the sequence's
+    counts: jax.Array  # [R] int32, number of new tokens; the rest of a row is padding
     rules: ShardingRules
 
     def attend(
         self, kept: PlaceCache, at: At, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[PlaceCache, jax.Array]:
-        """The place with the new keys and values, and what the queries found, [R, T, H, Q]."""
+        """Write the new keys and values; returns the updated cache and the attention's output [R, T, H, Q]."""
         assert kept.kv is not None, "a layer that attends declares its heads in Work"
         tables = self.tables
         if (ring := kept.kv.ring) is not None:
@@ -177,7 +177,7 @@ class Rows:
         return dataclasses.replace(kept, kv=kv), found
 
     def recur(self, kept: PlaceCache, at: At, initial: States, advance: Advance) -> tuple[PlaceCache, jax.Array]:
-        """The place with the states behind the new tokens, and y of `advance`."""
+        """Advance the rows' states by the new tokens; returns the updated cache and the output y of `advance`."""
         rows, begun = self.rules.spec(("batch",)), self.starts > 0
         specs = tuple(self.rules.spec(axes) for axes in kept.axes)
         of_rows = tuple(self.rules.spec(axes[1:]) for axes in kept.axes)
@@ -221,22 +221,22 @@ def extend(
     rules: ShardingRules,
     window: int | None = None,
 ) -> tuple[KvPages, jax.Array]:
-    """The cache with new tokens behind each row's, and the attention of the new ones; in place in a loop's carry.
+    """Append new tokens' keys and values to each row, and attend from them; updates a loop's carry in place.
 
     Args:
-        cache: of N pages.
-        layer: [] int32.
-        tables: [R, W] int32, the pages of each row's sequence; of a ring each page comes again and again.
+        cache: N pages per layer.
+        layer: [] int32, index of the layer.
+        tables: [R, W] int32, pages of each row's sequence; in a ring, the same pages repeat.
         starts: [R] int32, tokens in the cache so far.
-        counts: [R] int32, how many of the T new tokens are the sequence's; decoding has T = 1.
+        counts: [R] int32, number of new tokens of each row, at most T; decoding has T = 1.
         q: [R, T, H, Q], rotated.
         k: [R, T, K, Q], rotated.
         v: [R, T, K, Q].
-        rules: how rows and pages are split over devices; each reads and writes its own.
-        window: positions that a query attends to, its own included; None: all.
+        rules: how rows and pages are split over devices; each device reads and writes only its own.
+        window: number of positions that a query attends to, including its own; None: all.
 
     Returns:
-        The cache, and [R, T, H, Q]; scores and softmax are float32 inside.
+        The updated cache, and the output [R, T, H, Q]; scores and softmax are computed in float32.
     """
     pages_at_once = cache_block_pages(cache.page_tokens, rules.platform)
 
@@ -256,17 +256,17 @@ def extend(
         mesh=rules.mesh,
         in_specs=(pages, PartitionSpec(), rows, rows, rows, heads, heads, heads),
         out_specs=(pages, heads),
-        check_vma=False,  # the loop over blocks starts from constants, which all devices share
+        check_vma=False,  # the loop over blocks starts from constants, which are equal on all devices
     )
     return mapped(cache, layer, tables, starts, counts, q, k, v)
 
 
 Extend = Callable[..., tuple[KvPages, jax.Array]]
-"""`(cache, layer, tables, starts, counts, q, k, v) -> (cache, found)`, as `extend`."""
+"""`(cache, layer, tables, starts, counts, q, k, v) -> (cache, output)`, the same as `extend`."""
 
 
 def _in_pieces(local: Extend, piece: int) -> Extend:
-    """The same for chunks of any length, `piece` tokens at a time: a ring holds no more than that beside the window."""
+    """Apply `local` to chunks of any length, `piece` tokens at a time: a ring holds the window plus one piece."""
 
     def whole(cache: KvPages, *given: jax.Array) -> tuple[KvPages, jax.Array]:
         layer, tables, starts, counts, *heads = given
@@ -298,7 +298,7 @@ def _append(
     k: jax.Array,
     v: jax.Array,
 ) -> KvPages:
-    """One token of each row: the TPU writes a head each, a row of W, in place."""
+    """Write one token per row, in place; a TPU writes a row of W elements per head."""
     page = jnp.take_along_axis(tables, (starts // cache.page_tokens)[:, None], axis=1, mode="clip")  # [R, 1]
     page = jnp.where(counts[:, None] > 0, page, cache.values.shape[1])
     K, offsets = k.shape[2], (starts % cache.page_tokens)[:, None]
@@ -313,14 +313,14 @@ def _append(
 
 
 def _rows(cache: KvPages, k: jax.Array, v: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-    """Keys and values [..., Q] as rows [..., W] of the cache's arrays."""
+    """Keys and values [..., Q] as rows [..., W] as they are stored."""
     if cache.layout.joined:
         return None, _widened(jnp.concatenate([k, v], axis=-1), cache.layout.width)
     return _widened(k, cache.layout.width), _widened(v, cache.layout.width)
 
 
 def _widened(x: jax.Array, width: int) -> jax.Array:
-    """The array with zeros behind its last dimension, which gets `width` numbers."""
+    """Pad the last dimension with zeros to `width` elements."""
     missing = width - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
@@ -335,7 +335,7 @@ def _write(
     k: jax.Array,
     v: jax.Array,
 ) -> KvPages:
-    """T tokens of each row, by whole pages; tokens already in them are kept."""
+    """Write T tokens per row in whole pages; tokens already in these pages are kept."""
     (R, T, K, _), W, P = k.shape, cache.layout.width, cache.page_tokens
     n = (T + P - 2) // P + 1  # pages that T tokens can touch
     first = starts // P
@@ -343,7 +343,7 @@ def _write(
     pages = jnp.take_along_axis(tables, column, axis=1, mode="clip")
     touched = (column * P < (starts + counts)[:, None]) & (column < tables.shape[1])
     pages = jnp.where(touched, pages, cache.values.shape[1])
-    token = jnp.arange(n * P)[None] - (starts % P)[:, None]  # [R, n P], which of the new ones comes to each position
+    token = jnp.arange(n * P)[None] - (starts % P)[:, None]  # which new token goes to each position
     new = ((token >= 0) & (token < counts[:, None])).reshape(R, n, 1, P, 1)
 
     def put(into: jax.Array, x: jax.Array, dims: str) -> jax.Array:
@@ -372,14 +372,14 @@ def _attend(
     pages_at_once: int,
     window: int | None,
 ) -> jax.Array:
-    """[R, T, H, Q]; a query attends to its own position and the ones before it, as far as the window reaches."""
+    """Attention output [R, T, H, Q]; a query attends to its own and earlier positions within the window."""
     R, T, H, Q = q.shape
     K, P = cache.values.shape[2], cache.page_tokens
     block = pages_at_once * P
     columns = -(-tables.shape[1] // pages_at_once) * pages_at_once
     tables = jnp.pad(tables, ((0, 0), (0, columns - tables.shape[1])))
     queries = q.reshape(R, T, K, H // K, Q).transpose(0, 2, 3, 1, 4).reshape(R, K, -1, Q)  # [R, K, G T, Q]
-    queries = _widened(queries, cache.layout.width)  # [R, K, G T, W]; a product with a row is one with its key
+    queries = _widened(queries, cache.layout.width)  # [R, K, G T, W]; the padding does not change products with rows
     last = jnp.tile(starts[:, None] + jnp.arange(T)[None], (1, H // K))[:, None, :, None]  # [R, 1, G T, 1]
     product = functools.partial(jnp.einsum, precision=full_precision(q.dtype), preferred_element_type=jnp.float32)
 
@@ -422,7 +422,7 @@ def _first_block(starts: jax.Array, counts: jax.Array, window: int, block: int) 
 
 @jax.named_scope("cache")
 def keep_states(cache: Cache, rows: Rows, states: jax.Array) -> Cache:
-    """The cache with the hidden states [R, D] behind the last new tokens of rows, as far as these have any."""
+    """Store the hidden states [R, D] of each row's last new token with its page; skip rows without new tokens."""
     rules, lengths = rows.rules, rows.starts + rows.counts
 
     def keep(kept: jax.Array, tables: jax.Array, lengths: jax.Array, counts: jax.Array, states: jax.Array) -> jax.Array:
@@ -437,7 +437,7 @@ def keep_states(cache: Cache, rows: Rows, states: jax.Array) -> Cache:
 
 @jax.named_scope("cache")
 def kept_states(cache: Cache, tables: jax.Array, lengths: jax.Array, rules: ShardingRules) -> jax.Array:
-    """The states [S, D] that `keep_states` has put with the last pages of sequences that are `lengths` [S] long."""
+    """The hidden states [S, D] that `keep_states` stored for the last tokens of sequences of `lengths` [S]."""
 
     def read(kept: jax.Array, tables: jax.Array, lengths: jax.Array) -> jax.Array:
         return kept.at[_last_page(tables, lengths, cache.hidden.page_tokens)].get(mode="clip")
@@ -449,16 +449,16 @@ def kept_states(cache: Cache, tables: jax.Array, lengths: jax.Array, rules: Shar
 
 
 def _last_page(tables: jax.Array, lengths: jax.Array, page_tokens: int) -> jax.Array:
-    """[R]."""
+    """[R] int32: the page of each sequence's last token."""
     column = (jnp.maximum(lengths, 1) - 1) // page_tokens
     return jnp.take_along_axis(tables, column[:, None], axis=1, mode="clip")[:, 0]
 
 
 @jax.named_scope("cache")
 def copy_pages(cache: Cache, sources: jax.Array, targets: jax.Array, rules: ShardingRules) -> Cache:
-    """The cache with pages of sequences copied, each shard its own; a target past the last page ends a shard's list.
+    """Copy pages, each shard its own; a target beyond the last page ends a shard's list.
 
-    `sources` and `targets` are [S] int32, as many for each shard.
+    `sources` and `targets` are [S] int32, with the same number for each shard.
     """
     copied = functools.partial(_copied, sources=sources, targets=targets, rules=rules)
 
@@ -472,7 +472,7 @@ def copy_pages(cache: Cache, sources: jax.Array, targets: jax.Array, rules: Shar
 
 @jax.named_scope("cache")
 def copy_cells(cache: Cache, sources: jax.Array, targets: jax.Array, rules: ShardingRules) -> Cache:
-    """The cache with cells copied, which are listed as the pages of `copy_pages`."""
+    """Copy cells; `sources` and `targets` are as for `copy_pages`."""
     copied = functools.partial(_copied, sources=sources, targets=targets, rules=rules)
 
     def place(kept: PlaceCache) -> PlaceCache:
@@ -492,7 +492,7 @@ def _copied(
     targets: jax.Array,
     rules: ShardingRules,
 ) -> Tree:
-    """Arrays [L, N, ...] of these logical axes with some of their runs of `each` rows of N copied to others."""
+    """Copy runs of `each` entries along N within arrays [L, N, ...] with these logical axes."""
 
     def copy(arrays: Tree, sources: jax.Array, targets: jax.Array) -> Tree:
         def put(x: jax.Array, i: jax.Array) -> jax.Array:

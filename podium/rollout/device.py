@@ -1,4 +1,4 @@
-"""The engine's device side: weights, cache and slots, and calls of the compiled programs, which only `wait` awaits."""
+"""The engine's device side: weights, cache, slots, and calls of compiled programs. Only `wait` blocks on them."""
 
 from collections.abc import Iterable
 from typing import TypeVar, cast
@@ -36,10 +36,10 @@ Tree = TypeVar("Tree")
 
 
 class Device:
-    """The arrays on the devices, and the programs that change them."""
+    """An engine's arrays on the devices, and the compiled programs that update them."""
 
     def __init__(self, config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> None:
-        """Make the programs; memory is allocated by `load` and by the first call of a program."""
+        """Make the programs; `load` and the first call of a program allocate memory."""
         self.config = config
         self.decoder = decoder
         self.rules = rules
@@ -56,13 +56,13 @@ class Device:
         self.resize(config.slots)
 
     def freeze(self, params: Params) -> None:
-        """Keep these weights, which no update changes; they are copied only if their layout or format differs."""
+        """Set the weights that no update changes; copied only if the rollout's layout or format differs."""
         self._frozen = {}
         as_it_is = keeps(params, self.decoder, self.rules, self._dtype)
         self._frozen = params if as_it_is else self.programs.place(params)
 
     def load(self, params: Params) -> None:
-        """Copy these weights and use them from now on."""
+        """Copy these weights and use them from now on, in place of the old ones."""
         self.params = None  # free the old version before the new one is made
         if self.decoder.lora is not None and self.decoder.lora.merged:
             self.params = self.programs.sync(params | self._frozen)
@@ -79,13 +79,13 @@ class Device:
         self._cache = None
 
     def resize(self, slots: int) -> None:
-        """Decode `slots` slots from now on, all of them empty."""
+        """Use the decode program with `slots` slots from now on; all slots become empty."""
         self._slots = idle_slots(slots, self._table)
         self._where = cast(Where[jax.Array], self._put(nowhere(slots)))
         self._table_pages = np.zeros(slots, np.int32)  # pages written so far into each slot's table
 
     def warm_up(self, chunks: Iterable[int], sizes: Iterable[int], tokenizer: TextDecoder | None) -> None:
-        """Call every program once, with nothing to do; slots are as after `resize` to the last size."""
+        """Compile every program by calling it without work; leaves the slots empty, at the last of `sizes`."""
         for chunk in chunks:
             self.prefill(PrefillCall(chunk=chunk, fills=()))
         self.copy(())
@@ -97,18 +97,18 @@ class Device:
         self.wait()
 
     def wait(self) -> None:
-        """Return when all issued calls have run."""
+        """Block until all issued calls have finished."""
         jax.block_until_ready(self._cache)
 
     def nonfinite(self, sequence: Sequence) -> str:
-        """What is wrong with a sequence whose logits are not numbers, in a sentence."""
+        """A sentence that says where a sequence's logits became NaN or infinite."""
         where = nonfinite_layer(self._loaded(), sequence.tokens, self.decoder, self.rules, self._dtype)
         key = sequence.key
         begun = f"request {key.request}, completion {key.completion}, behind {sequence.length} tokens"
         return f"{begun}: the model's logits are not numbers; {where}. Look for what made the weights so"
 
     def num_compiled(self) -> int:
-        """Compiled variants of the programs so far."""
+        """Number of compiled variants of the programs so far."""
         return sum(program._cache_size() for program in self.programs)
 
     def prefill(self, call: PrefillCall) -> None:
@@ -123,11 +123,11 @@ class Device:
         self._cache = self.programs.extend(self._loaded(), self._made_cache(), cast(Chunk[jax.Array], self._put(chunk)))
 
     def copy(self, copies: Iterable[Copy]) -> None:
-        """Copy pages within each shard; one call takes as many as there are slots."""
+        """Copy pages within each shard; a call copies up to as many pages as there are slots."""
         self._copy(self.programs.copy, copies)
 
     def copy_cells(self, copies: Iterable[Copy]) -> None:
-        """Copy cells within each shard, as many as there are slots."""
+        """Copy cells within each shard; a call copies up to as many cells as there are slots."""
         self._copy(self.programs.copy_cells, copies)
 
     def _copy(self, program: CopyProgram, copies: Iterable[Copy]) -> None:
@@ -144,7 +144,7 @@ class Device:
         self._cache = program(self._made_cache(), *given)
 
     def decode(self, rows: Iterable[DecodeRow], tokenizer: TextDecoder | None) -> tuple[Drawn, jax.Array]:
-        """Issue a decode call of these rows; what it will draw, whole on every host, and in how many steps []."""
+        """Issue a decode call for rows. Returns its tokens, replicated on every host, and the number of steps []."""
         rows, slots = tuple(rows), self._slots
         slots.taken[:] = slots.fresh[:] = slots.first[:] = False
         slots.where.any_live[...] = any(each.fresh for each in rows)
@@ -166,7 +166,7 @@ class Device:
         return self._replicate(drawn) if self._over_hosts else drawn, steps
 
     def _fill(self, row: int, sequence: Sequence, tokenizer: TextDecoder | None) -> None:
-        """Describe a sequence that is new in a slot."""
+        """Write the settings of a sequence that is new in its slot into the slot's arrays."""
         slots, stops = self._slots, stop_tokens(sequence.sampling, tokenizer)
         fill_row(slots.sampling, row, sequence.sampling, seed=sequence.seed, completion=sequence.key.completion)
         slots.stop_tokens[row] = -1
@@ -185,14 +185,14 @@ class Device:
         return empty(self._abstract_cache) if self._cache is None else self._cache
 
     def _put(self, tree: Tree) -> Tree:
-        """Put host arrays of rows on the devices that split them; copied, because the host reuses its own.
+        """Put host arrays of rows on the devices that split them. Copies first, because the host reuses its arrays.
 
-        `device_put(..., may_alias=False)` does not always copy: on CPU it takes numpy's memory as it is where that
-        happens to be aligned, and a call that still runs then reads what the host writes for the next.
+        `device_put(..., may_alias=False)` does not always copy: on CPU it uses an aligned numpy array in place, and a
+        call that is still running would then read what the host writes for the next one.
         """
         copied, shardings = jax.tree.map(np.copy, tree), row_shardings(tree, self.rules)
         if not self._over_hosts:
             return jax.device_put(copied, shardings)
-        # every host has the same values; `device_put` would compare them over the network
+        # the values are equal on every host; `device_put` would compare them over the network
         make = jax.make_array_from_callback
         return jax.tree.map(lambda x, sharding: make(x.shape, sharding, x.__getitem__), copied, shardings)

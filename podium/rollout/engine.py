@@ -1,10 +1,10 @@
-"""Completions of prompts by the current version of the policy: continuous batching over slots and pages.
+"""Generates completions with the current policy: continuous batching over slots and pages.
 
 The host decides which sequence runs in which slot (`scheduler`) and where a completion ends (`sequence`); the device
-runs fixed shapes (`programs`). A decode call may be issued before the tokens of the one before are read, so that the
-device does not wait for the host. A request's tokens depend on its prompt, settings and seed alone: every row is
-computed by itself, and its random numbers follow from seed, completion and position, whatever the slot, the pages and
-the other sequences. Their log-probabilities may differ by 1e-5 in float32 where a program of another size made them.
+runs programs of fixed shapes (`programs`). A decode call may be issued before the previous call's tokens are read, so
+that the device does not wait for the host. A request's tokens depend only on its prompt, settings and seed: each row is
+computed independently, and its random numbers derive from seed, completion index and position, whatever the slot, the
+pages and the other sequences. Log-probabilities may differ by 1e-5 in float32 between program sizes.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ Enough = Callable[[list[bool]], bool]
 
 
 class NonFiniteError(ValueError):
-    """The model's logits are not numbers; the message names the request, and the first layer where that is so."""
+    """The model's logits are NaN or infinite; the message names the request and the first layer with such values."""
 
 
 class _DecodeCall(NamedTuple):
-    """A decode call whose tokens the host has not read."""
+    """A decode call whose tokens the host has not read yet."""
 
     rows: tuple[DecodeRow, ...]
     drawn: Drawn
@@ -43,7 +43,7 @@ class _DecodeCall(NamedTuple):
 
 
 class RolloutEngine:
-    """Answers requests with the version of the policy that was loaded last."""
+    """Answers requests with the most recently loaded policy."""
 
     def __init__(
         self,
@@ -55,20 +55,20 @@ class RolloutEngine:
         dtype: jnp.dtype,
         overlap: bool | None = None,
     ) -> None:
-        """Make the programs; they are compiled when they are first used.
+        """Make the programs; each is compiled at its first use.
 
         Args:
-            config: lengths, slots, pages and rows of the programs; how tokens are drawn is each request's.
+            config: lengths, slots, pages and rows of the programs; sampling settings come with each request.
             decoder: the model.
-            rules: one of ROLLOUT_LAYOUTS on a mesh.
+            rules: a layout of ROLLOUT_LAYOUTS on a mesh.
             tokenizer: finds stop strings and the model's end-of-sequence tokens; None: completions end by length or a
                 request's stop tokens, and have no text.
-            dtype: of the weights; activations and cache follow (`podium.models.linear`).
-            overlap: whether to issue a decode call before the one before is read; a slot then stays empty for one more
-                call when its sequence ends. Unset: except on CPU, where host and device are one.
+            dtype: of the weights; activations and cache follow it (`podium.models.linear`).
+            overlap: whether to issue a decode call before the previous one is read; a slot then stays empty for one
+                more call when its sequence ends. Unset: True except on CPU, where host and device are the same.
 
         Raises:
-            ValueError: slots or prefill rows do not divide over devices, or the cache is too small for one sequence.
+            ValueError: slots or prefill rows do not divide over devices, or the cache cannot hold one sequence.
         """
         self.config = config
         self.decoder = decoder
@@ -90,8 +90,8 @@ class RolloutEngine:
     def load(self, params: Params, version: int = 0) -> None:
         """Copy these weights and answer with them; the originals may be donated afterwards.
 
-        Active completions continue with them: their tokens stay, their keys and values are made anew, and tokens drawn
-        from now on are tagged with `version`.
+        Active completions continue with the new weights: their tokens stay, their keys and values are recomputed, and
+        new tokens are tagged with `version`.
         """
         self._forget_cache()
         self._version = version
@@ -103,7 +103,7 @@ class RolloutEngine:
         self.device.unload()
 
     def warm_up(self) -> None:
-        """Compile all programs now, instead of each when it is first used; no sequence may wait or run."""
+        """Compile all programs now instead of at first use. Must be called while no sequence waits or runs."""
         assert not self._scheduler.busy, "programs are warmed up before there is work"
         self.device.warm_up(self._scheduler.chunks, self._scheduler.sizes, self.tokenizer)
         self.device.resize(self._scheduler.size)
@@ -111,10 +111,10 @@ class RolloutEngine:
     # Completions, one by one.
 
     def submit(self, request: Request) -> int:
-        """Queue a request, and return its number: with a completion's index it makes the completion's `Key`.
+        """Queue a request and return its number; with a completion's index it forms the completion's `Key`.
 
         Raises:
-            ValueError: the engine's shapes do not hold the request.
+            ValueError: the request exceeds the engine's shapes.
             RuntimeError: no weights are loaded.
         """
         prompt, sampling = request.prompt, request.sampling
@@ -132,9 +132,9 @@ class RolloutEngine:
         return self._submitted - 1
 
     def step(self) -> None:
-        """Run one step: admissions, prefill, and a decode call of `refill_steps` steps.
+        """Run one step: admission, prefill, and one decode call of `refill_steps` steps.
 
-        Raises NonFiniteError where the model's logits are not numbers: the completion is forgotten.
+        Raises NonFiniteError if the model's logits are NaN or infinite; the completion is dropped.
         """
         device, begun = self.device, time.perf_counter()
         compiled = device.num_compiled()
@@ -159,15 +159,15 @@ class RolloutEngine:
         )
 
     def poll(self) -> list[Finished]:
-        """The completions, or turns of them, that have ended since the last call, in the order of their end."""
+        """Completions and turns that ended since the last call, in the order in which they ended."""
         return self._take_finished()
 
     def extend(
         self, key: Key, tokens: Iterable[int], sampling: SamplingParams, *, seed: int, keep: bool = False
     ) -> None:
-        """Draw the next turn of a parked completion, behind new tokens if there are any; `poll` returns it.
+        """Generate the next turn of a parked completion, after appending `tokens`; `poll` returns the turn.
 
-        Raises ValueError where it is not parked, or would grow beyond what the engine's shapes hold.
+        Raises ValueError if it is not parked, or would exceed the engine's shapes.
         """
         sequence, new = self._parked(key), list(tokens)
         self._check_turn((*sequence.tokens, *new), sampling)
@@ -175,10 +175,10 @@ class RolloutEngine:
         self._scheduler.resume(sequence)
 
     def park(self, key: Key) -> None:
-        """Take a completion out of its slot or the queue, until `resume` or `extend`.
+        """Take a completion out of its slot or the queue until `resume` or `extend`.
 
-        Nothing happens where it has ended, or is parked. Raises ValueError where it is not known: cancelled, or ended
-        and polled.
+        Does nothing if the completion has ended or is parked already. Raises ValueError if it is unknown: cancelled, or
+        ended and polled.
         """
         sequence = self._known(key)
         self._read_all()
@@ -186,42 +186,42 @@ class RolloutEngine:
             self._scheduler.park(sequence)
 
     def resume(self, key: Key) -> None:
-        """Continue a completion where `park` took it out. Raises ValueError where its turn has ended, or it runs."""
+        """Continue a parked completion in mid-turn. Raises ValueError if its turn has ended, or if it is not parked."""
         sequence = self._parked(key)
         if sequence.finish_reason is not None:
             raise ValueError(f"{_name(key)} has ended; extend it")
         self._scheduler.resume(sequence)
 
     def cancel(self, key: Key) -> None:
-        """Forget a completion in any state: `poll` no longer returns it, not even if it has ended.
+        """Drop a completion in any state; `poll` will not return it, even if it has ended.
 
-        Nothing happens where it is not known.
+        Does nothing if the completion is unknown.
         """
         self._finished = [finished for finished in self._finished if finished.key != key]
         if (sequence := self._sequences.pop(key, None)) is not None:
             self._scheduler.retire(sequence)
 
     def ledger(self, key: Key) -> tuple[int, ...]:
-        """All tokens of a completion: prompt, turns, and what was drawn. Raises ValueError where it is not known."""
+        """All tokens of a completion: prompt, earlier turns, and those generated so far. ValueError if unknown."""
         return tuple(self._known(key).tokens)
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has anything to do."""
+        """Whether `step` has any work."""
         return self._scheduler.busy or self._unread is not None
 
     @property
     def keys(self) -> list[Key]:
-        """The completions that the engine knows: active, parked, or ended and not polled."""
+        """Keys of all known completions: active, parked, or ended but not polled."""
         return list(self._sequences)
 
     @property
     def pages_used(self) -> int:
-        """Pages of the cache in use now, those that parked completions keep included."""
+        """Number of cache pages in use, including those of parked completions."""
         return self._scheduler.pages.used
 
     def stats(self) -> RolloutStats:
-        """Counts and seconds since the last call."""
+        """Counts and seconds since the last call of `stats`."""
         stats, counts = self._stats, self._scheduler.take_counts()
         self._stats = RolloutStats(slots=self.config.slots)
         return dataclasses.replace(stats, **dataclasses.asdict(counts))
@@ -235,19 +235,20 @@ class RolloutEngine:
         on_poll: OnPoll = lambda: None,
         enough: Enough | None = None,
     ) -> tuple[list[list[Completion]], RolloutStats]:
-        """The completions of each request, in the requests' order, and what they took.
+        """Complete all requests; returns their completions in the requests' order, and statistics.
 
-        Other completions that the engine knows are left alone: what is parked stays parked, what waits or runs shares
-        the slots, and what ends is left for `poll`.
+        Other completions of the engine are unaffected: parked ones stay parked, active ones share the slots, and
+        finished ones wait for `poll`.
 
         Args:
             requests: any number; they share the slots.
             on_group: called with a request's index and its completions as soon as all of them have ended.
-            on_poll: called before every step; what it raises ends the generation, and the requests are forgotten.
-            enough: whether to return before all are complete; called before every step with whether each is.
+            on_poll: called before every step; if it raises, generation ends and the requests are dropped.
+            enough: called before every step with a flag per request that says whether it is complete; True returns
+                early.
 
         Raises:
-            ValueError: the engine's shapes do not hold a request.
+            ValueError: a request exceeds the engine's shapes.
             RuntimeError: no weights are loaded.
         """
         self.stats()
@@ -263,7 +264,7 @@ class RolloutEngine:
                 self.step()
                 answers.take(self._take_finished(answers.indices))
             if answers.unfinished():
-                self._read_all()  # tokens of these weights
+                self._read_all()  # tokens drawn with these weights
                 answers.take(self._take_finished(answers.indices))
             for key in answers.unfinished():
                 answers.made[answers.indices[key.request]][key.completion] = self._completion(self._sequences[key])
@@ -292,14 +293,14 @@ class RolloutEngine:
         return sequence
 
     def _check(self, tokens: tuple[int, ...], sampling: SamplingParams, room: int, rule: str) -> None:
-        """Raises ValueError for what the engine's shapes do not hold, RuntimeError without weights."""
+        """Check a context. Raises ValueError if it exceeds the engine's shapes, RuntimeError without weights."""
         if self.device.params is None:
             raise RuntimeError("the rollout engine has no parameters; call load(params) first")
         check_sampling(sampling, self.tokenizer, self.config.max_new_tokens)
         check_tokens(tokens, self.decoder.vocab, room, rule)
 
     def _check_turn(self, tokens: tuple[int, ...], sampling: SamplingParams) -> None:
-        """Raises ValueError where a conversation of these tokens leaves no room for another turn."""
+        """Raises ValueError if a conversation with these tokens leaves no room for another turn."""
         room = self.config.max_prompt_tokens + self.config.max_new_tokens - sampling.max_new_tokens
         rule = "what rollout.max_prompt_tokens and max_new_tokens leave of its next turn"
         self._check(tokens, sampling, room, rule)
@@ -310,7 +311,7 @@ class RolloutEngine:
         self._scheduler.restart()
 
     def _prefill(self) -> tuple[DecodeRow, ...]:
-        """Plan a step and issue all that comes before its decode call; the rows of that."""
+        """Plan a step and issue everything before its decode call; returns the rows of the decode call."""
         scheduler = self._scheduler
         if scheduler.wants_size():
             self._read_all()
@@ -326,12 +327,12 @@ class RolloutEngine:
         return plan.rows
 
     def _read_all(self) -> None:
-        """Wait for the unread decode call, if there is one, and add what it drew."""
+        """Wait for the pending decode call, if any, and append its tokens."""
         call, self._unread = self._unread, None
         self._read(call)
 
     def _read(self, call: _DecodeCall | None) -> None:
-        """Add the tokens of a call to its sequences, and end those that are complete."""
+        """Append a call's tokens to its sequences, and finish those that are complete."""
         if call is None:
             return
         drawn, steps = jax.device_get((call.drawn, call.steps))
@@ -342,7 +343,7 @@ class RolloutEngine:
             tokens = drawn.tokens[row, columns].tolist()
             decoded += len(tokens) - first
             if sequence.releases != releases:
-                continue  # it was parked, cancelled or preempted meanwhile
+                continue  # parked, cancelled or preempted since the call was issued
             if not drawn.finite[row]:
                 self._fail(sequence)
             if tokens:
@@ -356,7 +357,7 @@ class RolloutEngine:
         self._count(RolloutStats(decode_steps=ran, slot_steps=ran * len(drawn.counts), decoded_tokens=decoded))
 
     def _finish(self, sequence: Sequence) -> None:
-        """Free the slot of a sequence whose turn has ended, and keep the completion for `poll`."""
+        """Free the slot of a sequence whose turn has ended, and queue its completion for `poll`."""
         self._finished.append(Finished(sequence.key, self._completion(sequence)))
         if sequence.keep:
             self._scheduler.park(sequence)
@@ -365,7 +366,7 @@ class RolloutEngine:
             sequence.state = "finished"
 
     def _take_finished(self, requests: Container[int] | None = None) -> list[Finished]:
-        """Remove the finished completions of these requests, or of all, from the list; forget those not kept."""
+        """Remove and return the finished completions of these requests (None: all); drop those not marked `keep`."""
         taken: list[Finished] = []
         left: list[Finished] = []
         for each in self._finished:
@@ -387,7 +388,7 @@ class RolloutEngine:
         self._stats = self._stats.then(counts)
 
     def _fail(self, sequence: Sequence) -> NoReturn:
-        """Raise what is wrong with the model, after dropping the sequence and the whole cache."""
+        """Drop the sequence and the whole cache, then raise NonFiniteError."""
         self.cancel(sequence.key)
         self._unread = None
         self._scheduler.restart()
@@ -396,27 +397,27 @@ class RolloutEngine:
 
 
 class _Answers:
-    """The completions of some requests, collected as they end."""
+    """Collects the completions of some requests as they end."""
 
     def __init__(self, requests: list[Request], on_group: OnGroup | None) -> None:
         self.requests, self._on_group = requests, on_group
         self.indices: dict[int, int] = {}
-        """Index of each submitted request, by its number in the engine."""
+        """Index of each submitted request, by its engine number."""
         self.missing = [set(request.unfinished) for request in requests]
         self.made = [dict(enumerate(request.begun)) for request in requests]
 
     def to_submit(self) -> list[tuple[int, Request]]:
-        """The requests that have something to draw, with their indices."""
+        """The requests that still need tokens, with their indices."""
         return [
             (index, request) for index, request in enumerate(self.requests) if self.missing[index] or not request.begun
         ]
 
     def unfinished(self) -> list[Key]:
-        """The submitted completions that have not ended."""
+        """Keys of the submitted completions that have not ended."""
         return [Key(number, each) for number, index in self.indices.items() for each in self.missing[index]]
 
     def take(self, finished: Iterable[Finished]) -> None:
-        """Add completions that have ended."""
+        """Add completions that have ended; calls `on_group` for each request that is now complete."""
         for key, completion in finished:
             index = self.indices[key.request]
             self.made[index][key.completion] = completion
@@ -425,7 +426,7 @@ class _Answers:
                 self._on_group(index, self.in_order(index))
 
     def in_order(self, index: int) -> list[Completion]:
-        """A request's completions by their index."""
+        """A request's completions, by index."""
         return [completion for _, completion in sorted(self.made[index].items())]
 
 

@@ -1,8 +1,8 @@
-"""What the cache keeps of the layers at each place of a decoder, as their kinds declare. No jax.
+"""What the cache stores for the layers at each place of a decoder, as declared by their kinds. No jax.
 
-Most layers keep keys and values of every token, in the sequence's pages. What has a fixed size lies in the sequence's
-cell: the arrays of a recurrent layer, and the keys and values that a window reaches, in a ring of the cell's own pages.
-The scheduler hands out pages and cells; `make_scheduler` makes the one of an engine.
+Most layers store keys and values of every token, in the sequence's pages. Data of a fixed size per sequence is stored
+in its cell: the states of a recurrent layer, and the keys and values within a window, in a ring of the cell's own
+pages. The scheduler allocates pages and cells; `make_scheduler` makes an engine's scheduler.
 """
 
 from typing import NamedTuple
@@ -15,23 +15,23 @@ from podium.rollout.scheduler import Scheduler
 
 
 class Kept(NamedTuple):
-    """What is kept of each layer at a place."""
+    """What is stored for each layer at one place."""
 
     layers: int
-    """How many layers stand there."""
+    """Number of layers at this place."""
     kv_heads: int
-    """0: no keys and values."""
+    """Number of key/value heads; 0: no keys and values."""
     head_dim: int
     window: int | None
-    """The most keys that a query sees, its own included; None: all before it."""
+    """Number of keys that a query sees, including its own; None: all before it."""
     ring: int | None
-    """Pages of a cell that keep the keys and values; None: the sequence's pages do."""
+    """Pages per cell for the keys and values; None: they are in the sequence's pages."""
     states: tuple[StateSpec, ...]
-    """Arrays of a cell."""
+    """Arrays stored in a cell."""
 
 
 def kept_places(decoder: DecoderConfig, rollout: RolloutConfig) -> tuple[Kept, ...]:
-    """What is kept at each of `decoder.places`."""
+    """What is stored for the layers at each of `decoder.places`."""
     works = [(len(place.layers), place.block.work(decoder.width)) for place in decoder.places]
     return tuple(
         Kept(
@@ -47,23 +47,23 @@ def kept_places(decoder: DecoderConfig, rollout: RolloutConfig) -> tuple[Kept, .
 
 
 def num_cells(decoder: DecoderConfig, rollout: RolloutConfig) -> int:
-    """Cells over all shards: one for each slot, and one for each prompt that a prefill call can make.
+    """Number of cells over all shards: one per slot, and one per prompt that a prefill call can compute.
 
-    0: the decoder's layers keep nothing of a fixed size.
+    0 if no layer stores anything of a fixed size.
     """
     fixed = any(each.ring is not None or each.states for each in kept_places(decoder, rollout))
     return rollout.slots + rollout.prefill_rows if fixed else 0
 
 
 def kv_pages(kept: Kept, decoder: DecoderConfig, rollout: RolloutConfig, shards: int) -> int:
-    """Pages of the keys and values at a place, over all shards."""
+    """Number of pages of keys and values at one place, over all shards."""
     return cache_pages(rollout, shards) if kept.ring is None else kept.ring * num_cells(decoder, rollout)
 
 
 def make_scheduler(config: RolloutConfig, shards: int, num_cells: int = 0) -> Scheduler:
-    """The scheduler of the engine that a config describes.
+    """Make the scheduler of an engine with this config.
 
-    Raises ValueError where the cache is too small for one sequence.
+    Raises ValueError if the cache cannot hold one sequence.
     """
     return Scheduler(
         slots=slot_sizes(config, shards),

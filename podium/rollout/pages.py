@@ -1,4 +1,4 @@
-"""Which sequence has which pages and which cell of the cache: allocated, shared or copied, freed when they run out.
+"""Allocates the cache's pages and cells to sequences and shared prompts, and evicts idle ones when pages run out.
 
 Plain integers, no jax.
 """
@@ -7,17 +7,17 @@ import collections
 
 from podium.rollout.sequence import Group, Queues, Sequence, SharedPrompt
 
-HEADROOM_PAGES = 2  # left free for each running sequence when another one is admitted
+HEADROOM_PAGES = 2  # kept free for each running sequence when another one is admitted
 
 
 class Pages:
-    """The pages and cells of all shards; those of a shard are numbered from 0."""
+    """The pages and cells of all shards; each shard numbers its own from 0."""
 
     def __init__(self, *, per_shard: int, cells_per_shard: int, page_tokens: int, shards: int, queues: Queues) -> None:
-        """All pages and cells of every shard are free; the sequences in `queues` will have them.
+        """Start with all pages and cells free, to be allocated to the sequences in `queues`.
 
-        Without cells, pages hold all that there is of a sequence. With cells, each sequence and each shared prompt has
-        one beside its pages.
+        Without cells, a sequence is stored in its pages alone. With cells, each sequence and each shared prompt also
+        has one cell.
         """
         self.per_shard = per_shard
         self.page_tokens = page_tokens
@@ -28,27 +28,27 @@ class Pages:
 
     @property
     def used(self) -> int:
-        """Pages that are allocated."""
+        """Number of allocated pages."""
         return sum(self.per_shard - len(free) for free in self.free)
 
     def number(self, tokens: int) -> int:
-        """Pages that `tokens` tokens take."""
+        """Number of pages that `tokens` tokens need."""
         return -(-tokens // self.page_tokens)
 
     def check(self, limit: int) -> None:
-        """Raises ValueError where a shard's pages do not hold one sequence of `limit` tokens."""
-        if self.number(limit) + 1 > self.per_shard:  # and one for the part page of its prompt
+        """Raises ValueError if a shard's pages cannot hold one sequence of `limit` tokens."""
+        if self.number(limit) + 1 > self.per_shard:  # plus the partial page of its prompt
             room = (self.per_shard - 1) * self.page_tokens
             raise ValueError(
                 f"it can grow to {limit} tokens and the cache holds {room} of one sequence; raise rollout.cache_tokens"
             )
 
     def headroom(self, sequence: Sequence) -> int:
-        """Pages left free for a running sequence."""
+        """Pages to keep free for a running sequence."""
         return min(HEADROOM_PAGES, self.number(sequence.limit) - len(sequence.pages))
 
     def allocate(self, sequence: Sequence, shard: int, headroom: int) -> bool:
-        """Give a sequence pages for all its tokens, and a cell; whether there were enough, with `headroom` to spare."""
+        """Allocate pages for all tokens of a sequence, and a cell; returns False unless `headroom` pages stay free."""
         group = self.queues.groups[sequence.key.request]
         full = len(group.prompt) // self.page_tokens
         end = full * self.page_tokens if group.copied and not self.has_cells else len(group.prompt)
@@ -73,12 +73,12 @@ class Pages:
         return True
 
     def holds_prompt(self, tokens: int, shard: int, reserved: int) -> bool:
-        """Whether a shard has free what a prompt of this many tokens takes, with `reserved` pages to spare."""
+        """Whether a shard has free pages for a prompt of `tokens` tokens, with `reserved` pages to spare."""
         enough = len(self.free[shard]) >= self.number(tokens) + reserved
         return enough and (not self.has_cells or bool(self.free_cells[shard]))
 
     def allocate_prompt(self, group: Group, request: int, shard: int, end: int) -> SharedPrompt:
-        """Give a group's prompt pages for its first `end` tokens on a shard; there are enough."""
+        """Allocate pages for the first `end` tokens of a group's prompt on a shard, which must have enough."""
         shared = SharedPrompt(
             request=request,
             tokens=group.prompt,
@@ -93,7 +93,7 @@ class Pages:
         return shared
 
     def grow(self, sequence: Sequence, tokens: int) -> bool:
-        """Give a sequence pages for `tokens` tokens, or its limit; whether there were enough."""
+        """Allocate pages up to `tokens` tokens or the sequence's limit; returns False if there are too few."""
         need = self.number(min(tokens, sequence.limit)) - len(sequence.pages)
         if not self._make_room(sequence.shard, need, 0, keep=sequence):
             return False
@@ -125,7 +125,7 @@ class Pages:
         del group.prompts[shared.shard]
 
     def release_copied(self, group: Group) -> None:
-        """Free the part page and the cell of a prompt once all its sequences have had their copies."""
+        """Free a prompt's partial page and cell once all its sequences have their copies."""
         for shared in group.prompts.values() if group.copied else ():
             self.free[shared.shard] += shared.pages[shared.full_pages :]
             del shared.pages[shared.full_pages :]
@@ -142,10 +142,10 @@ class Pages:
         cells: int = 0,
         prompt: SharedPrompt | None = None,
     ) -> bool:
-        """Evict idle sequences and prompts until enough is free: `need` pages, `headroom` more, and `cells`.
+        """Evict idle sequences and prompts until `need` + `headroom` pages and `cells` cells are free.
 
-        Returns whether that is possible. Nothing is evicted in vain, and nothing of `keep`, of the prompt that it uses
-        or of `prompt`, which it is about to use.
+        Returns whether that is possible; otherwise nothing is evicted. Never evicts `keep`, the prompt that `keep`
+        uses, or `prompt`.
         """
         free, free_cells = self.free[shard], self.free_cells[shard]
         wanted = need + headroom if need > 0 else 0

@@ -1,7 +1,7 @@
-"""The compiled programs of the rollout engine, one factory each: sync, extend (prefill), copy, decode.
+"""The rollout engine's compiled programs, one factory each: sync, extend (prefill), copy, decode.
 
-The engine calls them, the planner lowers them on abstract arrays, the bench times them. All have fixed shapes: R rows
-of a chunk's length, S slots (or fewer, as work runs out), k steps.
+The engine calls them, the planner lowers them with abstract arrays, the bench times them. All have fixed shapes: R rows
+of one chunk length, S slots (fewer as work runs out), k steps.
 """
 
 import dataclasses
@@ -35,39 +35,39 @@ Tree = TypeVar("Tree")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunk(Generic[A]):
-    """New tokens of some sequences, one sequence a row, to be prefilled behind those in the cache."""
+    """New tokens to prefill after the cached ones; each row is one sequence."""
 
     tokens: A  # [R, T] int32
     starts: A  # [R] int32, tokens in the cache
-    counts: A  # [R] int32, how many of the T are the sequence's; 0: the row has none
-    tables: A  # [R, W] int32, the sequence's pages
-    cells: A  # [R] int32, the sequence's cell
+    counts: A  # [R] int32, number of new tokens of each row, at most T; 0: unused row
+    tables: A  # [R, W] int32, pages of each row's sequence
+    cells: A  # [R] int32, cell of each row's sequence
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Where(Generic[A]):
-    """The state of each slot's sequence, which a decode call returns for the next."""
+    """The decoding state of each slot, passed from one decode call to the next."""
 
     lengths: A  # [S] int32, tokens in the cache
-    tokens: A  # [S] int32, the last one drawn, not in the cache yet
-    live: A  # [S] bool
-    any_live: A  # [] bool, over all devices, which exchange it once a call and not once a step
+    tokens: A  # [S] int32, last token drawn, not in the cache yet
+    live: A  # [S] bool, whether the slot draws tokens
+    any_live: A  # [] bool, over all devices; reduced once per call rather than per step
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slots(Generic[A]):
-    """What the host says of each slot."""
+    """The host's input to a decode call, for each slot."""
 
     sampling: SamplingRows[A]
     stop_tokens: A  # [S, 8] int32, padded with -1
     last: A  # [S] int32, position of the last token that may be drawn
-    tables: A  # [S, W] int32, the pages of the slot's sequence
-    cells: A  # [S] int32, its cell
-    taken: A  # [S] bool, whether the slot has a sequence
-    fresh: A  # [S] bool, whether its state is in `where`, and not what the call before returned
-    first: A  # [S] bool, of those, whether all its tokens are in the cache, with the hidden state behind the last
+    tables: A  # [S, W] int32, pages of the slot's sequence
+    cells: A  # [S] int32, cell of the slot's sequence
+    taken: A  # [S] bool, whether the slot holds a sequence
+    fresh: A  # [S] bool, whether to take the slot's state from `where` instead of the previous call
+    first: A  # [S] bool, whether a fresh slot draws its first token from the kept hidden state
     any_first: A  # [] bool, over all devices
     where: Where[A]
 
@@ -75,17 +75,17 @@ class Slots(Generic[A]):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """The tokens that a decode call drew for each slot: one of those that are `first`, then one in each of k steps."""
+    """The tokens that a decode call drew in each slot: a first token where `first`, then one per step for k steps."""
 
     tokens: jax.Array  # [S, 1 + k] int32
-    logprobs: jax.Array  # [S, 1 + k] float32, under the distribution that they were drawn from
-    full_logprobs: jax.Array  # [S, 1 + k] float32, before top-k, top-p and min-p
-    counts: jax.Array  # [S] int32, how many are drawn
-    finite: jax.Array  # [S] bool, whether all logits were numbers; a slot stops where they are not
+    logprobs: jax.Array  # [S, 1 + k] float32, under the distribution that was sampled
+    full_logprobs: jax.Array  # [S, 1 + k] float32, under the softmax before top-k, top-p and min-p
+    counts: jax.Array  # [S] int32, number of tokens drawn
+    finite: jax.Array  # [S] bool, whether all logits were finite; a slot stops where they are not
 
 
 def nowhere(num_slots: int) -> Where[np.ndarray]:
-    """The state of slots without sequences."""
+    """The decoding state of empty slots."""
     return Where(
         lengths=np.zeros(num_slots, np.int32),
         tokens=np.zeros(num_slots, np.int32),
@@ -95,7 +95,7 @@ def nowhere(num_slots: int) -> Where[np.ndarray]:
 
 
 def idle_slots(num_slots: int, table: int) -> Slots[np.ndarray]:
-    """Slots without sequences, for the host to fill; `table` is W."""
+    """Empty slots for the host to fill; `table` is W."""
     return Slots(
         sampling=idle_rows(num_slots),
         stop_tokens=np.full((num_slots, MAX_STOP_TOKENS), -1, np.int32),
@@ -111,7 +111,7 @@ def idle_slots(num_slots: int, table: int) -> Slots[np.ndarray]:
 
 
 def idle_chunk(rows: int, length: int, table: int) -> Chunk[np.ndarray]:
-    """A chunk without sequences, for the host to fill."""
+    """A chunk without sequences, for the host to fill; `table` is W."""
     return Chunk(
         tokens=np.zeros((rows, length), np.int32),
         starts=np.zeros(rows, np.int32),
@@ -125,28 +125,28 @@ _Carry = tuple[Cache, Where[jax.Array], Drawn, jax.Array]
 
 
 class ExtendProgram(Program, Protocol):
-    """Prefill (`make_extend`)."""
+    """The prefill program (`make_extend`)."""
 
     def __call__(self, params: Params, cache: Cache, chunk: Chunk[jax.Array], /) -> Cache:
-        """The cache with a chunk's tokens."""
+        """Return the cache with a chunk's tokens added."""
         ...
 
 
 class CopyProgram(Program, Protocol):
-    """Copies of pages (`make_copy`), or of cells (`make_copy_cells`)."""
+    """A program that copies pages (`make_copy`) or cells (`make_copy_cells`)."""
 
     def __call__(self, cache: Cache, sources: jax.Array, targets: jax.Array, /) -> Cache:
-        """The cache with `sources` copied to `targets`."""
+        """Return the cache with `sources` copied to `targets`."""
         ...
 
 
 class DecodeProgram(Program, Protocol):
-    """Decode steps (`make_decode`)."""
+    """The decode program (`make_decode`)."""
 
     def __call__(
         self, params: Params, cache: Cache, where: Where[jax.Array], slots: Slots[jax.Array], /
     ) -> tuple[Cache, Where[jax.Array], Drawn, jax.Array]:
-        """Cache and slots behind the steps, the tokens that they drew, and how many steps ran, []."""
+        """Run decode steps; returns the cache, the slots' state, the drawn tokens, and the number of steps []."""
         ...
 
 
@@ -155,20 +155,20 @@ class EnginePrograms(NamedTuple):
 
     sync: SyncProgram
     place: SyncProgram
-    """`sync` of the weights that no update changes, called once."""
+    """`sync` for the weights that no update changes; called once."""
     extend: ExtendProgram
     copy: CopyProgram
     copy_cells: CopyProgram
-    """Called where layers keep something of a fixed size (`podium.rollout.kept`)."""
+    """Used if layers store something of a fixed size (`podium.rollout.kept`)."""
     decode: DecodeProgram
 
 
 def make_engine_programs(
     config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
 ) -> EnginePrograms:
-    """The programs of the engine that a config describes; the engine runs them and the planner compiles them.
+    """Make the programs of an engine with this config; the engine runs them and the planner compiles them.
 
-    Raises ValueError where slots or prefill rows do not divide over the devices that split them.
+    Raises ValueError if slots or prefill rows do not divide over the devices that split them.
     """
     check_split(config, rules.num_shards("batch"))
     return EnginePrograms(
@@ -184,18 +184,18 @@ def make_engine_programs(
 def abstract_engine_cache(
     config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
 ) -> Cache:
-    """The cache of an engine."""
+    """An engine's cache with abstract arrays."""
     return caches.abstract_cache(decoder, config, dtype=activation_dtype(rules, dtype), rules=rules)
 
 
 def abstract_slots(config: RolloutConfig, size: int, rules: ShardingRules) -> tuple[Where[jax.Array], Slots[jax.Array]]:
-    """The arguments of a decode call of `size` slots, beside parameters and cache."""
+    """Abstract arguments of a decode call with `size` slots, besides parameters and cache."""
     where, slots = _abstract((nowhere(size), idle_slots(size, table_pages(config))), rules)
     return cast(Where[jax.Array], where), cast(Slots[jax.Array], slots)
 
 
 def abstract_chunk(config: RolloutConfig, length: int, rules: ShardingRules) -> Chunk[jax.Array]:
-    """The chunk of a prefill call of rows of `length` tokens."""
+    """The abstract chunk of a prefill call with rows of `length` tokens."""
     return cast(Chunk[jax.Array], _abstract(idle_chunk(config.prefill_rows, length, table_pages(config)), rules))
 
 
@@ -205,15 +205,16 @@ def _abstract(tree: Tree, rules: ShardingRules) -> Tree:
 
 
 def row_shardings(tree: Tree, rules: ShardingRules) -> Tree:
-    """The shardings of arrays of rows: split over the devices that split rows; scalars are replicated."""
+    """Shardings for arrays of rows: split over the row devices; scalars are replicated."""
     return jax.tree.map(lambda x: rules.sharding("rows") if x.ndim else rules.sharding(), tree)
 
 
 def make_extend(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> ExtendProgram:
-    """The jitted `(params, cache, chunk) -> cache`: new tokens behind those in the cache; a variant per chunk length.
+    """The jitted `(params, cache, chunk) -> cache`: adds new tokens to the cache; one variant per chunk length.
 
-    Prompts, parts of them, next turns of a conversation, and what is made again after an eviction or with new weights
-    all enter this way. No logits are made: `decode` draws from the kept state of the last token. The cache is donated.
+    It processes prompts, parts of prompts, later turns of a conversation, and tokens recomputed after an eviction or
+    with new weights. It computes no logits: `decode` samples from the kept hidden state of the last token. The cache is
+    donated.
     """
 
     def extend(params: Params, cache: Cache, chunk: Chunk[jax.Array]) -> Cache:
@@ -232,7 +233,7 @@ def prefill(
     rules: ShardingRules,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, Cache]:
-    """Hidden states [R, T, D] of a chunk's tokens, and the cache with them."""
+    """Hidden states [R, T, D] of a chunk's tokens, and the cache with these tokens added."""
     rows = Rows(tables=chunk.tables, cells=chunk.cells, starts=chunk.starts, counts=chunk.counts, rules=rules)
     hidden, cache = _enter(params, cache, chunk.tokens, rows, decoder=decoder, dtype=dtype)
     last = jnp.take_along_axis(hidden, (chunk.counts - 1)[:, None, None], axis=1, mode="clip")[:, 0]
@@ -242,7 +243,7 @@ def prefill(
 def _enter(
     params: Params, cache: Cache, tokens: jax.Array, rows: Rows, *, decoder: DecoderConfig, dtype: jnp.dtype
 ) -> tuple[jax.Array, Cache]:
-    """Hidden states [R, T, D] of new tokens [R, T] of the rows' sequences, and the cache with them."""
+    """Hidden states [R, T, D] of new tokens [R, T], and the cache with these tokens added."""
     positions = rows.starts[:, None] + jnp.arange(tokens.shape[1])[None]
     hidden, places, _ = forward(
         params,
@@ -261,8 +262,8 @@ def _enter(
 def nonfinite_layer(
     params: Params, tokens: Sequence[int], decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
 ) -> str:
-    """The first weight or layer that is not finite in a pass over these tokens, in words. Compiles; slow."""
-    whole = rules.sharding()  # gathered from other hosts too
+    """Describe the first non-finite weight or layer of a forward pass over these tokens. Compiles a program; slow."""
+    whole = rules.sharding()  # replicated, so that every host can read it
 
     def finite(value: jax.Array) -> jax.Array:
         return jnp.isfinite(of_bits(value)).reshape(len(value), -1).all(axis=1)
@@ -298,13 +299,13 @@ def nonfinite_layer(
 
 
 def _layers_of(decoder: DecoderConfig, marked: Sequence[jax.Array]) -> list[int]:
-    """The layers that are marked in the arrays of their places, in order."""
+    """The layers marked in their places' arrays, in order."""
     pairs = zip(decoder.places, marked, strict=True)
     return sorted(place.layers[index] for place, marks in pairs for index in np.flatnonzero(np.asarray(marks)))
 
 
 def make_copy(decoder: DecoderConfig, rules: ShardingRules) -> CopyProgram:
-    """The jitted `(cache, sources [S], targets [S]) -> cache`: pages of prompts for their completions (`copy_pages`).
+    """The jitted `(cache, sources [S], targets [S]) -> cache`: copies prompts' pages to completions (`copy_pages`).
 
     The cache is donated.
     """
@@ -316,7 +317,7 @@ def make_copy(decoder: DecoderConfig, rules: ShardingRules) -> CopyProgram:
 
 
 def make_copy_cells(decoder: DecoderConfig, rules: ShardingRules) -> CopyProgram:
-    """The same for cells (`copy_cells`)."""
+    """The jitted `(cache, sources [S], targets [S]) -> cache` for cells (`copy_cells`). The cache is donated."""
 
     def copy_cells(cache: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
         return caches.copy_cells(cache, sources, targets, rules)
@@ -326,10 +327,10 @@ def make_copy_cells(decoder: DecoderConfig, rules: ShardingRules) -> CopyProgram
 
 
 def make_decode(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *, steps: int) -> DecodeProgram:
-    """The jitted `(params, cache, where, slots) -> (cache, where, Drawn, steps [])`: up to `steps` tokens in each slot.
+    """The jitted `(params, cache, where, slots) -> (cache, where, Drawn, steps [])`: up to `steps` tokens per slot.
 
-    Slots that are `first` draw one before the steps. A variant per number of slots. It ends early when no slot is
-    live, and returns how many steps ran. The cache is donated.
+    Slots marked `first` draw one token before the steps. One variant per number of slots. Ends early when no slot is
+    live, and returns the number of steps run. The cache is donated.
     """
     at_once = steps_at_once(steps, rules.num_shards("batch"))
 
@@ -366,7 +367,7 @@ def make_decode(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, 
 
 
 def _begin(left: Where[jax.Array], slots: Slots[jax.Array]) -> Where[jax.Array]:
-    """The state of the slots of a call: what the call before returned, or for fresh ones what the host says."""
+    """The slots' state at the start of a call: from the previous call, or from the host for fresh slots."""
     given = slots.where
     return Where(
         lengths=jnp.where(slots.fresh, given.lengths, left.lengths),
@@ -395,7 +396,7 @@ def _draw(
     column: jax.Array | int,
     rules: ShardingRules,
 ) -> tuple[Where[jax.Array], Drawn]:
-    """Draw a token from logits [S, V] in each slot that is `drawing`, [S], and end the slots that are complete."""
+    """Draw a token from logits [S, V] in each slot where `drawing` [S], and end the slots that are complete."""
     sampled = sample_split(logits, slots.sampling, where.lengths, drawing, rules)
     drawn = Drawn(
         tokens=drawn.tokens.at[:, column].set(sampled.tokens),
@@ -420,7 +421,7 @@ def _next_logits(
     rules: ShardingRules,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, Cache]:
-    """Logits [S, V] float32 behind each slot's last token, which enters the cache."""
+    """Add each slot's last token to the cache; returns the logits [S, V] float32 for the next token, and the cache."""
     starts = where.lengths * where.live  # slots that are not live attend to nothing
     counts = where.live.astype(jnp.int32)
     rows = Rows(tables=slots.tables, cells=slots.cells, starts=starts, counts=counts, rules=rules)
@@ -431,9 +432,9 @@ def _next_logits(
 def _logits(
     hidden: jax.Array, params: Params, *, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
 ) -> jax.Array:
-    """Logits [S, V] float32 behind states [S, D]."""
+    """Logits [S, V] float32 from hidden states [S, D]."""
     hidden = rules.constrain(hidden, "rows", None)
     logits = rules.constrain(logits_at(hidden, head_weights(params, rules, dtype), 1.0), "rows", "logits")
-    if logits.shape[1] > decoder.vocab:  # padded
+    if logits.shape[1] > decoder.vocab:  # the head is padded
         logits = jnp.where(jnp.arange(logits.shape[1])[None] < decoder.vocab, logits, -jnp.inf)
     return logits

@@ -11,19 +11,19 @@ FinishReason = Literal["stop", "length"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are drawn."""
+    """Sampling settings of one request."""
 
     max_new_tokens: int
     temperature: float = 1.0
-    """0 is greedy: the likeliest token, the first of equals; not with top_k, top_p or min_p."""
+    """0: greedy (the likeliest token; the lowest index on ties), not combined with top_k, top_p or min_p."""
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
-    """Strings that end the completion; its text and tokens include them, to the end of the last token. The text of a
-    special token means that token, which ends the completion and is not part of its text."""
+    """Strings that end the completion; its text and tokens include them, up to the end of the last token. If the text
+    is that of a special token, that token ends the completion and is not part of its text."""
     stop_tokens: tuple[int, ...] = ()
-    """Tokens that end it, besides the model's end-of-sequence tokens; at most 8 together."""
+    """Tokens that end the completion, besides the model's end-of-sequence tokens; at most 8 in total."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,43 +33,44 @@ class Completion:
     tokens: np.ndarray
     """[n] int32, the end-of-sequence token included; n >= 1 once it has ended."""
     sampled_logprobs: np.ndarray
-    """[n] float32, of each token under the distribution it was drawn from."""
+    """[n] float32, log-probability of each token under the distribution it was sampled from."""
     full_logprobs: np.ndarray
-    """[n] float32, of each token under the softmax at the request's temperature (1 where it is greedy), before top-k,
-    top-p and min-p: what a trainer's log-probabilities are compared with. Equal to `sampled_logprobs` without those."""
+    """[n] float32, log-probability under the softmax at the request's temperature (1 if greedy), before top-k, top-p
+    and min-p; comparable with a trainer's log-probabilities. Equals `sampled_logprobs` without truncation."""
     versions: np.ndarray
-    """[n] int32, version of the weights that drew each token, as given to `RolloutEngine.load`."""
+    """[n] int32, version of the weights that drew each token, as passed to `RolloutEngine.load`."""
     text: str
-    """Without special tokens; empty if it has not ended."""
+    """Text without special tokens; empty until the completion has ended."""
     finish_reason: FinishReason | None
-    """None if it has not ended."""
+    """None until the completion has ended."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt to be completed `completions` times and prefilled once."""
+    """A prompt to prefill once and complete `completions` times."""
 
     prompt: tuple[int, ...]
-    """Token ids, chat template applied; at least one."""
+    """Token ids after the chat template; at least one."""
     sampling: SamplingParams
     seed: int
-    """With the completion's index and the position it determines every draw, whatever else runs."""
+    """Determines every draw together with the completion's index and the position, whatever else runs."""
     completions: int = 1
     keep: bool = False
-    """Park each completion when it ends, for `RolloutEngine.extend`, until `RolloutEngine.cancel`."""
+    """Whether to park each ended completion for `RolloutEngine.extend`, until `RolloutEngine.cancel`."""
     begun: tuple[Completion, ...] = ()
-    """What has been drawn of each completion: one without a finish reason continues behind its last token, the others
-    stay as they are. Empty: nothing has been drawn."""
+    """What has been drawn so far of each completion: those without a finish reason continue after their last token, the
+    others are returned unchanged. Empty: nothing has been drawn."""
     ledgers: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict[int, tuple[int, ...]])
-    """Conversations to restore, by the completion's index, which decides its draws: all tokens before the turn that is
-    to be drawn, the prompt first. A completion without one stands behind the prompt; if none has begun, only these are
-    completed."""
+    """Conversations to restore, by completion index (which determines the draws): all tokens before the turn to
+    generate, starting with the prompt. Completions without an entry start from the prompt. If `begun` is empty, only
+    completions with an entry are generated."""
 
     @property
     def unfinished(self) -> dict[int, Completion | None]:
-        """The completions to be drawn, by index, with what has been drawn of them.
+        """The completions to generate, by index, with what has been drawn of each so far.
 
-        Raises ValueError where only some have begun, or a ledger is not of a completion or starts otherwise.
+        Raises ValueError if `begun` has the wrong length, or a ledger has a wrong index or does not start with the
+        prompt.
         """
         for index, ledger in self.ledgers.items():
             if not 0 <= index < self.completions or ledger[: len(self.prompt)] != self.prompt:
@@ -85,16 +86,16 @@ class Request:
 
 
 class Key(NamedTuple):
-    """A completion that the engine knows."""
+    """Identifies a completion of the engine."""
 
     request: int
-    """What `RolloutEngine.submit` returned."""
+    """Request number returned by `RolloutEngine.submit`."""
     completion: int
-    """Its index in the request."""
+    """Index of the completion in the request."""
 
 
 class Finished(NamedTuple):
-    """A completion that has ended, or a turn of it."""
+    """A completion that has ended, or one of its turns."""
 
     key: Key
     completion: Completion
@@ -102,75 +103,75 @@ class Finished(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutStats:
-    """Counts and seconds of answering prompts, in one call or several."""
+    """Counts and seconds of answering prompts, over one or several calls."""
 
     prompt_tokens: int = 0
-    """Tokens of the prompts, once per group."""
+    """Prompt tokens, counted once per group."""
     completion_tokens: int = 0
-    """Tokens drawn in these calls, those of unfinished completions included."""
+    """Tokens drawn, including those of unfinished completions."""
     prefill_tokens: int = 0
-    """Tokens that were prefilled: of prompts and turns, and those whose keys and values were made again."""
+    """Prefilled tokens: of prompts and turns, and those recomputed."""
     rebuilt_tokens: int = 0
-    """Of these, tokens whose keys and values had been made before: by older weights, or evicted since."""
+    """Prefilled tokens whose keys and values existed before: computed with older weights, or evicted since."""
     decoded_tokens: int = 0
-    """Tokens drawn by decode steps, those cut off by a stop string included."""
+    """Tokens drawn by decode steps, including those cut off by a stop string."""
     decode_steps: int = 0
     slots: int = 0
     slot_steps: int = 0
-    """Rows of the decode program, summed over steps: an upper bound of `decoded_tokens`."""
+    """Rows of the decode program summed over steps: an upper bound of `decoded_tokens`."""
     pages_peak: int = 0
-    """Largest number of the cache's pages in use."""
+    """Largest number of cache pages in use."""
     preempted: int = 0
-    """Running sequences that lost slot and pages to older ones, and waited again."""
+    """Running sequences that lost their slot and pages to older ones and returned to the queue."""
     evicted: int = 0
-    """Parked or waiting sequences whose pages were freed, to be prefilled again."""
+    """Parked or waiting sequences whose pages were freed; they are prefilled again."""
     compilations: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     generate_s: float = 0.0
-    """Prefill, decode, and what the host does between them."""
+    """Prefill, decode, and the host's work between them."""
     reward_s: float = 0.0
-    """Seconds spent waiting for grades after the last completion."""
+    """Time spent waiting for grades after the last completion."""
     answer_s: float = 0.0
-    """From prompts to graded completions of all hosts."""
+    """Time from prompts to graded completions, over all hosts."""
     dropped_prompts: int = 0
-    """Longer than `rollout.max_prompt_tokens`, replaced by the next ones."""
+    """Prompts longer than `rollout.max_prompt_tokens`, replaced by the next ones."""
     refill_rounds: int = 0
     in_flight: int = 0
-    """Prompts that continue in the next step, or are complete and wait for it."""
+    """Prompts that are carried over to the next step, unfinished or complete."""
     waited_s: float = 0.0
-    """Decoding after enough prompts were complete, for one that must not become older."""
+    """Decoding time after enough prompts were complete, spent on a prompt that must not become staler."""
     drawn_lengths: tuple[int, ...] = ()
-    """Tokens of each completion that ended in these calls, of all hosts."""
+    """Lengths in tokens of the completions that ended in these calls, over all hosts."""
 
     @property
     def rebuild_s(self) -> float:
-        """Share of `prefill_s` in proportion to `rebuilt_tokens`; 0 without prefill."""
+        """`prefill_s` times the share of prefilled tokens that were rebuilt; 0 without prefill."""
         return self.prefill_s * self.rebuilt_tokens / self.prefill_tokens if self.prefill_tokens else 0.0
 
     @property
     def slot_utilisation(self) -> float:
-        """Share of `slot_steps` that drew a token, counting the slots of each program; 0 without steps."""
+        """Share of `slot_steps` that drew a token; 0 without steps."""
         return self.decoded_tokens / self.slot_steps if self.slot_steps else 0.0
 
     @property
     def slots_busy(self) -> float:
-        """Share of all slots that drew a token in a step, on average; 0 without steps."""
+        """Share of all slots that drew a token, averaged over steps; 0 without steps."""
         return self.decoded_tokens / (self.decode_steps * self.slots) if self.decode_steps else 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Completion tokens per second of `generate`; 0 without any."""
+        """Completion tokens per second of `generate`; 0 if none were drawn."""
         return self.completion_tokens / self.generate_s if self.generate_s else 0.0
 
     def then(self, later: "RolloutStats") -> "RolloutStats":
-        """Both calls, one after the other on the same slots."""
+        """Statistics of this call followed by `later` on the same slots."""
         return _merged(self, later, larger=("slots", "pages_peak", "in_flight"))
 
     def beside(self, other: "RolloutStats") -> "RolloutStats":
-        """Both calls as if one engine had made them: they ran at the same time, on different hosts.
+        """Statistics of two simultaneous calls on different hosts, as if of one engine.
 
-        A host that had nothing to do (no slots) leaves the other's unchanged.
+        A host without work (no slots) does not change the other's.
         """
         return _merged(self, other, larger=_SHARED_BY_HOSTS)
 
@@ -181,7 +182,7 @@ _SHARED_BY_HOSTS = (
 
 
 def _merged(one: RolloutStats, other: RolloutStats, *, larger: tuple[str, ...]) -> RolloutStats:
-    """The sum of each field, or the larger value of some."""
+    """Sum each field, but take the larger value of the fields in `larger`."""
 
     def merge(name: str) -> float:
         values = getattr(one, name), getattr(other, name)

@@ -1,7 +1,7 @@
-"""How the next token is drawn from logits, and its log-probability before and after the distribution is truncated.
+"""Samples the next token from logits; returns its log-probability before and after truncation.
 
-Pure functions of arrays; each row has its own settings, so requests of any kind share one program. The engine decides
-which rows are live and what a drawn token ends.
+Pure functions of arrays. Each row has its own settings, so all kinds of requests share one program. The engine decides
+which rows are live and which tokens end a completion.
 """
 
 import dataclasses
@@ -15,15 +15,15 @@ from podium.models.params import VOCAB_BLOCK, MeshAxes, mesh_axis_names
 from podium.rollout.request import SamplingParams
 from podium.sharding import ShardingRules
 
-BLOCK = VOCAB_BLOCK  # tokens of the vocabulary that one entry of the upper level of the draw stands for
+BLOCK = VOCAB_BLOCK  # tokens of the vocabulary per entry of the sampler's upper level
 A = TypeVar("A", jax.Array, np.ndarray)
-"""Arrays on the devices, or numpy arrays that the host fills in place and copies there."""
+"""Arrays on the devices, or numpy arrays that the host fills and then copies."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingRows(Generic[A]):
-    """How each row draws: the settings of its request and what its random numbers follow from."""
+    """Sampling settings of each row, and the keys of its random numbers."""
 
     seeds: A  # [S, 2] uint32, high and low half of the request's seed
     completions: A  # [S] int32, index of the completion in its request
@@ -34,16 +34,16 @@ class SamplingRows(Generic[A]):
 
 
 class Sampled(NamedTuple):
-    """One token of each row, and its log-probabilities."""
+    """One token per row, and its log-probabilities."""
 
     tokens: jax.Array  # [S] int32
-    logprobs: jax.Array  # [S] float32, under the distribution that the token was drawn from
-    full_logprobs: jax.Array  # [S] float32, before top-k, top-p, min-p; the same bits where none is set
-    finite: jax.Array  # [S] bool; where logits were not numbers, the rest has no meaning
+    logprobs: jax.Array  # [S] float32, under the distribution that the token was sampled from
+    full_logprobs: jax.Array  # [S] float32, before top-k, top-p and min-p; the same bits without truncation
+    finite: jax.Array  # [S] bool; where False, logits were NaN or infinite and the other fields are meaningless
 
 
 def idle_rows(num_rows: int) -> SamplingRows[np.ndarray]:
-    """Rows for the host to fill."""
+    """Empty rows for the host to fill."""
     return SamplingRows(
         seeds=np.zeros((num_rows, 2), np.uint32),
         completions=np.zeros(num_rows, np.int32),
@@ -68,9 +68,9 @@ def fill_row(rows: SamplingRows[np.ndarray], row: int, settings: SamplingParams,
 def sample_split(
     logits: jax.Array, rows: SamplingRows[jax.Array], positions: jax.Array, live: jax.Array, rules: ShardingRules
 ) -> Sampled:
-    """`sample` on each device for its own rows, in its part of the vocabulary.
+    """Run `sample` on each device for its own rows and its part of the vocabulary.
 
-    Devices that share a row's vocabulary exchange a few numbers; others exchange nothing.
+    Devices that share a row's vocabulary exchange a few scalars per row; others exchange nothing.
     """
     vocab, split = rules.axes.get("logits"), rules.spec(("rows",))
 
@@ -87,19 +87,19 @@ def sample_split(
 def sample(
     logits: jax.Array, rows: SamplingRows[jax.Array], positions: jax.Array, live: jax.Array, split: MeshAxes = None
 ) -> Sampled:
-    """One token of each row.
+    """Sample one token per row.
 
-    A row's distribution is its softmax at the temperature, cut to top-k, then top-p of what is left, then min-p, and
-    normalised again; tokens that tie with the last one kept are kept too. At temperature 0 the token is the likeliest
-    (the first of equals), and both its log-probabilities are those of the full softmax at temperature 1. Random numbers
-    follow from the row's seed, completion and position alone, so that a row's draw does not depend on the others'.
+    A row's distribution is its softmax at the temperature, cut to top-k, then to top-p of the rest, then by min-p, and
+    renormalised; tokens tied with the last one kept are kept too. At temperature 0 the token is the likeliest (the
+    lowest index on ties), and both log-probabilities are those of the full softmax at temperature 1. Random numbers
+    derive only from the row's seed, completion and position, so a row's draw does not depend on other rows.
 
     Args:
         logits: [S, V] float32.
-        rows: how each row draws.
-        positions: [S] int32, where in its sequence each token will stand.
-        live: [S] bool; tokens of other rows mean nothing, and cost no search for top-k and top-p.
-        split: mesh axes over which the logits are split into parts of V tokens, whole blocks, inside a shard_map.
+        rows: sampling settings of each row.
+        positions: [S] int32, position of the new token in each sequence.
+        live: [S] bool; tokens of other rows are meaningless, and cost no search for top-k and top-p.
+        split: mesh axes over which the vocabulary is split into parts of V tokens (whole blocks), inside a shard_map.
     """
     S, V = logits.shape
     shards = _Shards(mesh_axis_names(split))
@@ -110,7 +110,7 @@ def sample(
     def scale(x: jax.Array) -> jax.Array:  # [S, ...]
         return _scale(x, highest, temperature)
 
-    # Cuts are values of logits, which are compared as they came: what was rounded might differ between two uses.
+    # Cuts compare the logits as received: rounded values might differ between two uses.
     lowest = jnp.maximum(
         _lowest_kept(logits, highest, temperature, rows, live & ~greedy, shards),
         jnp.where(greedy, highest, highest + temperature * jnp.log(rows.min_p)),
@@ -121,7 +121,7 @@ def sample(
 
     blocks = jnp.pad(logits, ((0, 0), (0, -V % BLOCK)), constant_values=-jnp.inf).reshape(S, -1, BLOCK)
     block_weights = jnp.sum(weigh(blocks), axis=2)  # [S, V / BLOCK]
-    # A greedy row keeps its maxima alone, and the uniform 0 takes the first of them.
+    # A greedy row keeps only its maxima; the uniform 0 then selects the first of them.
     uniforms = jax.vmap(_uniforms)(rows.seeds, rows.completions, positions) * ~greedy[:, None]  # [S, 2]
     everything = jnp.sum(jnp.exp(scale(logits)), axis=1)
     totals = shards.gather(jnp.stack([jnp.sum(block_weights, axis=1), everything]))  # [shards, 2, S]
@@ -134,7 +134,7 @@ def sample(
     chosen = scale(jnp.take_along_axis(inside, token[:, None], axis=1)[:, 0])
     token = jnp.minimum(shards.index() * V + block * BLOCK + token, len(totals) * V - 1)
     token, chosen = shards.take(reached, possible, token, chosen)
-    cut = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)  # elsewhere the two are equal but for their rounding
+    cut = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)  # elsewhere both are equal up to rounding
     return Sampled(
         tokens=token,
         logprobs=chosen - jnp.log(jnp.where(greedy, everything, kept)),
@@ -144,17 +144,17 @@ def sample(
 
 
 def _scale(x: jax.Array, highest: jax.Array, temperature: jax.Array) -> jax.Array:
-    """Logits [S, ...], shifted, then divided: finite ones cannot overflow upwards."""
+    """Logits [S, ...] minus the row's maximum, divided by the temperature; finite ones cannot overflow."""
     return (x - _beside(highest, x)) / _beside(temperature, x)
 
 
 def _beside(rows: jax.Array, x: jax.Array) -> jax.Array:
-    """Numbers of rows, [S], in a shape that broadcasts with `x`, [S, ...]."""
+    """Reshape per-row values [S] so that they broadcast with `x` [S, ...]."""
     return jnp.expand_dims(rows, range(1, x.ndim))
 
 
 def _uniforms(seed: jax.Array, completion: jax.Array, position: jax.Array) -> jax.Array:
-    """Two numbers in [0, 1), multiples of 2^-24: one for the block, one inside it. `seed` is [2], the others []."""
+    """Two uniforms in [0, 1), multiples of 2^-24: one for the block, one within it. `seed` is [2], the others []."""
     key = jax.random.wrap_key_data(seed, impl="threefry2x32")
     key = jax.random.fold_in(jax.random.fold_in(key, completion), position)
     return (jax.random.bits(key, (2,), jnp.uint32) >> 8).astype(jnp.float32) * 2.0**-24
@@ -163,10 +163,11 @@ def _uniforms(seed: jax.Array, completion: jax.Array, position: jax.Array) -> ja
 def _invert(
     weights: jax.Array, uniforms: jax.Array, before: jax.Array, total: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The inverse of each row's distribution function, [S] int32: an index of weight above 0, whatever sums round to.
+    """Invert each row's distribution function: returns indices [S] int32 of non-zero weight, despite rounded sums.
 
-    `weights` are [S, N], at least 0, not normalised; `uniforms` [S] in [0, 1); `before` [S] is the weight on earlier
-    shards, `total` [S] that of all. Also whether the index was reached, and whether any weight is above 0, [S].
+    `weights` are [S, N], non-negative, not normalised; `uniforms` [S] in [0, 1); `before` [S] is the weight on earlier
+    shards and `total` [S] that on all. Also returns, [S] bool each, whether the index was reached on this shard and
+    whether any of its weights is above 0.
     """
     cumulative = before[:, None] + jnp.cumsum(weights, axis=1)
     possible = weights > 0
@@ -178,12 +179,12 @@ def _invert(
 
 @dataclasses.dataclass(frozen=True)
 class _Shards:
-    """Exchanges between devices that share the vocabulary of their rows; without axes there is one device."""
+    """Communication between the devices that share the vocabulary of their rows; without axes, a single device."""
 
     axes: tuple[str, ...]
 
     def index(self) -> jax.Array | int:
-        """Index of this device's part of the vocabulary."""
+        """Index of the current device's part of the vocabulary."""
         return jax.lax.axis_index(self.axes) if self.axes else 0
 
     def max(self, x: jax.Array) -> jax.Array:
@@ -191,11 +192,11 @@ class _Shards:
         return jax.lax.pmax(x, self.axes) if self.axes else x
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """The values of all devices on a new first dimension, in the vocabulary's order."""
+        """All devices' values along a new first dimension, in the order of the vocabulary."""
         return jax.lax.all_gather(x, self.axes) if self.axes else x[None]
 
     def whole_rows(self, logits: jax.Array, *settings: jax.Array) -> tuple[jax.Array, ...]:
-        """Share of the rows [S, V] of this device, with the whole vocabulary, and their settings."""
+        """Exchange logits so that each device has whole rows: an equal share of them, with their settings."""
         size = jax.lax.axis_size(self.axes)
         padded = jnp.pad(logits, ((0, -len(logits) % size), (0, 0)))
         own = len(padded) // size
@@ -207,13 +208,13 @@ class _Shards:
         )
 
     def all_rows(self, x: jax.Array, count: int) -> jax.Array:
-        """Values of all rows, [S], from those of each device's rows of `whole_rows`."""
+        """The inverse of `whole_rows` for per-row values: gather those of all rows, [S]."""
         return jax.lax.all_gather(x, self.axes, tiled=True)[:count]
 
     def take(
         self, reached: jax.Array, possible: jax.Array, token: jax.Array, chosen: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Token and number of the first shard that reached the draw; if sums round so that none did, of the last."""
+        """Token and value of the first shard that reached the draw; if rounding left none, of the last possible one."""
         if not self.axes:
             return token, chosen
         found = jnp.stack([reached, possible, token, jax.lax.bitcast_convert_type(chosen, jnp.int32)])  # [4, S]
@@ -232,9 +233,9 @@ def _lowest_kept(
     live: jax.Array,
     shards: _Shards,
 ) -> jax.Array:
-    """The least logit of [S, V] that top-k and top-p keep, [S]; no search where no live row is cut by it.
+    """The lowest logit that top-k and top-p keep in each row, [S]; skips the search if they cut no live row.
 
-    Devices that share a vocabulary search whole rows, some each: otherwise they would exchange sums for every bit.
+    Devices that share a vocabulary each search a share of the rows whole; otherwise they would exchange a sum per bit.
     """
     top_k, top_p = jnp.where(live, rows.top_k, 0), jnp.where(live, rows.top_p, 1.0)
     if not shards.axes:
@@ -251,7 +252,7 @@ def _lowest_kept(
 def _search(
     logits: jax.Array, highest: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array
 ) -> jax.Array:
-    """`_lowest_kept` of whole rows, [S, V]; top-k comes first, and top-p is of what it leaves."""
+    """`_lowest_kept` for whole rows [S, V]: top-k first, then top-p of the tokens it leaves."""
     S, V = logits.shape
     everything = jnp.full((S,), -jnp.inf, jnp.float32)
 
@@ -270,14 +271,14 @@ def _search(
 
 
 def _threshold(values: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
-    """The largest number with at least the wanted weight on values not below it: a search over bits, no sort.
+    """The largest value such that the entries at or above it have at least the wanted weight; a search over bits.
 
-    Values and weights (at least 0) are [S, V] float32, `wanted` is [S]. Gives [S], one of each row's values; -inf where
-    all weights together do not reach what is wanted.
+    Values and non-negative weights are [S, V] float32, `wanted` is [S]. Returns [S], one of each row's values; -inf
+    if all weights together are less than wanted.
     """
     sign = jnp.uint32(0x80000000)
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
-    ordered = jnp.where(bits >= sign, ~bits, bits | sign)  # [S, V], in the order of the floats
+    ordered = jnp.where(bits >= sign, ~bits, bits | sign)  # [S, V], ordered like the floats
 
     def narrow(i: jax.Array, found: jax.Array) -> jax.Array:
         candidate = found | (sign >> i.astype(jnp.uint32))

@@ -1,12 +1,12 @@
-"""Which sequence runs in which slot, and what the device does in the next step: plain integers, no arrays, no jax.
+"""Decides which sequence runs in which slot and what each engine step does: plain integers, no arrays, no jax.
 
-A group is a request: one prompt and its completions, each of which is a sequence. Sequences get slots in the order in
-which they came. A prompt's keys and values are made once on a shard (a device, or a few that split heads) and shared by
-the group's sequences there: full pages by reference, the part page at the end as a copy for each. Sequences go to the
-shard that has their prompt; only a slot that would be idle otherwise makes another shard prefill it again.
+A group is a request: one prompt with its completions, each of which is a sequence. Sequences get slots in order of
+arrival. A prompt is prefilled once per shard (a device, or a few that split heads) and shared by the group's sequences
+there: full pages by reference, the partial last page as a copy for each. Sequences go to the shard that has their
+prompt; another shard prefills it again only if one of its slots would otherwise be idle.
 
-When pages run out, prompts that no sequence uses are evicted first, then parked sequences, then the youngest running
-one is preempted: it waits at the head of the queue, and its tokens are prefilled again when it returns. No token is
+When pages run out, unused prompts are evicted first, then parked sequences; then the youngest running sequence is
+preempted: it returns to the head of the queue, and its tokens are prefilled again when it is admitted. No token is
 lost.
 """
 
@@ -20,7 +20,7 @@ from podium.rollout.sequence import Counts, Group, Queues, Sequence, SharedPromp
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fill:
-    """A row of a prefill call: `count` tokens of a prompt or a sequence, from its token `start` on."""
+    """A row of a prefill call: `count` tokens of a prompt or a sequence, starting at token `start`."""
 
     row: int
     owner: SharedPrompt | Sequence
@@ -31,14 +31,14 @@ class Fill:
 
 
 class PrefillCall(NamedTuple):
-    """A prefill call of rows of `chunk` tokens."""
+    """A prefill call with rows of `chunk` tokens."""
 
     chunk: int
     fills: tuple[Fill, ...]
 
 
 class Copy(NamedTuple):
-    """A page or a cell to be copied within a shard."""
+    """A page or a cell to copy within a shard."""
 
     shard: int
     source: int
@@ -46,58 +46,58 @@ class Copy(NamedTuple):
 
 
 class DecodeRow(NamedTuple):
-    """A sequence in a decode call."""
+    """A sequence's row in a decode call."""
 
     row: int
     sequence: Sequence
     releases: int
-    """The sequence's `releases` when the call was planned."""
+    """The sequence's `releases` at planning time."""
     fresh: bool
-    """Whether the call takes the sequence's state from the host."""
+    """Whether the row's state comes from the host instead of the previous call."""
     first: bool
-    """Whether prefill has kept the state behind its last token, from which the call draws one before its steps."""
+    """Whether to draw a token before the steps, from the hidden state that prefill kept."""
 
 
 class StepPlan(NamedTuple):
-    """What the device does in one step of the engine, in this order."""
+    """The device's work in one engine step, in this order."""
 
     prefills: tuple[PrefillCall, ...]
     copies: tuple[Copy, ...]
-    """Of pages."""
+    """Copies of pages."""
     cell_copies: tuple[Copy, ...]
     rows: tuple[DecodeRow, ...]
-    """Rows of the decode call; empty: there is no call."""
+    """Rows of the decode call; empty: no call."""
 
 
 class Slots:
-    """The slots of all shards; each shard has as many as the decode program in use."""
+    """The slots of all shards; each shard has as many as the current decode program."""
 
     def __init__(self, sizes: Iterable[int], shards: int) -> None:
-        """All slots are free. `sizes` of the program are over all shards, largest first; the smallest is in use."""
+        """Start with all slots free. `sizes` of the programs are over all shards, largest first; uses the smallest."""
         self._sizes = tuple(size // shards for size in sizes)
         self._slots: list[list[Sequence | None]] = [[None] * self._sizes[-1] for _ in range(shards)]
 
     @property
     def per_shard(self) -> int:
-        """Slots of a shard."""
+        """Number of slots per shard."""
         return len(self._slots[0])
 
     @property
     def occupied(self) -> list[Sequence]:
-        """The sequences in slots."""
+        """The sequences that occupy slots."""
         return [sequence for slots in self._slots for sequence in slots if sequence is not None]
 
     def count_free(self) -> list[int]:
-        """Free slots of each shard."""
+        """Number of free slots of each shard."""
         return [slots.count(None) for slots in self._slots]
 
     def fitting(self, wanted: int) -> int:
-        """Slots per shard of the smallest program that holds the running sequences, and `wanted` per shard."""
+        """Slots per shard of the smallest program that holds the running sequences and at least `wanted` per shard."""
         most = max(wanted, self.per_shard - min(self.count_free()))
         return next((size for size in reversed(self._sizes) if size >= most), self._sizes[0])
 
     def resize(self, per_shard: int) -> None:
-        """Use another program; running sequences move to its first slots."""
+        """Switch to another program; running sequences move to the first slots."""
         for shard, slots in enumerate(self._slots):
             running = [sequence for sequence in slots if sequence is not None]
             self._slots[shard] = [*running, *[None] * (per_shard - len(running))]
@@ -105,7 +105,7 @@ class Slots:
                 sequence.slot, sequence.fresh = slot, True
 
     def allocate(self, sequence: Sequence) -> None:
-        """Give a sequence a free slot of its shard."""
+        """Assign a free slot of its shard to a sequence."""
         slots = self._slots[sequence.shard]
         sequence.slot, sequence.fresh = slots.index(None), True
         slots[sequence.slot] = sequence
@@ -119,7 +119,7 @@ class Slots:
 
 
 class Scheduler:
-    """Queues, slots and pages of an engine."""
+    """An engine's queues, slots and pages."""
 
     def __init__(
         self,
@@ -132,16 +132,16 @@ class Scheduler:
         chunks: Iterable[int],
         shards: int = 1,
     ) -> None:
-        """All queues are empty, all slots and pages free.
+        """Start with empty queues and with all slots and pages free.
 
         Args:
-            slots: sizes of the decode program, largest first.
+            slots: sizes of the decode programs, largest first.
             num_pages: pages of all shards together.
-            num_cells: cells of all shards together; 0: pages hold all that there is of a sequence.
-            page_tokens: tokens of a page.
+            num_cells: cells of all shards together; 0 if sequences are stored in pages alone.
+            page_tokens: tokens per page.
             rows: rows of a prefill call.
             chunks: lengths of prefill calls, shortest first.
-            shards: devices, or groups of devices; each has the same number of slots, pages and rows.
+            shards: number of devices, or groups of devices; each has the same number of slots, pages and rows.
         """
         self.sizes = tuple(slots)
         self.chunks = tuple(chunks)
@@ -160,9 +160,9 @@ class Scheduler:
     # Requests of the engine's user.
 
     def submit(self, prompt: tuple[int, ...], sequences: list[Sequence]) -> None:
-        """Queue the sequences of a request, each of which begins with its prompt.
+        """Queue the sequences of a request, all of which start with its prompt.
 
-        Raises ValueError where a shard's pages do not hold the longest of them.
+        Raises ValueError if a shard's pages cannot hold the longest of them.
         """
         if not sequences:
             return
@@ -184,15 +184,15 @@ class Scheduler:
         self.queues.waiting.append(sequence)
 
     def park(self, sequence: Sequence) -> None:
-        """Take a sequence out of its slot or the queue; it keeps its pages until others need them."""
+        """Take a sequence out of its slot or the queue; it keeps its pages until they are needed elsewhere."""
         self._take_out(sequence)
         sequence.state = "parked"
         self.queues.parked[sequence] = None
         if sequence.cut and self.pages.has_cells:
-            self.pages.release(sequence)  # its cell stands behind tokens that were cut off
+            self.pages.release(sequence)  # its cell's state includes tokens that were cut off
 
     def retire(self, sequence: Sequence) -> None:
-        """Forget a sequence, whatever its state; its group goes with the last one."""
+        """Remove a sequence in any state; its group is removed with its last sequence."""
         if sequence.state in ("finished", "gone"):
             return
         self._take_out(sequence)
@@ -206,7 +206,7 @@ class Scheduler:
             del self.queues.groups[sequence.key.request]
 
     def restart(self) -> None:
-        """Forget the cache's content: running sequences wait again, at the head, and all is prefilled anew."""
+        """Discard the cache's content: running sequences return to the head of the queue to be prefilled again."""
         for sequence in reversed(list(self.queues.running)):
             self._wait_again(sequence)
         for sequence in (*self.queues.waiting, *self.queues.parked):
@@ -215,7 +215,7 @@ class Scheduler:
             self._release_prompts(group)
 
     def advance(self, sequence: Sequence, *, most: int) -> None:
-        """Note that the tokens of a call that could draw `most` have been added to a running sequence."""
+        """Record that a running sequence got its tokens from a call that could draw up to `most`."""
         sequence.ahead -= most
         sequence.filled = sequence.length - 1
 
@@ -223,36 +223,36 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether any sequence waits or runs."""
+        """Whether any sequence is waiting or running."""
         return bool(self.queues.waiting or self.queues.running)
 
     @property
     def size(self) -> int:
-        """Slots of the decode program in use."""
+        """Number of slots of the current decode program."""
         return self.shards * self.slots.per_shard
 
     def take_counts(self) -> Counts:
-        """What was counted since the last call; the peak of pages starts again from those in use."""
+        """The counts since the last call; the peak of pages restarts at those now in use."""
         counts, self.queues.counts = self.queues.counts, Counts()
         return counts
 
     def wants_size(self) -> bool:
-        """Whether another size of the decode program fits better; all drawn tokens must be read before `resize`."""
+        """Whether another decode program size fits better; read all drawn tokens before calling `resize`."""
         return self._fitting() != self.slots.per_shard
 
     def resize(self) -> None:
-        """Use the smallest decode program that holds what runs and waits; sequences move to its first slots."""
+        """Switch to the smallest program for all running and waiting sequences; sequences move to its first slots."""
         self.slots.resize(self._fitting())
 
     def plan(self, steps: int) -> StepPlan:
-        """Plan one step of the engine; its decode call draws at most `steps` tokens of each sequence, and a first."""
+        """Plan one engine step; its decode call draws up to `steps` tokens per sequence, plus a first token."""
         self._admit()
         prefills: list[PrefillCall] = []
         running = self.queues.running
         while (call := self._next_prefill()) is not None:
             prefills.append(call)
             if 2 * sum(sequence.ready for sequence in running) >= len(running):
-                break  # the rest of the longer prompts is prefilled between decode calls
+                break  # the rest of longer prompts is prefilled between decode calls
         copies, cell_copies = self._copies()
         self._reserve(steps)
         rows = tuple(self._decode_row(sequence, steps) for sequence in running if sequence.ready)
@@ -278,12 +278,12 @@ class Scheduler:
         return self.slots.fitting(-(-wanted // self.shards))
 
     def _take_out(self, sequence: Sequence) -> None:
-        """Take a sequence out of its queue and its slot."""
+        """Remove a sequence from its queue and its slot."""
         self.queues.remove(sequence)
         self.slots.free(sequence)
 
     def _wait_again(self, sequence: Sequence) -> None:
-        """Put a running sequence back at the head of the queue, without pages."""
+        """Return a running sequence to the head of the queue, without pages."""
         self._take_out(sequence)
         self.pages.release(sequence)
         sequence.state = "waiting"
@@ -296,12 +296,12 @@ class Scheduler:
     # Admission.
 
     def _admit(self) -> None:
-        """Give slots and pages to waiting sequences, in their order."""
+        """Assign slots and pages to waiting sequences, in order."""
         queues, free = self.queues, self.slots.count_free()
         headroom = [0] * len(free)
         for sequence in queues.running:
             headroom[sequence.shard] += self.pages.headroom(sequence)
-        for anywhere in (False, True):  # first where prompts are: the other shards' slots are left to those behind
+        for anywhere in (False, True):  # first where prompts are: slots of other shards are left for later sequences
             for sequence in list(queues.waiting):
                 if not any(free):
                     return
@@ -309,7 +309,7 @@ class Scheduler:
                 if shard is None:
                     continue
                 if not self.pages.allocate(sequence, shard, headroom[shard]):
-                    return  # none overtakes it
+                    return  # later sequences must not overtake it
                 self.slots.allocate(sequence)
                 queues.waiting.remove(sequence)
                 sequence.state = "running"
@@ -318,7 +318,7 @@ class Scheduler:
                 headroom[shard] += self.pages.headroom(sequence)
 
     def _choose_shard(self, sequence: Sequence, free: list[int], anywhere: bool) -> int | None:
-        """The shard where a sequence gets a slot now; None: it waits for one on the shard that has its prompt."""
+        """The shard on which to admit a sequence now; None: it waits for a slot on the shard that has its prompt."""
         if sequence.shard >= 0:
             return sequence.shard if free[sequence.shard] else None
         homes = self.queues.groups[sequence.key.request].prompts
@@ -327,9 +327,9 @@ class Scheduler:
         return None if homes and not anywhere else free.index(max(free))
 
     def _reserve(self, steps: int) -> None:
-        """Give decoding sequences pages for their next tokens, oldest first; preempt the youngest when short.
+        """Allocate pages for decoding sequences' next tokens, oldest first; preempt the youngest if pages run out.
 
-        A sequence that waits for its prompt keeps the pages that it has.
+        A sequence still waiting for its prompt keeps the pages it has.
         """
         running = self.queues.running
         for sequence in [sequence for sequence in running if sequence.ready]:
@@ -342,7 +342,7 @@ class Scheduler:
     # Prefill.
 
     def _next_prefill(self) -> PrefillCall | None:
-        """The next prefill call: the oldest that need it on each shard, and prompts of waiting ones in spare rows."""
+        """The next prefill call: the oldest sequences that need it on each shard; waiting prompts in spare rows."""
         todo: list[list[SharedPrompt | Sequence]] = [[] for _ in range(self.shards)]
         for owner in self._unfilled():
             if len(todo[owner.shard]) < self._rows_per_shard:
@@ -372,7 +372,7 @@ class Scheduler:
         return PrefillCall(chunk=chunk, fills=tuple(fills))
 
     def _unfilled(self) -> Iterable[SharedPrompt | Sequence]:
-        """What is to be prefilled, in the order of admission."""
+        """Prompts and sequences to prefill, in order of admission."""
         found: dict[SharedPrompt | Sequence, None] = {}
         for sequence in self.queues.running:
             if sequence.shared is not None and sequence.shared.missing:
@@ -382,7 +382,7 @@ class Scheduler:
         return found
 
     def _add_waiting_prompts(self, todo: list[list[SharedPrompt | Sequence]], chunk: int) -> None:
-        """Prefill prompts of waiting groups in rows that cost nothing more, while there are plenty of pages."""
+        """Use spare rows for the prompts of waiting groups, as long as many pages are free."""
         pages, running = self.pages, self.queues.running
         for sequence in self.queues.waiting:
             request = sequence.key.request
@@ -398,7 +398,7 @@ class Scheduler:
             todo[shard].append(pages.allocate_prompt(group, request, shard, end))
 
     def _copies(self) -> tuple[list[Copy], list[Copy]]:
-        """Copies of the part pages and the cells of prompts that are prefilled by now, for sequences that need them."""
+        """Copies of prefilled prompts' partial pages and cells, for the sequences that still need them."""
         pages: list[Copy] = []
         cells: list[Copy] = []
         for sequence in self.queues.running:

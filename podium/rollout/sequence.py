@@ -1,7 +1,7 @@
-"""A completion from its prompt on, over all its turns: its tokens, its state, its slot and its pages. No jax.
+"""A completion with all its turns: its tokens, its state, its slot and its pages. No jax.
 
-States: waiting for a slot, running in one, parked (taken out on purpose, or its turn has ended and it is kept),
-finished (its turn has ended and the result waits to be polled), gone. A running sequence that is preempted waits again.
+States: waiting for a slot; running in one; parked (on request, or kept after its turn ended); finished (its turn has
+ended and the result waits for `poll`); gone. A preempted sequence waits again.
 """
 
 import collections
@@ -19,98 +19,98 @@ State = Literal["waiting", "running", "parked", "finished", "gone"]
 
 
 class TextDecoder(Protocol):
-    """What the engine needs of a tokenizer."""
+    """The tokenizer methods that the engine needs."""
 
     eos_tokens: tuple[int, ...]
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """Special tokens by their texts, which `decode` leaves out."""
+        """Special tokens by text; `decode` omits them."""
         ...
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of tokens, without special tokens."""
+        """Decode tokens to text without special tokens."""
         ...
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class SharedPrompt:
-    """The pages of a request's prompt on one shard, for all its sequences there."""
+    """A request's prompt on one shard: its pages, shared by the sequences there."""
 
     request: int
     tokens: tuple[int, ...]
     shard: int
     pages: list[int]
     end: int
-    """Tokens to prefill: all of the prompt, or once the part page is freed those of the full pages."""
+    """Tokens to prefill: the whole prompt, or only its full pages once the partial page is freed."""
     full_pages: int
-    """Leading pages that sequences share; each gets a copy of the part page behind them, if there is one."""
+    """Leading pages that sequences share; each sequence gets its own copy of the partial page after them, if any."""
     cell: int | None = None
-    """Cell with what has a fixed size, behind all of the prompt; None: layers keep no such thing, or it is freed."""
+    """Cell with the fixed-size data after the whole prompt; None: layers store none, or it is freed."""
     lost: int = 0
-    """Tokens that were prefilled before on this engine, or by an earlier one."""
+    """Tokens that had been prefilled before, by this engine or an earlier one."""
     filled: int = 0
-    """Tokens prefilled once all planned calls have run."""
+    """Tokens prefilled after all planned calls."""
     users: int = 0
-    """Sequences whose first pages these are."""
+    """Number of sequences that share these pages."""
 
     @property
     def missing(self) -> int:
-        """Tokens still to be prefilled."""
+        """Number of tokens still to prefill."""
         return max(0, self.end - self.filled)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Sequence:
-    """A completion, or a conversation of several turns, that the engine works on."""
+    """A completion, or a conversation of several turns, in the engine."""
 
     key: Key
     context: tuple[int, ...]
-    """Tokens before those that this turn draws: the prompt, earlier turns, replies."""
+    """Tokens before the current turn: the prompt, earlier turns, replies."""
     sampling: SamplingParams
     seed: int
     keep: bool = False
-    """Whether to park it when its turn ends."""
+    """Whether to park the sequence when its turn ends."""
     state: State = "waiting"
 
-    # What this turn has drawn.
+    # Drawn in the current turn.
     drawn: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     full_logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     """Weight version of each drawn token."""
     carried: int = 0
-    """Tokens of this turn that were drawn before it was submitted."""
+    """Tokens of the current turn that were drawn before it was submitted."""
     cut: bool = False
-    """Whether the device may have drawn tokens behind the last: a stop string ended the turn."""
+    """Whether the device may have drawn tokens past the end, because a stop string ended the turn."""
     finish_reason: FinishReason | None = None
 
-    # Its place in the cache.
+    # Position in the cache.
     shard: int = -1
-    """Shard that holds its pages; -1: it has none."""
+    """Shard that holds its pages; -1: none."""
     slot: int = -1
     """Slot within the shard; -1: none."""
     pages: list[int] = dataclasses.field(default_factory=list)
     cell: int | None = None
-    """Cell with what layers keep of it in a fixed size; None: it has no pages either, or layers keep no such thing."""
+    """Cell with its fixed-size data; None: it has no pages either, or layers store no such data."""
     shared: SharedPrompt | None = None
-    """Prompt whose full pages are its first ones."""
+    """Prompt whose full pages come before `pages`."""
     filled: int = 0
-    """Leading tokens whose keys and values are in its pages once all planned calls have run."""
+    """Leading tokens whose keys and values are cached after all planned calls."""
     ahead: int = 0
-    """Tokens that decode calls may have drawn and the host has not read."""
+    """Tokens that issued decode calls may draw and that the host has not read."""
     fresh: bool = True
-    """Whether the next decode call needs its state from the host: it was not in the call before."""
+    """Whether the next decode call takes its state from the host, because it was not in the previous call."""
     releases: int = 0
-    """How often its slot was freed. Unread tokens from before the last time are dropped, and drawn again the same."""
+    """How often its slot was freed. Unread tokens of an earlier occupancy are dropped, and drawn again identically."""
     attached: bool = False
-    """Whether it has had its copy of the prompt's part page, and of its cell."""
+    """Whether it has its copy of the prompt's partial page and cell."""
     lost: int = 0
-    """Leading tokens whose keys and values were made once and are gone."""
+    """Leading tokens whose keys and values were computed before and have been dropped."""
 
     @property
     def tokens(self) -> list[int]:
-        """All its tokens: context and what this turn has drawn."""
+        """All tokens: context and those drawn in the current turn."""
         return [*self.context, *self.drawn]
 
     @property
@@ -120,23 +120,23 @@ class Sequence:
 
     @property
     def limit(self) -> int:
-        """Length at which its turn ends."""
+        """Length in tokens at which its turn must end."""
         return len(self.context) + self.sampling.max_new_tokens
 
     @property
     def missing(self) -> int:
-        """Tokens still to be prefilled; a last one alone is not, as it enters the cache like those that are drawn."""
+        """Number of tokens to prefill; 0 if only the last is missing, which the next decode step adds to the cache."""
         lacking = self.length - self.filled
         return lacking if lacking > 1 else 0
 
     @property
     def ready(self) -> bool:
-        """Whether it can decode."""
+        """Whether it is ready to decode."""
         return not self.missing and (self.shared is None or not (self.shared.missing or self.copies_cell))
 
     @property
     def copies(self) -> bool:
-        """Whether it needs a copy of what the prompt has beside its full pages, and has not had it."""
+        """Whether it still needs a copy of the prompt's partial page or cell."""
         shared = self.shared
         if shared is None:
             return False
@@ -145,11 +145,11 @@ class Sequence:
 
     @property
     def copies_cell(self) -> bool:
-        """Whether it continues from the prompt's cell, of which it has not had its copy."""
+        """Whether it continues from the prompt's cell and still needs its copy."""
         return self.shared is not None and self.shared.cell is not None and not self.attached
 
     def begin_turn(self, tokens: list[int], sampling: SamplingParams, *, seed: int, keep: bool) -> None:
-        """Draw another completion behind new tokens."""
+        """Append new tokens and start the next turn."""
         self.context = (*self.context, *self.drawn, *tokens)
         self.sampling = sampling
         self.seed = seed
@@ -169,7 +169,7 @@ class Sequence:
         *,
         version: int = 0,
     ) -> None:
-        """Add drawn tokens up to the one that ends the turn, and set `finish_reason` there."""
+        """Append drawn tokens up to the one that ends the turn, and set `finish_reason` then."""
         before = len(self.drawn)
         self.drawn += tokens
         self.logprobs += logprobs
@@ -183,7 +183,7 @@ class Sequence:
             self._stop_at_string(before, tokenizer)
 
     def completion(self, tokenizer: TextDecoder | None) -> Completion:
-        """What this turn has drawn so far."""
+        """The current turn so far, as a completion."""
         ended = self.finish_reason is not None
         return Completion(
             tokens=np.array(self.drawn, np.int32),
@@ -195,11 +195,11 @@ class Sequence:
         )
 
     def _stop_at_string(self, before: int, tokenizer: TextDecoder) -> None:
-        """End with the token that completes a stop string, if one behind the first `before` does."""
+        """End the turn at the token that completes a stop string, if one ends after the first `before` tokens."""
         stops = [stop for stop in self.sampling.stop if stop not in tokenizer.special_tokens]
         if not stops:
             return
-        longest = max(len(stop.encode()) for stop in stops)  # a token holds at least one byte of it
+        longest = max(len(stop.encode()) for stop in stops)  # each token holds at least one byte of it
         begin = max(0, before - longest)
         for length in range(before + 1, len(self.drawn) + 1):
             text = tokenizer.decode(self.drawn[begin:length])
@@ -211,9 +211,9 @@ class Sequence:
 
 
 def sequences_of(request: Request, number: int) -> list[Sequence]:
-    """The unfinished completions of a request, behind what has been drawn of each.
+    """Make sequences for the unfinished completions of a request, continuing from what has been drawn.
 
-    Raises ValueError where only some have begun, or a ledger does not start with the prompt.
+    Raises ValueError as `Request.unfinished` does.
     """
     made = []
     for index, begun in request.unfinished.items():
@@ -236,54 +236,54 @@ def sequences_of(request: Request, number: int) -> list[Sequence]:
 
 @dataclasses.dataclass(kw_only=True)
 class Group:
-    """The sequences of a request that are not gone, and the pages of their prompt."""
+    """A request's remaining sequences, and the pages of their prompt."""
 
     prompt: tuple[int, ...]
     sequences: dict[int, Sequence]
-    """By the completion's index."""
+    """By completion index."""
     shares: bool
-    """Whether its sequences share the prompt's pages: there were several."""
+    """Whether its sequences share the prompt's pages, because there are several."""
     prompts: dict[int, SharedPrompt] = dataclasses.field(default_factory=dict)
     """By shard."""
     lost: int = 0
-    """Leading tokens of the prompt that were prefilled once and may be again."""
+    """Leading prompt tokens that were prefilled before and may have to be again."""
 
     @property
     def copied(self) -> bool:
-        """Whether all its sequences have had their copy of the prompt's part page and cell."""
+        """Whether all its sequences have their copies of the prompt's partial page and cell."""
         return all(sequence.attached for sequence in self.sequences.values())
 
 
 @dataclasses.dataclass(kw_only=True)
 class Counts:
-    """What the scheduler has counted."""
+    """The scheduler's counters."""
 
     pages_peak: int = 0
     prefill_tokens: int = 0
     rebuilt_tokens: int = 0
-    """Of the prefilled tokens, those whose keys and values had been made before."""
+    """Prefilled tokens whose keys and values had been computed before."""
     preempted: int = 0
-    """Running sequences that lost slot and pages."""
+    """Running sequences that lost their slot and pages."""
     evicted: int = 0
     """Parked or waiting sequences that lost their pages."""
 
 
 class Queues:
-    """All sequences of an engine that are not gone, by what they do."""
+    """All sequences of an engine, by state."""
 
     def __init__(self) -> None:
-        """All queues are empty."""
+        """Start with empty queues."""
         self.groups: dict[int, Group] = {}
-        """By the request's number."""
+        """Groups by request number."""
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: dict[Sequence, None] = {}
-        """In the order of admission."""
+        """Running sequences in order of admission."""
         self.parked: dict[Sequence, None] = {}
-        """Longest parked first."""
+        """Parked sequences, longest parked first."""
         self.counts = Counts()
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out of its queue."""
+        """Remove a sequence from its queue."""
         if sequence.state == "running":
             del self.running[sequence]
         elif sequence.state == "waiting":
@@ -293,12 +293,12 @@ class Queues:
 
 
 def special_tokens(tokenizer: TextDecoder | None) -> Mapping[str, int]:
-    """A tokenizer's special tokens by their texts; none without a tokenizer."""
+    """A tokenizer's special tokens by text; empty without a tokenizer."""
     return {} if tokenizer is None else tokenizer.special_tokens
 
 
 def stop_tokens(sampling: SamplingParams, tokenizer: TextDecoder | None) -> tuple[int, ...]:
-    """The tokens that end a completion: the model's, the request's, and special tokens named by their text."""
+    """Tokens that end a completion: the model's, the request's, and special tokens that a stop string names."""
     special = special_tokens(tokenizer)
     named = (special[stop] for stop in sampling.stop if stop in special)
     eos_tokens = () if tokenizer is None else tokenizer.eos_tokens
@@ -306,7 +306,7 @@ def stop_tokens(sampling: SamplingParams, tokenizer: TextDecoder | None) -> tupl
 
 
 def check_tokens(tokens: tuple[int, ...], vocab: int, room: int, rule: str) -> None:
-    """Raises ValueError for a context that is empty, longer than the rule allows, or outside the vocabulary."""
+    """Raises ValueError if a context is empty, too long, or outside the vocabulary; `rule` names the limit `room`."""
     if not tokens:
         raise ValueError("prompt is empty; it needs at least one token")
     if len(tokens) > room:
@@ -318,7 +318,7 @@ def check_tokens(tokens: tuple[int, ...], vocab: int, room: int, rule: str) -> N
 
 
 def check_sampling(sampling: SamplingParams, tokenizer: TextDecoder | None, max_new_tokens: int) -> None:
-    """Raises ValueError for settings that contradict each other or that the engine cannot draw with."""
+    """Raises ValueError for settings that contradict each other or exceed the engine's limits."""
     problem = (
         _length_problem(sampling, max_new_tokens)
         or _distribution_problem(sampling)

@@ -1,8 +1,8 @@
-"""The tokens of one episode in order: what was given and what the model drew. No jax.
+"""The tokens of one episode in order, given or drawn by the model. No jax.
 
-An episode begins with its prompt. The model draws a span of tokens, an environment may reply with a span of its own,
-and so on; an answer to a question is one drawn span behind the prompt. A transcript is only ever appended to, so the
-tokens that are trained are the tokens that the model read and drew.
+An episode begins with its prompt. The model draws a span of tokens, an environment may reply with another span, and so
+on; a single answer is one drawn span after the prompt. Transcripts only grow, so the model is trained on exactly the
+tokens that it read and drew.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ class Span:
 
     source: Source
     turn: int
-    """The number of drawn spans before this one."""
+    """Number of drawn spans before this one."""
     tokens: np.ndarray  # [n] int32
-    sampled_logprobs: np.ndarray  # [n] float32, under the distribution that each was drawn from; 0 where given
-    full_logprobs: np.ndarray  # [n] float32, under the softmax before top-k, top-p and min-p; 0 where given
-    versions: np.ndarray  # [n] int32, of the weights that drew each token; 0 where given
+    sampled_logprobs: np.ndarray  # [n] float32, under the distribution sampled from; 0 for given tokens
+    full_logprobs: np.ndarray  # [n] float32, under the softmax before top-k, top-p and min-p; 0 for given tokens
+    versions: np.ndarray  # [n] int32, weight version that drew each token; 0 for given tokens
     text: str = ""
-    """Without special tokens; empty where it is not known."""
+    """Text without special tokens; empty if unknown."""
 
     @property
     def drawn(self) -> bool:
@@ -37,20 +37,20 @@ class Span:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Transcript:
-    """An episode so far. Each `add_*` returns a longer one; nothing that is in a transcript ever changes."""
+    """An episode so far. Immutable: each `add_*` method returns a longer transcript."""
 
     spans: tuple[Span, ...] = ()
     finish_reason: FinishReason | None = None
-    """Why the last drawn span ended; None: it has not ended, or nothing has been drawn."""
+    """Why the last drawn span ended; None: it has not ended, or nothing was drawn."""
 
     def add_prompt(self, tokens: tuple[int, ...] | np.ndarray, *, text: str = "") -> "Transcript":
-        """Begin with these tokens. Raises ValueError where there are tokens already."""
+        """Start with these tokens. Raises ValueError if the transcript is not empty."""
         if self.spans:
             raise ValueError(f"a prompt comes first, and this transcript has {self.num_tokens} tokens already")
         return self._add_given("prompt", tokens, text)
 
     def add_environment(self, tokens: tuple[int, ...] | np.ndarray, *, text: str = "") -> "Transcript":
-        """Append tokens that the model reads and did not draw. Raises ValueError where no token has been drawn."""
+        """Append tokens that the environment gives the model. Raises ValueError if the model has drawn none yet."""
         if not any(span.drawn for span in self.spans):
             raise ValueError("an environment replies to the model, and this transcript has no drawn token; add_prompt")
         return self._add_given("environment", tokens, text)
@@ -65,9 +65,9 @@ class Transcript:
         finish_reason: FinishReason | None,
         text: str = "",
     ) -> "Transcript":
-        """Append tokens that the model drew, each with its log-probabilities and weight version, [n] each.
+        """Append tokens that the model drew, with their log-probabilities and weight versions, [n] each.
 
-        Raises ValueError without a prompt, or where lengths differ.
+        Raises ValueError without a prompt, or if the lengths differ.
         """
         if not self.spans:
             raise ValueError("a model draws behind a prompt, and this transcript is empty; add_prompt first")
@@ -86,7 +86,7 @@ class Transcript:
         return Transcript(spans=(*self.spans, span), finish_reason=finish_reason)
 
     def add_completion(self, completion: Completion) -> "Transcript":
-        """Append what the engine drew."""
+        """Append a completion of the engine."""
         return self.add_drawn(
             completion.tokens,
             sampled_logprobs=completion.sampled_logprobs,
@@ -112,7 +112,7 @@ class Transcript:
 
     @property
     def prompt(self) -> np.ndarray:
-        """Tokens before the first that was drawn or replied, [p] int32."""
+        """Tokens before the first drawn span, [p] int32."""
         return self.spans[0].tokens
 
     @property
@@ -122,28 +122,28 @@ class Transcript:
 
     @property
     def continuation(self) -> tuple[Span, ...]:
-        """What follows the prompt, up to the last drawn token: what there is to train on."""
+        """The spans after the prompt, up to the last drawn token: those that can be trained on."""
         last = max((place for place, span in enumerate(self.spans) if span.drawn), default=0)
         return self.spans[1 : last + 1]
 
     @property
     def num_turns(self) -> int:
-        """Drawn spans."""
+        """Number of drawn spans."""
         return len(self.drawn)
 
     @property
     def num_tokens(self) -> int:
-        """All tokens: prompt, drawn and replied."""
+        """Number of tokens: prompt, drawn, and environment."""
         return sum(len(span.tokens) for span in self.spans)
 
     @property
     def num_drawn(self) -> int:
-        """Tokens that the model drew."""
+        """Number of tokens that the model drew."""
         return sum(len(span.tokens) for span in self.drawn)
 
     @property
     def text(self) -> str:
-        """What the model wrote, without special tokens."""
+        """The text that the model wrote, without special tokens."""
         return "".join(span.text for span in self.drawn)
 
     @property
@@ -153,7 +153,7 @@ class Transcript:
 
     @property
     def mask(self) -> np.ndarray:
-        """Which of `tokens` the model drew, [n] bool."""
+        """[n] bool: which of `tokens` the model drew."""
         return np.concatenate([np.full(len(span.tokens), span.drawn) for span in self.spans])
 
     @property
@@ -163,25 +163,25 @@ class Transcript:
 
     @property
     def sampled_logprobs(self) -> np.ndarray:
-        """Of the drawn tokens, [n] float32, under the distribution that each was drawn from."""
+        """Log-probabilities of the drawn tokens, [n] float32, under the distribution each was sampled from."""
         return joined([span.sampled_logprobs for span in self.drawn], np.float32)
 
     @property
     def full_logprobs(self) -> np.ndarray:
-        """Of the drawn tokens, [n] float32, under the softmax before top-k, top-p and min-p."""
+        """Log-probabilities of the drawn tokens, [n] float32, under the softmax before top-k, top-p and min-p."""
         return joined([span.full_logprobs for span in self.drawn], np.float32)
 
     @property
     def versions(self) -> np.ndarray:
-        """Of the drawn tokens, [n] int32, the version of the weights that drew each."""
+        """Weight version of each drawn token, [n] int32."""
         return joined([span.versions for span in self.drawn], np.int32)
 
 
 def joined(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
-    """The arrays in a row; an empty one of `dtype` where there are none."""
+    """Concatenate arrays; an empty list gives an empty array of `dtype`."""
     return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
 
 def transcript_of(prompt: tuple[int, ...], completion: Completion) -> Transcript:
-    """The episode of a single answer: the prompt, and one drawn span."""
+    """The transcript of a single answer: the prompt and one drawn span."""
     return Transcript().add_prompt(prompt).add_completion(completion)

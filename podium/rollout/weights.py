@@ -1,4 +1,4 @@
-"""The weights of an engine: their layout, which of them an update changes, and how they come from the trainer."""
+"""An engine's weights: their layout, which of them updates change, and how to make them from the trainer's."""
 
 from typing import Protocol, cast
 
@@ -24,19 +24,19 @@ class Program(Protocol):
     """A jitted function of arrays."""
 
     def lower(self, *arguments: object) -> jax.stages.Lowered:
-        """Trace and lower it for these arguments, which may be abstract."""
+        """Trace and lower the program for these arguments, which may be abstract."""
         ...
 
     def _cache_size(self) -> int:
-        """Variants compiled so far."""
+        """Number of variants compiled so far."""
         ...
 
 
 class SyncProgram(Program, Protocol):
-    """The weights of an engine from those of the trainer (`make_sync`)."""
+    """Makes an engine's weights from the trainer's (`make_sync`)."""
 
     def __call__(self, params: Params, /) -> Params:
-        """The weights, in buffers of their own."""
+        """Return the weights, in buffers of their own."""
         ...
 
 
@@ -46,17 +46,17 @@ def engine_specs(decoder: DecoderConfig, rules: ShardingRules) -> ParamSpecs:
 
 
 def frozen_in_rollout(decoder: DecoderConfig, name: str) -> bool:
-    """Whether an engine keeps a weight from one sync to the next: with separate adapters, all but these."""
+    """Whether an engine's copy of a weight never changes: with unmerged adapters, every weight but the adapters."""
     return decoder.lora is not None and not decoder.lora.merged and not is_adapter(name)
 
 
 def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *, frozen: bool = False) -> SyncProgram:
     """The jitted `training params -> rollout params`: cast and laid out for decoding, in buffers of their own.
 
-    Since they are copies, the trainer can donate its parameters to the next update. Where weights are gathered, layers
-    are moved one after the other: all at once, the TPU would gather all of them before it stores any, in twice their
-    memory. The same holds where adapters are merged, always into the frozen weights. With separate adapters only these
-    are synced, or with `frozen` all other weights.
+    Since they are copies, the trainer can donate its parameters to the next update. If weights are gathered, layers are
+    moved one at a time; moving all at once, a TPU would gather all of them before storing any, in twice the memory. The
+    same holds for merging adapters, always into the frozen weights. With unmerged adapters, only the adapters are
+    synced; with `frozen`, all other weights.
     """
     specs = {
         name: spec for name, spec in engine_specs(decoder, rules).items() if frozen_in_rollout(decoder, name) == frozen
@@ -91,7 +91,7 @@ def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *,
 
 
 def abstract_weights(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> dict[str, jax.ShapeDtypeStruct]:
-    """The weights of an engine, without making them."""
+    """An engine's weights with abstract arrays."""
     specs = engine_specs(decoder, rules)
     dtypes = {name: kept_dtype(jnp.dtype(rollout_dtype(name, decoder, dtype)), rules) for name in specs}
     return {
@@ -101,9 +101,9 @@ def abstract_weights(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dt
 
 
 def keeps(params: Params, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> bool:
-    """Whether an engine can use the trainer's frozen weights (arrays or abstract ones) without a copy.
+    """Whether an engine can use the trainer's frozen weights (concrete or abstract) without a copy.
 
-    True where layout and number format are the same, or where adapters are merged into them at each sync.
+    True if layout and number format are the same, or if adapters are merged into them at each sync.
     """
     if decoder.lora is None or decoder.lora.merged:
         return True
