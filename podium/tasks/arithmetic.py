@@ -3,7 +3,7 @@
 import hashlib
 import random
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -16,10 +16,22 @@ MAX_PAIRS = 10_000
 """The most pairs of numbers per operation; of more, this many are drawn, always the same."""
 
 
+class Question(NamedTuple):
+    """An expression and its value."""
+
+    expression: str
+    answer: int
+    pair: str
+    """The expression with its operands in order of size if the order does not matter: `3 + 4` of `3 + 4` and `4 + 3`.
+
+    Questions of one pair are in one split: who knows 3 + 4 knows 4 + 3.
+    """
+
+
 class Arithmetic:
     """Questions like `What is 3 + 4?`: operands have `digits` digits and do not begin with 0; no result is negative.
 
-    A quarter of the questions is held out for evaluation, always the same.
+    A share of the questions is held out for evaluation, always the same, and `a + b` together with `b + a`.
     """
 
     system_prompt: str | None = None
@@ -30,27 +42,31 @@ class Arithmetic:
         *,
         digits: Annotated[int, Field(ge=1, le=12)] = 1,
         operations: Annotated[Sequence[Operation], Field(min_length=1)] = ("add",),
+        held_out: Annotated[float, Field(ge=0.05, le=0.9)] = 0.25,
     ) -> None:
         if source.path or source.eval_path:
             raise ValueError("arithmetic: path and eval_path: the questions are generated, not read; unset them")
         self.digits = digits
         self.operations = operations
+        self.held_out = held_out
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """All questions of `train` (three quarters) or `eval` (a quarter)."""
+        """All questions of `train` or `eval`; `eval` has the share `held_out`, and one more where that parts a pair."""
         questions = [
             question for operation in dict.fromkeys(self.operations) for question in self._questions(operation)
         ]
-        questions.sort(key=lambda question: hashlib.sha256(question[0].encode()).digest())
-        num_held_out = max(1, len(questions) // 4)
+        questions.sort(key=lambda question: (_digest(question.pair), question.expression))
+        num_held_out = round(self.held_out * len(questions))
+        if questions[num_held_out - 1].pair == questions[num_held_out].pair:
+            num_held_out += 1
         chosen = questions[:num_held_out] if split == "eval" else questions[num_held_out:]
         return [
             Prompt(
-                id=f"arithmetic/{split}/{expression.replace(' ', '')}",
-                question=f"What is {expression}? Answer with only the number.",
-                answer=str(answer),
+                id=f"arithmetic/{split}/{question.expression.replace(' ', '')}",
+                question=f"What is {question.expression}? Answer with only the number.",
+                answer=str(question.answer),
             )
-            for expression, answer in chosen
+            for question in sorted(chosen, key=lambda question: _digest(question.expression))
         ]
 
     def grade(self, prompt: Prompt, completion: str) -> float:
@@ -58,18 +74,22 @@ class Arithmetic:
         number = final_number(completion)
         return float(number is not None and number.value == int(prompt.answer))
 
-    def _questions(self, operation: Operation) -> list[tuple[str, int]]:
-        """Expressions and their values, each expression once."""
+    def _questions(self, operation: Operation) -> list[Question]:
+        """All questions of an operation, each once."""
         match operation:
             case "add":
-                return [(f"{a} + {b}", a + b) for a, b in self._pairs("add")]
+                return [
+                    Question(f"{a} + {b}", a + b, f"{min(a, b)} + {max(a, b)}") for a, b in self._operands(operation)
+                ]
             case "sub":
-                ordered = dict.fromkeys((max(a, b), min(a, b)) for a, b in self._pairs("sub"))
-                return [(f"{a} - {b}", a - b) for a, b in ordered]
+                ordered = dict.fromkeys((max(a, b), min(a, b)) for a, b in self._operands(operation))
+                return [Question(f"{a} - {b}", a - b, f"{a} - {b}") for a, b in ordered]
             case "mul":
-                return [(f"{a} * {b}", a * b) for a, b in self._pairs("mul")]
+                return [
+                    Question(f"{a} * {b}", a * b, f"{min(a, b)} * {max(a, b)}") for a, b in self._operands(operation)
+                ]
 
-    def _pairs(self, operation: str) -> list[tuple[int, int]]:
+    def _operands(self, operation: str) -> list[tuple[int, int]]:
         """Pairs of numbers of `digits` digits: all, or MAX_PAIRS drawn without repetition."""
         least = 10 ** (self.digits - 1)
         count = 9 * least  # how many numbers have this many digits
@@ -78,3 +98,7 @@ class Arithmetic:
         while len(indices) < min(count**2, MAX_PAIRS):
             indices[generator.randrange(count**2)] = None
         return [(least + index // count, least + index % count) for index in indices]
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()

@@ -32,7 +32,7 @@ CONFIGS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").glob
 STEPS = 3
 TRAINING = (
     f"steps={STEPS}", "train.dtype=float32", "rollout.dtype=float32", "eval.at_start=false", "eval.at_end=false",
-    "eval.every_steps=0", "metrics.samples_every=1",
+    "eval.every_steps=0", "metrics.samples_every=1", 'tasks=[{"name": "tests.golden.former_split:arithmetic"}]',
 )  # fmt: skip
 MANY = ("train.rows_per_device=1", "train.remat=layer", "rollout.layout=legacy")
 """With 8 devices on one machine: weights and rows have to share its memory."""

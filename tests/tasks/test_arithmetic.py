@@ -1,23 +1,49 @@
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+from podium.config.load import load
 from podium.config.schema import TaskConfig
 from podium.tasks.arithmetic import MAX_PAIRS, Arithmetic
 from podium.tasks.registry import make_task
 from podium.tasks.task import Prompt, TaskSource
+
+ROOT = Path(__file__).parents[2]
 
 
 def make(**options) -> Arithmetic:
     return Arithmetic(TaskSource(), **options)
 
 
-def test_the_demo_has_81_sums_of_which_20_are_held_out():
+def pairs(prompts: Sequence[Prompt]) -> set[tuple[str, ...]]:
+    """Operator and operands of each question, the operands in order of size."""
+    expressions = (re.search(r"(\d+) ([-+*]) (\d+)", prompt.question) for prompt in prompts)
+    return {(found[2], *sorted((found[1], found[3]))) for found in expressions if found}
+
+
+def test_one_digit_sums_are_81_of_which_21_are_held_out():
     task = make()
     train, held_out = task.prompts("train"), task.prompts("eval")
-    assert (len(train), len(held_out)) == (61, 20)
+    assert (len(train), len(held_out)) == (60, 21)
     questions = {prompt.question for prompt in [*train, *held_out]}
     assert questions == {f"What is {a} + {b}? Answer with only the number." for a in range(1, 10) for b in range(1, 10)}
+
+
+def test_the_demo_holds_out_at_least_45_sums():
+    (config,) = load([ROOT / "configs" / "demo.yaml"], [], {}).config.tasks
+    task = make_task(config)
+    assert (len(task.prompts("train")), len(task.prompts("eval"))) == (32, 49)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.25, 0.5, 0.6, 0.9])
+@pytest.mark.parametrize(("digits", "operation"), [(1, "add"), (1, "mul"), (1, "sub"), (2, "add"), (3, "mul")])
+def test_no_held_out_question_has_its_mirror_image_in_training(share, digits, operation):
+    task = make(digits=digits, operations=[operation], held_out=share)
+    train, held_out = task.prompts("train"), task.prompts("eval")
+    assert not pairs(train) & pairs(held_out)
+    assert abs(len(held_out) - share * (len(train) + len(held_out))) <= 1.5
 
 
 def test_the_held_out_questions_never_change():
@@ -25,7 +51,7 @@ def test_the_held_out_questions_never_change():
     assert make().prompts("eval") == make().prompts("eval")
 
 
-RECORDED = ["arithmetic/eval/9+2", "arithmetic/eval/4+1", "arithmetic/eval/9+5"]  # a change makes scores incomparable
+RECORDED = ["arithmetic/eval/9+5", "arithmetic/eval/2+4", "arithmetic/eval/3+1"]  # a change makes scores incomparable
 
 
 @pytest.mark.parametrize("digits", [1, 2, 3, 12])
@@ -85,6 +111,7 @@ def test_the_number_that_is_stated_or_ends_the_text_decides(answer, completion, 
         ({"digits": "many"}, "options.digits: Input should be a valid integer, got 'many'"),
         ({"operations": ["add", "div"]}, r"options.operations\[1\]: Input should be 'add', 'sub' or 'mul', got 'div'"),
         ({"operations": []}, "options.operations: .* at least 1 item"),
+        ({"held_out": 0.95}, "options.held_out: Input should be less than or equal to 0.9, got 0.95"),
         ({"digit": 2}, "options.digit: no such option; did you mean 'digits'?"),
     ],
 )
