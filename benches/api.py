@@ -25,15 +25,16 @@ Hear = Callable[[float, str], None]
 """Called with each line that is printed, and the seconds since the start."""
 LINES = """\
 import podium
-rows = [{"question": f"What is {a} + {b}?", "answer": a + b} for a in range(1, 10) for b in range(1, 10)]
+sums = [(a, b, {"question": f"What is {a} + {b}?", "answer": a + b}) for a in range(1, 10) for b in range(1, 10)]
+train, test = [row for a, b, row in sums if (a - b) % 4], [row for a, b, row in sums if (a - b) % 4 == 0]
 def short(num_tokens: int) -> float:
     return 1 - num_tokens / 20
-run = podium.grpo("demo", data=[row for i, row in enumerate(rows) if i % 4], eval_data=rows[::4],
+run = podium.grpo("demo", data=train, eval_data=test,
                   rewards=[podium.math_equal, (short, 0.1)], steps=STEPS, prompts_per_step=8, group_size=8,
                   on_step=lambda step, metrics, samples: print(step, metrics["train-reward/total/mean"], flush=True),
                   rollout={"max_prompt_tokens": 64, "max_new_tokens": 20, "slots": 64},
                   train={"remat": "none", "optimizer": {"learning_rate": 4e-5}})
-print(len(run.metrics), len(run.samples), run.evaluate(rows[::4]).accuracy)
+print(len(run.metrics), len(run.samples), run.evaluate(test).accuracy)
 print(run.generate(["What is 2 + 3?"], max_new_tokens=16)[0].text)
 run.export("out")
 """

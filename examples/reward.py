@@ -3,8 +3,12 @@
 import podium
 
 SUMS = [(a, b) for a in range(1, 10) for b in range(1, 10)]
-ROWS = [{"question": f"What is {a} + {b}? Answer with only the number.", "answer": a + b} for a, b in SUMS]
-HELD_OUT, TRAIN = ROWS[::4], [row for index, row in enumerate(ROWS) if index % 4]
+
+
+def rows(*, held_out: bool) -> list[dict[str, str | int]]:
+    """The sums to train on or those held out, where a + b goes together with b + a."""
+    chosen = [(a, b) for a, b in SUMS if ((a - b) % 4 == 0) == held_out]
+    return [{"question": f"What is {a} + {b}? Answer with only the number.", "answer": a + b} for a, b in chosen]
 
 
 def short(num_tokens: int) -> float:
@@ -15,8 +19,8 @@ def short(num_tokens: int) -> float:
 if __name__ == "__main__":
     run = podium.grpo(
         "demo",
-        data=TRAIN,
-        eval_data=HELD_OUT,
+        data=rows(held_out=False),
+        eval_data=rows(held_out=True),
         rewards=[podium.math_equal, (short, 0.1)],
         steps=20,
         prompts_per_step=8,

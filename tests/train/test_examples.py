@@ -1,5 +1,6 @@
 """The scripts and the notebook of examples/, each run whole, with a tiny model and one step where they train."""
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,12 @@ def test_the_notebook_runs_and_an_exception_leaves_its_kernel_usable(notebook, t
     outputs = [str(cell.get("outputs", "")) for cell in notebook.cells]
     assert any("step 1/1" in output for output in outputs), "no progress is shown"
     assert "caught True" in outputs[-2] and "step 1" in outputs[-1]
+
+
+def test_no_held_out_sum_of_an_example_has_its_mirror_image_in_training():
+    rows = runpy.run_path(str(EXAMPLES / "reward.py"))["rows"]
+    held_out, train = (
+        {frozenset(re.findall(r"\d", row["question"])) for row in rows(held_out=kind)} for kind in (True, False)
+    )
+    assert held_out
+    assert not held_out & train
