@@ -130,6 +130,7 @@ def make_train_step(settings: TrainSettings, recipe: Recipe, optimizer: optax.Gr
     def train_step(state: TrainState, batch: Batch, frozen: Params | None = None) -> tuple[TrainState, Metrics]:
         frozen = frozen or {}
 
+        @functools.partial(jax.jit, inline=True)  # traced once, for the shapes of the sums and for the loop
         def one(index: jax.Array) -> tuple[tuple[Params, jax.Array, Metrics], Metrics]:
             (loss, (sums, maxima)), grads = gradient(state.params, frozen, _micro_batch(batch, index))
             grads = {name: jax.lax.with_sharding_constraint(x, shardings[name]) for name, x in grads.items()}
@@ -145,9 +146,9 @@ def make_train_step(settings: TrainSettings, recipe: Recipe, optimizer: optax.Gr
         if len(batch.tokens) == 1:  # its gradient is the sum: a second tree beside it would be as large as the weights
             (grads, loss, sums), maxima = one(jnp.int32(0))
         else:
-            made = jax.eval_shape(one, jnp.int32(0))
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
-            (grads, loss, sums), maxima = jax.lax.fori_loop(0, batch.num_micro_batches, add, zeros)
+            first = jnp.int32(0)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, first))
+            (grads, loss, sums), maxima = jax.lax.fori_loop(first, batch.num_micro_batches, add, zeros)
         with jax.named_scope("optimizer"):
             streamed = settings.computing.platform != "cpu"
             params, opt_state, update_norm = apply_gradients(
