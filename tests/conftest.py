@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import sys
@@ -35,6 +36,8 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+gc.set_threshold(100_000, 20, 100)  # tracing makes many objects that live on: looking for garbage took 6 % of the time
 
 hypothesis.settings.register_profile("podium", deadline=None)  # a machine may have other work
 hypothesis.settings.load_profile("podium")

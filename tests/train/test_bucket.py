@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny_runs import TINY, cache_settings, make_config, merged, metrics_of, weights_of
+from tiny_runs import TINY, make_config, merged, metrics_of, weights_of
 
 from podium.config.schema import Config
 from podium.train.loop import train
 from podium.train.step_files import saved_steps, seal
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_device", "compiled_once")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_device")]
 SETTINGS: dict[str, Any] = {"steps": 4, "eval": {"every_steps": 2}, "checkpoint": {"every_steps": 2}}
 
 
@@ -38,14 +38,13 @@ def store(request):
 
 
 @pytest.fixture
-def podium(store, tmp_path, programs) -> Callable[..., subprocess.CompletedProcess[str]]:
+def podium(store, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """The command line on a machine of its own, whose cache is what `machine` names."""
 
     def run(*arguments: str, machine: str = "one", **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {
             **os.environ,
             **store.environment,
-            **{name.upper(): str(value) for name, value in cache_settings(programs).items()},
             "XDG_CACHE_HOME": str(tmp_path / machine),
             "JAX_PLATFORMS": "cpu",
             **variables,

@@ -92,12 +92,12 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def carried(tiny_model, one_device, compiled_once) -> Made:
+def carried(tiny_model, one_device) -> Made:
     return Made(make_config(tiny_model, rollout=CARRIED), 8)
 
 
 @pytest.fixture(scope="module")
-def waited_for(tiny_model, one_device, compiled_once) -> Made:
+def waited_for(tiny_model, one_device) -> Made:
     """The same prompts, each step with its own."""
     alone = {name: value for name, value in CARRIED.items() if name not in ("in_flight", "max_staleness")}
     return Made(make_config(tiny_model, rollout=alone), 9)
@@ -182,7 +182,7 @@ def test_a_prompt_that_is_complete_is_written_with_its_rewards(carried):
 
 
 @pytest.mark.parametrize("refill", [False, pytest.param(True, marks=pytest.mark.long)], ids=["plain", "refill"])
-def test_a_run_goes_on_bit_for_bit_with_what_was_in_flight(tiny_model, tmp_path, one_device, compiled_once, refill):
+def test_a_run_goes_on_bit_for_bit_with_what_was_in_flight(tiny_model, tmp_path, one_device, refill):
     recipe = {"recipe": "dapo", "max_refills": 1} if refill else {}
     changes = {"rollout": CARRIED, "eval": {"every_steps": 1, "questions": 2}, "algorithm": recipe}
     runs = {}

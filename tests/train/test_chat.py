@@ -11,11 +11,11 @@ from podium.api.answers import open_model
 from podium.api.chat import CHUNK_TOKENS, STEPS_SHOWN, Conversation, chat, harmless, shaded
 from podium.rollout.request import Request, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 @pytest.fixture(scope="module")
-def rollouts(tiny_model, one_device, compiled_once):
+def rollouts(tiny_model, one_device):
     settings = {"rollout__max_prompt_tokens": 40, "rollout__refill_steps": STEPS_SHOWN}
     with open_model(tiny_model, max_new_tokens=CHUNK_TOKENS, slots=1, **settings) as opened:
         yield opened

@@ -249,9 +249,7 @@ def test_counts_of_terabytes_and_messages_of_any_length_are_exact(together):
     assert [index for each in found for index in each["share"]] == list(range(10))
 
 
-def test_a_run_of_several_hosts_goes_on_in_one_process(
-    together, alone, one_device, compiled_once, tiny_model, tmp_path
-):
+def test_a_run_of_several_hosts_goes_on_in_one_process(together, alone, one_device, tiny_model, tmp_path):
     """The checkpoint of all hosts is read by one."""
     shutil.copytree(together.folder / "full", tmp_path / "full")
     config = make_config(tiny_model, tmp_path, name="full", **{**SETTINGS, "steps": 4})

@@ -8,7 +8,6 @@ from typing import Any
 import nbclient
 import nbformat
 import pytest
-from tiny_runs import cache_settings
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHORTER = {
@@ -29,7 +28,7 @@ def shortened(text: str, model: Path) -> str:
     return text
 
 
-@pytest.mark.usefixtures("one_device", "compiled_once")
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize(
     ("name", "prints"),
     [
@@ -61,7 +60,7 @@ def notebook(tiny_model) -> nbformat.NotebookNode:
     return found
 
 
-@pytest.mark.usefixtures("one_device", "compiled_once")
+@pytest.mark.usefixtures("one_device")
 def test_the_code_of_the_notebook_runs(notebook, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     session: dict[str, Any] = {"__name__": "__main__"}
@@ -72,13 +71,11 @@ def test_the_code_of_the_notebook_runs(notebook, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_the_notebook_runs_and_an_exception_leaves_its_kernel_usable(notebook, tmp_path, programs):
-    cache = [f"jax.config.update({name!r}, {value!r})" for name, value in cache_settings(programs).items()]
+def test_the_notebook_runs_and_an_exception_leaves_its_kernel_usable(notebook, tmp_path):
     first = [
         f"import sys; sys.path.insert(0, {str(EXAMPLES.parent)!r})",
         "import jax",
         "jax.config.update('jax_num_cpu_devices', 1)",
-        *cache,
     ]
     notebook.cells.insert(0, nbformat.v4.new_code_cell("\n".join(first)))
     train = next(cell.source for cell in notebook.cells if "podium.grpo" in cell.source)

@@ -19,11 +19,11 @@ from podium.train.loop import train
 from podium.train.setup import load_weights, make_model
 from podium.train.step_files import CheckpointError
 
-pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 @pytest.fixture(scope="module")
-def run(tiny_model, tmp_path_factory, one_device, compiled_once) -> Path:
+def run(tiny_model, tmp_path_factory, one_device) -> Path:
     """A run with checkpoints of its steps 1 and 2."""
     runs = tmp_path_factory.mktemp("runs")
     checkpoint = {"every_steps": 1, "keep_last": 2}

@@ -22,7 +22,7 @@ from podium.train.loop import train
 from podium.train.setup import load_weights, make_model, rollout_spec
 from podium.train.trainer import DivergedError
 
-pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 def test_a_run_leaves_its_records(undisturbed):

@@ -21,7 +21,7 @@ from podium.train.loop import train
 from podium.train.setup import load_frozen, load_trained, load_weights, make_model
 from podium.train.step_files import CheckpointError
 
-pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 LORA: dict[str, Any] = {"rank": 2, "alpha": 4.0}
 SHORT: dict[str, Any] = {
@@ -40,7 +40,7 @@ def run(model: Path, runs: Path, name: str = "run", fork: Fork | None = None, lo
 
 
 @pytest.fixture(scope="module")
-def done(tiny_model, tmp_path_factory, one_device, compiled_once) -> Path:
+def done(tiny_model, tmp_path_factory, one_device) -> Path:
     """A run of two steps, both saved."""
     return run(tiny_model, tmp_path_factory.mktemp("runs"))
 

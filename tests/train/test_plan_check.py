@@ -11,7 +11,7 @@ from podium.plan import check
 from podium.plan.check import RunCheck, check_run
 from podium.train.loop import train
 
-pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 def on(monkeypatch, **changed) -> None:

@@ -17,7 +17,7 @@ from podium.train.profile import (
 )
 
 pytestmark = [
-    pytest.mark.usefixtures("one_device", "compiled_once"),
+    pytest.mark.usefixtures("one_device"),
     # Of jax's reader of traces, on Python 3.13; as an error it would end the process.
     pytest.mark.filterwarnings("ignore:builtin type .* has no __module__ attribute:DeprecationWarning"),
 ]

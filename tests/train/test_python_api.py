@@ -16,7 +16,7 @@ from podium.api.data import overrides, reward_parts, task_settings
 from podium.config.errors import ConfigError
 from podium.config.imports import imported, name_of
 
-pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 ROWS = [{"question": f"What is {a} + {b}?", "answer": a + b, "level": a} for a in range(4) for b in range(4)]
 TINY: dict[str, Any] = {
@@ -61,7 +61,7 @@ def heard() -> list[tuple]:
 
 
 @pytest.fixture(scope="module")
-def run(tiny_model, runs, heard, one_device, compiled_once) -> podium.Run:
+def run(tiny_model, runs, heard, one_device) -> podium.Run:
     return podium.grpo(
         str(tiny_model),
         ROWS[4:],

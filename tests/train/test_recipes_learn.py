@@ -4,7 +4,7 @@ from tiny_runs import RISE, first_and_last, learn
 from podium.algorithms.recipes import RECIPES
 
 SAMPLED = [name for name, recipe in RECIPES.items() if not recipe.demonstrations]
-pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 @pytest.mark.parametrize(

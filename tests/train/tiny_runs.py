@@ -200,7 +200,7 @@ def _config(changes: str) -> Config:
 @functools.cache
 def _trainer(devices: int, reference: bool, temperature: float, changes: str) -> Trainer:
     config, rules = _config(changes), rules_of(devices=devices)
-    settings = make_train_settings(rules, temperature=temperature)
+    settings = make_train_settings(rules, temperature=temperature, attention="reference")  # compiles in half the time
     first = make_params(rules) if reference else None
     spec = spec_of(config, devices=devices)
     return Trainer(
@@ -263,15 +263,6 @@ def host(params: Params) -> dict[str, np.ndarray]:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The lines of a .jsonl file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def cache_settings(folder: Path) -> dict[str, Any]:
-    """What has jax keep every compiled program in a folder; upper case, they are environment variables."""
-    return {
-        "jax_compilation_cache_dir": str(folder),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
