@@ -10,12 +10,12 @@ import nbformat
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SHORTER = {
+SHORTER = {  # sizes of test_shown_commands.py: the programs are the same
     '    "demo",': "    MODEL,",
     "steps=20": "steps=1, grading={'workers': 0}, eval__questions=2",
     "prompts_per_step=8": "prompts_per_step=2",
     "group_size=8": "group_size=4",
-    '"max_prompt_tokens": 48, "max_new_tokens": 16': '"max_prompt_tokens": 32, "max_new_tokens": 3, "slots": 8',
+    '"max_prompt_tokens": 48, "max_new_tokens": 16': '"max_prompt_tokens": 60, "max_new_tokens": 3, "slots": 8',
     'eval={"questions": 20},': "",
     "max_new_tokens=16": "max_new_tokens=3",
 }

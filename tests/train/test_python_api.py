@@ -24,8 +24,9 @@ TINY: dict[str, Any] = {
     "prompts_per_step": 4,
     "group_size": 4,
     "grading": {"workers": 0},
-    "rollout": {"max_prompt_tokens": 16, "max_new_tokens": 3, "slots": 16},
+    "rollout": {"max_prompt_tokens": 16, "max_new_tokens": 3, "slots": 16, "prefill_rows": 8},
     "train__rows_per_device": 2,
+    "train__optimizer": {"learning_rate": 1e-2},
     "metrics": {"samples_every": 2},
 }
 
