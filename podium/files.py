@@ -56,9 +56,12 @@ class JsonLines:
     """A file that grows by one line of JSON per record."""
 
     def __init__(self, path: Path):
-        """Open `path` for appending."""
+        """Open `path` for appending. Raises RunFileError if it cannot be opened."""
         self.path = path
-        self._file = path.open("a", encoding="utf-8")
+        try:
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise RunFileError(why_not_written(path, error)) from error
 
     def write(self, record: Record) -> None:
         """Append one record and hand it to the operating system. Raises RunFileError if it cannot be written."""
@@ -173,6 +176,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 def why_not_written(path: Path, error: OSError, size: int | None = None) -> str:
     """The message about a file that cannot be written; for a full disk with the space that is free and needed."""
+    if forbids_writing(error):
+        return (
+            f"{path} cannot be written: {error.strerror}; make {path.parent} writable, or write the run elsewhere with"
+            " runs_dir"
+        )
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return f"{path} cannot be written: {error.strerror}"
     room = f"{shutil.disk_usage(path.parent).free / 1e6:,.2f} MB are free"
@@ -181,3 +189,12 @@ def why_not_written(path: Path, error: OSError, size: int | None = None) -> str:
         f"{path} cannot be written: {error.strerror}; free some space in {path.parent} ({room}{need}),"
         " or write the run elsewhere with runs_dir"
     )
+
+
+def forbids_writing(error: BaseException) -> bool:
+    """Whether the cause of an error is that a place is read-only, or that this user may not write there."""
+    forbidden = (errno.EROFS, errno.EACCES, errno.EPERM)
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in forbidden
+    # tensorstore's errors have only the text
+    return any(os.strerror(number) in str(error) for number in forbidden)

@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -152,3 +153,16 @@ def test_what_reaches_buckets_raises_and_does_not_log_tracebacks(bucket, library
     logging.getLogger(library).setLevel(logging.NOTSET)
     as_path(bucket)
     assert not logging.getLogger(library).isEnabledFor(logging.ERROR)
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_place_that_forbids_writing_is_named_with_its_way_out(tmp_path, monkeypatch, number):
+    def refuse(path: Path, *arguments: object, **options: object) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    said = rf"metrics.jsonl cannot be written: {os.strerror(number)}; make {tmp_path} writable, or .* runs_dir"
+    with pytest.raises(RunFileError, match=said):
+        JsonLines(tmp_path / "metrics.jsonl")
+    with pytest.raises(RunFileError, match=said):
+        write_atomically(tmp_path / "metrics.jsonl", "text")

@@ -29,10 +29,11 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint._src.futures import future as orbax_futures  # its public API cannot end waiting threads
 from orbax.checkpoint.path import atomicity
 
 from podium.config.schema import CheckpointConfig
-from podium.files import absolute, in_bucket
+from podium.files import absolute, forbids_writing, in_bucket
 from podium.observe.summary import versions
 from podium.sharding import Params
 from podium.train.carry import Position
@@ -101,7 +102,7 @@ class Checkpointer:
         self._bytes = 0  # of its arrays
         _quiet_orbax()
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=KeepPolicy(config),
+            preservation_policy=KeepPolicy(config, self._folder),
             best_fn=lambda metrics: metrics[SCORE],  # has orbax store the scores; KeepPolicy compares them
             cleanup_tmp_directories=True,
             temporary_path_class=atomicity.CommitFileTemporaryPath if in_bucket(self._folder) else None,
@@ -158,6 +159,7 @@ class Checkpointer:
             )
             metrics = None if score is None else {SCORE: score}
             with self._write_errors(), self._beating():
+                _try_to_write(self._folder)  # before orbax starts threads that wait for the step's folder
                 self._manager.save(step, args=items, metrics=metrics, force=True)
         if wait:
             self.wait()
@@ -210,12 +212,33 @@ class Checkpointer:
             yield
         except Exception as error:
             self._failed = True
+            _end_waiting_threads()
             self._manager.reload()  # orbax no longer lists the steps that the failed one would have replaced
             raise CheckpointError(
                 f"the checkpoint of step {self._step} could not be written to {self._folder}: {first_line(error)};"
-                f" it takes up to {self._bytes / 1e6:,.2f} MB{_free(self._folder)}; complete steps: {self.steps()};"
-                " make room and continue the run"
+                f" {self._way_out(error)}"
             ) from error
+
+    def _way_out(self, error: BaseException) -> str:
+        """What to do about a save that failed."""
+        again = f"complete steps: {self.steps()}; {{}} and run the same command again, which continues from the newest"
+        if forbids_writing(error):
+            return again.format(f"make {self._folder} writable") + "; or write the run elsewhere with runs_dir"
+        size = f"it takes up to {self._bytes / 1e6:,.2f} MB{_free(self._folder)}"
+        return f"{size}; {again.format('make room')}"
+
+
+def _end_waiting_threads() -> None:
+    """End the threads of a failed save, which would wait for the step's folder until SAVE_LIMIT_S has passed.
+
+    A process does not exit before its threads. They fail at once, since what they wait for does not exist. With several
+    hosts this process ends without waiting for its threads.
+    """
+    if jax.distributed.is_initialized():
+        return
+    for thread in threading.enumerate():
+        if isinstance(thread, orbax_futures._SignalingThread):
+            orbax_futures.set_signals(thread._receive_signals, operation_id=thread._operation_id)
 
 
 @contextmanager
@@ -245,10 +268,13 @@ def _growing(folders: Callable[[], list[Path]], beat: Beat, every_s: float) -> I
 class KeepPolicy(ocp.checkpoint_managers.PreservationPolicy):
     """Keeps the newest checkpoints, the multiples of `keep_every`, and those with the best scores.
 
-    Orbax's own BestN keeps n checkpoints without a score until there are more than n.
+    Orbax's own BestN keeps n checkpoints without a score until there are more than n. A step that is a symbolic link
+    is kept too: its files are elsewhere, where the user put them, and orbax deletes no links.
     """
 
     config: CheckpointConfig
+    folder: Path
+    """Folder of the checkpoints."""
 
     def should_preserve(
         self,
@@ -262,7 +288,11 @@ class KeepPolicy(ocp.checkpoint_managers.PreservationPolicy):
         keep |= {info.step for info in checkpoints[-self.config.keep_last :]}
         if self.config.keep_every:
             keep |= {info.step for info in checkpoints if info.step % self.config.keep_every == 0}
-        return [info.step in keep for info in checkpoints]
+        return [info.step in keep or _is_link(self.folder / str(info.step)) for info in checkpoints]
+
+
+def _is_link(path: Path) -> bool:
+    return not in_bucket(path) and path.is_symlink()
 
 
 def restore_state(

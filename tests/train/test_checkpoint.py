@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import random
@@ -6,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,16 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax.checkpoint._src.path import async_path
 
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import CheckpointConfig
 from podium.models.blocks.spec import ParamSpec
 from podium.models.params import TRAIN_AXES
 from podium.sharding import ShardingRules, abstract_params, make_mesh
+from podium.train import checkpoint
 from podium.train.checkpoint import Checkpointer, restore_params, restore_state
 from podium.train.optimizer import make_optimizer
 from podium.train.state import TrainState, abstract_state
-from podium.train.step_files import CheckpointError, saved_steps
+from podium.train.step_files import CheckpointError, newest_whole_step, saved_steps
 
 SPECS = {
     "embed": ParamSpec((64, 32), ("vocab", "width"), 0.02),
@@ -301,6 +305,52 @@ def test_a_save_that_fails_is_told_at_the_next_call_and_the_last_good_step_stays
     assert host == HOST
     checkpointer.save(3, make_state(3), {}, score=None, wait=True)
     assert checkpointer.steps()[-1] == 3
+
+
+def test_a_folder_that_became_read_only_is_named_with_its_way_out(open_checkpointer, monkeypatch):
+    checkpointer = open_checkpointer()
+    checkpointer.save(1, make_state(1), HOST, score=None, wait=True)
+
+    def refuse(folder: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
+
+    monkeypatch.setattr(checkpoint, "_try_to_write", refuse)
+    with pytest.raises(CheckpointError, match=r"Read-only file system.*\[1\]; make .*/checkpoints writable") as caught:
+        checkpointer.save(2, make_state(2), {}, score=None)
+    assert "make room" not in str(caught.value)
+
+
+def test_a_save_whose_folder_cannot_be_made_leaves_no_thread_that_waits(open_checkpointer, monkeypatch):
+    checkpointer = open_checkpointer()
+    checkpointer.save(1, make_state(1), HOST, score=None, wait=True)
+    before = set(threading.enumerate())
+
+    mkdir = async_path.mkdir
+
+    async def refuse(path: Path, **options: bool) -> None:
+        if ".orbax-checkpoint-tmp" in path.name:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        await mkdir(path, **options)
+
+    monkeypatch.setattr(async_path, "mkdir", refuse)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        checkpointer.save(2, make_state(2), {}, score=None, wait=True)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=10)  # the interpreter joins it too before it exits
+        assert not thread.is_alive(), thread.name
+
+
+def test_a_step_that_is_a_symbolic_link_is_restored_and_never_in_the_way(open_checkpointer, tmp_path):
+    checkpointer = open_checkpointer(keep_last=1)
+    checkpointer.save(1, make_state(1), HOST, score=None, wait=True)
+    elsewhere = tmp_path / "another disk"
+    (folder(tmp_path) / "1").rename(elsewhere)
+    (folder(tmp_path) / "1").symlink_to(elsewhere)
+    assert newest_whole_step(folder(tmp_path), print, lambda: None) == 1
+    assert_bit_equal(checkpointer.restore(1, target())[0], make_state(1))
+    for step in (2, 3):
+        checkpointer.save(step, make_state(step), {}, score=None, wait=True)
+    assert checkpointer.steps() == [1, 3]  # what the user put elsewhere stays
 
 
 def test_closing_tells_of_a_failed_save(tmp_path, no_large_files):
