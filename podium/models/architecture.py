@@ -5,6 +5,7 @@ Where a model lies is `podium.models.source`; what GGUF calls these numbers is `
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,10 @@ from podium.models.blocks.rope import Rope, RopeScaling
 
 LAYERS = "layers."
 """How the names of all layers' weights begin."""
+MAX_SIZE = 2**31 - 1
+"""The largest number that a description may give; products of two still fit into 64 bits."""
+MAX_LAYERS = 10_000
+"""Each layer has names of its own; a larger number is a damaged file, and would only fill the memory."""
 
 
 class ModelError(ValueError):
@@ -227,26 +232,55 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def check_family(model_type: Any, where: str) -> Family:
+def check_family(model_type: object, where: str) -> Family:
     """The family of a model type. Raises ModelError where Podium has none, naming those it has."""
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ModelError(
-            f"{where}: model type {model_type!r} is not supported; Podium trains {', '.join(FAMILIES)}"
+            f"{where}: model type {shown(model_type)} is not supported; Podium trains {', '.join(FAMILIES)}"
             " (Llama 2 and 3, SmolLM2, Qwen2 and 2.5, Qwen3)"
         )
     return FAMILIES[model_type]
 
 
-def whole_number(settings: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
-    """A setting that must be 1 or more; `default` where it is null or absent. Raises ModelError where it is not."""
+def shown(value: object) -> str:
+    """A value from a model's files as an error shows it: at most 80 characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an int of thousands of digits, a list in a list in a list ...
+        text = f"a very large {type(value).__name__}"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def whole_number(
+    settings: Mapping[str, Any], key: str, where: str, default: int | None = None, *, most: int = MAX_SIZE
+) -> int:
+    """A setting from 1 to `most`; `default` where it is null or absent. Raises ModelError where it is not."""
     value = settings.get(key) if settings.get(key) is not None else default
-    if not isinstance(value, int) or value < 1:
-        raise ModelError(f"{where}: {key} must be a whole number of 1 or more, found {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ModelError(f"{where}: {key} must be a whole number from 1 to {most}, found {shown(value)}")
     return value
+
+
+def real_number(settings: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
+    """A setting that must be a finite number above 0; `default` where it is absent. Raises ModelError where it is not.
+
+    Unlike a size, which null leaves to the family, null is not a number here: transformers computes nothing with it.
+    """
+    value = settings.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ModelError(f"{where}: {key} must be a number above 0, found {shown(value)}")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ModelError(f"{where}: {key} must be a number above 0, found one beyond 1e308") from error
 
 
 def check_config(config: DecoderConfig, where: str) -> DecoderConfig:
     """Returns the config. Raises ModelError where its numbers cannot be of one decoder."""
+    if config.norm_eps >= 1:
+        raise ModelError(f"{where}: an epsilon of {config.norm_eps:g} in the norms; it must be below 1, as 1e-5 is")
+    if any(rope.theta < 1 for rope in config.ropes):
+        raise ModelError(f"{where}: the base of rotary embeddings must be 1 or more, as 10000 is")
     if config.heads % config.kv_heads:
         raise ModelError(f"{where}: {config.heads} query heads do not share {config.kv_heads} key/value heads evenly")
     if config.head_dim % 2:
@@ -262,9 +296,10 @@ def from_hf_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
     family = check_family(raw.get("model_type"), where)
     for key, accepted in NEUTRAL.items():
         if raw.get(key, accepted[0]) not in accepted:
-            raise ModelError(f"{where}: {key} {raw[key]!r} is not supported; it must be {accepted[0]!r} or absent")
-    if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
-        raise ModelError(f"{where}: layer_types {raw['layer_types']!r}: only full_attention is supported")
+            raise ModelError(f"{where}: {key} {shown(raw[key])} is not supported; it must be {accepted[0]!r} or absent")
+    kinds = raw.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise ModelError(f"{where}: layer_types {shown(kinds)}: only full_attention is supported")
 
     number = functools.partial(whole_number, raw, where=where)
 
@@ -274,7 +309,7 @@ def from_hf_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
         model_type=raw["model_type"],
         vocab=number("vocab_size"),
         width=width,
-        layers=number("num_hidden_layers"),
+        layers=number("num_hidden_layers", most=MAX_LAYERS),
         heads=heads,
         kv_heads=number("num_key_value_heads", default=heads),
         head_dim=number("head_dim", default=family.head_dim or width // heads),
@@ -282,36 +317,50 @@ def from_hf_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
         max_positions=number("max_position_embeddings"),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        tied=bool(raw.get("tie_word_embeddings", False)),
+        norm_eps=real_number(raw, "rms_norm_eps", where, 1e-6),
+        tied=_tied(raw, where),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
     )
     return check_config(config, where)
 
 
+def _tied(raw: Mapping[str, Any], where: str) -> bool:
+    tied = raw.get("tie_word_embeddings")
+    if tied is not None and not isinstance(tied, bool):
+        raise ModelError(f"{where}: tie_word_embeddings must be true or false, found {shown(tied)}")
+    return bool(tied)
+
+
 def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
     """Theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    theta = 10000.0 if raw.get("rope_theta") is None else raw["rope_theta"]
-    rope = {"rope_theta": theta, **(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    rope: dict[str, Any] = {"rope_theta": 10000.0 if raw.get("rope_theta") is None else raw["rope_theta"]}
+    for key in ("rope_scaling", "rope_parameters"):
+        part = raw.get(key) or {}
+        if not isinstance(part, dict):
+            raise ModelError(f"{where}: {key} must be a JSON object or null, found {shown(part)}")
+        rope |= part
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0 or any(isinstance(value, dict) for value in rope.values()):
-        raise ModelError(f"{where}: rope_parameters {rope!r}: partial or per-layer rotation is not supported")
+        raise ModelError(f"{where}: rope_parameters {shown(rope)}: partial or per-layer rotation is not supported")
+    theta = real_number(rope, "rope_theta", where)
     if kind == "default":
-        return float(rope["rope_theta"]), None
+        return theta, None
     if kind != "llama3":
-        raise ModelError(f"{where}: rope_type {kind!r} is not supported; Podium computes default and llama3")
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    if missing := [key for key in keys if key not in rope]:
+        raise ModelError(f"{where}: rope_type {shown(kind)} is not supported; Podium computes default and llama3")
+    original = "original_max_position_embeddings"
+    if missing := [key for key in ("factor", "low_freq_factor", "high_freq_factor", original) if key not in rope]:
         raise ModelError(f"{where}: rope_type llama3 needs {', '.join(missing)}")
-    factor, low, high, original = (rope[key] for key in keys)
     scaling = RopeScaling(
-        factor=float(factor),
-        low_freq_factor=float(low),
-        high_freq_factor=float(high),
-        original_max_positions=int(original),
+        factor=real_number(rope, "factor", where),
+        low_freq_factor=real_number(rope, "low_freq_factor", where),
+        high_freq_factor=real_number(rope, "high_freq_factor", where),
+        original_max_positions=whole_number(rope, original, where),
     )
-    return float(rope["rope_theta"]), scaling
+    if scaling.low_freq_factor >= scaling.high_freq_factor:
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        raise ModelError(f"{where}: low_freq_factor {low:g} must be below high_freq_factor, which is {high:g}")
+    return theta, scaling
 
 
 def to_hf_config(config: DecoderConfig) -> dict[str, Any]:

@@ -5,6 +5,7 @@ for it); block formats are the `gguf` library's. The tokenizer is built in `podi
 """
 
 import dataclasses
+import math
 import mmap
 import re
 import struct
@@ -16,11 +17,15 @@ import ml_dtypes
 import numpy as np
 
 from podium.models.architecture import (
+    MAX_LAYERS,
+    MAX_SIZE,
     DecoderConfig,
     ModelError,
     check_config,
     check_family,
     dense_decoder,
+    real_number,
+    shown,
     whole_number,
 )
 from podium.models.blocks.rope import RopeScaling
@@ -30,6 +35,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+F32 = 0  # llama.cpp's number of the format
+MAX_DIMS = 4  # llama.cpp's GGML_MAX_DIMS
 ROPE_FACTORS = "rope_freqs.weight"
 # The formats we read; those of blocks by `gguf.dequantize`.
 FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
@@ -84,6 +91,8 @@ class _Cursor:
         kind, count = self.scalar("I"), self.scalar("Q")
         if kind in SCALARS:
             return list(self.scalars(SCALARS[kind], count))
+        if kind == ARRAY:
+            raise struct.error("an array of arrays, which no key of a decoder or a tokenizer is")
         return [self.value(kind) for _ in range(count)]
 
 
@@ -112,9 +121,16 @@ def _parse(path: Path, cursor: _Cursor) -> GgufHeader:
     table = {}
     for _ in range(num_tensors):
         name = cursor.string()
-        shape = tuple(reversed(cursor.scalars("Q", cursor.scalar("I"))))
-        table[name] = GgufTensor(shape, *cursor.scalars("I", 1), *cursor.scalars("Q", 1))
+        dims = cursor.scalar("I")
+        if not 1 <= dims <= MAX_DIMS:
+            raise ModelError(f"{path}: tensor {name} has {dims} dimensions; GGUF's have 1 to {MAX_DIMS}")
+        shape = tuple(reversed(cursor.scalars("Q", dims)))
+        if not all(1 <= size <= MAX_SIZE for size in shape):
+            raise ModelError(f"{path}: tensor {name} has shape {list(shape)}; each size must be from 1 to {MAX_SIZE}")
+        table[name] = GgufTensor(shape, cursor.scalar("I"), cursor.scalar("Q"))
     alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 8 or alignment % 8:
+        raise ModelError(f"{path}: general.alignment must be a multiple of 8, found {shown(alignment)}")
     start = -(-cursor.position // alignment) * alignment
     tensors = {name: dataclasses.replace(tensor, offset=start + tensor.offset) for name, tensor in table.items()}
     return GgufHeader(path, metadata, tensors)
@@ -126,12 +142,15 @@ def read_config(header: GgufHeader) -> DecoderConfig:
     architecture = metadata.get("general.architecture")
     family = check_family(architecture, where)
 
-    def number(key: str, default: int | None = None) -> int:
-        return whole_number(metadata, f"{architecture}.{key}", where, default)
+    def number(key: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
+        return whole_number(metadata, f"{architecture}.{key}", where, default, most=most)
+
+    def real(key: str, default: float) -> float:
+        return _shortest(real_number(metadata, f"{architecture}.{key}", where, default))
 
     for key, accepted in {"rope.scaling.type": "none", "expert_count": 0, "attention.sliding_window": 0}.items():
         if (value := metadata.get(f"{architecture}.{key}", accepted)) != accepted:
-            raise ModelError(f"{where}: {architecture}.{key} {value!r} is not supported; it must be {accepted!r}")
+            raise ModelError(f"{where}: {architecture}.{key} {shown(value)} is not supported; it must be {accepted!r}")
     if "token_embd.weight" not in header.tensors:
         raise ModelError(f"{where}: tensor token_embd.weight is missing")
     width, heads = number("embedding_length"), number("attention.head_count")
@@ -142,15 +161,15 @@ def read_config(header: GgufHeader) -> DecoderConfig:
         model_type=str(architecture),
         vocab=header.tensors["token_embd.weight"].shape[0],
         width=width,
-        layers=number("block_count"),
+        layers=number("block_count", most=MAX_LAYERS),
         heads=heads,
         kv_heads=number("attention.head_count_kv", heads),
         head_dim=head_dim,
         mlp_width=number("feed_forward_length"),
         max_positions=number("context_length"),
-        rope_theta=_shortest(metadata.get(f"{architecture}.rope.freq_base", 10000.0)),
+        rope_theta=real("rope.freq_base", 10000.0),
         rope_scaling=_rope_scaling(header),
-        norm_eps=_shortest(metadata.get(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-6)),
+        norm_eps=real("attention.layer_norm_rms_epsilon", 1e-6),
         tied="output.weight" not in header.tensors,
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
@@ -171,6 +190,8 @@ def _rope_scaling(header: GgufHeader) -> RopeScaling | None:
     if (divisors := rope_divisors(header)) is None:
         return None
     factor = float(divisors.max())
+    if not (divisors.min() > 0 and factor < math.inf):
+        raise ModelError(f"{header.path}: tensor {ROPE_FACTORS} must hold finite numbers above 0")
     return RopeScaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
 
 
@@ -179,6 +200,11 @@ def rope_divisors(header: GgufHeader) -> np.ndarray | None:
     tensor = header.tensors.get(ROPE_FACTORS)
     if tensor is None:
         return None
+    size = header.path.stat().st_size
+    if tensor.type != F32 or len(tensor.shape) != 1 or tensor.offset + 4 * tensor.shape[0] > size:
+        raise ModelError(
+            f"{header.path}: tensor {ROPE_FACTORS} must be a vector of F32 within the file's {size:,} bytes"
+        )
     return np.fromfile(header.path, np.float32, tensor.shape[0], offset=tensor.offset)
 
 
@@ -198,7 +224,10 @@ class GgufTensors:
         found = formats.get(tensor.type, f"number {tensor.type}")
         if found not in FORMATS:
             raise ModelError(f"{path}: tensor {name} has format {found}; Podium reads {', '.join(FORMATS)}")
-        end = tensor.offset + int(np.prod(self._byte_shape(tensor)))
+        block, _ = self._library.GGML_QUANT_SIZES[self._library.GGMLQuantizationType(tensor.type)]
+        if tensor.shape[-1] % block:
+            raise ModelError(f"{path}: tensor {name} has rows of {tensor.shape[-1]}; {found} has blocks of {block}")
+        end = tensor.offset + math.prod(self._byte_shape(tensor))
         if end > self._size:
             raise ModelError(f"{path}: truncated: tensor {name} ends at byte {end:,} of a file of {self._size:,} bytes")
         return StoredTensor(tensor.shape, found, path)
@@ -207,7 +236,7 @@ class GgufTensors:
         """Rows and bytes per row; a vector is one row."""
         block, size = self._library.GGML_QUANT_SIZES[self._library.GGMLQuantizationType(tensor.type)]
         *rows, columns = tensor.shape
-        return int(np.prod(rows, dtype=np.int64)), columns // block * size
+        return math.prod(rows), columns // block * size
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows [start, stop) of a tensor: float32, float16 or bfloat16."""

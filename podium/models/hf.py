@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from podium.models.architecture import DecoderConfig, ModelError, to_hf_config
+from podium.models.architecture import DecoderConfig, ModelError, shown, to_hf_config
 from podium.models.blocks.spec import ParamSpec
 from podium.models.gguf import GgufHeader, GgufTensors, read_header, rope_divisors
 from podium.models.names import IGNORED_SUFFIXES, NAMES, FilePart, StoredTensor, Tensors, file_parts
@@ -101,7 +101,12 @@ def _weight_files(folder: Path) -> list[Path]:
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{folder / INDEX}: has no weight_map")
-    files = sorted(folder / str(file) for file in set(weight_map.values()))
+    for name in weight_map.values():
+        if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name:
+            raise ModelError(
+                f"{folder / INDEX}: lists {shown(name)}; a shard must be the name of a .safetensors file in this folder"
+            )
+    files = sorted(folder / file for file in set(weight_map.values()))
     if missing := [path.name for path in files if not path.is_file()]:
         raise ModelError(f"{folder / INDEX}: lists {', '.join(missing)}, which the folder does not have")
     return files

@@ -84,6 +84,8 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read as JSON ({error})") from error
+    except RecursionError as error:
+        raise ModelError(f"{path}: cannot be read as JSON (hundreds of brackets within each other)") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value

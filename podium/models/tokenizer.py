@@ -1,14 +1,16 @@
 """Text to tokens and back: transformers' tokenizer, from a Hugging Face folder or built from what a GGUF file says."""
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from podium.models import gguf
-from podium.models.architecture import ModelError
+from podium.models.architecture import MAX_SIZE, ModelError, shown
 from podium.models.source import ModelSource, read_json
+from podium.models.template import ChatTemplate
 
 # How llama.cpp's `tokenizer.ggml.pre` splits text before merges: Llama 3 and Qwen by a regular expression each.
 LLAMA3_SPLIT = (
@@ -25,10 +27,15 @@ SPACE = "\u2581"  # how SentencePiece writes a space
 class Tokenizer:
     """A tokenizer with a chat template, and the tokens that end a completion."""
 
-    def __init__(self, backend: Any, *, eos_tokens: tuple[int, ...]):
-        """Wraps a transformers tokenizer; its own end-of-sequence token is added to `eos_tokens`."""
+    def __init__(self, backend: Any, *, eos_tokens: tuple[int, ...], template_name: str = "chat_template"):
+        """Wraps a transformers tokenizer; its own end-of-sequence token is added to `eos_tokens`.
+
+        Errors of its chat template begin with `template_name`. Raises ModelError where no token ends a sequence.
+        """
         own = () if backend.eos_token_id is None else (backend.eos_token_id,)
         self._backend = backend
+        self._template: ChatTemplate | None = None
+        self._template_name = template_name
         self.eos_tokens: tuple[int, ...] = tuple(dict.fromkeys((*own, *eos_tokens)))
         self.bos_token: int | None = backend.bos_token_id
         if not self.eos_tokens:
@@ -44,8 +51,32 @@ class Tokenizer:
         return self.encode_messages(messages)
 
     def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The tokens of a conversation of messages (`role`, `content`) up to where the assistant answers."""
-        return self._backend.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        """The tokens of a conversation of messages (`role`, `content`) up to where the assistant answers.
+
+        Raises ModelError where the chat template cannot be rendered with them, or takes too long.
+        """
+        if self._template is None:
+            self._template = self._compiled()
+        return self.encode(self._template.render(messages))
+
+    def _compiled(self) -> ChatTemplate:
+        """The chat template; of several that have names transformers' `default`."""
+        try:
+            source = self._backend.get_chat_template()
+        except ValueError as error:
+            raise ModelError(f"{self._template_name}: {error}") from error
+        if not isinstance(source, str):
+            raise ModelError(f"{self._template_name}: expected a text, found {shown(source)}")
+        named = {name: token for name, token in self._backend.special_tokens_map.items() if isinstance(token, str)}
+        return ChatTemplate(source, named, name=self._template_name)
+
+    def check_vocab(self, vocab: int) -> None:
+        """Raises ModelError where the weights, which have `vocab` tokens, are not of this tokenizer's model."""
+        if beyond := [token for token in (*self.eos_tokens, *self.encode_chat("question", None)) if token >= vocab]:
+            raise ModelError(
+                f"the tokenizer uses token {beyond[0]}, and the weights have {vocab:,} tokens, from 0: they belong to"
+                " different models"
+            )
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text alone: no beginning- or end-of-sequence token is added."""
@@ -87,14 +118,10 @@ def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Tok
         raise ModelError(
             f"model {source.name!r}: its tokenizer has no chat template; write one and set chat_template: path.jinja"
         )
-    tokenizer = Tokenizer(backend, eos_tokens=eos_tokens)
-    import jinja2
-
-    try:
+    name = f"chat_template {chat_template or f'of model {source.name!r}'}"
+    with _reading(source.path):
+        tokenizer = Tokenizer(backend, eos_tokens=eos_tokens, template_name=name)
         tokenizer.encode_chat("question", None)
-    except jinja2.TemplateError as error:
-        name = chat_template or f"of model {source.name!r}"
-        raise ModelError(f"chat_template {name}: cannot be rendered ({type(error).__name__}: {error})") from error
     return tokenizer
 
 
@@ -108,11 +135,30 @@ def _import_transformers() -> ModuleType:
 
 
 def _folder_backend(folder: Path) -> Any:
-    try:
-        transformers = _import_transformers()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            read_json(folder / name)  # its errors are of one kind
+    transformers = _import_transformers()
+    with _reading(folder):
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{folder}: has no tokenizer that transformers can load ({error})") from error
+
+
+@contextlib.contextmanager
+def _reading(where: Path) -> Iterator[None]:
+    """Raises ModelError where transformers or tokenizers cannot make a tokenizer of what the files at `where` say.
+
+    Their readers do not check a file before they use it, so that a damaged one ends in an error of any type, or in a
+    panic of their Rust code, which is a BaseException.
+    """
+    try:
+        yield
+    except ModelError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ModelError(f"{where}: has no tokenizer that transformers can load ({reason})") from error
 
 
 def _folder_eos_tokens(folder: Path) -> tuple[int, ...]:
@@ -120,27 +166,35 @@ def _folder_eos_tokens(folder: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
         if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
+            tokens = found if isinstance(found, list) else [found]
+            return tuple(_token(token, f"{folder / name}: eos_token_id") for token in tokens)
     return ()
+
+
+def _token(value: object, where: str, most: int = MAX_SIZE) -> int:
+    """A token's number. Raises ModelError where it is none."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+        raise ModelError(f"{where}: expected a token's number from 0 to {most}, found {shown(value)}")
+    return value
 
 
 def _gguf_eos_tokens(header: gguf.GgufHeader) -> tuple[int, ...]:
     """End of sequence, of turn, and of message."""
-    found = [header.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    return tuple(token for token in found if token is not None)
+    keys = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
+    found = {key: header.metadata[key] for key in keys if key in header.metadata}
+    return tuple(_token(token, f"{header.path}: {key}") for key, token in found.items())
 
 
 def _gguf_backend(header: gguf.GgufHeader) -> Any:
     """A transformers tokenizer from GGUF metadata; transformers' own reader of GGUF needs torch."""
     from tokenizers import processors
 
-    said = {key.removeprefix("tokenizer.ggml."): value for key, value in header.metadata.items()}
-    kind = said.get("model")
-    if kind not in ("gpt2", "llama") or "tokens" not in said:
-        raise ModelError(f"{header.path}: tokenizer model {kind!r} is not supported; gpt2 and llama are")
+    said = _checked(header)
+    kind = said["model"]
     vocab = {token: index for index, token in enumerate(said["tokens"])}
-    rust = _byte_level(said, vocab, header.path) if kind == "gpt2" else _sentencepiece(said, vocab)
-    _add_special_tokens(rust, said)
+    with _reading(header.path):
+        rust = _byte_level(said, vocab, header.path) if kind == "gpt2" else _sentencepiece(said, vocab)
+        _add_special_tokens(rust, said)
     if said.get("add_bos_token", kind == "llama") and "bos_token_id" in said:
         bos, index = said["tokens"][said["bos_token_id"]], said["bos_token_id"]
         # Before any text that is encoded with special tokens: an export's users do that, we do not.
@@ -153,6 +207,47 @@ def _gguf_backend(header: gguf.GgufHeader) -> Any:
         clean_up_tokenization_spaces=False,
         **{name: said["tokens"][token] for name, token in ids.items() if token is not None},
     )
+
+
+# What the keys of a tokenizer hold, beneath `tokenizer.ggml.`; of lists, what each element is.
+GGUF_LISTS: Mapping[str, tuple[type, ...]] = {
+    "tokens": (str,),
+    "merges": (str,),
+    "scores": (float, int),
+    "token_type": (int,),
+}
+GGUF_SCALARS: Mapping[str, type] = {"pre": str, "add_bos_token": bool, "add_space_prefix": bool}
+
+
+def _checked(header: gguf.GgufHeader) -> dict[str, Any]:
+    """What a file says of its tokenizer, by the end of each key. Raises ModelError where a value is of no use."""
+    said = {key.removeprefix("tokenizer.ggml."): value for key, value in header.metadata.items()}
+    where = f"{header.path}: tokenizer.ggml."
+    if said.get("model") not in ("gpt2", "llama") or "tokens" not in said:
+        raise ModelError(
+            f"{header.path}: tokenizer model {shown(said.get('model'))} is not supported; gpt2 and llama are"
+        )
+    for key, kinds in GGUF_LISTS.items():
+        value = said.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(each, kinds) for each in value):
+            raise ModelError(f"{where}{key} must be a list of {kinds[0].__name__}, found {shown(value)}")
+    for key, kind in GGUF_SCALARS.items():
+        if key in said and not isinstance(said[key], kind):
+            raise ModelError(f"{where}{key} must be a {kind.__name__}, found {shown(said[key])}")
+    for kind in ("bos", "eos", "unknown", "padding"):
+        key = f"{kind}_token_id"
+        if key in said:
+            _token(said[key], where + key, len(said["tokens"]) - 1)
+    _check_pairs(said, where)
+    return said
+
+
+def _check_pairs(said: Mapping[str, Any], where: str) -> None:
+    """Raises ModelError where scores are not one for each token, or merges not pairs."""
+    if said["model"] == "llama" and len(said.get("scores", ())) != len(said["tokens"]):
+        raise ModelError(f"{where}scores must have one number for each of the {len(said['tokens'])} tokens")
+    if any(merge.count(" ") != 1 for merge in said.get("merges", ())):
+        raise ModelError(f"{where}merges must be pairs of tokens with a space between them")
 
 
 def _byte_level(said: dict[str, Any], vocab: dict[str, int], path: Path) -> Any:

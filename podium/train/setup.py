@@ -65,6 +65,7 @@ def make_model(config: Config) -> Model:
     decoder = dataclasses.replace(read_architecture(source), lora=make_lora(config.lora))
     check_tokens(config, decoder, mesh.shape)
     tokenizer = load_tokenizer(source, config.chat_template)
+    tokenizer.check_vocab(decoder.vocab)
     return Model(source=source, decoder=decoder, tokenizer=tokenizer, mesh=mesh, lora=config.lora)
 
 

@@ -1,0 +1,346 @@
+"""Chat templates: Jinja programs that come with a model, rendered within a budget. No jax, no transformers.
+
+A template comes from a stranger. Jinja's sandbox keeps it from files and from Python; this adds that it ends: loops,
+macros and calls count steps, which are limited with the processor's seconds, and no value may grow without bounds. What
+transformers offers to templates is offered here too, so that the same text comes out (a test compares).
+"""
+
+import contextvars
+import datetime
+import functools
+import json
+import math
+import re
+import string
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized, ValuesView
+from typing import Any, NoReturn, TypeVar
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context, LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+from podium.models.architecture import ModelError
+
+MAX_SOURCE = 200_000  # characters of a template; the longest in use have some 30,000
+MAX_STEPS = 200_000
+MAX_SECONDS = 3.0  # of this thread's processor time, for one conversation
+MAX_VALUE = 1_000_000  # characters of a value, besides ten times what the messages have
+ELEMENT = 10  # characters that an element of a list, or a key, counts as
+MAX_BITS = 4_096  # of a whole number
+MAX_FILL = 1_000  # of a width, an indentation, a batch, a number of digits, or of what is put between parts of a text
+TEXT_METHODS = (
+    "capitalize casefold count endswith find format format_map index isalnum isalpha isascii isdecimal isdigit islower"
+    " isnumeric isspace istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex"
+    " rpartition rsplit rstrip split splitlines startswith strip swapcase title upper"
+)
+# Methods of texts, mappings and lists. What they return is not larger than what they are given, or is checked before.
+METHODS: Mapping[type, frozenset[str]] = {
+    str: frozenset(TEXT_METHODS.split()),
+    dict: frozenset(("get", "items", "keys", "values", "copy", "fromkeys")),
+    list: frozenset(("index", "count", "copy")),
+    tuple: frozenset(("index", "count")),
+}
+FILLING = frozenset(("batch", "center", "filesizeformat", "indent", "join", "round", "slice", "tojson", "truncate"))
+"""Filters whose further arguments say how much text or how many elements to add."""
+LEFT_OUT = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
+"""Filters for web pages and for reading; their time grows faster than the text, and no chat template needs them."""
+_PRINTF_FILL = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\*|\d{4,}|\d*\.(?:\*|\d{4,}))")
+T = TypeVar("T")
+
+
+class TemplateError(ModelError):
+    """A chat template that cannot be rendered, or not within its budget."""
+
+
+class ChatTemplate:
+    """A compiled chat template."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], *, name: str = "chat_template"):
+        """Compiles a template, which sees the special tokens by name (`bos_token`); errors begin with `name`.
+
+        Raises TemplateError where it is no template.
+        """
+        self._name = name
+        self._special_tokens = dict(special_tokens)
+        if len(source) > MAX_SOURCE:
+            raise TemplateError(f"{name}: has {len(source):,} characters, and {MAX_SOURCE:,} are allowed")
+        self._template = self._guarded(lambda: _compile(source))
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a conversation up to where the assistant answers. Raises TemplateError; any thread may call it.
+
+        As in transformers, keys of a message whose value is None are left out.
+        """
+        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        seen = {**self._special_tokens, "messages": plain, "tools": None, "documents": None}
+
+        def run() -> str:
+            _running.set(_Budget(MAX_VALUE + 10 * _weight(plain)))
+            return self._template.render(seen, add_generation_prompt=True)
+
+        return contextvars.copy_context().run(self._guarded, run)
+
+    def _guarded(self, run: Callable[[], T]) -> T:
+        """The result of a template's code. It is a stranger's program, so whatever it raises is one error."""
+        try:
+            return run()
+        except _OverBudget as error:
+            raise TemplateError(f"{self._name}: cannot be rendered: it {error}") from error
+        except Exception as error:  # MemoryError is among them: Python's own compiler raises it for deep nesting
+            reason = f"{type(error).__name__}: {error}"[:300]
+            raise TemplateError(f"{self._name}: cannot be rendered ({reason})") from error
+
+
+class _OverBudget(Exception):
+    """Ends a rendering."""
+
+
+class _Budget:
+    """What a rendering may still use."""
+
+    def __init__(self, most: int):
+        self.most = most
+        self.steps = 0
+        self.ends = time.thread_time() + MAX_SECONDS
+
+    def step(self) -> None:
+        self.steps += 1
+        if self.steps > MAX_STEPS:
+            raise _OverBudget(f"takes more than {MAX_STEPS:,} steps (rounds of loops, calls, operators)")
+        if time.thread_time() > self.ends:
+            raise _OverBudget(f"takes more than {MAX_SECONDS:g} s")
+
+    def check(self, size: int) -> None:
+        """Raises _OverBudget where a value would have more characters than allowed."""
+        if size > self.most:
+            raise _OverBudget(f"makes a text or a list of more than {self.most:,} characters")
+
+
+_running: contextvars.ContextVar[_Budget] = contextvars.ContextVar("budget of the template that is being rendered")
+
+
+def _compile(source: str) -> jinja2.Template:
+    environment = _Environment()
+    return environment.from_string(_Limiter().visit(environment.parse(source)))
+
+
+class _Limiter(NodeTransformer):
+    """Has rounds of loops, macros and comparisons count as steps, and each new value pass `_Environment.limited`."""
+
+    def _counted(self, node: nodes.For | nodes.Macro | nodes.CallBlock | nodes.FilterBlock) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(_call("count_step", []), lineno=node.lineno))
+        return node
+
+    visit_For = visit_Macro = visit_CallBlock = visit_FilterBlock = _counted
+
+    def _limited(self, node: nodes.List | nodes.Tuple | nodes.Dict | nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        if isinstance(node, nodes.Tuple) and node.ctx != "load":  # the names that a loop or `set` gives values to
+            return node
+        return _call("limited", [node])
+
+    visit_List = visit_Tuple = visit_Dict = visit_Compare = _limited
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("limited", [node]) if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("concatenated", node.nodes)
+
+
+def _call(method: str, arguments: list[nodes.Expr]) -> nodes.Call:
+    """A call of a method of `_Environment`, by a name that no template can write."""
+    return nodes.Call(nodes.EnvironmentAttribute(method), arguments, [], None, None)
+
+
+class _Generation(Extension):
+    """transformers' `{% generation %}` marks what an assistant wrote; the text is that of its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (as Extension has it)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Namespace(Namespace):
+    """A template's `namespace()`. Printed it does not show what it holds, which may hold it in turn."""
+
+    def __repr__(self) -> str:
+        return "<namespace>"
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, whose operators, filters and calls count as steps and return values of limited size."""
+
+    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], optimized=False, cache_size=0
+        )
+        known = {name: each for name, each in self.filters.items() if name not in LEFT_OUT} | {"tojson": _to_json}
+        self.filters = {name: self._limited_filter(name, each) for name, each in known.items()}
+        del self.globals["lipsum"]
+        self.globals |= {"raise_exception": _raise, "strftime_now": _now, "namespace": _Namespace}
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Whether a template may read an attribute: of Python's own types the methods of METHODS alone."""
+        known = next((methods for kind, methods in METHODS.items() if isinstance(obj, kind)), None)
+        if known is None and isinstance(obj, int | float | bytes | set | frozenset):
+            known = frozenset()
+        return (known is None or attr in known) and super().is_safe_attribute(obj, attr, value)
+
+    def count_step(self) -> None:
+        """One round of a loop, or one call of a macro."""
+        _running.get().step()
+
+    def limited(self, value: Any) -> Any:
+        """The value, of an iterator a list. Raises _OverBudget where it is too large."""
+        budget = _running.get()
+        budget.step()
+        if isinstance(value, int) and value.bit_length() > MAX_BITS:
+            raise _OverBudget(f"makes a number of more than {MAX_BITS:,} bits")
+        if not isinstance(value, Iterator) or isinstance(value, LoopContext):
+            budget.check(_weight(value, budget.most))
+            return value
+        found, size = [], 0
+        for each in value:
+            found.append(each)
+            size += _weight(each, budget.most)
+            budget.check(size)
+        return found
+
+    def concatenated(self, *parts: Any) -> str:
+        """What `a ~ b` is."""
+        return self.limited(self.concat(map(str, parts)))
+
+    def concat(self, parts: Iterable[str]) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # "".join
+        """All texts in a row: what a template, a macro or a block writes."""
+        budget, found, size = _running.get(), [], 0
+        for part in parts:
+            size += len(part)
+            budget.check(size)
+            found.append(part)
+        return "".join(found)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """The result of an operator between two values."""
+        _check_operands(operator, left, right, _running.get())
+        return self.limited(super().call_binop(context, operator, left, right))
+
+    def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # its parameters have other names
+        """The result of a call."""
+        method = getattr(obj, "__wrapped__", obj)  # of str.format, which the sandbox wraps
+        owner = getattr(method, "__self__", None)
+        if owner is self:
+            return obj(*args)
+        _running.get().step()
+        if isinstance(owner, str):
+            _check_text_method(owner, method.__name__, args, _running.get())
+        return self.limited(super().call(context, obj, *args, **kwargs))
+
+    def _limited_filter(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        skipped = hasattr(own, "jinja_pass_arg")  # then the first argument is Jinja's own
+
+        @functools.wraps(own)
+        def limited(*args: Any, **kwargs: Any) -> Any:
+            budget = _running.get()
+            budget.step()
+            value, *further = args[skipped:]
+            _check_filter(name, value, [*further, *kwargs.values()], budget)
+            return self.limited(own(*args, **kwargs))
+
+        return limited
+
+
+def _weight(value: Any, most: float = math.inf) -> int:
+    """Characters of a value and of all that is in it, an element as ELEMENT; counted until there are over `most`."""
+    total, waiting = 0, [value]
+    while waiting and total <= most:
+        each = waiting.pop()
+        total += ELEMENT + (len(each) if isinstance(each, str) else 0)
+        if isinstance(each, Mapping):
+            waiting += [*each.keys(), *each.values()]
+        elif isinstance(each, list | tuple | Set | ValuesView):
+            waiting += each
+    return total
+
+
+def _check_operands(operator: str, left: Any, right: Any, budget: _Budget) -> None:
+    """Raises _OverBudget where an operator would take long, or make something too large."""
+    if operator == "%" and isinstance(left, str) and _PRINTF_FILL.search(left):
+        raise _OverBudget(f"formats with a width beyond {MAX_FILL:,}")
+    if operator == "**" and _bits_of_power(left, right) > MAX_BITS:
+        raise _OverBudget(f"makes a number of more than {MAX_BITS:,} bits")
+    if operator == "*":
+        for many, times in ((left, right), (right, left)):
+            if isinstance(many, str | list | tuple) and isinstance(times, int):
+                budget.check(_weight(many, budget.most) * times)
+
+
+def _bits_of_power(base: object, exponent: object) -> int:
+    return abs(exponent) * base.bit_length() if isinstance(base, int) and isinstance(exponent, int) else 0
+
+
+def _check_text_method(text: str, name: str, args: Sequence[Any], budget: _Budget) -> None:
+    """Raises _OverBudget where a method of a text would make a much larger one."""
+    if name == "replace" and len(args) >= 2:
+        _check_replace(text, args[0], args[1], budget)
+    if name == "join" and args:
+        budget.check(_weight(args[0], budget.most) + len(text) * (len(args[0]) if isinstance(args[0], Sized) else 1))
+    if name in ("format", "format_map"):
+        for _, _, width, _ in string.Formatter().parse(text):
+            if width and ("{" in width or re.search(r"\d{4,}", width)):
+                raise _OverBudget(f"formats with a width beyond {MAX_FILL:,}")
+
+
+def _check_replace(text: str, old: Any, new: Any, budget: _Budget) -> None:
+    if isinstance(old, str) and isinstance(new, str):
+        budget.check(len(text) + text.count(old) * len(new))
+
+
+def _check_filter(name: str, value: Any, further: Sequence[Any], budget: _Budget) -> None:
+    """Raises _OverBudget where a filter would take long, or make something too large."""
+    if name in FILLING and any(_size(each) > MAX_FILL for each in further):
+        raise _OverBudget(f"calls {name} with a number or a text beyond {MAX_FILL:,}")
+    if name == "sum" and any(isinstance(each, Sized) and not isinstance(each, str) for each in further):
+        raise _OverBudget("sums up lists with the filter sum; use a loop")
+    if name == "format":
+        _check_operands("%", value, None, budget)
+    if name == "replace" and len(further) >= 2:
+        _check_replace(str(value), further[0], further[1], budget)
+
+
+def _size(value: Any) -> float:
+    return abs(value) if isinstance(value, int | float) else len(value) if isinstance(value, str) else 0
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter of transformers: Jinja's own escapes what stands in web pages."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> NoReturn:
+    """What a template says of a conversation that it does not take, as in transformers."""
+    raise jinja2.TemplateError(message)
+
+
+def _now(format: str) -> str:
+    """The date, as in transformers."""
+    return datetime.datetime.now().strftime(format)
