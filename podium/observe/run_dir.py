@@ -21,7 +21,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -42,6 +42,7 @@ from podium.files import (
     write_atomically,
 )
 from podium.observe.bucket import Mirror, records_folder
+from podium.observe.record_check import Extent, Ledger, check_records
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
@@ -51,6 +52,8 @@ SUMMARY = "summary.json"
 CURVE = "curve.svg"
 LOCK = "run.lock"
 MACHINE = "machine.json"
+RECORDS = (METRICS, SAMPLES, LENGTHS)
+"""Files with a line for each record."""
 CHECKPOINTS = "checkpoints"
 FORK = "fork.json"
 DATA = "data"
@@ -149,6 +152,7 @@ class RunDir:
         self.opened = time.monotonic()
         self._lock, self._mirror = lock, mirror
         self._lines: dict[str, JsonLines] = {}
+        self._ledger = self._new_ledger()
 
     @classmethod
     def open(cls, home: Path, settings: Settings, *, fork: Fork | None = None) -> "RunDir":
@@ -221,8 +225,37 @@ class RunDir:
         if not self.writes:
             return
         self._close_lines()
-        for name in (METRICS, SAMPLES, LENGTHS):
+        for name in RECORDS:
             drop_lines_after(self.path / name, step)
+        self._ledger = self._new_ledger()
+
+    def extents(self) -> dict[str, Extent]:
+        """What the files of records hold now, to be saved with a checkpoint; nothing where another process writes."""
+        return self._ledger.extents() if self.writes else {}
+
+    def check(self, saved: Mapping[str, Extent], step: int, checkpoints: Sequence[int]) -> list[str]:
+        """Compare the records with what they were when `step` was saved, before `truncate`.
+
+        Args:
+            saved: what `extents` returned then; empty for checkpoints of versions that did not save it.
+            step: from which the run continues.
+            checkpoints: all saved steps.
+
+        Returns:
+            Lines that say what is missing, what has changed, and what was repaired.
+        """
+        if not self.writes:
+            return []
+        every = {METRICS: True, LENGTHS: True, SAMPLES: False}
+        found = (
+            check_records(self.path / name, saved[name], step, every_step=every[name], checkpoints=checkpoints)
+            for name in RECORDS
+            if name in saved
+        )
+        return [line for line in found if line is not None]
+
+    def _new_ledger(self) -> Ledger:
+        return Ledger([self.path / name for name in RECORDS])
 
     def append(self, name: str, record: Record) -> None:
         """Append a record to METRICS, SAMPLES or LENGTHS; it survives a kill of this process."""

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from orbax.checkpoint.path import atomicity
 
 from podium.config.schema import CheckpointConfig
 from podium.files import absolute, forbids_writing, in_bucket
+from podium.observe.record_check import Extent
 from podium.observe.summary import versions
 from podium.sharding import Params
 from podium.train.carry import Position
@@ -78,6 +79,7 @@ class Checkpointer:
     The folder is the run's `checkpoints`, created if missing; only the run itself may write to it. `on_save` is called
     when `maybe_save` begins to save; `beat` is called repeatedly while a caller waits for a save whose files grow.
     `base` is the fingerprint of the frozen weights, which are not part of a state: restoring requires the same ones.
+    `records` says what the run's records hold, which `maybe_save` keeps beside the state.
 
     Raises:
         CheckpointError: if the folder cannot be created or written to.
@@ -91,11 +93,13 @@ class Checkpointer:
         *,
         on_save: Beat = _idle,
         beat: Beat = _idle,
+        records: Callable[[], Mapping[str, Extent]] = dict,
     ) -> None:
         self._folder = absolute(folder)
         self._config = config
         self._on_save = on_save
         self._beat = beat
+        self._records = records
         self.base = base
         self._step: int | None = None  # the last one passed to orbax, complete or not
         self._failed = False  # whether saving it failed
@@ -131,7 +135,8 @@ class Checkpointer:
             return None
         self._on_save()
         start = time.perf_counter()
-        host_state = position.record() | {"versions": versions(), "base": self.base}
+        kept = {"versions": versions(), "base": self.base, "records": self._records()}
+        host_state = position.record() | kept
         self.save(step, state, host_state, score=score, wait=last)
         return time.perf_counter() - start
 

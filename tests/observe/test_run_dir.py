@@ -3,12 +3,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import yaml
 
 from podium.config.schema import Config
 from podium.files import RunFileError
+from podium.observe.record_check import Extent
 from podium.observe.run_dir import (
     LENGTHS,
     MAY_CHANGE,
@@ -238,3 +240,67 @@ def test_a_fork_of_nothing_is_an_error(tmp_path, text, rule):
     source = open_and_close(make_config(tmp_path)).path
     with pytest.raises(ValueError, match=f"--from .*{rule}"):
         parse_fork(text.format(run=source))
+
+
+def recorded(tmp_path: Path) -> tuple[Path, dict[str, Extent]]:
+    """A run of four steps whose checkpoint is of step 3, and what its records held then."""
+    with open_run(make_config(tmp_path)) as run:
+        for step in (1, 2, 3):
+            for name in (METRICS, SAMPLES, LENGTHS):
+                run.append(name, {"step": step, "of": name})
+        extents = run.extents()
+        for name in (METRICS, SAMPLES, LENGTHS):
+            run.append(name, {"step": 4})
+    return run.path, extents
+
+
+def checked(tmp_path: Path, extents: dict[str, Extent], checkpoints: tuple[int, ...] = (3,)) -> list[str]:
+    with open_run(make_config(tmp_path)) as run:
+        found = run.check(extents, 3, checkpoints)
+        run.truncate(3)
+        return found
+
+
+def test_records_that_grew_after_the_checkpoint_are_whole(tmp_path):
+    _, extents = recorded(tmp_path)
+    assert [each["lines"] for each in extents.values()] == [3, 3, 3]
+    assert checked(tmp_path, extents) == []
+    assert checked(tmp_path, {}) == []  # a checkpoint of a version that did not save them
+
+
+@pytest.mark.parametrize("name", [METRICS, SAMPLES, LENGTHS])
+@pytest.mark.parametrize(
+    "lines, said",
+    [
+        (None, "the file is missing, which had 3 lines"),
+        ([0], "it has 1 of 3 lines"),
+        ([0, 2, 3], "it has 2 of 3 lines"),
+        ([1, 0, 2, 3], "lines have changed"),
+    ],
+)
+def test_records_that_were_damaged_are_said(tmp_path, name, lines, said):
+    path, extents = recorded(tmp_path)
+    before = (path / name).read_text().splitlines(keepends=True)
+    (path / name).unlink()
+    if lines is not None:
+        (path / name).write_text("".join(before[each] for each in lines))
+    (line,) = checked(tmp_path, extents)
+    assert line.startswith(f"{name} is not what it was when step 3 was saved: {said}")
+    assert "the run continues" in line
+
+
+def test_a_hole_in_the_records_names_its_steps_and_the_checkpoint_to_return_to(tmp_path):
+    path, extents = recorded(tmp_path)
+    lines = (path / METRICS).read_text().splitlines(keepends=True)
+    (path / METRICS).write_text(lines[0] + lines[2])
+    (line,) = checked(tmp_path, extents, checkpoints=(1, 3))
+    assert "step 2 is missing" in line
+    assert "delete the checkpoints after step 1, and run the same command again" in line
+
+
+def test_a_doubled_record_is_removed(tmp_path):
+    path, extents = recorded(tmp_path)
+    lines = (path / LENGTHS).read_text().splitlines(keepends=True)
+    (path / LENGTHS).write_text("".join([lines[0], lines[1], lines[1], lines[2]]))
+    assert checked(tmp_path, extents) == [f"{LENGTHS} had 1 doubled line: removed, nothing is lost"]
+    assert (path / LENGTHS).read_text() == "".join(lines[:3])

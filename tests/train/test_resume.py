@@ -113,6 +113,31 @@ def test_a_run_that_is_done_stays_as_it_is(run_of, undisturbed, tmp_path):
     assert_same_run(run, undisturbed)
 
 
+def test_records_that_were_damaged_since_the_checkpoint_are_said_or_repaired(undisturbed, tmp_path, capfd):
+    shutil.copytree(undisturbed, tmp_path / "run")
+    lines = (undisturbed / "metrics.jsonl").read_text().splitlines(keepends=True)
+    hole = next(number for number, line in enumerate(lines) if '"step": 3,' in line)
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:hole] + lines[hole + 1 :]))
+    (tmp_path / "run" / "samples.jsonl").unlink()
+    lengths = (undisturbed / "lengths.jsonl").read_text()
+    (tmp_path / "run" / "lengths.jsonl").write_text(lengths.splitlines(keepends=True)[0] + lengths)
+    assert train(config_of(tmp_path / "run", name="run", runs_dir=str(tmp_path)), plain=True) == 0
+    said = " ".join(capfd.readouterr().err.split())
+    assert "metrics.jsonl is not what it was when step 4 was saved" in said
+    assert "step 3 is missing; the run continues; to record them again" in said
+    assert "delete the checkpoints after step 2, and run the same command again" in said
+    assert "samples.jsonl is not what it was when step 4 was saved: the file is missing" in said
+    assert "lengths.jsonl had 1 doubled line: removed" in said
+    assert (tmp_path / "run" / "lengths.jsonl").read_text() == lengths
+
+
+def test_a_run_whose_checkpoints_are_gone_says_what_it_replaces(undisturbed, tmp_path, capfd):
+    shutil.copytree(undisturbed, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
+    assert train(config_of(tmp_path / "run", name="run", runs_dir=str(tmp_path)), plain=True) == 0
+    assert "has no checkpoint: the 4 recorded steps are trained again" in " ".join(capfd.readouterr().err.split())
+    assert_same_run(tmp_path / "run", undisturbed)
+
+
 def test_a_run_that_another_process_trains_is_left_alone(undisturbed):
     before = (undisturbed / "metrics.jsonl").read_bytes()
     config = read_config(undisturbed)

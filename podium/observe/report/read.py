@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from podium.files import open_file
+from podium.observe.record_check import listed, missing_steps
 from podium.observe.run_dir import CONFIG, MACHINE, METRICS, SUMMARY
 
 PLAN = "plan.json"  # podium.plan.check
@@ -142,12 +143,15 @@ def _metrics(path: Path, problems: list[str]) -> dict[str, Series]:
     """Every metric's values by step; if a step was written twice, the last record counts."""
     found: dict[str, dict[int, float]] = {}
     last, repeated = -1, 0
+    steps: list[int] = []
     for _, _, record in records(path, problems):
         step = record.get("step")
         if not isinstance(step, int) or isinstance(step, bool):
             continue
         repeated += step < last
         last = step
+        if not any(name.startswith("eval/") for name in record):
+            steps.append(step)
         for name, value in record.items():
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if name != "step" and number:
@@ -156,4 +160,6 @@ def _metrics(path: Path, problems: list[str]) -> dict[str, Series]:
         problems.append(
             f"{path.name}: steps go back {repeated} times, as if it held two runs; of each step the last line counts"
         )
+    if lost := missing_steps(steps, max(steps, default=0)):
+        problems.append(f"{path.name}: {listed(lost)} {'is' if len(lost) == 1 else 'are'} missing")
     return {name: Series(sorted(values), [values[step] for step in sorted(values)]) for name, values in found.items()}

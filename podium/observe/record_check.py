@@ -1,0 +1,142 @@
+"""Whether the records of a run still are what they were when its checkpoint was saved.
+
+Each checkpoint keeps, of every file of records, its size and a digest of its bytes. A run that continues compares
+them, removes lines that were doubled, and says what is missing or has changed. Nothing here imports jax.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypedDict
+
+import xxhash
+
+from podium.files import open_file, write_atomically
+
+SHOWN = 5
+"""Missing steps listed, at most."""
+
+
+class Extent(TypedDict):
+    """The content of a file of records at one time."""
+
+    lines: int
+    size: int
+    """In bytes."""
+    digest: str
+    """XXH3 of these bytes, 128 bits, hexadecimal."""
+
+
+class Ledger:
+    """Follows files that only grow: each call reads what was appended since the last."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Nothing is read yet."""
+        self._tails = {path: _Tail() for path in paths}
+
+    def extents(self) -> dict[str, Extent]:
+        """The content of every file by its name; a file that does not exist is empty."""
+        for path, tail in self._tails.items():
+            tail.read(path)
+        return {path.name: tail.extent for path, tail in self._tails.items()}
+
+
+class _Tail:
+    """What has been read of a file."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+        self._lines = self._size = 0
+
+    @property
+    def extent(self) -> Extent:
+        return Extent(lines=self._lines, size=self._size, digest=self._digest.hexdigest())
+
+    def read(self, path: Path) -> None:
+        try:
+            file = open_file(path)
+        except FileNotFoundError:
+            return
+        with file:
+            file.seek(self._size)
+            while block := file.read(1 << 20):
+                self._digest.update(block)
+                self._lines += block.count(b"\n")
+                self._size += len(block)
+
+
+def check_records(path: Path, saved: Extent, step: int, *, every_step: bool, checkpoints: Sequence[int]) -> str | None:
+    """Compare a file of records with its content when `step` was saved; remove doubled lines if they alone differ.
+
+    Lines that were appended after the checkpoint are no difference.
+
+    Args:
+        path: The file, which may be missing.
+        saved: Its content at the checkpoint.
+        step: The step of the checkpoint.
+        every_step: Whether the file has a line for each step.
+        checkpoints: All saved steps of the run.
+
+    Returns:
+        A sentence that says what is wrong, or what was repaired; None if nothing differs.
+    """
+    data = path.read_bytes() if path.is_file() else b""
+    if _begins_with(data, saved):
+        return None
+    lines = data.splitlines(keepends=True)
+    once = list(dict.fromkeys(lines))
+    if _begins_with(b"".join(once), saved):
+        write_atomically(path, b"".join(once))
+        doubled = len(lines) - len(once)
+        return f"{path.name} had {doubled} doubled line{'s' if doubled > 1 else ''}: removed, nothing is lost"
+    lost = missing_steps(_steps(lines), step) if every_step else []
+    what = _difference(path, lines, saved, step) + (f"; {listed(lost)} {_are(lost)} missing" if lost else "")
+    earlier = [each for each in checkpoints if lost and each < lost[0]]
+    way_out = (
+        f"to record them again, stop, delete the checkpoints after step {earlier[-1]}, and run the same command again"
+        if earlier
+        else "put back a copy if there is one"
+    )
+    return f"{path.name} is not what it was when step {step} was saved: {what}; the run continues; {way_out}"
+
+
+def missing_steps(steps: Sequence[int], last: int) -> list[int]:
+    """The numbers from 1 to `last` that are not among the steps."""
+    return sorted(set(range(1, last + 1)) - set(steps))
+
+
+def listed(steps: Sequence[int]) -> str:
+    """The first steps of a list, in words."""
+    noun = "step" if len(steps) == 1 else "steps"
+    more = f" and {len(steps) - SHOWN} more" if len(steps) > SHOWN else ""
+    return f"{noun} {', '.join(map(str, steps[:SHOWN]))}{more}"
+
+
+def _begins_with(data: bytes, saved: Extent) -> bool:
+    return len(data) >= saved["size"] and xxhash.xxh3_128_hexdigest(data[: saved["size"]]) == saved["digest"]
+
+
+def _difference(path: Path, lines: Sequence[bytes], saved: Extent, step: int) -> str:
+    if not path.is_file():
+        return f"the file is missing, which had {saved['lines']} lines"
+    kept = [line for line in lines if (number := _step(line)) is None or number <= step]
+    if len(kept) == saved["lines"]:
+        return "lines have changed"
+    return f"it has {len(kept)} of {saved['lines']} lines up to that step"
+
+
+def _are(steps: Sequence[int]) -> str:
+    return "is" if len(steps) == 1 else "are"
+
+
+def _steps(lines: Sequence[bytes]) -> list[int]:
+    """The steps of the lines that are of a step, not of an evaluation."""
+    return [step for line in lines if (step := _step(line)) is not None and b'"eval/' not in line]
+
+
+def _step(line: bytes) -> int | None:
+    """The step of a record; None for what is not one."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
