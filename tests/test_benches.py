@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from others_code import others_code
 
 from benches import closed_form, gpu_accuracy, tasks
 from benches.demo import RandomArithmetic, meets_bar
@@ -35,10 +36,11 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("name", BENCHES)
 def test_bench_says_what_it_is_for(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     if name in NEED_TORCH:
-        pytest.importorskip("torch", reason="torch is not installed; only parity benches use it")
+        others_code("torch")
     module = importlib.import_module(f"benches.{name}.__main__" if name == "pods" else f"benches.{name}")
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as stopped:
@@ -186,8 +188,9 @@ def test_grader_check_counts_what_is_graded_wrongly(tmp_path: Path, monkeypatch:
     assert found["different_number_accepted"] > 0
 
 
+@pytest.mark.parity
 def test_torch_peer_computes_the_models_logits_and_gradient():
-    torch = pytest.importorskip("torch", reason="torch is not installed; only benches.torch_step uses it")
+    torch = others_code("torch")
     import transformers
 
     from benches.torch_peer import Sampler

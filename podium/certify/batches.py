@@ -1,107 +1,284 @@
-"""Checks of batches, without a model: every token of every completion is trained once, at its weight, and no other."""
+"""Checks of batches, without a model: what is trained, at which weight, advantage and old log-probability.
 
+Batches are those of the trainer's own `prepare_step`, whose scorers a table of numbers stands in for. What they are
+compared with is `podium.certify.naive_step`, from the same episodes and the same table.
+"""
+
+import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from podium.certify.naive import denominators
+from podium.algorithms.recipes import OLD_LOGPROBS, RECIPES, REFERENCE_LOGPROBS, Recipe
+from podium.certify.naive import Sequences
+from podium.certify.naive_rules import RULES, Rules
+from podium.certify.naive_step import optimizer_steps
 from podium.certify.result import Check
-from podium.certify.subject import LONGEST, Subject
-from podium.certify.updates import Form, Updates
+from podium.certify.subject import MAX_NEW_TOKENS, Subject, episodes_of
+from podium.certify.updates import Form, Updates, sizes_of
+from podium.sharding import Params
 from podium.train.batch import Batch
+from podium.train.prepare import prepare_step
+from podium.train.scorers import make_scorers
 
 Prediction = tuple[int, int, int, float]
 """A token that is predicted, as whoever trains on it must know it: position, input, target, sampled log-probability."""
 FORMS = (Form(packing="none"), Form(packing="sequences"), Form(), Form(rows=2))
 MOST_SHIFT = 2
+POLICY, REFERENCE = 0, 1
+"""Which of two tables a model's log-probabilities are read from."""
+
+
+class Variant(NamedTuple):
+    """An algorithm in the trainer's form and in the naive one."""
+
+    recipe: Recipe
+    rules: Rules
+
+
+class Values(NamedTuple):
+    """What a batch says of a token that is trained."""
+
+    weight: float
+    advantage: float
+    old: float
+    reference: float
 
 
 def batch_checks(updates: Updates) -> Iterator[Check]:
-    """Of batches in every packing, whole and in micro-batches; what is compared with is read off the completions."""
+    """The config's algorithm in every packing, and every recipe with the options that decide a batch."""
     subject = updates.subject
-    batches = [updates.batch(form) for form in FORMS]
-    expected = predictions(subject)
-    total = sum(expected.values())
-    found = [_trained(batch) for batch in batches]
+    own = _usable(Variant(subject.recipe, subject.rules))
+    pairs = [(form, each) for form in FORMS for each in own]
+    pairs += [(FORMS[-1], each) for each in variants()]
+    compared = [Compared(updates, form, each) for form, each in pairs]
     yield Check(
         name="mask",
         claim="the trained positions are those of completions, not shifted",
-        difference=max(abs(_shift(batch, expected)) for batch in batches),
+        difference=max(each.shift for each in compared),
         bar=0,
     )
     yield Check(
         name="every token once",
-        claim="no token of a completion is left out",
-        difference=max(sum((expected - each).values()) / total for each in found),
+        claim="no token that the model drew is left out, and each is in its own minibatch",
+        difference=max(each.missing for each in compared),
         bar=0,
         after=("mask",),
     )
     yield Check(
         name="prompts untrained",
-        claim="nothing but completions is trained: no prompt, no padding, no token twice",
-        difference=max(sum((each - expected).values()) / total for each in found),
+        claim="nothing else is trained: no prompt, no padding, no token twice, none that an environment gave",
+        difference=max(each.added for each in compared),
         bar=0,
-        after=("mask",),
-    )
-    weights = _weights(subject)
-    yield Check(
-        name="denominators",
-        claim=f"weights of tokens are those of a mean by {subject.recipe.mean} over the whole step",
-        difference=max(_weight_error(batch, weights) for batch in batches),
         after=("mask", "every token once"),
     )
+    placed = ("mask", "every token once", "prompts untrained")
+    yield Check(
+        name="denominators",
+        claim="weights of tokens are those of each recipe's mean over its own optimizer step",
+        difference=max(each.errors.weight for each in compared),
+        after=placed,
+    )
+    yield Check(
+        name="scores",
+        claim="the log-probabilities that ratios and KL are taken to stand at their own tokens",
+        difference=max(max(each.errors.old, each.errors.reference) for each in compared),
+        bar=0,
+        after=placed,
+    )
+    yield Check(
+        name="advantages",
+        claim="advantages are those of each recipe's formula, of the token's own episode",
+        difference=max(each.errors.advantage for each in compared),
+        after=(*placed, "scores"),
+    )
 
 
-def predictions(subject: Subject) -> Counter[Prediction]:
-    """What is to be trained: each token of each completion that the recipe does not mask."""
-    return Counter(_weights(subject).keys())
+def variants() -> Iterator[Variant]:
+    """Every recipe in two minibatches, and options that decide a batch, one at a time."""
+    halves = {"minibatches": 2}
+    dropping = {**halves, "zero_variance": "drop"}
+    for name in RECIPES:
+        yield _variant(name, halves)
+    yield _variant("grpo", dropping)
+    yield _variant("dr_grpo", dropping)
+    yield _variant("dapo", {"minibatches": 3, "zero_variance": "refill"})
+    yield _variant("grpo", {**halves, "mask_truncated": True, "old_logprobs": "trainer"})
+    yield _variant("grpo", {"std": "batch", "std_ddof": 0, "std_eps": 0.1, "kl": "k3", "kl_coef": 0.1})
+    for name in ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"):
+        yield _variant(name, {**halves, "kl": "k1_reward", "kl_coef": 0.05})
 
 
-def _weights(subject: Subject) -> dict[Prediction, float]:
-    """The weight of each prediction, by the formula."""
-    valid = np.asarray(subject.sequences.valid)
-    weights = np.asarray(denominators(subject.recipe, valid, LONGEST), np.float64)  # pyright: ignore[reportArgumentType]
-    flat = [(group.tokens, each.drawn[0]) for group in subject.groups for each in group.transcripts]
-    found: dict[Prediction, float] = {}
-    for (prompt, completion), used, own in zip(flat, valid, weights, strict=True):
-        inputs = (prompt[-1], *completion.tokens[:-1].tolist())
-        for t, (before, target) in enumerate(zip(inputs, completion.tokens.tolist(), strict=True)):
-            if used[t]:
-                logprob = float(completion.full_logprobs[t])
-                found[len(prompt) - 1 + t, before, target, logprob] = float(own[t])
+def _variant(name: str, changes: Mapping[str, Any]) -> Variant:
+    """A recipe with options; those of its standard deviation are bound to its advantage."""
+    recipe, rules = RECIPES[name], RULES[name]
+    std = {key: value for key, value in changes.items() if key.startswith("std")}
+    others = {key: value for key, value in changes.items() if key not in std}
+    advantage = functools.partial(recipe.advantage, **std)
+    return Variant(dataclasses.replace(recipe, advantage=advantage, **others), dataclasses.replace(rules, **changes))
+
+
+def _usable(own: Variant) -> list[Variant]:
+    """The config's algorithm with all groups, and where it drops some, without them."""
+    kept = {"zero_variance": "keep"}
+    whole = Variant(dataclasses.replace(own.recipe, **kept), dataclasses.replace(own.rules, **kept))
+    return [whole] if own.rules.zero_variance == "keep" else [whole, own]
+
+
+class Compared:
+    """The batches of a step and what the naive form makes of it."""
+
+    def __init__(self, updates: Updates, form: Form, variant: Variant) -> None:
+        """Prepares both."""
+        subject = updates.subject
+        self._batches = list(_prepared(updates, form, variant.recipe))
+        self._expected = [_predictions(each, variant.rules) for each in _naive_steps(subject, variant.rules)]
+        self._found = [_trained(batch, variant.rules) for batch in self._batches]
+
+    @property
+    def shift(self) -> int:
+        """By how many positions a mask has to be moved, at most, to agree best with where completions are."""
+        wanted = {cell for each in self._expected for cell in each}
+        return max((abs(_shift(batch, wanted)) for batch in self._batches), default=0)
+
+    @property
+    def missing(self) -> float:
+        """The share of expected tokens that are not in their optimizer step."""
+        return self._share(lambda expected, found: Counter(list(expected)) - Counter([cell for cell, _ in found]))
+
+    @property
+    def added(self) -> float:
+        """The share of tokens that no optimizer step should train."""
+        return self._share(lambda expected, found: Counter([cell for cell, _ in found]) - Counter(list(expected)))
+
+    @property
+    def errors(self) -> Values:
+        """The largest error of each value over the largest such value."""
+        pairs = [
+            (own, expected[cell])
+            for expected, found in zip(self._expected, self._found, strict=False)
+            for cell, own in found
+            if cell in expected
+        ]
+        if not pairs:
+            return Values(*[float(bool(self._expected))] * len(Values._fields))
+        ours, naive = (np.array(each) for each in zip(*pairs, strict=True))
+        sizes = np.abs(naive).max(axis=0)
+        errors = np.abs(ours - naive)
+        errors[:, 0] /= naive[:, 0]  # weights of long episodes count as those of short ones
+        errors[:, 1] /= sizes[1] or 1.0
+        return Values(*errors.max(axis=0).tolist())
+
+    def _share(self, missing: Any) -> float:
+        if len(self._expected) != len(self._found):
+            return 1.0
+        wrong = sum(sum(missing(*pair).values()) for pair in zip(self._expected, self._found, strict=True))
+        return wrong / max(1, sum(map(len, self._expected)))
+
+
+def table(positions: np.ndarray, targets: np.ndarray, which: float) -> np.ndarray:
+    """Made-up log-probabilities of tokens by their position, in float32."""
+    return (-2 - np.sin(1.7 * positions + 0.37 * targets + 2.1 * which)).astype(np.float32)
+
+
+def _prepared(updates: Updates, form: Form, recipe: Recipe) -> Sequence[Batch]:
+    """The batches that the trainer makes of the subject's groups."""
+    settings, _ = updates.programs(form)
+
+    def score(params: Params, batch: Batch) -> jax.Array:
+        (which,) = params.values()
+        return jnp.asarray(table(np.asarray(batch.positions), np.asarray(batch.targets), float(which)))
+
+    batches, _ = prepare_step(
+        updates.subject.groups,
+        recipe,
+        sizes_of(form),
+        rules=settings.computing,
+        scorers=make_scorers(recipe, settings, score, {"table": jnp.float32(REFERENCE)}),
+        policy={"table": jnp.float32(POLICY)},
+    )
+    return batches
+
+
+def _naive_steps(subject: Subject, rules: Rules) -> list[Sequences]:
+    room = subject.room
+
+    def model(which: float, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        positions = starts[:, None] - 1 + np.arange(room.continuation)[None]  # [S, n], whence each is predicted
+        at = np.minimum(positions + 1, tokens.shape[1] - 1)
+        return table(positions, np.take_along_axis(tokens, at, axis=1), which).astype(np.float64)
+
+    return optimizer_steps(
+        rules,
+        [episodes_of(group) for group in subject.groups],
+        room,
+        max_new_tokens=MAX_NEW_TOKENS,
+        policy=lambda tokens, starts: model(POLICY, tokens, starts),
+        reference=lambda tokens, starts: model(REFERENCE, tokens, starts),
+    )
+
+
+def _predictions(step: Sequences, rules: Rules) -> dict[Prediction, Values]:
+    """What an optimizer step is to train, with the values of each token."""
+    found: dict[Prediction, Values] = {}
+    for row, own in zip(*np.nonzero(step.valid), strict=True):
+        position = int(step.starts[row]) - 1 + int(own)
+        before, target = (int(step.tokens[row, position + offset]) for offset in (0, 1))
+        cell = (position, before, target, float(np.float32(step.sampled_logprobs[row, own])))
+        found[cell] = Values(
+            weight=float(step.weights[row, own]),
+            advantage=float(step.advantages[row]),
+            old=float(step.old_logprobs[row, own]) if _keeps_old(rules) else 0.0,
+            reference=float(step.reference_logprobs[row, own]) if rules.kl in ("k2", "k3", "k3+") else 0.0,
+        )
     return found
 
 
+def _keeps_old(rules: Rules) -> bool:
+    """Whether a batch has the trainer's log-probabilities from before the step; a first update's own are the same."""
+    return rules.old_logprobs == "trainer" and rules.updates_per_batch * rules.minibatches > 1
+
+
 def _fields(batch: Batch) -> tuple[np.ndarray, ...]:
-    """Positions, inputs, targets, sampled log-probabilities, mask and weights of the used rows, [R, T] each."""
+    """Positions, inputs, targets, sampled log-probabilities, mask of the used rows, [R, T] each."""
     used = int(batch.num_micro_batches)
-    fields = (batch.positions, batch.tokens, batch.targets, batch.sampled_logprobs, batch.mask, batch.weights)
+    fields = (batch.positions, batch.tokens, batch.targets, batch.sampled_logprobs, batch.mask)
     return tuple(np.concatenate(np.asarray(x)[:used]) for x in fields)
 
 
-def _trained(batch: Batch) -> Counter[Prediction]:
-    """The predictions that count."""
-    *what, mask, weights = _fields(batch)
-    chosen = (mask != 0) | (weights != 0)
-    return Counter(zip(*(x[chosen].tolist() for x in what), strict=True))
+def _trained(batch: Batch, rules: Rules) -> list[tuple[Prediction, Values]]:
+    """The predictions that count, with their values."""
+    *what, mask = _fields(batch)
+    used = int(batch.num_micro_batches)
+    nothing = np.zeros(batch.tokens.shape, np.float32)
+    arrays = (
+        batch.weights,
+        batch.advantages,
+        batch.scores[OLD_LOGPROBS] if _keeps_old(rules) else nothing,
+        batch.scores[REFERENCE_LOGPROBS] if rules.kl in ("k2", "k3", "k3+") else nothing,
+    )
+    values = [np.concatenate(np.asarray(x)[:used]) for x in arrays]
+    chosen = (mask != 0) | (values[0] != 0)
+    cells = zip(*(x[chosen].tolist() for x in what), strict=True)
+    return [
+        (cell, Values(*own))
+        for cell, own in zip(cells, zip(*(x[chosen].tolist() for x in values), strict=True), strict=True)
+    ]
 
 
-def _shift(batch: Batch, expected: Counter[Prediction]) -> int:
+def _shift(batch: Batch, expected: set[Prediction]) -> int:
     """By how many positions the mask has to be moved to agree best with where completions are; 0 where that is best."""
-    *what, mask, _ = _fields(batch)
+    *what, mask = _fields(batch)
     rows, T = mask.shape
     cells = zip(*(x.ravel().tolist() for x in what), strict=True)
     wanted = np.array([cell in expected for cell in cells]).reshape(rows, T)
 
     def agreement(shift: int) -> int:
-        return int(np.sum(np.roll(mask > 0, shift, axis=1) == wanted))
+        return int(np.sum(np.roll(mask > 0, shift, axis=1) & wanted))
 
     return max((0, *range(-MOST_SHIFT, 0), *range(1, MOST_SHIFT + 1)), key=agreement)
-
-
-def _weight_error(batch: Batch, expected: dict[Prediction, float]) -> float:
-    """The largest relative error of a weight."""
-    *what, _, weights = _fields(batch)
-    cells = zip(zip(*(x.ravel().tolist() for x in what), strict=True), weights.ravel().tolist(), strict=True)
-    return max((abs(own - expected[cell]) / expected[cell] for cell, own in cells if cell in expected), default=1.0)

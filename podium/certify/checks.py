@@ -4,36 +4,31 @@ A check that is red because of another is not counted as a cause (`Check.after`)
 wrong too. Differences are relative, of norms, in float32; where two numbers must be the same, the bar is 0.
 """
 
-import contextlib
 import dataclasses
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from podium.certify.batches import batch_checks
-from podium.certify.formulas import formula_checks, scheduled_rate
+from podium.certify.compared import training_checks
+from podium.certify.formulas import formula_checks
 from podium.certify.result import Check
 from podium.certify.subject import COMPLETIONS, ROW_TOKENS, Subject, make_group, one_device
-from podium.certify.updates import PACKED, PLAIN, UNPACKED, Form, Updates, distance, relative
+from podium.certify.updates import PACKED, PLAIN, UNPACKED, Form, Updates, distance
 from podium.config.attention import KERNELS
+from podium.config.lora import TARGETS
 from podium.config.mesh import mesh_sizes
-from podium.config.schema import Attention, CheckpointConfig, Remat
+from podium.config.schema import Attention, Remat
 from podium.models.params import TRAIN_AXES, indivisible, param_specs, trained_specs
-from podium.sharding import ShardingRules, abstract_params, make_mesh
-from podium.train.checkpoint import Checkpointer
-from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
-from podium.train.state import TrainState, abstract_state, init_state
+from podium.models.presets import find_decoder
+from podium.sharding import ShardingRules, make_mesh
 from podium.train.step import make_score, shard_batch
-from podium.train.trainer import Trainer
 
-BATCHES = ("mask", "every token once", "prompts untrained", "denominators")
-FORMULAS = ("clip", "kl")
+BATCHES = ("mask", "every token once", "prompts untrained", "denominators", "scores", "advantages")
+FORMULAS = ("clip", "correction", "kl", "entropy")
 MESHES = (("dp:2,fsdp:2,tp:2", "dp:2,fsdp:4", "dp:2,tp:2", "dp:2"), ("fsdp:8", "fsdp:4", "fsdp:2,tp:2", "fsdp:2"))
 SPLIT_ROWS = (("fsdp:2,sp:4", "sp:4", "fsdp:2,sp:2", "sp:2"),)
 """Of each of these, the first that has the devices and divides the model."""
@@ -41,43 +36,63 @@ OTHER_TEMPERATURE = 0.7
 CHUNK_TOKENS = 7 * 16  # 7 positions of 16 rows: they do not divide a row
 BESIDE_UNPACKED = ("packing", "shared prompts")
 LONG_ROW = 160  # tokens: more than two blocks of attention
-WARMUP, STEPS = 2, 3  # of the learning rate, and the steps in which it is looked at
 
 
 def model_checks(updates: Updates) -> Iterator[Check]:
     """Log-probabilities of trainer and sampler."""
     subject = updates.subject
-    temperature, used = subject.config.rollout.temperature, subject.sequences.valid
+    sequences, temperature = subject.sequences, subject.config.rollout.temperature
+    tokens, starts = np.asarray(sequences.tokens), np.asarray(sequences.starts)
     for name, at, after in (("log-probabilities", 1.0, ()), ("temperature", OTHER_TEMPERATURE, ("log-probabilities",))):
-        naive = subject.naive_scores(subject.sequences, temperature=at).logprobs
+        naive = subject.naive_scores(tokens, starts, subject.weights, at).logprobs
         where = "every sequence alone, in float64" if at == 1.0 else f"logits over {at:g}"
         yield Check(
             name=name,
             claim=f"the trainer's log-probabilities are those of a softmax of {where}",
-            difference=_score_error(updates, at, [x[own] for x, own in zip(naive, used, strict=True)]),
+            difference=_score_error(updates, at, list(naive)),
             after=after,
         )
     sampled = [each.full_logprobs for group in subject.sampled for each in group]
-    kept = [x[: int(np.sum(own))] for x, own in zip(sampled, used, strict=True)]
     yield Check(
         name="sampler",
         claim="the sampler's log-probabilities are the trainer's",
-        difference=_score_error(updates, temperature, kept),
+        difference=_score_error(updates, temperature, sampled),
         after=("log-probabilities",) if temperature == 1.0 else ("log-probabilities", "temperature"),
     )
+    if subject.user.lora is not None:
+        yield Check(
+            name="adapters",
+            claim="what is trained are the adapters of the matrices that lora.targets names, scaled by alpha / rank",
+            difference=adapter_errors(updates),
+            bar=0,
+        )
 
 
 def _score_error(updates: Updates, temperature: float, expected: list[np.ndarray]) -> float:
-    """Largest difference of the trainer's log-probabilities, over the largest log-probability."""
+    """Largest difference of the trainer's log-probabilities from those of each completion, over the largest."""
     subject = updates.subject
     settings = updates.programs(UNPACKED)[0]._replace(temperature=temperature)
     batch = shard_batch(updates.batch(UNPACKED), settings.computing)
     rows = np.concatenate(np.asarray(make_score(settings)(subject.params(one_device()), batch)))  # a completion in each
     starts = [len(group.tokens) - 1 for group in subject.groups for _ in group.transcripts]
-    kept = [(start, wanted) for start, wanted in zip(starts, expected, strict=True) if len(wanted)]
-    pairs = [(row[start : start + len(wanted)], wanted) for row, (start, wanted) in zip(rows, kept, strict=False)]
+    drawn = [np.flatnonzero(own) for own in np.asarray(subject.sequences.valid)]
+    kept = [(start, at, wanted) for start, at, wanted in zip(starts, drawn, expected, strict=True) if len(at)]
+    pairs = [(row[start + at], wanted[at]) for row, (start, at, wanted) in zip(rows, kept, strict=False)]
     found, wanted = (np.concatenate(each) for each in zip(*pairs, strict=True))
     return float(np.abs(found - wanted).max() / np.abs(wanted).max())
+
+
+def adapter_errors(updates: Updates) -> float:
+    """Trained parameters that should not be, or that are missing; and 1 for another scale."""
+    subject = updates.subject
+    config, lora = subject.user.lora, find_decoder(subject.user).lora
+    assert config is not None
+    if lora is None:
+        return 1.0
+    wanted = {name for target in config.targets for name in TARGETS[target]}
+    expected = {f"layers.{name}.lora_{half}" for name in wanted for half in "ab"}
+    other_scale = abs(lora.scale - config.alpha / config.rank) > 1e-6 * lora.scale
+    return len(expected ^ trained_specs(subject.decoder).keys()) + float(other_scale)
 
 
 def update_checks(updates: Updates) -> Iterator[Check]:
@@ -196,62 +211,13 @@ def skipped(subject: Subject) -> Iterator[str]:
         yield f"head fused: it is for tpu, and this machine has {jax.devices()[0].platform}"
 
 
-def run_checks(updates: Updates) -> Iterator[Check]:
-    """The trainer with the config's optimizer: which learning rate an update has, and what a checkpoint brings back."""
-    subject = updates.subject
-    train = subject.config.train
-    schedule: Any = {"optimizer": train.optimizer.model_copy(update={"warmup_steps": WARMUP})}
-    algorithm = subject.config.algorithm.model_copy(update={"updates_per_batch": 1})
-    changes: Any = {"train": train.model_copy(update=schedule), "algorithm": algorithm, "steps": 2 * STEPS}
-    config = subject.config.model_copy(update=changes)
-    recipe = dataclasses.replace(subject.recipe, updates_per_batch=1, zero_variance="keep")
-    mesh = one_device()
-    spec = run_spec(config, subject.decoder, mesh)
-    optimizer = make_run_optimizer(spec.optimizer, subject.decoder)
-    reference = None if subject.reference is None else subject.params(mesh, subject.reference)
-    with tempfile.TemporaryDirectory(prefix="podium-certify-") as folder:
-        trainer = Trainer(
-            recipe,
-            make_train_settings(spec.update, subject.decoder, mesh),
-            optimizer,
-            sizes=spec.batch,
-            schedule=spec.optimizer,
-            reference=reference,
-            folder=Path(folder),
-            frozen=subject.frozen(mesh),
-        )
-        batches, _ = trainer.prepare(subject.trained(mesh), subject.groups)
-        norms, rates = [], [scheduled_rate(config.train.optimizer, 2 * STEPS, step) for step in range(STEPS)]
-        for step in range(STEPS):
-            _, stats = trainer.update(init_state(subject.trained(mesh), optimizer), batches, step)
-            norms.append(stats.update_norm)
-        yield Check(
-            name="learning rate",
-            claim="the update of each step has that step's learning rate",
-            difference=relative(np.array(norms) / norms[WARMUP - 1], np.array(rates) / rates[WARMUP - 1]),
-            after=("schedule",),
-        )
-        state, _ = trainer.update(init_state(subject.trained(mesh), optimizer), batches, 0)
-        with contextlib.closing(Checkpointer(Path(folder) / "checkpoints", CheckpointConfig())) as checkpointer:
-            checkpointer.save(1, state, {}, score=None, wait=True)
-            straight, _ = trainer.update(state, batches, 1)
-            specs, rules = trained_specs(subject.decoder), ShardingRules(mesh, TRAIN_AXES)
-            abstract = abstract_state(abstract_params(specs, jnp.float32, rules), optimizer)
-            resumed, _ = trainer.update(checkpointer.restore(1, abstract)[0], batches, 1)
-        yield Check(
-            name="resume",
-            claim="a run resumed from a checkpoint equals the uninterrupted run, bit for bit",
-            difference=float(_unequal(straight, resumed)),
-            bar=0,
-        )
-
-
-def _unequal(left: TrainState, right: TrainState) -> int:
-    """Numbers that differ between two states."""
-    pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
-    return sum(int(np.count_nonzero(np.asarray(a) != np.asarray(b))) for a, b in pairs)
-
-
 Stage = Callable[[Updates], Iterator[Check]]
-STAGES: tuple[Stage, ...] = (batch_checks, formula_checks, model_checks, update_checks, form_checks, run_checks)
+STAGES: tuple[Stage, ...] = (
+    batch_checks,
+    formula_checks,
+    model_checks,
+    update_checks,
+    form_checks,
+    training_checks,
+)
 """All checks of a certificate, causes before their consequences."""

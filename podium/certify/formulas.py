@@ -1,66 +1,109 @@
-"""Checks of formulas, without a model: losses and gradients on random log-probabilities, and the learning rate."""
+"""Checks of formulas, without a model: losses and gradients on random log-probabilities, rates, and update rules."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podium.algorithms.losses import policy_loss
-from podium.algorithms.recipes import OLD_LOGPROBS, REFERENCE_LOGPROBS, Recipe
-from podium.certify.naive import Sequences, in_float64, kl_losses, policy_losses
+from podium.algorithms.losses import entropy_loss, policy_loss
+from podium.algorithms.recipes import OLD_LOGPROBS, REFERENCE_LOGPROBS
+from podium.certify.naive import Scores, Sequences, in_float64, kl_losses, objective, policy_losses
+from podium.certify.naive_optimizer import Arrays, NaiveOptimizer, gradient_norm, scheduled_rate
 from podium.certify.result import Check
-from podium.certify.updates import Updates, relative
-from podium.config.optimizer import OptimizerConfig
+from podium.certify.subject import Subject
+from podium.certify.updates import Updates, relative, weight_difference
+from podium.config.optimizer import OPTIMIZER_COPIES, OptimizerConfig
+from podium.models.architecture import Lora, dense_decoder
+from podium.models.params import param_specs
 from podium.run.sizes import optimizer_steps
-from podium.train.optimizer import learning_rate
+from podium.train.optimizer import learning_rate, make_optimizer
 
 S, LENGTH = 24, 16
 LOW, HIGH = 0.1, 0.3
 """Widths of a clip that is not the same on both sides."""
+Changes = Mapping[str, Any]
+"""Options of an algorithm that differ from the config's, of its recipe and of its rules alike."""
+PLAIN: Changes = {"kl": "none", "kl_coef": 0.0, "correction": "none", "dual_clip": None, "old_logprobs": "sampler"}
+UNEVEN: Changes = {**PLAIN, "clip_low": LOW, "clip_high": HIGH}
+CORRECTED: Changes = {**UNEVEN, "loss": "clipped", "old_logprobs": "trainer"}
+RULE_STEPS, RULE_TOTAL = 5, 7
+"""Updates that each update rule makes, and the length of its schedule."""
+RULE_OPTIONS: Changes = {
+    "learning_rate": 0.05,
+    "schedule": "cosine",
+    "final_fraction": 0.1,
+    "warmup_steps": 2,
+    "weight_decay": 0.3,
+    "beta1": 0.8,
+    "beta2": 0.9,
+    "eps": 1e-3,
+    "clip_norm": 1.0,
+    "moments": "float32",
+}
+"""At these, each option decides several digits of an update."""
+RULE_WEIGHTS = (
+    "embed",
+    "layers.attention_norm",
+    "layers.q",
+    "layers.q_bias",
+    "layers.q.lora_b",
+    "layers.o",
+    "layers.o.lora_a",
+    "layers.down",
+)
+"""Every kind of weight that a rule treats in its own way."""
+BFLOAT16_BAR = 2.0**-6
+"""Of weights whose moments are kept in bfloat16: each is up to 2^-7 off, and an update takes two."""
+MUON_BAR = 1e-3
+"""Muon's five iterations enlarge what is small in a gradient 3.44 times each: float32's 2^-24 becomes 3e-5 of the
+result in every of a few sums."""
 
 
 def formula_checks(updates: Updates) -> Iterator[Check]:
-    """The policy terms, the KL terms, and the schedule."""
+    """The policy terms, the KL terms, the entropy, the schedule, and the update rules."""
     subject = updates.subject
-    own = dataclasses.replace(subject.recipe, kl="none", kl_coef=0.0)
-    uneven = {"clip_low": LOW, "clip_high": HIGH}
-    plain = {"correction": "none", "dual_clip": None, "old_logprobs": "sampler"}
-    made: list[Any] = [{"loss": loss, **uneven, **plain} for loss in ("clipped", "gspo", "cispo")]
-    made += [{"loss": "clipped", **uneven, **plain, "dual_clip": 2.0}]
+    made: list[Changes] = [{"kl": "none", "kl_coef": 0.0}]
+    made += [{**UNEVEN, "loss": loss} for loss in ("clipped", "gspo", "cispo", "reinforce")]
+    made += [{**UNEVEN, "loss": "clipped", "dual_clip": 2.0}, {**UNEVEN, "loss": "gspo", "old_logprobs": "trainer"}]
     yield Check(
         name="clip",
         claim="policy terms and their gradients are the papers', clipped on the right side",
-        difference=max(_loss_error(each) for each in (own, *(dataclasses.replace(own, **change) for change in made))),
+        difference=max(_loss_error(subject, each) for each in made),
     )
-    kinds: list[Any] = ["k2", "k3", "k3+"]
-    terms = [dataclasses.replace(subject.recipe, kl=kind, kl_coef=1.0) for kind in kinds]
+    corrections: list[Changes] = [
+        {**CORRECTED, "correction": "truncate", "correction_high": 1.2},
+        {**CORRECTED, "correction": "mask", "correction_low": 0.8, "correction_high": 1.3},
+    ]
+    yield Check(
+        name="correction",
+        claim="tokens weigh exp(trainer's - sampler's log-probability), truncated or inside the band",
+        difference=max(_loss_error(subject, each) for each in corrections),
+        after=("clip",),
+    )
     yield Check(
         name="kl",
         claim="KL terms k2, k3 and k3+ and their gradients are those of their formulas",
-        difference=max(_loss_error(each, only_kl=True) for each in terms),
+        difference=max(
+            _loss_error(subject, {"kl": kind, "kl_coef": 0.7}, only_kl=True) for kind in ("k2", "k3", "k3+")
+        ),
+    )
+    yield Check(
+        name="entropy",
+        claim="the entropy bonus is a mean over the tokens of the whole optimizer step, and is added to what is sought",
+        difference=_entropy_error(subject),
     )
     optimizer, steps = subject.user.train.optimizer, optimizer_steps(subject.user)
-    shaped: list[Any] = [{"schedule": "linear", "warmup_steps": 3}, {"schedule": "cosine", "warmup_steps": 0}]
-    cases = [(optimizer, steps), *((optimizer.model_copy(update=each), 12) for each in shaped)]
+    shaped: list[Changes] = [{"schedule": "linear", "warmup_steps": 3}, {"schedule": "cosine", "warmup_steps": 0}]
+    cases = [(optimizer, steps), *((optimizer.model_copy(update=dict(each)), 12) for each in shaped)]
     yield Check(
         name="schedule",
         claim="the learning rate of every step is the schedule's",
         difference=max(_schedule_error(config, total) for config, total in cases),
     )
-
-
-def scheduled_rate(config: OptimizerConfig, total: int, step: int) -> float:
-    """The learning rate of optimizer step `step`, from 0, of `total`."""
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.learning_rate
-    done = min((step - config.warmup_steps) / max(1, total - 1 - config.warmup_steps), 1.0)
-    left = 1 - done if config.schedule == "linear" else (1 + np.cos(np.pi * done)) / 2
-    return config.learning_rate * (config.final_fraction + (1 - config.final_fraction) * left)
+    yield from _rule_checks()
 
 
 def _schedule_error(config: OptimizerConfig, total: int) -> float:
@@ -70,8 +113,10 @@ def _schedule_error(config: OptimizerConfig, total: int) -> float:
     return relative(rates, [scheduled_rate(config, total, int(step)) for step in steps])
 
 
-def _loss_error(recipe: Recipe, *, only_kl: bool = False) -> float:
+def _loss_error(subject: Subject, changes: Changes, *, only_kl: bool = False) -> float:
     """Of the token losses and of their gradient; with `only_kl` advantages are 0, so that nothing else is left."""
+    recipe = dataclasses.replace(subject.recipe, **changes)
+    rules = dataclasses.replace(subject.rules, **changes)
     random = np.random.default_rng(0)
     logprobs = random.normal(-3.0, 1.0, (S, LENGTH)).astype(np.float32)
     sampled, old, reference = ((logprobs + random.normal(0.0, 0.3, (S, LENGTH))).astype(np.float32) for _ in range(3))
@@ -80,7 +125,7 @@ def _loss_error(recipe: Recipe, *, only_kl: bool = False) -> float:
     weights = (valid * random.uniform(0.5, 1.5, valid.shape)).astype(np.float32)
 
     given = {REFERENCE_LOGPROBS: jnp.asarray(reference)}
-    if recipe.old_logprobs == "trainer":
+    if rules.old_logprobs == "trainer":
         given[OLD_LOGPROBS] = jnp.asarray(old)
 
     def ours(logprobs: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -97,13 +142,91 @@ def _loss_error(recipe: Recipe, *, only_kl: bool = False) -> float:
 
     (_, losses), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(jnp.asarray(logprobs))
     with in_float64():
-        wide: Any = {"sampled_logprobs": sampled, "old_logprobs": old, "reference_logprobs": reference}
-        known: Any = {"tokens": None, "starts": None, "valid": valid, "advantages": advantages} | wide
-        sequences = Sequences(**known)
+        arrays: Any = {"sampled_logprobs": sampled, "old_logprobs": old, "reference_logprobs": reference}
+        known: Any = {"tokens": None, "starts": None, "weights": weights, "valid": valid, "advantages": advantages}
+        sequences = Sequences(**known, **arrays)
 
         def naive(logprobs: jax.Array) -> tuple[jax.Array, jax.Array]:
-            both = policy_losses(recipe, logprobs, sequences) + kl_losses(recipe, logprobs, sequences)
+            both = policy_losses(rules, logprobs, sequences) + kl_losses(rules, logprobs, sequences)
             return jnp.sum(both * weights), both * weights
 
         (_, expected), slope = jax.jit(jax.value_and_grad(naive, has_aux=True))(jnp.asarray(logprobs, jnp.float64))
         return max(relative(losses, np.asarray(expected)), relative(gradient, np.asarray(slope)))
+
+
+def _entropy_error(subject: Subject) -> float:
+    """Of the bonus of a step in two micro-batches that have unequal numbers of tokens."""
+    random, bonus = np.random.default_rng(1), 0.3
+    entropy = random.uniform(0.5, 5.0, (S, LENGTH)).astype(np.float32)
+    valid = np.arange(LENGTH)[None] < np.arange(1, S + 1)[:, None]
+    mask, halves = jnp.asarray(valid, jnp.float32), (slice(S // 2), slice(S // 2, None))
+    shares = [
+        entropy_loss(jnp.asarray(entropy[half]), mask[half], num_tokens=jnp.sum(mask), entropy_bonus=bonus)
+        for half in halves
+    ]
+    rules = dataclasses.replace(subject.rules, kl="none", entropy_bonus=bonus)
+    with in_float64():
+        nothing = jnp.zeros((S, LENGTH))
+        known: Any = {"tokens": None, "starts": None, "weights": nothing, "valid": valid, "advantages": nothing[:, 0]}
+        arrays: Any = {"sampled_logprobs": nothing, "old_logprobs": nothing, "reference_logprobs": nothing}
+        found = Scores(logprobs=nothing, entropy=jnp.asarray(entropy), variance=nothing)
+        expected, _ = objective(rules, found, Sequences(**known, **arrays))
+        return relative(float(sum(map(float, shares))), float(expected))
+
+
+def _rule_checks() -> Iterator[Check]:
+    """Every update rule on small arrays, whose gradients are clipped in some steps and not in others."""
+    for name in OPTIMIZER_COPIES:
+        options = OptimizerConfig(name=name).model_copy(update=dict(RULE_OPTIONS))
+        plain = options.model_copy(update={"weight_decay": 0.0, "clip_norm": 0.0, "schedule": "linear"})
+        cases = [options, plain] if name == "adamw" else [options]  # what is not the rule is the same for all
+        yield Check(
+            name=f"optimizer {name}",
+            claim=f"{name}'s updates are optax's on whole arrays, clipped, decayed and scaled by their formulas",
+            difference=max(map(rule_error, cases)),
+            bar=MUON_BAR if name == "muon" else Check.bar,
+            after=("schedule",) if name == "adamw" else ("schedule", "optimizer adamw"),
+        )
+
+
+def rule_error(config: OptimizerConfig) -> float:
+    """The largest relative error of the weights after each update, of some updates in a row."""
+    decoder = dense_decoder(
+        model_type="llama",
+        vocab=10,
+        width=8,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=4,
+        mlp_width=12,
+        max_positions=16,
+        rope_theta=1e4,
+        rope_scaling=None,
+        norm_eps=1e-5,
+        tied=False,
+        qkv_bias=True,
+        qk_norm=True,
+        lora=Lora(rank=2, alpha=4.0, targets=("q", "o")),
+    )
+    specs = {name: spec for name, spec in param_specs(decoder).items() if name in RULE_WEIGHTS}
+    random = np.random.default_rng(0)
+    weights: Arrays = {name: random.normal(0.0, 0.1, spec.shape).astype(np.float32) for name, spec in specs.items()}
+    optimizer = make_optimizer(config, RULE_TOTAL, specs)
+    ours = {name: jnp.asarray(value) for name, value in weights.items()}
+    state = optimizer.init(ours)
+    update = jax.jit(optimizer.update)
+    with in_float64():
+        naive = NaiveOptimizer(config, RULE_TOTAL, weights)
+    worst = 0.0
+    for step in range(RULE_STEPS):
+        gradients = {name: random.normal(0.0, 1.0, spec.shape) for name, spec in specs.items()}
+        size = (0.3, 3.0, 0.7, 5.0, 2.0)[step] / gradient_norm(gradients)
+        gradients = {name: (size * x).astype(np.float32) for name, x in gradients.items()}
+        changes, state = update(gradients, state, ours)
+        before = {name: np.asarray(x) for name, x in ours.items()}
+        ours = jax.tree.map(jnp.add, ours, changes)
+        with in_float64():
+            expected = naive.update(before, gradients, step)
+        worst = max(worst, weight_difference(ours, before, expected))
+    return worst

@@ -1,45 +1,52 @@
 """Model and objective once more, as papers write them: each sequence alone, nothing packed, chunked, split or masked.
 
-It shares no line with the decoder, the packing and the losses that it is compared with; float64 within `in_float64`.
-S completions of a step, each with its prompt before it, padded on the right to T tokens; n is the longest completion.
+The whole update is in four files, in the order in which it happens: `naive_rules.py` (what an algorithm is),
+`naive_step.py` (from episodes to advantages, weights and minibatches), this one (from weights and episodes to the loss,
+whose gradient jax takes) and `naive_optimizer.py` (from the gradient to new weights). They import nothing of
+`podium.algorithms`, `podium.train` and `podium.rollout`, which they are compared with; float64 within `in_float64`.
+
+S episodes of a step, each with its prompt before it, padded on the right to T tokens; n tokens may follow a prompt.
 """
 
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import stop_gradient
 
-from podium.algorithms.recipes import Recipe
+from podium.certify.naive_rules import Rules
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.rope import Rope
 
 Weights = dict[str, jax.Array]
+Array = TypeVar("Array", jax.Array, np.ndarray)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """A step's completions, and the values that the objective takes as given."""
+    """The episodes of an optimizer step, and the values that its loss takes as given."""
 
-    tokens: jax.Array  # [S, T] int32, prompt and completion
+    tokens: jax.Array  # [S, T] int32, the prompt and what follows it
     starts: jax.Array  # [S] int32, length of the prompt
-    valid: jax.Array  # [S, n] bool, which tokens of a completion there are; none of one that the recipe masks
+    valid: jax.Array  # [S, n] bool, which tokens behind the prompt are trained on
+    weights: jax.Array  # [S, n], what each token's loss is multiplied by
     advantages: jax.Array  # [S]
     sampled_logprobs: jax.Array  # [S, n]
-    old_logprobs: jax.Array | None  # [S, n], the trainer's before the first update; None: the sampler's
-    reference_logprobs: jax.Array | None  # [S, n]
+    old_logprobs: jax.Array  # [S, n], of the trainer before the step's first update
+    reference_logprobs: jax.Array  # [S, n], of the first model; 0 without a KL
 
 
-class Scores(NamedTuple):
-    """Log-probability and entropy of each token of each completion."""
+class Scores(NamedTuple, Generic[Array]):
+    """What the model gives the tokens behind each prompt."""
 
-    logprobs: jax.Array  # [S, n]
-    entropy: jax.Array  # [S, n]
+    logprobs: Array  # [S, n], of the tokens that are there
+    entropy: Array  # [S, n], of the distribution that each is drawn from: the mean of -logprob
+    variance: Array  # [S, n], of that -logprob
 
 
 @contextlib.contextmanager
@@ -91,77 +98,68 @@ def logits(weights: Weights, tokens: jax.Array, decoder: DecoderConfig) -> jax.A
     return norm(x, weights["final_norm"]) @ weights["embed" if decoder.tied else "head"].T
 
 
-def scores(weights: Weights, sequences: Sequences, decoder: DecoderConfig, temperature: float) -> Scores:
-    """Log-probability and entropy of each completion's tokens under the softmax of logits over temperature."""
-    n = sequences.valid.shape[1]
+def scores(
+    weights: Weights, tokens: jax.Array, starts: jax.Array, decoder: DecoderConfig, temperature: float, n: int
+) -> Scores[jax.Array]:
+    """Scores of the n tokens behind each prompt, [S, n], under the softmax of logits over temperature."""
 
-    def of_one(tokens: jax.Array, start: jax.Array) -> Scores:
+    def of_one(tokens: jax.Array, start: jax.Array) -> Scores[jax.Array]:
         every = logits(weights, tokens, decoder) / temperature  # [T, V]
         table = every - jax.nn.logsumexp(every, axis=-1, keepdims=True)
         at = jnp.minimum(start - 1 + jnp.arange(n), len(tokens) - 2)  # whence each token of the completion is predicted
         own = table[at]  # [n, V]
         entropy = -jnp.sum(jnp.exp(own) * own, axis=-1)
-        return Scores(jnp.take_along_axis(own, tokens[at + 1][:, None], axis=1)[:, 0], entropy)
+        variance = jnp.sum(jnp.exp(own) * own * own, axis=-1) - entropy**2
+        return Scores(jnp.take_along_axis(own, tokens[at + 1][:, None], axis=1)[:, 0], entropy, variance)
 
-    return jax.vmap(of_one)(sequences.tokens, sequences.starts)
+    return jax.vmap(of_one)(tokens, starts)
 
 
-def objective(recipe: Recipe, found: Scores, sequences: Sequences, max_new_tokens: int) -> tuple[jax.Array, jax.Array]:
-    """The loss of one optimizer step on these completions, [], and the sum of its terms' sizes, which may cancel."""
-    losses = policy_losses(recipe, found.logprobs, sequences) + kl_losses(recipe, found.logprobs, sequences)
-    terms = losses * denominators(recipe, sequences.valid, max_new_tokens)
+def objective(rules: Rules, found: Scores[jax.Array], sequences: Sequences) -> tuple[jax.Array, jax.Array]:
+    """The loss of one optimizer step on these episodes, [], and the sum of its terms' sizes, which may cancel."""
+    losses = policy_losses(rules, found.logprobs, sequences) + kl_losses(rules, found.logprobs, sequences)
+    terms = jnp.where(sequences.valid, losses * sequences.weights, 0.0)
     entropy = jnp.sum(found.entropy * sequences.valid) / jnp.sum(sequences.valid)
-    bonus = recipe.entropy_bonus * entropy
+    bonus = rules.entropy_bonus * entropy
     return jnp.sum(terms) - bonus, jnp.sum(jnp.abs(terms)) + bonus
 
 
-def policy_losses(recipe: Recipe, logprobs: jax.Array, sequences: Sequences) -> jax.Array:
-    """The recipe's policy term of each token, [S, n], with its correction."""
+def policy_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> jax.Array:
+    """The algorithm's policy term of each token, [S, n], with its correction."""
     A, sampled = sequences.advantages[:, None], sequences.sampled_logprobs
-    old = sampled if recipe.old_logprobs == "sampler" else sequences.old_logprobs
-    if old is None:  # of the trainer, in a batch's only update
-        old = stop_gradient(logprobs)
-    lowest, highest = 1 - recipe.clip_low, 1 + recipe.clip_high
-    if recipe.loss == "reinforce":
+    old = sampled if rules.old_logprobs == "sampler" else sequences.old_logprobs
+    lowest, highest = 1 - rules.clip_low, 1 + rules.clip_high
+    if rules.loss == "reinforce":
         losses = -A * logprobs
-    elif recipe.loss == "cispo":
+    elif rules.loss == "cispo":
         losses = -stop_gradient(jnp.clip(jnp.exp(logprobs - old), lowest, highest)) * A * logprobs
     else:
         ratio = jnp.exp(logprobs - old)
-        if recipe.loss == "gspo":
+        if rules.loss == "gspo":
             lengths = jnp.maximum(jnp.sum(sequences.valid, axis=1, keepdims=True), 1)
             mean = jnp.sum((logprobs - old) * sequences.valid, axis=1, keepdims=True) / lengths
             ratio = jnp.broadcast_to(jnp.exp(mean), logprobs.shape)
         losses = -jnp.minimum(ratio * A, jnp.clip(ratio, lowest, highest) * A)
-        if recipe.dual_clip is not None:
-            losses = jnp.where(A < 0, jnp.minimum(losses, -recipe.dual_clip * A), losses)
-    if recipe.correction == "none":
+        if rules.dual_clip is not None:
+            losses = jnp.where(A < 0, jnp.minimum(losses, -rules.dual_clip * A), losses)
+    if rules.correction == "none":
         return losses
     weight = jnp.exp(old - sampled)
-    if recipe.correction == "truncate":
-        return losses * jnp.minimum(weight, recipe.correction_high)
-    inside = (weight >= recipe.correction_low) & (weight <= recipe.correction_high)
+    if rules.correction == "truncate":
+        return losses * jnp.minimum(weight, rules.correction_high)
+    inside = (weight >= rules.correction_low) & (weight <= rules.correction_high)
     return losses * jnp.where(inside, weight, 0.0)
 
 
-def kl_losses(recipe: Recipe, logprobs: jax.Array, sequences: Sequences) -> jax.Array:
+def kl_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> jax.Array:
     """The KL term of each token, [S, n]: with d = logprob - reference, d^2/2 (k2) or exp(-d) + d - 1 (k3)."""
-    if recipe.kl in ("none", "k1_reward"):
+    if rules.kl in ("none", "k1_reward"):
         return jnp.zeros_like(logprobs)
-    assert sequences.reference_logprobs is not None
     d = logprobs - sequences.reference_logprobs
     k2, k3 = d * d / 2, jnp.exp(-d) + d - 1
-    if recipe.kl == "k3+":  # the value of k3, at most 10, and the gradient of k2
-        return recipe.kl_coef * (k2 + stop_gradient(jnp.minimum(k3, 10.0) - k2))
-    return recipe.kl_coef * (k2 if recipe.kl == "k2" else k3)
-
-
-def denominators(recipe: Recipe, valid: jax.Array, max_new_tokens: int) -> jax.Array:
-    """What each token's loss is multiplied by, [S, n]: the mean of the recipe, over all completions of the step."""
-    S, lengths = len(valid), jnp.maximum(jnp.sum(valid, axis=1, keepdims=True), 1)
-    if recipe.mean == "token":
-        return valid / jnp.sum(valid)
-    return valid / (S * (lengths if recipe.mean == "sequence" else max_new_tokens))
+    if rules.kl == "k3+":  # the value of k3, at most 10, and the gradient of k2
+        return rules.kl_coef * (k2 + stop_gradient(jnp.minimum(k3, 10.0) - k2))
+    return rules.kl_coef * (k2 if rules.kl == "k2" else k3)
 
 
 def _frequencies(rope: Rope) -> np.ndarray:

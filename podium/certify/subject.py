@@ -3,47 +3,51 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podium.algorithms.advantages import penalised_rewards
 from podium.algorithms.recipes import Recipe, make_recipe
-from podium.certify.naive import Scores, Sequences, in_float64, scores
+from podium.certify.naive import Scores, Sequences, Weights, in_float64, scores
+from podium.certify.naive_rules import Rules, rules_of
+from podium.certify.naive_step import Episode, Room, optimizer_steps
+from podium.certify.task import LONGEST_QUESTION, NAME, STOP, LetterBackend
 from podium.config.imports import is_path
-from podium.config.schema import Config
+from podium.config.schema import Config, GradingConfig, TaskConfig
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.kind import Block, Stack
-from podium.models.params import (
-    ROLLOUT_AXES,
-    TRAIN_AXES,
-    ParamSpec,
-    frozen_specs,
-    is_adapter,
-    param_specs,
-    trained_specs,
-)
+from podium.models.params import TRAIN_AXES, ParamSpec, frozen_specs, is_adapter, param_specs, trained_specs
 from podium.models.presets import find_decoder
-from podium.rollout.engine import RolloutEngine
+from podium.models.tokenizer import Tokenizer
 from podium.rollout.request import Completion, Request
 from podium.rollout.transcript import Transcript, transcript_of
-from podium.run.resolve import resolve_recipe, sampling_params
+from podium.run.resolve import resolve_recipe, resolve_rollout, sampling_params
 from podium.sharding import Params, ShardingRules, make_mesh, param_shardings
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import Prompt, Reward
-from podium.train.generate import Group
+from podium.train.generate import Group, Rollouts
+from podium.train.platform import machine_of
 from podium.train.setup import load_weights, make_model
 
 PROMPTS = 4
 COMPLETIONS = 4
-LONGEST_PROMPT = 12
+LONGEST_PROMPT = LONGEST_QUESTION
 LONGEST = 10
-ROW_TOKENS = 24
+MAX_NEW_TOKENS = 16
+"""Of the config; no completion of `Subject.groups` is longer than LONGEST."""
+ROW_TOKENS = 28
 """T of a batch's rows: several sequences fit in most of them."""
 SPREAD = 10.0  # times the initial normal: a model that has opinions, whose attention is not flat
 NOISE = 0.3  # nat between a recorded log-probability and the sampler's, so that ratios lie on both sides of a clip
+OTHER_THAN_1 = 0.9  # the temperature in place of 1, which would hide that one is forgotten
+IN_FLIGHT = 1.5  # prompts in flight over those of a step, at least
+OVERLONG_TOKENS = 6  # before MAX_NEW_TOKENS, in which the reward for length falls
+REWARDS = {"correct": 0.8, "length": 0.3}
+SPAN_ARRAYS = ("tokens", "sampled_logprobs", "full_logprobs", "versions")
+ALIKE = 1  # the group whose completions all earn the same
+TURNS = 2  # the group in one of whose episodes an environment spoke
 
 Arrays = dict[str, np.ndarray]
 
@@ -57,8 +61,12 @@ class Subject:
     config: Config
     """The same with a step, lengths and number formats of this check."""
     recipe: Recipe
+    rules: Rules
+    """What the recipe means, by the naive table."""
     decoder: DecoderConfig
     weights: Arrays
+    full: bool
+    """Whether it is the model itself and no clone."""
     reference: Arrays | None
     """Weights of another model, which the KL is taken to; None without one."""
 
@@ -81,20 +89,23 @@ class Subject:
         return {name: value for name, value in self.params(mesh).items() if name in specs}
 
     @functools.cached_property
+    def rollouts(self) -> Rollouts:
+        """The run's own half of a step up to its graded groups, on the first device; `load` gives it weights."""
+        mesh = one_device()
+        spec = resolve_rollout(self.config, self.decoder, machine_of(mesh))
+        return Rollouts(spec, self.decoder, Tokenizer(LetterBackend(), eos_tokens=()), mesh)
+
+    @functools.cached_property
     def sampled(self) -> list[list[Completion]]:
         """Completions of random prompts by the rollout engine, [N][G], cut to different lengths."""
-        rollout, random = self.config.rollout, np.random.default_rng(1)
-        mesh = one_device()
-        rules = ShardingRules(mesh, ROLLOUT_AXES)
-        engine = RolloutEngine(rollout, self.decoder, rules, None, dtype=jnp.dtype("float32"))
-        engine.device.freeze(self.frozen(mesh))
-        engine.load(self.trained(mesh))
-        settings = dataclasses.replace(sampling_params(self.config.rollout), stop=())
+        random, mesh = np.random.default_rng(1), one_device()
+        self.rollouts.load(self.trained(mesh), self.frozen(mesh))
+        settings = dataclasses.replace(sampling_params(self.config.rollout), stop=(), max_new_tokens=LONGEST)
         requests = [
             Request(prompt=prompt, sampling=settings, seed=index, completions=self.config.group_size)
             for index, prompt in enumerate(self.prompts)
         ]
-        made, _ = engine.generate(requests)
+        made, _ = self.rollouts.engine.generate(requests)
         lengths = iter(random.permutation(np.linspace(1, LONGEST, sum(map(len, made))).round().astype(int)))
         return [[_cut(each, int(next(lengths))) for each in group] for group in made]
 
@@ -107,55 +118,85 @@ class Subject:
 
     @functools.cached_property
     def groups(self) -> list[Group]:
-        """The graded step that updates are made of: no group has equal rewards, and one completion was cut off."""
+        """The graded step that updates are made of.
+
+        Groups earn unequal sums. The completions of one earn the same, in one episode an environment spoke, and one
+        completion was cut off.
+        """
         random = np.random.default_rng(2)
         groups = []
         for index, (prompt, completions) in enumerate(zip(self.prompts, self.sampled, strict=True)):
-            rewards = random.permutation(np.linspace(0.0, 1.0, len(completions)))
-            noisy = [_with_noise(each, random) for each in completions]
+            rewards = random.uniform(0.0, 0.5 + index, len(completions))
+            transcripts = [transcript_of(prompt, _with_noise(each, random)) for each in completions]
+            if index == ALIKE:
+                rewards[:] = rewards[0]
+            if index == TURNS:
+                longest = max(range(len(transcripts)), key=lambda own: transcripts[own].num_drawn)
+                transcripts[longest] = _with_a_reply(transcripts[longest])
             if index == len(self.prompts) - 1:
-                noisy[-1] = dataclasses.replace(noisy[-1], finish_reason="length")
-            groups.append(make_group(index, [transcript_of(prompt, each) for each in noisy], rewards))
+                transcripts[-1] = dataclasses.replace(transcripts[-1], finish_reason="length")
+            groups.append(make_group(index, transcripts, rewards))
         return groups
+
+    @property
+    def room(self) -> Room:
+        """Sizes of the naive arrays, of every step."""
+        return Room(
+            episodes=self.config.prompts_per_step * self.config.group_size,
+            prompt=LONGEST_PROMPT,
+            continuation=MAX_NEW_TOKENS,
+        )
 
     @functools.cached_property
     def sequences(self) -> Sequences:
-        """The same for the naive objective."""
-        flat = [(group.tokens, each.drawn[0]) for group in self.groups for each in group.transcripts]
-        ends = [each.finish_reason for group in self.groups for each in group.transcripts]
-        lengths = np.array([len(each.tokens) for _, each in flat])
-        n, T = int(lengths.max()), max(len(prompt) + len(each.tokens) for prompt, each in flat)
-        masked = [self.recipe.mask_truncated and end == "length" for end in ends]
-        valid = np.arange(n)[None] < np.where(masked, 0, lengths)[:, None]
-        arrays: Any = {
-            "tokens": np.stack([_padded([*prompt, *each.tokens], T) for prompt, each in flat]).astype(np.int32),
-            "starts": np.array([len(prompt) for prompt, _ in flat], np.int32),
-            "valid": valid,
-            "advantages": np.zeros(len(flat)),
-            "sampled_logprobs": np.stack([_padded(each.full_logprobs, n) for _, each in flat]).astype(np.float64),
-        }
-        known: Any = Sequences(**arrays, old_logprobs=None, reference_logprobs=None)
-        if self.recipe.scores_old_logprobs:
-            known = dataclasses.replace(known, old_logprobs=self.naive_scores(known).logprobs)
-        if self.reference is not None:
-            known = dataclasses.replace(known, reference_logprobs=self.naive_scores(known, self.reference).logprobs)
-        rewards = np.stack([group.totals for group in self.groups])
-        if self.recipe.kl == "k1_reward":
-            sums = np.sum((known.sampled_logprobs - known.reference_logprobs) * valid, axis=1)
-            rewards = penalised_rewards(rewards, sums.reshape(rewards.shape), self.recipe.kl_coef)
-        advantages = self.recipe.advantage(rewards, valid.sum(axis=1).reshape(rewards.shape))
-        return dataclasses.replace(known, advantages=advantages.ravel().astype(np.float64))
+        """The groups as the naive objective takes them: one optimizer step on all of them."""
+        whole = dataclasses.replace(self.rules, minibatches=1, zero_variance="keep")
+        (sequences,) = self.naive_steps(self.groups, whole, self.weights)
+        return sequences
+
+    def naive_steps(self, groups: Sequence[Group], rules: Rules, weights: Arrays) -> list[Sequences]:
+        """The optimizer steps of one pass over a step's groups, by the naive form; `weights` are those before it."""
+        reference = self.reference if rules.kl != "none" else None
+        return optimizer_steps(
+            rules,
+            [episodes_of(group) for group in groups],
+            self.room,
+            max_new_tokens=MAX_NEW_TOKENS,
+            policy=lambda tokens, starts: self.naive_scores(tokens, starts, weights).logprobs,
+            reference=reference and (lambda tokens, starts: self.naive_scores(tokens, starts, reference).logprobs),
+        )
 
     def naive_scores(
-        self, sequences: Sequences, weights: Arrays | None = None, temperature: float | None = None
-    ) -> Scores:
-        """Log-probabilities and entropies in float64, at the config's temperature unless another is given."""
-        weights, default = self.weights if weights is None else weights, self.config.rollout.temperature
+        self, tokens: np.ndarray, starts: np.ndarray, weights: Arrays, temperature: float | None = None
+    ) -> Scores[np.ndarray]:
+        """The model's scores of the tokens behind each prompt, [S, n], in float64.
+
+        At the config's temperature unless another is given.
+        """
         with in_float64():
-            wide: Any = {name: np.asarray(value, np.float64) for name, value in weights.items()}
-            score = _naive_scorer(self.decoder)
-            found = score(wide, sequences, default if temperature is None else temperature)
-            return Scores(*(np.asarray(x) for x in found))  # pyright: ignore[reportArgumentType]
+            wide = {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in weights.items()}
+            score = _naive_scorer(self.decoder, self.room.continuation)
+            found = score(wide, tokens, starts, self.config.rollout.temperature if temperature is None else temperature)
+            return Scores(*(np.asarray(x) for x in found))
+
+
+def episodes_of(group: Group) -> list[Episode]:
+    """The episodes of a group as the naive form takes them, read off the spans of their transcripts."""
+    return [_episode(each, float(reward.total)) for each, reward in zip(group.transcripts, group.rewards, strict=True)]
+
+
+def _episode(transcript: Transcript, reward: float) -> Episode:
+    prompt, *spans = transcript.spans
+    while spans and spans[-1].source != "drawn":
+        spans.pop()
+    return Episode(
+        prompt=tuple(prompt.tokens.tolist()),
+        tokens=tuple(token for span in spans for token in span.tokens.tolist()),
+        drawn=tuple(span.source == "drawn" for span in spans for _ in span.tokens),
+        logprobs=tuple(logprob for span in spans for logprob in span.full_logprobs.tolist()),
+        truncated=transcript.finish_reason == "length",
+        reward=reward,
+    )
 
 
 def make_subject(config: Config, *, full: bool = False) -> Subject:
@@ -174,13 +215,29 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
         decoder = tiny_clone(find_decoder(config))
         weights = random_weights(decoder, seed=0)
     recipe = resolve_recipe(config)
-    reference = None
-    if recipe.needs_reference:
-        noise = random_weights(decoder, seed=1)
-        reference = {name: value + np.float32(0.02) * noise[name] for name, value in weights.items()}
-    if recipe.needs_reference and decoder.lora is not None:
-        reference = {name: value for name, value in weights.items() if not is_adapter(name)}
-    return Subject(user=user, config=config, recipe=recipe, decoder=decoder, weights=weights, reference=reference)
+    rules = _rules_of_own(recipe) if is_path(config.algorithm.recipe) else rules_of(config.algorithm)
+    charged = rules.advantage != "maxrl"  # whose rewards must not be negative
+    task = TaskConfig(name=NAME, options={"vocab": decoder.vocab}, rewards=REWARDS if charged else {"correct": 0.8})
+    config = config.model_copy(update={"tasks": [task]})
+    reference = other_weights(decoder, weights) if rules.kl != "none" else None
+    return Subject(
+        user=user,
+        config=config,
+        recipe=recipe,
+        rules=rules,
+        decoder=decoder,
+        weights=weights,
+        full=full,
+        reference=reference,
+    )
+
+
+def other_weights(decoder: DecoderConfig, weights: Arrays) -> Arrays:
+    """The weights of the first model, which is not the policy: without its adapters, or a little elsewhere."""
+    if decoder.lora is not None:
+        return {name: value for name, value in weights.items() if not is_adapter(name)}
+    noise = random_weights(decoder, seed=1)
+    return {name: value + np.float32(0.02) * noise[name] for name, value in weights.items()}
 
 
 def tiny_clone(decoder: DecoderConfig) -> DecoderConfig:
@@ -235,7 +292,8 @@ def one_device() -> jax.sharding.Mesh:
 def _small_step(config: Config) -> Config:
     """The config with a step of a few short completions, each batch used twice where a recipe allows it.
 
-    Everything is in float32, weights that LoRA freezes too.
+    Everything is in float32, weights that LoRA freezes too. What cannot be seen at the user's own value has another: a
+    temperature of 1, and prompts none of which is carried over.
     """
     group = max(COMPLETIONS, 2)
     twice = make_recipe(config.algorithm, group_size=group, prompts_per_step=config.algorithm.minibatches)
@@ -245,22 +303,43 @@ def _small_step(config: Config) -> Config:
             " certify the run with one of Podium's losses"
         )
     algorithm = {"minibatches": 1, "updates_per_batch": 1 if twice.loss == "reinforce" else 2}
-    lengths = {"max_prompt_tokens": LONGEST_PROMPT, "max_new_tokens": LONGEST}
-    slots = {"slots": PROMPTS * group, "prefill_rows": PROMPTS, "layout": "replicated"}
+    given = config.rollout
+    lengths = {"max_prompt_tokens": LONGEST_PROMPT, "max_new_tokens": MAX_NEW_TOKENS, "stop": [STOP]}
+    slots = {"slots": PROMPTS * group, "prefill_rows": PROMPTS, "layout": "replicated", "refill_steps": 2}
+    visible = {
+        "temperature": given.temperature if given.temperature != 1.0 else OTHER_THAN_1,
+        "in_flight": max(given.in_flight, IN_FLIGHT),
+    }
     sizes = {"packing": "shared_prompts", "row_tokens": ROW_TOKENS, "rows_per_device": None, "tokens_per_device": None}
     lora = config.lora and config.lora.model_copy(update={"base": "bfloat16", "adapter": None})
     parts: dict[str, Any] = {
         "lora": lora,
-        "rollout": config.rollout.model_copy(update={**lengths, **slots, "dtype": "float32"}),
+        "rollout": given.model_copy(update={**lengths, **slots, **visible, "dtype": "float32"}),
         "train": config.train.model_copy(update={**sizes, "dtype": "float32"}),
         "algorithm": config.algorithm.model_copy(update=algorithm),
+        "grading": GradingConfig(workers=0, overlong_buffer_tokens=OVERLONG_TOKENS),
     }
     return config.model_copy(update={**parts, "prompts_per_step": PROMPTS, "group_size": group})
 
 
+class _NaiveScorer(Protocol):
+    def __call__(
+        self, weights: Weights, tokens: np.ndarray, starts: np.ndarray, temperature: float, /
+    ) -> Scores[jax.Array]: ...
+
+
 @functools.cache
-def _naive_scorer(decoder: DecoderConfig) -> Any:
-    return jax.jit(lambda weights, sequences, temperature: scores(weights, sequences, decoder, temperature))
+def _naive_scorer(decoder: DecoderConfig, n: int) -> _NaiveScorer:
+    return jax.jit(
+        lambda weights, tokens, starts, temperature: scores(weights, tokens, starts, decoder, temperature, n)
+    )
+
+
+def _rules_of_own(recipe: Recipe) -> Rules:
+    """The rules of a user's recipe, which has no naive form: its options are taken as they are, and its advantage."""
+    names = {field.name for field in dataclasses.fields(Rules)} & {field.name for field in dataclasses.fields(recipe)}
+    found = {name: getattr(recipe, name) for name in names}
+    return Rules(**found)
 
 
 def _cut(completion: Completion, length: int) -> Completion:
@@ -279,5 +358,14 @@ def _with_noise(completion: Completion, random: np.random.Generator) -> Completi
     return dataclasses.replace(completion, full_logprobs=completion.full_logprobs + noise)
 
 
-def _padded(values: Sequence[Any] | np.ndarray, length: int) -> np.ndarray:
-    return np.pad(np.asarray(values), (0, length - len(values)))
+def _with_a_reply(transcript: Transcript) -> Transcript:
+    """The same tokens, of which an environment gave the middle third."""
+    prompt, drawn = transcript.spans
+    third = len(drawn.tokens) // 3
+    first, reply, last = (
+        dataclasses.replace(drawn, **{name: getattr(drawn, name)[own] for name in SPAN_ARRAYS})
+        for own in (slice(third), slice(third, 2 * third), slice(2 * third, None))
+    )
+    nothing = np.zeros_like(reply.full_logprobs)
+    reply = dataclasses.replace(reply, source="environment", sampled_logprobs=nothing, full_logprobs=nothing)
+    return dataclasses.replace(transcript, spans=(prompt, first, reply, last))

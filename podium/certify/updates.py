@@ -6,7 +6,7 @@ A form is what must not change the result: packing, rows of a micro-batch, mesh,
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ from numpy.typing import ArrayLike
 
 from podium.algorithms.recipes import Recipe
 from podium.certify.naive import Sequences, Weights, in_float64, objective, scores
-from podium.certify.subject import COMPLETIONS, LONGEST, PROMPTS, ROW_TOKENS, Arrays, Subject, one_device
+from podium.certify.naive_rules import Rules
+from podium.certify.subject import COMPLETIONS, MAX_NEW_TOKENS, PROMPTS, ROW_TOKENS, Arrays, Subject, one_device
 from podium.models.architecture import DecoderConfig
 from podium.models.params import trained_specs
 from podium.run.resolve import resolve_update
@@ -38,6 +39,7 @@ PLAIN: Mapping[str, Any] = {
     "layer_chunk_tokens": None,
 }
 """Settings of `train` that compute everything at once and recompute nothing."""
+HALF_STEP = 2.0**-24  # of a float32 number, over the number: the most that storing it changes it
 RATE = 0.1  # of the plain descent between an update and the next
 
 
@@ -134,18 +136,17 @@ class Updates:
 
     def naive(self, weights: Arrays) -> Update:
         """The update from these weights, by the naive objective in float64; the weights that it leaves are not made."""
-        subject = self.subject
-        with in_float64():
-            wide: Any = {name: np.asarray(value, np.float64) for name, value in weights.items()}
-            gradient = _naive_gradient(
-                subject.decoder,
-                _Hashed(self.recipe),
-                subject.config.rollout.temperature,
-                sizes_of(Form()).max_new_tokens,
-            )
-            (loss, size), found = gradient(wide, subject.sequences)
-            gradients = {name: np.asarray(found[name]) for name in trained_specs(subject.decoder)}
-            return Update(float(loss), gradients, {}, float(size))
+        return naive_update(self.subject, self.subject.sequences, weights)
+
+
+def naive_update(subject: Subject, sequences: Sequences, weights: Arrays) -> Update:
+    """Loss and gradient of an optimizer step from these weights, by the naive objective in float64."""
+    with in_float64():
+        wide = {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in weights.items()}
+        gradient = _naive_gradient(subject.decoder, subject.rules, subject.config.rollout.temperature)
+        (loss, size), found = gradient(wide, sequences)
+        gradients = {name: np.asarray(found[name]) for name in trained_specs(subject.decoder)}
+        return Update(float(loss), gradients, {}, float(size))
 
 
 def sizes_of(form: Form) -> BatchSizes:
@@ -155,7 +156,7 @@ def sizes_of(form: Form) -> BatchSizes:
         rows=form.rows,
         max_rows=PROMPTS * COMPLETIONS,
         packing=form.packing,
-        max_new_tokens=LONGEST,
+        max_new_tokens=MAX_NEW_TOKENS,
     )
 
 
@@ -170,6 +171,22 @@ def relative(found: ArrayLike, expected: ArrayLike) -> float:
     return float(np.linalg.norm(np.asarray(found, np.float64) - np.asarray(expected, np.float64))) / (norm or 1.0)
 
 
+def weight_difference(found: Mapping[str, ArrayLike], before: Arrays, expected: Arrays) -> float:
+    """How far new weights are from what is expected, over the size of the expected change; of the worst parameter.
+
+    A float32 weight is rounded to one of 2^24 steps of its size, however small its change: that much is no difference.
+    """
+    return max(
+        max(0.0, _norm(np.asarray(found[name], np.float64) - value) - HALF_STEP * _norm(value))
+        / (_norm(value - before[name]) or 1.0)
+        for name, value in expected.items()
+    )
+
+
+def _norm(x: np.ndarray) -> float:
+    return float(np.linalg.norm(x))
+
+
 def _keeping_gradient(rate: float) -> optax.GradientTransformation:
     """Plain descent whose state is the last gradient, so that it can be read exactly."""
 
@@ -179,19 +196,18 @@ def _keeping_gradient(rate: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
 
 
-class _Hashed(NamedTuple):
-    """A recipe by identity: those with a partial function in them are not hashable."""
-
-    recipe: Recipe
-
-    def __hash__(self) -> int:
-        return id(self.recipe)
+class _NaiveGradient(Protocol):
+    def __call__(
+        self, weights: Weights, sequences: Sequences, /
+    ) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]: ...
 
 
 @functools.cache
-def _naive_gradient(decoder: DecoderConfig, hashed: _Hashed, temperature: float, max_new_tokens: int) -> Any:
+def _naive_gradient(decoder: DecoderConfig, rules: Rules, temperature: float) -> _NaiveGradient:
     def loss(weights: Weights, sequences: Sequences) -> tuple[jax.Array, jax.Array]:
-        return objective(hashed.recipe, scores(weights, sequences, decoder, temperature), sequences, max_new_tokens)
+        n = sequences.valid.shape[1]
+        found = scores(weights, sequences.tokens, sequences.starts, decoder, temperature, n)
+        return objective(rules, found, sequences)
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 

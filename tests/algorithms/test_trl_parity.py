@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from others_code import others_code
 
 from podium.algorithms.advantages import token_weights
 from podium.algorithms.losses import entropy_loss, policy_loss
@@ -76,9 +77,10 @@ def test_clip_fractions_equal_those_trl_recorded(name: str) -> None:
     np.testing.assert_allclose([ours["low"], ours["high"]], [theirs["low_mean"], theirs["high_mean"]], atol=1e-6)
 
 
+@pytest.mark.parity
 @pytest.mark.filterwarnings("ignore")  # whatever TRL's own imports warn of
 def test_losses_and_gradients_equal_those_of_trl_itself() -> None:
-    pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
+    others_code("trl")
     for case in recorder.CASES.values():
         for seed in (1000, 1001, 1002):
             inputs = recorder.random_inputs(case.spread, seed)

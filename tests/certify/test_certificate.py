@@ -10,7 +10,7 @@ from rich.console import Console
 from podium.algorithms.recipes import RECIPES
 from podium.certify import command
 from podium.certify.batches import batch_checks
-from podium.certify.formulas import scheduled_rate
+from podium.certify.naive_optimizer import scheduled_rate
 from podium.certify.report import as_object, print_certificate
 from podium.certify.result import Certificate, Check
 from podium.certify.subject import make_subject, tiny_clone

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from others_code import others_code
 from safetensors.numpy import load_file, save_file
 from tiny_models import (
     CASES,
@@ -52,7 +53,7 @@ def test_stretched_rope_shows_in_the_recorded_logits(tmp_path: Path):
 
 
 def torch_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
-    torch = pytest.importorskip("torch", reason="torch, for parity with transformers, is not installed")
+    torch = others_code("torch")
     import transformers
 
     transformers.logging.disable_progress_bar()
@@ -61,6 +62,7 @@ def torch_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
         return model(torch.tensor(tokens.astype(np.int64))).logits.numpy()
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("case", ["llama_tied", "llama3", "qwen2_tied", "qwen3"])
 def test_transformers_loads_an_export_with_equal_logits(case: str, tmp_path: Path):
     source = write_model(tmp_path / "model", case)
@@ -71,9 +73,10 @@ def test_transformers_loads_an_export_with_equal_logits(case: str, tmp_path: Pat
     assert error_of_scale(logits_of(source, tokens_of(case)), found) <= LOGITS_TOLERANCE
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("case", ["llama3_rope_parameters", "llama_tied", "qwen2", "qwen3_tied"])
 def test_folder_that_transformers_wrote_is_read(case: str, tmp_path: Path):
-    torch = pytest.importorskip("torch", reason="torch, for parity with transformers, is not installed")
+    torch = others_code("torch")
     import transformers
 
     transformers.logging.disable_progress_bar()

@@ -1,10 +1,11 @@
-"""Adapters in both directions with PEFT itself, which is no dependency of ours: `pip install peft torch` for these."""
+"""Adapters in both directions with PEFT itself, which is no dependency of ours: `make parity` installs it."""
 
 import dataclasses
 
 import jax
 import numpy as np
 import pytest
+from others_code import others_code
 from tiny_models import LOGITS_TOLERANCE, error_of_scale, make_logits, rules_on, tokens_of, write_model
 
 from podium.config.lora import MATRICES
@@ -14,7 +15,7 @@ from podium.models.params import trained_specs
 from podium.models.peft import load_adapter, save_adapter
 from podium.models.source import read_architecture
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.parity]
 CASES = ["llama", "qwen2_tied", "qwen3"]
 LORA = Lora(rank=4, alpha=6.0, targets=MATRICES)
 
@@ -35,19 +36,20 @@ def random_adapters(decoder):
 
 
 def hf_model(source):
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
+    torch = others_code("torch")
+    import transformers
+
     return transformers.AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
 
 
 def logits_of_torch(model, tokens):
-    torch = pytest.importorskip("torch")
+    torch = others_code("torch")
     with torch.no_grad():
         return model(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
 
 
 def test_peft_loads_our_export_and_its_logits_are_ours(model, tmp_path):
-    peft = pytest.importorskip("peft")
+    peft = others_code("peft")
     source, decoder, base = model
     adapters, tokens = random_adapters(decoder), tokens_of(source.name)
     save_adapter(adapters, base, decoder, tmp_path / "adapter", model=str(source.path))
@@ -59,7 +61,7 @@ def test_peft_loads_our_export_and_its_logits_are_ours(model, tmp_path):
 
 
 def test_we_load_what_peft_saves_and_our_logits_are_its(model, tmp_path):
-    peft = pytest.importorskip("peft")
+    peft = others_code("peft")
     source, decoder, base = model
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     described = peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, lora_dropout=0.05, init_lora_weights=False)
@@ -73,7 +75,7 @@ def test_we_load_what_peft_saves_and_our_logits_are_its(model, tmp_path):
 
 def test_peft_s_own_refusals_are_not_ours_alone(model, tmp_path):
     """An option that changes what an adapter computes is refused as PEFT writes it."""
-    peft = pytest.importorskip("peft")
+    peft = others_code("peft")
     source, decoder, base = model
     described = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj"], use_rslora=True)
     peft.get_peft_model(hf_model(source), described).save_pretrained(tmp_path / "adapter")

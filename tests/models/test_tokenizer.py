@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from others_code import others_code
 from tiny_models import hf_config, needs_demo, rules_on, write_model
 
 from podium.models.architecture import ModelError
@@ -200,8 +201,9 @@ def test_demo_s_tokens_are_smollm2_s(tmp_path: Path):
 
 
 @needs_demo
+@pytest.mark.parity
 def test_demo_s_tokens_are_those_of_transformers_own_reader():
-    pytest.importorskip("torch", reason="torch, which transformers needs to read GGUF, is not installed")
+    others_code("torch")  # which transformers needs to read GGUF
     import transformers
 
     source = resolve("demo")

@@ -1,0 +1,276 @@
+"""A watched training run beside the naive form: each episode, each gradient and each new weight.
+
+The naive form begins each optimizer step from the trainer's own weights and gives its optimizer the trainer's own
+gradient, so that every difference is that of one step and one part, and rounding does not add up.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from podium.certify.formulas import BFLOAT16_BAR, MUON_BAR
+from podium.certify.naive import Scores, Sequences, in_float64
+from podium.certify.naive_optimizer import NaiveOptimizer
+from podium.certify.naive_rules import Rules
+from podium.certify.naive_step import Episode, padded_tokens
+from podium.certify.result import BAR, Check
+from podium.certify.subject import MAX_NEW_TOKENS, OVERLONG_TOKENS, Arrays, Subject, episodes_of, make_subject
+from podium.certify.task import STOP, LetterBackend, Numbers, grade, letters
+from podium.certify.training import Step, Training, watch_training, with_other_options
+from podium.certify.updates import Updates, distance, naive_update, weight_difference
+from podium.models.params import trained_specs
+from podium.tasks.task import TaskSource
+from podium.train.generate import Group
+
+DEVIATIONS = 5.0
+"""Standard deviations that a sum over all draws may be from its mean: a chance of one in a million."""
+OF_BATCH = ("mask", "every token once", "prompts untrained", "denominators", "scores", "advantages")
+OF_MODEL = ("log-probabilities", "temperature")
+
+
+def training_checks(updates: Updates) -> Iterator[Check]:
+    """What a run of some steps samples, and every number from there to the new weights.
+
+    The run is always a clone's: it keeps the weights before and after each of its updates.
+    """
+    subject = make_subject(updates.subject.user) if updates.subject.full else updates.subject
+    training = watch_training(subject)
+    if not subject.recipe.demonstrations:
+        yield from _sampling_checks(subject, training)
+    yield Check(
+        name="episodes",
+        claim="every episode answers its own prompt, ends where it must, and has the reward that its text earns",
+        difference=float(
+            sum(_wrong_episodes(subject, training, *each) for each in _groups(training)) + _repeated(subject, training)
+        ),
+        bar=0,
+    )
+    pairs = _optimizer_steps(subject, training)
+    yield Check(
+        name="optimizer steps",
+        claim="a step makes an optimizer step of each minibatch, as often as the config says",
+        difference=float(sum(abs(len(step.updates) - len(naive)) for step, naive in pairs)),
+        bar=0,
+        after=("every token once",),
+    )
+    causes = (*OF_BATCH, *OF_MODEL, "clip", "correction", "kl", "entropy", "loss", "gradient", "optimizer steps")
+    yield Check(
+        name="training",
+        claim="the loss and gradient of every optimizer step of a run are those of the formulas, in float64",
+        difference=max(_gradient_error(subject, *pair) for pair in pairs),
+        after=causes,
+    )
+    name = training.config.train.optimizer.name
+    yield Check(
+        name="new weights",
+        claim="every optimizer step leaves the weights that the optimizer's formula makes of its gradient",
+        difference=_weight_error(subject, training),
+        bar=BFLOAT16_BAR
+        if training.config.train.optimizer.moments == "bfloat16"
+        else MUON_BAR
+        if name == "muon"
+        else BAR,
+        after=("schedule", f"optimizer {name}", "optimizer steps"),
+    )
+    yield Check(
+        name="frozen weights",
+        claim="no weight changes but those that are trained, and none between updates",
+        difference=float(_moved_elsewhere(subject, training)),
+        bar=0,
+    )
+    yield Check(
+        name="resume",
+        claim="the step behind a checkpoint is the same in a resumed run, bit for bit: prompts, answers, weights",
+        difference=float(_other_step(training.resumed, training.steps[-1])),
+        bar=0,
+    )
+    if not subject.recipe.demonstrations:
+        yield _with_other_options(subject, causes)
+
+
+def _with_other_options(subject: Subject, causes: tuple[str, ...]) -> Check:
+    """The check of a run in which groups are dropped, ratios are to the trainer, and every term of a loss is there."""
+    other = with_other_options(subject)
+    training = watch_training(other)
+    pairs = _optimizer_steps(other, training)
+    wrong = sum(abs(len(step.updates) - len(naive)) for step, naive in pairs) + _moved_elsewhere(other, training)
+    return Check(
+        name="other options",
+        claim="so is training with a KL, an entropy bonus, a correction, and groups and episodes that are left out",
+        difference=wrong or max(_gradient_error(other, *pair) for pair in pairs),
+        after=(*causes, "training"),
+    )
+
+
+def _optimizer_steps(subject: Subject, training: Training) -> list[tuple[Step, list[Sequences]]]:
+    """Each step of a run, and the optimizer steps that the naive form makes of its groups."""
+    rules = _rules(subject, training)
+    return [
+        (step, subject.naive_steps(step.groups, rules, step.weights) * rules.updates_per_batch)
+        for step in training.steps
+    ]
+
+
+def _rules(subject: Subject, training: Training) -> Rules:
+    """The subject's rules with the run's minibatches and updates."""
+    algorithm = training.config.algorithm
+    return dataclasses.replace(
+        subject.rules, minibatches=algorithm.minibatches, updates_per_batch=algorithm.updates_per_batch
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Drawn:
+    """Episodes of a step under the weights that drew them, [S, n] each."""
+
+    sampled: np.ndarray
+    naive: Scores[np.ndarray]
+    used: np.ndarray
+    """Which tokens these weights drew."""
+
+
+def _sampling_checks(subject: Subject, training: Training) -> Iterator[Check]:
+    drawn = [each for number in range(len(training.steps)) for each in _drawn(subject, training, number)]
+    largest = max(float(np.abs(each.naive.logprobs[each.used]).max()) for each in drawn)
+    errors = [float(np.abs(each.sampled - each.naive.logprobs)[each.used].max()) for each in drawn]
+    yield Check(
+        name="hand-over",
+        claim="after every update the sampler's log-probabilities are those of the weights that drew the token",
+        difference=max(errors) / largest,
+        after=(*OF_MODEL, "sampler"),
+    )
+    rollout = training.config.rollout
+    if rollout.top_k or rollout.top_p < 1 or rollout.min_p:
+        return  # tokens are drawn from another distribution than that of their full log-probabilities
+    surprise = sum(float(np.sum((-each.sampled - each.naive.entropy)[each.used])) for each in drawn)
+    variance = sum(float(np.sum(each.naive.variance[each.used])) for each in drawn)
+    yield Check(
+        name="draws",
+        claim="tokens are as likely as draws from the model are, in standard deviations of their mean",
+        difference=abs(surprise) / np.sqrt(variance),
+        bar=DEVIATIONS,
+        after=("hand-over",),
+    )
+
+
+def _drawn(subject: Subject, training: Training, number: int) -> Iterator[_Drawn]:
+    """The episodes of a step, once for each version of the weights that drew some of their tokens."""
+    groups, room = training.steps[number].groups, subject.room
+    for first in range(0, len(groups), subject.config.prompts_per_step):
+        own = groups[first : first + subject.config.prompts_per_step]
+        episodes = [episode for group in own for episode in episodes_of(group)]
+        tokens, starts = padded_tokens(episodes, room)
+        sampled, versions = np.zeros((2, room.episodes, room.continuation))
+        versions -= 1
+        transcripts = [each for group in own for each in group.transcripts]
+        for row, (episode, transcript) in enumerate(zip(episodes, transcripts, strict=True)):
+            sampled[row, : len(episode.logprobs)] = episode.logprobs
+            versions[row, : len(episode.logprobs)] = transcript.spans[1].versions
+        for version in np.unique(versions[versions >= 0]).astype(int).tolist():
+            naive = subject.naive_scores(tokens, starts, training.version(version))
+            yield _Drawn(sampled=sampled, naive=naive, used=versions == version)
+
+
+def _groups(training: Training) -> Iterator[tuple[int, Group]]:
+    """Every group of the run, with the number of its step."""
+    return ((number, group) for number, step in enumerate(training.steps) for group in step.groups)
+
+
+def _wrong_episodes(subject: Subject, training: Training, number: int, group: Group) -> int:
+    """Episodes of a group that are not what they should be."""
+    asked = group.prompt.prompt.id
+    known = {each.id: each for each in Numbers(TaskSource(), vocab=subject.decoder.vocab).prompts("train")}
+    encode = LetterBackend().encode
+    wrong = 0
+    for episode, transcript in zip(episodes_of(group), group.transcripts, strict=True):
+        versions = transcript.spans[1].versions
+        oldest = number - training.config.rollout.max_staleness
+        right = episode.prompt == tuple(encode(known[asked].question))
+        if subject.recipe.demonstrations:
+            right &= episode.tokens == (*encode(known[asked].answer), 0) and episode.reward == 1.0
+        else:
+            right &= _ends_rightly(episode) and all(oldest <= version <= number for version in versions)
+            right &= abs(episode.reward - _reward(training, asked, episode)) < 1e-6
+        wrong += not right
+    return wrong
+
+
+def _repeated(subject: Subject, training: Training) -> int:
+    """Long answers to a question that are the same as another: they were drawn with the same random numbers."""
+    if subject.recipe.demonstrations:
+        return 0
+    answers = [
+        (group.prompt.prompt.id, episode.tokens)
+        for _, group in _groups(training)
+        for episode in episodes_of(group)
+        if len(episode.tokens) > MAX_NEW_TOKENS // 2
+    ]
+    return len(answers) - len(set(answers))
+
+
+def _ends_rightly(episode: Episode) -> bool:
+    """Whether an answer ends with the first token that ends it, or is as long as allowed without one."""
+    *before, last = episode.tokens
+    ended = last == 0 or letters([last]) == STOP
+    open_until_then = 0 not in before and STOP not in letters(before)
+    whole = len(episode.tokens) == MAX_NEW_TOKENS
+    return open_until_then and (ended or whole) and episode.truncated == (not ended) and all(episode.drawn)
+
+
+def _reward(training: Training, asked: str, episode: Episode) -> float:
+    """What an answer earns: its grade, and DAPO's punishment for being nearly as long as allowed, each weighed."""
+    over = len(episode.tokens) - (MAX_NEW_TOKENS - OVERLONG_TOKENS)
+    parts = {"correct": grade(asked, letters(episode.tokens)), "length": -min(1.0, max(0.0, over / OVERLONG_TOKENS))}
+    (task,) = training.config.tasks
+    return sum(weight * parts[name] for name, weight in task.rewards.items())
+
+
+def _gradient_error(subject: Subject, step: Step, expected: Sequence[Sequences]) -> float:
+    """The largest error of a loss and of a parameter's gradient in a step's optimizer steps."""
+    worst = 0.0
+    for seen, sequences in zip(step.updates, expected, strict=False):
+        naive = naive_update(subject, sequences, {**step.weights, **seen.before})
+        worst = max(worst, abs(seen.loss - naive.loss) / naive.loss_size, distance(seen.gradient, naive.gradient))
+    return worst
+
+
+def _weight_error(subject: Subject, training: Training) -> float:
+    """The largest error of the weights behind an optimizer step, over the size of its change."""
+    rules, steps = _rules(subject, training), training.steps
+    whole = rules.minibatches * rules.updates_per_batch  # optimizer steps of a step that drops nothing
+    trained = {name: steps[0].weights[name] for name in trained_specs(subject.decoder)}
+    worst = 0.0
+    with in_float64():
+        naive = NaiveOptimizer(training.config.train.optimizer, len(steps) * whole, trained)
+        for number, step in enumerate(steps):
+            first = (number + 1) * whole - len(step.updates)  # a step has the last rates of its share
+            for place, seen in enumerate(step.updates, start=first):
+                expected = naive.update(seen.before, seen.gradient, place)
+                worst = max(worst, weight_difference(seen.after, seen.before, expected))
+    return worst
+
+
+def _moved_elsewhere(subject: Subject, training: Training) -> int:
+    """Numbers that changed although no optimizer step changed them."""
+    now: Arrays = dict(subject.weights)
+    moved = 0
+    for step in training.steps:
+        moved += _unequal(step.weights, now)
+        for seen in step.updates:
+            moved += _unequal(seen.before, {name: now[name] for name in seen.before})
+            now |= seen.after
+    return moved
+
+
+def _other_step(found: Step, expected: Step) -> int:
+    """Numbers that differ between two steps; what has another size counts as one."""
+    ours, theirs = ([each for group in step.groups for each in episodes_of(group)] for step in (found, expected))
+    shapes = (len(found.updates), len(ours)) != (len(expected.updates), len(theirs))
+    other = sum(a != b for a, b in zip(ours, theirs, strict=False))
+    pairs = zip(found.updates, expected.updates, strict=False)
+    return int(shapes) + other + sum(_unequal(a.after, b.after) + _unequal(a.gradient, b.gradient) for a, b in pairs)
+
+
+def _unequal(found: Arrays, expected: Arrays) -> int:
+    return sum(int(np.count_nonzero(found[name] != value)) for name, value in expected.items())

@@ -1,0 +1,71 @@
+"""The algorithms as plain data, written a second time from their papers: docs/algorithms.md has the same table.
+
+Nothing of `podium.algorithms` is imported, so that a recipe which is wrong there is not wrong here too.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+
+from podium.config.schema import AlgorithmConfig
+
+AdvantageName = Literal["group", "leave_one_out", "maxrl", "batch_mean", "whitened", "whitened_groups", "reward"]
+OwnAdvantage = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""A user's function of rewards and lengths, [N, G] each, to advantages [N, G]: taken as it is."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What an update does between rewards and the gradient; fields named as in `AlgorithmConfig` mean the same."""
+
+    advantage: AdvantageName | OwnAdvantage
+    mean: Literal["token", "sequence", "constant"]
+    loss: str = "clipped"
+    std: Literal["none", "group", "batch"] = "group"
+    std_ddof: int = 1
+    std_eps: float = 1e-6
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    kl: Literal["none", "k1_reward", "k2", "k3", "k3+"] = "none"
+    kl_coef: float = 0.0
+    correction: Literal["none", "truncate", "mask"] = "none"
+    correction_low: float = 0.0
+    correction_high: float = 2.0
+    old_logprobs: Literal["sampler", "trainer"] = "sampler"
+    entropy_bonus: float = 0.0
+    mask_truncated: bool = False
+    zero_variance: Literal["keep", "drop", "refill"] = "keep"
+    max_refills: int = 3
+    updates_per_batch: int = 1
+    minibatches: int = 1
+
+
+RULES: dict[str, Rules] = {
+    "grpo": Rules(advantage="group", mean="sequence"),
+    "dr_grpo": Rules(advantage="group", std="none", mean="constant"),
+    "dapo": Rules(
+        advantage="group", mean="token", clip_high=0.28, mask_truncated=True, zero_variance="refill", max_refills=3
+    ),
+    "rloo": Rules(advantage="leave_one_out", mean="constant"),
+    "reinforce": Rules(advantage="batch_mean", mean="constant", loss="reinforce", old_logprobs="trainer"),
+    "reinforce_pp": Rules(advantage="whitened", mean="token"),
+    "reinforce_pp_baseline": Rules(advantage="whitened_groups", mean="token"),
+    "gspo": Rules(
+        advantage="group", mean="sequence", loss="gspo", clip_low=3e-4, clip_high=4e-4, old_logprobs="trainer"
+    ),
+    "cispo": Rules(advantage="group", mean="token", loss="cispo", clip_low=1.0, clip_high=4.0),
+    "maxrl": Rules(advantage="maxrl", mean="constant"),
+    "sft": Rules(advantage="reward", mean="token", loss="reinforce", old_logprobs="trainer"),
+}
+"""By the name of the recipe."""
+
+
+def rules_of(config: AlgorithmConfig) -> Rules:
+    """The rules of the recipe that a config names, with each option that it sets. KeyError for a user's own recipe."""
+    options = config.model_dump(exclude={"recipe"}, exclude_none=True)
+    if options.get("loss") == "reinforce":
+        options.setdefault("old_logprobs", "trainer")  # it has no ratio
+    return dataclasses.replace(RULES[config.recipe], **options)

@@ -1,0 +1,257 @@
+"""A short training run by the run's own loop, watched from outside: what was sampled, each gradient, each new weight.
+
+`run_steps`, `Rollouts` and `Trainer` are those of every run; only what records and saves is left out. The run has
+several minibatches and updates of each, completions that go on over updates, groups of equal rewards, a warm-up, a
+weight decay and a gradient that is clipped.
+"""
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from podium.certify.naive_optimizer import gradient_norm
+from podium.certify.naive_rules import rules_of
+from podium.certify.subject import Arrays, Subject, one_device, other_weights
+from podium.certify.updates import PLAIN, naive_update
+from podium.config.schema import AlgorithmConfig, CheckpointConfig, Config
+from podium.models.adapters import base_of
+from podium.models.params import TRAIN_AXES, trained_specs
+from podium.run.resolve import resolve_recipe
+from podium.run.spec import RunSpec
+from podium.sharding import Params, ShardingRules, abstract_params
+from podium.train.batch import Batch
+from podium.train.carry import Position
+from podium.train.checkpoint import Checkpointer
+from podium.train.distributed import AgreedStop
+from podium.train.generate import Group
+from podium.train.loop import run_steps
+from podium.train.run import RunParts, SaveTimer
+from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
+from podium.train.signals import StopSignal
+from podium.train.state import TrainState, abstract_state, init_state
+from podium.train.step import Metrics, TrainStep
+from podium.train.trainer import Trainer
+
+STEPS = 3
+RATE = 1e-3
+"""Of every rule but plain descent: some hundredths of a nat."""
+SGD_RATE = 0.03
+DECAY = 0.1
+WARMUP = 3  # optimizer steps
+CLIPPED = 0.7  # of the first gradient's norm, at which later ones are clipped too, each by another factor
+
+
+class OptimizerStep(NamedTuple):
+    """An optimizer step of the trainer."""
+
+    before: Arrays  # the trained weights
+    gradient: Arrays
+    loss: float
+    after: Arrays
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step of the run."""
+
+    weights: Arrays
+    """All weights, as they were before its first update."""
+    groups: Sequence[Group]
+    updates: list[OptimizerStep]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """What was seen of a run."""
+
+    config: Config
+    spec: RunSpec
+    steps: list[Step]
+    resumed: Step
+    """The last step once more, from the checkpoint before it."""
+    weights: Arrays
+    """All weights, as they were behind the last step."""
+
+    def version(self, version: int) -> Arrays:
+        """The weights that `version` steps made."""
+        return self.steps[version].weights if version < len(self.steps) else self.weights
+
+
+def training_config(subject: Subject) -> Config:
+    """The subject's config with a short run whose every part has an effect."""
+    config, rules = subject.config, subject.rules
+    once = rules.loss == "reinforce"
+    algorithm = {"minibatches": 1 if once else 2, "updates_per_batch": 1 if once else 2}
+    given = config.train.optimizer
+    norm = gradient_norm(naive_update(subject, subject.sequences, subject.weights).gradient)
+    changed = {
+        "learning_rate": SGD_RATE if given.name == "sgd" else RATE,
+        "warmup_steps": WARMUP,
+        "weight_decay": given.weight_decay or DECAY,
+        "clip_norm": CLIPPED * norm,
+    }
+    train = {**PLAIN, "optimizer": given.model_copy(update=changed), "offload_optimizer": False, "rows_per_device": 2}
+    evaluation = config.eval.model_copy(update={"at_start": False, "at_end": False, "every_steps": 0})
+    parts: dict[str, Any] = {
+        "algorithm": config.algorithm.model_copy(update=algorithm),
+        "train": config.train.model_copy(update=train),
+        "eval": evaluation,
+        "steps": STEPS,
+        "group_size": 1 if subject.recipe.demonstrations else config.group_size,
+    }
+    return config.model_copy(update=parts)
+
+
+def with_other_options(subject: Subject) -> Subject:
+    """The same subject under options that most configs leave out, all at once; each of them decides an update."""
+    algorithm = AlgorithmConfig(
+        recipe="grpo",
+        mean="token",
+        old_logprobs="trainer",
+        correction="truncate",
+        correction_high=1.02,
+        kl="k3",
+        kl_coef=0.1,
+        entropy_bonus=0.05,
+        zero_variance="drop",
+        mask_truncated=True,
+        updates_per_batch=2,
+    )
+    other = dataclasses.replace(
+        subject,
+        config=subject.config.model_copy(update={"algorithm": algorithm}),
+        recipe=resolve_recipe(subject.config, algorithm),
+        rules=rules_of(algorithm),
+        reference=subject.reference or other_weights(subject.decoder, subject.weights),
+    )
+    for name in ("rollouts", "sampled"):  # which do not depend on the algorithm
+        other.__dict__[name] = getattr(subject, name)
+    return other
+
+
+def watch_training(subject: Subject) -> Training:
+    """Train the subject for some steps."""
+    config, mesh = training_config(subject), one_device()
+    spec = run_spec(config, subject.decoder, mesh)
+    optimizer = keeping_gradient(make_run_optimizer(spec.optimizer, subject.decoder))
+    frozen, rollouts = subject.frozen(mesh), subject.rollouts
+    rollouts.position = Position(cursor=0)
+    rollouts.load(subject.trained(mesh), frozen, version=0)
+    with tempfile.TemporaryDirectory(prefix="podium-certify-") as folder, contextlib.ExitStack() as stack:
+        trainer = _Watched(
+            Trainer(
+                spec.recipe,
+                make_train_settings(spec.update, subject.decoder, mesh),
+                optimizer,
+                sizes=spec.batch,
+                schedule=spec.optimizer,
+                reference=None if subject.reference is None else subject.params(mesh, subject.reference),
+                folder=Path(folder),
+                frozen=frozen,
+            )
+        )
+        silent: Any = _Silent()
+        saving = CheckpointConfig(every_steps=STEPS - 1, every_minutes=0.0)
+        checkpointer = Checkpointer(Path(folder) / "checkpoints", saving, base_of(frozen))
+        stack.callback(checkpointer.close)
+        run = RunParts(
+            spec=spec,
+            run_dir=silent,
+            progress=silent,
+            phase=lambda name: None,
+            stop=AgreedStop(StopSignal()),
+            rollouts=rollouts,
+            trainer=cast(Trainer, trainer),
+            recorder=silent,
+            checkpointer=checkpointer,
+            profiler=silent,
+            save_timer=SaveTimer(0.0),
+            resources=stack,
+        )
+        run_steps(run, init_state(subject.trained(mesh), optimizer), 0)
+        abstract = abstract_params(trained_specs(subject.decoder), jnp.float32, ShardingRules(mesh, TRAIN_AXES))
+        state, saved = checkpointer.restore(STEPS - 1, abstract_state(abstract, optimizer))
+        rollouts.position = Position.read(saved, rollouts.feed)
+        rollouts.load(state.params, version=STEPS - 1)
+        run_steps(run, state, STEPS - 1)
+    *steps, resumed = trainer.steps
+    last = steps[-1]
+    trained = last.updates[-1].after if last.updates else last.weights
+    return Training(config=config, spec=spec, steps=steps, resumed=resumed, weights={**last.weights, **trained})
+
+
+def keeping_gradient(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """The optimizer, whose state begins with the last gradient that it was given."""
+
+    def init(params: optax.Params) -> optax.OptState:
+        inner: Any = optimizer.init(params)
+        return (jax.tree.map(jnp.zeros_like, params), *inner)
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        kept: Any = state
+        changes, inner = optax.with_extra_args_support(optimizer).update(updates, tuple(kept[1:]), params, **extra)
+        links: Any = inner
+        return changes, (updates, *links)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class _Watched:
+    """A trainer that notes what it is given and what it makes of it."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._run: TrainStep = trainer.train_step
+        trainer.train_step = self._train_step
+        self.steps: list[Step] = []
+        self.frozen = trainer.frozen
+        self.update = trainer.update
+
+    def prepare(self, params: Params, groups: Sequence[Group]) -> Any:
+        """Of the trainer."""
+        self.steps.append(Step(weights=_copied({**params, **self.frozen}), groups=groups, updates=[]))
+        return self._trainer.prepare(params, groups)
+
+    def _train_step(
+        self, state: TrainState, batch: Batch, frozen: Params | None = None, /
+    ) -> tuple[TrainState, Metrics]:
+        before = _copied(state.params)
+        state, metrics = self._run(state, batch, frozen)
+        links: Any = state.opt_state
+        seen = OptimizerStep(before, _copied(links[0]), float(metrics["loss"]), _copied(state.params))
+        self.steps[-1].updates.append(seen)
+        return state, metrics
+
+
+class _Silent:
+    """What records and shows a run, where nothing is to be recorded or shown."""
+
+    def message(self, text: str) -> None:
+        """Of a view."""
+
+    def begin(self, step: int) -> None:
+        """Of a profiler."""
+
+    def end(self, step: int) -> None:
+        """Of a profiler."""
+
+    def begin_step(self, checkpoint_s: float | None) -> None:
+        """Of a recorder."""
+
+    def write(self, *_: object) -> None:
+        """Of a recorder."""
+
+
+def _copied(params: Mapping[str, jax.Array]) -> Arrays:
+    """Numpy arrays of their own: the trainer donates its memory."""
+    return {name: np.array(value) for name, value in params.items()}
