@@ -13,7 +13,7 @@ from podium.files import as_path
 from podium.job.cluster import METADATA, Cluster, find_cluster
 from podium.job.guard import ARRIVAL_S, Guard
 from podium.job.notice import Notice
-from podium.job.records import ProgressReport, exit_status
+from podium.job.records import RECORD, ProgressReport, exit_status
 from podium.job.watchdog import Watchdog
 from podium.observe.summary import commit, versions
 
@@ -69,7 +69,9 @@ def join_job(environ: Mapping[str, str]) -> Iterator[JobContext]:
                 report.phase("guard")
                 arrival_s = float(environ.get("PODRUN_ARRIVAL_S", ARRIVAL_S))
                 nonce = environ.get("PODRUN_NONCE", "")
-                guard = stack.enter_context(Guard(cluster, arrival_s=arrival_s, nonce=nonce))
+                leader = None if report.folder is None else report.folder.parent / "0" / RECORD
+                opened = Guard(cluster, arrival_s=arrival_s, nonce=nonce, leader_record=leader)
+                guard = stack.enter_context(opened)
             notice = Notice(environ.get("GCE_METADATA_IP", METADATA), announce=report.announce)
             yield JobContext(cluster=cluster, report=report, watchdog=watchdog, guard=guard, notice=notice)
     except BaseException as error:

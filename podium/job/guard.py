@@ -19,6 +19,7 @@ import hashlib
 import json
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,8 +34,9 @@ ARRIVAL_S = 60.0
 """Seconds in which the next worker must arrive after the last."""
 ANSWER_S = 60.0
 """Seconds that a worker may take to read its settings after it has arrived."""
-ENDED_S = 20.0
-"""Seconds that worker 0, when it ends before the check, waits for the next worker to tell it why."""
+ENDED_S = ARRIVAL_S
+"""Seconds that worker 0, when it ends before the check, waits for the next worker to tell it why: as long as the others
+try to reach it."""
 HELLO_S = 2.0
 """Seconds that a connection may take to send its first message."""
 SHARED_S = 3.0
@@ -66,12 +68,19 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
         GuardError: worker 0 cannot be reached, or this is worker 0 and cannot listen.
     """
 
-    def __init__(self, cluster: Cluster, *, arrival_s: float = ARRIVAL_S, nonce: str = "") -> None:
+    def __init__(
+        self, cluster: Cluster, *, arrival_s: float = ARRIVAL_S, nonce: str = "", leader_record: Path | None = None
+    ) -> None:
+        """Listen as worker 0, or connect to it.
+
+        `arrival_s`: seconds in which the next worker must arrive. `nonce`: of this attempt. `leader_record`: file in
+        which worker 0, if it has ended, says why, where this host can see it.
+        """
         self.cluster = cluster
         self._arrival_s = arrival_s
         self._nonce = nonce
         self._server = _listen(cluster) if cluster.worker == 0 else None
-        self._leader = None if cluster.worker == 0 else _connect(cluster, arrival_s, nonce)
+        self._leader = None if cluster.worker == 0 else _connect(cluster, arrival_s, nonce, leader_record)
         if self._leader:
             self._leader.send({"worker": cluster.worker, "workers": cluster.workers, "host": socket.gethostname()})
 
@@ -103,10 +112,12 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
     def _announce(self, error: BaseException) -> None:
         """Tell the other workers why worker 0 ends before the check, such as an error in its settings."""
         assert self._server is not None
-        why = one_line(own_redactor().redact(f"{type(error).__name__}: {error}"))
+        cause = error.__context__ if isinstance(error, SystemExit) and error.__context__ is not None else error
+        why = one_line(own_redactor().redact(f"{type(cause).__name__}: {cause}"))
         problem = f"worker 0 ({socket.gethostname()}) has ended: {why}"
         told: set[int] = set()
         patience_s = min(ENDED_S, self._arrival_s)
+        print(f"{problem}; waiting up to {patience_s:g} s for each other worker to say so", file=sys.stderr, flush=True)
         last = time.monotonic()
         while len(told) < self.cluster.workers - 1 and (left_s := last + patience_s - time.monotonic()) > 0:
             peer = _accept(self._server, left_s, self._nonce)
@@ -267,7 +278,7 @@ def _listen(cluster: Cluster) -> socket.socket:
         ) from error
 
 
-def _connect(cluster: Cluster, patience_s: float, nonce: str) -> _Peer:
+def _connect(cluster: Cluster, patience_s: float, nonce: str, leader_record: Path | None) -> _Peer:
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -277,10 +288,20 @@ def _connect(cluster: Cluster, patience_s: float, nonce: str) -> _Peer:
             if time.monotonic() + RETRY_S > deadline:
                 raise MissingError(
                     f"launch guard: worker {cluster.worker} cannot reach worker 0 at {cluster.coordinator} for"
-                    f" {patience_s:g} s ({error.strerror or error}); start worker 0, read its log if it has ended, or"
-                    " open the port between workers"
+                    f" {patience_s:g} s ({error.strerror or error}); {_leader_ended(leader_record)}start worker 0, read"
+                    " its log if it has ended, or open the port between workers"
                 ) from error
         time.sleep(RETRY_S)
+
+
+def _leader_ended(record: Path | None) -> str:
+    """What worker 0 wrote about its end, as the begin of a sentence; empty if it wrote nothing that is seen here."""
+    if record is None:
+        return ""
+    try:
+        return f"worker 0 has ended: {json.loads(record.read_text())['message']}; "
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def _accept(server: socket.socket, timeout_s: float, nonce: str) -> _Peer | None:

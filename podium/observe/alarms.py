@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from podium.config.schema import RolloutConfig
-from podium.observe.metrics import REWARD, TRUNCATED
+from podium.observe.metrics import GAP_METRIC, REWARD, TRUNCATED
 from podium.observe.stats import StepStats
 
 AT_BOUND, WAITED = 5, 0.05
@@ -18,6 +18,9 @@ RISE, SMOOTHED = 0.1, 5
 """Largest acceptable rise of the truncated share over WINDOW steps, and the steps averaged at either end."""
 GAP = 0.02
 """Largest acceptable gap, in nats, between trainer and sampler on tokens drawn with the current weights."""
+GAP_FLOAT32, GAP_ROUNDED = 0.01, 0.05
+"""Mean gaps, in nats, far above those of two programs with the same weights: about 1e-6 if both compute in float32, up
+to 0.02 with a narrower format."""
 SOLVED = 0.9
 """Mean reward from which equal rewards, short answers and low entropy are what learning looks like."""
 MOSTLY_CUT = 0.25
@@ -42,6 +45,35 @@ class RewardAlarm:
         if cut > MOSTLY_CUT:
             advice = f"{cut:.0%} hit rollout.max_new_tokens ({self._config.max_new_tokens}): raise it, or {advice}"
         return [f"all groups earned the same (mean reward {reward:.2f}): nothing was learned; {advice}"]
+
+
+def gap_limit(update_dtype: str, rollout_dtype: str) -> float:
+    """The largest mean gap between trainer and sampler, in nats, that these number formats may explain."""
+    return GAP_FLOAT32 if update_dtype == rollout_dtype == "float32" else GAP_ROUNDED
+
+
+class GapAlarm:
+    """Says once that trainer and sampler differ more than rounding explains: their weights are not the same."""
+
+    def __init__(self, config: RolloutConfig, *, update_dtype: str, rollout_dtype: str) -> None:
+        """Formats as resolved; silent with carry-over, where old weights differ rightly and `CarryAlarms` looks."""
+        self._carries = config.in_flight > 1
+        self._formats = f"update {update_dtype}, rollout {rollout_dtype}"
+        self._limit = gap_limit(update_dtype, rollout_dtype)
+        self._said = False
+
+    def after_step(self, stats: StepStats, metrics: Mapping[str, float]) -> list[str]:
+        """Return the lines to print after a step."""
+        gap = metrics.get(GAP_METRIC, 0.0)
+        if self._said or self._carries or gap <= self._limit:
+            return []
+        self._said = True
+        return [
+            f"{GAP_METRIC} is {gap:.3g} nat, and the number formats ({self._formats}) explain at most {self._limit:g}:"
+            " completions are drawn with other weights than those that are trained, and what is learned may be wrong;"
+            " on several hosts check that all have the same model; else set rollout.dtype and train.dtype to float32,"
+            " and report it if it stays"
+        ]
 
 
 class CarryAlarms:

@@ -16,6 +16,7 @@ from podium.observe.stats import EvaluationStats, StepStats
 REWARD = "train-reward/total/mean"
 ACCURACY = "eval/accuracy"
 UPDATES = "optimizer/updates"
+GAP_METRIC = "policy/logprob_gap/mean"
 TRUNCATED = "rollout/truncated_fraction"
 STEP_REPORT = (REWARD, "train-other/loss", ACCURACY, "time/train/step_s")
 """Metrics of the last step that a worker's status shows."""

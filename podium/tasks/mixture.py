@@ -58,6 +58,13 @@ class TaskMixture:
         """The first training prompt of each task; reads the data if it has not been read."""
         return [self._task_prompt(task, self._prompts(task, "train")[0]) for task in range(len(self.labels))]
 
+    def train_prompts(self) -> dict[str, list[TaskPrompt]]:
+        """All training prompts of each task, by label, in the order of the data."""
+        return {
+            label: [self._task_prompt(task, prompt) for prompt in self._prompts(task, "train")]
+            for task, label in enumerate(self.labels)
+        }
+
     def next(self, n: int) -> list[TaskPrompt]:
         """Return the next n prompts and move the cursor past them."""
         prompts = [self.prompt_at(self.cursor + offset) for offset in range(n)]

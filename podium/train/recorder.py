@@ -11,7 +11,7 @@ import numpy as np
 from podium.algorithms.losses import narrow_clip_warning
 from podium.job.records import ProgressReport
 from podium.models.architecture import DecoderConfig
-from podium.observe.alarms import CarryAlarms, RewardAlarm, length_distance
+from podium.observe.alarms import CarryAlarms, GapAlarm, RewardAlarm, length_distance
 from podium.observe.metrics import (
     COMPARED_WITH_SAMPLER,
     STEP_REPORT,
@@ -79,7 +79,11 @@ class Recorder:
         self._pieces = pieces
         self._on_step = on_step
         self._warned = False
-        self._alarms = (RewardAlarm(spec.rollout.settings), CarryAlarms(spec.rollout.settings))
+        self._alarms = (
+            RewardAlarm(spec.rollout.settings),
+            GapAlarm(spec.rollout.settings, update_dtype=spec.update.dtype, rollout_dtype=spec.rollout.dtype),
+            CarryAlarms(spec.rollout.settings),
+        )
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=STEPS_AVERAGED)
         self._checkpoint_s: float | None = None
         self._start = self._cpu_start = 0.0
@@ -134,7 +138,7 @@ class Recorder:
         self._on_step(step, metrics, samples)
 
     def _alarm_lines(self, stats: StepStats, metrics: Mapping[str, float]) -> list[str]:
-        """Warnings about rewards and about carry-over."""
+        """Warnings about rewards, about the gap to the sampler, and about carry-over."""
         return [line for alarm in self._alarms for line in alarm.after_step(stats, metrics)]
 
     def _narrow_clip_lines(self, updated: UpdateStats) -> list[str]:

@@ -36,6 +36,7 @@ from podium.train.generate import Group, Rollouts
 from podium.train.platform import machine_text
 from podium.train.profile import Profiler, Window
 from podium.train.recorder import OnStep, PlanCheck, Recorder
+from podium.train.same_inputs import check_same_inputs
 from podium.train.setup import (
     Model,
     load_frozen,
@@ -122,7 +123,6 @@ def open_run(
         spec = run_spec(config, model.decoder, model.mesh)
         _plan(check, model.decoder, run_dir, progress)
         optimizer = make_run_optimizer(spec.optimizer, model.decoder)
-        frozen = load_frozen(model)
         rollouts = Rollouts(
             spec.rollout,
             model.decoder,
@@ -133,6 +133,13 @@ def open_run(
             on_progress=progress.advance,
         )
         resources.callback(rollouts.close)
+        check_same_inputs(
+            model.source,
+            None if config.lora is None else config.lora.adapter,
+            rollouts.feed.tasks,
+            evaluates=bool(spec.evaluation.at_start or spec.evaluation.every_steps or spec.evaluation.at_end),
+        )
+        frozen = load_frozen(model)
         rollouts.grader.check(rollouts.feed.tasks.first_prompts())  # bad data is an error before the first compile
         newest = from_leader(lambda: newest_whole_step(run_dir.checkpoints, progress.message, job.watchdog.beat))
         checkpointer = Checkpointer(

@@ -19,7 +19,7 @@ import yaml
 from podium.config.schema import Config, TaskConfig
 from podium.job.cluster import Cluster, ClusterError, check_devices, find_cluster, from_metadata, local_worker
 from podium.job.context import identity
-from podium.job.guard import ARRIVAL_S, Guard, GuardError
+from podium.job.guard import ARRIVAL_S, Guard, GuardError, MissingError
 from podium.job.records import read_json
 
 SAME = {"steps": "3", "commit": "abc", "version of jax": "0.10.2"}
@@ -127,6 +127,28 @@ def test_a_missing_first_worker_is_named(port, tmp_path):
     ends, _ = meet(port, tmp_path, [1], arrival_s=0.5)
     assert "worker 1 cannot reach worker 0 at 127.0.0.1" in ends[0]
     assert "start worker 0, read its log if it has ended, or open the port" in ends[0]
+
+
+def test_a_worker_0_that_has_ended_is_named_with_its_reason(port, tmp_path):
+    """Its process is gone, so only its record says why, on hosts that share the folder of records."""
+    record = tmp_path / "record.json"
+    record.write_text(json.dumps({"message": "ConfigError: steps: expected int, got 'many'"}))
+    with pytest.raises(MissingError, match=r"cannot reach worker 0 .*worker 0 has ended: ConfigError: steps:"):
+        Guard(make_cluster(1, port), arrival_s=0.2, leader_record=record)
+
+
+def test_why_worker_0_exits_is_told_to_the_others(port, tmp_path):
+    """A usage error ends the process by SystemExit; its cause is what is told."""
+    ends: dict[int, str] = {}
+    thread = threading.Thread(target=lambda: ends.update(meet(port, tmp_path, [1], number=2)[0]))
+    thread.start()
+    with pytest.raises(SystemExit), Guard(make_cluster(0, port, workers=2)):
+        try:
+            raise ValueError("--from runs/x: no such run")
+        except ValueError:
+            sys.exit(2)
+    thread.join()
+    assert "has ended: ValueError: --from runs/x: no such run" in ends[0]
 
 
 def test_a_worker_that_was_started_twice_is_named(port, tmp_path):

@@ -9,7 +9,8 @@ from test_recorder import BATCHED, UPDATED
 from tiny_runs import make_group
 
 from podium.config.schema import RolloutConfig
-from podium.observe.alarms import AT_BOUND, WINDOW, CarryAlarms
+from podium.observe.alarms import AT_BOUND, WINDOW, CarryAlarms, GapAlarm
+from podium.observe.metrics import GAP_METRIC
 from podium.observe.stats import CarryStats, StepStats
 from podium.rollout.request import RolloutStats
 from podium.train.recorder import completion_stats
@@ -89,3 +90,19 @@ def test_a_gap_without_age_is_said():
 
 def test_a_run_that_carries_nothing_hears_nothing():
     assert said([(step(carried=None, waited_s=1.0), {STALENESS: 2.0, GAP: 1.0})] * 20) == []
+
+
+@pytest.mark.parametrize(
+    "formats, gap, said",
+    [
+        (("float32", "float32"), 3e-6, False),
+        (("float32", "float32"), 0.1, True),
+        (("float32", "bfloat16"), 0.02, False),
+        (("bfloat16", "bfloat16"), 0.1, True),
+    ],
+)
+def test_a_gap_beyond_what_formats_explain_is_said_once(formats, gap, said):
+    alarm = GapAlarm(RolloutConfig(), update_dtype=formats[0], rollout_dtype=formats[1])
+    lines = [line for _ in range(3) for line in alarm.after_step(step(carried=None), {GAP_METRIC: gap})]
+    assert len(lines) == said
+    assert all(f"{gap:.3g} nat" in line and "all have the same model" in line for line in lines)

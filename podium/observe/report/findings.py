@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable
 from typing import Literal
 
-from podium.observe.alarms import MOSTLY_CUT, SOLVED
-from podium.observe.metrics import REWARD, TRUNCATED, UPDATES
+from podium.observe.alarms import MOSTLY_CUT, SOLVED, gap_limit
+from podium.observe.metrics import GAP_METRIC, REWARD, TRUNCATED, UPDATES
 from podium.observe.report.read import RunRecords, Series
 
 MIN_STEPS = 6
@@ -144,16 +144,32 @@ def one_part_eats(run: RunRecords) -> Finding | None:
     )
 
 
+def gap_too_large(run: RunRecords) -> Finding | None:
+    """Trainer and sampler differ from the start by more than their number formats explain."""
+    gap, in_flight = quarters(run, GAP_METRIC), run.setting("rollout.in_flight", 1)
+    limit = gap_limit(str(run.setting("train.dtype")), str(run.setting("rollout.dtype")))
+    if gap is None or gap[0] <= limit or (isinstance(in_flight, int | float) and in_flight > 1):
+        return None
+    return Finding(
+        "gap_too_large",
+        "problem",
+        "Completions were drawn with other weights than those that were trained",
+        f"{GAP_METRIC} {gap[0]:.4f} nat from the start, where rounding explains at most {limit:g}",
+        "On several hosts check that all have the same model; else set rollout.dtype and train.dtype to float32, and"
+        " report it if it stays.",
+    )
+
+
 def gap_growing(run: RunRecords) -> Finding | None:
     """The sampler's log-probabilities are off by more than 0.02 nat and twice as far as at first."""
-    gap = quarters(run, "policy/logprob_gap/mean")
+    gap = quarters(run, GAP_METRIC)
     if gap is None or gap[1] < 0.02 or gap[1] < 2 * gap[0]:
         return None
     return Finding(
         "gap_growing",
         "problem",
         "Sampler and trainer disagree more and more about log-probabilities",
-        f"policy/logprob_gap/mean {gap[0]:.4f} nat at first, {gap[1]:.4f} at last",
+        f"{GAP_METRIC} {gap[0]:.4f} nat at first, {gap[1]:.4f} at last",
         "Set rollout.dtype=float32, or algorithm.correction=truncate; a lower learning rate slows the growth.",
     )
 
@@ -263,6 +279,7 @@ RULES: tuple[Rule, ...] = (
     lengths_at_cap,
     eval_flat,
     one_part_eats,
+    gap_too_large,
     gap_growing,
     always_clipped,
     eval_noise,

@@ -15,6 +15,7 @@ FAULTS = {
     "lengths_at_cap": ({"rollout/truncated_fraction": lambda step: 0.7}, {}),
     "eval_flat": ({}, {"accuracies": {0: 0.1, 40: 0.12}, "interval": 0.005}),
     "one_part_eats": ({"train-reward/func/format/mean": lambda step: 0.9 - step / 50}, {}),
+    "gap_too_large": ({"policy/logprob_gap/mean": lambda step: 0.1}, {}),
     "gap_growing": ({"policy/logprob_gap/mean": lambda step: 0.002 * step}, {}),
     "always_clipped": ({"optimizer/gradient_norm": lambda step: 3.0}, {}),
     "eval_noise": ({}, {"accuracies": {0: 0.6, 40: 0.7}, "interval": 0.2, "rise": 0.0}),
