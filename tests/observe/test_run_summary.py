@@ -2,7 +2,6 @@ import io
 import json
 import shlex
 import subprocess
-import sys
 
 import pytest
 import yaml
@@ -157,11 +156,3 @@ def test_after_a_run_that_was_stopped_the_next_command_continues_it(tmp_path):
 
 def test_a_run_without_steps_can_be_summed_up_too(tmp_path):
     assert "0 steps in 0:00" in printed(make_run(tmp_path))
-
-
-@pytest.mark.parametrize("module", ["run_dir", "writers", "progress", "curve_svg", "summary"])
-def test_observing_imports_neither_jax_nor_a_service(module):
-    heavy = ("jax", "transformers", "wandb", "tensorboard", "trackio")
-    code = f"import podium.observe.{module}, sys; sys.exit(str([m for m in {heavy} if m in sys.modules] or ''))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stderr.strip() == ""

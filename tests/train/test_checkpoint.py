@@ -391,7 +391,7 @@ def state_of(step: int) -> TrainState:
     )
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(24, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [2, pytest.param(24, marks=pytest.mark.long)])
 def test_after_a_kill_at_any_instant_the_last_saved_step_is_whole(tmp_path, kills):
     rng, announced = random.Random(0), 0
     for _ in range(kills):

@@ -36,7 +36,7 @@ def conversation(random: np.random.Generator, prompt: tuple[int, ...], group: in
     return with_weight(with_advantage(sample, random.normal(size=17)), 1 / 81)
 
 
-@pytest.mark.parametrize("recipe", ["grpo", "gspo", "cispo"])
+@pytest.mark.parametrize("recipe", ["grpo", "gspo", pytest.param("cispo", marks=pytest.mark.long)])
 def test_masked_tokens_change_no_bit_of_the_gradient(recipe):
     random, rules = np.random.default_rng(0), rules_of()
     settings = make_train_settings(rules)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import pytest
 
+from podium import cli
 from podium.accelerators import find_accelerator
 from podium.plan.topology import compiler_environment
 from podium.sharding import make_mesh
@@ -62,26 +63,27 @@ def test_rows_are_rounded_up_to_a_multiple_of_fsdp():
     assert buffer_shape(16 * 4096 * 2 + 1, 4096, "bf16", fsdp=8) == (24, 4096)
 
 
-def command(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    told = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", **environ}
-    line = [sys.executable, "-m", "podium.cli", "bench", "gather", *options]
-    return subprocess.run(line, env=told, capture_output=True, text=True, timeout=120)
+def command(monkeypatch, *options: str) -> int:
+    """The status of the command, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["podium", "bench", "gather", *options])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    return int(stopped.value.code or 0)
 
 
-def test_the_command_prints_one_object():
-    done = command("--mode", "sharded", "--target-bytes-gib", "0.01", "--cols", "1024", "--mesh-shape", "1,-1,1")
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+def test_the_command_prints_one_object(monkeypatch, capsys):
+    options = ("--mode", "sharded", "--target-bytes-gib", "0.01", "--cols", "1024", "--mesh-shape", "1,-1,1")
+    assert command(monkeypatch, *options) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert (found["device_count"], found["mesh_shape"]) == (8, [1, 8, 1, 1])
     assert found["mesh_axes"] == ["dp", "fsdp", "sp", "tp"]
     assert found["per_device_array_bytes_local_max"] * 8 == found["actual_total_bytes"]
     assert found["jax_version"] == jax.__version__
 
 
-def test_processes_that_are_required_and_missing_are_an_error():
-    done = command("--mode", "gather", "--require-process-count", "4")
-    assert done.returncode == 78
-    assert "REQUIRE_JAX_PROCESS_COUNT is 4 and this job has 1" in done.stderr
+def test_processes_that_are_required_and_missing_are_an_error(monkeypatch, capsys):
+    assert command(monkeypatch, "--mode", "gather", "--require-process-count", "4") == 78
+    assert "REQUIRE_JAX_PROCESS_COUNT is 4 and this job has 1" in capsys.readouterr().err
 
 
 PLAN = """

@@ -61,6 +61,7 @@ def test_a_checkpoint_has_adapters_and_not_the_model(done):
     assert host["base"] == fingerprint(load_frozen(model))
 
 
+@pytest.mark.long
 def test_moments_of_adapters_may_wait_in_the_hosts_memory(done, tiny_model, tmp_path):
     moved = run(tiny_model, tmp_path, train={"offload_optimizer": True})
     assert adapters(moved) == adapters(done)
