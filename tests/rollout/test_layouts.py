@@ -51,14 +51,23 @@ def expected_answers():
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("layout", ROLLOUT_LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("replicated", marks=pytest.mark.long),  # test_engine.py: eight devices give the tokens of one
+        *(layout for layout in ROLLOUT_LAYOUTS if layout != "replicated"),
+    ],
+)
 def test_every_layout_gives_the_tokens_and_log_probabilities_of_one_device(layout, mesh):
     engine = RolloutEngine(ALL_DEVICES_CONFIG, TINY, rules_of(layout, mesh), Letters(EOS), dtype=jnp.float32)
     engine.load(trained_params(mesh))
     assert same(answers_of(engine, REQUESTS), expected_answers())
 
 
-@pytest.mark.parametrize(("layout", "group", "devices"), [("tensor", 1, 1), ("tensor", 2, 2), ("hybrid", 2, 8)])
+@pytest.mark.parametrize(
+    ("layout", "group", "devices"),
+    [*(pytest.param("tensor", n, n, marks=pytest.mark.long) for n in (1, 2)), ("hybrid", 2, 8)],
+)
 def test_groups_of_any_size_give_the_tokens_and_log_probabilities_of_one_device(layout, group, devices):
     mesh = make_mesh("auto", jax.devices()[:devices])
     rules = rollout_rules(Layout(name=layout, group=group), TINY, mesh)
