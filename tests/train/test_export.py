@@ -23,9 +23,15 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 
 @pytest.fixture(scope="module")
-def run(undisturbed) -> Path:
-    """A run with checkpoints of its steps 2 and 4."""
-    return undisturbed
+def run(run_of) -> Path:
+    """A run with checkpoints of its steps 1 and 2, which differ: lengths are rewarded, and those of a group differ."""
+    return run_of(
+        steps=2,
+        tasks=[{"name": "arithmetic", "rewards": {"correct": 1.0, "length": 1.0}}],
+        grading={"overlong_buffer_tokens": 2},
+        eval={"at_start": False},
+        checkpoint={"every_steps": 1, "keep_last": 2},
+    )
 
 
 def weights(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
@@ -40,23 +46,23 @@ def exported(folder: Path) -> dict[str, np.ndarray]:
     return {name: np.asarray(value) for name, value in found.items()}
 
 
-@pytest.mark.parametrize("step", [None, 2, 4])
+@pytest.mark.parametrize("step", [None, 1, 2])
 def test_a_float32_export_is_the_checkpoint_bit_for_bit(run, tmp_path, step):
     assert export_run(run, tmp_path / "out", step=step, dtype="float32") == 0
-    found, expected = exported(tmp_path / "out"), weights(run, step or 4)
+    found, expected = exported(tmp_path / "out"), weights(run, step or 2)
     assert found.keys() == expected.keys()
     assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
 
 
 def test_a_step_can_be_named_with_the_run(run, tmp_path, capsys):
-    export_run(Path(f"{run}@2"), tmp_path / "out", step=None, dtype="float32")
-    found, expected = exported(tmp_path / "out"), weights(run, 2)
+    export_run(Path(f"{run}@1"), tmp_path / "out", step=None, dtype="float32")
+    found, expected = exported(tmp_path / "out"), weights(run, 1)
     assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
-    assert capsys.readouterr().out.startswith(f"{run}@2 -> ")
+    assert capsys.readouterr().out.startswith(f"{run}@1 -> ")
 
 
 def test_steps_differ_so_that_the_test_above_can_fail(run):
-    assert any(not np.array_equal(weights(run, 2)[name], x) for name, x in weights(run, 4).items())
+    assert any(not np.array_equal(weights(run, 1)[name], x) for name, x in weights(run, 2).items())
 
 
 def test_a_bfloat16_export_is_the_checkpoint_rounded(run, tmp_path):
@@ -74,7 +80,7 @@ def test_an_export_has_the_tokenizer_and_its_chat_template(run, tmp_path, tiny_m
 
 def test_an_export_says_what_it_wrote_and_how_to_load_it(run, tmp_path, capsys):
     export_run(run, tmp_path / "out", step=None, dtype="float32")
-    assert capsys.readouterr().out.startswith(f"{run}@4 -> {tmp_path / 'out'}: AutoModelForCausalLM.from_pretrained(")
+    assert capsys.readouterr().out.startswith(f"{run}@2 -> {tmp_path / 'out'}: AutoModelForCausalLM.from_pretrained(")
 
 
 @pytest.mark.parity
@@ -104,7 +110,7 @@ def test_transformers_computes_the_same_logits_of_an_export(run, tmp_path):
 
 
 def test_a_step_that_was_not_saved_is_an_error_that_names_those_that_were(run, tmp_path):
-    with pytest.raises(CheckpointError, match="2, 4"):
+    with pytest.raises(CheckpointError, match="1, 2"):
         export_run(run, tmp_path / "out", step=7, dtype="float32")
 
 
@@ -125,11 +131,11 @@ def hub(tmp_path, monkeypatch) -> Iterator[None]:
 
 
 def test_an_export_has_a_model_card(run, tmp_path):
-    export_run(run, tmp_path / "out", step=2, dtype="float32")
+    export_run(run, tmp_path / "out", step=1, dtype="float32")
     _, front, text = (tmp_path / "out" / "README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(front)["tags"] == ["podium", "reinforcement-learning", "grpo"]
-    assert "trained with grpo on arithmetic for 2 steps" in text and "group_size: 4" in text
-    assert "| 2 |" in text and "| 4 |" not in text  # that is the evaluation of other weights
+    assert "trained with grpo on arithmetic for 1 steps" in text and "group_size: 4" in text
+    assert "| 2 |" not in text  # the evaluation of other weights
 
 
 def test_an_export_is_pushed_with_its_card(run, tmp_path, hub, monkeypatch, capsys):
