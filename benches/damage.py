@@ -58,7 +58,7 @@ def save_all(folder: Path, states: dict[int, TrainState]) -> None:
     """A run's checkpoints folder with these steps."""
     with contextlib.closing(Checkpointer(folder, CheckpointConfig(keep_last=len(states)))) as checkpointer:
         for step, state in states.items():
-            checkpointer.save(step, state, {"cursor": step}, score=step / 10, wait=True)
+            checkpointer.save(step, state, {"cursor": step, "versions": {}}, score=step / 10, wait=True)
 
 
 def harm(folder: Path, kind: str, draw: random.Random) -> str:
@@ -171,7 +171,7 @@ def cost(folder: Path, *, saves: int, layers: int, width: int) -> dict[str, Any]
         with contextlib.closing(Checkpointer(folder, CheckpointConfig(keep_last=1))) as checkpointer:
             for step in range(1, saves + 1):
                 start, start_cpu = time.perf_counter(), time.process_time()
-                checkpointer.save(step, state, {}, score=None, wait=True)
+                checkpointer.save(step, state, {"cursor": 0, "versions": {}}, score=None, wait=True)
                 saving.append(time.perf_counter() - start)
                 saving_cpu.append(time.process_time() - start_cpu)
     finally:

@@ -23,6 +23,11 @@ from podium.train.platform import prepare_platform
 MODES = ("sharded", "gather")
 
 
+def shown(size: object) -> str:
+    """Bytes in GiB, or the word that stands where a device does not report them."""
+    return f"{size / GIB:.3f} GiB" if isinstance(size, int) else str(size)
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--mesh", action="append", help="as in a config, repeatable; unset: auto and host_local")
@@ -42,9 +47,9 @@ def main() -> None:
         for mode in MODES:
             row = measure(make_mesh(mesh), mode, args.dtype, **size)
             rows.append({"mesh": mesh, **row})
-            array, used = row["per_device_array_bytes_all_processes_max"], row["device_bytes_in_use_all_processes_max"]
-            in_use = used if isinstance(used, str) else f"{used / GIB:.3f} GiB"
-            print(f"{mesh:12} {mode:8} {array / GIB:.3f} GiB per device, in use {in_use}")
+            array = shown(row["per_device_array_bytes_all_processes_max"])
+            in_use = shown(row["device_bytes_in_use_all_processes_max"])
+            print(f"{mesh:12} {mode:8} {array} per device, in use {in_use}")
     record(f"gather-{jax.default_backend()}", {"rows": rows}, args.results)
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,11 @@ from podium.models.blocks.spec import ParamSpecs
 from podium.models.params import MeshAxes, indivisible, mesh_axis_names
 
 Params = dict[str, jax.Array]
+AbstractParams = dict[str, jax.ShapeDtypeStruct]
+"""Shapes, dtypes and shardings of parameters."""
+AnyParams = Params | AbstractParams
+A = TypeVar("A", jax.Array, np.ndarray)
+"""Arrays on the devices, or numpy arrays that the host fills in place and copies there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +163,7 @@ def _size(mesh: Mesh, axes: MeshAxes) -> int:
     return math.prod(mesh.shape[name] for name in mesh_axis_names(axes))
 
 
-def make_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh that `mesh:` means on `devices` (all there are); those of a slice and of a host are contiguous in it."""
     devices = sorted(devices or jax.devices(), key=lambda each: (slice_of(each), each.process_index, each.id))
     hosts = len({device.process_index for device in devices})
@@ -174,7 +179,7 @@ def to_devices(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
-def slice_of(device: Any) -> int:
+def slice_of(device: jax.Device) -> int:
     """The slice of a device; 0 if there is only one."""
     return getattr(device, "slice_index", None) or 0
 

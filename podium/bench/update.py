@@ -125,7 +125,7 @@ def measured_peak(dtype: jnp.dtype) -> float:
     return 2 * PRODUCT**3 / best
 
 
-def random_batch(sizes: BatchSizes, decoder: DecoderConfig, lengths: SequenceLengths) -> Batch:
+def random_batch(sizes: BatchSizes, decoder: DecoderConfig, lengths: SequenceLengths) -> Batch[np.ndarray]:
     """Make a batch of random tokens of these lengths, packed as the trainer packs them, in numpy arrays."""
     random = np.random.default_rng(0)
     samples = []

@@ -8,12 +8,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from podium.compiler import Lowerable
 from podium.config.sizes import prompt_buckets, slot_sizes
 from podium.models.adapters import abstract_frozen
 from podium.models.architecture import DecoderConfig
@@ -31,7 +31,7 @@ from podium.rollout.programs import (
 )
 from podium.rollout.weights import abstract_weights, keeps
 from podium.run.spec import RunSpec
-from podium.sharding import Params, ShardingRules, abstract_params
+from podium.sharding import AbstractParams, Params, ShardingRules, abstract_params
 from podium.train.batch import make_batch
 from podium.train.generate import rollout_rules
 from podium.train.offload import takes_no_device
@@ -46,7 +46,7 @@ class PhaseProgram:
     """One compiled program of a run."""
 
     lower: Callable[[], jax.stages.Lowered]  # traces it with its arguments
-    arguments: tuple[Any, ...]  # pytrees of abstract arrays
+    arguments: tuple[object, ...]  # pytrees of abstract arrays
     residents: Mapping[str, int]
     """Bytes in use on a device beside the program's own arguments, by kind of array."""
 
@@ -62,12 +62,12 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     recipe, decoder = spec.recipe, spec.decoder
     specs, optimizer = trained_specs(decoder), make_run_optimizer(spec.optimizer, decoder)
     settings = make_train_settings(spec.update, decoder, mesh)
-    params: Any = abstract_params(specs, jnp.dtype(jnp.float32), settings.stored)
-    frozen: Any = abstract_frozen(decoder, settings.stored)
+    params = abstract_params(specs, jnp.dtype(jnp.float32), settings.stored)
+    frozen = abstract_frozen(decoder, settings.stored)
     state = abstract_state(params, optimizer)
     score, train_step = make_train_programs(settings, recipe, optimizer)
     batch = abstract_batch(make_batch([], spec.batch)[0], settings.computing)
-    logprobs: Any = jax.ShapeDtypeStruct(batch.tokens.shape, jnp.float32, sharding=batch.tokens.sharding)
+    logprobs = jax.ShapeDtypeStruct(batch.tokens.shape, jnp.float32, sharding=batch.tokens.sharding)
     scored = dataclasses.replace(batch, scores=dict.fromkeys(recipe.loss_scores, logprobs))
 
     own = {"parameters": device_bytes(params)}
@@ -89,7 +89,7 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     return found | {"update": _phase(train_step, (state, scored, frozen), beside)}
 
 
-def _kept(spec: RunSpec, mesh: Mesh, frozen: Any) -> dict[str, int]:
+def _kept(spec: RunSpec, mesh: Mesh, frozen: AbstractParams) -> dict[str, int]:
     """Bytes of the rollout's own copy of frozen weights, which it keeps during updates."""
     rules = rollout_rules(spec.rollout.layout, spec.decoder, mesh)
     dtype = jnp.dtype(spec.rollout.dtype)
@@ -102,7 +102,7 @@ def _kept(spec: RunSpec, mesh: Mesh, frozen: Any) -> dict[str, int]:
 def _rollout_programs(
     spec: RunSpec,
     mesh: Mesh,
-    params: Any,
+    params: AbstractParams,
     trainers: Mapping[str, int],
     beside_params: Mapping[str, int],
 ) -> dict[str, PhaseProgram]:
@@ -119,7 +119,7 @@ def _rollout_programs(
     for length in prompt_buckets(rollout.max_prompt_tokens):
         chunk = abstract_chunk(rollout, length, rules)
         found[f"prefill:{length}"] = _phase(extend, (weights, cache, chunk), trainers)
-    listed: Any = jax.ShapeDtypeStruct((rollout.slots,), jnp.int32, sharding=rules.sharding("batch"))
+    listed = jax.ShapeDtypeStruct((rollout.slots,), jnp.int32, sharding=rules.sharding("batch"))
     beside = {**trainers, "rollout_weights": device_bytes(weights)}
     found["copy"] = _phase(programs.copy, (cache, listed, listed), beside)
     for size in slot_sizes(rollout, rules.num_shards("batch")):
@@ -128,7 +128,7 @@ def _rollout_programs(
     return found
 
 
-def _with_all_logits(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> Any:
+def _with_all_logits(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> Lowerable:
     """The seed system's prefill, which computes logits of all prompt tokens (and ran out of memory by them)."""
 
     def extend(params: Params, cache: Cache, chunk: Chunk) -> tuple[Cache, jax.Array]:
@@ -140,12 +140,12 @@ def _with_all_logits(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dt
     return jax.jit(extend, donate_argnums=1)
 
 
-def _phase(program: Any, arguments: tuple[Any, ...], residents: Mapping[str, int]) -> PhaseProgram:
+def _phase(program: Lowerable, arguments: tuple[object, ...], residents: Mapping[str, int]) -> PhaseProgram:
     held = {name: size for name, size in residents.items() if size}
     return PhaseProgram(lower=functools.partial(program.lower, *arguments), arguments=arguments, residents=held)
 
 
-def device_bytes(tree: Any) -> int:
+def device_bytes(tree: object) -> int:
     """Bytes on one device of a tree of abstract arrays; arrays in host memory do not count."""
     own = [x for x in jax.tree.leaves(tree) if not takes_no_device(x.sharding)]
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in own)

@@ -5,7 +5,7 @@ which rows are live and which tokens end a completion.
 """
 
 import dataclasses
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,9 @@ import numpy as np
 
 from podium.models.params import VOCAB_BLOCK, MeshAxes, mesh_axis_names
 from podium.rollout.request import SamplingParams
-from podium.sharding import ShardingRules
+from podium.sharding import A, ShardingRules
 
 BLOCK = VOCAB_BLOCK  # tokens of the vocabulary per entry of the sampler's upper level
-A = TypeVar("A", jax.Array, np.ndarray)
-"""Arrays on the devices, or numpy arrays that the host fills and then copies."""
 
 
 @jax.tree_util.register_dataclass

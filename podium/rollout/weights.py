@@ -5,6 +5,7 @@ from typing import Protocol, cast
 import jax
 import jax.numpy as jnp
 
+from podium.compiler import Lowerable
 from podium.models.adapters import merged
 from podium.models.architecture import DecoderConfig
 from podium.models.linear import as_bits, kept_dtype, of_bits
@@ -17,15 +18,11 @@ from podium.models.params import (
     rollout_dtype,
     rollout_specs,
 )
-from podium.sharding import Params, ShardingRules, abstract_params, param_shardings
+from podium.sharding import AnyParams, Params, ShardingRules, abstract_params, param_shardings
 
 
-class Program(Protocol):
+class Program(Lowerable, Protocol):
     """A jitted function of arrays."""
-
-    def lower(self, *arguments: object) -> jax.stages.Lowered:
-        """Trace and lower the program for these arguments, which may be abstract."""
-        ...
 
     def _cache_size(self) -> int:
         """Number of variants compiled so far."""
@@ -100,7 +97,7 @@ def abstract_weights(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dt
     }
 
 
-def keeps(params: Params, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> bool:
+def keeps(params: AnyParams, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> bool:
     """Whether an engine can use the trainer's frozen weights (concrete or abstract) without a copy.
 
     True if layout and number format are the same, or if adapters are merged into them at each sync.

@@ -5,34 +5,40 @@ Which completions share a row is `podium.train.packing`.
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Generic
 
 import jax
 import numpy as np
 
 from podium.run.spec import BatchSizes
+from podium.sharding import A
 from podium.train.packing import Chunk, balanced_rows, chunk_tokens, pack_rows
 from podium.train.samples import Sample
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Batch:
+class Batch(Generic[A]):
     """The tokens of one optimizer step: K micro-batches of B rows of T tokens, of which the first few are used."""
 
-    tokens: jax.Array  # [K, B, T] int32, inputs
-    targets: jax.Array  # [K, B, T] int32, the token that follows in the same sequence
-    positions: jax.Array  # [K, B, T] int32, in the token's own sequence
-    segments: jax.Array  # [K, B, T] int32, 0 is padding
-    prompts: jax.Array  # [K, B, T] int32, the segment that holds the token's prompt
-    mask: jax.Array  # [K, B, T] float32, 1 where the model drew the target
-    weights: jax.Array  # [K, B, T] float32, mask over the global denominator
-    advantages: jax.Array  # [K, B, T] float32
-    sampled_logprobs: jax.Array  # [K, B, T] float32, by the policy that drew the tokens, before any truncation
-    scores: dict[str, jax.Array]  # [K, B, T] float32, by name: what `podium.train.scorers` found before the update
-    ages: jax.Array | None  # [K, B, T] int32, of the tokens, in steps; where completions are carried over
-    num_micro_batches: jax.Array  # [] int32, how many of K hold anything
-    num_tokens: jax.Array  # [] float32, sum of mask
+    tokens: A  # [K, B, T] int32, inputs
+    targets: A  # [K, B, T] int32, the token that follows in the same sequence
+    positions: A  # [K, B, T] int32, in the token's own sequence
+    segments: A  # [K, B, T] int32, 0 is padding
+    prompts: A  # [K, B, T] int32, the segment that holds the token's prompt
+    mask: A  # [K, B, T] float32, 1 where the model drew the target
+    weights: A  # [K, B, T] float32, mask over the global denominator
+    advantages: A  # [K, B, T] float32
+    sampled_logprobs: A  # [K, B, T] float32, by the policy that drew the tokens, before any truncation
+    scores: dict[str, A]  # [K, B, T] float32, by name: what `podium.train.scorers` found before the update
+    ages: A | None  # [K, B, T] int32, of the tokens, in steps; where completions are carried over
+    num_micro_batches: A  # [] int32, how many of K hold anything
+    num_tokens: A  # [] float32, sum of mask
+
+    def arrays(self) -> dict[str, A]:
+        """All arrays by name, the scores among them."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "scores"}
+        return {name: x for name, x in (own | self.scores).items() if x is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +50,7 @@ class TokenSpan:
     length: int
 
 
-def make_batch(samples: Sequence[Sample], sizes: BatchSizes) -> tuple[Batch, list[TokenSpan]]:
+def make_batch(samples: Sequence[Sample], sizes: BatchSizes) -> tuple[Batch[np.ndarray], list[TokenSpan]]:
     """Pack the samples of one optimizer step into micro-batches.
 
     Returns:
@@ -67,10 +73,22 @@ def make_batch(samples: Sequence[Sample], sizes: BatchSizes) -> tuple[Batch, lis
                 spans[index] = TokenSpan(row, *span)
             start += chunk_tokens(chunk, lengths)
             segment = int(arrays["segments"][row].max()) + 1
-    fields: dict[str, Any] = {"ages": None} | {name: x.reshape(-1, rows, T) for name, x in arrays.items()}
-    fields["num_micro_batches"] = np.int32(-(-len(packed) // rows))
-    fields["num_tokens"] = np.float32(arrays["mask"].sum())
-    batch = Batch(**fields, scores={})
+    stacked = {name: x.reshape(-1, rows, T) for name, x in arrays.items()}  # [K, B, T]
+    batch = Batch[np.ndarray](
+        tokens=stacked["tokens"],
+        targets=stacked["targets"],
+        positions=stacked["positions"],
+        segments=stacked["segments"],
+        prompts=stacked["prompts"],
+        mask=stacked["mask"],
+        weights=stacked["weights"],
+        advantages=stacked["advantages"],
+        sampled_logprobs=stacked["sampled_logprobs"],
+        scores={},
+        ages=stacked.get("ages"),
+        num_micro_batches=np.asarray(-(-len(packed) // rows), np.int32),
+        num_tokens=np.asarray(arrays["mask"].sum(), np.float32),
+    )
     return batch, [spans[index] for index in range(len(samples))]
 
 

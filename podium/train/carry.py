@@ -8,16 +8,59 @@ saved: they are computed again from the tokens, so a resumed run does what an un
 import base64
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
-from podium.rollout.request import Completion
+from podium.observe.record_check import Extent
+from podium.rollout.request import Completion, FinishReason
 from podium.tasks.task import Reward
 from podium.train.feed import EncodedPrompt, Feed
 
-ARRAYS = ("tokens", "sampled_logprobs", "full_logprobs", "versions")
-"""Of a completion, 4 bytes each of a token."""
+
+class CompletionRecord(TypedDict):
+    """A completion as JSON; the bits of arrays, 4 bytes a token, are in base 64."""
+
+    tokens: str
+    sampled_logprobs: str
+    full_logprobs: str
+    versions: str
+    text: str
+    finish_reason: FinishReason | None
+
+
+class RewardRecord(TypedDict):
+    """A `Reward` as JSON."""
+
+    total: float
+    parts: dict[str, float]
+    timed_out: bool
+
+
+class PendingRecord(TypedDict):
+    """A `Pending` as JSON; `number` is that of its prompt."""
+
+    number: int
+    completions: list[CompletionRecord]
+    rewards: list[RewardRecord]
+
+
+class PositionRecord(TypedDict):
+    """A `Position` as JSON; older checkpoints have no `in_flight`."""
+
+    cursor: int
+    in_flight: NotRequired[list[PendingRecord]]
+
+
+class HostState(PositionRecord):
+    """What a checkpoint holds beside the state: the position in the prompts, and what the run was made with."""
+
+    versions: dict[str, str]
+    """Versions of packages."""
+    base: NotRequired[str | None]
+    """Fingerprint of the frozen weights; None: there are none."""
+    records: NotRequired[Mapping[str, Extent]]
+    """What the run's records held; older checkpoints do not say."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,12 +88,12 @@ class Position:
     pending: tuple[Pending, ...] = ()
     """Prompts that are not trained on yet, in their order."""
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> PositionRecord:
         """The position as JSON, with the bits of arrays in base 64."""
         return {"cursor": self.cursor, "in_flight": [_pending_record(each) for each in self.pending]}
 
     @classmethod
-    def read(cls, record: Mapping[str, Any], feed: Feed) -> "Position":
+    def read(cls, record: PositionRecord, feed: Feed) -> "Position":
         """Read what `record` made; the feed makes the prompts again."""
         pending = tuple(_read_pending(each, feed) for each in record.get("in_flight", ()))
         return cls(cursor=record["cursor"], pending=pending)
@@ -104,14 +147,10 @@ def drawn_lengths(before: Sequence[Pending], now: Sequence[Sequence[Completion]]
                 yield len(completion.tokens)
 
 
-def _pending_record(pending: Pending) -> dict[str, Any]:
+def _pending_record(pending: Pending) -> PendingRecord:
     return {
         "number": pending.prompt.number,
-        "completions": [
-            {name: base64.b64encode(getattr(each, name).tobytes()).decode() for name in ARRAYS}
-            | {"text": each.text, "finish_reason": each.finish_reason}
-            for each in pending.completions
-        ],
+        "completions": [_completion_record(each) for each in pending.completions],
         "rewards": [
             {
                 "total": float(each.total),
@@ -123,7 +162,22 @@ def _pending_record(pending: Pending) -> dict[str, Any]:
     }
 
 
-def _read_pending(record: Mapping[str, Any], feed: Feed) -> Pending:
+def _completion_record(completion: Completion) -> CompletionRecord:
+    return {
+        "tokens": _bits(completion.tokens),
+        "sampled_logprobs": _bits(completion.sampled_logprobs),
+        "full_logprobs": _bits(completion.full_logprobs),
+        "versions": _bits(completion.versions),
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+    }
+
+
+def _bits(array: np.ndarray) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _read_pending(record: PendingRecord, feed: Feed) -> Pending:
     return Pending(
         prompt=feed.at(record["number"]),
         completions=tuple(_read_completion(each) for each in record["completions"]),
@@ -131,15 +185,15 @@ def _read_pending(record: Mapping[str, Any], feed: Feed) -> Pending:
     )
 
 
-def _read_completion(record: Mapping[str, Any]) -> Completion:
-    def array(name: str, dtype: type[np.generic]) -> np.ndarray:
-        return np.frombuffer(base64.b64decode(record[name]), dtype)
+def _read_completion(record: CompletionRecord) -> Completion:
+    def array(bits: str, dtype: type[np.generic]) -> np.ndarray:
+        return np.frombuffer(base64.b64decode(bits), dtype)
 
     return Completion(
-        tokens=array("tokens", np.int32),
-        sampled_logprobs=array("sampled_logprobs", np.float32),
-        full_logprobs=array("full_logprobs", np.float32),
-        versions=array("versions", np.int32),
+        tokens=array(record["tokens"], np.int32),
+        sampled_logprobs=array(record["sampled_logprobs"], np.float32),
+        full_logprobs=array(record["full_logprobs"], np.float32),
+        versions=array(record["versions"], np.int32),
         text=record["text"],
         finish_reason=record["finish_reason"],
     )

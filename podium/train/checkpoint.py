@@ -25,9 +25,10 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypedDict
 
 import jax
+import optax
 import orbax.checkpoint as ocp
 from orbax.checkpoint._src.futures import future as orbax_futures  # its public API cannot end waiting threads
 from orbax.checkpoint.path import atomicity
@@ -37,7 +38,7 @@ from podium.files import absolute, forbids_writing, in_bucket
 from podium.observe.record_check import Extent
 from podium.observe.summary import versions
 from podium.sharding import Params
-from podium.train.carry import Position
+from podium.train.carry import HostState, Position
 from podium.train.distributed import from_leader
 from podium.train.s3 import take_s3_for_a_bucket
 from podium.train.state import TrainState
@@ -61,7 +62,7 @@ def _quiet_orbax() -> None:
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     report = sys.unraisablehook
 
-    def report_others(unraisable: Any) -> None:
+    def report_others(unraisable: "sys.UnraisableHookArgs") -> None:
         if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"):
             report(unraisable)
 
@@ -135,13 +136,17 @@ class Checkpointer:
             return None
         self._on_save()
         start = time.perf_counter()
-        kept = {"versions": versions(), "base": self.base, "records": self._records()}
-        host_state = position.record() | kept
+        host_state: HostState = {
+            **position.record(),
+            "versions": versions(),
+            "base": self.base,
+            "records": self._records(),
+        }
         self.save(step, state, host_state, score=score, wait=last)
         return time.perf_counter() - start
 
     def save(
-        self, step: int, state: TrainState, host_state: dict[str, Any], *, score: float | None, wait: bool = False
+        self, step: int, state: TrainState, host_state: HostState, *, score: float | None, wait: bool = False
     ) -> None:
         """Begin to save a step; `state` may be donated as soon as this returns.
 
@@ -178,7 +183,7 @@ class Checkpointer:
         """The steps that are completely on disk, oldest first."""
         return saved_steps(self._folder)
 
-    def restore(self, step: int | None, abstract_state: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    def restore(self, step: int | None, abstract_state: TrainState) -> tuple[TrainState, HostState]:
         """Read a saved state and its host state, as `restore_state` does, after pending writes have finished.
 
         Digests are not compared: `newest_whole_step` does that before a run continues.
@@ -302,7 +307,7 @@ def _is_link(path: Path) -> bool:
 
 def restore_state(
     folder: Path, step: int | None, abstract_state: TrainState, *, base: str | None = None, digests: bool = True
-) -> tuple[TrainState, dict[str, Any]]:
+) -> tuple[TrainState, HostState]:
     """Read a saved state, bit for bit, and its host state. Writes nothing: the folder may belong to another run.
 
     Args:
@@ -316,10 +321,12 @@ def restore_state(
         CheckpointError: if there is no such step, its files are damaged, or it belongs to another model or optimizer.
     """
     step = _checked_step(folder, step, digests=digests)
-    targets = {"params": abstract_state.params, "optimizer": _rest(abstract_state)}
-    read = _read(folder, step, targets, host=True)
-    _check_base(folder / str(step), read["host"].get("base"), base)
-    return TrainState(params=read["params"], **read["optimizer"]), read["host"]
+    rest = _rest(abstract_state)
+    targets = {"params": _named_arrays(abstract_state.params), "optimizer": _named_arrays(rest)}
+    read, host = _read(folder, step, targets)
+    _check_base(folder / str(step), host.get("base"), base)
+    restored = jax.tree.unflatten(jax.tree.structure(rest), read["optimizer"].values())
+    return TrainState(params=read["params"], step=restored["step"], opt_state=restored["opt_state"]), host
 
 
 def restore_params(
@@ -327,8 +334,8 @@ def restore_params(
 ) -> Params:
     """The parameters of a saved step, without the optimizer's state; otherwise as `restore_state`."""
     step = _checked_step(folder, step, digests=True)
-    read = _read(folder, step, {"params": abstract_params}, host=True)
-    _check_base(folder / str(step), read["host"].get("base"), base)
+    read, host = _read(folder, step, {"params": _named_arrays(abstract_params)})
+    _check_base(folder / str(step), host.get("base"), base)
     return read["params"]
 
 
@@ -357,11 +364,16 @@ def _free(folder: Path) -> str:
     return "" if in_bucket(folder) else f", and {shutil.disk_usage(folder).free / 1e6:,.2f} MB are free"
 
 
-def _rest(state: TrainState) -> dict[str, Any]:
+class _Rest(TypedDict):
+    step: jax.Array
+    opt_state: optax.OptState
+
+
+def _rest(state: TrainState) -> _Rest:
     return {"step": state.step, "opt_state": state.opt_state}
 
 
-def _named_arrays(tree: Any) -> dict[str, Any]:
+def _named_arrays(tree: Params | _Rest | dict[str, jax.ShapeDtypeStruct]) -> Params:
     """The leaves of a tree by path, such as `opt_state.1.mu.layers.q`, so that no Python types are stored."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
@@ -384,35 +396,44 @@ def _checked_step(folder: Path, step: int | None, *, digests: bool) -> int:
     return from_leader(checked)
 
 
-def _read(folder: Path, step: int, targets: dict[str, Any], *, host: bool) -> dict[str, Any]:
-    """Restore each target with arrays as its leaves, and under "host" the host state."""
+def _read(folder: Path, step: int, wanted: Mapping[str, Params]) -> tuple[dict[str, Params], HostState]:
+    """Restore the arrays of each item, in the order of `wanted`, and the host state."""
     _quiet_orbax()
     path = absolute(folder / str(step))
-    wanted = {item: _named_arrays(target) for item, target in targets.items()}
-    args: dict[str, Any] = {item: ocp.args.StandardRestore(arrays) for item, arrays in wanted.items()}
+    args: dict[str, ocp.args.CheckpointArgs] = {
+        item: ocp.args.StandardRestore(arrays) for item, arrays in wanted.items()
+    }
+    args["host"] = ocp.args.JsonRestore()
     try:
         with ocp.StandardCheckpointer() as reader:
-            stored: dict[str, Any] = {item: reader.metadata(path / item).item_metadata.tree for item in wanted}
+            stored = {item: reader.metadata(path / item).item_metadata.tree for item in wanted}
     except Exception as error:
         raise _damaged(folder, step, first_line(error)) from error
     for item, arrays in wanted.items():
         _check_same_arrays(path / item, arrays, stored[item])
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-            read = reader.restore(
-                path, ocp.args.Composite(**args, **({"host": ocp.args.JsonRestore()} if host else {}))
-            )
+            read = reader.restore(path, ocp.args.Composite(**args))
     except Exception as error:
         raise _damaged(folder, step, first_line(error)) from error
-    trees = {item: jax.tree.structure(target) for item, target in targets.items()}
-    restored = {item: trees[item].unflatten([read[item][name] for name in wanted[item]]) for item in targets}
-    return restored | ({"host": read["host"]} if host else {})
+    restored = {item: {name: read[item][name] for name in arrays} for item, arrays in wanted.items()}
+    return restored, read["host"]
 
 
-def _check_same_arrays(path: Path, wanted: dict[str, Any], stored: dict[str, Any]) -> None:
+class _Kind(Protocol):
+    """What an array and orbax's description of one have."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> object: ...
+
+
+def _check_same_arrays(path: Path, wanted: Mapping[str, _Kind], stored: Mapping[str, _Kind]) -> None:
     """Raises CheckpointError if names, shapes or dtypes differ: orbax would truncate, pad or cast some of them."""
 
-    def kind(arrays: dict[str, Any], name: str) -> str:
+    def kind(arrays: Mapping[str, _Kind], name: str) -> str:
         return f"{arrays[name].dtype}{list(arrays[name].shape)}" if name in arrays else "missing"
 
     differences = [

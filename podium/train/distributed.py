@@ -6,6 +6,7 @@ own devices, at its own pace, and sends them to all. Only process 0 writes share
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import os
@@ -16,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -109,21 +110,29 @@ def local_memory(name: str) -> int | None:
     return max(each[name] for each in stats) if stats else None
 
 
+@dataclasses.dataclass(frozen=True)
+class _Made(Generic[Value]):
+    """A value of process 0: what it sends in place of an error."""
+
+    value: Value
+
+
 def from_leader(make: Callable[[], Value]) -> Value:
     """Run `make` on process 0 and return its value on all; a ValueError or OSError there is raised on all."""
     if not jax.distributed.is_initialized():
         return make()
-    made: tuple[Any, Exception | None] = (None, None)
+    made: _Made[Value] | Exception | None = None  # None: on the other processes
     if is_leader():
         try:
-            made = (make(), None)
+            made = _Made(make())
         except (ValueError, OSError) as error:
-            made = (None, error)
+            made = error
     _client().wait_at_barrier(f"podium/leader/{next(_TURNS)}", 1000 * LEADER_S)
-    value, error = gather(made)[0]
-    if error is not None:
-        raise error
-    return value  # pyright: ignore[reportReturnType]  # None only beside an error
+    found = gather(made)[0]
+    if isinstance(found, Exception):
+        raise found
+    assert found is not None, "process 0 is the leader"
+    return found.value
 
 
 def share(count: int) -> slice:
@@ -247,11 +256,22 @@ class AgreedStop:
         return self._posted
 
 
-def _client() -> Any:
-    """Jax's client of the coordinator, a key-value store shared by all processes."""
+class _Coordinator(Protocol):
+    """What this module uses of jax's client of the coordinator, a key-value store shared by all processes."""
+
+    def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None: ...
+
+    def key_value_set(self, key: str, value: str, *, allow_overwrite: bool) -> None: ...
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
+
+
+def _client() -> _Coordinator:
     from jax._src import distributed  # there is no public API for it
 
-    return distributed.global_state.client
+    client = distributed.global_state.client
+    assert client is not None, "jax.distributed is initialized"
+    return client
 
 
 def _initialize(cluster: Cluster) -> None:

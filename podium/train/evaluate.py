@@ -8,14 +8,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from podium.config.schema import Config
 from podium.files import to_json, write_atomically
 from podium.observe.metrics import evaluation_metrics
-from podium.observe.records import sample_record
+from podium.observe.records import SampleRecord, sample_record
 from podium.observe.run_dir import Fork
 from podium.observe.stats import EvaluationStats, TaskScores
 from podium.observe.text import shown
@@ -40,7 +39,7 @@ class Evaluation:
     groups: dict[str, list[Group]]
     """The answers by task: greedy ones where there are, else the sampled."""
 
-    def records(self, step: int, *, questions: int | None = SHOWN_QUESTIONS) -> list[dict[str, Any]]:
+    def records(self, step: int, *, questions: int | None = SHOWN_QUESTIONS) -> list[SampleRecord]:
         """Lines of samples.jsonl: the first questions of each task (None: all), the same ones every time."""
         return [
             sample_record(step, "eval", task, group.prompt.prompt, group.transcripts, group.rewards)
@@ -154,7 +153,7 @@ def evaluate_command(config: Config, *, run: Fork | None, as_json: bool, show: i
     return 0
 
 
-def _print_answer(record: dict[str, Any]) -> None:
+def _print_answer(record: SampleRecord) -> None:
     """A question with its first answer, to stderr."""
     first = record["completions"][0]
     rows = {"question": record["question"], "expected": record["answer"], "answer": first["text"]}

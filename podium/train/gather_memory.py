@@ -7,7 +7,8 @@ device, a gathered one the whole target.
 import json
 import math
 import os
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,8 @@ from podium.train.platform import prepare_platform
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 UNAVAILABLE = "unavailable"
 Mode = Literal["sharded", "gather"]
+Figure: TypeAlias = int | str | Sequence[int | str]
+"""A number or a name, or one for each axis or process; UNAVAILABLE where a device does not report it."""
 
 
 def bench(*, mode: Mode, mesh_shape: str, dtype: str, target_bytes_gib: float, cols: int, require: int) -> int:
@@ -42,12 +45,12 @@ def bench(*, mode: Mode, mesh_shape: str, dtype: str, target_bytes_gib: float, c
     return 0
 
 
-def measure(mesh: Mesh, mode: Mode, dtype: str, *, target_bytes_gib: float, cols: int) -> dict[str, Any]:
+def measure(mesh: Mesh, mode: Mode, dtype: str, *, target_bytes_gib: float, cols: int) -> dict[str, Figure]:
     """Allocate the array and report what every device of every process then holds; all processes must call this."""
     target = int(target_bytes_gib * GIB)
     shape = buffer_shape(target, cols, dtype, fsdp=mesh.shape["fsdp"])
-    split = allocate(mesh, shape, dtype)()
-    array = gathered(mesh)(split) if mode == "gather" else split
+    split: jax.Array = allocate(mesh, shape, dtype)()
+    array: jax.Array = gathered(mesh)(split) if mode == "gather" else split
     jax.block_until_ready((split, array))
     total = math.prod(shape) * jnp.dtype(DTYPES[dtype]).itemsize
     return {
@@ -87,19 +90,19 @@ def buffer_shape(target_bytes: int, cols: int, dtype: str, *, fsdp: int) -> tupl
     return max(1, -(-rows // fsdp)) * fsdp, cols
 
 
-def allocate(mesh: Mesh, shape: tuple[int, int], dtype: str) -> Any:
+def allocate(mesh: Mesh, shape: tuple[int, int], dtype: str) -> jax.stages.Wrapped:
     """The jitted `() -> zeros`, split over fsdp."""
     return jax.jit(
         lambda: jnp.zeros(shape, DTYPES[dtype]), out_shardings=NamedSharding(mesh, PartitionSpec("fsdp", None))
     )
 
 
-def gathered(mesh: Mesh) -> Any:
+def gathered(mesh: Mesh) -> jax.stages.Wrapped:
     """The jitted `array -> the same array, replicated on every device`."""
     return jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
-def _of_all(name: str, local: int | None) -> dict[str, Any]:
+def _of_all(name: str, local: int | None) -> dict[str, Figure]:
     """A figure of this process, of all processes in order, and their maximum."""
     values = gather(local)
     known = [value for value in values if value is not None]

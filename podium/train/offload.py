@@ -5,8 +5,8 @@ not prevent that. So each parameter's update is a loop of its own: a loop fetche
 loops run one after another, after the gradient.
 """
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import TypeAlias, TypeGuard, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from podium.sharding import Params
 HOST_MEMORY = "pinned_host"
 """jax's name for host memory that devices can read and write directly."""
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+T = TypeVar("T")
 
 
 class Offloaded(optax.GradientTransformationExtraArgs):
@@ -59,6 +60,10 @@ def check_host_memory(mesh: Mesh) -> None:
         )
 
 
+_Parts: TypeAlias = tuple[Params, Params, optax.OptState]
+"""Of some parameters, gradients, values and state before an update; updates, values and state after it."""
+
+
 def apply_gradients(
     optimizer: optax.GradientTransformation, grads: Params, opt_state: optax.OptState, params: Params, *, streamed: bool
 ) -> tuple[Params, optax.OptState, jax.Array]:
@@ -73,18 +78,18 @@ def apply_gradients(
     groups = [list(params)] if isinstance(optimizer, OffloadedWhole) else [[name] for name in params]
     norm = optax.tree.norm(grads)
     rounds = jnp.where(norm < 0, 0, 1)  # always 1, but hidden from the compiler, which would otherwise unroll the loop
-    made = []
+    made: list[_Parts] = []
     for names in groups:
         given = [{name: tree[name] for name in names} for tree in (grads, params)]
 
-        def once(_: jax.Array, carried: tuple) -> tuple:
+        def once(_: jax.Array, carried: _Parts) -> _Parts:
             grads, params, own = carried
             return _update(optimizer, grads, own, params, norm=norm)
 
         made.append(jax.lax.fori_loop(0, rounds, once, (*given, _part(opt_state, names))))
     updates, new, states = zip(*made, strict=True)
     whole = jax.tree.map(_union, *states, is_leaf=lambda x: _is_by_name(x, params))
-    return _union(*new), whole, optax.tree.norm(_union(*updates))
+    return _merged(new), whole, optax.tree.norm(_merged(updates))
 
 
 def _update(
@@ -94,7 +99,7 @@ def _update(
     waiting = jax.tree.map(lambda x: jax.typeof(x).memory_space == HOST, opt_state)
     move = lambda tree, to: jax.tree.map(lambda x, host: jax.device_put(x, to) if host else x, tree, waiting)  # noqa: E731
     changes, opt_state = optimizer.update(grads, move(opt_state, DEVICE), params, **norm)
-    updates: Any = changes
+    updates = cast(Params, changes)  # optax's type of a tree is of any nesting
     return updates, jax.tree.map(jnp.add, params, updates), move(opt_state, HOST)
 
 
@@ -105,10 +110,19 @@ def _part(opt_state: optax.OptState, names: Collection[str]) -> optax.OptState:
     return jax.tree.map(pick, opt_state, is_leaf=is_leaf)
 
 
-def _union(*parts: Any) -> Any:
+def _union(*parts: object) -> object:
     """Merge dicts with different names; of values equal in all parts, such as counts, take the first."""
-    return {name: x for part in parts for name, x in part.items()} if isinstance(parts[0], dict) else parts[0]
+    return _merged(part for part in parts if _is_dict(part)) if _is_dict(parts[0]) else parts[0]
 
 
-def _is_by_name(x: Any, names: Collection[str]) -> bool:
-    return isinstance(x, dict) and not x.keys().isdisjoint(names)
+def _merged(parts: Iterable[dict[str, T]]) -> dict[str, T]:
+    return {name: x for part in parts for name, x in part.items()}
+
+
+def _is_by_name(x: object, names: Collection[str]) -> bool:
+    return _is_dict(x) and not x.keys().isdisjoint(names)
+
+
+def _is_dict(x: object) -> TypeGuard[dict[str, object]]:
+    """Whether part of an optimizer's state is a dict; all of them are by parameter."""
+    return isinstance(x, dict)

@@ -5,8 +5,7 @@ specs), the order of the chain, and moments in bfloat16. Otherwise the state is 
 """
 
 import zlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +13,15 @@ import optax
 import optax.contrib
 from jax.sharding import NamedSharding, PartitionSpec
 
+from podium.compiler import Lowerable
 from podium.config.imports import imported, is_path
 from podium.config.optimizer import OPTIMIZER_COPIES, OptimizerConfig
 from podium.models.blocks.spec import ParamSpec, ParamSpecs, is_matrix, matrix_dims
-from podium.sharding import Params
+from podium.sharding import AnyParams, Params
 from podium.train.offload import Offloaded, in_host_memory, offloaded
 
 ADAM_UPDATE_RMS = 0.2  # arXiv:2502.16982: Muon's updates scaled to it take AdamW's learning rates
 ADAFACTOR_CLIP_RMS = 1.0  # arXiv:1804.04235, section 6
-
-AnyParams = Params | dict[str, jax.ShapeDtypeStruct]
-"""Parameters, or their shapes, dtypes and shardings."""
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
@@ -74,7 +71,7 @@ def clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:
         params: optax.Params | None = None,
         *,
         norm: jax.Array | None = None,
-        **_: Any,
+        **_: object,
     ) -> tuple[optax.Updates, optax.OptState]:
         found = optax.tree.norm(updates) if norm is None else norm
         return jax.tree.map(lambda x: jnp.where(found < limit, x, (x / found) * limit), updates), state
@@ -108,7 +105,7 @@ def small_moments(rule: optax.GradientTransformation) -> optax.GradientTransform
         changes, inner = rule.update(updates, jax.tree.map(widen, state.inner), params)
         key = jax.random.key(state.made)
 
-        def narrow(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        def narrow(path: tuple[object, ...], x: jax.Array) -> jax.Array:
             own = zlib.crc32(jax.tree_util.keystr(path).encode())  # a key of its own for each array
             return round_at_random(x, jax.random.fold_in(key, own)) if _is_moment(x, jnp.float32) else x
 
@@ -117,7 +114,7 @@ def small_moments(rule: optax.GradientTransformation) -> optax.GradientTransform
     return optax.GradientTransformation(init, update)
 
 
-def _is_moment(x: jax.Array, dtype: Any) -> bool:
+def _is_moment(x: jax.Array, dtype: jax.typing.DTypeLike) -> bool:
     return x.dtype == dtype and x.ndim > 0
 
 
@@ -127,7 +124,15 @@ def round_at_random(x: jax.Array, key: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32).astype(jnp.bfloat16)
 
 
-def make_opt_init(optimizer: optax.GradientTransformation, params: AnyParams) -> Callable[[Params], optax.OptState]:
+class OptInit(Lowerable, Protocol):
+    """The jitted `params -> initial optimizer state`."""
+
+    def __call__(self, params: Params, /) -> optax.OptState:
+        """Make the state, with the shardings of `abstract_opt_state`."""
+        ...
+
+
+def make_opt_init(optimizer: optax.GradientTransformation, params: AnyParams) -> OptInit:
     """The jitted `params -> initial optimizer state`, with the shardings of `abstract_opt_state`."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_opt_state(optimizer, params))
 
@@ -145,7 +150,7 @@ def abstract_opt_state(optimizer: optax.GradientTransformation, params: AnyParam
     """
     copied = replicated(params)
 
-    def described(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def described(path: tuple[object, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         key = path[-1]
         param = params.get(key.key) if isinstance(key, jax.tree_util.DictKey) else None
         sharding = copied
@@ -183,7 +188,7 @@ def _rule(config: OptimizerConfig, specs: ParamSpecs) -> optax.GradientTransform
             )
         return rule
 
-    def dimensions(params: Any) -> Any:  # optax's type does not allow None
+    def dimensions(params: Params) -> Any:  # optax's type does not allow None
         return {name: muon_dimensions(specs[name]) for name in params}
 
     muon = optax.contrib.muon(

@@ -32,7 +32,7 @@ class Minibatch:
     places: list[tuple[int, int]]
     """Of each sample, its group and its number there, counted over the groups that are kept."""
     samples: list[Sample]
-    batch: Batch  # of numpy arrays
+    batch: Batch[np.ndarray]
     spans: list[TokenSpan]
 
 
@@ -107,7 +107,7 @@ def prepare_step(
     rules: ShardingRules,
     scorers: Sequence[Scorer],
     policy: Params,
-) -> tuple[list[Batch], BatchStats]:
+) -> tuple[list[Batch[jax.Array]], BatchStats]:
     """The batches of a step's optimizer steps on the devices, with scores and advantages.
 
     Args:
@@ -138,7 +138,9 @@ def prepare_step(
     )
 
 
-def step_advantages(packed: PackedStep, recipe: Recipe, scored: Sequence[Batch]) -> tuple[np.ndarray, RewardKl | None]:
+def step_advantages(
+    packed: PackedStep, recipe: Recipe, scored: Sequence[Batch[jax.Array]]
+) -> tuple[np.ndarray, RewardKl | None]:
     """Advantages [n, G] of the groups that are kept, or [n, G, T] by token; and the KL that rewards were charged.
 
     `scored` are the step's batches with their scores.
@@ -159,7 +161,7 @@ def penalise(rewards: np.ndarray, reward_kl: RewardKl | None, recipe: Recipe) ->
     return rewards if reward_kl is None else penalised_rewards(rewards, reward_kl.sums, recipe.kl_coef)
 
 
-def _reward_kl(packed: PackedStep, scored: Sequence[Batch]) -> RewardKl:
+def _reward_kl(packed: PackedStep, scored: Sequence[Batch[jax.Array]]) -> RewardKl:
     """The KL to the reference of each episode. A recipe that charges it keeps all groups."""
     sums = np.zeros(packed.rewards.shape)
     for minibatch, batch in zip(packed.minibatches, scored, strict=True):
@@ -169,7 +171,7 @@ def _reward_kl(packed: PackedStep, scored: Sequence[Batch]) -> RewardKl:
     return RewardKl(sums=sums, num_tokens=int(packed.lengths.sum()))
 
 
-def _token_scores(packed: PackedStep, scored: Sequence[Batch]) -> TokenScores:
+def _token_scores(packed: PackedStep, scored: Sequence[Batch[jax.Array]]) -> TokenScores:
     """All that is known of each token, padded to the longest sample."""
     longest = max((len(sample.tokens) for each in packed.minibatches for sample in each.samples), default=0)
     shape = (*packed.lengths.shape, longest)
@@ -188,7 +190,9 @@ def _token_scores(packed: PackedStep, scored: Sequence[Batch]) -> TokenScores:
     return TokenScores(mask=mask, sampled_logprobs=sampled_logprobs, scores=scores)
 
 
-def _finish(batch: Batch, minibatch: Minibatch, advantages: np.ndarray, recipe: Recipe, rules: ShardingRules) -> Batch:
+def _finish(
+    batch: Batch[jax.Array], minibatch: Minibatch, advantages: np.ndarray, recipe: Recipe, rules: ShardingRules
+) -> Batch[jax.Array]:
     """The batch with its advantages, and with those of its scores that the loss reads."""
     host = np.zeros(batch.tokens.shape, np.float32)
     own = [

@@ -9,7 +9,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 
@@ -108,8 +108,27 @@ def read_events(folder: Path) -> Iterator[tuple[str, str, float]]:
                 yield from _innermost(line.events)
 
 
-def _innermost(events: Iterable[Any]) -> Iterator[tuple[str, str, float]]:
-    found = []
+class TraceEvent(Protocol):
+    """An event of a trace, as jax's profiler reads it."""
+
+    @property
+    def start_ns(self) -> float:
+        """Nanoseconds at which it began."""
+        ...
+
+    @property
+    def duration_ns(self) -> float:
+        """Nanoseconds that it took."""
+        ...
+
+    @property
+    def stats(self) -> Iterable[tuple[str, object]]:
+        """Its properties by name, such as `hlo_op`."""
+        ...
+
+
+def _innermost(events: Iterable[TraceEvent]) -> Iterator[tuple[str, str, float]]:
+    found: list[tuple[float, float, str, str]] = []
     for event in events:
         stats = dict(event.stats)
         if "hlo_op" in stats:

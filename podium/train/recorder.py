@@ -4,7 +4,7 @@ import collections
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from podium.observe.metrics import (
     step_metrics,
 )
 from podium.observe.progress import Progress, ShownCompletion
-from podium.observe.records import lengths_record, sample_record, sampled_groups
+from podium.observe.records import SampleRecord, lengths_record, sample_record, sampled_groups
 from podium.observe.run_dir import LENGTHS, SAMPLES, RunDir
 from podium.observe.stats import BatchStats, CarryStats, CompletionStats, StepStats, UpdateStats
 from podium.observe.writers import MetricWriter
@@ -31,11 +31,11 @@ from podium.train.generate import Group
 
 STEPS_AVERAGED = 10
 
-OnStep = Callable[[int, Mapping[str, float], list[dict[str, Any]]], None]
+OnStep = Callable[[int, Mapping[str, float], list[SampleRecord]], None]
 """Called after each step with the number of steps done, the metrics, and the lines of samples.jsonl."""
 
 
-def unheard(step: int, metrics: Mapping[str, float], samples: list[dict[str, object]]) -> None:
+def unheard(step: int, metrics: Mapping[str, float], samples: list[SampleRecord]) -> None:
     """An `OnStep` that does nothing."""
 
 
@@ -151,9 +151,9 @@ class Recorder:
 
     def _write_completions(
         self, step: int, groups: list[Group], batched: BatchStats, rolled: RolloutStats
-    ) -> list[dict[str, object]]:
+    ) -> list[SampleRecord]:
         """Write samples of the step's groups, the first with its tokens, and the lengths of all; return the samples."""
-        samples = []
+        samples: list[SampleRecord] = []
         every = self.spec.metrics.samples_every
         sampled = sampled_groups(step, prompts_per_step=self.spec.prompts_per_step, samples_every=every)
         advantages = dict(

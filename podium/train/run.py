@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ from podium.observe.writers import MetricWriter
 from podium.rollout.request import RolloutStats
 from podium.run.spec import RunSpec
 from podium.sharding import Params, abstract_params
-from podium.train.carry import Position
+from podium.train.carry import HostState, Position
 from podium.train.checkpoint import Checkpointer, restore_state
 from podium.train.demonstrations import demonstrate
 from podium.train.distributed import AgreedStop, failing_fast, from_leader, joined
@@ -299,7 +298,7 @@ def _load_state(
     optimizer: optax.GradientTransformation,
     checkpointer: Checkpointer,
     frozen: Params,
-) -> tuple[TrainState, dict[str, Any], int]:
+) -> tuple[TrainState, HostState, int]:
     """Where the run stands: its newest checkpoint, else that of the run it was forked from, else the model.
 
     Returns:
@@ -313,4 +312,5 @@ def _load_state(
     assert fork is not None
     state, saved = restore_state(fork.checkpoints, fork.step, abstract, base=checkpointer.base)
     begun = (each["number"] for each in saved.pop("in_flight", ()))  # of other settings, perhaps: from their prompts
-    return restarted(state), saved | {"cursor": min(begun, default=saved["cursor"])}, 0
+    saved["cursor"] = min(begun, default=saved["cursor"])
+    return restarted(state), saved, 0

@@ -7,6 +7,8 @@ the update, is one scorer (`old_logprobs`); the frozen first model is another (`
 import dataclasses
 from collections.abc import Sequence
 
+import jax
+
 from podium.algorithms.recipes import OLD_LOGPROBS, REFERENCE_LOGPROBS, Recipe, score_name
 from podium.config.imports import imported
 from podium.models.architecture import DecoderConfig
@@ -64,7 +66,7 @@ def _imported_scorer(path: str, settings: TrainSettings) -> Scorer:
     return dataclasses.replace(made, name=score_name(path))
 
 
-def with_scores(batch: Batch, scorers: Sequence[Scorer], policy: Params) -> Batch:
+def with_scores(batch: Batch[jax.Array], scorers: Sequence[Scorer], policy: Params) -> Batch[jax.Array]:
     """The batch with the scores of each scorer; `policy` are all weights of the policy before the first update."""
     scores = {
         scorer.name: scorer.program(policy if scorer.params is None else scorer.params, batch) for scorer in scorers

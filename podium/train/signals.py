@@ -11,11 +11,13 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TypeAlias
 
 AT_ONCE_S = 1.5
 """Seconds after a second Ctrl-C at which a process that still runs is ended."""
 SHOW_CURSOR = "\x1b[?25h"
+Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
+"""What Python has as the handler of a signal: a function, SIG_DFL or SIG_IGN; None: it was not set by Python."""
 
 
 class StopSignal:
@@ -33,7 +35,7 @@ class StopSignal:
         self._announce = announce
         self.requested: int | None = None
         """Number of the first signal, SIGINT or SIGTERM; None until one comes."""
-        self._previous: dict[int, Any] = {}
+        self._previous: dict[int, Handler] = {}
         self._left = threading.Event()
 
     def __enter__(self) -> "StopSignal":

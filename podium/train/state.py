@@ -1,7 +1,6 @@
 """What an update reads and replaces, and what it will be before it is made."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +44,10 @@ def at_schedule_step(state: TrainState, position: int) -> TrainState:
     The optimizer counts its updates itself, as the last link of `make_optimizer`'s chain, and would fall behind the run
     wherever a step makes none.
     """
-    links: Any = state.opt_state
-    *rules, schedule = links
+    assert isinstance(state.opt_state, tuple), "the state of a chain has one entry for each of its links"
+    *rules, schedule = state.opt_state
+    assert isinstance(schedule, optax.ScaleByScheduleState)
+    assert isinstance(schedule.count, jax.Array)
     if int(schedule.count) == position:
         return state
     count = jnp.full_like(schedule.count, position, device=schedule.count.sharding)

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from podium.algorithms.losses import entropy_loss, policy_loss
 from podium.algorithms.recipes import Recipe
-from podium.compiler import compiler_options
+from podium.compiler import Lowerable, compiler_options
 from podium.config.attention import Backend
 from podium.config.head import HeadKind
 from podium.config.schema import Remat
@@ -36,18 +36,20 @@ from podium.train.state import TrainState, abstract_state
 Metrics = dict[str, jax.Array]
 
 
-class ScoreProgram(Protocol):
+class ScoreProgram(Lowerable, Protocol):
     """`(params, batch) -> [K, B, T]` float32: a score of each target of a batch, without gradient."""
 
-    def __call__(self, params: Params, batch: Batch, /) -> jax.Array:
+    def __call__(self, params: Params, batch: Batch[jax.Array], /) -> jax.Array:
         """Score a batch."""
         ...
 
 
-class TrainStep(Protocol):
+class TrainStep(Lowerable, Protocol):
     """`(state, batch, frozen) -> (state, metrics)`; without `frozen`, all weights are in the state."""
 
-    def __call__(self, state: TrainState, batch: Batch, frozen: Params | None = None, /) -> tuple[TrainState, Metrics]:
+    def __call__(
+        self, state: TrainState, batch: Batch[jax.Array], frozen: Params | None = None, /
+    ) -> tuple[TrainState, Metrics]:
         """Update on a batch; the state is donated."""
         ...
 
@@ -101,7 +103,7 @@ def make_train_programs(
 def make_score(settings: TrainSettings) -> ScoreProgram:
     """The jitted `(params, batch) -> logprobs [K, B, T]` of the batch's targets, float32, without gradient."""
 
-    def score(params: Params, batch: Batch) -> jax.Array:
+    def score(params: Params, batch: Batch[jax.Array]) -> jax.Array:
         def one(index: jax.Array, logprobs: jax.Array) -> jax.Array:
             scored = _logprobs(settings, params, _micro_batch(batch, index))
             return jax.lax.dynamic_update_index_in_dim(logprobs, scored.logprobs, index, 0)
@@ -127,7 +129,9 @@ def make_train_step(settings: TrainSettings, recipe: Recipe, optimizer: optax.Gr
     shardings = state_shardings.params
     gradient = jax.value_and_grad(functools.partial(_loss, settings, recipe), has_aux=True)
 
-    def train_step(state: TrainState, batch: Batch, frozen: Params | None = None) -> tuple[TrainState, Metrics]:
+    def train_step(
+        state: TrainState, batch: Batch[jax.Array], frozen: Params | None = None
+    ) -> tuple[TrainState, Metrics]:
         frozen = frozen or {}
 
         @functools.partial(jax.jit, inline=True)  # traced once, for the shapes of the sums and for the loop
@@ -167,7 +171,7 @@ def make_train_step(settings: TrainSettings, recipe: Recipe, optimizer: optax.Gr
 
 
 def _loss(
-    settings: TrainSettings, recipe: Recipe, params: Params, frozen: Params, batch: Batch
+    settings: TrainSettings, recipe: Recipe, params: Params, frozen: Params, batch: Batch[jax.Array]
 ) -> tuple[jax.Array, tuple[Metrics, Metrics]]:
     """A micro-batch's part of the loss; of its statistics sums over tokens, and maxima."""
     scored = _logprobs(settings, params | frozen, batch)
@@ -207,12 +211,12 @@ def by_age(values: Metrics, ages: jax.Array) -> Metrics:
     return shares | masked
 
 
-def shard_batch(batch: Batch, rules: ShardingRules) -> Batch:
+def shard_batch(batch: Batch[np.ndarray], rules: ShardingRules) -> Batch[jax.Array]:
     """A batch of numpy arrays on the devices: rows and their tokens split as they compute, counts everywhere."""
     return jax.tree.map(lambda x: to_devices(x, batch_sharding(x, rules)), batch)
 
 
-def abstract_batch(batch: Batch, rules: ShardingRules) -> Batch:
+def abstract_batch(batch: Batch[np.ndarray], rules: ShardingRules) -> Batch[jax.Array]:
     """What `shard_batch` would make of a batch of numpy arrays: for the planner."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(x, rules)), batch)
 
@@ -222,13 +226,13 @@ def batch_sharding(x: jax.Array | np.ndarray, rules: ShardingRules) -> NamedShar
     return rules.sharding(None, "batch", "tokens") if x.ndim == 3 else rules.sharding()
 
 
-def _micro_batch(batch: Batch, index: jax.Array) -> Batch:
+def _micro_batch(batch: Batch[jax.Array], index: jax.Array) -> Batch[jax.Array]:
     """Micro-batch `index`: the same fields, [B, T]."""
     pick = lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False) if x.ndim == 3 else x  # noqa: E731
     return jax.tree.map(pick, batch)
 
 
-def _logprobs(settings: TrainSettings, params: Params, batch: Batch) -> TokenLogprobs:
+def _logprobs(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) -> TokenLogprobs:
     """Log-probabilities and entropies of a micro-batch's targets."""
     rules, wide = settings.computing, settings.reduce_dtype == jnp.float32
     windows = any(attention.window for _, attention in settings.decoder.attention_layers())

@@ -14,10 +14,10 @@ or an evaluation starts from it.
 import contextlib
 import json
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Literal, NamedTuple, Protocol, Required, TypedDict
 
 import xxhash
 
@@ -105,7 +105,7 @@ def newest_whole_step(folder: Path, announce: Callable[[str], None], beat: Beat)
                     f"checkpoint {worse} is damaged ({why}) and is kept as {aside}, which you may delete;"
                     f" continuing from step {step}"
                 )
-            if not _is_bound(_sealed(folder / str(step))):
+            if _stored(folder / str(step)).seal is None:
                 announce(
                     f"checkpoint {step} is of a version that did not record its step and run: its bytes are intact,"
                     " but a copy of another step would look the same"
@@ -162,18 +162,23 @@ def _runs(folder: Path) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for step in saved_steps(folder):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if _is_bound(sealed := _sealed(folder / str(step))):
+            if (sealed := _stored(folder / str(step)).seal) is not None:
                 found.setdefault(sealed["run"], []).append(step)
     return found
 
 
-def _sealed(path: Path) -> Any:
-    return json.loads((path / DIGESTS).read_text())
+class _Stored(NamedTuple):
+    """What digests.json of a step holds."""
+
+    files: dict[str, str]
+    """Digest of every file, by path below the step's folder."""
+    seal: Seal | None
+    """The digests with their step and run; None where a version wrote them that did not record those."""
 
 
-def _is_bound(sealed: Mapping[str, object]) -> bool:
-    """Whether digests say which step and run they are of."""
-    return "files" in sealed
+def _stored(path: Path) -> _Stored:
+    content = json.loads((path / DIGESTS).read_text())
+    return _Stored(content["files"], content) if "files" in content else _Stored(content, None)
 
 
 def _wrong_sizes(path: Path) -> str | None:
@@ -190,8 +195,8 @@ def _wrong_sizes(path: Path) -> str | None:
 
 
 def _wrong_place(path: Path) -> str | None:
-    sealed = _sealed(path)
-    if not _is_bound(sealed):
+    sealed = _stored(path).seal
+    if sealed is None:
         return None
     if sealed["step"] != int(path.name):
         return f"it was saved as step {sealed['step']}"
@@ -202,8 +207,7 @@ def _wrong_place(path: Path) -> str | None:
 
 
 def _wrong_bytes(path: Path, beat: Beat) -> str | None:
-    sealed = _sealed(path)
-    written: dict[str, str] = sealed["files"] if _is_bound(sealed) else sealed
+    written = _stored(path).files
     names = [name for name in json.loads((path / SIZES).read_text()) if name != DIGESTS]
     changed = [name for name, digest in _digests(path, names, beat).items() if written.get(name) != digest]
     return f"{changed[0]} differs from what was written (its digest does not match)" if changed else None
@@ -232,23 +236,42 @@ def _digests(path: Path, names: Sequence[str], beat: Beat, *, readers: int = REA
     return {name: found[name] for name in names}
 
 
-def _store(path: Path) -> Any:
+class ObjectFacts(TypedDict, total=False):
+    """What a bucket says about an object: Google's digests, or S3's."""
+
+    size: Required[int]
+    ETag: str
+    md5Hash: str
+    crc32c: str
+
+
+class _Store(Protocol):
+    """What this module uses of fsspec's file systems, which have no types."""
+
+    def cp_file(self, path1: str, path2: str) -> None: ...
+
+    def rm(self, path: str, *, recursive: bool) -> None: ...
+
+    def find(self, path: str, *, detail: Literal[True]) -> dict[str, ObjectFacts]: ...
+
+
+def _store(path: Path) -> _Store:
     import fsspec
 
     return fsspec.filesystem(str(path).partition("://")[0])
 
 
-def _objects(path: Path) -> dict[str, dict[str, Any]]:
+def _objects(path: Path) -> dict[str, ObjectFacts]:
     """The bucket's metadata of the objects below a folder, by path below it."""
     root = str(path).partition("://")[2].rstrip("/") + "/"
     return {name.removeprefix(root): about for name, about in _store(path).find(root, detail=True).items()}
 
 
-def _bucket_digest(about: dict[str, Any]) -> str:
+def _bucket_digest(about: ObjectFacts) -> str:
     """MD5 of an object; an object composed of parts has only CRC32C, or S3's digest of digests."""
     if "ETag" in about:
         return f"etag:{about['ETag']}"
-    return f"md5:{about['md5Hash']}" if "md5Hash" in about else f"crc32c:{about['crc32c']}"
+    return f"md5:{about['md5Hash']}" if "md5Hash" in about else f"crc32c:{about['crc32c']}"  # pyright: ignore[reportTypedDictNotRequiredAccess]
 
 
 def _read_digests(path: Path, names: Sequence[str], beat: Beat) -> dict[str, str]:

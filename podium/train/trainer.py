@@ -5,7 +5,6 @@ import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -60,7 +59,7 @@ class Trainer:
         self.learning_rate = learning_rate(schedule.settings, schedule.steps)
         self.updates_per_step = recipe.updates_per_batch * recipe.minibatches
 
-    def prepare(self, params: Params, groups: Sequence[Group]) -> tuple[list[Batch], BatchStats]:
+    def prepare(self, params: Params, groups: Sequence[Group]) -> tuple[list[Batch[jax.Array]], BatchStats]:
         """The batches of a step's optimizer steps on the devices, scored; `params` are the state's before the first."""
         return prepare_step(
             groups,
@@ -71,7 +70,9 @@ class Trainer:
             policy=params | self.frozen,
         )
 
-    def update(self, state: TrainState, batches: Sequence[Batch], step: int) -> tuple[TrainState, UpdateStats]:
+    def update(
+        self, state: TrainState, batches: Sequence[Batch[jax.Array]], step: int
+    ) -> tuple[TrainState, UpdateStats]:
         """Update on a step's batches, as `prepare` makes them, as often as the recipe says.
 
         The learning rate follows the run: a step's updates have the last rates of its share of the schedule, and the
@@ -97,14 +98,12 @@ class Trainer:
         stats = functools.reduce(UpdateStats.then, made) if made else UpdateStats(learning_rate=rate)
         return state, dataclasses.replace(stats, update_s=time.perf_counter() - start)
 
-    def _diverged(self, step: int, batch: Batch, stats: UpdateStats, broken: int) -> str:
+    def _diverged(self, step: int, batch: Batch[jax.Array], stats: UpdateStats, broken: int) -> str:
         """Save the batch that diverged and return the message; `broken` is its first bad row, counted from the last."""
         path = self.folder / f"diverged-update-{step}.npz"
-        fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-        scores: dict[str, jax.Array] = fields.pop("scores")
-        arrays: dict[str, Any] = {name: on_host(x) for name, x in (fields | scores).items() if x is not None}
+        arrays = {name: on_host(x) for name, x in batch.arrays().items()}
         if is_leader():
-            np.savez_compressed(path, **arrays)
+            np.savez_compressed(path, allow_pickle=False, **arrays)
         return (
             f"update {step} diverged: loss {stats.loss}, gradient norm {stats.gradient_norm};"
             f" {_first_cause(arrays, broken)}; its batch is in {path}. Continue from the last checkpoint with a lower"
