@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-Record = Mapping[str, Any]
+Record = Mapping[str, object]
 BUCKETS = ("gs://", "s3://")
 
 
@@ -84,11 +84,11 @@ def to_json(record: Record, *, indent: int | None = None) -> str:
     return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False, indent=indent)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
-    if hasattr(value, "tolist"):  # a numpy scalar or array
-        return _plain(value.tolist())
+    if callable(tolist := getattr(value, "tolist", None)):  # a numpy scalar or array
+        return _plain(tolist())
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):

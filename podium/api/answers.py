@@ -6,7 +6,6 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -15,6 +14,7 @@ from podium.api.rows import Data, data_file, is_task
 from podium.config.load import Override
 from podium.files import as_path
 from podium.malloc import giving_back_memory
+from podium.observe.records import SampleRecord
 from podium.observe.run_dir import CONFIG, Fork, parse_fork, read_config
 from podium.observe.stats import TaskScores
 from podium.rollout.request import Completion, Request, SamplingParams
@@ -38,7 +38,7 @@ class Evaluated:
 
     tasks: dict[str, TaskScores]
     """Scores by task: accuracy with its interval, avg@k, pass@k, lengths."""
-    answers: list[dict[str, Any]]
+    answers: list[SampleRecord]
     """Every question with its answers, as samples.jsonl has them."""
     step: int | None
     """Step of the run's weights; None for a model."""
@@ -57,7 +57,7 @@ def generate(
     temperature: float = 1.0,
     system_prompt: str | None = None,
     seed: int = 0,
-    **settings: Any,
+    **settings: object,
 ) -> list[Answer]:
     """Answer prompts with a model or a run's weights: one answer for each prompt, in order.
 
@@ -88,7 +88,7 @@ def generate(
 
 
 @contextlib.contextmanager
-def open_model(model: str | Path, *, max_new_tokens: int, slots: int, **settings: Any) -> Iterator[Rollouts]:
+def open_model(model: str | Path, *, max_new_tokens: int, slots: int, **settings: object) -> Iterator[Rollouts]:
     """Open an engine with the weights of a model or a run, for answers of at most `max_new_tokens` tokens."""
     fork = run_of(model)
     prepare_platform()
@@ -123,7 +123,7 @@ def evaluate(
     question: str | None = None,
     answer: str = "answer",
     system_prompt: str | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> Evaluated:
     """Evaluate a model or a run's weights: how many questions it answers correctly.
 

@@ -2,24 +2,24 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from podium.api.rows import TRAIN_SPLITS, Data, data_file, hub_id, is_task
+from podium.config.document import Plain
 from podium.config.imports import SESSION, is_path, name_of
 from podium.config.load import Override
 from podium.config.schema import Config
 from podium.tasks.question_sets import math_equal, text_equal
 
-Reward = Callable[..., Any] | str
+Reward = Callable[..., object] | str
 """A function (its arguments: `podium.tasks.functions`), or the name of a built-in part of the reward."""
 Rewards = Reward | Sequence[Reward | tuple[Reward, float]]
 """The part of the reward, or several, each alone or as `(part, weight)`."""
 
-GRADES: Mapping[Callable[..., Any], str] = {math_equal: "math", text_equal: "text"}
+GRADES: Mapping[Callable[..., object], str] = {math_equal: "math", text_equal: "text"}
 """Functions that the built-in task uses as its grader, in a separate process with a time limit."""
 
 
-def overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[Override]:
+def overrides(settings: Mapping[str, object], prefix: str = "") -> Iterator[Override]:
     """Yield keyword arguments as settings; a section is a dict, or written with double underscores.
 
     Objects (a recipe, a loss, an optimizer) are registered under a name of this session.
@@ -27,17 +27,17 @@ def overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[Overrid
     for key, value in settings.items():
         path = f"{prefix}{key}".replace("__", ".")
         if isinstance(value, Mapping):
-            yield from overrides(value, f"{path}.")
+            yield from overrides({str(name): each for name, each in value.items()}, f"{path}.")
         else:
             yield Override(path, _plain(value), f"argument {path}")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Plain:
     """A setting as a value that YAML can hold."""
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
+        return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, Path):
         return str(value)
     return value if value is None or isinstance(value, str | int | float) else name_of(value)
@@ -57,7 +57,7 @@ def task_settings(
     """The settings of a task made of data and rewards; rows are written to files below `folder`."""
     parts, match = reward_parts(rewards)
     correct = "correct" if match else next(iter(parts))
-    task: dict[str, Any] = {"system_prompt": system_prompt, "rewards": parts, "correct": correct}
+    task: dict[str, Plain] = {"system_prompt": system_prompt, "rewards": parts, "correct": correct}
     if is_task(data):
         if eval_data is not None:
             raise ValueError("eval_data: a task has its own evaluation questions; leave it out")

@@ -5,14 +5,14 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypeGuard
 
 from podium.files import write_atomically
 from podium.tasks.data import READERS, any_of
 
-Rows = Iterable[Mapping[str, Any]]
+Rows = Iterable[Mapping[str, object]]
 """Dicts, a datasets.Dataset, or a pandas or polars DataFrame."""
-Data = Rows | Mapping[str, Rows] | str | Path | Callable[..., Any]
+Data = Rows | Mapping[str, Rows] | str | Path | Callable[..., object]
 """Rows, a datasets.DatasetDict, a file of rows or a folder of them, a hub id, or a task's class."""
 
 TRAIN_SPLITS = ("train",)
@@ -35,7 +35,7 @@ def is_task(data: object) -> bool:
 
 
 def data_file(
-    data: Any, folder: Path, what: str, splits: Sequence[str] = EVAL_SPLITS, *, subset: str | None = None
+    data: object, folder: Path, what: str, splits: Sequence[str] = EVAL_SPLITS, *, subset: str | None = None
 ) -> str:
     """Return the path of the data; rows are first written to a file named after a hash of their content.
 
@@ -83,7 +83,7 @@ def _existing(path: str, what: str) -> str:
     return path
 
 
-def _rows(data: Any, what: str, splits: Sequence[str]) -> Iterable[Any]:
+def _rows(data: object, what: str, splits: Sequence[str]) -> Iterable[object]:
     """The rows of what holds them: a table by rows, of a DatasetDict one split."""
     if isinstance(data, Mapping):
         found = next((name for name in splits if name in data), None)
@@ -93,16 +93,32 @@ def _rows(data: Any, what: str, splits: Sequence[str]) -> Iterable[Any]:
                 f" give one split: {what}=data[{next(iter(data), splits[0])!r}]"
             )
         return data[found]
-    if hasattr(data, "to_dicts"):  # polars
-        return data.to_dicts()
-    if hasattr(data, "notna"):  # pandas, where a value that is missing is NaN
-        return data.astype(object).where(data.notna(), None).to_dict("records")
+    if callable(to_dicts := getattr(data, "to_dicts", None)):  # polars
+        return to_dicts()
+    if _is_pandas(data):
+        return data.astype(object).where(data.notna(), None).to_dict("records")  # a value that is missing is NaN
     if not isinstance(data, Iterable):
         raise ValueError(f"{what}: {data!r:.80} has no rows; give dicts, a datasets.Dataset, a DataFrame or a file")
     return data
 
 
-def _hub_splits(name: str, subset: str | None, what: str) -> Any:
+class _DataFrame(Protocol):
+    """What this module uses of a DataFrame of pandas, which Podium does not require."""
+
+    def astype(self, dtype: type) -> "_DataFrame": ...
+
+    def notna(self) -> object: ...
+
+    def where(self, condition: object, other: None) -> "_DataFrame": ...
+
+    def to_dict(self, orient: str) -> list[dict[str, object]]: ...
+
+
+def _is_pandas(data: object) -> TypeGuard[_DataFrame]:
+    return hasattr(data, "notna")
+
+
+def _hub_splits(name: str, subset: str | None, what: str) -> object:
     """The splits of a data set of the hub. Raises ValueError if it cannot be loaded."""
     try:
         import datasets
@@ -114,8 +130,8 @@ def _hub_splits(name: str, subset: str | None, what: str) -> Any:
         raise ValueError(f"{what}: could not load {name} from the hub: {error}") from error
 
 
-def _scalar(value: Any) -> Any:
+def _scalar(value: object) -> object:
     """Convert numpy values to Python's."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
+    if callable(tolist := getattr(value, "tolist", None)):
+        return tolist()
     raise TypeError(f"{type(value).__name__} {value!r:.40}")

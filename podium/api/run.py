@@ -3,14 +3,15 @@
 import html
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from podium.api.data import Rewards
 from podium.api.rows import Data
 from podium.config.schema import Config
-from podium.files import as_path, read_lines
+from podium.files import as_path
 from podium.observe.history import read_history
 from podium.observe.notebook import curve_image
+from podium.observe.records import MetricsRecord, SampleRecord, read_metrics, read_samples, step_of
 from podium.observe.run_dir import METRICS, SAMPLES, parse_fork, read_config
 from podium.train.step_files import saved_steps
 
@@ -32,39 +33,75 @@ class Run:
         return read_config(self.path)
 
     @property
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[MetricsRecord]:
         """A dict for each step, with the metrics of its evaluation if it has one; names are in docs/metrics.md.
 
         Step 0 is the evaluation before training.
         """
-        steps: dict[int, dict[str, Any]] = {}
-        for line in read_lines(self.path / METRICS):
-            steps.setdefault(line["step"], {}).update(line)
+        steps: dict[int, MetricsRecord] = {}
+        for line in read_metrics(self.path / METRICS):
+            steps.setdefault(step_of(line), {}).update(line)
         return list(steps.values())
 
     @property
-    def samples(self) -> list[dict[str, Any]]:
+    def samples(self) -> list[SampleRecord]:
         """A dict for each recorded prompt with its completions and their rewards, as in samples.jsonl."""
-        return read_lines(self.path / SAMPLES)
+        return read_samples(self.path / SAMPLES)
 
     @property
     def steps(self) -> list[int]:
         """Steps with a checkpoint, oldest first."""
         return sorted(saved_steps(self._fork.checkpoints))
 
-    def generate(self, prompts: Sequence[str], *, step: int | None = None, **options: Any) -> "list[Answer]":
-        """Answer prompts with its weights (of `step`, or the newest); options are those of `podium.generate`."""
+    def generate(
+        self,
+        prompts: Sequence[str],
+        *,
+        step: int | None = None,
+        max_new_tokens: int = 256,
+        temperature: float = 1.0,
+        system_prompt: str | None = None,
+        seed: int = 0,
+        **settings: object,
+    ) -> "list[Answer]":
+        """Answer prompts with its weights (of `step`, or the newest); the others are those of `podium.generate`."""
         from podium.api.answers import generate
 
-        return generate(self._at(step), prompts, **options)
+        return generate(
+            self._at(step),
+            prompts,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            system_prompt=system_prompt,
+            seed=seed,
+            **settings,
+        )
 
     def evaluate(
-        self, data: Data | None = None, *, rewards: Rewards | None = None, step: int | None = None, **options: Any
+        self,
+        data: Data | None = None,
+        *,
+        rewards: Rewards | None = None,
+        step: int | None = None,
+        subset: str | None = None,
+        question: str | None = None,
+        answer: str = "answer",
+        system_prompt: str | None = None,
+        **settings: object,
     ) -> "Evaluated":
-        """Evaluate its weights on `data`, or on its own held-out questions; options are those of `podium.evaluate`."""
+        """Evaluate its weights on `data`, or on its own held-out questions; the others are of `podium.evaluate`."""
         from podium.api.answers import evaluate
 
-        return evaluate(self._at(step), data, rewards=rewards, **options)
+        return evaluate(
+            self._at(step),
+            data,
+            rewards=rewards,
+            subset=subset,
+            question=question,
+            answer=answer,
+            system_prompt=system_prompt,
+            **settings,
+        )
 
     def export(
         self,

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from podium.api.data import Rewards, overrides, task_settings
 from podium.api.rows import Data, is_task
@@ -33,7 +33,7 @@ def grpo(
     answer: str = "answer",
     system_prompt: str | None = None,
     name: str | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> Run:
     """Train a model on questions with GRPO, or another recipe, and return the run when its steps are done.
 
@@ -63,8 +63,9 @@ def grpo(
     Raises:
         ValueError: an argument, a setting or a row is wrong, before anything is compiled.
     """
-    name = name or _new_name(settings.get("runs_dir", Config.model_fields["runs_dir"].default))
-    folder = as_path(settings.get("runs_dir", Config.model_fields["runs_dir"].default)) / name / DATA
+    runs_dir = str(settings.get("runs_dir", Config.model_fields["runs_dir"].default))
+    name = name or _new_name(runs_dir)
+    folder = as_path(runs_dir) / name / DATA
     if in_bucket(folder):
         _check_written_nowhere(data=data, eval_data=eval_data)
     tasks = task_settings(
@@ -88,7 +89,7 @@ def train(
     *,
     on_step: "OnStep | None" = None,
     source: str | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> Run:
     """Train a run from a config file, as `podium train` does, and return it when its steps are done.
 

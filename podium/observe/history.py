@@ -1,12 +1,12 @@
 """Reads a run's history from its files: rewards and accuracies by step, an answer before and after."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from podium.files import read_lines
 from podium.observe.metrics import ACCURACY, REWARD, UPDATES
+from podium.observe.records import MetricsRecord, read_metrics, read_samples, step_of
 from podium.observe.run_dir import METRICS, SAMPLES
 
 Point = tuple[int, float]
@@ -39,12 +39,12 @@ class History(NamedTuple):
 
 def read_history(folder: Path) -> History:
     """The history of the run in `folder`, from its metrics.jsonl."""
-    lines = read_lines(folder / METRICS)
-    last: Mapping[str, Any] = lines[-1] if lines else {}
+    lines = read_metrics(folder / METRICS)
+    last = lines[-1] if lines else {}
     return History(
         rewards=_points(lines, REWARD),
         accuracies=_points(lines, ACCURACY),
-        steps=last.get("step", 0),
+        steps=step_of(last),
         steps_without_update=sum(line.get(UPDATES) == 0 for line in lines),
         wall_s=last.get("time/wall_s", 0.0),
         cpu_s=last.get("time/cpu_s", 0.0),
@@ -56,7 +56,7 @@ def read_answers(folder: Path) -> Answers | None:
 
     None if there are not two evaluations with a common question in samples.jsonl.
     """
-    records = [record for record in read_lines(folder / SAMPLES) if record["split"] == "eval"]
+    records = [record for record in read_samples(folder / SAMPLES) if record["split"] == "eval"]
     steps = [record["step"] for record in records]
     if not records or min(steps) == max(steps):
         return None
@@ -72,6 +72,6 @@ def read_answers(folder: Path) -> Answers | None:
     return Answers(first[key]["question"], first[key]["answer"], before[key]["text"], after[key]["text"])
 
 
-def _points(lines: Iterable[Mapping[str, Any]], name: str) -> list[Point]:
-    points = ((line["step"], line.get(name)) for line in lines)
-    return [(step, value) for step, value in points if value is not None and math.isfinite(value)]
+def _points(lines: Iterable[MetricsRecord], name: str) -> list[Point]:
+    points = ((step_of(line), line[name]) for line in lines if name in line)
+    return [(step, value) for step, value in points if math.isfinite(value)]

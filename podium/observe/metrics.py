@@ -6,7 +6,6 @@ The table of all metrics is `podium.observe.metric_table`.
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,12 @@ STEP_REPORT = (REWARD, "train-other/loss", ACCURACY, "time/train/step_s")
 """Metrics of the last step that a worker's status shows."""
 COMPARED_WITH_SAMPLER = ("policy/logprob_gap", "policy/kl_sampled", "rollout/entropy", "policy/clip")
 """Prefixes of metrics that are undefined when completions were not sampled (SFT)."""
-STATISTICS: Mapping[str, Callable[[np.ndarray], Any]] = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
+STATISTICS: Mapping[str, Callable[[np.ndarray], np.floating]] = {
+    "mean": np.mean,
+    "std": np.std,
+    "min": np.min,
+    "max": np.max,
+}
 """Statistic of an array that the last part of a name stands for; `std` is the population's."""
 
 

@@ -7,7 +7,7 @@ import sys
 import termios
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -260,7 +260,7 @@ class _NoEcho:
     """Stops the terminal from echoing `^C`, which would shift the view by a line."""
 
     def __init__(self) -> None:
-        self._saved: list[Any] | None = None
+        self._saved: list[int | list[bytes | int]] | None = None
         try:
             if os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
                 return  # in the background, as after `&`: tcgetattr would stop this process

@@ -1,14 +1,79 @@
 """Lines of samples.jsonl and lengths.jsonl, and the choice of groups that are kept as samples."""
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal, NotRequired, TypeAlias, TypedDict, cast
 
 import numpy as np
 
+from podium.files import read_lines
+from podium.rollout.request import FinishReason
 from podium.rollout.transcript import Transcript
 from podium.tasks.task import Prompt, Reward
 
 Split = Literal["train", "eval"]
+
+
+class CompletionRecord(TypedDict):
+    """An answer in a line of samples.jsonl."""
+
+    text: str
+    reward: float
+    parts: dict[str, float]
+    """Each part of the reward before its weight."""
+    finish_reason: FinishReason | None
+    tokens: int
+    """Tokens that the model drew."""
+    advantage: NotRequired[float]
+    pieces: NotRequired[list[str]]
+    """The text of each token."""
+    logprobs: NotRequired[list[float]]
+    """The log-probability with which each token was sampled."""
+
+
+class SampleRecord(TypedDict):
+    """A line of samples.jsonl: a question with all its answers."""
+
+    step: int
+    """Steps done when the line was recorded; for `eval`, that of the evaluated weights."""
+    split: Split
+    task: str
+    prompt: str
+    """The prompt's id."""
+    question: str
+    answer: str
+    """The reference answer."""
+    completions: list[CompletionRecord]
+
+
+class LengthsRecord(TypedDict):
+    """A line of lengths.jsonl, in tokens."""
+
+    step: int
+    prompt_lengths: list[int]  # [N]
+    completion_lengths: list[int]  # [N * G]
+    drawn_lengths: NotRequired[list[int]]
+    """With carry-over: of all completions that ended in the step, whichever step trains on them."""
+
+
+MetricsRecord: TypeAlias = dict[str, float]
+"""A line of metrics.jsonl: `step`, and each metric by name."""
+
+
+def step_of(line: MetricsRecord) -> int:
+    """The number of steps done when a line of metrics.jsonl was written; 0 for a line without it."""
+    return int(line.get("step", 0))
+
+
+def read_samples(path: Path) -> list[SampleRecord]:
+    """The lines of a samples.jsonl, which `sample_record` made, oldest first."""
+    return cast(list[SampleRecord], read_lines(path))
+
+
+def read_metrics(path: Path) -> list[MetricsRecord]:
+    """The lines of a metrics.jsonl, oldest first; a number that was not finite is NaN."""
+    return [{name: math.nan if value is None else value for name, value in line.items()} for line in read_lines(path)]
 
 
 def sample_record(
@@ -21,14 +86,14 @@ def sample_record(
     *,
     advantages: Sequence[float] | np.ndarray | None = None,
     pieces: Callable[[Sequence[int]], list[str]] | None = None,
-) -> dict[str, Any]:
+) -> SampleRecord:
     """A line of samples.jsonl: one question with all its answers, each with its reward.
 
     `step` is the number of steps done when the line was recorded; for `eval`, that of the evaluated weights. With
     `advantages` (of a trained group) each completion gets its own; with `pieces`, which splits tokens into texts, also
     each token's text and the log-probability with which it was sampled.
     """
-    found = [
+    found: list[CompletionRecord] = [
         {
             "text": transcript.text,
             "reward": reward.total,
@@ -60,13 +125,19 @@ def lengths_record(
     prompt_lengths: Sequence[int],
     completion_lengths: Sequence[int],
     drawn_lengths: Sequence[int] | None = None,
-) -> dict[str, Any]:
+) -> LengthsRecord:
     """A line of lengths.jsonl: the tokens of each prompt [N] and of each completion [N * G], for `podium plan`.
 
     With carry-over also the lengths of all completions that ended in the step, whichever step trains on them.
     """
-    record = {"step": step, "prompt_lengths": list(prompt_lengths), "completion_lengths": list(completion_lengths)}
-    return record if drawn_lengths is None else record | {"drawn_lengths": list(drawn_lengths)}
+    record: LengthsRecord = {
+        "step": step,
+        "prompt_lengths": list(prompt_lengths),
+        "completion_lengths": list(completion_lengths),
+    }
+    if drawn_lengths is not None:
+        record["drawn_lengths"] = list(drawn_lengths)
+    return record
 
 
 def sampled_groups(step: int, *, prompts_per_step: int, samples_every: int) -> range:

@@ -23,7 +23,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import yaml
 from pydantic import JsonValue, ValidationError
@@ -264,10 +264,6 @@ class RunDir:
         if name not in self._lines:
             self._lines[name] = JsonLines(self.path / name)
         self._lines[name].write(record)
-
-    def read(self, name: str) -> list[dict[str, Any]]:
-        """The records of METRICS, SAMPLES or LENGTHS, oldest first."""
-        return read_lines(self.path / name)
 
     def write_machine(self, text: str) -> None:
         """Record the devices that the run now trains on."""

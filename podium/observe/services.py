@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from podium.config.schema import MetricsConfig, WandbConfig
 from podium.files import write_atomically
 from podium.observe.metrics import find_metric
+from podium.observe.records import SampleRecord
 from podium.observe.run_dir import RunDir
+from podium.rollout.request import FinishReason
 
 INIT_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 60.0
@@ -24,7 +26,7 @@ FINISH_TIMEOUT_S = 60.0
 Metrics = Mapping[str, int | float]
 TABLE = ("step", "prompt", "completion", "expected", "reward", "parts", "tokens", "finish")
 """Columns of a table of completions."""
-Row = tuple[int, str, str, str, float, str, int, str]
+Row = tuple[int, str, str, str, float, str, int, FinishReason | None]
 SHOWN_CHARS = 4_000
 """Most characters of a text in a table."""
 
@@ -86,7 +88,7 @@ def make_service(name: str, run: RunDir, metrics: MetricsConfig, *, first_step: 
     return TrackioService(run, metrics.trackio or "")
 
 
-def table_rows(records: Sequence[Mapping[str, Any]]) -> list[Row]:
+def table_rows(records: Sequence[SampleRecord]) -> list[Row]:
     """The completions of some lines of samples.jsonl as rows of a table."""
     return [
         (

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import yaml
 from rich.console import Console, Group, RenderableType
@@ -37,7 +37,43 @@ def save_summary(folder: Path) -> None:
     write_atomically(folder / SUMMARY, to_json(make_summary(folder), indent=2) + "\n")
 
 
-def make_summary(folder: Path) -> dict[str, Any]:
+class RewardRange(TypedDict):
+    """The reward of a run's first and last step; None: it has none."""
+
+    first: float | None
+    last: float | None
+
+
+class EvaluatedStep(TypedDict):
+    """An evaluation's step and accuracy; None: there is none."""
+
+    step: int | None
+    accuracy: float | None
+
+
+class Evaluations(TypedDict):
+    """The evaluation before training, and the last one."""
+
+    initial: EvaluatedStep
+    final: EvaluatedStep
+
+
+class Summary(TypedDict):
+    """The content of summary.json."""
+
+    name: str
+    model: str
+    steps: int
+    steps_without_update: int
+    wall_s: float
+    cpu_s: float
+    reward: RewardRange
+    eval: Evaluations
+    versions: dict[str, str]
+    commit: str | None
+
+
+def make_summary(folder: Path) -> Summary:
     """The content of summary.json (docs/metrics.md lists it) for the run in `folder`, as far as it has come."""
     history = read_history(folder)
     config = _settings(folder)
@@ -60,12 +96,18 @@ def make_summary(folder: Path) -> dict[str, Any]:
     }
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+class _Settings(TypedDict):
+    name: str
+    model: str
+    steps: int
+
+
+def _settings(folder: Path) -> _Settings:
     """The settings as the run wrote them, which need not be valid for this version."""
     return yaml.safe_load((folder / CONFIG).read_text())
 
 
-def _evaluation(point: list[Point]) -> dict[str, int | float | None]:
+def _evaluation(point: list[Point]) -> EvaluatedStep:
     step, accuracy = point[0] if point else (None, None)
     return {"step": step, "accuracy": accuracy}
 

@@ -8,9 +8,10 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import SupportsFloat
 
 from podium.config.schema import MetricsConfig
+from podium.observe.records import SampleRecord, read_metrics, step_of
 from podium.observe.run_dir import METRICS, RunDir
 from podium.observe.services import Service, ServiceError, make_service, service_names, table_rows
 
@@ -29,15 +30,15 @@ class MetricWriter:
         """
         self._run = run
         self._announce = announce
-        lines = run.read(METRICS)
-        last: Mapping[str, Any] = lines[-1] if lines else {}
+        lines = read_metrics(run.path / METRICS)
+        last = lines[-1] if lines else {}
         self._wall_before = last.get("time/wall_s", 0.0)
         self._cpu_before = last.get("time/cpu_s", 0.0)
         self._services: list[Service] = []
         for name in service_names(metrics) if run.writes else ():
-            self._connect(name, metrics, first_step=last.get("step", -1) + 1)
+            self._connect(name, metrics, first_step=step_of(lines[-1]) + 1 if lines else 0)
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Append a line of metrics by name; values are numbers, numpy scalars, or arrays without dimensions.
 
         `step` is the number of steps done: 0 for the evaluation of the initial model.
@@ -52,7 +53,7 @@ class MetricWriter:
         for service in list(self._services):
             self._guard(service, lambda service=service: service.write(step, numbers))
 
-    def write_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+    def write_samples(self, step: int, records: Sequence[SampleRecord]) -> None:
         """Send the services a table of the completions in some lines of samples.jsonl, all of one split."""
         if not records or not self._services:
             return
@@ -99,5 +100,5 @@ def _failure(name: str, error: Exception) -> str:
     return f"{name} failed ({reason}); nothing more is sent to it; {METRICS} continues"
 
 
-def _number(value: Any) -> int | float:
+def _number(value: SupportsFloat) -> int | float:
     return int(value) if isinstance(value, Integral) else float(value)

@@ -5,15 +5,16 @@ A run on TPU or GPU saves its plan in plan.json. `this_accelerator` is the first
 
 import dataclasses
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from podium.accelerators import GIB, Accelerator, recognise
 from podium.config.schema import Config
-from podium.files import read_lines, to_json, write_atomically
+from podium.files import to_json, write_atomically
 from podium.models.architecture import DecoderConfig
+from podium.observe.records import MetricsRecord, read_metrics
 from podium.observe.run_dir import METRICS
 from podium.plan.estimate import far_too_large
 from podium.plan.formatting import number, verdict_line, with_range
@@ -133,10 +134,10 @@ def check_run(folder: Path) -> list[CheckRow]:
         step, tokens = Seconds(**plan["step_seconds"]), float(plan["rollout"]["completion_tokens"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--check {folder}: {path} is not a plan of podium train ({error!r}); delete it") from None
-    steps = [line for line in read_lines(folder / METRICS) if STEP in line][SETTLED_STEP - 1 :]
+    steps = [line for line in read_metrics(folder / METRICS) if STEP in line][SETTLED_STEP - 1 :]
     if not steps:
         raise ValueError(f"--check {folder}: at least {SETTLED_STEP} steps are needed, because the first ones compile")
-    memory = [line[PEAK] for line in steps if line.get(PEAK)]
+    memory = [value for line in steps if (value := line.get(PEAK))]
     return [
         CheckRow(f"memory, {worst['name']}", "GiB", _exactly(worst["gib"]), max(memory, default=None)),
         CheckRow("step", "s", step, _median(steps, STEP)),
@@ -145,8 +146,8 @@ def check_run(folder: Path) -> list[CheckRow]:
     ]
 
 
-def _median(steps: Sequence[Mapping[str, Any]], metric: str) -> float | None:
-    found = [line[metric] for line in steps if line.get(metric) is not None]
+def _median(steps: Sequence[MetricsRecord], metric: str) -> float | None:
+    found = [line[metric] for line in steps if metric in line and math.isfinite(line[metric])]
     return statistics.median(found) if found else None
 
 

@@ -4,8 +4,8 @@ Objects mirror the dataclasses of a plan, with fields renamed by `NAMES` and mem
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from podium.accelerators import GIB
 from podium.plan.advice import advice_line
@@ -14,6 +14,9 @@ from podium.plan.result import Plan
 from podium.plan.search import Largest
 from podium.plan.study import Outcome
 from podium.plan.tune import Tuned
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Object = dict[str, Any]
 NAMES = {
@@ -94,17 +97,17 @@ def tune_object(found: Tuned) -> Object:
     return {"estimated": found.estimated, "budget": found.budget, "tried": tried}
 
 
-def as_object(value: Any) -> Object:
+def as_object(value: "DataclassInstance") -> Object:
     """Convert a dataclass to an object, nested dataclasses included, renaming fields by `NAMES`."""
     return dataclasses.asdict(
         value, dict_factory=lambda fields: {NAMES.get(name, name): _plain(name, each) for name, each in fields}
     )
 
 
-def _plain(name: str, value: Any) -> Any:
-    if name == "parts":
+def _plain(name: str, value: object) -> object:
+    if name == "parts" and isinstance(value, Mapping):
         return {part: size / GIB for part, size in value.items()}
-    if name.endswith("bytes"):
+    if name.endswith("bytes") and isinstance(value, int | float):
         return value / GIB
     return None if name == "bound_by" and not value else value
 

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
@@ -36,6 +36,9 @@ from podium.plan.tpu_compile import TpuProgram, compile_tpu
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
 from podium.run.spec import RunSpec
+
+if TYPE_CHECKING:  # the compiler's environment must be set before jax is imported
+    import jax
 
 WATCH_S = 1.0
 NO_TILES = "Couldn't find output tile sizes"  # XLA's error for a product without a suitable kernel of its own
@@ -128,7 +131,7 @@ def main(job_file: str, result_file: str, parent: str) -> None:
     os._exit(0)  # the compiler may still be working on code that is not needed
 
 
-def _finish(job: Job, spec: RunSpec, lowered: Any, residents: Mapping[str, int]) -> CompiledPhase:
+def _finish(job: Job, spec: RunSpec, lowered: "jax.stages.Lowered", residents: Mapping[str, int]) -> CompiledPhase:
     """Compile a lowered program, or take it from the cache, and compute its memory and cost."""
     built, text = _build(lowered, job, spec)
     if built.refusal and not text:
@@ -151,10 +154,17 @@ def _finish(job: Job, spec: RunSpec, lowered: Any, residents: Mapping[str, int])
     )
 
 
-def looped_work(module: Module, mesh: Mapping[str, int], blocks: float = 1.0, **options: Any) -> tuple[LoopedWork, ...]:
+def looped_work(
+    module: Module,
+    mesh: Mapping[str, int],
+    blocks: float = 1.0,
+    *,
+    skipped: Sequence[str] = (),
+    per_machine: int = 0,
+) -> tuple[LoopedWork, ...]:
     """The cost of a program, split into work outside and inside the program's own loop; equal pieces are merged.
 
-    Attention's inner loop over the cache runs `blocks` rounds. `options` are passed to `walk`.
+    Attention's inner loop over the cache runs `blocks` rounds. `skipped` and `per_machine` are passed to `walk`.
     """
     trips = {loop: blocks for loop in unknown_loops(module) if ATTENTION in loop}
     trips |= {loop: 1.0 for loop in unknown_loops(module) if OPTIMIZER in loop}
@@ -164,7 +174,10 @@ def looped_work(module: Module, mesh: Mapping[str, int], blocks: float = 1.0, **
             f"the compiler's text of {module.name} does not say how often its loops run: {loops}; take the versions of"
             " jax and libtpu in constraints.txt, or plan with --fast"
         )
-    one, two = (walk(module, mesh, trips=trips | dict.fromkeys(loops, rounds), **options).works for rounds in (1, 2))
+    one, two = (
+        walk(module, mesh, trips=trips | dict.fromkeys(loops, rounds), skipped=skipped, per_machine=per_machine).works
+        for rounds in (1, 2)
+    )
     times: dict[tuple[Work, bool], tuple[float, float]] = {}
     for first, second in zip(one, two, strict=True):
         key = dataclasses.replace(first, name="", source="", times=0.0), ATTENTION in first.source and first.kernel
@@ -208,7 +221,7 @@ def _raised_here(error: Exception) -> bool:
     return Path(innermost).is_relative_to(Path(__file__).parents[1])
 
 
-def _devices(accelerator: Accelerator) -> list[Any]:
+def _devices(accelerator: Accelerator) -> "list[jax.Device]":
     """The devices to compile for; for CPU, those of this machine."""
     if accelerator.platform != "cpu":
         return topology_devices(accelerator)
@@ -218,7 +231,7 @@ def _devices(accelerator: Accelerator) -> list[Any]:
     return jax.devices()
 
 
-def _build(lowered: Any, job: Job, spec: RunSpec) -> tuple[_Built, str]:
+def _build(lowered: "jax.stages.Lowered", job: Job, spec: RunSpec) -> tuple[_Built, str]:
     """The compiled program and its text; from the cache if it was already compiled as far as the job needs."""
     machine = job.accelerator
     options = compiler_options(  # the program's text contains none of these
@@ -243,14 +256,14 @@ def _build(lowered: Any, job: Job, spec: RunSpec) -> tuple[_Built, str]:
     return built, made.text
 
 
-def _compile(lowered: Any, job: Job) -> TpuProgram:
+def _compile(lowered: "jax.stages.Lowered", job: Job) -> TpuProgram:
     if job.accelerator.platform == "tpu":
         return compile_tpu(lowered, whole=job.whole)
     compiled = _compile_kernels(lowered)
     return TpuProgram(memory=measure(compiled), refusal=None, text=compiled.as_text(), whole=True)
 
 
-def _compile_kernels(lowered: Any) -> Any:
+def _compile_kernels(lowered: "jax.stages.Lowered") -> "jax.stages.Compiled":
     """Compile for a CPU or GPU.
 
     On a real GPU, XLA chooses its matrix kernels by timing them; without one it guesses. If it has no kernel for its
@@ -266,7 +279,7 @@ def _compile_kernels(lowered: Any) -> Any:
         return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
 
 
-def key_of(decisive: Sequence[Any], accelerator: Accelerator) -> str:
+def key_of(decisive: Sequence[object], accelerator: Accelerator) -> str:
     """A cache key: a hash of `decisive` values and of the compiler's versions and flags."""
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     text = json.dumps([*decisive, compiler_versions(accelerator), flags], sort_keys=True)

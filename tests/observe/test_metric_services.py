@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from podium.config.schema import Config
+from podium.files import read_lines
 from podium.observe.run_dir import METRICS, RunDir, run_home
 from podium.observe.services import ServiceError, service_names
 from podium.observe.writers import MetricWriter
@@ -69,7 +70,7 @@ class BrokenService:
 
 def test_a_line_has_the_step_the_metrics_and_the_time_so_far(tmp_path):
     run = write_run(make_config(tmp_path), [(1, {"train-other/loss": 0.5, "group/dropped": 2})])
-    (line,) = run.read(METRICS)
+    (line,) = read_lines(run.path / METRICS)
     assert list(line) == ["step", "train-other/loss", "group/dropped", "time/wall_s", "time/cpu_s"]
     assert (line["step"], line["train-other/loss"], line["group/dropped"]) == (1, 0.5, 2)
     assert 0 < line["time/wall_s"] < 60
@@ -79,12 +80,12 @@ def test_a_line_has_the_step_the_metrics_and_the_time_so_far(tmp_path):
 def test_wall_time_goes_on_from_the_step_that_a_run_is_continued_from(tmp_path):
     config = make_config(tmp_path)
     run = write_run(config, [(1, {}), (2, {}), (3, {})])
-    lines = run.read(METRICS)
+    lines = read_lines(run.path / METRICS)
     lines[1]["time/wall_s"], lines[2]["time/wall_s"] = 1000.0, 5000.0
     (run.path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = write_run(config, [(3, {})], resume_at=2)
-    assert [line["step"] for line in run.read(METRICS)] == [1, 2, 3]
-    assert 1000 < run.read(METRICS)[-1]["time/wall_s"] < 1060
+    assert [line["step"] for line in read_lines(run.path / METRICS)] == [1, 2, 3]
+    assert 1000 < read_lines(run.path / METRICS)[-1]["time/wall_s"] < 1060
 
 
 def test_a_failing_service_is_announced_once_and_stops_nothing(tmp_path, monkeypatch):
@@ -92,7 +93,7 @@ def test_a_failing_service_is_announced_once_and_stops_nothing(tmp_path, monkeyp
     monkeypatch.setattr("podium.observe.writers.service_names", lambda config: ["broken"])
     monkeypatch.setattr("podium.observe.writers.make_service", lambda *args, **options: broken)
     run = write_run(make_config(tmp_path), [(1, {"a": 1.0}), (2, {"a": 2.0})], announce=messages.append)
-    assert [line["a"] for line in run.read(METRICS)] == [1.0, 2.0]
+    assert [line["a"] for line in read_lines(run.path / METRICS)] == [1.0, 2.0]
     assert broken.calls == 1
     assert messages == [
         "broken failed (ConnectionError: no route to host); nothing more is sent to it; metrics.jsonl continues"
@@ -107,7 +108,7 @@ def test_a_service_that_cannot_be_reached_at_the_start_stops_nothing(tmp_path, m
     monkeypatch.setattr("podium.observe.writers.service_names", lambda config: ["far"])
     monkeypatch.setattr("podium.observe.writers.make_service", unreachable)
     run = write_run(make_config(tmp_path), [(1, {})], announce=messages.append)
-    assert len(run.read(METRICS)) == 1
+    assert len(read_lines(run.path / METRICS)) == 1
     assert len(messages) == 1
 
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from podium.config.schema import Config
-from podium.files import RunFileError
+from podium.files import RunFileError, read_lines
 from podium.observe.record_check import Extent
 from podium.observe.run_dir import (
     LENGTHS,
@@ -205,8 +205,8 @@ def test_truncating_forgets_what_came_after_the_step_in_all_three_files(tmp_path
                 run.append(name, {"step": step})
         run.truncate(1)
         run.append(METRICS, {"step": 2, "again": True})
-        assert run.read(METRICS) == [{"step": 1}, {"step": 2, "again": True}]
-        assert run.read(SAMPLES) == run.read(LENGTHS) == [{"step": 1}]
+        assert read_lines(run.path / METRICS) == [{"step": 1}, {"step": 2, "again": True}]
+        assert read_lines(run.path / SAMPLES) == read_lines(run.path / LENGTHS) == [{"step": 1}]
 
 
 def test_a_fork_is_remembered_by_the_run_that_began_with_it(tmp_path):
