@@ -11,7 +11,7 @@ Every name below is imported when it is first used: `import podium` is quick and
 import importlib
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from podium.algorithms.losses import TokenLoss
@@ -60,7 +60,7 @@ _VERBS = {"podium.train": "podium.api.train:train", "podium.plan": "podium.plan:
 class _Verb(types.ModuleType):
     """A subpackage whose name is a verb: called, it is the function of that name."""
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
+    def __call__(self, *arguments: object, **options: object) -> object:
         module, _, name = _VERBS[self.__name__].partition(":")
         return getattr(importlib.import_module(module), name)(*arguments, **options)
 
@@ -70,7 +70,7 @@ def make_verb(module: str) -> None:
     sys.modules[module].__class__ = _Verb
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if f"podium.{name}" in _VERBS:
         return importlib.import_module(f"podium.{name}")
     if name not in _MODULES:

@@ -11,9 +11,10 @@ import re
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from podium.algorithms.recipes import LOSSES, RECIPES, conflicts, find_recipe
+from podium.config.document import Plain
 from podium.config.errors import ConfigError, Contradiction, Problem, nearest, not_in
 from podium.config.imports import imported, is_path
 from podium.config.load import Loaded, Override, load
@@ -29,8 +30,8 @@ from podium.tasks.functions import RewardFunction
 from podium.tasks.registry import make_task
 from podium.tasks.rewards import TEXT_REWARDS, label
 
-_LAYOUTS: Mapping[str, object] = ChainMap[str, Any](
-    cast(dict[str, Any], ROLLOUT_LAYOUTS), {AUTO: "chosen by `podium.models.layouts`"}
+_LAYOUTS: Mapping[str, object] = ChainMap[str, object](
+    cast(dict[str, object], ROLLOUT_LAYOUTS), {AUTO: "chosen by `podium.models.layouts`"}
 )
 NAMES: Mapping[str, Mapping[str, object]] = {
     "algorithm.recipe": RECIPES,
@@ -61,7 +62,7 @@ def load_settings(
 
 
 def evaluation_overrides(
-    target: str, run: object | None, tasks: Sequence[Mapping[str, object]], options: dict[str, object]
+    target: str, run: object | None, tasks: Sequence[Mapping[str, Plain]], options: Mapping[str, Plain]
 ) -> list[Override]:
     """The options of `podium eval` as settings: tasks, graded by what is correct, on all questions unless limited."""
     given = [Override(key, value, f"--{key.removeprefix('eval.')}") for key, value in options.items()]
@@ -76,7 +77,7 @@ def evaluation_overrides(
 def _names(config: Config) -> Iterator[Contradiction]:
     for key, table in NAMES.items():
         section, _, name = key.rpartition(".")
-        part: object = functools.reduce(getattr, section.split("."), config)
+        part = functools.reduce(getattr, section.split("."), config)
         value = getattr(part, name)
         if value is None or value in table:
             continue

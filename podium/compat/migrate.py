@@ -102,7 +102,7 @@ class _Translation:
         spelling, node = self.written[key]
         return wrong(spelling, f"{node.plain()!r}: {rule}", node.origin)
 
-    def put(self, key: str, path: str, value: Any, why: str = "") -> None:
+    def put(self, key: str, path: str, value: object, why: str = "") -> None:
         """Set the new setting `path` that replaces the old setting `key`."""
         self.new[path] = value
         self.used.add(key)
@@ -114,7 +114,7 @@ class _Translation:
             if was != now:
                 self.changed.append(f"{was} -> {now}" + (f" ({why})" if why else ""))
 
-    def fix(self, path: str, value: Any, why: str) -> None:
+    def fix(self, path: str, value: object, why: str) -> None:
         """Set a new setting to a value that the seed system hard-coded."""
         self.new[path] = value
         self.comments[path] = why
@@ -297,7 +297,7 @@ def _evaluation(old: _Translation) -> None:
     old.put("wandb_mode", "metrics.wandb.mode", mode, "an empty mode was online where WANDB_API_KEY was set")
 
 
-def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _nested(settings: Mapping[str, object]) -> dict[str, Any]:
     """Turn dotted paths into a tree; `tasks`, with its single entry, becomes a list."""
     tree: dict[str, Any] = {}
     for path, value in settings.items():

@@ -8,9 +8,8 @@ import functools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from podium.config.document import Node, parse_text, read_document
+from podium.config.document import Node, Scalar, parse_text, read_document
 from podium.config.errors import wrong
 
 _BARE = {
@@ -28,8 +27,8 @@ class SeedKey:
     """A setting of the seed system; the table in `seed_keys.yaml` documents the fields."""
 
     kind: str = "text"
-    default: Any = None
-    zero: Any = None
+    default: Scalar = None
+    zero: Scalar = None
     also: tuple[str, ...] = ()
     becomes: str | None = None
     why: str = ""

@@ -8,9 +8,9 @@ tags are errors. What the keys mean is for `podium.config.load`.
 import dataclasses
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -34,21 +34,26 @@ MOST_VALUES = 100_000
 """Values of a document with its aliases written out: a few hundred bytes of them can mean thousands of millions."""
 
 
+Scalar: TypeAlias = bool | int | float | str | None
+Plain: TypeAlias = "Scalar | Sequence[Plain] | Mapping[str, Plain]"
+"""A value that YAML and JSON can hold."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Node:
     """A value and where it was written; mappings and lists hold nodes."""
 
-    value: Any
+    value: "Scalar | dict[str, Node] | list[Node]"
     origin: str
     text: str | None = None
     """The value as typed, where no quotes could say that a number is meant as text (environment, command line)."""
 
     @classmethod
-    def of(cls, value: Any, origin: str) -> "Node":
+    def of(cls, value: Plain, origin: str) -> "Node":
         """A plain value, all of it from one origin."""
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             return cls({key: cls.of(child, origin) for key, child in value.items()}, origin)
-        if isinstance(value, list):
+        if isinstance(value, Sequence) and not isinstance(value, str):
             return cls([cls.of(child, origin) for child in value], origin)
         return cls(value, origin)
 
@@ -59,6 +64,11 @@ class Node:
         if isinstance(self.value, list):
             return [child.plain() for child in self.value]
         return self.value
+
+    @property
+    def section(self) -> "dict[str, Node]":
+        """What a mapping holds; nothing for a list or a scalar."""
+        return self.value if isinstance(self.value, dict) else {}
 
     def children(self) -> list[tuple[str | int, "Node"]]:
         """Keys or indices, and what they hold; nothing for a scalar."""
@@ -91,7 +101,7 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Quotes what YAML 1.1 or 1.2 would take for something else than text."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         """Never write `&id001`: a reader would have to search for the value."""
         return True
 
@@ -152,7 +162,7 @@ def parse_text(text: str, origin: str) -> Node:
     return Node(_scalar(root, origin), origin, text)
 
 
-def dump_value(value: Any) -> str:
+def dump_value(value: object) -> str:
     """A scalar, or a list or mapping in one line, as YAML that reads back as the same value."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")
@@ -194,7 +204,7 @@ def _convert(
     return Node(children, origin)
 
 
-def _scalar(node: yaml.ScalarNode, origin: str) -> Any:
+def _scalar(node: yaml.ScalarNode, origin: str) -> Scalar:
     kind, text = node.tag.removeprefix(_TAG), node.value
     if kind == "str":
         return text

@@ -4,10 +4,10 @@ The rule of a setting is read from the schema that editors use, its purpose from
 between settings are reported together with wrong values, unless they concern a setting that is wrong in itself.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypedDict, cast
 
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 
 from podium.config.document import Node, dump_value, parse_text
@@ -16,6 +16,34 @@ from podium.config.hints import hint_for
 from podium.config.schema import Config, Rule
 
 Location = tuple[int | str, ...]
+Schema = TypedDict(
+    "Schema",
+    {
+        "$defs": "dict[str, Schema]",
+        "$ref": str,
+        "additionalProperties": "Schema | bool",
+        "anyOf": "list[Schema]",
+        "default": JsonValue,
+        "description": str,
+        "enum": list[JsonValue],
+        "exclusiveMinimum": float,
+        "items": "Schema",
+        "maximum": float,
+        "minItems": int,
+        "minimum": float,
+        "pattern": str,
+        "properties": "dict[str, Schema]",
+        "required": list[str],
+        "type": str,
+    },
+    total=False,
+)
+"""What pydantic writes of JSON schema."""
+
+
+def config_schema() -> Schema:
+    """The JSON schema of a config."""
+    return cast(Schema, Config.model_json_schema())
 
 
 def explain(error: ValidationError, tree: Node, files: Sequence[str], rules: Sequence[Rule]) -> list[Problem]:
@@ -23,7 +51,7 @@ def explain(error: ValidationError, tree: Node, files: Sequence[str], rules: Seq
 
     `files` are the config files; a missing setting belongs into the last.
     """
-    schema = Config.model_json_schema()
+    schema = config_schema()
     details = [each for each in error.errors(include_url=False) if each["type"] != "contradiction"]
     problems = [_field_problem(each, tree, schema, files) for each in details]
     wrong = {dotted(each["loc"]) for each in details}
@@ -38,12 +66,12 @@ def dotted(location: Location) -> str:
     return ".".join(str(key) for key in location)
 
 
-def setting_paths(schema: Mapping[str, Any]) -> list[Location]:
+def setting_paths(schema: Schema) -> list[Location]:
     """Paths of all sections and settings of the schema, the first task standing for all."""
     return list(_paths(schema, schema, ()))
 
 
-def _paths(node: Mapping[str, Any], schema: Mapping[str, Any], path: Location) -> Iterator[Location]:
+def _paths(node: Schema, schema: Schema, path: Location) -> Iterator[Location]:
     for key, child in node.get("properties", {}).items():
         inner = _resolve(child, schema)
         yield (*path, key)
@@ -86,7 +114,7 @@ def _contradiction_problem(found: Contradiction, tree: Node) -> Problem:
     return Problem(key=found.keys[0], message=found.message, origins=tuple(origins), about=found.about)
 
 
-def _field_problem(detail: ErrorDetails, tree: Node, schema: Mapping[str, Any], files: Sequence[str]) -> Problem:
+def _field_problem(detail: ErrorDetails, tree: Node, schema: Schema, files: Sequence[str]) -> Problem:
     location, kind = detail["loc"], detail["type"]
     key, node = dotted(location), tree.find(location)
     origins = (node.origin,) if node is not None else ()
@@ -98,7 +126,7 @@ def _field_problem(detail: ErrorDetails, tree: Node, schema: Mapping[str, Any], 
         inside = tree.find(section)
         origins = (inside.origin,) if section and inside is not None else tuple(files[-1:])
     else:
-        rule = rule_text(_at(location, schema) or {}, schema)
+        rule = rule_text(_at(location, schema) or Schema(), schema)
         if kind == "finite_number":
             rule = rule.replace("a number", "a finite number")
         message = f"expected {rule}, got {_shown(detail['input'])}{_hint(detail)}"
@@ -122,7 +150,7 @@ def _hint(detail: ErrorDetails) -> str:
     return ""
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, dict):
         return "a section"
     if isinstance(value, list):
@@ -133,7 +161,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _way_out(location: Location, schema: Mapping[str, Any], files: Sequence[str]) -> str:
+def _way_out(location: Location, schema: Schema, files: Sequence[str]) -> str:
     *parents, last = location
     key = str(last)
     if "." in key:
@@ -141,7 +169,7 @@ def _way_out(location: Location, schema: Mapping[str, Any], files: Sequence[str]
         return f"dots are for the command line; in a file write `{first}:` and under it `{rest}:`"
     if hint := hint_for(dotted(location), files[-1] if files else "OLD.yaml"):
         return hint
-    siblings = list((_at(tuple(parents), schema) or {}).get("properties", {}))
+    siblings = list((_at(tuple(parents), schema) or Schema()).get("properties", {}))
     paths = setting_paths(schema)
     if near := nearest(key, siblings):
         return f"did you mean {dotted((*parents, near))}?"
@@ -154,7 +182,7 @@ def _way_out(location: Location, schema: Mapping[str, Any], files: Sequence[str]
     return f"the keys here are {', '.join(sorted(siblings))}"
 
 
-def _resolve(node: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def _resolve(node: Schema, schema: Schema) -> Schema:
     """The node behind `$ref`, and the other half of `X | None`."""
     if "anyOf" in node:
         choices = [choice for choice in node["anyOf"] if choice.get("type") != "null"]
@@ -164,27 +192,27 @@ def _resolve(node: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str,
     return node
 
 
-def _at(location: Location, schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _at(location: Location, schema: Schema) -> Schema | None:
     """The schema's node of a path, resolved; None where no such setting exists."""
-    node: Mapping[str, Any] = schema
+    node = schema
     for key in location:
         if isinstance(key, int):
             child = node.get("items")
         else:
             child = node.get("properties", {}).get(key) or node.get("additionalProperties")
-        if not isinstance(child, Mapping):
+        if child is None or isinstance(child, bool):
             return None
         node = _resolve(child, schema)
     return node
 
 
-def _about(location: Location, schema: Mapping[str, Any]) -> str | None:
+def _about(location: Location, schema: Schema) -> str | None:
     *section, last = location
-    parent = _at(tuple(section), schema) or {}
-    return parent.get("properties", {}).get(last, {}).get("description")
+    parent = _at(tuple(section), schema) or Schema()
+    return parent.get("properties", {}).get(str(last), Schema()).get("description")
 
 
-def rule_text(node: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+def rule_text(node: Schema, schema: Schema) -> str:
     """What a node of a JSON schema allows, as `a whole number of at least 1`."""
     node = _resolve(node, schema)
     if "enum" in node:
@@ -193,7 +221,7 @@ def rule_text(node: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
     if kind in ("integer", "number"):
         return ("a whole number" if kind == "integer" else "a number") + _bounds(node)
     if kind == "array":
-        inner = rule_text(node.get("items", {}), schema)
+        inner = rule_text(node.get("items", Schema()), schema)
         least = f" with at least {node['minItems']} element" if "minItems" in node else ""
         return f"a list{least}, each {inner}"
     if kind == "object" and "properties" in node:
@@ -201,12 +229,12 @@ def rule_text(node: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
     if kind == "object":
         inner = node.get("additionalProperties")
         return "a section" + (
-            f" whose values are each {rule_text(inner, schema)}" if isinstance(inner, Mapping) else ""
+            "" if inner is None or isinstance(inner, bool) else f" whose values are each {rule_text(inner, schema)}"
         )
     return {"boolean": "true or false", "string": "text"}.get(str(kind), "a value")
 
 
-def _bounds(node: Mapping[str, Any]) -> str:
+def _bounds(node: Schema) -> str:
     low = node.get("minimum")
     high = node.get("maximum")
     above = node.get("exclusiveMinimum")

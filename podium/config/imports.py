@@ -14,7 +14,7 @@ from typing import Any
 from podium.config.errors import suggestion
 
 SESSION = "session"
-_given: dict[str, Any] = {}
+_given: dict[str, object] = {}
 
 
 def is_path(name: str) -> bool:
@@ -60,7 +60,7 @@ def imported(path: str, *, what: str, known: Iterable[str] = ()) -> Any:
     return getattr(module, attribute)
 
 
-def name_of(thing: Any) -> str:
+def name_of(thing: object) -> str:
     """The name by which a setting has an object: its import path, or a name in this session."""
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     if module and name and module != "__main__" and name.isidentifier():
@@ -75,7 +75,7 @@ def name_of(thing: Any) -> str:
     return f"{SESSION}:{label}"
 
 
-def _replaces(new: Any, old: Any) -> bool:
+def _replaces(new: object, old: object) -> bool:
     """Whether an object is another's later version: a notebook's cell was run again."""
     code = [getattr(each, "__code__", None) for each in (new, old)]
     if code[0] is not None and code[0] == code[1]:

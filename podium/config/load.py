@@ -14,11 +14,11 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from podium.config.document import Node, parse_text, read_document
+from podium.config.document import Node, Plain, parse_text, read_document
 from podium.config.errors import ConfigError, Problem, wrong
 from podium.config.explain import explain
 from podium.config.schema import Config, Rule
@@ -41,7 +41,7 @@ class Override(NamedTuple):
 
     key: str
     """Dotted path."""
-    value: Any
+    value: Plain
     origin: str
 
 
@@ -149,7 +149,7 @@ def _read_with_bases(path: Path, including: tuple[Path, ...]) -> Node:
         chain = " -> ".join(str(file) for file in (*including[including.index(resolved) :], resolved))
         raise wrong("base", f"files include each other: {chain}; remove one base:")
     document = read_document(path)
-    bases = document.value.get("base")
+    bases = document.section.get("base")
     if bases is None:
         return document
     names = bases.plain() if isinstance(bases.value, list) else [bases.value]
@@ -164,15 +164,15 @@ def _read_with_bases(path: Path, including: tuple[Path, ...]) -> Node:
             raise ConfigError(
                 [dataclasses.replace(each, origins=(*each.origins, included)) for each in error.problems]
             ) from None
-    own = {key: child for key, child in document.value.items() if key != "base"}
+    own = {key: child for key, child in document.section.items() if key != "base"}
     return merge(tree, Node(own, document.origin))
 
 
 def validate(tree: Node, files: Sequence[str | Path], *, rules: Sequence[Rule] = ()) -> Loaded:
     """The config of a merged tree; `load` says what the arguments are. Raises ConfigError with all that is wrong."""
-    if files and "name" not in tree.value:
+    if files and "name" not in tree.section:
         named = Node(Path(files[-1]).stem, f"name of {files[-1]}")
-        tree = Node({**tree.value, "name": named}, tree.origin)
+        tree = Node({**tree.section, "name": named}, tree.origin)
     try:
         config = Config.model_validate(tree.plain(), context=rules)
     except ValidationError as first:

@@ -1,7 +1,7 @@
 """The settings of LoRA (arXiv:2106.09685): small trained matrices beside the frozen ones of the model."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
@@ -67,10 +67,12 @@ def contradictions(lora: LoraConfig) -> Iterator[Contradiction]:
         )
 
 
-def with_rate(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_rate(settings: Mapping[str, object]) -> Mapping[str, object]:
     """Settings of a run as written, with the learning rate of adapters where they have `lora` and no rate."""
     train = settings.get("train", {})
     optimizer = train.get("optimizer", {}) if isinstance(train, Mapping) else None
-    if settings.get("lora") is None or not isinstance(optimizer, Mapping) or "learning_rate" in optimizer:
+    if not isinstance(train, Mapping) or not isinstance(optimizer, Mapping):
+        return settings
+    if settings.get("lora") is None or "learning_rate" in optimizer:
         return settings
     return {**settings, "train": {**train, "optimizer": {**optimizer, "learning_rate": LORA_RATE}}}

@@ -1,18 +1,18 @@
 """Settings as YAML text that loads again (`podium config show`, migrated files), and the JSON schema of such files."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from podium.config.document import dump_value
+from podium.config.explain import Schema
 from podium.config.schema import Config
 
 
-def to_yaml(settings: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
+def to_yaml(settings: Mapping[str, object], comments: Mapping[str, str] | None = None) -> str:
     """Plain settings in blocks, one per line, with a comment behind each whose dotted path has one."""
     return "".join(f"{line}\n" for line in _mapping(settings, comments or {}, "", ""))
 
 
-def _mapping(settings: Mapping[str, Any], comments: Mapping[str, str], path: str, indent: str) -> Iterator[str]:
+def _mapping(settings: Mapping[str, object], comments: Mapping[str, str], path: str, indent: str) -> Iterator[str]:
     for key, value in settings.items():
         inner = f"{path}.{key}" if path else str(key)
         name = f"{indent}{dump_value(key)}:"
@@ -27,7 +27,7 @@ def _mapping(settings: Mapping[str, Any], comments: Mapping[str, str], path: str
             yield _line(f"{name} {dump_value(value)}", comments.get(inner))
 
 
-def _item(value: Any, comments: Mapping[str, str], path: str, indent: str) -> Iterator[str]:
+def _item(value: object, comments: Mapping[str, str], path: str, indent: str) -> Iterator[str]:
     if not isinstance(value, Mapping) or not value:
         yield _line(f"{indent}- {dump_value(value)}", comments.get(path))
         return
@@ -40,7 +40,7 @@ def _line(text: str, comment: str | None) -> str:
     return f"{text}  # {' '.join(comment.split())}" if comment else text
 
 
-def file_schema(names: Mapping[str, Iterable[str]], importable: Iterable[str] = ()) -> dict[str, Any]:
+def file_schema(names: Mapping[str, Iterable[str]], importable: Iterable[str] = ()) -> dict[str, object]:
     """The JSON schema of a config file; files that include others need not be whole, so nothing is required.
 
     `names` has the values that a text setting may have, by its dotted path; those that are `importable` may be an
@@ -53,7 +53,7 @@ def file_schema(names: Mapping[str, Iterable[str]], importable: Iterable[str] = 
         for section in sections:
             owner = schema["$defs"][owner["properties"][section]["$ref"].rpartition("/")[2]]
         field = owner["properties"][name]
-        kinds: list[dict[str, Any]] = [{"enum": list(values)}]
+        kinds: list[Schema] = [{"enum": list(values)}]
         kinds += [{"type": "string", "pattern": ":"}] if path in importable else []
         kinds += [{"type": "null"}] if field.get("default", "") is None else []
         rule = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}

@@ -1,7 +1,7 @@
 """Where a log-probability is computed: from hidden states, some tokens at a time, so that no [B, T, V] exists."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -140,7 +140,7 @@ def _in_chunks(
 
 
 @jax.custom_vjp
-def _score(logits: jax.Array, targets: jax.Array) -> Any:
+def _score(logits: jax.Array, targets: jax.Array) -> TokenLogprobs:
     """Log-probability of targets [...] and entropy under float32 logits [..., V].
 
     The backward pass is written out: one elementwise pass over the logits that fuses with the product behind it, where

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TypeVar
 
 from podium.config.lora import MATRICES
 from podium.models.architecture import LAYERS, DecoderConfig, Lora
@@ -21,6 +21,8 @@ _PREFIX = re.compile(rf"^{re.escape(LAYERS)}(\d+\.)?")
 VOCAB_BLOCK = 128
 """Tokens that are drawn from together (`podium.rollout.sampling`); a vocabulary is split between blocks."""
 MeshAxes = str | tuple[str, ...] | None
+Dtype = TypeVar("Dtype")
+"""A number format, as numpy has it or by its name."""
 
 
 # Training: float32 master weights and optimizer state split over fsdp and sp (and tp); rows over dp and fsdp, and the
@@ -151,7 +153,7 @@ def frozen_dtype(name: str, config: DecoderConfig) -> str:
     return "float32" if name.endswith(SCALE) else "int8" if own_name(name) in MATRICES else "bfloat16"
 
 
-def rollout_dtype(name: str, config: DecoderConfig, dtype: Any) -> Any:
+def rollout_dtype(name: str, config: DecoderConfig, dtype: Dtype) -> Dtype | str:
     """The number format in which the rollout has a weight: `dtype`, but for int8 and its scales."""
     if config.lora is None or config.lora.base == "bfloat16":
         return dtype

@@ -6,7 +6,6 @@ publish (a test counts them). No jax. Weights come from `podium.models.source` a
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig, ModelError, dense_decoder, from_hf_config, make_lora
@@ -14,39 +13,73 @@ from podium.models.blocks.rope import RopeScaling
 from podium.models.source import from_hub, on_disk, read_architecture, read_json, resolve
 
 HUB_TIMEOUT_S = 2.0  # that a plan waits for the hub: it is asked for a small file
-_QWEN25: Mapping[str, Any] = {
-    "model_type": "qwen2",
-    "vocab": 151936,
-    "kv_heads": 2,
-    "max_positions": 32768,
-    "rope_theta": 1e6,
-    "rope_scaling": None,
-    "norm_eps": 1e-6,
-    "tied": True,
-    "qkv_bias": True,
-    "qk_norm": False,
-}
-_QWEN25_LARGE = {**_QWEN25, "vocab": 152064, "kv_heads": 4, "tied": False}
-_QWEN3 = {**_QWEN25, "model_type": "qwen3", "kv_heads": 8, "max_positions": 40960, "qkv_bias": False, "qk_norm": True}
-_QWEN3_LARGE = {**_QWEN3, "tied": False}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Family:
+    """The numbers that models of a family share."""
+
+    model_type: str
+    vocab: int
+    kv_heads: int
+    max_positions: int
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    norm_eps: float
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+
+
+_QWEN25 = _Family(
+    model_type="qwen2",
+    vocab=151936,
+    kv_heads=2,
+    max_positions=32768,
+    rope_theta=1e6,
+    rope_scaling=None,
+    norm_eps=1e-6,
+    tied=True,
+    qkv_bias=True,
+    qk_norm=False,
+)
+_QWEN25_LARGE = dataclasses.replace(_QWEN25, vocab=152064, kv_heads=4, tied=False)
+_QWEN3 = dataclasses.replace(_QWEN25, model_type="qwen3", kv_heads=8, max_positions=40960, qkv_bias=False, qk_norm=True)
+_QWEN3_LARGE = dataclasses.replace(_QWEN3, tied=False)
 _STRETCHED = RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
-_LLAMA32: Mapping[str, Any] = {
-    "model_type": "llama",
-    "vocab": 128256,
-    "kv_heads": 8,
-    "max_positions": 131072,
-    "rope_theta": 5e5,
-    "rope_scaling": _STRETCHED,
-    "norm_eps": 1e-5,
-    "tied": True,
-    "qkv_bias": False,
-    "qk_norm": False,
-}
-_LLAMA31 = {**_LLAMA32, "rope_scaling": dataclasses.replace(_STRETCHED, factor=8.0), "tied": False}
+_LLAMA32 = _Family(
+    model_type="llama",
+    vocab=128256,
+    kv_heads=8,
+    max_positions=131072,
+    rope_theta=5e5,
+    rope_scaling=_STRETCHED,
+    norm_eps=1e-5,
+    tied=True,
+    qkv_bias=False,
+    qk_norm=False,
+)
+_LLAMA31 = dataclasses.replace(_LLAMA32, rope_scaling=dataclasses.replace(_STRETCHED, factor=8.0), tied=False)
 
 
-def _preset(family: Mapping[str, Any], width: int, layers: int, heads: int, head_dim: int, mlp: int) -> DecoderConfig:
-    return dense_decoder(**family, width=width, layers=layers, heads=heads, head_dim=head_dim, mlp_width=mlp)
+def _preset(family: _Family, width: int, layers: int, heads: int, head_dim: int, mlp: int) -> DecoderConfig:
+    return dense_decoder(
+        model_type=family.model_type,
+        vocab=family.vocab,
+        width=width,
+        layers=layers,
+        heads=heads,
+        kv_heads=family.kv_heads,
+        head_dim=head_dim,
+        mlp_width=mlp,
+        max_positions=family.max_positions,
+        rope_theta=family.rope_theta,
+        rope_scaling=family.rope_scaling,
+        norm_eps=family.norm_eps,
+        tied=family.tied,
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+    )
 
 
 PRESETS: Mapping[str, DecoderConfig] = {

@@ -98,8 +98,9 @@ def flattened(command: Callable[..., object]) -> Callable[..., object]:
 
     @functools.wraps(command)
     def run(**given: object) -> object:
-        made = {name: group(**{each: given.pop(each) for each in fields[name]}) for name, group in groups.items()}
-        return command(**given, **made)
+        for name, group in groups.items():
+            given[name] = group(**{each: given.pop(each) for each in fields[name]})
+        return command(**given)
 
     run.__signature__ = inspect.Signature(own)  # pyright: ignore[reportAttributeAccessIssue]
     run.__annotations__ = {each.name: each.annotation for each in own}

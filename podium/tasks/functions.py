@@ -41,7 +41,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, SupportsFloat, TypeVar
 
 from podium.config.imports import imported
 from podium.tasks.task import Graded, Prompt
@@ -58,7 +58,7 @@ TRL_NAMES = frozenset({"prompts", "completion_ids"})
 OF_TRAINER = frozenset({"trainer_state", "log_extra", "log_metric", "environments"})
 """What TRL's trainer gives a function beside these, and Podium does not: they need a default."""
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
 class CallSettings(NamedTuple):
@@ -273,7 +273,7 @@ class FunctionGrader:
         return [Part(0.0, timed_out=True)] * completions
 
 
-def _parts(function: RewardFunction, result: Any, completions: int) -> list[Part]:
+def _parts(function: RewardFunction, result: object, completions: int) -> list[Part]:
     """The values of a call's completions. Raises FunctionError where the result is not a number for each of them."""
     if not function.of_group:
         return [Part(_number(function, result))]
@@ -288,10 +288,10 @@ def _parts(function: RewardFunction, result: Any, completions: int) -> list[Part
     return [Part(None if value is None else _number(function, value)) for value in values]
 
 
-def _number(function: RewardFunction, value: Any) -> float:
+def _number(function: RewardFunction, value: object) -> float:
     """The value as a finite number. Raises FunctionError if it is none; numbers written as text are none."""
     try:
-        number = math.nan if isinstance(value, str | bytes) else float(value)
+        number = float(value) if isinstance(value, SupportsFloat) else math.nan
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):

@@ -2,11 +2,12 @@
 
 import importlib
 import inspect
+from typing import cast
 
 from pydantic import TypeAdapter
 
 from podium.config.document import dump_value
-from podium.config.explain import rule_text
+from podium.config.explain import Schema, rule_text
 from podium.config.schema import TaskConfig
 from podium.tasks.registry import TASKS, task_options
 
@@ -36,5 +37,5 @@ def _option_line(option: inspect.Parameter) -> str:
     use = "required" if default is option.empty else f"default {dump_value(default)}"
     if option.annotation is option.empty or isinstance(option.annotation, str):
         return f"{option.name}: {use}"
-    schema = TypeAdapter(option.annotation).json_schema()
+    schema = cast(Schema, TypeAdapter(option.annotation).json_schema())
     return f"{option.name}: {rule_text(schema, schema)}, {use}"

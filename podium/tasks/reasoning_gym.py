@@ -1,7 +1,7 @@
 """Any generator of reasoning-gym (arXiv:2505.24760): endless generated puzzles, each with its own scorer."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Protocol
 
 from pydantic import Field
 
@@ -28,7 +28,7 @@ class ReasoningGym:
         size: Count = 10_000,
         eval_size: Count = 200,
         seed: int = 0,
-        config: dict[str, Any] | None = None,
+        config: dict[str, object] | None = None,
     ) -> None:
         if source.path or source.eval_path:
             raise ValueError("reasoning_gym: path and eval_path: the questions are generated, not read; unset them")
@@ -86,10 +86,18 @@ class ReasoningGym:
         return min(max(float(score), 0.0), 1.0)
 
 
-def _by_question(entries: Any) -> dict[str, Mapping[str, object]]:
+class _Entries(Protocol):
+    """A data set of reasoning-gym."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> dict[str, object]: ...
+
+
+def _by_question(entries: _Entries) -> dict[str, Mapping[str, object]]:
     """The generator's entries by their text, the first of equals."""
     found: dict[str, Mapping[str, object]] = {}
     for index in range(len(entries)):
         entry = entries[index]
-        found.setdefault(entry["question"], entry)
+        found.setdefault(str(entry["question"]), entry)
     return found

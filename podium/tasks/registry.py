@@ -41,7 +41,7 @@ def make_task(config: TaskConfig) -> Task:
             raise ValueError(f"{config.name}: options.{name}: must be set (it has no default)")
     hints = get_type_hints(constructor.__init__ if inspect.isclass(constructor) else constructor, include_extras=True)
     for name, value in config.options.items():
-        _check_type(f"{config.name}: options.{name}", value, hints.get(name, Any))
+        _check_type(f"{config.name}: options.{name}", value, hints.get(name, object))
     source = TaskSource(
         path=config.path, eval_path=config.eval_path, train_split=config.train_split, eval_split=config.eval_split
     )
