@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from podium.models.architecture import DecoderConfig, Lora
 from podium.models.linear import kept
 from podium.models.params import count, frozen_specs, trained_specs
 from podium.observe.progress import Progress, run_console
+from podium.observe.records import read_metrics, step_of
 from podium.observe.run_dir import METRICS, Fork, RunDir, Settings, run_home
 from podium.observe.summary import versions
 from podium.observe.writers import MetricWriter
@@ -245,13 +246,13 @@ def _say_what_changed(saved: dict[str, str], progress: Progress) -> None:
 
 
 def _check_records(
-    run_dir: RunDir, saved: Mapping[str, Any], done: int, checkpoints: Sequence[int], progress: Progress
+    run_dir: RunDir, saved: HostState, done: int, checkpoints: Sequence[int], progress: Progress
 ) -> None:
     """Say what the records lack of what they had when the checkpoint was saved, and what starting over drops."""
     if done:
         for line in run_dir.check(saved.get("records", {}), done, checkpoints):
             progress.message(line)
-    elif run_dir.writes and (recorded := max((each.get("step", 0) for each in run_dir.read(METRICS)), default=0)):
+    elif run_dir.writes and (recorded := max(map(step_of, read_metrics(run_dir.path / METRICS)), default=0)):
         progress.message(
             f"{run_dir.checkpoints} has no checkpoint: the {recorded} recorded steps are trained again from the start,"
             " and their records are replaced"
