@@ -36,7 +36,7 @@ from podium.train.state import TrainState, abstract_state
 Metrics = dict[str, jax.Array]
 
 
-class ScoreProgram(Lowerable, Protocol):
+class ScoreProgram(Protocol):
     """`(params, batch) -> [K, B, T]` float32: a score of each target of a batch, without gradient."""
 
     def __call__(self, params: Params, batch: Batch[jax.Array], /) -> jax.Array:
@@ -44,7 +44,7 @@ class ScoreProgram(Lowerable, Protocol):
         ...
 
 
-class TrainStep(Lowerable, Protocol):
+class TrainStep(Protocol):
     """`(state, batch, frozen) -> (state, metrics)`; without `frozen`, all weights are in the state."""
 
     def __call__(
@@ -52,6 +52,14 @@ class TrainStep(Lowerable, Protocol):
     ) -> tuple[TrainState, Metrics]:
         """Update on a batch; the state is donated."""
         ...
+
+
+class CompiledScore(ScoreProgram, Lowerable, Protocol):
+    """A `ScoreProgram` that jax compiles."""
+
+
+class CompiledTrainStep(TrainStep, Lowerable, Protocol):
+    """A `TrainStep` that jax compiles."""
 
 
 class TrainSettings(NamedTuple):
@@ -89,8 +97,8 @@ class TrainSettings(NamedTuple):
 class TrainPrograms(NamedTuple):
     """The compiled programs of a trainer."""
 
-    score: ScoreProgram
-    train_step: TrainStep
+    score: CompiledScore
+    train_step: CompiledTrainStep
 
 
 def make_train_programs(
@@ -100,7 +108,7 @@ def make_train_programs(
     return TrainPrograms(make_score(settings), make_train_step(settings, recipe, optimizer))
 
 
-def make_score(settings: TrainSettings) -> ScoreProgram:
+def make_score(settings: TrainSettings) -> CompiledScore:
     """The jitted `(params, batch) -> logprobs [K, B, T]` of the batch's targets, float32, without gradient."""
 
     def score(params: Params, batch: Batch[jax.Array]) -> jax.Array:
@@ -117,7 +125,9 @@ def make_score(settings: TrainSettings) -> ScoreProgram:
     return jax.jit(score, out_shardings=shardings, compiler_options=settings.options())
 
 
-def make_train_step(settings: TrainSettings, recipe: Recipe, optimizer: optax.GradientTransformation) -> TrainStep:
+def make_train_step(
+    settings: TrainSettings, recipe: Recipe, optimizer: optax.GradientTransformation
+) -> CompiledTrainStep:
     """The jitted update `(state, batch, frozen) -> (state, metrics)`; `state` is donated.
 
     `frozen` are weights that stay as they are, and of which none are in the state: with LoRA all but the adapters.

@@ -21,7 +21,7 @@ from podium.train.optimizer import learning_rate
 from podium.train.prepare import prepare_step
 from podium.train.scorers import make_scorers
 from podium.train.state import TrainState, at_schedule_step
-from podium.train.step import Metrics, TrainSettings, make_train_programs
+from podium.train.step import Metrics, ScoreProgram, TrainSettings, TrainStep, make_train_programs
 
 
 class DivergedError(ValueError):
@@ -54,7 +54,9 @@ class Trainer:
         self.settings = settings
         self.folder = folder
         self.sizes = sizes
-        self.score, self.train_step = make_train_programs(settings, recipe, optimizer)
+        programs = make_train_programs(settings, recipe, optimizer)
+        self.score: ScoreProgram = programs.score
+        self.train_step: TrainStep = programs.train_step
         self.scorers = make_scorers(recipe, settings, self.score, reference)
         self.learning_rate = learning_rate(schedule.settings, schedule.steps)
         self.updates_per_step = recipe.updates_per_batch * recipe.minibatches
