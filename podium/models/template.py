@@ -72,17 +72,33 @@ class ChatTemplate:
             raise TemplateError(f"{name}: has {len(source):,} characters, and {MAX_SOURCE:,} are allowed")
         self._template = self._guarded(lambda: _compile(source))
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text of a conversation up to where the assistant answers. Raises TemplateError; any thread may call it.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        answer: bool = True,
+        options: Mapping[str, object] | None = None,
+    ) -> str:
+        """The text of a conversation. Any thread may call it.
 
         As in transformers, keys of a message whose value is None are left out.
+
+        Args:
+            messages: the conversation.
+            tools: JSON schemas of the functions that it may call.
+            answer: whether to end where the assistant answers.
+            options: further variables that the template reads, such as `enable_thinking`.
+
+        Raises:
+            TemplateError: the template refuses the conversation, fails, or takes more than its budget.
         """
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        seen = {**self._special_tokens, "messages": plain, "tools": None, "documents": None}
+        given = {"messages": plain, "tools": list(tools) or None, "documents": None, **(options or {})}
 
         def run() -> str:
-            _running.set(_Budget(MAX_VALUE + 10 * _weight(plain)))
-            return self._template.render(seen, add_generation_prompt=True)
+            _running.set(_Budget(MAX_VALUE + 10 * _weight(given)))
+            return self._template.render({**self._special_tokens, **given}, add_generation_prompt=answer)
 
         return contextvars.copy_context().run(self._guarded, run)
 

@@ -1,6 +1,7 @@
 """Text to tokens and back: transformers' tokenizer, from a Hugging Face folder or built from what a GGUF file says."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from podium.models import gguf
 from podium.models.architecture import MAX_SIZE, ModelError, shown
+from podium.models.chat_format import ChatFormat, Message
 from podium.models.source import ModelSource, read_json
 from podium.models.template import ChatTemplate
 
@@ -34,7 +36,6 @@ class Tokenizer:
         """
         own = () if backend.eos_token_id is None else (backend.eos_token_id,)
         self._backend = backend
-        self._template: ChatTemplate | None = None
         self._template_name = template_name
         self.eos_tokens: tuple[int, ...] = tuple(dict.fromkeys((*own, *eos_tokens)))
         self.bos_token: int | None = backend.bos_token_id
@@ -46,29 +47,40 @@ class Tokenizer:
 
     def encode_chat(self, question: str, system_prompt: str | None) -> list[int]:
         """The tokens of a conversation up to where the assistant answers; no or an empty system prompt: no message."""
-        messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
         messages.append({"role": "user", "content": question})
         return self.encode_messages(messages)
 
-    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_messages(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a conversation of messages (`role`, `content`) up to where the assistant answers.
 
         Raises ModelError where the chat template cannot be rendered with them, or takes too long.
         """
-        if self._template is None:
-            self._template = self._compiled()
-        return self.encode(self._template.render(messages))
+        return self.chat_format.encode(self.chat_format.render(messages, answer=True))
 
-    def _compiled(self) -> ChatTemplate:
-        """The chat template; of several that have names transformers' `default`."""
+    @functools.cached_property
+    def chat_format(self) -> ChatFormat:
+        """The model's chat format. Raises ModelError where its template is none."""
+        return self.make_chat_format({})
+
+    def make_chat_format(self, options: Mapping[str, object]) -> ChatFormat:
+        """The format with further variables for the template; of several templates that have names the `default`.
+
+        Raises ModelError where it is no template.
+        """
         try:
             source = self._backend.get_chat_template()
         except ValueError as error:
             raise ModelError(f"{self._template_name}: {error}") from error
         if not isinstance(source, str):
             raise ModelError(f"{self._template_name}: expected a text, found {shown(source)}")
-        named = {name: token for name, token in self._backend.special_tokens_map.items() if isinstance(token, str)}
-        return ChatTemplate(source, named, name=self._template_name)
+        special = {name: token for name, token in self._backend.special_tokens_map.items() if isinstance(token, str)}
+        return ChatFormat(
+            ChatTemplate(source, special, name=self._template_name),
+            named=self._backend.added_tokens_decoder,
+            encode=self.encode,
+            options=options,
+        )
 
     def check_vocab(self, vocab: int) -> None:
         """Raises ModelError where the weights, which have `vocab` tokens, are not of this tokenizer's model."""

@@ -10,6 +10,7 @@ from podium.api import chat as chat_module
 from podium.api.answers import open_model
 from podium.api.chat import CHUNK_TOKENS, STEPS_SHOWN, Conversation, chat, harmless, shaded
 from podium.rollout.request import Request, SamplingParams
+from podium.rollout.turn_format import TurnFormat
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -25,22 +26,6 @@ def conversation(rollouts, most: int = 20, **options) -> Conversation:
     return Conversation(rollouts, system_prompt=None, temperature=0.0, max_new_tokens=most, seed=0, **options)
 
 
-class Verbatim:
-    """A tokenizer whose chat template gives an assistant's message the tokens that were drawn for it."""
-
-    def __init__(self, tokenizer, shift: int = 0):
-        self.tokenizer, self.shift, self.drawn = tokenizer, shift, {}
-
-    def decode(self, tokens: list[int]) -> str:
-        text = self.tokenizer.decode(tokens)
-        self.drawn[text] = [token + self.shift for token in tokens]
-        return text
-
-    def encode_messages(self, messages) -> list[int]:
-        texts = [each["content"] for each in messages]
-        return [token for text in texts for token in self.drawn.get(text) or self.tokenizer.encode(text)]
-
-
 def test_pieces_are_the_answer_that_one_call_gives(rollouts, tiny_model):
     talk = conversation(rollouts)
     pieces = list(talk.answer("What is 3 + 4 ?"))
@@ -54,25 +39,46 @@ def test_pieces_are_the_answer_that_one_call_gives(rollouts, tiny_model):
     assert rollouts.engine.keys == []
 
 
-@pytest.mark.parametrize("verbatim", [True, False])
-def test_a_turn_reads_only_what_is_new_unless_the_template_changes_tokens(rollouts, monkeypatch, verbatim):
-    notices, engine = [], rollouts.engine
-    tokenizer = Verbatim(rollouts.feed.tokenizer, shift=0 if verbatim else 1)
-    monkeypatch.setattr(rollouts.feed, "tokenizer", tokenizer)
+APPENDING = (
+    "{% for message in messages %}{{ message.content + (' <eos>' if message.role == 'assistant' else '') + ' ' }}"
+    "{% endfor %}"
+)
+
+
+def use_template(tokenizer, template: str, monkeypatch) -> None:
+    monkeypatch.setattr(tokenizer._backend, "chat_template", template)
+    monkeypatch.setattr(tokenizer, "chat_format", tokenizer.make_chat_format({}))
+
+
+def test_a_turn_reads_only_what_is_new(rollouts, monkeypatch):
+    notices, engine, tokenizer = [], rollouts.engine, rollouts.feed.tokenizer
+    use_template(tokenizer, APPENDING, monkeypatch)
     talk = conversation(rollouts, most=8, notice=notices.append)
     assert "".join(talk.answer("1+2"))
-    first = [*tokenizer.encode_messages([{"content": "1+2"}]), *talk.tokens]
+    first = [*tokenizer.encode_messages([{"role": "user", "content": "1+2"}]), *talk.tokens]
+    turns = TurnFormat(tokenizer.chat_format, stop_tokens=tokenizer.eos_tokens)
+    ended = talk.tokens[-1] if talk.tokens[-1] in tokenizer.eos_tokens else None
+    new = turns.reply([{"role": "user", "content": "3+4"}], history=[], drawn_end=ended)
     engine.stats()
     assert "".join(talk.answer("3+4"))
-    new = tokenizer.encode_messages([{"content": "3+4"}])
-    read = engine.stats().prefill_tokens
-    assert (read, len(notices)) == ((1 + len(new), 0) if verbatim else (len(first) + len(new), 1))
-    if verbatim:
-        sampling = SamplingParams(max_new_tokens=8, temperature=0.0)
-        ((alone,),), _ = engine.generate([Request(prompt=(*first, *new), sampling=sampling, seed=0)])
-        assert talk.tokens == alone.tokens.tolist()
+    assert (engine.stats().prefill_tokens, notices) == (1 + len(new), [])
+    sampling = SamplingParams(max_new_tokens=8, temperature=0.0)
+    ((alone,),), _ = engine.generate([Request(prompt=(*first, *new), sampling=sampling, seed=0)])
+    assert talk.tokens == alone.tokens.tolist()
     talk.restart()
     assert engine.keys == []
+
+
+def test_a_template_that_cannot_be_continued_is_said_and_read_anew(rollouts, monkeypatch):
+    tokenizer, notices = rollouts.feed.tokenizer, []
+    use_template(tokenizer, "{{ messages[-1].content }}", monkeypatch)
+    talk = conversation(rollouts, most=2, notice=notices.append)
+    assert notices[0].startswith("the whole conversation is read again at each turn: the model's chat template cannot")
+    for question in ("1+2", "3+4"):
+        rollouts.engine.stats()
+        list(talk.answer(question))
+        assert rollouts.engine.stats().prompt_tokens == len(tokenizer.encode(question))
+    talk.restart()
 
 
 def test_an_answer_is_shown_while_it_is_drawn_and_can_be_interrupted(rollouts):
