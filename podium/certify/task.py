@@ -63,10 +63,11 @@ class LetterBackend:
     eos_token_id = pad_token_id = 0
     bos_token_id = None
     added_tokens_decoder: Mapping[int, object] = {}
+    special_tokens_map: Mapping[str, str] = {}
 
-    def apply_chat_template(self, messages: list[Mapping[str, str]], **_: object) -> list[int]:
-        """The numbers of the last message."""
-        return self.encode(messages[-1]["content"])
+    def get_chat_template(self) -> str:
+        """The last message alone."""
+        return "{{ messages[-1]['content'] }}"
 
     def encode(self, text: str, **_: object) -> list[int]:
         """The numbers in a text."""

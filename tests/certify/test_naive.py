@@ -2,6 +2,9 @@
 
 import pytest
 
+from podium.certify.task import LetterBackend, Numbers
+from podium.models.tokenizer import Tokenizer
+from podium.tasks.task import TaskSource
 from tools.structure import imports, reached, read_modules
 
 MODULES = read_modules()
@@ -11,6 +14,16 @@ COMPARED_WITH = ("podium.algorithms", "podium.train", "podium.rollout", "podium.
 
 def test_the_naive_side_is_four_files():
     assert [f"podium.certify.naive{part}" for part in ("", "_optimizer", "_rules", "_step")] == NAIVE
+
+
+def test_the_questions_of_a_certificate_s_run_are_their_own_numbers():
+    tokenizer = Tokenizer(LetterBackend(), eos_tokens=())
+    questions = [each.question for each in Numbers(TaskSource(), vocab=300).prompts("train")]
+    encoded = [tokenizer.encode_chat(each, None) for each in questions]
+    assert [" ".join(map(str, each)) for each in encoded] == questions
+    assert sorted(map(len, encoded)) == list(map(len, encoded))
+    assert (len(encoded[0]), len(encoded[-1])) == (1, 12)
+    assert tokenizer.decode([1, 0, 17]) == "bb"
 
 
 @pytest.mark.parametrize("name", NAIVE)
