@@ -7,7 +7,10 @@ has one answer, and cannot be right for two references that differ.
 
 import re
 
+from podium.tasks.forms import read_choice
+from podium.tasks.notation import plain_notation
 from podium.tasks.numbers import TAIL_CHARS, Number, last_number, read_number
+from podium.tasks.quantities import restated_quantity
 
 MAX_ANSWER_CHARS = 500
 """A longer final answer is wrong: no reference is as long."""
@@ -17,6 +20,11 @@ _PHRASE = re.compile(r"\banswer\W{0,8}(?:is|are)\b[\s:*=]*|\banswer[\s*]{0,4}[:=
 _SENTENCE_END = re.compile(r"\n|(?<!\\)[.!?](?=\s|\**$)|$")
 _EXPLANATION = re.compile(
     r"(?<=\S)[,;]?\s+(?:since|because|as|so|given|which|where|when|thus|hence|therefore|that is|i\.e\.)\s",
+    re.IGNORECASE,
+)
+_ASIDE = re.compile(  # 12 apples (after giving 5 away).
+    r"\s\((?:after|before|since|because|as|when|once|given|(?:not )?(?:including|counting)|excluding|with|without)\s"
+    r"[^()\n]{1,200}\)(?=[\s.!*$]*$)",
     re.IGNORECASE,
 )
 _MATH_SPAN = re.compile(r"(?<!\\)\$\$?(?![\s$])((?:[^$\\]|\\.)++)(?<!\s)\$|\\\(([^$]+?)\\\)|\\\[([^$]+?)\\\]")
@@ -56,8 +64,20 @@ def final_number(completion: str) -> Number | None:
     text = answer_text(completion)
     answer = final_answer(text)
     if answer is None:
-        return last_number(text)
-    return read_number(answer) if len(answer) <= MAX_ANSWER_CHARS else None
+        text = without_aside(text[-TAIL_CHARS:].rstrip())
+        restated = restated_quantity(text.rpartition("\n")[2])
+        return last_number(text) if restated is None else read_number(restated)
+    if len(answer) > MAX_ANSWER_CHARS:
+        return None
+    answer = without_aside(answer)
+    choice = read_choice(plain_notation(answer))
+    answer = answer if choice is None else choice.value
+    return read_number(restated_quantity(answer) or answer)
+
+
+def without_aside(text: str) -> str:
+    """The text without a remark in brackets at its end that begins as an explanation: `(after giving 5 away)`."""
+    return _ASIDE.sub("", text)
 
 
 def _until_closed(text: str) -> str:

@@ -17,6 +17,13 @@ _CHARACTERS = str.maketrans(
         "\u03c0": r"\pi ",
         "\u221e": r"\infty ",
         "\u2248": r"\approx ",
+        "\u2264": r"\le ",
+        "\u2265": r"\ge ",
+        "\u2260": r"\ne ",
+        "\u2205": r"\emptyset ",
+        "\u222a": r"\cup ",
+        "\u2208": r"\in ",
+        "\u211d": r"\mathbb{R} ",
         "\u2103": "\u00b0C",
         "`": " ",
     }
@@ -24,9 +31,12 @@ _CHARACTERS = str.maketrans(
 _SPLIT_THOUSANDS = re.compile(
     r"(?<=[0-9])(?:,\\!(?:\\,)? ?|\{,\}|(?:\\,|[\u2009\u202f])(?=[0-9]{3}(?![0-9])))(?=[0-9]{3})"
 )
+_BRACED_COLON = re.compile(r"\{\s*:\s*\}")  # 3{:}45
 _SMALL_SPACE = re.compile(r"(?<!\\)\\(?:[,;: ]|q?quad(?![A-Za-z]))|~")
 _DELIMITER = re.compile(r"(?<!\\)\\[()\[\]]|(?<![\w)}\]])\*\*|\*\*(?![\w({\\])")
 _RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
+_LOWERED = re.compile("[\u2080-\u2089]+")
+_LOWERED_DIGITS = str.maketrans("\u2080\u2081\u2082\u2083\u2084\u2085\u2086\u2087\u2088\u2089", "0123456789")
 _RAISED_DIGITS = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-")
 
 _INSIDE = r"((?:[^{}]|\{[^{}]*+\})*+)\}"
@@ -49,7 +59,9 @@ def plain_notation(text: str) -> str:
     """
     text = _SPLIT_THOUSANDS.sub(",", text).translate(_CHARACTERS)
     text = text.replace(r"\$", "$").replace(r"\%", "%").replace(r"\!", "")
+    text = _BRACED_COLON.sub(":", text)
     text = _RAISED.sub(lambda found: f"^{{{found[0].translate(_RAISED_DIGITS)}}}", text)
+    text = _LOWERED.sub(lambda found: f"_{{{found[0].translate(_LOWERED_DIGITS)}}}", text)
     text = _DELIMITER.sub(" ", _SMALL_SPACE.sub(" ", text))
     for _ in range(2):  # a style inside another
         text = _STYLED.sub(lambda found: f" {found[1] or found[2] or found[3] or ''} ", text)
