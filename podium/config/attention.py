@@ -1,4 +1,4 @@
-"""Which attention a run uses on its machine, and how rows and the cache are cut into blocks. No jax."""
+"""Chooses a run's attention for its machine, and how rows and the cache are cut into blocks. No jax."""
 
 import dataclasses
 import math
@@ -8,44 +8,44 @@ from podium.config.schema import Attention
 
 Backend = Literal["tpu_kernel", "gpu_kernel", "blocks", "reference"]
 KERNELS: dict[str, Backend] = {"tpu": "tpu_kernel", "gpu": "gpu_kernel"}
-"""The attention kernel of each jax platform."""
+"""The name of the attention kernel on each jax platform that has one."""
 BLOCK = 64
-"""The most tokens of a block in XLA: the scores of a block stay in a CPU's cache."""
+"""Most tokens per block in XLA; a block's scores then fit a CPU's cache."""
 GPU_BLOCK = 64
-"""Tokens of a block in the GPU's kernel: as many as fit registers and shared memory."""
+"""Tokens per block of the GPU kernel, limited by registers and shared memory."""
 TPU_BLOCKS = (512, 384, 256, 128)
-"""Tokens of a block in the TPU's kernel. Large blocks pad rows; each block costs `TPU_BLOCK_COST` tokens extra."""
+"""Tokens per block of the TPU kernel. Large blocks pad rows; each block costs `TPU_BLOCK_COST` tokens extra."""
 TPU_BLOCK_COST = 64
 CACHE_BLOCK = 256
-"""Tokens of the cache that attention reads at once, but whole pages; on CPU one page, as larger arrays are slower."""
+"""Tokens of the cache that attention reads per block, in whole pages; on CPU one page, as larger blocks are slower."""
 
 LANES = 128
-"""Numbers in a row of a TPU's tile. Programs copy an array whose rows do not fill tiles into a padded one."""
+"""Elements per row of a TPU tile. Programs copy an array whose rows do not fill tiles into a padded one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class KvLayout:
-    """How a page of the cache stores the keys and values of a head."""
+    """How a page of the cache stores the keys and values of one head."""
 
     width: int
-    """Numbers in a stored row; it ends with zeros where the key or value is shorter."""
+    """Elements of a stored row; zero-padded if the key or value is shorter."""
     joined: bool = False
-    """Whether a row holds a token's key followed by its value; otherwise each has a row of its own."""
+    """Whether a row holds a token's key followed by its value, rather than only one of them."""
     transposed: bool = False
-    """Whether the last dimension of the keys is the position in the page instead of the number in the key."""
+    """Whether keys are stored with positions as the last dimension, rather than the elements of a key."""
 
     @property
     def numbers(self) -> int:
-        """Numbers stored for one token and one head: key, value and padding."""
+        """Elements stored for one token and one head: key, value and padding."""
         return self.width if self.joined else 2 * self.width
 
 
 def kv_layout(head_dim: int, platform: str) -> KvLayout:
-    """The layout of the cache for heads of `head_dim` numbers on jax's platform (cpu, gpu, tpu).
+    """The cache layout for heads of `head_dim` elements on a jax platform (cpu, gpu, tpu).
 
-    On a TPU, rows fill whole tiles: for heads of 64, a row of 128 numbers holds a key and its value; for heads of 80,
-    the key and the value have a row of 128 numbers each, whose last 48 are zeros. On a CPU, keys are transposed: the
-    attention of a decode step then takes 0.45 of the time.
+    On a TPU, rows fill whole tiles: for heads of 64, a row of 128 elements holds a key and its value; for heads of 80,
+    key and value have a row of 128 elements each, the last 48 of which are zeros. On a CPU, keys are transposed, which
+    cuts the time of a decode step's attention to 0.45.
     """
     if platform != "tpu":
         return KvLayout(head_dim, transposed=platform == "cpu")
@@ -54,7 +54,7 @@ def kv_layout(head_dim: int, platform: str) -> KvLayout:
 
 
 def attention_backend(choice: Attention, platform: str) -> Backend:
-    """The attention that `train.attention` means on jax's platform (cpu, gpu, tpu).
+    """Resolve `train.attention` on a jax platform (cpu, gpu, tpu).
 
     Raises ValueError if `choice` is `kernel` and the platform has none; only `auto` falls back.
     """
@@ -67,7 +67,7 @@ def attention_backend(choice: Attention, platform: str) -> Backend:
 
 
 def cut(backend: Backend, length: int) -> tuple[int, int]:
-    """The number of blocks into which a row is cut, and the tokens of each; the last one may be padded."""
+    """Cut a row of `length` tokens into blocks: returns their number and the tokens of each; the last may be padded."""
     if backend == "reference":
         return 1, length
     if backend == "blocks":
@@ -80,11 +80,11 @@ def cut(backend: Backend, length: int) -> tuple[int, int]:
 
 
 def attended_pairs(backend: Backend, length: int) -> int:
-    """Pairs of query and key that are multiplied for a row that is one sequence: the most that a row can take."""
+    """Query-key pairs that attention computes for a row of one sequence, the most that a row of `length` can need."""
     n, t = cut(backend, length)
     return t * t * n * (n + 1) // 2
 
 
 def cache_block_pages(page_tokens: int, platform: str) -> int:
-    """Pages of the cache that attention reads at once on jax's platform (cpu, gpu, tpu)."""
+    """Pages of the cache that attention reads per block on a jax platform (cpu, gpu, tpu)."""
     return 1 if platform == "cpu" else max(1, CACHE_BLOCK // page_tokens)

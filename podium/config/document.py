@@ -1,8 +1,8 @@
-"""YAML in and out, as this project reads it: every value knows its line, and `1e-6` is a number.
+"""Reads and writes YAML 1.2; every value knows the line it came from, and `1e-6` is a number.
 
-The scalars are those of YAML 1.2: true and false, null, decimal, hexadecimal and octal integers, floats. PyYAML alone
-reads YAML 1.1, where `1e-6` is text, `no` is false and `12:30` is 750. Duplicate keys, several documents and custom
-tags are errors. What the keys mean is for `podium.config.load`.
+Scalars are those of YAML 1.2: true and false, null, decimal, hexadecimal and octal integers, floats. PyYAML by default
+reads YAML 1.1, in which `1e-6` is text, `no` is false and `12:30` is 750. Duplicate keys, multiple documents and custom
+tags are errors. `podium.config.load` interprets the keys.
 """
 
 import dataclasses
@@ -29,9 +29,9 @@ _SCALARS = {
 }
 _TAG = "tag:yaml.org,2002:"
 DEEPEST = 40
-"""Sections and lists inside each other: more than any setting needs, less than Python's stack takes."""
+"""Maximum nesting of sections and lists: more than any setting needs, and within Python's stack."""
 MOST_VALUES = 100_000
-"""Values of a document with its aliases written out: a few hundred bytes of them can mean thousands of millions."""
+"""Maximum number of values with aliases expanded: a few hundred bytes of aliases can expand to billions of values."""
 
 
 Scalar: TypeAlias = bool | int | float | str | None
@@ -41,16 +41,16 @@ Plain: TypeAlias = "Scalar | Sequence[Plain] | Mapping[str, Plain]"
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A value and where it was written; mappings and lists hold nodes."""
+    """A value and its origin; mappings and lists contain nodes."""
 
     value: "Scalar | dict[str, Node] | list[Node]"
     origin: str
     text: str | None = None
-    """The value as typed, where no quotes could say that a number is meant as text (environment, command line)."""
+    """The unparsed text of a value from the environment or command line, where quotes cannot mark a number as text."""
 
     @classmethod
     def of(cls, value: Plain, origin: str) -> "Node":
-        """A plain value, all of it from one origin."""
+        """Make a node from a plain value, with one origin for all of it."""
         if isinstance(value, Mapping):
             return cls({key: cls.of(child, origin) for key, child in value.items()}, origin)
         if isinstance(value, Sequence) and not isinstance(value, str):
@@ -58,7 +58,7 @@ class Node:
         return cls(value, origin)
 
     def plain(self) -> Any:
-        """The value without origins."""
+        """The value without origins, as plain Python objects."""
         if isinstance(self.value, dict):
             return {key: child.plain() for key, child in self.value.items()}
         if isinstance(self.value, list):
@@ -71,20 +71,20 @@ class Node:
         return self.value if isinstance(self.value, dict) else {}
 
     def children(self) -> list[tuple[str | int, "Node"]]:
-        """Keys or indices, and what they hold; nothing for a scalar."""
+        """(key or index, child) pairs; empty for a scalar."""
         if isinstance(self.value, dict):
             return list(self.value.items())
         return list(enumerate(self.value)) if isinstance(self.value, list) else []
 
     def find(self, path: Sequence[str | int]) -> "Node | None":
-        """The node at a path of keys and indices, or None where nothing was written."""
+        """The node at a path of keys and indices, or None if there is none."""
         node: Node | None = self
         for key in path:
             node = dict(node.children()).get(key) if node is not None else None
         return node
 
     def origins(self, path: str = "") -> dict[str, str]:
-        """Dotted path -> origin, of everything below."""
+        """Map the dotted path of every node below this one to its origin."""
         found: dict[str, str] = {}
         for key, child in self.children():
             inner = f"{path}.{key}" if path else str(key)
@@ -93,16 +93,16 @@ class Node:
 
 
 class _Loader(yaml.SafeLoader):
-    """Resolves YAML 1.2's scalars and no others."""
+    """Parses only YAML 1.2's scalars."""
 
     yaml_implicit_resolvers: dict = {}
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what YAML 1.1 or 1.2 would take for something else than text."""
+    """Quotes text that YAML 1.1 or 1.2 would read as another type."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """Never write `&id001`: a reader would have to search for the value."""
+        """Never write aliases such as `&id001`, which a reader would have to resolve."""
         return True
 
 
@@ -117,9 +117,9 @@ for _name, (_pattern, _first) in _SCALARS.items():
 
 
 def read_document(path: Path) -> Node:
-    """The mapping that a YAML file holds; an empty file is an empty mapping.
+    """Read a YAML file that contains a mapping; an empty file is an empty mapping.
 
-    Raises ConfigError where the file cannot be read, is not YAML, is no mapping, or names a key twice.
+    Raises ConfigError if the file cannot be read, is not YAML or not a mapping, or has a duplicate key.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -144,7 +144,7 @@ def read_document(path: Path) -> Node:
 
 
 def parse_text(text: str, origin: str) -> Node:
-    """A value of the environment or the command line: a scalar, `[...]` or `{...}`; anything else is text as typed."""
+    """Parse a value from the environment or command line: a scalar, `[...]` or `{...}`; anything else is text."""
     try:
         root = _compose(text, origin)
     except yaml.YAMLError:
@@ -163,7 +163,7 @@ def parse_text(text: str, origin: str) -> Node:
 
 
 def dump_value(value: object) -> str:
-    """A scalar, or a list or mapping in one line, as YAML that reads back as the same value."""
+    """Write a scalar, list or mapping as one line of YAML that reads back as the same value."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")
 
@@ -178,7 +178,7 @@ def _compose(text: str, origin: str) -> yaml.Node | None:
 def _convert(
     node: yaml.Node, source: str, line: int | None, parents: tuple[int, ...], count: "itertools.count[int]"
 ) -> Node:
-    """A composed node as a `Node`; `line` is None where the whole value has one origin, `count` counts all values."""
+    """Convert a composed YAML node; `line` is None if the whole value has one origin. `count` numbers all values."""
     origin = source if line is None else f"{source}:{line}"
     if len(parents) > DEEPEST:
         raise wrong(origin, f"nested too deep: at most {DEEPEST} sections and lists inside each other")

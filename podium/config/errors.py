@@ -1,4 +1,4 @@
-"""What is wrong with settings: the key, its value, the rule, the way out, and where the value was written."""
+"""Errors in settings: the key, its value, the rule, the way out, and where the value was written."""
 
 import dataclasses
 import difflib
@@ -7,39 +7,39 @@ from collections.abc import Iterable, Sequence
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Something that is wrong with the settings."""
+    """One error in the settings."""
 
     key: str
-    """Dotted path of the setting, or what could not be read at all (a file, an argument)."""
+    """Dotted path of the setting, or the file or argument that could not be read."""
     message: str
-    """Value, rule and way out, in one line."""
+    """Value, rule and way out, on one line."""
     origins: tuple[str, ...] = ()
     """Where the values were written: `file:line`, `environment NAME` or `--set key=value`."""
     about: str | None = None
-    """What the setting does."""
+    """Documentation of the setting."""
 
     def __str__(self) -> str:
-        """The problem in lines: what, where, and what the setting is for."""
+        """Several lines: the error, its origins, and the setting's documentation."""
         about = (self.about,) if self.about else ()
         return "\n    ".join((f"{self.key}: {self.message}", *self.origins, *about))
 
 
 @dataclasses.dataclass(frozen=True)
 class Contradiction:
-    """Settings that do not go together, or a value that another part of Podium does not know."""
+    """Settings that are valid alone but not together, or a value that another part of Podium rejects."""
 
     keys: tuple[str, ...]
-    """Dotted paths of all that the rule compares; the first is to blame."""
+    """Dotted paths of all settings that the rule compares; the first is the one to blame."""
     message: str
     """Values, rule and way out."""
     needs: tuple[str, ...] = ()
-    """More that the rule reads: while one of these is wrong in itself, the rule says nothing."""
+    """Other settings that the rule reads; the rule is not applied if one of these is itself invalid."""
     about: str | None = None
-    """What the setting does."""
+    """Documentation of the setting."""
 
 
 class ConfigError(ValueError):
-    """Settings that cannot be run: everything that is wrong with them, in one error."""
+    """Invalid settings: one error with all problems."""
 
     exit_status = 2
 
@@ -48,31 +48,31 @@ class ConfigError(ValueError):
         super().__init__(self.problems)
 
     def __str__(self) -> str:
-        """All problems, counted where there are several."""
+        """All problems, preceded by their number if there are several."""
         if len(self.problems) == 1:
             return str(self.problems[0])
         return "\n".join((f"{len(self.problems)} errors in the settings", *map(str, self.problems)))
 
 
 def wrong(key: str, message: str, *origins: str) -> ConfigError:
-    """The error of one problem."""
+    """Make a ConfigError with one problem."""
     return ConfigError([Problem(key=key, message=message, origins=origins)])
 
 
 def nearest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The choice most like a misspelt name, transposed letters first; None where none is near."""
+    """The closest match of a misspelt name, preferring transposed letters; None if nothing is close."""
     near = difflib.get_close_matches(name, list(choices), 5, cutoff)
     return min(near, key=lambda choice: sorted(choice) != sorted(name), default=None)
 
 
 def not_in(choices: Iterable[str], name: str) -> str:
-    """The message about a name that is not among the choices, which are all listed."""
+    """The message for a name that is not among the choices, listing all of them."""
     near = nearest(name, choices)
     return f"expected one of {', '.join(choices)}, got {name!r}" + (f"; did you mean {near}?" if near else "")
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The way out of an unknown name, for the end of a message: `did you mean 'add'?`, or the list of what there is."""
+    """The end of a message about an unknown name: `did you mean 'add'?`, or the list of known names."""
     names = sorted(known)
     if near := nearest(name, names):
         return f"did you mean {near!r}?"

@@ -1,7 +1,7 @@
-"""What pydantic found wrong as errors that help: the key, the value, the rule, where it was written, and the way out.
+"""Turns pydantic's validation errors into errors with the key, the value, the rule, the origin and the way out.
 
-The rule of a setting is read from the schema that editors use, its purpose from the field's docstring. Contradictions
-between settings are reported together with wrong values, unless they concern a setting that is wrong in itself.
+The rule of a setting is read from the JSON schema, its purpose from the field's docstring. Contradictions between
+settings are reported together with invalid values, unless they involve a setting that is itself invalid.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,9 +47,9 @@ def config_schema() -> Schema:
 
 
 def explain(error: ValidationError, tree: Node, files: Sequence[str], rules: Sequence[Rule]) -> list[Problem]:
-    """The problems behind an error of `Config.model_validate(tree.plain(), context=rules)`, each with its origins.
+    """Convert an error of `Config.model_validate(tree.plain(), context=rules)` to problems with their origins.
 
-    `files` are the config files; a missing setting belongs into the last.
+    `files` are the config files; a missing setting is reported for the last one.
     """
     schema = config_schema()
     details = [each for each in error.errors(include_url=False) if each["type"] != "contradiction"]
@@ -62,12 +62,12 @@ def explain(error: ValidationError, tree: Node, files: Sequence[str], rules: Seq
 
 
 def dotted(location: Location) -> str:
-    """A path of keys and indices as it is written on the command line."""
+    """A path of keys and indices in the dotted form of the command line."""
     return ".".join(str(key) for key in location)
 
 
 def setting_paths(schema: Schema) -> list[Location]:
-    """Paths of all sections and settings of the schema, the first task standing for all."""
+    """Paths of all sections and settings in the schema, with the first task standing for all tasks."""
     return list(_paths(schema, schema, ()))
 
 
@@ -81,7 +81,7 @@ def _paths(node: Schema, schema: Schema, path: Location) -> Iterator[Location]:
 
 
 def _contradictions(error: ValidationError, tree: Node, rules: Sequence[Rule]) -> list[Contradiction]:
-    """The rules that are broken; where fields are wrong, of the config with defaults instead."""
+    """The broken rules; if fields are invalid, those of the config with the invalid fields at their defaults."""
     details = error.errors(include_url=False)
     if any(each["type"] != "contradiction" for each in details):
         try:
@@ -94,7 +94,7 @@ def _contradictions(error: ValidationError, tree: Node, rules: Sequence[Rule]) -
 
 
 def _repaired(plain: dict[str, Any], wrong: Sequence[Location]) -> dict[str, Any]:
-    """The settings without those that are wrong, and with placeholders for the two that every run needs."""
+    """The settings without the invalid ones, and with placeholders for the two required ones."""
     for location in wrong:
         parent, keys = plain, [str(key) for key in location]
         while len(keys) > 1 and isinstance(parent.get(keys[0]), dict):
@@ -183,7 +183,7 @@ def _way_out(location: Location, schema: Schema, files: Sequence[str]) -> str:
 
 
 def _resolve(node: Schema, schema: Schema) -> Schema:
-    """The node behind `$ref`, and the other half of `X | None`."""
+    """Resolve a schema node: follow `$ref`, and take X of `X | None`."""
     if "anyOf" in node:
         choices = [choice for choice in node["anyOf"] if choice.get("type") != "null"]
         return _resolve(choices[0], schema)
@@ -193,7 +193,7 @@ def _resolve(node: Schema, schema: Schema) -> Schema:
 
 
 def _at(location: Location, schema: Schema) -> Schema | None:
-    """The schema's node of a path, resolved; None where no such setting exists."""
+    """The resolved schema node at a path; None if there is no such setting."""
     node = schema
     for key in location:
         if isinstance(key, int):
@@ -213,7 +213,7 @@ def _about(location: Location, schema: Schema) -> str | None:
 
 
 def rule_text(node: Schema, schema: Schema) -> str:
-    """What a node of a JSON schema allows, as `a whole number of at least 1`."""
+    """Describe the values that a JSON schema node allows, such as `a whole number of at least 1`."""
     node = _resolve(node, schema)
     if "enum" in node:
         return f"one of {', '.join(map(str, node['enum']))}"

@@ -1,4 +1,4 @@
-"""Which head a run's update and scoring use, and how the fused one cuts its arrays. No jax: the planner asks too."""
+"""Chooses the head for update and scoring, and how the fused head cuts its arrays. No jax, for the planner."""
 
 import math
 from typing import Literal
@@ -7,16 +7,16 @@ from podium.config.schema import Head
 
 HeadKind = Literal["chunked", "fused"]
 TOKENS, VOCAB, LANES = (1024, 512, 256, 128), (512, 256, 128), 128
-"""Tokens and logits of a tile of the kernels. The head is read once for each tile of tokens: on v6e in less time than
-its product takes, from 560 tokens on."""
+"""Tokens and logits per tile of the kernels. Each tile of tokens reads the whole head; on v6e, from 560 tokens on, this
+takes less time than the tile's product."""
 TILE_COST = 128
-"""Large tiles pad; each costs as much as so many tokens more."""
+"""Large tiles pad rows; each tile costs this many tokens extra."""
 
 
 def head_kind(choice: Head, platform: str, vocab_parts: int) -> HeadKind:
-    """The head that `train.head` means on jax's platform (cpu, gpu, tpu), its vocabulary split into so many parts.
+    """Resolve `train.head` on a jax platform (cpu, gpu, tpu), with the vocabulary split into `vocab_parts` parts.
 
-    Raises ValueError where the fused one is named and cannot be used: only `auto` chooses another.
+    Raises ValueError if `fused` is requested and cannot be used; only `auto` falls back.
     """
     if choice == "fused" and platform != "tpu":
         raise ValueError(
@@ -32,12 +32,12 @@ def head_kind(choice: Head, platform: str, vocab_parts: int) -> HeadKind:
 
 
 def fast_memory(device: str) -> int:
-    """Bytes of a core's fast memory that the kernels may take, on a kind of device as jax names it, or a generation."""
+    """Bytes of a core's fast memory available to the kernels; `device` is jax's device kind or a generation."""
     return (16 if device.endswith("v4") else 28) * 2**20
 
 
 def head_tile(count: int, vocab: int, width: int, itemsize: int, memory: int) -> tuple[int, int]:
-    """Tokens and logits of a tile, of so many tokens; twice both operands and four times the logits fit the memory."""
+    """Choose a tile (tokens, logits) for `count` tokens; two copies of both operands and four of logits must fit."""
     fitting = [
         (tokens, logits)
         for tokens in TOKENS
@@ -50,6 +50,6 @@ def head_tile(count: int, vocab: int, width: int, itemsize: int, memory: int) ->
 
 
 def head_chunks(count: int, chunk: int, tile: int) -> tuple[int, int]:
-    """Into how many chunks of at most about `chunk` tokens so many are cut, and the tokens of each, whole tiles."""
+    """Cut `count` tokens into chunks of about `chunk`: returns their number and the tokens of each, in whole tiles."""
     chunks = math.ceil(count / max(chunk, tile))
     return chunks, math.ceil(math.ceil(count / chunks) / tile) * tile

@@ -1,15 +1,15 @@
-"""Hints about keys that are not Podium's. Packages that know other systems offer them; `podium.config` imports none."""
+"""Hints about unknown keys, registered by packages that know other systems; `podium.config` imports none of them."""
 
 from collections.abc import Callable
 
 Hint = Callable[[str, str], str | None]
-"""(unknown key, config file) -> what to write instead; None if the key is not one of that system's."""
+"""(unknown key, config file) -> what to write instead; None if the key is not from the hint's system."""
 
 _hints: list[Hint] = []
 
 
 def offer(hint: Hint) -> None:
-    """Ask `hint` in every later error about an unknown key; offering it again changes nothing."""
+    """Register `hint` for all later errors about unknown keys; registering it twice has no further effect."""
     if hint not in _hints:
         _hints.append(hint)
 

@@ -1,7 +1,7 @@
-"""What a setting names by import path: `package.module:name`, in any module that Python can import.
+"""Imports objects that settings name as `package.module:name`, from any importable module.
 
-What a Python session hands over and no other process can import (a function of a notebook, say) has a name too, as
-`session:name`; a run with such a name can be continued in a session that hands it over again.
+Objects of a Python session that no other process can import (a notebook's function, say) are named `session:name`; a
+run with such a name can only be continued in a session that passes the object again.
 """
 
 import contextlib
@@ -18,20 +18,20 @@ _given: dict[str, object] = {}
 
 
 def is_path(name: str) -> bool:
-    """Whether a name is an import path and not an entry of a table."""
+    """Whether a name is an import path, rather than the name of a built-in."""
     return ":" in name
 
 
 def imported(path: str, *, what: str, known: Iterable[str] = ()) -> Any:
-    """The object that `package.module:name` names; the current folder is searched too.
+    """Import the object `package.module:name`; also searches the current folder.
 
     Args:
-        path: as written.
-        what: what it should be, for messages: `a task`.
-        known: names that would do as well, for messages.
+        path: the import path.
+        what: what the object should be, for messages, such as `a task`.
+        known: built-in names that would be valid too, for messages.
 
     Raises:
-        ValueError: it is no import path, or there is no such module or name.
+        ValueError: it is not an import path, or the module or name does not exist.
     """
     module_name, colon, attribute = path.partition(":")
     if module_name == SESSION:
@@ -61,7 +61,7 @@ def imported(path: str, *, what: str, known: Iterable[str] = ()) -> Any:
 
 
 def name_of(thing: object) -> str:
-    """The name by which a setting has an object: its import path, or a name in this session."""
+    """The name by which settings refer to an object: its import path, or `session:NAME`."""
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     if module and name and module != "__main__" and name.isidentifier():
         with contextlib.suppress(ValueError):
@@ -76,7 +76,7 @@ def name_of(thing: object) -> str:
 
 
 def _replaces(new: object, old: object) -> bool:
-    """Whether an object is another's later version: a notebook's cell was run again."""
+    """Whether an object is a newer version of another, because a notebook cell was run again."""
     code = [getattr(each, "__code__", None) for each in (new, old)]
     if code[0] is not None and code[0] == code[1]:
         return True

@@ -1,12 +1,12 @@
-"""Settings from where they are written: defaults < YAML files < environment < `--set`, and who said what.
+"""Merges settings: defaults < YAML files < environment < `--set`, and records where each was written.
 
-Files merge left to right, each after the files that its `base:` names; sections merge key by key, lists and values are
-replaced whole. `PODIUM_ROLLOUT__MAX_NEW_TOKENS=64` and `--set rollout.max_new_tokens=64` set one value each, lists by
-index (`tasks.0.path`). What may stand in the tree is `podium.config.schema`; how errors are worded is
-`podium.config.explain`.
+Files merge left to right, each on top of the files that its `base:` names. Sections merge key by key; lists and values
+are replaced whole. `PODIUM_ROLLOUT__MAX_NEW_TOKENS=64` and `--set rollout.max_new_tokens=64` set one value each; lists
+are set by index (`tasks.0.path`). `podium.config.schema` defines the settings; `podium.config.explain` words the
+errors.
 
-The environment is read here in a few lines and not by pydantic-settings, whose sources hand over plain values: an
-error could not name the variable, nor a file's line.
+The environment is parsed here rather than with pydantic-settings, whose sources drop the origins: errors could not name
+the variable, or the line of a file.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ SHIPPED = Path(sys.prefix) / "share" / "podium"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """The settings of a run, and where each that is not a default was written."""
+    """The settings of a run, and where each non-default one was written."""
 
     config: Config
     provenance: Mapping[str, str]
@@ -37,7 +37,7 @@ class Loaded:
 
 
 class Override(NamedTuple):
-    """A setting from the command line that has an option of its own, such as `--task`."""
+    """A setting from a command line option of its own, such as `--task`."""
 
     key: str
     """Dotted path."""
@@ -52,17 +52,17 @@ def load(
     *,
     rules: Sequence[Rule] = (),
 ) -> Loaded:
-    """The settings that files, environment and command line make together.
+    """Load the settings from files, environment and command line.
 
-    `podium.settings` calls it with the rules of recipes, tasks and layouts; without them only the config's own hold.
+    `podium.settings` passes the rules of recipes, tasks and layouts; without them only the config's own rules apply.
 
     Args:
-        files: YAML files, later ones win.
-        overrides: `key=value` texts of `--set`, or settings with an origin; later ones win, all over the environment.
-        environ: usually `os.environ`; names that start with `PODIUM_` are settings.
-        rules: more that must hold, reported together with all else that is wrong.
+        files: YAML files; later ones win.
+        overrides: `key=value` texts of `--set`, or settings with an origin; later ones win, and all win over `environ`.
+        environ: usually `os.environ`; variables that start with `PODIUM_` are settings.
+        rules: further rules, whose violations are reported together with all other errors.
 
-    Raises ConfigError with everything that is wrong.
+    Raises ConfigError with all problems.
     """
     tree = Node({}, "default")
     problems: list[Problem] = []
@@ -83,7 +83,7 @@ def load(
 
 
 def _located(file: Path) -> Path:
-    """The file, or where it is not there the config of that name that came with an installed Podium."""
+    """The file; if it does not exist, the config of that name that is installed with Podium."""
     shipped = SHIPPED / file
     return shipped if file.parts[:1] == ("configs",) and not file.exists() and shipped.is_file() else file
 
@@ -97,7 +97,7 @@ def _collecting(problems: list[Problem]) -> Iterator[None]:
 
 
 def merge(below: Node, above: Node) -> Node:
-    """Two layers as one: mappings key by key, anything else as the upper layer has it."""
+    """Merge two layers: mappings key by key; otherwise the upper layer replaces the lower."""
     if not isinstance(below.value, dict) or not isinstance(above.value, dict):
         return above
     children = dict(below.value)
@@ -107,7 +107,7 @@ def merge(below: Node, above: Node) -> Node:
 
 
 def assign(tree: Node, keys: Sequence[str], leaf: Node, path: str = "") -> Node:
-    """The tree with one value set, sections on the way made where they are missing."""
+    """Set one value in the tree, creating missing sections on the way."""
     if not keys:
         return leaf
     key, rest = keys[0], keys[1:]
@@ -143,7 +143,7 @@ def _override_setting(text: str | Override) -> tuple[list[str], Node]:
 
 
 def _read_with_bases(path: Path, including: tuple[Path, ...]) -> Node:
-    """The file merged over the files that its `base:` names, which stand relative to it."""
+    """Read a file and merge it over the files in its `base:`, which are relative to it."""
     resolved = path.resolve()
     if resolved in including:
         chain = " -> ".join(str(file) for file in (*including[including.index(resolved) :], resolved))
@@ -169,7 +169,7 @@ def _read_with_bases(path: Path, including: tuple[Path, ...]) -> Node:
 
 
 def validate(tree: Node, files: Sequence[str | Path], *, rules: Sequence[Rule] = ()) -> Loaded:
-    """The config of a merged tree; `load` says what the arguments are. Raises ConfigError with all that is wrong."""
+    """Validate a merged tree; see `load` for the arguments. Raises ConfigError with all problems."""
     if files and "name" not in tree.section:
         named = Node(Path(files[-1]).stem, f"name of {files[-1]}")
         tree = Node({**tree.section, "name": named}, tree.origin)
@@ -185,7 +185,7 @@ def validate(tree: Node, files: Sequence[str | Path], *, rules: Sequence[Rule] =
 
 
 def _with_text_as_typed(tree: Node, error: ValidationError) -> Node:
-    """The tree with values of the environment and command line as text where text is expected: `--set name=7`."""
+    """Replace values of environment and command line by their text where the schema expects text: `--set name=7`."""
     for detail in error.errors(include_url=False):
         node = tree.find(detail["loc"])
         if detail["type"] == "string_type" and node is not None and node.text is not None:

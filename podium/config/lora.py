@@ -9,43 +9,43 @@ from podium.config.errors import Contradiction, nearest
 from podium.config.section import Positive, PositiveFloat, Section
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
-"""The matrices of a layer, any of which can have an adapter."""
+"""A layer's matrices that can have an adapter."""
 TARGETS: Mapping[str, tuple[str, ...]] = {
     "all": MATRICES,
     "attention": MATRICES[:4],
     "mlp": MATRICES[4:],
     **{name: (name,) for name in MATRICES},
 }
-"""What `lora.targets` may name, and the matrices that it stands for."""
+"""The groups that `lora.targets` may name, and their matrices."""
 FULL_RATE, LORA_RATE = 1e-6, 1e-5
-"""Learning rates where none is set; adapters want about ten times as much, whatever their rank
-(https://thinkingmachines.ai/blog/lora/; `python -m benches.lora_rates` tries it)."""
+"""Default learning rates; adapters need about ten times as much, whatever their rank
+(https://thinkingmachines.ai/blog/lora/; `python -m benches.lora_rates` tests it)."""
 APART_RANK = 64
-"""The largest rank whose products, in `auto`, are made beside the model's at each token instead of merged into it."""
+"""Largest rank for which `auto` computes the adapters' products at each token instead of merging the adapters."""
 
 Base = Literal["bfloat16", "int8"]
 
 
 class LoraConfig(Section):
-    """Adapters: what they are beside, how large they are, and how the model under them is kept."""
+    """LoRA: the adapters' size and place, and the format of the frozen model."""
 
     rank: Positive = 32
-    """Inner size of the adapters. In RL small ones learn as well as large ones: an episode says little."""
+    """Rank of the adapters. In RL, small ranks learn as well as large ones: an episode carries little information."""
     alpha: PositiveFloat = 32.0
-    """What an adapter makes is multiplied by alpha / rank."""
+    """An adapter's output is multiplied by alpha / rank."""
     targets: Annotated[list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)] = ["all"]
     """Matrices that get an adapter: all, attention, mlp, or names of q, k, v, o, gate, up, down."""
     seed: int = 0
-    """Seed of the adapters' first factors; the second ones begin at 0, so that the run begins with the model itself."""
+    """Seed of the adapters' first factors; the second factors start at 0, so the run starts with the model itself."""
     base: Base = "bfloat16"
-    """How the frozen matrices of the layers are kept. int8: half the memory, a scale for each output; only where memory
-    decides, as it changes the model a little."""
+    """Storage format of the layers' frozen matrices. int8: half the memory, with a scale per output; use it only if
+    memory is short, because it changes the model slightly."""
     rollout: Literal["auto", "apart", "merged"] = "auto"
-    """How the rollout has the adapters. apart: their thin products beside the frozen model's, which is there once;
-    merged: a copy of the model with the adapters added, made anew after every update, and rounded to its number format.
-    auto: apart up to rank 64, or beside an int8 base."""
+    """How the rollout applies the adapters. apart: as separate low-rank products beside the frozen model, which is
+    stored once; merged: in a copy of the model with the adapters added, remade after every update and rounded to its
+    number format. auto: apart up to rank 64, or with an int8 base."""
     adapter: str | None = None
-    """Folder of an adapter in PEFT's format with which the run begins, instead of new ones."""
+    """Folder of an adapter in PEFT's format to start from, instead of new adapters."""
 
 
 def contradictions(lora: LoraConfig) -> Iterator[Contradiction]:
@@ -68,7 +68,7 @@ def contradictions(lora: LoraConfig) -> Iterator[Contradiction]:
 
 
 def with_rate(settings: Mapping[str, object]) -> Mapping[str, object]:
-    """Settings of a run as written, with the learning rate of adapters where they have `lora` and no rate."""
+    """Written settings, with the learning rate of adapters if they have `lora` and no rate."""
     train = settings.get("train", {})
     optimizer = train.get("optimizer", {}) if isinstance(train, Mapping) else None
     if not isinstance(train, Mapping) or not isinstance(optimizer, Mapping):

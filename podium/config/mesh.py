@@ -1,8 +1,8 @@
-"""The sizes of the mesh axes that `mesh:` means on given devices, hosts and slices. No jax: errors come first.
+"""Resolves `mesh:` to axis sizes on given devices, hosts and slices. No jax, so errors come before it is imported.
 
-Several slices are joined by the data center's network (DCN), a hundred times slower than the interconnect within a
-slice. They are the outermost part of dp: `dcn:2,fsdp:8` copies the weights to two slices and splits them over 8 devices
-in each.
+Slices are joined by the data center's network (DCN), which is a hundred times slower than the interconnect within a
+slice. They are the outermost part of dp: `dcn:2,fsdp:8` copies the weights to two slices and splits them over the 8
+devices of each.
 """
 
 import math
@@ -12,17 +12,17 @@ from collections.abc import Mapping
 AXES = ("dp", "fsdp", "sp", "tp")
 """The axes of a mesh, outermost first."""
 COPIES = "dp"
-"""The axis that copies weights; slices are its outermost part."""
+"""The axis along which weights are replicated; slices are its outermost part."""
 SLICES = "dcn"
 SHORT_FORM = ("dp", "fsdp", "tp")
-"""The axes of a mesh that is written without names, as `1,-1,1`."""
+"""The axes of an unnamed mesh such as `1,-1,1`."""
 
 MeshSizes = Mapping[str, int]
 """The size of each of AXES, in their order."""
 
 
 def mesh_sizes(text: str, *, hosts: int = 1, slices: int = 1) -> dict[str, int]:
-    """The size of each axis that `mesh:` writes down, with -1 for what is left: known without any device.
+    """Parse `mesh:` into axis sizes, with -1 for "all remaining devices"; needs no devices.
 
     `auto` is full FSDP in each slice, `host_local` is dp over hosts and fsdp inside each, `fsdp:4,tp:2` names sizes
     (an axis that is not named is 1), `1,-1,1` is dp, fsdp and tp. At most one is -1. Raises ValueError for any other
@@ -46,7 +46,7 @@ def mesh_sizes(text: str, *, hosts: int = 1, slices: int = 1) -> dict[str, int]:
 
 
 def mesh_shape(text: str, *, devices: int, hosts: int, slices: int = 1) -> dict[str, int]:
-    """The size of each axis that `mesh:` means on these devices. Raises ValueError if it does not fit."""
+    """Resolve `mesh:` to axis sizes on these devices. Raises ValueError if it does not fit."""
     sizes = mesh_sizes(text, hosts=hosts, slices=slices)
     asked = re.search(rf"{SLICES}\s*:\s*(\d+)", text)
     if asked and int(asked[1]) != slices:
@@ -71,12 +71,12 @@ def mesh_shape(text: str, *, devices: int, hosts: int, slices: int = 1) -> dict[
 
 
 def mesh_text(sizes: MeshSizes) -> str:
-    """How `mesh:` writes these sizes."""
+    """Axis sizes in the form of `mesh:`."""
     return ",".join(f"{axis}:{size}" for axis, size in sizes.items())
 
 
 def _named_sizes(text: str) -> dict[str, int]:
-    """The sizes of `dcn:2,fsdp:4`, slices taken into dp."""
+    """Parse `dcn:2,fsdp:4`; slices are multiplied into dp."""
     named = [(name.strip(), int(size)) for name, size in (part.split(":") for part in text.split(","))]
     unknown = [name for name, _ in named if name not in (SLICES, *AXES)]
     if unknown or len({name for name, _ in named}) < len(named):

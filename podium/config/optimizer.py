@@ -5,25 +5,26 @@ from typing import Literal
 from podium.config.section import Fraction, NotNegative, NotNegativeFloat, PositiveFloat, Section
 
 OPTIMIZER_COPIES = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 2, "adafactor": 0}
-"""The optimizers by name, and how many numbers each keeps for a parameter; a user's own is taken to keep two."""
+"""The optimizers by name, and the elements of state that each keeps per parameter; 2 is assumed for a user's own."""
 
 
 class OptimizerConfig(Section):
     """The optimizer (optax) and its schedule."""
 
     name: str = "adamw"
-    """Which update rule; state per parameter: adamw 8 bytes, lion, muon and sgd 4, adafactor about 0. Or a function of
-    yours as `package.module:name`, from these settings to an optax transformation that makes the direction uphill."""
+    """Update rule; bytes of state per parameter: adamw 8, lion, muon and sgd 4, adafactor about 0. Or your own function
+    as `package.module:name`, which takes these settings and returns an optax transformation whose output is an ascent
+    direction."""
     learning_rate: PositiveFloat = 1e-6
-    """Peak learning rate; unset: 1e-6, and with `lora` 1e-5, as adapters want ten times what all weights want."""
+    """Peak learning rate; unset: 1e-6, or 1e-5 with `lora`, because adapters need about ten times as much."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Shape after warm-up; cosine and linear end at `final_fraction` of the peak at the last step."""
     final_fraction: Fraction = 0.0
-    """Where cosine and linear end, as a fraction of the peak."""
+    """Final learning rate of cosine and linear, as a fraction of the peak."""
     warmup_steps: NotNegative = 0
     """Optimizer steps over which the learning rate rises linearly to its peak: peak/warmup_steps at the first."""
     weight_decay: NotNegativeFloat = 0.0
-    """Decoupled weight decay of matrices; norms and biases have none."""
+    """Decoupled weight decay of matrices; norms and biases are not decayed."""
     beta1: Fraction = 0.9
     """Decay of the first moment (momentum of lion, muon and sgd)."""
     beta2: Fraction = 0.95
@@ -31,7 +32,7 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     moments: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the moments. bfloat16 halves them: they are rounded up or down at random, in proportion, so that
-    changes smaller than a step of it are not lost."""
+    """Number format of the moments. bfloat16 halves their memory; rounding is stochastic, so that updates smaller than
+    one bfloat16 step are not lost."""
     clip_norm: NotNegativeFloat = 1.0
-    """Largest global norm of the gradient; 0: not clipped."""
+    """Maximum global norm of the gradient; 0: no clipping."""

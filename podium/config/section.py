@@ -1,4 +1,4 @@
-"""What sections of the settings are made of: their base class, and numbers with a range."""
+"""The base class of config sections, and number types with a range."""
 
 from typing import Annotated
 
@@ -13,6 +13,6 @@ NotNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
-    """A part of the tree: no unknown keys, no silent conversions, no change after loading."""
+    """A section of the settings: rejects unknown keys, converts nothing silently, and is immutable."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)

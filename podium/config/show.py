@@ -1,4 +1,4 @@
-"""Settings as YAML text that loads again (`podium config show`, migrated files), and the JSON schema of such files."""
+"""Writes settings as YAML that loads again (`podium config show`, migration), and the JSON schema of config files."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -8,7 +8,7 @@ from podium.config.schema import Config
 
 
 def to_yaml(settings: Mapping[str, object], comments: Mapping[str, str] | None = None) -> str:
-    """Plain settings in blocks, one per line, with a comment behind each whose dotted path has one."""
+    """Write plain settings as block YAML, one per line; `comments` by dotted path go to the end of the line."""
     return "".join(f"{line}\n" for line in _mapping(settings, comments or {}, "", ""))
 
 
@@ -41,10 +41,10 @@ def _line(text: str, comment: str | None) -> str:
 
 
 def file_schema(names: Mapping[str, Iterable[str]], importable: Iterable[str] = ()) -> dict[str, object]:
-    """The JSON schema of a config file; files that include others need not be whole, so nothing is required.
+    """The JSON schema of a config file. Nothing is required, because files may include others.
 
-    `names` has the values that a text setting may have, by its dotted path; those that are `importable` may be an
-    import path as well.
+    `names` lists the allowed values of text settings by dotted path; settings in `importable` also accept an import
+    path.
     """
     schema = Config.model_json_schema()
     for path, values in names.items():

@@ -1,4 +1,4 @@
-"""Sizes of the rollout engine that follow from its settings alone; the engine and the planner take them from here."""
+"""Sizes of the rollout engine that follow from its settings alone; shared by engine and planner."""
 
 from podium.config.schema import RolloutConfig
 
@@ -7,7 +7,7 @@ STEPS_BETWEEN_LOOKS = 8
 
 
 def check_split(rollout: RolloutConfig, shards: int, over: str = "devices") -> None:
-    """Raises ValueError where slots or prefill rows do not divide over the devices, or hosts, that split them."""
+    """Raises ValueError if slots or prefill rows do not divide over the `shards` devices or hosts."""
     for name, value in (("slots", rollout.slots), ("prefill_rows", rollout.prefill_rows)):
         if value % shards:
             raise ValueError(
@@ -16,14 +16,14 @@ def check_split(rollout: RolloutConfig, shards: int, over: str = "devices") -> N
 
 
 def table_pages(rollout: RolloutConfig) -> int:
-    """W, pages of the longest sequence."""
+    """W: pages of the longest possible sequence."""
     return -(-(rollout.max_prompt_tokens + rollout.max_new_tokens) // rollout.page_tokens)
 
 
 def cache_pages(rollout: RolloutConfig, shards: int) -> int:
     """Pages of the KV cache, over all shards.
 
-    Raises ValueError where a shard's share does not hold the longest sequence and its prompt's part page.
+    Raises ValueError if a shard cannot hold the longest sequence plus its prompt's partial page.
     """
     if rollout.cache_tokens is None:
         prompt = -(-rollout.max_prompt_tokens // rollout.page_tokens)
@@ -39,15 +39,15 @@ def cache_pages(rollout: RolloutConfig, shards: int) -> int:
 
 
 def ring_piece(window: int, page_tokens: int) -> int:
-    """Tokens that enter a ring of pages at once: as many whole pages as hold a window."""
+    """Tokens written to a ring of pages at once: as many whole pages as hold a window."""
     return -(-window // page_tokens) * page_tokens
 
 
 def ring_pages(window: int | None, rollout: RolloutConfig) -> int | None:
-    """Pages in which a layer keeps all that a window of each sequence reaches, or None: it keeps whole sequences.
+    """Pages per ring of a windowed layer; None: the layer stores whole sequences in ordinary pages.
 
-    They hold `ring_piece` new tokens and what the oldest of these sees, wherever that begins in a page. None without a
-    window, and where whole sequences take no more pages.
+    A ring holds `ring_piece` new tokens and everything that the oldest of them sees, wherever it starts within a page.
+    None without a window, and if whole sequences need no more pages than a ring.
     """
     if window is None:
         return None
@@ -57,7 +57,7 @@ def ring_pages(window: int | None, rollout: RolloutConfig) -> int | None:
 
 
 def steps_at_once(steps: int, shards: int) -> int:
-    """Decode steps after which the devices ask each other whether any slot is live; one device need not ask."""
+    """Decode steps between checks of whether any slot is live on any device; 1 if there is only one device."""
     return max(n for n in range(1, STEPS_BETWEEN_LOOKS + 1) if steps % n == 0) if shards > 1 else 1
 
 
@@ -68,7 +68,7 @@ def slot_sizes(rollout: RolloutConfig, shards: int) -> tuple[int, ...]:
 
 
 def prompt_buckets(max_prompt_tokens: int) -> list[int]:
-    """The lengths that prompts are padded to: 32, 64, ... up to the longest prompt."""
+    """Lengths that prompts are padded to: 32, 64, ... up to the longest prompt."""
     buckets = [SMALLEST_BUCKET]
     while buckets[-1] < max_prompt_tokens:
         buckets.append(2 * buckets[-1])

@@ -33,7 +33,7 @@ def test_a_wrong_type_shows_rule_value_line_and_purpose(errors):
     assert errors("rollout:\n  max_new_tokens: many\n") == [
         "rollout.max_new_tokens: expected a whole number of at least 1, got 'many'\n"
         "    a.yaml:4\n"
-        "    Longest completion in tokens, end-of-sequence included; a longer one is cut with finish reason `length`."
+        "    Longest completion in tokens, end-of-sequence included; longer ones are cut, with finish reason `length`."
     ]
 
 

@@ -72,7 +72,7 @@ def test_the_schema_describes_files_that_include_others():
     assert "base" in schema["properties"] and "required" not in schema
     assert schema["properties"]["steps"] == {
         "default": 100,
-        "description": "Training steps, each of rollout, grading and update.",
+        "description": "Training steps; each is rollout, grading and update.",
         "minimum": 1,
         "title": "Steps",
         "type": "integer",
