@@ -30,7 +30,7 @@ class LoraConfig(Section):
     """LoRA: the adapters' size and place, and the format of the frozen model."""
 
     rank: Positive = 32
-    """Rank of the adapters. In RL, small ranks learn as well as large ones: an episode carries little information."""
+    """Rank of the adapters. In RL, small ranks suffice: an episode carries little information."""
     alpha: PositiveFloat = 32.0
     """An adapter's output is multiplied by alpha / rank."""
     targets: Annotated[list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)] = ["all"]

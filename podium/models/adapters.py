@@ -1,4 +1,4 @@
-"""What LoRA does to weights outside of a forward pass: adapters merged, frozen matrices in int8, and whose they are."""
+"""LoRA's operations on stored weights: merging adapters, quantising frozen matrices to int8, and fingerprints."""
 
 import hashlib
 import math
@@ -25,9 +25,9 @@ INT8_MOST = 127
 
 
 def merged(params: Params, scale: float) -> Params:
-    """The weights of a layer with its adapters added, W + scale AB in float32; the adapters are left out.
+    """A layer's weights with its adapters merged: W + scale AB, computed in float32; without the adapters themselves.
 
-    Raises ValueError where a matrix is int8: the sum would be rounded to its few steps, or be another model.
+    Raises ValueError for an int8 matrix: a rounded sum would lose the adapters or change the model.
     """
 
     def whole(name: str, value: jax.Array) -> jax.Array:
@@ -43,7 +43,7 @@ def merged(params: Params, scale: float) -> Params:
 
 
 def dequantised(w: Mapping[str, AnyWeight], dtype: jnp.dtype) -> dict[str, AnyWeight]:
-    """The weights of a layer in `dtype`: int8 ones times their scales, in float32 and rounded once."""
+    """A layer's weights in `dtype`; int8 ones are multiplied by their scales in float32 and rounded once."""
 
     def whole(name: str, value: AnyWeight) -> AnyWeight:
         if name + SCALE not in w:
@@ -56,9 +56,9 @@ def dequantised(w: Mapping[str, AnyWeight], dtype: jnp.dtype) -> dict[str, AnyWe
 
 
 def quantised(value: jax.Array, spec: ParamSpec) -> tuple[jax.Array, jax.Array]:
-    """A stack of matrices [L, in..., out...] as int8, and the float32 scale [L, out...] of each output.
+    """Quantise a stack of matrices [L, in..., out...] to int8, with a float32 scale [L, out...] per output.
 
-    Symmetric: the largest number of an output's column is 127 steps from 0, and the others are rounded to the nearest.
+    Symmetric: the largest absolute value of an output's column maps to 127, others to the nearest step.
     """
     inputs = tuple(range(spec.stacked, matrix_outputs(spec)))
     largest = jnp.max(jnp.abs(value.astype(jnp.float32)), axis=inputs, keepdims=True)
@@ -67,7 +67,7 @@ def quantised(value: jax.Array, spec: ParamSpec) -> tuple[jax.Array, jax.Array]:
 
 
 def make_quantise(name: str, decoder: DecoderConfig, rules: ShardingRules):
-    """The jitted `quantised` of a frozen weight, laid out as it is kept; it takes the float32 weight's memory."""
+    """The jitted `quantised` of a frozen weight, in its stored layout; it donates the float32 weight."""
     specs = frozen_specs(decoder)
     shardings = param_shardings({part: specs[part] for part in (name, name + SCALE)}, rules)
 
@@ -78,7 +78,7 @@ def make_quantise(name: str, decoder: DecoderConfig, rules: ShardingRules):
 
 
 def abstract_frozen(decoder: DecoderConfig, rules: ShardingRules) -> dict[str, jax.ShapeDtypeStruct]:
-    """What the frozen weights will be, without making them; none where all are trained."""
+    """The frozen weights as abstract arrays; empty if all weights are trained."""
     specs = frozen_specs(decoder)
     shardings = param_shardings(specs, rules)
     dtypes = {name: kept_dtype(jnp.dtype(frozen_dtype(name, decoder)), rules) for name in specs}
@@ -88,9 +88,9 @@ def abstract_frozen(decoder: DecoderConfig, rules: ShardingRules) -> dict[str, j
 
 
 def fingerprint(params: Params) -> str:
-    """A name of these very weights, the same on any mesh: a hash of names, shapes and sums over all their bits.
+    """Identify weights by a hash of names, shapes and checksums over all bits; the same on any mesh.
 
-    Each number's bits are multiplied by an odd number that follows from its position, and added up modulo 2^32.
+    A checksum multiplies each element's bits by an odd number derived from its position, and adds them modulo 2^32.
     """
     sums = jax.device_get(jax.jit(lambda params: {name: _sum_of_bits(x) for name, x in params.items()})(params))
     kinds = [f"{name} {params[name].dtype}{list(params[name].shape)} {int(sums[name])}" for name in sorted(params)]
@@ -98,7 +98,7 @@ def fingerprint(params: Params) -> str:
 
 
 def base_of(frozen: Params) -> str | None:
-    """The fingerprint of frozen weights; None where there are none."""
+    """The fingerprint of frozen weights; None if there are none."""
     return fingerprint(frozen) if frozen else None
 
 
@@ -106,7 +106,7 @@ def _sum_of_bits(x: jax.Array) -> jax.Array:
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
     bits = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
     position = jnp.zeros(x.shape, jnp.uint32)
-    for dim in range(x.ndim):  # modulo 2^32, as all sums here
+    for dim in range(x.ndim):  # arithmetic modulo 2^32, as in all these sums
         stride = math.prod(x.shape[dim + 1 :]) % 2**32
         position += jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim) * jnp.uint32(stride)
     mixed = (position + 1) * jnp.uint32(0x9E3779B1)

@@ -1,6 +1,6 @@
-"""The numbers that make a decoder, from config.json and back. No jax: the config's checks use it.
+"""A decoder's architecture, read from config.json and written back. No jax, because config checks use it.
 
-Where a model lies is `podium.models.source`; what GGUF calls these numbers is `podium.models.gguf`.
+`podium.models.source` finds the model's files; `podium.models.gguf` reads these numbers from GGUF.
 """
 
 import dataclasses
@@ -17,15 +17,15 @@ from podium.models.blocks.mlp import Mlp
 from podium.models.blocks.rope import Rope, RopeScaling
 
 LAYERS = "layers."
-"""How the names of all layers' weights begin."""
+"""Prefix of the names of all layers' weights."""
 MAX_SIZE = 2**31 - 1
-"""The largest number that a description may give; products of two still fit into 64 bits."""
+"""Largest number that a model's description may give; products of two still fit into 64 bits."""
 MAX_LAYERS = 10_000
-"""Each layer has names of its own; a larger number is a damaged file, and would only fill the memory."""
+"""Largest number of layers. A larger one means a damaged file, and its weights' names would fill the memory."""
 
 
 class ModelError(ValueError):
-    """A model that cannot be found, is not whole, or has a part that Podium does not compute."""
+    """A model that cannot be found, is incomplete, or has a feature that Podium does not support."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,20 +35,20 @@ class Lora:
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    """The layers' matrices that have one, in the order of MATRICES."""
+    """The layers' matrices that have an adapter, in the order of MATRICES."""
     base: Base = "bfloat16"
-    """How the frozen matrices are kept."""
+    """Storage format of the frozen matrices."""
     merged: bool = False
-    """The rollout has them added to the model, not beside it."""
+    """Whether the rollout merges the adapters into the model, rather than computing their products separately."""
 
     @property
     def scale(self) -> float:
-        """What (xA)B is multiplied by."""
+        """Factor of (xA)B: alpha / rank."""
         return self.alpha / self.rank
 
 
 def make_lora(config: LoraConfig | None) -> Lora | None:
-    """The adapters that a config means; None: it has none, and trains all weights."""
+    """The adapters of a config; None if it has none and trains all weights."""
     if config is None:
         return None
     named = {name for target in config.targets for name in TARGETS[target]}
@@ -66,10 +66,10 @@ def make_lora(config: LoraConfig | None) -> Lora | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """A decoder: an embedding, stacks of blocks (`podium.models.blocks`), a norm and a head."""
+    """A decoder: embedding, stacks of blocks (`podium.models.blocks`), final norm, head."""
 
     model_type: str
-    """As config.json says: llama, qwen2, qwen3. An export writes it back."""
+    """As in config.json: llama, qwen2, qwen3. Written back on export."""
     vocab: int
     width: int
     stacks: tuple[Stack, ...]
@@ -77,75 +77,75 @@ class DecoderConfig:
     max_positions: int
     norm_eps: float
     tied: bool
-    """The head is the embedding, transposed."""
+    """Whether the head is the transposed embedding."""
     lora: Lora | None = None
-    """Adapters that are trained in place of the weights, which are frozen; no part of config.json."""
+    """Adapters to train while all other weights are frozen; not part of config.json."""
 
     @functools.cached_property
     def places(self) -> tuple[Place, ...]:
-        """Every place in the stacks' patterns, with the layers that stand there."""
+        """All places in the stacks' patterns, with the layers at each."""
         return places(self.stacks, LAYERS)
 
     @property
     def layers(self) -> int:
-        """How many there are."""
+        """Number of layers."""
         return sum(len(place.layers) for place in self.places)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """The rotary embeddings of all layers, each once."""
+        """The distinct rotary embeddings of all layers."""
         kinds = (kind for place in self.places for kind in place.block.kinds)
         return tuple(dict.fromkeys(rope for kind in kinds for rope in kind.ropes))
 
     @property
     def heads(self) -> int:
-        """Query heads of every layer with attention."""
+        """Number of query heads, if it is the same in every attention layer."""
         return self._of_attention("heads")
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads of every layer with attention."""
+        """Number of key/value heads, if it is the same in every attention layer."""
         return self._of_attention("kv_heads")
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a head in every layer with attention."""
+        """Elements per head, if it is the same in every attention layer."""
         return self._of_attention("head_dim")
 
     @property
     def dense_layer(self) -> tuple[Attention, Mlp]:
-        """The one kind of layer of a dense decoder. Raises ModelError where layers differ, or are of other kinds."""
+        """The attention and MLP of a dense decoder. Raises ModelError if layers differ or are of other kinds."""
         block, *others = {place.block for place in self.places}
         if not others and isinstance(block.mixer, Attention) and isinstance(block.feed_forward, Mlp):
             return block.mixer, block.feed_forward
         raise ModelError(f"the layers of this {self.model_type} are not all dense layers of one kind")
 
     def total(self, count: Callable[[Work], int]) -> int:
-        """A number of `Work`, summed over all layers."""
+        """Sum a field of `Work` over all layers."""
         return sum(len(place.layers) * count(place.block.work(self.width)) for place in self.places)
 
     def attention_layers(self) -> Iterator[tuple[int, Attention]]:
-        """How many layers have which attention."""
+        """Yield (number of layers, attention) for each place with attention."""
         for place in self.places:
             if isinstance(place.block.mixer, Attention):
                 yield len(place.layers), place.block.mixer
 
     @property
     def active(self) -> int:
-        """Elements of the matrices that a token is multiplied with: the layers' and the head."""
+        """Number of matrix elements that each token is multiplied with, in layers and head."""
         return self.total(lambda work: work.active) + self.vocab * self.width
 
     def cached(self, platform: str) -> int:
-        """Numbers that a cache on jax's platform (cpu, gpu, tpu) stores of each token, of all layers."""
+        """Elements that a cache stores per token on a jax platform (cpu, gpu, tpu), over all layers."""
         return self.total(lambda work: work.kv_heads * kv_layout(work.head_dim, platform).numbers)
 
     def sizes(self, axis: str) -> set[int]:
-        """The sizes of all dimensions of the layers' weights that have this logical axis."""
+        """The sizes of all dimensions of layer weights that have this logical axis."""
         specs = (spec for place in self.places for spec in place.block.specs(self.width, std=0.0, out_std=0.0).values())
         return {size for spec in specs for size, own in zip(spec.shape, spec.axes, strict=True) if own == axis}
 
     def _of_attention(self, name: str) -> int:
-        """A number in which all layers with attention agree. Raises ModelError where they do not, or there are none."""
+        """A field on which all attention layers agree. Raises ModelError if they differ, or if there are none."""
         found = {getattr(attention, name) for _, attention in self.attention_layers()}
         if len(found) != 1:
             raise ModelError(
@@ -173,7 +173,7 @@ def dense_decoder(
     qk_norm: bool,
     lora: Lora | None = None,
 ) -> DecoderConfig:
-    """A decoder of one kind of layer: Llama 2/3, SmolLM2, Qwen2/2.5 and Qwen3 differ by these numbers alone."""
+    """Make a decoder with identical dense layers: covers Llama 2/3, SmolLM2, Qwen2/2.5 and Qwen3."""
     attention = Attention(
         heads=heads,
         kv_heads=kv_heads,
@@ -196,7 +196,7 @@ def dense_decoder(
 
 
 def with_layers(decoder: DecoderConfig, layers: int) -> DecoderConfig:
-    """The decoder with another number of layers. Raises ModelError where its pattern does not divide them."""
+    """A copy with another number of layers. Raises ModelError if the number is not a multiple of the pattern."""
     stack, *others = decoder.stacks
     if others or layers % len(stack.pattern):
         raise ModelError(f"this {decoder.model_type} cannot have {layers} layers: its stacks repeat other patterns")
@@ -205,14 +205,14 @@ def with_layers(decoder: DecoderConfig, layers: int) -> DecoderConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """What a model type fixes and config.json does not say."""
+    """Properties that follow from a model type and are not in config.json."""
 
     transformers_class: str
-    """Class that loads an export."""
+    """Transformers class that loads an export."""
     qkv_bias: bool = False
     qk_norm: bool = False
     head_dim: int | None = None
-    """Where config.json has no head_dim; None: width / heads."""
+    """Default if config.json has no head_dim; None: width / heads."""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -221,7 +221,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(transformers_class="Qwen3ForCausalLM", qk_norm=True, head_dim=128),
 }
 
-# What config.json may say of features that the decoder does not have; the first value is meant where it is silent.
+# Values that config.json may have for features of other decoders; a missing key means the first value.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attention_bias": (False,),
@@ -233,7 +233,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 def check_family(model_type: object, where: str) -> Family:
-    """The family of a model type. Raises ModelError where Podium has none, naming those it has."""
+    """The family of a model type. Raises ModelError for an unsupported type, listing the supported ones."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ModelError(
             f"{where}: model type {shown(model_type)} is not supported; Podium trains {', '.join(FAMILIES)}"
@@ -243,7 +243,7 @@ def check_family(model_type: object, where: str) -> Family:
 
 
 def shown(value: object) -> str:
-    """A value from a model's files as an error shows it: at most 80 characters."""
+    """Text of a value from a model's files for an error message: at most 80 characters."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an int of thousands of digits, a list in a list in a list ...
@@ -254,7 +254,7 @@ def shown(value: object) -> str:
 def whole_number(
     settings: Mapping[str, Any], key: str, where: str, default: int | None = None, *, most: int = MAX_SIZE
 ) -> int:
-    """A setting from 1 to `most`; `default` where it is null or absent. Raises ModelError where it is not."""
+    """Read an integer from 1 to `most`, or `default` if it is null or absent. Raises ModelError for other values."""
     value = settings.get(key) if settings.get(key) is not None else default
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise ModelError(f"{where}: {key} must be a whole number from 1 to {most}, found {shown(value)}")
@@ -262,9 +262,9 @@ def whole_number(
 
 
 def real_number(settings: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
-    """A setting that must be a finite number above 0; `default` where it is absent. Raises ModelError where it is not.
+    """Read a finite number above 0, or `default` if it is absent. Raises ModelError for other values.
 
-    Unlike a size, which null leaves to the family, null is not a number here: transformers computes nothing with it.
+    Null is an error here, because transformers cannot compute with it; for a size, null means the family's default.
     """
     value = settings.get(key, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
@@ -276,7 +276,7 @@ def real_number(settings: Mapping[str, Any], key: str, where: str, default: floa
 
 
 def check_config(config: DecoderConfig, where: str) -> DecoderConfig:
-    """Returns the config. Raises ModelError where its numbers cannot be of one decoder."""
+    """Return the config. Raises ModelError if its numbers are inconsistent."""
     if config.norm_eps >= 1:
         raise ModelError(f"{where}: an epsilon of {config.norm_eps:g} in the norms; it must be below 1, as 1e-5 is")
     if any(rope.theta < 1 for rope in config.ropes):
@@ -289,9 +289,9 @@ def check_config(config: DecoderConfig, where: str) -> DecoderConfig:
 
 
 def from_hf_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
-    """The decoder that a config.json of transformers 4 or 5 describes; `where` is its path, for errors.
+    """Read the decoder from a config.json of transformers 4 or 5; `where` is its path, for errors.
 
-    Raises ModelError where the model type is unknown, a number is missing, or a feature is not supported.
+    Raises ModelError if the model type is unknown, a number is missing, or a feature is not supported.
     """
     family = check_family(raw.get("model_type"), where)
     for key, accepted in NEUTRAL.items():
@@ -333,7 +333,7 @@ def _tied(raw: Mapping[str, Any], where: str) -> bool:
 
 
 def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    """Theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    """Read theta and scaling from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     rope: dict[str, Any] = {"rope_theta": 10000.0 if raw.get("rope_theta") is None else raw["rope_theta"]}
     for key in ("rope_scaling", "rope_parameters"):
         part = raw.get(key) or {}
@@ -364,7 +364,7 @@ def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None
 
 
 def to_hf_config(config: DecoderConfig) -> dict[str, Any]:
-    """The config.json from which transformers, 4 or 5, makes this decoder."""
+    """The config.json from which transformers 4 or 5 constructs this decoder."""
     attention, mlp = config.dense_layer
     raw: dict[str, Any] = {
         "architectures": [FAMILIES[config.model_type].transformers_class],

@@ -1,7 +1,7 @@
-"""The attention of packed rows, computed in one of several ways that agree up to rounding.
+"""Attention over packed rows, with several implementations that agree up to rounding.
 
-`podium.models.blockwise` and the kernels never hold all scores of a row; the reference here does, and the others are
-compared with it.
+`podium.models.blockwise` and the kernels never store all scores of a row. The reference here does, and tests compare
+the others with it.
 """
 
 from collections.abc import Callable
@@ -23,14 +23,14 @@ RowAttention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def row_attention(backend: Backend, visibility: Visibility, rules: ShardingRules) -> RowAttention:
-    """The attention of packed rows.
+    """Make the attention function for packed rows.
 
-    Every device attends for its own rows and heads; if the tokens of a row are split over devices, they are exchanged
-    for heads before, and back after. Outputs of padding are finite but meaningless.
+    Each device computes its own rows and heads. If the tokens of a row are split over devices, they are exchanged for
+    heads before attention and back after it. Outputs at padding are finite but meaningless.
 
     Args:
-        backend: how it is computed.
-        visibility: of tokens [B, T].
+        backend: which implementation to use.
+        visibility: which tokens [B, T] attend to which.
         rules: how rows and heads are split over devices.
     """
     if backend == "reference":
@@ -53,14 +53,14 @@ def row_attention(backend: Backend, visibility: Visibility, rules: ShardingRules
 
 @jax.named_scope("scores")
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """Scaled dot-product attention with grouped heads; scores and softmax in float32, all of them at once.
+    """Scaled dot-product attention with grouped heads; all scores at once, softmax in float32.
 
     Args:
         q: [B, T, H, Q].
         k: [B, S, K, Q], K divides H.
         v: [B, S, K, Q].
-        mask: [B, T, S] bool, true where a query attends to a key. If it is false for all keys, the output is finite
-            but meaningless.
+        mask: [B, T, S] bool, True if a query attends to a key. Where it is False for all keys, the output is finite but
+            meaningless.
 
     Returns:
         [B, T, H, Q].

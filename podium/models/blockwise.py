@@ -1,8 +1,8 @@
-"""Attention of packed rows block by block in XLA, for every backend: no array of all scores, forward or backward.
+"""Block-by-block attention over packed rows in XLA, for all platforms; never stores all scores of a row.
 
-The softmax is updated block by block (arXiv:2112.05682), and the backward pass recomputes each block of scores
-(arXiv:2205.14135). Pairs of blocks without a visible pair of tokens are skipped: the time follows the visible pairs,
-not T^2.
+The softmax is updated block by block (arXiv:2112.05682), and the backward pass recomputes the scores of each block
+(arXiv:2205.14135). Pairs of blocks without a visible pair of tokens are skipped, so the time is proportional to the
+number of visible block pairs, not to T^2.
 """
 
 import math
@@ -17,28 +17,28 @@ from podium.config.attention import cut
 from podium.models.linear import full_precision
 from podium.models.visibility import Visibility, pad_to
 
-MASKED = -1e30  # a score that is not seen: finite, as the difference of two of them must be a number
-Outputs = tuple[jax.Array, ...]  # one array for each sum over pairs of blocks
+MASKED = -1e30  # score of an invisible pair; finite, so that differences are not NaN
+Outputs = tuple[jax.Array, ...]  # one array per sum over pairs of blocks
 
 
 @jax.custom_vjp
 def blockwise_attention(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> jax.Array:
-    """Scaled dot-product attention of packed rows with grouped heads; scores and softmax in float32.
+    """Scaled dot-product attention over packed rows with grouped heads; scores and softmax in float32.
 
     Args:
         q: [B, T, H, Q].
         k: [B, T, K, Q], K divides H.
         v: [B, T, K, Q].
-        visibility: of tokens [B, T].
+        visibility: which tokens [B, T] attend to which.
 
     Returns:
-        [B, T, H, Q]; zeros for padding.
+        [B, T, H, Q]; zeros at padding.
     """
     return _forward(q, k, v, visibility)[0]
 
 
 Saved = tuple[jax.Array, jax.Array, jax.Array, Visibility, jax.Array, jax.Array]
-"""What the backward pass needs: queries, keys, values, visibility, output, and the log of each softmax's divisor."""
+"""Saved for the backward pass: queries, keys, values, visibility, output, and each softmax's log-sum-exp."""
 
 
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> tuple[jax.Array, Saved]:
@@ -95,24 +95,24 @@ blockwise_attention.defvjp(_forward, _backward)
 
 
 class _Row(NamedTuple):
-    """A row in n blocks of t tokens; the G query heads of a key head, M = G t queries, are multiplied at once."""
+    """A row cut into n blocks of t tokens; the G query heads of a key head are multiplied at once, M = G t queries."""
 
     q: jax.Array  # [n, K, M, Q]
     k: jax.Array  # [n, K, t, Q]
     v: jax.Array  # [n, K, t, Q]
     visibility: Visibility  # [n, t]
-    meets: jax.Array  # [n, n] bool, whether a block of queries may attend to anything in a block of keys
+    meets: jax.Array  # [n, n] bool, whether any query of a block may attend to any key of another
 
     @staticmethod
     def of(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> "_Row":
-        """All rows of a batch: each array has a first dimension B."""
+        """Cut all rows of a batch; each array has a leading dimension B."""
         n, t = cut("blocks", q.shape[1])
         visibility, kv_heads = visibility.cut(n, t), k.shape[2]
         pairs = jnp.asarray(visibility.block_pairs())
         return _Row(_cut(q, n, kv_heads), _cut(k, n, kv_heads), _cut(v, n, kv_heads), visibility, pairs)
 
     def scores(self, i: jax.Array, j: jax.Array) -> jax.Array:
-        """[K, M, t] float32, of the queries of block i with the keys of block j."""
+        """Scores [K, M, t] float32 of the queries in block i with the keys in block j."""
         t, (K, M, Q) = self.k.shape[2], self.q.shape[1:]
         hidden = jnp.where(self.visibility.pair(i, j), 0.0, MASKED)  # [t, t]
         scores = _einsum("kmq,knq->kmn", self.q[i], self.k[j]) * Q**-0.5
@@ -122,9 +122,9 @@ class _Row(NamedTuple):
 def _over_pairs(
     row: _Row, add: Callable[[jax.Array, jax.Array, Outputs], Outputs], sums: Outputs, keys: tuple[bool, ...]
 ) -> Outputs:
-    """Sums [n, ...] over all pairs of blocks that meet; `keys` says which sums are by block of keys, not of queries.
+    """Sums [n, ...] over all visible pairs of blocks; `keys` says for each whether it is per key block or query block.
 
-    `add(i, j, sums)` returns the new value of each sum's block i, or j if the sum is by keys.
+    `add(i, j, sums)` returns the new value of each sum's block i, or of its block j if the sum is per key block.
     """
     queries, earlier = (jnp.asarray(each, jnp.int32) for each in np.tril_indices(len(row.meets)))
 
@@ -145,7 +145,7 @@ def _over_pairs(
 
 
 def _cut(x: jax.Array, n: int, kv_heads: int) -> jax.Array:
-    """[B, T, H, Q] in blocks, [B, n, K, H/K t, Q]."""
+    """Cut [B, T, H, Q] into blocks [B, n, K, H/K t, Q]."""
     B, T, H, Q = x.shape
     t = math.ceil(T / n)
     x = pad_to(x, n * t).reshape(B, n, t, kv_heads, H // kv_heads, Q)
@@ -153,7 +153,7 @@ def _cut(x: jax.Array, n: int, kv_heads: int) -> jax.Array:
 
 
 def _to_tokens(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Blocks [B, n, K, H/K t, Q] as `like`, [B, T, H, Q]."""
+    """Join blocks [B, n, K, H/K t, Q] to the shape of `like`, [B, T, H, Q]."""
     (B, T, H, Q), (_, n, K, M, _) = like.shape, x.shape
     x = jnp.moveaxis(x.reshape(B, n, K, H // K, M * K // H, Q), 4, 2)
     return x.reshape(B, -1, H, Q)[:, :T].astype(like.dtype)

@@ -1,4 +1,4 @@
-"""What the decoder gives each layer: products, norms, rotations and attention, placed on the devices of a mesh."""
+"""The decoder's operations for layers (products, norms, rotations, attention), placed on the devices of a mesh."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ Tables = tuple[jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerContext:
-    """`podium.models.blocks.kind.Context`, on a mesh."""
+    """Implements `podium.models.blocks.kind.Context` on a mesh."""
 
     layer: jax.Array
     carried: Tree
@@ -40,7 +40,7 @@ class LayerContext:
         return make_linear(self.rules)(pattern, x, w)
 
     def heads(self, x: jax.Array, w: LayerWeights, *, bias: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [B, T, H, Q], keys and values [B, T, K, Q]: whole heads of the sequences a device attends for."""
+        """Queries [B, T, H, Q], keys and values [B, T, K, Q], as whole heads of the sequences a device attends for."""
         own = [w[name] for name in ("q", "k", "v")]
         q, k, v = several(self.linear, self.rules, "btd,dhq->bthq", x, own, "heads")
         if bias:
@@ -48,17 +48,17 @@ class LayerContext:
         return to_sequences(self.rules, q, k, v)
 
     def rotate(self, x: jax.Array, rope: Rope) -> jax.Array:
-        """Rotary embedding, on TPU by a product."""
+        """Apply a rotary embedding; on TPU by a matrix product."""
         turn = mathematics.rotate_by_product if self.rules.platform == "tpu" else mathematics.rotate
         return turn(x, *self.tables[rope])
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None) -> tuple[Tree, jax.Array]:
-        """The caller's attention, and its result laid out for the product that follows."""
+        """Call the caller's attention, and lay its output out for the next product."""
         carried, attended = self.attention(self.carried, At(self.layer, window), q, k, v)
         return carried, from_sequences(self.rules, attended)
 
     def recur(self, initial: States, advance: Advance) -> tuple[Tree, jax.Array]:
-        """The caller's states, advanced and kept. Raises ValueError where the caller of `forward` keeps none."""
+        """Advance the caller's states. Raises ValueError if the caller of `forward` stores none."""
         if self.recurrence is None:
             raise ValueError("a layer keeps a state of each sequence and this pass keeps none; give forward a recur=")
         return self.recurrence(self.carried, At(self.layer, None), initial, advance)

@@ -1,7 +1,7 @@
-"""The one decoder: a scan over each stack of blocks, whatever their kinds (`podium.models.blocks`).
+"""The decoder: a scan over each stack of blocks, of whatever kinds (`podium.models.blocks`).
 
-`forward` is the model: tokens in, hidden states out. What attends to what, and whether keys and values are kept, is the
-caller's: training brings a mask over packed rows, the engine its cache.
+`forward` maps tokens to hidden states. The caller decides which tokens attend to which, and whether keys and values are
+kept: training passes a mask over packed rows, the engine its cache.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from podium.models.placement import merge_rows, split_rows, to_rows
 from podium.sharding import Params, ShardingRules
 
 LAYER_INPUT = "layer_input"
-"""Name of a layer's input, by which a policy decides where it is kept for the backward pass."""
+"""Name of a layer's input; remat policies decide by it where the input is kept for the backward pass."""
 
 
 def forward(
@@ -43,30 +43,30 @@ def forward(
     groups: int = 1,
     wide: bool = False,
 ) -> tuple[jax.Array, tuple[Tree, ...], tuple[Tree, ...]]:
-    """The hidden states from which the next tokens are predicted.
+    """Compute the hidden states from which the next tokens are predicted.
 
     Args:
-        params: as `param_specs` declares them, in any stored format; computed with in `dtype`. Without the declared
-            adapters, the model is the one under them.
+        params: weights as declared by `param_specs`, in any stored format; computed with in `dtype`. If the
+            declared adapters are missing, the base model is computed.
         tokens: [B, T] int32.
-        positions: [B, T] int32 of each token in its own sequence, for the rotation.
+        positions: [B, T] int32, position of each token in its own sequence, for the rotation.
         attend: called in every layer with attention.
-        carried: what layers keep from call to call, such as a cache: a pytree for each of `config.places`, which goes
-            from layer to layer of the place. None: nothing.
-        recur: called in every layer that keeps a state of each sequence; None: there are no such layers.
-        config: the decoder's numbers.
-        rules: where weights and activations are while they compute (not where they are stored).
-        dtype: of the products' operands (`podium.models.linear`); norms and softmax are float32 inside.
-        remat: what the backward pass recomputes: nothing, each layer from its input ("layer"; "offload": the input is
-            kept by the host), or all of a layer except the results of its products with weights ("products").
-        groups: into how many groups each device's rows are cut, which a layer computes one after the other with the
-            weights that it gathered once; `carried` is then arrays [B, ...] that layers only read.
-        wide: whether the weights' gradients are float32 from the product on, before devices exchange their shares;
-            otherwise they are in the format of the activations that they are made of.
+        carried: data that layers keep between calls, such as a cache: one pytree for each of `config.places`,
+            passed from layer to layer of that place. None: nothing.
+        recur: called in every layer with a recurrent state; None: there are no such layers.
+        config: the decoder's architecture.
+        rules: where weights and activations are during computation (not where they are stored).
+        dtype: of the products' operands (`podium.models.linear`); norms and softmax are computed in float32.
+        remat: what the backward pass recomputes: "none"; each layer from its input ("layer"; "offload" keeps the
+            input in host memory); or all of a layer except the results of its products with weights ("products").
+        groups: number of groups into which each device's rows are cut; a layer computes the groups one after
+            another with weights that are gathered once. `carried` must then be arrays [B, ...] that layers only read.
+        wide: whether gradients of weights are float32 from the product on, before devices reduce them; otherwise
+            they have the format of the activations.
 
     Returns:
         Hidden states after the final norm, [B, T, D] in `activation_dtype(rules, dtype)`; `carried` of each place; and
-        the layers' auxiliary results of each place, stacked [L, ...].
+        the layers' auxiliary results of each place, stacked as [L, ...].
     """
     specs, wide = param_specs(config), wide and dtype != jnp.float32
 
@@ -92,7 +92,7 @@ def forward(
         return (x, own), auxiliary
 
     tables = [rope_tables(positions, rope.frequencies()) for rope in config.ropes]
-    # Rows are taken of the table as it is stored: they are less to exchange than the table, or than its gradient.
+    # Rows are gathered from the table as stored: exchanging them is cheaper than exchanging the table or its gradient.
     with jax.named_scope("embed"):
         found = of_bits(params["embed"][tokens]).astype(dtype)
         x = to_rows(rules.storage, found).astype(activation_dtype(rules, dtype))
@@ -115,7 +115,7 @@ Step = Callable[[tuple[jax.Array, Tree], tuple[jax.Array, Params]], tuple[tuple[
 
 
 def _of_place(params: Params, place: Place) -> Params:
-    """The stacked weights of the layers at a place, by the names that their kinds give them."""
+    """The stacked weights of the layers at a place, under the names of their kinds."""
     names = {name: name.removeprefix(place.prefix) for name in params if name.startswith(place.prefix)}
     return {own: params[name] for name, own in names.items()}
 
@@ -123,7 +123,7 @@ def _of_place(params: Params, place: Place) -> Params:
 def _scan(
     steps: Sequence[Step], x: jax.Array, carried: list[Tree], stored: list[Params], repeats: int
 ) -> tuple[jax.Array, list[Tree], list[Tree]]:
-    """What leaves a stack, what each place carries on, and what each layer gave beside, by place."""
+    """Run a stack; returns its output, each place's `carried`, and each place's auxiliary results."""
 
     def period(carry: tuple[jax.Array, list[Tree]], xs: tuple[jax.Array, list[Params]]) -> tuple:
         x, carried = carry
@@ -141,7 +141,7 @@ def _scan(
 
 
 Rows = tuple[jax.Array, jax.Array, list[Tables], Tree]
-"""Of some rows: activations [B, T, D], positions, rotary tables of each of the decoder's ropes, and what is carried."""
+"""Some rows: activations [B, T, D], positions, rotary tables for each of the decoder's ropes, and `carried`."""
 
 
 def _layer(
@@ -155,7 +155,7 @@ def _layer(
     config: DecoderConfig,
     rules: ShardingRules,
 ) -> tuple[jax.Array, Tree, Tree]:
-    """What leaves a layer, what it carries on, and what its two kinds give beside."""
+    """Run one layer; returns its output, its `carried`, and the auxiliary results of both kinds."""
     adapted = with_adapters(w, config.lora.scale) if config.lora else w
     x, positions, tables, carried = rows
     context = LayerContext(
@@ -177,7 +177,7 @@ def _layer(
 def _residual(
     kind: Kind, norm: str, w: LayerWeights, x: jax.Array, context: LayerContext
 ) -> tuple[jax.Array, Tree, Tree]:
-    """X + kind(norm(x)), laid out by rows."""
+    """Compute x + kind(norm(x)), laid out by rows."""
     with jax.named_scope(kind.scope):
         y, carried, auxiliary = kind.apply(w, context.norm(x, w[norm]), context)
         return x + to_rows(context.rules, y), carried, auxiliary
@@ -191,8 +191,8 @@ def _in_groups(
     rules: ShardingRules,
     remat: Remat,
 ) -> tuple[jax.Array, Tree]:
-    """What leaves a layer whose rows are computed group by group; the weights' gradients are added in float32."""
-    adapters = any(map(is_adapter, w))  # the others are frozen then, and have no gradients
+    """Run a layer on its rows group by group; the weights' gradients are summed in float32."""
+    adapters = any(map(is_adapter, w))  # if there are adapters, all other weights are frozen and have no gradient
     trained = {name: x for name, x in w.items() if is_adapter(name) or not adapters}
     sums = {name: x if isinstance(x, Weight) else x.astype(jnp.float32) for name, x in trained.items()}
     formats = {name: x.dtype for name, x in trained.items() if not isinstance(x, Weight)}
@@ -207,7 +207,7 @@ def _in_groups(
 
 
 def _remat(body: Callable, remat: Remat) -> Callable:
-    """A loop's body whose backward pass keeps what `remat` says, and recomputes the rest."""
+    """Wrap a loop body so that its backward pass saves what `remat` says and recomputes the rest."""
     if remat == "none":
         return body
     policies = jax.checkpoint_policies
@@ -225,9 +225,9 @@ def _remat(body: Callable, remat: Remat) -> Callable:
 
 
 def head_weights(params: Params, rules: ShardingRules, dtype: jnp.dtype, *, wide: bool = False) -> AnyWeight:
-    """The matrix from hidden states to logits, [V, D], as stored: the head, or the embedding where they are tied.
+    """The matrix [V, D] from hidden states to logits, as stored: the head, or the embedding if they are tied.
 
-    With `wide` its gradient is float32, summed over chunks of tokens and exchanged in that format.
+    With `wide`, its gradient is float32, and is summed over chunks of tokens and reduced in that format.
     """
     stored, storage = of_bits(params.get("head", params["embed"])), rules.storage
     with jax.named_scope("weights"):

@@ -1,7 +1,7 @@
-"""GGUF files, as llama.cpp writes them: what they say of the decoder, and their tensors in our decoder's conventions.
+"""Reads GGUF files as written by llama.cpp: the architecture, and tensors converted to our conventions.
 
-The header is read here (the `gguf` library takes 1.7 s for a vocabulary of 49,000 tokens, and checks of a config wait
-for it); block formats are the `gguf` library's. The tokenizer is built in `podium.models.tokenizer`. No jax.
+The header is parsed here, because config checks wait for it and the `gguf` library takes 1.7 s for a vocabulary of
+49,000 tokens; that library decodes the block formats. `podium.models.tokenizer` builds the tokenizer. No jax.
 """
 
 import dataclasses
@@ -38,22 +38,22 @@ STRING, ARRAY = 8, 9
 F32 = 0  # llama.cpp's number of the format
 MAX_DIMS = 4  # llama.cpp's GGML_MAX_DIMS
 ROPE_FACTORS = "rope_freqs.weight"
-# The formats we read; those of blocks by `gguf.dequantize`.
+# Supported formats; block formats are decoded by `gguf.dequantize`.
 FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 
 @dataclasses.dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor lies in the file."""
+    """The location of a tensor in the file."""
 
-    shape: tuple[int, ...]  # rows first, as numpy has it
-    type: int  # llama.cpp's number of the format
+    shape: tuple[int, ...]  # rows first, as in numpy
+    type: int  # llama.cpp's number for the format
     offset: int  # bytes from the start of the file
 
 
 @dataclasses.dataclass(frozen=True)
 class GgufHeader:
-    """What a file says before its tensors' data."""
+    """The header of a file: everything before the tensor data."""
 
     path: Path
     metadata: dict[str, Any]
@@ -61,7 +61,7 @@ class GgufHeader:
 
 
 class _Cursor:
-    """Reads little-endian values one after the other."""
+    """Reads consecutive little-endian values."""
 
     def __init__(self, data: mmap.mmap):
         self.data, self.position = data, 0
@@ -97,7 +97,7 @@ class _Cursor:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Metadata and tensor table of a GGUF file. Raises ModelError where it is none, or is cut off in its header."""
+    """Read metadata and tensor table. Raises ModelError if the file is not GGUF, or its header is truncated."""
     with open(path, "rb") as file:
         if file.read(4) != MAGIC:
             raise ModelError(f"{path}: not a GGUF file (it does not begin with GGUF)")
@@ -137,7 +137,7 @@ def _parse(path: Path, cursor: _Cursor) -> GgufHeader:
 
 
 def read_config(header: GgufHeader) -> DecoderConfig:
-    """The decoder that a GGUF file describes. Raises ModelError as `from_hf_config` does."""
+    """Read the decoder from a GGUF header. Raises ModelError as `from_hf_config` does."""
     where, metadata = str(header.path), header.metadata
     architecture = metadata.get("general.architecture")
     family = check_family(architecture, where)
@@ -178,14 +178,14 @@ def read_config(header: GgufHeader) -> DecoderConfig:
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal that is this float32: GGUF stores 1e-5 as 9.999999747378752e-06."""
+    """The shortest decimal that rounds to this float32; GGUF stores 1e-5 as 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
 def _rope_scaling(header: GgufHeader) -> RopeScaling | None:
-    """Llama 3's scaling, of which GGUF keeps only the divisors of the frequencies, [Q/2]; the largest is the factor.
+    """Llama 3's scaling; GGUF stores only the divisors of the frequencies, [Q/2], of which the largest is the factor.
 
-    The other three numbers are the same in all of Llama 3.1, 3.2 and 3.3; `load_params` checks the divisors.
+    The other three numbers are the same in Llama 3.1, 3.2 and 3.3; `load_params` verifies the divisors.
     """
     if (divisors := rope_divisors(header)) is None:
         return None
@@ -196,7 +196,7 @@ def _rope_scaling(header: GgufHeader) -> RopeScaling | None:
 
 
 def rope_divisors(header: GgufHeader) -> np.ndarray | None:
-    """What rotary frequencies are divided by, [Q/2] float32, where the file stretches them."""
+    """Divisors of the rotary frequencies, [Q/2] float32; None if the file does not scale them."""
     tensor = header.tensors.get(ROPE_FACTORS)
     if tensor is None:
         return None
@@ -209,7 +209,7 @@ def rope_divisors(header: GgufHeader) -> np.ndarray | None:
 
 
 class GgufTensors:
-    """The tensors of a GGUF file, some rows at a time, in the order of heads that Hugging Face has."""
+    """Reads rows of a GGUF file's tensors, with heads in Hugging Face's order."""
 
     def __init__(self, header: GgufHeader, config: DecoderConfig):
         self._library = _import_library()
@@ -233,13 +233,13 @@ class GgufTensors:
         return StoredTensor(tensor.shape, found, path)
 
     def _byte_shape(self, tensor: GgufTensor) -> tuple[int, int]:
-        """Rows and bytes per row; a vector is one row."""
+        """Number of rows, and bytes per row; a vector is one row."""
         block, size = self._library.GGML_QUANT_SIZES[self._library.GGMLQuantizationType(tensor.type)]
         *rows, columns = tensor.shape
         return math.prod(rows), columns // block * size
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows [start, stop) of a tensor: float32, float16 or bfloat16."""
+        """Read rows [start, stop) of a tensor as float32, float16 or bfloat16."""
         tensor = self._header.tensors[name]
         rows, row_bytes = self._byte_shape(tensor)
         raw = np.memmap(self._header.path, np.uint8, "r", tensor.offset, (rows, row_bytes))
@@ -260,9 +260,9 @@ class GgufTensors:
 
 
 def _halves_from_pairs(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """Undoes what llama.cpp's converter does to queries and keys of Llama: rotated pairs back into halves, [HQ, D].
+    """Undo the permutation of Llama's queries and keys, [HQ, D], by llama.cpp's converter.
 
-    llama.cpp rotates dimensions 2i and 2i + 1 of a head together, Hugging Face and we rotate i and i + Q/2.
+    llama.cpp rotates dimensions 2i and 2i + 1 of a head together; Hugging Face and Podium rotate i and i + Q/2.
     """
     columns = rows.shape[-1]
     return rows.reshape(-1, head_dim // 2, 2, columns).swapaxes(1, 2).reshape(-1, columns)

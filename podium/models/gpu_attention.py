@@ -1,8 +1,8 @@
-"""Attention of packed rows as a GPU kernel (Pallas, lowered to Triton): no array of all scores, forward or backward.
+"""GPU attention kernel over packed rows (Pallas, lowered to Triton); never stores all scores of a row.
 
-The same mathematics as `podium.models.blockwise`. cuDNN's kernel ignores segments, and jax's only compares them for
-equality; a completion attends to two segments. Each program of a grid loops over the blocks that its own block meets,
-which are listed beforehand.
+Computes the same as `podium.models.blockwise`. cuDNN's kernel ignores segments, and jax's only compares them for
+equality, but a completion attends to two segments. Each program of the grid loops over the blocks that are visible to
+its own block, which are listed in advance.
 """
 
 import functools
@@ -26,7 +26,7 @@ STAGES = 2
 def gpu_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, interpret: bool = False
 ) -> jax.Array:
-    """`podium.models.blockwise.blockwise_attention` as a kernel; `interpret` runs it without a GPU, slowly."""
+    """`podium.models.blockwise.blockwise_attention` as a kernel; `interpret` emulates it without a GPU, slowly."""
     return _forward(q, k, v, visibility, interpret)[0]
 
 
@@ -75,12 +75,12 @@ gpu_attention.defvjp(_forward, _backward)
 
 
 def _listed(meets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """For each block all blocks, starting with the ones that it meets, [B, n, n] int32; and their number, [B, n]."""
+    """For each block, all blocks with visible ones first, [B, n, n] int32, and the number of visible ones, [B, n]."""
     return jnp.argsort(~meets, axis=-1, stable=True).astype(jnp.int32), jnp.sum(meets, axis=-1, dtype=jnp.int32)
 
 
 class _Call:
-    """The sizes of a call, and how its arrays are cut: n blocks of t tokens, each of one head."""
+    """A call's sizes, and how its arrays are cut: n blocks of t tokens per head."""
 
     def __init__(self, q: jax.Array, k: jax.Array, visibility: Visibility, interpret: bool) -> None:
         self.B, self.T, self.H, self.Q = q.shape
@@ -92,7 +92,7 @@ class _Call:
         self.meets = jnp.asarray(cut_ids.block_pairs())  # [B, n, n] bool, queries by keys
 
     def padded(self, x: jax.Array) -> jax.Array:
-        """[B, T, ...] as [B, n t, ...]."""
+        """Pad [B, T, ...] to [B, n t, ...]."""
         return pad_to(x, self.n * self.t)
 
     def run(
@@ -104,10 +104,10 @@ class _Call:
         inputs: tuple[str, ...],
         outputs: tuple[tuple[str, jax.Array | jax.ShapeDtypeStruct], ...],
     ) -> Callable[..., Sequence[jax.Array]]:
-        """The kernel over a grid of blocks, rows and heads.
+        """Wrap a kernel over a grid of blocks, rows and heads.
 
-        Its first arguments are always the listed blocks, their count and the ids; `inputs` names the blocks of the
-        others. `products` is how many products the size of queries by keys it computes.
+        The kernel's first arguments are the listed blocks, their count and the ids; `inputs` names the blocks of the
+        remaining ones. `products` is the number of products of the size queries x keys that it computes.
         """
         blocks = _blocks(self)
         flops = 2 * products * self.B * self.H * attended_pairs("gpu_kernel", self.T) * self.Q
@@ -124,12 +124,12 @@ class _Call:
             out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in outputs],
             compiler_params=plgpu.CompilerParams(num_warps=WARPS * max(1, self.Q // 64), num_stages=STAGES),
             interpret=self.interpret,
-            metadata={"flops": str(flops)},  # for the planner: Triton drops a cost estimate
+            metadata={"flops": str(flops)},  # for the planner, since Triton discards cost estimates
         )
 
 
 def _blocks(call: _Call) -> dict[str, pl.BlockSpec]:
-    """The part of each array that a program of the grid gets."""
+    """The block of each array that one program of the grid gets."""
     Q, t, n = call.Q, call.t, call.n
     group = call.H // call.K
     return {
@@ -146,7 +146,7 @@ def _blocks(call: _Call) -> dict[str, pl.BlockSpec]:
 
 
 def _scores(ids: Visibility, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
-    """[t, t] float32, queries of block i by keys of block j; MASKED where not visible. `ids` holds references."""
+    """Scores [t, t] float32 of block i's queries and block j's keys; MASKED where invisible. `ids` holds references."""
     t = q.shape[0]
     columns = jax.tree.map(lambda x: x[pl.ds(i * t, t)][:, None], ids)
     rows = jax.tree.map(lambda x: x[pl.ds(j * t, t)][None, :], ids)
@@ -156,11 +156,11 @@ def _scores(ids: Visibility, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Ar
     return jnp.where(visible, _dot(q, k.T) * q.shape[-1] ** -0.5, MASKED)
 
 
-_Sums = tuple[jax.Array, jax.Array, jax.Array]  # of a softmax: highest score [t], divisor [t], weighted values [t, Q]
+_Sums = tuple[jax.Array, jax.Array, jax.Array]  # of a softmax: maximum score [t], divisor [t], weighted values [t, Q]
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    """The product of two matrices in float32; float32 operands are multiplied in full precision, not in TF32."""
+    """Matrix product in float32; float32 operands are multiplied in full precision, not in TF32."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.dot(x, y, precision=precision, preferred_element_type=jnp.float32)
 
@@ -200,7 +200,7 @@ def _forward_kernel(
 def _d_scores(
     scores: jax.Array, v: jax.Array, d_out: jax.Array, log_total: jax.Array, d_total: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The softmax and the gradients of the scores, [t, t] float32."""
+    """The softmax and the gradient of the scores, [t, t] float32 each."""
     shares = jnp.exp(scores - log_total[:, None])
     return shares, shares * (_dot(d_out, v.T) - d_total[:, None])
 

@@ -1,7 +1,7 @@
-"""Weights from disk into their shards, and back into a folder that Hugging Face transformers loads.
+"""Loads weights from disk into their shards, and exports a folder that Hugging Face transformers loads.
 
-Tensors come in pieces of a few MiB, each written where it belongs before the next is read: the host never holds a
-model, nor its largest tensor. Names and layouts are `podium.models.names`; GGUF's formats are `podium.models.gguf`.
+Tensors are read in pieces of a few MiB, each written to its place before the next is read, so the host never holds a
+whole model or tensor. `podium.models.names` has names and layouts; `podium.models.gguf` the formats of GGUF.
 """
 
 import contextlib
@@ -45,10 +45,10 @@ def load_params(
     *,
     only: Collection[str] | None = None,
 ) -> Params:
-    """A model's weights in `dtype`, whatever the files hold, each in its shards on the mesh.
+    """Load a model's weights, converted to `dtype`, each into its shards on the mesh.
 
-    `config` is `read_architecture(source)`; `only` names the weights that are wanted, unset: all. Raises ModelError
-    where a file is truncated, or a tensor is missing, superfluous, of another shape or not of floats.
+    `config` is `read_architecture(source)`; `only` names the weights to load (unset: all). Raises ModelError if a file
+    is truncated, or a tensor is missing, unexpected, of the wrong shape, or not floating point.
     """
     specs = param_specs(config)
     if source.kind == "gguf":
@@ -71,7 +71,7 @@ def load_params(
 
 
 class SafetensorsFolder:
-    """The tensors of a Hugging Face folder: model.safetensors, or the shards that its index lists."""
+    """The tensors of a Hugging Face folder: model.safetensors, or the shards listed in its index."""
 
     def __init__(self, folder: Path):
         self.entries: dict[str, StoredTensor] = {}
@@ -88,7 +88,7 @@ class SafetensorsFolder:
                 ) from error
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows [start, stop) of a tensor in the file's dtype. The file is mapped only meanwhile."""
+        """Read rows [start, stop) of a tensor in the file's dtype. The file is memory-mapped only during the call."""
         with safe_open(self.entries[name].file, framework="numpy") as file:
             return file.get_slice(name)[start:stop]
 
@@ -113,7 +113,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _check_tensors(tensors: Tensors, parts: list[FilePart], *, tied: bool, where: Path) -> None:
-    """Raises ModelError where what the files hold is not what the decoder needs."""
+    """Raises ModelError if the files' tensors do not match the decoder."""
     problems = []
     for part in parts:
         expected = part.tensor_shape
@@ -137,7 +137,7 @@ def _check_tensors(tensors: Tensors, parts: list[FilePart], *, tied: bool, where
 
 
 def _check_rope(header: GgufHeader, config: DecoderConfig) -> None:
-    """Raises ModelError where the frequencies we took for Llama 3's are not those of the file."""
+    """Raises ModelError if the file's frequencies differ from those of the assumed Llama 3 scaling."""
     divisors = rope_divisors(header)
     if divisors is None:
         return
@@ -150,24 +150,24 @@ def _check_rope(header: GgufHeader, config: DecoderConfig) -> None:
 
 
 def _fill(target: jax.Array, part: FilePart, tensors: Tensors, spec: ParamSpec, rules: ShardingRules) -> jax.Array:
-    """`target` with one tensor of the files written into it, piece by piece; the old `target` is gone.
+    """Write one file tensor into `target`, piece by piece; returns the new array. `target` is donated.
 
-    A piece is some rows of every shard, in the file's order of dimensions. On the devices it is transposed, converted
-    and written in place.
+    A piece is some rows of every shard, with the file's order of dimensions. The devices transpose and convert it, and
+    write it in place.
     """
     layout = part.layout
-    shape = layout.split_shape(part.shape)  # in the file's order, as all below
+    shape = layout.split_shape(part.shape)  # in the file's order, as everything below
     axes = dict(zip(layout.ours, spec.axes[-len(layout.ours) :], strict=True))
     partition = rules.spec([axes[letter] for letter in layout.letters])
     sharding = jax.sharding.NamedSharding(rules.mesh, partition)
-    rows = sharding.shard_shape(shape)[0]  # of one shard
+    rows = sharding.shard_shape(shape)[0]  # per shard
     shards = shape[0] // rows
-    width = layout.file_shape(part.shape)[0] // shape[0]  # rows of the file in one of ours
+    width = layout.file_shape(part.shape)[0] // shape[0]  # file rows per row of ours
     bytes_per_row = shards * int(np.prod(shape[1:], dtype=np.int64)) * 4
     count = max(1, min(rows, PIECE_BYTES // bytes_per_row))
     write = _make_write(rules.mesh, rules.spec(spec.axes), partition, layout.from_file_order())
     for first in range(0, rows, count):
-        start = min(first, rows - count)  # the last piece overlaps the one before: all have one shape
+        start = min(first, rows - count)  # the last piece overlaps the previous one, so that all have the same shape
         read = functools.cache(functools.partial(tensors.read, part.tensor))
 
         def piece(index: Any, start: int = start, read: Any = read) -> np.ndarray:
@@ -177,15 +177,15 @@ def _fill(target: jax.Array, part: FilePart, tensors: Tensors, spec: ParamSpec, 
 
         values = jax.make_array_from_callback((count * shards, *shape[1:]), sharding, piece)
         target = write(target, values, part.index, start)
-        target.block_until_ready()  # pieces must not pile up
+        target.block_until_ready()  # so that pieces do not pile up
     return target
 
 
 @functools.cache
 def _make_write(mesh: Mesh, target: PartitionSpec, piece: PartitionSpec, order: tuple[int, ...]):
-    """The jitted `(target, piece, index, start) -> target` with a piece of each shard written in place.
+    """The jitted `(target, piece, index, start) -> target`: writes a piece into each shard in place.
 
-    `index` says where in the stacked dimensions, `start` at which of a shard's rows.
+    `index` selects the stacked dimensions; `start` is the first row within each shard.
     """
 
     def write(target: jax.Array, piece: jax.Array, index: tuple[jax.Array, ...], start: jax.Array) -> jax.Array:
@@ -207,10 +207,10 @@ def save_model(
     dtype: Literal["float32", "bfloat16"] = "bfloat16",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes a folder that transformers loads: config, tokenizer (if any), safetensors. It appears whole or not at all.
+    """Export a folder that transformers loads: config, tokenizer (if any), safetensors. Appears complete or not at all.
 
-    Weights are written in `dtype`, in shards with an index where one file would have more than `max_shard_bytes`.
-    Raises ModelError where the folder exists and is not empty.
+    Weights are written in `dtype`, and split into shards with an index if one file would exceed `max_shard_bytes`.
+    Raises ModelError if the folder exists and is not empty.
     """
     with new_folder(Path(folder)) as unfinished:
         _save_config(config, tokenizer, unfinished, dtype)
@@ -219,9 +219,9 @@ def save_model(
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder under another name, which gets its own when all that belongs into it is written; else it is removed.
+    """Yield a temporary folder, which is renamed to `folder` if the block succeeds and removed otherwise.
 
-    Raises ModelError where the folder exists and is not empty.
+    Raises ModelError if the folder exists and is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ModelError(f"{folder}: exists and is not an empty folder; export to another, or remove it first")
@@ -265,14 +265,14 @@ def _save_weights(params: Params, config: DecoderConfig, folder: Path, dtype: st
     for name, shard in zip(names, shards, strict=True):
         tensors = {tensor: _file_tensor(params, by_tensor[tensor], dtype) for tensor in shard}
         save_file(tensors, folder / name, metadata={"format": "pt"})
-        (folder / name).chmod((folder / "config.json").stat().st_mode)  # safetensors' own is for the owner alone
+        (folder / name).chmod((folder / "config.json").stat().st_mode)  # safetensors makes it private to its owner
     if len(shards) > 1:
         weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _file_tensor(params: Params, parts: list[FilePart], dtype: str) -> np.ndarray:
-    """A tensor as the file has it, of its parts."""
+    """Assemble a tensor in the file's layout from its parts."""
     found = []
     for part in sorted(parts, key=lambda part: part.first):
         ours = np.asarray(params[part.param][part.index].astype(dtype))
@@ -281,5 +281,5 @@ def _file_tensor(params: Params, parts: list[FilePart], dtype: str) -> np.ndarra
 
 
 def write_json(path: Path, value: dict) -> None:
-    """A JSON file, indented."""
+    """Write an indented JSON file."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

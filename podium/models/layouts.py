@@ -1,8 +1,8 @@
-"""How a rollout's weights and sequences lie on a machine, and the least time of a decode step in each layout. No jax.
+"""Rollout layouts: how weights and sequences are placed on a machine, and the minimum time of a decode step. No jax.
 
-A group of k devices holds one copy of the weights between them and splits its sequences while they attend: k is 1 in
-`replicated`, all devices of a host in `tensor`, in between in `hybrid`. Few sequences want large groups, as reading the
-weights takes the time; many want small ones, as the sums over a group do. `auto` chooses by that arithmetic.
+A group of k devices holds one copy of the weights and splits its sequences during attention: k is 1 in `replicated`,
+all devices of a host in `tensor`, in between in `hybrid`. With few sequences, large groups are faster, because reading
+the weights dominates; with many, small groups, because reductions over a group dominate. `auto` chooses accordingly.
 """
 
 import dataclasses
@@ -18,27 +18,27 @@ from podium.models.architecture import DecoderConfig
 from podium.models.flops import pair_flops
 
 AUTO = "auto"
-COLLECTIVE_S = 3e-6  # of each collective, however small: the middle of what is published, 1 to 8 us
+COLLECTIVE_S = 3e-6  # latency of a collective of any size: the middle of published figures, 1 to 8 us
 BF16, F32 = 2, 4
-ROOM = 0.9  # of a device's memory, for what is counted here
+ROOM = 0.9  # usable share of a device's memory for weights and cache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A layout of ROLLOUT_LAYOUTS, with the size of its groups where it has them."""
+    """A layout of ROLLOUT_LAYOUTS, with its group size."""
 
     name: str
     group: int = 1
-    """Devices that hold one copy of the weights between them; 1 also where the training mesh decides."""
+    """Devices that share one copy of the weights; 1 for layouts that use the training mesh."""
     over_hosts: bool = False
-    """Whether a group is larger than a host: then all hosts decode together, with the same requests, step by step."""
+    """Whether a group is larger than a host; then all hosts decode the same requests together, in lockstep."""
     why: str = ""
-    """The reason of `auto`, with its numbers; empty where the config named the layout."""
+    """The reason for the choice of `auto`, with its numbers; empty if the config named the layout."""
 
     def mesh(self, training: Mapping[str, int], kv_heads: int) -> dict[str, int]:
-        """The mesh that the layout's table of axes is for: groups of devices, or the training mesh with sp in fsdp.
+        """The mesh for the layout's axis table: groups of devices, or the training mesh with sp merged into fsdp.
 
-        In a group, heads are split over tp as far as they go, and sequences over the rest, fsdp.
+        Within a group, tp splits heads as far as possible, and fsdp splits sequences over the rest.
         """
         if self.group == 1:
             return {**training, "fsdp": training["fsdp"] * training["sp"], "sp": 1}
@@ -49,19 +49,19 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the arithmetic needs of the devices that decode together, a host's or all, per device."""
+    """Per-device figures of the devices that decode together (those of a host, or all)."""
 
     platform: str  # jax's name: gpu or tpu
     chips: int
     flops: float  # bfloat16 operations per second
     hbm_bandwidth: float  # bytes per second
     link_bandwidth: float  # bytes per second of one link in one direction
-    dimensions: int  # of the interconnect; 0: a switch
-    links: int  # of a device
+    dimensions: int  # of the interconnect's torus; 0: a switch
+    links: int  # per device
     hbm_bytes: int
 
     def links_in(self, group: int) -> int:
-        """Links into the corner of a compact group: 2 chips span one axis, 4 two, 8 up to three."""
+        """Links into the corner of a compact group: 2 chips span one axis, 4 span two, 8 up to three."""
         return min(self.dimensions, int(math.log2(group))) if self.dimensions else self.links
 
 
@@ -89,7 +89,7 @@ def machine_of(accelerator: Accelerator, chips: int, *, networked: bool = False)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeFloor:
-    """The least time of a decode step in groups of k devices: perfect bandwidths, no kernel's own time."""
+    """The minimum time of a decode step in groups of k devices, at full bandwidth and without kernel overhead."""
 
     decoder: DecoderConfig
     machine: Machine
@@ -97,23 +97,23 @@ class DecodeFloor:
 
     @property
     def matmul_params(self) -> int:
-        """Parameters that every token is multiplied with: layers and head."""
+        """Parameters that every token is multiplied with, in layers and head."""
         return self.decoder.active
 
     @property
     def params(self) -> int:
-        """All of them."""
+        """Number of all parameters."""
         return self.matmul_params + (0 if self.decoder.tied else self.decoder.vocab * self.decoder.width)
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values of a token."""
+        """Bytes of the keys and values of one token."""
         return self.decoder.cached(self.machine.platform) * BF16
 
     def step_s(self, rows: int, kv_tokens: float) -> float:
-        """Seconds of one token of each of `rows` sequences of a host, which attend to `kv_tokens` in all.
+        """Seconds for one token in each of a host's `rows` sequences, which attend to `kv_tokens` tokens in total.
 
-        A collective waits for the product before it, so that its time comes on top.
+        A collective waits for the product before it, so its time is added.
         """
         d, m = self.decoder, self.machine
         read = self.matmul_params * BF16 / self.group + kv_tokens * self.kv_bytes / m.chips
@@ -122,22 +122,23 @@ class DecodeFloor:
 
     @property
     def shards(self) -> int:
-        """Into how many parts the sequences of a host are split while they attend."""
+        """Number of parts into which a host's sequences are split during attention."""
         return self.machine.chips // math.gcd(self.group, self.decoder.kv_heads)
 
     def bytes_held(self, kv_tokens: int) -> float:
-        """Weights and cache of a device."""
+        """Bytes of weights and cache on one device."""
         return self.params * BF16 / self.group + kv_tokens * self.kv_bytes / self.machine.chips
 
     @property
     def groups(self) -> int:
-        """Groups of a host."""
+        """Number of groups on a host."""
         return self.machine.chips // self.group
 
     def ici_s(self, rows: int) -> float:
-        """Seconds of collectives for `rows` tokens in a group: two sums a layer, two swaps where heads do not divide.
+        """Seconds of a group's collectives for `rows` tokens: two reductions per layer, and two exchanges if heads do
+        not divide.
 
-        On top come the embedding's sum and what the sampler exchanges.
+        The embedding's reduction and the sampler's exchange are added.
         """
         if self.group == 1:
             return 0.0
@@ -148,7 +149,7 @@ class DecodeFloor:
 
 
 def group_bytes(decoder: DecoderConfig, group: int, rows: int, itemsize: int) -> float:
-    """What a device sends while `rows` tokens pass through its group: sums, and heads swapped for sequences."""
+    """Bytes that a device sends as `rows` tokens pass through its group: reductions, and exchanges of heads."""
     summed = 2 * (1 - 1 / group) * rows * decoder.width * itemsize  # an all-reduce
     spare = group // math.gcd(group, decoder.kv_heads)
     heads = 2 * (decoder.heads + decoder.kv_heads) * decoder.head_dim
@@ -165,18 +166,18 @@ def choose_layout(
     hosts: int,
     optimizer: str = "adamw",
 ) -> Layout:
-    """The layout of a run's rollout on so many devices and hosts, each of which decodes its share by itself.
+    """Choose the rollout's layout. Each host decodes its share of the sequences independently.
 
-    Unless groups are larger than a host, as `rollout.group_chips` can say, and as `auto` has it where no host by itself
-    has the memory.
+    Unless groups are larger than a host: as set by `rollout.group_chips`, or chosen by `auto` if no single host has
+    enough memory.
 
     Args:
         rollout: the engine's settings.
-        decoder: the model's numbers.
-        accelerator: the machine, or a host of it; None: one that is not in the table, as CPUs are not.
-        devices: of all hosts.
-        hosts: processes.
-        optimizer: name of the optimizer, whose state is beside the rollout.
+        decoder: the model's architecture.
+        accelerator: the machine, or one host of it; None: not in the table, such as a CPU.
+        devices: number of devices on all hosts.
+        hosts: number of processes.
+        optimizer: name of the optimizer, whose state is in memory beside the rollout.
 
     Raises:
         ValueError: a group does not divide a host's devices, or the model.
@@ -185,7 +186,7 @@ def choose_layout(
     named = _named(rollout, decoder, devices=devices, chips=chips)
     if named is not None:
         return named
-    # of each weight: itself and the optimizer's numbers, or with LoRA the frozen weight, beside which the rest is small
+    # bytes per weight: itself and the optimizer's state; with LoRA the frozen weight alone, as the rest is small
     stored = BF16 if decoder.lora else F32 * (1 + OPTIMIZER_COPIES.get(optimizer, 2))
     machine = machine_of(accelerator, chips) if accelerator else None
     sizes = [size for size in range(1, chips + 1) if not _problem(size, decoder, chips)]
@@ -210,9 +211,9 @@ def choose_layout(
 
 
 def _named(rollout: RolloutConfig, decoder: DecoderConfig, *, devices: int, chips: int) -> Layout | None:
-    """The layout that the settings name with its size of groups; None where that is left to the arithmetic.
+    """The layout named by the settings, with its group size; None if the choice is left to `auto`.
 
-    `chips` are a host's devices. Raises ValueError where the groups do not divide them, or the model.
+    `chips` is the number of devices per host. Raises ValueError if groups do not divide them, or the model.
     """
     if rollout.layout == "tensor":
         return _checked(Layout(name="tensor", group=chips), decoder, chips)
@@ -240,10 +241,10 @@ def _fastest(
     hosts: int,
     host_chips: int,
 ) -> tuple[Layout, bool]:
-    """The groups with the fastest decode step, all slots at half of their length, among those that have the memory.
+    """The group size with the fastest decode step, for all slots at half their length, among those that fit in memory.
 
-    Also returns whether any has it. `stored` are the trainer's bytes of each parameter. Groups are within one of
-    `hosts` hosts of `host_chips` devices; where groups are larger than a host, `hosts` is 1.
+    Also returns whether any fits. `stored` is the trainer's bytes per parameter. Groups are within one of `hosts` hosts
+    of `host_chips` devices; if groups are larger than a host, `hosts` is 1.
     """
     rows, length = rollout.slots // hosts, rollout.max_prompt_tokens + rollout.max_new_tokens
     floors = [DecodeFloor(decoder=decoder, machine=machine, group=size) for size in sizes]
@@ -253,7 +254,7 @@ def _fastest(
         for each in floors
         if each.bytes_held(rows * length) + stored * each.params // (machine.chips * hosts) <= ROOM * machine.hbm_bytes
     ]
-    # nothing fits, or nothing divides: the rest of the program says so better, of the least that there could be
+    # if nothing fits or divides, a later check gives a better message for the smallest candidate
     candidates = fitting or floors[-1:] or [DecodeFloor(decoder=decoder, machine=machine, group=sizes[-1])]
     seconds = {each.group: each.step_s(rows, rows * length / 2) for each in candidates}
     best = min(seconds, key=lambda group: seconds[group])
@@ -269,7 +270,7 @@ def _name(group: int, host_chips: int) -> str:
 
 
 def _checked(layout: Layout, decoder: DecoderConfig, chips: int, of: int = 1) -> Layout:
-    """The layout, whose groups are made of whole sets `of` so many devices, on machines of so many `chips`."""
+    """Return the layout; check that its groups are multiples of `of` devices and divide `chips` and the model."""
     if problem := _problem(layout.group, decoder, chips) or ("hosts are not whole in it" if layout.group % of else ""):
         sizes = (size for size in range(1, chips + 1) if size % of == 0 or of % size == 0)
         works = ", ".join(str(size) for size in sizes if not _problem(size, decoder, chips))
@@ -281,7 +282,7 @@ def _checked(layout: Layout, decoder: DecoderConfig, chips: int, of: int = 1) ->
 
 
 def _problem(group: int, decoder: DecoderConfig, chips: int) -> str:
-    """Why a model cannot be split over so many of the devices that decode together; empty: it can."""
+    """Why a model cannot be split over `group` of the `chips` devices that decode together; empty if it can."""
     spare = group // math.gcd(group, decoder.kv_heads)
     if chips % group:
         return f"they do not divide the {chips} devices that decode together"

@@ -1,8 +1,9 @@
-"""The matrix products of the model: operands in one number format, sums and results in another.
+"""The model's matrix products, with operands in one number format and results in another.
 
-`dtype` of a model is that of its products' operands. What lies between the products (`activation_dtype`) is the same
-on TPU and GPU, and float32 on CPU: there XLA multiplies bfloat16 numbers into float32 sums at twice float32's speed,
-and into bfloat16 results at less than float32's, as it does all elementwise work (benches/results/products-cpu.json).
+A model's `dtype` is that of its products' operands. Activations between products (`activation_dtype`) have the same
+format on TPU and GPU, and are float32 on CPU: there XLA multiplies bfloat16 operands into float32 results at twice
+float32's speed, but produces bfloat16 results, and all elementwise work on them, at less than float32's speed
+(benches/results/products-cpu.json).
 """
 
 import functools
@@ -26,9 +27,10 @@ Linear = Callable[[str, jax.Array, LayerWeight], jax.Array]
 def layer_weight(
     name: str, stored: jax.Array, spec: ParamSpec, *, frozen: bool, rules: ShardingRules, dtype: jnp.dtype, wide: bool
 ) -> AnyWeight:
-    """A stored weight as a layer uses it: in `dtype` and gathered. With `wide` a trained one has a float32 gradient.
+    """Convert a stored weight for a layer: in `dtype` and gathered. With `wide`, a trained weight's gradient is
+    float32.
 
-    With `wide` a norm or a bias has a number of `dtype` as float32, and so has what it is added to or multiplied with.
+    With `wide`, norm scales and biases hold values of `dtype` as float32; so do the activations they apply to.
     """
     as_stored, stored = stored, of_bits(stored)
     axes, matrix = spec.axes[len(spec.axes) - stored.ndim :], is_matrix(spec)
@@ -46,7 +48,7 @@ def layer_weight(
 
 
 def with_adapters(w: Mapping[str, AnyWeight], scale: float) -> dict[str, LayerWeight]:
-    """The weights of a layer, each adapted matrix with its adapter."""
+    """A layer's weights, with each adapted matrix combined with its adapter."""
     return {
         name: Adapted(value, w[name + LORA_A], w[name + LORA_B], scale) if name + LORA_A in w else value
         for name, value in w.items()
@@ -55,39 +57,39 @@ def with_adapters(w: Mapping[str, AnyWeight], scale: float) -> dict[str, LayerWe
 
 
 def activation_dtype(rules: ShardingRules, dtype: jnp.dtype) -> jnp.dtype:
-    """The format of activations, keys and values of a model whose products are in `dtype`."""
+    """The format of activations, keys and values in a model whose products are in `dtype`."""
     return jnp.dtype(jnp.float32) if rules.on_cpu else dtype
 
 
 def as_bits(value: jax.Array) -> jax.Array:
-    """bfloat16 numbers as uint16, which XLA on CPU takes out of a stack of layers, or of a table, as they are.
+    """Reinterpret bfloat16 as uint16, which XLA on CPU can slice from a stack of layers or a table without conversion.
 
-    Of bfloat16 itself it makes float32 in every call, of all layers, and bfloat16 again of each in every step: that
-    takes several times as long as the products of a decode step (benches/results/products-cpu.json).
+    XLA would convert bfloat16 itself to float32 in every call, for all layers, and back for each layer in every step:
+    several times the time of a decode step's products (benches/results/products-cpu.json).
     """
     return jax.lax.bitcast_convert_type(value, jnp.uint16) if value.dtype == jnp.bfloat16 else value
 
 
 def kept(params: dict[str, jax.Array], rules: ShardingRules) -> dict[str, jax.Array]:
-    """Weights that stay as they are, as devices keep them: `as_bits` on CPU. They are taken out of `params`."""
+    """Stored form of weights that do not change: `as_bits` on CPU. They are removed from `params`."""
     return {name: as_bits(params.pop(name)) for name in list(params)} if rules.on_cpu else params
 
 
 def kept_dtype(dtype: jnp.dtype, rules: ShardingRules) -> jnp.dtype:
-    """What `kept` makes of a number format."""
+    """The stored number format that `kept` gives for a format."""
     return jnp.dtype(jnp.uint16) if rules.on_cpu and dtype == jnp.bfloat16 else jnp.dtype(dtype)
 
 
 def of_bits(stored: jax.Array) -> jax.Array:
-    """The numbers that `as_bits` stored; others as they are."""
+    """The values that `as_bits` stored; other arrays unchanged."""
     return jax.lax.bitcast_convert_type(stored, jnp.bfloat16) if stored.dtype == jnp.uint16 else stored
 
 
 def make_linear(rules: ShardingRules) -> Linear:
-    """The product `(pattern, x, weights) -> y` of all layers, an einsum of two operands, in the dtype of `x`.
+    """Make the layers' product `(pattern, x, weight) -> y`, an einsum of two operands with the dtype of `x`.
 
-    On CPU a barrier keeps the elementwise work before the backward pass out of its products; elsewhere compilers fuse
-    it to good effect.
+    On CPU, a barrier keeps elementwise work that precedes the backward pass from being fused into its products; other
+    compilers benefit from the fusion.
     """
 
     def linear(pattern: str, x: jax.Array, w: LayerWeight) -> jax.Array:
@@ -101,10 +103,10 @@ def make_linear(rules: ShardingRules) -> Linear:
 def several(
     linear: Linear, rules: ShardingRules, pattern: str, x: jax.Array, weights: Sequence[LayerWeight], axis: str
 ) -> list[jax.Array]:
-    """Products of one activation with several weights, which differ in the size of the logical `axis`.
+    """Multiply one activation with several weights, which differ only in the size of the logical `axis`.
 
-    It is the first output dimension. In training on TPU they are one product: where few heads of keys and values are
-    read and written, they take as long as many.
+    `axis` is the first output dimension. In training on TPU this is one product, because reading and writing few
+    key/value heads takes as long as many.
     """
     trained = [each for each in weights if isinstance(each, Weight) and each.sums is not None]
     if rules.platform != "tpu" or len(trained) < len(weights) or rules.num_shards(axis) > 1:
@@ -118,7 +120,7 @@ def several(
 
 
 def adapter(linear: Linear, pattern: str, x: jax.Array, w: Adapted) -> jax.Array:
-    """What an adapter adds to the product of a pattern: scale (xA)B, through r numbers a token."""
+    """An adapter's contribution to a product: scale (xA)B, through r elements per token."""
     x_axes, w_axes, y_axes = pattern.replace("->", ",").split(",")
     rows = "".join(axis for axis in x_axes if axis not in w_axes)
     inner, outer = x_axes.removeprefix(rows), "".join(axis for axis in w_axes if axis in y_axes)
@@ -127,15 +129,15 @@ def adapter(linear: Linear, pattern: str, x: jax.Array, w: Adapted) -> jax.Array
 
 
 def full_precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
-    """The precision of a product of such operands: float32 ones count in full, on TPU and in TF32's stead too."""
+    """The precision of a product with `dtype` operands: full for float32, without TPU's bfloat16 or GPU's TF32."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 def product(pattern: str, dtype: jnp.dtype, barrier: bool, x: jax.Array, w: AnyWeight) -> jax.Array:
-    """An einsum whose operands are in the dtype of `w`, in forward and backward, with a result in `dtype`.
+    """An einsum with operands in the dtype of `w`, forward and backward, and a result in `dtype`.
 
-    The backward pass is written out. Left to itself jax makes the weights' gradient transposed, and XLA on CPU then
-    turns elementwise work on activations into strided loops: a third more time for both passes
+    The backward pass is explicit. By default jax computes the weights' gradient transposed, and XLA on CPU then turns
+    elementwise work on activations into strided loops, which take a third more time for both passes
     (benches/results/linear-backward-cpu.json).
     """
     if not isinstance(w, Weight):
@@ -146,14 +148,14 @@ def product(pattern: str, dtype: jnp.dtype, barrier: bool, x: jax.Array, w: AnyW
 
 
 class Form(NamedTuple):
-    """What `_product` knows when it is traced."""
+    """Static arguments of `_product`."""
 
     pattern: str
     result: jnp.dtype
     operands: jnp.dtype
     barrier: bool
     gradient: Literal["own", "float32", "none"]
-    """The format of the weight's gradient, its own or float32, or that it has none."""
+    """Format of the weight's gradient: its own, float32, or none."""
 
 
 def _einsum(pattern: str, x: jax.Array, y: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -168,8 +170,8 @@ def _product(form: Form, x: jax.Array, w: jax.Array, sums: jax.Array, kept: jax.
 def _forward(
     form: Form, x: jax.Array, w: jax.Array, sums: jax.Array, kept: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    # The einsum itself, not `_product`: policies of jax.checkpoint know a product by its primitive. A loop over layers
-    # keeps a stack of what is saved here.
+    # The einsum itself instead of `_product`, since policies of jax.checkpoint identify products by primitive. A loop
+    # over layers stores a stack of what is saved here.
     y = _einsum(form.pattern, x.astype(form.operands), w, form.result)
     return y, (x, as_bits(kept) if form.barrier else kept)
 
@@ -181,7 +183,7 @@ def _backward(form: Form, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> 
     dx = _einsum(f"{y_axes},{w_axes}->{x_axes}", dy, w, x.dtype)
     if form.gradient == "none":
         return dx, None, None, None
-    # Devices exchange their shares of the sum as they are here, before any cast.
+    # Devices reduce their shares of the sum in this format, before any cast.
     shares = jnp.dtype(jnp.float32) if form.gradient == "float32" else x.dtype
     dw = _gradient_of_weights(x_axes, y_axes, w_axes, x.astype(form.operands), dy, shares, on_cpu=form.barrier)
     return (dx, None, dw, None) if form.gradient == "float32" else (dx, dw.astype(form.operands), None, None)
@@ -193,10 +195,11 @@ _product.defvjp(_forward, _backward)
 def _gradient_of_weights(
     x_axes: str, y_axes: str, w_axes: str, x: jax.Array, dy: jax.Array, dtype: jnp.dtype, *, on_cpu: bool
 ) -> jax.Array:
-    """The product of inputs and their outputs' gradients over all tokens.
+    """The weights' gradient: the product of inputs and output gradients over all tokens.
 
-    XLA on CPU lays the first operand of such a product out anew, slowly: there the narrower one comes first, and if the
-    product is then not as the weights lie, it is turned afterwards, being smaller than what has all tokens.
+    XLA on CPU copies the first operand of such a product to another layout, slowly, so the narrower operand comes
+    first. If the result's dimensions then differ from the weights', it is transposed afterwards, as it is smaller than
+    operands.
     """
     inner, outer = ("".join(axis for axis in axes if axis in w_axes) for axes in (x_axes, y_axes))
     first, last = (x_axes, inner, x), (y_axes, outer, dy)
@@ -206,4 +209,4 @@ def _gradient_of_weights(
     if not on_cpu or made == w_axes:
         return _einsum(f"{x_axes},{y_axes}->{w_axes}", x, dy, dtype)
     turned = _einsum(f"{first[0]},{last[0]}->{made}", first[2], last[2], dtype)
-    return jnp.einsum(f"{made}->{w_axes}", jax.lax.optimization_barrier(turned))  # else XLA would turn it back
+    return jnp.einsum(f"{made}->{w_axes}", jax.lax.optimization_barrier(turned))  # else XLA would undo the reordering

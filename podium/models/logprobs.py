@@ -1,4 +1,4 @@
-"""Where a log-probability is computed: from hidden states, some tokens at a time, so that no [B, T, V] exists."""
+"""Computes log-probabilities from hidden states, a chunk of tokens at a time, so that [B, T, V] never exists."""
 
 import functools
 from typing import NamedTuple
@@ -16,7 +16,7 @@ FLOAT32_BYTES = 4
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probability and entropy at each target token, under the model's softmax at the sampling temperature."""
+    """Log-probability and entropy at each target token, under the softmax at the sampling temperature."""
 
     logprobs: jax.Array  # [B, T] float32
     entropy: jax.Array  # [B, T] float32, nats
@@ -24,9 +24,9 @@ class TokenLogprobs(NamedTuple):
 
 @jax.named_scope("logits")
 def logits_at(hidden: jax.Array, head: AnyWeight, temperature: float, *, on_cpu: bool = False) -> jax.Array:
-    """Float32 logits over the temperature, [..., V], of hidden states [T, D] or [B, T, D] and a head [V, D].
+    """Float32 logits divided by the temperature, [..., V], from hidden states [T, D] or [B, T, D] and a head [V, D].
 
-    `on_cpu` says how a backward pass multiplies (`podium.models.linear.product`).
+    `on_cpu` selects the backward pass's products (`podium.models.linear.product`).
     """
     outer = "bt"[: hidden.ndim - 1]
     logits = product(f"{outer}d,vd->{outer}v", jnp.dtype(jnp.float32), on_cpu, hidden, head)
@@ -44,29 +44,30 @@ def token_logprobs(
     remat: bool = True,
     kind: HeadKind = "chunked",
 ) -> TokenLogprobs:
-    """Log-probability of each target and entropy of its distribution; the only place where training computes them.
+    """Log-probability of each target and entropy of its distribution. All of training's log-probabilities come from
+    here.
 
-    The logits of at most `chunk` tokens per device exist at once, forward and backward: the backward pass makes them
-    again from the hidden states, unless `remat` is off.
+    Logits of at most `chunk` tokens per device exist at a time: the backward pass recomputes them from the hidden
+    states, unless `remat` is False.
 
     Args:
         hidden: [B, T, D], states from which the targets are predicted.
-        head: [V, D], as it is stored; its gradient is summed over chunks in its format, of a `Weight` in float32.
+        head: [V, D], as stored; its gradient is summed over chunks in its own format, or in float32 for a `Weight`.
         targets: [B, T] int32.
-        temperature: of the softmax; must be the sampler's for the two to agree.
-        chunk: tokens per device whose logits exist at once.
-        rules: where the batch is split, into n pieces.
-        remat: off keeps the logits for the backward pass: faster, [B, T, V] float32 of memory.
-        kind: fused makes no logits forward, and backward the gradient of as many tokens' as have the memory of a chunk;
-            `remat` changes nothing then.
+        temperature: of the softmax; must equal the sampler's for the log-probabilities to agree.
+        chunk: tokens per device whose logits exist at a time.
+        rules: how the batch is split.
+        remat: False keeps the logits for the backward pass: faster, with [B, T, V] float32 of memory.
+        kind: "fused" computes no logits in the forward pass, and in the backward pass the logits' gradient for as
+            many tokens as fit in a chunk's memory; `remat` has no effect then.
     """
     B, T, _ = hidden.shape
-    parts, cuts = rules.num_shards("batch"), rules.num_shards("tokens")  # of all rows, and of the tokens of each
-    columns = max(1, min(T // cuts, chunk * parts // B))  # positions of all rows at once
+    parts, cuts = rules.num_shards("batch"), rules.num_shards("tokens")  # of the rows, and of each row's tokens
+    columns = max(1, min(T // cuts, chunk * parts // B))  # positions of all rows per chunk
     of_device = functools.partial(_in_chunks, temperature=temperature, columns=columns, rules=rules, remat=remat)
     if kind == "fused":
         of_device = functools.partial(_fused, temperature=temperature, chunk=chunk, rules=rules)
-    if parts * cuts == 1:  # for the sake of a dimension of 1, XLA on CPU would lay the head out anew
+    if parts * cuts == 1:  # with an extra dimension of 1, XLA on CPU would copy the head to another layout
         return of_device(hidden, head, targets)
     with jax.named_scope("weights"):
         heads = _copies(head, rules)  # [n, V, D]
@@ -87,7 +88,7 @@ def token_logprobs(
 
 
 def _copies(head: AnyWeight, rules: ShardingRules) -> AnyWeight:
-    """A copy of the head for each device's piece of the batch, [n, V, D]."""
+    """One copy of the head per piece of the batch, [n, V, D]."""
     if not isinstance(head, Weight):
         return rules.weight_copies(head, "vocab", "width")
     assert head.sums is not None  # a caller that wants no gradient passes a plain array
@@ -99,7 +100,7 @@ def _copies(head: AnyWeight, rules: ShardingRules) -> AnyWeight:
 def _fused(
     hidden: jax.Array, head: AnyWeight, targets: jax.Array, *, temperature: float, chunk: int, rules: ShardingRules
 ) -> TokenLogprobs:
-    """`token_logprobs` of one device's rows, by the kernels; interpreted on a CPU."""
+    """`token_logprobs` for one device's rows by the kernels; interpreted on CPU."""
     value, sums = (head.value, head.sums) if isinstance(head, Weight) else (head, None)
     options = HeadOptions(
         scale=1 / temperature,
@@ -122,7 +123,7 @@ def _in_chunks(
     rules: ShardingRules,
     remat: bool,
 ) -> TokenLogprobs:
-    """`token_logprobs` of one device's rows, hidden [b, T, D] and targets [b, T], `columns` at a time."""
+    """`token_logprobs` for one device's rows, hidden [b, T, D] and targets [b, T], in chunks of `columns` positions."""
     b, T, _ = hidden.shape
     padding = -T % columns
 
@@ -141,10 +142,10 @@ def _in_chunks(
 
 @jax.custom_vjp
 def _score(logits: jax.Array, targets: jax.Array) -> TokenLogprobs:
-    """Log-probability of targets [...] and entropy under float32 logits [..., V].
+    """Log-probability of targets [...] and entropy from float32 logits [..., V].
 
-    The backward pass is written out: one elementwise pass over the logits that fuses with the product behind it, where
-    jax's own makes a second array of their size and scatters into a third.
+    The backward pass is explicit: one elementwise pass over the logits, fused with the product after it. The default
+    would make a second array of that size and scatter into a third.
     """
     return _score_forward(logits, targets)[0]
 

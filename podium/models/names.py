@@ -1,7 +1,7 @@
-"""What our parameters are called in files, and how they lie there: one table, for loading and for export. No jax.
+"""Names and layouts of parameters in model files: one table for loading and export. No jax.
 
-A file may have several of our parameters in one tensor (`Layout.joined`), or one of ours in several tensors: a stack of
-layers, and of experts.
+A file tensor may hold several of our parameters (`Layout.joined`); one of our parameters may be several file tensors,
+one for each stacked layer and expert.
 """
 
 import dataclasses
@@ -19,21 +19,21 @@ from podium.models.params import own_name, param_specs
 
 
 class Layout(NamedTuple):
-    """One of our parameters in a file.
+    """How a parameter is stored in a file.
 
     Dimensions are letters: V vocabulary, D width, F MLP width, H and K heads, Q head size.
     """
 
-    hf: str  # name in safetensors; {} is the layer, and a second {} the expert
+    hf: str  # name in safetensors; {} is the layer, a second {} the expert
     gguf: str  # name in GGUF
     ours: str  # our dimensions, without those of layers and experts
-    file: str  # the file's; the letters of one word are one dimension there
+    file: str  # the file's dimensions; letters in one word are merged into one dimension
     joined: tuple[str, ...] = ()
-    """The parameters of a layer whose rows the tensor has one after the other, this one among them; (): this alone."""
+    """The parameters whose rows the tensor holds one after another, including this one; (): only this one."""
 
     @property
     def letters(self) -> str:
-        """The file's dimensions taken apart, in the file's order."""
+        """The file's dimensions, unmerged, in the file's order."""
         return self.file.replace(" ", "")
 
     def split_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -42,20 +42,20 @@ class Layout(NamedTuple):
         return tuple(sizes[letter] for letter in self.letters)
 
     def file_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape that a parameter of our `shape` (without layers) has in the file."""
+        """The shape in the file of a parameter with our `shape` (without layers)."""
         sizes = dict(zip(self.ours, shape, strict=True))
         return tuple(math.prod(sizes[letter] for letter in word) for word in self.file.split())
 
     def file_rows(self, spec: ParamSpec) -> int:
-        """Rows of the file that one matrix or vector of a parameter has."""
+        """File rows of one matrix or vector of a parameter."""
         return self.file_shape(spec.shape[spec.stacked :])[0]
 
     def to_file_order(self) -> tuple[int, ...]:
-        """The transposition from our dimensions to `letters`."""
+        """The permutation from our dimensions to `letters`."""
         return tuple(self.ours.index(letter) for letter in self.letters)
 
     def from_file_order(self) -> tuple[int, ...]:
-        """The transposition from `letters` to our dimensions."""
+        """The permutation from `letters` to our dimensions."""
         return tuple(self.letters.index(letter) for letter in self.ours)
 
 
@@ -79,38 +79,38 @@ NAMES: dict[str, Layout] = {
     "head": Layout("lm_head.weight", "output.weight", "VD", "V D"),
 }
 
-# Tensors that old files hold and no decoder needs: the rotary frequencies follow from the config.
+# Tensors in old files that are ignored: the rotary frequencies follow from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rope_freqs.weight")
 
 
 def layout_of(param: str) -> Layout:
-    """What one of our parameters is called in files."""
+    """The file layout of a parameter."""
     return NAMES[LAYERS + own_name(param) if param.startswith(LAYERS) else param]
 
 
 def layers_of(param: str, config: DecoderConfig) -> Sequence[int]:
-    """Which of the decoder's layers a parameter has, in its order; none where it belongs to no layer."""
+    """Indices of the decoder's layers that a parameter stacks, in order; empty for one outside the layers."""
     return next((place.layers for place in config.places if param.startswith(place.prefix)), ())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FilePart:
-    """Rows of a file's tensor that are one of our parameters, or one layer's, or one expert's in a layer."""
+    """The rows of a file tensor that hold one of our parameters, or one layer or expert of it."""
 
     tensor: str
     param: str
     index: tuple[int, ...]
-    """Where it lies in the stacked dimensions of ours."""
+    """Index into the stacked dimensions of our parameter."""
     shape: tuple[int, ...]
-    """Ours, without the stacked dimensions."""
+    """Our shape, without the stacked dimensions."""
     first: int
-    """The row of the tensor at which it begins."""
+    """First row in the tensor."""
     rows: int
-    """Rows of the whole tensor, including other parameters' rows."""
+    """Number of rows of the whole tensor, other parameters' included."""
 
     @property
     def layout(self) -> Layout:
-        """How it lies in the file."""
+        """The file layout of the parameter."""
         return layout_of(self.param)
 
     @property
@@ -120,7 +120,7 @@ class FilePart:
 
 
 def file_parts(config: DecoderConfig, kind: Literal["folder", "gguf"]) -> Iterator[FilePart]:
-    """All that the files of a model hold, parameter by parameter."""
+    """All parts of a model's files, parameter by parameter."""
     specs = param_specs(config)
     for param, spec in specs.items():
         layout, layers = layout_of(param), layers_of(param, config)
@@ -142,7 +142,7 @@ def file_parts(config: DecoderConfig, kind: Literal["folder", "gguf"]) -> Iterat
 
 
 class StoredTensor(NamedTuple):
-    """What a file says of a tensor."""
+    """A file's description of a tensor."""
 
     shape: tuple[int, ...]
     dtype: str  # as the file's format calls it
@@ -150,10 +150,10 @@ class StoredTensor(NamedTuple):
 
 
 class Tensors(Protocol):
-    """The tensors of a model on disk, none of them read yet."""
+    """The tensors of a model on disk, read on demand."""
 
     entries: dict[str, StoredTensor]
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows [start, stop) of a tensor: float32, float16 or bfloat16."""
+        """Read rows [start, stop) of a tensor as float32, float16 or bfloat16."""
         ...

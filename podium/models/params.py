@@ -1,6 +1,6 @@
-"""One declaration per weight, and the tables from logical axes to mesh axes. Data alone: no jax.
+"""One declaration per weight, and tables from logical axes to mesh axes. Plain data, no jax.
 
-Initialisation, sharding, names in files, checkpoints and the planner's abstract arrays are readings of `param_specs`.
+Initialisation, sharding, file names, checkpoints and the planner's abstract arrays all derive from `param_specs`.
 """
 
 import dataclasses
@@ -16,19 +16,19 @@ from podium.models.blocks.spec import ParamSpec, ParamSpecs, matrix_outputs, sta
 LORA_A = ".lora_a"
 LORA_B = ".lora_b"
 SCALE = ".scale"
-"""Endings of names: a matrix's two adapter factors, and the scales of its outputs if it is int8."""
+"""Name suffixes: a matrix's two adapter factors, and its output scales if it is int8."""
 _PREFIX = re.compile(rf"^{re.escape(LAYERS)}(\d+\.)?")
 VOCAB_BLOCK = 128
-"""Tokens that are drawn from together (`podium.rollout.sampling`); a vocabulary is split between blocks."""
+"""Vocabulary tokens per block of the sampler (`podium.rollout.sampling`); a vocabulary is split between blocks."""
 MeshAxes = str | tuple[str, ...] | None
 Dtype = TypeVar("Dtype")
 """A number format, as numpy has it or by its name."""
 
 
-# Training: float32 master weights and optimizer state split over fsdp and sp (and tp); rows over dp and fsdp, and the
-# tokens of each row over sp. An activation whose width is split as the weights' is has its rows over the axes that are
-# left, "batch_by_width", and its tokens whole. From there it gets its rows first, with a part of the width that is in
-# one piece as sp is the outer of the two, "width_of_rows"; then its tokens. "pieces" are a device's part of the batch.
+# Training: float32 weights and optimizer state are split over fsdp and sp (and tp), rows over dp and fsdp, and the
+# tokens of each row over sp. An activation with the weights' split of the width has its rows over the remaining axes
+# ("batch_by_width") and its tokens whole. From there, its rows are split first, with sp's part of the width left in one
+# piece because sp is the outer axis ("width_of_rows"), then its tokens. "pieces" is a device's part of the batch.
 TRAIN_AXES: Mapping[str, MeshAxes] = {
     "batch": ("dp", "fsdp"),
     "batch_by_width": "dp",
@@ -41,7 +41,7 @@ TRAIN_AXES: Mapping[str, MeshAxes] = {
     "kv_heads": "tp",
     "mlp": "tp",
 }
-# While a layer computes, its weights are whole but for tp: "gathered" is what the layer asks for.
+# During a layer's computation, its weights are split only over tp: the layer asks for the axes "gathered".
 GATHERED_AXES: Mapping[str, MeshAxes] = {
     **TRAIN_AXES,
     "batch_by_width": ("dp", "fsdp"),
@@ -49,12 +49,12 @@ GATHERED_AXES: Mapping[str, MeshAxes] = {
     "width": None,
     "width_of_rows": None,
 }
-# Rollout: every device holds all weights and its own share of the sequences.
+# Rollout, replicated: every device holds all weights and its own share of the sequences.
 ROLLOUT_AXES: Mapping[str, MeshAxes] = {"batch": ("dp", "fsdp", "tp"), "batch_by_width": ("dp", "fsdp", "tp")}
-# Rollout in groups of devices (dp counts them) that hold one copy of the weights between them. A group's rows are with
-# all of its devices while they meet weights ("rows"). Key/value heads are split over tp as far as they go; over the
-# rest of a group, fsdp, each head is split while it is projected, and its sequences while they attend ("batch"): no
-# device repeats another's attention. Logits are drawn from where they are, split by the vocabulary.
+# Rollout in groups of devices (counted by dp) that share one copy of the weights. A group's rows are on all its devices
+# for products with weights ("rows"). tp splits key/value heads as far as possible. Over the rest of a group, fsdp, each
+# head is split for its projection, and sequences for attention ("batch"), so no device repeats another's attention.
+# Sampling uses the logits in place, split by vocabulary.
 GROUP_AXES: Mapping[str, MeshAxes] = {
     "batch": ("dp", "fsdp"),
     "rows": "dp",
@@ -67,9 +67,9 @@ GROUP_AXES: Mapping[str, MeshAxes] = {
     "head_dim": "fsdp",
     "mlp": ("tp", "fsdp"),
 }
-# The two layouts of the seed decode from weights split as in training. With the sequences over all devices
-# (legacy), the weights of each layer come over the interconnect for every token; with the sequences over dp alone
-# (maxtext), every device of a dp group does all its attention, and sums over the split width come instead.
+# The seed system's two layouts decode from weights split as in training. With sequences over all devices (legacy), each
+# layer's weights are gathered for every token; with sequences only over dp (maxtext), all devices of a dp group compute
+# the same attention, and products over the split width are summed instead.
 ROLLOUT_LAYOUTS: dict[str, Mapping[str, MeshAxes]] = {
     "replicated": ROLLOUT_AXES,
     "tensor": GROUP_AXES,
@@ -80,9 +80,9 @@ ROLLOUT_LAYOUTS: dict[str, Mapping[str, MeshAxes]] = {
 
 
 def param_specs(config: DecoderConfig) -> ParamSpecs:
-    """All weights of the decoder; the layers of one place in the pattern are stacked on a first dimension [L, ...]."""
+    """All weights of the decoder; layers at one place in the pattern are stacked along a first dimension [L, ...]."""
     D, V = config.width, config.vocab
-    std, out_std = 0.02, 0.02 / math.sqrt(2 * config.layers)  # GPT-2's: residual branches start small
+    std, out_std = 0.02, 0.02 / math.sqrt(2 * config.layers)  # as in GPT-2: residual branches start small
     specs = {"embed": ParamSpec((V, D), ("vocab", "width"), std)}
     for place in config.places:
         one_layer = place.block.specs(D, std=std, out_std=out_std)
@@ -96,10 +96,10 @@ def param_specs(config: DecoderConfig) -> ParamSpecs:
 
 
 def _lora_specs(layer: ParamSpecs, lora: Lora) -> ParamSpecs:
-    """What LoRA adds to a layer: two factors beside each target, and scales where the matrices are int8.
+    """LoRA's additions to a layer: two factors per target matrix, and scales if the matrices are int8.
 
-    The first factor is split as the matrix's inputs are, the second as its outputs; the second begins at 0. Each matrix
-    of a stack has factors of its own.
+    The first factor is split like the matrix's inputs, the second like its outputs; the second starts at 0. Each matrix
+    of a stack has its own factors.
     """
     found = {}
     for name in (name for name in MATRICES if name in layer):
@@ -122,7 +122,7 @@ def _lora_specs(layer: ParamSpecs, lora: Lora) -> ParamSpecs:
 
 
 def own_name(name: str) -> str:
-    """A layer's weight by the name that its kind gives it: `layers.q` and `layers.3.q` are `q`."""
+    """A layer weight's name within its kind: `layers.q` and `layers.3.q` are `q`."""
     return _PREFIX.sub("", name)
 
 
@@ -132,29 +132,29 @@ def is_adapter(name: str) -> bool:
 
 
 def trained_specs(config: DecoderConfig) -> ParamSpecs:
-    """The weights that updates change: all, or with LoRA the adapters."""
+    """The weights that updates change: all of them, or with LoRA only the adapters."""
     return {name: spec for name, spec in param_specs(config).items() if config.lora is None or is_adapter(name)}
 
 
 def frozen_specs(config: DecoderConfig) -> ParamSpecs:
-    """The weights that no update changes: none, or with LoRA the model's own."""
+    """The weights that never change: none, or with LoRA the model's own."""
     return {name: spec for name, spec in param_specs(config).items() if config.lora and not is_adapter(name)}
 
 
 def count(specs: ParamSpecs) -> int:
-    """Numbers of all these weights."""
+    """Total number of elements of these weights."""
     return sum(math.prod(spec.shape) for spec in specs.values())
 
 
 def frozen_dtype(name: str, config: DecoderConfig) -> str:
-    """The number format in which a frozen weight is kept."""
+    """The number format in which a frozen weight is stored."""
     if config.lora is None or config.lora.base == "bfloat16":
         return "bfloat16"
     return "float32" if name.endswith(SCALE) else "int8" if own_name(name) in MATRICES else "bfloat16"
 
 
 def rollout_dtype(name: str, config: DecoderConfig, dtype: Dtype) -> Dtype | str:
-    """The number format in which the rollout has a weight: `dtype`, but for int8 and its scales."""
+    """The number format of a weight in the rollout: `dtype`, except for int8 matrices and their scales."""
     if config.lora is None or config.lora.base == "bfloat16":
         return dtype
     kept = frozen_dtype(name, config)
@@ -162,9 +162,9 @@ def rollout_dtype(name: str, config: DecoderConfig, dtype: Dtype) -> Dtype | str
 
 
 def rollout_specs(config: DecoderConfig, parts: int) -> ParamSpecs:
-    """The weights as the rollout has them: the vocabulary padded to whole blocks where it is split into `parts`.
+    """The rollout's weights; if the vocabulary is split into `parts`, it is padded to whole blocks.
 
-    Adapters are among them unless the rollout has them merged.
+    Includes adapters unless the rollout merges them.
     """
     block = VOCAB_BLOCK * parts if parts > 1 else 1
     lora = None if config.lora and config.lora.merged else config.lora
@@ -172,7 +172,7 @@ def rollout_specs(config: DecoderConfig, parts: int) -> ParamSpecs:
 
 
 def axis_parts(axes: Mapping[str, MeshAxes], mesh: Mapping[str, int]) -> dict[str, int]:
-    """Into how many parts each logical axis is split on a mesh of these sizes."""
+    """Number of parts into which each logical axis is split on a mesh of these sizes."""
     return {axis: math.prod(mesh[name] for name in mesh_axis_names(names)) for axis, names in axes.items()}
 
 
@@ -182,7 +182,7 @@ def mesh_axis_names(axes: MeshAxes) -> tuple[str, ...]:
 
 
 def indivisible(specs: ParamSpecs, parts: Callable[[str], int]) -> Iterator[tuple[str, str, int]]:
-    """Each dimension that its logical axis, split in `parts(axis)`, does not split evenly: parameter, axis and size."""
+    """Yield (parameter, axis, size) for each dimension that `parts(axis)` does not divide."""
     for name, spec in specs.items():
         for dim, axis in zip(spec.shape, spec.axes, strict=True):
             if axis is not None and dim % parts(axis):

@@ -1,8 +1,8 @@
-"""Adapters in the format of PEFT (https://github.com/huggingface/peft), which this module reads and writes by itself.
+"""Reads and writes adapters in the format of PEFT (https://github.com/huggingface/peft), without the library.
 
-adapter_config.json            rank, alpha, targets, and the name of the model under the adapter
+adapter_config.json            rank, alpha, targets, and the name of the base model
 adapter_model.safetensors      base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight [r, in], lora_B [out, r]
-podium.json                    ours: the fingerprint of that model's weights; PEFT does not look at it
+podium.json                    Podium's own file with the fingerprint of the base model's weights; PEFT ignores it
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ WEIGHTS = "adapter_model.safetensors"
 OWN = "podium.json"
 PREFIX = "base_model.model."
 PARTS = {".lora_a": "lora_A", ".lora_b": "lora_B"}
-# What a PEFT config may say without changing what an adapter computes; every other key must be empty, false or absent.
+# Keys of a PEFT config that do not change what an adapter computes; all other keys must be empty, false or absent.
 ANY = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_alpha", "lora_dropout", "megatron_core",
     "peft_version", "qalora_group_size", "r", "revision", "target_modules", "task_type",
@@ -36,14 +36,15 @@ ANY = {
 ONLY: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # others change the model under the adapter
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # other values change the base model
 }
 
 
 def save_adapter(params: Params, frozen: Params, config: DecoderConfig, folder: Path, *, model: str) -> None:
-    """Writes a folder that `PeftModel.from_pretrained(base, folder)` loads, adapters in float32; whole or not at all.
+    """Export a folder that `PeftModel.from_pretrained(base, folder)` loads, adapters in float32; complete or not at
+    all.
 
-    `model` is how the config names the model under the adapter. Raises ModelError where the folder is not empty.
+    `model` is the config's name of the base model. Raises ModelError if the folder is not empty.
     """
     lora = _lora_of(config)
     tensors = {}
@@ -75,10 +76,10 @@ def save_adapter(params: Params, frozen: Params, config: DecoderConfig, folder: 
 
 
 def load_adapter(folder: Path, config: DecoderConfig, rules: ShardingRules, frozen: Params) -> Params:
-    """The adapters of a PEFT folder in float32, each in its shards.
+    """Load the adapters of a PEFT folder in float32, each into its shards.
 
-    Raises ModelError where the folder has no such adapter, or one with other numbers or targets than the config's, with
-    options that Podium does not have, or of another model than `frozen`.
+    Raises ModelError if the folder has no adapter, or if the adapter has numbers or targets other than the config's,
+    has unsupported options, or was trained on another base than `frozen`.
     """
     lora = _lora_of(config)
     _check_described(read_json(folder / CONFIG), lora, folder / CONFIG)
@@ -98,12 +99,12 @@ def _lora_of(config: DecoderConfig) -> Lora:
 
 
 def _module(target: str) -> str:
-    """PEFT's name of a matrix: `q_proj`."""
+    """PEFT's name of a matrix, such as `q_proj`."""
     return layout_of(LAYERS + target).hf.split(".")[-2]
 
 
 def _tensor(name: str, layer: int) -> str:
-    """PEFT's name of a layer's factor."""
+    """PEFT's name of a layer's adapter factor."""
     matrix, part = name.rsplit(".", 1)
     module = layout_of(matrix).hf.format(layer).removesuffix(".weight")
     return f"{PREFIX}{module}.{PARTS['.' + part]}.weight"
@@ -122,7 +123,7 @@ def _check_described(raw: Mapping[str, object], lora: Lora, where: Path) -> None
 
 
 def _check_base(folder: Path, lora: Lora, frozen: Params) -> None:
-    """Raises ModelError where the adapter says of which weights it is, and they are others."""
+    """Raises ModelError if the adapter records its base weights and they are not `frozen`."""
     if not (folder / OWN).exists():
         return
     own = read_json(folder / OWN)
@@ -134,7 +135,7 @@ def _check_base(folder: Path, lora: Lora, frozen: Params) -> None:
 
 
 def _read(folder: Path, specs: Mapping[str, ParamSpec], config: DecoderConfig) -> dict[str, np.ndarray]:
-    """All factors as we have them. Raises ModelError where one is missing, superfluous or of another shape."""
+    """Read all factors in our layout. Raises ModelError if one is missing, unexpected or of the wrong shape."""
     path = folder / WEIGHTS
     if not path.is_file():
         raise ModelError(f"{folder}: has no {WEIGHTS}; Podium reads adapters in safetensors only")
@@ -163,7 +164,7 @@ def _read(folder: Path, specs: Mapping[str, ParamSpec], config: DecoderConfig) -
 
 
 def _plain(name: str) -> str:
-    """A tensor's name without that of an adapter in it: `lora_A.default.weight` is `lora_A.weight`."""
+    """A tensor's name without the adapter's name: `lora_A.default.weight` becomes `lora_A.weight`."""
     return name.replace(".default.weight", ".weight")
 
 

@@ -1,4 +1,4 @@
-"""How activations move between devices inside a layer: by rows, by width, by heads, and in groups of rows."""
+"""Moves activations between devices inside a layer: between splits by rows, width and heads; and groups rows."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from podium.sharding import ShardingRules
 
 
 def to_rows(rules: ShardingRules, x: jax.Array) -> jax.Array:
-    """[B, T, D] that weights split by width have made, part of the width each, laid out by rows."""
+    """Lay out [B, T, D] by rows, from the split by width that products with split weights give."""
     x = rules.constrain(x, "batch_by_width", "tokens_by_width", "width")
     x = rules.constrain(x, "rows", "tokens_by_width", "width_of_rows")
     return rules.constrain(x, "rows", "tokens", None)
@@ -16,7 +16,7 @@ def to_rows(rules: ShardingRules, x: jax.Array) -> jax.Array:
 def to_sequences(
     rules: ShardingRules, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Parts of every head of all rows, [B, T, H or K, Q], become whole heads of some rows, in one exchange."""
+    """Exchange parts of every head of all rows, [B, T, H or K, Q], for whole heads of some rows."""
     if rules.num_shards("head_dim") == 1:
         return q, k, v
     B, T, H, Q = q.shape
@@ -28,14 +28,14 @@ def to_sequences(
 
 
 def from_sequences(rules: ShardingRules, attended: jax.Array) -> jax.Array:
-    """[B, T, H, Q]: the way back from `to_sequences`."""
+    """The inverse of `to_sequences` for [B, T, H, Q]."""
     if rules.num_shards("head_dim") == 1:
         return attended
     return rules.constrain(attended, "rows", None, "heads", "head_dim")
 
 
 def split_rows(rules: ShardingRules, x: jax.Array, groups: int) -> jax.Array:
-    """[B, T, ...] in groups of every device's rows, [groups, B/groups, T, ...]; nothing moves between devices."""
+    """Group every device's rows: [B, T, ...] becomes [groups, B/groups, T, ...] without communication."""
     devices = rules.num_shards("batch")
     x = x.reshape(devices, groups, -1, *x.shape[1:])
     x = jnp.moveaxis(x, 1, 0).reshape(groups, -1, *x.shape[3:])
@@ -43,7 +43,7 @@ def split_rows(rules: ShardingRules, x: jax.Array, groups: int) -> jax.Array:
 
 
 def merge_rows(rules: ShardingRules, x: jax.Array) -> jax.Array:
-    """The rows of `split_rows` as they were."""
+    """The inverse of `split_rows`."""
     groups, devices = len(x), rules.num_shards("batch")
     x = x.reshape(groups, devices, -1, *x.shape[2:])
     x = jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[3:])

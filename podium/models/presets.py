@@ -1,7 +1,7 @@
-"""The numbers of models that configs often name, so that a run can be planned without the model or a network.
+"""Architectures of models that configs often name, so that a run can be planned without the model or a network.
 
-Each is what the model's own config.json says on the Hugging Face hub; their parameters add up to what their makers
-publish (a test counts them). No jax. Weights come from `podium.models.source` alone.
+Each is as in the model's config.json on the Hugging Face hub; a test checks the parameter counts against the published
+ones. No jax. `podium.models.source` finds the weights.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from podium.models.architecture import DecoderConfig, ModelError, dense_decoder,
 from podium.models.blocks.rope import RopeScaling
 from podium.models.source import from_hub, on_disk, read_architecture, read_json, resolve
 
-HUB_TIMEOUT_S = 2.0  # that a plan waits for the hub: it is asked for a small file
+HUB_TIMEOUT_S = 2.0  # how long a plan waits for the hub to send a small file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,10 +100,10 @@ PRESETS: Mapping[str, DecoderConfig] = {
 
 
 def find_architecture(model: str) -> DecoderConfig:
-    """The decoder that `model:` of a config names, without its weights.
+    """Find the architecture that a config's `model:` names, without the weights.
 
-    From this machine's disk, else from `PRESETS`, else from the hub, of which one small file is asked for. Raises
-    ModelError where it is in none of them, or has a part that Podium does not compute.
+    Looks on this machine's disk, then in `PRESETS`, then on the hub (for one small file). Raises ModelError if it is in
+    none of them, or has an unsupported feature.
     """
     if (folder := on_disk(model)) is not None:
         return read_architecture(resolve(folder))
@@ -120,5 +120,5 @@ def find_architecture(model: str) -> DecoderConfig:
 
 
 def find_decoder(config: Config) -> DecoderConfig:
-    """The decoder of a run, with its adapters; otherwise as `find_architecture`."""
+    """The decoder of a run including its adapters; otherwise like `find_architecture`."""
     return dataclasses.replace(find_architecture(config.model), lora=make_lora(config.lora))

@@ -1,9 +1,9 @@
 """Sequence parallelism: devices that hold parts of a row's tokens attend as if each held whole rows of some heads.
 
-Before attention, a device sends its tokens' queries for all other heads away and receives all other tokens' queries for
-its own heads; after it, the reverse (DeepSpeed-Ulysses, arXiv:2309.14509). Every device thus attends for equally many
-heads over the same whole rows, and the work is balanced however tokens are cut; ring attention needs a cut that
-follows causality for that.
+Before attention, each device sends its tokens' queries of other heads away and receives all other tokens' queries of
+its own heads; afterwards the reverse (DeepSpeed-Ulysses, arXiv:2309.14509). Every device computes equally many heads of
+the same whole rows, so the work is balanced however tokens are split; ring attention would need a causal split for
+that.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,14 @@ Attention = Callable[[jax.Array, jax.Array, jax.Array, Visibility], jax.Array]
 
 
 def over_tokens(attention: Attention, devices: int, axes: tuple[str, ...]) -> Attention:
-    """The attention of whole rows, for arrays whose tokens are split over `devices`.
+    """Wrap attention over whole rows for arrays whose tokens are split over `devices`.
 
-    It is called inside `shard_map`: its arguments and its result are a device's own part, [B, T/devices, ...].
+    Call the result inside `shard_map`: arguments and result are one device's part, [B, T/devices, ...].
 
     Args:
-        attention: of a device's rows and heads.
-        devices: over which a row is split; they must divide the query heads.
-        axes: of the mesh, over which they are arranged.
+        attention: attention over whole rows with a device's heads.
+        devices: number of devices that a row is split over; must divide the query heads.
+        axes: the mesh axes of these devices.
     """
     if devices == 1:
         return attention
@@ -40,14 +40,14 @@ def over_tokens(attention: Attention, devices: int, axes: tuple[str, ...]) -> At
 
 
 def _keys(x: jax.Array, heads: int, devices: int, axes: tuple[str, ...]) -> jax.Array:
-    """Keys or values [B, T/devices, K, Q] of all tokens, for the query heads, of H, that a device attends for.
+    """Keys or values [B, T/devices, K, Q] of all tokens, for the device's share of the H query heads.
 
-    If the devices do not divide the K heads, all are gathered, and each device picks what it needs.
+    If `devices` does not divide the K heads, all are gathered, and each device selects those it needs.
     """
     kv_heads = x.shape[2]
     if kv_heads % devices == 0:
         return jax.lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True)
     x = jax.lax.all_gather(x, axes, axis=1, tiled=True)  # [B, T, K, Q]
-    own, queries = heads // devices, heads // kv_heads  # query heads of a device, and of a key
-    needed = (jax.lax.axis_index(axes) * own + jnp.arange(own)) // queries  # by query head
+    own, queries = heads // devices, heads // kv_heads  # query heads per device, and per key head
+    needed = (jax.lax.axis_index(axes) * own + jnp.arange(own)) // queries  # key head of each query head
     return jnp.take(x, needed[:1] if queries % own == 0 else needed, axis=2)

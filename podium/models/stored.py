@@ -1,4 +1,4 @@
-"""A decoder's numbers as JSON, with the classes of its kinds by import path: for another process. No jax."""
+"""Serialises a decoder's architecture to JSON for another process; kinds are named by import path. No jax."""
 
 import dataclasses
 from typing import Annotated, TypeAlias
@@ -12,7 +12,7 @@ CLASS = "class"
 
 
 def as_json(value: object) -> JsonValue:
-    """A dataclass of numbers, texts, tuples and such dataclasses, as JSON."""
+    """Convert a dataclass of numbers, strings, tuples and nested dataclasses to JSON."""
     if dataclasses.is_dataclass(value):
         kind = type(value)
         fields = {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
@@ -24,7 +24,7 @@ def as_json(value: object) -> JsonValue:
 
 
 def from_json(value: JsonValue) -> object:
-    """The decoder that `as_json` stored: its inverse."""
+    """Convert the result of `as_json` back."""
     if isinstance(value, list):
         return tuple(from_json(each) for each in value)
     if isinstance(value, dict):
@@ -40,4 +40,4 @@ def _decoder(value: DecoderConfig | JsonValue) -> DecoderConfig:
 
 
 StoredDecoder: TypeAlias = Annotated[DecoderConfig, PlainValidator(_decoder), PlainSerializer(as_json)]
-"""A decoder as a field of what pydantic writes and reads."""
+"""A decoder as a pydantic field."""

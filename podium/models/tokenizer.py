@@ -1,4 +1,4 @@
-"""Text to tokens and back: transformers' tokenizer, from a Hugging Face folder or built from what a GGUF file says."""
+"""Tokenises text with transformers' tokenizer, from a Hugging Face folder or built from GGUF metadata."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ from podium.models.chat_format import ChatFormat, Message
 from podium.models.source import ModelSource, read_json
 from podium.models.template import ChatTemplate
 
-# How llama.cpp's `tokenizer.ggml.pre` splits text before merges: Llama 3 and Qwen by a regular expression each.
+# Pre-tokenisation of llama.cpp's `tokenizer.ggml.pre`: the regular expressions of Llama 3 and Qwen.
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -22,17 +22,18 @@ LLAMA3_SPLIT = (
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 SPLITS = {"llama-bpe": LLAMA3_SPLIT, "llama3": LLAMA3_SPLIT, "qwen2": QWEN2_SPLIT, "deepseek-r1-qwen": QWEN2_SPLIT}
 SPLITS_AS_GPT2 = ("gpt-2", "smollm")
-CONTROL, USER_DEFINED = 3, 4  # of `tokenizer.ggml.token_type`
-SPACE = "\u2581"  # how SentencePiece writes a space
+CONTROL, USER_DEFINED = 3, 4  # values of `tokenizer.ggml.token_type`
+SPACE = "\u2581"  # SentencePiece's symbol for a space
 
 
 class Tokenizer:
     """A tokenizer with a chat template, and the tokens that end a completion."""
 
     def __init__(self, backend: Any, *, eos_tokens: tuple[int, ...], template_name: str = "chat_template"):
-        """Wraps a transformers tokenizer; its own end-of-sequence token is added to `eos_tokens`.
+        """Wrap a transformers tokenizer; its own end-of-sequence token is added to `eos_tokens`.
 
-        Errors of its chat template begin with `template_name`. Raises ModelError where no token ends a sequence.
+        Error messages about its chat template begin with `template_name`. Raises ModelError if no token ends a
+        sequence.
         """
         own = () if backend.eos_token_id is None else (backend.eos_token_id,)
         self._backend = backend
@@ -46,15 +47,15 @@ class Tokenizer:
         self.pad_token: int = self.eos_tokens[0] if backend.pad_token_id is None else backend.pad_token_id
 
     def encode_chat(self, question: str, system_prompt: str | None) -> list[int]:
-        """The tokens of a conversation up to where the assistant answers; no or an empty system prompt: no message."""
+        """Encode a question up to the start of the answer; a None or empty system prompt adds no message."""
         messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
         messages.append({"role": "user", "content": question})
         return self.encode_messages(messages)
 
     def encode_messages(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a conversation of messages (`role`, `content`) up to where the assistant answers.
+        """Encode a conversation of messages (`role`, `content`) up to the start of the assistant's answer.
 
-        Raises ModelError where the chat template cannot be rendered with them, or takes too long.
+        Raises ModelError if the chat template cannot be rendered with them or takes too long.
         """
         return self.chat_format.encode(self.chat_format.render(messages, answer=True))
 
@@ -83,7 +84,7 @@ class Tokenizer:
         )
 
     def check_vocab(self, vocab: int) -> None:
-        """Raises ModelError where the weights, which have `vocab` tokens, are not of this tokenizer's model."""
+        """Raise ModelError if the tokenizer uses tokens beyond the weights' vocabulary of `vocab` tokens."""
         if beyond := [token for token in (*self.eos_tokens, *self.encode_chat("question", None)) if token >= vocab]:
             raise ModelError(
                 f"the tokenizer uses token {beyond[0]}, and the weights have {vocab:,} tokens, from 0: they belong to"
@@ -91,30 +92,30 @@ class Tokenizer:
             )
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text alone: no beginning- or end-of-sequence token is added."""
+        """Encode plain text, without beginning- or end-of-sequence tokens."""
         return self._backend.encode(text, add_special_tokens=False)
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of tokens; special tokens are left out."""
+        """Decode tokens to text, omitting special tokens."""
         return self._backend.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """The text of each token by itself, special tokens included; a part of a character is shown as U+FFFD."""
+        """The text of each token, special tokens included; an incomplete character is shown as U+FFFD."""
         return [self._backend.decode([token], clean_up_tokenization_spaces=False) for token in tokens]
 
     def save(self, folder: Path) -> None:
-        """Writes the tokenizer's files, chat template included, as transformers 4 and 5 read them."""
+        """Write the tokenizer's files, chat template included, in a form that transformers 4 and 5 read."""
         self._backend.save_pretrained(folder)
         path = folder / "tokenizer_config.json"
         text = path.read_text(encoding="utf-8")
-        in_4 = text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')  # the class's name there
+        in_4 = text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')  # the class's name in transformers 4
         path.write_text(in_4, encoding="utf-8")
 
 
 def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Tokenizer:
-    """The tokenizer of a model, perhaps with the chat template of a Jinja file instead of the model's own.
+    """Load a model's tokenizer, optionally with a chat template from a Jinja file instead of its own.
 
-    Raises ModelError where there is no tokenizer, or no chat template, or one that cannot be rendered.
+    Raises ModelError if there is no tokenizer or chat template, or if the template cannot be rendered.
     """
     if source.kind == "gguf":
         header = gguf.read_header(source.path)
@@ -138,7 +139,7 @@ def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Tok
 
 
 def _import_transformers() -> ModuleType:
-    """transformers, without its notice that torch is missing and without progress bars."""
+    """Import transformers without its warning about torch and without progress bars."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import transformers
 
@@ -174,7 +175,7 @@ def _reading(where: Path) -> Iterator[None]:
 
 
 def _folder_eos_tokens(folder: Path) -> tuple[int, ...]:
-    """What generation_config.json, or else config.json, says ends a completion: a token or a list."""
+    """The end-of-sequence tokens in generation_config.json, or else in config.json."""
     for name in ("generation_config.json", "config.json"):
         found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
         if found is not None:
@@ -184,21 +185,21 @@ def _folder_eos_tokens(folder: Path) -> tuple[int, ...]:
 
 
 def _token(value: object, where: str, most: int = MAX_SIZE) -> int:
-    """A token's number. Raises ModelError where it is none."""
+    """Check a token id, from 0 to `most`, and return it. Raises ModelError for other values."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
         raise ModelError(f"{where}: expected a token's number from 0 to {most}, found {shown(value)}")
     return value
 
 
 def _gguf_eos_tokens(header: gguf.GgufHeader) -> tuple[int, ...]:
-    """End of sequence, of turn, and of message."""
+    """End of sequence, of turn, and of message, if defined."""
     keys = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
     found = {key: header.metadata[key] for key in keys if key in header.metadata}
     return tuple(_token(token, f"{header.path}: {key}") for key, token in found.items())
 
 
 def _gguf_backend(header: gguf.GgufHeader) -> Any:
-    """A transformers tokenizer from GGUF metadata; transformers' own reader of GGUF needs torch."""
+    """Build a transformers tokenizer from GGUF metadata; transformers' own GGUF reader needs torch."""
     from tokenizers import processors
 
     said = _checked(header)
@@ -209,7 +210,7 @@ def _gguf_backend(header: gguf.GgufHeader) -> Any:
         _add_special_tokens(rust, said)
     if said.get("add_bos_token", kind == "llama") and "bos_token_id" in said:
         bos, index = said["tokens"][said["bos_token_id"]], said["bos_token_id"]
-        # Before any text that is encoded with special tokens: an export's users do that, we do not.
+        # Prepended to text that is encoded with special tokens: Podium does not do that, but users of an export may.
         rust.post_processor = processors.TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, index)])
     named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: said.get(f"{key}_token_id") for name, key in named.items()}
@@ -221,7 +222,7 @@ def _gguf_backend(header: gguf.GgufHeader) -> Any:
     )
 
 
-# What the keys of a tokenizer hold, beneath `tokenizer.ggml.`; of lists, what each element is.
+# Types of the values under `tokenizer.ggml.`; for lists, the types of the elements.
 GGUF_LISTS: Mapping[str, tuple[type, ...]] = {
     "tokens": (str,),
     "merges": (str,),
@@ -232,7 +233,7 @@ GGUF_SCALARS: Mapping[str, type] = {"pre": str, "add_bos_token": bool, "add_spac
 
 
 def _checked(header: gguf.GgufHeader) -> dict[str, Any]:
-    """What a file says of its tokenizer, by the end of each key. Raises ModelError where a value is of no use."""
+    """The metadata of a file's tokenizer, without the prefix `tokenizer.ggml.`. Raises ModelError for invalid values."""
     said = {key.removeprefix("tokenizer.ggml."): value for key, value in header.metadata.items()}
     where = f"{header.path}: tokenizer.ggml."
     if said.get("model") not in ("gpt2", "llama") or "tokens" not in said:
@@ -255,7 +256,7 @@ def _checked(header: gguf.GgufHeader) -> dict[str, Any]:
 
 
 def _check_pairs(said: Mapping[str, Any], where: str) -> None:
-    """Raises ModelError where scores are not one for each token, or merges not pairs."""
+    """Raise ModelError unless there is one score for each token and each merge is a pair."""
     if said["model"] == "llama" and len(said.get("scores", ())) != len(said["tokens"]):
         raise ModelError(f"{where}scores must have one number for each of the {len(said['tokens'])} tokens")
     if any(merge.count(" ") != 1 for merge in said.get("merges", ())):
@@ -263,7 +264,7 @@ def _check_pairs(said: Mapping[str, Any], where: str) -> None:
 
 
 def _byte_level(said: dict[str, Any], vocab: dict[str, int], path: Path) -> Any:
-    """Byte-level BPE, as of GPT-2, Llama 3, Qwen and SmolLM2."""
+    """Byte-level BPE, as in GPT-2, Llama 3, Qwen and SmolLM2."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     split = said.get("pre", "gpt-2")
@@ -285,7 +286,7 @@ def _byte_level(said: dict[str, Any], vocab: dict[str, int], path: Path) -> Any:
 
 
 def _sentencepiece(said: dict[str, Any], vocab: dict[str, int]) -> Any:
-    """SentencePiece's BPE with bytes for unknown characters, as of Llama 2."""
+    """SentencePiece BPE with byte fallback, as in Llama 2."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     unknown = said["tokens"][said.get("unknown_token_id", 0)]
@@ -299,7 +300,7 @@ def _sentencepiece(said: dict[str, Any], vocab: dict[str, int]) -> Any:
 
 
 def _merges_by_score(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """The merges that SentencePiece's scores stand for: every way to make a token of two, the best token first."""
+    """The merges implied by SentencePiece's scores: every way to split a token into two, best token first."""
     merges = []
     for token, index in vocab.items():
         halves = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
@@ -310,7 +311,7 @@ def _merges_by_score(vocab: dict[str, int], scores: list[float]) -> list[tuple[s
 
 
 def _add_special_tokens(rust: Any, said: dict[str, Any]) -> None:
-    """Tokens that text names whole: control tokens (left out of decoded text) and the user's own."""
+    """Register tokens that are matched whole: control tokens (omitted when decoding) and user-defined ones."""
     from tokenizers import AddedToken
 
     kinds = said.get("token_type", [])

@@ -1,8 +1,8 @@
-"""Attention of packed rows as a TPU kernel (Pallas): no array of all scores, forward or backward.
+"""TPU attention kernel over packed rows (Pallas); never stores all scores of a row.
 
-The same mathematics as `podium.models.blockwise`, and the same blocks are skipped. All scores are computed transposed,
-[keys, queries]: statistics of a query are then rows, [1, t], which broadcast at no cost and take little HBM, and a
-softmax's sum runs along sublanes. jax's splash kernel only compares segments for equality; a completion attends to two.
+Computes the same as `podium.models.blockwise` and skips the same blocks. Scores are transposed, [keys, queries]:
+per-query statistics are then rows [1, t], which broadcast for free and take little HBM, and a softmax sums along
+sublanes. jax's splash kernel only compares segments for equality, but a completion attends to two segments.
 """
 
 import functools
@@ -24,7 +24,7 @@ from podium.models.visible import Block, Bounds, Keys, Queries, meets, seen
 def tpu_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, interpret: bool = False
 ) -> jax.Array:
-    """`podium.models.blockwise.blockwise_attention` as a kernel; `interpret` runs it without a TPU, slowly."""
+    """`podium.models.blockwise.blockwise_attention` as a kernel; `interpret` emulates it without a TPU, slowly."""
     return _forward(q, k, v, visibility, interpret)[0]
 
 
@@ -80,16 +80,16 @@ tpu_attention.defvjp(_forward, _backward)
 
 
 class _Sizes(NamedTuple):
-    """What a kernel knows when it is traced."""
+    """Static sizes of a kernel."""
 
     B: int  # rows
-    n: int  # blocks of a row
-    t: int  # tokens of a block
-    window: int | None  # of positions that are visible
+    n: int  # blocks per row
+    t: int  # tokens per block
+    window: int | None  # visible positions per query
 
 
 class _Call:
-    """The sizes of a call, and how its arrays are cut: n blocks of t tokens, each of one head."""
+    """A call's sizes, and how its arrays are cut: n blocks of t tokens per head."""
 
     def __init__(self, q: jax.Array, k: jax.Array, window: int | None, interpret: bool) -> None:
         self.B, self.T, self.H, self.Q = q.shape
@@ -100,17 +100,17 @@ class _Call:
         self.itemsize = q.dtype.itemsize
 
     def heads_first(self, x: jax.Array) -> jax.Array:
-        """[B, T, H, Q] as [B, H, n t, Q]."""
+        """Transpose [B, T, H, Q] to [B, H, n t, Q], padded."""
         return jnp.swapaxes(pad_to(x, self.n * self.t), 1, 2)
 
     def tokens_first(self, x: jax.Array, like: jax.Array) -> jax.Array:
-        """[B, H, n t, Q] as `like`, [B, T, H, Q]."""
+        """Transpose [B, H, n t, Q] to the shape of `like`, [B, T, H, Q]."""
         return jnp.swapaxes(x, 1, 2)[:, : self.T].astype(like.dtype)
 
     def ids(self, visibility: Visibility) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Bounds of the blocks; ids of queries as rows, [B, 2 or 3, n t]; of keys as columns, [B, n t, 1 or 2].
+        """Bounds of the blocks; query ids as rows, [B, 2 or 3, n t]; key ids as columns, [B, n t, 1 or 2].
 
-        The last of each are the positions, only if there is a window.
+        The last row and column are the positions, included only if there is a window.
         """
         cut_ids = visibility.cut(self.n, self.t)
         blocks = cut_ids.blocks()
@@ -131,10 +131,10 @@ class _Call:
         products: int,
         by_keys: bool = False,
     ) -> Callable[..., Sequence[jax.Array]]:
-        """The kernel over a grid of rows, heads, blocks and blocks of the other side.
+        """Wrap a kernel over a grid of rows, heads, own blocks and blocks of the other side.
 
-        Its first argument is always the bounds of the blocks; `inputs` names the blocks of the others. `products` is
-        how many products the size of queries by keys it computes.
+        The kernel's first argument is the blocks' bounds; `inputs` names the blocks of the others. `products` is the
+        number of products of the size queries x keys that it computes.
         """
         blocks = _blocks(self, by_keys)
         pairs = self.B * self.H * attended_pairs("tpu_kernel", self.T)
@@ -158,13 +158,13 @@ class _Call:
 
 
 def _blocks(call: _Call, by_keys: bool) -> dict[str, pl.BlockSpec]:
-    """The part of each array that a step of the grid gets; skipped blocks repeat the last one, and are not fetched."""
+    """The block of each array that a grid step gets; skipped steps repeat the previous block, so nothing is fetched."""
     Q, t, n = call.Q, call.t, call.n
     group = call.H // call.K
     key_ids = 1 if call.sizes.window is None else 2
 
     def place(head: jax.Array, block: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Head of the queries and of the keys, block of the queries and of the keys."""
+        """Query head and key head, query block and key block."""
         if by_keys:
             return head * group + step // n, head, jnp.maximum(step % n, block), block
         return head, head // group, block, jnp.minimum(step, block)
@@ -182,7 +182,7 @@ def _blocks(call: _Call, by_keys: bool) -> dict[str, pl.BlockSpec]:
 
 
 def _meet(bounds: jax.Ref, b: jax.Array, i: jax.Array, j: jax.Array, sizes: _Sizes) -> jax.Array:
-    """Whether a block of queries may attend to anything in a block of keys."""
+    """Whether any query of one block may attend to any key of another."""
 
     def read(which: int, block: jax.Array) -> Bounds:
         least, greatest = (bounds[(2 * which + k) * sizes.B * sizes.n + b * sizes.n + block] for k in (0, 1))
@@ -198,7 +198,7 @@ def _meet(bounds: jax.Ref, b: jax.Array, i: jax.Array, j: jax.Array, sizes: _Siz
 def _scores(
     query_ids: jax.Ref, key_ids: jax.Ref, q: jax.Ref, k: jax.Ref, i: jax.Array, j: jax.Array, sizes: _Sizes
 ) -> jax.Array:
-    """Transposed scores of two blocks, [t, t] float32, keys by queries; MASKED where not visible."""
+    """Transposed scores of two blocks, keys by queries, [t, t] float32; MASKED where not visible."""
     scores = _dot(k[0, 0], q[0, 0], (1, 1)) * q.shape[-1] ** -0.5
     t = sizes.t
     windowed = sizes.window is not None
@@ -217,7 +217,7 @@ def _scores(
 
 
 def _dot(x: jax.Array, y: jax.Array, over: tuple[int, int]) -> jax.Array:
-    """The product of two matrices over one dimension each, in float32; float32 operands in full precision."""
+    """Matrix product over one dimension of each operand, in float32; float32 operands in full precision."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dims = (((over[0],), (over[1],)), ((), ()))
     return jax.lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
@@ -266,7 +266,7 @@ def _forward_kernel(
 def _d_scores(
     scores: jax.Array, v: jax.Ref, d_out: jax.Ref, log_total: jax.Ref, d_total: jax.Ref
 ) -> tuple[jax.Array, jax.Array]:
-    """The softmax and the gradients of the scores, both transposed, [t, t] float32."""
+    """The softmax and the gradient of the scores, both transposed, [t, t] float32 each."""
     shares = jnp.exp(scores - log_total[0, 0])
     return shares, shares * (_dot(v[0, 0], d_out[0, 0], (1, 1)) - d_total[0, 0])
 

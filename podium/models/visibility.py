@@ -1,4 +1,4 @@
-"""Which tokens of packed rows attend to which: `podium.models.visible`'s rule, applied to whole rows and blocks."""
+"""Which tokens of packed rows attend to which: the rule in `podium.models.visible`, applied to rows and blocks."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ Array = jax.Array | np.ndarray
 
 
 def seen_in_sequence(q_positions: jax.Array, k_positions: jax.Array, window: int | None = None) -> jax.Array:
-    """`seen` where all queries and keys are of one sequence, by their positions."""
+    """`seen` for queries and keys of one sequence, given their positions."""
     earlier = k_positions <= q_positions
     return earlier if window is None else earlier & (q_positions - k_positions < window)
 
@@ -26,9 +26,9 @@ class Visibility:
         ValueError: a window is given without positions.
     """
 
-    segments: Array  # [B, T] int32, the segment of each token; 0 is padding
-    prompts: Array  # [B, T] int32, the segment of its prompt; its own if it has no separate prompt
-    positions: Array | None = None  # [B, T] int32, in its sequence; only a window needs them
+    segments: Array  # [B, T] int32, segment of each token; 0 is padding
+    prompts: Array  # [B, T] int32, segment of each token's prompt; its own segment if it has no separate prompt
+    positions: Array | None = None  # [B, T] int32, position in the sequence; needed only with a window
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self) -> None:
@@ -39,25 +39,25 @@ class Visibility:
             )
 
     def mask(self) -> jax.Array:
-        """[B, T, T] bool, query by key."""
+        """[B, T, T] bool: whether each query attends to each key."""
         places = jnp.arange(self.segments.shape[1])[None]
         columns = jax.tree.map(lambda x: x[:, :, None], self)
         rows = jax.tree.map(lambda x: x[:, None], self)
         return _seen(columns, places[:, :, None], rows, places[:, None])
 
     def cut(self, n: int, t: int) -> "Visibility":
-        """The same tokens padded to n blocks of t, [B, n, t]."""
+        """The same tokens, padded and cut into n blocks of t: [B, n, t]."""
         return jax.tree.map(lambda x: pad_to(x, n * t).reshape(-1, n, t), self)
 
     def block_pairs(self) -> Array:
-        """Which pairs of blocks may hold a visible pair, [..., n, n] bool, query by key; rows are cut, [..., n, t]."""
+        """[..., n, n] bool: which pairs of blocks, query by key, may hold visible pairs. Needs cut rows [..., n, t]."""
         blocks = self.blocks()
         queries = jax.tree.map(lambda x: x[..., :, None], blocks)
         keys = jax.tree.map(lambda x: x[..., None, :], blocks)
         return meets(queries, keys, self.window)
 
     def blocks(self) -> Block:
-        """What `meets` needs of each block, [..., n]; rows are cut, [..., n, t]."""
+        """The inputs of `meets` for each block, [..., n]. Needs cut rows [..., n, t]."""
         live = self.segments > 0
         segments, prompts = _bounds(self.segments, live), _bounds(self.prompts, live)
         positions = None if self.positions is None else _bounds(self.positions, live)
@@ -65,7 +65,7 @@ class Visibility:
         return Block(number, segments, prompts, positions)
 
     def pair(self, i: jax.Array, j: jax.Array) -> jax.Array:
-        """[t, t] bool, whether the queries of block i attend to the keys of block j; one row that is cut, [n, t]."""
+        """[t, t] bool: whether block i's queries attend to block j's keys. Requires one cut row [n, t]."""
         t = self.segments.shape[-1]
         places = jnp.arange(t)
         columns = jax.tree.map(lambda x: x[i][:, None], self)
@@ -79,12 +79,12 @@ def _seen(q: Visibility, q_places: jax.Array, k: Visibility, k_places: jax.Array
 
 
 def pad_to(x: jax.Array, length: int) -> jax.Array:
-    """[B, T, ...] followed by zeros, to `length` tokens."""
+    """Pad [B, T, ...] with zeros to `length` tokens."""
     return jnp.pad(x, [(0, 0), (0, length - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
 
 
 def _bounds(x: Array, live: Array) -> Bounds:
-    """The bounds of each block of [..., n, t]. What padding holds may raise the greatest, which only costs time."""
+    """The bounds of each block of [..., n, t]. Values at padding may raise `greatest`, which only costs time."""
     if isinstance(x, np.ndarray):
         return Bounds(np.where(live, x, NEVER).min(axis=-1), x.max(axis=-1))
     return Bounds(jnp.min(jnp.where(live, x, NEVER), axis=-1), jnp.max(x, axis=-1))

@@ -1,12 +1,12 @@
-"""The rule by which tokens of packed rows attend to each other, over numpy and jax arrays alike; no jax here.
+"""The rule for attention between tokens of packed rows, for numpy and jax arrays alike. No jax.
 
-A token attends to itself and to the tokens before it, of its own segment and of its prompt's, and never to padding;
-with a window, only to those fewer than `window` positions back. The window counts positions in a sequence, not places
-in a row: a prompt lies once before many completions.
+A token attends to itself and to earlier tokens of its own segment and of its prompt's segment, and never to padding;
+with a window, only to those fewer than `window` positions back. The window counts positions in the sequence rather than
+places in the row, because several completions share one prompt in a row.
 
-The kernels hold the same numbers in different shapes (rows, columns, blocks in registers, bounds in scalar memory), so
-the rule, `seen` and `meets`, is written over anything that broadcasts. `podium.models.visibility` applies it to whole
-rows, the planner to numpy arrays.
+The kernels hold these numbers in different shapes (rows, columns, register blocks, bounds in scalar memory), so `seen`
+and `meets` accept anything that broadcasts. `podium.models.visibility` applies them to whole rows, the planner to numpy
+arrays.
 """
 
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -21,16 +21,16 @@ Array: TypeAlias = "jax.Array | np.ndarray"
 
 
 class Queries(NamedTuple):
-    """Tokens that attend, in a shape that broadcasts against the keys'."""
+    """Attending tokens, in a shape that broadcasts against the keys'."""
 
-    places: Array  # in the row
+    places: Array  # index in the row
     segments: Array  # 0 is padding
     prompts: Array
-    positions: "Array | None" = None  # in the sequence; only a window needs them
+    positions: "Array | None" = None  # in the sequence; needed only with a window
 
 
 class Keys(NamedTuple):
-    """Tokens that are attended to, in a shape that broadcasts against the queries'."""
+    """Attended tokens, in a shape that broadcasts against the queries'."""
 
     places: Array
     segments: Array
@@ -38,23 +38,23 @@ class Keys(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """The least and the greatest number of each block; in a block of padding the least is `NEVER`."""
+    """The minimum and maximum of a number over each block; for a block of padding, `least` is `NEVER`."""
 
     least: Array
     greatest: Array
 
 
 class Block(NamedTuple):
-    """What `meets` needs to know about blocks of a row."""
+    """The inputs of `meets` for blocks of a row."""
 
-    number: Array  # in the row
+    number: Array  # index in the row
     segments: Bounds
     prompts: Bounds
     positions: Bounds | None = None
 
 
 def seen(q: Queries, k: Keys, window: int | None = None) -> Array:
-    """Whether each query attends to each key, bool, in the shape to which the two broadcast."""
+    """Whether each query attends to each key: bool, in the broadcast shape."""
     related = (k.places <= q.places) & (k.segments > 0) & ((k.segments == q.segments) | (k.segments == q.prompts))
     if window is None:
         return related
@@ -63,7 +63,7 @@ def seen(q: Queries, k: Keys, window: int | None = None) -> Array:
 
 
 def meets(q: Block, k: Block, window: int | None = None) -> Array:
-    """Whether any query of block `q` may attend to any key of block `k`; false only where none does."""
+    """Whether any query of block `q` may attend to any key of block `k`; False is exact, True is an upper bound."""
     own = _overlap(k.segments, q.segments)
     prompt = _overlap(k.segments, q.prompts)
     related = (k.number <= q.number) & (own | prompt)
@@ -78,11 +78,11 @@ def _overlap(x: Bounds, y: Bounds) -> Array:
 
 
 def block_pairs(segments: np.ndarray, prompts: np.ndarray) -> np.ndarray:
-    """Which pairs of a row's blocks may hold a visible pair of tokens, [n, n] bool, query by key.
+    """Which pairs of a row's blocks may hold a visible pair of tokens: [n, n] bool, query by key.
 
     Args:
-        segments: [n, t], the segment of each token, by block.
-        prompts: [n, t], the segment of its prompt.
+        segments: [n, t], segment of each token, by block.
+        prompts: [n, t], segment of each token's prompt.
     """
     live = segments > 0
     number = np.arange(len(segments))

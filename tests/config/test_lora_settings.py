@@ -88,7 +88,7 @@ def test_a_rank_of_zero(errors):
     assert errors("lora:\n  rank: 0\n") == [
         "lora.rank: expected a whole number of at least 1, got 0\n"
         "    a.yaml:4\n"
-        "    Rank of the adapters. In RL, small ranks learn as well as large ones: an episode carries little information."
+        "    Rank of the adapters. In RL, small ranks suffice: an episode carries little information."
     ]
 
 

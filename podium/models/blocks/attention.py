@@ -1,4 +1,4 @@
-"""Softmax attention with grouped heads and a rotary embedding: Llama, Qwen2 and Qwen3. No jax until it is applied."""
+"""Softmax attention with grouped heads and rotary embedding, as in Llama, Qwen2 and Qwen3. Imports jax on use only."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class Attention:
     head_dim: int
     rope: Rope
     bias: bool = False
-    """Of queries, keys and values (Qwen2)."""
+    """Whether queries, keys and values have a bias (Qwen2)."""
     norm: bool = False
-    """RMS norm of each head's query and key before the rotation (Qwen3)."""
+    """Whether each head's query and key get an RMS norm before the rotation (Qwen3)."""
     window: int | None = None
-    """The most positions that a query sees, its own included; None: all before it. The caller's `attend` obeys it."""
+    """Positions that a query sees, including its own; None: all before it. The caller's `attend` applies it."""
 
     scope = "attention"
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """The one that it has."""
+        """The layer's rotary embedding."""
         return (self.rope,)
 
     def specs(self, width: int, *, std: float, out_std: float) -> ParamSpecs:
-        """Its weights in one layer."""
+        """The weights of one layer."""
         D, H, K, Q = width, self.heads, self.kv_heads, self.head_dim
         specs = {
             "q": ParamSpec((D, H, Q), ("width", "heads", "head_dim"), std),
@@ -55,7 +55,7 @@ class Attention:
         return specs
 
     def work(self, width: int) -> Work:
-        """What it costs: four matrices, and two products of heads for each pair."""
+        """The cost of one layer: four matrices, and two products per head for each query-key pair."""
         elements = 2 * width * (self.heads + self.kv_heads) * self.head_dim
         return Work(
             active=elements,
@@ -69,7 +69,7 @@ class Attention:
         )
 
     def apply(self, w: LayerWeights, x: jax.Array, context: Context) -> Applied:
-        """softmax(q k' / sqrt(Q)) v, projected back to the width."""
+        """Attend: softmax(q k' / sqrt(Q)) v, projected back to the width."""
         q, k, v = context.heads(x, w, bias=self.bias)
         if self.norm:
             q, k = context.norm(q, w["q_norm"]), context.norm(k, w["k_norm"])

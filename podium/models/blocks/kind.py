@@ -1,8 +1,8 @@
-"""What a kind of layer is: it declares its weights, says what it costs and applies itself. No jax.
+"""The interface of layer kinds: a kind declares its weights and its cost, and applies itself. No jax.
 
-A decoder is stacks of blocks; a block is a mixer of tokens and a feed-forward. Each is a frozen dataclass with the
-methods of `Kind`, in a module of this folder; `docs/layers.md` shows how to add one. Declarations are read by checks of
-a config and by the planner, which must start without jax; `apply` imports its mathematics when it is traced.
+A decoder is stacks of blocks; a block is a token mixer and a feed-forward. Each is a frozen dataclass with the methods
+of `Kind`, in a module of this folder; `docs/layers.md` shows how to add one. Config checks and the planner read the
+declarations and must start without jax, so `apply` imports its mathematics when it is traced.
 """
 
 from __future__ import annotations
@@ -23,61 +23,61 @@ Tree: TypeAlias = Any
 
 
 class StateSpec(NamedTuple):
-    """An array that decoding keeps of each sequence, whatever the sequence's length."""
+    """An array of fixed size that decoding stores for each sequence, whatever its length."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    """The logical axis of each dimension, as of weights."""
+    """Logical axis of each dimension, as for weights."""
     dtype: str | None = None
-    """numpy's name of its format; None: that of the activations."""
+    """numpy name of the number format; None: that of the activations."""
 
 
 class Work(NamedTuple):
-    """What a kind costs, in numbers and multiply-adds of one layer, and what decoding keeps of it."""
+    """The cost of one layer of a kind, and what decoding stores for it."""
 
     active: int
-    """Elements of the matrices that a token is multiplied with."""
+    """Number of matrix elements that each token is multiplied with."""
     total: int
-    """Elements of all its matrices."""
+    """Number of elements of all its matrices."""
     outputs: int
-    """Numbers of a token that its products with the width make."""
+    """Elements per token in the outputs of products with the width."""
     pair: int = 0
-    """Multiply-adds of a forward pass for a query and a key that it sees."""
+    """Multiply-adds of a forward pass per query-key pair."""
     window: int | None = None
-    """The most keys that a query sees, itself included; None: all before it."""
+    """Number of keys that a query sees, including its own; None: all before it."""
     kv_heads: int = 0
-    """Heads whose key and value decoding keeps of each token."""
+    """Number of heads whose keys and values decoding stores for each token."""
     head_dim: int = 0
-    """Numbers of such a key, and of such a value."""
+    """Elements of such a key, and of such a value."""
     inner: int = 0
-    """Numbers of a token that its last product reads."""
+    """Elements per token in the input of its last product."""
     states: tuple[StateSpec, ...] = ()
-    """Arrays of fixed size that decoding keeps of each sequence; `Context.recur` brings them up to date."""
+    """Arrays of fixed size that decoding stores for each sequence; updated through `Context.recur`."""
 
 
 class At(NamedTuple):
-    """The layer that attends."""
+    """Identifies the layer that attends or recurs."""
 
-    layer: jax.Array  # [] int32, counted among the layers of its place in the pattern
+    layer: jax.Array  # [] int32, index among the layers of its place in the pattern
     window: int | None
-    """The most positions that a query sees, its own included; None: all before it."""
+    """Number of positions that a query sees, including its own; None: all before it."""
 
 
 class Attend(Protocol):
-    """Attention as the caller of `forward` computes it: over the rows of a batch, or over a cache."""
+    """Attention as provided by the caller of `forward`: over the rows of a batch, or over a cache."""
 
     def __call__(self, carried: Tree, at: At, q: jax.Array, k: jax.Array, v: jax.Array, /) -> tuple[Tree, jax.Array]:
-        """What is carried on, and what each query found.
+        """Attend; returns the updated `carried` and the output.
 
         Args:
-            carried: what the caller keeps of this place in the pattern.
+            carried: the caller's data for this place in the pattern, such as a cache.
             at: the layer.
             q: [B, T, H, Q].
             k: [B, T, K, Q].
             v: [B, T, K, Q].
 
         Returns:
-            The new `carried`, and [B, T, H, Q].
+            The updated `carried`, and the output [B, T, H, Q].
         """
         ...
 
@@ -85,45 +85,45 @@ class Attend(Protocol):
 States: TypeAlias = "tuple[jax.Array, ...]"
 """The arrays of `Work.states` for some sequences, [B, ...] each."""
 Advance: TypeAlias = "Callable[[States, jax.Array], tuple[States, jax.Array]]"
-"""`(states behind the tokens before, counts [B] int32) -> (states behind the new tokens, y [B, T, ...])`.
+"""`(states after the previous tokens, counts [B] int32) -> (states after the new tokens, y [B, T, ...])`.
 
-The first `counts` of a row's T tokens are its sequence's; the others change no state, and their y is not used."""
+Only the first `counts` of a row's T tokens are real; the others must not change the states, and their y is ignored."""
 
 
 class Recur(Protocol):
-    """Where the caller of `forward` keeps the states of layers: in a cache, or nowhere."""
+    """Storage of recurrent states, provided by the caller of `forward`: in a cache, or nowhere."""
 
     def __call__(self, carried: Tree, at: At, initial: States, advance: Advance, /) -> tuple[Tree, jax.Array]:
-        """Call `advance` with the rows' states and keep what it returns.
+        """Call `advance` with the rows' states, and store the states that it returns.
 
         Args:
-            carried: what the caller keeps of this place in the pattern.
+            carried: the caller's data for this place in the pattern.
             at: the layer.
-            initial: the states of sequences without tokens.
-            advance: the layer's mathematics.
+            initial: the states of sequences without previous tokens.
+            advance: the layer's computation.
 
         Returns:
-            The new `carried`, and y of `advance`.
+            The updated `carried`, and the y that `advance` returned.
         """
         ...
 
 
 class Context(Protocol):
-    """What the decoder offers a layer: mathematics whose placement on devices is not the layer's business."""
+    """What the decoder provides to a layer: operations whose placement on devices does not concern the layer."""
 
     @property
     def layer(self) -> jax.Array:
-        """[] int32, which of the layers at this place of the pattern it is."""
+        """[] int32, index of the layer among those at its place in the pattern."""
         ...
 
     @property
     def carried(self) -> Tree:
-        """What the caller keeps of this place in the pattern: a cache of keys and values, or a state."""
+        """The caller's data for this place in the pattern: a cache of keys and values, or a state."""
         ...
 
     @property
     def positions(self) -> jax.Array:
-        """[B, T] int32 of each token in its own sequence."""
+        """[B, T] int32, position of each token in its own sequence."""
         ...
 
     def norm(self, x: jax.Array, scale: LayerWeight) -> jax.Array:
@@ -135,41 +135,41 @@ class Context(Protocol):
         ...
 
     def heads(self, x: jax.Array, w: LayerWeights, *, bias: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [B, T, H, Q], keys and values [B, T, K, Q]: products with `q`, `k`, `v`, and `q_bias` and so on."""
+        """Queries [B, T, H, Q], keys and values [B, T, K, Q]: products with `q`, `k` and `v`, plus biases if `bias`."""
         ...
 
     def rotate(self, x: jax.Array, rope: Rope) -> jax.Array:
-        """Rotary embedding of [B, T, H, Q] at the tokens' positions; `rope` is one of the kind's `ropes`."""
+        """Apply a rotary embedding to [B, T, H, Q] at the tokens' positions; `rope` is one of the kind's `ropes`."""
         ...
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None) -> tuple[Tree, jax.Array]:
-        """What this place carries on, and what the queries found, [B, T, H, Q]."""
+        """Attend; returns the updated `carried` and the output [B, T, H, Q]."""
         ...
 
     def recur(self, initial: States, advance: Advance) -> tuple[Tree, jax.Array]:
-        """What this place carries on, and y of `advance`, which gets the states behind the tokens before these.
+        """Advance the states; returns the updated `carried` and y. `advance` gets the states after the previous tokens.
 
-        `initial` are the states of sequences without tokens, in the order of `Work.states`.
+        `initial` are the states of sequences without previous tokens, in the order of `Work.states`.
         """
         ...
 
 
 class Applied(NamedTuple):
-    """What a kind makes of an activation."""
+    """The result of applying a kind."""
 
     y: jax.Array  # [B, T, D], added to the residual stream
     carried: Tree
-    """What the place keeps, of the same shape as `context.carried`."""
+    """Updated data for this place, of the same structure as `context.carried`."""
     auxiliary: Tree = ()
-    """Arrays [B, ...] that the caller of `forward` gets of each layer."""
+    """Arrays [B, ...] that `forward` returns for each layer."""
 
 
 class Kind(Protocol):
-    """A mixer of tokens or a feed-forward."""
+    """A token mixer or a feed-forward."""
 
     @property
     def scope(self) -> str:
-        """The `jax.named_scope` of its operations."""
+        """The `jax.named_scope` for its operations."""
         ...
 
     @property
@@ -178,11 +178,11 @@ class Kind(Protocol):
         ...
 
     def specs(self, width: int, *, std: float, out_std: float) -> ParamSpecs:
-        """Its weights in one layer; `out_std` is for matrices that write into the residual stream."""
+        """The weights of one layer; `out_std` is for matrices that write to the residual stream."""
         ...
 
     def work(self, width: int) -> Work:
-        """What it costs."""
+        """The cost of one layer."""
         ...
 
     def apply(self, w: LayerWeights, x: jax.Array, context: Context) -> Applied:
@@ -199,11 +199,11 @@ class Block:
 
     @property
     def kinds(self) -> tuple[Kind, Kind]:
-        """Both, in the order in which they are applied."""
+        """Mixer and feed-forward, in order of application."""
         return self.mixer, self.feed_forward
 
     def specs(self, width: int, *, std: float, out_std: float) -> ParamSpecs:
-        """The weights of one layer. What starts random comes first: seeds draw in this order."""
+        """The weights of one layer. Random ones come first: this order determines what a seed draws."""
         norm = ParamSpec((width,), (None,), 0.0, 1.0)
         mixer, after = (kind.specs(width, std=std, out_std=out_std) for kind in self.kinds)
         assert not mixer.keys() & after.keys(), "the mixer and the feed-forward of a block share names of weights"
@@ -211,7 +211,7 @@ class Block:
         return declared | mixer | after
 
     def work(self, width: int) -> Work:
-        """What the layer costs, of both kinds together."""
+        """The cost of one layer: mixer and feed-forward together."""
         mixer, after = (kind.work(width) for kind in self.kinds)
         return Work(
             active=mixer.active + after.active,
@@ -232,7 +232,7 @@ def _random(specs: ParamSpecs) -> ParamSpecs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stack:
-    """A pattern of blocks, repeated: one loop of the compiled program."""
+    """A pattern of blocks, repeated; compiled as one loop."""
 
     pattern: tuple[Block, ...]
     repeats: int
@@ -240,17 +240,17 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """A place in a stack's pattern: its layers have one kind, and their weights lie in one stack [repeats, ...]."""
+    """A place in a stack's pattern: layers of one kind whose weights are stacked as [repeats, ...]."""
 
     block: Block
     prefix: str
-    """How the names of its weights begin."""
+    """Prefix of the names of its weights."""
     layers: range
-    """Which of the decoder's layers stand here."""
+    """Indices of the decoder's layers at this place."""
 
 
 def places(stacks: Sequence[Stack], prefix: str) -> tuple[Place, ...]:
-    """Every place, stack by stack. Where there is but one, `prefix` stands alone, else it has the place's number."""
+    """All places, stack by stack. A single place has `prefix` as its prefix; with several, their number is added."""
     found: list[Place] = []
     first = 0
     several = sum(len(stack.pattern) for stack in stacks) > 1

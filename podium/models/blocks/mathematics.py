@@ -1,4 +1,4 @@
-"""Functions of arrays that layers are made of, in jax alone: they know no devices and nothing else of Podium."""
+"""Array functions that layers are built from, in pure jax: independent of devices and of the rest of Podium."""
 
 import functools
 
@@ -9,15 +9,15 @@ import numpy as np
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) * up. Recomputed in the backward pass, which would otherwise keep three more arrays of its size."""
+    """silu(gate) * up. Recomputed in the backward pass, which would otherwise store three more arrays of this size."""
     return jax.nn.silu(gate) * up
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """RMS norm (arXiv:1910.07467) over the last dimension, computed in float32, in the dtype of `x`.
+    """RMS norm (arXiv:1910.07467) over the last dimension, computed in float32 and returned in the dtype of `x`.
 
-    Recomputed in the backward pass, which would otherwise keep two float32 arrays of its size.
+    Recomputed in the backward pass, which would otherwise store two float32 arrays of this size.
     """
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
@@ -31,7 +31,7 @@ def rope_tables(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Arra
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary position embedding; halves of a head form the pairs, as in Hugging Face. `x` is [B, T, H, Q]."""
+    """Rotary position embedding of `x` [B, T, H, Q]; pairs are formed from the halves of a head, as in Hugging Face."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]  # [B, T, 1, Q/2]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
@@ -39,9 +39,10 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def rotate_by_product(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """`rotate` for TPUs, the same numbers: halves change places in a product with a matrix of 0, 1 and -1.
+    """`rotate` for TPUs, with the same results: a product with a matrix of 0, 1 and -1 swaps the halves.
 
-    XLA fuses all of it into one pass. Slices of half a head, where registers have lanes for the whole, take three.
+    XLA fuses all of it into one pass. Slicing half heads takes three passes, because a register's lanes hold whole
+    heads.
     """
     swap = jnp.asarray(np.kron([[0, 1], [-1, 0]], np.eye(x.shape[-1] // 2)), x.dtype)  # (a, b) becomes (-b, a)
     turned = jnp.einsum(
@@ -51,7 +52,7 @@ def rotate_by_product(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array
     return (x.astype(jnp.float32) * cos + turned * sin).astype(x.dtype)
 
 
-rotate_by_product.defvjp(  # its own, so that policies of jax.checkpoint do not see the product, and so do not keep it
+rotate_by_product.defvjp(  # custom, so that policies of jax.checkpoint do not see and save this product
     lambda x, cos, sin: (rotate_by_product(x, cos, sin), (cos, sin)),
     lambda tables, d: (rotate_by_product(d, tables[0], -tables[1]), None, None),
 )

@@ -1,4 +1,4 @@
-"""The dense feed-forward of Llama and Qwen. No jax until it is applied."""
+"""The dense feed-forward of Llama and Qwen. Imports jax on use only."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Mlp:
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """None."""
+        """No rotary embeddings."""
         return ()
 
     def specs(self, width: int, *, std: float, out_std: float) -> ParamSpecs:
-        """Its weights in one layer."""
+        """The weights of one layer."""
         D, F = width, self.width
         return {
             "gate": ParamSpec((D, F), ("width", "mlp"), std),
@@ -37,12 +37,12 @@ class Mlp:
         }
 
     def work(self, width: int) -> Work:
-        """What it costs: three matrices."""
+        """The cost of one layer: three matrices."""
         elements = 3 * width * self.width
         return Work(active=elements, total=elements, outputs=2 * self.width, inner=self.width)
 
     def apply(self, w: LayerWeights, x: jax.Array, context: Context) -> Applied:
-        """(silu(x gate) * (x up)) down."""
+        """Compute (silu(x gate) * (x up)) down."""
         from podium.models.blocks.mathematics import gated
 
         gate, up = context.linear("btd,df->btf", x, w["gate"]), context.linear("btd,df->btf", x, w["up"])

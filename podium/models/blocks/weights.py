@@ -1,4 +1,4 @@
-"""A weight as a layer's products take it. No jax, so that kinds of layers can be declared without it."""
+"""Weights in the form that layers multiply with. No jax, so that kinds of layers can be declared without it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ if TYPE_CHECKING:
 
 
 class Weight(NamedTuple):
-    """A weight whose gradient is float32, whatever its products are made in, or that has no gradient."""
+    """A weight that is frozen, or whose gradient is float32 whatever the format of its products."""
 
     value: jax.Array
-    """What is multiplied; no gradient flows to it."""
+    """The multiplied values; no gradient flows here."""
     sums: jax.Array | None
-    """Float32, of the same shape: the gradient flows here. The numbers are not read. None: the weight is frozen."""
+    """Float32 array of the same shape that gets the gradient; its values are never read. None: the weight is frozen."""
     kept: jax.Array | None = None
-    """What a cast makes `value` of, and the backward pass again (`of_bits` first): a loop keeps no copy of its inputs.
-    None: `value` itself is kept."""
+    """Stored array from which a cast (after `of_bits`) makes `value`, in the backward pass again, so that a loop over
+    layers saves no copy of its inputs. None: `value` itself is saved."""
 
 
 class Adapted(NamedTuple):
-    """A frozen matrix with its adapter, whose product with x is xW + scale (xA)B."""
+    """A frozen matrix with its adapter; the product with x is xW + scale (xA)B."""
 
     matrix: AnyWeight  # [in..., out...]
     a: AnyWeight  # [in..., r]
@@ -33,4 +33,4 @@ class Adapted(NamedTuple):
 AnyWeight: TypeAlias = Union["jax.Array", Weight]
 LayerWeight: TypeAlias = Union["jax.Array", Weight, Adapted]
 LayerWeights: TypeAlias = Mapping[str, LayerWeight]
-"""The weights of one layer, by the names under which its kinds declare them."""
+"""The weights of one layer, by the names that its kinds declare."""
