@@ -1,4 +1,4 @@
-"""Files that are appended to or replaced as a whole, so that a kill at any instant leaves them readable.
+"""Files that are appended to or replaced atomically, so that a kill at any instant leaves them readable.
 
 A record is one line of JSON, flushed when written. `podium.observe.run_dir` lists the files of a run.
 """
@@ -20,11 +20,11 @@ BUCKETS = ("gs://", "s3://")
 
 
 class RunFileError(ValueError):
-    """A file or folder of a run cannot be written, or its content is not what Podium writes."""
+    """A file or folder of a run cannot be written, or contains something that Podium does not write."""
 
 
 def as_path(text: str) -> Path:
-    """The path of a local file, or of an object in a bucket (gs:// or s3://), which has pathlib's methods too."""
+    """Convert to the path of a local file or of a bucket object (gs:// or s3://), which has pathlib's methods."""
     if not text.startswith(BUCKETS):
         return Path(text)
     from etils import epath
@@ -32,13 +32,13 @@ def as_path(text: str) -> Path:
 
     for store in ("gcs", "s3"):
         fsspec_settings.conf.setdefault(store, {})["use_listings_cache"] = False  # other hosts write there too
-    for library in ("gcsfs", "s3fs"):  # they log the tracebacks of exceptions that they also raise
+    for library in ("gcsfs", "s3fs"):  # they also log the tracebacks of exceptions that they raise
         logging.getLogger(library).setLevel(logging.CRITICAL)
     return epath.Path(text)  # pyright: ignore[reportReturnType]  # has pathlib's methods, not its type
 
 
 def user_cache(name: str) -> Path:
-    """The folder of this user's caches of one kind: `$XDG_CACHE_HOME/podium/NAME`, or below `~/.cache`."""
+    """The user's cache folder of this name: `$XDG_CACHE_HOME/podium/NAME`, or below `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "podium" / name
 
 
@@ -69,7 +69,7 @@ class JsonLines:
             self._file.write(to_json(record) + "\n")
             self._file.flush()
         except OSError as error:
-            with contextlib.suppress(OSError):  # it would fail again, in place of the error below
+            with contextlib.suppress(OSError):  # it would fail again and hide the error below
                 self._file.close()
             way_out = "run the same command again, it continues from the last checkpoint"
             raise RunFileError(f"{why_not_written(self.path, error)}; {way_out}") from error
@@ -101,7 +101,7 @@ def _plain(value: object) -> object:
 def open_file(path: Path) -> BinaryIO:
     """Open a regular file for reading bytes.
 
-    Raises OSError for anything else: opening a named pipe, say, would wait for its writer.
+    Raises OSError otherwise; opening a named pipe, for example, would block until something writes to it.
     """
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -111,10 +111,10 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, oldest first; none if there is no file.
+    """Read the records of a file, oldest first; empty if the file does not exist.
 
-    A last line that a kill cut off is skipped, and so are zero bytes at the end, which a file system leaves in place of
-    data that a host had not written when it went down.
+    Ignores a last line that is incomplete because of a kill, and zero bytes at the end, which a file system leaves
+    after a host crash in place of data that it had not written yet.
 
     Raises RunFileError if another line is not a record.
     """
@@ -126,7 +126,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     complete, torn = lines[:-1], lines[-1]
     records = [parse_object(line, f"{path}:{number}") for number, line in enumerate(complete, start=1)]
     if torn:
-        try:  # complete but for its line end
+        try:  # complete except for its line end
             records.append(parse_object(torn, str(path)))
         except RunFileError:
             return records
@@ -157,7 +157,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
     Raises RunFileError if it cannot be written.
     """
-    if in_bucket(path):  # an object exists as a whole or not at all
+    if in_bucket(path):  # an object is replaced atomically
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         return
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -168,14 +168,14 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)  # its space counts as free
+        temporary.unlink(missing_ok=True)  # so that the free space reported includes it
         raise RunFileError(why_not_written(path, error, len(content))) from error
     finally:
         temporary.unlink(missing_ok=True)  # exists only if it was not moved into place
 
 
 def why_not_written(path: Path, error: OSError, size: int | None = None) -> str:
-    """The message about a file that cannot be written; for a full disk with the space that is free and needed."""
+    """The error message for a file that cannot be written; if the disk is full, with the free and the needed space."""
     if forbids_writing(error):
         return (
             f"{path} cannot be written: {error.strerror}; make {path.parent} writable, or write the run elsewhere with"

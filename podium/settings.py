@@ -1,7 +1,7 @@
-"""The settings of a run, checked against what Podium has: recipes, rewards, layouts, tasks, and the model if on disk.
+"""Loads a run's settings and checks them against Podium's recipes, rewards, layouts, tasks, and a model on disk.
 
-`podium.config` knows the settings and the rules between them; this adds the rules that other parts make. Nothing is
-downloaded, and nothing here imports jax, so that every error in a config comes before anything heavy starts.
+`podium.config` checks the settings among themselves; this module adds the rules of other parts. It downloads nothing
+and imports no jax, so every error in a config is reported before anything slow starts.
 """
 
 import functools
@@ -39,21 +39,21 @@ NAMES: Mapping[str, Mapping[str, object]] = {
     "rollout.layout": _LAYOUTS,
     "train.optimizer.name": OPTIMIZER_COPIES,
 }
-"""Settings that name an entry of a table: whoever adds an entry there adds a value here."""
+"""Settings whose values are entries of a table; a new entry of a table is a new allowed value here."""
 IMPORTABLE: Mapping[str, str] = {
     "algorithm.recipe": "a recipe",
     "algorithm.loss": "a loss",
     "train.optimizer.name": "an optimizer",
 }
-"""Those of them that may also name what is in a module of the user's, and what that is."""
+"""Those settings that also accept the import path of a user's object, with a description of the object."""
 
 
 def load_settings(
     files: Sequence[str | Path], overrides: Sequence[str | Override], environ: Mapping[str, str] = os.environ
 ) -> Loaded:
-    """The settings as `podium.config.load.load` reads them, checked against tasks and model without a network.
+    """Load settings as `podium.config.load.load` does, and check them against tasks and model without a network.
 
-    Raises ConfigError with everything that is wrong.
+    Raises ConfigError with all problems.
     """
     loaded = load(files, overrides, environ, rules=RULES)
     if problems := [*_task_problems(loaded), *_model_problems(loaded)]:
@@ -64,7 +64,7 @@ def load_settings(
 def evaluation_overrides(
     target: str, run: object | None, tasks: Sequence[Mapping[str, Plain]], options: Mapping[str, Plain]
 ) -> list[Override]:
-    """The options of `podium eval` as settings: tasks, graded by what is correct, on all questions unless limited."""
+    """Convert the options of `podium eval` to settings: tasks graded for correctness, all questions unless limited."""
     given = [Override(key, value, f"--{key.removeprefix('eval.')}") for key, value in options.items()]
     return [
         *([] if run else [Override("model", target, f"argument {target}")]),
@@ -91,13 +91,13 @@ def _names(config: Config) -> Iterator[Contradiction]:
 
 
 def _algorithm(config: Config) -> Iterator[Contradiction]:
-    """The recipe's conflicts; the settings that a message names are shown with it."""
+    """Report the recipe's conflicts with other settings."""
     try:
         find_recipe(config.algorithm.recipe)
     except ValueError as error:
         if is_path(config.algorithm.recipe):
             yield Contradiction(("algorithm.recipe",), str(error))
-        return  # else `_names` has said so
+        return  # `_names` has reported it
     if find_recipe(config.algorithm.recipe).demonstrations and config.group_size != 1:
         rule = (
             f"recipe {config.algorithm.recipe} has one completion of each prompt, the data's, got {config.group_size}"
@@ -122,7 +122,7 @@ def _rewards(config: Config) -> Iterator[Contradiction]:
 
 
 def _reward_parts(index: int, task: TaskConfig) -> Iterator[Contradiction]:
-    """The parts of one task's reward: each exists, has a label of its own, and grades what evaluation counts."""
+    """Check the parts of a task's reward: each exists, has a unique label, and does not duplicate the graded part."""
     section = f"tasks.{index}.rewards"
     for part in task.rewards:
         if problem := _reward_problem(part):
@@ -139,7 +139,7 @@ def _reward_parts(index: int, task: TaskConfig) -> Iterator[Contradiction]:
 
 
 def _reward_problem(part: str) -> str:
-    """Why a name or an import path is not a part of a reward; empty: it is one."""
+    """Why a name or import path is not a valid reward part; empty if it is."""
     known = ("correct", *TEXT_REWARDS)
     if part in known:
         return ""
@@ -155,7 +155,7 @@ def _reward_problem(part: str) -> str:
 
 
 def _length_reward(config: Config) -> Iterator[Contradiction]:
-    """The length reward and its buffer, which need each other."""
+    """Check that the length reward and its buffer are set together."""
     buffer, longest = config.grading.overlong_buffer_tokens, config.rollout.max_new_tokens
     key = "grading.overlong_buffer_tokens"
     shaped = [f"tasks.{index}.rewards.length" for index, task in enumerate(config.tasks) if "length" in task.rewards]
@@ -185,7 +185,7 @@ def _layout(config: Config) -> Iterator[Contradiction]:
 
 
 def _in_flight(config: Config) -> Iterator[Contradiction]:
-    """Completions that are older than the weights are trained on with a ratio to who drew them, and not too old."""
+    """Check `rollout.in_flight`: stale completions need a ratio to the sampling policy, and a bound on their age."""
     over = config.rollout.in_flight
     oldest = config.rollout.max_staleness
     N = config.prompts_per_step
@@ -205,7 +205,7 @@ def _in_flight(config: Config) -> Iterator[Contradiction]:
     try:
         recipe = resolve_recipe(config)
     except ValueError:
-        return  # `_algorithm` says so
+        return  # `_algorithm` has reported it
     name, passes = config.algorithm.recipe, ("algorithm.updates_per_batch", "algorithm.minibatches")
     if recipe.demonstrations:
         yield Contradiction((this,), f"recipe {name} samples nothing, so nothing is in flight; leave it out")
@@ -221,11 +221,11 @@ def _in_flight(config: Config) -> Iterator[Contradiction]:
 
 
 RULES = (_names, _algorithm, _rewards, _layout, _in_flight)
-"""What recipes and rewards add to the rules of `podium.config.schema`."""
+"""Rules of recipes and rewards, in addition to those of `podium.config.schema`."""
 
 
 def _task_problems(loaded: Loaded) -> Iterator[Problem]:
-    """Tasks that are not known, or do not take their options or their data."""
+    """Report unknown tasks, and tasks that reject their options or data."""
     for index, task in enumerate(loaded.config.tasks):
         try:
             make_task(task)
@@ -237,7 +237,7 @@ def _task_problems(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _model_problems(loaded: Loaded) -> Iterator[Problem]:
-    """A model that is on disk and cannot be used, or is too short for the rollout's lengths."""
+    """Report a model on disk that is unusable, or has too few positions for the rollout's lengths."""
     folder = on_disk(loaded.config.model)
     if folder is None:
         return

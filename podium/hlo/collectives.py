@@ -1,4 +1,4 @@
-"""Collectives of a compiled program: who takes part, along which axes of the mesh, and what each device sends."""
+"""Collectives of a compiled program: which devices take part, along which mesh axes, and how many bytes each sends."""
 
 import dataclasses
 import math
@@ -12,11 +12,11 @@ from podium.hlo.text import Computation, Instruction, numbers
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One kind of collective."""
+    """Properties of one kind of collective."""
 
     does: str  # what a device does in it, as a verb for reports
     sent: Callable[[int], float] = lambda group: (group - 1) / group
-    """How many times its input a device of a group sends, around a ring."""
+    """Ratio of the bytes a device sends to the size of its input, for a ring over `group` devices."""
     rounds: int = 1  # how often a message goes around the ring
 
 
@@ -36,7 +36,7 @@ Beside = tuple[float, float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """One collective as one device sees it."""
+    """One collective, from the point of view of one device."""
 
     kind: str
     axes: tuple[str, ...]  # mesh axes along which a group's devices differ
@@ -44,16 +44,16 @@ class Transfer:
     sent: int  # bytes that this device sends, around a ring
     overlaps: bool  # whether the device does other work meanwhile
     machines: int = 1  # machines over which the group is spread
-    beside: Beside | None = None  # the work until the device waits, if the program says when
+    beside: Beside | None = None  # work done until the device waits for the transfer, if the program tells
 
     @property
     def hidden(self) -> bool:
-        """Whether the device does other work during all or a part of it."""
+        """Whether the device does other work during at least part of the transfer."""
         return self.overlaps or any(self.beside or ())
 
 
 def kind_of(instruction: Instruction) -> str | None:
-    """The collective that an instruction is or starts; None for any other, and for the end of a started one."""
+    """The collective that an instruction is or starts; None for other instructions, including ends of started ones."""
     kind = instruction.opcode.removesuffix("-start")
     return kind if kind in KINDS else None
 
@@ -67,10 +67,10 @@ def transfer(
     overlaps: bool,
     per_machine: int = 0,
 ) -> Transfer:
-    """What a collective of this kind (`kind_of`) sends.
+    """Describe a collective of this kind (`kind_of`): its axes, group and bytes.
 
-    All-reduces of which each device keeps a slice are reduce-scatters to the TPU. `mesh` maps the mesh's axes to their
-    sizes, major first; devices are numbered in that order, `per_machine` on each (0: all on one machine).
+    An all-reduce whose result each device only slices is a reduce-scatter on TPU. `mesh` maps mesh axes to their sizes,
+    major first; devices are numbered in that order, `per_machine` of them on each machine (0: all on one).
     """
 
     def machines(devices: Sequence[int]) -> int:
@@ -112,9 +112,9 @@ _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((?:\[([\d,]+)\]T\(([\d,]+
 
 
 def _mesh_group(axes: str, counted: str, order: str, listed: str, inside: str) -> list[int]:
-    """The first device's group: those that differ only along the axes `inside`; `'a':(2)4` is a part of an axis.
+    """The group of the first device: devices that differ only along the axes `inside`.
 
-    That part has size 4, and a more major part has size 2.
+    `'a':(2)4` is a part of an axis, of size 4, with a more major part of size 2.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'?(\w+)'?=(\d+)", axes)}
     devices = numbers(listed) or range(math.prod(sizes.values()))

@@ -1,8 +1,8 @@
-"""What one run of a compiled program costs a device: products, memory traffic, transfers, and the time they take.
+"""The cost of one run of a compiled program on a device: products, memory traffic, transfers, and their time.
 
-`walk` follows a module from its entry, and counts the bodies of loops as often as they run; XLA's own `cost_analysis`
-counts them once. The inside of a Pallas kernel is not in the text: kernels count with the cost that they declare.
-`roofline` gives the least seconds; measured factors are applied by the caller. No jax.
+`walk` follows a module from its entry and counts loop bodies once per iteration; XLA's own `cost_analysis` counts them
+only once. Pallas kernels are opaque in the text, so they count with the cost that they declare. `roofline` gives the
+minimum seconds; callers apply measured factors. No jax.
 """
 
 import collections
@@ -27,20 +27,20 @@ GPU_COLLECTIVE = '"collective_backend_config"'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """The most that a device can do per second."""
+    """Peak rates of a device, per second."""
 
     flops_bf16: float  # operations of bfloat16 products
     flops_f32: float  # operations of float32 products at jax's highest precision
     hbm_bandwidth: float  # bytes to and from main memory
     link_bandwidth: float  # bytes over one link to another device, in one direction
-    collective_s: float = 0.0  # the least seconds of an exchange, however small
+    collective_s: float = 0.0  # minimum seconds of a collective, however small
     network_bandwidth: float = 0.0  # bytes to other machines, a device's share; 0: all devices are on one machine
     host_bandwidth: float = 0.0  # bytes to or from the host's memory; 0: devices use the host's memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The cost of one instruction; all numbers except `times` are for a single run of it."""
+    """The cost of one instruction; all fields but `times` are for a single execution."""
 
     name: str
     source: str  # the path of names under which jax traced it
@@ -50,7 +50,7 @@ class Work:
     hbm_bytes: float = 0
     transfers: tuple[Transfer, ...] = ()
     host_bytes: float = 0  # copied from or to the host's memory
-    beside: Beside = (0.0, 0.0, 0.0)  # work that the device does until those have arrived
+    beside: Beside = (0.0, 0.0, 0.0)  # work that the device does while the host copies are in flight
     kernel: bool = False  # whether it is a Pallas kernel
 
 
@@ -68,13 +68,13 @@ class CollectiveTotal:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramCost:
-    """What one run of a program costs a device."""
+    """The cost of one run of a program on one device."""
 
     works: tuple[Work, ...]
 
     @property
     def flops(self) -> float:
-        """Operations of all products, twice the multiply-adds."""
+        """Operations of all products; a multiply-add counts as two."""
         return sum(work.times * (work.flops + work.flops_f32) for work in self.works)
 
     @property
@@ -123,14 +123,14 @@ def walk(
     skipped: Iterable[str] = (),
     per_machine: int = 0,
 ) -> ProgramCost:
-    """The cost of one run on one device; a conditional counts as its costliest branch.
+    """Compute the cost of one run on one device; a conditional counts as its most expensive branch.
 
     Args:
         module: the compiled program.
-        mesh: sizes of the mesh's axes, major first, as its devices are numbered.
-        trips: trip counts, by source, of the loops whose count is not in the text (`unknown_loops`).
-        skipped: scopes whose conditionals take their cheapest branch.
-        per_machine: devices of a machine; 0: all are on one.
+        mesh: sizes of the mesh axes, major first; devices are numbered in this order.
+        trips: iterations, by source, of loops whose trip count is not in the text (`unknown_loops`).
+        skipped: scopes whose conditionals count as their cheapest branch.
+        per_machine: devices per machine; 0: all are on one.
 
     Raises:
         ValueError: the program was compiled for another number of devices, or a trip count is missing.
@@ -244,7 +244,7 @@ def _transfers(context: _Context, inside: list[tuple[Instruction, Computation]])
 
 
 def _until_done(context: _Context, start: Instruction, computation: Computation) -> Beside:
-    """The work of a device between the start and the end of a collective or a copy, in the order of the text."""
+    """The work of a device between the start and the end of a collective or copy, in program order."""
     if not context.beside:
         return 0.0, 0.0, 0.0
     alone = dataclasses.replace(context, beside=False)
@@ -258,29 +258,28 @@ def _until_done(context: _Context, start: Instruction, computation: Computation)
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Seconds of one run, in parts that add up."""
+    """Seconds of one run, split into parts that add up."""
 
     compute: float  # in instructions whose products take longer than their memory traffic
     hbm: float  # in instructions whose memory traffic takes longer
     ici: float  # in transfers while nothing else runs
-    latency: float  # that small transfers take for their hops, beyond the time for their bytes
+    latency: float  # that small transfers need beyond the time for their bytes
     copies: tuple[tuple[float, float, float], ...] = ()
-    """Copies between device and host: how often, the seconds of each, and those of the work done meanwhile."""
+    """Copies between device and host: how often, seconds of each, and seconds of the work done during each."""
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds by what the device waits for; copies count beyond the work done meanwhile."""
+        """Seconds by the resource waited for; copies count only beyond the work done meanwhile."""
         host = sum(times * max(0.0, copied - doing) for times, copied, doing in self.copies)
         return {"compute": self.compute, "hbm": self.hbm, "ici": self.ici, "latency": self.latency, "host": host}
 
 
 def roofline(cost: ProgramCost, peaks: Peaks, *, links: int) -> Roofline:
-    """The least time of one run on a device whose rings use `links` links at once.
+    """The minimum time of one run on a device whose rings use `links` links at once.
 
-    Instructions run one after the other; each takes the time of its products or of its memory traffic, whichever is
-    longer. Transfers that the program waits for are added; overlapping ones only count as far as, all together, they
-    last longer than the work. Copies between device and host are listed separately: their time depends on the measured
-    speed of both.
+    Instructions run one after another; each takes the longer of its compute and memory time. Transfers that the program
+    waits for are added; overlapping ones add only the time by which, taken together, they exceed the work. Copies
+    between device and host are listed separately, because their time depends on the measured speed of both.
     """
     compute = hbm = waited = beside = latency = 0.0
     copies: dict[tuple[float, float], float] = collections.defaultdict(float)
@@ -303,15 +302,15 @@ def roofline(cost: ProgramCost, peaks: Peaks, *, links: int) -> Roofline:
 
 
 def _doing(beside: Beside, peaks: Peaks) -> float:
-    """The least time of the work done during a transfer."""
+    """The minimum time of the work done during a transfer."""
     float32, flops, traffic = beside
     return max(float32 / peaks.flops_f32 + flops / peaks.flops_bf16, traffic / peaks.hbm_bandwidth)
 
 
 def _seconds(each: Transfer, peaks: Peaks, links: int) -> float:
-    """The time that a transfer's bytes take, within machines or between them, whichever is longer.
+    """The time of a transfer's bytes: within machines or between them, whichever is longer.
 
-    Only bytes that leave a machine go over the network, and the group's devices on it share its bandwidth.
+    Only bytes that leave a machine use the network, whose bandwidth the group's devices on that machine share.
     """
     within = each.sent / (links * peaks.link_bandwidth)
     if each.machines == 1:

@@ -1,8 +1,8 @@
 """Which arrays of a compiled program are in main memory at its peak, reconstructed from its text.
 
-XLA reports how much memory a program needs, not for what. In a scheduled module instructions run in the order of the
-text, so an array lives from its definition to its last use. Arrays that share memory are one buffer here: elements of
-tuples, carries of loops, donated arguments and their outputs, arrays updated in place. No jax.
+XLA reports how much memory a program needs, but not for which arrays. In a scheduled module, instructions run in text
+order, so an array lives from its definition to its last use. Arrays that share memory form one buffer: elements of
+tuples, loop carries, donated arguments and their outputs, arrays updated in place. No jax.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class ArrayRef(NamedTuple):
 
 @dataclasses.dataclass
 class Buffer:
-    """A piece of memory that holds the results of one or several instructions."""
+    """A piece of memory that holds the results of one or more instructions."""
 
     size: int
     shape: Shape  # of the largest array in it
@@ -61,7 +61,7 @@ class _Aliases:
 
 
 def live_at_peak(module: Module) -> Peak:
-    """Find the buffers in main memory at the peak. Arguments count throughout: the caller holds them."""
+    """Find the buffers in main memory at the peak. Arguments always count, because the caller holds them."""
     aliases = _aliases(module)
     buffers = _buffers(module, aliases)
     lives = {name: _lives(module, name, aliases, buffers) for name in _run_by(module, module.entry.name)}
@@ -77,7 +77,7 @@ def _peak(
     buffers: Mapping[ArrayRef, Buffer],
     outer: frozenset[ArrayRef],
 ) -> tuple[int, str, frozenset[ArrayRef]]:
-    """The largest sum of sizes while a computation runs; `outer` are the buffers alive around it."""
+    """The largest total size during a computation; `outer` are the buffers alive around it."""
     starts: dict[int, list[ArrayRef]] = {}
     ends: dict[int, list[ArrayRef]] = {}
     for root, (first, last) in lives[computation.name].items():
@@ -108,7 +108,7 @@ def _run_by(module: Module, name: str) -> Iterator[str]:
 
 
 def _buffers(module: Module, aliases: _Aliases) -> dict[ArrayRef, Buffer]:
-    """Every buffer in main memory by its representative. Constants are part of the program."""
+    """All buffers in main memory, by representative array. Constants are excluded, as they are part of the program."""
     buffers: dict[ArrayRef, Buffer] = {}
     for name in dict.fromkeys(_run_by(module, module.entry.name)):
         for each in module.computations[name].instructions.values():
@@ -126,7 +126,7 @@ def _buffers(module: Module, aliases: _Aliases) -> dict[ArrayRef, Buffer]:
 def _lives(
     module: Module, name: str, aliases: _Aliases, buffers: Mapping[ArrayRef, Buffer]
 ) -> dict[ArrayRef, tuple[int, int]]:
-    """Index of the first and the last instruction that use each buffer of a computation."""
+    """For each buffer of a computation, the indices of the first and last instruction that use it."""
     computation = module.computations[name]
     end = len(computation.instructions)
     found: dict[ArrayRef, tuple[int, int]] = {}
@@ -177,11 +177,11 @@ def _offset(kind: Type, path: tuple[int, ...]) -> int:
 
 
 SharedLeaf = tuple[int, str, int]
-"""(leaf of the result, operand, leaf of the operand) that share memory."""
+"""(leaf of the result, operand, leaf of the operand), which share memory."""
 
 
 def _shared(each: Instruction, computation: Computation, module: Module) -> Iterator[SharedLeaf]:
-    """Yield what an instruction's result shares with its operands."""
+    """Yield the leaves that an instruction's result shares with its operands."""
     operands = [computation.instructions[name] for name in each.operands]
     opcode = each.opcode
     if opcode in ("bitcast", "opt-barrier", "add-dependency", "while"):
@@ -200,12 +200,12 @@ def _shared(each: Instruction, computation: Computation, module: Module) -> Iter
 
 
 def _all_leaves(each: Instruction, operand: str, first: int) -> Iterator[SharedLeaf]:
-    """Yield every leaf of a result with the operand's, counted from `first`."""
+    """Yield every leaf of a result, paired with the operand's leaves from `first` on."""
     yield from ((leaf, operand, first + leaf) for leaf in range(len(each.shapes)))
 
 
 def _shared_by_async(each: Instruction, operands: list[Instruction]) -> Iterator[SharedLeaf]:
-    """What the start or the end of an asynchronous instruction shares with its operands."""
+    """Yield the leaves that the start or end of an asynchronous instruction shares with its operands."""
     if each.opcode == "copy-start":  # (to, from, context)
         yield 1, each.operands[0], 0
     elif each.opcode.endswith("-done"):
@@ -217,7 +217,7 @@ def _shared_by_async(each: Instruction, operands: list[Instruction]) -> Iterator
 
 
 def _shared_by_fusion(each: Instruction, module: Module) -> Iterator[SharedLeaf]:
-    """What a fusion updates in place, and what XLA declares as shared."""
+    """Yield the leaves that a fusion updates in place, and those that XLA declares as shared."""
     for leaf, update in enumerate(updates(module.computations[each.callees["calls"][0]], module)):
         if update:
             yield leaf, each.operands[update.parameter], 0

@@ -1,8 +1,8 @@
-"""How much of a device's memory a compiled program needs, which arrays take it, and how to read an out-of-memory error.
+"""A compiled program's device memory: its total, the arrays that take it, and parsing of out-of-memory errors.
 
-The total is the compiler's figure. `largest` splits it under names that users know (parameters, kv_cache, logits, ...),
-derived from names of arguments, shapes of weights, and the scopes under which the program is traced; the caller
-passes those in `ArrayNames`.
+The total is the compiler's figure. `largest` splits it under user-facing names (parameters, kv_cache, logits, ...),
+which the caller defines in `ArrayNames` by argument names, weight shapes, and the scopes under which the program is
+traced.
 """
 
 import dataclasses
@@ -15,37 +15,37 @@ from podium.hlo.liveness import Buffer, live_at_peak
 from podium.hlo.text import Computation, Module, Shape
 
 OTHER = "other"
-"""The name of arrays that no rule names."""
+"""Name of arrays that match no rule."""
 BETWEEN = "fragmentation"
-"""The name of a program's memory that lies unused between its arrays."""
+"""Name of memory that is unused between a program's arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayNames:
-    """What users call the arrays of one program."""
+    """User-facing names for the arrays of one program."""
 
-    arguments: Mapping[str, str]  # by the beginning of an argument's path
-    scopes: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by `jax.named_scope`; the innermost counts
+    arguments: Mapping[str, str]  # by the first part of an argument's path
+    scopes: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by `jax.named_scope`; the innermost applies
     results: str = ""  # the name of its results, except those that alias arguments
     known_by_shape: frozenset[str] = frozenset()  # names of arguments whose copies are recognised by their dimensions
-    weights: str = ""  # which of them is gathered, cast and, with `gradients`, differentiated
+    weights: str = ""  # the name of the weights, which are gathered, cast and, with `gradients`, differentiated
     gathering: str = ""  # the scope under which weights are gathered
     gradients: bool = False
-    first_by_scope: frozenset[str] = frozenset()  # names of scopes that take precedence over dimensions
+    first_by_scope: frozenset[str] = frozenset()  # names of scopes that take precedence over shapes
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of a device that one program takes, by the compiler's account."""
+    """A program's memory on one device in bytes, as reported by the compiler."""
 
-    # All arrays at the peak, including arguments and results, donated ones once; for a TPU's program also the gaps
-    # between them.
+    # All arrays at the peak, including arguments and results, with donated ones counted once; for a TPU's program also
+    # the gaps between arrays.
     peak: int
     code: int
 
 
 class MemoryStats(Protocol):
-    """The compiler's account of a program, in bytes; jax has no public type for it."""
+    """The compiler's memory report of a program, in bytes; jax has no public type for it."""
 
     argument_size_in_bytes: int
     output_size_in_bytes: int
@@ -55,18 +55,18 @@ class MemoryStats(Protocol):
 
 
 class Compiled(Protocol):
-    """What `measure` needs of jax's `Compiled`."""
+    """The part of jax's `Compiled` that `measure` uses."""
 
     def memory_analysis(self) -> MemoryStats:
-        """Return the compiler's account."""
+        """Return the compiler's memory report."""
         ...
 
 
 def measure(compiled: Compiled) -> Memory:
-    """The memory of a program compiled for a CPU or a GPU.
+    """The memory of a program compiled for CPU or GPU.
 
-    There, temporaries are one allocation that lasts as long as the program; outputs that reuse donated arguments count
-    once. (For a TPU's program, `podium.plan.tpu_compile` reads the compiler's own report.)
+    On these, temporaries are one allocation that lasts as long as the program; outputs that reuse donated arguments
+    count once. (For TPU programs, `podium.plan.tpu_compile` reads the compiler's report.)
     """
     stats = compiled.memory_analysis()
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -81,15 +81,15 @@ class NamedBuffer:
     name: str
     shape: str
     size: int  # bytes
-    source: str  # the argument's path, or the path of names under which it was traced
+    source: str  # the argument's path, or the path of scopes under which it was traced
     is_argument: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class NamedPeak:
-    """The contents of memory at a program's peak."""
+    """The contents of memory at the peak of a program."""
 
-    size: int  # bytes of all buffers; `Memory.peak` is the compiler's figure for the same
+    size: int  # bytes of all buffers; `Memory.peak` is the compiler's figure for this
     buffers: tuple[NamedBuffer, ...]  # largest first
 
     @property
@@ -102,12 +102,12 @@ class NamedPeak:
 
     @property
     def arguments_by_name(self) -> dict[str, int]:
-        """Bytes of arguments under each name; their sizes do not depend on the compiler."""
+        """Bytes of arguments under each name; these sizes are exact."""
         return NamedPeak(self.size, tuple(each for each in self.buffers if each.is_argument)).by_name
 
 
 def largest(module: Module, names: ArrayNames) -> NamedPeak:
-    """The buffers at a program's peak, under names that users know."""
+    """The buffers at a program's peak, under user-facing names."""
     known = _known(module, names)
     peak = live_at_peak(module)
     return NamedPeak(peak.size, tuple(_named(buffer, module, names, known) for buffer in peak.buffers))
@@ -115,9 +115,9 @@ def largest(module: Module, names: ArrayNames) -> NamedPeak:
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """Names of arrays by their dimensions, which are sorted and without ones, as copies may be transposed."""
+    """Names of arrays by shape; dimensions are sorted and ones dropped, as copies may be transposed."""
 
-    shards: Mapping[tuple[int, ...], str]  # arguments as they are stored
+    shards: Mapping[tuple[int, ...], str]  # arguments as stored
     whole: frozenset[tuple[int, ...]]  # unsplit weights; for stacked ones also a single layer
 
 
@@ -137,7 +137,7 @@ def _named(buffer: Buffer, module: Module, names: ArrayNames, known: _Known) -> 
 
 
 def _name(shape: Shape, source: str, names: ArrayNames, known: _Known) -> str:
-    """The name of a temporary, by its scope if that is in `first_by_scope`, else by its shape, else by its scope."""
+    """Name a temporary: by scope if in `first_by_scope`, otherwise by shape, otherwise by scope."""
     scope = _scope(source, names.scopes)
     by_scope = names.scopes.get(scope, OTHER)
     if by_scope in names.first_by_scope:
@@ -164,7 +164,7 @@ _NAMING = ("tuple", "get-tuple-element", "bitcast", "parameter", "while", "opt-b
 
 
 def _source(made: list[tuple[Computation, str]], scopes: Mapping[str, str]) -> str:
-    """The source path of an instruction that fills a buffer, else of a neighbour."""
+    """The source path of an instruction that writes a buffer, or else of a neighbouring one."""
     fill = [(where, name) for where, name in made if where.instructions[name].opcode not in _NAMING]
     beside = [
         (where, near)
@@ -177,7 +177,7 @@ def _source(made: list[tuple[Computation, str]], scopes: Mapping[str, str]) -> s
 
 
 def _scope(source: str, scopes: Mapping[str, str]) -> str:
-    """The last of `scopes` in a source's path; jax writes a scope's gradient as transpose(jvp(scope))."""
+    """The innermost of `scopes` in a source path; jax writes the gradient of a scope as transpose(jvp(scope))."""
     return next((name for name in reversed(re.split(r"[/()]+", source)) if name in scopes), "")
 
 
@@ -186,12 +186,12 @@ def _essence(dims: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _fits(dims: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Whether an array has a weight's dimensions, up to 1 % of padding: compilers pad vocabularies to round numbers."""
+    """Whether an array has a weight's dimensions, give or take 1 % of padding: compilers round vocabularies up."""
     return len(dims) == len(whole) and all(b <= a <= 1.01 * b for a, b in zip(dims, whole, strict=True))
 
 
 def _known(module: Module, names: ArrayNames) -> _Known:
-    """The shapes that identify arguments; arrays of fewer than two dimensions identify nothing."""
+    """The shapes that identify arguments; arrays with fewer than two dimensions are too ambiguous."""
     shards: dict[tuple[int, ...], str] = {}
     whole: set[tuple[int, ...]] = set()
     for each in module.entry.parameters.values():
@@ -209,17 +209,17 @@ def _known(module: Module, names: ArrayNames) -> _Known:
 
 @dataclasses.dataclass(frozen=True)
 class OutOfMemory:
-    """The memory that a program needs, according to the compiler."""
+    """A program's memory requirement, as reported in an out-of-memory error."""
 
     needed: int  # bytes, rounded to two decimals of the text's unit
-    largest: tuple[NamedBuffer, ...]  # allocations that the compiler lists, all named `program`
+    largest: tuple[NamedBuffer, ...]  # the allocations that the compiler lists, all named `program`
 
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([BKMGT]?)(?:iB|B)?"
 _ANY_SIZE = r"[\d.]+[BKMGT]?"
-# The compiler on temporaries; the compiler on a whole program, with its largest allocations; the runtime on one
-# allocation.
+# Reported by the compiler about temporaries; by the compiler about a whole program, with its largest allocations; by
+# the runtime about one allocation.
 _OUT_OF_MEMORY = (
     re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_ANY_SIZE}"),
     re.compile(rf"Used {_SIZE} of {_ANY_SIZE} hbm", re.IGNORECASE),
@@ -229,7 +229,7 @@ _ENTRY = re.compile(rf"^\s*\d+\.\s+Size:\s+{_SIZE}(.*?)(?=^\s*\d+\.\s+Size:|\Z)"
 
 
 def parse_out_of_memory(text: str) -> OutOfMemory | None:
-    """Parse the memory figures in a message of the TPU's compiler or runtime; None if it is about something else."""
+    """Parse an out-of-memory message of the TPU compiler or runtime; None if the text is about something else."""
     found = next(filter(None, (pattern.search(text) for pattern in _OUT_OF_MEMORY)), None)
     if found is None:
         return None

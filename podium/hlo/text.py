@@ -1,7 +1,7 @@
 """Parses the text of a compiled program: computations, instructions, shapes, and how often its loops run.
 
-The text is XLA's dump of an optimised module (`compiled.as_text()`), for TPU, GPU or CPU. `podium.hlo.cost` says what
-the instructions cost, `podium.hlo.memory` what they hold in memory. No jax.
+The text is XLA's dump of an optimised module (`compiled.as_text()`), for TPU, GPU or CPU. `podium.hlo.cost` computes
+the instructions' cost, `podium.hlo.memory` their memory. No jax.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Shape:
 
     @property
     def padded_size(self) -> int:
-        """Bytes that it occupies, with its minor-most dimensions padded to whole tiles."""
+        """Bytes that the array occupies, with its minor-most dimensions padded to whole tiles."""
         order = self.minor_to_major or tuple(reversed(range(len(self.dims))))
         dims = [self.dims[dim] for dim in reversed(order)]  # most major first
         dims = [1] * (len(self.tile) - len(dims)) + dims
@@ -54,18 +54,18 @@ class Instruction:
     type: Type
     opcode: str
     operands: tuple[str, ...]
-    literal: str  # the text in the brackets if there are no operands: a parameter's number, a constant's value
+    literal: str  # the text in parentheses if there are no operands: a parameter's number, a constant's value
     attributes: str
     is_root: bool
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """The arrays of its result, flat."""
+        """The arrays of its result, flattened."""
         return tuple(leaves(self.type))
 
     @cached_property
     def source(self) -> str:
-        """The path of names under which jax traced it, such as `jit(step)/while/body/mlp/dot_general`."""
+        """The path of scopes under which jax traced it, such as `jit(step)/while/body/mlp/dot_general`."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1].replace("\\'", "'") if found else ""
 
@@ -88,14 +88,14 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """Instructions in the order in which they run, by name."""
+    """The instructions of a computation, by name, in order of execution."""
 
     name: str
     instructions: Mapping[str, Instruction]
 
     @cached_property
     def root(self) -> Instruction:
-        """The instruction whose result is the computation's."""
+        """The instruction whose result the computation returns."""
         return next(each for each in self.instructions.values() if each.is_root)
 
     @cached_property
@@ -106,7 +106,7 @@ class Computation:
 
     @cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """The instructions that take each instruction's result."""
+        """For each instruction, the instructions that use its result."""
         users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for each in self.instructions.values():
             for operand in dict.fromkeys(each.operands):
@@ -116,18 +116,18 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program of one device."""
+    """A compiled program, as it runs on one device."""
 
     name: str
     entry: Computation
     computations: Mapping[str, Computation]
     aliases: tuple[tuple[tuple[int, ...], int], ...]
-    """Outputs, by their index in the result, that take the memory of a donated parameter."""
+    """Outputs (by index in the result) that reuse the memory of a donated parameter, with that parameter's number."""
     num_partitions: int
 
     @cached_property
     def loops(self) -> Mapping[Instruction, int | None]:
-        """Trip count of every while loop; None if it depends on the data or cannot be read from the text."""
+        """Iterations of every while loop; None if they depend on data or cannot be read from the text."""
         return {
             each: _trip_count(self, computation, each)
             for computation in self.computations.values()
@@ -137,7 +137,7 @@ class Module:
 
 
 def item_bits(dtype: str) -> int:
-    """Bits of an element: the number in its type's name, except for pred and token."""
+    """Bits per element: the number in the type's name, except for pred and token."""
     if dtype in ("pred", "token"):
         return 8 if dtype == "pred" else 0
     found = re.search(r"\d+", dtype)
@@ -158,7 +158,7 @@ def parse(text: str) -> Module:
     """Parse the text of a module.
 
     Raises:
-        ValueError: it is not HLO text, or incomplete.
+        ValueError: the text is not HLO, or is incomplete.
     """
     header = _MODULE.match(text)
     if not header:
@@ -304,10 +304,10 @@ def _closing(text: str) -> int:
 
 
 def _trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """Trip count of a while loop: XLA's own, else read from `counter < limit`; None if unknown.
+    """Iterations of a while loop: XLA's own count, or read from `counter < limit`; None if unknown.
 
-    A scan counts from 0 to the constant in its condition. Start and step are looked up, not assumed. A loop whose
-    condition also tests something else, as decoding's does, or whose limit is an input has no count.
+    A scan counts from 0 to the constant in its condition; start and step are read, not assumed. A loop has no count if
+    its condition tests something else too, as decoding's does, or if its limit is an input.
     """
     if known := re.search(r'known_trip_count"?:\s*\{"n":"(\d+)"', loop.attributes):
         return int(known[1])

@@ -11,22 +11,22 @@ import numpy as np
 from podium.hlo.collectives import kind_of
 from podium.hlo.text import HBM, HOST, Computation, Instruction, Module, Shape
 
-# They move nothing themselves: they only name arrays, or run computations that are counted on their own.
+# These move nothing themselves: they only rename arrays, or run computations that are counted separately.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 FREE |= {"while", "conditional", "call", "async-update", "opt-barrier", "add-dependency"}
 ASYNC_STARTS = ("async-start", "call-start")
-"""Instructions that run a computation beside others, perhaps on another core."""
+"""Instructions that run a computation concurrently, perhaps on another core."""
 FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked")
 SLICES = ("dynamic-slice", "slice", "gather")
 IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
-"""Instructions that replace a part of operand 0, and the number of the operand that holds the new part."""
+"""Instructions that replace a part of operand 0, with the number of the operand that holds the new part."""
 
 
 def products(instruction: Instruction, computation: Computation) -> int:
     """Twice the multiply-adds of a dot, a convolution or cuDNN's attention; 0 for anything else.
 
-    TPU programs express matrix products as convolutions in which the batch or the heads are a spatial dimension,
-    padded, dilated or strided so that each output only combines its own inputs; holes and padding are not counted.
+    TPU programs express matrix products as convolutions whose spatial dimension is the batch or the heads, padded,
+    dilated or strided so that each output combines only its own inputs; holes and padding are not counted.
     """
     if instruction.opcode == "custom-call":
         return _attention_products(instruction, computation)
@@ -116,7 +116,7 @@ def _windows(instruction: Instruction, spatial_dims: int) -> Iterator[tuple[int,
 
 @functools.cache
 def _meetings(out: int, kernel: int, inputs: int, stride: int, low: int, dilation: int, kernel_dilation: int) -> int:
-    """Pairs (output position, kernel position) along one dimension that read an element of the input."""
+    """Number of pairs (output position, kernel position) along a dimension that read an input element, not padding."""
     positions = np.add.outer(np.arange(out) * stride, np.arange(kernel) * kernel_dilation) - low
     return int(np.sum((positions % dilation == 0) & (positions >= 0) & (positions < inputs * dilation)))
 
@@ -126,13 +126,13 @@ def _in_hbm(shape: Shape) -> int:
 
 
 def _replaced(instruction: Instruction, computation: Computation) -> int:
-    """Traffic of an in-place update: its operand is read and the slice written; a scatter also reads the slice."""
+    """Traffic of an in-place update: read its operand and write the slice; a scatter also reads the slice."""
     part = computation.instructions[instruction.operands[IN_PLACE[instruction.opcode]]].shapes[0].padded_size
     return part * (3 if instruction.opcode == "scatter" else 2)
 
 
 def _fusion_traffic(fusion: Instruction, operands: list[Instruction], module: Module) -> int:
-    """Bytes that a fusion reads and writes; of a sliced array only the slices count."""
+    """Bytes that a fusion reads and writes; of a sliced array, only the slices count."""
     inner = module.computations[fusion.callees["calls"][0]]
     aliasing = fusion.attribute("output_to_operand_aliasing")
     handed_on = {
@@ -157,9 +157,9 @@ EVERYTHING = 2**62  # no upper bound
 
 
 def _read(computation: Computation, number: int, module: Module) -> tuple[int, bool]:
-    """Upper bound of the bytes a fused computation reads of a parameter, and whether it returns the parameter itself.
+    """Upper bound of the bytes that a fused computation reads of a parameter, and whether it returns the parameter.
 
-    It returns it if its result is the parameter, at most reshaped; the parameter is then read by users outside.
+    It returns the parameter if its result is the parameter, at most reshaped; users outside then read it.
     """
     names, total = {computation.parameters[number].name}, 0
     for user in computation.instructions.values():  # defined before used
@@ -186,7 +186,7 @@ class Update:
 
 
 def updates(computation: Computation, module: Module) -> list[Update | None]:
-    """The parameter that each output of a fused computation updates in place; None if the output is new."""
+    """For each output of a fused computation, the parameter that it updates in place; None if the output is new."""
     root = computation.root
     if root.opcode != "tuple":
         return [_update(root, computation, module)] if len(root.shapes) == 1 else [None] * len(root.shapes)
@@ -210,7 +210,7 @@ def _update(output: Instruction, computation: Computation, module: Module) -> Up
     if replaced is None:
         return None
     target = _behind_bitcasts(computation.instructions[output.operands[replaced]], computation)
-    # an update of an array that is made here is written whole
+    # an update of an array made in the computation is written whole
     return Update(int(target.literal), written) if target.opcode == "parameter" else None
 
 

@@ -1,6 +1,6 @@
-"""The processes of a job: from our launcher's variables, jax's own variables, or a TPU machine's metadata.
+"""Finds the processes of a job: from our launcher's variables, jax's variables, or a TPU machine's metadata.
 
-Imports nothing but the standard library and the table of accelerators: it runs before anything that takes time.
+Imports only the standard library and the table of accelerators, because it runs before anything slow.
 """
 
 import contextlib
@@ -13,19 +13,19 @@ from collections.abc import Mapping
 
 from podium.accelerators import find_accelerator
 
-COORDINATOR_PORT = 8476  # Google's automatic firewall rule opens it; jax's own choice, 8482, it does not (jax#35905)
+COORDINATOR_PORT = 8476  # opened by Google's automatic firewall rule, unlike jax's default, 8482 (jax#35905)
 LAUNCHERS = (
     ("PODRUN_WORKER", "PODRUN_WORKERS", "PODRUN_COORDINATOR"),
     ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS"),
 )
-"""Variables of our launcher, and jax's own: index of this process, number of processes, HOST:PORT of the first."""
+"""Variables of our launcher, and jax's own: index of this process, number of processes, HOST:PORT of process 0."""
 METADATA = "metadata.google.internal"
 METADATA_S = 2.0
 CHIPS = ("/dev/accel*", "/dev/vfio/[0-9]*")
 
 
 class ClusterError(ValueError):
-    """A job has other processes than its environment requires."""
+    """The processes of a job do not match what its environment requires."""
 
     exit_status = 78
 
@@ -39,7 +39,7 @@ class Cluster:
     coordinator: str
     """HOST:PORT of worker 0, where the guard and then jax listen."""
     accelerator: str | None = None
-    """Type of the slice, as v6e-16; None: unknown."""
+    """Type of the slice, such as v6e-16; None: unknown."""
 
     @property
     def address(self) -> tuple[str, int]:

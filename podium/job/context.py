@@ -20,7 +20,7 @@ from podium.observe.summary import commit, versions
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobContext:
-    """The part of this process in a job, or in none."""
+    """The role of the current process in its job, if it belongs to one."""
 
     cluster: Cluster | None
     """All processes of the job; None: this is the only one."""
@@ -31,7 +31,7 @@ class JobContext:
 
     @property
     def watched(self) -> bool:
-        """Whether other machines wait for this process."""
+        """Whether other machines wait for this process, so that a watchdog is needed."""
         return self.cluster is not None or self.report.folder is not None
 
     def watching_for_notices(self) -> contextlib.AbstractContextManager[object]:
@@ -81,7 +81,7 @@ def join_job(environ: Mapping[str, str]) -> Iterator[JobContext]:
 
 
 def identity(config: Config) -> dict[str, str]:
-    """Everything that must be equal in all processes of a job: settings, commit, versions of packages."""
+    """Everything that must be equal in all processes of a job: settings, commit, and package versions."""
     packages = {f"version of {name}": version for name, version in versions().items()}
     return {**dict(_leaves(config.document())), "commit": str(commit()), **packages}
 

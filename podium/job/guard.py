@@ -31,19 +31,19 @@ from podium.job.records import exit_status, one_line
 from podium.job.redact import own_redactor
 
 ARRIVAL_S = 60.0
-"""Seconds in which the next worker must arrive after the last."""
+"""Seconds to wait for the next worker after the last one arrived."""
 ANSWER_S = 60.0
-"""Seconds that a worker may take to read its settings after it has arrived."""
+"""Seconds that a worker may take to read its settings after it arrived."""
 ENDED_S = ARRIVAL_S
 """Seconds that worker 0, when it ends before the check, waits for the next worker to tell it why: as long as the others
 try to reach it."""
 HELLO_S = 2.0
-"""Seconds that a connection may take to send its first message."""
+"""Seconds for a new connection to send its first message."""
 SHARED_S = 3.0
-"""Seconds that a file may take to appear on another host."""
+"""Seconds for a file to appear on another host."""
 RETRY_S = 0.1
 SHOWN = 3
-"""Differences listed per worker."""
+"""Maximum number of differences listed per worker."""
 
 FILE = ".guard-"
 Message = dict[str, Any]
@@ -89,7 +89,7 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
 
         Args:
             identity: values that must be equal in all workers, by name.
-            folder: a directory that all hosts must share, created by worker 0; None: none.
+            folder: a directory that all hosts must share, created by worker 0; None: do not check.
 
         Raises:
             GuardError: on all workers that have arrived; the message names the workers and what is wrong with them.
@@ -150,7 +150,7 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
             ], False
 
     def _lead(self, identity: Mapping[str, str], folder: Path | None) -> tuple[list[str], bool]:
-        """Find problems and report them to the other workers; also whether another attempt would have them too."""
+        """Find problems and report them to the other workers; also returns whether they would recur when retried."""
         peers, problems, missing = self._meet()
         try:
             if not problems and not missing:
@@ -199,7 +199,7 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
         return peers, problems, [missing] if absent else []
 
     def _compare(self, peers: list["_Peer"], ours: Mapping[str, str]) -> tuple[list[str], list[str]]:
-        """The differences between workers and worker 0, and the workers that have ended meanwhile."""
+        """The differences between workers and worker 0, and a line for each worker that has ended meanwhile."""
         problems: list[str] = []
         ended: list[str] = []
         for peer in peers:

@@ -25,7 +25,7 @@ RETRY_S = 5.0
 
 
 class Notice:
-    """Google's announcement about this machine: `text`, which is empty until there is one."""
+    """Google's announcement about this machine; `text` is empty until one arrives."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Notice:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Ask the metadata server from other threads until the end of the block; without a server, do nothing."""
+        """Poll the metadata server on other threads until the end of the block; without a server, do nothing."""
         for key in NOTICES:
             threading.Thread(target=self._watch, args=(key,), name=f"notice {key}", daemon=True).start()
         try:
@@ -58,7 +58,7 @@ class Notice:
         while not self._stopping.is_set():
             try:
                 value = read_metadata(self._server, f"{key}{wait}", ASK_S + RETRY_S)
-            except OSError:  # this is not a machine of Google's, or its server is busy
+            except OSError:  # not a Google machine, or its metadata server is busy
                 if not heard:
                     return
                 self._stopping.wait(RETRY_S)

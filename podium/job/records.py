@@ -1,8 +1,8 @@
 """The record of each process of a job: how far it got and why it ended; and which process failed first.
 
-When one process of a job ends, jax aborts the others without a message: all exit with status 134, the one that failed
-first too. So each process writes why it ends while it still can (`ProgressReport`), its supervisor writes what only a
-parent can see, and `first_failure` finds the cause in all records together. Standard library only.
+When one process of a job ends, jax aborts the others without a message: all exit with status 134, including the one
+that failed first. So each process records why it ends while it still can (`ProgressReport`), its supervisor records
+what only a parent can observe, and `first_failure` finds the cause from all records. Standard library only.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ PEER_LOST = re.compile(
 """The beginning of an error that jax raises because another process has ended."""
 SHOWN = 300  # characters of a message
 JsonObject = dict[str, Any]
-"""A JSON object from a file or a process, not checked yet."""
+"""A JSON object from a file or a process, not validated yet."""
 
 
 class Progress(TypedDict, total=False):
@@ -59,7 +59,7 @@ class Progress(TypedDict, total=False):
 
 
 class Record(TypedDict, total=False):
-    """Why a process has ended: record.json."""
+    """Why a process ended: record.json."""
 
     kind: Kind
     message: str  # one line
@@ -74,7 +74,7 @@ class Record(TypedDict, total=False):
 
 
 Status = Mapping[str, Any]
-"""A worker's answer about a job, by its agent: JSON, with the keys of `NO_JOB`, its `Record` and its `Progress`."""
+"""A worker's status of a job, from its agent: JSON with the keys of `NO_JOB`, its `Record` and its `Progress`."""
 NO_JOB: Status = {
     **dict.fromkeys(("host", "job", "worker", "workers", "exit", "pid", "created", "ended", "record", "progress")),
     "state": "none",
@@ -83,7 +83,7 @@ NO_JOB: Status = {
 
 
 class ProgressReport:
-    """Where this process is, written to the folder of its job; without a folder, nothing is written.
+    """Writes this process's progress to its job's folder; without a folder, writes nothing.
 
     The training loop and the watchdog use it from two threads.
     """
@@ -107,7 +107,7 @@ class ProgressReport:
         self.update(phase=name, phase_since=time.time(), position=self._progress.get("position", 0) + 1)
 
     def update(self, **values: Unpack[Progress]) -> None:
-        """Replace values of the progress, such as `step` and `metrics`."""
+        """Replace some values of the progress, such as `step` and `metrics`."""
         with self._lock:
             self._progress.update(values)
 
@@ -154,9 +154,9 @@ def exit_status(error: BaseException) -> int:
 
 
 def write_record(folder: Path, kind: Kind, message: str, status: int, *, worker: int, progress: Progress) -> None:
-    """Write record.json, why a process is ending, unless it exists: what comes later is not the cause.
+    """Write record.json unless it exists: why a process is ending. A later event is not the cause.
 
-    The message is written without the values of this process's secrets.
+    Secrets of this process are removed from the message.
     """
     record: Record = {
         "kind": kind,
@@ -174,7 +174,7 @@ def write_record(folder: Path, kind: Kind, message: str, status: int, *, worker:
     try:
         unnamed.write_text(json.dumps(record), encoding="utf-8")
         os.link(unnamed, folder / RECORD)  # unlike renaming, this fails if the name is taken
-    except OSError:  # it exists; or the disk is full, which must not hide the error that is being recorded
+    except OSError:  # it exists; or the disk is full, which must not hide the error being recorded
         pass
     finally:
         unnamed.unlink(missing_ok=True)
@@ -189,7 +189,7 @@ def read_json(path: Path) -> JsonObject | None:
 
 
 def one_line(text: str) -> str:
-    """A text as one printable line of at most `SHOWN` characters, cut in the middle: an error's end names the cause."""
+    """Shorten text to one printable line of at most `SHOWN` characters; cuts the middle, as the end names the cause."""
     line = " ".join(without_controls(text).split())
     return line if len(line) <= SHOWN else f"{line[: SHOWN // 2 - 3]} ... {line[-SHOWN // 2 + 2 :]}"
 
@@ -233,7 +233,7 @@ def _ends(statuses: Sequence[Status | None]) -> list["_End"]:
     """The failures of workers, the cause first."""
     ends = [end for worker, status in enumerate(statuses) if (end := _end_of(worker, status)) is not None]
     if all(end.blame == _UNREACHABLE for end in ends) and len(ends) < len(statuses):
-        return []  # the network between here and there may be at fault: the other workers continue
+        return []  # the network from here may be at fault: the other workers continue
     return sorted(ends, key=lambda end: (end.blame, *end.order))
 
 
@@ -284,7 +284,7 @@ def _sentence(record: JsonObject) -> str:
 
 
 def _most_behind(statuses: Sequence[Status | None]) -> tuple[int, str] | None:
-    """The worker that the others wait for, which has begun the fewest phases; None if all have begun equally many."""
+    """The worker that the others wait for: the one that has begun the fewest phases; None if all are equal."""
     known = [
         (status["progress"]["position"], worker, status["progress"])
         for worker, status in enumerate(statuses)
@@ -299,5 +299,5 @@ def _most_behind(statuses: Sequence[Status | None]) -> tuple[int, str] | None:
 
 
 def listed(workers: Sequence[int]) -> str:
-    """The workers in words: `worker 2`, `workers 2, 3`."""
+    """Workers as text: `worker 2`, `workers 2, 3`."""
     return f"worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"

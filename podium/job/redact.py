@@ -1,8 +1,8 @@
-"""Removes the values of secrets and the control sequences of terminals from text before it is written.
+"""Removes secret values and terminal control sequences from text before it is written.
 
-A value is found in every form that `_forms` lists: as it is, quoted for a URL, as hexadecimal digits, in base64 alone
-or behind a user's name; also with spaces, line ends, quotes or a table's borders inside, as a traceback that wraps its
-lines has them. Only letters and digits are compared, in lower case. Standard library only.
+A value is found in every form that `_forms` lists: unchanged, URL-quoted, hexadecimal, base64 alone or after a user
+name; also with spaces, line ends, quotes or table borders inside, as in tracebacks that wrap lines. Only letters and
+digits are compared, in lower case. Standard library only.
 """
 
 import base64
@@ -12,9 +12,9 @@ import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 
 SHORTEST = 8
-"""Fewest letters and digits of a secret: shorter values occur in any text."""
+"""Minimum letters and digits of a secret: shorter values occur in any text."""
 HELD = 4
-"""Fewest letters and digits at the end of a text that are held back because a secret begins with them."""
+"""Minimum letters and digits at the end of a text that are held back because a secret starts with them."""
 HIDDEN = "[redacted]"
 SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD)$", re.IGNORECASE)
 """Names of variables whose values are secrets."""
@@ -49,7 +49,7 @@ class Redactor:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], more: Iterable[str] = ()) -> "Redactor":
-        """A redactor of all variables with a secret's name, and of `more`."""
+        """A redactor for all environment variables with a secret's name, and for `more`."""
         return cls([*(value for name, value in environ.items() if SECRET_NAME.search(name)), *more])
 
     def redact(self, text: str) -> str:
@@ -61,7 +61,7 @@ class Redactor:
         return any(form in _plain(text) for form in self.forms)
 
     def stream(self, parts: Iterable[str]) -> Iterator[str]:
-        """Yield the parts without the values, even values spread over several parts; at the end, one more piece."""
+        """Yield the parts without secrets, even ones split over several parts; yields one more piece at the end."""
         if not self.forms:
             yield from parts
             return
@@ -78,7 +78,7 @@ class Redactor:
         yield HIDDEN if len(_plain(held)) >= SHORTEST else held
 
     def _begun(self, plain: str) -> int:
-        """Number of letters and digits at the end that begin a form, if they are `HELD` or more; else 0."""
+        """Number of letters and digits at the end that start a form, if at least `HELD`; otherwise 0."""
         longest = min(len(plain), len(self.forms[0]) - 1)
         lengths = range(longest, HELD - 1, -1)
         return next((n for n in lengths if any(form.startswith(plain[-n:]) for form in self.forms if len(form) > n)), 0)
@@ -128,8 +128,8 @@ def _forms(value: str) -> set[str]:
     """Letters and digits of the forms in which a value may be written."""
     data = value.encode()
     escaped = "".join(f"x{byte:02x}" for byte in data), "".join(f"u{ord(character):04x}" for character in value)
-    # base64 of a longer text that holds the value shows it shifted by nothing, one or two bytes; its ends depend on
-    # what stands beside it.
+    # base64 of a longer text that contains the value encodes it at an offset of 0, 1 or 2 bytes; its first and last
+    # characters depend on the neighbouring bytes.
     shifted = (base64.b64encode(b"\0" * shift + data).decode() for shift in range(3))
     inner = [text[-(-8 * shift // 6) : -4] for shift, text in enumerate(shifted)]
     quoted = [urllib.parse.quote(value, safe=""), urllib.parse.quote(value)]

@@ -1,6 +1,7 @@
-"""The end of a job by its processes' own records, without a supervisor: `python -m podium.job.report FOLDER`.
+"""Prints how a job ended from its processes' records, without a supervisor: `python -m podium.job.report FOLDER`.
 
-FOLDER has a folder for each worker, by number: PODRUN_JOB_DIR of each, as the scripts for Slurm and Kubernetes set it.
+FOLDER contains one folder per worker, by number: each worker's PODRUN_JOB_DIR, as the Slurm and Kubernetes scripts set
+it.
 """
 
 import sys
@@ -11,7 +12,7 @@ from podium.job.records import NO_JOB, PROGRESS, RECORD, Status, first_failure, 
 
 
 def statuses(folder: Path) -> list[Status]:
-    """The status of each worker, in order, as its agent would give it; without a record, a worker counts as killed."""
+    """The status of each worker, in order, as its agent would report it; a worker without a record counts as killed."""
     found = []
     for worker in sorted((path for path in folder.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name)):
         record = read_json(worker / RECORD)
@@ -22,7 +23,7 @@ def statuses(folder: Path) -> list[Status]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print how a job ended and which worker failed first; the exit status is 0 if it is done or stopped."""
+    """Print how a job ended and which worker failed first; exit status 0 if it finished or was stopped."""
     found = statuses(Path(arguments[0]))
     print(f"podium: {first_failure(found) or outcome(found)}", flush=True)
     return int(outcome(found) not in ("done", "stopped"))

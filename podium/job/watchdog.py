@@ -21,17 +21,17 @@ from podium.job.records import HANG, ProgressReport
 HANG_S, COMPILE_S = 600.0, 3600.0
 TIMES_MEDIAN = 5.0
 WAITING, TIMES_WAITING = "waiting for the other hosts", 3.0
-REMEMBERED = 20  # durations of a phase
+REMEMBERED = 20  # durations to keep per phase
 BACKUP_S = 60.0
-"""Seconds after the allowance at which faulthandler's own thread ends the process, if the watchdog's thread does not
-get the interpreter."""
+"""Seconds after the allowance at which faulthandler's thread ends the process, in case the watchdog's thread cannot get
+the interpreter lock."""
 
 
 class Watchdog:
-    """Remembers the loop's last sign of life; inside `watching()`, a thread ends the process if it is too old.
+    """Tracks the loop's last sign of life; inside `watching()`, a thread ends the process if it is too old.
 
-    A phase may be silent for `hang_s`, or for five times the median of its earlier durations if that is longer; the
-    first phase of a name compiles and may take `compile_s`. `clock` returns seconds; `end` ends the process.
+    A phase may be silent for `hang_s`, or for five times the median of its earlier durations if that is longer; its
+    first occurrence compiles and may take `compile_s`. `clock` returns seconds; `end` ends the process.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class Watchdog:
         self._report.phase(name)
 
     def beat(self) -> None:
-        """Give a sign of life."""
+        """Report a sign of life."""
         self._heard = self._clock()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Wait for other processes in the block, with more patience than theirs: the one that is stuck ends first."""
+        """Extend the allowance within the block, which waits for other processes: the stuck process then ends first."""
         phase = self._phase
         self.phase(WAITING)
         try:
@@ -124,5 +124,5 @@ class Watchdog:
             faulthandler.dump_traceback_later(left + BACKUP_S, exit=True, file=sys.__stderr__ or 2)
 
     def _write_progress(self) -> None:
-        with contextlib.suppress(RunFileError):  # a full disk: the run decides for itself whether that ends it
+        with contextlib.suppress(RunFileError):  # a full disk: the run itself decides whether that ends it
             self._report.write_progress(time.time() - (self._clock() - self._heard))

@@ -59,14 +59,14 @@ def gpu_gradient(
 
 
 def _blocks(V: int) -> tuple[pl.BlockSpec, pl.BlockSpec]:
-    """A program's part of the logits, and of arrays by token."""
+    """The block of the logits for one program, and the block of per-token arrays."""
     return pl.BlockSpec((None, None, V), lambda b, t: (b, t, 0)), pl.BlockSpec((None, None), lambda b, t: (b, t))
 
 
 def _part(
     logits: jax.Ref, index: jax.Array, V: int, v: int, scale: float
 ) -> tuple[jax.Array, jax.Array, slice | pl.Slice]:
-    """Part `index` of the vocabulary: its logits [v] float32, their places, and its slice."""
+    """Part `index` of the vocabulary: its logits [v] float32, their vocabulary indices, and its slice."""
     where = pl.ds(index * v, v)
     columns = index * v + jnp.arange(v)
     x = plgpu.load(logits.at[where], mask=columns < V, other=LOWEST).astype(jnp.float32)

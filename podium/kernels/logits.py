@@ -1,6 +1,6 @@
-"""Log-probabilities from logits that exist already: one pass over them forward, one backward, with float32 sums.
+"""Log-probabilities from existing logits: one pass over them forward and one backward, with float32 sums.
 
-Podium's own training never holds the logits of all tokens (`podium.models.logprobs`); this is for callers that do.
+Podium's own training never materialises all logits (`podium.models.logprobs`); this is for callers that do.
 """
 
 import functools
@@ -19,28 +19,28 @@ from podium.kernels.xla_logits import xla_gradient, xla_statistics
 
 Way = Literal["tpu", "gpu", "xla"]
 KERNELS: dict[str, Way] = {"tpu": "tpu", "gpu": "gpu"}
-"""By jax's platform; on others XLA computes them."""
+"""Kernels by jax platform; XLA is used on other platforms."""
 STATISTICS = {"tpu": tpu_statistics, "gpu": gpu_statistics, "xla": xla_statistics}
 GRADIENT = {"tpu": tpu_gradient, "gpu": gpu_gradient, "xla": xla_gradient}
 
 
 class LogitsOptions(NamedTuple):
-    """How log-probabilities are computed from logits."""
+    """Options for computing log-probabilities from logits."""
 
     temperature: float = 1.0
-    """Logits are divided by it before the softmax, as the sampler does."""
+    """Divides the logits before the softmax, as in the sampler."""
     entropy: bool = False
     """Whether to compute entropies and their gradient; otherwise they are 0."""
     in_place: bool = False
-    """The gradient reuses the logits' memory. This saves an array if the logits are donated, or made in the program and
-    not used again; otherwise XLA copies them first."""
+    """Whether the gradient may overwrite the logits' memory. Saves an array if the logits are donated, or made in the
+    same program and not used again; otherwise XLA copies them first."""
     sharding: NamedSharding | None = None
     """The sharding of logits [B, T, V], over any of their dimensions; None: on one device."""
     way: Way | None = None
-    """The TPU's kernel, the GPU's, or XLA; None: the kernel of the devices' platform, XLA on CPU."""
+    """Implementation: the TPU kernel, the GPU kernel or XLA; None: by the devices' platform, XLA on CPU."""
     tiles: Tiles = Tiles()
     interpret: Interpret = False
-    """Run a kernel without its device, slowly: for tests."""
+    """Emulate a kernel without its device, slowly; for tests."""
 
 
 DEFAULTS = LogitsOptions()
@@ -134,13 +134,13 @@ def _check(options: LogitsOptions, shape: tuple[int, ...], targets: tuple[int, .
 
 
 def _axes(sharding: NamedSharding) -> list[tuple[str, ...]]:
-    """The mesh axes over which rows, tokens and vocabulary are split."""
+    """The mesh axes that split rows, tokens and vocabulary, in this order."""
     parts = [*sharding.spec, None, None, None][:3]
     return [(part,) if isinstance(part, str) else tuple(part or ()) for part in parts]
 
 
 def _specs(options: LogitsOptions) -> tuple[PartitionSpec, PartitionSpec]:
-    """The partition of arrays by token, and of logits."""
+    """The partition specs of per-token arrays and of logits."""
     if options.sharding is None:
         return PartitionSpec(), PartitionSpec()
     rows, tokens, vocabulary = (axes or None for axes in _axes(options.sharding))
@@ -150,7 +150,7 @@ def _specs(options: LogitsOptions) -> tuple[PartitionSpec, PartitionSpec]:
 def _on_devices(
     of_device: Callable, options: LogitsOptions, given: tuple, found: PartitionSpec | Statistics
 ) -> Callable:
-    """`of_device` mapped over the devices, if the logits are sharded."""
+    """Map `of_device` over the devices if the logits are sharded; otherwise return it unchanged."""
     if options.sharding is None:
         return of_device
     return jax.shard_map(of_device, mesh=options.sharding.mesh, in_specs=given, out_specs=found, check_vma=False)
@@ -162,14 +162,14 @@ def _way(options: LogitsOptions) -> Way:
 
 
 def _own(targets: jax.Array, logits: jax.Array, options: LogitsOptions) -> jax.Array:
-    """Targets as places in this device's part of the vocabulary."""
+    """Target indices relative to the start of this device's part of the vocabulary."""
     if options.sharding is None or not (axes := _axes(options.sharding)[2]):
         return targets
     return targets - jax.lax.axis_index(axes) * logits.shape[-1]
 
 
 def _over_vocabulary(found: Statistics, options: LogitsOptions) -> Statistics:
-    """Statistics of the whole vocabulary, from those of the devices' parts."""
+    """Combine the statistics of the devices' parts into those of the whole vocabulary."""
     if options.sharding is None or not (axes := _axes(options.sharding)[2]):
         return found
     top = jax.lax.pmax(found.top, axes)

@@ -1,8 +1,8 @@
-"""Log-probabilities from hidden states and the head as TPU kernels (Pallas): forward, no logits in HBM.
+"""TPU kernels (Pallas) that compute log-probabilities from hidden states and head, without logits in HBM.
 
-The kernels compute tiles of logits from tiles of both, transposed, [vocabulary, tokens], so that statistics of a token
-run along sublanes. The forward pass keeps a token's softmax statistics. The backward pass recomputes the logits, as
-chunks in XLA do, writes the gradient of a chunk's logits in the products' format, and XLA multiplies it twice.
+The kernels compute tiles of logits, transposed to [vocabulary, tokens] so that per-token statistics run along sublanes.
+The forward pass saves each token's softmax statistics. The backward pass recomputes the logits, as the chunked XLA head
+does, and writes the gradient of a chunk's logits in the products' format; XLA multiplies it twice.
 """
 
 import functools
@@ -19,22 +19,24 @@ from podium.kernels.tiles import LOWEST, Interpret
 
 
 class HeadOptions(NamedTuple):
-    """The static arguments of a call."""
+    """Static arguments of a call."""
 
-    scale: float  # of the logits: 1 over the temperature
-    chunk: int  # tokens whose logits' gradients exist at once
+    scale: float  # factor of the logits: 1 / temperature
+    chunk: int  # tokens per chunk of logits' gradients
     memory: int  # bytes of fast memory
     precision: jax.lax.Precision | None  # of the products
-    interpret: Interpret = False  # without a TPU, slowly
+    interpret: Interpret = False  # emulate without a TPU, slowly
 
 
 def tpu_head(
     hidden: jax.Array, head: jax.Array, sums: jax.Array | None, targets: jax.Array, options: HeadOptions
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of targets [B, T] and entropy by hidden states [B, T, D] and a head [V, D]; [B, T] float32 each.
+    """Log-probability of targets [B, T] and entropy, from hidden states [B, T, D] and a head [V, D]; [B, T] float32
+    each.
 
-    The same as `podium.models.logprobs.token_logprobs` on one device. The head's gradient is summed over chunks in the
-    head's format; with `sums`, [V, D] float32 that are never read, it is the gradient of `sums`, summed in float32.
+    Equals `podium.models.logprobs.token_logprobs` on one device. The head's gradient is summed over chunks in the
+    head's format. If `sums` [V, D] float32 is given, it gets the gradient instead, summed in float32; its values are
+    not read.
     """
     B, T, D = hidden.shape
     tile = head_tile(B * T, len(head), D, head.dtype.itemsize, options.memory)
@@ -49,7 +51,7 @@ def tpu_head(
 
 
 _Saved = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array, jax.Array]
-"""Hidden states, head, sums, targets, log of the softmax's divisor, and entropy."""
+"""Hidden states, head, sums, targets, log-sum-exp and entropy."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -61,7 +63,7 @@ def _scores(
     sums: jax.Array | None,
     targets: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities and entropies [1, N] of targets [1, N] by hidden states [N, D] and a head [V, D]."""
+    """Log-probabilities and entropies [1, N] of targets [1, N], from hidden states [N, D] and a head [V, D]."""
     return _forward(options, tile, hidden, head, sums, targets)[0]
 
 
@@ -127,9 +129,9 @@ def _call(
     options: HeadOptions,
     name: str,
 ) -> Sequence[jax.Array]:
-    """Run the kernel over tiles of tokens, and for each over tiles of the vocabulary.
+    """Run a kernel over tiles of tokens and, for each, tiles of the vocabulary.
 
-    `given` are hidden states, head, and arrays by token [1, N].
+    `given`: hidden states, head, and per-token arrays [1, N].
     """
     t, v = tile
     N, D = given[0].shape
@@ -158,7 +160,7 @@ def _call(
 
 
 def _logits(hidden: jax.Ref, head: jax.Ref, options: HeadOptions) -> tuple[jax.Array, jax.Array]:
-    """A tile of logits [v, t], float32, and their places in the vocabulary."""
+    """One tile of logits [v, t] float32, and their vocabulary indices."""
     x = jax.lax.dot_general(
         head[...],
         hidden[...],
@@ -194,7 +196,7 @@ def _statistics_kernel(
             each[...] = jnp.zeros(each.shape, jnp.float32)
 
     x, places = _logits(hidden, head, options)
-    if V % x.shape[0]:  # past the end of the vocabulary lies garbage
+    if V % x.shape[0]:  # beyond the end of the vocabulary is garbage
         x = jnp.where(places < V, x, LOWEST)
     before = top[...]
     higher = jnp.maximum(before, jnp.max(x, axis=0, keepdims=True))

@@ -1,11 +1,11 @@
-"""Statistics of logits, and the gradient that follows from them, as TPU kernels (Pallas, lowered by Mosaic).
+"""TPU kernels (Pallas, lowered by Mosaic) for the statistics of logits and the gradient of these statistics.
 
 The forward pass reads logits once; the backward pass reads them once and writes their gradient once, to the same memory
-if the caller allows it. The grid covers rows, blocks of tokens and tiles of the vocabulary, of which the last may be
+if the caller allows it. The grid covers rows, blocks of tokens and tiles of the vocabulary; the last ones may be
 partial. A tile is processed in strips of a few sublanes, so that intermediate values stay in registers.
 
-XLA stores an array in the order that pads it least, while a kernel takes its operands in one order; if they differ, XLA
-copies all logits. The kernels therefore work in either order.
+XLA chooses the array layout with the least padding, while a kernel requires one layout; if they differ, XLA copies all
+logits. The kernels therefore support both layouts.
 """
 
 import functools
@@ -19,13 +19,13 @@ from jax.experimental.pallas import tpu as pltpu
 from podium.kernels.tiles import LOWEST, Gradients, Interpret, Statistics, Tiles
 
 STRIP = 2**15
-"""Logits of a strip: half of the registers, in float32."""
+"""Float32 logits per strip: half of the registers."""
 SUBLANES = 8
 LANES = 128
 FORWARD_OPS = 8
 BACKWARD_OPS = 7
 ENTROPY_OPS = 4
-"""Elementwise operations per logit that are declared to the compiler; an entropy adds the last, in each pass."""
+"""Elementwise operations per logit declared to the compiler, per pass; the last term applies with entropy."""
 
 
 def tpu_statistics(
@@ -92,7 +92,7 @@ _PARAMS = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arb
 
 
 class _Grid:
-    """How logits are cut: rows, blocks of t tokens, tiles of v of the vocabulary."""
+    """How logits are cut: rows, blocks of t tokens, vocabulary tiles of v."""
 
     def __init__(self, shape: tuple[int, ...], tiles: Tiles, interpret: Interpret) -> None:
         B, T, V = shape
@@ -101,7 +101,7 @@ class _Grid:
                 f"{tiles}: on TPU, expected multiples of {LANES}, or all of {T} tokens and {V} of vocabulary"
             )
         t, v = min(tiles.tokens, T), min(tiles.vocab, V)
-        self.vocab = 0 if _padded(V, T) < _padded(T, V) else 1  # the dimension of a tile along the vocabulary
+        self.vocab = 0 if _padded(V, T) < _padded(T, V) else 1  # the tile dimension that runs along the vocabulary
         self.sizes = (B, pl.cdiv(T, t), pl.cdiv(V, v))
         if self.vocab == 0:
             self.tile = pl.BlockSpec((None, v, t), lambda b, i, j: (b, j, i))
@@ -111,16 +111,16 @@ class _Grid:
             self.line = pl.BlockSpec((None, t, 1), lambda b, i, j: (b, i, 0))
 
     def ordered(self, logits: jax.Array) -> jax.Array:
-        """Bring [B, T, V] into the kernels' order, or back."""
+        """Transpose [B, T, V] to the kernels' layout, or back."""
         return jnp.swapaxes(logits, 1, 2) if self.vocab == 0 else logits
 
     def by_token(self, x: jax.Array) -> jax.Array:
-        """Lay [B, T] along the tokens of a tile."""
+        """Reshape [B, T] so that it runs along the tokens of a tile."""
         return jnp.expand_dims(x, 1 + self.vocab)
 
 
 def _padded(sublanes: int, lanes: int) -> int:
-    """Elements that a matrix occupies in memory."""
+    """Elements that a matrix occupies in memory, padding included."""
     return pl.cdiv(sublanes, SUBLANES) * SUBLANES * pl.cdiv(lanes, LANES) * LANES
 
 
@@ -138,7 +138,7 @@ def _strips(shape: tuple[int, int], body: Callable[[jax.Array | int, int], None]
 
 
 class _Strip:
-    """A strip of tile j: its logits in float32, their places in the vocabulary, and the slices of rows and tokens."""
+    """A strip of tile j: its logits in float32, their vocabulary indices, and the slices of rows and tokens."""
 
     def __init__(
         self, logits: jax.Ref, j: jax.Array, start: jax.Array | int, size: int, vocab: int, scale: float

@@ -1,4 +1,4 @@
-"""The same as the kernels of `podium.kernels.tpu_logits`, computed by XLA; `tiles` and `interpret` change nothing."""
+"""XLA implementation of the kernels of `podium.kernels.tpu_logits`; `tiles` and `interpret` are ignored."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def xla_gradient(
     in_place: bool,
     interpret: Interpret,
 ) -> jax.Array:
-    """The gradient of the logits, [B, T, V] in their dtype; XLA decides itself whether to reuse their memory."""
+    """The gradient of the logits, [B, T, V] in their dtype; XLA decides whether to reuse their memory."""
     del tiles, in_place, interpret
     log_total, of_logprob, of_entropy, entropies = (x[..., None] for x in gradients)
     x = _scaled(logits, scale)

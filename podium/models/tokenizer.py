@@ -233,7 +233,7 @@ GGUF_SCALARS: Mapping[str, type] = {"pre": str, "add_bos_token": bool, "add_spac
 
 
 def _checked(header: gguf.GgufHeader) -> dict[str, Any]:
-    """The metadata of a file's tokenizer, without the prefix `tokenizer.ggml.`. Raises ModelError for invalid values."""
+    """Metadata of a file's tokenizer, without the prefix `tokenizer.ggml.`. Raises ModelError for invalid values."""
     said = {key.removeprefix("tokenizer.ggml."): value for key, value in header.metadata.items()}
     where = f"{header.path}: tokenizer.ggml."
     if said.get("model") not in ("gpt2", "llama") or "tokens" not in said:

@@ -1,1 +1,1 @@
-"""A run resolved: settings, model and machine become one frozen `RunSpec`, which trainer, planner and benches share."""
+"""Resolves settings, model and machine to one frozen `RunSpec`, shared by trainer, planner and benches."""

@@ -1,4 +1,4 @@
-"""Whether a model and a rollout split evenly over a machine, before anything is compiled or rented."""
+"""Checks that a model and a rollout split evenly over a machine, before anything is compiled or rented."""
 
 from collections.abc import Callable
 
@@ -33,8 +33,8 @@ _IN_WORDS = {
 def check_divisible(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> None:
     """Check, before anything is compiled or rented, that weights and sequences split evenly over a machine's mesh.
 
-    Raises ValueError where the mesh does not fit the machine, or does not divide the model or the rollout's slots; the
-    message has the values that work.
+    Raises ValueError if the mesh does not fit the machine, or does not divide the model or the rollout's slots; the
+    message lists values that work.
     """
     machine = Machine.planned(accelerator)
     mesh = resolve_mesh(config, machine)
@@ -57,7 +57,7 @@ def check_divisible(config: Config, decoder: DecoderConfig, accelerator: Acceler
 
 
 def check_tokens(config: Config, decoder: DecoderConfig, mesh: MeshSizes) -> None:
-    """Raises ValueError where the mesh's sp does not divide rows, or the heads that attention splits instead."""
+    """Raises ValueError if sp does not divide the row length, or the heads that attention splits instead of tokens."""
     sp = mesh["sp"]
     tp = mesh["tp"]
     length = row_tokens(config)
@@ -75,7 +75,7 @@ def check_tokens(config: Config, decoder: DecoderConfig, mesh: MeshSizes) -> Non
 
 
 def _working_sizes(specs: ParamSpecs, mesh_axes: MeshAxes, devices: int) -> list[int]:
-    """Sizes of mesh axes, together, that divide the devices and every dimension that they split."""
+    """Total sizes of these mesh axes that divide the devices and every dimension that the axes split."""
 
     def parts(size: int) -> Callable[[str], int]:
         return lambda axis: size if TRAIN_AXES.get(axis) == mesh_axes else 1

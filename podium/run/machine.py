@@ -1,4 +1,4 @@
-"""The machine that a run is resolved for: devices that are here, or a table entry that is planned for. No jax."""
+"""The machine that a run is resolved for: actual devices, or a table entry for planning. No jax."""
 
 import dataclasses
 
@@ -7,24 +7,24 @@ from podium.accelerators import Accelerator, cpu_flags
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The devices of all hosts, as far as settings depend on them."""
+    """The devices of all hosts, with the properties that settings depend on."""
 
     platform: str
-    """Jax's name: cpu, gpu or tpu."""
+    """The jax platform: cpu, gpu or tpu."""
     devices: int
-    """Over all hosts."""
+    """Number over all hosts."""
     hosts: int = 1
-    """Processes of jax.distributed."""
+    """Number of jax.distributed processes."""
     slices: int = 1
-    """Groups of devices that the data center's network joins."""
+    """Number of groups of devices that are joined by the data center's network."""
     accelerator: Accelerator | None = None
-    """Its entry in the table of accelerators, which has its speed; None: not in the table."""
+    """Entry in the table of accelerators, with its speed; None: not in the table."""
     cpu_flags: frozenset[str] = frozenset()
-    """Instruction sets of the host's CPU, which decide the number format there."""
+    """Instruction sets of the host's CPU, which decide its number format."""
 
     @classmethod
     def planned(cls, accelerator: Accelerator) -> "Machine":
-        """The machine that an accelerator is; its CPU is taken to be this machine's."""
+        """The machine of a table entry; a CPU is assumed to be that of the current machine."""
         return cls(
             platform=accelerator.platform,
             devices=accelerator.devices,

@@ -1,7 +1,7 @@
-"""From settings, a model and a machine to a `RunSpec`; each choice is made here, once. No jax.
+"""Resolves settings, a model and a machine to a `RunSpec`; each choice is made here, once. No jax.
 
-The trainer resolves for the devices that it has, the planner for a machine of the table, `podium certify` for one
-device: they call the same functions, so a plan's spec is that of the run.
+The trainer resolves for its actual devices, the planner for a machine of the table, `podium certify` for one device.
+All call the same functions, so a plan has the same spec as the run.
 """
 
 from podium.accelerators import auto_dtype
@@ -30,16 +30,17 @@ from podium.run.spec import BatchSizes, Format, OptimizerSpec, PromptSpec, Rollo
 
 
 def resolve(config: Config, decoder: DecoderConfig, machine: Machine, *, mesh: MeshSizes | None = None) -> RunSpec:
-    """Every choice of a run on a machine.
+    """Make every choice of a run on a machine.
 
     Args:
-        config: of the run.
-        decoder: the model's numbers, LoRA's included.
-        machine: the devices of the run.
-        mesh: sizes of the mesh axes on it; unset: those that the config's `mesh` means there.
+        config: the run's settings.
+        decoder: the model's architecture, LoRA included.
+        machine: the run's devices.
+        mesh: sizes of the mesh axes; unset: resolved from the config's `mesh`.
 
     Raises:
-        ValueError: settings contradict each other, the model or the machine; the message names the key and a way out.
+        ValueError: settings conflict with each other, the model or the machine; the message names the key and a way
+            out.
     """
     mesh = resolve_mesh(config, machine) if mesh is None else mesh
     return RunSpec(
@@ -60,19 +61,19 @@ def resolve(config: Config, decoder: DecoderConfig, machine: Machine, *, mesh: M
 
 
 def resolve_mesh(config: Config, machine: Machine) -> MeshSizes:
-    """The sizes of the mesh axes. Raises ValueError where the mesh does not fit the machine."""
+    """Resolve the sizes of the mesh axes. Raises ValueError if the mesh does not fit the machine."""
     return mesh_shape(config.mesh, devices=machine.devices, hosts=machine.hosts, slices=machine.slices)
 
 
 def resolve_recipe(config: Config, algorithm: AlgorithmConfig | None = None) -> Recipe:
-    """The algorithm with what the config changes of it. Raises ValueError where the changes contradict each other."""
+    """Resolve the recipe with the config's overrides. Raises ValueError if they conflict."""
     return make_recipe(
         algorithm or config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step
     )
 
 
 def resolve_batch(config: Config, decoder: DecoderConfig, mesh: MeshSizes) -> BatchSizes:
-    """The shapes of a run's batches on a mesh."""
+    """Resolve the shapes of a run's batches on a mesh."""
     shards = axis_parts(TRAIN_AXES, mesh)["batch"]
     return BatchSizes(
         row_tokens=row_tokens(config),
@@ -87,7 +88,7 @@ def resolve_batch(config: Config, decoder: DecoderConfig, mesh: MeshSizes) -> Ba
 
 
 def resolve_update(config: Config, machine: Machine, mesh: MeshSizes) -> UpdateSpec:
-    """How batches are scored and updated on. Raises ValueError where a kernel is named that the machine lacks."""
+    """Resolve how batches are scored and trained on. Raises ValueError if the machine lacks a requested kernel."""
     train = config.train
     return UpdateSpec(
         dtype=resolve_format(train.dtype, machine),
@@ -104,16 +105,16 @@ def resolve_update(config: Config, machine: Machine, mesh: MeshSizes) -> UpdateS
 
 
 def resolve_optimizer(config: Config) -> OptimizerSpec:
-    """The optimizer, its schedule over all of the run's steps."""
+    """Resolve the optimizer, with its schedule spanning all steps of the run."""
     return OptimizerSpec(
         settings=config.train.optimizer, steps=optimizer_steps(config), offload=config.train.offload_optimizer
     )
 
 
 def resolve_rollout(config: Config, decoder: DecoderConfig, machine: Machine) -> RolloutSpec:
-    """How prompts are completed and graded on a machine: all that evaluation needs too.
+    """Resolve how prompts are completed and graded on a machine; evaluation needs the same.
 
-    Raises ValueError where the layout does not fit the model or the machine.
+    Raises ValueError if the layout does not fit the model or the machine.
     """
     rollout, recipe = config.rollout, resolve_recipe(config)
     return RolloutSpec(
@@ -136,7 +137,7 @@ def resolve_rollout(config: Config, decoder: DecoderConfig, machine: Machine) ->
 
 
 def resolve_layout(config: Config, decoder: DecoderConfig, machine: Machine) -> Layout:
-    """How the rollout's weights and sequences lie on the machine, whose hosts decode each by itself."""
+    """Resolve the layout of the rollout's weights and sequences; each host decodes its own sequences."""
     return choose_layout(
         config.rollout,
         decoder,
@@ -148,12 +149,12 @@ def resolve_layout(config: Config, decoder: DecoderConfig, machine: Machine) -> 
 
 
 def resolve_format(dtype: Dtype, machine: Machine) -> Format:
-    """The number format that a config's `dtype` means on a machine."""
+    """Resolve a config's `dtype` to a number format on a machine."""
     return auto_dtype(machine.platform, machine.cpu_flags) if dtype == "auto" else dtype
 
 
 def sampling_params(rollout: RolloutConfig) -> SamplingParams:
-    """How completions are drawn in training."""
+    """The sampling settings of training."""
     return SamplingParams(
         max_new_tokens=rollout.max_new_tokens,
         temperature=rollout.temperature,
@@ -165,7 +166,7 @@ def sampling_params(rollout: RolloutConfig) -> SamplingParams:
 
 
 def host_share(rollout: RolloutConfig, hosts: int) -> RolloutConfig:
-    """A host's share of the engine's slots, rows and cache. Raises ValueError where they do not divide."""
+    """One host's share of the engine's slots, rows and cache. Raises ValueError if they do not divide over hosts."""
     check_split(rollout, hosts, "hosts")
     own = {"slots": rollout.slots // hosts, "prefill_rows": rollout.prefill_rows // hosts}
     if rollout.cache_tokens is not None:

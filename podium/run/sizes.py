@@ -1,4 +1,4 @@
-"""Sizes of a run that follow from its settings alone, whatever the model and the machine."""
+"""Sizes of a run that follow from its settings alone."""
 
 from podium.config.schema import Config
 
@@ -6,19 +6,19 @@ DEFAULT_ROWS_PER_DEVICE = 4
 
 
 def row_tokens(config: Config) -> int:
-    """T of a batch."""
+    """T: tokens per row of a batch."""
     return config.train.row_tokens or config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
 
 
 def rows_per_device(config: Config) -> int:
-    """Rows of a micro-batch on each device that splits the batch."""
+    """Rows of a micro-batch on each device that the batch is split over."""
     if config.train.tokens_per_device is not None:
         return config.train.tokens_per_device // row_tokens(config)
     return config.train.rows_per_device or DEFAULT_ROWS_PER_DEVICE
 
 
 def row_groups(config: Config) -> int:
-    """Groups of a device's rows that a layer computes one after the other: equal ones, of `layer_chunk_tokens`."""
+    """Number of equal row groups that a layer computes one after another, of up to `layer_chunk_tokens` each."""
     rows, limit = rows_per_device(config), config.train.layer_chunk_tokens
     if limit is None:
         return 1
@@ -27,20 +27,20 @@ def row_groups(config: Config) -> int:
 
 
 def tokens_per_gather(config: Config, *, sp: int, tp: int) -> int:
-    """Tokens of a device in a product with gathered weights; 0 where heads split them, or groups of rows share them."""
+    """Tokens per device in a product with gathered weights; 0 if heads are split or row groups share the weights."""
     return rows_per_device(config) * row_tokens(config) // sp if tp == row_groups(config) == 1 else 0
 
 
 def optimizer_steps(config: Config) -> int:
-    """Optimizer steps of the whole run, which its schedule spans."""
+    """Number of optimizer steps of the whole run, which the schedule spans."""
     return config.steps * config.algorithm.updates_per_batch * config.algorithm.minibatches
 
 
 def batch_sequences(config: Config) -> int:
-    """The most completions that one optimizer step may get."""
+    """Maximum number of completions in one optimizer step."""
     return -(-config.prompts_per_step // config.algorithm.minibatches) * config.group_size
 
 
 def prompts_in_flight(config: Config) -> int:
-    """Prompts whose completions are in flight, or wait for a step, at once; those of a step at least."""
+    """Number of prompts being answered or waiting for a step at the same time; at least those of one step."""
     return int(config.rollout.in_flight * config.prompts_per_step + 1e-6)

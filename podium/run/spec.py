@@ -1,6 +1,6 @@
-"""What a run is once it is resolved: typed parts, each of which one component takes. Data alone: no jax.
+"""A resolved run: typed parts, each for one component. Plain data, no jax.
 
-Nothing below `podium.run.resolve` derives a number of these again from the settings.
+Components take these values from here, and do not derive them from the settings again.
 """
 
 import dataclasses
@@ -29,55 +29,55 @@ from podium.run.machine import Machine
 Format = Literal["float32", "bfloat16"]
 """A number format."""
 Packing = Literal["none", "sequences", "shared_prompts"]
-"""Which completions share a row, as `podium.train.packing` packs them."""
+"""Which completions share a row; see `podium.train.packing`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchSizes:
-    """The shapes of a run's batches, which no step changes, and how rows are filled."""
+    """The shapes of a run's batches, which are the same in all steps, and how rows are filled."""
 
     row_tokens: int
-    """T; no prompt with its completion may be longer."""
+    """T: tokens per row; also the maximum length of a prompt with its completion."""
     rows: int
-    """B of a micro-batch, over all devices."""
+    """B: rows of a micro-batch, over all devices."""
     max_rows: int
-    """Rows that any optimizer step may need; K follows from it."""
+    """Maximum number of rows in an optimizer step; determines K."""
     packing: Packing
     max_new_tokens: int
-    """The longest that a completion may be: the denominator of `mean: constant`."""
+    """Maximum length of a completion: the denominator of `mean: constant`."""
     ages: bool = False
-    """Whether batches say how old tokens are."""
+    """Whether batches record the age of tokens."""
     devices: int = 1
-    """Devices that share the rows of a micro-batch; rows are balanced only between several."""
+    """Number of devices that share a micro-batch's rows; with several, rows are balanced."""
     pair_cost: float = 0.0
-    """Work of a token that sees another, in units of a token's share of the matrices; rows are of equal work."""
+    """Cost of a query-key pair relative to the products of one token; used to give rows equal work."""
 
     @property
     def max_micro_batches(self) -> int:
-        """K."""
+        """K: maximum number of micro-batches of an optimizer step."""
         return -(-self.max_rows // self.rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateSpec:
-    """How the trainer's programs score a batch and update on it."""
+    """How the trainer's programs score a batch and train on it."""
 
     dtype: Format
-    """Of activations and of the weights' copies while a layer computes."""
+    """Number format of activations and of the weights' copies during a layer's computation."""
     reduce_dtype: Format
-    """Of gradients between devices."""
+    """Number format of gradients between devices."""
     head_dtype: Format | None
     """Number format of the head's operands; None: `dtype`."""
     temperature: float
-    """Of the softmax, the sampler's."""
+    """Temperature of the softmax, equal to the sampler's."""
     remat: Remat
     head: HeadKind
     head_chunk_tokens: int
     attention: Backend
     row_groups: int
-    """Groups of a device's rows that a layer computes one after the other."""
+    """Number of groups of a device's rows that a layer computes one after another."""
     tokens_per_gather: int
-    """Tokens of a device in a product with gathered weights; 0 where heads split them, or groups of rows share them."""
+    """Tokens per device in a product with gathered weights; 0 if heads are split or row groups share the weights."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,12 +88,12 @@ class OptimizerSpec:
     steps: int
     """Optimizer steps of the whole run, over which the schedule spans."""
     offload: bool
-    """Whether its state is in the host's memory between updates."""
+    """Whether its state is in host memory between updates."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptSpec:
-    """Where a run's prompts are from, and which of them fit."""
+    """The source of a run's prompts, and their maximum length."""
 
     tasks: tuple[TaskConfig, ...]
     seed: int
@@ -106,20 +106,20 @@ class RolloutSpec:
     """How prompts are completed and graded, in training and in evaluation."""
 
     settings: RolloutConfig
-    """The engine's sizes over all hosts; `podium.run.resolve.host_share` has one host's."""
+    """The engine's sizes over all hosts; `podium.run.resolve.host_share` gives those of one host."""
     layout: Layout
     dtype: Format
-    """Of the engine's weights, activations and cache."""
+    """Number format of the engine's weights, activations and cache."""
     prompts: PromptSpec
     grading: GradingConfig
     evaluation: EvalConfig
     sampling: SamplingParams
     completions: int
-    """G, for each prompt of training."""
+    """G: completions per training prompt."""
     max_refills: int
-    """How often prompts whose group has equal rewards are replaced by the next ones of the run."""
+    """Maximum number of times that prompts with equal rewards are replaced by the next prompts."""
     in_flight: int
-    """Prompts that are answered at once, at least those of a step."""
+    """Number of prompts answered at the same time; at least those of one step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,19 +130,19 @@ class RunSpec:
     decoder: DecoderConfig
     recipe: Recipe
     mesh: MeshSizes
-    """Of training; the rollout's follows from its layout."""
+    """Axis sizes of the training mesh; the rollout's mesh follows from its layout."""
     batch: BatchSizes
     update: UpdateSpec
     optimizer: OptimizerSpec
     rollout: RolloutSpec
     steps: int
     prompts_per_step: int
-    """N."""
+    """N: prompts per step."""
     evaluation: EvalConfig
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
 
     @property
     def rollout_mesh(self) -> Mapping[str, int]:
-        """The sizes of the mesh axes that the rollout's layout is for."""
+        """Axis sizes of the rollout's mesh."""
         return self.rollout.layout.mesh(self.mesh, self.decoder.kv_heads)
