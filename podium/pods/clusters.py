@@ -1,7 +1,7 @@
-"""Writes a config for a cluster: as a script for Slurm, or as a JobSet for Kubernetes on GKE.
+"""Exports a config for a cluster: as a Slurm script, or as a JobSet for Kubernetes on GKE.
 
-Both start one process per node, with the launch guard, the watchdog and the records that a pod has. TPU7x (Ironwood) is
-rented on GKE only, not as Cloud TPU VMs; its node pools work once `podium.accelerators` knows it.
+Both start one process per node, with the same launch guard, watchdog and records as a pod. TPU7x (Ironwood) can be
+rented only on GKE, not as Cloud TPU VMs; its node pools will work once `podium.accelerators` lists it.
 """
 
 import re
@@ -17,9 +17,9 @@ from podium.job.cluster import COORDINATOR_PORT
 from podium.pods.slices import BadRequestError
 
 NOTICE_S = 120
-"""Seconds before the end of its time at which a run is asked to save."""
+"""Seconds before the time limit at which a run is asked to save."""
 GRACE_S = 600
-"""Seconds for which a deleted pod may save."""
+"""Seconds that a deleted pod may use to save."""
 TPU_POOLS: Mapping[str, str] = {
     "v4": "tpu-v4-podslice",
     "v5e": "tpu-v5-lite-podslice",
@@ -27,13 +27,13 @@ TPU_POOLS: Mapping[str, str] = {
     "v6e": "tpu-v6e-slice",
 }
 GPU_POOLS: Mapping[str, str] = {"h100": "nvidia-h100-80gb", "h200": "nvidia-h200-141gb"}
-"""GKE's names for the accelerators of its node pools."""
+"""GKE's node selectors for the accelerators."""
 
 
 def slurm_script(config: Config, *, nodes: int, gpus: int, time: str, python: str) -> str:
-    """A script for `sbatch`: one process on each of `nodes`, each with `gpus` GPUs (0: none are requested).
+    """A script for `sbatch`: one process on each of `nodes` nodes, with `gpus` GPUs each (0: request none).
 
-    Raises BadRequestError for a time that is not in a format of Slurm.
+    Raises BadRequestError if the time is not in a Slurm format.
     """
     if not re.fullmatch(r"(\d+-)?\d{1,2}:\d\d:\d\d|\d+", time):
         raise BadRequestError(f"--time {time!r}: write HH:MM:SS, D-HH:MM:SS or minutes, as 24:00:00")
@@ -50,18 +50,18 @@ def slurm_script(config: Config, *, nodes: int, gpus: int, time: str, python: st
 
 
 def k8s_manifest(config: Config, type_name: str, *, nodes: int, image: str, claim: str | None, spot: bool) -> str:
-    """A ConfigMap and a JobSet, as YAML: a process on each host of a TPU slice, or on each of `nodes` of GPUs.
+    """A ConfigMap and a JobSet, as YAML: one process per host of a TPU slice, or per machine of `nodes` GPU machines.
 
     Args:
         config: settings whose `runs_dir` is a bucket, or a path at which the volume of `claim` is mounted.
-        type_name: of the accelerator, as v6e-16 or h100-8.
-        nodes: machines with GPUs; a TPU slice has as many as its type says.
-        image: of a container with Podium and its dependencies.
-        claim: name of a PersistentVolumeClaim that all pods can write.
-        spot: whether the node pool is one of spot machines.
+        type_name: accelerator type, such as v6e-16 or h100-8.
+        nodes: number of GPU machines; a TPU type determines its own.
+        image: container image with Podium and its dependencies.
+        claim: name of a PersistentVolumeClaim that all pods can write to.
+        spot: whether the node pool has spot machines.
 
     Raises:
-        BadRequestError: GKE has no such machines, or the runs would be lost with the pods.
+        BadRequestError: GKE has no such machines, or the run's files would be lost with the pods.
     """
     try:
         accelerator = find_accelerator(type_name)
@@ -98,7 +98,7 @@ def k8s_manifest(config: Config, type_name: str, *, nodes: int, image: str, clai
 
 
 def _check_words(image: str, claim: str | None, folder: str) -> None:
-    """Raise BadRequestError for text that has another meaning in YAML or in a shell."""
+    """Raise BadRequestError for text that YAML or a shell would interpret."""
     wrong = {
         "--image": (image, r"[\w.:/@-]+", "a name, as REGISTRY/IMAGE:TAG"),
         "--claim": (claim or "claim", r"[a-z0-9][a-z0-9.-]*", "lower-case letters, digits, '.' and '-'"),
@@ -110,7 +110,7 @@ def _check_words(image: str, claim: str | None, folder: str) -> None:
 
 
 def _pool(accelerator: Accelerator, nodes: int) -> tuple[dict[str, str], int, str]:
-    """The node selector, the number of nodes, and the name of their accelerator resource."""
+    """The node selector, the number of nodes, and the accelerator's resource name."""
     if pool := GPU_POOLS.get(accelerator.generation):
         return {"cloud.google.com/gke-accelerator": pool}, nodes, "nvidia.com/gpu"
     if accelerator.generation not in TPU_POOLS:
@@ -127,7 +127,7 @@ def _pool(accelerator: Accelerator, nodes: int) -> tuple[dict[str, str], int, st
 
 
 def _name(config: Config) -> str:
-    """The run's name in a form that Kubernetes and Slurm accept: it begins with a letter."""
+    """The run's name in a form that Kubernetes and Slurm accept, starting with a letter."""
     name = re.sub(r"[^a-z0-9-]+", "-", str(config.name).lower()).strip("-")[:40].strip("-")
     if not name:
         raise BadRequestError(f"name: {config.name!r} has no letter or digit; set name=my-run")

@@ -1,7 +1,7 @@
 """The `podium pod` commands: from renting a slice to deleting it.
 
-Nothing is stored on this machine: every command asks Google what exists, so it works from any laptop of the owner.
-Results go to stdout, progress to stderr. With `--dry-run` a command runs in a world of placeholders
+Nothing is stored on this machine: every command queries Google for what exists, so it works from any of the owner's
+laptops. Results go to stdout, progress to stderr. With `--dry-run` a command runs against placeholders
 (`podium.pods.rehearsal`).
 """
 
@@ -34,9 +34,9 @@ from podium.settings import load_settings
 
 POLL_S = 5.0
 WHOLE_LOG_BYTES = 2**23
-"""Bytes that are read at a time of a whole log."""
+"""Bytes per read when printing a whole log."""
 WITHOUT_MACHINES_S = 86400.0
-"""Seconds after the end of its lease in which a slice without machines is kept."""
+"""Seconds after the end of its lease for which a slice without machines is kept."""
 LINE_BYTES = 300
 """Assumed length of a log line, to read the last N lines."""
 
@@ -58,7 +58,7 @@ class StatusAnswer:
     slice: JsonObject
     outcome: str
     workers: Sequence[Status | None]
-    """The agents' own answers, in order; null: the worker does not answer."""
+    """The agents' answers, in order of workers; null: the worker did not answer."""
 
 
 @app.command()
@@ -239,10 +239,10 @@ def reap(
 
 
 def _use(project: Project, tpu_slice: Slice) -> str | None:
-    """Why a slice whose lease has expired by this machine's clock is kept, in words; None: nothing runs there.
+    """Why a slice is kept although its lease has expired by this machine's clock; None: nothing runs there.
 
-    The slice's machines are asked for the time too. What has none costs nothing, and is deleted a day later: whoever
-    keeps its run alive may be replacing it, and this machine's clock may be wrong.
+    The slice's machines are also asked for the time. A slice without machines costs nothing and is deleted a day later:
+    a command that keeps its run alive may be replacing it, and this machine's clock may be wrong.
     """
     if tpu_slice.state != "ready":
         late_s = project.clock.time() - (tpu_slice.lease or 0.0)

@@ -30,11 +30,11 @@ Kind = Literal[
     "stockout", "invalid", "precondition", "unusable", "ssh_key", "unavailable", "timeout", "unknown",
 ]
 # fmt: on
-"""missing: gcloud itself; disk: this machine's is full; certificate: this machine does not trust Google's; disabled:
-the API is not enabled; rate: too many requests, may succeed later; unusable: the node has ended; unavailable and
-timeout: the request may or may not have been done."""
+"""missing: gcloud is not installed; disk: this machine's disk is full; certificate: this machine does not trust
+Google's certificate; disabled: the API is not enabled; rate: too many requests, may succeed later; unusable: the node
+has ended; unavailable and timeout: the request may or may not have been carried out."""
 _KINDS: tuple[tuple[Kind, str], ...] = (
-    # of this machine, as Python words them: a worker's shell writes no [Errno 28]
+    # on this machine, as Python reports it: a worker's shell does not print [Errno 28]
     ("disk", r"\[errno (28|122)\]"),
     ("certificate", r"certificate.?verify.?failed|certverif"),
     # without a network gcloud cannot refresh a user's token, and asks to log in
@@ -59,11 +59,11 @@ _KINDS: tuple[tuple[Kind, str], ...] = (
     ("login", r"^unauthenticated\b"),
     ("rate", r"^resource_exhausted\b"),
     ("unavailable", r"^(unavailable|internal|deadline_exceeded|aborted|cancelled)\b"),
-    # texts that other errors may contain too
+    # texts that may also occur in other errors
     ("unavailable", r"unavailable|gcloud crashed|timed out|connection|unable to find the server|network connectivity"),
     ("invalid", r"invalid|unrecognized arguments|argument --|must be specified"),
 )
-"""The meaning of an error's text in lower case; the first pattern that matches counts."""
+"""Patterns for an error's text in lower case, with their kinds; the first match applies."""
 INCOMPLETE = "WARNING: Some requests did not succeed."
 """Printed by gcloud when a list has failed, with exit status 0."""
 _WAYS_OUT: Mapping[Kind, str] = {
@@ -112,7 +112,7 @@ class GcloudError(ValueError):
 
     @property
     def uncertain(self) -> bool:
-        """Whether the request may have been carried out nevertheless."""
+        """Whether the request may have been carried out despite the error."""
         return self.kind in ("unavailable", "timeout", "unknown")
 
     @property
@@ -122,7 +122,7 @@ class GcloudError(ValueError):
 
     @property
     def lasting(self) -> bool:
-        """Whether this machine is at fault, so that neither waiting nor other slices would help."""
+        """Whether the problem is on this machine, so that neither waiting nor another slice would help."""
         return self.kind in ("missing", "project", "disk", "certificate")
 
     @property
@@ -148,7 +148,7 @@ def run_process(argv: Sequence[str], timeout_s: float) -> Finished:
     try:
         stdout, stderr = process.communicate(timeout=timeout_s)
         return Finished(argv=tuple(argv), returncode=process.returncode, stdout=stdout, stderr=stderr)
-    except BaseException as error:  # also after Ctrl-C, nothing is left behind
+    except BaseException as error:  # leave no process behind, also after Ctrl-C
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         stdout, stderr = process.communicate()
@@ -183,23 +183,23 @@ class Argv:
     """Whether `ssh` and `scp` go to an ordinary virtual machine, not to the workers of a slice."""
 
     def settings(self) -> tuple[str, ...]:
-        """Print gcloud's account, project and zone."""
+        """The command that prints gcloud's account, project and zone."""
         return ("gcloud", "config", "list", "--format=json", "--quiet")
 
     def nodes(self, zone: str = "-") -> tuple[str, ...]:
-        """List the nodes of a zone, or of all zones."""
+        """The command that lists the nodes of a zone, or of all zones."""
         return self._tpus("tpu-vm", "list", f"--zone={zone}")
 
     def queued(self, zone: str) -> tuple[str, ...]:
-        """List the queued resources of a zone."""
+        """The command that lists the queued resources of a zone."""
         return self._tpus("queued-resources", "list", f"--zone={zone}")
 
     def zones(self) -> tuple[str, ...]:
-        """List the zones that have TPUs."""
+        """The command that lists the zones with TPUs."""
         return self._tpus("locations", "list")
 
     def create(self, order: Order, zone: str) -> tuple[str, ...]:
-        """Rent a slice in a zone."""
+        """The command that rents a slice in a zone."""
         common = (
             f"--zone={zone}",
             f"--accelerator-type={order.accelerator}",
@@ -213,17 +213,17 @@ class Argv:
         return self._tpus("queued-resources", "create", order.name, f"--node-id={order.name}", *own, *common)
 
     def delete(self, name: str, zone: str, *, queued: bool) -> tuple[str, ...]:
-        """Delete a queued resource with its node, or a node that has none."""
+        """The command that deletes a queued resource with its node, or a node without one."""
         if queued:
             return self._tpus("queued-resources", "delete", name, f"--zone={zone}", "--force")
         return self._tpus("tpu-vm", "delete", name, f"--zone={zone}")
 
     def label(self, name: str, zone: str, labels: Mapping[str, str]) -> tuple[str, ...]:
-        """Set labels of a node."""
+        """The command that sets labels of a node."""
         return self._tpus("tpu-vm", "update", name, f"--zone={zone}", f"--update-labels={_pairs(labels)}")
 
     def ssh(self, node: str, zone: str, worker: str, command: str | None) -> tuple[str, ...]:
-        """Run a command on one worker or `all`; without a command, a shell on one."""
+        """The command that runs `command` on one worker or `all`; without a command, it opens a shell on one."""
         flags = (f"--ssh-flag=-o {option}" for option in SSH_OPTIONS)
         given = (f"--command={command}",) if command is not None else ()
         if self.vm:
@@ -231,7 +231,7 @@ class Argv:
         return self._tpus("tpu-vm", "ssh", node, f"--zone={zone}", f"--worker={worker}", *flags, *given, output=())
 
     def scp(self, files: Sequence[str], node: str, zone: str, worker: str, folder: str) -> tuple[str, ...]:
-        """Copy files into a folder of one worker or `all`."""
+        """The command that copies files to a folder on one worker or `all`."""
         flags = (f"--scp-flag=-o {option}" for option in SSH_OPTIONS)
         to = (f"{node}:{folder}", f"--zone={zone}")
         if self.vm:
@@ -239,13 +239,13 @@ class Argv:
         return self._tpus("tpu-vm", "scp", *files, *to, f"--worker={worker}", *flags, output=())
 
     def vms(self, name: str | None = None) -> tuple[str, ...]:
-        """List the virtual machines of a name, or all that were rented with Podium."""
+        """The command that lists the virtual machines with this name, or all that Podium rented."""
         return self._gcloud("instances", "list", f"--filter=name={name}" if name else f"--filter=labels.{OWNER}:*")
 
     def create_vm(
         self, name: str, zone: str, labels: Mapping[str, str], service_account: str | None
     ) -> tuple[str, ...]:
-        """Rent a small virtual machine that may rent and delete slices."""
+        """The command that rents a small virtual machine with permission to rent and delete slices."""
         return self._gcloud(
             "instances",
             "create",
@@ -260,7 +260,7 @@ class Argv:
         )
 
     def delete_vm(self, name: str, zone: str) -> tuple[str, ...]:
-        """Delete a virtual machine."""
+        """The command that deletes a virtual machine."""
         return self._gcloud("instances", "delete", name, f"--zone={zone}")
 
     def _tpus(self, *arguments: str, output: tuple[str, ...] = ("--format=json",)) -> tuple[str, ...]:
@@ -276,15 +276,15 @@ def _pairs(labels: Mapping[str, str]) -> str:
 
 
 SSH_OPTIONS = ("ConnectTimeout=10", "ServerAliveInterval=10", "ServerAliveCountMax=3")
-"""gcloud sets none of these and would wait forever for a lost host."""
+"""ssh options that gcloud does not set; without them it would wait forever for a lost host."""
 READ_S = 60.0
-"""Seconds that a command may take that changes nothing."""
+"""Time limit in seconds of commands that change nothing."""
 CHANGE_S = 900.0
-"""Seconds that any other command may take."""
+"""Time limit in seconds of all other commands."""
 
 
 class Gcloud:
-    """One project's Cloud TPUs."""
+    """Access to one project's Cloud TPUs."""
 
     def __init__(
         self,
@@ -295,13 +295,13 @@ class Gcloud:
         note: Callable[[str], None] = lambda when: None,
         vm: bool = False,
     ) -> None:
-        """Set up the command line.
+        """Configure the access.
 
         Args:
             runner: runs each command.
-            project: passed to each command; None: gcloud's own.
-            is_secret: whether a word is a secret, which no command may contain.
-            note: receives when the next commands are run, for a dry run.
+            project: passed to each command; None: gcloud's default.
+            is_secret: whether a word is a secret, which must not occur in a command.
+            note: called in a dry run with a description of when the next commands are run.
             vm: whether `ssh` and `scp` go to ordinary virtual machines.
         """
         self.argv = Argv(project, vm=vm)
@@ -310,11 +310,11 @@ class Gcloud:
         self._is_secret = is_secret
 
     def for_vms(self) -> "Gcloud":
-        """The same, whose `ssh` and `scp` go to ordinary virtual machines."""
+        """A copy whose `ssh` and `scp` go to ordinary virtual machines."""
         return Gcloud(self._runner, project=self.argv.project, is_secret=self._is_secret, note=self.note, vm=True)
 
     def ask(self, argv: Sequence[str], timeout_s: float = READ_S) -> ApiAnswer:
-        """Run a command and return its answer, as the API describes it. Raises GcloudError if it fails."""
+        """Run a command and return its parsed JSON output. Raises GcloudError if it fails."""
         finished = self.checked(argv, timeout_s)
         try:
             return json.loads(finished.stdout or "[]")
@@ -335,7 +335,7 @@ class Gcloud:
 
 
 def failure(finished: Finished) -> GcloudError:
-    """The error for a failed command."""
+    """The GcloudError for a failed command."""
     command = f"{shlex.join(finished.argv[:6])} ..."
     if finished.returncode is None:
         return GcloudError("timeout", f"no answer in time: {command}")
@@ -346,7 +346,7 @@ def failure(finished: Finished) -> GcloudError:
 
 
 def _message(stderr: str) -> str:
-    """The message after the last `ERROR:`, in one line, without the command's name and gcloud's advice."""
+    """The message after the last `ERROR:`, as one line, without the command's name and gcloud's advice."""
     if INCOMPLETE in stderr:
         return stderr.partition(INCOMPLETE)[2].strip(" -\n").partition("\n")[0]
     start = stderr.rfind("ERROR: ")

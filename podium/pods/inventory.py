@@ -1,7 +1,7 @@
-"""Slices: the nodes and queued resources that the API lists, joined.
+"""Joins the nodes and queued resources that the API lists into slices.
 
-`podium.pods.slices` requests the lists, rents and deletes. Podium remembers everything about a slice in the slice's own
-labels, so any laptop of the owner can use it, and nothing without these labels is ever deleted.
+`podium.pods.slices` requests the lists, rents and deletes. Everything about a slice is stored in its own labels, so any
+laptop of the owner can use it; slices without these labels are never deleted.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ failed: the queued resource will never get machines. Dead and failed slices use 
 
 OWNER = "podium-owner"
 ID = "podium-id"
-"""A word that tells a slice from earlier and later ones of the same name."""
+"""Random word that distinguishes a slice from earlier and later ones with the same name."""
 LEASE = "podium-lease"
 """When the lease expires, in Unix seconds."""
 LEASE_S = "podium-lease-s"
@@ -25,13 +25,13 @@ LEASE_S = "podium-lease-s"
 ZONES = "podium-zones"
 """Zones in which the slice was requested, in order."""
 RUN = "podium-run"
-"""The job that was last started on its machines, or is about to start; attempt 0: rented for that run."""
+"""The job last started on the slice's machines, or about to start; attempt 0: the slice was rented for that run."""
 STOP = "podium-stop"
-"""When `podium pod stop` was last given, in Unix seconds."""
+"""Time of the last `podium pod stop`, in Unix seconds."""
 END = "podium-end"
-"""RUN-TIME-STATUS: a run that was found to have ended, when, and how, for others who keep it alive."""
+"""RUN-TIME-STATUS: a run that has ended, when and with which status, for other commands that keep it alive."""
 LABEL_LENGTH = 63
-"""Most characters of a label's value: lower-case letters, digits, `-` and `_`."""
+"""Maximum length of a label's value: lower-case letters, digits, `-` and `_`."""
 ApiObject = Mapping[str, Any]
 """A JSON object as the API describes it."""
 
@@ -109,7 +109,7 @@ class Slice:
     def lease(self) -> float | None:
         """The end of its lease in Unix seconds; None if the label is missing or not a number.
 
-        It ends at least its length after the machines were created: time in the queue does not count.
+        The lease starts when the machines are created at the earliest: time in the queue does not count.
         """
         end = self._number(LEASE)
         if end is None or self.lease_s is None or self.created is None or not self.node:
@@ -118,7 +118,7 @@ class Slice:
 
     @property
     def lease_s(self) -> float | None:
-        """Length of its lease in seconds; None if no label says so."""
+        """Length of its lease in seconds; None if it has no such label."""
         return self._number(LEASE_S)
 
     @property

@@ -1,4 +1,4 @@
-"""Keeps a run alive from a small machine of Google's, without a laptop: `podium pod run --keep-alive --on-vm`.
+"""Keeps a run alive from a small Google machine instead of a laptop: `podium pod run --keep-alive --on-vm`.
 
 The machine receives the same as workers (code, config, secrets) and runs one job of the agent, which is `podium pod run
 --keep-alive` with the same config. Its slices have the laptop user's owner label, so every command works from any
@@ -25,7 +25,7 @@ from podium.pods.world import OWNER_VARIABLE
 
 KEEP = Path(__file__).parent / "host" / "keep.sh"
 PREPARE = "prepare-workers.sh"
-"""Name of the user's script on this machine, which only passes it on."""
+"""Name under which this machine passes on the user's script."""
 TOOLS = (
     "{ command -v git && python3 -c 'import ensurepip'; } >/dev/null 2>&1 || "
     "{ sudo apt-get update -q && sudo apt-get install -y -q git python3-venv; }"
@@ -34,12 +34,12 @@ TOOLS_S = 900.0
 BOOT_S = 300.0
 POLL_S = 10.0
 END = "podium-end"
-"""Key of the machine's metadata under which keep.sh writes the end of its log."""
+"""Key in the machine's metadata under which keep.sh stores the end of its log."""
 _STATES: Mapping[str, State] = {"RUNNING": "ready", "PROVISIONING": "creating", "STAGING": "creating"}
 
 
 def keep_on_vm(project: Project, name: str, zone: str, rent: Rent, options: RunOptions, spec: RunSpec) -> None:
-    """Have a machine in that zone rent the slice if it does not exist, start the run there and keep it alive.
+    """Rent a machine in this zone that rents the slice if necessary, starts the run there and keeps it alive.
 
     Called again, it finds the machine and its job.
 
@@ -76,9 +76,9 @@ def delete_keeper(project: Project, slice_name: str) -> str | None:
 
 
 def keepers(project: Project, slice_name: str | None = None) -> list[Slice]:
-    """Machines of all owners that keep the run of a slice alive, or of any slice; each as a `Slice` of one machine.
+    """List machines (of all owners) that keep the run of one slice, or of any slice, alive; each as a `Slice`.
 
-    Without permission to list machines, say so and return none.
+    Without permission to list machines, say so and return an empty list.
     """
     gcloud = project.slices.gcloud
     name = machine_name(slice_name) if slice_name else None
@@ -86,7 +86,7 @@ def keepers(project: Project, slice_name: str | None = None) -> list[Slice]:
         return [_as_slice(each) for each in gcloud.ask(gcloud.argv.vms(name))]
     except GcloudError as error:
         if error.transient or error.kind in ("missing", "project", "login"):
-            raise  # a machine that is overlooked would rent the slice again
+            raise  # an overlooked machine would rent the slice again
         if error.kind != "disabled":
             what = f"there is a machine {name}" if name else "machines keep runs alive"
             project.say(f"whether {what} cannot be seen: {error.text}")
@@ -96,7 +96,7 @@ def keepers(project: Project, slice_name: str | None = None) -> list[Slice]:
 def keeper_spec(
     machine: str, zone: str, owner: str, name: str, rent: Rent, options: RunOptions, spec: RunSpec
 ) -> RunSpec:
-    """The machine's own job, which keeps the run alive on the owner's slice of that name."""
+    """The keeper machine's own job, which keeps the run alive on the owner's slice with this name."""
     package = spec.package
     sent = f'"$HOME/{package.folder}"'
     words = ["--keep-alive", "--slice", name, *_options(rent, options)]
@@ -136,7 +136,7 @@ def _options(rent: Rent, options: RunOptions) -> list[str]:
 
 
 def _rented(project: Project, name: str, zone: str, rent: Rent) -> Slice:
-    """The machine, which is rented if it does not exist."""
+    """The machine; rented if it does not exist."""
     gcloud = project.slices.gcloud
     owner = project.slices.owner
     project.note("")
@@ -189,7 +189,7 @@ def _as_slice(instance: ApiObject) -> Slice:
 
 
 def _wait_for(remote: Remote, project: Project) -> None:
-    """Wait until the machine, which may still be booting, can be reached."""
+    """Wait until the machine, which may still be booting, is reachable."""
     until = project.clock.monotonic() + BOOT_S
     while True:
         try:

@@ -1,9 +1,9 @@
-"""From ready machines to a running job, and its status. Every step runs on all workers and is safe to repeat.
+"""Starts a job on ready machines, and reads its status. Every step runs on all workers and is safe to repeat.
 
     connect to one -> poll -> send -> unpack -> probe all -> set up -> secrets -> start all -> poll
 
-Every attempt is a job with its own name, which begins with the run's name and a digest of config and code: so the same
-command, from any laptop, finds the job that it started. Its setup is a job too, `setup-JOB`.
+Every attempt is a job whose name starts with the run's name and a digest of config and code, so the same command finds
+the job it started, from any laptop. The setup of a job is a job too, `setup-JOB`.
 """
 
 import base64
@@ -26,7 +26,7 @@ from podium.pods.world import Clock
 
 AGENT = f"{HOME}/agent"
 SECRETS = "/dev/shm/podrun-secrets"
-"""Folder on the workers, in memory."""
+"""Folder for secrets on the workers, in memory."""
 NO_AGENT = 3
 """Exit status of a status command on a worker without an agent."""
 UNPACK_S = 300.0
@@ -35,14 +35,14 @@ STOP_S = 20.0
 SETUP_S = 3600.0
 SETUP_POLL_S = 10.0
 SETUP_SILENCE_S = 300.0
-"""Seconds without any answer during the setup after which machines count as unusable."""
+"""Seconds without any answer during setup after which machines count as unusable."""
 POLL_S = 15.0
-"""Seconds that the workers have to report their status; short, so that a lost host is soon named."""
+"""Seconds that workers have to report their status; short, so that a lost host is reported soon."""
 POLL_WORKER_S = 0.5
-"""Additional seconds for each worker."""
+"""Additional seconds per worker."""
 SKEW_S = 60.0
 LOG_BYTES = 2**18
-"""Bytes of a log that are read at a time."""
+"""Bytes per read of a log."""
 SETUP = "setup-"
 UNDER_WAY = ("running", "starting")
 
@@ -60,7 +60,7 @@ class RunSpec:
     environment: Mapping[str, str]
     """Variables that are not secret."""
     command: str = "{python} -m podium.cli train {config} --plain"
-    """The job's command for a shell, with two placeholders."""
+    """The job's shell command, with placeholders `{python}` and `{config}`."""
 
     @property
     def on_cpu(self) -> bool:
@@ -69,12 +69,12 @@ class RunSpec:
 
     @property
     def prefix(self) -> str:
-        """Beginning of the names of its jobs: equal for equal settings and code."""
+        """Start of the names of its jobs; the same for the same settings and code."""
         digest = hashlib.sha256(f"{self.package.key}\n{self.config}".encode()).hexdigest()[:6]
         return f"{self.name[:40]}-{digest}-"
 
     def attempt(self, job: str | None) -> int | None:
-        """The number of the attempt that a job is or sets up; None: it belongs to another run."""
+        """The attempt number of a job or of its setup; None: the job belongs to another run."""
         found = re.fullmatch(f"(?:{SETUP})?{re.escape(self.prefix)}([0-9]+)", job or "")
         return int(found[1]) if found else None
 
@@ -84,7 +84,7 @@ class JobStatus:
     """The answers of the workers about a job."""
 
     workers: Sequence[Status | None]
-    """In the order of the workers; None: no answer."""
+    """In order of workers; None: no answer."""
 
     @property
     def outcome(self) -> JobOutcome:
@@ -109,12 +109,12 @@ class JobStatus:
 
     @property
     def unheard(self) -> bool:
-        """Whether no worker answered."""
+        """Whether no worker answered at all."""
         return not any(self.workers)
 
     @property
     def missing(self) -> bool:
-        """Whether the launch guard found nothing worse than a missing worker."""
+        """Whether the launch guard found no problem other than a missing worker."""
         records = [status["record"] for status in self.workers if status and status.get("record")]
         return not any(record["kind"] == "guard" for record in records)
 
@@ -136,7 +136,7 @@ def log_command(job: str | None, offset: int, size: int = LOG_BYTES) -> str:
 
 
 def stop_command(job: str | None) -> str:
-    """A command that asks a job, or the latest, to save and end, and prints which of its processes are `left`."""
+    """A command that asks a job, or the latest, to save and end; prints the processes that are `left`."""
     stop = f"{AGENT} stop {job or ''} --wait {STOP_S:.0f}"
     return f"(rm -rf {SECRETS}; [ -x {AGENT} ] || {{ echo '{{}}'; exit 0; }}; {stop})"
 
@@ -147,7 +147,7 @@ def folder_command(spec: RunSpec) -> str:
 
 
 def unpack_command(spec: RunSpec, files: Sequence[Path]) -> str:
-    """A command that checks and unpacks the files that have arrived, creates the agent, and probes the worker."""
+    """A command that verifies and unpacks the received files, creates the agent, and probes the worker."""
     package = spec.package
     devices = find_accelerator(spec.accelerator).devices_per_host
     expected = "" if spec.on_cpu else f" --expect-devices {devices}"
@@ -166,7 +166,7 @@ def setup_command(spec: RunSpec, job: str) -> str:
 
 
 def start_command(addresses: Sequence[str], spec: RunSpec, job: str, nonce: str) -> str:
-    """A command that starts the job on a worker, once, with the secrets that were sent, and deletes them."""
+    """A command that starts the job on a worker, once, with the secrets sent before, and deletes them."""
     package = spec.package
     installed = f'"$HOME/{HOME}/venvs/{package.environment}/bin/python"'
     python = shlex.quote(package.python) if package.python else installed
@@ -186,7 +186,7 @@ def start_command(addresses: Sequence[str], spec: RunSpec, job: str, nonce: str)
 
 
 def _own_secrets(secrets: Secrets) -> str:
-    """A command that sets `$secrets` to the worker's file, and deletes an incomplete file so that nothing starts."""
+    """A command that sets `$secrets` to the worker's file, after deleting an incomplete one so that nothing starts."""
     if not secrets:
         return ""
     own = f"[ $worker != 0 ] || secrets={SECRETS}/secrets-0; " if "0" in secrets_by_target(secrets) else ""
@@ -194,7 +194,7 @@ def _own_secrets(secrets: Secrets) -> str:
 
 
 def secrets_folder() -> str:
-    """A command that creates the folder for secrets anew."""
+    """A command that recreates the folder for secrets."""
     return f"rm -rf {SECRETS} && mkdir -m 700 {SECRETS}"
 
 
@@ -223,21 +223,21 @@ def prepare(
     claim: Callable[[], None] = lambda: None,
     stop: str | None = None,
 ) -> tuple[str, bool]:
-    """Send and set up everything that a run needs, unless it is already running or done.
+    """Send and set up everything for a run, unless it is already running or finished.
 
     Args:
         remote: the workers.
         spec: the run.
         clock: for pauses and time limits.
         say: prints progress.
-        claim: called once no other run is found there, before anything is sent.
-        stop: command that ends another job there, for the error; None: `podium pod stop` of the slice.
+        claim: called before anything is sent, once no other run has been found on the slice.
+        stop: the command that ends another job, for the error message; None: `podium pod stop` of the slice.
 
     Returns:
-        The run's job, and whether it still has to be started.
+        The run's job, and whether it must still be started.
 
     Raises:
-        UnusableError: machines do not answer, or lack something that they should have.
+        UnusableError: machines do not answer, or lack something they need.
         RemoteError: a step failed on some workers, or another job is running; the message names it.
     """
     remote.warm_up()

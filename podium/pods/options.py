@@ -20,7 +20,7 @@ class Common:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rent:
-    """What to rent."""
+    """Options that describe what to rent."""
 
     type: Annotated[str | None, Option(metavar="TYPE", help="Accelerator type: v6e-8, v6e-16, v5litepod-16, v4-8.")] = (
         None

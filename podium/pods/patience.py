@@ -1,4 +1,4 @@
-"""How long errors of gcloud are waited out by a command that rents machines or keeps a run alive."""
+"""How long commands that rent machines or keep a run alive wait out errors of gcloud."""
 
 from collections.abc import Callable
 
@@ -6,23 +6,23 @@ from podium.pods.gcloud import GcloudError
 from podium.pods.world import Clock
 
 PATIENCE_S = 1800.0
-"""Seconds for which an error may last that is neither this machine's fault nor that of its network."""
+"""Seconds that an error may last if neither this machine nor its network is at fault."""
 RETRY_S = 30.0
 
 
 class Patience:
-    """Waits while gcloud fails: without a network for as long as it takes, after any other error for half an hour."""
+    """Waits while gcloud fails: without a network, indefinitely; after other errors, up to half an hour."""
 
     def __init__(self, clock: Clock, say: Callable[[str], None], meanwhile: str) -> None:
-        """`meanwhile` says what holds while this waits, such as `the run continues`."""
+        """`meanwhile` describes the state during the wait, such as `the run continues`."""
         self._clock = clock
         self._say = say
         self._meanwhile = meanwhile
-        self._since: float | None = None  # when errors began that are not the network's
+        self._since: float | None = None  # start of errors that are not due to the network
         self._said = ""
 
     def wait(self, error: GcloudError) -> None:
-        """Say an error, once, and wait; raise it if waiting does not help, or has not helped for half an hour."""
+        """Report an error once and wait; raise it if waiting cannot help, or has not helped for half an hour."""
         now = self._clock.monotonic()
         if error.lasting:
             raise error
@@ -40,6 +40,6 @@ class Patience:
         self._clock.sleep(RETRY_S)
 
     def reset(self) -> None:
-        """Begin anew: gcloud has answered."""
+        """Start over: gcloud has answered."""
         self._since = None
         self._said = ""

@@ -1,4 +1,4 @@
-"""A Google Cloud project as `podium pod` sees it: whose slices, how to reach them, and where to print."""
+"""A Google Cloud project for `podium pod`: its slices and their owner, how to reach them, and where to print."""
 
 import dataclasses
 import sys
@@ -17,7 +17,7 @@ from podium.pods.world import Clock, World
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Project:
-    """A project and its slices, from the owner's point of view."""
+    """A project and its slices, as seen by the owner."""
 
     world: World
     slices: Slices
@@ -27,7 +27,7 @@ class Project:
 
     @property
     def clock(self) -> Clock:
-        """The time by which leases and pauses are counted."""
+        """The clock for leases and pauses."""
         return self.world.clock
 
     def remote(self, tpu_slice: Slice, *, vm: bool = False) -> Remote:
@@ -36,7 +36,7 @@ class Project:
         return Remote(gcloud, tpu_slice, redact=self.secrets.redact, random_word=self.world.random_word)
 
     def note(self, when: str) -> None:
-        """Say when the next gcloud commands are run; only a dry run prints it."""
+        """In a dry run, print when the next gcloud commands would run."""
         self.world.note(when)
 
     def say(self, line: str) -> None:
@@ -50,17 +50,17 @@ class Project:
             print(self._harmless(text), end=end, flush=True)
 
     def _harmless(self, text: str) -> str:
-        """The text without secrets, and without anything that a worker's output could do to a terminal."""
+        """Remove secrets and terminal control sequences from text that a worker may have printed."""
         return self.secrets.redact(without_controls(text))
 
 
 def open_project(common: Common, placeholders: Placeholders, secrets: Secrets | None = None) -> Project:
-    """The project that is named, or gcloud's own.
+    """Open the named project, or gcloud's default.
 
     Args:
         common: the project's name, and whether this is a dry run.
-        placeholders: what a dry run finds instead of the project's slices.
-        secrets: values that no command and no output may contain.
+        placeholders: what a dry run finds in place of the project's slices.
+        secrets: values that must not occur in commands or output.
 
     Raises:
         GcloudError: gcloud is not installed, or has no project.

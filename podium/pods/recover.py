@@ -1,7 +1,7 @@
 """Keeps a run alive when machines are preempted, a worker fails, or no worker answers.
 
-`decide` is a table without time or network; `keep_alive` observes, decides and acts until the run has ended. It asks
-for everything each time, so it may be stopped and started again at any moment, on any laptop.
+`decide` is a pure function, without time or network; `keep_alive` observes, decides and acts until the run has ended.
+It keeps no state, so it can be stopped and started again at any moment, on any laptop.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ Act = Literal["wait", "start", "restart", "replace", "stop", "end"]
 WRONG_SETTINGS = 2
 RUNNING = "running"
 ENDINGS = 1000
-"""Most attempts to delete the slice in the end, while lists still show it."""
+"""Maximum attempts to delete the slice at the end, while lists still show it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,11 +30,11 @@ class Policy:
     """Limits on attempts and times."""
 
     restarts: int = 3
-    """Most failures of a job on the same machines without a step in between."""
+    """Maximum failures of a job on the same machines without a new step."""
     replacements: int = 20
-    """Most replacements of the machines without a step in between."""
+    """Maximum replacements of the machines without a new step."""
     unusable: int = 5
-    """Most starts in a row at which machines do not answer or lack something."""
+    """Maximum consecutive starts on machines that do not answer or lack something."""
     down: bool = True
     """Whether the slice is deleted at the end of the run, successful or not."""
     poll_s: float = 10.0
@@ -43,15 +43,15 @@ class Policy:
     ends_s: float = 20.0
     """Seconds that the other workers may take to end after a failure: the cause is known when all have ended."""
     settle_s: float = 90.0
-    """Seconds for which a node may still be listed as ready after its preemption, or a new one not at all."""
+    """Seconds for which lists may still show a preempted node as ready, or not yet show a new one."""
     observation_s: float = 60.0
-    """Most seconds that count as waited between two observations: a laptop that slept observed nothing."""
+    """Upper limit of the seconds counted as waited between two observations: a sleeping laptop observed nothing."""
     pauses_s: tuple[float, ...] = (10.0, 30.0, 60.0)
-    """Before the first, second and further restarts."""
+    """Seconds before the first, second and further restarts."""
     no_capacity_s: tuple[float, ...] = (60.0, 120.0, 300.0, 600.0)
-    """Before the first, second and further attempts to rent what no zone gave."""
+    """Seconds before the first, second and further attempts to rent after all zones refused."""
     reminder_s: float = 3600.0
-    """Seconds between reminders that machines do not answer, and cost money."""
+    """Seconds between reminders that machines do not answer and cost money."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,12 +65,12 @@ class Counts:
     """Failed starts in a row, for example in the setup."""
     unusable: int = 0
     refused: int = 0
-    """Attempts in a row at which all zones refused."""
+    """Consecutive attempts in which all zones refused."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """An action and its reason; `status` is the exit status of an end."""
+    """An action and its reason; `status` is the exit status if the action is `end`."""
 
     act: Act
     why: str
@@ -78,7 +78,7 @@ class Decision:
 
 
 def decide(seen: Observation, counts: Counts, policy: Policy) -> Decision:
-    """Choose the action for an observation."""
+    """Choose the action for an observation. Pure: no time, no network."""
     if seen.replacing:
         return Decision(act="replace", why="another slice is being rented")
     if other := _about_others(seen):
@@ -204,7 +204,7 @@ def keep_alive(session: Session, policy: Policy, *, clock: Clock, say: Callable[
     """Observe and act until the run has ended; returns its exit status.
 
     Raises:
-        GcloudError: gcloud cannot be used from this machine, or has failed for half an hour; the run may continue.
+        GcloudError: gcloud is unusable on this machine, or has failed for half an hour; the run may still continue.
     """
     return _Keeper(session, policy, clock, say).keep()
 
@@ -253,7 +253,7 @@ class _Keeper:
             before = None
 
     def _observe(self) -> Observation:
-        """Observe as soon as gcloud allows it: the run does not need this machine."""
+        """Observe, waiting until gcloud works: the run does not need this machine."""
         while True:
             try:
                 seen = self._session.observe()
@@ -264,9 +264,9 @@ class _Keeper:
                 return seen
 
     def _act(self, decision: Decision) -> int | None:
-        """Carry out a decision; returns an exit status if nothing is left to follow.
+        """Carry out a decision; returns an exit status if there is nothing left to follow.
 
-        A failure is printed; the next observation shows it again.
+        A failure is printed; the next observation will show its effect.
         """
         try:
             self._do(decision)
@@ -322,7 +322,7 @@ class _Keeper:
         return pause_s
 
     def _end(self, decision: Decision, seen: Observation) -> int:
-        """Delete the slice if that is wanted, or stop workers that still run; returns the exit status."""
+        """Delete the slice if requested, or stop workers that are still running; returns the exit status."""
         name = self._session.slice.name
         if not self._policy.down:
             if seen.job is not None and seen.job.outcome in ("failed", "guard"):
@@ -347,7 +347,7 @@ class _Keeper:
         return decision.status
 
     def _stop_the_rest(self) -> None:
-        """Stop workers that may not have noticed that the job has failed."""
+        """Stop workers that may not have noticed the job's failure."""
         try:
             self._session.stop()
         except (RemoteError, GcloudError) as error:

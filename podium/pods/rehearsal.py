@@ -1,7 +1,7 @@
-"""`--dry-run`: the command itself runs, in a world that prints each gcloud command instead of running it.
+"""`--dry-run`: runs the actual command against a project that prints each gcloud command instead of running it.
 
-So there is no second description of what a command does. Every request succeeds at once, and where a command depends on
-an answer, a word in capitals stands for it (NAME, ZONE, ADDRESS0, JOB). A question is printed once.
+So there is no second description of what a command does. Every request succeeds at once; words in capitals stand for
+answers that the command depends on (NAME, ZONE, ADDRESS0, JOB). A query is printed only once.
 """
 
 import dataclasses
@@ -28,24 +28,24 @@ JsonAnswer = Mapping[str, object] | Sequence[Mapping[str, object]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placeholders:
-    """What a command finds in a dry run."""
+    """The state of the project in a dry run."""
 
     name: str | None = None
-    """Of the slice; None: any."""
+    """Name of the slice; None: any."""
     exists: bool = True
-    """Whether the slice is rented already; then with and without a queued resource, to show how each is deleted."""
+    """Whether the slice is rented already; with and without a queued resource, to show how each is deleted."""
     accelerator: str = "v6e-8"
     workers: int = 1
     zones: Sequence[str] = ()
-    """Where the slice is requested; all zones but the last refuse."""
+    """Zones in which the slice is requested; all but the last refuse."""
     keeper: str | None = None
-    """The machine that keeps its run alive."""
+    """The machine that keeps the slice's run alive."""
     job: str | None = JOB
-    """The latest job on the machines; None: there is none."""
+    """The latest job on the machines; None: no job."""
 
 
 def rehearsed(world: World, placeholders: Placeholders) -> World:
-    """A world that prints commands and answers them, for a dry run in another world."""
+    """A world for a dry run in `world`: prints commands and answers them."""
     rehearsal = Rehearsal(world, placeholders)
     return dataclasses.replace(
         world,
@@ -60,7 +60,7 @@ def rehearsed(world: World, placeholders: Placeholders) -> World:
 
 
 class Rehearsal:
-    """A project of placeholders, in which waiting takes no time."""
+    """A project of placeholders in which waiting takes no time."""
 
     def __init__(self, world: World, placeholders: Placeholders) -> None:
         self._world, self._found = world, placeholders
@@ -69,7 +69,7 @@ class Rehearsal:
         self._queued = placeholders.exists
         """Whether there is a slice with a queued resource."""
         self._lone = placeholders.exists
-        """Whether there is one without."""
+        """Whether there is a slice without a queued resource."""
         self._labels = {OWNER: world.owner(None), LEASE: "0"}
         self._keeper = placeholders.keeper
         self._waited_s = 0.0
@@ -78,19 +78,19 @@ class Rehearsal:
         self._printed: set[tuple[str, Sequence[str]]] = set()
 
     def note(self, when: str) -> None:
-        """Say when the next commands are run; empty: in any case."""
+        """Announce when the next commands are run; empty: unconditionally."""
         self._when = when
 
     def time(self) -> float:
-        """Seconds since 1970, without what was waited."""
+        """Seconds since 1970, without the time that was waited."""
         return self._world.clock.time()
 
     def monotonic(self) -> float:
-        """Seconds that were waited."""
+        """Seconds waited so far."""
         return self._waited_s
 
     def sleep(self, seconds: float, /) -> None:
-        """Return at once: a rehearsal does not sleep."""
+        """Add to the seconds waited, and return at once."""
         self._waited_s += seconds
 
     def foreground(self, argv: Sequence[str]) -> int:
@@ -124,7 +124,7 @@ class Rehearsal:
         return Finished(argv=words, returncode=int(bool(stderr)), stdout=stdout, stderr=stderr)
 
     def _listed(self, group: str, zone: str | None) -> JsonAnswer:
-        """The answer to a list of this group of gcloud's commands, in a zone where it asks for one."""
+        """The answer to gcloud's list command of this group, in a zone if it names one."""
         if zone not in (None, "-", ZONE, self._zone):
             return []
         match group:
@@ -152,7 +152,7 @@ class Rehearsal:
         return [node] * self._lone + [{**node, "queuedResource": self._path("queuedResources")}] * self._queued
 
     def _change(self, group: str, verb: str, flags: Mapping[str, str]) -> None:
-        """Do what a command changes in the project."""
+        """Apply the effect of a command to the project."""
         if group == "instances":
             self._keeper = machine_name(self._name) if verb == "create" else None
             self._zone = flags["zone"]
@@ -167,7 +167,7 @@ class Rehearsal:
                 self._lone = verb == "create"
 
     def _reply(self, command: str, workers: int) -> str:
-        """What all workers print: the end of the job that the command is about, or an empty log."""
+        """The output of all workers: the end of the job that the command is about, or an empty log."""
         about = re.search(r"agent (?:status|stop) ?([A-Za-z0-9][\w.-]*)?", command)
         job = about and (about[1] or self._found.job)
         status = {**NO_JOB, "host": "HOST", "time": 0, "left": []}

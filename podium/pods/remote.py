@@ -1,4 +1,4 @@
-"""Short commands on the workers of a slice through gcloud's ssh. Each must be safe to repeat.
+"""Runs short commands on a slice's workers through gcloud's ssh. Each must be safe to repeat.
 
 gcloud runs a command again when its connection drops (up to ten times), forgets failures of `--worker=2,3`, waits
 forever for a lost host, and mixes the workers' outputs. So a command goes to all workers or to one; each worker replies
@@ -26,7 +26,7 @@ from podium.pods.inventory import Slice
 from podium.pods.world import random_word
 
 REPLY_S = 45.0
-"""Seconds for workers to reply; gcloud itself takes two, and five for each refused connection."""
+"""Seconds for workers to reply; gcloud itself takes two seconds, plus five per refused connection."""
 COPY_S = 600.0
 NOT_RUN = 255
 """Exit status of ssh's own failures; our commands never return it, since gcloud would run them again."""
@@ -37,7 +37,7 @@ class RemoteError(ValueError):
 
 
 class UnusableError(RemoteError):
-    """Machines do not answer, or lack something: other machines may do better. `answered`: at least one answered."""
+    """Machines do not answer, or lack something; others may do better. `answered`: at least one answered."""
 
     def __init__(self, message: str, *, answered: bool = True) -> None:
         super().__init__(message)
@@ -73,7 +73,7 @@ class Remote:
         redact: Callable[[str], str] = lambda text: text,
         random_word: Callable[[str], str] = random_word,
     ) -> None:
-        """`redact` removes secrets from replies; RemoteError if the slice has no machines yet."""
+        """`redact` removes secrets from replies. Raises RemoteError if the slice has no machines yet."""
         if not tpu_slice.addresses:
             name, zone = tpu_slice.name, tpu_slice.zone
             raise RemoteError(f"{name} in {zone} lists no machines ({tpu_slice.detail}); podium pod status {name}")
@@ -117,7 +117,7 @@ class Remote:
             error = failure(finished)
             if error.kind not in ("unknown", "unavailable"):
                 raise error
-        if worker is None and torn:  # asked alone, no other worker's output can tear its line
+        if worker is None and torn:  # when one worker is asked alone, no other output can break its line
             hidden = set(range(self.workers)) if finished.returncode is not None else torn
             for each in sorted(hidden - set(answers)):
                 answers |= self.ask(command, worker=each, timeout_s=timeout_s)
@@ -168,10 +168,10 @@ class Remote:
 
 
 def wrapped(command: str, mark: str, addresses: Sequence[str]) -> str:
-    """The command for a worker's shell: it finds the worker's number by its address and replies with one marked line.
+    """Wrap a command for a worker's shell: it finds the worker's number by address and replies with one marked line.
 
-    The line is written by one call, so that the lines of several workers do not mix unless they are longer than a
-    pipe's buffer; then their checksum shows it.
+    The line is written by one call, so lines of several workers do not mix unless they exceed a pipe's buffer; a
+    checksum detects that case.
     """
     return (
         f'worker=unknown; index=0; own=" $(hostname -I) "; for each in {" ".join(addresses)}; do '

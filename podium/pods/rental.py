@@ -1,4 +1,4 @@
-"""Turns the user's options into an order for Google Cloud, and rents by it."""
+"""Turns the user's options into an order for Google Cloud, and rents the slice."""
 
 import dataclasses
 import re
@@ -25,7 +25,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def tpu(name: str | None) -> Accelerator:
-    """The TPU slice of that name. Raises BadRequestError if there is none; the message suggests similar names."""
+    """The TPU with this name. Raises BadRequestError if there is none, suggesting similar names."""
     if name is None:
         raise BadRequestError("which TPU? Give --type, such as v6e-8 (one machine) or v6e-16 (four)")
     try:
@@ -38,7 +38,7 @@ def tpu(name: str | None) -> Accelerator:
 
 
 def seconds(text: str, option: str) -> int:
-    """The seconds of `90m`, `4h`, `2d`. Raises BadRequestError for any other text."""
+    """Parse `90m`, `4h`, `2d` to seconds. Raises BadRequestError for other text."""
     found = re.fullmatch(r"([1-9]\d*)([smhd])", text)
     if not found:
         raise BadRequestError(f"{option} {text!r}: write a whole number and s, m, h or d, as 90m or 4h")
@@ -49,15 +49,15 @@ def rent_slice(slices: Slices, name: str, rent: Rent, *, default_zone: str | Non
     """Rent a slice and wait until it is ready, or renew the lease of an existing slice of that name.
 
     Args:
-        slices: the project's.
-        name: of the slice.
+        slices: access to the project's slices.
+        name: name of the slice.
         rent: what to rent.
-        default_zone: if `rent` names no zone.
-        run: beginning of the names of the jobs that it is rented for; None: any.
+        default_zone: used if `rent` names no zone.
+        run: start of the names of the jobs that the slice is rented for; None: any.
 
     Raises:
         BadRequestError: type, zone, time or name is invalid.
-        SliceError: it cannot be rented; nothing is left of it.
+        SliceError: it cannot be rented; no request or machine remains.
     """
     zones = rent.zones or ([default_zone] if default_zone else [])
     if not zones:
@@ -83,7 +83,7 @@ def rent_slice(slices: Slices, name: str, rent: Rent, *, default_zone: str | Non
 
 
 def new_order(name: str, rent: Rent, slices: Slices, zones: Sequence[str], run: str | None = None) -> Order:
-    """The order for a new slice, for a run or for any. Raises BadRequestError if type, time or name is invalid."""
+    """The order for a new slice, for one run or any. Raises BadRequestError if type, time or name is invalid."""
     accelerator = tpu(rent.type)
     lease_s = seconds(rent.lease or DEFAULT_LEASE, "--lease")
     if not NAME.fullmatch(name):
@@ -110,7 +110,7 @@ def new_order(name: str, rent: Rent, slices: Slices, zones: Sequence[str], run: 
 
 
 def same_again(slices: Slices, old: Slice, rent: Rent, run: str) -> tuple[Order, Sequence[str]]:
-    """The order for another slice like a lost one, for a run, and its zones: the same unless others were given."""
+    """The order for a slice like a lost one, and its zones: those of the lost one unless `rent` names others."""
     same = dataclasses.replace(
         rent,
         type=old.accelerator,
@@ -125,7 +125,7 @@ def same_again(slices: Slices, old: Slice, rent: Rent, run: str) -> tuple[Order,
 
 
 def renew_lease(slices: Slices, tpu_slice: Slice, rent: Rent) -> float:
-    """Renew the lease of a slice whose run is followed, once half of it is over; returns its end in Unix seconds."""
+    """Renew the lease of a followed run's slice once half of it has passed; returns its end in Unix seconds."""
     length = seconds(rent.lease, "--lease") if rent.lease else tpu_slice.lease_s or seconds(DEFAULT_LEASE, "--lease")
     now, lease = slices.clock.time(), tpu_slice.lease or 0.0
     if lease - now > length / 2:

@@ -51,7 +51,7 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
             name=str(loaded.config.name),
             config=text,
             package=pack(loaded.config, Path(scratch), here=Path.cwd(), options=options, secrets=secrets),
-            accelerator=wanted.name if wanted else "v6e-8",  # for --dry-run: otherwise that of the slice is taken
+            accelerator=wanted.name if wanted else "v6e-8",  # only for --dry-run; otherwise the slice's type is used
             secrets=secrets.placeholders() if common.dry_run else secrets,
             environment=environment,
         )
@@ -83,7 +83,7 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
             keep_on_vm(project, tpu_slice.name, tpu_slice.zone, rent, options, spec)
             return 0
         session = Session(project, tpu_slice, rent, spec)
-        if options.detach or not options.keep_alive:  # otherwise `keep_alive` starts it, and handles a failed start
+        if options.detach or not options.keep_alive:  # otherwise `keep_alive` starts it and handles failed starts
             session.start()
         if options.detach:
             project.say(f"to follow it: podium pod logs -f {tpu_slice.name}")
@@ -141,7 +141,7 @@ def _check_runs_dir(loaded: Loaded, options: RunOptions, workers: int) -> None:
 
 
 def _check_divisible(config: Config, spec: RunSpec) -> None:
-    """Raise BadRequestError if weights or sequences do not divide over the slice; unknown models pass."""
+    """Raise BadRequestError if weights or sequences do not divide over the slice; unknown models are not checked."""
     if spec.on_cpu:
         return
     try:

@@ -1,4 +1,4 @@
-"""Sends secrets to the workers: in a file in memory that only its owner can read, deleted once a job has read it.
+"""Sends secrets to the workers: as an owner-only file in memory that is deleted once a job has read it.
 
 No command, environment flag, metadata, log, config or checkpoint contains them: command lines are visible in the
 process list and in gcloud's own log, metadata and labels to everybody in the project, and a disk outlives the machine
@@ -34,7 +34,7 @@ class SecretError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Secrets:
-    """Names and values; `repr` shows no values."""
+    """Names and values of secrets; `repr` hides the values."""
 
     values: Mapping[str, str] = dataclasses.field(repr=False)
 
@@ -47,7 +47,7 @@ class Secrets:
         return bool(self.values)
 
     def placeholders(self) -> "Secrets":
-        """The same names without their values, for a dry run."""
+        """The same names with placeholder values, for a dry run."""
         return Secrets(dict.fromkeys(self.names, "VALUE"))
 
     def of_worker(self, worker: int) -> "Secrets":
@@ -68,12 +68,12 @@ class Secrets:
         return [name for name in self.names if Redactor([self.values[name]]).found_in(text)]
 
     def text(self) -> str:
-        """The content of a file for the agent's --env-file."""
+        """The content of the agent's --env-file."""
         return "".join(f"{name}={self.values[name]}\n" for name in self.names) + f"{LAST_LINE}\n"
 
 
 def read_variables(pairs: Sequence[str]) -> dict[str, str]:
-    """The variables of `--env NAME=VALUE`. Raises SecretError for another form, and for the name of a secret."""
+    """Parse `--env NAME=VALUE` options. Raises SecretError for other forms and for names of secrets."""
     found = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -135,7 +135,7 @@ def read_env_file(path: Path | None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def written(secrets: Secrets, name: str) -> Iterator[Path]:
-    """Write the secrets to a file of that name and mode 0600, in memory if possible; deleted after the block."""
+    """Write the secrets to a file with this name and mode 0600, in memory if possible; deleted after the block."""
     memory = Path("/dev/shm")
     _delete_leftovers(memory)
     folder = tempfile.mkdtemp(prefix=f"podium-{os.getpid()}_", dir=memory if memory.is_dir() else None)
@@ -149,7 +149,7 @@ def written(secrets: Secrets, name: str) -> Iterator[Path]:
 
 
 def _delete_leftovers(memory: Path) -> None:
-    """Delete the folders of killed commands of this user; each folder's name contains the id of its process."""
+    """Delete folders left by killed commands of this user; a folder's name contains the process id."""
     for folder in memory.glob("podium-*_*"):
         process = folder.name.removeprefix("podium-").partition("_")[0]
         if process.isdigit() and not Path("/proc", process).exists():

@@ -15,35 +15,35 @@ from podium.pods.rental import renew_lease, same_again
 from podium.pods.slices import TakenError
 
 TAIL_BYTES = 2**14
-"""Bytes that are shown of a log that has grown by more than can be read at a time."""
+"""Bytes to show of a log that has grown by more than one read."""
 ANNOUNCE_S = 30.0
-"""Seconds for which others who keep the run alive can read that it has ended, before the slice is deleted."""
+"""Seconds before the slice is deleted in which other commands can read that the run has ended."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observation:
-    """The slice and its workers at one moment."""
+    """The state of the slice and its workers at one moment."""
 
     slice: Slice | None
     job: JobStatus | None
-    """None: the machines cannot be reached at all."""
+    """None: the machines cannot be reached."""
     asked_to_stop: bool = False
-    """Whether `podium pod stop` was given since this session began."""
+    """Whether `podium pod stop` was run since this session began."""
     replacing: bool = False
-    """Whether this session has begun to replace the slice and has no other one yet."""
+    """Whether this session is replacing the slice and has no new one yet."""
     taken: str = ""
-    """What has the slice or its name now, if that is not this run."""
+    """Who uses the slice or its name now, if it is not this run."""
     ended: int | None = None
-    """The run's exit status, if another command has found since this session began that it has ended."""
+    """The run's exit status, if another command has announced its end since this session began."""
     waited_s: float = 0.0
-    """Seconds for which observations have been like this."""
+    """Seconds since observations have been the same as this one."""
 
 
 class Session:
     """A run on a slice, which may be replaced by another slice."""
 
     def __init__(self, project: Project, tpu_slice: Slice, rent: Rent, spec: RunSpec) -> None:
-        """Set the run and its slice; `rent` is for replacements."""
+        """Set the run and its slice; `rent` is used for replacements."""
         self.slice = tpu_slice
         self._project = project
         self._rent = rent
@@ -53,7 +53,7 @@ class Session:
         self._stop_before = tpu_slice.labels.get(STOP)  # an earlier stop, which this command overrides
         self._end_before = tpu_slice.labels.get(END)
         self._run = label_text(spec.prefix)
-        self._run_before = tpu_slice.run if tpu_slice.started else None  # perhaps another run, which has ended
+        self._run_before = tpu_slice.run if tpu_slice.started else None  # perhaps another run, which has ended by now
         self._taken = ""
         self._replacing: Literal["no", "deleting", "renting"] = "no"
 
@@ -68,7 +68,7 @@ class Session:
         return self._replacing != "no"
 
     def observe(self) -> Observation:
-        """The slice and its workers, now."""
+        """Observe the slice and its workers."""
         if self._job is not None:
             self._project.note("until the run has ended, with the log of worker 0:")
         now = self._now()
@@ -97,7 +97,7 @@ class Session:
             return seen
 
     def start(self) -> None:
-        """Start the run on workers where it is not running, unless it was stopped or lost the slice meanwhile."""
+        """Start the run on workers that do not run it, unless it was stopped or lost the slice meanwhile."""
         project = self._project
         remote = project.remote(self.slice)
         self._job, needed = prepare(remote, self._spec, clock=project.clock, say=project.say, claim=self._claim)
@@ -108,15 +108,15 @@ class Session:
             start(project.remote(now), self._spec, self._job, say=project.say)
 
     def stop(self) -> None:
-        """Have the job save and end on all workers that still run it."""
+        """Ask the job to save and end on all workers that still run it."""
         if self._job is not None:
             project = self._project
             stop_job(project.remote(self.slice), self._job, clock=project.clock, say=project.say)
 
     def replace(self) -> None:
-        """Delete the slice and rent another like it; after a failure, the next call continues.
+        """Delete the slice and rent another like it; if this fails, the next call continues.
 
-        Raises TakenError if another run has rented a slice of its name meanwhile.
+        Raises TakenError if another run has rented a slice with its name meanwhile.
         """
         slices = self._project.slices
         if not self.replacing:
@@ -145,7 +145,7 @@ class Session:
     def give_back(self, status: int) -> bool:
         """Announce the run's exit status and delete the slice, unless another run has it; returns whether it did.
 
-        Others who keep the run alive read the status and end with it too.
+        Other commands that keep the run alive read the status and end with it.
         """
         slices = self._project.slices
         now = self._now()
@@ -180,9 +180,9 @@ class Session:
             self._project.answer(text, end="")
 
     def _now(self) -> Slice | None:
-        """The run's slice as it is listed now, or another's that has its name (`_taken`); None if it is not listed.
+        """The run's slice as listed now, or another one with its name (`_taken`); None if it is not listed.
 
-        If another laptop has replaced the slice, this is the other one from now on.
+        If another laptop has replaced the slice, this session switches to the replacement.
         """
         slices = self._project.slices
         now = slices.now(self.slice)
@@ -203,11 +203,11 @@ class Session:
         return now
 
     def _own(self, now: Slice | None) -> bool:
-        """Whether the slice is there for this run alone, or no longer listed."""
+        """Whether the slice belongs to this run alone, or is no longer listed."""
         return not self._taken and (now is None or now.run in (None, self._run))
 
     def _claim(self) -> None:
-        """Label a slice on which an earlier run has ended, so that nobody else takes or deletes it."""
+        """Label a slice whose earlier run has ended, so that no other command takes or deletes it."""
         if self.slice.run != self._run:
             self._project.slices.label(self.slice, {RUN: label_text(f"{self._spec.prefix}0")})
 

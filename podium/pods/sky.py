@@ -1,4 +1,4 @@
-"""Writes a config as a SkyPilot task (sky.yaml), with which SkyPilot finds and recovers the machines.
+"""Exports a config as a SkyPilot task (sky.yaml); SkyPilot then finds and recovers the machines.
 
 The task is text, so SkyPilot need not be installed. It runs on every machine of a TPU slice; the workers find each
 other by the machines' metadata, and the launch guard names missing workers.
@@ -15,9 +15,9 @@ from podium.pods.rental import RUNTIMES, tpu
 
 
 def sky_task(config: Config, type_name: str, *, zone: str | None, spot: bool, runtime: str | None) -> str:
-    """The task as YAML, for a type such as v6e-16; with several machines `runs_dir` must be a path that they share.
+    """The task as YAML, for a type such as v6e-16; with several machines `runs_dir` must be a path they all share.
 
-    Without a `zone`, SkyPilot finds one; without a `runtime`, the version of the TPU software follows from the type.
+    Without `zone`, SkyPilot finds one; without `runtime`, the TPU software version follows from the type.
     """
     accelerator = tpu(type_name)
     wanted = extras(config)

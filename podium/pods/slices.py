@@ -1,4 +1,4 @@
-"""Rents and deletes slices, verifiably even when replies are lost.
+"""Rents and deletes slices, with verification, even if replies are lost.
 
     nothing -> requested in a zone -> waiting -> creating -> ready -> dead (preempted) or deleted
                     |  refused or expired: deleted there, and the next zone is tried
@@ -9,7 +9,7 @@ name and labels, and used. A slice is listed again before it is deleted, and del
 label and is the one that was seen before, not a later one of its name; it counts as deleted once lists no longer show
 it.
 
-Nothing is stored here: every call asks what exists.
+Nothing is stored here: every call queries what exists.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ PAUSES_S = (2.0, 5.0, 15.0, 30.0)
 """Seconds between attempts of a request that may succeed soon."""
 POLL_S = 15.0
 SETTLE_S = 60.0
-"""Seconds by which lists may lag behind a request or a deletion."""
+"""Seconds by which lists may lag behind requests and deletions."""
 LATE_S = 10.0
 """Seconds after a lost reply in which a slice may still appear."""
 NODE_S = 1800.0
-"""Seconds that machines may take from granted to ready."""
+"""Seconds that machines may take to become ready once granted."""
 DELETE_S = 900.0
 
 
 class SliceError(ValueError):
-    """A slice cannot be rented or deleted; the message says what is left where."""
+    """A slice cannot be rented or deleted; the message says what remains and where."""
 
 
 class BadRequestError(SliceError):
@@ -46,7 +46,7 @@ class BadRequestError(SliceError):
 
 
 class InterruptedRentalError(SliceError):
-    """Ctrl-C interrupted a rental; the message says that the request stays."""
+    """Ctrl-C interrupted a rental; the message says that the request remains."""
 
     exit_status = 130
 
@@ -60,11 +60,11 @@ class DeletedError(SliceError):
 
 
 class TakenError(SliceError):
-    """Slices of others have the name in every zone, or another run has it."""
+    """The name belongs to other owners' slices in every zone, or another run uses the slice."""
 
 
 class _RefusedError(Exception):
-    """A zone refuses the slice; the message is the reason, `identity` that of the slice which is to be deleted."""
+    """A zone refuses the slice, for the reason in the message; `identity` names a slice to delete."""
 
     def __init__(self, reason: object, identity: str | None = None) -> None:
         super().__init__(reason)
@@ -97,9 +97,9 @@ class SliceLists:
     ) -> list[Slice]:
         """List all slices of the project, ours and others', in these zones or in all.
 
-        A zone whose queue we may not read is named and left out, since it holds nothing of ours; if it is one of the
-        `needed` zones, it is an error. gcloud's list of the nodes of all zones silently omits zones that cannot be
-        reached; with `each_zone`, every zone is asked, and such a zone is an error.
+        A zone whose queue is not readable is reported and left out, since it contains nothing of ours; it is an error
+        if it is one of the `needed` zones. gcloud's list over all zones silently omits unreachable zones; with
+        `each_zone`, every zone is listed separately, and an unreachable one is an error.
         """
         self.gcloud.note("")
         wanted = self.zones if zones is None else list(zones)
@@ -117,11 +117,11 @@ class SliceLists:
         return sorted(each["locationId"] for each in self._answer(self.gcloud.argv.zones()))
 
     def find(self, name: str, *, each_zone: bool = False, needed: Sequence[str] = ()) -> list[Slice]:
-        """All slices of a name, in all zones; the queues of the `needed` zones must be readable."""
+        """All slices with this name, in all zones; the queues of `needed` zones must be readable."""
         return [each for each in self.survey(each_zone=each_zone, needed=needed) if each.name == name]
 
     def expired(self, *, everyone: bool = False) -> list[Slice]:
-        """The slices whose lease has expired, ours or all that were rented with Podium; not those that are queued."""
+        """Slices whose lease has expired, ours or all that Podium rented; excludes queued ones."""
         rented = [each for each in self.survey() if each.owner and (everyone or self.is_ours(each))]
         now = self.clock.time()
         return [each for each in rented if each.state != "waiting" and each.lease is not None and each.lease < now]
@@ -131,7 +131,7 @@ class SliceLists:
         self._answer(self.gcloud.argv.label(tpu_slice.name, tpu_slice.zone, labels), CHANGE_S)
 
     def locate(self, name: str | None) -> Slice:
-        """Find our slice of that name, or our only one; nodes are listed first, which is quick.
+        """Find our slice with this name, or our only one; lists nodes first, because that is fast.
 
         Raises:
             SliceError: there is none, or there are several.
@@ -149,7 +149,7 @@ class SliceLists:
         raise SliceError(f"{what}; podium pod ls lists slices, podium pod up rents one")
 
     def now(self, tpu_slice: Slice) -> Slice | None:
-        """The slice as it is now; None if it is gone."""
+        """The slice as listed now; None if it is gone."""
         for each in read_slices(self._answer(self.gcloud.argv.nodes(tpu_slice.zone)), []):
             if each.name == tpu_slice.name and self.is_ours(each) and each.state == "ready":
                 return each  # without reading the queue, which takes longer
@@ -179,7 +179,7 @@ class SliceLists:
         return self._readable(self.gcloud.argv.nodes(zone), f"{zone}: its nodes")
 
     def _readable(self, argv: Sequence[str], what: str) -> Sequence[ApiObject]:
-        """The answer of a list; without permission, say so and return nothing."""
+        """The result of a list command; without permission, say so and return an empty list."""
         try:
             return self._answer(argv)
         except GcloudError as error:
@@ -204,13 +204,13 @@ class Slices(SliceLists):
     """Rents and deletes the slices of one owner in one project."""
 
     def up(self, order: Order, zones: Sequence[str]) -> Slice:
-        """Rent a slice in the first zone that grants it, or use the existing one, and wait until it is ready.
+        """Rent a slice in the first zone that grants it, or use an existing one, and wait until it is ready.
 
         Raises:
             TakenError: slices of others have the name in all zones.
             SliceError: all zones refuse; the message has each zone's reason.
-            PendingError: gcloud failed while a request stands, which may be granted later.
-            GcloudError: gcloud cannot be used, or does not answer; nothing was requested.
+            PendingError: gcloud failed after a request that may still be granted.
+            GcloudError: gcloud is unusable, or does not answer; nothing was requested.
         """
         reasons: dict[str, str] = {}
         pending: list[str] = []  # zones where a request may stand
@@ -229,7 +229,7 @@ class Slices(SliceLists):
         return got
 
     def _next(self, order: Order, zones: Sequence[str], reasons: dict[str, str], pending: list[str]) -> Slice | None:
-        """Wait for the existing slice, or for one in the next zone; None if it was refused, and `reasons` has why."""
+        """Wait for the existing slice, or for one in the next zone; None if refused, for the reason in `reasons`."""
         existing = self._existing(order, zones, reasons)
         zone = existing.zone if existing else next((each for each in zones if each not in reasons), None)
         if zone is None:
@@ -253,10 +253,10 @@ class Slices(SliceLists):
         """Delete our slices of that name in all zones, verify that they are gone, and return them.
 
         Raises:
-            SliceError: the name belongs to another owner's slice only, or something is left.
+            SliceError: the name belongs only to another owner's slice, or something remains.
         """
         found = self.find(name)
-        if not found:  # a request without a reply may still be carried out, or its zone be out of reach for a moment
+        if not found:  # a request without a reply may still be carried out, or its zone may be unreachable for a moment
             self.clock.sleep(LATE_S)
             found = self.find(name, each_zone=True)
         ours = [each for each in found if self.is_ours(each)]
@@ -270,7 +270,7 @@ class Slices(SliceLists):
         return ours
 
     def delete(self, slices: Sequence[Slice]) -> None:
-        """Delete slices, whoever owns them, and wait until lists no longer show them; later ones of their names stay.
+        """Delete slices of any owner, and wait until lists no longer show them; later ones with their names are kept.
 
         Raises SliceError if one is still listed after a quarter of an hour.
         """
@@ -301,9 +301,9 @@ class Slices(SliceLists):
         return True
 
     def _existing(self, order: Order, zones: Sequence[str], reasons: dict[str, str]) -> Slice | None:
-        """Our slice of that name that can be used; our others of that name are deleted unless a run was started there.
+        """Our usable slice with this name; our other slices with it are deleted unless a run was started on them.
 
-        Zones in which somebody else's slice has the name are added to `reasons`.
+        Adds zones in which another owner's slice has the name to `reasons`.
         """
         found = self.find(order.name, needed=zones)
         for each in found:
@@ -338,7 +338,7 @@ class Slices(SliceLists):
         return SliceError(f"no zone gave {order.accelerator} for {order.name}, and nothing is left behind:{lines}")
 
     def _ask(self, order: Order, zone: str) -> None:
-        """Repeat the request until it is known that the zone has it or refuses it."""
+        """Repeat the request until it is certain that the zone has accepted or refused it."""
         self.say(f"{zone}: asking for {order.accelerator}, {'spot' if order.spot else 'on demand'}")
         self.gcloud.note(
             f"if no slice is named {order.name}; the owner is that of gcloud's account; the next zone if one refuses:"
@@ -364,13 +364,13 @@ class Slices(SliceLists):
         raise self._refusal(order.name, zone, error)
 
     def _stands(self, name: str, zone: str) -> bool:
-        """Whether a request of ours is known to stand in a zone."""
-        with contextlib.suppress(GcloudError):  # nothing is known, and the request is repeated
+        """Whether a request of ours is known to exist in a zone."""
+        with contextlib.suppress(GcloudError):  # unknown, so the request is repeated
             return self.mine(name, zone) is not None
         return False
 
     def _refusal(self, name: str, zone: str, error: GcloudError) -> SliceError | _RefusedError:
-        """The error for a request that failed to the end."""
+        """The error for a request that failed for good."""
         if error.uncertain and error.kind != "unknown":
             return SliceError(
                 f"{name}: it is unknown whether {zone} created it ({error.text}); nothing else was requested. "
@@ -379,7 +379,7 @@ class Slices(SliceLists):
         return _RefusedError(error)
 
     def _wait(self, order: Order, zone: str) -> Slice:
-        """Wait until it is ready. Raises _RefusedError when it will not be."""
+        """Wait until it is ready. Raises _RefusedError if it never will be."""
         self.gcloud.note("until it is ready:")
         patience = Patience(self.clock, self.say, f"the request for {order.name} in {zone} stays")
         waiting = _Waiting(order, zone, self.clock)
@@ -398,7 +398,7 @@ class Slices(SliceLists):
             self.clock.sleep(min(POLL_S, 2.0 + waiting.waited_s / 10))
 
     def _clear(self, order: Order, zone: str, identity: str | None = None) -> None:
-        """Delete what an order has made in a zone, and our slice of that identity, if they exist."""
+        """Delete what an order created in a zone, and our slice with this identity, if they exist."""
         wanted = (order.labels.get(ID, ""), identity)
         for each in self.named(order.name, zone):
             if self.is_ours(each) and each.identity in wanted:
@@ -406,7 +406,7 @@ class Slices(SliceLists):
 
 
 class _Waiting:
-    """What was seen of a request so far; time in which the laptop slept does not count as waiting."""
+    """The state of a pending request; time during which the laptop slept does not count as waiting."""
 
     def __init__(self, order: Order, zone: str, clock: Clock) -> None:
         self.detail = ""
@@ -415,7 +415,7 @@ class _Waiting:
         self._zone = zone
         self._clock = clock
         self._began = self.seen
-        self._creating: float | None = None  # when the machines began to be created
+        self._creating: float | None = None  # when creation of the machines began
 
     @property
     def waited_s(self) -> float:
@@ -423,7 +423,7 @@ class _Waiting:
         return self._clock.monotonic() - self._began
 
     def ready(self, mine: Slice | None) -> bool:
-        """Whether it is ready, as it is listed now; _RefusedError when it will not be, DeletedError if it is gone."""
+        """Whether it is ready, as listed now. Raises _RefusedError if it never will be, DeletedError if it is gone."""
         now = self._clock.monotonic()
         if mine is None or mine.state == "deleting":
             if now - self.seen <= SETTLE_S:

@@ -1,4 +1,4 @@
-"""The worker's side of `podium pod`: short commands from the laptop, each safe to repeat.
+"""The worker's side of `podium pod`: short commands sent from the laptop, each safe to repeat.
 
     python -m podium.pods.host.agent [--home DIR] probe|start|status|stop|logs ...
 
@@ -30,9 +30,9 @@ FAILED = 1
 USAGE = 2
 BUSY = 75
 LEAST_DISK = 2 * 2**30
-"""Free bytes that a worker must have."""
+"""Minimum free bytes on a worker."""
 Command = Callable[[argparse.Namespace, Host], int]
-"""Carries out a command and returns its exit status."""
+"""Runs a command and returns its exit status."""
 OURS = tuple(f"PODRUN_{name}" for name in ("JOB", "JOB_DIR", "WORKER", "WORKERS", "COORDINATOR", "ACCELERATOR"))
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

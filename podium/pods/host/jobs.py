@@ -1,4 +1,4 @@
-"""The jobs of this host: one at a time, started once however often the command arrives, stopped with all processes.
+"""A host's jobs: one at a time, started only once even if the command is repeated, stopped with all processes.
 
     HOME/host.lock           locked while a job's supervisor or its main process lives
     HOME/jobs/JOB/           job.json, pid, log, progress.json, record.json, exit
@@ -29,25 +29,25 @@ from podium.pods.host.processes import kill, marked, wait_until
 State = Literal["none", "starting", "running", "finished", "killed"]
 JOB_DIR = "PODRUN_JOB_DIR"
 RESERVE = "reserve"
-"""A file that is deleted when the job ends, so that its end can be recorded on a disk that it has filled."""
+"""A file that is deleted when the job ends, to leave room for recording the end if the job filled the disk."""
 RESERVE_BYTES = 1 << 16
 START_S = 20.0
 GRACE_S = 60.0
-"""Seconds for which a job that was asked to stop may give no sign of life; saving gives them."""
+"""Seconds that a job which was asked to stop may give no sign of life; saving gives signs."""
 LONGEST_STOP_S = 3600.0
 LOCK_S = 5.0
 ASKED = "asked-to-stop"
 SYSTEMD = Path("/run/systemd/system")
-"""Exists where systemd runs the host."""
+"""Exists if systemd runs the host."""
 KEPT_VARIABLES = ("HOME", "PATH", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH", "USER")
 """Environment variables that a systemd unit inherits."""
 ROOT = Path(__file__).absolute().parents[3]
-"""Where `-m` finds this package, installed or not."""
+"""Folder from which `-m` finds this package, installed or not."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """A job to run. It is written to job.json, so it must not contain secrets."""
+    """A job to run. Written to job.json, so it must not contain secrets."""
 
     job: str
     command: tuple[str, ...]
@@ -99,7 +99,7 @@ class Host:
         """The state of a job; `killed` means that it has no process left and did not record how it ended."""
         if job is None or not (self.folder(job) / "job.json").exists():
             return "none"
-        running = self.holder() == job  # checked first: the exit is written before the lock is free
+        running = self.holder() == job  # checked first: the exit status is written before the lock is released
         if (self.folder(job) / "exit").exists():
             return "finished"
         if running:
@@ -142,7 +142,7 @@ class Host:
             wait_until(lambda: (holder := self.holder()) is None or self.state(holder) != "finished", LOCK_S)
             if (holder := self.holder()) is not None:
                 raise BusyError(holder)
-            # Processes may be left of jobs whose supervisor and main process were both killed.
+            # Processes may remain of jobs whose supervisor and main process were both killed.
             kill([each for folder in (self.home / "jobs").glob("*") for each in self.processes(folder.name)])
             folder = self.folder(spec.job)
             try:
@@ -177,7 +177,7 @@ class Host:
         if not stuck(folder, grace_s):
             return self.processes(job)
         kill([process for process in self.processes(job) if process != supervisor])
-        wait_until(lambda: not self.processes(job), LOCK_S)  # the supervisor records how the job ended
+        wait_until(lambda: not self.processes(job), LOCK_S)  # the supervisor records the job's end first
         return kill(self.processes(job))
 
     def processes(self, job: str) -> list[int]:

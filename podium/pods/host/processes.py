@@ -51,7 +51,7 @@ def kill(processes: Sequence[int], *, patience_s: float = 5.0) -> list[int]:
 
 
 def wait_until(condition: Callable[[], bool], patience_s: float) -> bool:
-    """Wait for a condition; returns whether it came true within `patience_s` seconds."""
+    """Wait for a condition; returns whether it became true within `patience_s` seconds."""
     deadline = time.monotonic() + patience_s
     while not condition():
         if time.monotonic() > deadline:

@@ -39,10 +39,10 @@ from podium.pods.host.processes import adopt_orphans, descendants, kill, wait_un
 from podium.pods.secrets import read_env_file
 
 CHUNK = 1 << 16  # bytes of output that are read at once
-KEPT_PIECES = 8  # of output, for the message of a job that fails
-FULL_BYTES = 1 << 20  # a disk with less room than this is full
+KEPT_PIECES = 8  # pieces of output to keep for the message of a failed job
+FULL_BYTES = 1 << 20  # a disk with less free space counts as full
 COPY_S = 30.0
-"""Seconds between copies of the log into the run's folder."""
+"""Seconds between copies of the log to the run's folder."""
 BUCKET_S = 60.0
 """Seconds that the last copy into a bucket may take."""
 POLL_S = 5.0
@@ -86,7 +86,7 @@ def supervise(host: Host, job: str) -> int:
         (folder / RESERVE).unlink(missing_ok=True)
         _record_end(folder, spec, status, "".join(tail), after_stop=bool(stopping))
         write_atomically(folder / "exit", f"{status}\n")
-    copies.update(last=True)  # another job may have the host meanwhile
+    copies.update(last=True)  # outside the lock, so another job may use the host meanwhile
     return 0
 
 
@@ -109,7 +109,7 @@ def _job_variables(spec: JobSpec, folder: Path) -> dict[str, str]:
 def _hold(path: Path, job: str) -> Iterator[IO[str]]:
     """Hold the host's lock, with the job's name in it, for the block and for as long as the command lives."""
     with path.open("a+", encoding="utf-8") as lock:
-        if not wait_until(lambda: try_lock(lock, fcntl.LOCK_EX), LOCK_S):  # `Host.holder` takes it for a moment
+        if not wait_until(lambda: try_lock(lock, fcntl.LOCK_EX), LOCK_S):  # `Host.holder` takes the lock for a moment
             raise StartError(f"{path} is locked; another job has the host")
         lock.truncate(0)
         lock.write(job)
@@ -118,7 +118,7 @@ def _hold(path: Path, job: str) -> Iterator[IO[str]]:
 
 
 def _forward_stop(process: "subprocess.Popen[bytes]", folder: Path) -> list[int]:
-    """Forward SIGTERM to the command, and kill all if it gives no sign of life; the list is empty until a SIGTERM."""
+    """Forward SIGTERM, and kill all processes if they then give no sign of life. The list is empty until a SIGTERM."""
     asked: list[int] = []
 
     def stop(number: int, frame: object) -> None:
@@ -159,14 +159,14 @@ def _decoded(source: IO[bytes]) -> Iterator[str]:
 
 
 class LogCopies:
-    """Copies the new part of a job's log into the run's folder or bucket, which outlives this machine."""
+    """Copies the new part of a job's log to the run's folder or bucket, which outlives this machine."""
 
     def __init__(self, folder: Path, spec: JobSpec) -> None:
         self._folder = folder
         self._spec = spec
         self._name = f"{spec.job}-worker{spec.worker}"
         self._copied = 0  # bytes
-        self._tried = 0  # bytes copied once the current copy has ended
+        self._tried = 0  # bytes copied once the current copy has finished
         self._copying: subprocess.Popen[bytes] | None = None
 
     def update(self, *, last: bool = False) -> None:
@@ -218,7 +218,7 @@ class LogCopies:
 
 
 def _record_end(folder: Path, spec: JobSpec, status: int, said: str, *, after_stop: bool) -> None:
-    """Record why the job ended, unless it has recorded that itself."""
+    """Record why the job ended, unless it recorded that itself."""
     if status == 0:
         kind, message = "done", "done"
     elif status > 128:
