@@ -1,4 +1,4 @@
-"""The trainer. Called, `podium.train` is the function of that name in `podium.api.train`."""
+"""The trainer. As a function, `podium.train` is `podium.api.train.train`."""
 
 import podium
 

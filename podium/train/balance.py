@@ -1,7 +1,7 @@
-"""Rows of equal work: completions move from the fullest row to the emptiest until rows differ by little. No jax.
+"""Balances the work of rows: moves completions between rows until their work is nearly equal. No jax.
 
-The work of a row is that of its tokens and of what they see, `podium.models.flops`' counts, in units of a token's share
-of the matrices: attention makes long sequences dearer than short ones, so rows of equal tokens are not of equal work.
+A row's work counts its tokens and its query-key pairs, as in `podium.models.flops`, in units of one token's matrix
+work. Attention makes long sequences more expensive than short ones, so rows with equal tokens do not have equal work.
 """
 
 import dataclasses
@@ -9,31 +9,31 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 SPREAD = 0.04
-"""Rows are equal enough when the least has this much less work than the most."""
-FEW = 8  # completions of a row, up to which two at a time are tried
-ROUNDS = 4  # moves for each completion of a step, at most: enough in every case that was seen
+"""Rows count as balanced when the least work is within this share of the most."""
+FEW = 8  # rows of up to this many completions also try moving two at a time
+ROUNDS = 4  # maximum moves per completion of a step; sufficient in every case observed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Tokens that a sample takes in a row, and tokens of the prompt that it shares."""
+    """The tokens of a sample in a row, and of the prompt it shares."""
 
     group: int
-    shown: int  # tokens of the prompt that completions share
-    own: int  # tokens
+    shown: int  # tokens of the prompt that the group's completions share
+    own: int  # tokens of the sample itself
 
 
 class Row:
-    """Completions by group, with the tokens and the work of them all."""
+    """The completions of a row by group, with their total tokens and work."""
 
     def __init__(self, pair_cost: float) -> None:
-        """`pair_cost`: work of a token that sees another, in those units."""
+        """`pair_cost`: work of a query-key pair, in units of one token's matrix work."""
         self.pair_cost = pair_cost
         self.groups: dict[int, dict[int, Lengths]] = {}
         self.tokens, self.work = 0, 0.0
 
     def cost(self, each: Lengths, *, present: bool) -> tuple[int, float]:
-        """Tokens and work that a completion adds where its prompt is already present, or where it is not."""
+        """Tokens and work that a completion adds, if its prompt is already `present` in the row or not."""
         tokens, pairs = each.own, each.own * each.shown + each.own * (each.own + 1) // 2
         if not present:
             tokens, pairs = tokens + each.shown, pairs + each.shown * (each.shown + 1) // 2
@@ -55,16 +55,16 @@ class Row:
         self.tokens, self.work = self.tokens - tokens, self.work - work
 
     def gain(self, each: Lengths, without: Lengths | None = None) -> tuple[int, float]:
-        """Tokens and work that a completion would add once another is gone."""
+        """Tokens and work that a completion would add, after removing `without`."""
         left = len(self.groups.get(each.group, ())) - (without is not None and without.group == each.group)
         return self.cost(each, present=left > 0)
 
     def loss(self, each: Lengths) -> tuple[int, float]:
-        """Tokens and work that would go with a completion."""
+        """Tokens and work that removing a completion would save."""
         return self.cost(each, present=len(self.groups[each.group]) > 1)
 
     def completions(self) -> Iterator[tuple[int, Lengths]]:
-        """All of them, in a fixed order."""
+        """All completions, in a deterministic order."""
         for own in self.groups.values():
             yield from own.items()
 
@@ -72,17 +72,17 @@ class Row:
 def balance(
     packed: list[list[int]], lengths: Mapping[int, Lengths], *, rows: int, row_tokens: int, pair_cost: float
 ) -> list[list[int]]:
-    """The same completions in `rows` rows of nearly equal work, none with more tokens than a row holds.
+    """Distribute completions over `rows` rows of nearly equal work, within the token limit of a row.
 
-    A completion that leaves its group takes a copy of the prompt along, which counts. Where sequences are too long and
-    too few to be made equal, rows are as equal as single moves and exchanges make them.
+    A completion that leaves its group needs another copy of the prompt, which counts as work. If sequences are too long
+    and too few to balance, the result is as balanced as single moves and exchanges can make it.
 
     Args:
-        packed: completions of each row, in rows where they fit; those of a group in one row lie together.
-        lengths: of each completion.
-        rows: how many rows to make; at least `len(packed)`.
-        row_tokens: the most that a row holds.
-        pair_cost: work of a token that sees another, in units of a token's share of the matrices.
+        packed: completions of each row, in rows that fit; a group's completions in one row are adjacent.
+        lengths: lengths of each completion.
+        rows: number of rows to make; at least `len(packed)`.
+        row_tokens: maximum tokens per row.
+        pair_cost: work of a query-key pair, in units of one token's matrix work.
     """
     starts = [[Row(pair_cost) for _ in range(rows)] for _ in range(2)]
     for row, indices in zip(starts[1], packed, strict=False):
@@ -96,7 +96,7 @@ def balance(
 
 
 def _even_out(rows: list[Row], most: int, row_tokens: int) -> bool:
-    """Move and exchange completions up to `most` times while it helps; return whether rows are equal enough then."""
+    """Move and exchange completions up to `most` times while it helps; returns whether the rows are then balanced."""
     for _ in range(most):
         order = sorted(rows, key=lambda row: row.work)
         if order[-1].work - order[0].work <= SPREAD * order[-1].work:
@@ -107,7 +107,7 @@ def _even_out(rows: list[Row], most: int, row_tokens: int) -> bool:
 
 
 def _spread(packed: list[list[int]], lengths: Mapping[int, Lengths], rows: list[Row], row_tokens: int) -> bool:
-    """Put what is together of a group into the row of least work that has room, the most first; whether all fit."""
+    """Assign each group's part of a row to the least loaded row with room, largest first; returns whether all fit."""
     parts: dict[tuple[int, int], list[int]] = {}
     for row, indices in enumerate(packed):
         for index in indices:
@@ -123,7 +123,7 @@ def _spread(packed: list[list[int]], lengths: Mapping[int, Lengths], rows: list[
 
 
 def _improve(order: list[Row], row_tokens: int) -> bool:
-    """One move or exchange between the row of most work, or the one of least, and another; whether there was one."""
+    """Make one move or exchange between the heaviest or lightest row and another; returns whether one was made."""
     most, least = order[-1], order[0]
     pairs = [(most, other) for other in order[:-1]] + [(other, least) for other in reversed(order[1:-1])]
     for find in (_best_change, _best_double_change):
@@ -138,7 +138,7 @@ Items = tuple[tuple[int, Lengths], ...]
 
 
 def _exchange(heavy: Row, light: Row, given: Items, taken: Items) -> None:
-    """Give some completions of one row to another, and take some of its."""
+    """Move `given` from one row to another, and `taken` back."""
     for item in given:
         heavy.remove(*item)
     for item in taken:
@@ -149,7 +149,7 @@ def _exchange(heavy: Row, light: Row, given: Items, taken: Items) -> None:
 
 
 def _best_double_change(heavy: Row, light: Row, row_tokens: int) -> tuple[Items, Items] | None:
-    """As `_best_change`, with up to two completions each way; only of rows of few, where a single one is much."""
+    """Like `_best_change`, with up to two completions each way; only for rows of few, where one is too coarse."""
     own, others = list(heavy.completions()), list(light.completions())
     if max(len(own), len(others)) > FEW:
         return None
@@ -167,7 +167,7 @@ def _best_double_change(heavy: Row, light: Row, row_tokens: int) -> tuple[Items,
 
 
 def _best_change(heavy: Row, light: Row, row_tokens: int) -> tuple[Items, Items] | None:
-    """What to give to the lighter row, and perhaps take from it, so that they are most alike; None: nothing helps."""
+    """The completions to give to the lighter row, and to take from it, for the best balance; None if nothing helps."""
     best, change = (1 - SPREAD / 8) * (heavy.work - light.work), None
     for given in heavy.completions():
         lost_tokens, lost = heavy.loss(given[1])

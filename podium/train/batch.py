@@ -1,6 +1,6 @@
-"""From samples to the arrays of an update: packed into rows, shifted, weighted, counted, in numpy.
+"""Turns samples into the arrays of an update in numpy: packs them into rows, shifts targets, and computes weights.
 
-Which completions share a row is `podium.train.packing`.
+`podium.train.packing` decides which completions share a row.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class Batch(Generic[A]):
 
 @dataclasses.dataclass(frozen=True)
 class TokenSpan:
-    """Where the predictions of a sample's tokens are in a batch."""
+    """The position in a batch of the predictions of a sample's tokens."""
 
     row: int
     start: int
@@ -54,7 +54,7 @@ def make_batch(samples: Sequence[Sample], sizes: BatchSizes) -> tuple[Batch[np.n
     """Pack the samples of one optimizer step into micro-batches.
 
     Returns:
-        The batch (numpy arrays, without scores) and the span of each sample.
+        The batch (numpy arrays, without scores), and each sample's span.
     """
     rows, T = sizes.rows, sizes.row_tokens
     lengths = [sample.lengths for sample in samples]
@@ -97,14 +97,14 @@ _ARRAYS |= dict.fromkeys(("mask", "weights", "advantages", "sampled_logprobs"), 
 
 
 def take(x: np.ndarray, spans: Sequence[TokenSpan]) -> list[np.ndarray]:
-    """What `x` [K, B, T] holds at each sample's tokens: a list of [n]."""
+    """The values of `x` [K, B, T] at each sample's tokens: a list of arrays [n]."""
     rows = np.concatenate(x)  # [K B, T]
     return [rows[span.row, span.start : span.start + span.length] for span in spans]
 
 
 def put(x: np.ndarray, spans: Sequence[TokenSpan], values: Sequence[np.ndarray]) -> None:
-    """Write each sample's values, [n], at its tokens in `x` [K, B, T]: the reverse of `take`."""
-    rows = x.reshape(-1, x.shape[-1])  # shares its memory with x
+    """Write each sample's values [n] at its tokens in `x` [K, B, T]; the inverse of `take`."""
+    rows = x.reshape(-1, x.shape[-1])  # a view of x
     for span, own in zip(spans, values, strict=True):
         rows[span.row, span.start : span.start + span.length] = own
 
@@ -112,15 +112,15 @@ def put(x: np.ndarray, spans: Sequence[TokenSpan], values: Sequence[np.ndarray])
 def _write(
     chunk: Chunk, samples: Sequence[Sample], row: dict[str, np.ndarray], start: int, segment: int
 ) -> Iterator[tuple[tuple[int, int], int]]:
-    """Write a chunk into the arrays of its row; yields where each sample's tokens went: ((start, length), sample)."""
+    """Write a chunk into the arrays of its row; yields ((start, length), sample) for each sample's tokens."""
     prompt = samples[chunk[0]].prompt
-    shown = len(prompt) - 1  # tokens of the prompt's own segment
+    shown = len(prompt) - 1  # tokens in the prompt's own segment
     span = slice(start, start + shown)
     row["tokens"][span] = prompt[:-1]
     row["positions"][span] = np.arange(shown)
     row["segments"][span] = row["prompts"][span] = segment
     start = span.stop
-    first = segment + 1 if len(chunk) > 1 and shown else segment  # a lone completion continues its prompt
+    first = segment + 1 if len(chunk) > 1 and shown else segment  # a single completion continues its prompt's segment
     for own, index in enumerate(chunk, start=first):
         sample = samples[index]
         length = len(sample.tokens)

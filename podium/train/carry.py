@@ -1,8 +1,8 @@
-"""Completions that are carried over updates: partial rollouts, which prompts make a step, and how they are saved.
+"""Completions carried over updates (partial rollouts): which prompts form a step, and how the others are saved.
 
-A step takes the prompts whose completions are complete, the oldest first; the rest continue under the new weights
-in the next step. Nothing is dropped for its age: a step waits for what may not become older. Keys and values are not
-saved: they are computed again from the tokens, so a resumed run does what an uninterrupted one does.
+A step takes the oldest prompts whose completions are all complete; the rest continue under the new weights in the next
+step. Nothing is dropped because of its age: a step waits for prompts that would become too old. Keys and values are not
+saved but recomputed from the tokens, so a resumed run is identical to an uninterrupted one.
 """
 
 import base64
@@ -65,36 +65,36 @@ class HostState(PositionRecord):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pending:
-    """A prompt that is not trained on yet."""
+    """A prompt that no step has trained on yet."""
 
     prompt: EncodedPrompt
     completions: tuple[Completion, ...] = ()
-    """What has been drawn of each; none: they have not begun."""
+    """What has been drawn of each completion; empty: generation has not begun."""
     rewards: tuple[Reward, ...] = ()
-    """Rewards of the completions, once all have ended."""
+    """Rewards of the completions; empty until all have ended."""
 
     @property
     def first_version(self) -> int | None:
-        """Version of the weights that drew its first token; None: there is no token."""
+        """Weight version that drew its first token; None: no token yet."""
         return min((int(each.versions[0]) for each in self.completions if len(each.versions)), default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a run stands in its prompts."""
+    """A run's position in its sequence of prompts."""
 
     cursor: int
-    """Prompts drawn so far, too long ones included."""
+    """Number of prompts drawn so far, including those that were too long."""
     pending: tuple[Pending, ...] = ()
-    """Prompts that are not trained on yet, in their order."""
+    """Prompts that no step has trained on yet, in order."""
 
     def record(self) -> PositionRecord:
-        """The position as JSON, with the bits of arrays in base 64."""
+        """Serialise the position to JSON, with arrays in base64."""
         return {"cursor": self.cursor, "in_flight": [_pending_record(each) for each in self.pending]}
 
     @classmethod
     def read(cls, record: PositionRecord, feed: Feed) -> "Position":
-        """Read what `record` made; the feed makes the prompts again."""
+        """Read the result of `record`; `feed` recreates the prompts."""
         pending = tuple(_read_pending(each, feed) for each in record.get("in_flight", ()))
         return cls(cursor=record["cursor"], pending=pending)
 
@@ -108,27 +108,28 @@ def chosen(
     version: int,
     max_staleness: int,
 ) -> list[int] | None:
-    """The prompts of a step, the oldest first, by their index; None: decoding must go on.
+    """Choose the prompts of a step, oldest first, by index; None if decoding must continue.
 
-    A prompt's age is counted from the version of its first token: a step of weights `version` takes none from before
-    `version - max_staleness`, nor leaves more of them than later steps can take in time. What must be taken now is
-    waited for; the rest of the `count` are the oldest complete ones.
+    A prompt's age is counted from the version of its first token. A step with weights `version` takes no prompt from
+    before `version - max_staleness`, and leaves no more prompts than later steps can take in time. It waits for prompts
+    that must be taken now; the rest of the `count` are the oldest complete ones.
 
     Args:
-        first_versions: of all prompts in flight, in the run's order; None: no token had been drawn before this step.
-        complete: whether all completions of each have ended.
-        count: prompts that are taken now.
-        per_step: prompts that each later step takes.
-        version: of the weights.
-        max_staleness: in versions.
+        first_versions: weight version of the first token of each prompt in flight, in the run's order; None: no
+            token was drawn before this step.
+        complete: whether all completions of each prompt have ended.
+        count: number of prompts to take now.
+        per_step: number of prompts that each later step takes.
+        version: version of the current weights.
+        max_staleness: maximum age in versions.
     """
     ages = [0 if first is None else version - first for first in first_versions]
-    oldest = sorted(range(len(ages)), key=lambda index: -ages[index])  # of equals the first
+    oldest = sorted(range(len(ages)), key=lambda index: -ages[index])  # stable: earlier prompts first among equals
     due = max(
         (
             sum(age >= max_staleness - later for age in ages) - later * per_step
             for later in range(max_staleness)
-            if len(ages) - count > later * per_step  # else the steps until then take all that is left
+            if len(ages) - count > later * per_step  # otherwise later steps can take all that remain
         ),
         default=0,
     )
@@ -139,7 +140,7 @@ def chosen(
 
 
 def drawn_lengths(before: Sequence[Pending], now: Sequence[Sequence[Completion]]) -> Iterator[int]:
-    """Yield the number of tokens of each completion that has ended since `before`."""
+    """Yield the length in tokens of each completion that has ended since `before`."""
     for pending, completions in zip(before, now, strict=True):
         for index, completion in enumerate(completions):
             begun = pending.completions[index] if pending.completions else None

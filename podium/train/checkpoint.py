@@ -1,6 +1,6 @@
-"""Checkpoints of a run: orbax writes them in the background; a step is saved completely or not at all.
+"""Saves and restores a run's checkpoints with orbax, in the background; a step is saved completely or not at all.
 
-    RUN/checkpoints/20/params/       the model, alone, so that evaluation and export read nothing else
+    RUN/checkpoints/20/params/       the model's parameters, separate so that evaluation and export read only them
     RUN/checkpoints/20/optimizer/    the optimizer's state and the step
     RUN/checkpoints/20/host/         the loop's state, including completions in flight, as JSON
     RUN/checkpoints/20/sizes.json    bytes of every file, beside their digests (podium.train.step_files), written last
@@ -49,15 +49,15 @@ SHOWN_DIFFERENCES = 3
 POLL_S = 2.0
 """Seconds between two checks of how much of a step has been written."""
 SAVE_LIMIT_S = 24 * 3600
-"""Seconds after which orbax gives up a save; a save that makes no progress is ended by the watchdog."""
+"""Seconds after which orbax gives up on a save; the watchdog ends a save that makes no progress before that."""
 
 
 @functools.cache
 def _quiet_orbax() -> None:
-    """Silence orbax's logging but not its exceptions; runs once per process, when orbax is first used.
+    """Silence orbax's logging, but not its exceptions; runs once per process, when orbax is first used.
 
-    orbax logs each phase of a save, and the traceback of errors that it also raises. When a write fails it closes its
-    event loop while other writes are running; each of those then reports an unraisable "Event loop is closed".
+    orbax logs each phase of a save, and also the tracebacks of errors that it raises. If a write fails, it closes its
+    event loop while other writes are running, and each of these reports an unraisable "Event loop is closed".
     """
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     report = sys.unraisablehook
@@ -78,9 +78,9 @@ class Checkpointer:
     """Saves and restores the states of one run, on one host or several.
 
     The folder is the run's `checkpoints`, created if missing; only the run itself may write to it. `on_save` is called
-    when `maybe_save` begins to save; `beat` is called repeatedly while a caller waits for a save whose files grow.
-    `base` is the fingerprint of the frozen weights, which are not part of a state: restoring requires the same ones.
-    `records` says what the run's records hold, which `maybe_save` keeps beside the state.
+    when `maybe_save` starts a save; `beat` is called repeatedly while a caller waits for a save whose files are
+    growing. `base` is the fingerprint of the frozen weights, which are not part of the state: restoring requires the
+    same weights. `records` returns a summary of the run's records, which `maybe_save` stores beside the state.
 
     Raises:
         CheckpointError: if the folder cannot be created or written to.
@@ -102,13 +102,13 @@ class Checkpointer:
         self._beat = beat
         self._records = records
         self.base = base
-        self._step: int | None = None  # the last one passed to orbax, complete or not
+        self._step: int | None = None  # last step passed to orbax, complete or not
         self._failed = False  # whether saving it failed
         self._bytes = 0  # of its arrays
         _quiet_orbax()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=KeepPolicy(config, self._folder),
-            best_fn=lambda metrics: metrics[SCORE],  # has orbax store the scores; KeepPolicy compares them
+            best_fn=lambda metrics: metrics[SCORE],  # makes orbax store the scores, which KeepPolicy compares
             cleanup_tmp_directories=True,
             temporary_path_class=atomicity.CommitFileTemporaryPath if in_bucket(self._folder) else None,
             async_options=ocp.AsyncOptions(timeout_secs=SAVE_LIMIT_S, post_finalization_callback=self._seal),
@@ -125,11 +125,11 @@ class Checkpointer:
     def maybe_save(
         self, step: int, state: TrainState, position: Position, *, score: float | None, last: bool, due: bool = False
     ) -> float | None:
-        """Save a step if the config asks for it, if it is `due`, or if it is the `last`; return the seconds it took.
+        """Save a step if the config asks for it, if it is `due`, or if it is the `last`; returns the seconds it took.
 
-        Returns None without a save. All hosts of a run must pass the same `due`. `position` is where the run is in its
-        prompts. `score` is for `keep_best`; None if the step was not evaluated. The `last` step is completely on disk
-        when this returns.
+        Returns None if it does not save. All hosts of a run must pass the same `due`. `position` is the run's position
+        in its prompts. `score` is for `keep_best`; None if the step was not evaluated. The `last` step is completely on
+        disk when this returns.
         """
         every, best = self._config.every_steps, self._config.keep_best and score is not None
         if not (last or best or due or (every and step % every == 0)):
@@ -148,14 +148,14 @@ class Checkpointer:
     def save(
         self, step: int, state: TrainState, host_state: HostState, *, score: float | None, wait: bool = False
     ) -> None:
-        """Begin to save a step; `state` may be donated as soon as this returns.
+        """Start saving a step; `state` may be donated as soon as this returns.
 
-        Returns after the arrays have been copied from the devices, or after the previous save if that takes longer. A
-        step that this checkpointer has saved is not saved again. Steps that `keep_*` does not cover are deleted when
-        this one is complete. The host state must be JSON values. With `wait`, returns only when the step is on disk.
+        Returns once the arrays are copied from the devices, and any previous save has finished. A step that this
+        checkpointer has already saved is not saved again. Steps not covered by `keep_*` are deleted when this one is
+        complete. The host state must consist of JSON values. With `wait`, returns only when the step is on disk.
 
         Raises:
-            CheckpointError: if this step, or an earlier one that was still being written, failed.
+            CheckpointError: saving this step, or an earlier one still in progress, failed.
         """
         if step != self._step or self._failed:
             self.wait()
@@ -186,7 +186,7 @@ class Checkpointer:
     def restore(self, step: int | None, abstract_state: TrainState) -> tuple[TrainState, HostState]:
         """Read a saved state and its host state, as `restore_state` does, after pending writes have finished.
 
-        Digests are not compared: `newest_whole_step` does that before a run continues.
+        Does not compare digests: `newest_whole_step` does that before a run continues.
         """
         self.wait()
         return restore_state(self._folder, step, abstract_state, base=self.base, digests=False)
@@ -200,7 +200,7 @@ class Checkpointer:
                 self._manager.close()
 
     def _seal(self) -> None:
-        """Called by orbax between the last byte of a step and its renaming, on the first host."""
+        """Called by orbax on the first host after the last byte of a step is written and before the step is renamed."""
         assert self._step is not None, "orbax finishes only a step that was passed to it"
         (unnamed,) = self._unfinished()
         seal(unnamed, self._step, self._beat)
@@ -217,7 +217,7 @@ class Checkpointer:
 
     @contextmanager
     def _write_errors(self) -> Iterator[None]:
-        """Translate errors: orbax raises an error of its threads at the next call, whichever call that is."""
+        """Translate errors; orbax raises errors of its background threads at the next call, whichever it is."""
         try:
             yield
         except Exception as error:
@@ -308,17 +308,17 @@ def _is_link(path: Path) -> bool:
 def restore_state(
     folder: Path, step: int | None, abstract_state: TrainState, *, base: str | None = None, digests: bool = True
 ) -> tuple[TrainState, HostState]:
-    """Read a saved state, bit for bit, and its host state. Writes nothing: the folder may belong to another run.
+    """Read a saved state, bit for bit, with its host state. Writes nothing: the folder may belong to another run.
 
     Args:
         folder: `checkpoints` of a run directory.
         step: None for the newest.
         abstract_state: shapes, dtypes and shardings, on any mesh.
         base: fingerprint of the frozen weights that the state will be used with; None if there are none.
-        digests: compare every byte with its digest, instead of file sizes alone.
+        digests: compare every byte with its digest, not only file sizes.
 
     Raises:
-        CheckpointError: if there is no such step, its files are damaged, or it belongs to another model or optimizer.
+        CheckpointError: there is no such step, its files are damaged, or it belongs to another model or optimizer.
     """
     step = _checked_step(folder, step, digests=digests)
     rest = _rest(abstract_state)
@@ -332,7 +332,7 @@ def restore_state(
 def restore_params(
     folder: Path, step: int | None, abstract_params: dict[str, jax.ShapeDtypeStruct], *, base: str | None = None
 ) -> Params:
-    """The parameters of a saved step, without the optimizer's state; otherwise as `restore_state`."""
+    """Read the parameters of a saved step without the optimizer's state; otherwise like `restore_state`."""
     step = _checked_step(folder, step, digests=True)
     read, host = _read(folder, step, {"params": _named_arrays(abstract_params)})
     _check_base(folder / str(step), host.get("base"), base)
@@ -340,7 +340,7 @@ def restore_params(
 
 
 def _check_base(path: Path, saved: str | None, base: str | None) -> None:
-    """Raises CheckpointError if the adapters were trained on other frozen weights than the present ones."""
+    """Raises CheckpointError if the adapters were trained on frozen weights other than `base`."""
     if saved != base:
         raise CheckpointError(
             f"{path} has adapters of the base {saved}, and the config's model, as it is kept, is {base}: other weights,"
@@ -349,7 +349,7 @@ def _check_base(path: Path, saved: str | None, base: str | None) -> None:
 
 
 def _try_to_write(folder: Path) -> None:
-    """Create the folder and a file in it, deleted again; its name is unique, since other hosts try at the same time."""
+    """Create the folder, and write and delete a file in it; the name is unique, as other hosts do the same."""
     if in_bucket(folder):
         probe = folder / f".written-{uuid.uuid4().hex}"
         probe.write_text("")
@@ -431,7 +431,7 @@ class _Kind(Protocol):
 
 
 def _check_same_arrays(path: Path, wanted: Mapping[str, _Kind], stored: Mapping[str, _Kind]) -> None:
-    """Raises CheckpointError if names, shapes or dtypes differ: orbax would truncate, pad or cast some of them."""
+    """Raises CheckpointError if names, shapes or dtypes differ; orbax would silently truncate, pad or cast some."""
 
     def kind(arrays: Mapping[str, _Kind], name: str) -> str:
         return f"{arrays[name].dtype}{list(arrays[name].shape)}" if name in arrays else "missing"

@@ -1,6 +1,6 @@
-"""Completions that are written in the data and not sampled: what `algorithm.recipe: sft` trains on.
+"""Completions taken from the data instead of sampled: the training data of `algorithm.recipe: sft`.
 
-Each becomes a group of one completion with the reward 1, so that batches and updates are those of every other recipe.
+Each becomes a group of one completion with reward 1, so batches and updates are the same as for other recipes.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ from podium.train.generate import Group
 def demonstrate(
     prompts: Sequence[EncodedPrompt], spec: RolloutSpec, tokenizer: Tokenizer
 ) -> tuple[list[Group], RolloutStats]:
-    """The groups of a step, and what it took: nothing was decoded. A text too long is cut, with finish reason `length`.
+    """The groups of a step, and statistics (nothing is decoded). A text that is too long is cut, with reason `length`.
 
-    Raises ValueError for a row without a completion.
+    Raises ValueError if a row has no completion.
     """
     groups = []
     for each in prompts:
@@ -48,9 +48,9 @@ def demonstrate(
 
 
 def completion_text(prompt: Prompt, column: str | None) -> str:
-    """What a row says the answer is: its column of that name, else `completion`, else the reference answer.
+    """A row's completion: the named column, or else `completion`, or else the reference answer.
 
-    Raises ValueError where there is no such column, or no text in it.
+    Raises ValueError if the column does not exist, or is not text.
     """
     row = {"answer": prompt.answer, **prompt.metadata}
     if column is not None and column not in row:

@@ -1,8 +1,8 @@
-"""One run on several hosts: one process on each; all do the same work, except that each rolls out its own prompts.
+"""Runs on several hosts, with one process each: all do the same work, but each rolls out its own share of the prompts.
 
-Settings, prompts and seeds are the same everywhere, so every process computes the same prompts, batches and decisions;
-an update is one program over the mesh of all devices. Each host samples completions for its share of the prompts on its
-own devices, at its own pace, and sends them to all. Only process 0 writes shared files.
+Settings, prompts and seeds are the same everywhere, so all processes compute the same batches and decisions; an update
+is one program over the mesh of all devices. Each host samples completions for its share of the prompts on its own
+devices, at its own pace, and sends them to all others. Only process 0 writes shared files.
 """
 
 import contextlib
@@ -35,12 +35,12 @@ from podium.train.signals import StopSignal
 
 INITIALIZATION_S, HEARTBEAT_S = 120, 30
 SHUTDOWN_S = 300
-"""Seconds that finished processes wait for the last; process 0 may need a minute to upload its metrics."""
+"""Seconds that finished processes wait for the last one; process 0 may need a minute to upload its metrics."""
 CLEAN_UP_S = 10.0
-"""Seconds that a failed process may take to close its files, while the others wait for it."""
+"""Seconds that a failed process may take to close its files while the others wait for it."""
 LEADER_S = 24 * 3600
-"""Seconds that the others wait for a value from process 0, which may read from a bucket. Collectives on CPU would give
-up after 30 s."""
+"""Seconds that the others wait for a value from process 0, which may be reading from a bucket. Collectives on CPU would
+time out after 30 s."""
 SMALLEST_MESSAGE = 4096  # bytes; messages are padded to powers of two, so that few programs are compiled
 STOP_KEY = "podium/stop/signal"
 POLL_S = 1.0
@@ -51,9 +51,9 @@ _TURNS = itertools.count()
 
 @contextlib.contextmanager
 def joined(job: JobContext) -> Iterator[None]:
-    """Connect the processes of a job inside the block; an exception ends this process when it leaves the block.
+    """Connect the processes of a job inside the block; an exception that leaves the block ends the process.
 
-    The exception cannot propagate further: jax would wait for the others and then abort without the exit status.
+    The exception must not propagate: jax would wait for the other processes and then abort without the exit status.
     """
     if job.cluster is None:
         yield
@@ -74,7 +74,7 @@ def joined(job: JobContext) -> Iterator[None]:
 
 @contextlib.contextmanager
 def failing_fast(job: JobContext) -> Iterator[None]:
-    """Record an exception at once, and limit the time for closing resources: the other processes hang meanwhile."""
+    """Record an exception immediately, and limit the time for cleanup, during which the other processes hang."""
     try:
         yield
     except BaseException as error:
@@ -87,7 +87,7 @@ def failing_fast(job: JobContext) -> Iterator[None]:
 
 
 def is_leader() -> bool:
-    """Whether this is the process that writes shared files."""
+    """Whether this process writes the shared files."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
@@ -105,7 +105,7 @@ def gather(value: Value) -> list[Value]:
 
 
 def local_memory(name: str) -> int | None:
-    """Largest value of a `memory_stats` entry over this process's devices; None if they report none (CPU)."""
+    """The maximum of a `memory_stats` entry over this process's devices; None if they report none (CPU)."""
     stats = [found for device in jax.local_devices() if (found := device.memory_stats())]
     return max(each[name] for each in stats) if stats else None
 
@@ -136,20 +136,20 @@ def from_leader(make: Callable[[], Value]) -> Value:
 
 
 def share(count: int) -> slice:
-    """The contiguous share of this process in `count` items; shares differ by at most one item."""
+    """The current process's contiguous share of `count` items; shares differ by at most one item."""
     hosts, host = (jax.process_count(), jax.process_index()) if jax.distributed.is_initialized() else (1, 0)
     return slice(count * host // hosts, count * (host + 1) // hosts)
 
 
 def on_host(x: jax.Array) -> np.ndarray:
-    """Copy a global array to numpy, whole on every host; every process must call this."""
+    """Copy a global array to numpy, complete on every host; all processes must call this."""
     if x.is_fully_addressable or x.is_fully_replicated:
         return np.asarray(x)
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def host_mesh(mesh: Mesh) -> Mesh:
-    """The part of a mesh on this host, with the same axis names. With a single host, the mesh itself."""
+    """The current host's part of a mesh, with the same axis names; with a single host, the mesh itself."""
     here = [device.process_index == jax.process_index() for device in mesh.devices.flat]
     if all(here):
         return mesh
@@ -165,10 +165,10 @@ def host_mesh(mesh: Mesh) -> Mesh:
 
 
 def make_localize(decoder: DecoderConfig, mesh: Mesh, local: Mesh, dtype: jnp.dtype) -> Callable[[Params], Params]:
-    """Return `params on the global mesh -> the same params, whole within this host, on its part of the mesh`.
+    """Make the function `params on the global mesh -> the same params, complete within this host, on its part of it`.
 
-    The function takes any subset of the model's parameters. In full training they are cast to `dtype` before they are
-    sent; with LoRA, adapters and frozen weights are sent as they are. If both meshes are the same, it is the identity.
+    The function accepts any subset of the parameters. In full training they are cast to `dtype` before they are sent;
+    with LoRA, adapters and frozen weights are sent unchanged. If both meshes are the same, it is the identity.
     """
     if local is mesh:
         return lambda params: params

@@ -1,4 +1,4 @@
-"""Held-out questions: how many are answered correctly, greedily and by sampling, and with what certainty."""
+"""Evaluates on held-out questions, by greedy and sampled answers, with confidence intervals."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ from podium.train.step_files import saved_steps
 Z_95 = 1.959963984540054
 SHOWN_CHARACTERS = 400
 SHOWN_QUESTIONS = 8
-"""Evaluated questions of each task that go to samples.jsonl."""
+"""Questions per task whose answers go to samples.jsonl."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,10 +37,10 @@ class Evaluation:
 
     stats: EvaluationStats
     groups: dict[str, list[Group]]
-    """The answers by task: greedy ones where there are, else the sampled."""
+    """The answers by task: the greedy ones if there are any, otherwise the sampled ones."""
 
     def records(self, step: int, *, questions: int | None = SHOWN_QUESTIONS) -> list[SampleRecord]:
-        """Lines of samples.jsonl: the first questions of each task (None: all), the same ones every time."""
+        """Lines of samples.jsonl for the first questions of each task (None: all), the same in every evaluation."""
         return [
             sample_record(step, "eval", task, group.prompt.prompt, group.transcripts, group.rewards)
             for task, groups in self.groups.items()
@@ -49,9 +49,9 @@ class Evaluation:
 
 
 def evaluate(rollouts: Rollouts) -> Evaluation:
-    """Ask the evaluation questions of every task, as `eval` in the config says, with the loaded weights.
+    """Answer the evaluation questions of every task, as set in `eval`, with the loaded weights.
 
-    Seeds depend on the question's number alone, so two evaluations of the same weights are equal.
+    Seeds depend only on the question's number, so two evaluations of the same weights are equal.
     """
     start, config = time.perf_counter(), rollouts.spec.evaluation
     tasks: dict[str, TaskScores] = {}
@@ -75,12 +75,12 @@ def evaluate(rollouts: Rollouts) -> Evaluation:
 
 
 def task_scores(greedy: Sequence[Group], sampled: Sequence[Group], *, questions: int) -> TaskScores:
-    """Accuracy of greedy answers (of sampled ones where there are none), avg@k and pass@k, with 95 % intervals.
+    """Accuracy of greedy answers (or else of sampled ones), avg@k and pass@k, with 95 % intervals.
 
     Args:
-        greedy: answers to the questions that fit, one each; or none.
-        sampled: k answers each; or none.
-        questions: all of them; those that are missing above were too long to ask and count as wrong.
+        greedy: one answer to each question that fits; or empty.
+        sampled: k answers to each question that fits; or empty.
+        questions: number of all questions; those missing above were too long to ask, and count as wrong.
     """
     answered = greedy or sampled
     answers = [answer for group in answered for answer in group.transcripts]
@@ -108,7 +108,7 @@ def task_scores(greedy: Sequence[Group], sampled: Sequence[Group], *, questions:
 
 
 def wilson_interval(share: float, n: int) -> tuple[float, float]:
-    """The 95 % interval of a share that was seen in n trials (Wilson, 1927)."""
+    """The 95 % interval of a share observed in n trials (Wilson, 1927)."""
     z2 = Z_95**2
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = Z_95 * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
@@ -116,7 +116,7 @@ def wilson_interval(share: float, n: int) -> tuple[float, float]:
 
 
 def evaluate_weights(config: Config, run: Fork | None) -> tuple[Evaluation, int | None]:
-    """Evaluate a run's weights on the config's tasks, or without one the config's model; and the weights' step."""
+    """Evaluate a run's weights (None: the config's model) on the config's tasks; also returns the weights' step."""
     model = make_model(config)
     if run is not None and run.step is None:
         run = run._replace(step=max(saved_steps(run.checkpoints), default=None))
@@ -128,10 +128,10 @@ def evaluate_weights(config: Config, run: Fork | None) -> tuple[Evaluation, int 
 
 
 def evaluate_command(config: Config, *, run: Fork | None, as_json: bool, show: int = 0, out: Path | None = None) -> int:
-    """`podium eval`: evaluate a run's weights, or without one the config's model, on the config's tasks.
+    """`podium eval`: evaluate a run's weights, or the config's model, on the config's tasks; returns the exit status.
 
-    Prints a table, or one JSON object, and to stderr the first `show` answers of each task; writes all answers to
-    `out`, as samples.jsonl has them. The exit status.
+    Prints a table or one JSON object, and the first `show` answers of each task to stderr; writes all answers to `out`,
+    in the format of samples.jsonl.
     """
     evaluation, step = evaluate_weights(config, run)
     if out is not None:
@@ -154,7 +154,7 @@ def evaluate_command(config: Config, *, run: Fork | None, as_json: bool, show: i
 
 
 def _print_answer(record: SampleRecord) -> None:
-    """A question with its first answer, to stderr."""
+    """Print a question with its first answer to stderr."""
     first = record["completions"][0]
     rows = {"question": record["question"], "expected": record["answer"], "answer": first["text"]}
     for name, text in rows.items():
@@ -170,7 +170,7 @@ def _correct(groups: Sequence[Group]) -> np.ndarray:
 def _answers(
     rollouts: Rollouts, task: str, prompts: Sequence[TaskPrompt], *, temperature: float, completions: int
 ) -> tuple[list[Group], RolloutStats]:
-    """The graded answers to the questions that fit; raises ValueError where none does."""
+    """The graded answers to the questions that fit. Raises ValueError if none fits."""
     if not completions:
         return [], RolloutStats()
     seeds = [request_seed(rollouts.spec.prompts.seed, f"eval {task}", index) for index in range(len(prompts))]

@@ -1,4 +1,4 @@
-"""A run's weights as a Hugging Face model, or its adapter as PEFT's, for everybody else."""
+"""Exports a run's weights as a Hugging Face model, or its adapter in PEFT's format."""
 
 import dataclasses
 import re
@@ -25,7 +25,7 @@ REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class PushError(ValueError):
-    """The hub did not take the model; the folder is written."""
+    """The hub rejected the upload; the folder is written."""
 
 
 def export_run(
@@ -38,15 +38,15 @@ def export_run(
     push: str | None = None,
     private: bool = False,
 ) -> int:
-    """Write a run's checkpoint to `folder`: config, tokenizer, safetensors, model card; the exit status of the command.
+    """Export a run's checkpoint to `folder`: config, tokenizer, safetensors, model card; returns the exit status.
 
-    Of a run with LoRA it is the adapter, in PEFT's format, or with `merge` a model with the adapter added.
-    The run is a folder, or `RUN@STEP`, where `step` overrides STEP; without either it is the newest checkpoint. `push`
-    is the `user/name` on the hub to upload the folder to, `private` or for all to see.
+    A run with LoRA is exported as an adapter in PEFT's format, or with `merge` as a model with the adapter merged. The
+    run is a folder or `RUN@STEP`; `step` overrides STEP; without either, the newest checkpoint is exported. `push` is
+    the `user/name` on the hub to upload the folder to, `private` or public.
 
     Raises:
-        ValueError: there is no such checkpoint, it is damaged, `folder` holds something, or the hub refuses; or
-            there is nothing to merge, or a base in int8 to merge it into.
+        ValueError: there is no such checkpoint, it is damaged, `folder` is not empty, the hub rejects the upload,
+            there is no adapter to merge, or the base is int8, into which none can be merged.
     """
     if push is not None and not REPOSITORY.fullmatch(push):
         raise PushError(f"--push {push}: expected USER/NAME, such as me/my-model")
@@ -58,7 +58,7 @@ def export_run(
     written = fork.step if fork.step is not None else saved_steps(fork.checkpoints)[-1]
     with tempfile.TemporaryDirectory() as temporary:
         records = home = as_path(fork.run)
-        if in_bucket(home):  # this machine may never have trained it
+        if in_bucket(home):  # this machine may not have trained the run
             records = Path(temporary) / home.name
             copy_records(home, records)
         (folder / "README.md").write_text(model_card(records, config, step=written), encoding="utf-8")
@@ -71,7 +71,7 @@ def export_run(
 def _save(
     model: Model, fork: Fork, folder: Path, dtype: Literal["bfloat16", "float32"], base: str, *, merge: bool
 ) -> str:
-    """Write what a run trained, and say what loads it; `base` is how the config names the model under an adapter."""
+    """Write the trained weights, and return the code that loads them; `base` is the config's name of the base model."""
     lora = model.decoder.lora
     if lora is not None and not merge:
         frozen = load_frozen(model)
@@ -91,7 +91,7 @@ def _save(
 
 
 def merged_model(params: Params, scale: float, dtype: jnp.dtype) -> Params:
-    """A model's weights with its adapters added, those of the layers in `dtype`, which is rounded to once."""
+    """A model's weights with its adapters merged; the layers' weights are in `dtype`, rounded once."""
 
     def layer(carry: None, weights: Params) -> tuple[None, Params]:
         return carry, {name: value.astype(dtype) for name, value in merged(weights, scale).items()}
@@ -104,7 +104,7 @@ def merged_model(params: Params, scale: float, dtype: jnp.dtype) -> Params:
 
 
 def _upload(folder: Path, repository: str, *, private: bool) -> str:
-    """The page of the repository that now has the folder's files."""
+    """Upload the folder's files; returns the repository's page."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 

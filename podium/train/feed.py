@@ -1,4 +1,4 @@
-"""Which prompts a run answers next, as the model reads them, each with the seed of its completions."""
+"""The sequence of prompts that a run answers, as token ids, each with the seed of its completions."""
 
 import dataclasses
 import hashlib
@@ -11,32 +11,32 @@ from podium.tasks.mixture import TaskMixture, TaskPrompt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncodedPrompt:
-    """A prompt that fits, and the seed of its completions."""
+    """A prompt that fits in `max_tokens`, and the seed of its completions."""
 
     prompt: TaskPrompt
     tokens: tuple[int, ...]
     seed: int
     number: int = 0
-    """Its place in the order of the run's prompts; of an evaluation's question 0."""
+    """Index in the run's sequence of prompts; 0 for evaluation questions."""
     skipped: int = 0
-    """Prompts before it that were too long."""
+    """Number of prompts skipped before it because they were too long."""
 
 
 class Feed:
-    """The prompts of a run in their order; its cursor is saved with the run."""
+    """The prompts of a run, in order; its cursor is saved with the run."""
 
     def __init__(self, spec: PromptSpec, tokenizer: Tokenizer) -> None:
-        """Makes the tasks; data is read when it is first asked for.
+        """Create the tasks; data is read on first use.
 
         Raises:
-            ValueError: a task is wrong.
+            ValueError: a task is invalid.
         """
         self.spec, self.tokenizer = spec, tokenizer
         self.tasks = TaskMixture(spec.tasks, seed=spec.seed)
 
     @property
     def cursor(self) -> int:
-        """How many prompts have been drawn, too long ones included."""
+        """Number of prompts drawn so far, including those that were too long."""
         return self.tasks.cursor
 
     @cursor.setter
@@ -44,9 +44,9 @@ class Feed:
         self.tasks.cursor = drawn
 
     def next(self, count: int) -> list[EncodedPrompt]:
-        """The next `count` prompts that fit. Raises ValueError where none of the tasks' prompts does."""
+        """The next `count` prompts that fit. Raises ValueError if no prompt of the tasks fits."""
         prompts: list[EncodedPrompt] = []
-        too_long: set[tuple[int, str]] = set()  # task and id of what was skipped
+        too_long: set[tuple[int, str]] = set()  # task and id of skipped prompts
         skipped = 0
         while len(prompts) < count:
             number = self.cursor
@@ -64,7 +64,7 @@ class Feed:
         return prompts
 
     def at(self, number: int) -> EncodedPrompt:
-        """The prompt that has this place in the run's order, and fits."""
+        """The prompt at this index in the run's sequence, which must fit."""
         encoded = self._encode(self.tasks.prompt_at(number), number)
         assert encoded is not None, "a prompt that was drawn fits"
         return encoded
@@ -74,7 +74,7 @@ class Feed:
         return None if encoded is None else dataclasses.replace(encoded, number=number)
 
     def encode(self, prompt: TaskPrompt, seed: int) -> EncodedPrompt | None:
-        """The prompt as the model reads it; None if it is too long and such prompts are dropped."""
+        """Tokenise a prompt; None if it is too long and long prompts are dropped."""
         tokens = tuple(self.tokenizer.encode_messages(_messages(prompt)))
         if len(tokens) <= self.spec.max_tokens:
             return EncodedPrompt(prompt=prompt, tokens=tokens, seed=seed)
@@ -87,7 +87,7 @@ class Feed:
 
 
 def _messages(prompt: TaskPrompt) -> list[Mapping[str, str]]:
-    """The conversation that the model continues; the task's system prompt stands first where the row's has none."""
+    """The conversation for the model to continue; starts with the task's system prompt unless the row has its own."""
     messages = list(prompt.prompt.messages or [{"role": "user", "content": prompt.prompt.question}])
     if prompt.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": prompt.system_prompt})
@@ -95,6 +95,6 @@ def _messages(prompt: TaskPrompt) -> list[Mapping[str, str]]:
 
 
 def request_seed(seed: int, purpose: str, index: int) -> int:
-    """The seed of a request, 31 bits: a function of the run's seed, the request's purpose, and its number."""
+    """The seed of a request, 31 bits: a hash of the run's seed, the request's purpose, and its index."""
     digest = hashlib.sha256(f"{seed} {purpose} {index}".encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1

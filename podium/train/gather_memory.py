@@ -1,6 +1,6 @@
-"""Measures what a mesh does to memory: one large array, split over fsdp as weights are, or gathered on every device.
+"""Measures the memory effect of a mesh: one large array, split over fsdp like weights, or gathered on every device.
 
-This shows a misconfigured mesh in seconds, before a model is loaded: a split array takes target / fsdp bytes on each
+This reveals a misconfigured mesh in seconds, before a model is loaded: a split array takes target / fsdp bytes per
 device, a gathered one the whole target.
 """
 
@@ -28,10 +28,10 @@ Figure: TypeAlias = int | str | Sequence[int | str]
 
 
 def bench(*, mode: Mode, mesh_shape: str, dtype: str, target_bytes_gib: float, cols: int, require: int) -> int:
-    """Print the figures of all processes as one JSON object; return the exit status of `podium bench gather`.
+    """Print the figures of all processes as one JSON object; returns the exit status of `podium bench gather`.
 
-    `mesh_shape` has the form of `mesh:` in a config. The target is the size of the whole array, rounded up to full rows
-    of `cols` elements on every device. `require` is the number of processes that must be present; 0: any.
+    `mesh_shape` is as `mesh:` in a config. The target is the size of the whole array, rounded up to full rows of `cols`
+    elements on every device. `require` is the number of processes that must be present; 0: any.
     """
     options = {"mode": mode, "mesh": mesh_shape, "dtype": dtype, "target": str(target_bytes_gib), "cols": str(cols)}
     with join_job({**os.environ, **({"REQUIRE_JAX_PROCESS_COUNT": str(require)} if require else {})}) as job:
@@ -46,7 +46,7 @@ def bench(*, mode: Mode, mesh_shape: str, dtype: str, target_bytes_gib: float, c
 
 
 def measure(mesh: Mesh, mode: Mode, dtype: str, *, target_bytes_gib: float, cols: int) -> dict[str, Figure]:
-    """Allocate the array and report what every device of every process then holds; all processes must call this."""
+    """Allocate the array and report what every device of every process holds; all processes must call this."""
     target = int(target_bytes_gib * GIB)
     shape = buffer_shape(target, cols, dtype, fsdp=mesh.shape["fsdp"])
     split: jax.Array = allocate(mesh, shape, dtype)()
@@ -84,7 +84,7 @@ def planned(mesh: Mesh, mode: Mode, dtype: str, *, target_bytes_gib: float, cols
 
 
 def buffer_shape(target_bytes: int, cols: int, dtype: str, *, fsdp: int) -> tuple[int, int]:
-    """Rows and columns of an array of at least this size whose rows divide over fsdp."""
+    """Shape (rows, columns) of an array of at least this size whose rows divide over fsdp."""
     elements = -(-target_bytes // jnp.dtype(DTYPES[dtype]).itemsize)
     rows = -(-elements // cols)
     return max(1, -(-rows // fsdp)) * fsdp, cols

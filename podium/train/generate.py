@@ -1,4 +1,4 @@
-"""From prompts to graded completions: the half of a step that training and evaluation share."""
+"""Answers prompts with graded completions: the half of a step that training and evaluation share."""
 
 import contextlib
 import dataclasses
@@ -36,47 +36,47 @@ from podium.train.feed import EncodedPrompt, Feed
 from podium.train.signals import StopSignal
 
 STEPS_APART = 4
-"""Engine steps between exchanges in which several hosts check whether they have enough for a training step."""
+"""Engine steps between the exchanges in which hosts check together whether a step has enough complete prompts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """A prompt's episodes, graded."""
+    """A prompt with its graded episodes."""
 
     prompt: TaskPrompt
     transcripts: list[Transcript]
     rewards: list[Reward]
-    """One for each transcript."""
+    """One reward per transcript."""
     version: int = 0
-    """Version of the weights that the step began with: a token is as old as its own version is less."""
+    """Weight version at the start of the step; a token's age is this minus the token's version."""
 
     @functools.cached_property
     def tokens(self) -> tuple[int, ...]:
-        """The prompt as the model read it."""
+        """The prompt's token ids."""
         return tuple(self.transcripts[0].prompt.tolist())
 
     @property
     def totals(self) -> np.ndarray:
-        """The rewards, [G] float32."""
+        """The total rewards, [G] float32."""
         return np.array([reward.total for reward in self.rewards], np.float32)
 
     @property
     def equal_rewards(self) -> bool:
-        """Whether all its episodes earned the same: a group baseline learns nothing from it."""
+        """Whether all its episodes got the same reward, so that a group baseline learns nothing from it."""
         return bool(equal_reward_groups(self.totals[None])[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerSettings:
-    """How prompts are answered."""
+    """How to answer prompts."""
 
     sampling: SamplingParams
     completions: int
-    """For each prompt."""
+    """Completions per prompt."""
     max_refills: int = 0
-    """How often prompts whose group has equal rewards are replaced by the next ones of the run."""
+    """Maximum number of times that prompts with equal rewards are replaced by the next prompts of the run."""
     in_flight: int = 0
-    """Prompts that are answered at once, at least those that are asked for: the others go on in the next step."""
+    """Prompts to answer at the same time, at least those requested; the others continue in the next step."""
 
 
 class _HostPart(NamedTuple):
@@ -87,7 +87,7 @@ class _HostPart(NamedTuple):
 
 
 class Rollouts:
-    """Has the engine complete prompts, and the completions graded."""
+    """Generates completions with the engine, and has them graded."""
 
     def __init__(
         self,
@@ -100,13 +100,13 @@ class Rollouts:
         watchdog: Watchdog | None = None,
         on_progress: Callable[[int, int, int], None] = lambda total, done, tokens: None,
     ) -> None:
-        """Starts the graders and makes the engine, of this host's devices in the mesh alone; `load` gives it weights.
+        """Start the graders, and make the engine on this host's devices of the mesh; `load` gives it weights.
 
-        Where it is set, `stop` ends a rollout before its time and `watchdog` often hears that it goes on. `on_progress`
-        hears of each group that is complete: this host's completions, how many are complete, and their tokens.
+        `stop`, if set, can end a rollout early; `watchdog` is pinged regularly. `on_progress` is called after each
+        group is complete with this host's number of completions, the number completed, and their tokens.
 
         Raises:
-            ValueError: a task, its data or the engine's sizes are wrong.
+            ValueError: a task, its data or the engine's sizes are invalid.
         """
         self.spec, self.feed = spec, Feed(spec.prompts, tokenizer)
         self.training = AnswerSettings(
@@ -130,7 +130,7 @@ class Rollouts:
 
     @property
     def position(self) -> Position:
-        """Where the run stands in its prompts, to be saved with it and set when it goes on."""
+        """The run's position in its prompts: saved with the run, and set when it resumes."""
         return Position(cursor=self.feed.cursor, pending=self._pending)
 
     @position.setter
@@ -138,10 +138,10 @@ class Rollouts:
         self.feed.cursor, self._pending = position.cursor, position.pending
 
     def load(self, params: Params, frozen: Params | None = None, *, version: int = 0) -> float:
-        """Complete with these weights from now on; the seconds that it took to bring them here.
+        """Use these weights from now on; returns the seconds that loading took.
 
-        `frozen` are those that no update changes, if there are any: given once, they stay. `version` is the number of
-        steps that made the weights.
+        `frozen` are the weights that no update changes, if any; they need to be passed only once. `version` is the
+        number of steps that trained the weights.
         """
         start = time.perf_counter()
         if frozen:
@@ -151,23 +151,23 @@ class Rollouts:
         return time.perf_counter() - start
 
     def unload(self) -> None:
-        """Give their memory back until the next `load`."""
+        """Free the engine's weights and cache until the next `load`."""
         self.engine.unload()
 
     def answer(
         self, prompts: Sequence[EncodedPrompt], settings: AnswerSettings | None = None
     ) -> tuple[list[Group], RolloutStats]:
-        """Complete and grade prompts; each host does its share of them and gets those of the others from them.
+        """Complete and grade prompts; each host answers its share and receives the others' results.
 
-        Without `settings` as in training: with the refills of the recipe, and what `rollout.in_flight` lets go on into
-        the next step. Then a group is of any prompt whose completions are complete, the oldest first.
+        Without `settings`, as in training: with the recipe's refills, and with the carry-over of `rollout.in_flight`,
+        under which the groups returned are those of the oldest prompts that are complete.
 
         Returns:
-            As many groups as prompts, in their order; with refills first the groups that teach something, then those of
-            equal rewards, the replaced ones included. And what all of it took.
+            As many groups as prompts, in order; with refills, groups with unequal rewards come first, then those with
+            equal rewards, replaced ones included. And statistics of all of it.
 
         Raises:
-            Interrupted: the run is to stop now; on all hosts.
+            Interrupted: the run must stop now; raised on all hosts.
         """
         carries = settings is None
         settings = settings or self.training
@@ -186,7 +186,7 @@ class Rollouts:
             on_progress = functools.partial(self._on_progress, len(requests) * settings.completions)
             grades = _Grades(self.grader, drawn_here, own if self.layout.over_hosts else slice(None), on_progress)
             try:
-                # a group is graded while others are still decoded
+                # groups are graded while others are still decoded
                 on_poll, enough = (self._watchdog.beat, choice.enough) if choice.asks else (self._poll, None)
                 idle = not (requests or choice.asks)
                 made = ([], RolloutStats()) if idle else self.engine.generate(requests, grades.submit, on_poll, enough)
@@ -210,7 +210,7 @@ class Rollouts:
         return groups, dataclasses.replace(stats, in_flight=len(pending), answer_s=time.perf_counter() - start)
 
     def close(self) -> None:
-        """Stop the graders and give the engine's memory back."""
+        """Stop the graders and free the engine's memory."""
         self.grader.close()
         self.engine.unload()
 
@@ -219,7 +219,7 @@ class Rollouts:
         self._stop.poll()
 
     def _gather(self, part: _HostPart | None) -> tuple[list[tuple[list[Completion], list[Reward]]], RolloutStats]:
-        """The answers of all hosts in the order of their prompts; None on one of them interrupts all."""
+        """The answers of all hosts in the order of their prompts. If `part` is None on one, all raise Interrupted."""
         with self._watchdog.waiting():
             gathered = gather((part, self._stop.asked()))
         self._stop.agree([asked for _, asked in gathered])
@@ -227,14 +227,14 @@ class Rollouts:
         if len(parts) < len(gathered):
             raise Interrupted
         beside = [part.stats for part in parts]
-        if self.layout.over_hosts:  # all have counted the same
+        if self.layout.over_hosts:  # all hosts have counted the same
             beside = [dataclasses.replace(beside[0], reward_s=max(stats.reward_s for stats in beside))]
         stats = functools.reduce(RolloutStats.beside, beside)
         return [answer for part in parts for answer in part.answers], stats
 
 
 class _Choice:
-    """Which of the pending prompts make a step, asked while they are decoded."""
+    """Decides, during decoding, which of the pending prompts form a step."""
 
     def __init__(self, rollouts: Rollouts, pending: Sequence[Pending], count: int, per_step: int) -> None:
         self._stop = rollouts._stop
@@ -246,17 +246,17 @@ class _Choice:
         self._engine_steps = 0
         self._since = math.inf
         self._together = rollouts.layout.over_hosts
-        self.asks = self._together or len(pending) > count  # else all of them are waited for, by each host as it likes
+        self.asks = self._together or len(pending) > count  # else each host waits for all, at its own pace
 
     @property
     def waited_s(self) -> float:
-        """Seconds since there were as many complete ones as are taken."""
+        """Seconds since enough prompts were complete."""
         return max(0.0, time.perf_counter() - self._since)
 
     def split(
         self, pending: Sequence[Pending], answers: Sequence[tuple[list[Completion], list[Reward]]]
     ) -> tuple[list[Group], list[Pending]]:
-        """The groups of the step, and the prompts that are left, with what there is of each; there is enough."""
+        """The groups of the step, and the remaining prompts with what has been drawn of them; requires `enough`."""
         now = [
             dataclasses.replace(each, completions=tuple(completions), rewards=tuple(rewards))
             for each, (completions, rewards) in zip(pending, answers, strict=True)
@@ -275,19 +275,19 @@ class _Choice:
         return groups, [each for index, each in enumerate(now) if index not in set(taken)]
 
     def of(self, complete: Sequence[bool]) -> list[int] | None:
-        """The prompts to take, of all hosts'; None: decoding must go on."""
+        """Indices of the prompts (over all hosts) to take; None if decoding must continue."""
         return chosen(self._first, complete, self._count, version=self._version, **self._sizes)
 
     def enough(self, own: Sequence[bool]) -> bool:
-        """Whether this host's prompts that are complete, with those of the others, suffice; all hosts ask as often.
+        """Whether the complete prompts of all hosts suffice; all hosts must call this equally often.
 
-        Raises Interrupted on all of them where one is to stop.
+        Raises Interrupted on all of them if one must stop.
         """
         self._engine_steps += 1
         if jax.process_count() > 1 and self._engine_steps % STEPS_APART:
             return False
         with contextlib.suppress(Interrupted):
-            self._stop.poll()  # what came to another process
+            self._stop.poll()  # signals received by other processes
         with self._watchdog.waiting():
             hosts = gather((list(own), self._stop.asked()))
         if any(asked == signal.SIGTERM for _, asked in hosts):
@@ -299,12 +299,12 @@ class _Choice:
 
 
 class _Grades:
-    """The gradings of a host's prompts, begun group by group while the engine goes on."""
+    """Grades a host's prompts, group by group, while the engine continues."""
 
     def __init__(
         self, grader: Grader, pending: Sequence[Pending], own: slice, on_progress: Callable[[int, int], None]
     ) -> None:
-        """`own` of the prompts that are pending here are graded here."""
+        """`own` is the slice of the pending prompts that this host grades."""
         self._grader = grader
         self._pending = pending
         self._on_progress = on_progress
@@ -313,7 +313,7 @@ class _Grades:
         self._done = self._tokens = 0
 
     def submit(self, index: int, completions: list[Completion]) -> None:
-        """Begin to grade the completions of a prompt."""
+        """Start grading the completions of a prompt."""
         prompt = self._pending[index].prompt.prompt
         graded = [(prompt, Graded(text=each.text, tokens=tuple(each.tokens.tolist()))) for each in completions]
         if index in self._own:
@@ -323,7 +323,7 @@ class _Grades:
         self._on_progress(self._done, self._tokens)
 
     def wait_for(self, completed: list[list[Completion]], stats: RolloutStats) -> _HostPart:
-        """What is graded here: completions, rewards of groups that are complete, and stats with the wait for them."""
+        """Wait for the grades; returns completions, rewards of complete groups, and stats with the time waited."""
         start = time.perf_counter()
         known = [list(each.rewards) for each in self._pending]
         rewards = {index: grading.result() for index, grading in self._gradings.items()}
@@ -343,6 +343,6 @@ def _request(pending: Pending, settings: AnswerSettings) -> Request:
 
 
 def rollout_rules(layout: Layout, decoder: DecoderConfig, mesh: Mesh) -> ShardingRules:
-    """How weights and sequences are split over the devices of a mesh, in the order that they have there."""
+    """The sharding rules of a rollout layout on a mesh, with the devices in the mesh's order."""
     shape = layout.mesh(mesh.shape, decoder.kv_heads)
     return ShardingRules(Mesh(mesh.devices.reshape(tuple(shape.values())), tuple(shape)), ROLLOUT_LAYOUTS[layout.name])

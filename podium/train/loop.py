@@ -1,4 +1,4 @@
-"""The story of a run: prompts, completions, rewards, update, again; evaluated, recorded, saved, and continued."""
+"""The main loop of a run: prompts, completions, rewards, update; with evaluation, records, checkpoints and resuming."""
 
 from podium.config.schema import Config
 from podium.job.context import JobContext, alone
@@ -25,26 +25,26 @@ def train(
     on_step: OnStep = unheard,
     profile: Window | None = None,
 ) -> int:
-    """Train, or continue a run that was stopped; return the exit status of `podium train`.
+    """Train, or continue a run that was stopped; returns the exit status of `podium train`.
 
     Args:
-        config: of the run, with its name.
-        fork: the run and step whose checkpoint a new run begins from.
-        plain: lines instead of the live view.
+        config: the run's settings, including its name.
+        fork: the run and step whose checkpoint a new run starts from.
+        plain: print lines instead of the live view.
         job: the job that this process belongs to; unset: none.
-        check: plans the run at its start and compares each step with the plan; unset: no plan.
+        check: plans the run at its start and compares steps with the plan; unset: no plan.
         on_step: called after each step with its metrics.
         profile: the steps to trace.
 
     Raises:
-        ValueError: something that the config names cannot be used; the message says what, and the way out.
+        ValueError: something named in the config is unusable; the message says what, and the way out.
     """
     job = job or alone()
     opened = open_run(config, fork=fork, plain=plain, job=job, check=check, on_step=on_step, profile=profile)
     with opened as (run, state, done):
         done = run_steps(run, state, done)
         summarise(run)
-        status = run.stop.exit_code  # of all processes, which know each other until here
+        status = run.stop.exit_code  # of all processes, which are still connected here
     why = job.notice.text or f"stopped by signal {status - 128}"
     stopped = f"{why} after step {done}, which is saved"
     job.report.end(*(("stopped", stopped) if status else ("done", f"{done} steps")), status)
@@ -52,12 +52,12 @@ def train(
 
 
 def run_steps(run: RunParts, state: TrainState, done: int) -> int:
-    """Train from step `done` to the last, or until a stop is requested; return the number of steps done and saved.
+    """Train from step `done` to the last one, or until a stop is requested; returns the number of steps done and saved.
 
     `state` is the state after `done` steps; it is donated.
 
     Raises:
-        DivergedError: an update made numbers that are not finite.
+        DivergedError: an update produced NaN or infinity.
         CheckpointError: a checkpoint cannot be written.
     """
     spec = run.spec
@@ -90,14 +90,14 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
                 run.save_timer.restart()
             if stopping:
                 break
-    except Interrupted:  # in a rollout: the step before it is done; a continued run repeats an evaluation
+    except Interrupted:  # in a rollout: the previous step is done; a resumed run repeats an interrupted evaluation
         if done > first:
             run.checkpointer.maybe_save(done, state, position, score=None, last=True)
     return done
 
 
 def evaluate_at_start(run: RunParts, done: int) -> None:
-    """Evaluate a new run's first model; in a continued run, make up an evaluation that was due and is not recorded."""
+    """Evaluate a new run's initial model; in a resumed run, make up for an evaluation that was due and not recorded."""
     if not done:
         if run.spec.evaluation.at_start:
             evaluate_now(run, done)
@@ -110,7 +110,7 @@ def evaluate_at_start(run: RunParts, done: int) -> None:
 
 
 def evaluation_due(spec: RunSpec, step: int) -> bool:
-    """Whether the weights after this step are to be evaluated."""
+    """Whether the weights after this step should be evaluated."""
     every = spec.evaluation.every_steps
     return bool((every and step % every == 0) or (step == spec.steps and spec.evaluation.at_end))
 
@@ -124,12 +124,12 @@ def evaluate_now(run: RunParts, step: int) -> float:
 
 
 def summarise(run: RunParts) -> None:
-    """Write the run's summary and curve, wait for its last checkpoint, and show the summary."""
+    """Write the run's summary and curve, wait for its last checkpoint, and print the summary."""
     path = run.run_dir.path
     if run.run_dir.writes:
         save_summary(path)
         save_curve(path)
-    run.resources.close()  # waits for the last checkpoint, which the view shows until the summary replaces it
+    run.resources.close()  # waits for the last checkpoint; the live view shows this until the summary replaces it
     run.progress.close()
-    if run.run_dir.writes and run.progress.notebook is None:  # in a notebook the chart says it
+    if run.run_dir.writes and run.progress.notebook is None:  # a notebook shows the chart instead
         print_summary(path, run.progress.console)

@@ -1,8 +1,8 @@
-"""Optimizer moments in host memory: their placement between updates, and the update that streams them.
+"""Optimizer moments in host memory: where they are stored between updates, and the update that streams them.
 
 The compiler would fetch all moments as early as possible, before the backward pass, which needs the memory; barriers do
-not prevent that. So each parameter's update is a loop of its own: a loop fetches its operands when it begins, and the
-loops run one after another, after the gradient.
+not prevent that. So each parameter's update is its own loop: a loop fetches its operands when it starts, and the loops
+run one after another, after the gradient is complete.
 """
 
 from collections.abc import Collection, Iterable
@@ -26,14 +26,14 @@ class Offloaded(optax.GradientTransformationExtraArgs):
 
 
 class OffloadedWhole(Offloaded):
-    """The same for an optimizer that may combine several parameters."""
+    """An offloaded optimizer that may combine several parameters, so all moments are fetched together."""
 
 
 def offloaded(optimizer: optax.GradientTransformation, *, whole: bool) -> Offloaded:
-    """The optimizer with its moments in host memory.
+    """Wrap an optimizer so that its moments are in host memory.
 
-    Unless `whole`, its update of one parameter alone, given the global norm as `norm`, must equal its update of that
-    parameter among all others.
+    Unless `whole`, updating one parameter alone (given the global norm as `norm`) must give the same result as updating
+    it together with all others.
     """
     kind = OffloadedWhole if whole else Offloaded
     return kind(optimizer.init, optax.with_extra_args_support(optimizer).update)
@@ -45,7 +45,7 @@ def in_host_memory(sharding: Sharding) -> Sharding:
 
 
 def takes_no_device(sharding: Sharding) -> bool:
-    """Whether an array occupies host memory and no device memory; False on a CPU, where both are one."""
+    """Whether an array is in host memory only; False on a CPU, where both memories are the same."""
     return sharding.memory_kind == HOST_MEMORY and next(iter(sharding.device_set)).platform != "cpu"
 
 
@@ -67,9 +67,9 @@ _Parts: TypeAlias = tuple[Params, Params, optax.OptState]
 def apply_gradients(
     optimizer: optax.GradientTransformation, grads: Params, opt_state: optax.OptState, params: Params, *, streamed: bool
 ) -> tuple[Params, optax.OptState, jax.Array]:
-    """Apply an update; return the parameters, the optimizer's state, and the norm of the update.
+    """Apply an update; returns the parameters, the optimizer's state, and the norm of the update.
 
-    Moments from host memory return there. With `streamed`, only one parameter's moments are on the device at a time; on
+    Moments from host memory return there. With `streamed`, only one parameter's moments are on the device at a time. On
     a CPU, which has one memory, the program and its bits are the same with and without offloading.
     """
     if not (streamed and isinstance(optimizer, Offloaded)):
@@ -111,7 +111,7 @@ def _part(opt_state: optax.OptState, names: Collection[str]) -> optax.OptState:
 
 
 def _union(*parts: object) -> object:
-    """Merge dicts with different names; of values equal in all parts, such as counts, take the first."""
+    """Merge dicts with different keys; for values that are equal in all parts, such as counts, take the first."""
     return _merged(part for part in parts if _is_dict(part)) if _is_dict(parts[0]) else parts[0]
 
 

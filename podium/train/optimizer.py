@@ -1,7 +1,7 @@
 """Builds the optax optimizer of a config, and places its state on devices.
 
-Every update rule is optax's own. This module adds: which parameters are matrices (read from the logical axes of their
-specs), the order of the chain, and moments in bfloat16. Otherwise the state is float32, as the parameters are.
+All update rules are optax's. This module adds: which parameters are matrices (from their logical axes), the order of
+the chain, and moments in bfloat16. All other state is float32, like the parameters.
 """
 
 import zlib
@@ -20,14 +20,14 @@ from podium.models.blocks.spec import ParamSpec, ParamSpecs, is_matrix, matrix_d
 from podium.sharding import AnyParams, Params
 from podium.train.offload import Offloaded, in_host_memory, offloaded
 
-ADAM_UPDATE_RMS = 0.2  # arXiv:2502.16982: Muon's updates scaled to it take AdamW's learning rates
+ADAM_UPDATE_RMS = 0.2  # arXiv:2502.16982: Muon's updates, scaled to this RMS, work with AdamW's learning rates
 ADAFACTOR_CLIP_RMS = 1.0  # arXiv:1804.04235, section 6
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
-    """The learning rate of each optimizer step, counted from 0.
+    """The learning rate schedule; optimizer steps are counted from 0.
 
-    Warm-up reaches the peak with its last step, and no step has rate 0; the decay starts at the peak and reaches
+    The last warm-up step has the peak rate, and no step has rate 0. The decay starts at the peak and reaches
     `final_fraction` of it at the last of the run's `total_steps`.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
@@ -46,7 +46,7 @@ def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
 def make_optimizer(
     config: OptimizerConfig, total_steps: int, specs: ParamSpecs, *, offload: bool = False
 ) -> optax.GradientTransformation:
-    """The optimizer of a config: `clip -> rule -> weight decay of matrices -> learning rate`.
+    """Build the optimizer of a config: `clip -> rule -> weight decay of matrices -> learning rate`.
 
     Weight decay is decoupled and multiplied by the learning rate, for every rule. Clipping uses the global norm of all
     gradients. The specs say which parameters are matrices, and along which dimensions. With `offload` the moments stay
@@ -80,17 +80,17 @@ def clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:
 
 
 class SmallMoments(NamedTuple):
-    """State of `small_moments`."""
+    """State of `small_moments`: the rule's state, narrowed."""
 
-    made: jax.Array  # [] int32, updates so far: the seed of the next rounding
-    inner: optax.OptState  # of the rule, its float32 arrays in bfloat16
+    made: jax.Array  # [] int32, number of updates so far; seeds the next rounding
+    inner: optax.OptState  # state of the rule, with float32 arrays in bfloat16
 
 
 def small_moments(rule: optax.GradientTransformation) -> optax.GradientTransformation:
     """Store the rule's moments in bfloat16, and widen them to float32 for each update.
 
-    Rounded to nearest, a second moment with decay 0.999 would never decrease: a thousandth is less than half a step of
-    bfloat16. Stochastic rounding is correct on average (arXiv:2010.06192).
+    With rounding to nearest, a second moment with decay 0.999 would never decrease, since a thousandth is less than
+    half a bfloat16 step. Stochastic rounding is unbiased (arXiv:2010.06192).
     """
 
     def init(params: optax.Params) -> SmallMoments:
@@ -106,7 +106,7 @@ def small_moments(rule: optax.GradientTransformation) -> optax.GradientTransform
         key = jax.random.key(state.made)
 
         def narrow(path: tuple[object, ...], x: jax.Array) -> jax.Array:
-            own = zlib.crc32(jax.tree_util.keystr(path).encode())  # a key of its own for each array
+            own = zlib.crc32(jax.tree_util.keystr(path).encode())  # a separate key for each array
             return round_at_random(x, jax.random.fold_in(key, own)) if _is_moment(x, jnp.float32) else x
 
         return changes, SmallMoments(state.made + 1, jax.tree_util.tree_map_with_path(narrow, inner))
@@ -169,7 +169,7 @@ def replicated(params: AnyParams) -> NamedSharding:
 
 
 def _rule(config: OptimizerConfig, specs: ParamSpecs) -> optax.GradientTransformation:
-    """The rule from gradients to an uphill direction; sign and step size are applied later in the chain."""
+    """The rule from gradients to an ascent direction; sign and step size are applied later in the chain."""
     if config.name == "adamw":
         return optax.scale_by_adam(config.beta1, config.beta2, config.eps)
     if config.name == "lion":
@@ -206,9 +206,9 @@ def _rule(config: OptimizerConfig, specs: ParamSpecs) -> optax.GradientTransform
 def muon_dimensions(spec: ParamSpec) -> optax.contrib.MuonDimensionNumbers | None:
     """The dimensions of a parameter that Muon orthogonalises; None if Adam updates it.
 
-    Adam updates norms, biases, and the embedding and head, whose rows are tokens. Of the others, [L, D, H, Q] is L
-    matrices from D to H * Q, and [L, H, Q, D] is L matrices from H * Q to D: dimensions before the first named axis
-    are a batch, those from it up to the second named axis are the inputs, the rest are the outputs.
+    Adam updates norms, biases, embedding and head (whose rows are tokens). Of the others, [L, D, H, Q] is L matrices
+    from D to H * Q, and [L, H, Q, D] is L matrices from H * Q to D: dimensions before the first named axis are a batch,
+    those from it up to the second named axis are inputs, the rest are outputs.
     """
     if not is_matrix(spec) or "vocab" in spec.axes:
         return None

@@ -1,8 +1,8 @@
-"""Which samples share a row of a batch. Lengths alone: the planner counts rows with it, without jax.
+"""Decides which samples share a row of a batch. Uses only lengths, so the planner counts rows with it, without jax.
 
-A row holds segments. With `shared_prompts` the prompt of a group is one segment, without its last token, and each
-completion is another that sees it: first the prompt's last token, from which the completion's first token is
-predicted, then the completion without its last. So a prompt costs its length once per group, not once per completion.
+A row consists of segments. With `shared_prompts`, a group's prompt without its last token is one segment, and each
+completion is another segment that sees it: it consists of the prompt's last token, from which the completion's first
+token is predicted, and the completion without its last token. So a prompt takes its length once per group.
 """
 
 import dataclasses
@@ -13,11 +13,11 @@ from podium.run.spec import Packing
 from podium.train.balance import Lengths, balance
 
 Chunk = list[int]
-"""Samples of one group that stay in one row, behind one copy of their prompt; by number."""
+"""Indices of samples of one group that share a row and one copy of their prompt."""
 
 
 def pack_rows(samples: Sequence[Lengths], *, row_tokens: int, packing: Packing) -> list[list[Chunk]]:
-    """The samples of each row, by number.
+    """Pack samples into rows; returns the chunks of sample indices in each row.
 
     Raises:
         ValueError: a prompt with its completion is longer than a row.
@@ -29,9 +29,9 @@ def pack_rows(samples: Sequence[Lengths], *, row_tokens: int, packing: Packing) 
 def balanced_rows(
     samples: Sequence[Lengths], *, row_tokens: int, packing: Packing, rows: int, pair_cost: float
 ) -> list[list[Chunk]]:
-    """The samples of each row of a batch: as many micro-batches of `rows` as `pack_rows` takes, rows of equal work.
+    """Pack samples into balanced rows: as many micro-batches of `rows` as `pack_rows` needs, with rows of equal work.
 
-    Without packing, every row is one sample. `pair_cost` is as in `podium.train.balance.balance`.
+    Without packing, each row is one sample. `pair_cost` is as in `podium.train.balance.balance`.
 
     Raises:
         ValueError: a prompt with its completion is longer than a row.
@@ -50,12 +50,12 @@ def balanced_rows(
 
 
 def chunk_tokens(chunk: Chunk, samples: Sequence[Lengths]) -> int:
-    """Tokens that a chunk takes of a row."""
+    """Tokens that a chunk takes in a row."""
     return samples[chunk[0]].shown + sum(samples[index].own for index in chunk)
 
 
 def _chunks(samples: Sequence[Lengths], row_tokens: int, shared: bool) -> list[Chunk]:
-    """Each group's samples in as few chunks as fit in rows, in order; without sharing, each sample alone."""
+    """Split each group into as few chunks as fit in rows, in order; without sharing, each sample is a chunk."""
     chunks: list[Chunk] = []
     for index, sample in enumerate(samples):
         if sample.shown + sample.own > row_tokens:
@@ -72,7 +72,7 @@ def _chunks(samples: Sequence[Lengths], row_tokens: int, shared: bool) -> list[C
 
 
 def _first_fit(chunks: list[Chunk], samples: Sequence[Lengths], row_tokens: int) -> list[list[Chunk]]:
-    """The chunks in rows: the longest first, each in the first row with room."""
+    """First-fit packing of chunks: longest first, each into the first row with room."""
     rows: list[list[Chunk]] = []
     free: list[int] = []
     for chunk in sorted(chunks, key=lambda chunk: -chunk_tokens(chunk, samples)):

@@ -1,4 +1,4 @@
-"""The machine: what is set before jax starts, and what jax then has."""
+"""The machine: jax settings before it starts, and a description of the devices."""
 
 import hashlib
 import os
@@ -14,22 +14,22 @@ from podium.run.machine import Machine
 from podium.sharding import slice_of
 
 CACHE_BYTES = 10 * 2**30
-"""Of compiled programs that are kept; those not used for the longest time go first."""
+"""Size limit of the cache of compiled programs; the least recently used ones are deleted first."""
 
 
 def prepare_platform() -> None:
-    """Have jax start on the CPU alone where there is nothing else, and keep what it compiles; a second call is free."""
+    """Make jax use only the CPU if there is no other device, and cache compiled programs; idempotent."""
     keep_compiled()
     keep_freed_memory()
     if only_cpu():
-        jax.config.update("jax_platforms", "cpu")  # an installed libtpu would search for chips for a long time
+        jax.config.update("jax_platforms", "cpu")  # otherwise an installed libtpu searches for chips for a long time
 
 
 def keep_compiled() -> None:
-    """Have jax keep compiled programs in ~/.cache/podium/xla, so that a second start compiles nothing.
+    """Make jax cache compiled programs in ~/.cache/podium/xla, so that a second start compiles nothing.
 
-    `JAX_COMPILATION_CACHE_DIR` says another folder, or none if it is empty. Programs for CPU are kept apart by its
-    features: a home folder may be shared by machines that differ.
+    `JAX_COMPILATION_CACHE_DIR` sets another folder, or disables the cache if empty. Programs for CPU are cached by its
+    features, because machines with different CPUs may share a home folder.
     """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or jax.config.values.get("jax_compilation_cache_dir") is not None:
         return
@@ -40,7 +40,7 @@ def keep_compiled() -> None:
 
 
 def machine_of(mesh: Mesh) -> Machine:
-    """The machine that the devices of a mesh are."""
+    """The machine that a mesh's devices belong to."""
     devices = list(mesh.devices.flat)
     return Machine(
         platform=devices[0].platform,
@@ -53,7 +53,7 @@ def machine_of(mesh: Mesh) -> Machine:
 
 
 def machine_text() -> str:
-    """The devices of all processes in words, as in `8 x TPU v6e on 2 hosts` or `1 x cpu (AMD EPYC, 2 cores)`."""
+    """Describe the devices of all processes, as `8 x TPU v6e on 2 hosts` or `1 x cpu (AMD EPYC, 2 cores)`."""
     devices = jax.devices()
     text = f"{len(devices)} x {devices[0].device_kind}"
     if devices[0].platform == "cpu":

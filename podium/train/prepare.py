@@ -1,8 +1,8 @@
-"""From graded groups to the batches of a step's optimizer steps.
+"""Turns graded groups into the batches of a step's optimizer steps.
 
     groups -> samples -> rows of batches -> scores -> advantages
 
-Advantages come last, since they may read scores.
+Advantages come last, because they may depend on scores.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ from podium.train.step import batch_sharding, shard_batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Minibatch:
-    """The samples of one optimizer step, packed; their advantages are still 0."""
+    """The packed samples of one optimizer step; advantages are still 0."""
 
     places: list[tuple[int, int]]
-    """Of each sample, its group and its number there, counted over the groups that are kept."""
+    """For each sample, its group (counted over the kept groups) and its index in the group."""
     samples: list[Sample]
     batch: Batch[np.ndarray]
     spans: list[TokenSpan]
@@ -38,20 +38,20 @@ class Minibatch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedStep:
-    """A step's samples in the minibatches of its optimizer steps. Only groups that the recipe keeps are in it."""
+    """A step's samples, in the minibatches of its optimizer steps; contains only groups that the recipe keeps."""
 
-    rewards: np.ndarray  # [N, G], of all groups
-    equal: np.ndarray  # [N] bool, groups whose episodes all earned the same
-    kept: np.ndarray  # [n], the groups in the minibatches, by their position in the step
-    lengths: np.ndarray  # [n, G], drawn tokens of each sample; 0 where the recipe masks it
+    rewards: np.ndarray  # [N, G], all groups
+    equal: np.ndarray  # [N] bool, groups whose episodes all have the same reward
+    kept: np.ndarray  # [n], indices of the kept groups within the step
+    lengths: np.ndarray  # [n, G], drawn tokens of each sample; 0 if the recipe masks it
     minibatches: list[Minibatch]
-    """Those that have a token to train on."""
+    """The minibatches with at least one token to train on."""
 
 
 def pack_step(groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes) -> PackedStep:
-    """Make samples of a step's groups and pack them.
+    """Make samples from a step's groups and pack them.
 
-    Groups that the recipe drops are dropped here: they are no part of the advantages' mean or standard deviation.
+    Groups that the recipe drops are removed here, so they do not affect the mean or standard deviation of advantages.
     """
     rewards = np.stack([group.totals for group in groups])  # [N, G]
     equal = equal_reward_groups(rewards)  # [N]
@@ -70,7 +70,7 @@ def pack_step(groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes) -> Pac
 
 
 def group_samples(group: Group, index: int, recipe: Recipe) -> list[Sample]:
-    """A group's episodes as samples; one that the recipe masks has no tokens."""
+    """Make samples from a group's episodes; masked ones have no tokens."""
     return [
         transcript_sample(
             transcript,
@@ -83,7 +83,7 @@ def group_samples(group: Group, index: int, recipe: Recipe) -> list[Sample]:
 
 
 def _minibatch(part: list[int], samples: list[list[Sample]], recipe: Recipe, sizes: BatchSizes) -> Minibatch:
-    """The samples of some groups with their weights, packed. Masked ones count in the mean and are left out."""
+    """Weight and pack the samples of some groups. Masked samples count in the mean, but are not packed."""
     places = [(n, g) for n in part for g in range(len(samples[n]))]
     flat = [samples[n][g] for n, g in places]
     lengths = np.array([sample.num_drawn for sample in flat])
@@ -108,15 +108,15 @@ def prepare_step(
     scorers: Sequence[Scorer],
     policy: Params,
 ) -> tuple[list[Batch[jax.Array]], BatchStats]:
-    """The batches of a step's optimizer steps on the devices, with scores and advantages.
+    """Make the batches of a step's optimizer steps on the devices, with scores and advantages.
 
     Args:
-        groups: Graded episodes of the step.
-        recipe: Says which groups are kept, and what advantages and weights are.
-        sizes: Shapes of the batches.
-        rules: Where arrays of a batch live.
-        scorers: Score each batch before its advantages are computed.
-        policy: All weights of the policy, as they are before the first update.
+        groups: graded episodes of the step.
+        recipe: decides which groups are kept, and computes advantages and weights.
+        sizes: shapes of the batches.
+        rules: how a batch's arrays are sharded.
+        scorers: score each batch before its advantages are computed.
+        policy: all weights of the policy before the first update.
     """
     start = time.perf_counter()
     packed = pack_step(groups, recipe, sizes)
@@ -141,7 +141,7 @@ def prepare_step(
 def step_advantages(
     packed: PackedStep, recipe: Recipe, scored: Sequence[Batch[jax.Array]]
 ) -> tuple[np.ndarray, RewardKl | None]:
-    """Advantages [n, G] of the groups that are kept, or [n, G, T] by token; and the KL that rewards were charged.
+    """Advantages of the kept groups, [n, G] or per token [n, G, T], and the KL charged to rewards, if any.
 
     `scored` are the step's batches with their scores.
     """
@@ -157,12 +157,12 @@ def step_advantages(
 
 
 def penalise(rewards: np.ndarray, reward_kl: RewardKl | None, recipe: Recipe) -> np.ndarray:
-    """The rewards [N, G] less what `kl: k1_reward` charges."""
+    """The rewards [N, G] minus the penalty of `kl: k1_reward`."""
     return rewards if reward_kl is None else penalised_rewards(rewards, reward_kl.sums, recipe.kl_coef)
 
 
 def _reward_kl(packed: PackedStep, scored: Sequence[Batch[jax.Array]]) -> RewardKl:
-    """The KL to the reference of each episode. A recipe that charges it keeps all groups."""
+    """Each episode's KL to the reference; a recipe that charges it keeps all groups."""
     sums = np.zeros(packed.rewards.shape)
     for minibatch, batch in zip(packed.minibatches, scored, strict=True):
         found = take(on_host(batch.scores[REFERENCE_LOGPROBS]), minibatch.spans)
@@ -172,7 +172,7 @@ def _reward_kl(packed: PackedStep, scored: Sequence[Batch[jax.Array]]) -> Reward
 
 
 def _token_scores(packed: PackedStep, scored: Sequence[Batch[jax.Array]]) -> TokenScores:
-    """All that is known of each token, padded to the longest sample."""
+    """All scores of each token, padded to the longest sample."""
     longest = max((len(sample.tokens) for each in packed.minibatches for sample in each.samples), default=0)
     shape = (*packed.lengths.shape, longest)
     names = sorted({name for batch in scored for name in batch.scores})
@@ -193,7 +193,7 @@ def _token_scores(packed: PackedStep, scored: Sequence[Batch[jax.Array]]) -> Tok
 def _finish(
     batch: Batch[jax.Array], minibatch: Minibatch, advantages: np.ndarray, recipe: Recipe, rules: ShardingRules
 ) -> Batch[jax.Array]:
-    """The batch with its advantages, and with those of its scores that the loss reads."""
+    """The batch on the devices with its advantages and the scores that the loss reads."""
     host = np.zeros(batch.tokens.shape, np.float32)
     own = [
         with_advantage(sample, advantages[place] if advantages.ndim == 2 else advantages[place][: len(sample.tokens)])

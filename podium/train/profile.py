@@ -1,7 +1,7 @@
-"""Profiles some steps: jax's trace, for Perfetto and TensorBoard, and a table of the slowest operations.
+"""Profiles steps: jax's trace for Perfetto and TensorBoard, and a table of the slowest operations.
 
-A trace names operations as the compiler does (`fusion.12`). The part of Podium that each belongs to is read from the
-metadata of the compiled programs, where `jax.named_scope` recorded it.
+A trace names operations as the compiler does (`fusion.12`). The part of Podium that an operation belongs to is read
+from the compiled programs' metadata, where `jax.named_scope` recorded it.
 """
 
 import collections
@@ -14,9 +14,9 @@ from typing import NamedTuple, Protocol
 import jax
 
 FOLDER = "profile"
-"""Folder in a run's folder, with a trace and a table for each window of steps."""
+"""Folder within a run's folder, with a trace and a table per window of steps."""
 TOUCHED = "profile-now"
-"""Creating this file in a run's folder profiles the next step; the file is then removed."""
+"""Creating this file in a run's folder profiles the next step; the file is then deleted."""
 SHOWN = 20
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?op_name=\"([^\"]+)\"", re.MULTILINE)
 _WRAPPER = re.compile(r"(?:jit|pjit|jvp|transpose|vmap|checkpoint|remat|shard_map)\(([^()]*)\)")
@@ -25,18 +25,18 @@ _PLUMBING = {"", "main", "while", "body", "cond", "closed_call", "checkpoint", "
 
 
 class Window(NamedTuple):
-    """Steps to profile, counted from 1, both included."""
+    """Steps to profile, first and last inclusive, counted from 1."""
 
     first: int
     last: int
 
 
 class Operation(NamedTuple):
-    """Total time of one operation's events."""
+    """The total time of an operation's events."""
 
     program: str
     name: str
-    """Its scopes and its kind, such as `layers/attention/dot_general`."""
+    """Scopes and kind, such as `layers/attention/dot_general`."""
     seconds: float
     times: int
 
@@ -53,7 +53,7 @@ class Profiler:
     """Traces the steps of a window, and the next step whenever `profile-now` appears in the run's folder."""
 
     def __init__(self, folder: Path | None, window: Window | None, announce: Callable[[str], None]) -> None:
-        """`folder` is the run's; None: this process does not profile. `announce` is called with a line per profile."""
+        """`folder` is the run's; None: do not profile in this process. `announce` is called with a line per profile."""
         self._folder = folder
         self._window = window
         self._announce = announce
@@ -74,7 +74,7 @@ class Profiler:
         self._until = window.last
         self._trace = self._folder / FOLDER / f"steps-{window.first}-{window.last}"
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # millions of calls that are not ours
+        options.python_tracer_level = 0  # it would record millions of unrelated calls
         jax.profiler.start_trace(self._trace, profiler_options=options)
 
     def end(self, step: int) -> None:
@@ -100,7 +100,7 @@ class Profiler:
 def read_events(folder: Path) -> Iterator[tuple[str, str, float]]:
     """Yield (program, operation, seconds) for every event of a compiled program in a trace.
 
-    Events nest (a loop contains its body): only the innermost ones on a thread count.
+    Events nest (a loop contains its body); only the innermost events on a thread are yielded.
     """
     for path in sorted(folder.glob("**/*.xplane.pb")):
         for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
@@ -153,7 +153,7 @@ def program_scopes() -> dict[tuple[str, str], str]:
 
 
 def scope_of(path: str) -> str:
-    """Keep only Podium's names in an operation's path: `jit(step)/transpose(jvp(mlp))/dot` becomes `mlp/dot`."""
+    """Reduce an operation's path to Podium's names: `jit(step)/transpose(jvp(mlp))/dot` becomes `mlp/dot`."""
     before = None
     while before != path:
         before, path = path, _WRAPPER.sub(lambda found: found[1], path)
@@ -162,7 +162,7 @@ def scope_of(path: str) -> str:
 
 
 def operations(events: Iterable[tuple[str, str, float]], scopes: dict[tuple[str, str], str]) -> list[Operation]:
-    """Events summed by program and scope, the longest first; an operation without a scope keeps its own name."""
+    """Sum events by program and scope, longest first; an operation without a scope keeps its own name."""
     seconds: collections.Counter[tuple[str, str]] = collections.Counter()
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
     for program, operation, took in events:
@@ -173,7 +173,7 @@ def operations(events: Iterable[tuple[str, str, float]], scopes: dict[tuple[str,
 
 
 def operation_table(found: list[Operation]) -> list[str]:
-    """Lines of a table: the operations that took longest, with their share of the total."""
+    """Lines of a table of the slowest operations, with their share of the total."""
     total = sum(each.seconds for each in found)
     lines = [f"{'share':>6} {'seconds':>9} {'calls':>8}  {'program':<16} operation"]
     lines += [

@@ -52,7 +52,7 @@ class PlanCheck(Protocol):
 
 
 class Recorder:
-    """Writes metrics, samples and lengths of a run, shows them, and reports progress to the job."""
+    """Writes a run's metrics, samples and lengths, shows them, and reports progress to the job."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Recorder:
         check: PlanCheck | None,
         on_step: OnStep = unheard,
     ) -> None:
-        """Write nothing yet. `pieces` splits tokens into texts; without `check` nothing is planned."""
+        """Write nothing yet. `pieces` splits tokens into texts; without `check`, steps are not compared with a plan."""
         self.spec = spec
         self.run_dir = run_dir
         self.writer = writer
@@ -89,7 +89,7 @@ class Recorder:
         self._start = self._cpu_start = 0.0
 
     def begin_step(self, checkpoint_s: float | None) -> None:
-        """Start a step's clock, which `write` stops; `checkpoint_s`: seconds that saving the last step took."""
+        """Start the clock of a step, which `write` stops; `checkpoint_s` is how long saving the previous step took."""
         self._checkpoint_s = checkpoint_s
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
 
@@ -102,7 +102,7 @@ class Recorder:
         updated: UpdateStats,
         sync_s: float,
     ) -> None:
-        """Record the last step, after which `step` steps are done. With several hosts, all must call it."""
+        """Record a finished step; `step` is the number of steps done. On several hosts, all must call this."""
         step_s, cpu_s = time.perf_counter() - self._start, time.process_time() - self._cpu_start
         self._step_seconds.append(step_s)
         averaged = len(self._step_seconds) == STEPS_AVERAGED
@@ -142,7 +142,7 @@ class Recorder:
         return [line for alarm in self._alarms for line in alarm.after_step(stats, metrics)]
 
     def _narrow_clip_lines(self, updated: UpdateStats) -> list[str]:
-        """Say once that rounding alone clips tokens, where it does."""
+        """A warning, at most once, if the clip range is so narrow that rounding alone clips tokens."""
         warning = narrow_clip_warning(self._recipe, updated.logprob_gap) if updated.updates else None
         if warning is None or self._warned:
             return []
@@ -152,7 +152,7 @@ class Recorder:
     def _write_completions(
         self, step: int, groups: list[Group], batched: BatchStats, rolled: RolloutStats
     ) -> list[SampleRecord]:
-        """Write samples of the step's groups, the first with its tokens, and the lengths of all; return the samples."""
+        """Write samples of the step's groups (the first with tokens) and the lengths of all; returns the samples."""
         samples: list[SampleRecord] = []
         every = self.spec.metrics.samples_every
         sampled = sampled_groups(step, prompts_per_step=self.spec.prompts_per_step, samples_every=every)
@@ -217,7 +217,7 @@ def completion_stats(groups: Sequence[Group]) -> CompletionStats:
 
 
 def carry_stats(groups: Sequence[Group], drawn_lengths: Sequence[int]) -> CarryStats:
-    """Ages of a step's completions, and how far their lengths are from the lengths of those that ended in the step."""
+    """Ages of a step's completions, and the distance of their lengths from those of completions drawn in the step."""
     versions = [[transcript.versions for transcript in group.transcripts] for group in groups]
     ages = [group.version - np.concatenate(own) for group, own in zip(groups, versions, strict=True)]
     staleness = np.array([np.max(own) for own in ages])
@@ -232,7 +232,7 @@ def carry_stats(groups: Sequence[Group], drawn_lengths: Sequence[int]) -> CarryS
 
 
 def device_memory() -> tuple[int, int] | None:
-    """Bytes in use and at peak on the fullest device of all hosts; None where devices do not report it (CPU)."""
+    """Bytes in use and at peak on the fullest device of all hosts; None if devices do not report them (CPU)."""
     used, peak = local_memory("bytes_in_use"), local_memory("peak_bytes_in_use")
     if used is None or peak is None:
         return None

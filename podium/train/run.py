@@ -1,4 +1,4 @@
-"""The resources of a run: opened in order, closed in reverse."""
+"""Opens the resources of a run in order, and closes them in reverse."""
 
 import contextlib
 import dataclasses
@@ -54,13 +54,13 @@ from podium.train.trainer import Trainer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """What lives from a run's first step to its last."""
+    """The parts of a run that live from its first step to its last."""
 
     spec: RunSpec
     run_dir: RunDir
     progress: Progress
     phase: Callable[[str], None]
-    """Tells the user and the watchdog what the run does from now on."""
+    """Announces the current phase to the user and the watchdog."""
     stop: AgreedStop
     rollouts: Rollouts
     trainer: Trainer
@@ -69,16 +69,16 @@ class RunParts:
     profiler: Profiler
     save_timer: "SaveTimer"
     resources: contextlib.ExitStack
-    """Closes what belongs to the run alone: services, the last checkpoint, graders, the engine."""
+    """Closes the run's own resources: services, the last checkpoint, graders, the engine."""
 
     @property
     def samples(self) -> bool:
-        """Whether completions are sampled; otherwise the data has them."""
+        """Whether completions are sampled, rather than taken from the data."""
         return not self.spec.recipe.demonstrations
 
     @property
     def answer(self) -> Callable[[Sequence[EncodedPrompt]], tuple[list[Group], RolloutStats]]:
-        """The function from a step's prompts to their graded completions and the statistics of making them."""
+        """The function from a step's prompts to their graded completions and statistics."""
         if self.samples:
             return self.rollouts.answer
         return partial(demonstrate, spec=self.spec.rollout, tokenizer=self.rollouts.feed.tokenizer)
@@ -95,12 +95,12 @@ def open_run(
     on_step: OnStep,
     profile: Window | None,
 ) -> Iterator[tuple[RunParts, TrainState, int]]:
-    """Open the parts of a run; yield them, the run's state, whose weights are loaded, and the number of steps done.
+    """Open the parts of a run; yields them, the run's state with weights loaded, and the number of steps done.
 
-    Arguments as of `train`.
+    Arguments as for `train`.
 
     Raises:
-        ValueError: something that the config names cannot be used; the message says what, and the way out.
+        ValueError: something named in the config is unusable; the message says what, and the way out.
     """
     console = run_console(plain=plain or job.watched)
     with contextlib.ExitStack() as stack:
@@ -140,7 +140,7 @@ def open_run(
             evaluates=bool(spec.evaluation.at_start or spec.evaluation.every_steps or spec.evaluation.at_end),
         )
         frozen = load_frozen(model)
-        rollouts.grader.check(rollouts.feed.tasks.first_prompts())  # bad data is an error before the first compile
+        rollouts.grader.check(rollouts.feed.tasks.first_prompts())  # report bad data before the first compilation
         newest = from_leader(lambda: newest_whole_step(run_dir.checkpoints, progress.message, job.watchdog.beat))
         checkpointer = Checkpointer(
             run_dir.checkpoints,
@@ -193,24 +193,24 @@ def open_run(
 
 
 class SaveTimer:
-    """Whether a save is due by the time since the last one; process 0 decides for all."""
+    """Decides by the time since the last save whether another is due; process 0 decides for all."""
 
     def __init__(self, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`every_s`: 0: never."""
+        """`every_s` 0 means never."""
         self._every_s, self._clock = every_s, clock
         self.restart()
 
     def restart(self) -> None:
-        """A save has begun."""
+        """Restart the clock; called when a save begins."""
         self._since = self._clock()
 
     def due(self) -> bool:
-        """The same on all hosts; each must call it after each step."""
+        """Whether a save is due; the same on all hosts, which must all call this after each step."""
         return bool(self._every_s) and from_leader(lambda: self._clock() - self._since >= self._every_s)
 
 
 def _plan(check: PlanCheck | None, decoder: DecoderConfig, run_dir: RunDir, progress: Progress) -> None:
-    """Say what was planned for the run. Raises ValueError where it is far too large."""
+    """Print the run's plan. Raises ValueError if the run is far too large."""
     if check is None:
         return
     line = check.begin(decoder, run_dir.path if jax.process_index() == 0 else None)
@@ -219,7 +219,7 @@ def _plan(check: PlanCheck | None, decoder: DecoderConfig, run_dir: RunDir, prog
 
 
 def _say_what_was_chosen(spec: RunSpec, progress: Progress) -> None:
-    """Name what the config leaves to the machine, and with LoRA what is trained."""
+    """Print the choices that the config leaves to the machine, and with LoRA what is trained."""
     if (lora := spec.decoder.lora) is not None:
         progress.message(lora_line(lora, spec.decoder, spec.optimizer.settings.learning_rate))
     progress.message(f"number formats: update {spec.update.dtype}, rollout {spec.rollout.dtype}")
@@ -228,7 +228,7 @@ def _say_what_was_chosen(spec: RunSpec, progress: Progress) -> None:
 
 
 def lora_line(lora: Lora, decoder: DecoderConfig, rate: float) -> str:
-    """What LoRA trains, and at which rate: one that is for all weights is too low."""
+    """A line about what LoRA trains and its learning rate, with a warning if the rate is one for full training."""
     trained, whole = (count(specs) for specs in (trained_specs(decoder), frozen_specs(decoder)))
     text = f"lora: rank {lora.rank} on {', '.join(lora.targets)}: {trained:,} numbers are trained beside {whole:,}"
     text += f" in {lora.base}; rollout {'merged' if lora.merged else 'apart'}; learning rate {rate:g}"
@@ -238,7 +238,7 @@ def lora_line(lora: Lora, decoder: DecoderConfig, rate: float) -> str:
 
 
 def _say_what_changed(saved: dict[str, str], progress: Progress) -> None:
-    """Name the packages whose versions are not the checkpoint's."""
+    """Print which packages have other versions than when the checkpoint was saved."""
     if changed := [name for name, version in versions().items() if saved.get(name, version) != version]:
         progress.message(
             f"versions differ from the checkpoint's: {', '.join(changed)}; the run will not be bit for bit the same"
@@ -261,11 +261,11 @@ def _check_records(
 
 def _begin_save(phase: Callable[[str], None], run_dir: RunDir) -> None:
     phase("checkpoint")
-    run_dir.push()  # records first: whoever continues from the checkpoint needs them
+    run_dir.push()  # records first: resuming from the checkpoint needs them
 
 
 def _open_run_dir(home: Path, settings: Settings, fork: Fork | None) -> RunDir:
-    """The run's folder: process 0 has it open for writing, the others only read it."""
+    """Open the run's folder: for writing on process 0, read-only on the others."""
     opened: list[RunDir] = []
 
     def open_it() -> tuple[bool, Fork | None]:
@@ -300,10 +300,10 @@ def _load_state(
     checkpointer: Checkpointer,
     frozen: Params,
 ) -> tuple[TrainState, HostState, int]:
-    """Where the run stands: its newest checkpoint, else that of the run it was forked from, else the model.
+    """The state to start from: the run's newest checkpoint, or else that of the forked run, or else the model.
 
     Returns:
-        The state, the host's part of it (`versions`, and what `Position.read` takes), and the steps done.
+        The state, the host state (`versions`, and the input of `Position.read`), and the number of steps done.
     """
     if newest is None and fork is None:
         return init_state(load_trained(model, None, frozen), optimizer), {"cursor": 0, "versions": {}}, 0
@@ -312,6 +312,6 @@ def _load_state(
         return *checkpointer.restore(newest, abstract), newest
     assert fork is not None
     state, saved = restore_state(fork.checkpoints, fork.step, abstract, base=checkpointer.base)
-    begun = (each["number"] for each in saved.pop("in_flight", ()))  # of other settings, perhaps: from their prompts
+    begun = (each["number"] for each in saved.pop("in_flight", ()))  # settings may differ: start from their prompts
     saved["cursor"] = min(begun, default=saved["cursor"])
     return restarted(state), saved, 0

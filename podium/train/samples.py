@@ -1,9 +1,9 @@
-"""From graded groups to samples: what an episode's tokens are to the update. Numpy alone.
+"""Turns graded groups into samples: the tokens of an episode with what the update needs to know. Numpy only.
 
     groups -> transcripts -> samples -> batches
 
-A sample is what follows a prompt, with a mask of the tokens that the model drew. The others (replies of an environment)
-are read by the model and never trained: lengths, means and denominators count drawn tokens only.
+A sample is the part after a prompt, with a mask of the tokens that the model drew. Other tokens (an environment's
+replies) are read by the model but never trained: lengths, means and denominators count only drawn tokens.
 """
 
 import dataclasses
@@ -17,26 +17,26 @@ from podium.train.balance import Lengths
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One episode, ready to be trained on."""
+    """One episode as training data."""
 
     group: int
-    """Which prompt of the step it answers."""
+    """Index of the prompt within the step."""
     prompt: tuple[int, ...]
-    tokens: np.ndarray  # [n] int32, what follows the prompt
+    tokens: np.ndarray  # [n] int32, the tokens after the prompt
     mask: np.ndarray  # [n] bool, whether the model drew the token
     sampled_logprobs: np.ndarray  # [n] float32
-    ages: np.ndarray  # [n] int32, steps that trained the weights since they drew the token
+    ages: np.ndarray  # [n] int32, number of weight updates since the token was drawn
     advantages: np.ndarray  # [n] float32
-    weights: np.ndarray  # [n] float32, what each token's loss counts in the batch's loss; 0 where not drawn
+    weights: np.ndarray  # [n] float32, factor of each token's loss in the batch's loss; 0 if not drawn
 
     @property
     def num_drawn(self) -> int:
-        """Tokens that are trained on."""
+        """Number of tokens to train on."""
         return int(np.count_nonzero(self.mask))
 
     @property
     def lengths(self) -> Lengths:
-        """What it takes in a row."""
+        """Its lengths for packing."""
         return Lengths(group=self.group, shown=len(self.prompt) - 1, own=len(self.tokens))
 
 
@@ -49,7 +49,7 @@ def single_answer(
     advantage: float = 0.0,
     weight: float = 0.0,
 ) -> Sample:
-    """A sample of one drawn span, whose tokens share an advantage and a weight."""
+    """Make a sample with one drawn span, whose tokens share an advantage and a weight."""
     size = len(tokens)
     return Sample(
         group=group,
@@ -64,13 +64,13 @@ def single_answer(
 
 
 def transcript_sample(transcript: Transcript, *, group: int, version: int, masked: bool = False) -> Sample:
-    """The sample of an episode, its advantages and weights still 0.
+    """Make the sample of an episode; advantages and weights are still 0.
 
     Args:
-        transcript: The episode.
-        group: Which prompt of the step it answers.
-        version: Of the weights that the step began with; a token is as old as its own version is less.
-        masked: Leave all of it out: the sample has no tokens.
+        transcript: the episode.
+        group: index of the prompt within the step.
+        version: weight version at the start of the step; a token's age is this minus the token's version.
+        masked: leave everything out: the sample has no tokens.
     """
     spans: Sequence[Span] = () if masked else transcript.continuation
     tokens = joined([span.tokens for span in spans], np.int32)
@@ -87,11 +87,11 @@ def transcript_sample(transcript: Transcript, *, group: int, version: int, maske
 
 
 def with_advantage(sample: Sample, advantage: float | np.ndarray) -> Sample:
-    """The sample with one advantage for all its drawn tokens, or with one for each of its tokens, [n]."""
+    """A copy with one advantage for all drawn tokens, or one per token, [n]."""
     spread = np.broadcast_to(np.asarray(advantage, np.float32), sample.tokens.shape)
     return dataclasses.replace(sample, advantages=np.where(sample.mask, spread, np.float32(0)))
 
 
 def with_weight(sample: Sample, weight: float) -> Sample:
-    """The sample with this weight at each of its drawn tokens."""
+    """A copy with this weight at each drawn token."""
     return dataclasses.replace(sample, weights=np.where(sample.mask, np.float32(weight), np.float32(0)))

@@ -1,7 +1,7 @@
-"""Models that score a batch's tokens before its first update: each is weights and a program, and has a name.
+"""Models that score a batch's tokens before its first update; each has a name, weights and a program.
 
-The scores go into `Batch.scores` by that name. Advantages may read them, and so may the loss. The policy itself, before
-the update, is one scorer (`old_logprobs`); the frozen first model is another (`reference_logprobs`).
+Scores are stored in `Batch.scores` by that name; advantages and loss may read them. The policy before the update is one
+scorer (`old_logprobs`), the frozen first model another (`reference_logprobs`).
 """
 
 import dataclasses
@@ -19,30 +19,29 @@ from podium.train.step import ScoreProgram, TrainSettings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scorer:
-    """A model that gives each target of a batch a number."""
+    """A model that assigns a number to each target of a batch."""
 
     name: str
-    """Of its scores in `Batch.scores`."""
+    """Key of its scores in `Batch.scores`."""
     decoder: DecoderConfig
     params: Params | None
-    """None: the policy's own, as they are before the batch's first update."""
+    """None: the policy's own weights, before the batch's first update."""
     program: ScoreProgram
 
 
 def make_scorers(
     recipe: Recipe, settings: TrainSettings, score: ScoreProgram, reference: Params | None
 ) -> tuple[Scorer, ...]:
-    """The scorers that a recipe needs.
+    """Make the scorers that a recipe needs.
 
     Args:
-        recipe: Names them.
-        settings: Of the trainer. A scorer that the recipe names by import path is made by a call of the function there
-            with these settings.
-        score: The program that gives log-probabilities by the trainer's decoder.
-        reference: Parameters of the first model, where the recipe needs them.
+        recipe: names the scorers.
+        settings: the trainer's; a scorer given by import path is made by calling that function with them.
+        score: the program that computes log-probabilities with the trainer's decoder.
+        reference: parameters of the first model, if the recipe needs them.
 
     Raises:
-        ValueError: an import path does not lead to a function that makes a `Scorer`.
+        ValueError: an import path is not a function that returns a `Scorer`.
     """
     return tuple(_make(need, settings, score, reference) for need in recipe.scorers)
 
@@ -59,7 +58,7 @@ def _make(need: str, settings: TrainSettings, score: ScoreProgram, reference: Pa
 
 
 def _imported_scorer(path: str, settings: TrainSettings) -> Scorer:
-    """A scorer of the user's; its scores have the name of the function."""
+    """A user's scorer; its scores are stored under the function's name."""
     made = imported(path, what="a scorer")(settings)
     if not isinstance(made, Scorer):
         raise ValueError(f"{path!r} gives {made!r}; it must be a function of TrainSettings that returns a Scorer")
@@ -67,7 +66,7 @@ def _imported_scorer(path: str, settings: TrainSettings) -> Scorer:
 
 
 def with_scores(batch: Batch[jax.Array], scorers: Sequence[Scorer], policy: Params) -> Batch[jax.Array]:
-    """The batch with the scores of each scorer; `policy` are all weights of the policy before the first update."""
+    """The batch with each scorer's scores; `policy` holds all weights of the policy before the first update."""
     scores = {
         scorer.name: scorer.program(policy if scorer.params is None else scorer.params, batch) for scorer in scorers
     }

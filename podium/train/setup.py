@@ -1,4 +1,4 @@
-"""What a run needs before its first step: the model on its mesh, and weights from wherever they begin."""
+"""Prepares a run before its first step: the model on its mesh, and its initial weights."""
 
 import dataclasses
 from pathlib import Path
@@ -32,31 +32,31 @@ from podium.train.step import TrainSettings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model without its weights: where it is from, its numbers, its tokenizer, and the mesh it will be on."""
+    """A model without its weights: source, architecture, tokenizer, and mesh."""
 
     source: ModelSource
     decoder: DecoderConfig
     tokenizer: Tokenizer
     mesh: Mesh
     lora: LoraConfig | None = None
-    """How its adapters begin, where it has some."""
+    """How its adapters are initialised, if it has any."""
 
     @property
     def machine(self) -> Machine:
-        """The devices of its mesh."""
+        """The machine of its mesh."""
         return machine_of(self.mesh)
 
     @property
     def rules(self) -> ShardingRules:
-        """Where its weights are kept."""
+        """How its weights are stored."""
         return ShardingRules(self.mesh, TRAIN_AXES)
 
 
 def make_model(config: Config) -> Model:
-    """The model that a config names.
+    """Prepare the model that a config names.
 
     Raises:
-        ValueError: the model, its tokenizer or the mesh cannot be used.
+        ValueError: the model, its tokenizer or the mesh is unusable.
     """
     prepare_platform()
     source, mesh = find_source(config.model), make_mesh(config.mesh)
@@ -70,17 +70,17 @@ def make_model(config: Config) -> Model:
 
 
 def run_spec(config: Config, decoder: DecoderConfig, mesh: Mesh) -> RunSpec:
-    """What the config means on the devices of a mesh."""
+    """Resolve a config for the devices of a mesh."""
     return resolve(config, decoder, machine_of(mesh), mesh=dict(mesh.shape))
 
 
 def rollout_spec(config: Config, model: Model) -> RolloutSpec:
-    """How the config has prompts completed and graded: all that evaluation takes of a run."""
+    """Resolve how the config's prompts are completed and graded: the part of a run that evaluation needs."""
     return resolve_rollout(config, model.decoder, model.machine)
 
 
 def make_train_settings(update: UpdateSpec, decoder: DecoderConfig, mesh: Mesh) -> TrainSettings:
-    """The settings that the trainer's compiled programs share in this run."""
+    """The settings that the trainer's compiled programs share."""
     return TrainSettings(
         decoder=decoder,
         mesh=mesh,
@@ -98,24 +98,24 @@ def make_train_settings(update: UpdateSpec, decoder: DecoderConfig, mesh: Mesh) 
 
 
 def make_run_optimizer(optimizer: OptimizerSpec, decoder: DecoderConfig) -> optax.GradientTransformation:
-    """The optimizer of a run, its schedule over all of the run's steps."""
+    """The optimizer of a run, with its schedule over all steps."""
     return make_optimizer(optimizer.settings, optimizer.steps, trained_specs(decoder), offload=optimizer.offload)
 
 
 def load_weights(model: Model, run: Fork | None) -> Params:
-    """All weights, sharded: the model's own, or those of a run's checkpoint; with LoRA, the base and its adapters."""
+    """Load all weights, sharded: the model's, or those of a run's checkpoint; with LoRA, base and adapters."""
     trained, frozen = load_parts(model, run)
     return frozen | trained
 
 
 def load_parts(model: Model, run: Fork | None) -> tuple[Params, Params]:
-    """The same in two: the weights that updates change, and those that none does."""
+    """Load all weights as two parts: those that updates change, and those that never change."""
     frozen = load_frozen(model)
     return load_trained(model, run, frozen), frozen
 
 
 def load_frozen(model: Model) -> Params:
-    """The weights that no update changes: with LoRA the model's own, as they are kept; else none."""
+    """Load the weights that never change, in their stored format: with LoRA the model's own, otherwise none."""
     if model.decoder.lora is None:
         return {}
     plain = dataclasses.replace(model.decoder, lora=None)
@@ -129,10 +129,10 @@ def load_frozen(model: Model) -> Params:
 
 
 def load_trained(model: Model, run: Fork | None, frozen: Params) -> Params:
-    """Float32 weights that updates change, sharded: new ones, or those of a run's checkpoint.
+    """Load the weights that updates change, float32 and sharded: initial ones, or those of a run's checkpoint.
 
-    New ones are the model's own, or with LoRA those of the adapter that the config names, else random ones. Raises
-    ValueError where the checkpoint or the adapter is of other weights than `frozen`.
+    Initial ones are the model's own; with LoRA, those of the config's adapter or else random ones. Raises ValueError if
+    the checkpoint or the adapter belongs to frozen weights other than `frozen`.
     """
     specs, lora = trained_specs(model.decoder), model.lora
     if run is not None:

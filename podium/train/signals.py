@@ -1,6 +1,6 @@
-"""Stops a run: the first Ctrl-C or SIGTERM is a request that the loop reads; a second Ctrl-C stops at once.
+"""Stops a run on signals: the first Ctrl-C or SIGTERM is a request that the loop reads; a second Ctrl-C stops at once.
 
-After a Ctrl-C the current step is finished. SIGTERM means that the machine disappears soon, perhaps in half a minute:
+After Ctrl-C the current step is finished. SIGTERM means that the machine will disappear soon, perhaps in half a minute:
 finished steps are saved, and a rollout in progress is abandoned (`podium.train.distributed.AgreedStop`) and repeated
 when the run resumes.
 """
@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TypeAlias
 
 AT_ONCE_S = 1.5
-"""Seconds after a second Ctrl-C at which a process that still runs is ended."""
+"""Seconds after a second Ctrl-C at which a process that is still running is ended."""
 SHOW_CURSOR = "\x1b[?25h"
 Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 """What Python has as the handler of a signal: a function, SIG_DFL or SIG_IGN; None: it was not set by Python."""
@@ -24,10 +24,10 @@ class StopSignal:
     """Inside `with StopSignal() as stop:`, `stop.requested` tells the loop to finish its step, save and leave.
 
     A second Ctrl-C raises KeyboardInterrupt. Python does that only between its instructions, and a compiled program
-    counts as one, however long it runs: so a separate thread watches the signals and ends the process `AT_ONCE_S`
-    seconds after the second if it is still in the block, losing only what a kill would lose. Outside the main thread
-    this class does nothing, since Python delivers signals there. Leaving the block restores the previous handlers.
-    Child processes must ignore Ctrl-C themselves: a terminal sends it to all.
+    counts as one instruction however long it runs. So a separate thread watches the signals and ends the process
+    `AT_ONCE_S` seconds after the second one if it is still in the block, losing no more than a kill would. Outside the
+    main thread this class does nothing, since Python delivers signals only there. Leaving the block restores the
+    previous handlers. Child processes must ignore Ctrl-C themselves, because a terminal sends it to all of them.
     """
 
     def __init__(self, announce: Callable[[str], None] = lambda text: None) -> None:
@@ -43,7 +43,7 @@ class StopSignal:
             return self
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._receive)
-        numbers, self._numbers = os.pipe()  # the interpreter writes each signal's number to it as the signal arrives
+        numbers, self._numbers = os.pipe()  # the interpreter writes each signal's number to this pipe on arrival
         os.set_blocking(self._numbers, False)
         self._previous_fd = signal.set_wakeup_fd(self._numbers, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(numbers,), name="signals", daemon=True).start()
@@ -64,7 +64,7 @@ class StopSignal:
             while number := came.read(1):
                 if asked and number[0] == signal.SIGINT and not self._left.wait(AT_ONCE_S):
                     if sys.stderr.isatty():
-                        sys.stderr.write(SHOW_CURSOR + "\n")  # the live view has hidden it
+                        sys.stderr.write(SHOW_CURSOR + "\n")  # the live view has hidden the cursor
                         sys.stderr.flush()
                     os._exit(128 + signal.SIGINT)
                 asked += number[0] in (signal.SIGINT, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""What an update reads and replaces, and what it will be before it is made."""
+"""The state that an update reads and replaces, concrete or abstract."""
 
 import dataclasses
 
@@ -13,15 +13,15 @@ from podium.train.optimizer import abstract_opt_state, make_opt_init, replicated
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """All that an update reads and replaces. Saving this is saving the run."""
+    """Everything that an update reads and replaces; saving it saves the run."""
 
-    step: jax.Array  # [] int32, updates made so far
-    params: Params  # float32, as ParamSpecs declare them
+    step: jax.Array  # [] int32, number of updates so far
+    params: Params  # float32, as declared by ParamSpecs
     opt_state: optax.OptState
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first update; `params` are taken, not copied."""
+    """The state before the first update; takes ownership of `params` without a copy."""
     step = jax.device_put(jnp.zeros((), jnp.int32), replicated(params))
     return TrainState(step=step, params=params, opt_state=make_opt_init(optimizer, params)(params))
 
@@ -32,17 +32,17 @@ def abstract_state(
     """Shapes, dtypes and shardings of `init_state`'s result: for checkpoints and for the planner."""
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(abstract_params))
     return TrainState(
-        step=step,  # pyright: ignore[reportArgumentType]  # an abstract state holds descriptions of arrays
+        step=step,  # pyright: ignore[reportArgumentType]  # abstract arrays
         params=abstract_params,  # pyright: ignore[reportArgumentType]
         opt_state=abstract_opt_state(optimizer, abstract_params),
     )
 
 
 def at_schedule_step(state: TrainState, position: int) -> TrainState:
-    """The state whose next update has the learning rate of optimizer step `position` of the run, counted from 0.
+    """Set the learning rate of the next update to that of optimizer step `position` of the run, counted from 0.
 
-    The optimizer counts its updates itself, as the last link of `make_optimizer`'s chain, and would fall behind the run
-    wherever a step makes none.
+    The optimizer counts its own updates (the last link of `make_optimizer`'s chain), and would fall behind the run when
+    a step makes none.
     """
     assert isinstance(state.opt_state, tuple), "the state of a chain has one entry for each of its links"
     *rules, schedule = state.opt_state
@@ -55,6 +55,6 @@ def at_schedule_step(state: TrainState, position: int) -> TrainState:
 
 
 def restarted(state: TrainState) -> TrainState:
-    """The state as the first of another run: weights and moments stay, the learning rate's schedule begins anew."""
+    """The state as the start of another run: keeps weights and moments, and restarts the learning rate schedule."""
     step = jnp.zeros_like(state.step, device=state.step.sharding)
     return dataclasses.replace(at_schedule_step(state, 0), step=step)

@@ -1,8 +1,8 @@
-"""The two compiled programs of the trainer: score a batch, and update on it. Each is defined once, for every caller.
+"""The trainer's two compiled programs: score a batch, and update on it. Each is defined once, for all callers.
 
-The trainer calls what these factories return, the planner lowers it for a topology that it does not have, the benches
-time it. A batch's micro-batches are looped over on the device, as many as hold anything: their gradients are summed,
-with weights that already carry the denominators of the whole batch, so cutting a batch differently changes nothing.
+The trainer calls what these factories return, the planner lowers it for devices that do not exist, the benches time it.
+The device loops over a batch's non-empty micro-batches and sums their gradients. Weights already contain the whole
+batch's denominators, so the result does not depend on how a batch is cut into micro-batches.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ Metrics = dict[str, jax.Array]
 
 
 class ScoreProgram(Protocol):
-    """`(params, batch) -> [K, B, T]` float32: a score of each target of a batch, without gradient."""
+    """`(params, batch) -> [K, B, T]` float32: scores each target of a batch, without gradient."""
 
     def __call__(self, params: Params, batch: Batch[jax.Array], /) -> jax.Array:
         """Score a batch."""
@@ -68,29 +68,29 @@ class TrainSettings(NamedTuple):
     decoder: DecoderConfig
     mesh: jax.sharding.Mesh
     dtype: jnp.dtype
-    temperature: float  # of the softmax, the sampler's
+    temperature: float  # of the softmax, equal to the sampler's
     remat: Remat
     head_chunk_tokens: int
     attention: Backend = "blocks"
     head: HeadKind = "chunked"
-    row_groups: int = 1  # that a layer computes one after the other
+    row_groups: int = 1  # groups of rows that a layer computes one after another
     reduce_dtype: jnp.dtype = jnp.dtype(jnp.float32)  # of gradients between devices, and of the head's over chunks
     head_dtype: jnp.dtype | None = None  # of the head's operands; None: `dtype`
     tokens: int = 0  # `tokens_per_gather` of the config
 
     def options(self, *, offloaded: bool = False, tokens: int = 0) -> dict[str, str]:
-        """The compiler's, for a program of these settings; arguments as of `compiler_options`."""
+        """Compiler options for a program with these settings; arguments as for `compiler_options`."""
         device = self.mesh.devices.flat[0]
         return compiler_options(device.platform, kind=device.device_kind, offloaded=offloaded, tokens=tokens)
 
     @property
     def stored(self) -> ShardingRules:
-        """Where parameters, gradients and optimizer state are kept."""
+        """How parameters, gradients and optimizer state are sharded in storage."""
         return ShardingRules(self.mesh, TRAIN_AXES)
 
     @property
     def computing(self) -> ShardingRules:
-        """Where they are while a layer computes."""
+        """How weights and activations are sharded while a layer computes."""
         return ShardingRules(self.mesh, GATHERED_AXES, stored=TRAIN_AXES)
 
 
@@ -104,7 +104,7 @@ class TrainPrograms(NamedTuple):
 def make_train_programs(
     settings: TrainSettings, recipe: Recipe, optimizer: optax.GradientTransformation
 ) -> TrainPrograms:
-    """The programs of a run, put together in one way for trainer and planner."""
+    """Make the programs of a run; shared by trainer and planner."""
     return TrainPrograms(make_score(settings), make_train_step(settings, recipe, optimizer))
 
 
@@ -117,7 +117,7 @@ def make_score(settings: TrainSettings) -> CompiledScore:
             return jax.lax.dynamic_update_index_in_dim(logprobs, scored.logprobs, index, 0)
 
         nothing = jnp.zeros(batch.tokens.shape, jnp.float32)
-        if len(batch.tokens) == 1:  # nothing changes in a loop over one: XLA would run the layers before it and in it
+        if len(batch.tokens) == 1:  # the same result; in a loop over one, XLA would run the layers twice
             return one(jnp.int32(0), nothing)
         return jax.lax.fori_loop(0, batch.num_micro_batches, one, nothing)
 
@@ -130,9 +130,9 @@ def make_train_step(
 ) -> CompiledTrainStep:
     """The jitted update `(state, batch, frozen) -> (state, metrics)`; `state` is donated.
 
-    `frozen` are weights that stay as they are, and of which none are in the state: with LoRA all but the adapters.
-    Metrics are means over the batch's trained tokens, but for `loss`, norms and maxima. `broken_row` is the first row
-    of all micro-batches whose loss is not finite, counted from the last, which is 1; 0: there is none.
+    `frozen` are weights that never change and are not in the state: with LoRA, all but the adapters. Metrics are means
+    over the batch's trained tokens, except `loss`, norms and maxima. `broken_row` is the first row of all micro-batches
+    whose loss is not finite, counted from the last row, which is 1; 0: none.
     """
     abstract = abstract_params(trained_specs(settings.decoder), jnp.float32, settings.stored)
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(abstract, optimizer))
@@ -148,7 +148,7 @@ def make_train_step(
         def one(index: jax.Array) -> tuple[tuple[Params, jax.Array, Metrics], Metrics]:
             (loss, (sums, maxima)), grads = gradient(state.params, frozen, _micro_batch(batch, index))
             grads = {name: jax.lax.with_sharding_constraint(x, shardings[name]) for name, x in grads.items()}
-            later = (len(batch.tokens) - 1 - index) * batch.tokens.shape[1]  # rows
+            later = (len(batch.tokens) - 1 - index) * batch.tokens.shape[1]  # rows after this micro-batch
             maxima["broken_row"] += later * (maxima["broken_row"] > 0)
             return (grads, loss, sums), maxima
 
@@ -157,7 +157,7 @@ def make_train_step(
             with jax.named_scope("gradients"):
                 return jax.tree.map(jnp.add, summed, more), jax.tree.map(jnp.maximum, largest, maxima)
 
-        if len(batch.tokens) == 1:  # its gradient is the sum: a second tree beside it would be as large as the weights
+        if len(batch.tokens) == 1:  # its gradient is the sum; another tree would take as much memory as the weights
             (grads, loss, sums), maxima = one(jnp.int32(0))
         else:
             first = jnp.int32(0)
@@ -183,7 +183,7 @@ def make_train_step(
 def _loss(
     settings: TrainSettings, recipe: Recipe, params: Params, frozen: Params, batch: Batch[jax.Array]
 ) -> tuple[jax.Array, tuple[Metrics, Metrics]]:
-    """A micro-batch's part of the loss; of its statistics sums over tokens, and maxima."""
+    """A micro-batch's contribution to the loss, with its statistics as sums over tokens and as maxima."""
     scored = _logprobs(settings, params | frozen, batch)
     losses, stats = policy_loss(
         recipe,
@@ -208,13 +208,13 @@ def _loss(
 
 
 def _broken_row(losses: jax.Array) -> jax.Array:
-    """The first row of losses [B, T] that is not finite, counted from the last, which is 1; 0: there is none."""
+    """The first row of losses [B, T] that is not finite, counted from the last row, which is 1; 0: none."""
     places = jnp.arange(len(losses), 0, -1, dtype=jnp.float32)
     return jnp.max(places * ~jnp.all(jnp.isfinite(losses), axis=1))
 
 
 def by_age(values: Metrics, ages: jax.Array) -> Metrics:
-    """Of each age in steps, [B, T], the share of tokens that have it, and their values by name, 0 at the others."""
+    """Split statistics by age in steps [B, T]: each age's share of tokens, and the values at its tokens."""
     of_age = {"0": ages == 0, "1": ages == 1, "2+": ages >= 2}
     shares = {f"age_share/{age}": found.astype(jnp.float32) for age, found in of_age.items()}
     masked = {f"{name}/{age}": jnp.where(found, x, 0.0) for name, x in values.items() for age, found in of_age.items()}
@@ -222,22 +222,22 @@ def by_age(values: Metrics, ages: jax.Array) -> Metrics:
 
 
 def shard_batch(batch: Batch[np.ndarray], rules: ShardingRules) -> Batch[jax.Array]:
-    """A batch of numpy arrays on the devices: rows and their tokens split as they compute, counts everywhere."""
+    """Put a batch of numpy arrays on the devices: rows and tokens split as for computing, counts replicated."""
     return jax.tree.map(lambda x: to_devices(x, batch_sharding(x, rules)), batch)
 
 
 def abstract_batch(batch: Batch[np.ndarray], rules: ShardingRules) -> Batch[jax.Array]:
-    """What `shard_batch` would make of a batch of numpy arrays: for the planner."""
+    """The abstract result of `shard_batch`, for the planner."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(x, rules)), batch)
 
 
 def batch_sharding(x: jax.Array | np.ndarray, rules: ShardingRules) -> NamedSharding:
-    """Where an array of a batch lives."""
+    """The sharding of a batch's array."""
     return rules.sharding(None, "batch", "tokens") if x.ndim == 3 else rules.sharding()
 
 
 def _micro_batch(batch: Batch[jax.Array], index: jax.Array) -> Batch[jax.Array]:
-    """Micro-batch `index`: the same fields, [B, T]."""
+    """Micro-batch `index`, with the same fields as [B, T]."""
     pick = lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False) if x.ndim == 3 else x  # noqa: E731
     return jax.tree.map(pick, batch)
 

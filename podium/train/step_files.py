@@ -6,9 +6,9 @@
     40.damaged/        a step found damaged when the run was resumed; it is never read again
     ../identity.json   the run's id, drawn at random when its first step is saved
 
-Sizes, step and run are compared whenever a step is read, so that a step copied over another, or from another run, is
-found. Digests, which require reading every byte, are compared before a run resumes from a step and before another run
-or an evaluation starts from it.
+Sizes, step and run are compared whenever a step is read; this detects a step copied over another or from another run.
+Digests, which require reading every byte, are compared before a run resumes from a step, and before another run or an
+evaluation starts from it.
 """
 
 import contextlib

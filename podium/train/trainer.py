@@ -1,4 +1,4 @@
-"""From graded groups to a new state: prepared batches, optimizer steps, and what to say when one diverges."""
+"""Turns graded groups into a new state: prepares batches, runs optimizer steps, and reports divergence."""
 
 import dataclasses
 import functools
@@ -25,11 +25,11 @@ from podium.train.step import Metrics, ScoreProgram, TrainSettings, TrainStep, m
 
 
 class DivergedError(ValueError):
-    """An update made numbers that are not finite; the message names the file with the batch that did."""
+    """An update produced NaN or infinity; the message names the file with the offending batch."""
 
 
 class Trainer:
-    """Turns batches into optimizer steps; holds the compiled programs and the weights that no update changes."""
+    """Runs optimizer steps on batches; holds the compiled programs and the weights that never change."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class Trainer:
         folder: Path,
         frozen: Params | None = None,
     ) -> None:
-        """Make the programs; each is compiled when it is first used.
+        """Make the programs; each is compiled on first use.
 
-        `sizes` holds the shapes of all batches, and the learning rate follows `schedule`. `reference` holds the first
+        `sizes` holds the shapes of all batches; the learning rate follows `schedule`. `reference` holds the first
         model's parameters, if the recipe needs them. A batch that diverges is saved in `folder`. `frozen` holds the
-        weights under LoRA's adapters, which are the reference too.
+        base weights of LoRA's adapters, which also serve as the reference.
         """
         self.frozen = frozen or {}
         self.recipe = recipe
@@ -62,7 +62,7 @@ class Trainer:
         self.updates_per_step = recipe.updates_per_batch * recipe.minibatches
 
     def prepare(self, params: Params, groups: Sequence[Group]) -> tuple[list[Batch[jax.Array]], BatchStats]:
-        """The batches of a step's optimizer steps on the devices, scored; `params` are the state's before the first."""
+        """Make the scored batches of a step's optimizer steps on the devices; `params` are those before the first."""
         return prepare_step(
             groups,
             self.recipe,
@@ -75,17 +75,17 @@ class Trainer:
     def update(
         self, state: TrainState, batches: Sequence[Batch[jax.Array]], step: int
     ) -> tuple[TrainState, UpdateStats]:
-        """Update on a step's batches, as `prepare` makes them, as often as the recipe says.
+        """Run the updates of a step on the batches of `prepare`, as often as the recipe says.
 
-        The learning rate follows the run: a step's updates have the last rates of its share of the schedule, and the
-        next step continues behind that share, however many updates there were. The state is donated; without a batch it
-        is returned as it is. Steps of the run are counted from 0.
+        The learning rate follows the run's schedule: each step owns a share of it, and its updates have the last rates
+        of that share, however many updates there are. The state is donated; without batches it is returned unchanged.
+        Steps are counted from 0.
 
         Raises:
-            DivergedError: loss or gradient is not finite.
+            DivergedError: the loss or the gradient is not finite.
         """
         start = time.perf_counter()
-        end = (step + 1) * self.updates_per_step  # of the step's share of the schedule
+        end = (step + 1) * self.updates_per_step  # end of the step's share of the schedule
         todo = [batch for _ in range(self.recipe.updates_per_batch) for batch in batches]
         rate = float(np.asarray(self.learning_rate(end - 1)))
         made: list[UpdateStats] = []
