@@ -1,9 +1,9 @@
-"""What the host makes of rewards before an update: advantages, KL penalties in the reward, and token weights.
+"""Host-side processing of rewards before an update: advantages, KL penalties in the reward, and token weights.
 
-N prompts with G completions each: rewards [N, G] and lengths [N, G] (tokens that are trained on, 0 for a completion
-that is masked) give advantages [N, G] float32. Every function of that form can be a recipe's advantage; those that
-compare the completions of a prompt raise ValueError where G is 1. Rewards count in float32, so that two sums that
-differ by rounding are one reward; the arithmetic is float64. Numpy only: nothing here needs a device.
+N prompts with G completions each: rewards [N, G] and lengths [N, G] (number of trained tokens; 0 for a masked
+completion) give advantages [N, G] float32. Every function of this form can be a recipe's advantage; those that compare
+completions of one prompt raise ValueError if G is 1. Rewards are rounded to float32, so that sums which differ only by
+rounding are equal; arithmetic is float64. Numpy only.
 """
 
 from collections.abc import Mapping
@@ -16,33 +16,33 @@ Std = Literal["none", "group", "batch"]
 
 
 class TokenScores(NamedTuple):
-    """Tokens of a step's episodes and their scores, for advantages by token; n is the most that follow a prompt."""
+    """Tokens of a step's episodes with their scores, for per-token advantages; n is the longest part after a prompt."""
 
-    mask: np.ndarray  # [N, G, n] bool, which tokens the model drew; False behind an episode's end
+    mask: np.ndarray  # [N, G, n] bool, whether the model drew the token; False beyond an episode's end
     sampled_logprobs: np.ndarray  # [N, G, n] float32
     scores: Mapping[str, np.ndarray]
     """[N, G, n] float32, by the name of the score."""
 
 
 def equal_reward_groups(rewards: np.ndarray) -> np.ndarray:
-    """Groups whose rewards are all equal, so that a group baseline gives zero advantage: [N, G] -> [N] bool."""
+    """[N] bool: which groups have equal rewards [N, G], so that a group baseline gives zero advantage."""
     rewards = np.asarray(rewards, np.float32)
     return rewards.max(axis=1) == rewards.min(axis=1)
 
 
 def reward_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The rewards themselves: each completion is imitated as much as it is worth."""
+    """The rewards themselves as advantages: completions are imitated in proportion to their reward."""
     return np.asarray(rewards, np.float32)
 
 
 def group_advantages(
     rewards: np.ndarray, lengths: np.ndarray, *, std: Std, std_ddof: int, std_eps: float
 ) -> np.ndarray:
-    """Rewards less their group's mean, over a standard deviation: (r - mean_g) / (std + eps).
+    """Rewards minus the group's mean, divided by a standard deviation: (r - mean_g) / (std + eps).
 
-    GRPO (arXiv:2402.03300) with `std="group"`, Dr. GRPO (arXiv:2503.20783) with `std="none"`, and the standard
-    deviation of all the batch's rewards (arXiv:2508.08221) with `std="batch"`. A group of equal rewards gives 0.
-    `std_ddof` is 1 for the unbiased variance (n - 1), 0 for the population's.
+    GRPO (arXiv:2402.03300) with `std="group"`, Dr. GRPO (arXiv:2503.20783) with `std="none"`; `std="batch"` uses the
+    standard deviation of all rewards in the batch (arXiv:2508.08221). A group of equal rewards gives 0. `std_ddof` is 1
+    for the unbiased variance (n - 1), 0 for the population variance.
     """
     rewards, _ = _checked(rewards, lengths, least_group=2)
     centred = _centred_by_group(rewards)
@@ -54,16 +54,16 @@ def group_advantages(
 
 
 def leave_one_out_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Rewards less the mean of the group's other rewards: G / (G - 1) (r - mean_g). RLOO (arXiv:2402.14740)."""
+    """Rewards minus the mean of the group's other rewards: G / (G - 1) (r - mean_g). RLOO (arXiv:2402.14740)."""
     rewards, _ = _checked(rewards, lengths, least_group=2)
     group = rewards.shape[1]
     return (group / (group - 1) * _centred_by_group(rewards)).astype(np.float32)
 
 
 def maxrl_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Rewards less their group's mean, over that mean: (r - mean_g) / mean_g, 0 where it is 0 (arXiv:2602.02710).
+    """Rewards minus the group's mean, divided by that mean: (r - mean_g) / mean_g, or 0 if it is 0 (arXiv:2602.02710).
 
-    The mean stands for the probability of success, so a negative reward is a ValueError.
+    The mean stands for the probability of success, so a negative reward raises ValueError.
     """
     rewards, _ = _checked(rewards, lengths, least_group=2)
     if rewards.min() < 0:
@@ -76,7 +76,7 @@ def maxrl_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def batch_mean_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Rewards less the mean of the whole batch, of at least 2: REINFORCE with a baseline (Williams, 1992)."""
+    """Rewards minus the mean of the batch, which has at least 2: REINFORCE with a baseline (Williams, 1992)."""
     rewards, _ = _checked(rewards, lengths, least_group=1)
     if rewards.size < 2:
         raise ValueError(
@@ -88,11 +88,11 @@ def batch_mean_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarra
 def whitened_advantages(
     rewards: np.ndarray, lengths: np.ndarray, *, group_baseline: bool, std_eps: float
 ) -> np.ndarray:
-    """Returns of tokens, made mean 0 and variance 1 over all tokens of the batch: REINFORCE++ (arXiv:2501.03262).
+    """Token returns, standardised over all tokens of the batch: REINFORCE++ (arXiv:2501.03262).
 
-    Undiscounted, every token's return is its completion's reward, so the mean and the (population) variance over
-    tokens are those over completions weighted by length. A batch of equal returns gives 0; with `group_baseline` a
-    group of equal rewards is then shifted with all others, by the batch's mean.
+    Without discounting, every token's return is its completion's reward, so mean and (population) variance over tokens
+    are those over completions weighted by length. A batch of equal returns gives 0; with `group_baseline`, a group of
+    equal rewards is then shifted by the batch's mean, like all others.
 
     `group_baseline` first subtracts each group's mean (the paper's baseline form); `std_eps` is added to the standard
     deviation.
@@ -102,19 +102,19 @@ def whitened_advantages(
     trained = returns[lengths > 0]
     if not trained.size or trained.max() == trained.min():
         return np.zeros(returns.shape, np.float32)
-    share = lengths / lengths.sum()  # [N, G], of the batch's tokens
+    share = lengths / lengths.sum()  # share of the batch's tokens
     centred = returns - np.sum(share * returns)
     std = np.sqrt(np.sum(share * centred**2))
     return (centred / (std + std_eps)).astype(np.float32)
 
 
 def penalised_rewards(rewards: np.ndarray, kl_sums: np.ndarray, coef: float) -> np.ndarray:
-    """Rewards less the KL to the reference, for `kl: k1_reward`: r - coef sum_t (sampled_logprob - reference_logprob).
+    """Rewards minus the KL penalty of `kl: k1_reward`: r - coef sum_t (sampled_logprob - reference_logprob).
 
-    The whole completion pays for its KL. REINFORCE++ and PPO charge a token only for the KL from itself on (the
-    KL-to-go), which has the same expected gradient and less variance, and needs an advantage for each token.
+    The whole completion is charged its total KL. REINFORCE++ and PPO charge a token only for the KL from that token on
+    (the KL-to-go), which has the same expected gradient and less variance, but needs per-token advantages.
 
-    `kl_sums` [N, G] are k1 = sampled - reference log-probability, summed over each completion's tokens.
+    `kl_sums` [N, G] is sampled - reference log-probability, summed over each completion's tokens.
     """
     kl_sums = np.asarray(kl_sums, np.float64)
     rewards, _ = _checked(rewards, np.ones(kl_sums.shape), least_group=1)
@@ -124,13 +124,15 @@ def penalised_rewards(rewards: np.ndarray, kl_sums: np.ndarray, coef: float) -> 
 
 
 def token_weights(mean: Mean, lengths: np.ndarray, *, num_sequences: int, max_new_tokens: int) -> np.ndarray:
-    """The weight of each token of each sequence, so that the loss is the sum of weighted token losses.
+    """The weight of each token of a sequence, such that the loss is the sum of weighted token losses.
 
-    token: 1 / sum L, sequence: 1 / (num_sequences L_i), constant: 1 / (num_sequences max_new_tokens). Pass all lengths
-    of one optimizer step, over all hosts and micro-batches: then how it is cut up does not change the sum.
+    token: 1 / sum L, sequence: 1 / (num_sequences L_i), constant: 1 / (num_sequences max_new_tokens). Pass all
+        lengths of one optimizer step, over all hosts and micro-batches, so that the sum does not depend on how the step
+        is divided.
 
-    The mean is over all tokens (DAPO), within each sequence and then over sequences (GRPO), or a constant (Dr. GRPO).
-    Lengths and weights are [n]; a length of 0 is a masked sequence, whose weight is 0 and which `num_sequences` counts.
+    token averages over all tokens (DAPO); sequence within each sequence and then over sequences (GRPO); constant
+    divides by a constant length (Dr. GRPO). Lengths and weights are [n]; a masked sequence has length 0 and weight 0,
+    and counts in `num_sequences`.
     """
     lengths = np.asarray(lengths, np.float64)
     trained = lengths > 0
@@ -144,12 +146,12 @@ def token_weights(mean: Mean, lengths: np.ndarray, *, num_sequences: int, max_ne
 
 
 def _centred_by_group(rewards: np.ndarray) -> np.ndarray:
-    """[N, G] less each row's mean; exactly 0 where they are equal, since float32 values add up exactly in float64."""
+    """[N, G] minus each row's mean; exactly 0 for equal rewards, since sums of float32 values are exact in float64."""
     return rewards - rewards.mean(axis=1, keepdims=True)
 
 
 def _checked(rewards: np.ndarray, lengths: np.ndarray, *, least_group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rewards as float32 values in float64, and lengths as float64, both [N, G]; ValueError where they cannot be."""
+    """Validate; returns rewards, rounded to float32, and lengths, both as float64 [N, G]. Raises ValueError."""
     rewards = np.asarray(rewards, np.float32).astype(np.float64)
     lengths = np.asarray(lengths, np.float64)
     if rewards.ndim != 2 or not rewards.size or rewards.shape != lengths.shape:

@@ -1,4 +1,4 @@
-"""GRPO loss from logits: `podium.kernels.logits` and the terms of `podium.algorithms.losses`, by token."""
+"""GRPO's loss per token from logits: `podium.kernels.logits` with the terms of `podium.algorithms.losses`."""
 
 from typing import NamedTuple
 
@@ -10,12 +10,12 @@ from podium.kernels.logits import DEFAULTS, LogitsOptions, logprobs_of_logits
 
 
 class LogitsLoss(NamedTuple):
-    """Of each token, [B, T] float32; only `losses` have a gradient."""
+    """Per-token results, [B, T] float32; only `losses` has a gradient."""
 
     losses: jax.Array  # not masked and not averaged
     logprobs: jax.Array
     entropy: jax.Array  # 0 unless `options.entropy`
-    kl: jax.Array | None  # k3 to the reference, where there is one
+    kl: jax.Array | None  # k3 to the reference; None without one
     clipped_low: jax.Array  # 1 where the clip stops the gradient
     clipped_high: jax.Array
 
@@ -33,24 +33,25 @@ def grpo_loss_of_logits(
     entropy_bonus: float = 0.0,
     options: LogitsOptions = DEFAULTS,
 ) -> LogitsLoss:
-    """-min(ratio A, clip(ratio) A) + kl_coef k3 - entropy_bonus entropy, of each token (arXiv:2402.03300, eq. 3).
+    """The loss -min(ratio A, clip(ratio) A) + kl_coef k3 - entropy_bonus entropy per token (arXiv:2402.03300, eq. 3).
 
-    The mean is the caller's: `jnp.sum(found.losses * mask) / num_tokens`, say. `kl_coef` is GRPO's beta.
+    The caller takes the mean, for example `jnp.sum(found.losses * mask) / num_tokens`. `kl_coef` is GRPO's beta.
 
     Args:
-        logits: [B, T, V], aligned with `targets`: the logits that the model computed one token before each.
+        logits: [B, T, V], computed by the model from the tokens before each target.
         targets: [B, T] int32, the tokens.
         advantages: [B, T], or [B, 1] for one per completion.
-        old_logprobs: [B, T] of the policy that the ratio is taken to; None: on-policy, this one's own.
-        reference_logprobs: [B, T] of the frozen first model, for the KL.
+        old_logprobs: [B, T] under the policy in the ratio's denominator; None: on-policy, the current
+            log-probabilities.
+        reference_logprobs: [B, T] under the frozen first model, for the KL.
         clip_low: the ratio's lower bound is 1 - clip_low.
         clip_high: its upper bound is 1 + clip_high.
         kl_coef: weight of the KL; needs `reference_logprobs`.
         entropy_bonus: weight of the entropy; needs `options.entropy`.
-        options: temperature, kernel, and where logits are.
+        options: temperature, kernel, and sharding of the logits.
 
     Raises:
-        ValueError: a term lacks what it needs, or logits cannot be used so.
+        ValueError: an input of a term is missing, or the logits do not suit the options.
     """
     if kl_coef and reference_logprobs is None:
         raise ValueError(f"kl_coef {kl_coef} needs reference_logprobs, of the model that the policy is held to")
@@ -58,7 +59,7 @@ def grpo_loss_of_logits(
         raise ValueError(f"entropy_bonus {entropy_bonus} needs entropies; give LogitsOptions(entropy=True)")
     logprobs, entropy = logprobs_of_logits(logits, targets, options)
     old = stop_gradient(logprobs if old_logprobs is None else old_logprobs)
-    every = targets  # segments and mask, which this term does not read
+    every = targets  # placeholders for segments and mask, which this term does not read
     policy = clipped_policy_loss(
         logprobs, old, advantages, every, every, clip_low=clip_low, clip_high=clip_high, dual_clip=None
     )

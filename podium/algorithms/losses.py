@@ -1,12 +1,12 @@
-"""Losses of single tokens, as pure functions of log-probabilities; the caller weighs, masks and sums them.
+"""Per-token losses as pure functions of log-probabilities; the caller weights, masks and sums them.
 
 Every array is [B, T] float32 over packed rows: `segments` numbers the sequences of a row from 1 to at most T (0 is
-padding), `mask` marks the tokens that are trained on, and advantages are already spread over their tokens. Where these
-functions see a log-probability of the policy as data (ratios' denominators, weights, statistics), no gradient flows.
+padding), `mask` marks the trained tokens, and advantages are already expanded to tokens. No gradient flows through the
+policy's log-probabilities where they are used as data (denominators of ratios, weights, statistics).
 
-A policy term takes `logprobs` of the policy being trained, `old_logprobs` of the policy that its ratio is taken to,
-advantages, segments and mask, and gives the loss of each token, not masked and not averaged. Its clip is 1 - clip_low
-to 1 + clip_high.
+A policy term takes `logprobs` of the trained policy, `old_logprobs` of the policy in the ratio's denominator,
+advantages, segments and mask, and returns the loss of each token, not masked and not averaged. Its clip range is 1 -
+clip_low to 1 + clip_high.
 """
 
 import inspect
@@ -22,9 +22,9 @@ from jax.lax import stop_gradient
 from podium.algorithms.recipes import LOSSES, OLD_LOGPROBS, REFERENCE_LOGPROBS, Recipe
 from podium.config.imports import imported
 
-# Differences of log-probabilities are held within this before exp: exp(20) is 5e8. Past it the gradient is 0.
+# Differences of log-probabilities are clamped to this before exp (exp(20) is 5e8); beyond it the gradient is 0.
 LOG_RATIO_BOUND = 20.0
-# The largest value (not gradient) that k3+ gives a token.
+# Maximum value of k3+ per token; its gradient is not clamped.
 K3_PLUS_BOUND = 10.0
 
 
@@ -53,8 +53,8 @@ def clipped_policy_loss(
 ) -> TokenLoss:
     """PPO's clipped surrogate: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A).
 
-    With two widths it is DAPO's clip-higher (arXiv:2503.14476). `dual_clip` c bounds it for A < 0 by -c A, so that one
-    unlikely token cannot dominate (arXiv:1912.09729); it is counted in `clipped_high`.
+    With different widths this is DAPO's clip-higher (arXiv:2503.14476). `dual_clip` c bounds the loss for A < 0 by -c
+    A, so that one unlikely token cannot dominate (arXiv:1912.09729); such tokens count in `clipped_high`.
     """
     loss = _clipped(token_ratio(logprobs, old_logprobs), advantages, clip_low=clip_low, clip_high=clip_high)
     if dual_clip is None:
@@ -77,9 +77,9 @@ def gspo_loss(
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
-    """PPO's clipped surrogate of the sequence's ratio, exp(mean_t log ratio_t): GSPO (arXiv:2507.18071).
+    """PPO's clipped surrogate with the sequence's ratio, exp(mean_t log ratio_t): GSPO (arXiv:2507.18071).
 
-    Advantages are equal within a sequence. Every token of it has the sequence's loss, and the gradient goes through the
+    Advantages are equal within a sequence. Every token of a sequence gets its loss, and the gradient flows through the
     mean; with `mean="sequence"` the weighted sum is the paper's objective.
     """
     ratio = jnp.exp(segment_means(_log_ratio(logprobs, old_logprobs), segments, mask))
@@ -98,7 +98,7 @@ def cispo_loss(
 ) -> TokenLoss:
     """Log-likelihood weighted by a clipped ratio: -sg(clip(ratio, 1 - clip_low, 1 + clip_high)) A logprob.
 
-    CISPO (arXiv:2506.13585): the clip bounds a token's weight and never stops its gradient.
+    CISPO (arXiv:2506.13585): the clip bounds a token's weight but never stops its gradient.
     """
     ratio = stop_gradient(token_ratio(logprobs, old_logprobs))
     low, high = 1 - clip_low, 1 + clip_high
@@ -114,17 +114,17 @@ def reinforce_loss(
 ) -> TokenLoss:
     """Log-likelihood weighted by advantage, -A logprob: REINFORCE (Williams, 1992).
 
-    Its gradient is that of the clipped surrogate at ratio 1, so it holds for the first update of a batch only.
+    Its gradient equals that of the clipped surrogate at ratio 1, so it is valid only for the first update of a batch.
     """
     never = jnp.zeros_like(logprobs)
     return TokenLoss(values=-advantages * logprobs, clipped_low=never, clipped_high=never)
 
 
 def make_loss(recipe: Recipe, scores: Mapping[str, jax.Array] = MappingProxyType({})) -> Loss:
-    """The recipe's policy term with its options: a new loss is a function above and a case here.
+    """The recipe's policy term with its options bound. To add a loss, write a function above and a case here.
 
-    One that a config names by import path has the arguments of the others and returns a `TokenLoss` or [B, T]. With an
-    argument `scores` it is also given the batch's scores, [B, T] by name.
+    A loss given by import path takes the same arguments as the others and returns a `TokenLoss` or [B, T]. If it has an
+    argument `scores`, it also gets the batch's scores, [B, T] by name.
     """
     match recipe.loss:
         case "clipped":
@@ -141,7 +141,7 @@ def make_loss(recipe: Recipe, scores: Mapping[str, jax.Array] = MappingProxyType
 
 
 def _imported_loss(recipe: Recipe, scores: Mapping[str, jax.Array]) -> Loss:
-    """A loss of the user's with those of the clip options that it has, and with the scores where it reads them."""
+    """A user's loss, with the clip options that its signature has, and with scores if it takes them."""
     function = imported(recipe.loss, what="a loss", known=LOSSES)
     options = {name: getattr(recipe, name) for name in ("clip_low", "clip_high", "dual_clip")} | {"scores": scores}
     known = inspect.signature(function).parameters
@@ -164,11 +164,11 @@ def _imported_loss(recipe: Recipe, scores: Mapping[str, jax.Array]) -> Loss:
 
 
 def kl_loss(kl: Literal["k2", "k3", "k3+"], logprobs: jax.Array, reference_logprobs: jax.Array) -> jax.Array:
-    """KL of the policy to the reference, estimated at the sampled token, with a gradient (http://joschu.net/blog).
+    """KL of the policy to the reference, estimated at the sampled token, with gradient (http://joschu.net/blog).
 
     With d = logprob - reference_logprob: k2 = d^2 / 2 has the gradient of KL(policy || reference) on-policy; k3 =
-    exp(-d) + d - 1 has that of KL(reference || policy); "k3+" has k3's value, at most 10, and k2's gradient
-    (arXiv:2506.09477). k1 = d is not offered as a loss: its expected gradient is 0.
+    exp(-d) + d - 1 has that of KL(reference || policy); "k3+" has k3's value, at most 10, with k2's gradient
+    (arXiv:2506.09477). k1 = d is not offered as a loss, because its expected gradient is 0.
     """
     reference_logprobs = stop_gradient(reference_logprobs)
     k2 = jnp.square(logprobs - reference_logprobs) / 2
@@ -197,10 +197,11 @@ def correction_weights(
     low: float,
     high: float,
 ) -> jax.Array:
-    """Importance weight of each token from the sampler's program to the trainer's, w = exp(old - sampled).
+    """Importance weight of each token from sampler to trainer, w = exp(old - sampled).
 
-    "truncate" gives min(w, high), "mask" w where low <= w <= high and 0 elsewhere; no gradient flows. `old_logprobs`
-    are the trainer's with the weights that sampled, `sampled_logprobs` the sampler's before top-k, top-p and min-p.
+    "truncate" gives min(w, high); "mask" gives w where low <= w <= high and 0 elsewhere; no gradient flows.
+    `old_logprobs` are the trainer's, with the weights that sampled; `sampled_logprobs` are the sampler's, before
+    truncation.
     """
     weights = stop_gradient(token_ratio(old_logprobs, sampled_logprobs))
     if correction == "truncate":
@@ -218,22 +219,23 @@ def policy_loss(
     mask: jax.Array,
     scores: Mapping[str, jax.Array] = MappingProxyType({}),
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """What a recipe minimises for each token: correction x policy term + kl_coef KL, without `entropy_loss`.
+    """The loss that a recipe minimises per token: correction x policy term + kl_coef KL, without `entropy_loss`.
 
     Args:
-        recipe: Which terms, with which options.
-        logprobs: [B, T] of the policy being trained.
-        sampled_logprobs: [B, T] that the sampler recorded, of its softmax before top-k, top-p and min-p.
+        recipe: the terms and their options.
+        logprobs: [B, T] of the trained policy.
+        sampled_logprobs: [B, T] recorded by the sampler, under its softmax before top-k, top-p and min-p.
         advantages: [B, T].
         segments: [B, T] int32.
         mask: [B, T].
-        scores: [B, T] by name. `old_logprobs` were computed by the trainer before the batch's first update
-            (`recipe.scores_old_logprobs`); without them the ratio is to the sampler's, or with `old_logprobs: trainer`
-            to those of this very update. The k2, k3 and k3+ terms need `reference_logprobs`, of the frozen first model.
+        scores: [B, T] by name. `old_logprobs` are the trainer's before the batch's first update
+            (`recipe.scores_old_logprobs`); without them, the ratio is to the sampler's, or with `old_logprobs: trainer`
+            to the current update's own. The k2, k3 and k3+ terms need `reference_logprobs`, under the frozen first
+            model.
 
     Returns:
-        The loss [B, T], not masked and not averaged, and statistics [B, T] without gradient: `clip_low`, `clip_high`
-        and `kl_sampled` always, `correction_weight` and `kl_reference` where the recipe has them.
+        The loss [B, T], not masked and not averaged, and statistics [B, T] without gradient: always `clip_low`,
+        `clip_high` and `kl_sampled`; `correction_weight` and `kl_reference` if the recipe has these terms.
     """
     of_this_update = sampled_logprobs if recipe.old_logprobs == "sampler" else logprobs
     old_logprobs = stop_gradient(scores.get(OLD_LOGPROBS, of_this_update))
@@ -259,16 +261,16 @@ def policy_loss(
 def entropy_loss(entropy: jax.Array, mask: jax.Array, *, num_tokens: jax.Array, entropy_bonus: float) -> jax.Array:
     """The entropy bonus as a loss: -entropy_bonus times the mean entropy of the trained tokens, whatever `mean` is.
 
-    `num_tokens` [] counts the trained tokens of the optimizer step, over all micro-batches and hosts. What is returned,
-    [], is this micro-batch's share; the shares of all micro-batches add up to the step's.
+    `num_tokens` [] is the number of trained tokens of the optimizer step, over all micro-batches and hosts. Returns
+    this micro-batch's share, []; the shares of all micro-batches add up to the step's bonus.
     """
     return -entropy_bonus * jnp.sum(entropy * mask) / jnp.maximum(num_tokens, 1.0)
 
 
 def narrow_clip_warning(recipe: Recipe, logprob_gap: float) -> str | None:
-    """What to say where the difference between two programs is enough to clip a token; None where it is not.
+    """A warning if the rounding difference between sampler and trainer is enough to clip tokens; None if not.
 
-    `logprob_gap` is the mean of |trainer's - sampler's log-probability| before the first update, in nat.
+    `logprob_gap` is the mean |trainer's - sampler's log-probability| before the first update, in nat.
     """
     narrow = min(("clip_low", "clip_high"), key=lambda option: getattr(recipe, option))
     width = getattr(recipe, narrow)
@@ -282,14 +284,14 @@ def narrow_clip_warning(recipe: Recipe, logprob_gap: float) -> str | None:
 
 
 def token_ratio(logprobs: jax.Array, old_logprobs: jax.Array) -> jax.Array:
-    """How much likelier a token has become, exp(logprobs - old_logprobs): [B, T], at most exp(20)."""
+    """The ratio of a token's probabilities, exp(logprobs - old_logprobs): [B, T], at most exp(20)."""
     return jnp.exp(_log_ratio(logprobs, old_logprobs))
 
 
 def segment_means(x: jax.Array, segments: jax.Array, mask: jax.Array) -> jax.Array:
-    """The mean of `x` [B, T] over the masked tokens of each sequence, at every token of it; 0 where it has none.
+    """The mean of `x` [B, T] over each sequence's masked tokens, at every token of the sequence; 0 without any.
 
-    Segments are 0 to T; several sequences of a row may have any different numbers.
+    Segment numbers are 0 to T, and differ between the sequences of a row.
     """
     _, T = x.shape
     counted = mask.astype(x.dtype)
@@ -300,7 +302,7 @@ def segment_means(x: jax.Array, segments: jax.Array, mask: jax.Array) -> jax.Arr
 
 
 def _clipped(ratio: jax.Array, advantages: jax.Array, *, clip_low: float, clip_high: float) -> TokenLoss:
-    """-min(ratio A, clip(ratio) A), written as the cases in which the clip stops the gradient."""
+    """Compute -min(ratio A, clip(ratio) A), as the cases in which the clip stops the gradient."""
     low, high = 1 - clip_low, 1 + clip_high
     is_low = (ratio < low) & (advantages < 0)
     is_high = (ratio > high) & (advantages > 0)

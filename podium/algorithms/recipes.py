@@ -1,8 +1,8 @@
-"""Algorithms as data: which advantage, which loss, which mean, and what a config may change of them.
+"""Algorithms as data: advantage, loss and mean of each recipe, and the options that a config may change.
 
-A recipe is a function that cites its paper and says how ours differs from it; `RECIPES` is the table of them.
-`make_recipe` applies a config to one, and `conflicts` lists what cannot be combined. Nothing here imports jax, so that
-a wrong combination is an error of the config; the losses that recipes name are in `podium.algorithms.losses`.
+A recipe is a function that cites its paper and states how ours differs; `RECIPES` lists them. `make_recipe` applies a
+config to one; `conflicts` reports options that cannot be combined. Nothing here imports jax, so that an invalid
+combination is reported as a config error; the losses are in `podium.algorithms.losses`.
 """
 
 import dataclasses
@@ -28,22 +28,22 @@ from podium.config.schema import AlgorithmConfig
 LossName = Literal["clipped", "gspo", "cispo", "reinforce"]
 LOSSES: tuple[str, ...] = get_args(LossName)
 OLD_LOGPROBS, REFERENCE_LOGPROBS = "old_logprobs", "reference_logprobs"
-"""Scores that options of `algorithm:` need: by the trainer before the batch's first update, by the first model."""
+"""The scores that options of `algorithm:` need: from the trainer before the first update, or the first model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What the trainer does between rewards and gradient. Fields named as in `AlgorithmConfig` mean the same."""
+    """What the trainer computes between rewards and gradient. Fields named as in `AlgorithmConfig` mean the same."""
 
     advantage: partial[np.ndarray]
-    """(rewards [N, G], lengths [N, G]) -> [N, G]. A config may change those of std, std_ddof, std_eps that it binds.
-    With an argument `tokens` it is also given `podium.algorithms.advantages.TokenScores`, and may return an advantage
-    for each token, [N, G, n]."""
+    """(rewards [N, G], lengths [N, G]) -> [N, G]. A config may change std, std_ddof and std_eps if they are bound here.
+    With an argument `tokens`, it also gets `podium.algorithms.advantages.TokenScores`, and may return per-token
+    advantages, [N, G, n]."""
     group_baseline: bool = True
-    """Completions are compared with those of the same prompt: G >= 2, and equal rewards teach nothing."""
+    """Whether completions are compared with others of the same prompt: requires G >= 2; equal rewards teach nothing."""
     loss: LossName | str = "clipped"
-    """The policy term, one of LOSSES or `package.module:function`; `podium.algorithms.losses.make_loss` binds it to the
-    clip options that it has."""
+    """The policy term: one of LOSSES, or `package.module:function`; `podium.algorithms.losses.make_loss` binds the clip
+    options that it takes."""
     mean: Mean
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -61,10 +61,10 @@ class Recipe:
     updates_per_batch: int = 1
     minibatches: int = 1
     demonstrations: bool = False
-    """Completions are written in the data, one for each prompt, and not sampled."""
+    """Whether completions come from the data, one per prompt, instead of being sampled."""
     needs: tuple[str, ...] = ()
-    """Further scores that the advantage or the loss reads, as `package.module:function`: the function makes a
-    `podium.train.scorers.Scorer`, and `scores["function"]` holds what it finds."""
+    """Further scores that advantage or loss read, as `package.module:function`: the function returns a
+    `podium.train.scorers.Scorer`, whose scores are passed as `scores["function"]`."""
 
     @property
     def needs_reference(self) -> bool:
@@ -73,33 +73,34 @@ class Recipe:
 
     @property
     def scores_old_logprobs(self) -> bool:
-        """Whether the trainer must compute `old_logprobs` before the batch's first update; else that update's are."""
+        """Whether the trainer must compute `old_logprobs` before the first update, or can use that update's own."""
         return self.old_logprobs == "trainer" and self.updates_per_batch * self.minibatches > 1
 
     @property
     def scorers(self) -> tuple[str, ...]:
-        """What scores a batch before its advantages are computed: OLD_LOGPROBS, REFERENCE_LOGPROBS, and `needs`."""
+        """The scorers of a batch before its advantages: OLD_LOGPROBS, REFERENCE_LOGPROBS, and `needs`."""
         old = (OLD_LOGPROBS,) if self.scores_old_logprobs else ()
         reference = (REFERENCE_LOGPROBS,) if self.needs_reference else ()
         return (*old, *reference, *self.needs)
 
     @property
     def loss_scores(self) -> tuple[str, ...]:
-        """Names of the scores that a batch keeps for its updates: all but a reference that only the reward reads."""
+        """Names of the scores that a batch keeps for its updates: all except a reference used only in the reward."""
         names = (score_name(scorer) for scorer in self.scorers)
         return tuple(name for name in names if name != REFERENCE_LOGPROBS or self.kl != "k1_reward")
 
 
 def score_name(scorer: str) -> str:
-    """The name of a scorer's scores: the function of an import path, else the scorer's own name."""
+    """The name of a scorer's scores: the function name of an import path, or else the scorer's name."""
     return scorer.rpartition(":")[2]
 
 
 def grpo() -> Recipe:
-    """GRPO, DeepSeekMath (arXiv:2402.03300): rewards standardised in their group, PPO's clip, mean by sequence.
+    """GRPO, DeepSeekMath (arXiv:2402.03300): rewards standardised per group, PPO's clip, mean per sequence.
 
-    Differs: no KL (the paper: k3 at 0.04; set kl and kl_coef). The unbiased standard deviation (n - 1) and its eps of
-    1e-6 are our choice; the paper states neither. The ratio is to the sampler's own log-probabilities.
+    Differs: no KL (the paper: k3 at 0.04; set kl and kl_coef). The unbiased standard deviation (n - 1) and its eps
+        of 1e-6 are our choice; the paper states neither. The ratio's denominator is the sampler's own
+        log-probabilities.
     """
     return Recipe(
         advantage=partial(group_advantages, std="group", std_ddof=1, std_eps=1e-6),
@@ -110,7 +111,7 @@ def grpo() -> Recipe:
 def dr_grpo() -> Recipe:
     """Dr. GRPO (arXiv:2503.20783): no standard deviation, and a constant divisor instead of the length.
 
-    Differs: the constant is `rollout.max_new_tokens`, whatever the batch is padded to.
+    Differs: the constant is `rollout.max_new_tokens`, independent of the batch's padding.
     """
     return Recipe(
         advantage=partial(group_advantages, std="none", std_ddof=1, std_eps=1e-6),
@@ -121,10 +122,10 @@ def dr_grpo() -> Recipe:
 def dapo() -> Recipe:
     """DAPO (arXiv:2503.14476): clip-higher, mean over tokens, dynamic sampling, overlong filtering.
 
-    Differs: dynamic sampling draws at most `max_refills` extra rounds. A group is refilled when its rewards are equal,
-    not when its accuracies are 0 or 1. Truncated completions are masked; the soft overlong punishment is a reward of
-    the task (`rewards: {length: 1.0}` with `grading.overlong_buffer_tokens`), and with it set `mask_truncated: false`,
-    or the longest completions escape it.
+    Differs: dynamic sampling draws at most `max_refills` extra rounds. A group is refilled if its rewards are
+        equal, rather than if its accuracies are 0 or 1. Truncated completions are masked; the soft overlong punishment
+        is a task reward (`rewards: {length: 1.0}` with `grading.overlong_buffer_tokens`); with it, set `mask_truncated:
+        false`, or the longest completions escape it.
     """
     return Recipe(
         advantage=partial(group_advantages, std="group", std_ddof=1, std_eps=1e-6),
@@ -136,11 +137,11 @@ def dapo() -> Recipe:
 
 
 def rloo() -> Recipe:
-    """RLOO (arXiv:2402.14740): the baseline of a completion is the mean of the group's others; no length bias.
+    """RLOO (arXiv:2402.14740): a completion's baseline is the mean of the group's others; no length bias.
 
     Differs: the paper's KL in the reward is off (set `kl: k1_reward`), and its sum over tokens is divided by
-    `rollout.max_new_tokens`. The paper has no ratio; ours is PPO's, so that several updates of a batch are possible,
-    and differs from 1 in the first one only by the rounding between sampler and trainer.
+    `rollout.max_new_tokens`. The paper has no ratio; ours is PPO's, which allows several updates per batch, and differs
+    from 1 in the first update only by rounding between sampler and trainer.
     """
     return Recipe(advantage=partial(leave_one_out_advantages), mean="constant")
 
@@ -161,10 +162,11 @@ def reinforce() -> Recipe:
 
 
 def reinforce_pp() -> Recipe:
-    """REINFORCE++ (arXiv:2501.03262): no group, returns whitened over all tokens of the batch, PPO's clip.
+    """REINFORCE++ (arXiv:2501.03262): no group; returns standardised over all tokens of the batch, PPO's clip.
 
-    Differs: the paper's KL in the reward is off; `kl: k1_reward` charges the whole completion its KL, not each token
-    the KL from itself on. With minibatches the batch, not the minibatch, is whitened.
+    Differs: the paper's KL in the reward is off; `kl: k1_reward` charges the whole completion its KL, instead of
+        charging each token the KL from itself on. With minibatches, the batch is standardised rather than the
+        minibatch.
     """
     return Recipe(
         advantage=partial(whitened_advantages, group_baseline=False, std_eps=1e-6),
@@ -174,7 +176,7 @@ def reinforce_pp() -> Recipe:
 
 
 def reinforce_pp_baseline() -> Recipe:
-    """REINFORCE++-baseline (arXiv:2501.03262): rewards less their group's mean, whitened over the batch's tokens.
+    """REINFORCE++-baseline (arXiv:2501.03262): rewards minus their group's mean, standardised over the batch's tokens.
 
     Differs: the paper's k2 loss to the reference is off (set `kl: k2` and kl_coef).
     """
@@ -187,9 +189,9 @@ def reinforce_pp_baseline() -> Recipe:
 def gspo() -> Recipe:
     """GSPO (arXiv:2507.18071): GRPO with one ratio per sequence, the geometric mean of its tokens' ratios.
 
-    Differs: no KL; the standard deviation as in `grpo`. The sequence form, not GSPO-token. The ratio is to the
-    trainer's own log-probabilities before the batch's first update, since the clip is narrower than the rounding
-    between two programs: the ratio to a bfloat16 sampler would be clipped before anything is learned.
+    Differs: no KL; standard deviation as in `grpo`; the sequence form, not GSPO-token. The ratio's denominator is the
+    trainer's own log-probabilities before the batch's first update, because the clip is narrower than the rounding
+    between two programs: with a bfloat16 sampler as denominator, everything would be clipped.
     """
     return Recipe(
         advantage=partial(group_advantages, std="group", std_ddof=1, std_eps=1e-6),
@@ -202,10 +204,10 @@ def gspo() -> Recipe:
 
 
 def cispo() -> Recipe:
-    """CISPO, MiniMax-M1 (arXiv:2506.13585): clipped ratios weigh the log-likelihood and stop no token's gradient.
+    """CISPO, MiniMax-M1 (arXiv:2506.13585): clipped ratios weight the log-likelihood and stop no token's gradient.
 
-    Differs: weights are held in [0, 5] (clip_low 1, clip_high 4); the paper gives no value for its upper bound and, as
-    here, has no lower one.
+    Differs: weights are clipped to [0, 5] (clip_low 1, clip_high 4); the paper gives no value for its upper bound
+        and, as here, has no lower one.
     """
     return Recipe(
         advantage=partial(group_advantages, std="group", std_ddof=1, std_eps=1e-6),
@@ -217,19 +219,19 @@ def cispo() -> Recipe:
 
 
 def maxrl() -> Recipe:
-    """MaxRL (arXiv:2602.02710): centred rewards over the group's mean, so that rarely solved prompts weigh most.
+    """MaxRL (arXiv:2602.02710): centred rewards divided by the group's mean, so that rarely solved prompts weigh most.
 
-    Differs: any rewards from 0 up, where the paper's are 0 or 1; PPO's clip guards later updates; the sum over tokens
-    is divided by `rollout.max_new_tokens`.
+    Differs: any non-negative rewards, while the paper's are 0 or 1; PPO's clip guards later updates; the sum over
+        tokens is divided by `rollout.max_new_tokens`.
     """
     return Recipe(advantage=partial(maxrl_advantages), mean="constant")
 
 
 def sft() -> Recipe:
-    """Supervised fine-tuning as before RLHF (arXiv:2203.02155): the likelihood of completions that the data has.
+    """Supervised fine-tuning as before RLHF (arXiv:2203.02155): maximises the likelihood of completions in the data.
 
-    Differs: it is the update of `reinforce` with every advantage 1, so nothing is sampled but by evaluations, and there
-    is no dropout. The mean is over the batch's tokens. `podium sft CONFIG` sets it, with `group_size: 1`.
+    Differs: it is the update of `reinforce` with every advantage 1, so only evaluations sample, and there is no
+        dropout. The mean is over the batch's tokens. `podium sft CONFIG` selects it, with `group_size: 1`.
     """
     return Recipe(
         advantage=partial(reward_advantages),
@@ -254,13 +256,13 @@ RECIPES: dict[str, Recipe] = {
     "maxrl": maxrl(),
     "sft": sft(),
 }
-"""What `algorithm.recipe` may be. A new recipe is a function above and its line here."""
+"""The values of `algorithm.recipe`. To add a recipe, write a function above and a line here."""
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe of that name: of RECIPES, or the Recipe (or function that makes one) of an import path.
+    """The recipe with this name from RECIPES, or the Recipe (or function that returns one) at an import path.
 
-    Raises ValueError where there is none.
+    Raises ValueError if there is none.
     """
     if not is_path(name):
         if name not in RECIPES:
@@ -274,7 +276,7 @@ def find_recipe(name: str) -> Recipe:
 
 
 def make_recipe(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int) -> Recipe:
-    """The recipe that `algorithm:` names, with what it changes; ValueError that lists all `conflicts`."""
+    """The recipe of `algorithm:` with the config's options. Raises ValueError with all `conflicts`."""
     found = conflicts(config, group_size=group_size, prompts_per_step=prompts_per_step)
     if found:
         raise ValueError("\n".join(f"{key}: {message}" for key, message in found))
@@ -282,7 +284,7 @@ def make_recipe(config: AlgorithmConfig, *, group_size: int, prompts_per_step: i
 
 
 def conflicts(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int) -> list[tuple[str, str]]:
-    """What is wrong with `algorithm:`, as pairs of the config's key and a message: the rule and the way out."""
+    """The conflicts in `algorithm:`, as (config key, message) pairs; a message gives the rule and the way out."""
     try:
         recipe = _changed(config)
     except ValueError as error:
@@ -297,12 +299,12 @@ def conflicts(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int
 
 
 _Conflicts = Iterator[tuple[str, str]]
-"""Option and message; the option is one of `algorithm:`, but for group_size."""
+"""(option, message) pairs; an option is a key of `algorithm:`, or group_size."""
 _STD_OPTIONS = ("std", "std_ddof", "std_eps")
 
 
 def _changed(config: AlgorithmConfig) -> Recipe:
-    """The recipe with every option that the config sets, but for those of a standard deviation that it lacks."""
+    """The recipe with the config's options; std options that its advantage lacks are ignored."""
     recipe = find_recipe(config.recipe)
     options = config.model_dump(exclude={"recipe"}, exclude_none=True)
     if options.get("loss") == "reinforce":

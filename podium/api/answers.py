@@ -27,7 +27,7 @@ from podium.train.platform import prepare_platform
 from podium.train.setup import load_parts, make_model, rollout_spec
 
 Answer = Completion
-"""What a model wrote: `text`, `tokens`, `sampled_logprobs`, `finish_reason`."""
+"""A completion: `text`, `tokens`, `sampled_logprobs`, `finish_reason`."""
 SLOTS = 16
 """Maximum number of prompts answered concurrently."""
 
@@ -39,7 +39,7 @@ class Evaluated:
     tasks: dict[str, TaskScores]
     """Scores by task: accuracy with its interval, avg@k, pass@k, lengths."""
     answers: list[SampleRecord]
-    """Every question with its answers, as samples.jsonl has them."""
+    """Every question with its answers, in the format of samples.jsonl."""
     step: int | None
     """Step of the run's weights; None for a model."""
 
@@ -59,19 +59,19 @@ def generate(
     seed: int = 0,
     **settings: object,
 ) -> list[Answer]:
-    """Answer prompts with a model or a run's weights: one answer for each prompt, in order.
+    """Answer prompts with a model or a run's weights: one answer per prompt, in order.
 
     Args:
         model: a run's folder (`runs/demo`, `runs/demo@20`), or a model as in a config.
-        prompts: questions, each rendered by the model's chat template. Repeat a prompt for several answers to it.
-        max_new_tokens: longest answer in tokens.
-        temperature: of sampling; 0 takes the likeliest tokens.
+        prompts: questions, each formatted with the model's chat template. Repeat a prompt to get several answers.
+        max_new_tokens: maximum length of an answer in tokens.
+        temperature: sampling temperature; 0 is greedy.
         system_prompt: first message of every conversation.
-        seed: of sampling, together with the prompt's index.
+        seed: determines sampling, together with the prompt's index.
         settings: settings of the config, as for `podium.grpo`.
 
     Raises:
-        ValueError: an argument or a setting is wrong.
+        ValueError: an argument or a setting is invalid.
     """
     if isinstance(prompts, str):
         raise ValueError("prompts: expected a list of questions, got one; write [question]")
@@ -131,14 +131,14 @@ def evaluate(
         model: a run's folder (`runs/demo`, `runs/demo@20`), or a model as in a config.
         data: as `eval_data` of `podium.grpo`, or a task's class; unset: the run's held-out questions.
         rewards: the first one decides what is correct; unset: the run's, or `podium.math_equal`.
-        subset: configuration of a data set of the hub.
+        subset: configuration of a hub data set.
         question: column of the question; unset: `question`, or else `prompt`.
         answer: column of the answer.
         system_prompt: first message of every conversation; unset: the run's.
         settings: settings of the config, such as `eval={"samples": 8, "greedy": False, "questions": 100}`.
 
     Raises:
-        ValueError: an argument or a setting is wrong.
+        ValueError: an argument or a setting is invalid.
     """
     fork = run_of(model)
     given = [] if fork else [Override("model", str(model), "argument model")]

@@ -21,16 +21,16 @@ from podium.train.feed import request_seed
 from podium.train.generate import Rollouts
 
 CHUNK_TOKENS = 16
-"""Tokens of an answer that are requested at a time, so that answers may use the context to its end."""
+"""Tokens to request at a time, so that an answer can use the context up to its end."""
 STEPS_SHOWN = 4
-"""Decode steps after which new text is shown."""
+"""Decode steps between updates of the shown text."""
 CONTEXT_TOKENS = 2048
-"""Longest conversation, if the model allows it."""
+"""Maximum length of a conversation in tokens, if the model allows it."""
 HELP = "Enter alone: log-probabilities of the last answer;  /new: forget the conversation;  /exit or Ctrl-D: leave"
 
 
 class Conversation:
-    """Messages so far, and an engine that answers them and keeps their keys and values from turn to turn."""
+    """A conversation's messages, and an engine that answers them and keeps their keys and values between turns."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Conversation:
         seed: int,
         notice: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Begin with the system prompt, if there is one; `notice` is called with each line that the user should see."""
+        """Start with the system prompt, if any; `notice` is called with each line for the user."""
         self.rollouts = rollouts
         self.temperature = temperature
         self.max_new_tokens = max_new_tokens
@@ -54,7 +54,7 @@ class Conversation:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all messages but the system prompt."""
+        """Forget all messages except the system prompt."""
         self._forget()
         self.messages: list[Message] = list(self._first)
         self.tokens: list[int] = []
@@ -63,7 +63,7 @@ class Conversation:
         """Their log-probabilities."""
 
     def answer(self, text: str) -> Iterator[str]:
-        """Yield pieces of the answer to a message as they are drawn. Raises ValueError if it no longer fits."""
+        """Yield pieces of the answer as they are generated. Raises ValueError if the conversation no longer fits."""
         tokenizer = self.rollouts.feed.tokenizer
         question = {"role": "user", "content": text}
         new = self._unread(question)
@@ -88,7 +88,7 @@ class Conversation:
                         chunk.finish_reason == "stop" or len(drawn) >= self.max_new_tokens or asked + len(drawn) > room
                     )
                     whole = tokenizer.decode(drawn)
-                    if ended or not whole.endswith("\ufffd"):  # else the rest of a character is missing
+                    if ended or not whole.endswith("\ufffd"):  # otherwise a character is incomplete
                         yield whole[len(said) :]
                         said = whole
                 self.tokens += chunk.tokens.tolist()
@@ -118,7 +118,7 @@ class Conversation:
         return self._turns.reply([question], history=self.messages[:-1], drawn_end=drawn_end)
 
     def _draw(self, new: list[int], most: int, length: int) -> Key:
-        """Have the engine draw `most` tokens behind new ones, which make the conversation `length` tokens long."""
+        """Request `most` more tokens after appending `new`, which make the conversation `length` tokens long."""
         engine = self.rollouts.engine
         sampling = SamplingParams(max_new_tokens=most, temperature=self.temperature)
         seed = request_seed(self.seed, "chat", length)
@@ -130,7 +130,7 @@ class Conversation:
         return self._key
 
     def _step(self, key: Key) -> Completion | None:
-        """Run one step of the engine; return the chunk that it finished, or None."""
+        """Run one step of the engine; returns the finished chunk, or None."""
         self.rollouts.engine.step()
         return dict(self.rollouts.engine.poll()).get(key)
 
@@ -150,9 +150,9 @@ def chat(
     console: Console,
     lines: Iterable[str],
 ) -> int:
-    """Answer lines until they end, printing each answer as it is drawn; return the exit status of `podium chat`.
+    """Answer lines until they end, printing each answer as it is generated; returns the exit status of `podium chat`.
 
-    Raises ValueError if the model cannot be used.
+    Raises ValueError if the model is unusable.
     """
     run = run_of(model)
     positions = read_architecture(resolve(read_config(as_path(run.run)).model if run else model)).max_positions
@@ -205,12 +205,12 @@ def _say(conversation: Conversation, text: str, console: Console) -> None:
 
 
 def harmless(text: str) -> str:
-    """Escape all that could move or colour a terminal, except line ends."""
+    """Escape everything that could move the cursor or change colours of a terminal, except line ends."""
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
 def shaded(pieces: Sequence[str], logprobs: Sequence[float]) -> Text:
-    """Show tokens with their probabilities in percent, unlikely ones marked, and the mean log-probability."""
+    """Tokens with their probabilities in percent, unlikely ones highlighted, and the mean log-probability."""
     if not pieces:
         return Text("nothing was answered yet", style="dim")
     text = Text()

@@ -11,18 +11,18 @@ from podium.config.schema import Config
 from podium.tasks.question_sets import math_equal, text_equal
 
 Reward = Callable[..., object] | str
-"""A function (its arguments: `podium.tasks.functions`), or the name of a built-in part of the reward."""
+"""A function (see `podium.tasks.functions` for its arguments), or the name of a built-in reward part."""
 Rewards = Reward | Sequence[Reward | tuple[Reward, float]]
-"""The part of the reward, or several, each alone or as `(part, weight)`."""
+"""One or several reward parts, each alone or as `(part, weight)`."""
 
 GRADES: Mapping[Callable[..., object], str] = {math_equal: "math", text_equal: "text"}
 """Functions that the built-in task uses as its grader, in a separate process with a time limit."""
 
 
 def overrides(settings: Mapping[str, object], prefix: str = "") -> Iterator[Override]:
-    """Yield keyword arguments as settings; a section is a dict, or written with double underscores.
+    """Convert keyword arguments to settings; a section is a dict, or written with double underscores.
 
-    Objects (a recipe, a loss, an optimizer) are registered under a name of this session.
+    Objects (a recipe, a loss, an optimizer) are registered under a session name.
     """
     for key, value in settings.items():
         path = f"{prefix}{key}".replace("__", ".")
@@ -33,7 +33,7 @@ def overrides(settings: Mapping[str, object], prefix: str = "") -> Iterator[Over
 
 
 def _plain(value: object) -> Plain:
-    """A setting as a value that YAML can hold."""
+    """Convert a value to one that YAML can hold."""
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     if isinstance(value, Mapping):
@@ -78,7 +78,7 @@ def task_settings(
 
 
 def reward_parts(rewards: Rewards) -> tuple[dict[str, float], str | None]:
-    """The weight of each part by name, and how the built-in task compares answers (None: it does not grade)."""
+    """The weight of each part by name, and how the built-in task compares answers (None: it does not)."""
     parts: dict[str, float] = {}
     match = None
     for each in [rewards] if callable(rewards) or isinstance(rewards, str) else rewards:
@@ -102,5 +102,5 @@ def reward_parts(rewards: Rewards) -> tuple[dict[str, float], str | None]:
 
 
 def rewards_of(config: Config) -> dict[str, float]:
-    """The rewards for an evaluation: only the part that counts as correct."""
+    """The rewards for an evaluation: only the part that counts as correctness."""
     return {config.tasks[0].correct: 1.0}

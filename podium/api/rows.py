@@ -1,4 +1,4 @@
-"""What `data=` may be: rows of many kinds become a .jsonl file in the run's folder; files and hub ids stay names."""
+"""Converts `data=` arguments: rows become a .jsonl file in the run's folder; paths and hub ids are kept."""
 
 import hashlib
 import json
@@ -13,17 +13,17 @@ from podium.tasks.data import READERS, any_of
 Rows = Iterable[Mapping[str, object]]
 """Dicts, a datasets.Dataset, or a pandas or polars DataFrame."""
 Data = Rows | Mapping[str, Rows] | str | Path | Callable[..., object]
-"""Rows, a datasets.DatasetDict, a file of rows or a folder of them, a hub id, or a task's class."""
+"""Rows, a datasets.DatasetDict, a file or folder of rows, a hub id, or a task's class."""
 
 TRAIN_SPLITS = ("train",)
 EVAL_SPLITS = ("test", "validation")
-"""The split of a DatasetDict that is read, the first that it has."""
+"""Splits of a DatasetDict to read for training or evaluation; the first that exists is used."""
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def hub_id(data: object) -> str | None:
-    """The data as the id of a data set of the hub, `owner/name`; None for a path that exists, and for anything else."""
+    """The data if it is the id of a hub data set, `owner/name`; None for an existing path, and for anything else."""
     if not isinstance(data, str) or not _HUB_ID.fullmatch(data) or Path(data).expanduser().exists():
         return None
     return None if Path(data).suffix in READERS else data
@@ -40,11 +40,11 @@ def data_file(
     """Return the path of the data; rows are first written to a file named after a hash of their content.
 
     Args:
-        data: a path, which is returned as it is; rows; or a hub id.
-        folder: of the written file.
-        what: the argument's name, for messages and for the file.
-        splits: of a DatasetDict, or of a data set of the hub, the first of these that it has is read.
-        subset: configuration of a data set of the hub.
+        data: a path, which is returned unchanged; rows; or a hub id.
+        folder: folder of the written file.
+        what: name of the argument, for messages and for the file name.
+        splits: the first of these splits that exists is read, for a DatasetDict or a hub data set.
+        subset: configuration of a hub data set.
 
     Raises:
         ValueError: there is no such file or split, an item is not a row, or it holds a value that JSON cannot
@@ -74,7 +74,7 @@ def data_file(
 
 
 def _existing(path: str, what: str) -> str:
-    """The path. Raises ValueError if nothing is there."""
+    """Return the path. Raises ValueError if it does not exist."""
     if not Path(path).expanduser().exists():
         raise ValueError(
             f"{what}: there is no file or folder {path}; give a {any_of()} file, a folder, or a data set of the hub as"
@@ -84,7 +84,7 @@ def _existing(path: str, what: str) -> str:
 
 
 def _rows(data: object, what: str, splits: Sequence[str]) -> Iterable[object]:
-    """The rows of what holds them: a table by rows, of a DatasetDict one split."""
+    """Iterate over the rows of a table, or of one split of a DatasetDict."""
     if isinstance(data, Mapping):
         found = next((name for name in splits if name in data), None)
         if found is None:
@@ -119,7 +119,7 @@ def _is_pandas(data: object) -> TypeGuard[_DataFrame]:
 
 
 def _hub_splits(name: str, subset: str | None, what: str) -> object:
-    """The splits of a data set of the hub. Raises ValueError if it cannot be loaded."""
+    """The splits of a hub data set. Raises ValueError if it cannot be loaded."""
     try:
         import datasets
     except ImportError as error:

@@ -15,12 +15,12 @@ from podium.observe.records import MetricsRecord, SampleRecord, read_metrics, re
 from podium.observe.run_dir import METRICS, SAMPLES, parse_fork, read_config
 from podium.train.step_files import saved_steps
 
-if TYPE_CHECKING:  # a call of `podium.grpo` speaks before it has imported jax
+if TYPE_CHECKING:  # `podium.grpo` prints a line before it imports jax
     from podium.api.answers import Answer, Evaluated
 
 
 class Run:
-    """A run's folder. Every access reads the files again, so a run that is still training can be inspected too."""
+    """A run's folder. Every access reads the files again, so a run that is still training can be inspected."""
 
     def __init__(self, path: str | Path) -> None:
         """Open the run in a folder. Raises ValueError if the folder holds no run."""
@@ -34,7 +34,7 @@ class Run:
 
     @property
     def metrics(self) -> list[MetricsRecord]:
-        """A dict for each step, with the metrics of its evaluation if it has one; names are in docs/metrics.md.
+        """One dict per step, including the metrics of its evaluation, if any; names are in docs/metrics.md.
 
         Step 0 is the evaluation before training.
         """
@@ -45,7 +45,7 @@ class Run:
 
     @property
     def samples(self) -> list[SampleRecord]:
-        """A dict for each recorded prompt with its completions and their rewards, as in samples.jsonl."""
+        """One dict per recorded prompt, with its completions and their rewards, as in samples.jsonl."""
         return read_samples(self.path / SAMPLES)
 
     @property
@@ -112,9 +112,9 @@ class Run:
         push: str | None = None,
         private: bool = False,
     ) -> Path:
-        """Write its weights (of `step`, or the newest) as a Hugging Face model with a model card; return the folder.
+        """Export the run's weights (of `step`, or the newest) as a Hugging Face model; returns the folder.
 
-        `push` is the `user/name` on the hub to upload it to as well.
+        `push` is the `user/name` on the hub to upload it to.
 
         Raises ValueError if there is no such checkpoint, or if the folder is not empty.
         """
@@ -124,7 +124,7 @@ class Run:
         return Path(folder)
 
     def report(self, out: str | Path = "report.html") -> Path:
-        """Write the page of `podium report`; return its path."""
+        """Write the page of `podium report`; returns its path."""
         from podium.observe.report.page import write_report
 
         write_report([self.path], Path(out))

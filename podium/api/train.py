@@ -35,25 +35,24 @@ def grpo(
     name: str | None = None,
     **settings: object,
 ) -> Run:
-    """Train a model on questions with GRPO, or another recipe, and return the run when its steps are done.
+    """Train a model on questions with GRPO, or another recipe; returns the run when its steps are done.
 
     Args:
         model: a Hugging Face id, a folder, a .gguf file, or `demo`.
         data: rows, each a question: dicts, a datasets.Dataset or DatasetDict (its `train` split), or a DataFrame; a
-            .jsonl, .json, .csv or .parquet file; a data set of the hub as `owner/name`; or a task's class.
-        eval_data: held-out rows, of the same kinds (the `test` or `validation` split); without them nothing is
-            evaluated.
-        rewards: the parts of a completion's reward: functions, also TRL's, or names of parts (`format`, `tags`,
+            .jsonl, .json, .csv or .parquet file; a hub data set as `owner/name`; or a task's class.
+        eval_data: held-out rows of the same kinds (the `test` or `validation` split); unset: no evaluation.
+        rewards: the parts of the reward: functions (TRL's work too) or names of built-in parts (`format`, `tags`,
             `length`), each alone or as `(reward, weight)`. `podium.math_equal` and `podium.text_equal` compare the
             answer with the row's. Without either, rows need no answer, and evaluation uses the first function, clipped
             to 0 to 1.
         on_step: called after each step with the number of steps done, the step's metrics, and its samples.
-        subset: configuration of a data set of the hub, such as `main` of `openai/gsm8k`.
+        subset: configuration of a hub data set, such as `main` of `openai/gsm8k`.
         question: column of the question, text or a list of messages; unset: `question`, or else `prompt`.
         answer: column of the answer.
-        system_prompt: first message of every conversation that has none of its own.
-        name: name of the run's folder in `runs_dir`; an existing run of that name with the same settings is
-            continued. Without a name every call starts a new run.
+        system_prompt: first message of every conversation without a system message.
+        name: name of the run's folder in `runs_dir`; an existing run with this name and the same settings is continued.
+            Unset: start a new run.
         settings: any setting of the config (docs/config.md): `steps=100`, `rollout={"max_new_tokens": 64}`, or the
             same as `rollout__max_new_tokens=64`.
 
@@ -61,7 +60,7 @@ def grpo(
         The run. After Ctrl-C, the run up to the last finished step; the same call with its name continues it.
 
     Raises:
-        ValueError: an argument, a setting or a row is wrong, before anything is compiled.
+        ValueError: an argument, a setting or a row is invalid; raised before anything is compiled.
     """
     runs_dir = str(settings.get("runs_dir", Config.model_fields["runs_dir"].default))
     name = name or _new_name(runs_dir)
@@ -91,7 +90,7 @@ def train(
     source: str | None = None,
     **settings: object,
 ) -> Run:
-    """Train a run from a config file, as `podium train` does, and return it when its steps are done.
+    """Train a run from a config file, as `podium train` does; returns it when its steps are done.
 
     Args:
         config: a YAML file, or several; later files override earlier ones.
@@ -100,7 +99,7 @@ def train(
         settings: overrides of the file's settings, as for `podium.grpo`.
 
     Raises:
-        ValueError: an argument or a setting is wrong; raised before anything is compiled.
+        ValueError: an argument or a setting is invalid; raised before anything is compiled.
     """
     files = [config] if isinstance(config, str | Path) else list(config)
     loaded = load_settings(files, list(overrides(settings)), os.environ)
@@ -119,7 +118,7 @@ def _train(config: Config, fork: Fork | None, on_step: "OnStep | None") -> Run:
 
 
 def _check_written_nowhere(**data: Data | None) -> None:
-    """Raise ValueError for rows, which would be written into the run's folder: it is in a bucket."""
+    """Raise ValueError for rows if the run's folder is in a bucket, since rows are written into it."""
     for name, given in data.items():
         if given is not None and not isinstance(given, str | Path) and not is_task(given):
             rule = "rows are written into the run's folder, which must be on a disk; write them to a file"
@@ -127,7 +126,7 @@ def _check_written_nowhere(**data: Data | None) -> None:
 
 
 def _new_name(runs_dir: str) -> str:
-    """A name that is not taken in the folder."""
+    """A name that does not exist in the folder."""
     name = time.strftime("grpo-%Y%m%d-%H%M%S")
     taken = sum(1 for _ in as_path(runs_dir).glob(f"{name}*")) if as_path(runs_dir).is_dir() else 0
     return f"{name}-{taken + 1}" if taken else name

@@ -1,4 +1,4 @@
-"""Generated sums, differences and products of whole numbers: the task of the demo and of the tests."""
+"""Generated sums, differences and products of integers: the task of the demo and the tests."""
 
 import hashlib
 import random
@@ -13,7 +13,7 @@ from podium.tasks.task import Prompt, TaskSource
 Operation = Literal["add", "sub", "mul"]
 
 MAX_PAIRS = 10_000
-"""The most pairs of numbers per operation; of more, this many are drawn, always the same."""
+"""Maximum number of pairs per operation; if there are more, this many are sampled with a fixed seed."""
 
 
 class Question(NamedTuple):
@@ -22,16 +22,16 @@ class Question(NamedTuple):
     expression: str
     answer: int
     pair: str
-    """The expression with its operands in order of size if the order does not matter: `3 + 4` of `3 + 4` and `4 + 3`.
+    """The expression with sorted operands if their order does not matter: `3 + 4` for `3 + 4` and `4 + 3`.
 
-    Questions of one pair are in one split: who knows 3 + 4 knows 4 + 3.
+    Questions of a pair are in the same split, because a model that knows 3 + 4 knows 4 + 3.
     """
 
 
 class Arithmetic:
-    """Questions like `What is 3 + 4?`: operands have `digits` digits and do not begin with 0; no result is negative.
+    """Questions like `What is 3 + 4?`: operands have `digits` digits without leading zeros; no result is negative.
 
-    A share of the questions is held out for evaluation, always the same, and `a + b` together with `b + a`.
+    A fixed share of the questions is held out for evaluation, with `a + b` and `b + a` on the same side.
     """
 
     system_prompt: str | None = None
@@ -70,7 +70,7 @@ class Arithmetic:
         ]
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        """1 if the number that the completion states, or else ends in, is the answer; 0 for an open calculation."""
+        """1 if the number that the completion states, or else ends with, is the answer; 0 for an open calculation."""
         number = final_number(completion)
         return float(number is not None and number.value == int(prompt.answer))
 

@@ -1,7 +1,7 @@
-"""Questions and answers from files and data sets, for every task that reads data.
+"""Reads questions and answers from files and data sets, for all tasks with data.
 
-A local path is a .jsonl, .json, .csv or .parquet file, or a folder with one per split; without a path, the hub is
-asked.
+A local path is a .jsonl, .json, .csv or .parquet file, or a folder with one per split; without a path, the data set is
+loaded from the hub.
 """
 
 import csv
@@ -24,13 +24,13 @@ class Columns:
     """The columns of a data set that hold question and answer."""
 
     question: tuple[str, ...]
-    """Names of the question's column; the first that a row has is read. It holds text, or a list of messages."""
+    """Names of the question column; the first present in a row is used. It holds text, or a list of messages."""
     answer: str | None
-    """None: rows need no answer, because only functions compute the reward."""
+    """None: rows need no answer, because functions alone compute the reward."""
     reference: Callable[[str], str | None] = str.strip
-    """Reads the reference from the answer column; returns None if it holds none."""
+    """Extracts the reference from the answer column; returns None if there is none."""
     rule: str = "is empty"
-    """The error message about an answer column without a reference."""
+    """End of the error message for an answer column without a reference."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +42,12 @@ class HubDataset:
 
 
 class QuestionSet:
-    """A task made of rows of files or of a data set, with a question and an answer each, graded as mathematics."""
+    """A task with rows from files or a data set, each with a question and an answer, graded as mathematics."""
 
     system_prompt: str | None = None
 
     def __init__(self, name: str, source: TaskSource, columns: Columns, dataset: HubDataset | None) -> None:
-        """Read nothing yet. `dataset` is used for a source without a path; None if a path is required."""
+        """Read nothing yet. `dataset` is used if the source has no path; None: a path is required."""
         self.name = name
         self.source = source
         self.columns = columns
@@ -56,7 +56,7 @@ class QuestionSet:
     def prompts(self, split: str) -> Sequence[Prompt]:
         """All prompts of `train` or `eval`.
 
-        Raises ValueError for a file, split or column that is not there, a row without question or answer, or no rows.
+        Raises ValueError if a file, split or column is missing, a row has no question or answer, or there are no rows.
         """
         name = self.source.eval_split if split == "eval" else self.source.train_split
         return [
@@ -102,9 +102,9 @@ def _prompt(prompt_id: str, location: str, row: dict[str, object], columns: Colu
 
 
 def _question(what: str, value: object) -> tuple[str, list[dict[str, str]] | None]:
-    """A question's text and, where it is the last message of a conversation, the conversation.
+    """A question's text and, if the question is the last message of a conversation, the conversation.
 
-    Raises ValueError, whose message begins with `what`.
+    Raises ValueError with a message that begins with `what`.
     """
     if isinstance(value, list):
         messages = read_messages(what, value)
@@ -117,7 +117,7 @@ def _question(what: str, value: object) -> tuple[str, list[dict[str, str]] | Non
 
 
 def read_messages(what: str, messages: object) -> list[dict[str, str]]:
-    """The messages of a conversation, with role and content alone. Raises ValueError, which begins with `what`."""
+    """Validate a conversation; returns its messages with only role and content. ValueErrors begin with `what`."""
     if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
         rule = "a list of {role: system, user, assistant or tool, content: text}"
         raise ValueError(f"{what} is {messages!r:.200}; expected {rule}")
@@ -130,7 +130,7 @@ def _is_message(value: object) -> bool:
 
 
 def _reference(location: str, answer: object, columns: Columns) -> str:
-    """The reference that an answer's column holds."""
+    """Extract the reference from a row's answer column."""
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
     if not isinstance(answer, str):
@@ -177,7 +177,7 @@ def _file_rows(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
-    """The rows of a file with an object of JSON on each line."""
+    """Yield the rows of a file with one JSON object per line."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -185,7 +185,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
 
 
 def _json(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
-    """The rows of a list of objects; of a file that holds no list, those of its lines."""
+    """Yield the rows of a JSON list of objects; a file that is not a list is read as JSON lines."""
     text = path.read_text("utf-8-sig")
     if not text.lstrip().startswith("["):
         yield from _lines(path)
@@ -201,7 +201,7 @@ def _json(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
-    """The rows of a table whose first line names the columns; every value is text, and an empty one is None."""
+    """Yield the rows of a CSV table with a header line; all values are text, and empty ones None."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         table = csv.DictReader(file, strict=True)
         try:
@@ -219,7 +219,7 @@ def _csv(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
-    """The rows of a table of Apache Parquet."""
+    """Yield the rows of an Apache Parquet table."""
     try:
         from pyarrow import parquet
     except ImportError as error:
@@ -237,7 +237,7 @@ READERS: dict[str, Callable[[Path], Iterator[tuple[str, dict[str, object]]]]] = 
     ".csv": _csv,
     ".parquet": _parquet,
 }
-"""How the rows of a file are read, by the end of its name."""
+"""File readers, by file name extension."""
 
 
 def any_of(name: str = "") -> str:

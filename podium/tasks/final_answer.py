@@ -1,8 +1,8 @@
-r"""Finds the result that a completion states.
+r"""Extracts the result that a completion states.
 
-The final answer is the first of these that there is: the last `\boxed{}`, the last `<answer>`, the last `####` line,
-what follows the last "answer is". It is found without knowing the reference, and so is the number in it: a completion
-has one answer, and cannot be right for two references that differ.
+The final answer is the first of these that exists: the last `\boxed{}`, the last `<answer>`, the last `####` line, the
+text after the last "answer is". It is extracted without knowing the reference, and so is its number: a completion has
+one answer, and cannot be right for two different references.
 """
 
 import re
@@ -13,7 +13,7 @@ from podium.tasks.numbers import TAIL_CHARS, Number, last_number, read_number
 from podium.tasks.quantities import restated_quantity
 
 MAX_ANSWER_CHARS = 500
-"""A longer final answer is wrong: no reference is as long."""
+"""A longer final answer counts as wrong, because no reference is as long."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>-?[0-9][^\s{}$\\]*))")
 _PHRASE = re.compile(r"\banswer\W{0,8}(?:is|are)\b[\s:*=]*|\banswer[\s*]{0,4}[:=][\s:*=]*", re.IGNORECASE)
@@ -36,7 +36,7 @@ def answer_text(completion: str) -> str:
 
 
 def final_answer(text: str) -> str | None:
-    """The result that a text states; None if it states none, empty if it breaks off inside a box."""
+    """The result that a text states; None if it states none, empty if it ends inside a box."""
     boxes = list(_BOX.finditer(text))
     if boxes:
         start = boxes[-1].end()
@@ -57,9 +57,9 @@ def final_answer(text: str) -> str | None:
 
 
 def final_number(completion: str) -> Number | None:
-    """The number that a completion gives as its result; None if its final answer is not one number.
+    """The number that a completion gives as its result; None if its final answer is not exactly one number.
 
-    A completion that states no answer gives the number that it ends in.
+    A completion that states no answer gives the number at its end.
     """
     text = answer_text(completion)
     answer = final_answer(text)
@@ -81,7 +81,7 @@ def without_aside(text: str) -> str:
 
 
 def _until_closed(text: str) -> str:
-    """The text up to the brace that closes it; empty if none does."""
+    """The text up to its closing brace; empty if there is none."""
     depth = 1
     for found in re.finditer(r"\\.|[{}]", text, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(found[0], 0)
@@ -91,6 +91,6 @@ def _until_closed(text: str) -> str:
 
 
 def _only_math(text: str) -> str:
-    """The formula of a sentence that has exactly one, or else the sentence."""
+    """The formula in a sentence with exactly one formula; otherwise the whole sentence."""
     spans = _MATH_SPAN.findall(text[: MAX_ANSWER_CHARS + 1])
     return "".join(spans[0]) if len(spans) == 1 else text

@@ -1,11 +1,11 @@
-"""Parts of the reward that are functions: of one completion or of a prompt's whole group, plain or async.
+"""Reward functions: per completion or per group, plain or async, called by parameter name.
 
     def short(num_tokens: int) -> float: ...
     def best(completions: list[str], answer: str) -> list[float]: ...
     @reward(timeout_s=20, retries=2, concurrency=64)
     async def judge(completion: str, row: dict) -> float: ...
 
-A function is given what its parameters are named after:
+A function gets the arguments that its parameters name:
 
     completion    the text; the function returns one number
     completions   the texts of all completions of the prompt; the function returns one number for each
@@ -23,13 +23,13 @@ called as TRL calls it: once for a prompt's group, with lists that have one elem
     completion_ids   the completions' tokens
     every column     the row's value, repeated; in `**kwargs` those that no parameter names
 
-A list of values may hold None where the function does not apply to a prompt: that completion's reward then is the sum
-of its other parts.
+A list of values may contain None where the function does not apply to a prompt: that completion's reward is then the
+sum of its other parts.
 
-A config names it by import path (`rewards: {correct: 1.0, mypackage.rewards:short: 0.1}`). Functions run in the
-trainer's process, each call in a thread or, if it is async, on one event loop, while other prompts are still answered.
-A call that takes longer than its limit counts as 0 and is counted in `grading/timeouts`, but a plain function's thread
-cannot be ended: what may hang on a model's text belongs in a task's `grade`, which has a process of its own.
+A config names a function by import path (`rewards: {correct: 1.0, mypackage.rewards:short: 0.1}`). Functions run in the
+trainer's process while other prompts are still being answered: each call in a thread, or on an event loop if it is
+async. A call that exceeds its time limit counts as 0 and in `grading/timeouts`, but a plain function's thread cannot be
+ended: code that may hang on a model's text belongs in a task's `grade`, which runs in its own process.
 """
 
 import asyncio
@@ -49,14 +49,14 @@ from podium.tasks.task import Graded, Prompt
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.5
-"""Seconds before the first repetition of a call; each later pause is twice as long."""
+"""Seconds before the first retry of a call; doubled for each further retry."""
 SHOWN_CHARS = 2_000
-"""Characters of a question and of a completion that an error shows."""
+"""Characters of the question and of a completion shown in an error."""
 
 TRL_NAMES = frozenset({"prompts", "completion_ids"})
-"""Parameters that only a function written for TRL's GRPOTrainer has."""
+"""Parameters that only functions for TRL's GRPOTrainer have."""
 OF_TRAINER = frozenset({"trainer_state", "log_extra", "log_metric", "environments"})
-"""What TRL's trainer gives a function beside these, and Podium does not: they need a default."""
+"""Arguments that TRL's trainer passes and Podium does not; parameters with these names need a default."""
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -67,9 +67,9 @@ class CallSettings(NamedTuple):
     timeout_s: float = 60.0
     """Time limit of one call in seconds."""
     retries: int = 0
-    """How often a call that raised or took too long is repeated."""
+    """Maximum number of retries of a call that raised or timed out."""
     concurrency: int = 16
-    """The most calls at the same time."""
+    """Maximum number of concurrent calls."""
 
 
 class FunctionError(ValueError):
@@ -77,7 +77,7 @@ class FunctionError(ValueError):
 
 
 class Part(NamedTuple):
-    """The value of one part of a completion's reward."""
+    """One part of a completion's reward."""
 
     value: float | None
     """None: the function does not apply to the completion's prompt."""
@@ -85,12 +85,12 @@ class Part(NamedTuple):
 
 
 def reward(*, timeout_s: float = 60.0, retries: int = 0, concurrency: int = 16) -> Callable[[Function], Function]:
-    """Decorate a reward function to set how it is called.
+    """Decorate a reward function to set its time limit, retries and concurrency.
 
     Args:
-        timeout_s: seconds of one call; a slower one counts as 0.
-        retries: how often a call that raises or takes too long is repeated, after 0.5 s, 1 s, 2 s, ...
-        concurrency: calls at once.
+        timeout_s: time limit of one call in seconds; a slower call counts as 0.
+        retries: number of retries of a call that raises or times out, after 0.5 s, 1 s, 2 s, ...
+        concurrency: maximum number of concurrent calls.
     """
     if not (timeout_s > 0 and retries >= 0 and concurrency >= 1):
         given = f"timeout_s={timeout_s}, retries={retries}, concurrency={concurrency}"
@@ -104,10 +104,10 @@ def reward(*, timeout_s: float = 60.0, retries: int = 0, concurrency: int = 16) 
 
 
 class RewardFunction:
-    """A reward function and the arguments that its signature asks for."""
+    """A reward function, and the arguments that its signature names."""
 
     def __init__(self, name: str) -> None:
-        """Import the function of that name. Raises ValueError if there is none, or its signature does not fit."""
+        """Import the function with this name. Raises ValueError if there is none, or its signature is unsuitable."""
         self.name = name
         self.call = imported(name, what="a part of the reward")
         if not callable(self.call):
@@ -133,11 +133,11 @@ class RewardFunction:
         self.settings: CallSettings = getattr(self.call, "__podium_reward__", CallSettings())
 
     def check(self, prompt: Prompt) -> None:
-        """Raise ValueError if the prompt's row lacks a column that the function asks for."""
+        """Raise ValueError if the prompt's row lacks a column that the function needs."""
         self._arguments(prompt, [Graded(text="", tokens=())])
 
     def arguments(self, prompt: Prompt, group: Sequence[Graded]) -> list[dict[str, object]]:
-        """The arguments of each call: one call for the group, or one for each of its completions."""
+        """The arguments of each call: one call for the group, or one per completion."""
         calls = [group] if self.of_group else [[graded] for graded in group]
         return [self._arguments(prompt, each) for each in calls]
 
@@ -156,19 +156,19 @@ class RewardFunction:
 
 
 def _row(prompt: Prompt) -> dict[str, object]:
-    """The prompt's row of the data, with its question and answer under these names too."""
+    """The prompt's row of the data, including its question and answer under these names."""
     return {"question": prompt.question, "answer": prompt.answer, **prompt.metadata}
 
 
 def _known(prompt: Prompt, group: Sequence[Graded], *, of_group: bool) -> dict[str, object]:
-    """What the parameters of a function can name: the prompt's columns once, and its completions, or the only one."""
+    """The values that parameters can name: the prompt's columns, and its completions or the single completion."""
     row, texts, counts = _row(prompt), [each.text for each in group], [each.num_tokens for each in group]
     completions = {"completions": texts, "num_tokens": counts} if of_group else {}
     return row | {"row": row, "completion": texts[0], "num_tokens": counts[0]} | completions
 
 
 def _known_to_trl(prompt: Prompt, group: Sequence[Graded]) -> Mapping[str, object]:
-    """What TRL's trainer would give a function: lists with an element for each completion."""
+    """The arguments that TRL's trainer would pass: lists with one element per completion."""
     row, texts = _row(prompt), [each.text for each in group]
     messages = None if prompt.messages is None else list(prompt.messages)
     columns = {"row": row} | {name: value for name, value in row.items() if name != "prompt"}
@@ -186,10 +186,10 @@ def _answer(text: str) -> dict[str, str]:
 
 
 class FunctionGrader:
-    """Calls the reward functions of a mixture's tasks, on a thread with an event loop of its own."""
+    """Calls the reward functions of a mixture's tasks, on a thread with its own event loop."""
 
     def __init__(self, rewards: Sequence[Sequence[str]]) -> None:
-        """Start nothing yet. `rewards` maps names to functions, per task. Raises ValueError for a wrong name."""
+        """Start nothing yet. `rewards` has each task's function names. Raises ValueError for an invalid name."""
         self._functions = [[RewardFunction(name) for name in names] for names in rewards]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._limits: dict[str, asyncio.Semaphore] = {}
@@ -201,9 +201,9 @@ class FunctionGrader:
             function.check(prompt)
 
     def submit(self, task: int, prompt: Prompt, group: Sequence[Graded]) -> "Future[list[dict[str, Part]]]":
-        """Begin to grade a prompt's completions; the future has the parts of each, by function.
+        """Start grading a prompt's completions; the future returns the parts of each completion, by function name.
 
-        It raises FunctionError where a function has a bug.
+        The future raises FunctionError if a function has a bug.
         """
         if not self._functions[task]:
             done: Future[list[dict[str, Part]]] = Future()
@@ -249,7 +249,7 @@ class FunctionGrader:
         return [part for parts in found for part in parts]
 
     async def _called(self, function: RewardFunction, arguments: Mapping[str, object], completions: int) -> list[Part]:
-        """The values that a call returned for its completions; 0 where it took too long. Raises FunctionError."""
+        """The values that one call returns for its completions; 0 if it timed out. Raises FunctionError."""
         settings, problem = function.settings, None
         for attempt in range(settings.retries + 1):
             if attempt:
@@ -274,7 +274,7 @@ class FunctionGrader:
 
 
 def _parts(function: RewardFunction, result: object, completions: int) -> list[Part]:
-    """The values of a call's completions. Raises FunctionError where the result is not a number for each of them."""
+    """Convert a call's result to one value per completion. Raises FunctionError if it is not a number for each."""
     if not function.of_group:
         return [Part(_number(function, result))]
     if not isinstance(result, Iterable) or isinstance(result, str | bytes | Mapping):
@@ -289,7 +289,7 @@ def _parts(function: RewardFunction, result: object, completions: int) -> list[P
 
 
 def _number(function: RewardFunction, value: object) -> float:
-    """The value as a finite number. Raises FunctionError if it is none; numbers written as text are none."""
+    """Convert a value to a finite float. Raises FunctionError for anything else, including numbers as text."""
     try:
         number = float(value) if isinstance(value, SupportsFloat) else math.nan
     except (TypeError, ValueError):
@@ -300,12 +300,12 @@ def _number(function: RewardFunction, value: object) -> float:
 
 
 def _in_thread(call: Callable[..., object], arguments: Mapping[str, object]) -> "asyncio.Future[object]":
-    """Run the call in a thread that does not keep the process alive, as ThreadPoolExecutor's threads do."""
+    """Run the call in a daemon thread (ThreadPoolExecutor's threads would keep the process alive)."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[object] = loop.create_future()
 
     def set_result(value: object, error: BaseException | None) -> None:
-        if not future.done():  # otherwise it took too long
+        if not future.done():  # otherwise it has timed out
             future.set_result(value) if error is None else future.set_exception(error)
 
     def run() -> None:

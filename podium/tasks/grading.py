@@ -1,7 +1,7 @@
-"""Grades completions in other processes, off the step's critical path, with a hard time limit for each answer.
+"""Grades completions in other processes, in parallel with the step, with a hard time limit for each answer.
 
-Nothing that a model wrote stops a run: a worker that takes too long or dies on an answer is replaced, and the answer
-counts as wrong. A bug in a grader does stop the run, with an error that has all that is needed to repeat it.
+Nothing that a model writes can stop a run: a worker that times out or dies on an answer is replaced, and the answer
+counts as wrong. A bug in a grader does stop the run, with an error that contains everything needed to reproduce it.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from podium.tasks.worker import Item, Outcome, grade_item
 logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 300.0
-"""Seconds that a worker may take to import and create its tasks."""
+"""Seconds in which a worker must import and create its tasks."""
 NOT_FOR_GRADERS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN", "WANDB_API_KEY")
-"""Environment variables that are withheld from processes that run a model's output; graders do not need them."""
+"""Environment variables hidden from the grading processes, which process a model's output; graders do not need them."""
 CHUNK = 16
-"""The most items sent to a worker at once."""
+"""Maximum number of items sent to a worker at a time."""
 SHOWN_CHARS = 2_000
-"""Characters of a question and of a completion that an error shows, from each end."""
+"""Characters of the question and the completion shown in an error, from each end."""
 
 
 Submission = tuple[TaskPrompt, Graded]
@@ -50,7 +50,7 @@ class GradingError(ValueError):
 
 
 class Grading:
-    """Completions that are being graded."""
+    """Completions that are being graded; `result` waits for their rewards."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Grading:
             return self._rewards(outcomes, [parts for group in self._own for parts in group.result()])
         finally:
             for future in (*self._chunks, *self._own):
-                future.cancel()  # items that are queued behind the bug
+                future.cancel()  # items queued behind the one with the bug
 
 
 class Grader:
@@ -79,7 +79,7 @@ class Grader:
     def __init__(self, tasks: Sequence[TaskConfig], config: GradingConfig, *, max_new_tokens: int) -> None:
         """Start the processes, which import their tasks while the caller continues.
 
-        `tasks` are in the order that `TaskPrompt.task` counts; `max_new_tokens` is for the `length` reward.
+        `tasks` are in the order of `TaskPrompt.task`; `max_new_tokens` is for the `length` reward.
         """
         self._configs = list(tasks)
         self._labels = task_labels(tasks)
@@ -89,23 +89,23 @@ class Grader:
         self._warned_unrewarded = False
         self._closed = False
         self._not_started: OSError | None = None
-        """Why a process could not be started in place of one that ended; then nothing is graded any more."""
+        """Why a process could not be restarted; if set, nothing can be graded any more."""
         self._own_tasks = [make_task(task) for task in tasks] if config.workers == 0 else []
         self._functions = FunctionGrader([own_functions(task) for task in tasks])
-        self._threads = ThreadPoolExecutor(config.workers or 1, thread_name_prefix="grading")  # one for each worker
+        self._threads = ThreadPoolExecutor(config.workers or 1, thread_name_prefix="grading")  # one per worker
         self._workers = {_Worker(self._configs, self._timeout_s) for _ in range(config.workers)}
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
 
     def grade(self, items: Sequence[Submission]) -> list[Reward]:
-        """The rewards of completions, in their order."""
+        """Grade completions; returns their rewards in order."""
         return self.submit(items).result()
 
     def submit(self, items: Sequence[Submission]) -> Grading:
         """Start grading completions and return at once; `.result()` of the return value waits for the rewards.
 
-        Neighbours with the same prompt are one group to the user's own reward functions.
+        Consecutive items with the same prompt are passed to the user's reward functions as one group.
         """
         groups = [list(group) for _, group in itertools.groupby(items, key=_prompt_key)]
         own = [self._submit_own(group) for group in groups]
@@ -162,7 +162,7 @@ class Grader:
         return rewards
 
     def _grade_chunk(self, submissions: Sequence[Submission]) -> list[Outcome]:
-        """Grade a chunk, on the next worker if one is lost. Runs in a thread."""
+        """Grade a chunk; continue on another worker if one is lost. Runs in a thread."""
         items = [_item(submission) for submission in submissions]
         outcomes: list[Outcome] = []
         while len(outcomes) < len(items) and not self._closed:
@@ -190,7 +190,7 @@ class Grader:
             )
 
     def _living(self, worker: "_Worker") -> "_Worker":
-        """The worker, or one in its place; where none can be started the old one, so that no thread waits for ever."""
+        """The worker, or its replacement if it has died; if none can be started, the dead one, so no thread waits."""
         if worker.alive() or self._closed or self._not_started is not None:
             return worker
         try:
@@ -200,7 +200,7 @@ class Grader:
             return worker
 
     def _replaced(self, worker: "_Worker") -> "_Worker":
-        """Start a new process in place of one that ended."""
+        """Start a new process in place of one that has ended."""
         worker.discard()
         self._workers.discard(worker)
         replacement = _Worker(self._configs, self._timeout_s)
@@ -208,7 +208,7 @@ class Grader:
         return replacement
 
     def _without_bugs(self, submissions: Sequence[Submission], outcomes: list[Outcome]) -> list[Outcome]:
-        """Check the outcomes: raise for a bug, and log once that an answer was stopped."""
+        """Check the outcomes: raise if one is a bug, and log once if one was stopped."""
         for (asked, graded), outcome in zip(submissions, outcomes, strict=True):
             if outcome.kind == "graded":
                 continue
@@ -229,10 +229,10 @@ class Grader:
 
 
 class _Worker:
-    """A process that grades, and our end of its connection.
+    """A grading process, and the parent's end of the connection.
 
-    A plain subprocess rather than multiprocessing's: that would run the caller's main module again, which may well
-    import jax, and a fork of a process with jax in it may hang.
+    A plain subprocess instead of multiprocessing, which would run the caller's main module again (possibly importing
+    jax); and a fork of a process that uses jax may hang.
     """
 
     def __init__(self, configs: list[TaskConfig], timeout_s: float) -> None:
@@ -247,7 +247,7 @@ class _Worker:
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             },
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what a grader prints must not mix with `podium eval --json`
+            stdout=2,  # output of a grader must not mix with `podium eval --json`
             start_new_session=True,
         )
         theirs.close()

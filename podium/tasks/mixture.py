@@ -1,6 +1,6 @@
-"""The order of prompts: a mixture of tasks by weight, each in a new seeded order every epoch.
+"""The sequence of prompts: a mixture of tasks by weight, each reshuffled every epoch with a seed.
 
-The n-th prompt of a run is a function of the seed and n alone, so that every host, and a resumed run, sees the same.
+The n-th prompt of a run depends only on the seed and n, so every host, and a resumed run, sees the same sequence.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from podium.tasks.task import Prompt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskPrompt:
-    """A prompt and the task that it belongs to."""
+    """A prompt with its task."""
 
     task: int
     """Index of its task in the config."""
@@ -30,8 +30,8 @@ class TaskPrompt:
 class TaskMixture:
     """The prompts of a run, in order.
 
-    After any number n of prompts, a task whose weight is the share p of all has been drawn n * p times, less than one
-    draw more or less for each task before it. A task's draws go through all its prompts before one comes again.
+    After n prompts, a task with share p of the total weight has been drawn n * p times, give or take one draw per task
+    before it. A task's draws cover all its prompts before any is repeated.
     """
 
     def __init__(self, tasks: Sequence[TaskConfig], *, seed: int) -> None:
@@ -72,7 +72,7 @@ class TaskMixture:
         return prompts
 
     def prompt_at(self, cursor: int) -> TaskPrompt:
-        """The prompt with this index in the run's order, counted from 0."""
+        """The prompt at an index (counted from 0) of the run's sequence."""
         task, draw = self._locate(cursor)
         prompts = self._prompts(task, "train")
         epoch, index = divmod(draw, len(prompts))
@@ -86,10 +86,10 @@ class TaskMixture:
         }
 
     def _locate(self, cursor: int) -> tuple[int, int]:
-        """The task drawn at a cursor, and how often it has been drawn before.
+        """The task drawn at a cursor, and the number of its earlier draws.
 
-        The first task takes each cursor at which `cursor * share + phase` passes a whole number; the second does so
-        among the cursors that are left, with its share of what is left; and so on. The last takes the rest.
+        The first task takes each cursor at which `cursor * share + phase` crosses an integer; the second does so among
+        the remaining cursors, with its share of the rest; and so on. The last task takes the remainder.
         """
         for task, (share, phase) in enumerate(zip(self._shares, self._phases, strict=True)):
             before = _floor(cursor * share + phase)
@@ -116,7 +116,7 @@ class TaskMixture:
 
 
 def _shares(weights: Sequence[float]) -> list[Fraction]:
-    """Each task's weight as a fraction of its own and the following ones': exact, and 1 for the last."""
+    """Each task's weight as an exact fraction of its own and all later weights; 1 for the last."""
     exact = [Fraction(weight) for weight in weights]
     rest = list(itertools.accumulate(reversed(exact)))[::-1]
     return [weight / total for weight, total in zip(exact, rest, strict=True)]
@@ -127,12 +127,12 @@ def _floor(number: Fraction) -> int:
 
 
 def _hash(*values: int | str) -> int:
-    """64 bits that depend on all values, the same on every machine and in every version of Python and numpy."""
+    """A 64-bit hash of all values, the same on every machine and in every version of Python and numpy."""
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "little")
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 on each of [n] uint64: a bijection without visible order."""
+    """SplitMix64's finalizer on each of [n] uint64: a bijection that looks random."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,8 +1,8 @@
-r"""Plain notation: one spelling for what models and data sets write in many ways.
+r"""Normalises notation: one spelling for what models and data sets write in many ways.
 
-Markup that only changes how an answer looks (`\left`, `\underline{5}`, `{\bf 5}`, `**5**`) goes; dashes, spaces and
-signs get their ASCII or LaTeX spelling; every fraction becomes `\frac{a}{b}`. No value changes: where markup stood
-between two digits, a space stays. Linear in the length of the text; never raises.
+Removes markup that only affects appearance (`\left`, `\underline{5}`, `{\bf 5}`, `**5**`); writes dashes, spaces and
+signs in ASCII or LaTeX, and every fraction as `\frac{a}{b}`. Values do not change: markup between two digits becomes a
+space. Linear in the length of the text; never raises.
 """
 
 import re
@@ -53,9 +53,9 @@ _FRACTION = re.compile(r"\\frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0
 
 
 def plain_notation(text: str) -> str:
-    r"""The text with plain signs and spaces, without styles, and with every simple fraction as `\frac{a}{b}`.
+    r"""Normalise a text: plain signs and spaces, no styles, and every simple fraction as `\frac{a}{b}`.
 
-    A dollar sign stays: it may be a currency or a delimiter, which only the reader of the text can tell.
+    Dollar signs are kept, because only the caller can tell a currency from a delimiter.
     """
     text = _SPLIT_THOUSANDS.sub(",", text).translate(_CHARACTERS)
     text = text.replace(r"\$", "$").replace(r"\%", "%").replace(r"\!", "")
@@ -63,7 +63,7 @@ def plain_notation(text: str) -> str:
     text = _RAISED.sub(lambda found: f"^{{{found[0].translate(_RAISED_DIGITS)}}}", text)
     text = _LOWERED.sub(lambda found: f"_{{{found[0].translate(_LOWERED_DIGITS)}}}", text)
     text = _DELIMITER.sub(" ", _SMALL_SPACE.sub(" ", text))
-    for _ in range(2):  # a style inside another
+    for _ in range(2):  # styles may be nested once
         text = _STYLED.sub(lambda found: f" {found[1] or found[2] or found[3] or ''} ", text)
     text = _FRACTION_COMMAND.sub(r"\\frac", _STYLE.sub("", text))
     return _FRACTION.sub(

@@ -1,9 +1,8 @@
-r"""Numbers as models and data sets write them: signs, separators, decimals, fractions, powers of ten, units.
+r"""Reads numbers as models and data sets write them: signs, separators, decimals, fractions, powers of ten, units.
 
-What counts as a number is one that is written out. `16-3`, `2^{10}`, `\sqrt{25}` and `26/2` are calculations still to
-be done, whatever they come to; `13/2` and `1 1/2` are numbers. Units, currencies and the percent sign say what is
-counted and do not change the number: `50%` is 50, and not 0.5. Everything here is exact, linear in the length of the
-text, and never raises.
+Only a written-out value counts as a number: `16-3`, `2^{10}`, `\sqrt{25}` and `26/2` are unfinished calculations,
+whatever their value; `13/2` and `1 1/2` are numbers. Units, currencies and the percent sign do not change the number:
+`50%` is 50, not 0.5. Everything here is exact, linear in the length of the text, and never raises.
 """
 
 import re
@@ -13,9 +12,9 @@ from typing import NamedTuple
 from podium.tasks.notation import plain_notation
 
 TAIL_CHARS = 2_000
-"""Characters at the end of a text that are searched for its last number."""
+"""Number of characters at the end of a text that are searched for its last number."""
 MAX_NUMBER_CHARS = 400
-"""Digits of a number at most; a longer run of digits is not read as a number."""
+"""Maximum digits of a number; a longer run of digits is not read as a number."""
 
 _WHOLE = r"(?:[0-9]{1,3}+(?:,[0-9]{3})++(?!,?[0-9])|[0-9]++)"
 _TIMES_TEN = r"\s?(?:[xX*]|\\times|\\cdot)\s{0,3}10\s?\^\s?\{?(?P<power>[-+]?[0-9]{1,3}+)\}?"
@@ -67,17 +66,17 @@ _JOINS = _SCALES | _OPERATORS | _LETTERS | {"=", "(", ")", "or"}
 
 
 class Number(NamedTuple):
-    """A number as it was written."""
+    """A number and its written precision."""
 
     value: Fraction
     places: int
-    """Decimal places that were written; 0 for whole numbers, fractions and powers of ten."""
+    """Decimal places as written; 0 for integers, fractions and powers of ten."""
 
 
 def read_number(text: str) -> Number | None:
-    r"""The number that an answer is: `-1,200`, `\frac{3}{4}`, `1.2e3`, `5.4 \text{ cents}`, `x = 5`, `$5 a day`, `50%`.
+    r"""Read an answer as a number: `-1,200`, `\frac{3}{4}`, `1.2e3`, `5.4 \text{ cents}`, `x = 5`, `$5 a day`, `50%`.
 
-    None where the answer is something else: a calculation, several numbers, words that change the value.
+    None if the answer is something else: a calculation, several numbers, or words that change the value.
     """
     return _read(_without_units(text))
 
@@ -85,7 +84,7 @@ def read_number(text: str) -> Number | None:
 def last_number(text: str) -> Number | None:
     """The number at the end of a text that states no answer; None if the text ends in a formula.
 
-    `She sells 9 * 2 = 18 eggs.` ends in 18; `So 16 - 3.` in no number, neither 13 nor 3.
+    `She sells 9 * 2 = 18 eggs.` ends with 18; `So 16 - 3.` ends with no number, neither 13 nor 3.
     """
     for line in reversed(text[-TAIL_CHARS:].splitlines()):
         if _has_digit(line) and (figures := _last_figures(_without_units(line).split())):
@@ -94,7 +93,8 @@ def last_number(text: str) -> Number | None:
 
 
 def same_number(reference: Number, answer: Number) -> bool:
-    """Whether two numbers are equal: exactly, or a decimal of 4 or more places that truncates or rounds a fraction.
+    """Whether two numbers are equal: exactly, or as a decimal with 4 or more places that truncates or rounds a
+    fraction.
 
     0.3333 equals 1/3; 0.33 does not, and 17.9999 is not 18.
     """
@@ -107,14 +107,14 @@ def same_number(reference: Number, answer: Number) -> bool:
 
 
 def _without_units(text: str) -> str:
-    """The text in plain notation, without the units and currencies that are not words."""
+    """The text in plain notation, without units and currencies written as symbols."""
     text = _LETTER_UNIT.sub(" ", plain_notation(text))
     text = _DEGREES.sub(" ", _TEXT_COMMAND.sub(r" \1 ", text)).replace("%", " ").replace(r"\approx", "=")
     return _SPELLED_OUT.sub("", _UNIT_POWER.sub(r"\1", _CURRENCY.sub(r" \1", text)))
 
 
 def _read(text: str) -> Number | None:
-    """The only number of a text, if nothing else in the text changes its value."""
+    """The only number of a text, unless something else in the text changes its value; else None."""
     left, equals, right = text.rpartition("=")
     if equals and _NAME.fullmatch(right):  # 5 = x
         left, right = right, left
@@ -129,11 +129,11 @@ def _read(text: str) -> Number | None:
 
 
 def _last_figures(words: list[str]) -> list[str]:
-    """The last words of a line that belong to one formula or number; empty if the line has no digit."""
+    """The trailing words of a line that belong to one formula or number; empty if the line has no digit."""
     last: list[str] = []
     formula: list[str] = []
     if words and words[0] in ("-", "+", "*"):
-        words = words[1:]  # the item of a list
+        words = words[1:]  # a list item's number
     for word in [*words, "."]:
         bare = word.rstrip(",;:.!?")
         belongs = _has_digit(bare) or bare in _JOINS
@@ -152,7 +152,7 @@ def _has_digit(text: str) -> bool:
 
 
 def _are_units(before: str, after: str) -> bool:
-    """Whether the text around a number does not change its value: units, plain words, punctuation."""
+    """Whether the text around a number leaves its value unchanged: units, plain words, punctuation."""
     if not (_PROSE.fullmatch(before) and _PROSE.fullmatch(after)) or "/" in before:
         return False
     if _NO_HYPHEN.search(f"{before}|{after}") or before[-1:].isalpha() or before.rstrip()[-1:] in ("-", ")"):
@@ -167,7 +167,7 @@ def _are_units(before: str, after: str) -> bool:
 
 
 def _value(found: re.Match[str]) -> Number | None:
-    """The number that the pattern matched; None if it is too long, divides by 0, or is a division without remainder."""
+    """The matched number; None if it is too long, divides by 0, or is a division without remainder."""
     if len(found[0]) > MAX_NUMBER_CHARS:
         return None
     sign = -1 if found["sign"] == "-" else 1

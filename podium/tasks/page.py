@@ -1,4 +1,4 @@
-"""What `podium tasks` prints: each task with its options."""
+"""The output of `podium tasks`: each task with its options."""
 
 import importlib
 import inspect
@@ -13,7 +13,7 @@ from podium.tasks.registry import TASKS, task_options
 
 
 def task_page(name: str) -> str:
-    """A task's description, its options with types and defaults, and its splits. Raises ValueError if it is unknown."""
+    """A task's description, its options with types and defaults, and its splits. Raises ValueError if unknown."""
     options = task_options(name)
     splits = {key: TaskConfig.model_fields[key].default for key in ("train_split", "eval_split")}
     return "\n".join(
@@ -27,7 +27,7 @@ def task_page(name: str) -> str:
 
 
 def task_doc(name: str) -> str:
-    """The task's own description."""
+    """The docstring of a task."""
     module, _, attribute = TASKS.get(name, name).partition(":")
     return inspect.getdoc(getattr(importlib.import_module(module), attribute)) or "(no description)"
 

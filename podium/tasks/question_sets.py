@@ -1,4 +1,4 @@
-"""Tasks that are sets of questions with answers: GSM8K, MATH, and files of your own."""
+"""Tasks with questions and answers from data: GSM8K, MATH, your own files, and chats."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -10,7 +10,7 @@ from podium.tasks.task import Prompt, TaskSource
 
 
 class Gsm8k(QuestionSet):
-    """Problems whose reference answer follows `####`, from the hub (`openai/gsm8k`) or a local path."""
+    """Word problems whose reference answer follows `####`, from the hub (`openai/gsm8k`) or a local path."""
 
     # arXiv:2110.14168: 7,473 problems in words to train on and 1,319 to test on
     system_prompt = r"Solve the problem step by step. Then write the result, a single number, as \boxed{number}."
@@ -28,10 +28,10 @@ def _after_hashes(answer: str) -> str | None:
 
 
 class Math(QuestionSet):
-    r"""Problems with an answer in LaTeX, from the hub or a local path.
+    r"""Problems with a LaTeX answer, from the hub or a local path.
 
-    The answer column may hold the answer itself or a solution that ends in `\boxed{}`. By default the set has 12,000
-    problems to train on, and MATH-500 to test on.
+    The answer column holds the answer itself, or a solution that ends in `\boxed{}`. The default data set has 12,000
+    training problems, and MATH-500 as the test split.
     """
 
     # arXiv:2103.03874
@@ -51,7 +51,7 @@ class Math(QuestionSet):
 
 
 def math500(source: TaskSource) -> Math:
-    """MATH-500 alone: it has a test split only, so it is for evaluation."""
+    """MATH-500 alone, for evaluation: it has only a test split."""
     return Math(source, dataset="HuggingFaceH4/MATH-500")
 
 
@@ -61,13 +61,14 @@ def _boxed(answer: str) -> str | None:
 
 
 class Jsonl(QuestionSet):
-    """Rows with a question and an answer; the options name the columns, and how answers are compared.
+    """Rows with a question and an answer; options set the columns, and how answers are compared.
 
-    The question is the column `question`, or `prompt` in rows without it: text, or a conversation as a list of
-    `{role, content}` whose last message is answered.
+    The question is in column `question`, or else `prompt`: text, or a conversation as a list of `{role, content}` whose
+    last message is to be answered.
 
-    `match: math` compares numbers and formulas, `match: text` the final answer's words, up to case and outer spaces.
-    With `answer: null` rows need no answer; the reward is then made of functions, one of which is the task's `correct`.
+    `match: math` compares numbers and formulas; `match: text` compares the final answer's words, ignoring case and
+        outer spaces. With `answer: null` rows need no answer; functions then compute the reward, and one of them is the
+        task's `correct`.
     """
 
     def __init__(
@@ -86,15 +87,15 @@ class Jsonl(QuestionSet):
         self.match = match
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        """1 if the final answer equals the row's answer, as `match` says."""
+        """1 if the final answer equals the row's answer, compared according to `match`."""
         return math_equal(completion, prompt.answer) if self.match == "math" else text_equal(completion, prompt.answer)
 
 
 class Chat:
-    """Conversations to imitate with `podium sft`: rows with `messages`, of which every assistant's is learned.
+    """Conversations to imitate with `podium sft`: rows with `messages`, from which every assistant message is learned.
 
-    A row's `messages` are a list of `{role, content}`; the option `messages` names another column. Evaluation asks for
-    the same messages, and counts those that are word for word the row's.
+    A row's `messages` is a list of `{role, content}`; the option `messages` names another column. Evaluation asks for
+    the same messages, and counts exact matches.
     """
 
     system_prompt: str | None = None
@@ -106,7 +107,7 @@ class Chat:
         self.dataset = HubDataset(dataset, subset) if dataset else None
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """A prompt for each message of an assistant: the messages before it, and it as the answer."""
+        """One prompt per assistant message: the messages before it, with the message as the answer."""
         rows = read_rows("chat", self.source, self.dataset, split)
         return [
             Prompt(id=f"chat/{split}/{index}/{turn}", question=before[-1]["content"], answer=answer, messages=before)
@@ -115,12 +116,12 @@ class Chat:
         ]
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        """1 if it is word for word the row's message, up to case and spacing."""
+        """1 if it matches the row's message word for word, ignoring case and spacing."""
         return float(_bare(completion) == _bare(prompt.answer))
 
 
 def _turns(location: str, column: str, messages: object) -> Iterator[tuple[list[dict[str, str]], str]]:
-    """The messages before each of an assistant's, and what it says. Raises ValueError for invalid ones."""
+    """Yield (messages before, text) for each assistant message. Raises ValueError for invalid messages."""
     conversation = read_messages(f"{location}: column {column!r}", messages)
     found = [index for index, each in enumerate(conversation) if index and each["role"] == "assistant"]
     if not found:
@@ -135,12 +136,12 @@ def math_equal(completion: str, answer: str) -> float:
 
 
 def text_equal(completion: str, answer: str) -> float:
-    """1 if the completion's final answer, or else all of it, is the reference up to case, punctuation and spacing."""
+    """1 if the final answer (or else the whole completion) equals the reference up to case, punctuation and spacing."""
     text = answer_text(completion)
     found = final_answer(text)
     return float(_bare(text if found is None else found) == _bare(answer))
 
 
 def _bare(text: str) -> str:
-    """The text without case, outer punctuation and differences of spacing."""
+    """The text in lower case, without outer punctuation, and with single spaces."""
     return " ".join(text.casefold().split()).strip(" .!?\"'*")

@@ -1,4 +1,4 @@
-"""Any generator of reasoning-gym (arXiv:2505.24760): endless generated puzzles, each with its own scorer."""
+"""Generators of reasoning-gym (arXiv:2505.24760): endless puzzles, each with its own scorer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Protocol
@@ -14,8 +14,8 @@ Count = Annotated[int, Field(ge=1)]
 class ReasoningGym:
     """Puzzles of one generator: `options: {dataset: chain_sum, config: {max_terms: 4}}`.
 
-    Questions of the evaluation come from another seed and are left out of training. The scorer is the generator's own;
-    it may give part of a point.
+    Evaluation questions come from another seed, and are excluded from training. The generator's own scorer grades; it
+    may give partial credit.
     """
 
     system_prompt: str | None = "Think first, then write your final answer between <answer> and </answer>."
@@ -53,7 +53,7 @@ class ReasoningGym:
             raise ValueError(f"reasoning_gym: options.config: {dataset} rejects {config}: {error}") from error
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """All puzzles of a split, each question once."""
+        """All puzzles of a split, without duplicate questions."""
         evaluated = _by_question(self._eval)
         if split == "eval":
             entries = evaluated
@@ -74,7 +74,7 @@ class ReasoningGym:
         ]
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        """The generator's score, 0 to 1, for the text in the last `<answer>` or after `</think>`."""
+        """The generator's score, 0 to 1, for the text in the last `<answer>`, or after `</think>`."""
         _, tag, rest = completion.rpartition("<answer>")
         answer = rest.partition("</answer>")[0] if tag else completion.rpartition("</think>")[2]
         entry = dict(prompt.metadata)
@@ -95,7 +95,7 @@ class _Entries(Protocol):
 
 
 def _by_question(entries: _Entries) -> dict[str, Mapping[str, object]]:
-    """The generator's entries by their text, the first of equals."""
+    """The generator's entries by question text; of duplicates the first."""
     found: dict[str, Mapping[str, object]] = {}
     for index in range(len(entries)):
         entry = entries[index]

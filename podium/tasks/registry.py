@@ -1,6 +1,6 @@
-"""Makes the task that a config names: built in, or imported from `package.module:Class`.
+"""Makes the task that a config names: built-in, or imported from `package.module:Class`.
 
-Modules of tasks are imported when their task is made, so that listing names stays fast.
+A task's module is imported only when the task is made, so that listing names stays fast.
 """
 
 import inspect
@@ -23,13 +23,13 @@ TASKS: dict[str, str] = {
     "math500": "podium.tasks.question_sets:math500",
     "reasoning_gym": "podium.tasks.reasoning_gym:ReasoningGym",
 }
-"""Built-in tasks: the name in the config, and the path of its class or factory."""
+"""Built-in tasks: config name -> path of the class or factory."""
 
 
 def make_task(config: TaskConfig) -> Task:
-    """The task that the config names, with its options checked and set.
+    """Make the task that a config names, after checking its options.
 
-    Raises ValueError where the task or an option is not known, or an option is missing or of a wrong type.
+    Raises ValueError if the task or an option is unknown, or an option is missing or has the wrong type.
     """
     constructor = _constructor(config.name)
     options = task_options(config.name)
@@ -49,13 +49,13 @@ def make_task(config: TaskConfig) -> Task:
 
 
 def task_options(name: str) -> Mapping[str, inspect.Parameter]:
-    """The options of a task, as its constructor declares them (keyword arguments after `source`)."""
+    """A task's options, as declared by its constructor (keyword arguments after `source`)."""
     parameters = inspect.signature(_constructor(name)).parameters.values()
     return {parameter.name: parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
 
 
 def task_labels(tasks: Sequence[TaskConfig]) -> list[str]:
-    """A short name for each task of a mixture, for metrics and messages: `gsm8k`; a second one is `gsm8k-2`."""
+    """Short unique names of a mixture's tasks, for metrics and messages: `gsm8k`; a second one is `gsm8k-2`."""
     labels: list[str] = []
     for config in tasks:
         name = config.name.rpartition(":")[2]

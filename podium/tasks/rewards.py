@@ -1,6 +1,6 @@
-"""Rewards: the parts that a config can weigh (the grade, the format, the length), and their weighted sum.
+"""Reward parts that a config can weight (grade, format, length), and their weighted sum.
 
-Parts that are functions of the user's are in `podium.tasks.functions`.
+Parts that are the user's functions are in `podium.tasks.functions`.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,14 +15,14 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 class LengthLimits(NamedTuple):
-    """The limits that a completion's length is measured against."""
+    """Limits for the length reward, in tokens."""
 
     max_new_tokens: int
     overlong_buffer_tokens: int
 
 
 def format_reward(graded: Graded, limits: LengthLimits) -> float:
-    """1 if the text is `<think>...</think>` and then `<answer>...</answer>`, each tag once, nothing outside; else 0."""
+    """1 if the text is exactly `<think>...</think>` followed by `<answer>...</answer>`, each tag once; else 0."""
     text = graded.text.strip()
     if any(text.count(tag) != 1 for tag in TAGS):
         return 0.0
@@ -51,11 +51,11 @@ TEXT_REWARDS: dict[str, Callable[[Graded, LengthLimits], float]] = {
     "tags": tags_reward,
     "length": length_reward,
 }
-"""Parts besides `correct`, which is the task's grade."""
+"""Built-in parts other than `correct`, which is the task's grade."""
 
 
 def own_functions(task: TaskConfig) -> list[str]:
-    """The parts of a task's reward that are functions named by import path."""
+    """A task's reward parts that are functions given by import path."""
     return [name for name in task.rewards if is_path(name)]
 
 
@@ -68,11 +68,10 @@ def make_reward(
     own: Mapping[str, Part] | None = None,
     timed_out: bool = False,
 ) -> Reward:
-    """The reward of a completion whose `correct` part and `own` functions' values are known.
+    """Combine a completion's `correct` part and the values of the user's functions to its reward.
 
-    `correct` is always among the parts. Where the task counts a function's value as the answer's correctness, it is
-    that value, held within 0 and 1; of a function that does not apply to the prompt, the next function's that does; 0
-    where none applies.
+    `correct` is always among the parts. If the task uses a function's value as correctness, it is that value, clipped
+    to 0 to 1; if that function does not apply to the prompt, the next function that does is used; 0 if none applies.
     """
     own = own or {}
     names = [name for name in task.rewards if name != "correct"]
@@ -88,5 +87,5 @@ def make_reward(
 
 
 def label(part: str) -> str:
-    """The name of a part in metrics and samples: of a function, its own without its module's."""
+    """The name of a part in metrics and samples; for a function, its name without the module."""
     return part.rpartition(":")[2]

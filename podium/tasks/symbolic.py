@@ -1,9 +1,9 @@
-"""Whether two formulas are equal, by math-verify: guarded, quiet, and never raising.
+"""Compares formulas with math-verify: bounded, quiet, and never raising.
 
-math-verify reads LaTeX with a grammar (antlr) and builds sympy objects from what it read; of the text, only numbers
-reach sympy's own reader, which evaluates Python. Its other reader, for plain expressions, passes whole expressions on
-to that, and is not used here. Reading and comparing can still take any time and any memory, so what is clearly no
-answer is refused first; `podium.tasks.grading` has the hard limits.
+math-verify parses LaTeX with a grammar (antlr) and builds sympy objects; only numbers reach sympy's own parser, which
+evaluates Python. Its other parser, for plain expressions, passes whole expressions to sympy's and is not used here.
+Parsing and comparing can still take unbounded time and memory, so text that is clearly not an answer is rejected first;
+`podium.tasks.grading` enforces hard limits.
 """
 
 import functools
@@ -13,9 +13,9 @@ import warnings
 from types import ModuleType
 
 MAX_CHARS = 250
-"""A longer formula is not read: the longest reference in MATH has 60 characters."""
+"""Maximum length of a formula: the longest reference in MATH has 60 characters."""
 MAX_DEPTH = 6
-"""Brackets inside brackets; reading time grows steeply with their depth."""
+"""Maximum nesting of brackets; parsing time grows steeply with it."""
 
 _COMMAND = re.compile(r"\\(?:(?:text|mathrm|mbox|begin|end|operatorname)\s?\{[^{}]{0,40}\}|[A-Za-z]+)")
 _FUNCTIONS = {"sqrt", "sinh", "cosh", "tanh"}
@@ -33,15 +33,15 @@ _UNEVALUATED = re.compile(
 
 
 def load() -> None:
-    """Imports math-verify (a second) now. A worker does, before the clock of its first answer starts."""
+    """Import math-verify (takes a second). Workers do this before the clock of their first answer starts."""
     _library()
 
 
 @functools.lru_cache(maxsize=4096)
 def equal(reference: str, answer: str) -> bool:
-    """Whether two formulas (LaTeX without delimiters) are mathematically equal; False where one cannot be read.
+    """Whether two formulas (LaTeX without delimiters) are mathematically equal; False if one cannot be parsed.
 
-    Results are kept: the completions of a group share their reference and often their answer.
+    Results are cached: completions of a group share their reference, and often their answer.
     """
     if not (_is_formula(reference) and _is_formula(answer)):
         return False
@@ -57,7 +57,7 @@ def equal(reference: str, answer: str) -> bool:
 
 @functools.cache
 def _library() -> ModuleType:
-    """math-verify, with its log kept to errors: it warns that it has no time limit, and the grader has one."""
+    """Import math-verify, with its log reduced to errors: it warns that it has no time limit; the grader has one."""
     import math_verify
 
     for name in ("math_verify", "latex2sympy2_extended"):
@@ -67,7 +67,7 @@ def _library() -> ModuleType:
 
 @functools.lru_cache(maxsize=1024)
 def _parse(formula: str) -> list[object]:
-    """What math-verify reads: sympy objects, or nothing."""
+    """The sympy objects that math-verify parses; empty if it cannot."""
     library = _library()
     return library.parse(
         f"${formula}$",
@@ -78,7 +78,7 @@ def _parse(formula: str) -> list[object]:
 
 
 def _is_formula(text: str) -> bool:
-    """Whether a text is short, flat, free of prose, of what is still to be solved, and of numbers that fill memory."""
+    """Whether a text is short, flat, and free of prose, of unfinished calculations, and of numbers that fill memory."""
     if not text or len(text) > MAX_CHARS or not text.isascii() or not text.isprintable():
         return False
     if _NOT_MATH.search(text) or _TOO_LARGE.search(text) or _UNEVALUATED.search(text):
@@ -88,7 +88,7 @@ def _is_formula(text: str) -> bool:
 
 
 def _depth(text: str) -> int:
-    """Deepest nesting of brackets; -1 if braces do not match."""
+    """Maximum nesting of brackets; -1 if braces do not match."""
     depth = deepest = braces = 0
     for character in text.replace(r"\{", "(").replace(r"\}", ")"):
         depth += (character in "({[") - (character in ")}]")

@@ -1,4 +1,4 @@
-"""What a task is: prompts to answer, and a grade for an answer. To add one, write a class with these two methods.
+"""The interface of tasks: prompts to answer, and a grade for an answer. To add one, write a class with these methods.
 
     class Spelling:
         system_prompt = "Answer with one word."
@@ -9,8 +9,8 @@
 
         def grade(self, prompt: Prompt, completion: str) -> float: ...
 
-and name it in the config by import path (`tasks: [{name: mypackage.tasks:Spelling, options: {length: 6}}]`) or by
-one line in `podium/tasks/registry.py`. Import what `grade` needs in the constructor: grading has a time limit, making a
+and name it in the config by import path (`tasks: [{name: mypackage.tasks:Spelling, options: {length: 6}}]`) or by one
+line in `podium/tasks/registry.py`. Import what `grade` needs in the constructor: grading has a time limit, making a
 task has none. Nothing here imports jax.
 """
 
@@ -21,30 +21,30 @@ from typing import Any, Protocol
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A question as its task states it, before any chat template."""
+    """A question as its task states it, before the chat template."""
 
     id: str
-    """Unique in its task and split, stable over runs: `gsm8k/test/17`."""
+    """Unique within its task and split, and stable between runs: `gsm8k/test/17`."""
     question: str
     answer: str
     """The reference answer, as the grader reads it."""
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """The row that it was made of, for reward functions."""
+    """The row that the prompt was made from, for reward functions."""
     messages: Sequence[Mapping[str, str]] | None = None
-    """The conversation to continue, each message with `role` and `content`; None: the question is all there is."""
+    """The conversation to continue, as messages with `role` and `content`; None: only the question."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Graded:
-    """A completion to grade."""
+    """A completion to grade: text and tokens."""
 
     text: str
     tokens: tuple[int, ...]
-    """Ids of its tokens, the end-of-sequence token included."""
+    """Token ids, including the end-of-sequence token."""
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens it has."""
+        """Number of tokens."""
         return len(self.tokens)
 
 
@@ -55,14 +55,14 @@ class Reward:
     total: float
     """The weighted sum of the parts."""
     parts: Mapping[str, float]
-    """Each part before its weight: `correct`, `format`, ...; without the functions that do not apply to its prompt."""
+    """Each part before weighting: `correct`, `format`, ...; functions that do not apply to the prompt are missing."""
     timed_out: bool = False
-    """Grading was stopped: it took longer than `grading.timeout_s`, or its process died (memory); `correct` is 0."""
+    """Whether grading was stopped: it exceeded `grading.timeout_s`, or its process died (memory). `correct` is 0."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskSource:
-    """Where a task finds its data: the config's `path`, `eval_path` and split names."""
+    """The location of a task's data: the config's `path`, `eval_path` and split names."""
 
     path: str | None = None
     eval_path: str | None = None
@@ -74,15 +74,15 @@ class Task(Protocol):
     """Prompts with checkable answers."""
 
     system_prompt: str | None
-    """First message of each conversation; the config's `system_prompt` replaces it."""
+    """First message of each conversation; overridden by the config's `system_prompt`."""
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """All prompts of `train` or `eval`, in an order that does not change. Empty is a ValueError."""
+        """All prompts of `train` or `eval`, in a fixed order. Raises ValueError if there are none."""
         ...
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        """The `correct` part of the reward, 0 to 1, whatever a model may have written.
+        """The `correct` part of the reward, 0 to 1; must handle anything that a model may write.
 
-        An exception is a bug of the grader and stops the run. Runs in a worker process, under a time limit.
+        An exception is a bug of the grader and stops the run. Runs in a worker process with a time limit.
         """
         ...

@@ -1,7 +1,7 @@
-"""Runs in a grading process: `podium.tasks.grading` starts the process and calls `main` in it.
+"""The grading process: started by `podium.tasks.grading`, which calls `main` in it.
 
 It reads task configs and then lists of items from its connection, and answers each item as soon as it is graded. It has
-no time limit of its own: the parent kills it.
+no time limit of its own: the parent kills it if necessary.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from podium.tasks.registry import make_task
 from podium.tasks.task import Prompt, Task
 
 MEMORY_BYTES = 2 << 30
-"""What one grade may allocate beyond what the process has once its tasks are made."""
+"""Memory that one grade may allocate beyond what the process has once its tasks are made."""
 ORPHAN_S = 60.0
-"""A worker that is still at one item this long after its time limit has lost its parent, and ends."""
+"""A worker that is still busy with one item this long after its time limit has lost its parent, and exits."""
 
 
 class Item(NamedTuple):
@@ -30,7 +30,7 @@ class Item(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How grading ended: with a grade; stopped (time, memory), which is the model's fault; or a bug, which is not."""
+    """How grading ended: graded; stopped (time or memory), because of the model's text; or with a bug in the grader."""
 
     kind: Literal["graded", "stopped", "bug"]
     correct: float = 0.0
@@ -38,7 +38,7 @@ class Outcome(NamedTuple):
 
 
 def grade_item(task: Task, item: Item) -> Outcome:
-    """The task's grade of one completion. Nothing is raised: a bug comes back as its traceback."""
+    """Grade one completion. Never raises: a bug is returned as its traceback."""
     try:
         correct = task.grade(item.prompt, item.completion)
     except MemoryError:
@@ -51,14 +51,14 @@ def grade_item(task: Task, item: Item) -> Outcome:
 
 
 def main(file_descriptor: int) -> None:
-    """Grades until the parent closes the connection."""
+    """Grade until the parent closes the connection."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the parent finishes its step, and closes the connection
+        signal.signal(number, signal.SIG_IGN)  # the parent finishes its step, and then closes the connection
     connection = Connection(file_descriptor)
     configs, timeout_s = connection.recv()
     tasks = [make_task(config) for config in configs]
     symbolic = sys.modules.get("podium.tasks.symbolic")
-    if symbolic:  # imported by a task that compares formulas
+    if symbolic:  # loaded by a task that compares formulas
         symbolic.load()
     _limit_memory()
     connection.send("ready")
@@ -72,7 +72,7 @@ def main(file_descriptor: int) -> None:
 
 
 def _limit_memory() -> None:
-    """Makes allocations fail (MemoryError) past MEMORY_BYTES more than now; where the system can tell (Linux)."""
+    """Make allocations of more than MEMORY_BYTES beyond the current size raise MemoryError, where supported (Linux)."""
     import resource
 
     try:
