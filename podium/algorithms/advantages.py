@@ -127,8 +127,8 @@ def token_weights(mean: Mean, lengths: np.ndarray, *, num_sequences: int, max_ne
     """The weight of each token of a sequence, such that the loss is the sum of weighted token losses.
 
     token: 1 / sum L, sequence: 1 / (num_sequences L_i), constant: 1 / (num_sequences max_new_tokens). Pass all
-        lengths of one optimizer step, over all hosts and micro-batches, so that the sum does not depend on how the step
-        is divided.
+    lengths of one optimizer step, over all hosts and micro-batches, so that the sum does not depend on how the step
+    is divided.
 
     token averages over all tokens (DAPO); sequence within each sequence and then over sequences (GRPO); constant
     divides by a constant length (Dr. GRPO). Lengths and weights are [n]; a masked sequence has length 0 and weight 0,

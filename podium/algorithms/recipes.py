@@ -99,8 +99,8 @@ def grpo() -> Recipe:
     """GRPO, DeepSeekMath (arXiv:2402.03300): rewards standardised per group, PPO's clip, mean per sequence.
 
     Differs: no KL (the paper: k3 at 0.04; set kl and kl_coef). The unbiased standard deviation (n - 1) and its eps
-        of 1e-6 are our choice; the paper states neither. The ratio's denominator is the sampler's own
-        log-probabilities.
+    of 1e-6 are our choice; the paper states neither. The ratio's denominator is the sampler's own
+    log-probabilities.
     """
     return Recipe(
         advantage=partial(group_advantages, std="group", std_ddof=1, std_eps=1e-6),
@@ -123,9 +123,9 @@ def dapo() -> Recipe:
     """DAPO (arXiv:2503.14476): clip-higher, mean over tokens, dynamic sampling, overlong filtering.
 
     Differs: dynamic sampling draws at most `max_refills` extra rounds. A group is refilled if its rewards are
-        equal, rather than if its accuracies are 0 or 1. Truncated completions are masked; the soft overlong punishment
-        is a task reward (`rewards: {length: 1.0}` with `grading.overlong_buffer_tokens`); with it, set `mask_truncated:
-        false`, or the longest completions escape it.
+    equal, rather than if its accuracies are 0 or 1. Truncated completions are masked; the soft overlong punishment
+    is a task reward (`rewards: {length: 1.0}` with `grading.overlong_buffer_tokens`); with it, set `mask_truncated:
+    false`, or the longest completions escape it.
     """
     return Recipe(
         advantage=partial(group_advantages, std="group", std_ddof=1, std_eps=1e-6),
@@ -165,8 +165,8 @@ def reinforce_pp() -> Recipe:
     """REINFORCE++ (arXiv:2501.03262): no group; returns standardised over all tokens of the batch, PPO's clip.
 
     Differs: the paper's KL in the reward is off; `kl: k1_reward` charges the whole completion its KL, instead of
-        charging each token the KL from itself on. With minibatches, the batch is standardised rather than the
-        minibatch.
+    charging each token the KL from itself on. With minibatches, the batch is standardised rather than the
+    minibatch.
     """
     return Recipe(
         advantage=partial(whitened_advantages, group_baseline=False, std_eps=1e-6),
@@ -207,7 +207,7 @@ def cispo() -> Recipe:
     """CISPO, MiniMax-M1 (arXiv:2506.13585): clipped ratios weight the log-likelihood and stop no token's gradient.
 
     Differs: weights are clipped to [0, 5] (clip_low 1, clip_high 4); the paper gives no value for its upper bound
-        and, as here, has no lower one.
+    and, as here, has no lower one.
     """
     return Recipe(
         advantage=partial(group_advantages, std="group", std_ddof=1, std_eps=1e-6),
@@ -222,7 +222,7 @@ def maxrl() -> Recipe:
     """MaxRL (arXiv:2602.02710): centred rewards divided by the group's mean, so that rarely solved prompts weigh most.
 
     Differs: any non-negative rewards, while the paper's are 0 or 1; PPO's clip guards later updates; the sum over
-        tokens is divided by `rollout.max_new_tokens`.
+    tokens is divided by `rollout.max_new_tokens`.
     """
     return Recipe(advantage=partial(maxrl_advantages), mean="constant")
 
@@ -231,7 +231,7 @@ def sft() -> Recipe:
     """Supervised fine-tuning as before RLHF (arXiv:2203.02155): maximises the likelihood of completions in the data.
 
     Differs: it is the update of `reinforce` with every advantage 1, so only evaluations sample, and there is no
-        dropout. The mean is over the batch's tokens. `podium sft CONFIG` selects it, with `group_size: 1`.
+    dropout. The mean is over the batch's tokens. `podium sft CONFIG` selects it, with `group_size: 1`.
     """
     return Recipe(
         advantage=partial(reward_advantages),

@@ -40,11 +40,11 @@ def gather(
 
 @bench_app.command()
 def rollout(
-    model: Annotated[str, typer.Option(help="Whose shape the random weights have, as in a config.")] = "demo",
+    model: Annotated[str, typer.Option(help="Model whose shape the random weights have, as in a config.")] = "demo",
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 64,
     lengths: Annotated[str, typer.Option(metavar="gsm8k|fixed:N|RUN", help="Lengths of the completions.")] = "gsm8k",
-    layout: Annotated[str, typer.Option(help="As rollout.layout.")] = "auto",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest completion.")] = 1024,
+    layout: Annotated[str, typer.Option(help="Layout, as rollout.layout.")] = "auto",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the longest completion.")] = 1024,
     slots: Annotated[int | None, typer.Option(min=1, help="Sequences decoded at once; unset: all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -69,7 +69,7 @@ def update(
     config: ConfigFiles,
     settings: Settings = None,
     lengths: Annotated[
-        str, typer.Option(metavar="gsm8k|fixed:N|RUN", help="Lengths of prompts and completions, as of podium plan.")
+        str, typer.Option(metavar="gsm8k|fixed:N|RUN", help="Lengths of prompts and completions, as for podium plan.")
     ] = "gsm8k",
     repeats: Annotated[int, typer.Option(min=1, help="Steps to time; the fastest counts.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -87,33 +87,48 @@ Impl = Annotated[
     Literal["jax", "ref", "kernel"],
     typer.Option(help="kernel: this device's Pallas kernel; jax: the same by XLA; ref: jax's own, in float32."),
 ]
-Mode = Annotated[Literal["off_policy", "on_policy"], typer.Option(help="Whether the ratio is to others than its own.")]
+Mode = Annotated[
+    Literal["off_policy", "on_policy"],
+    typer.Option(help="off_policy: ratio to given old log-probabilities; on_policy: ratio to the current ones."),
+]
 Rows = Annotated[int, typer.Option(min=1, help="Rows.")]
 Tokens = Annotated[int, typer.Option(min=1, help="Tokens of a row.")]
 Vocabulary = Annotated[int, typer.Option(min=2, help="Size of the vocabulary.")]
 Dtype = Annotated[Literal["bf16", "f16", "f32"], typer.Option(help="Number format of the logits.")]
-Sums = Annotated[Literal["bf16", "f32"], typer.Option("--compute_dtype", "--compute-dtype", help="Of sums: f32 alone.")]
-Seed = Annotated[int, typer.Option(help="Of the random logits.")]
-Calls = Annotated[int, typer.Option(min=1, help="Calls that are timed.")]
-Warmup = Annotated[int, typer.Option(min=0, help="Calls before, after the first, which compiles.")]
+Sums = Annotated[
+    Literal["bf16", "f32"],
+    typer.Option("--compute_dtype", "--compute-dtype", help="Number format of sums; only f32 is supported."),
+]
+Seed = Annotated[int, typer.Option(help="Seed of the random logits.")]
+Calls = Annotated[int, typer.Option(min=1, help="Number of timed calls.")]
+Warmup = Annotated[
+    int, typer.Option(min=0, help="Number of untimed calls between the first, which compiles, and the timed ones.")
+]
 Noise = Annotated[
-    float, typer.Option("--old_logp_noise_scale", "--old-logp-noise-scale", help="How far the old ones are, in nat.")
+    float,
+    typer.Option(
+        "--old_logp_noise_scale",
+        "--old-logp-noise-scale",
+        help="Standard deviation in nats of old log-probabilities around the new ones.",
+    ),
 ]
 ClipLow = Annotated[float, typer.Option("--epsilon_low", "--epsilon-low", help="Lower clip.")]
 ClipHigh = Annotated[float, typer.Option("--epsilon_high", "--epsilon-high", help="Upper clip.")]
-Temperature = Annotated[float, typer.Option(help="Of the softmax.")]
+Temperature = Annotated[float, typer.Option(help="Temperature of the softmax.")]
 VocabTile = Annotated[
-    int | None, typer.Option("--block_size", "--block-size", min=1, help="Vocabulary of a tile; default: ours.")
+    int | None,
+    typer.Option("--block_size", "--block-size", min=1, help="Vocabulary per tile; unset: the kernel's default."),
 ]
 TokenTile = Annotated[
-    int | None, typer.Option("--time_block", "--time-block", min=1, help="Tokens of a tile; default: ours.")
+    int | None,
+    typer.Option("--time_block", "--time-block", min=1, help="Tokens per tile; unset: the kernel's default."),
 ]
-WandbProject = Annotated[str, typer.Option("--wandb_project", "--wandb-project", help="Of the run on W&B.")]
+WandbProject = Annotated[str, typer.Option("--wandb_project", "--wandb-project", help="W&B project of the run.")]
 WandbMode = Annotated[
     Literal["disabled", "online", "offline"],
-    typer.Option("--wandb_mode", "--wandb-mode", help="Whether figures go to W&B besides stdout."),
+    typer.Option("--wandb_mode", "--wandb-mode", help="Whether to send figures to W&B too."),
 ]
-WandbName = Annotated[str | None, typer.Option("--wandb_name", "--wandb-name", help="Name of the run there.")]
+WandbName = Annotated[str | None, typer.Option("--wandb_name", "--wandb-name", help="Name of the run on W&B.")]
 
 
 @bench_app.command()

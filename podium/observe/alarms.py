@@ -1,4 +1,4 @@
-"""Warnings while a run trains: each is printed once, when its metric enters the range in which runs fail."""
+"""Warnings during training: each is printed once, when its metric enters the range in which runs fail."""
 
 import collections
 import math
@@ -11,24 +11,24 @@ from podium.observe.metrics import GAP_METRIC, REWARD, TRUNCATED
 from podium.observe.stats import StepStats
 
 AT_BOUND, WAITED = 5, 0.05
-"""Warn after this many consecutive steps at the bound, if more than this share of their time was spent waiting."""
+"""Warn after this many consecutive steps at the staleness bound, if waiting took more than this share of their time."""
 WINDOW, DISTANCE = 10, 0.1
-"""Number of steps whose lengths are compared, and the largest acceptable distance between the two distributions."""
+"""Number of steps whose lengths are compared, and the largest acceptable distance between the distributions."""
 RISE, SMOOTHED = 0.1, 5
-"""Largest acceptable rise of the truncated share over WINDOW steps, and the steps averaged at either end."""
+"""Largest acceptable rise of the truncated share over WINDOW steps, and the number of steps averaged at each end."""
 GAP = 0.02
 """Largest acceptable gap, in nats, between trainer and sampler on tokens drawn with the current weights."""
 GAP_FLOAT32, GAP_ROUNDED = 0.01, 0.05
 """Mean gaps, in nats, far above those of two programs with the same weights: about 1e-6 if both compute in float32, up
 to 0.02 with a narrower format."""
 SOLVED = 0.9
-"""Mean reward from which equal rewards, short answers and low entropy are what learning looks like."""
+"""Mean reward above which equal rewards, short answers and low entropy are signs of success, not of failure."""
 MOSTLY_CUT = 0.25
-"""Share of completions cut by max_new_tokens from which that is a fault."""
+"""Share of completions cut by max_new_tokens above which truncation is reported as the cause."""
 
 
 class RewardAlarm:
-    """Says once that a step taught nothing: all groups earned the same, and it was not the most."""
+    """Warns once if a step taught nothing: all groups had equal rewards below the maximum."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self._config = config
@@ -77,7 +77,7 @@ class GapAlarm:
 
 
 class CarryAlarms:
-    """Checks every step; silent in runs without carry-over."""
+    """Checks every step of a run with carry-over; silent in other runs."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self._config = config
@@ -99,7 +99,7 @@ class CarryAlarms:
         return [f"carry-over: {line}" for _, line in found]
 
     def _found(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        """Yield (kind, line) for everything that is wrong at this step."""
+        """Yield (kind, line) for every problem at this step."""
         rollout = self._config
         waited = sum(share for _, share in self._bound) / len(self._bound)
         if len(self._bound) == AT_BOUND and all(at for at, _ in self._bound) and waited > WAITED:
@@ -135,7 +135,7 @@ class CarryAlarms:
             )
 
     def _distance(self) -> float | None:
-        """Distance between the lengths of the last WINDOW steps; None unless too large and significant at 1 %."""
+        """Distance between the lengths of the last WINDOW steps; None unless too large, and significant at 1 %."""
         if len(self._lengths) < WINDOW:
             return None
         trained, drawn = ([length for part in side for length in part] for side in zip(*self._lengths, strict=True))
@@ -144,7 +144,7 @@ class CarryAlarms:
             return None
         chance = 1.63 * math.sqrt(
             1 / len(trained) + 1 / len(drawn)
-        )  # critical value at 1 % for two samples of one distribution
+        )  # critical value at the 1 % level for two samples of one distribution
         return distance if distance > max(DISTANCE, chance) else None
 
 

@@ -1,15 +1,15 @@
-"""Runs in a bucket: `runs_dir: gs://BUCKET/FOLDER`, or s3://.
+"""Stores a run in a bucket: `runs_dir: gs://BUCKET/FOLDER`, or s3://.
 
-An object can only be replaced as a whole, but the records of a run grow line by line. So they are written to a local
-folder and copied to the bucket, regularly and always before a checkpoint is saved: a process that continues the run
-from the bucket finds records at least up to that checkpoint. Checkpoints do not pass through here: orbax writes them.
+An object can only be replaced as a whole, but a run's records grow line by line. So they are written to a local folder
+and copied to the bucket, regularly and always before a checkpoint is saved: a process that resumes the run from the
+bucket finds records at least up to that checkpoint. Checkpoints are written to the bucket by orbax directly.
 
     ~/.cache/podium/runs/BUCKET/FOLDER/NAME     the records, as every run has them
     gs://BUCKET/FOLDER/NAME/                    the same files, and checkpoints/
     gs://BUCKET/FOLDER/NAME/run.lease           which process trains the run, and when it last renewed
 
-A bucket has no locks. The training process renews its lease; a process that finds a lease of another waits, and takes
-it over after `LEASE_S` seconds without a renewal. Needs the extra `gcs` or `s3`.
+A bucket has no locks. The training process renews its lease; a process that finds another's lease waits, and takes it
+over after `LEASE_S` seconds without renewal. Needs the extra `gcs` or `s3`.
 """
 
 import contextlib
@@ -36,17 +36,17 @@ class Lease(TypedDict):
     owner: str
     """`process PID on host NAME`."""
     time: float
-    """When it was last renewed, in seconds since 1970."""
+    """Time of the last renewal, in seconds since 1970."""
 
 
 class Mirror:
     """Mirrors the local records of a run to its bucket, and holds the run's lease until `close`."""
 
     def __init__(self, folder: Path, bucket: Path) -> None:
-        """Take the lease, and make the local folder equal to the bucket.
+        """Take the lease, and replace the local folder's content by the bucket's.
 
         Raises:
-            RunFileError: the bucket cannot be used, or another process trains this run.
+            RunFileError: the bucket is unusable, or another process trains this run.
         """
         self.folder, self.bucket = folder, bucket
         self._copied: dict[str, tuple[int, int]] = {}  # name -> (size, mtime in ns) when last copied
@@ -86,7 +86,7 @@ class Mirror:
             self.push()
         finally:
             if not self._lost:
-                with contextlib.suppress(Exception):  # it expires by itself
+                with contextlib.suppress(Exception):  # the lease expires by itself
                     (self.bucket / LEASE).unlink()
 
     def _fetch(self) -> None:
@@ -109,7 +109,7 @@ class Mirror:
             if time.monotonic() - since > LEASE_S:
                 break
         self._write_lease()
-        time.sleep(POLL_S)  # if two processes found it free, the last to write holds it
+        time.sleep(POLL_S)  # if two processes found the lease free, the last to write holds it
         if (now := self._lease()) is None or now["owner"] != self._owner:
             raise RunFileError(f"{self.bucket} is in use by {now and now['owner']}; set another name")
 
@@ -131,7 +131,7 @@ class Mirror:
 
     def _renew(self) -> None:
         while not self._closed.wait(RENEW_S):
-            with contextlib.suppress(Exception):  # a network fault: if it lasts, the next push raises
+            with contextlib.suppress(Exception):  # a network fault; if it lasts, the next push raises
                 found = self._lease()
                 if found is not None and found["owner"] != self._owner:
                     self._lost = found["owner"]
@@ -159,7 +159,7 @@ class Mirror:
 
 
 def copy_records(bucket: Path, folder: Path) -> set[str]:
-    """Copy a run's records from its bucket to a local folder; return the names of everything the bucket holds."""
+    """Copy a run's records from its bucket to a local folder; returns the names of everything in the bucket."""
     folder.mkdir(parents=True, exist_ok=True)
     names = {item.name for item in bucket.iterdir()} if bucket.exists() else set()
     for name in names.difference(NOT_COPIED):

@@ -1,4 +1,4 @@
-"""The model card of an export: what was trained, how, and with which results, from the run's own records."""
+"""Writes the model card of an export, from the run's records: what was trained, how, and the results."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from podium.observe.text import clock
 
 
 def model_card(folder: Path, config: Config, *, step: int) -> str:
-    """README.md for the weights of a run after `step` steps, with the front matter that the hub reads."""
+    """The README.md for a run's weights after `step` steps, with front matter for the hub."""
     summary, history = make_summary(folder), read_history(folder)
     recipe = config.algorithm.recipe.rpartition(":")[2]
     tags = ["podium", "reinforcement-learning", recipe]

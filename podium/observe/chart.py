@@ -15,9 +15,9 @@ LABEL_WIDTH = 6
 def reward_curve(
     rewards: Sequence[Point], accuracies: Sequence[Point] = (), *, width: int = 72, height: int = 8
 ) -> Text:
-    """The chart: bars are rewards (at least one), marks are accuracies, both on the axis at the left.
+    """Draw the chart: bars are rewards (at least one), marks are accuracies, on one axis at the left.
 
-    It has `width` columns in all, and `height` rows of bars; the step axis takes two more.
+    It has `width` columns, including the axis, and `height` rows of bars; the step axis takes two more rows.
     """
     columns = max(1, width - LABEL_WIDTH - 1)
     last = max(step for step, _ in [*rewards, *accuracies])
@@ -44,7 +44,7 @@ def reward_curve(
 
 
 def value_range(values: Sequence[float]) -> tuple[float, float]:
-    """Ends of an axis that includes 0 and all values: 0 to 1 if they fit, else as wide as needed."""
+    """The ends of an axis that includes 0 and all values: 0 to 1 if they fit, otherwise as wide as needed."""
     low, high = min(0.0, *values), max(0.0, *values)
     return low, 1.0 if low == 0 and high <= 1 else high
 
@@ -54,7 +54,7 @@ def _place(step: int, last: int, columns: int) -> int:
 
 
 def _columns(points: Sequence[Point], columns: int, last: int) -> list[float | None]:
-    """The mean of the points in each column; a column without points repeats the one before it."""
+    """The mean of the points in each column; a column without points repeats the previous one."""
     buckets: list[list[float]] = [[] for _ in range(columns)]
     for step, value in points:
         buckets[_place(max(0, step - 1), last, columns)].append(value)
@@ -65,7 +65,7 @@ def _columns(points: Sequence[Point], columns: int, last: int) -> list[float | N
 
 
 def _cell(value: float | None, row: int, low: float, high: float, height: int) -> str:
-    """The character of a bar in one row: full, empty, or its top in eighths."""
+    """The character of a bar in one row: full, empty, or its top in eighths of a cell."""
     if value is None:
         return " "
     eighths = round((value - low) / (high - low) * height * 8)

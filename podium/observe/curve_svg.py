@@ -1,4 +1,4 @@
-"""The reward curve of a run as a picture: an SVG that is legible on light and on dark pages."""
+"""The reward curve of a run as an SVG that is legible on light and dark pages."""
 
 import html
 from collections.abc import Sequence
@@ -36,14 +36,14 @@ text { font-family: -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif; fon
 
 
 def save_curve(folder: Path) -> None:
-    """Write the reward curve of the run in `folder` to its curve.svg, unless it has no step yet."""
+    """Write the run's reward curve to curve.svg in its folder, unless it has no step yet."""
     history = read_history(folder)
     if history.rewards:
         write_atomically(folder / CURVE, curve_svg(folder.resolve().name, history.rewards, history.accuracies))
 
 
 def curve_svg(title: str, rewards: Sequence[Point], accuracies: Sequence[Point]) -> str:
-    """The picture: mean reward of each step (thin), its running mean (bold), accuracy at each evaluation (marks)."""
+    """The SVG: each step's mean reward (thin), its running mean (bold), and accuracy at each evaluation (marks)."""
     last = max(step for step, _ in [*rewards, *accuracies])
     low, high = value_range([value for _, value in [*rewards, *accuracies]])
     raw, mean, marks = (
@@ -129,7 +129,7 @@ def _ticks(last: int) -> list[int]:
 
 
 def _value(x: float, y: float, value: float) -> str:
-    """The number beside a mark."""
+    """The value beside a mark."""
     above = y - 14 if y > TOP + 14 else y + 24
     anchor, shift = "middle", 0
     if x < LEFT + 20:

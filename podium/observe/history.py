@@ -1,4 +1,4 @@
-"""Reads a run's history from its files: rewards and accuracies by step, an answer before and after."""
+"""Reads a run's history from its files: rewards and accuracies by step, and an answer before and after training."""
 
 import math
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from podium.observe.records import MetricsRecord, read_metrics, read_samples, st
 from podium.observe.run_dir import METRICS, SAMPLES
 
 Point = tuple[int, float]
-"""Step and value."""
+"""A step and its value."""
 
 
 class Answers(NamedTuple):
@@ -30,15 +30,15 @@ class History(NamedTuple):
     accuracies: list[Point]
     """`eval/accuracy` of each evaluation; step 0 is the initial model."""
     steps: int
-    """Number of steps done."""
+    """Number of finished steps."""
     steps_without_update: int
-    """Steps that had nothing to train on."""
+    """Number of steps with nothing to train on."""
     wall_s: float
     cpu_s: float
 
 
 def read_history(folder: Path) -> History:
-    """The history of the run in `folder`, from its metrics.jsonl."""
+    """Read the history of a run from its metrics.jsonl."""
     lines = read_metrics(folder / METRICS)
     last = lines[-1] if lines else {}
     return History(
@@ -52,9 +52,9 @@ def read_history(folder: Path) -> History:
 
 
 def read_answers(folder: Path) -> Answers | None:
-    """A question asked at both the first and the last evaluation, preferably one whose answer became right.
+    """A question from both the first and the last evaluation, preferably one whose answer became correct.
 
-    None if there are not two evaluations with a common question in samples.jsonl.
+    None if samples.jsonl does not have two evaluations with a common question.
     """
     records = [record for record in read_samples(folder / SAMPLES) if record["split"] == "eval"]
     steps = [record["step"] for record in records]

@@ -1,6 +1,7 @@
-"""The table of all metrics: names, units, definitions, readers. docs/metrics.md is generated from it.
+"""The table of all metrics: names, units, definitions, and functions that read them. docs/metrics.md is generated from
+it.
 
-A new metric is one line. `<task>` stands for a task's name, `<part>` for a part of the reward.
+A new metric is one line. `<task>` stands for a task's name, `<part>` for a reward part.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,22 +17,22 @@ MEAN_MAX = ("mean", "max")
 LOW_HIGH = ("low", "high")
 
 Value = float | None | tuple[float, float] | np.ndarray | Mapping[str, float]
-"""What a reader returns: a number; None to write nothing; for `parts`, one number each, or an array if they are its
-statistics; for a name with `<part>`, a value for each part."""
+"""The result of a reader: a number; None to omit the metric; for `parts`, one number each, or an array to take the
+parts' statistics of; for a name with `<part>`, a value for each part."""
 
 
 class Metric(NamedTuple):
-    """One metric, or several of one quantity whose names differ in the last part."""
+    """One metric, or several metrics of one quantity whose names differ in the last part."""
 
     name: str
     unit: str
     definition: str
     step: Callable[[StepStats], Value] | None = None
-    """Reads the value from a step's statistics. If this and the next two are unset, the code that measures it writes it."""
+    """Reads the value from a step's statistics. If all three readers are unset, the code that measures it writes it."""
     evaluation: Callable[[EvaluationStats], Value] | None = None
     task: Callable[[TaskScores], Value] | None = None
     parts: tuple[str, ...] = ()
-    """Last parts of the name: `name/mean`, `name/max`, ...; none: the name is complete."""
+    """Last parts of the name: `name/mean`, `name/max`, ...; empty: the name is complete."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,7 +52,7 @@ def _logprob_gap(stats: StepStats) -> tuple[float, float] | None:
 
 
 def _by_age(name: str) -> Callable[[StepStats], Mapping[str, float] | None]:
-    """What reads a mean of `train_step` by the age of the tokens."""
+    """Make a reader for a statistic of `train_step` that is split by the age of tokens."""
 
     def read(stats: StepStats) -> Mapping[str, float] | None:
         means, begin = stats.updated.token_means, "age_share/"
@@ -190,4 +191,4 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     ),
 }
 # fmt: on
-"""All metrics, by the sections of docs/metrics.md."""
+"""All metrics, by section of docs/metrics.md."""

@@ -1,4 +1,4 @@
-"""Turns the typed statistics of a step or an evaluation into metrics by name.
+"""Converts the typed statistics of a step or an evaluation to metrics by name.
 
 The table of all metrics is `podium.observe.metric_table`.
 """
@@ -18,30 +18,30 @@ UPDATES = "optimizer/updates"
 GAP_METRIC = "policy/logprob_gap/mean"
 TRUNCATED = "rollout/truncated_fraction"
 STEP_REPORT = (REWARD, "train-other/loss", ACCURACY, "time/train/step_s")
-"""Metrics of the last step that a worker's status shows."""
+"""Metrics of the last step to show in a worker's status."""
 COMPARED_WITH_SAMPLER = ("policy/logprob_gap", "policy/kl_sampled", "rollout/entropy", "policy/clip")
-"""Prefixes of metrics that are undefined when completions were not sampled (SFT)."""
+"""Prefixes of metrics that are undefined if completions were not sampled (SFT)."""
 STATISTICS: Mapping[str, Callable[[np.ndarray], np.floating]] = {
     "mean": np.mean,
     "std": np.std,
     "min": np.min,
     "max": np.max,
 }
-"""Statistic of an array that the last part of a name stands for; `std` is the population's."""
+"""The statistic of an array for each last part of a name; `std` is the population's."""
 
 
 def all_metrics() -> Iterator[Metric]:
-    """Every metric of the table, in its order."""
+    """All metrics of the table, in order."""
     return itertools.chain.from_iterable(METRICS.values())
 
 
 def step_metrics(stats: StepStats) -> dict[str, float]:
-    """The metrics of a step by their names."""
+    """The metrics of a step, by name."""
     return named((metric, metric.step and metric.step(stats)) for metric in all_metrics())
 
 
 def evaluation_metrics(stats: EvaluationStats) -> dict[str, float]:
-    """The metrics of an evaluation by their names: those of its tasks, then its own."""
+    """The metrics of an evaluation, by name: those of its tasks, then its own."""
     found: dict[str, float] = {}
     for task, scores in stats.tasks.items():
         values = named((metric, metric.task and metric.task(scores)) for metric in all_metrics())
@@ -50,7 +50,7 @@ def evaluation_metrics(stats: EvaluationStats) -> dict[str, float]:
 
 
 def named(values: Iterable[tuple[Metric, Value]]) -> dict[str, float]:
-    """The values under complete names; a value of None is left out."""
+    """Values by complete metric name; None is left out."""
     found: dict[str, float] = {}
     for metric, value in values:
         if value is None:

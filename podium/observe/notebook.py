@@ -1,4 +1,4 @@
-"""A run's progress in a notebook: one chart that grows, with a line of text below it. Imports no jax."""
+"""Shows a run's progress in a notebook: one growing chart with a line of text below. Imports no jax."""
 
 import base64
 import html
@@ -11,24 +11,24 @@ from podium.observe.curve_svg import curve_svg
 from podium.observe.history import Point
 
 INTERVAL_S = 0.5
-"""The least seconds between two updates of the output during a step."""
+"""Minimum seconds between updates of the output during a step."""
 
 
 class _Display(Protocol):
-    """An output area that can be replaced (IPython's display handle)."""
+    """An output area whose content can be replaced (IPython's display handle)."""
 
     def update(self, obj: object, *, raw: bool) -> None: ...
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
+    """Whether this process is a notebook's kernel."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
 
 
 class NotebookView:
-    """An output area below the cell that runs: the reward curve so far, and a line of text."""
+    """The output below a running cell: the reward curve so far, and a line of text."""
 
     def __init__(self, title: str) -> None:
         """Show nothing yet."""
@@ -38,7 +38,7 @@ class NotebookView:
         self._display: _Display | None = None
 
     def curve(self, rewards: Sequence[Point], accuracies: Sequence[Point]) -> None:
-        """Set the curve; it appears with the next line, which is then shown at once."""
+        """Set the curve; it is shown with the next line, which then appears immediately."""
         if rewards:
             self._curve = curve_image(self._title, rewards, accuracies)
             self._drawn = 0.0
@@ -51,7 +51,7 @@ class NotebookView:
         self._drawn = now
         data = {"text/html": f"{self._curve}<div>{html.escape(text)}</div>", "text/plain": text}
         if self._display is None:
-            from IPython.display import display  # there is a kernel, so it is loaded
+            from IPython.display import display  # already loaded, since this is a kernel
 
             self._display = display(data, raw=True, display_id=True)
         else:
@@ -59,7 +59,7 @@ class NotebookView:
 
 
 def curve_image(title: str, rewards: Sequence[Point], accuracies: Sequence[Point]) -> str:
-    """The reward curve as an HTML image, so that its style sheet does not affect the rest of the notebook."""
+    """The reward curve as an HTML image, so that its style sheet does not affect the notebook."""
     code = base64.b64encode(curve_svg(title, rewards, accuracies).encode()).decode()
     return (
         f'<img alt="reward of {html.escape(title, quote=True)}" style="max-width:100%" '

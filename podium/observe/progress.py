@@ -1,4 +1,4 @@
-"""Shows a run's progress: a live view on a terminal, a chart in a notebook, plain lines elsewhere."""
+"""Shows a run's progress: a live view in a terminal, a chart in a notebook, plain lines elsewhere."""
 
 import collections
 import math
@@ -21,9 +21,9 @@ from podium.observe.notebook import NotebookView, in_notebook
 from podium.observe.text import clock, shown, sparkline
 
 PHASES = ("rollout", "reward", "score", "update", "sync")
-"""Phases whose seconds in the last step are shown (`time/train/<phase>_s`)."""
+"""Phases whose duration in the last step is shown (`time/train/<phase>_s`)."""
 RECENT_STEPS = 10
-"""Number of steps whose mean duration estimates the time left."""
+"""Number of steps whose mean duration is used to estimate the remaining time."""
 SIDE_BY_SIDE = 120
 """Terminal width, in columns, from which the sample is shown beside the numbers instead of below them."""
 LINE_S = 30.0
@@ -33,14 +33,14 @@ COMPILED_IN = ("rollout", "update", "score", "evaluation")
 
 
 class PhaseProgress(NamedTuple):
-    """Progress of a rollout or an evaluation: completions in all, completions done, tokens drawn."""
+    """Progress of a rollout or an evaluation: number of completions, completed ones, tokens drawn."""
 
     total: int
     done: int
     tokens: int
 
     def text(self, seconds: float) -> str:
-        """Such as `40 of 64 completions, 3,120 tokens, 0:12 left`; `seconds` have passed since the phase began."""
+        """Text such as `40 of 64 completions, 3,120 tokens, 0:12 left`; `seconds` have passed since the phase began."""
         left = clock(seconds / self.done * (self.total - self.done)) if self.done else "?"
         return f"{self.done} of {self.total} completions, {self.tokens:,} tokens, {left} left"
 
@@ -54,17 +54,17 @@ class ShownCompletion(NamedTuple):
 
 
 def run_console(*, plain: bool) -> Console:
-    """The console of a run: stderr, without a live view if `plain`. In a notebook: the cell's output, as plain text."""
+    """The console of a run: stderr, without a live view if `plain`; in a notebook the cell's output, as plain text."""
     if in_notebook():
         return Console(file=sys.stdout, force_jupyter=False, force_interactive=False, width=100)
     return Console(stderr=True, force_interactive=False if plain else None)
 
 
 class Progress:
-    """Shows a run inside a `with` block, and restores the terminal however the block ends."""
+    """Shows a run inside a `with` block, and restores the terminal afterwards."""
 
     def __init__(self, run_name: str, steps: int, console: Console | None = None, *, first_step: int = 0):
-        """Show nothing yet; `first_step` of the `steps` were done by an earlier process. Default console: stderr."""
+        """Show nothing yet; `first_step` is the number of steps done by earlier processes. Default console: stderr."""
         self.console = console or Console(stderr=True)
         self._name = run_name
         self._steps = steps
@@ -86,7 +86,7 @@ class Progress:
         if self.console.is_interactive:
             self._live = _View(self, console=self.console, refresh_per_second=4)
         self.notebook = NotebookView(run_name) if in_notebook() else None
-        """The output below a notebook's cell, which replaces the line per step and the summary; None elsewhere."""
+        """Output below a notebook's cell, in place of one line per step and the summary; None elsewhere."""
         self._lines = self._live is None and self.notebook is None
         self._terminal: _NoEcho | None = None
 
@@ -100,7 +100,7 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """Freeze the view; later output is printed below it."""
+        """Freeze the view; later output appears below it."""
         if self.notebook is not None:
             took = clock(time.monotonic() - self._started)
             unfinished = self._done < self._steps
@@ -127,7 +127,7 @@ class Progress:
         self._draw(name)
 
     def advance(self, total: int, done: int, tokens: int) -> None:
-        """Show the progress of the phase: completions in all, completions done, tokens drawn."""
+        """Update the phase's progress: number of completions, completed ones, tokens drawn."""
         now, self._advance = time.monotonic(), PhaseProgress(total, done, tokens)
         text = f"{self._phase}: {self._advance.text(now - self._phase_started)}"
         if self._lines and now - self._line_at >= LINE_S:
@@ -138,7 +138,7 @@ class Progress:
     def step(self, step: int, metrics: Mapping[str, float], sample: ShownCompletion | None = None) -> None:
         """Show a finished step: its number (from 1), its metrics by name, and one of its completions."""
         now = time.monotonic()
-        if self._step_ended is not None:  # the first step compiles, so its duration predicts nothing
+        if self._step_ended is not None:  # the first step compiles, so its duration is not representative
             self._durations.append(now - self._step_ended)
         self._step_ended = now
         self._done = step
@@ -196,7 +196,7 @@ class Progress:
         return float(self._metrics.get("time/train/step_s", 0.0))
 
     def __rich__(self) -> RenderableType:
-        """The live view, drawn anew four times a second."""
+        """The live view, redrawn four times a second."""
         now, room = time.monotonic(), self.console.width - 4
         rows: list[RenderableType] = [self._bar(), self._doing(now), Text()]
         if self.console.width >= SIDE_BY_SIDE and self._sample is not None:
@@ -263,7 +263,7 @@ class _NoEcho:
         self._saved: list[int | list[bytes | int]] | None = None
         try:
             if os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
-                return  # in the background, as after `&`: tcgetattr would stop this process
+                return  # in the background, as after `&`, tcgetattr would stop this process
             self._saved = termios.tcgetattr(sys.stdin)
             quiet = termios.tcgetattr(sys.stdin)
             quiet[3] &= ~termios.ECHOCTL
@@ -285,7 +285,7 @@ def _numbers(
     evaluations: Sequence[tuple[int, float]],
     width: int,
 ) -> RenderableType:
-    """The table of numbers; only the ends of lines are cut on narrow terminals, never the labels."""
+    """The table of numbers; on narrow terminals the ends of lines are cut, never the labels."""
     label, value = 8, 7
     room = max(4, width - label - value - 4)
     grid = Table.grid(padding=(0, 2))
@@ -314,7 +314,7 @@ def _speed(metrics: Mapping[str, float]) -> str:
 
 
 def _seconds(metrics: Mapping[str, float], width: int) -> list[str]:
-    """Seconds by phase and tokens per second, wrapped to `width`."""
+    """Seconds by phase, and tokens per second, wrapped to `width`."""
     spent = {phase: metrics.get(f"time/train/{phase}_s", 0.0) for phase in PHASES}
     lines: list[str] = []
     for word in (*(f"{phase} {value:.1f}" for phase, value in spent.items() if value), _speed(metrics)):

@@ -1,4 +1,4 @@
-"""Lines of samples.jsonl and lengths.jsonl, and the choice of groups that are kept as samples."""
+"""Formats lines of samples.jsonl and lengths.jsonl, and chooses the groups to keep as samples."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -87,11 +87,11 @@ def sample_record(
     advantages: Sequence[float] | np.ndarray | None = None,
     pieces: Callable[[Sequence[int]], list[str]] | None = None,
 ) -> SampleRecord:
-    """A line of samples.jsonl: one question with all its answers, each with its reward.
+    """A line of samples.jsonl: one question with all its answers and their rewards.
 
-    `step` is the number of steps done when the line was recorded; for `eval`, that of the evaluated weights. With
-    `advantages` (of a trained group) each completion gets its own; with `pieces`, which splits tokens into texts, also
-    each token's text and the log-probability with which it was sampled.
+    `step` is the number of steps done when the line was recorded; for `eval`, the step of the evaluated weights. With
+    `advantages` (of a trained group), each completion includes its own. With `pieces`, which splits tokens into texts,
+    it also includes each token's text and its log-probability under the sampler.
     """
     found: list[CompletionRecord] = [
         {
@@ -126,9 +126,9 @@ def lengths_record(
     completion_lengths: Sequence[int],
     drawn_lengths: Sequence[int] | None = None,
 ) -> LengthsRecord:
-    """A line of lengths.jsonl: the tokens of each prompt [N] and of each completion [N * G], for `podium plan`.
+    """A line of lengths.jsonl: lengths in tokens of each prompt [N] and completion [N * G], for `podium plan`.
 
-    With carry-over also the lengths of all completions that ended in the step, whichever step trains on them.
+    With carry-over, also the lengths of all completions that ended in the step, whichever step trains on them.
     """
     record: LengthsRecord = {
         "step": step,

@@ -12,7 +12,7 @@
     checkpoints/     podium.train.checkpoint
 
 A run in a bucket has all of this there and, except for checkpoints, a local copy (podium.observe.bucket). The format of
-the records is in `podium.observe.records`. Nothing here imports jax.
+the records is in `podium.observe.records`. Imports no jax.
 """
 
 import errno
@@ -59,7 +59,7 @@ FORK = "fork.json"
 DATA = "data"
 
 Settings = Mapping[str, JsonValue]
-"""All settings of a run by section, as `Config.document` gives them."""
+"""All settings of a run by section, as returned by `Config.document`."""
 
 MAY_CHANGE = (
     "name",
@@ -85,13 +85,13 @@ MAY_CHANGE = (
     "train.head_chunk_tokens",
     "train.offload_optimizer",
 )
-"""Keys (or whole sections) in which a resumed run may differ from its stored config: they decide where and how fast a
-run trains and how it is observed, not what it learns. `steps` may also change if `train.optimizer.schedule` is
-constant: the other schedules end at the last step."""
+"""Keys (or whole sections) that may differ from the stored config when a run resumes, because they affect where and how
+fast a run trains and how it is observed, but not what it learns. `steps` may also change if `train.optimizer.schedule`
+is constant; other schedules depend on it."""
 
 
 class RunInUseError(RunFileError):
-    """Another process writes to this run's folder."""
+    """Another process is writing to this run's folder."""
 
 
 class Fork(NamedTuple):
@@ -138,15 +138,15 @@ class RunDir:
         fork: Fork | None,
         mirror: Mirror | None = None,
     ):
-        """Use `RunDir.open` or `RunDir.follow`."""
+        """Use `RunDir.open` or `RunDir.follow` instead."""
         self.home = home
-        """The run's folder as all machines see it, possibly in a bucket."""
+        """The run's folder as seen by all machines, possibly in a bucket."""
         self.path = records_folder(home) if in_bucket(home) else home
         """Local folder with the run's records."""
         self.continued = continued
-        """Whether the folder already held this run, with or without a checkpoint."""
+        """Whether the folder already contained this run, with or without a checkpoint."""
         self.settings = settings
-        """All settings of the run, as its config.yaml has them."""
+        """All settings of the run, as in its config.yaml."""
         self.fork = fork
         """Source of the initial weights, if not the config's model."""
         self.opened = time.monotonic()
@@ -156,16 +156,16 @@ class RunDir:
 
     @classmethod
     def open(cls, home: Path, settings: Settings, *, fork: Fork | None = None) -> "RunDir":
-        """Create the folder if needed, lock it, and write these settings into it.
+        """Create the folder if necessary, lock it, and write the settings to it.
 
         Args:
-            home: the folder, as `run_home` names it.
-            settings: all of the run's.
+            home: the folder, from `run_home`.
+            settings: all settings of the run.
             fork: source of a new run's initial weights; an existing run keeps its own.
 
         Raises:
-            RunInUseError: Another process trains there.
-            RunFileError: The folder cannot be written, holds something else, or a run of another config.
+            RunInUseError: another process trains there.
+            RunFileError: the folder cannot be written, or contains something else or a run with another config.
         """
         path = records_folder(home) if in_bucket(home) else home
         try:
@@ -199,9 +199,9 @@ class RunDir:
 
     @classmethod
     def follow(cls, home: Path, settings: Settings, *, continued: bool, fork: Fork | None) -> "RunDir":
-        """Open the folder read-only, beside the process of this run that writes there.
+        """Open the folder read-only, beside this run's process that writes to it.
 
-        `continued` and `fork` are the values that the writing process found.
+        `continued` and `fork` are those of the writing process.
         """
         return cls(home, None, settings, continued=continued, fork=fork)
 
@@ -216,12 +216,12 @@ class RunDir:
         return self.home / CHECKPOINTS
 
     def push(self) -> None:
-        """Copy the records to the bucket, if the run is in one; call this before a checkpoint is saved."""
+        """Copy the records to the bucket, if the run is in one; call this before saving a checkpoint."""
         if self._mirror is not None:
             self._mirror.push()
 
     def truncate(self, step: int) -> None:
-        """Drop the records after `step`: training resumes there and records those steps again."""
+        """Drop the records after `step`, from which training resumes."""
         if not self.writes:
             return
         self._close_lines()
@@ -271,7 +271,7 @@ class RunDir:
             write_atomically(self.path / MACHINE, to_json({"text": text}) + "\n")
 
     def close(self) -> None:
-        """Close the files and give up the lock; a second call does nothing."""
+        """Close the files and release the lock; a second call does nothing."""
         self._close_lines()
         try:
             if self._mirror is not None:
@@ -293,7 +293,7 @@ class RunDir:
 
 
 def run_home(runs_dir: str, name: str | None) -> Path:
-    """The folder of the run of that name. Raises RunFileError if the name cannot be that of a folder in `runs_dir`."""
+    """The folder of the run with this name. Raises RunFileError if the name is not valid in `runs_dir`."""
     if not name or name in (".", "..") or Path(name).name != name:
         raise RunFileError(f"name: {name!r} cannot be a folder in runs_dir; set a name without '/', such as name=demo")
     return as_path(runs_dir) / name
@@ -325,12 +325,12 @@ def _take_lock(path: Path) -> IO[str]:
 
 
 def _has_begun(path: Path, home: Path) -> bool:
-    """Whether the run has records or checkpoints; one that failed before may start again with another config."""
+    """Whether the run has records or checkpoints; one that failed before that may start again with another config."""
     return bool(read_lines(path / METRICS)) or any((home / CHECKPOINTS).glob("*"))
 
 
 def _check_empty(path: Path) -> None:
-    ours = (LOCK, FORK, CONFIG, DATA)  # with temporary files, what a kill during creation may leave
+    ours = (LOCK, FORK, CONFIG, DATA)  # and temporary files: what a kill during creation may leave
     strangers = sorted(item.name for item in path.iterdir() if item.name not in ours and item.suffix != ".tmp")
     if strangers:
         raise RunFileError(
@@ -351,7 +351,7 @@ def _kept_fork(path: Path, asked: Fork | None) -> Fork | None:
 
 
 def _check_agreement(path: Path, settings: Settings) -> None:
-    """Raise RunFileError if the settings differ from the stored ones in what the run learns."""
+    """Raise RunFileError if the settings differ from the stored ones in a way that affects what the run learns."""
     stored = read_config(path)
     changed = _differences(stored.document(), settings)
     free = MAY_CHANGE
@@ -382,7 +382,7 @@ def read_config(path: Path) -> Config:
 
 
 def _differences(old: object, new: object, key: str = "") -> dict[str, tuple[object, object]]:
-    """The leaves in which two trees differ, by dotted key, each as (old, new)."""
+    """The leaves in which two trees differ, as dotted key -> (old, new)."""
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         old, new = dict(enumerate(old)), dict(enumerate(new))
     if not (isinstance(old, dict) and isinstance(new, dict)):

@@ -1,4 +1,4 @@
-"""The list of runs that `podium watch` serves: a table with each run's state and reward curve. Imports no jax."""
+"""The list of runs in `podium watch`: a table with each run's state and reward curve. Imports no jax."""
 
 import base64
 import contextlib
@@ -18,21 +18,21 @@ from podium.observe.text import bucket_means, clock
 
 CURVE_POINTS, CURVE_WIDTH, CURVE_HEIGHT = 60, 120, 28
 REFRESH_S = 10
-"""Seconds between two reloads of the list."""
+"""Seconds between reloads of the list."""
 SCRIPT = f'setInterval(() => document.querySelector("input:checked") || location.reload(), {1000 * REFRESH_S});'
-"""Reloads the list, except while a run is ticked for comparison."""
+"""Reloads the list, unless a run is selected for comparison."""
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
     f"script-src 'sha256-{base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()}'"
 )
-"""The content security policy of the list: no script but its own."""
+"""The content security policy of the list: only its own script may run."""
 
 
 class RunLine:
-    """What the list shows of a run; each reading takes only what was appended to metrics.jsonl since the last one."""
+    """A run's row in the list; each refresh reads only what was appended to metrics.jsonl since the previous one."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads nothing yet."""
+        """Read nothing yet."""
         self.folder = folder
         self.step = 0
         self.rewards: list[float] = []
@@ -40,14 +40,14 @@ class RunLine:
         self.accuracy: float | None = None
         """Accuracy of the last evaluation."""
         self.state = ""
-        """Whether the run trains, and how long ago it last wrote, in words."""
+        """Whether the run is training, and how long ago it last wrote, as text."""
         self.changed = 0.0
-        """When the run last wrote, in seconds since 1970."""
+        """Time of the run's last write, in seconds since 1970."""
         self._file: tuple[int, int] | None = None  # device and inode of the file that was read
         self._read = 0  # bytes
 
     def refresh(self) -> bool:
-        """Read what is new; return whether the folder holds a run."""
+        """Read what is new; returns whether the folder contains a run."""
         self.changed, self.state = changed(self.folder), state(self.folder)
         if not is_run(self.folder):
             return False
@@ -83,18 +83,18 @@ class RunLine:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether the folder holds a run's config or metrics."""
+    """Whether the folder contains a run's config or metrics."""
     return (folder / CONFIG).is_file() or (folder / METRICS).is_file()
 
 
 def state(folder: Path) -> str:
-    """Whether a run is training, and how long ago it last wrote, in words."""
+    """Whether a run is training, and how long ago it last wrote, as text."""
     doing = "training" if locked(folder / LOCK) else "not training"
     return f"{doing}; last written {clock(time.time() - changed(folder))} ago"
 
 
 def locked(lock: Path) -> bool:
-    """Whether a local process holds a lock on the file, found without trying to take it."""
+    """Whether a local process holds a lock on the file; does not try to take it."""
     try:
         inode, table = lock.stat().st_ino, Path("/proc/locks").read_text()
     except OSError:
@@ -104,13 +104,13 @@ def locked(lock: Path) -> bool:
 
 
 def changed(folder: Path) -> float:
-    """When a run last wrote a metric or its config, in seconds since 1970."""
+    """Time at which a run last wrote a metric or its config, in seconds since 1970."""
     times = [path.stat().st_mtime for path in (folder / METRICS, folder / CONFIG) if path.exists()]
     return max(times, default=0.0)
 
 
 def list_page(lines: Sequence[RunLine], silent: Sequence[str]) -> str:
-    """The list as a page, with the run that wrote last first; `silent` names folders that could not be read in time."""
+    """The list as a page, most recently written run first; `silent` names folders that did not respond in time."""
     rows = "".join(map(_row, sorted(lines, key=lambda line: -line.changed)))
     rows += "".join(f"<tr><td><td>{html.escape(name)}<td><td><td><td><td>does not answer</tr>" for name in silent)
     head = "<tr><th><th>run<th>step<th>reward<th><th>accuracy<th>state</tr>"

@@ -1,6 +1,6 @@
 """Weights & Biases, TensorBoard and trackio as metric services; each imports its package only when constructed.
 
-The packages are extras that may be missing when Podium is type-checked, so they are imported by name.
+These packages are optional and may be missing during type checking, so they are imported by name.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ TABLE = ("step", "prompt", "completion", "expected", "reward", "parts", "tokens"
 """Columns of a table of completions."""
 Row = tuple[int, str, str, str, float, str, int, FinishReason | None]
 SHOWN_CHARS = 4_000
-"""Most characters of a text in a table."""
+"""Maximum characters of a text in a table."""
 
 
 class ServiceError(ValueError):
-    """A metric service named by the config cannot be used; the message says why and what to do."""
+    """A metric service in the config is unusable; the message says why and what to do."""
 
 
 class Service(Protocol):
@@ -54,10 +54,10 @@ class Service(Protocol):
 
 
 def service_names(config: MetricsConfig) -> list[str]:
-    """Names of the services that the config enables; a name is also that of the package and of the extra.
+    """Names of the enabled services; a name is also that of the package and of the extra.
 
     Raises:
-        ServiceError: A package is not installed.
+        ServiceError: a package is not installed.
     """
     wanted = {
         "wandb": ("metrics.wandb.mode", config.wandb.mode != "disabled"),
@@ -75,11 +75,11 @@ def service_names(config: MetricsConfig) -> list[str]:
 
 
 def make_service(name: str, run: RunDir, metrics: MetricsConfig, *, first_step: int) -> Service:
-    """The service of that name, connected.
+    """Make the service with this name, connected.
 
     Raises:
-        ServiceError: the service cannot be used as configured (no API key).
-        Exception: whatever its package raises if it cannot be reached.
+        ServiceError: the service is unusable as configured (no API key).
+        Exception: any exception of its package if it is unreachable.
     """
     if name == "wandb":
         return WandbService(run, metrics.wandb)
@@ -107,7 +107,7 @@ def table_rows(records: Sequence[SampleRecord]) -> list[Row]:
 
 
 def _cell(value: object) -> str:
-    """A value as a cell of a Markdown table: on one line, with column separators and tags escaped."""
+    """Format a value as a cell of a Markdown table: on one line, with column separators and tags escaped."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     for found, instead in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\r", ""), ("\n", "<br>")):
         text = text.replace(found, instead)
@@ -115,7 +115,7 @@ def _cell(value: object) -> str:
 
 
 class WandbService:
-    """A W&B run whose id is kept in the run's folder, so that a resumed run continues it."""
+    """A W&B run whose id is stored in the run's folder, so that a resumed run continues it."""
 
     name = "wandb"
 
@@ -167,7 +167,7 @@ class WandbService:
 
 
 def _kept_id(path: Path) -> str:
-    """Read the id from the file, or create both."""
+    """Read the id from the file; if there is none, create it and the file."""
     if not path.exists():
         write_atomically(path, secrets.token_hex(4) + "\n")
     return path.read_text().strip()
@@ -179,7 +179,7 @@ class TensorBoardService:
     name = "tensorboard"
 
     def __init__(self, folder: Path, *, first_step: int):
-        """Open a new event file; it supersedes what older files hold from `first_step` on."""
+        """Open a new event file, which supersedes older files from `first_step` on."""
         event_file_writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
         self._events = importlib.import_module("tensorboard.compat.proto.event_pb2")
         self._summaries = importlib.import_module("tensorboard.compat.proto.summary_pb2")
@@ -208,7 +208,7 @@ class TensorBoardService:
         value = summary.value.add(tag=name)
         value.metadata.plugin_data.plugin_name = "text"
         value.tensor.dtype = importlib.import_module("tensorboard.compat.proto.types_pb2").DT_STRING
-        value.tensor.tensor_shape.SetInParent()  # one text
+        value.tensor.tensor_shape.SetInParent()  # a single text
         value.tensor.string_val.append(text.encode("utf-8", "backslashreplace"))
         self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
         self._writer.flush()
@@ -219,13 +219,13 @@ class TensorBoardService:
 
 
 class TrackioService:
-    """A run in trackio's own local storage (`TRACKIO_DIR`), or in the Space or server of its environment variables."""
+    """A run in trackio's local storage (`TRACKIO_DIR`), or in the Space or server of its environment variables."""
 
     name = "trackio"
 
     def __init__(self, run: RunDir, project: str):
         """Open the project; an existing run of this name is resumed."""
-        with contextlib.redirect_stdout(sys.stderr):  # it prints, and stdout is for scripts
+        with contextlib.redirect_stdout(sys.stderr):  # trackio prints, and stdout is for scripts
             self._trackio = importlib.import_module("trackio")
             self._run = self._trackio.init(
                 project=project,
@@ -242,7 +242,7 @@ class TrackioService:
         self._run.log(dict(metrics), step=step)
 
     def write_samples(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        """Queue a table; its texts are shown as they are, not as Markdown."""
+        """Queue a table; its texts are shown verbatim, not as Markdown."""
         quoted = [[f"`` {x} ``" if isinstance(x, str) and "`" not in x else x for x in row] for row in rows]
         self._run.log({name: self._trackio.Table(columns=list(TABLE), data=quoted)}, step=step)
 

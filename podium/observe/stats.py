@@ -1,6 +1,6 @@
-"""Statistics of a step and of an evaluation, typed; `podium.observe.metrics` gives the numbers their names.
+"""Typed statistics of a step and of an evaluation; `podium.observe.metrics` converts them to named metrics.
 
-What the engine counts of itself is `podium.rollout.request.RolloutStats`.
+The engine's own statistics are `podium.rollout.request.RolloutStats`.
 """
 
 import dataclasses
@@ -13,89 +13,89 @@ from podium.rollout.request import RolloutStats
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompletionStats:
-    """The completions of a step, over all hosts, whether they are trained on or not."""
+    """The completions of a step, over all hosts, including those not trained on."""
 
-    rewards: np.ndarray  # [n], weighted sums of the parts, as the task gave them
+    rewards: np.ndarray  # [n], weighted sums of the parts, as graded by the task
     parts: Mapping[str, np.ndarray]
-    """By part of the reward, those of the completions that have it."""
+    """For each reward part, its values for the completions that have it."""
     prompt_tokens: np.ndarray  # [N]
     completion_tokens: np.ndarray  # [n]
     total_tokens: np.ndarray  # [n]
     truncated: int
     timeouts: int
     entropy: float
-    """Nat per token, estimated by the mean of -log p of the sampled tokens."""
+    """Nats per token, estimated as the mean of -log p of the sampled tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CarryStats:
-    """How old a step's completions are, where they are carried over updates; in updates."""
+    """Ages of a step's completions in a run with carry-over, in updates."""
 
-    staleness: np.ndarray  # [N] of the groups, since their first token
+    staleness: np.ndarray  # [N], updates since the first token of each group
     token_ages: np.ndarray  # [tokens]
     crossed: float
-    """Share of the completions that more than one version of the weights has drawn."""
+    """Share of completions drawn by more than one weight version."""
     rewards: Mapping[str, float]
-    """Mean total of the completions, by the staleness of their group."""
+    """Mean total reward of completions by the staleness of their group."""
     length_distance: float | None
-    """Between the lengths of the step's completions and of the completions that ended in it; None where none did."""
+    """Distance between lengths of the step's completions and of those that ended in the step; None if none ended."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardKl:
     """The KL to the reference that `kl: k1_reward` charges to each completion."""
 
-    sums: np.ndarray  # [N, G], sampled - reference log-probability, summed over the completion's tokens
+    sums: np.ndarray  # [N, G], sampled - reference log-probability, summed over each completion's tokens
     num_tokens: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchStats:
-    """Counts of a step's groups on their way into batches."""
+    """Counts of a step's groups as they are turned into batches."""
 
     groups: int
     equal_groups: int
-    """Whose completions all earned the same, before any penalty."""
+    """Groups with equal rewards, before any penalty."""
     dropped_groups: int
     sequences: int
     """Completions in the update."""
     trained_tokens: int
     prompt_tokens: int
     padding_tokens: int
-    kept: np.ndarray  # [n], the groups in the update, by their position in the step
-    advantages: np.ndarray  # [n G], of their completions
-    penalties: np.ndarray | None  # [N G], what `kl: k1_reward` took off the rewards
-    penalised_rewards: np.ndarray | None  # [N G], what it left
+    kept: np.ndarray  # [n], indices in the step of the groups in the update
+    advantages: np.ndarray  # [n G], advantages of their completions
+    penalties: np.ndarray | None  # [N G], penalties of `kl: k1_reward`
+    penalised_rewards: np.ndarray | None  # [N G], rewards minus penalties
     reward_kl: RewardKl | None
     batch_s: float = 0.0
-    """Packing samples into rows, and sending them to the devices."""
+    """Seconds for packing samples into rows and sending them to the devices."""
     score_s: float = 0.0
     advantages_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateStats:
-    """Statistics of one optimizer step, or of several."""
+    """Statistics of one or several optimizer steps."""
 
     updates: int = 0
     tokens: float = 0.0
-    """Tokens in the losses, a token once per update."""
+    """Tokens in the losses, counted once per update."""
     loss: float = 0.0
     """Mean over the updates, weighted by their tokens."""
     gradient_norm: float = 0.0
-    """Mean over the updates, as `update_norm`."""
+    """Mean over the updates, like `update_norm`."""
     update_norm: float = 0.0
     logprob_gap: float = 0.0
-    """As `logprob_gap_max` of the first update: later ones have other weights than the sampler."""
+    """Of the first update only, like `logprob_gap_max`: later updates have other weights than the sampler."""
     logprob_gap_max: float = 0.0
     token_means: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Means over the tokens of every other statistic of `train_step`, by its name there."""
+    """Mean over tokens of every other statistic of `train_step`, by its name there."""
     learning_rate: float = 0.0
-    """At the last update; without any, what it would have been."""
+    """At the last update; without updates, what it would have been."""
     update_s: float = 0.0
 
     def then(self, later: "UpdateStats") -> "UpdateStats":
-        """Combine with the statistics of later updates, at least one each.
+        """Combine with the statistics of later updates; both have at least one.
 
         Means over tokens are weighted by tokens, means over weights by updates.
         """
@@ -126,7 +126,7 @@ class UpdateStats:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepStats:
-    """Everything that is measured in a step."""
+    """All measurements of a step."""
 
     completions: CompletionStats
     rolled: RolloutStats
@@ -136,36 +136,36 @@ class StepStats:
     cpu_s: float
     sync_s: float
     checkpoint_s: float | None
-    """What the loop waited for the checkpoint of the step before; None: that step saved none."""
+    """Seconds that the loop waited for the previous step's checkpoint; None: that step saved none."""
     mean_step_s: float | None = None
     """Mean of the last ten steps; None before the tenth."""
     carried: CarryStats | None = None
-    """None where each step completes its own."""
+    """None without carry-over."""
     memory: tuple[int, int] | None = None
-    """Bytes in use, and at most, on the device with most in use; None where devices do not say (CPU)."""
+    """Bytes in use and at peak on the fullest device; None if devices do not report them (CPU)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskScores:
-    """How a task's evaluation questions were answered; shares are of all of them, 0 to 1."""
+    """A task's evaluation scores; shares are of all questions, 0 to 1."""
 
     accuracy: float
     accuracy_interval: tuple[float, float]
     completed_accuracy: float
     avg_at_k: float | None
-    """None without sampled answers, as the two below."""
+    """None without sampled answers, like the next two."""
     pass_at_k: float | None
     pass_at_k_interval: tuple[float, float] | None
     questions: int
     too_long: int
-    """Questions that could not be asked, and count as wrong."""
+    """Questions that were too long to ask, and count as wrong."""
     completion_tokens: float
     truncated_fraction: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationStats:
-    """The results of one evaluation, and how long it took."""
+    """The results of one evaluation, and its duration."""
 
     tasks: Mapping[str, TaskScores]
     rollout_s: float

@@ -1,4 +1,4 @@
-"""The end of a run: writes summary.json and prints the summary, both from the run's files."""
+"""Ends a run: writes summary.json and prints the summary, both from the run's files."""
 
 import importlib.metadata
 import platform
@@ -24,16 +24,16 @@ from podium.observe.text import clock, shown
 PACKAGES = ("podium-rl", "jax", "jaxlib", "optax", "orbax-checkpoint", "transformers", "numpy")
 """Packages whose versions a run records."""
 MAX_WIDTH = 100
-"""Columns of the printed summary, at most."""
+"""Maximum columns of the printed summary."""
 CHART_ROWS = 5
-"""Rows of bars in the chart; its axis and legend take three more."""
+"""Rows of bars in the chart; axis and legend take three more."""
 LABEL_WIDTH = 8
 FILES = (CURVE, METRICS, SAMPLES, CONFIG, "checkpoints")
-"""What the summary names of a run's folder: all that fits a line. docs/metrics.md lists the rest."""
+"""Files of a run's folder to name in the summary: those that fit on a line. docs/metrics.md lists the rest."""
 
 
 def save_summary(folder: Path) -> None:
-    """Write summary.json of the run in `folder`."""
+    """Write the run's summary.json."""
     write_atomically(folder / SUMMARY, to_json(make_summary(folder), indent=2) + "\n")
 
 
@@ -74,7 +74,7 @@ class Summary(TypedDict):
 
 
 def make_summary(folder: Path) -> Summary:
-    """The content of summary.json (docs/metrics.md lists it) for the run in `folder`, as far as it has come."""
+    """The content of summary.json (see docs/metrics.md) for the run in `folder`, finished or not."""
     history = read_history(folder)
     config = _settings(folder)
     initial = [point for point in history.accuracies if point[0] == 0]
@@ -103,7 +103,7 @@ class _Settings(TypedDict):
 
 
 def _settings(folder: Path) -> _Settings:
-    """The settings as the run wrote them, which need not be valid for this version."""
+    """The settings as written by the run, which may not be valid in this version."""
     return yaml.safe_load((folder / CONFIG).read_text())
 
 
@@ -113,7 +113,7 @@ def _evaluation(point: list[Point]) -> EvaluatedStep:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of PACKAGES; packages that are not installed are left out."""
+    """Versions of Python and of PACKAGES, without packages that are not installed."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -124,7 +124,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that Podium runs from, with `-dirty` if files differ; None without a checkout."""
+    """The commit of Podium's checkout, with `-dirty` if files differ from it; None outside a checkout."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
@@ -135,17 +135,16 @@ def commit() -> str | None:
             text=True,
             timeout=10,
         )
-    except (OSError, subprocess.TimeoutExpired):  # no git, or the checkout is on a disk that does not respond
+    except (OSError, subprocess.TimeoutExpired):  # no git, or the checkout's disk does not respond
         return None
     return described.stdout.strip() or None
 
 
 def print_summary(folder: Path, console: Console) -> None:
-    """Print the result of the run in `folder`: accuracy and an answer before and after, files, next commands.
+    """Print the result of a run: accuracy and an answer before and after, files, next commands.
 
-    The output has at most 23 lines at 80 columns, unless a command is longer than a line, so that nothing scrolls out
-    of a terminal of 24 lines. Commands are printed below the frame, each on a line of its own, so that they can be
-    copied.
+    Prints at most 23 lines at 80 columns (unless a command is longer than a line), so that nothing scrolls out of a
+    terminal with 24 lines. Commands are printed below the frame, each on its own line, for copying.
     """
     history = read_history(folder)
     width = min(console.width, MAX_WIDTH)
@@ -189,7 +188,7 @@ def _headline(history: History) -> Text:
 
 
 def _before_and_after(answers: Answers, width: int) -> Table:
-    line = width - 4 - LABEL_WIDTH - 2  # without the frame, the label and the space behind it
+    line = width - 4 - LABEL_WIDTH - 2  # without the frame, the label and the space after it
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True, width=LABEL_WIDTH)
     grid.add_column(overflow="fold")
@@ -201,25 +200,25 @@ def _before_and_after(answers: Answers, width: int) -> Table:
 
 
 def _folded(text: str, width: int) -> str:
-    """The text on at most two lines of `width` characters."""
+    """Wrap the text to at most two lines of `width` characters."""
     line = shown(text, 2 * width)
     return f"{line[:width]}\n{line[width:]}" if len(line) > width else line
 
 
 def _files(folder: Path) -> Text:
-    """The run's folder and the names of the files to open first."""
+    """The run's folder, with the names of the files to open first."""
     found = ", ".join(name for name in FILES if (folder / name).exists())
     return Text.assemble((f"{folder}/ ", "bold"), (found, "dim"))
 
 
 def next_commands(folder: Path) -> list[str]:
-    """Commands to try after a run that is complete, written for this process's working directory."""
+    """Commands to try after a complete run, relative to the current working directory."""
     podium, run = _program(), shlex.quote(str(folder))
     return [f"{podium} eval {run} --show 5", f"{podium} export {run} {shlex.quote(f'{folder}-model')}"]
 
 
 def continue_command(folder: Path) -> str:
-    """The command that continues a run from its last checkpoint, written for this process's working directory."""
+    """The command that continues a run from its last checkpoint, relative to the current working directory."""
     return f"{_program()} train {shlex.quote(str(folder / CONFIG))}"
 
 

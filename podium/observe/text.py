@@ -1,4 +1,4 @@
-"""Text for terminals: escapes what a model wrote, draws numbers as bars, formats seconds as clock time."""
+"""Text for terminals: escapes what a model wrote, draws values as bars, formats seconds as clock time."""
 
 import itertools
 import math
@@ -10,11 +10,11 @@ BARS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 LINE_END = "\u21b5"
 ELLIPSIS = " [...] "
 _HARMFUL = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
-"""Unicode categories: control, format (bidirectional overrides), surrogate, private, unassigned, line separators."""
+"""Unicode categories to escape: control, format (text direction), surrogate, private, unassigned, separator."""
 
 
 def printable(text: str) -> str:
-    """The text with everything that could move, colour or confuse a terminal written as an escape."""
+    """Escape everything in the text that could move the cursor, change colours or confuse a terminal."""
     return "".join(_visible(character) for character in text)
 
 
@@ -27,7 +27,7 @@ def _visible(character: str) -> str:
 
 
 def cut(text: str, length: int) -> str:
-    """Shorten the text to at most `length` characters, keeping its beginning and its end."""
+    """Shorten the text to at most `length` characters, keeping its start and its end."""
     if len(text) <= length:
         return text
     head = (length - len(ELLIPSIS)) * 3 // 5
@@ -41,7 +41,7 @@ def shown(text: str, length: int) -> str:
 
 
 def bucket_means(values: Sequence[float], buckets: int) -> list[float]:
-    """The finite values in order, averaged down to at most `buckets` numbers."""
+    """The finite values in order, averaged to at most `buckets` numbers."""
     finite = [value for value in values if math.isfinite(value)]
     count = min(buckets, len(finite))
     edges = [len(finite) * i // count for i in range(count + 1)] if count else [0]
@@ -49,7 +49,7 @@ def bucket_means(values: Sequence[float], buckets: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The values as a line of at most `width` bars, from the least (lowest bar) to the largest."""
+    """The values as at most `width` bars on one line, scaled from the smallest to the largest."""
     means = bucket_means(values, width)
     low, high = min(means, default=0.0), max(means, default=0.0)
     span = high - low or 1.0
@@ -57,7 +57,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as `4:05` or `1:04:05`."""
+    """Format seconds as `4:05` or `1:04:05`."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

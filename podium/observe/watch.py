@@ -1,4 +1,4 @@
-"""`podium watch`: the report of runs, live in a browser. It reads the runs' files and writes nothing.
+"""`podium watch`: a live report of runs in the browser. Reads the runs' files and writes nothing.
 
     /               the runs, newest first
     /runs/A         the report of run A, redrawn when its files change
@@ -6,9 +6,9 @@
     /data/A/B       the report's JSON object
     /events/A/B     server-sent events: a line at each change
 
-The server listens on loopback, or on another address if a token is set. A run whose files do not answer, such as one on
-a network drive that is gone, is named as such and holds up no other. Imports no jax; starlette and uvicorn come with an
-extra.
+The server listens on loopback, or on another address if a token is set. If a run's files do not respond, for example on
+a lost network drive, the page says so and other runs are unaffected. Imports no jax; starlette and uvicorn are
+optional.
 """
 
 import asyncio
@@ -31,33 +31,33 @@ if TYPE_CHECKING:  # an extra
     from starlette.responses import Response
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-"""Names of this machine in a request's Host header."""
+"""This machine's names in a request's Host header."""
 POLL_S = 1.0
-"""Seconds between two checks of a run's files."""
+"""Seconds between checks of a run's files."""
 PING_S = 15.0
-"""Seconds between two messages at the latest, so that a closed connection is noticed."""
+"""Maximum seconds between two messages, so that a closed connection is noticed."""
 REST = 20.0
-"""Wait this many times the duration of a report before making the next: training needs the machine."""
+"""Wait this many times a report's duration before making the next one, to leave the machine to training."""
 PATIENCE_S = 3.0
-"""Seconds within which a run's files must answer."""
+"""Seconds in which a run's files must respond."""
 REPORT_S = 60.0
-"""Seconds within which a report must be made."""
+"""Seconds in which a report must be made."""
 READS = 32
-"""The most readings of files that are waited for at once."""
+"""Maximum number of file reads waited for at a time."""
 REPORTS = 16
-"""The most reports that are kept."""
+"""Maximum number of reports kept."""
 COOKIE = "podium_token"
 
 Handler = Callable[["Request"], Awaitable["Response"]]
 Result = TypeVar("Result")
 Names = tuple[str, ...]
-"""Names of the runs of a report; each is a folder of the runs folder."""
+"""Names of a report's runs; each is a folder in the runs folder."""
 
 
 class Reader:
-    """Calls functions that read files, each in a thread of its own, so that a file that hangs blocks nothing else.
+    """Calls functions that read files, each in its own thread, so that a file that hangs blocks nothing else.
 
-    While a call has not returned, the same call is not made again: later callers wait for its result.
+    While a call is running, the same call is not started again: later callers wait for its result.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Reader:
         self._slots = asyncio.Semaphore(READS)
 
     async def call(self, key: object, function: Callable[[], Result], patience_s: float) -> Result:
-        """Return the function's result. `key` names the call. Raises TimeoutError after `patience_s` seconds."""
+        """Return the function's result. `key` identifies the call. Raises TimeoutError after `patience_s` seconds."""
         async with self._slots:
             future = self._calls.get(key)
             if future is None:
@@ -92,7 +92,7 @@ class Reader:
                 future.set_result(result)
             else:
                 future.set_exception(error)
-                future.exception()  # otherwise asyncio logs it if every caller has left
+                future.exception()  # otherwise asyncio logs it if all callers have left
 
         try:
             loop.call_soon_threadsafe(give)
@@ -101,10 +101,10 @@ class Reader:
 
 
 class LiveRuns:
-    """The runs below a folder, and the newest report of each run or comparison, shared by all clients."""
+    """The runs in a folder, and the newest report of each run or comparison, shared by all clients."""
 
     def __init__(self, folder: Path):
-        """Reads nothing yet."""
+        """Read nothing yet."""
         self.folder = folder
         self._reader = Reader()
         self._lines: dict[str, RunLine] = {}
@@ -126,12 +126,12 @@ class LiveRuns:
         )
 
     async def known(self, path: str) -> Names | None:
-        """The runs that a path such as `a/b` names; None unless they are distinct runs of this folder."""
+        """The runs that a path such as `a/b` names; None unless they are distinct runs of the folder."""
         names = tuple(path.split("/"))
         if len(set(names)) < len(names):
             return None
         there = await self._reader.call("names", self._names, PATIENCE_S)
-        if not all(name in there for name in names):  # never a path that a client made up
+        if not all(name in there for name in names):  # never a path made up by a client
             return None
         checks = (
             self._reader.call(("is run", name), lambda name=name: is_run(self.folder / name), PATIENCE_S)
@@ -140,7 +140,7 @@ class LiveRuns:
         return names if all(await asyncio.gather(*checks)) else None
 
     async def version(self, names: Names) -> str:
-        """A string that changes whenever a record of one of the runs does."""
+        """A string that changes whenever one of the runs' records does."""
         return await self._reader.call(("version", names), lambda: self._version(names), PATIENCE_S)
 
     async def report(self, names: Names) -> dict[str, object]:
@@ -151,7 +151,7 @@ class LiveRuns:
                 return made[3]
             start, folders = time.monotonic(), [self.folder / name for name in names]
             content = await self._reader.call(("report", names), lambda: report_object(folders), REPORT_S)
-            self._made.pop(names, None)  # so that the order is that of making
+            self._made.pop(names, None)  # so that the order is that of creation
             self._made[names] = (version, time.monotonic(), time.monotonic() - start, content)
             if len(self._made) > REPORTS:
                 del self._made[next(iter(self._made))]
@@ -173,7 +173,7 @@ class LiveRuns:
                 yield f"{kind}data: {doing}\n\n"
 
     def _names(self) -> list[str]:
-        """Names of what may be runs; links are not followed, since what they point to may hang."""
+        """Names of folders that may be runs; links are not followed, because their targets may hang."""
         with os.scandir(self.folder) as entries:
             return [entry.name for entry in entries if entry.is_symlink() or entry.is_dir(follow_symlinks=False)]
 
@@ -196,10 +196,10 @@ class LiveRuns:
 
 
 def make_app(folder: Path, *, token: str | None = None, hosts: tuple[str, ...] = LOOPBACK) -> "Starlette":
-    """The ASGI application that serves the runs below `folder`; with a token, only to clients that present it.
+    """The ASGI application that serves the runs in `folder`; with a token, only to clients that present it.
 
-    `hosts` are the accepted Host headers (empty: any). Others are refused, so that no page of another site can reach a
-    server on loopback through DNS rebinding.
+    `hosts` are the accepted Host headers (empty: any). Other hosts are refused, so that no page of another site can
+    reach a loopback server through DNS rebinding.
     """
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
@@ -279,10 +279,10 @@ def _guarded(handler: Handler, token: str | None, hosts: tuple[str, ...]) -> Han
 
 
 def serve(folder: Path, *, host: str, port: int, token: str | None, token_file: Path | None = None) -> None:
-    """Serve until Ctrl-C. `token_file` is a file that holds the token; it takes precedence over `token`.
+    """Serve until Ctrl-C. `token_file` contains the token; it takes precedence over `token`.
 
     Raises:
-        ValueError: `folder` is not a folder, the token's file cannot be used, the extra is missing, or the address is
+        ValueError: `folder` is not a folder, the token file is unusable, the extra is missing, or the address is
             public and no token is set.
     """
     try:

@@ -1,6 +1,6 @@
-"""Writes the metrics of a run: always to metrics.jsonl, and to the services that the config names.
+"""Writes a run's metrics: always to metrics.jsonl, and to the services in the config.
 
-metrics.jsonl is the record: the run stops if it cannot be written. If a service fails, the run says so once and
+metrics.jsonl is authoritative: the run stops if it cannot be written. If a service fails, the run reports it once and
 continues without it.
 """
 
@@ -20,13 +20,13 @@ class MetricWriter:
     """Writes the metrics of a run, with its wall and CPU time so far, to metrics.jsonl and to the services."""
 
     def __init__(self, run: RunDir, metrics: MetricsConfig, *, announce: Callable[[str], None]):
-        """Connect the services before anything expensive begins; none if another process writes for this run.
+        """Connect the services before anything expensive begins; connects none if another process writes for this run.
 
-        The run's records must already be truncated to the step from which it continues. `announce` is called with one
-        line for each service that has a web page or has failed.
+        The run's records must already be truncated to the step it continues from. `announce` is called with one line
+        for each service that has a web page or has failed.
 
         Raises:
-            ServiceError: A service's package or credentials are missing.
+            ServiceError: a service's package or credentials are missing.
         """
         self._run = run
         self._announce = announce
@@ -39,7 +39,7 @@ class MetricWriter:
             self._connect(name, metrics, first_step=step_of(lines[-1]) + 1 if lines else 0)
 
     def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Append a line of metrics by name; values are numbers, numpy scalars, or arrays without dimensions.
+        """Append a line of metrics by name; values are numbers, numpy scalars, or zero-dimensional arrays.
 
         `step` is the number of steps done: 0 for the evaluation of the initial model.
 
@@ -54,7 +54,7 @@ class MetricWriter:
             self._guard(service, lambda service=service: service.write(step, numbers))
 
     def write_samples(self, step: int, records: Sequence[SampleRecord]) -> None:
-        """Send the services a table of the completions in some lines of samples.jsonl, all of one split."""
+        """Send the services a table of the completions in some lines of samples.jsonl, all from one split."""
         if not records or not self._services:
             return
         name, rows = f"samples/{records[0]['split']}", table_rows(records)
@@ -62,7 +62,7 @@ class MetricWriter:
             self._guard(service, lambda service=service: service.write_samples(step, name, rows))
 
     def close(self, *, failed: bool = False) -> None:
-        """Flush and close the services, telling them whether the run failed; a second call does nothing."""
+        """Flush and close the services, and tell them whether the run failed; a second call does nothing."""
         for service in list(self._services):
             self._guard(service, lambda service=service: service.close(failed=failed))
         self._services.clear()
@@ -73,7 +73,7 @@ class MetricWriter:
         except ServiceError:
             self.close()
             raise
-        except Exception as error:  # a third-party package: network, server, version
+        except Exception as error:  # any exception of a third-party package: network, server, version
             self._announce(_failure(name, error))
             return
         self._services.append(service)
@@ -81,10 +81,10 @@ class MetricWriter:
             self._announce(f"{name}: {url}")
 
     def _guard(self, service: Service, action: Callable[[], None]) -> None:
-        """Run `action`; if it fails, announce that once and drop the service."""
+        """Run `action`; if it fails, report that once and drop the service."""
         try:
             action()
-        except Exception as error:  # a third-party package: network, server, full disk
+        except Exception as error:  # any exception of a third-party package: network, server, full disk
             self._services.remove(service)
             self._announce(_failure(service.name, error))
 

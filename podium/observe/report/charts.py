@@ -1,4 +1,4 @@
-"""Which metrics a report draws, in which charts."""
+"""The charts of a report, and the metrics in each."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,14 +7,14 @@ from podium.observe.metrics import ACCURACY
 
 
 class Chart(NamedTuple):
-    """One chart: lines of metrics over the steps."""
+    """One chart: metrics as lines over steps."""
 
     title: str
     unit: str
     metrics: tuple[str, ...]
-    """Complete names; `*` stands for any text, so that one entry may match several metrics."""
+    """Complete names; `*` matches any text, so one entry may match several metrics."""
     labels: tuple[str, ...] = ()
-    """Labels of the lines; unset: the parts in which their names differ."""
+    """Labels of the lines; unset: the parts in which the names differ."""
 
 
 CURVES = (
@@ -30,14 +30,14 @@ CURVES = (
     Chart("Gradient norm", "before clipping", ("optimizer/gradient_norm",), ("gradient norm",)),
     Chart("Learning rate", "", ("optimizer/learning_rate",), ("learning rate",)),
 )  # fmt: skip
-"""What was learned, against steps, tokens or hours."""
+"""Learning: against steps, tokens or hours."""
 
 PHASES = Chart(
     "Seconds of a step",
     "s",
     tuple(f"time/train/{name}_s" for name in ("rollout", "reward", "advantages", "batch", "score", "update", "sync", "checkpoint")),
 )  # fmt: skip
-"""Stacked areas: where the time of each step went."""
+"""Stacked areas: the time of each step by phase."""
 
 WORK = (
     Chart("Tokens per second", "tokens/s", ("rollout/tokens_per_s", "throughput/train/valid_tokens_per_s_update", "throughput/train/valid_tokens_per_s"), ("decoded", "updated", "whole step")),
@@ -45,14 +45,14 @@ WORK = (
     Chart("Slots at work", "fraction", ("rollout/slot_utilisation",), ("slot-steps that made a token",)),
     Chart("Memory of a device", "GiB", ("memory/train/bytes_in_use_max_gib", "memory/train/peak_bytes_in_use_max_gib"), ("in use", "peak")),
 )  # fmt: skip
-"""How well the machine was used."""
+"""How well the machine is used."""
 
 
 def charts(wanted: Sequence[Chart], names: Sequence[str], samples: str) -> list[dict[str, object]]:
-    """Charts in the page's JSON form, with the metrics among `names` that each shows; those without any are left out.
+    """Charts in the page's JSON form, with those of `names` that each shows; charts without any are left out.
 
-    `samples` is the number of completions behind avg@k and pass@k, as the labels show it. The mean accuracy over the
-    tasks is left out if there is one task.
+    `samples` is the number of completions behind avg@k and pass@k, for the labels. The mean accuracy over tasks is left
+    out if there is only one task.
     """
     if sum(_matches(name, "eval/", "*", "/accuracy") for name in names) == 1:
         names = [name for name in names if name != ACCURACY]
@@ -78,7 +78,7 @@ def _matches(name: str, head: str, star: str, tail: str) -> bool:
 
 
 def _short(name: str) -> str:
-    """A metric's name without the prefix and suffix that all lines of its chart share."""
+    """A metric's name without the prefix and suffix shared by all lines of its chart."""
     for start, end in (("train-reward/func/", "/mean"), ("eval/", ""), ("time/train/", "_s")):
         if name.startswith(start):
             return name.removeprefix(start).removesuffix(end)

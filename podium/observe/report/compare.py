@@ -13,11 +13,11 @@ SCORES = ("eval/accuracy", "train-reward/total/mean")
 """Metrics to rank runs by: the first one that all runs have is used."""
 BOOTSTRAPS = 2_000
 LAST_SHARE = 0.1
-"""Without evaluations, a run's score is its mean reward over this last share of the steps."""
+"""If there are no evaluations, a run's score is its mean reward over this last share of the steps."""
 
 
 def flat(tree: object, key: str = "") -> dict[str, object]:
-    """The leaves of a tree of mappings by dotted key; a list is a leaf."""
+    """The leaves of nested mappings by dotted key; lists are leaves."""
     if not isinstance(tree, Mapping):
         return {key: tree}
     found: dict[str, object] = {}
@@ -27,7 +27,7 @@ def flat(tree: object, key: str = "") -> dict[str, object]:
 
 
 def differences(runs: Sequence[RunRecords]) -> dict[str, list[object]]:
-    """Settings in which the runs differ, except names: each with its values in the order of the runs."""
+    """Settings in which the runs differ (other than names), with their values in the order of the runs."""
     configs = [flat(run.config) for run in runs]
     keys = dict.fromkeys(itertools.chain.from_iterable(configs))
     table = {key: [config.get(key) for config in configs] for key in keys if key not in ("name", "runs_dir")}
@@ -44,19 +44,19 @@ def same_but_for_seed(runs: Sequence[RunRecords]) -> list[list[int]]:
 
 
 def ranking_metric(runs: Sequence[RunRecords]) -> str | None:
-    """The metric by which the runs are ranked; None if no candidate is common to all."""
+    """The metric to rank runs by; None if no candidate exists in all runs."""
     return next((name for name in SCORES if all(name in run.metrics for run in runs)), None)
 
 
 def score(run: RunRecords, metric: str) -> float:
-    """The last evaluation's accuracy, or the mean reward of the last tenth of the steps."""
+    """A run's score: the last evaluation's accuracy, or the mean reward of the last tenth of its steps."""
     values = run.metrics[metric].values
     last = 1 if metric.startswith("eval/") else max(1, math.ceil(LAST_SHARE * len(values)))
     return sum(values[-last:]) / last
 
 
 def seed_interval(scores: Sequence[float], seed: int = 0) -> tuple[float, float] | None:
-    """The 95 % bootstrap interval of the mean over seeds (Efron, 1979); None for a single one."""
+    """The 95 % bootstrap interval of the mean over seeds (Efron, 1979); None for a single seed."""
     if len(scores) < 2:
         return None
     draw = random.Random(seed)
@@ -65,7 +65,7 @@ def seed_interval(scores: Sequence[float], seed: int = 0) -> tuple[float, float]
 
 
 def verdict(better: Sequence[float], worse: Sequence[float]) -> str:
-    """State in words whether the first group's mean exceeds the second's, by a bootstrap of the difference."""
+    """Say whether the first group's mean exceeds the second's, according to a bootstrap of the difference."""
     if len(better) < 2 or len(worse) < 2:
         return "not known: run at least two seeds of each"
     draw = random.Random(0)
@@ -82,7 +82,7 @@ def verdict(better: Sequence[float], worse: Sequence[float]) -> str:
 
 
 def comparison(runs: Sequence[RunRecords]) -> dict[str, object] | None:
-    """The comparison of several runs in the page's JSON form; None for a single run."""
+    """A comparison of the runs in the page's JSON form; None for a single run."""
     if len(runs) < 2:
         return None
     metric, groups = ranking_metric(runs), same_but_for_seed(runs)

@@ -1,7 +1,7 @@
-"""What a run's metrics say about it, by rules with stated thresholds: what is wrong, the evidence, and the way out.
+"""Diagnoses a run from its metrics by rules with fixed thresholds: the problem, the evidence, and the way out.
 
-A rule is a function of a run's records that returns a finding or None; `RULES` lists them. Parts of a run are its first
-and its last quarter, of at least three steps each.
+A rule is a function from a run's records to a finding or None; `RULES` lists them. Rules compare the first and the last
+quarter of a run, of at least three steps each.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ Rule = Callable[[RunRecords], Finding | None]
 
 
 def findings(run: RunRecords) -> list[Finding]:
-    """All that the rules find, problems first."""
+    """The findings of all rules, problems first."""
     found = [finding for rule in RULES if (finding := rule(run)) is not None]
     return sorted(found, key=lambda finding: finding.level != "problem")
 
@@ -48,7 +48,7 @@ def quarters(run: RunRecords, name: str) -> tuple[float, float] | None:
 
 
 def mean(values: list[float]) -> float:
-    """Of at least one value."""
+    """The mean of at least one value."""
     return sum(values) / len(values)
 
 
@@ -59,7 +59,7 @@ def solved(run: RunRecords) -> bool:
 
 
 def nothing_learned(run: RunRecords) -> Finding | None:
-    """Nine groups of ten earn the same reward in every completion."""
+    """Nine of ten groups have equal rewards."""
     equal, reward = quarters(run, "group/equal_rewards_fraction"), quarters(run, REWARD)
     if equal is None or reward is None or equal[1] < 0.9 or solved(run):
         return None
@@ -79,7 +79,7 @@ def nothing_learned(run: RunRecords) -> Finding | None:
 
 
 def entropy_collapse(run: RunRecords) -> Finding | None:
-    """Entropy below a tenth of its start and below 0.05 nat, while the reward is not there."""
+    """Entropy is below a tenth of its start and below 0.05 nat, although the task is not solved."""
     entropy = quarters(run, "rollout/entropy")
     if entropy is None or solved(run) or entropy[1] > 0.1 * entropy[0] or entropy[1] > 0.05:
         return None
@@ -107,7 +107,7 @@ def lengths_at_cap(run: RunRecords) -> Finding | None:
 
 
 def eval_flat(run: RunRecords) -> Finding | None:
-    """The reward rises by 0.1 or more and the evaluation by less than a quarter of that."""
+    """The reward rises by 0.1 or more, but evaluation accuracy by less than a quarter of that."""
     reward, accuracy = quarters(run, REWARD), run.metrics.get("eval/accuracy")
     if reward is None or accuracy is None or len(accuracy.values) < 2:
         return None
@@ -125,7 +125,7 @@ def eval_flat(run: RunRecords) -> Finding | None:
 
 
 def one_part_eats(run: RunRecords) -> Finding | None:
-    """One part of the reward rises by 0.1 or more while another falls by 0.1 or more."""
+    """One reward part rises by 0.1 or more while another falls by 0.1 or more."""
     moves: dict[str, float] = {}
     for name in run.metrics:
         if name.startswith("train-reward/func/") and (parts := quarters(run, name)):
@@ -161,7 +161,7 @@ def gap_too_large(run: RunRecords) -> Finding | None:
 
 
 def gap_growing(run: RunRecords) -> Finding | None:
-    """The sampler's log-probabilities are off by more than 0.02 nat and twice as far as at first."""
+    """Sampler and trainer log-probabilities differ by more than 0.02 nat, twice as much as at first."""
     gap = quarters(run, GAP_METRIC)
     if gap is None or gap[1] < 0.02 or gap[1] < 2 * gap[0]:
         return None
@@ -175,7 +175,7 @@ def gap_growing(run: RunRecords) -> Finding | None:
 
 
 def always_clipped(run: RunRecords) -> Finding | None:
-    """The gradient's norm exceeds the bound in more than nine of ten steps."""
+    """The gradient norm exceeds its bound in more than nine of ten steps."""
     norms, bound = run.metrics.get("optimizer/gradient_norm"), run.setting("train.optimizer.clip_norm")
     if norms is None or not isinstance(bound, int | float) or not bound or len(norms.values) < MIN_STEPS:
         return None
@@ -193,7 +193,7 @@ def always_clipped(run: RunRecords) -> Finding | None:
 
 
 def eval_noise(run: RunRecords) -> Finding | None:
-    """The evaluation's 95 % interval is wider than what was gained."""
+    """The evaluation's 95 % interval is wider than the gain in accuracy."""
     for task, accuracy in evaluated_tasks(run):
         low, high = (run.metrics.get(f"eval/{task}/accuracy_interval/{end}") for end in ("low", "high"))
         if low is None or high is None or len(accuracy.values) < 2:
@@ -211,7 +211,7 @@ def eval_noise(run: RunRecords) -> Finding | None:
 
 
 def mostly_padding(run: RunRecords) -> Finding | None:
-    """More than half of the update's positions are padding."""
+    """More than half of the positions in the update are padding."""
     kinds = [quarters(run, f"tokens/{kind}") for kind in ("prompt", "completion", "padding")]
     if any(kind is None for kind in kinds):
         return None
@@ -229,7 +229,7 @@ def mostly_padding(run: RunRecords) -> Finding | None:
 
 
 def bound_by_slots(run: RunRecords) -> Finding | None:
-    """The rollout takes over 60 % of the step, its slots are over 90 % busy, and there are fewer than completions."""
+    """Rollout takes over 60 % of the step, slots are over 90 % busy, and there are fewer slots than completions."""
     rollout, step = quarters(run, "time/train/rollout_s"), quarters(run, "time/train/step_s")
     busy, slots = quarters(run, "rollout/slot_utilisation"), run.setting("rollout.slots")
     wanted = (run.setting("prompts_per_step") or 0) * (run.setting("group_size") or 0)
@@ -247,7 +247,7 @@ def bound_by_slots(run: RunRecords) -> Finding | None:
 
 
 def idle_steps(run: RunRecords) -> Finding | None:
-    """A quarter of the steps or more made no update, and `nothing_learned` does not fire."""
+    """A quarter of the steps or more made no update, and `nothing_learned` does not apply."""
     updates = run.metrics.get(UPDATES)
     if updates is None or len(updates.values) < MIN_STEPS or nothing_learned(run) is not None:
         return None
@@ -267,7 +267,7 @@ def idle_steps(run: RunRecords) -> Finding | None:
 
 
 def evaluated_tasks(run: RunRecords) -> list[tuple[str, Series]]:
-    """The tasks that were evaluated, each with its accuracy; the mean over the tasks is not among them."""
+    """The evaluated tasks with their accuracies, excluding the mean over tasks."""
     names = [name for name in run.metrics if re.fullmatch(r"eval/.+/accuracy", name)]
     return [(name.removeprefix("eval/").removesuffix("/accuracy"), run.metrics[name]) for name in names]
 

@@ -1,8 +1,7 @@
-"""`podium report`: one self-contained HTML file that says whether a run learned, why not, and what to change.
+"""`podium report`: one self-contained HTML file that shows whether a run learned, why not, and what to change.
 
 The page is page.html with style and script inlined, plotly from its Python package, and the runs as one JSON object.
-Texts from models and users enter the page as JSON strings and are inserted only as text nodes, so none of it can act as
-markup. Imports no jax.
+Texts from models and users are JSON strings, inserted only as text nodes, so they cannot act as markup. Imports no jax.
 """
 
 import html
@@ -21,20 +20,20 @@ from podium.observe.report.samples import read_samples
 
 FOLDER = Path(__file__).parent
 DIGITS = 6
-"""Significant digits of a value on the page."""
+"""Significant digits of values on the page."""
 
 
 def write_report(folders: Sequence[Path], out: Path) -> None:
-    """Write the report of one run, or of several side by side.
+    """Write the report of one run, or of several runs side by side.
 
     Raises:
-        ValueError: a folder holds no run, plotly is not installed, or `out` cannot be written.
+        ValueError: a folder contains no run, plotly is not installed, or `out` cannot be written.
     """
     write_atomically(out, make_page(report_object(folders), plotly_script()))
 
 
 def plotly_script() -> str:
-    """The JavaScript of plotly, from its Python package. Raises ValueError if that is not installed."""
+    """The JavaScript of plotly's Python package. Raises ValueError if it is not installed."""
     try:
         import plotly
     except ImportError:
@@ -45,9 +44,9 @@ def plotly_script() -> str:
 
 
 def make_page(content: dict[str, object], plotly: str, *, live: str = "") -> str:
-    """The page with everything inlined, and a content security policy that forbids it to load anything.
+    """The page with everything inlined, and a content security policy that forbids loading anything.
 
-    With `live`, the names of its runs as a path, the page listens on its own server for changes.
+    With `live` (its runs' names as a path), the page listens to its own server for changes.
     """
     style, script = ((FOLDER / name).read_text("utf-8") for name in ("page.css", "page.js"))
     data = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
@@ -66,7 +65,7 @@ def make_page(content: dict[str, object], plotly: str, *, live: str = "") -> str
 
 
 def page_policy(*, live: bool) -> str:
-    """The content security policy of a page: it loads nothing; a live one may ask its own server for data."""
+    """The content security policy of a page: loads nothing; a live page may request data from its own server."""
     connect = "'self'" if live else "'none'"
     return (
         "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:; "
@@ -75,7 +74,7 @@ def page_policy(*, live: bool) -> str:
 
 
 def report_object(folders: Sequence[Path]) -> dict[str, object]:
-    """Everything the page shows, as JSON values: the charts, each run, and the comparison."""
+    """Everything on the page as JSON values: the charts, each run, and the comparison."""
     runs = [read_run(folder) for folder in folders]
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
     counts = {str(run.setting("eval.samples")) for run in runs}
@@ -112,9 +111,9 @@ def run_object(run: RunRecords) -> dict[str, object]:
 
 
 def headline(run: RunRecords) -> dict[str, object]:
-    """The numbers at the top: accuracy of each task before and after, steps, seconds, tokens, machine, commit.
+    """The summary at the top: accuracy of each task before and after, steps, seconds, tokens, machine, commit.
 
-    A run that recorded only its mean accuracy has one task, whose name is empty.
+    A run that recorded only its mean accuracy has one task, with an empty name.
     """
     tasks = []
     evaluated = evaluated_tasks(run)
@@ -151,7 +150,7 @@ def headline(run: RunRecords) -> dict[str, object]:
 
 
 def changed_settings(run: RunRecords) -> list[list[str]]:
-    """Settings that are not the defaults: key, value, default."""
+    """Settings that differ from the defaults, as [key, value, default]."""
     defaults = flat(Config.model_construct().model_dump(mode="json", warnings=False))
     return [
         [key, json.dumps(value), json.dumps(defaults[key]) if key in defaults else "(none)"]
@@ -161,7 +160,7 @@ def changed_settings(run: RunRecords) -> list[list[str]]:
 
 
 def planned(run: RunRecords) -> dict[str, object] | None:
-    """The plan of the run, to be shown beside the measurements; None if there is none."""
+    """The run's plan, for display beside the measurements; None if there is none."""
     seconds = run.plan.get("step_seconds")
     if not isinstance(seconds, dict):
         return None

@@ -1,4 +1,4 @@
-"""Reads a run's folder, damaged or not: reads what it can and lists what it cannot. Imports no jax."""
+"""Reads a run's folder, even if damaged: reads what it can and lists the problems. Imports no jax."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ PLAN = "plan.json"  # podium.plan.check
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """The values of one metric, at the steps that have it."""
+    """The values of one metric, with their steps."""
 
     steps: list[int]
     values: list[float]
@@ -26,7 +26,7 @@ class Series:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunRecords:
-    """The files of a run, except for its samples (`podium.observe.report.samples`)."""
+    """The records of a run, except its samples (`podium.observe.report.samples`)."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -34,13 +34,13 @@ class RunRecords:
     machine: Mapping[str, Any]
     plan: Mapping[str, Any]
     metrics: Mapping[str, Series]
-    """By name, in the order of their first appearance."""
+    """By name, in order of first appearance."""
     problems: tuple[str, ...]
-    """What is missing or damaged, a sentence each."""
+    """A sentence for each missing or damaged file."""
 
     @property
     def name(self) -> str:
-        """The run's name; without a config, its folder's."""
+        """The run's name, or its folder's name without a config."""
         return str(self.config.get("name") or self.folder.name)
 
     @property
@@ -49,7 +49,7 @@ class RunRecords:
         return max((series.steps[-1] for series in self.metrics.values()), default=0)
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """The config's value of a dotted key."""
+        """The value of a dotted key in the config."""
         value: Any = self.config
         for part in key.split("."):
             if not isinstance(value, Mapping) or part not in value:
@@ -59,7 +59,7 @@ class RunRecords:
 
 
 def read_run(folder: Path) -> RunRecords:
-    """The records of the run in `folder`.
+    """Read the records of the run in `folder`.
 
     Raises:
         ValueError: the folder has neither metrics nor a config, so it is not a run's folder.
@@ -123,7 +123,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _document(path: Path, parse: Any, problems: list[str], consequence: str) -> Mapping[str, Any]:
-    """A file that holds one mapping; it may be missing if there is no `consequence` to report."""
+    """Read a file that holds one mapping; if it is missing, report `consequence`, unless that is empty."""
     try:
         with open_file(path) as file:
             found = parse(file.read().decode("utf-8", "backslashreplace"))
@@ -140,7 +140,7 @@ def _document(path: Path, parse: Any, problems: list[str], consequence: str) -> 
 
 
 def _metrics(path: Path, problems: list[str]) -> dict[str, Series]:
-    """Every metric's values by step; if a step was written twice, the last record counts."""
+    """Every metric's values by step; if a step was written twice, the last line counts."""
     found: dict[str, dict[int, float]] = {}
     last, repeated = -1, 0
     steps: list[int] = []

@@ -1,4 +1,4 @@
-"""Chooses the samples that fit in a report, and averages each prompt's score over the steps. Imports no jax."""
+"""Selects the samples that fit in a report, and averages each prompt's score over steps. Imports no jax."""
 
 import dataclasses
 import json
@@ -12,16 +12,16 @@ from podium.observe.run_dir import SAMPLES
 from podium.observe.text import cut
 
 SAMPLE_BYTES = 3_000_000
-"""Bytes of samples.jsonl that a report may include."""
+"""Maximum bytes of samples.jsonl to include in a report."""
 TEXT_LENGTH = 4_000
-"""Most characters of a text that are shown."""
+"""Maximum characters of a text to show."""
 TOKENS_SHOWN = 1_000
 HEAT_ROWS, HEAT_COLUMNS = 60, 50
 
 
 @dataclasses.dataclass(frozen=True)
 class HeatMap:
-    """Mean correctness over the steps, by prompt, or by task if every prompt was seen only once."""
+    """Mean correctness over steps, by prompt, or by task if no prompt was seen twice."""
 
     rows: list[str]
     steps: list[int]
@@ -36,7 +36,7 @@ class Samples:
     """The part of samples.jsonl that a report shows."""
 
     shown: list[dict[str, Any]]
-    """Chosen lines in order of their steps, with texts cut to TEXT_LENGTH."""
+    """Selected lines in order of steps, with texts cut to TEXT_LENGTH."""
     recorded: int
     """Number of lines in the file."""
     heat: HeatMap | None
@@ -44,7 +44,7 @@ class Samples:
 
 @dataclasses.dataclass(frozen=True)
 class _Line:
-    """A line of the file, without its texts."""
+    """A line of samples.jsonl without its texts."""
 
     start: int
     length: int
@@ -56,7 +56,7 @@ class _Line:
 
 
 def read_samples(folder: Path, problems: list[str]) -> Samples:
-    """The samples of the run in `folder`; damaged lines are skipped and reported in `problems`."""
+    """Read the samples of a run; damaged lines are skipped and reported in `problems`."""
     path = folder / SAMPLES
     lines = list(_index(path, problems))
     chosen = choose(lines)
@@ -73,8 +73,8 @@ def read_samples(folder: Path, problems: list[str]) -> Samples:
 def choose(lines: Sequence[_Line], room: int = SAMPLE_BYTES) -> list[_Line]:
     """Choose the lines to show, in order of steps, within `room` bytes.
 
-    Evaluations come first, then prompts seen most often with all their lines, then steps spread evenly: so the page
-    shows both what one step did and how one prompt developed.
+    Evaluations come first, then all lines of the prompts seen most often, then evenly spread steps, so that the page
+    shows both one step's work and one prompt's development.
     """
     seen: dict[tuple[str, str, str], list[_Line]] = {}
     for line in lines:
@@ -102,7 +102,7 @@ def _bit_reversed(step: int) -> int:
 
 
 def heat_map(lines: Sequence[_Line]) -> HeatMap | None:
-    """Rows are the prompts seen most often (at least twice), else tasks; the hardest is at the top."""
+    """Rows are the prompts seen most often (at least twice), otherwise tasks; the hardest is at the top."""
     if not lines:
         return None
     by_prompt: dict[str, list[_Line]] = {}
@@ -148,7 +148,7 @@ def _index(path: Path, problems: list[str]) -> Iterator[_Line]:
 
 
 def _score(completions: Sequence[Any]) -> float:
-    """The share of correct answers; without a part `correct`, the mean reward."""
+    """The share of correct answers; without a reward part `correct`, the mean reward."""
     values = []
     for completion in completions:
         parts = completion.get("parts", {}) if isinstance(completion, Mapping) else {}
@@ -158,7 +158,7 @@ def _score(completions: Sequence[Any]) -> float:
 
 
 def _shortened(record: dict[str, Any]) -> dict[str, Any]:
-    """A record with texts of at most TEXT_LENGTH characters, and tokens of at most TOKENS_SHOWN."""
+    """A record with texts cut to TEXT_LENGTH characters, and at most TOKENS_SHOWN tokens."""
     kept = {**record, "question": cut(str(record.get("question", "")), TEXT_LENGTH)}
     kept["answer"] = cut(str(record.get("answer", "")), TEXT_LENGTH)
     completions = [each for each in record["completions"] if isinstance(each, dict)]
