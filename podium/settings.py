@@ -200,7 +200,7 @@ def _in_flight(config: Config) -> Iterator[Contradiction]:
         rule = f"{over:g} x prompts_per_step {N} is not one prompt more than a step has"
         yield Contradiction((this, "prompts_per_step"), f"{rule}; set {math.ceil(100 + 100 / N) / 100:g} or more, or 1")
     if oldest < least:
-        rule = f"{oldest} is too little for {this} {over:g}: what a step leaves waits for up to {least} more"
+        rule = f"{oldest} is too low for {this} {over:g}: prompts that a step leaves may wait for up to {least} more"
         yield Contradiction((bound, this), f"{rule}; set {least} or more, or {this} to {1 + oldest} or less")
     try:
         recipe = resolve_recipe(config)
@@ -216,7 +216,7 @@ def _in_flight(config: Config) -> Iterator[Contradiction]:
         keys = (this, "algorithm.recipe", "algorithm.old_logprobs", "algorithm.correction")
         yield Contradiction(keys, f"{rule}; {ways}, or {this} to 1")
     if oldest > 1 and recipe.updates_per_batch * recipe.minibatches > 1:
-        rule = f"{oldest} with several updates of a batch: tokens would be old by both"
+        rule = f"{oldest} with several updates of a batch: both make tokens stale"
         yield Contradiction((bound, this, *passes), f"{rule}; set it to 1, or {' and '.join(passes)} to 1")
 
 

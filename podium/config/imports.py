@@ -37,7 +37,7 @@ def imported(path: str, *, what: str, known: Iterable[str] = ()) -> Any:
     if module_name == SESSION:
         if attribute not in _given:
             raise ValueError(
-                f"{path!r} was handed over by the Python session that began the run; go on from there, or put it in a"
+                f"{path!r} was passed by the Python session that started the run; continue there, or put it in a"
                 " module and name it `module:name`"
             )
         return _given[attribute]

@@ -129,7 +129,7 @@ def _check_base(folder: Path, lora: Lora, frozen: Params) -> None:
     own = read_json(folder / OWN)
     if own.get("kept") == lora.base and own.get("base") != (found := fingerprint(frozen)):
         raise ModelError(
-            f"{folder}: the adapter was trained beside the weights {own.get('base')}, and those of the config's model"
+            f"{folder}: the adapter was trained on base weights {own.get('base')}, but those of the config's model"
             f" are {found}; set model to {read_json(folder / CONFIG).get('base_model_name_or_path')!r}"
         )
 

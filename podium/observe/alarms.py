@@ -130,7 +130,7 @@ class CarryAlarms:
         if gap > GAP:
             yield (
                 "gap",
-                f"sampler and trainer differ by {gap:.3f} nat on tokens of the same weights, which is no drift; set"
+                f"sampler and trainer differ by {gap:.3f} nat on tokens of the same weights: rounding, not drift; set"
                 " rollout.dtype and train.dtype to the same, or float32",
             )
 

@@ -24,7 +24,7 @@ Machines = Annotated[
         "--on",
         "--tpu",
         metavar="NAME[,NAME]",
-        help="Machines to plan for: v6e-8, v5litepod-16, h100-8, a100-80-16, ...; auto: the cheapest that it fits.",
+        help="Machines to plan for: v6e-8, v5litepod-16, h100-8, a100-80-16, ...; auto: the cheapest that fit.",
     ),
 ]
 Settings = Annotated[
@@ -35,14 +35,14 @@ Fast = Annotated[
     bool | None,
     typer.Option(
         "--fast/--compile",
-        help="Estimate with the closed form, in seconds, or compile. Unset: compile, but for a model without a config.",
+        help="Use the closed form (seconds) or compile (minutes). Unset: compile; estimate a model without a config.",
     ),
 ]
 Lengths = Annotated[
     str | None,
     typer.Option(
         metavar="gsm8k|fixed:N|RUN",
-        help="Lengths of prompts and completions; unset: GSM8K's, and what others do.",
+        help="Lengths of prompts and completions; unset: GSM8K's, with a note on the longest.",
     ),
 ]
 SEARCHED = "train.rows_per_device, prompts_per_step, rollout.max_new_tokens or rollout.slots"
@@ -147,7 +147,7 @@ def plan(
     except CompilerError as error:
         _fail(error, status=CompilerError.exit_code)
     except KeyboardInterrupt:
-        print("\ninterrupted; compiled parts are kept, the same command goes on", file=sys.stderr)
+        print("\ninterrupted; compiled programs are kept, and the same command continues", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
     raise typer.Exit(status)
 

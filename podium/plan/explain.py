@@ -61,7 +61,7 @@ def _offload(run: RunSizes, accelerator: Accelerator) -> Iterator[str]:
             f" each host's memory; an update copies {moments / GIB:.2f} GiB to each device and back"
         )
     if moments and accelerator.platform == "gpu":
-        yield "estimated, not compiled: jax knows no host memory, where the moments are, for a GPU that is not there"
+        yield "estimated, not compiled: jax cannot use the host memory of an absent GPU, which holds the moments"
     if (streams or moments) and accelerator.platform != "cpu":
         chip = load_chip(accelerator.generation)
         link, peak = chip.calibration["host"], chip.peaks.host_bandwidth / 1e9

@@ -195,7 +195,7 @@ def tune_section(found: Tuned) -> ReportSection:
     if best.plan.verdict == "does_not_fit":
         first = f"nothing fits ({tried})"
     elif best.case == found.before.case:
-        first = f"the settings as they are are the best ({tried})"
+        first = f"the current settings are the best ({tried})"
     else:
         after, now = best.plan.step, found.before.plan.step
         faster = f", a step {text.number(after.value)} s instead of {text.number(now.value)}" if after and now else ""
@@ -341,7 +341,7 @@ TRIED: Columns = (
     ),
 )
 SETTINGS: Columns = (
-    ("settings", lambda found, each, plan: ", ".join(map(str, found.changed(each))) or "as it is"),
+    ("settings", lambda found, each, plan: ", ".join(map(str, found.changed(each))) or "unchanged"),
     ("", lambda found, each, plan: text.VERDICTS[plan.verdict]),
     ("needs", lambda found, each, plan: f"{plan.worst.name} {text.gib(plan.worst.bytes)} GiB"),
     ("s per step", lambda found, each, plan: text.with_range(plan.step) if plan.step else "-"),

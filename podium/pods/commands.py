@@ -155,7 +155,7 @@ def stop(common: Common, name: AnyName = None) -> None:
             "deletes it, and keeps --keep-alive from waiting for it"
         )
     remote = project.remote(tpu_slice)
-    project.note("so that nobody restarts it:")
+    project.note("so that no command restarts it:")
     project.slices.label(tpu_slice, {STOP: str(int(project.clock.time()))})
     try:
         before = poll(remote)

@@ -388,7 +388,7 @@ class Slices(SliceLists):
                 mine = self.mine(order.name, zone)
             except GcloudError as error:
                 patience.wait(error)
-                waiting.seen = self.clock.monotonic()  # nobody looked
+                waiting.seen = self.clock.monotonic()  # time asleep does not count
                 continue
             patience.reset()
             if mine is not None and mine.detail != waiting.detail:

@@ -104,8 +104,8 @@ class Device:
         """A sentence that says where a sequence's logits became NaN or infinite."""
         where = nonfinite_layer(self._loaded(), sequence.tokens, self.decoder, self.rules, self._dtype)
         key = sequence.key
-        begun = f"request {key.request}, completion {key.completion}, behind {sequence.length} tokens"
-        return f"{begun}: the model's logits are not numbers; {where}. Look for what made the weights so"
+        begun = f"request {key.request}, completion {key.completion}, after {sequence.length} tokens"
+        return f"{begun}: the model's logits are NaN or infinite; {where}. Find out what made the weights diverge"
 
     def num_compiled(self) -> int:
         """Number of compiled variants of the programs so far."""

@@ -272,7 +272,7 @@ def nonfinite_layer(
         wrong = ~np.asarray(jax.jit(finite, out_shardings=whole)(value))
         if wrong.any():
             layer = f" of layer {int(np.argmax(wrong))}" if name.startswith(LAYERS) else ""
-            return f"weight {name}{layer} is not finite itself"
+            return f"weight {name}{layer} is not finite"
 
     one_sequence = jnp.ones((1, len(tokens)), jnp.int32)
 
@@ -294,8 +294,8 @@ def nonfinite_layer(
 
     wrong = _layers_of(decoder, jax.jit(meet, out_shardings=whole)(params))
     if wrong:
-        return f"what enters layer {wrong[0]} is not finite, and all weights are"
-    return f"they overflow behind layer {decoder.layers - 1}; all weights are finite"
+        return f"the input of layer {wrong[0]} is not finite, although all weights are"
+    return f"they overflow after layer {decoder.layers - 1}; all weights are finite"
 
 
 def _layers_of(decoder: DecoderConfig, marked: Sequence[jax.Array]) -> list[int]:

@@ -230,10 +230,10 @@ def _say_what_was_chosen(spec: RunSpec, progress: Progress) -> None:
 def lora_line(lora: Lora, decoder: DecoderConfig, rate: float) -> str:
     """A line about what LoRA trains and its learning rate, with a warning if the rate is one for full training."""
     trained, whole = (count(specs) for specs in (trained_specs(decoder), frozen_specs(decoder)))
-    text = f"lora: rank {lora.rank} on {', '.join(lora.targets)}: {trained:,} numbers are trained beside {whole:,}"
+    text = f"lora: rank {lora.rank} on {', '.join(lora.targets)}: {trained:,} parameters are trained beside {whole:,}"
     text += f" in {lora.base}; rollout {'merged' if lora.merged else 'apart'}; learning rate {rate:g}"
     if rate <= FULL_RATE:
-        text += f", the default without lora: adapters want about ten times as much, {LORA_RATE:g}"
+        text += f", the default without lora: adapters need about ten times as much, {LORA_RATE:g}"
     return text
 
 

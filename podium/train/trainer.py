@@ -121,8 +121,8 @@ def _first_cause(arrays: dict[str, np.ndarray], broken: int) -> str:
     micro_batches, rows, _ = arrays["tokens"].shape
     micro_batch, row = divmod(micro_batches * rows - broken, rows)
     given = [name for name, x in arrays.items() if x.ndim == 3 and not np.isfinite(x[micro_batch, row]).all()]
-    why = f"whose {' and '.join(given)} are not finite" if given else "and all that it was given is finite"
-    return f"the first to break is row {row} of micro-batch {micro_batch}, {why}"
+    why = f"whose {' and '.join(given)} are not finite" if given else "although all its inputs are finite"
+    return f"the first bad row is row {row} of micro-batch {micro_batch}, {why}"
 
 
 def _update_stats(metrics: Metrics, tokens: float, learning_rate: float) -> UpdateStats:

@@ -126,7 +126,9 @@ def test_whoever_interrupts_is_told_what_is_kept(podium, planner):
     planner.compiled = interrupt
     status, out, err = podium("plan", "run.yaml", "--tpu", "v6e-8")
     assert (status, out) == (130, "")
-    assert err.endswith("interrupted; compiled parts are kept, the same command goes on\n") and "error" not in err
+    assert (
+        err.endswith("interrupted; compiled programs are kept, and the same command continues\n") and "error" not in err
+    )
 
 
 def test_a_crash_of_the_compiler_is_status_3(podium, planner):

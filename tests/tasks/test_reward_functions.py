@@ -314,7 +314,7 @@ def test_a_config_names_functions_by_import_path():
     [
         ("rewards: {test_reward_functions:row_off: 1.0}", "has no 'row_off'; did you mean 'row_of'"),
         ("rewards: {no_module:f: 1.0}", "no module 'no_module' here"),
-        ("rewards: {'session:gone': 1.0}", "handed over by the Python session that began the run"),
+        ("rewards: {'session:gone': 1.0}", "passed by the Python session that started the run"),
         ("rewards: {test_reward_functions:RUN: 1.0}", "not a function"),
         ("correct: tags", "'tags' is not a part of it; set correct"),
         (
