@@ -58,7 +58,7 @@ _VERBS = {"podium.train": "podium.api.train:train", "podium.plan": "podium.plan:
 
 
 class _Verb(types.ModuleType):
-    """A subpackage whose name is a verb: called, it is the function of that name."""
+    """A subpackage that can be called like the function of the same name: `podium.train(...)`, `podium.plan(...)`."""
 
     def __call__(self, *arguments: object, **options: object) -> object:
         module, _, name = _VERBS[self.__name__].partition(":")
@@ -66,7 +66,7 @@ class _Verb(types.ModuleType):
 
 
 def make_verb(module: str) -> None:
-    """Have a subpackage, which is being imported, be called like a function: `podium.train(...)`."""
+    """Make a subpackage callable; called by the subpackage while it is being imported."""
     sys.modules[module].__class__ = _Verb
 
 

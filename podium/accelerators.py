@@ -19,8 +19,8 @@ GIB = 2**30
 GPU_POOL, POOL_VARIABLE = 0.75, "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """Share of a GPU's memory that jax reserves for arrays, and the environment variable that changes it."""
 CUDA_CONTEXT, ALLOCATOR_RESERVE = 1 * GIB, 0.02
-"""Bytes of a GPU for CUDA's context, kernels and NCCL's buffers, outside that share; and the part of the share that is
-lost to fragmentation. Both are assumed; benches/gpu.sh measures them."""
+"""Bytes of a GPU for CUDA's context, kernels and NCCL's buffers, outside that share; and the fraction of the share
+lost to fragmentation. Both are assumptions; benches/gpu.sh measures them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Accelerator:
 
     @property
     def wiring_known(self) -> bool:
-        """Whether it is documented which axes are rings: not for parts of a v5e's or v6e's 16x16."""
+        """Whether it is documented which axes are rings; it is not for parts of a v5e's or v6e's 16x16."""
         return len(self.torus) != 2 or self.devices == 1 or all(self.wrapped)
 
     @property
@@ -203,7 +203,7 @@ def usable_gpu_memory(kind: str, share: float) -> int:
 
 
 def auto_dtype(platform: str, flags: Set[str]) -> Literal["float32", "bfloat16"]:
-    """The faster number format on cpu, gpu or tpu, which `dtype: auto` of a config stands for.
+    """Resolve `dtype: auto`: the faster number format on cpu, gpu or tpu.
 
     `flags` are the result of `cpu_flags`; on a CPU without CPU_BFLOAT16, bfloat16 is slower than float32.
     """

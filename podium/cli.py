@@ -65,13 +65,13 @@ def _fail(error: Exception | str, *, status: int) -> NoReturn:
 
 
 def _raised_here(error: Exception) -> bool:
-    """Whether Podium raised it, as it does for user errors; an error from a library is a bug."""
+    """Whether Podium itself raised the error, as it does for user errors; an error from a library is a bug."""
     innermost = traceback.extract_tb(error.__traceback__)[-1].filename
     return Path(innermost).is_relative_to(Path(__file__).parent)
 
 
 def _run_at(text: str) -> "Fork | None":
-    """The run, and perhaps its step, that `RUN` or `RUN@STEP` names; None if it is no run's folder."""
+    """Parse `RUN` or `RUN@STEP`; None if RUN is not a run's folder."""
     from podium.observe.run_dir import parse_fork
 
     try:
@@ -212,7 +212,10 @@ def evaluate(
     run = _run_at(target)
     files = [as_path(run.run) / "config.yaml"] if run else []
     if run is None and task is None:
-        _fail(f"{target} is no run, which has tasks of its own; name one with --task (podium tasks)", status=2)
+        _fail(
+            f"{target} is a model, not a run, so it has no tasks of its own; name one with --task (podium tasks)",
+            status=2,
+        )
     known = [each.model_dump(mode="json") for each in load(files, [], os.environ).config.tasks] if run else []
     chosen = [each for each in known if task in (None, each["name"])][: None if task is None else 1] or [{"name": task}]
     given = {"eval_split": split, "eval_path": path}
@@ -237,11 +240,11 @@ def export(
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="With --push: only you see it.")] = False,
 ) -> None:
-    """Export a run's weights as a Hugging Face model with config, tokenizer and card; of a LoRA run, PEFT's adapter."""
+    """Export a run's weights as a Hugging Face model with config, tokenizer and card; a LoRA run as a PEFT adapter."""
     if _run_at(run) is None:
         _fail(f"{run} has no config.yaml, so it is not a run's folder; give one, such as runs/demo", status=2)
     if private and push is None:
-        _fail("--private says who sees what --push uploads; give --push USER/NAME", status=2)
+        _fail("--private applies to the upload of --push; give --push USER/NAME", status=2)
     from podium.train.export import export_run
 
     raise typer.Exit(export_run(run, folder, step=step, dtype=dtype, merge=merge, push=push, private=private))
@@ -251,9 +254,9 @@ def export(
 def chat(
     target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run, RUN@STEP, or a model as in a config.")],
     system: Annotated[str | None, typer.Option(help="First message of the conversation.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling; 0: the likeliest tokens.")] = 0.7,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: greedy.")] = 0.7,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 512,
-    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
 ) -> None:
     """Talk to a run's weights, or to any model."""
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""All compiler options of Podium's programs, with the reason for each. No jax."""
+"""The compiler options of Podium's programs, with the reason for each. No jax."""
 
 import importlib.metadata
 import os
@@ -73,8 +73,8 @@ def compiler_options(
     Options that this libtpu refuses are left out, and so are options that LIBTPU_INIT_ARGS sets.
 
     Args:
-        platform: as jax names it: cpu, gpu or tpu.
-        libtpu: its version; None: the installed one.
+        platform: the jax platform: cpu, gpu or tpu.
+        libtpu: version of libtpu; None: the installed one.
         kind: jax's `device_kind`, or a generation as the planner names it.
         offloaded: whether the program also has arguments in the host's memory.
         tokens: tokens of an update, as `tokens_per_gather` counts them.

@@ -1,4 +1,4 @@
-"""Makes malloc keep what XLA's programs free on a CPU. No jax, no numpy: it runs before they start threads."""
+"""Makes malloc keep memory that XLA's programs free on a CPU. No jax or numpy: must run before they start threads."""
 
 import contextlib
 import ctypes
@@ -15,7 +15,7 @@ def only_cpu() -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep the memory that XLA's programs free, for the next program, if there is only the CPU.
+    """Make malloc keep the memory that XLA's programs free for the next program, if there is only the CPU.
 
     By default glibc returns it to the kernel, which has to clear every page again: a third of an update's time
     (benches/results/pages-cpu.json). Call this before anything else: a thread that has already allocated, such as one

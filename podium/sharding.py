@@ -1,7 +1,7 @@
 """How arrays are split over devices: a mesh, and one table from logical axes to mesh axes.
 
 Parameters are declared once as `ParamSpec`s; initialisation, sharding, checkpoints and the planner's abstract arrays
-are readings of that declaration. Mesh axes are dp (copies), fsdp (parameters and batch split), sp (parameters and the
+derive from that declaration. Mesh axes are dp (copies), fsdp (parameters and batch split), sp (parameters and the
 tokens of a row split), tp (heads split).
 """
 
@@ -75,7 +75,7 @@ class ShardingRules:
 
     @property
     def platform(self) -> str:
-        """Jax's name of the mesh's devices: cpu, gpu or tpu."""
+        """The jax platform of the mesh's devices: cpu, gpu or tpu."""
         return self.mesh.devices.flat[0].platform
 
     @property
@@ -164,7 +164,7 @@ def _size(mesh: Mesh, axes: MeshAxes) -> int:
 
 
 def make_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh that `mesh:` means on `devices` (all there are); those of a slice and of a host are contiguous in it."""
+    """Make the mesh of `mesh:` on `devices` (None: all); devices of a slice, and of a host, are contiguous in it."""
     devices = sorted(devices or jax.devices(), key=lambda each: (slice_of(each), each.process_index, each.id))
     hosts = len({device.process_index for device in devices})
     slices = len({slice_of(device) for device in devices})

@@ -270,7 +270,10 @@ def test_evaluation_of_a_run_asks_all_of_its_tasks_unless_told_otherwise(podium,
 
 def test_evaluation_of_a_model_without_a_task_says_what_to_name(podium):
     status, _, err = podium("eval", "nobody/nothing")
-    assert status == 2 and "nobody/nothing is no run, which has tasks of its own; name one with --task" in err
+    assert (
+        status == 2
+        and "nobody/nothing is a model, not a run, so it has no tasks of its own; name one with --task" in err
+    )
 
 
 def test_an_unknown_task_of_an_evaluation_names_the_option(podium):
