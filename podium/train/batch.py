@@ -22,17 +22,17 @@ class Batch(Generic[A]):
     """The tokens of one optimizer step: K micro-batches of B rows of T tokens, of which the first few are used."""
 
     tokens: A  # [K, B, T] int32, inputs
-    targets: A  # [K, B, T] int32, the token that follows in the same sequence
-    positions: A  # [K, B, T] int32, in the token's own sequence
+    targets: A  # [K, B, T] int32, next token in the same sequence
+    positions: A  # [K, B, T] int32, position in the token's own sequence
     segments: A  # [K, B, T] int32, 0 is padding
-    prompts: A  # [K, B, T] int32, the segment that holds the token's prompt
+    prompts: A  # [K, B, T] int32, segment of the token's prompt
     mask: A  # [K, B, T] float32, 1 where the model drew the target
-    weights: A  # [K, B, T] float32, mask over the global denominator
+    weights: A  # [K, B, T] float32, mask divided by the global denominator
     advantages: A  # [K, B, T] float32
-    sampled_logprobs: A  # [K, B, T] float32, by the policy that drew the tokens, before any truncation
-    scores: dict[str, A]  # [K, B, T] float32, by name: what `podium.train.scorers` found before the update
-    ages: A | None  # [K, B, T] int32, of the tokens, in steps; where completions are carried over
-    num_micro_batches: A  # [] int32, how many of K hold anything
+    sampled_logprobs: A  # [K, B, T] float32, under the policy that drew the tokens, before truncation
+    scores: dict[str, A]  # [K, B, T] float32 by name, computed by `podium.train.scorers` before the update
+    ages: A | None  # [K, B, T] int32, age of each token in steps; None unless completions are carried over
+    num_micro_batches: A  # [] int32, number of micro-batches that are not empty
     num_tokens: A  # [] float32, sum of mask
 
     def arrays(self) -> dict[str, A]:
