@@ -10,6 +10,7 @@ import pytest
 from test_tokenizer import write_tokenizer
 from tiny_models import LLAMA3_ROPE, hf_config, rules_on, write_model
 
+from benches.strangers import trial, write_models
 from podium.models.architecture import DecoderConfig, ModelError, from_hf_config
 from podium.models.gguf import GgufTensors, read_config, read_header
 from podium.models.hf import load_params
@@ -176,3 +177,28 @@ def test_a_tokenizer_of_a_larger_model_is_refused(tmp_path: Path):
     tokenizer.check_vocab(8)
     with pytest.raises(ModelError, match="uses token 7, and the weights have 7 tokens"):
         tokenizer.check_vocab(7)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models that `benches.strangers` damages."""
+    pytest.importorskip("gguf", reason="the gguf library (extra demo) is not installed")
+    folder = tmp_path_factory.mktemp("models")
+    write_models(folder)
+    return folder
+
+
+@pytest.mark.parametrize("first", range(0, 96, 12))
+def test_a_model_damaged_at_random_is_one_error_or_rightly_loaded(first: int, models: Path):
+    rows = [trial(models, 10_000 + seed) for seed in range(first, first + 12)]
+    assert not [row for row in rows if row["outcome"] not in ("loaded", "refused")]
+
+
+def test_a_trial_finds_what_is_wrong(models: Path, monkeypatch: pytest.MonkeyPatch):
+    def load(source: str) -> None:
+        (Path(source).parent / "outside" / "x.json").read_text()
+
+    monkeypatch.setattr("benches.strangers.load", load)
+    assert trial(models, 0)["outcome"] == "WRONG: a file outside was opened"
+    monkeypatch.setattr("benches.strangers.load", lambda source: {}["missing"])
+    assert trial(models, 0)["outcome"] == "WRONG: KeyError: 'missing'"
