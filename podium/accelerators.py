@@ -15,6 +15,8 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Literal
 
+from podium.config.errors import UsageError
+
 GIB = 2**30
 GPU_POOL, POOL_VARIABLE = 0.75, "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """Share of a GPU's memory that jax reserves for arrays, and the environment variable that changes it."""
@@ -146,22 +148,27 @@ DEVICE_KINDS: Mapping[str, str] = {
 def find_accelerator(name: str) -> Accelerator:
     """The accelerator of that name, such as v6e-8, v5litepod-16 (or v5e-16), v5p-64, h100-8, a100-80-8.
 
-    Raises ValueError if it is unknown; the message suggests the nearest names.
+    Raises UsageError if it is unknown; the message suggests the nearest names.
     """
     table = accelerators()
     kind, _, size = name.strip().lower().rpartition("-")
     known = f"{ALIASES.get(kind, kind)}-{size}"
     if known not in table:
         if kind in GKE_ALONE:
-            raise ValueError("Google rents TPU7x on GKE alone, not as Cloud TPU VMs; its figures are not here yet")
+            raise UsageError("Google rents TPU7x on GKE alone, not as Cloud TPU VMs; its figures are not here yet")
         if kind in GPUS and not GPUS[kind].networked and size.isdecimal() and int(size) > MACHINE:
             others = ", ".join(other for other, gpu in GPUS.items() if gpu.networked)
-            raise ValueError(
+            raise UsageError(
                 f"{known}: there is no figure of the network between machines of {kind}; plan one machine, as"
                 f" {kind}-{MACHINE}, or a GPU with such a figure ({others})"
             )
-        near = _nearest(known, table)
-        raise ValueError(f"unknown accelerator {name!r}; nearest: {', '.join(near)}")
+        if name.strip().lower() == "cpu":
+            raise UsageError(
+                "--on cpu: a plan is of a TPU or GPU, such as v6e-8 or h100-8; on a CPU, train a few steps instead:"
+                " podium train CONFIG --set steps=3"
+            )
+        near = _nearest(known if kind else size, table)
+        raise UsageError(f"unknown accelerator {name!r}; nearest: {', '.join(near)}")
     return table[known]
 
 
@@ -279,10 +286,17 @@ def _gpus(kind: str, count: int) -> Accelerator:
     )
 
 
+def _kinds(table: dict[str, Accelerator]) -> list[str]:
+    return list(dict.fromkeys(each.rpartition("-")[0] for each in table))
+
+
 def _nearest(name: str, table: dict[str, Accelerator]) -> list[str]:
     """Up to three names near a wrong one: the nearest sizes of the most similar kinds."""
+    kinds = _kinds(table)
+    alone = ALIASES.get(name, name)
+    if alone in kinds:  # without the number of devices
+        return [each for each in (f"{alone}-{size}" for size in (1, 4, 8, 16, 32)) if each in table][:3]
     kind, _, size = name.rpartition("-")
-    kinds = list(dict.fromkeys(each.rpartition("-")[0] for each in table))
     like = [each for each in kinds if each == kind] or [each for each in kinds if each.startswith(f"{kind}-")]
     like = like or difflib.get_close_matches(kind or name, kinds, 3, cutoff=0.0)
     count = int(size) if size.isdecimal() else MACHINE

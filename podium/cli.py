@@ -1,15 +1,15 @@
 """The `podium` command. Each command reads its settings and calls the function that does the work.
 
 Nothing heavy is imported before the settings are checked: `--help`, `podium config` and every error in a config come
-without jax. Exit status: 0 done, 1 failed, 2 wrong settings or usage, 78 workers of a job are missing or disagree, 130
-stopped by Ctrl-C, 143 stopped by SIGTERM; a training run that is stopped saves a checkpoint first and can be continued.
-`podium plan` has its own.
+without jax. Exit status: 0 done; 1 failed, or the answer is no (`plan`: it does not fit, `certify`: a check is red); 2
+what was asked cannot be carried out as it is written: settings, options, a model, run or machine that is not there; 3
+the compiler of `plan` failed; 78 workers of a job are missing or disagree; 130 stopped by Ctrl-C, 143 by SIGTERM. A
+training run that is stopped saves a checkpoint first and can be continued.
 """
 
 import json
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
@@ -19,7 +19,7 @@ from podium import __version__
 from podium.bench.cli import bench_app
 from podium.compat.hints import offer_hints
 from podium.malloc import keep_freed_memory
-from podium.plan.cli import PlanCommand, plan
+from podium.plan.cli import plan
 from podium.pods.cli import pod_app
 
 if TYPE_CHECKING:
@@ -51,10 +51,10 @@ def main() -> None:
     try:
         app(prog_name="podium")
     except (ValueError, OSError) as error:
-        from podium.config.errors import ConfigError
+        from podium.config.errors import ConfigError, raised_here
         from podium.job.records import exit_status
 
-        if isinstance(error, OSError | ConfigError) or _raised_here(error):
+        if isinstance(error, OSError | ConfigError) or raised_here(error):
             _fail(error, status=exit_status(error))
         raise
 
@@ -62,12 +62,6 @@ def main() -> None:
 def _fail(error: Exception | str, *, status: int) -> NoReturn:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(status)
-
-
-def _raised_here(error: Exception) -> bool:
-    """Whether Podium itself raised the error, as it does for user errors; an error from a library is a bug."""
-    innermost = traceback.extract_tb(error.__traceback__)[-1].filename
-    return Path(innermost).is_relative_to(Path(__file__).parent)
 
 
 def _run_at(text: str) -> "Fork | None":
@@ -153,18 +147,18 @@ def sft(
     as_sft = [
         Override("algorithm", {"recipe": "sft"}, "podium sft"),
         Override("group_size", 1, "podium sft"),
-        Override("name", f"{config[-1].stem}-sft", "podium sft"),
     ]
     with join_job(os.environ) as job:
-        loaded = load_settings(config, [*as_sft, *(settings or [])])
-        job.agree(loaded.config)
+        settled = load_settings(config, [*as_sft, *(settings or [])]).config
+        settled = settled.model_copy(update={"name": f"{settled.name.removesuffix('-sft')}-sft"})
+        job.agree(settled)
         from podium.train.loop import train as run
 
-        status = run(loaded.config, plain=plain, job=job)
+        status = run(settled, plain=plain, job=job)
     raise typer.Exit(status)
 
 
-app.command(cls=PlanCommand)(plan)
+app.command()(plan)
 
 
 @app.command()

@@ -15,11 +15,11 @@ from typing import cast
 
 from podium.algorithms.recipes import LOSSES, RECIPES, conflicts, find_recipe
 from podium.config.document import Plain
-from podium.config.errors import ConfigError, Contradiction, Problem, nearest, not_in
+from podium.config.errors import Contradiction, nearest, not_in
 from podium.config.imports import imported, is_path
 from podium.config.load import Loaded, Override, load
 from podium.config.optimizer import OPTIMIZER_COPIES
-from podium.config.schema import Config, TaskConfig
+from podium.config.schema import Config, RolloutConfig, TaskConfig
 from podium.models.architecture import ModelError
 from podium.models.layouts import AUTO
 from podium.models.params import ROLLOUT_LAYOUTS
@@ -55,10 +55,7 @@ def load_settings(
 
     Raises ConfigError with all problems.
     """
-    loaded = load(files, overrides, environ, rules=RULES)
-    if problems := [*_task_problems(loaded), *_model_problems(loaded)]:
-        raise ConfigError(problems)
-    return loaded
+    return load(files, overrides, environ, rules=(*RULES, _tasks, _model))
 
 
 def evaluation_overrides(
@@ -67,11 +64,28 @@ def evaluation_overrides(
     """Convert the options of `podium eval` to settings: tasks graded for correctness, all questions unless limited."""
     given = [Override(key, value, f"--{key.removeprefix('eval.')}") for key, value in options.items()]
     return [
-        *([] if run else [Override("model", target, f"argument {target}")]),
+        *([] if run else [Override("model", target, f"argument {target}"), *_fitting_lengths(target)]),
         Override("tasks", tasks, f"--task {tasks[0]['name']}"),
         Override("grading.overlong_buffer_tokens", 0, "podium eval"),
         *(override for override in given if override.value is not None or override.key == "eval.questions"),
     ]
+
+
+def _fitting_lengths(model: str) -> list[Override]:
+    """Lengths for a model that is on disk and has fewer positions than the default ones need; else none."""
+    fields = RolloutConfig.model_fields
+    prompt, new = fields["max_prompt_tokens"].default, fields["max_new_tokens"].default
+    try:
+        folder = on_disk(model)
+        longest = read_architecture(resolve(folder)).max_positions if folder is not None else prompt + new
+    except ModelError:
+        return []  # `_model` says so
+    if prompt + new <= longest:
+        return []
+    prompt = min(prompt, longest // 2)
+    origin = f"podium eval: the model has {longest} positions"
+    lengths = {"rollout.max_prompt_tokens": prompt, "rollout.max_new_tokens": longest - prompt}
+    return [Override(key, value, origin) for key, value in lengths.items()]
 
 
 def _names(config: Config) -> Iterator[Contradiction]:
@@ -224,40 +238,32 @@ RULES = (_names, _algorithm, _rewards, _layout, _in_flight)
 """Rules of recipes and rewards, in addition to those of `podium.config.schema`."""
 
 
-def _task_problems(loaded: Loaded) -> Iterator[Problem]:
+def _tasks(config: Config) -> Iterator[Contradiction]:
     """Report unknown tasks, and tasks that reject their options or data."""
-    for index, task in enumerate(loaded.config.tasks):
+    for index, task in enumerate(config.tasks):
         try:
             make_task(task)
         except (ValueError, OSError) as error:
-            key = f"tasks.{index}"
             named = [option for option in task.options if f"options.{option}:" in str(error)]
-            path = f"{key}.options.{named[0]}" if named else f"{key}.name"
-            yield Problem(key=key, message=str(error), origins=_origins(loaded, path))
+            yield Contradiction((f"tasks.{index}.{f'options.{named[0]}' if named else 'name'}",), str(error))
 
 
-def _model_problems(loaded: Loaded) -> Iterator[Problem]:
+def _model(config: Config) -> Iterator[Contradiction]:
     """Report a model on disk that is unusable, or has too few positions for the rollout's lengths."""
-    folder = on_disk(loaded.config.model)
+    folder = on_disk(config.model)
     if folder is None:
         return
     try:
         longest = read_architecture(resolve(folder)).max_positions
     except ModelError as error:
-        yield Problem(key="model", message=str(error), origins=_origins(loaded, "model"))
+        yield Contradiction(("model",), str(error))
         return
-    rollout = loaded.config.rollout
-    asked = rollout.max_prompt_tokens + rollout.max_new_tokens
-    if asked > longest:
-        keys = ("rollout.max_new_tokens", "rollout.max_prompt_tokens")
-        yield Problem(
-            key=keys[0],
-            message=f"{rollout.max_new_tokens}, with rollout.max_prompt_tokens {rollout.max_prompt_tokens}, makes "
-            f"sequences of {asked} tokens, and {loaded.config.model} has {longest} positions; "
-            f"lower one by {asked - longest}",
-            origins=tuple(origin for key in keys for origin in _origins(loaded, key)),
+    new, prompt = config.rollout.max_new_tokens, config.rollout.max_prompt_tokens
+    if new + prompt > longest:
+        room = longest - prompt
+        way_out = f"set rollout.max_new_tokens to {room} or less" if room > 0 else "lower both"
+        yield Contradiction(
+            ("rollout.max_new_tokens", "rollout.max_prompt_tokens"),
+            f"{new}, with rollout.max_prompt_tokens {prompt}, makes sequences of {new + prompt} tokens, and"
+            f" {config.model} has {longest} positions; {way_out}",
         )
-
-
-def _origins(loaded: Loaded, key: str) -> tuple[str, ...]:
-    return (loaded.provenance[key],) if key in loaded.provenance else ()

@@ -329,3 +329,47 @@ def test_private_without_push_is_refused(podium):
     Path("runs/own/config.yaml").write_text(CONFIG)
     status, _, errors = podium("export", "runs/own", "out", "--private")
     assert status == 2 and "give --push USER/NAME" in errors
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "nowhere.yaml"),
+        ("train", "run.yaml", "--set", "model=./nowhere"),
+        ("train", "run.yaml", "--set", "steps=0"),
+        ("train", "run.yaml", "--from", "runs/nowhere@3"),
+        ("eval", "./nowhere", "--task", "arithmetic"),
+        ("eval", "a/b", "--task", "arithmetik"),
+        ("chat", "./nowhere"),
+        ("export", "runs/nowhere", "out"),
+        ("report", "runs/nowhere"),
+        ("watch", "nowhere"),
+        ("init", "."),
+        ("tasks", "nowhere"),
+        ("plan", "nowhere.yaml", "--on", "v6e-8"),
+        ("plan", "run.yaml", "--on", "v6e-9"),
+        ("plan", "run.yaml"),
+        ("certify", "nowhere.yaml"),
+        ("pod", "run", "nowhere.yaml"),
+        ("nowhere",),
+        ("train", "run.yaml", "--nowhere"),
+    ],
+)
+def test_what_cannot_be_carried_out_as_it_is_written_is_status_2(podium, arguments):
+    Path("run.yaml").write_text(CONFIG)
+    status, _, err = podium(*arguments)
+    assert status == 2, err
+
+
+def test_an_evaluation_of_a_short_model_takes_lengths_that_it_has(podium, stub):
+    calls = stub("podium.train.evaluate", "evaluate_command", 0)
+    Path("short").mkdir()
+    Path("short/config.json").write_text(
+        """{"model_type": "llama", "vocab_size": 64, "hidden_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "intermediate_size": 16, "max_position_embeddings": 128}"""
+    )
+    assert podium("eval", "./short", "--task", "arithmetic")[0] == 0
+    rollout = calls[0][0][0].rollout
+    assert (rollout.max_prompt_tokens, rollout.max_new_tokens) == (64, 64)
+    assert podium("eval", "./short", "--task", "arithmetic", "--set", "rollout.max_new_tokens=16")[0] == 0
+    assert calls[1][0][0].rollout.max_new_tokens == 16

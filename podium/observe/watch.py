@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from podium.config.errors import UsageError
 from podium.observe.report.page import make_page, page_policy, plotly_script, report_object
 from podium.observe.run_dir import METRICS, SAMPLES
 from podium.observe.run_list import POLICY, RunLine, is_run, list_page, state
@@ -289,15 +290,15 @@ def serve(folder: Path, *, host: str, port: int, token: str | None, token_file: 
         import starlette  # noqa: F401
         import uvicorn
     except ImportError:
-        raise ValueError(
+        raise UsageError(
             "podium watch serves with starlette and uvicorn, which are not installed; pip install 'podium-rl[report]'"
         ) from None
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; give the runs_dir of your configs, such as runs")
+        raise UsageError(f"{folder} is not a folder; give the runs_dir of your configs, such as runs")
     token = _read_token(token_file) if token_file is not None else token
     local = host in ("127.0.0.1", "localhost", "::1")
     if not local and not token:
-        raise ValueError(
+        raise UsageError(
             f"--host {host} accepts connections from other machines: give a --token-file too, or leave --host out and "
             f"use `ssh -L {port}:localhost:{port}` from where the browser is"
         )
@@ -310,7 +311,7 @@ def _read_token(path: Path) -> str:
     try:
         token = path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--token-file {path} cannot be read: {error}") from None
+        raise UsageError(f"--token-file {path} cannot be read: {error}") from None
     if not token:
-        raise ValueError(f"--token-file {path} is empty; write a token into it, such as that of `openssl rand -hex 16`")
+        raise UsageError(f"--token-file {path} is empty; write a token into it, such as that of `openssl rand -hex 16`")
     return token

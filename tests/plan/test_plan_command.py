@@ -103,7 +103,7 @@ def test_json_is_one_object_and_nothing_else_on_stdout(podium):
     assert {"sync", "prefill", "decode", "update", "checkpoint"} <= {phase["name"] for phase in value["phases"]}
 
 
-@pytest.mark.parametrize(("made", "status"), [(plan, 0), (close, 0), (too_large, 2)])
+@pytest.mark.parametrize(("made", "status"), [(plan, 0), (close, 0), (too_large, 1)])
 def test_the_status_says_whether_it_fits(podium, planner, made, status):
     planner.compiled = lambda config: made()
     done, out, err = podium("plan", "run.yaml", "--tpu", "v6e-8", "--json", "--no-suggest")
@@ -188,23 +188,23 @@ FAST = ("run.yaml", "--tpu", "v6e-8", "--fast")
         (("--check", "runs/none"), "--check runs/none: there is no plan.json; podium train writes one on TPU"),
     ],
 )
-def test_a_wrong_question_is_status_1_in_a_line(podium, arguments, message):
+def test_a_wrong_question_is_status_2_in_a_line(podium, arguments, message):
     status, out, err = podium("plan", *arguments)
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert err.startswith(f"error: {message}") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     "arguments", [("--nope",), ("run.yaml", "--tpu", "v6e-8", "--steps", "0"), ("run.yaml", "--tpu")]
 )
-def test_wrong_usage_is_status_1_here(podium, arguments):
+def test_wrong_usage_is_status_2(podium, arguments):
     status, out, err = podium("plan", *arguments)
-    assert (status, out) == (1, "") and "Error" in err and "Traceback" not in err
+    assert (status, out) == (2, "") and "Error" in err and "Traceback" not in err
 
 
-def test_a_wrong_setting_is_status_1_here(podium):
+def test_a_wrong_setting_is_status_2(podium):
     status, out, err = podium("plan", *FAST, "--set", "steps=0")
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert err.startswith("error: steps: expected a whole number of at least 1, got 0\n    --set steps=0\n")
 
 
@@ -212,7 +212,7 @@ def test_a_missing_compiler_is_told_before_any_work(podium, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name))
     status, out, err = podium("plan", "run.yaml", "--tpu", "v6e-8")
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert err.startswith("error: v6e-8: the TPU compiler (libtpu) is not installed; pip install 'podium-rl[tpu]', or")
     assert podium("plan", "run.yaml", "--tpu", "v6e-8", "--fast")[0] == 0
 
@@ -221,7 +221,7 @@ def test_a_missing_gpu_compiler_is_told_too(podium, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "cuda" in name else find(name))
     status, out, err = podium("plan", "run.yaml", "--on", "h100-8")
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert err == (
         "error: h100-8: the GPU compiler (jax_cuda12_plugin) is not installed; pip install 'podium-rl[plan-gpu]', or"
         " plan with --fast\n"
@@ -255,7 +255,7 @@ def test_a_run_that_does_not_fit_gets_a_way_out(podium, planner):
     planner.closed_form = lambda config: estimated() if fits(config) else too_large()
     planner.compiled = lambda config: plan() if fits(config) else too_large()
     status, out, _ = podium("plan", "run.yaml", "--tpu", "v6e-8")
-    assert status == 2
+    assert status == 1
     assert "rollout.slots=16 instead of 32: fits, 6.9 GiB to spare" in " ".join(out.split())
 
 
@@ -305,11 +305,11 @@ def test_several_keys_are_searched_for_the_fastest_within_a_budget(podium, plann
     assert value["search"]["tried"][0]["settings"]["rollout.slots"] == 8 and value["search"]["budget"] == 2
 
 
-def test_a_search_in_which_nothing_fits_is_status_2(podium, planner, compiler):
+def test_a_search_in_which_nothing_fits_is_status_1(podium, planner, compiler):
     planner.compiled = lambda config: too_large()
     compiler.accepts = lambda config: False
     status, out, _ = podium("plan", "run.yaml", "--tpu", "v6e-8", "--search", "rollout.slots")
-    assert status == 2 and out.startswith("rollout.slots: even 8 does not fit (36.4 GiB)\n")
+    assert status == 1 and out.startswith("rollout.slots: even 8 does not fit (36.4 GiB)\n")
 
 
 def test_settings_and_machines_are_compared_best_first(podium, planner):
@@ -333,9 +333,9 @@ def test_a_setting_that_cannot_be_planned_does_not_stop_the_others(podium):
     assert refused["setting"] == "mesh=fsdp:3" and refused["error"].startswith("mesh 'fsdp:3' needs 3 devices")
 
 
-def test_a_comparison_in_which_nothing_fits_is_status_2(podium, planner):
+def test_a_comparison_in_which_nothing_fits_is_status_1(podium, planner):
     planner.compiled = lambda config: too_large()
-    assert podium("plan", "run.yaml", "--tpu", "v6e-8", "--compare", "seed=1,2")[0] == 2
+    assert podium("plan", "run.yaml", "--tpu", "v6e-8", "--compare", "seed=1,2")[0] == 1
 
 
 def test_the_page_is_written_beside_the_answer(podium):
@@ -358,7 +358,7 @@ print("imported", [name for name in ("jax", "transformers") if name in sys.modul
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     said = [line for line in done.stdout.splitlines() if line.startswith(("status", "imported"))]
-    assert said == ["status 0", "status 1", "status 1", "imported []"], done.stderr
+    assert said == ["status 0", "status 2", "status 2", "imported []"], done.stderr
 
 
 def test_the_check_is_printed_as_a_table_or_an_object(podium, tmp_path):

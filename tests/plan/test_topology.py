@@ -88,11 +88,19 @@ def test_a_share_that_is_none_is_refused(monkeypatch, share):
         ("h800-8", "h100-8"),
         ("rtx3090-1", "rtx4090-1"),
         ("h100-12", "h100-8, h100-16"),
+        ("rtx4090", "rtx4090-1, rtx4090-4, rtx4090-8"),
+        ("a100-40", "a100-40-1, a100-40-4, a100-40-8"),
+        ("v5e", "v5litepod-1, v5litepod-4, v5litepod-8"),
     ],
 )
 def test_an_unknown_name_is_told_its_nearest(name, near):
     with pytest.raises(ValueError, match=f"unknown accelerator '{name}'; nearest: .*{near}"):
         find_accelerator(name)
+
+
+def test_a_plan_on_the_cpu_says_what_to_do_instead():
+    with pytest.raises(ValueError, match=r"--on cpu: .* podium train CONFIG --set steps=3"):
+        find_accelerator("cpu")
 
 
 def test_machines_of_gpus_are_joined_where_their_network_has_a_figure():

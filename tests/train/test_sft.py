@@ -89,14 +89,19 @@ def test_rows_that_are_no_conversation_are_named(messages, tmp_path):
         TaskMixture([TaskConfig(name="chat", path=str(path))], seed=0).next(1)
 
 
-def test_the_command_sets_the_recipe_and_a_name(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [([], "demo-sft"), (["--set", "name=mine"], "mine-sft"), (["--set", "name=mine-sft"], "mine-sft")],
+)
+def test_the_command_sets_the_recipe_and_a_name(monkeypatch, settings, name):
     seen = []
     monkeypatch.setattr("podium.train.loop.train", lambda config, **_: seen.append(config) or 0)
-    monkeypatch.setattr("sys.argv", ["podium", "sft", str(Path(__file__).parents[2] / "configs" / "demo.yaml")])
+    demo = str(Path(__file__).parents[2] / "configs" / "demo.yaml")
+    monkeypatch.setattr("sys.argv", ["podium", "sft", demo, *settings])
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     assert stopped.value.code == 0
-    assert (seen[0].name, seen[0].group_size, seen[0].algorithm.recipe) == ("demo-sft", 1, "sft")
+    assert (seen[0].name, seen[0].group_size, seen[0].algorithm.recipe) == (name, 1, "sft")
 
 
 def test_groups_of_several_are_refused():

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from podium.config.errors import UsageError
 from podium.files import open_file
 from podium.observe.record_check import listed, missing_steps
 from podium.observe.run_dir import CONFIG, MACHINE, METRICS, SUMMARY
@@ -62,10 +63,10 @@ def read_run(folder: Path) -> RunRecords:
     """Read the records of the run in `folder`.
 
     Raises:
-        ValueError: the folder has neither metrics nor a config, so it is not a run's folder.
+        UsageError: the folder has neither metrics nor a config, so it is not a run's folder.
     """
     if not any((folder / name).is_file() for name in (METRICS, CONFIG)):
-        raise ValueError(
+        raise UsageError(
             f"{folder} has no {METRICS} and no {CONFIG}, so it is not a run's folder; give one, such as runs/demo"
         )
     problems: list[str] = []
