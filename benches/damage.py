@@ -6,9 +6,10 @@ A run's checkpoints folder with three steps is copied, and files of it are damag
 off, the file deleted; in the newest step alone, or in the two newest. Or an intact step stands in the wrong place: an
 older one in that of the newest, two exchanged, the same step of another run. Then the folder is opened as by a run that
 continues. Right is: the newest step without damage, each array as it was saved, the damaged steps kept aside and told
-by name; or, where the damage changes nothing that is read, the newest step itself, equal. The cost: seconds that the
-digests of a step take, beside those of its whole save, the least of several saves each, as other processes only add;
-and the same of CPU seconds, without those for which a save waits for the disk, and how many of those only read.
+by name; or, where the damage changes nothing that is read, the newest step itself, equal. Whole run folders are damaged
+too (`benches.damage_runs`). The cost: seconds that the digests of a step take, beside those of its whole save, the
+least of several saves each, as other processes only add; and the same of CPU seconds, without those for which a save
+waits for the disk, and how many of those only read.
 """
 
 import collections
@@ -27,6 +28,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from benches import damage_runs
 from benches.record import arguments, record
 from podium.config.schema import CheckpointConfig
 from podium.train import checkpoint
@@ -217,11 +219,13 @@ def main() -> None:
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     with tempfile.TemporaryDirectory() as scratch:
         rows = list(trials(Path(scratch), seed))
+        states = {step: make_state(step, layers=2, width=64) for step in STEPS}
+        rows += [{**row} for row in damage_runs.trials(Path(scratch) / "runs", states, seed, times=2, randomly=20)]
         costs = cost(Path(scratch) / "cost", saves=9, layers=10, width=512)
     counts = collections.Counter((row["where"], row["kind"], row["outcome"]) for row in rows)
     for (where, kind, how), count in sorted(counts.items()):
-        print(f"{count:4} {kind:14} in {where:15} {how}")
-    wrong = [row for row in rows if row["outcome"].startswith("WRONG")]
+        print(f"{count:4} {kind:25} in {where:15} {how}")
+    wrong = [row for row in rows if row["outcome"].startswith(("WRONG", "HUNG"))]
     share, cpu = costs["share_of_a_save"], costs["share_of_its_cpu_seconds"]
     reading = costs["reading_cpu_s"] / min(costs["save_cpu_s"][1:])
     size = f"{costs['mb_of_arrays']:.0f} MB"

@@ -234,19 +234,26 @@ class RunDir:
         """What the files of records hold now, to be saved with a checkpoint; nothing where another process writes."""
         return self._ledger.extents() if self.writes else {}
 
-    def check(self, saved: Mapping[str, Extent], step: int, checkpoints: Sequence[int]) -> list[str]:
-        """Compare the records with what they were when `step` was saved, before `truncate`.
+    def compare(self, saved: Mapping[str, Extent], step: int, checkpoints: Sequence[int]) -> list[str]:
+        """Compare the records with what they were when the run's newest checkpoint was saved, before `truncate`.
 
         Args:
             saved: what `extents` returned then; empty for checkpoints of versions that did not save it.
-            step: from which the run continues.
+            step: from which the run continues; 0: from the start.
             checkpoints: all saved steps.
 
         Returns:
-            Lines that say what is missing, what has changed, and what was repaired.
+            Lines that say what is missing, what has changed, what was repaired, and what starting over replaces.
         """
         if not self.writes:
             return []
+        if not step:
+            recorded = max((each.get("step", 0) for each in read_lines(self.path / METRICS)), default=0)
+            lost = (
+                f"{self.checkpoints} has no checkpoint: the {recorded} recorded steps are trained again from the start,"
+                " and their records are replaced"
+            )
+            return [lost] if recorded else []
         every = {METRICS: True, LENGTHS: True, SAMPLES: False}
         found = (
             check_records(self.path / name, saved[name], step, every_step=every[name], checkpoints=checkpoints)

@@ -20,8 +20,7 @@ from podium.models.architecture import DecoderConfig, Lora
 from podium.models.linear import kept
 from podium.models.params import count, frozen_specs, trained_specs
 from podium.observe.progress import Progress, run_console
-from podium.observe.records import read_metrics, step_of
-from podium.observe.run_dir import METRICS, Fork, RunDir, Settings, run_home
+from podium.observe.run_dir import Fork, RunDir, Settings, run_home
 from podium.observe.summary import versions
 from podium.observe.writers import MetricWriter
 from podium.rollout.request import RolloutStats
@@ -155,7 +154,8 @@ def open_run(
         rollouts.position = Position.read(saved, rollouts.feed)
         _say_what_changed(saved["versions"], progress)
         job.report.update(step=done)
-        _check_records(run_dir, saved, done, checkpointer.steps(), progress)
+        for line in run_dir.compare(saved.get("records", {}), done, checkpointer.steps()):
+            progress.message(line)
         run_dir.truncate(done or -1)
         writer = resources.enter_context(MetricWriter(run_dir, spec.metrics, announce=progress.message))
         trainer = _make_trainer(spec, model, optimizer, run_dir.path, kept(frozen, model.rules))
@@ -242,20 +242,6 @@ def _say_what_changed(saved: dict[str, str], progress: Progress) -> None:
     if changed := [name for name, version in versions().items() if saved.get(name, version) != version]:
         progress.message(
             f"versions differ from the checkpoint's: {', '.join(changed)}; the run will not be bit for bit the same"
-        )
-
-
-def _check_records(
-    run_dir: RunDir, saved: HostState, done: int, checkpoints: Sequence[int], progress: Progress
-) -> None:
-    """Say what the records lack of what they had when the checkpoint was saved, and what starting over drops."""
-    if done:
-        for line in run_dir.check(saved.get("records", {}), done, checkpoints):
-            progress.message(line)
-    elif run_dir.writes and (recorded := max(map(step_of, read_metrics(run_dir.path / METRICS)), default=0)):
-        progress.message(
-            f"{run_dir.checkpoints} has no checkpoint: the {recorded} recorded steps are trained again from the start,"
-            " and their records are replaced"
         )
 
 

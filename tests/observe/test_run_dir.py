@@ -256,7 +256,7 @@ def recorded(tmp_path: Path) -> tuple[Path, dict[str, Extent]]:
 
 def checked(tmp_path: Path, extents: dict[str, Extent], checkpoints: tuple[int, ...] = (3,)) -> list[str]:
     with open_run(make_config(tmp_path)) as run:
-        found = run.check(extents, 3, checkpoints)
+        found = run.compare(extents, 3, checkpoints)
         run.truncate(3)
         return found
 
