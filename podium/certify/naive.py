@@ -20,7 +20,10 @@ from jax.lax import stop_gradient
 
 from podium.certify.naive_rules import Rules
 from podium.models.architecture import DecoderConfig
-from podium.models.blocks.rope import Rope
+from podium.models.blocks.attention import Attention
+from podium.models.blocks.kind import Block
+from podium.models.blocks.mlp import Mlp
+from podium.models.blocks.rope import LinearScaling, Rope, RopeScaling, YarnScaling
 
 Weights = dict[str, jax.Array]
 Array = TypeVar("Array", jax.Array, np.ndarray)
@@ -58,44 +61,79 @@ def in_float64() -> Iterator[None]:
 
 def logits(weights: Weights, tokens: jax.Array, decoder: DecoderConfig) -> jax.Array:
     """Logits [T, V] behind each token of one sequence [T]."""
-    (T,) = tokens.shape
-    attention, _ = decoder.dense_layer
-    angles = jnp.arange(T)[:, None] * jnp.asarray(_frequencies(attention.rope))[None]  # [T, Q/2]
-    causal = jnp.arange(T)[:, None] >= jnp.arange(T)[None]  # query by key
+    x = weights["embed"][tokens] * decoder.embed_scale
+    first = 0
+    for stack in decoder.stacks:
+        places = decoder.places[first : first + len(stack.pattern)]
+        first += len(places)
 
-    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:  # [..., D]
-        y = x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + decoder.norm_eps)
-        return y * jnp.expand_dims(scale, range(x.ndim - 1))
+        def period(x: jax.Array, each: list[Weights], pattern: tuple[Block, ...] = stack.pattern) -> tuple:
+            for block, w in zip(pattern, each, strict=True):
+                x = _layer(x, w, block, decoder)
+            return x, None
 
-    def rotated(x: jax.Array) -> jax.Array:  # [T, H, Q]
-        half = attention.head_dim // 2
-        pairs = (x[..., :half] + 1j * x[..., half:]) * jnp.exp(1j * angles)[:, None]
-        return jnp.concatenate([pairs.real, pairs.imag], axis=-1)
+        x, _ = jax.lax.scan(period, x, [_of_place(weights, place.prefix, decoder) for place in places])
+    x = _norm(x, weights["final_norm"], decoder)
+    return x @ weights["embed" if decoder.tied else "head"].T
 
-    def layer(x: jax.Array, w: Weights) -> tuple[jax.Array, None]:
-        y = norm(x, w["attention_norm"])
-        q, k, v = (jnp.einsum("td,dhq->thq", y, w[name]) for name in "qkv")
-        if attention.bias:
-            q, k, v = (z + w[f"{name}_bias"][None] for name, z in (("q", q), ("k", k), ("v", v)))
-        if attention.norm:
-            q, k = norm(q, w["q_norm"]), norm(k, w["k_norm"])
-        q, k = rotated(q), rotated(k)
-        k, v = (jnp.repeat(z, attention.heads // attention.kv_heads, axis=1) for z in (k, v))
-        scores = jnp.einsum("thq,shq->hts", q, k) / np.sqrt(attention.head_dim)
-        shares = jax.nn.softmax(jnp.where(causal[None], scores, -jnp.inf), axis=-1)
-        x = x + jnp.einsum("hts,shq,hqd->td", shares, v, w["o"])
-        y = norm(x, w["mlp_norm"])
-        gate = y @ w["gate"]
-        return x + (gate / (1 + jnp.exp(-gate)) * (y @ w["up"])) @ w["down"], None
 
-    layers = {name.removeprefix("layers."): value for name, value in weights.items() if name.startswith("layers.")}
+def _of_place(weights: Weights, prefix: str, decoder: DecoderConfig) -> Weights:
+    """The stacked weights of the layers at a place, with their adapters added to them."""
+    layers = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     for name in [name.removesuffix(".lora_a") for name in layers if name.endswith(".lora_a")]:
         a, b = layers[f"{name}.lora_a"], layers[f"{name}.lora_b"]
         lora = decoder.lora
         outer = jnp.einsum("l...r,lrm->l...m", a, b.reshape(*b.shape[:2], -1)).reshape(layers[name].shape)
         layers[name] += lora.alpha / lora.rank * outer if lora else 0.0
-    x, _ = jax.lax.scan(layer, weights["embed"][tokens], layers)
-    return norm(x, weights["final_norm"]) @ weights["embed" if decoder.tied else "head"].T
+    return layers
+
+
+def _norm(x: jax.Array, scale: jax.Array, decoder: DecoderConfig) -> jax.Array:
+    """RMS norm of [..., D]."""
+    y = x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + decoder.norm_eps)
+    return y * jnp.expand_dims(decoder.norm_offset + scale, range(x.ndim - 1))
+
+
+def _layer(x: jax.Array, w: Weights, block: Block, decoder: DecoderConfig) -> jax.Array:
+    """What leaves a layer, [T, D]."""
+    attention, mlp = block.kinds
+    assert isinstance(attention, Attention) and isinstance(mlp, Mlp), "the tiny clone has refused other kinds"
+    found = _attended(_norm(x, w["attention_norm"], decoder), w, attention, decoder)
+    x = x + (_norm(found, w["attention_out_norm"], decoder) if block.norms_behind else found)
+    y = _norm(x, w["mlp_norm"], decoder)
+    gate = y @ w["gate"]
+    if mlp.activation == "silu":
+        opened = gate / (1 + jnp.exp(-gate))
+    else:
+        opened = gate * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) / 2
+    found = (opened * (y @ w["up"])) @ w["down"]
+    return x + (_norm(found, w["mlp_out_norm"], decoder) if block.norms_behind else found)
+
+
+def _attended(y: jax.Array, w: Weights, attention: Attention, decoder: DecoderConfig) -> jax.Array:
+    """What attention finds, [T, D]."""
+    positions = jnp.arange(len(y))
+    angles = positions[:, None] * jnp.asarray(_frequencies(attention.rope))[None]  # [T, Q/2]
+    behind = positions[:, None] - positions[None]  # query by key
+    seen = (behind >= 0) & (behind < (len(y) if attention.window is None else attention.window))
+
+    def rotated(x: jax.Array) -> jax.Array:  # [T, H, Q]
+        half = attention.head_dim // 2
+        pairs = (x[..., :half] + 1j * x[..., half:]) * attention.rope.length * jnp.exp(1j * angles)[:, None]
+        return jnp.concatenate([pairs.real, pairs.imag], axis=-1)
+
+    q, k, v = (jnp.einsum("td,dhq->thq", y, w[name]) for name in "qkv")
+    if attention.bias:
+        q, k, v = (z + w[f"{name}_bias"][None] for name, z in (("q", q), ("k", k), ("v", v)))
+    if attention.norm:
+        q, k = _norm(q, w["q_norm"], decoder), _norm(k, w["k_norm"], decoder)
+    q, k = rotated(q), rotated(k)
+    if (sharpening := attention.sharpening) is not None:
+        q = q * (1 + sharpening.beta * jnp.log(1 + positions // sharpening.period))[:, None, None]
+    k, v = (jnp.repeat(z, attention.heads // attention.kv_heads, axis=1) for z in (k, v))
+    scores = jnp.einsum("thq,shq->hts", q, k) / np.sqrt(attention.scale_dims or attention.head_dim)
+    shares = jax.nn.softmax(jnp.where(seen[None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("hts,shq,hqd->td", shares, v, w["o"])
 
 
 def scores(
@@ -163,18 +201,31 @@ def kl_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> jax.Ar
 
 
 def _frequencies(rope: Rope) -> np.ndarray:
-    """Radians per position of each pair of a head, [Q/2], one by one as Llama 3.1's code has them."""
-    found = []
-    for pair in range(rope.dims // 2):
-        frequency = rope.theta ** (-2 * pair / rope.dims)
-        if (scaling := rope.scaling) is not None:
+    """Radians per position of each pair of a head, [Q/2], one by one as the models' code has them."""
+    return np.array([_stretched(rope, pair) for pair in range(rope.dims // 2)])
+
+
+def _stretched(rope: Rope, pair: int) -> float:
+    frequency = rope.theta ** (-2 * pair / rope.dims)
+    match rope.scaling:
+        case LinearScaling(factor=factor):
+            return frequency / factor
+        case RopeScaling(factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_positions=original):
             wavelength = 2 * np.pi / frequency
-            original = scaling.original_max_positions
-            low, high = scaling.low_freq_factor, scaling.high_freq_factor
             if wavelength > original / low:
-                frequency /= scaling.factor
-            elif wavelength > original / high:
+                return frequency / factor
+            if wavelength > original / high:
                 kept = (original / wavelength - low) / (high - low)
-                frequency = (1 - kept) * frequency / scaling.factor + kept * frequency
-        found.append(frequency)
-    return np.array(found)
+                return (1 - kept) * frequency / factor + kept * frequency
+        case YarnScaling(factor=factor, original_max_positions=original) as yarn:
+
+            def edge(turns: float) -> float:  # the pair that turns so often within the original context
+                return rope.dims * np.log(original / (turns * 2 * np.pi)) / (2 * np.log(rope.theta))
+
+            low, high = edge(yarn.beta_fast), edge(yarn.beta_slow)
+            if yarn.truncate:
+                low, high = np.floor(low), np.ceil(high)
+            low, high = max(low, 0), min(high, rope.dims - 1)
+            stretched = min(max((pair - low) / max(high - low, 0.001), 0.0), 1.0)
+            return frequency / factor * stretched + frequency * (1 - stretched)
+    return frequency

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -17,7 +18,9 @@ from podium.certify.task import LONGEST_QUESTION, NAME, STOP, LetterBackend
 from podium.config.imports import is_path
 from podium.config.schema import Config, GradingConfig, TaskConfig
 from podium.models.architecture import DecoderConfig
+from podium.models.blocks.attention import Attention
 from podium.models.blocks.kind import Block, Stack
+from podium.models.blocks.mlp import Mlp
 from podium.models.params import TRAIN_AXES, ParamSpec, frozen_specs, is_adapter, param_specs, trained_specs
 from podium.models.presets import find_decoder
 from podium.models.tokenizer import Tokenizer
@@ -40,6 +43,7 @@ MAX_NEW_TOKENS = 16
 ROW_TOKENS = 28
 """T of a batch's rows: several sequences fit in most of them."""
 SPREAD = 10.0  # times the initial normal: a model that has opinions, whose attention is not flat
+TINY_WINDOW = 5  # positions: shorter than most sequences
 NOISE = 0.3  # nat between a recorded log-probability and the sampler's, so that ratios lie on both sides of a clip
 OTHER_THAN_1 = 0.9  # the temperature in place of 1, which would hide that one is forgotten
 IN_FLIGHT = 1.5  # prompts in flight over those of a step, at least
@@ -241,26 +245,43 @@ def other_weights(decoder: DecoderConfig, weights: Arrays) -> Arrays:
 
 
 def tiny_clone(decoder: DecoderConfig) -> DecoderConfig:
-    """A decoder of the same kind that compiles in a second: every switch as it is, at most 2 layers of width 64."""
-    attention, mlp = decoder.dense_layer
+    """A decoder of the same kinds that compiles in seconds: every switch as it is, layers of width 64, small windows.
+
+    It has two layers of a decoder whose layers are of one kind, else one of each kind, in their order.
+    """
+    decoder.dense_layers()  # other kinds are refused
+    blocks = tuple(dict.fromkeys(_tiny_block(place.block) for place in decoder.places))
+    repeats = min(decoder.layers, 2) if len(blocks) == 1 else 1
+    return dataclasses.replace(
+        decoder,
+        vocab=min(decoder.vocab, 320),
+        width=(width := min(decoder.width, 64)),
+        embed_scale=1.0 if decoder.embed_scale == 1 else math.sqrt(width),
+        stacks=(Stack(pattern=blocks, repeats=repeats),),
+        lora=decoder.lora and dataclasses.replace(decoder.lora, rank=4, alpha=4 * decoder.lora.scale),
+    )
+
+
+def _tiny_block(block: Block) -> Block:
+    """The block with few and small heads, and a window that its rows are longer than."""
+    attention, mlp = block.kinds
+    assert isinstance(attention, Attention) and isinstance(mlp, Mlp)
     kv_heads = 2 if attention.kv_heads % 2 == 0 else 1
     head_dim = min(attention.head_dim, 16)
-    block = Block(
+    sharpening = attention.sharpening and dataclasses.replace(attention.sharpening, period=TINY_WINDOW)
+    return dataclasses.replace(
+        block,
         mixer=dataclasses.replace(
             attention,
             heads=kv_heads * (attention.heads // attention.kv_heads),
             kv_heads=kv_heads,
             head_dim=head_dim,
             rope=dataclasses.replace(attention.rope, dims=head_dim),
+            window=attention.window and min(attention.window, TINY_WINDOW),
+            scale_dims=attention.scale_dims and head_dim + head_dim // 2,
+            sharpening=sharpening,
         ),
         feed_forward=dataclasses.replace(mlp, width=min(mlp.width, 96)),
-    )
-    return dataclasses.replace(
-        decoder,
-        vocab=min(decoder.vocab, 320),
-        width=min(decoder.width, 64),
-        stacks=(Stack(pattern=(block,), repeats=min(decoder.layers, 2)),),
-        lora=decoder.lora and dataclasses.replace(decoder.lora, rank=4, alpha=4 * decoder.lora.scale),
     )
 
 

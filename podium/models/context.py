@@ -28,12 +28,13 @@ class LayerContext:
     attention: Attend
     recurrence: Recur | None
     eps: float
+    norm_offset: float
     rules: ShardingRules
 
     def norm(self, x: jax.Array, scale: LayerWeight) -> jax.Array:
         """RMS norm over the last dimension."""
         assert isinstance(scale, jax.Array), "the scale of a norm has no adapter and is no matrix"
-        return mathematics.rms_norm(x, scale, self.eps)
+        return mathematics.rms_norm(x, scale, self.eps, self.norm_offset)
 
     def linear(self, pattern: str, x: jax.Array, w: LayerWeight) -> jax.Array:
         """The einsum of an activation and a weight."""

@@ -91,10 +91,12 @@ def forward(
         x, own, auxiliary = compute(dequantised(weights, dtype), rows)
         return (x, own), auxiliary
 
-    tables = [rope_tables(positions, rope.frequencies()) for rope in config.ropes]
-    # Rows are gathered from the table as stored: exchanging them is cheaper than exchanging the table or its gradient.
+    tables = [rope_tables(positions, rope.frequencies(), rope.length) for rope in config.ropes]
+    # Rows are taken of the table as it is stored: they are less to exchange than the table, or than its gradient.
     with jax.named_scope("embed"):
         found = of_bits(params["embed"][tokens]).astype(dtype)
+        if config.embed_scale != 1:
+            found = found * jnp.asarray(config.embed_scale, dtype)
         x = to_rows(rules.storage, found).astype(activation_dtype(rules, dtype))
     kept = list(carried) if carried is not None else [()] * len(config.places)
     auxiliary: list[Tree] = []
@@ -107,7 +109,7 @@ def forward(
             auxiliary += made
     norm = weight("final_norm", params["final_norm"])
     assert isinstance(norm, jax.Array)
-    return rms_norm(x, norm, config.norm_eps), tuple(kept), tuple(auxiliary)
+    return rms_norm(x, norm, config.norm_eps, config.norm_offset), tuple(kept), tuple(auxiliary)
 
 
 Step = Callable[[tuple[jax.Array, Tree], tuple[jax.Array, Params]], tuple[tuple[jax.Array, Tree], Tree]]
@@ -166,21 +168,25 @@ def _layer(
         attention=attend,
         recurrence=recur,
         eps=config.norm_eps,
+        norm_offset=config.norm_offset,
         rules=rules,
     )
-    x, carried, of_mixer = _residual(block.mixer, "attention_norm", adapted, x, context)
+    x, carried, of_mixer = _residual(block, block.mixer, "attention", adapted, x, context)
     context = dataclasses.replace(context, carried=carried)
-    x, carried, of_feed_forward = _residual(block.feed_forward, "mlp_norm", adapted, x, context)
+    x, carried, of_feed_forward = _residual(block, block.feed_forward, "mlp", adapted, x, context)
     return rules.constrain(x, "rows", "tokens", None), carried, (of_mixer, of_feed_forward)
 
 
 def _residual(
-    kind: Kind, norm: str, w: LayerWeights, x: jax.Array, context: LayerContext
+    block: Block, kind: Kind, name: str, w: LayerWeights, x: jax.Array, context: LayerContext
 ) -> tuple[jax.Array, Tree, Tree]:
-    """Compute x + kind(norm(x)), laid out by rows."""
+    """X + kind(norm(x)), laid out by rows; `name` begins the names of its norms."""
     with jax.named_scope(kind.scope):
-        y, carried, auxiliary = kind.apply(w, context.norm(x, w[norm]), context)
-        return x + to_rows(context.rules, y), carried, auxiliary
+        y, carried, auxiliary = kind.apply(w, context.norm(x, w[f"{name}_norm"]), context)
+        y = to_rows(context.rules, y)
+        if block.norms_behind:
+            y = context.norm(y, w[f"{name}_out_norm"])
+        return x + y, carried, auxiliary
 
 
 def _in_groups(

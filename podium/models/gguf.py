@@ -9,6 +9,7 @@ import math
 import mmap
 import re
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,18 +18,18 @@ import ml_dtypes
 import numpy as np
 
 from podium.models.architecture import (
+    FULL,
     MAX_LAYERS,
     MAX_SIZE,
+    SLIDING,
     DecoderConfig,
     ModelError,
-    check_config,
     check_family,
-    dense_decoder,
+    from_hf_config,
     real_number,
     shown,
     whole_number,
 )
-from podium.models.blocks.rope import RopeScaling
 from podium.models.names import StoredTensor
 
 MAGIC = b"GGUF"
@@ -38,7 +39,10 @@ STRING, ARRAY = 8, 9
 F32 = 0  # llama.cpp's number of the format
 MAX_DIMS = 4  # llama.cpp's GGML_MAX_DIMS
 ROPE_FACTORS = "rope_freqs.weight"
-# Supported formats; block formats are decoded by `gguf.dequantize`.
+ARCHITECTURES = {"gemma3": "gemma3_text"}
+"""Model types of architectures that llama.cpp calls otherwise. To it Mistral is a llama."""
+GEMMA3_27B_LAYERS = 62
+# The formats we read; those of blocks by `gguf.dequantize`.
 FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 
@@ -140,7 +144,8 @@ def read_config(header: GgufHeader) -> DecoderConfig:
     """Read the decoder from a GGUF header. Raises ModelError as `from_hf_config` does."""
     where, metadata = str(header.path), header.metadata
     architecture = metadata.get("general.architecture")
-    family = check_family(architecture, where)
+    model_type = ARCHITECTURES.get(str(architecture), architecture)
+    check_family(model_type, where)
 
     def number(key: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
         return whole_number(metadata, f"{architecture}.{key}", where, default, most=most)
@@ -148,33 +153,71 @@ def read_config(header: GgufHeader) -> DecoderConfig:
     def real(key: str, default: float) -> float:
         return _shortest(real_number(metadata, f"{architecture}.{key}", where, default))
 
-    for key, accepted in {"rope.scaling.type": "none", "expert_count": 0, "attention.sliding_window": 0}.items():
-        if (value := metadata.get(f"{architecture}.{key}", accepted)) != accepted:
-            raise ModelError(f"{where}: {architecture}.{key} {shown(value)} is not supported; it must be {accepted!r}")
+    _check_metadata(header, str(architecture))
     if "token_embd.weight" not in header.tensors:
         raise ModelError(f"{where}: tensor token_embd.weight is missing")
     width, heads = number("embedding_length"), number("attention.head_count")
     head_dim = number("attention.key_length", width // heads)
     if number("rope.dimension_count", head_dim) != head_dim:
         raise ModelError(f"{where}: {architecture}.rope.dimension_count: only rotation of the whole head is supported")
-    config = dense_decoder(
-        model_type=str(architecture),
-        vocab=header.tensors["token_embd.weight"].shape[0],
-        width=width,
-        layers=number("block_count", most=MAX_LAYERS),
-        heads=heads,
-        kv_heads=number("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        mlp_width=number("feed_forward_length"),
-        max_positions=number("context_length"),
-        rope_theta=real("rope.freq_base", 10000.0),
-        rope_scaling=_rope_scaling(header),
-        norm_eps=real("attention.layer_norm_rms_epsilon", 1e-6),
-        tied="output.weight" not in header.tensors,
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
-    )
-    return check_config(config, where)
+    raw = {
+        "model_type": model_type,
+        "vocab_size": header.tensors["token_embd.weight"].shape[0],
+        "hidden_size": width,
+        "num_hidden_layers": number("block_count", most=MAX_LAYERS),
+        "num_attention_heads": heads,
+        "num_key_value_heads": number("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "intermediate_size": number("feed_forward_length"),
+        "max_position_embeddings": number("context_length"),
+        "rope_theta": real("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(header),
+        "rms_norm_eps": real("attention.layer_norm_rms_epsilon", 1e-6),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+    }
+    return from_hf_config(raw | (_gemma3(header, raw) if architecture == "gemma3" else {}), where)
+
+
+def _check_metadata(header: GgufHeader, architecture: str) -> None:
+    """Raises ModelError where a file says of a feature that its architecture does not have here."""
+    accepted: dict[str, tuple[object, ...]] = {"rope.scaling.type": ("none",), "expert_count": (0,)}
+    if architecture == "gemma3":
+        accepted["rope.scaling.type"] = ("none", "linear")
+    else:
+        accepted["attention.sliding_window"] = (0,)
+    for key, values in accepted.items():
+        if (value := header.metadata.get(f"{architecture}.{key}", values[0])) not in values:
+            wanted = " or ".join(map(repr, values))
+            raise ModelError(
+                f"{header.path}: {architecture}.{key} {shown(value)} is not supported; it must be {wanted}"
+            )
+
+
+def _gemma3(header: GgufHeader, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says of Gemma 3 beyond other families.
+
+    llama.cpp has the base of layers with a window and the largest model's scale of scores in its code.
+    """
+
+    def said(key: str, default: object = None) -> Any:
+        return header.metadata.get(f"gemma3.{key}", default)
+
+    def base(key: str, default: float) -> float:
+        return _shortest(real_number(header.metadata, f"gemma3.{key}", str(header.path), default))
+
+    pattern = said("attention.sliding_window_pattern", 6)
+    types = [SLIDING if slides else FULL for slides in pattern] if isinstance(pattern, list) else None
+    largest = raw["num_hidden_layers"] == GEMMA3_27B_LAYERS
+    scaling = said("rope.scaling.type", "none")
+    return {
+        "layer_types": types,
+        "sliding_window_pattern": None if types else pattern,
+        "sliding_window": said("attention.sliding_window"),
+        "rope_theta": base("rope.freq_base", 1e6),
+        "rope_local_base_freq": base("rope.freq_base_swa", 1e4),
+        "rope_scaling": None if scaling == "none" else {"rope_type": scaling, "factor": said("rope.scaling.factor")},
+        "query_pre_attn_scalar": raw["hidden_size"] // raw["num_attention_heads"] if largest else raw["head_dim"],
+    }
 
 
 def _shortest(value: float) -> float:
@@ -182,8 +225,8 @@ def _shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _rope_scaling(header: GgufHeader) -> RopeScaling | None:
-    """Llama 3's scaling; GGUF stores only the divisors of the frequencies, [Q/2], of which the largest is the factor.
+def _rope_scaling(header: GgufHeader) -> dict[str, Any] | None:
+    """Llama 3's scaling, of which GGUF keeps only the divisors of the frequencies, [Q/2]; the largest is the factor.
 
     The other three numbers are the same in Llama 3.1, 3.2 and 3.3; `load_params` verifies the divisors.
     """
@@ -192,7 +235,13 @@ def _rope_scaling(header: GgufHeader) -> RopeScaling | None:
     factor = float(divisors.max())
     if not (divisors.min() > 0 and factor < math.inf):
         raise ModelError(f"{header.path}: tensor {ROPE_FACTORS} must hold finite numbers above 0")
-    return RopeScaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
 
 
 def rope_divisors(header: GgufHeader) -> np.ndarray | None:
@@ -209,12 +258,16 @@ def rope_divisors(header: GgufHeader) -> np.ndarray | None:
 
 
 class GgufTensors:
-    """Reads rows of a GGUF file's tensors, with heads in Hugging Face's order."""
+    """The tensors of a GGUF file, some rows at a time, in the order of heads that Hugging Face has.
+
+    Scales of norms are whole in the file; what the decoder adds to them is taken off.
+    """
 
     def __init__(self, header: GgufHeader, config: DecoderConfig):
         self._library = _import_library()
         self._header = header
         self._head_dim = config.head_dim
+        self._norm_offset = config.norm_offset
         self._size = header.path.stat().st_size
         self.entries = {name: self._entry(name, tensor) for name, tensor in header.tensors.items()}
 
@@ -244,7 +297,9 @@ class GgufTensors:
         rows, row_bytes = self._byte_shape(tensor)
         raw = np.memmap(self._header.path, np.uint8, "r", tensor.offset, (rows, row_bytes))
         if len(tensor.shape) == 1:
-            return self._decode(raw[:], tensor)[0, start:stop]
+            vector = self._decode(raw[:], tensor)[0, start:stop]
+            shifted = self._norm_offset and name.endswith("norm.weight")
+            return vector - np.float32(self._norm_offset) if shifted else vector
         values = self._decode(raw[start:stop], tensor)
         if self._header.metadata["general.architecture"] == "llama" and re.search(r"attn_[qk]\.weight$", name):
             values = _halves_from_pairs(values, self._head_dim)

@@ -7,6 +7,7 @@ whole model or tensor. `podium.models.names` has names and layouts; `podium.mode
 import contextlib
 import functools
 import json
+import logging
 import math
 import os
 import shutil
@@ -25,12 +26,22 @@ from safetensors.numpy import save_file
 from podium.models.architecture import DecoderConfig, ModelError, shown, to_hf_config
 from podium.models.blocks.spec import ParamSpec
 from podium.models.gguf import GgufHeader, GgufTensors, read_header, rope_divisors
-from podium.models.names import IGNORED_SUFFIXES, NAMES, FilePart, StoredTensor, Tensors, file_parts
+from podium.models.names import (
+    IGNORED_SUFFIXES,
+    NAMES,
+    FilePart,
+    StoredTensor,
+    Tensors,
+    file_parts,
+    is_of_text,
+    text_name,
+)
 from podium.models.params import param_specs
 from podium.models.source import ModelSource, read_json
 from podium.models.tokenizer import Tokenizer
 from podium.sharding import Params, ShardingRules, param_shardings
 
+logger = logging.getLogger(__name__)
 PIECE_BYTES = 8 * 2**20
 MAX_SHARD_BYTES = 5_000_000_000
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -71,26 +82,38 @@ def load_params(
 
 
 class SafetensorsFolder:
-    """The tensors of a Hugging Face folder: model.safetensors, or the shards listed in its index."""
+    """The tensors of a Hugging Face folder: model.safetensors, or the shards that its index lists.
+
+    Of a model with a vision tower they are those of the text model, under the names that the text model alone has.
+    """
 
     def __init__(self, folder: Path):
         self.entries: dict[str, StoredTensor] = {}
+        self._stored: dict[str, str] = {}  # names in the files, by those of the entries
+        dropped = 0
         for path in _weight_files(folder):
             try:
                 with safe_open(path, framework="numpy") as file:
-                    for name in file.keys():  # noqa: SIM118 (not a dict)
-                        part = file.get_slice(name)
+                    names = list(file.keys())
+                    dropped += sum(not is_of_text(stored) for stored in names)
+                    for stored in filter(is_of_text, names):
+                        part, name = file.get_slice(stored), text_name(stored)
+                        self._stored[name] = stored
                         self.entries[name] = StoredTensor(tuple(part.get_shape()), part.get_dtype(), path)
             except (SafetensorError, OSError) as error:
                 raise ModelError(
                     f"{path}: truncated or damaged ({error}; the file has {path.stat().st_size:,} bytes);"
                     " download or copy it again"
                 ) from error
+        if dropped:
+            logger.warning(
+                "%s: %d tensors of its vision tower are left out: the text model is trained", folder, dropped
+            )
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Read rows [start, stop) of a tensor in the file's dtype. The file is memory-mapped only during the call."""
         with safe_open(self.entries[name].file, framework="numpy") as file:
-            return file.get_slice(name)[start:stop]
+            return file.get_slice(self._stored[name])[start:stop]
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from podium.models.architecture import LAYERS, DecoderConfig
+from podium.models.architecture import FAMILIES, LAYERS, DecoderConfig
 from podium.models.blocks.spec import ParamSpec
 from podium.models.params import own_name, param_specs
 
@@ -79,13 +79,45 @@ NAMES: dict[str, Layout] = {
     "head": Layout("lm_head.weight", "output.weight", "VD", "V D"),
 }
 
-# Tensors in old files that are ignored: the rotary frequencies follow from the config.
+# Of decoders with norms behind mixer and feed-forward too, where Hugging Face's `post_attention_layernorm` is another.
+NORMS_BEHIND: dict[str, Layout] = {
+    "layers.attention_out_norm": Layout(
+        "model.layers.{}.post_attention_layernorm.weight", "blk.{}.post_attention_norm.weight", "D", "D"
+    ),
+    "layers.mlp_norm": Layout("model.layers.{}.pre_feedforward_layernorm.weight", "blk.{}.ffn_norm.weight", "D", "D"),
+    "layers.mlp_out_norm": Layout(
+        "model.layers.{}.post_feedforward_layernorm.weight", "blk.{}.post_ffw_norm.weight", "D", "D"
+    ),
+}
+
+# Tensors that old files hold and no decoder needs: the rotary frequencies follow from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rope_freqs.weight")
 
 
-def layout_of(param: str) -> Layout:
-    """The file layout of a parameter."""
-    return NAMES[LAYERS + own_name(param) if param.startswith(LAYERS) else param]
+# Of models with a vision tower: what is beside the text model, and how the text model's names begin there.
+VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
+
+
+def is_of_text(stored: str) -> bool:
+    """Whether a tensor of a file belongs to the text model."""
+    return not stored.startswith(VISION_PREFIXES)
+
+
+def text_name(stored: str) -> str:
+    """What a tensor of a file is called in the text model alone."""
+    for prefix, own in TEXT_PREFIXES.items():
+        if stored.startswith(prefix):
+            return own + stored.removeprefix(prefix)
+    return stored
+
+
+def layout_of(param: str, config: DecoderConfig) -> Layout:
+    """What one of our parameters is called in the files of a decoder."""
+    name = LAYERS + own_name(param) if param.startswith(LAYERS) else param
+    if FAMILIES[config.model_type].like_gemma and name in NORMS_BEHIND:
+        return NORMS_BEHIND[name]
+    return NAMES[name]
 
 
 def layers_of(param: str, config: DecoderConfig) -> Sequence[int]:
@@ -106,12 +138,9 @@ class FilePart:
     first: int
     """First row in the tensor."""
     rows: int
-    """Number of rows of the whole tensor, other parameters' included."""
-
-    @property
-    def layout(self) -> Layout:
-        """The file layout of the parameter."""
-        return layout_of(self.param)
+    """Rows of the whole tensor, including other parameters' rows."""
+    layout: Layout
+    """How it lies in the file."""
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
@@ -123,10 +152,10 @@ def file_parts(config: DecoderConfig, kind: Literal["folder", "gguf"]) -> Iterat
     """All parts of a model's files, parameter by parameter."""
     specs = param_specs(config)
     for param, spec in specs.items():
-        layout, layers = layout_of(param), layers_of(param, config)
+        layout, layers = layout_of(param, config), layers_of(param, config)
         name = layout.gguf if kind == "gguf" else layout.hf
         prefix = param.removesuffix(own_name(param))
-        rows = {own: layout_of(prefix + own).file_rows(specs[prefix + own]) for own in layout.joined}
+        rows = {own: layout_of(prefix + own, config).file_rows(specs[prefix + own]) for own in layout.joined}
         rows = rows or {own_name(param): layout.file_rows(spec)}
         before = list(rows)[: list(rows).index(own_name(param))]
         for index in itertools.product(*map(range, spec.shape[: spec.stacked])):
@@ -138,6 +167,7 @@ def file_parts(config: DecoderConfig, kind: Literal["folder", "gguf"]) -> Iterat
                 shape=spec.shape[spec.stacked :],
                 first=sum(rows[own] for own in before),
                 rows=sum(rows.values()),
+                layout=layout,
             )
 
 

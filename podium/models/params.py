@@ -86,13 +86,19 @@ def param_specs(config: DecoderConfig) -> ParamSpecs:
     specs = {"embed": ParamSpec((V, D), ("vocab", "width"), std)}
     for place in config.places:
         one_layer = place.block.specs(D, std=std, out_std=out_std)
+        one_layer = {name: _shifted(name, spec, config.norm_offset) for name, spec in one_layer.items()}
         if config.lora is not None:
             one_layer |= _lora_specs(one_layer, config.lora)
         specs |= {place.prefix + name: stacked(spec, len(place.layers)) for name, spec in one_layer.items()}
-    specs["final_norm"] = ParamSpec((D,), (None,), 0.0, 1.0)
+    specs["final_norm"] = _shifted("final_norm", ParamSpec((D,), (None,), 0.0, 1.0), config.norm_offset)
     if not config.tied:
         specs["head"] = ParamSpec((V, D), ("vocab", "width"), std)
     return specs
+
+
+def _shifted(name: str, spec: ParamSpec, offset: float) -> ParamSpec:
+    """A weight; the scale of a norm starts lower by what every norm of the decoder adds to it."""
+    return spec._replace(mean=spec.mean - offset) if name.endswith("_norm") else spec
 
 
 def _lora_specs(layer: ParamSpecs, lora: Lora) -> ParamSpecs:

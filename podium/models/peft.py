@@ -52,7 +52,7 @@ def save_adapter(params: Params, frozen: Params, config: DecoderConfig, folder: 
         stacked = np.asarray(value, np.float32)
         for layer, one in zip(layers_of(name, config), stacked, strict=True):
             matrix = one.reshape(-1, lora.rank) if name.endswith(LORA_A) else one.reshape(lora.rank, -1)
-            tensors[_tensor(name, layer)] = np.ascontiguousarray(matrix.T)
+            tensors[_tensor(name, layer, config)] = np.ascontiguousarray(matrix.T)
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -61,7 +61,7 @@ def save_adapter(params: Params, frozen: Params, config: DecoderConfig, folder: 
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": [_module(name) for name in lora.targets],
+        "target_modules": [_module(name, config) for name in lora.targets],
         "bias": "none",
         "fan_in_fan_out": False,
         "modules_to_save": None,
@@ -98,15 +98,15 @@ def _lora_of(config: DecoderConfig) -> Lora:
     return config.lora
 
 
-def _module(target: str) -> str:
-    """PEFT's name of a matrix, such as `q_proj`."""
-    return layout_of(LAYERS + target).hf.split(".")[-2]
+def _module(target: str, config: DecoderConfig) -> str:
+    """PEFT's name of a matrix: `q_proj`."""
+    return layout_of(LAYERS + target, config).hf.split(".")[-2]
 
 
-def _tensor(name: str, layer: int) -> str:
-    """PEFT's name of a layer's adapter factor."""
+def _tensor(name: str, layer: int, config: DecoderConfig) -> str:
+    """PEFT's name of a layer's factor."""
     matrix, part = name.rsplit(".", 1)
-    module = layout_of(matrix).hf.format(layer).removesuffix(".weight")
+    module = layout_of(matrix, config).hf.format(layer).removesuffix(".weight")
     return f"{PREFIX}{module}.{PARTS['.' + part]}.weight"
 
 
@@ -140,7 +140,9 @@ def _read(folder: Path, specs: Mapping[str, ParamSpec], config: DecoderConfig) -
     if not path.is_file():
         raise ModelError(f"{folder}: has no {WEIGHTS}; Podium reads adapters in safetensors only")
     wanted = {
-        _tensor(name, layer): (name, index) for name in specs for index, layer in enumerate(layers_of(name, config))
+        _tensor(name, layer, config): (name, index)
+        for name in specs
+        for index, layer in enumerate(layers_of(name, config))
     }
     found = {name: np.empty(spec.shape, np.float32) for name, spec in specs.items()}
     try:

@@ -82,6 +82,39 @@ def _preset(family: _Family, width: int, layers: int, heads: int, head_dim: int,
     )
 
 
+def _mistral(width: int, layers: int, mlp: int, vocab: int, other: Mapping[str, object]) -> DecoderConfig:
+    """A Mistral, from what its config.json says; all have 32 heads that share 8 keys."""
+    said = {
+        "model_type": "mistral",
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": mlp,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+        "rms_norm_eps": 1e-5,
+    }
+    return from_hf_config({**said, **other}, "podium/models/presets.py")
+
+
+def _gemma3(width: int, layers: int, mlp: int, heads: tuple[int, int], other: Mapping[str, object]) -> DecoderConfig:
+    """A Gemma 3 text model, from what its config.json says; `heads` are those of queries and of keys."""
+    said = {
+        "model_type": "gemma3_text",
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "intermediate_size": mlp,
+    }
+    return from_hf_config({**said, **other}, "podium/models/presets.py")
+
+
+_GEMMA3_SMALL: Mapping[str, object] = {"vocab_size": 262_144, "max_position_embeddings": 32768, "sliding_window": 512}
+_GEMMA3_LARGE: Mapping[str, object] = {"sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 PRESETS: Mapping[str, DecoderConfig] = {
     "Qwen/Qwen2.5-0.5B-Instruct": _preset(_QWEN25, 896, 24, 14, 64, 4864),
     "Qwen/Qwen2.5-1.5B-Instruct": _preset(_QWEN25, 1536, 28, 12, 128, 8960),
@@ -95,6 +128,21 @@ PRESETS: Mapping[str, DecoderConfig] = {
     "meta-llama/Llama-3.2-1B-Instruct": _preset(_LLAMA32, 2048, 16, 32, 64, 8192),
     "meta-llama/Llama-3.2-3B-Instruct": _preset(_LLAMA32, 3072, 28, 24, 128, 8192),
     "meta-llama/Llama-3.1-8B-Instruct": _preset(_LLAMA31, 4096, 32, 32, 128, 14336),
+    "mistralai/Mistral-7B-Instruct-v0.1": _mistral(4096, 32, 14336, 32000, {"rope_theta": 1e4, "sliding_window": 4096}),
+    "mistralai/Mistral-7B-Instruct-v0.3": _mistral(4096, 32, 14336, 32768, {}),
+    "mistralai/Mistral-Nemo-Instruct-2407": _mistral(
+        5120, 40, 14336, 131_072, {"head_dim": 128, "max_position_embeddings": 131_072}
+    ),
+    "mistralai/Ministral-8B-Instruct-2410": _mistral(
+        4096, 36, 12288, 131_072, {"head_dim": 128, "rope_theta": 1e8, "sliding_window": 32768}
+    ),
+    "google/gemma-3-270m-it": _gemma3(640, 18, 2048, (4, 1), _GEMMA3_SMALL),
+    "google/gemma-3-1b-it": _gemma3(1152, 26, 6912, (4, 1), _GEMMA3_SMALL),
+    "google/gemma-3-4b-it": _gemma3(2560, 34, 10240, (8, 4), _GEMMA3_LARGE),
+    "google/gemma-3-12b-it": _gemma3(3840, 48, 15360, (16, 8), _GEMMA3_LARGE),
+    "google/gemma-3-27b-it": _gemma3(
+        5376, 62, 21504, (32, 16), {**_GEMMA3_LARGE, "head_dim": 128, "query_pre_attn_scalar": 168}
+    ),
 }
 """By hub id."""
 

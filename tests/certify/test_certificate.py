@@ -76,15 +76,21 @@ def test_the_status_is_the_verdict(monkeypatch, capsys, green, status):
     assert json.loads(capsys.readouterr().out)["green"] is green
 
 
+def switches(layer):
+    """What is no size of a layer."""
+    attention, mlp = layer
+    rope = attention.rope
+    scaled = attention.scale_dims is not None
+    return attention.bias, attention.norm, bool(attention.window), scaled, rope.theta, rope.scaling, mlp.activation
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_clone_keeps_every_switch_and_the_ratio_of_heads(name):
     model, clone = PRESETS[name], tiny_clone(PRESETS[name])
-    for field in ("model_type", "tied", "norm_eps"):
+    for field in ("model_type", "tied", "norm_eps", "norm_offset"):
         assert getattr(clone, field) == getattr(model, field)
-    (of_clone, _), (of_model, _) = clone.dense_layer, model.dense_layer
-    for field in ("bias", "norm", "window"):
-        assert getattr(of_clone, field) == getattr(of_model, field)
-    assert (of_clone.rope.theta, of_clone.rope.scaling) == (of_model.rope.theta, of_model.rope.scaling)
+    assert {place.block.norms_behind for place in clone.places} == {place.block.norms_behind for place in model.places}
+    assert set(map(switches, clone.dense_layers())) == set(map(switches, model.dense_layers()))
     assert clone.heads // clone.kv_heads == model.heads // model.kv_heads
     assert clone.heads % clone.kv_heads == 0
 

@@ -70,11 +70,13 @@ def gguf_tensors(case: str) -> dict[str, np.ndarray]:
     return tensors
 
 
-def write_gguf(path: Path, case: str, tensors: dict[str, np.ndarray], formats: Any = None, **extra: Any) -> ModelSource:
+def write_gguf(
+    path: Path, case: str, tensors: dict[str, np.ndarray], formats: Any = None, architecture: str = "", **extra: Any
+) -> ModelSource:
     """A file of a case with these tensors; `formats` gives the block format of tensors that are raw bytes."""
     config = hf_config(case)
     rope = config.get("rope_parameters", config)
-    writer = gguf.GGUFWriter(path, config["model_type"])
+    writer = gguf.GGUFWriter(path, architecture or config["model_type"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -111,6 +113,29 @@ def test_gguf_is_the_model_it_was_converted_from(case: str, mesh: str, tmp_path:
     assert set(params) == set(original)
     for name, value in original.items():
         np.testing.assert_array_equal(params[name], value, err_msg=name)
+
+
+def test_a_gguf_of_gemma_3_is_the_model_it_was_converted_from(tmp_path: Path):
+    """Its file has scales of norms that are 1 more, and other names of norms than a llama's."""
+    expected = write_model(tmp_path, "gemma3_tied", query_pre_attn_scalar=16)
+    names = {
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    }
+    tensors = {}
+    for name, value in hf_tensors("gemma3_tied").items():
+        for old, new in {**GGUF_NAMES, **names}.items():
+            name = name.replace(old, new)
+        tensors[name] = value + 1 if name.endswith("norm.weight") else value
+    said = {"rope.freq_base_swa": 100.0, "attention.sliding_window": 8, "rope.scaling.factor": 8.0}
+    said["rope.scaling.type"] = "linear"
+    extra = {f"gemma3__{key}".replace(".", "__"): value for key, value in said.items()}
+    found = write_gguf(tmp_path / "model.gguf", "gemma3_tied", tensors, architecture="gemma3", **extra)
+    assert read_architecture(found) == read_architecture(expected)
+    params = load(found)
+    for name, value in load(expected).items():
+        np.testing.assert_allclose(params[name], value, rtol=0, atol=2e-7, err_msg=name)
 
 
 def llama3_divisors(theta: float) -> np.ndarray:
@@ -206,7 +231,7 @@ def test_unknown_architecture_is_named(tmp_path: Path):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ModelError, match=r"'mamba' is not supported; Podium trains llama, qwen2, qwen3"):
+    with pytest.raises(ModelError, match=r"'mamba' is not supported; Podium trains llama, mistral"):
         read_architecture(ModelSource("gguf", tmp_path / "model.gguf", "m"))
 
 

@@ -63,7 +63,10 @@ def torch_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("case", ["llama_tied", "llama3", "qwen2_tied", "qwen3"])
+@pytest.mark.parametrize(
+    "case",
+    ["llama_tied", "llama3", "qwen2_tied", "qwen3", "mistral_window", "ministral", "ministral3", "gemma3_tied"],
+)
 def test_transformers_loads_an_export_with_equal_logits(case: str, tmp_path: Path):
     source = write_model(tmp_path / "model", case)
     config = read_architecture(source)
@@ -74,7 +77,7 @@ def test_transformers_loads_an_export_with_equal_logits(case: str, tmp_path: Pat
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("case", ["llama3_rope_parameters", "llama_tied", "qwen2", "qwen3_tied"])
+@pytest.mark.parametrize("case", ["llama3_rope_parameters", "llama_tied", "qwen2", "qwen3_tied", "gemma3_tied"])
 def test_folder_that_transformers_wrote_is_read(case: str, tmp_path: Path):
     torch = others_code("torch")
     import transformers
@@ -140,7 +143,7 @@ def test_parameters_have_the_dtype_asked_for_whatever_the_file_has(tmp_path: Pat
 
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000])
-@pytest.mark.parametrize("case", ["llama_tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("case", ["llama_tied", "qwen2", "qwen3", "ministral", "gemma3_rope_parameters_tied"])
 def test_float32_round_trip_is_bit_equal(case: str, max_shard_bytes: int, tmp_path: Path):
     source = write_model(tmp_path / "model", case)
     params, config = load(source), read_architecture(source)

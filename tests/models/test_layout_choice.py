@@ -141,7 +141,7 @@ def test_groups_that_do_not_divide_are_refused_by_name():
     refusal = r"groups of 3: they do not divide the 8 devices that decode together; groups can be 1, 2, 4, 8 \("
     with pytest.raises(ValueError, match=refusal):
         chosen(layout="hybrid", group_chips=3)
-    attention, mlp = QWEN_3B.dense_layer
+    attention, mlp = QWEN_3B.dense_layers()[0]
     block = Block(mixer=attention, feed_forward=dataclasses.replace(mlp, width=11004))
     narrow = dataclasses.replace(QWEN_3B, stacks=(Stack(pattern=(block,), repeats=36),))
     with pytest.raises(

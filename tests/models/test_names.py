@@ -42,7 +42,7 @@ def test_a_file_may_join_what_is_several_of_ours_and_split_what_is_one(tmp_path,
         monkeypatch.setitem(names.NAMES, name, layout._replace(hf=hf, joined=joined))
     up = names.Layout("model.layers.{}.experts.{}.up.weight", "", "DF", "F D")
     monkeypatch.setitem(names.NAMES, "layers.experts", up)
-    attention, _ = DECODER.dense_layer
+    attention, _ = DECODER.dense_layers()[0]
     plain, sparse = (Block(mixer=attention, feed_forward=kind(width=12)) for kind in (Mlp, Experts))
     decoder = dataclasses.replace(tiny(tied=False), stacks=(Stack(pattern=(plain, sparse), repeats=2),))
     params = random_params(decoder)

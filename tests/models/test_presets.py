@@ -24,6 +24,15 @@ PARAMETERS = {
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
     "meta-llama/Llama-3.2-3B-Instruct": 3_212_749_824,
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "mistralai/Mistral-7B-Instruct-v0.1": 7_241_732_096,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
+    "mistralai/Mistral-Nemo-Instruct-2407": 12_247_782_400,
+    "mistralai/Ministral-8B-Instruct-2410": 8_019_808_256,
+    "google/gemma-3-270m-it": 268_098_176,
+    "google/gemma-3-1b-it": 999_885_952,
+    "google/gemma-3-4b-it": 4_300_079_472 - 419_816_304,  # the vision tower and its projector
+    "google/gemma-3-12b-it": 11_766_034_176,
+    "google/gemma-3-27b-it": 27_009_346_304,
 }
 
 

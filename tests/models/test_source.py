@@ -145,7 +145,7 @@ def test_rope_of_transformers_5_means_the_same():
 
 
 def attention_of(decoder: DecoderConfig) -> tuple[bool, bool, int]:
-    attention, _ = decoder.dense_layer
+    attention, _ = decoder.dense_layers()[0]
     return attention.bias, attention.norm, attention.head_dim
 
 
@@ -166,13 +166,20 @@ def test_llama_1_shares_no_heads():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma3"}, "'gemma3' is not supported; Podium trains llama, qwen2, qwen3"),
+        ({"model_type": "gemma2"}, "'gemma2' is not supported: it caps scores.*; Podium trains llama, mistral"),
         ({"model_type": None}, "None is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported.*default and llama3"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear' is not supported"),
+        ({"model_type": "gemma3"}, "a gemma3 has its text model's numbers in text_config; there is none"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic' is not .*default, llama3, linear, yarn"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "needs original_max_position_embeddings"),
+        ({"model_type": "mistral", "sliding_window": None, "layer_types": ["sliding_attention"] * 3}, "only full_att"),
+        ({"model_type": "ministral", "layer_types": ["sliding_attention"]}, "one for each of the 3 layers"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs low_freq_factor, high_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "per-layer rotation is not supported"),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}}},
+            "or that of layers other than full_attention, is not supported",
+        ),
         ({"use_sliding_window": True}, "use_sliding_window True is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "only full_attention is supported"),
         ({"attention_bias": True}, "attention_bias True is not supported"),

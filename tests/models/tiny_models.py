@@ -14,11 +14,13 @@ from safetensors.numpy import save_file
 
 from podium.models.architecture import DecoderConfig, ModelError
 from podium.models.attention import causal_attention
+from podium.models.blocks.kind import At
 from podium.models.decoder import forward, head_weights
 from podium.models.hf import load_params
 from podium.models.logprobs import logits_at
 from podium.models.params import TRAIN_AXES
 from podium.models.source import ModelSource, read_architecture, resolve
+from podium.models.visibility import seen_in_sequence
 from podium.sharding import Params, ShardingRules, make_mesh
 
 
@@ -43,6 +45,26 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+GEMMA = {
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 8,
+    "rope_theta": 1000.0,
+    "rope_local_base_freq": 100.0,
+}
 # What config.json says beyond the sizes; both ways of transformers (4 and 5) to write rotary settings are among them.
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_theta": 500.0},
@@ -53,7 +75,30 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2_tied": {"model_type": "qwen2", "rope_theta": 1000.0},
     "qwen3": {"model_type": "qwen3", "rope_theta": 1000.0, "head_dim": 16},
     "qwen3_tied": {"model_type": "qwen3", "rope_theta": 1000.0, "head_dim": 16},
+    "mistral": {"model_type": "mistral", "rope_theta": 1000.0, "sliding_window": None, "head_dim": 16},
+    "mistral_window": {"model_type": "mistral", "rope_theta": 1000.0, "sliding_window": 8},
+    "ministral": {
+        "model_type": "ministral",
+        "rope_theta": 1000.0,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "num_hidden_layers": 9,
+        "layer_types": (["full_attention"] + 3 * ["sliding_attention"]) * 2 + ["full_attention"],
+    },
+    "ministral3": {"model_type": "ministral3", "head_dim": 16, "rope_parameters": YARN_ROPE},
+    "gemma3_tied": {**GEMMA, "num_hidden_layers": 14, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "gemma3_rope_parameters_tied": {
+        **GEMMA,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
 }
+LIKE_QWEN3 = ("qwen3", "gemma3_text")
+"""Model types that norm queries and keys."""
 
 
 def hf_config(case: str) -> dict[str, Any]:
@@ -87,28 +132,33 @@ def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}self_attn.{name}_proj.weight"] = (heads * Q, D)
             if config["model_type"] == "qwen2":
                 shapes[f"{prefix}self_attn.{name}_proj.bias"] = (heads * Q,)
-            if config["model_type"] == "qwen3" and name != "v":
+            if config["model_type"] in LIKE_QWEN3 and name != "v":
                 shapes[f"{prefix}self_attn.{name}_norm.weight"] = (Q,)
         shapes[f"{prefix}self_attn.o_proj.weight"] = (D, H * Q)
         shapes[f"{prefix}mlp.gate_proj.weight"] = shapes[f"{prefix}mlp.up_proj.weight"] = (F, D)
         shapes[f"{prefix}mlp.down_proj.weight"] = (D, F)
         shapes[f"{prefix}input_layernorm.weight"] = shapes[f"{prefix}post_attention_layernorm.weight"] = (D,)
+        if config["model_type"] == "gemma3_text":
+            shapes[f"{prefix}pre_feedforward_layernorm.weight"] = (D,)
+            shapes[f"{prefix}post_feedforward_layernorm.weight"] = (D,)
     return shapes
 
 
 def hf_tensors(case: str) -> dict[str, np.ndarray]:
     """Random float32 weights under Hugging Face's names, the same for a case at any time."""
-    random = np.random.default_rng(0)
+    random, config = np.random.default_rng(0), hf_config(case)
+    shifted = config["model_type"] == "gemma3_text"
     return {
-        name: (0.2 * random.standard_normal(shape) + float("norm" in name)).astype(np.float32)
-        for name, shape in sorted(hf_shapes(hf_config(case)).items())
+        name: (0.2 * random.standard_normal(shape) + float("norm" in name and not shifted)).astype(np.float32)
+        for name, shape in sorted(hf_shapes(config).items())
     }
 
 
 def write_model(folder: Path, case: str, **changes: Any) -> ModelSource:
     """A case as a Hugging Face folder; `changes` replace entries of config.json, or remove those that are None."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {key: value for key, value in (hf_config(case) | changes).items() if value is not None}
+    config = hf_config(case) | changes
+    config = {key: value for key, value in config.items() if value is not None or key not in changes}
     (folder / "config.json").write_text(json.dumps(config))
     save_file(hf_tensors(case), folder / "model.safetensors")
     return ModelSource("folder", folder, case)
@@ -128,10 +178,11 @@ def make_logits(config: DecoderConfig, rules: ShardingRules) -> Callable[[Params
     """The jitted `(params, tokens [B, T]) -> logits [B, T, V]` of whole rows in float32."""
 
     def compute(params: Params, tokens: jax.Array) -> jax.Array:
-        mask = jnp.tri(tokens.shape[1], dtype=bool)[None]
+        places = jnp.arange(tokens.shape[1])
 
-        def attend(kv: Any, _: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, jax.Array]:
-            return kv, causal_attention(q, k, v, mask)
+        def attend(kv: Any, at: At, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, jax.Array]:
+            mask = seen_in_sequence(places[:, None], places[None], at.window)
+            return kv, causal_attention(q, k, v, mask[None])
 
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         hidden, _, _ = forward(params, tokens, positions, attend, config=config, rules=rules, dtype=jnp.float32)

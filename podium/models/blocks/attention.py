@@ -1,8 +1,9 @@
-"""Softmax attention with grouped heads and rotary embedding, as in Llama, Qwen2 and Qwen3. Imports jax on use only."""
+"""Softmax attention with grouped heads and a rotary embedding: Llama, Mistral, Qwen, Gemma. No jax until applied."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 from podium.models.blocks.kind import Applied, Context, Work
@@ -12,6 +13,14 @@ from podium.models.blocks.weights import LayerWeights
 
 if TYPE_CHECKING:
     import jax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharpening:
+    """Queries times 1 + beta log(1 + floor(position / period)), behind the rotation (Llama 4, Ministral 3)."""
+
+    beta: float
+    period: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,9 +34,13 @@ class Attention:
     bias: bool = False
     """Whether queries, keys and values have a bias (Qwen2)."""
     norm: bool = False
-    """Whether each head's query and key get an RMS norm before the rotation (Qwen3)."""
+    """RMS norm of each head's query and key before the rotation (Qwen3, Gemma 3)."""
     window: int | None = None
-    """Positions that a query sees, including its own; None: all before it. The caller's `attend` applies it."""
+    """The most positions that a query sees, its own included; None: all before it. The caller's `attend` obeys it."""
+    scale_dims: int | None = None
+    """Scores are divided by the square root of this; None: of the head size (Gemma 3's query_pre_attn_scalar)."""
+    sharpening: Sharpening | None = None
+    """How queries grow with their position; None: not at all."""
 
     scope = "attention"
 
@@ -69,10 +82,16 @@ class Attention:
         )
 
     def apply(self, w: LayerWeights, x: jax.Array, context: Context) -> Applied:
-        """Attend: softmax(q k' / sqrt(Q)) v, projected back to the width."""
+        """softmax(q k' / sqrt(Q)) v, projected back to the width."""
+        from podium.models.blocks.mathematics import scaled_queries, sharpened
+
         q, k, v = context.heads(x, w, bias=self.bias)
         if self.norm:
             q, k = context.norm(q, w["q_norm"]), context.norm(k, w["k_norm"])
         q, k = context.rotate(q, self.rope), context.rotate(k, self.rope)
+        if self.scale_dims not in (None, self.head_dim):  # attention divides by the square root of the head size
+            q = scaled_queries(q, math.sqrt(self.head_dim / self.scale_dims))
+        if self.sharpening is not None:
+            q = sharpened(q, context.positions, self.sharpening.beta, self.sharpening.period)
         carried, attended = context.attend(q, k, v, window=self.window)
         return Applied(context.linear("bthq,hqd->btd", attended, w["o"]), carried)

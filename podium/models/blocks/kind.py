@@ -196,6 +196,8 @@ class Block:
 
     mixer: Kind
     feed_forward: Kind
+    norms_behind: bool = False
+    """What mixer and feed-forward give is normed too before it is added (Gemma)."""
 
     @property
     def kinds(self) -> tuple[Kind, Kind]:
@@ -208,7 +210,8 @@ class Block:
         mixer, after = (kind.specs(width, std=std, out_std=out_std) for kind in self.kinds)
         assert not mixer.keys() & after.keys(), "the mixer and the feed-forward of a block share names of weights"
         declared = {"attention_norm": norm, **_random(mixer), "mlp_norm": norm, **_random(after)}
-        return declared | mixer | after
+        behind = {"attention_out_norm": norm, "mlp_out_norm": norm} if self.norms_behind else {}
+        return declared | mixer | after | behind
 
     def work(self, width: int) -> Work:
         """The cost of one layer: mixer and feed-forward together."""

@@ -6,28 +6,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-
-@functools.partial(jax.checkpoint, prevent_cse=False)
-def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) * up. Recomputed in the backward pass, which would otherwise store three more arrays of this size."""
-    return jax.nn.silu(gate) * up
+from podium.models.blocks.mlp import Activation
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """RMS norm (arXiv:1910.07467) over the last dimension, computed in float32 and returned in the dtype of `x`.
+def gated(gate: jax.Array, up: jax.Array, activation: Activation = "silu") -> jax.Array:
+    """act(gate) * up. Recomputed in the backward pass, which would otherwise keep three more arrays of its size."""
+    return (jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)) * up
 
-    Recomputed in the backward pass, which would otherwise store two float32 arrays of this size.
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(2, 3))
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
+    """RMS norm (arXiv:1910.07467) over the last dimension, computed in float32, in the dtype of `x`.
+
+    The scale is `offset` + `scale`. Without an offset the product with it is made in the dtype of `x`, as in Llama;
+    with one in float32, as in Gemma. Recomputed in the backward pass, which would otherwise keep two float32 arrays of
+    its size.
     """
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    if offset:
+        return (y * jnp.expand_dims(offset + scale.astype(jnp.float32), range(x.ndim - 1))).astype(x.dtype)
     return (y.astype(x.dtype) * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
 
 
-def rope_tables(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of each position's angles, [B, T, Q/2] float32."""
+def rope_tables(positions: jax.Array, frequencies: np.ndarray, length: float = 1.0) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of each position's angles times a length, [B, T, Q/2] float32."""
     angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return (cos, sin) if length == 1 else (cos * length, sin * length)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -35,6 +42,17 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]  # [B, T, 1, Q/2]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def scaled_queries(q: jax.Array, factor: float) -> jax.Array:
+    """Queries times a number, multiplied in float32."""
+    return (q.astype(jnp.float32) * factor).astype(q.dtype)
+
+
+def sharpened(q: jax.Array, positions: jax.Array, beta: float, period: int) -> jax.Array:
+    """Queries [B, T, H, Q] at positions [B, T], times 1 + beta log(1 + floor(position / period))."""
+    factors = 1 + beta * jnp.log(1 + jnp.floor(positions.astype(jnp.float32) / period))
+    return (q.astype(jnp.float32) * factors[:, :, None, None]).astype(q.dtype)
 
 
 @jax.custom_vjp

@@ -1,9 +1,9 @@
-"""The dense feed-forward of Llama and Qwen. Imports jax on use only."""
+"""The dense feed-forward of Llama, Mistral, Qwen and Gemma. No jax until it is applied."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from podium.models.blocks.kind import Applied, Context, Work
 from podium.models.blocks.rope import Rope
@@ -13,12 +13,16 @@ from podium.models.blocks.weights import LayerWeights
 if TYPE_CHECKING:
     import jax
 
+Activation: TypeAlias = Literal["silu", "gelu_tanh"]
+"""What gates: silu, or the tanh approximation of gelu (arXiv:1606.08415)."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mlp:
-    """SwiGLU (arXiv:2002.05202)."""
+    """A gated linear unit (arXiv:2002.05202): SwiGLU, or GeGLU."""
 
     width: int
+    activation: Activation = "silu"
 
     scope = "mlp"
 
@@ -42,8 +46,8 @@ class Mlp:
         return Work(active=elements, total=elements, outputs=2 * self.width, inner=self.width)
 
     def apply(self, w: LayerWeights, x: jax.Array, context: Context) -> Applied:
-        """Compute (silu(x gate) * (x up)) down."""
+        """(act(x gate) * (x up)) down."""
         from podium.models.blocks.mathematics import gated
 
         gate, up = context.linear("btd,df->btf", x, w["gate"]), context.linear("btd,df->btf", x, w["up"])
-        return Applied(context.linear("btf,fd->btd", gated(gate, up), w["down"]), context.carried)
+        return Applied(context.linear("btf,fd->btd", gated(gate, up, self.activation), w["down"]), context.carried)

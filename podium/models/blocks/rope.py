@@ -1,6 +1,8 @@
 """Rotary position embeddings (arXiv:2104.09864), as specified by a config. No jax."""
 
 import dataclasses
+import math
+from typing import TypeAlias
 
 import numpy as np
 
@@ -14,6 +16,60 @@ class RopeScaling:
     high_freq_factor: float
     original_max_positions: int
 
+    def stretch(self, frequencies: np.ndarray) -> np.ndarray:
+        """Fast pairs keep their frequency, slow pairs turn slower by the factor, and those between by less."""
+        turns = self.original_max_positions / (2 * np.pi / frequencies)  # rotations within the original context
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = np.clip(kept, 0.0, 1.0)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """All rotary frequencies divided by a factor (config.json `rope_type: linear`), as of Gemma 3 from 4B on."""
+
+    factor: float
+
+    def stretch(self, frequencies: np.ndarray) -> np.ndarray:
+        """Every pair turns slower by the factor."""
+        return frequencies / self.factor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN (arXiv:2309.00071; config.json `rope_type: yarn`), as of Ministral 3."""
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_positions: int
+    length: float = 1.0
+    """What cosines and sines are multiplied by."""
+    truncate: bool = True
+    """The pairs between which the share falls are rounded outwards to whole ones."""
+
+    def stretch(self, frequencies: np.ndarray) -> np.ndarray:
+        """Pairs keep their frequency down to `beta_fast` rotations, and turn slower by the factor from `beta_slow` on.
+
+        Rotations are counted within the original context; between the two the share falls linearly with the pair.
+        """
+        half, slowest = len(frequencies), math.log(frequencies[0] / frequencies[-1])
+
+        def pair_of(rotations: float) -> float:
+            turns = math.log(self.original_max_positions / (rotations * 2 * math.pi))
+            return turns * (half - 1) / slowest
+
+        first, last = pair_of(self.beta_fast), pair_of(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first = max(first, 0)
+        last = max(min(last, 2 * half - 1), first + 0.001)
+        kept = 1 - np.clip((np.arange(half) - first) / (last - first), 0.0, 1.0)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+
+Scaling: TypeAlias = RopeScaling | LinearScaling | YarnScaling
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
@@ -21,16 +77,17 @@ class Rope:
 
     theta: float
     dims: int
-    scaling: RopeScaling | None = None
+    scaling: Scaling | None = None
+
+    @property
+    def length(self) -> float:
+        """What cosines and sines are multiplied by."""
+        return self.scaling.length if isinstance(self.scaling, YarnScaling) else 1.0
 
     def frequencies(self) -> np.ndarray:
         """Radians per position for each pair of a head, [Q/2] float32."""
         half = self.dims // 2
         frequencies = 1.0 / self.theta ** (np.arange(half, dtype=np.float64) / half)
-        if (scaling := self.scaling) is not None:
-            wavelengths = 2 * np.pi / frequencies
-            turns = scaling.original_max_positions / wavelengths  # rotations within the original context
-            kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-            kept = np.clip(kept, 0.0, 1.0)  # 1: fast pairs are kept, 0: slow pairs are divided by the factor
-            frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
+        if self.scaling is not None:
+            frequencies = self.scaling.stretch(frequencies)
         return frequencies.astype(np.float32)

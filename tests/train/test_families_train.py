@@ -1,0 +1,73 @@
+"""Runs of families whose layers have windows: they are continued bit for bit, and learn."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from tiny_runs import RISE, assert_same_run, config_of, first_and_last, learn, make_config
+
+from podium.certify.subject import random_weights
+from podium.models.architecture import from_hf_config
+from podium.models.hf import save_model
+from podium.train.loop import train
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+GEMMA: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "hidden_act": None,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 12,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_hidden_layers": 2,
+    "tie_word_embeddings": True,
+}
+SHORT: dict[str, Any] = {
+    "steps": 2,
+    "tasks": [{"name": "arithmetic", "rewards": {"correct": 1.0, "length": 1.0}}],  # lengths differ
+    "grading": {"overlong_buffer_tokens": 2},
+    "eval": {"at_start": False, "at_end": False},
+    "checkpoint": {"every_steps": 1},
+    "rollout": {"page_tokens": 2},
+}
+MISTRAL: dict[str, Any] = {"model_type": "mistral", "sliding_window": 4}
+
+
+@pytest.fixture(scope="module")
+def family_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict[str, Any]], Path]:
+    """Makes the folder of a tiny random model of a family, with the tokenizer of `tiny_model`."""
+
+    def make(name: str, said: dict[str, Any]) -> Path:
+        folder = tmp_path_factory.mktemp("families") / name
+        config = json.loads((tiny_model / "config.json").read_text()) | said
+        decoder = from_hf_config(config, name)
+        weights = {param: jnp.asarray(value) for param, value in random_weights(decoder, seed=0).items()}
+        save_model(weights, decoder, None, folder, dtype="float32")
+        for file in tiny_model.iterdir():
+            if not (folder / file.name).exists():
+                shutil.copy(file, folder)
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize(("name", "said"), [("gemma", GEMMA), pytest.param("mistral", MISTRAL, marks=pytest.mark.long)])
+def test_a_run_of_a_family_with_windows_is_continued_bit_for_bit(name, said, family_model, tmp_path):
+    model = family_model(name, said)
+    assert train(make_config(model, tmp_path / "whole", **SHORT), plain=True) == 0
+    assert train(make_config(model, tmp_path / "parts", **{**SHORT, "steps": 1}), plain=True) == 0
+    assert train(config_of(tmp_path / "parts" / "run", steps=2), plain=True) == 0
+    assert_same_run(tmp_path / "parts" / "run", tmp_path / "whole" / "run")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "said"), [("gemma", GEMMA), ("mistral", MISTRAL)])
+def test_a_tiny_model_of_a_family_learns(name, said, family_model, tmp_path):
+    shutil.copytree(family_model(name, said), tmp_path / "model")
+    first, last = first_and_last(learn("grpo", tmp_path))
+    assert last - first >= RISE
