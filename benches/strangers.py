@@ -122,7 +122,7 @@ def _write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Any]) -> 
     writer.close()
 
 
-def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def paths_of(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
     """Where in a JSON document its values stand."""
     yield path
     if isinstance(value, dict | list):
@@ -134,8 +134,10 @@ def damage_json(path: Path, draw: random.Random) -> str:
     """Replaces, drops, adds or wraps a value; what was done."""
     outside = str(path.parents[1] / "outside")
     document = json.loads(path.read_text())
-    shallow = [each for each in paths_of(document) if each and len(each) <= 2]
-    where = draw.choice(shallow if draw.randrange(2) else [each for each in paths_of(document) if each])
+    shallow = [each for each in paths_of(document, ()) if each and len(each) <= 2]
+    where: tuple[Any, ...] = draw.choice(
+        shallow if draw.randrange(2) else [each for each in paths_of(document, ()) if each]
+    )
     parent = document
     for key in where[:-1]:
         parent = parent[key]
@@ -295,7 +297,7 @@ def serve(folder: str, connection: Connection) -> None:
 def trials(folder: Path, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
     """A row per trial; a process that hangs or dies is one, and another goes on."""
     context = multiprocessing.get_context("spawn")
-    waiting = collections.deque(seeds)
+    waiting, seed = collections.deque(seeds), -1
     while waiting:
         ours, theirs = context.Pipe()
         worker = context.Process(target=serve, args=(str(folder), theirs))

@@ -150,7 +150,7 @@ def sft(
     ]
     with join_job(os.environ) as job:
         settled = load_settings(config, [*as_sft, *(settings or [])]).config
-        settled = settled.model_copy(update={"name": f"{settled.name.removesuffix('-sft')}-sft"})
+        settled = settled.model_copy(update={"name": f"{(settled.name or '').removesuffix('-sft')}-sft"})
         job.agree(settled)
         from podium.train.loop import train as run
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -163,7 +163,14 @@ def _size(mesh: Mesh, axes: MeshAxes) -> int:
     return math.prod(mesh.shape[name] for name in mesh_axis_names(axes))
 
 
-def make_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
+class Device(Protocol):
+    """What a mesh needs to know of a device of jax."""
+
+    id: int
+    process_index: int
+
+
+def make_mesh(text: str, devices: Sequence[Device] | None = None) -> Mesh:
     """Make the mesh of `mesh:` on `devices` (None: all); devices of a slice, and of a host, are contiguous in it."""
     devices = sorted(devices or jax.devices(), key=lambda each: (slice_of(each), each.process_index, each.id))
     hosts = len({device.process_index for device in devices})
@@ -179,7 +186,7 @@ def to_devices(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
-def slice_of(device: jax.Device) -> int:
+def slice_of(device: Device) -> int:
     """The slice of a device; 0 if there is only one."""
     return getattr(device, "slice_index", None) or 0
 

@@ -94,7 +94,7 @@ def _rows(data: object, what: str, splits: Sequence[str]) -> Iterable[object]:
             )
         return data[found]
     if callable(to_dicts := getattr(data, "to_dicts", None)):  # polars
-        return to_dicts()
+        return to_dicts()  # pyright: ignore[reportReturnType]  # polars is no dependency
     if _is_pandas(data):
         return data.astype(object).where(data.notna(), None).to_dict("records")  # a value that is missing is NaN
     if not isinstance(data, Iterable):

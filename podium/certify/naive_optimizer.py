@@ -88,7 +88,8 @@ def _rule(config: OptimizerConfig, weights: Arrays) -> tuple[optax.GradientTrans
         adam_b1=config.beta1,
         adam_b2=config.beta2,
         consistent_rms=MUON_RMS,
-        muon_weight_dimension_numbers={name: matrix if _inputs(name) else None for name in weights},
+        # A tree of them, which optax takes and does not declare.
+        muon_weight_dimension_numbers={name: matrix if _inputs(name) else None for name in weights},  # pyright: ignore[reportArgumentType]
     )
     return muon, -1.0
 

@@ -167,7 +167,9 @@ class Subject:
             self.room,
             max_new_tokens=MAX_NEW_TOKENS,
             policy=lambda tokens, starts: self.naive_scores(tokens, starts, weights).logprobs,
-            reference=reference and (lambda tokens, starts: self.naive_scores(tokens, starts, reference).logprobs),
+            reference=None
+            if reference is None
+            else (lambda tokens, starts: self.naive_scores(tokens, starts, reference).logprobs),
         )
 
     def naive_scores(

@@ -188,7 +188,7 @@ def _resolve(node: Schema, schema: Schema) -> Schema:
         choices = [choice for choice in node["anyOf"] if choice.get("type") != "null"]
         return _resolve(choices[0], schema)
     if "$ref" in node:
-        return schema["$defs"][node["$ref"].rpartition("/")[2]]
+        return schema.get("$defs", {})[node["$ref"].rpartition("/")[2]]
     return node
 
 

@@ -152,8 +152,9 @@ def _read_with_bases(path: Path, including: tuple[Path, ...]) -> Node:
     bases = document.section.get("base")
     if bases is None:
         return document
-    names = bases.plain() if isinstance(bases.value, list) else [bases.value]
-    if not all(isinstance(name, str) for name in names):
+    given = bases.plain() if isinstance(bases.value, list) else [bases.value]
+    names = [name for name in given if isinstance(name, str)]
+    if len(names) < len(given):
         raise wrong("base", f"expected a file name or a list of them, got {bases.plain()!r}", bases.origin)
     tree = Node({}, str(path))
     for name in names:

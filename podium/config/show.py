@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 from podium.config.document import dump_value
-from podium.config.explain import Schema
 from podium.config.schema import Config
 
 
@@ -53,9 +52,11 @@ def file_schema(names: Mapping[str, Iterable[str]], importable: Iterable[str] = 
         for section in sections:
             owner = schema["$defs"][owner["properties"][section]["$ref"].rpartition("/")[2]]
         field = owner["properties"][name]
-        kinds: list[Schema] = [{"enum": list(values)}]
-        kinds += [{"type": "string", "pattern": ":"}] if path in importable else []
-        kinds += [{"type": "null"}] if field.get("default", "") is None else []
+        kinds: list[dict[str, object]] = [{"enum": list(values)}]
+        if path in importable:
+            kinds.append({"type": "string", "pattern": ":"})
+        if field.get("default", "") is None:
+            kinds.append({"type": "null"})
         rule = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
         owner["properties"][name] = dict(sorted({**field, **rule}.items()))
     texts = {"type": "string"}
@@ -65,4 +66,4 @@ def file_schema(names: Mapping[str, Iterable[str]], importable: Iterable[str] = 
     }
     schema["properties"] = {"base": base} | schema["properties"]
     schema.pop("required")
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

@@ -8,8 +8,12 @@ import importlib.util
 import os
 from collections.abc import Mapping
 from importlib import resources
+from typing import TYPE_CHECKING
 
 from podium.accelerators import Accelerator
+
+if TYPE_CHECKING:  # the compiler's environment must be set before jax is imported
+    from podium.sharding import Device
 
 GPU_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 GPU_FLAGS = "--xla_gpu_autotune_level=0"  # autotuning would need the GPU
@@ -49,7 +53,7 @@ def compiler_environment(accelerator: Accelerator) -> dict[str, str]:
     return environment
 
 
-def topology_devices(accelerator: Accelerator) -> list[object]:
+def topology_devices(accelerator: Accelerator) -> "list[Device]":
     """The devices of an absent TPU or GPU, to compile for; `make_mesh` takes them like real devices.
 
     The process must have been started with `compiler_environment`.

@@ -40,6 +40,8 @@ from podium.run.spec import RunSpec
 if TYPE_CHECKING:  # the compiler's environment must be set before jax is imported
     import jax
 
+    from podium.sharding import Device
+
 WATCH_S = 1.0
 NO_TILES = "Couldn't find output tile sizes"  # XLA's error for a product without a suitable kernel of its own
 ATTENTION = "/scores/"  # occurs in the source of attention's loop over cache blocks
@@ -221,7 +223,7 @@ def _raised_here(error: Exception) -> bool:
     return Path(innermost).is_relative_to(Path(__file__).parents[1])
 
 
-def _devices(accelerator: Accelerator) -> "list[jax.Device]":
+def _devices(accelerator: Accelerator) -> "Sequence[Device]":
     """The devices to compile for; for CPU, those of this machine."""
     if accelerator.platform != "cpu":
         return topology_devices(accelerator)
@@ -260,7 +262,9 @@ def _compile(lowered: "jax.stages.Lowered", job: Job) -> TpuProgram:
     if job.accelerator.platform == "tpu":
         return compile_tpu(lowered, whole=job.whole)
     compiled = _compile_kernels(lowered)
-    return TpuProgram(memory=measure(compiled), refusal=None, text=compiled.as_text(), whole=True)
+    # jax says that there may be no memory analysis; the compilers of CPU and GPU make one.
+    memory = measure(compiled)  # pyright: ignore[reportArgumentType]
+    return TpuProgram(memory=memory, refusal=None, text=compiled.as_text() or "", whole=True)
 
 
 def _compile_kernels(lowered: "jax.stages.Lowered") -> "jax.stages.Compiled":

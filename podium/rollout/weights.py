@@ -106,7 +106,7 @@ def keeps(params: AnyParams, decoder: DecoderConfig, rules: ShardingRules, dtype
         return True
     wanted = abstract_weights(decoder, rules, dtype)
 
-    def kept(name: str, value: jax.Array) -> bool:
+    def kept(name: str, value: jax.Array | jax.ShapeDtypeStruct) -> bool:
         same = (value.shape, value.dtype) == (wanted[name].shape, wanted[name].dtype)
         return same and value.sharding.is_equivalent_to(wanted[name].sharding, value.ndim)
 

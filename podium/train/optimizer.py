@@ -152,7 +152,8 @@ def abstract_opt_state(optimizer: optax.GradientTransformation, params: AnyParam
 
     def described(path: tuple[object, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         key = path[-1]
-        param = params.get(key.key) if isinstance(key, jax.tree_util.DictKey) else None
+        # DictKey has no types in jax.
+        param = params.get(key.key) if isinstance(key, jax.tree_util.DictKey) else None  # pyright: ignore[reportAttributeAccessIssue]
         sharding = copied
         if param is not None and param.shape == leaf.shape:
             sharding = in_host_memory(param.sharding) if isinstance(optimizer, Offloaded) else param.sharding
@@ -198,7 +199,7 @@ def _rule(config: OptimizerConfig, specs: ParamSpecs) -> optax.GradientTransform
         adam_b1=config.beta1,
         adam_b2=config.beta2,
         consistent_rms=ADAM_UPDATE_RMS,
-        muon_weight_dimension_numbers=dimensions,
+        muon_weight_dimension_numbers=dimensions,  # pyright: ignore[reportArgumentType]  # a function of the tree
     )
     return optax.chain(muon, optax.scale(-1.0))  # optax's muon ends with the sign; ours comes later
 
