@@ -15,14 +15,18 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Literal
 
-from podium.config.errors import UsageError
-
 GIB = 2**30
 GPU_POOL, POOL_VARIABLE = 0.75, "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """Share of a GPU's memory that jax reserves for arrays, and the environment variable that changes it."""
 CUDA_CONTEXT, ALLOCATOR_RESERVE = 1 * GIB, 0.02
 """Bytes of a GPU for CUDA's context, kernels and NCCL's buffers, outside that share; and the fraction of the share
 lost to fragmentation. Both are assumptions; benches/gpu.sh measures them."""
+
+
+class AcceleratorError(ValueError):
+    """A name that is not in the table."""
+
+    exit_status = 2  # as of every command that cannot be carried out as it is written
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,27 +152,27 @@ DEVICE_KINDS: Mapping[str, str] = {
 def find_accelerator(name: str) -> Accelerator:
     """The accelerator of that name, such as v6e-8, v5litepod-16 (or v5e-16), v5p-64, h100-8, a100-80-8.
 
-    Raises UsageError if it is unknown; the message suggests the nearest names.
+    Raises AcceleratorError if it is unknown; the message suggests the nearest names.
     """
     table = accelerators()
     kind, _, size = name.strip().lower().rpartition("-")
     known = f"{ALIASES.get(kind, kind)}-{size}"
     if known not in table:
         if kind in GKE_ALONE:
-            raise UsageError("Google rents TPU7x on GKE alone, not as Cloud TPU VMs; its figures are not here yet")
+            raise AcceleratorError("Google rents TPU7x on GKE alone, not as Cloud TPU VMs; its figures are not here yet")
         if kind in GPUS and not GPUS[kind].networked and size.isdecimal() and int(size) > MACHINE:
             others = ", ".join(other for other, gpu in GPUS.items() if gpu.networked)
-            raise UsageError(
+            raise AcceleratorError(
                 f"{known}: there is no figure of the network between machines of {kind}; plan one machine, as"
                 f" {kind}-{MACHINE}, or a GPU with such a figure ({others})"
             )
         if name.strip().lower() == "cpu":
-            raise UsageError(
+            raise AcceleratorError(
                 "--on cpu: a plan is of a TPU or GPU, such as v6e-8 or h100-8; on a CPU, train a few steps instead:"
                 " podium train CONFIG --set steps=3"
             )
         near = _nearest(known if kind else size, table)
-        raise UsageError(f"unknown accelerator {name!r}; nearest: {', '.join(near)}")
+        raise AcceleratorError(f"unknown accelerator {name!r}; nearest: {', '.join(near)}")
     return table[known]
 
 
