@@ -159,7 +159,9 @@ def find_accelerator(name: str) -> Accelerator:
     known = f"{ALIASES.get(kind, kind)}-{size}"
     if known not in table:
         if kind in GKE_ALONE:
-            raise AcceleratorError("Google rents TPU7x on GKE alone, not as Cloud TPU VMs; its figures are not here yet")
+            raise AcceleratorError(
+                "Google rents TPU7x on GKE alone, not as Cloud TPU VMs; its figures are not here yet"
+            )
         if kind in GPUS and not GPUS[kind].networked and size.isdecimal() and int(size) > MACHINE:
             others = ", ".join(other for other, gpu in GPUS.items() if gpu.networked)
             raise AcceleratorError(
