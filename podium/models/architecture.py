@@ -11,9 +11,10 @@ from typing import Any
 
 from podium.config.attention import kv_layout
 from podium.config.lora import APART_RANK, MATRICES, TARGETS, Base, LoraConfig
+from podium.models.blocks.activation import Activation
 from podium.models.blocks.attention import Attention, Sharpening
 from podium.models.blocks.kind import Block, Place, Stack, Work, places
-from podium.models.blocks.mlp import Activation, Mlp
+from podium.models.blocks.mlp import Mlp
 from podium.models.blocks.rope import LinearScaling, Rope, RopeScaling, Scaling, YarnScaling
 
 LAYERS = "layers."

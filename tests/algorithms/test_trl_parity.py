@@ -80,6 +80,7 @@ def test_clip_fractions_equal_those_trl_recorded(name: str) -> None:
 @pytest.mark.parity
 @pytest.mark.filterwarnings("ignore")  # whatever TRL's own imports warn of
 def test_losses_and_gradients_equal_those_of_trl_itself() -> None:
+    others_code("torch")
     others_code("trl")
     for case in recorder.CASES.values():
         for seed in (1000, 1001, 1002):

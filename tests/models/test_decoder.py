@@ -232,13 +232,13 @@ def test_rms_norm_by_hand():
     x = jnp.array([[3.0, 4.0]])
     scale = jnp.array([1.0, 2.0])
     root = math.sqrt(12.5 + 0.5)
-    np.testing.assert_allclose(rms_norm(x, scale, 0.5), [[3 / root, 8 / root]], rtol=1e-6)
+    np.testing.assert_allclose(rms_norm(x, scale, 0.5, 0.0), [[3 / root, 8 / root]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_helpers_return_the_dtype_that_they_are_given(dtype):
     x, cos, sin = jnp.ones((1, 1, 1, 8), dtype), *rope_tables(jnp.array([[3]]), FREQUENCIES)
-    assert rms_norm(x, jnp.ones(8, dtype), 1e-5).dtype == dtype
+    assert rms_norm(x, jnp.ones(8, dtype), 1e-5, 0.0).dtype == dtype
     assert rotate(x, cos, sin).dtype == dtype
     tokens, positions = np.zeros((1, 4), np.int32), np.arange(4)[None]
     hidden = hidden_states(tokens, positions, causal(4), dtype=jnp.dtype(dtype))

@@ -22,8 +22,8 @@ from starlette.testclient import TestClient
 from typer.core import TyperGroup
 
 from podium import cli
+from podium.config.errors import UsageError
 from podium.config.load import Override
-from podium.plan.cli import UsageError
 from podium.settings import load_settings
 from podium.train.loop import train
 from tests.plan.test_check import write_run

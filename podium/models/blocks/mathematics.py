@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podium.models.blocks.mlp import Activation
+from podium.models.blocks.activation import Activation
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
@@ -16,7 +16,7 @@ def gated(gate: jax.Array, up: jax.Array, activation: Activation = "silu") -> ja
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(2, 3))
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, offset: float) -> jax.Array:
     """RMS norm (arXiv:1910.07467) over the last dimension, computed in float32, in the dtype of `x`.
 
     The scale is `offset` + `scale`. Without an offset the product with it is made in the dtype of `x`, as in Llama;

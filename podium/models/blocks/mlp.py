@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
+from podium.models.blocks.activation import Activation
 from podium.models.blocks.kind import Applied, Context, Work
 from podium.models.blocks.rope import Rope
 from podium.models.blocks.spec import ParamSpec, ParamSpecs
@@ -12,9 +13,6 @@ from podium.models.blocks.weights import LayerWeights
 
 if TYPE_CHECKING:
     import jax
-
-Activation: TypeAlias = Literal["silu", "gelu_tanh"]
-"""What gates: silu, or the tanh approximation of gelu (arXiv:1606.08415)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
