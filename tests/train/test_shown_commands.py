@@ -22,7 +22,6 @@ from starlette.testclient import TestClient
 from typer.core import TyperGroup
 
 from podium import cli
-from podium.config.errors import UsageError
 from podium.config.load import Override
 from podium.settings import load_settings
 from podium.train.loop import train
@@ -243,7 +242,7 @@ def complete(words: list[str]) -> bool:
         return False
     try:
         command.make_context(command.name, rest)
-    except UsageError:
+    except typer.BadParameter.__base__:  # click's error for wrong usage; typer does not export it
         return False
     return True
 
