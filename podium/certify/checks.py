@@ -16,7 +16,7 @@ from podium.certify.batches import batch_checks
 from podium.certify.compared import training_checks
 from podium.certify.formulas import formula_checks
 from podium.certify.result import Check
-from podium.certify.subject import COMPLETIONS, ROW_TOKENS, Subject, make_group, one_device
+from podium.certify.subject import COMPLETIONS, ROW_TOKENS, Subject, make_group, one_device, tiny_clone
 from podium.certify.updates import PACKED, PLAIN, UNPACKED, Form, Updates, distance
 from podium.config.attention import KERNELS
 from podium.config.lora import TARGETS
@@ -43,7 +43,16 @@ def model_checks(updates: Updates) -> Iterator[Check]:
     subject = updates.subject
     sequences, temperature = subject.sequences, subject.config.rollout.temperature
     tokens, starts = np.asarray(sequences.tokens), np.asarray(sequences.starts)
-    for name, at, after in (("log-probabilities", 1.0, ()), ("temperature", OTHER_TEMPERATURE, ("log-probabilities",))):
+    adapters = () if subject.user.lora is None else ("adapters",)
+    if adapters:
+        yield Check(
+            name="adapters",
+            claim="what is trained are the adapters of the matrices that lora.targets names, scaled by alpha / rank",
+            difference=adapter_errors(subject),
+            bar=0,
+        )
+    own = (*adapters, "log-probabilities")
+    for name, at, after in (("log-probabilities", 1.0, adapters), ("temperature", OTHER_TEMPERATURE, own)):
         naive = subject.naive_scores(tokens, starts, subject.weights, at).logprobs
         where = "every sequence alone, in float64" if at == 1.0 else f"logits over {at:g}"
         yield Check(
@@ -59,13 +68,6 @@ def model_checks(updates: Updates) -> Iterator[Check]:
         difference=_score_error(updates, temperature, sampled),
         after=("log-probabilities",) if temperature == 1.0 else ("log-probabilities", "temperature"),
     )
-    if subject.user.lora is not None:
-        yield Check(
-            name="adapters",
-            claim="what is trained are the adapters of the matrices that lora.targets names, scaled by alpha / rank",
-            difference=adapter_errors(updates),
-            bar=0,
-        )
 
 
 def _score_error(updates: Updates, temperature: float, expected: list[np.ndarray]) -> float:
@@ -82,17 +84,16 @@ def _score_error(updates: Updates, temperature: float, expected: list[np.ndarray
     return float(np.abs(found - wanted).max() / np.abs(wanted).max())
 
 
-def adapter_errors(updates: Updates) -> float:
+def adapter_errors(subject: Subject) -> float:
     """Trained parameters that should not be, or that are missing; and 1 for another scale."""
-    subject = updates.subject
-    config, lora = subject.user.lora, find_decoder(subject.user).lora
+    config, clone = subject.user.lora, tiny_clone(find_decoder(subject.user))
     assert config is not None
-    if lora is None:
+    if (lora := clone.lora) is None:
         return 1.0
     wanted = {name for target in config.targets for name in TARGETS[target]}
     expected = {f"layers.{name}.lora_{half}" for name in wanted for half in "ab"}
     other_scale = abs(lora.scale - config.alpha / config.rank) > 1e-6 * lora.scale
-    return len(expected ^ trained_specs(subject.decoder).keys()) + float(other_scale)
+    return len(expected ^ trained_specs(clone).keys()) + float(other_scale)
 
 
 def update_checks(updates: Updates) -> Iterator[Check]:
