@@ -1,6 +1,7 @@
 """The compiler options of Podium's programs, with the reason for each. No jax."""
 
 import importlib.metadata
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -105,6 +106,20 @@ def add_xla_flags(*flags: str) -> None:
     already_set = os.environ.get("XLA_FLAGS", "").split()
     names = {flag.partition("=")[0] for flag in already_set}
     os.environ["XLA_FLAGS"] = " ".join([*already_set, *(flag for flag in flags if flag.partition("=")[0] not in names)])
+
+
+def hide_plugin_errors() -> None:
+    """Suppress jax's log of plugins that fail to start.
+
+    jax starts every installed plugin, whichever platform it is told to use, and logs a traceback if one fails. CUDA's
+    plugin fails on a machine without a GPU (cuFFT is missing); the extra plan-gpu installs it for its compiler alone.
+    Calling this again has no effect.
+    """
+    logging.getLogger("jax._src.xla_bridge").addFilter(_is_no_plugin_error)
+
+
+def _is_no_plugin_error(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("Jax plugin configuration error")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

