@@ -125,8 +125,9 @@ def _variant(name: str, changes: Mapping[str, Any]) -> Variant:
 
 def _usable(own: Variant) -> list[Variant]:
     """The config's algorithm with all groups, and where it drops some, without them."""
-    kept = {"zero_variance": "keep"}
-    whole = Variant(dataclasses.replace(own.recipe, **kept), dataclasses.replace(own.rules, **kept))
+    whole = Variant(
+        dataclasses.replace(own.recipe, zero_variance="keep"), dataclasses.replace(own.rules, zero_variance="keep")
+    )
     return [whole] if own.rules.zero_variance == "keep" else [whole, own]
 
 

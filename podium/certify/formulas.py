@@ -142,9 +142,16 @@ def _loss_error(subject: Subject, changes: Changes, *, only_kl: bool = False) ->
 
     (_, losses), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(jnp.asarray(logprobs))
     with in_float64():
-        arrays: Any = {"sampled_logprobs": sampled, "old_logprobs": old, "reference_logprobs": reference}
-        known: Any = {"tokens": None, "starts": None, "weights": weights, "valid": valid, "advantages": advantages}
-        sequences = Sequences(**known, **arrays)
+        sequences = Sequences(
+            tokens=jnp.zeros((S, 0), jnp.int32),  # the formulas read neither tokens nor starts
+            starts=jnp.zeros(S, jnp.int32),
+            valid=jnp.asarray(valid),
+            weights=jnp.asarray(weights),
+            advantages=jnp.asarray(advantages),
+            sampled_logprobs=jnp.asarray(sampled),
+            old_logprobs=jnp.asarray(old),
+            reference_logprobs=jnp.asarray(reference),
+        )
 
         def naive(logprobs: jax.Array) -> tuple[jax.Array, jax.Array]:
             both = policy_losses(rules, logprobs, sequences) + kl_losses(rules, logprobs, sequences)
@@ -167,10 +174,18 @@ def _entropy_error(subject: Subject) -> float:
     rules = dataclasses.replace(subject.rules, kl="none", entropy_bonus=bonus)
     with in_float64():
         nothing = jnp.zeros((S, LENGTH))
-        known: Any = {"tokens": None, "starts": None, "weights": nothing, "valid": valid, "advantages": nothing[:, 0]}
-        arrays: Any = {"sampled_logprobs": nothing, "old_logprobs": nothing, "reference_logprobs": nothing}
+        sequences = Sequences(
+            tokens=jnp.zeros((S, 0), jnp.int32),
+            starts=jnp.zeros(S, jnp.int32),
+            valid=jnp.asarray(valid),
+            weights=nothing,
+            advantages=nothing[:, 0],
+            sampled_logprobs=nothing,
+            old_logprobs=nothing,
+            reference_logprobs=nothing,
+        )
         found = Scores(logprobs=nothing, entropy=jnp.asarray(entropy), variance=nothing)
-        expected, _ = objective(rules, found, Sequences(**known, **arrays))
+        expected, _ = objective(rules, found, sequences)
         return relative(float(sum(map(float, shares))), float(expected))
 
 

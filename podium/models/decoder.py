@@ -7,6 +7,7 @@ kept: training passes a mask over packed rows, the engine its cache.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ from podium.models.params import is_adapter, param_specs
 from podium.models.placement import merge_rows, split_rows, to_rows
 from podium.sharding import Params, ShardingRules
 
+P = ParamSpec("P")
+R = TypeVar("R")
 LAYER_INPUT = "layer_input"
 """Name of a layer's input; remat policies decide by it where the input is kept for the backward pass."""
 
@@ -127,7 +130,9 @@ def _scan(
 ) -> tuple[jax.Array, list[Tree], list[Tree]]:
     """Run a stack; returns its output, each place's `carried`, and each place's auxiliary results."""
 
-    def period(carry: tuple[jax.Array, list[Tree]], xs: tuple[jax.Array, list[Params]]) -> tuple:
+    def period(
+        carry: tuple[jax.Array, list[Tree]], xs: tuple[jax.Array, list[Params]]
+    ) -> tuple[tuple[jax.Array, list[Tree]], list[Tree]]:
         x, carried = carry
         index, stored = xs
         kept: list[Tree] = []
@@ -212,7 +217,7 @@ def _in_groups(
     return jax.tree.map(lambda x: merge_rows(rules, x), found)
 
 
-def _remat(body: Callable, remat: Remat) -> Callable:
+def _remat(body: Callable[P, R], remat: Remat) -> Callable[P, R]:
     """Wrap a loop body so that its backward pass saves what `remat` says and recomputes the rest."""
     if remat == "none":
         return body

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -303,6 +303,6 @@ def _file_tensor(params: Params, parts: list[FilePart], dtype: str) -> np.ndarra
     return np.ascontiguousarray(np.concatenate(found) if len(found) > 1 else found[0])
 
 
-def write_json(path: Path, value: dict) -> None:
+def write_json(path: Path, value: Mapping[str, object]) -> None:
     """Write an indented JSON file."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

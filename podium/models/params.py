@@ -107,7 +107,7 @@ def _lora_specs(layer: ParamSpecs, lora: Lora) -> ParamSpecs:
     The first factor is split like the matrix's inputs, the second like its outputs; the second starts at 0. Each matrix
     of a stack has its own factors.
     """
-    found = {}
+    found: ParamSpecs = {}
     for name in (name for name in MATRICES if name in layer):
         spec = layer[name]
         shape = spec.shape

@@ -209,7 +209,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise, "strftime_now": _now, "namespace": _Namespace}
 
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+    def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
         """Whether a template may read an attribute: of Python's own types the methods of METHODS alone."""
         known = next((methods for kind, methods in METHODS.items() if isinstance(obj, kind)), None)
         if known is None and isinstance(obj, int | float | bytes | set | frozenset):
@@ -236,7 +236,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             budget.check(size)
         return found
 
-    def concatenated(self, *parts: Any) -> str:
+    def concatenated(self, *parts: object) -> str:
         """What `a ~ b` is."""
         return self.limited(self.concat(map(str, parts)))
 
@@ -279,9 +279,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         return limited
 
 
-def _weight(value: Any, most: float = math.inf) -> int:
+def _weight(value: object, most: float = math.inf) -> int:
     """Characters of a value and of all that is in it, an element as ELEMENT; counted until there are over `most`."""
-    total, waiting = 0, [value]
+    total = 0
+    waiting: list[object] = [value]
     while waiting and total <= most:
         each = waiting.pop()
         total += ELEMENT + (len(each) if isinstance(each, str) else 0)
@@ -292,7 +293,7 @@ def _weight(value: Any, most: float = math.inf) -> int:
     return total
 
 
-def _check_operands(operator: str, left: Any, right: Any, budget: _Budget) -> None:
+def _check_operands(operator: str, left: object, right: object, budget: _Budget) -> None:
     """Raises _OverBudget where an operator would take long, or make something too large."""
     if operator == "%" and isinstance(left, str) and _PRINTF_FILL.search(left):
         raise _OverBudget(f"formats with a width beyond {MAX_FILL:,}")
@@ -308,7 +309,7 @@ def _bits_of_power(base: object, exponent: object) -> int:
     return abs(exponent) * base.bit_length() if isinstance(base, int) and isinstance(exponent, int) else 0
 
 
-def _check_text_method(text: str, name: str, args: Sequence[Any], budget: _Budget) -> None:
+def _check_text_method(text: str, name: str, args: Sequence[object], budget: _Budget) -> None:
     """Raises _OverBudget where a method of a text would make a much larger one."""
     if name == "replace" and len(args) >= 2:
         _check_replace(text, args[0], args[1], budget)
@@ -320,12 +321,12 @@ def _check_text_method(text: str, name: str, args: Sequence[Any], budget: _Budge
                 raise _OverBudget(f"formats with a width beyond {MAX_FILL:,}")
 
 
-def _check_replace(text: str, old: Any, new: Any, budget: _Budget) -> None:
+def _check_replace(text: str, old: object, new: object, budget: _Budget) -> None:
     if isinstance(old, str) and isinstance(new, str):
         budget.check(len(text) + text.count(old) * len(new))
 
 
-def _check_filter(name: str, value: Any, further: Sequence[Any], budget: _Budget) -> None:
+def _check_filter(name: str, value: object, further: Sequence[object], budget: _Budget) -> None:
     """Raises _OverBudget where a filter would take long, or make something too large."""
     if name in FILLING and any(_size(each) > MAX_FILL for each in further):
         raise _OverBudget(f"calls {name} with a number or a text beyond {MAX_FILL:,}")
@@ -337,12 +338,12 @@ def _check_filter(name: str, value: Any, further: Sequence[Any], budget: _Budget
         _check_replace(str(value), further[0], further[1], budget)
 
 
-def _size(value: Any) -> float:
+def _size(value: object) -> float:
     return abs(value) if isinstance(value, int | float) else len(value) if isinstance(value, str) else 0
 
 
 def _to_json(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | str | None = None,
     separators: tuple[str, str] | None = None,

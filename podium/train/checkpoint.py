@@ -400,10 +400,6 @@ def _read(folder: Path, step: int, wanted: Mapping[str, Params]) -> tuple[dict[s
     """Restore the arrays of each item, in the order of `wanted`, and the host state."""
     _quiet_orbax()
     path = absolute(folder / str(step))
-    args: dict[str, ocp.args.CheckpointArgs] = {
-        item: ocp.args.StandardRestore(arrays) for item, arrays in wanted.items()
-    }
-    args["host"] = ocp.args.JsonRestore()
     try:
         with ocp.StandardCheckpointer() as reader:
             stored = {item: reader.metadata(path / item).item_metadata.tree for item in wanted}
@@ -413,11 +409,18 @@ def _read(folder: Path, step: int, wanted: Mapping[str, Params]) -> tuple[dict[s
         _check_same_arrays(path / item, arrays, stored[item])
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-            read = reader.restore(path, ocp.args.Composite(**args))
+            read = reader.restore(path, _restore_args(wanted))
     except Exception as error:
         raise _damaged(folder, step, first_line(error)) from error
     restored = {item: {name: read[item][name] for name in arrays} for item, arrays in wanted.items()}
     return restored, read["host"]
+
+
+def _restore_args(wanted: Mapping[str, Params]) -> ocp.args.Composite:
+    params, host = ocp.args.StandardRestore(wanted["params"]), ocp.args.JsonRestore()
+    if "optimizer" not in wanted:
+        return ocp.args.Composite(params=params, host=host)
+    return ocp.args.Composite(params=params, optimizer=ocp.args.StandardRestore(wanted["optimizer"]), host=host)
 
 
 class _Kind(Protocol):

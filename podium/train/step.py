@@ -7,7 +7,7 @@ batch's denominators, so the result does not depend on how a batch is cut into m
 
 import dataclasses
 import functools
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -125,6 +125,10 @@ def make_score(settings: TrainSettings) -> CompiledScore:
     return jax.jit(score, out_shardings=shardings, compiler_options=settings.options())
 
 
+_Gradients: TypeAlias = tuple[tuple[Params, jax.Array, Metrics], Metrics]
+"""Of micro-batches: sums of their gradients, losses and statistics; and maxima of statistics."""
+
+
 def make_train_step(
     settings: TrainSettings, recipe: Recipe, optimizer: optax.GradientTransformation
 ) -> CompiledTrainStep:
@@ -145,14 +149,14 @@ def make_train_step(
         frozen = frozen or {}
 
         @functools.partial(jax.jit, inline=True)  # traced once, for the shapes of the sums and for the loop
-        def one(index: jax.Array) -> tuple[tuple[Params, jax.Array, Metrics], Metrics]:
+        def one(index: jax.Array) -> _Gradients:
             (loss, (sums, maxima)), grads = gradient(state.params, frozen, _micro_batch(batch, index))
             grads = {name: jax.lax.with_sharding_constraint(x, shardings[name]) for name, x in grads.items()}
             later = (len(batch.tokens) - 1 - index) * batch.tokens.shape[1]  # rows after this micro-batch
             maxima["broken_row"] += later * (maxima["broken_row"] > 0)
             return (grads, loss, sums), maxima
 
-        def add(index: jax.Array, total: tuple) -> tuple:
+        def add(index: jax.Array, total: _Gradients) -> _Gradients:
             (summed, largest), (more, maxima) = total, one(index)
             with jax.named_scope("gradients"):
                 return jax.tree.map(jnp.add, summed, more), jax.tree.map(jnp.maximum, largest, maxima)
