@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from podium.config.attention import kv_layout
 from podium.config.lora import APART_RANK, MATRICES, TARGETS, Base, LoraConfig
@@ -231,7 +230,7 @@ class Family:
     like_gemma: bool = False
     """Norms behind mixer and feed-forward too, whose stored scales are 1 less; embeddings times sqrt(width); a second
     rotary base for layers with a window; scores divided by the square root of `query_pre_attn_scalar`."""
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """What is meant where config.json is silent."""
 
 
@@ -286,7 +285,7 @@ ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {"silu": ("silu", "swish"), 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 # Values that config.json may have for features of other decoders; a missing key means the first value.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
@@ -325,7 +324,7 @@ def shown(value: object) -> str:
 
 
 def whole_number(
-    settings: Mapping[str, Any], key: str, where: str, default: int | None = None, *, most: int = MAX_SIZE
+    settings: Mapping[str, object], key: str, where: str, default: int | None = None, *, most: int = MAX_SIZE
 ) -> int:
     """Read an integer from 1 to `most`, or `default` if it is null or absent. Raises ModelError for other values."""
     value = settings.get(key) if settings.get(key) is not None else default
@@ -334,7 +333,7 @@ def whole_number(
     return value
 
 
-def real_number(settings: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
+def real_number(settings: Mapping[str, object], key: str, where: str, default: float | None = None) -> float:
     """Read a finite number above 0, or `default` if it is absent. Raises ModelError for other values.
 
     Null is an error here, because transformers cannot compute with it; for a size, null means the family's default.
@@ -361,7 +360,7 @@ def check_config(config: DecoderConfig, where: str) -> DecoderConfig:
     return config
 
 
-def from_hf_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
+def from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
     """Read the decoder from a config.json of transformers 4 or 5; `where` is its path, for errors.
 
     Of a model with a vision tower it is the text model. Raises ModelError where the model type is unknown, a number is
@@ -414,14 +413,14 @@ NULLABLE = ("sliding_window",)
 """Settings in which null says something, and is not the same as silence."""
 
 
-def _tied(raw: Mapping[str, Any], where: str) -> bool:
+def _tied(raw: Mapping[str, object], where: str) -> bool:
     tied = raw.get("tie_word_embeddings")
     if tied is not None and not isinstance(tied, bool):
         raise ModelError(f"{where}: tie_word_embeddings must be true or false, found {shown(tied)}")
     return bool(tied)
 
 
-def _text_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def _text_config(raw: Mapping[str, object], where: str) -> Mapping[str, object]:
     """The numbers of the text model; of the others those of the whole."""
     text_type = WRAPPERS.get(str(raw.get("model_type")))
     if text_type is None:
@@ -432,7 +431,7 @@ def _text_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     return {"model_type": text_type, "quantization_config": raw.get("quantization_config"), **text}
 
 
-def _layer_types(raw: Mapping[str, Any], family: Family, where: str) -> list[str]:
+def _layer_types(raw: Mapping[str, object], family: Family, where: str) -> list[str]:
     """What each layer attends to, SLIDING or FULL."""
     layers = whole_number(raw, "num_hidden_layers", where, most=MAX_LAYERS)
     windows, pattern = family.windows and raw.get("sliding_window") is not None, None
@@ -461,7 +460,7 @@ def stacks_of(blocks: Sequence[Block]) -> tuple[Stack, ...]:
     return (whole, *rest)
 
 
-def _rope(raw: Mapping[str, Any], layer_type: str, head_dim: int, where: str) -> Rope:
+def _rope(raw: Mapping[str, object], layer_type: str, head_dim: int, where: str) -> Rope:
     """The rotary embedding of layers of a type.
 
     It is in `rope_parameters` (transformers 5), for each type of layer if these differ, or in `rope_theta` and
@@ -482,7 +481,7 @@ def _rope(raw: Mapping[str, Any], layer_type: str, head_dim: int, where: str) ->
     return Rope(theta=real_number(rope, "rope_theta", where), dims=head_dim, scaling=_scaling(rope, where))
 
 
-def _object(raw: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+def _object(raw: Mapping[str, object], key: str, where: str) -> Mapping[str, object]:
     """A setting that is an object, or empty where it is null or absent. Raises ModelError where it is not."""
     value = raw.get(key) or {}
     if not isinstance(value, Mapping):
@@ -490,7 +489,7 @@ def _object(raw: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
     return value
 
 
-def _sharpening(raw: Mapping[str, Any], where: str) -> Sharpening | None:
+def _sharpening(raw: Mapping[str, object], where: str) -> Sharpening | None:
     """How queries grow with their position."""
     rope = {**_object(raw, "rope_scaling", where), **_object(raw, "rope_parameters", where)}
     if not rope.get("llama_4_scaling_beta"):
@@ -508,7 +507,7 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {
 """The types of stretched frequencies, and the numbers that they need."""
 
 
-def _scaling(rope: Mapping[str, Any], where: str) -> Scaling | None:
+def _scaling(rope: Mapping[str, object], where: str) -> Scaling | None:
     """How rotary frequencies are stretched."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -534,7 +533,7 @@ def _scaling(rope: Mapping[str, Any], where: str) -> Scaling | None:
     return scaling
 
 
-def _yarn(rope: Mapping[str, Any], where: str) -> YarnScaling:
+def _yarn(rope: Mapping[str, object], where: str) -> YarnScaling:
     """YaRN's numbers; the length of its cosines and sines is as transformers has it."""
     factor = real_number(rope, "factor", where)
     given = {key: value for key, value in rope.items() if value not in (None, 0)}  # both mean the default
@@ -558,12 +557,12 @@ def _yarn(rope: Mapping[str, Any], where: str) -> YarnScaling:
     )
 
 
-def to_hf_config(config: DecoderConfig) -> dict[str, Any]:
+def to_hf_config(config: DecoderConfig) -> dict[str, object]:
     """The config.json from which transformers, 4 or 5, makes this decoder."""
     family = FAMILIES[config.model_type]
     layers = config.dense_layers()
     attention, mlp = layers[0]
-    raw: dict[str, Any] = {
+    raw: dict[str, object] = {
         "architectures": [family.transformers_class],
         "model_type": config.model_type,
         "vocab_size": config.vocab,
@@ -581,19 +580,19 @@ def to_hf_config(config: DecoderConfig) -> dict[str, Any]:
     return raw | _windows(config, family) | _ropes(config, family)
 
 
-def _windows(config: DecoderConfig, family: Family) -> dict[str, Any]:
+def _windows(config: DecoderConfig, family: Family) -> dict[str, object]:
     """What config.json says of windows; nothing of families that have none."""
     if not family.windows:
         return {}
     found = [attention.window for attention, _ in config.dense_layers()]
     window = next((each for each in found if each is not None), None)
-    said: dict[str, Any] = {"sliding_window": window}
+    said: dict[str, object] = {"sliding_window": window}
     if None in found and window is not None:  # some layers have it; "mistral" has no layer_types
         said["layer_types"] = [FULL if each is None else SLIDING for each in found]
     return said
 
 
-def _ropes(config: DecoderConfig, family: Family) -> dict[str, Any]:
+def _ropes(config: DecoderConfig, family: Family) -> dict[str, object]:
     """What config.json says of rotation, and of the scale of scores."""
     attentions = [attention for attention, _ in config.dense_layers()]
     first = attentions[0]
@@ -613,7 +612,7 @@ def _ropes(config: DecoderConfig, family: Family) -> dict[str, Any]:
     }
 
 
-def _scaling_config(scaling: Scaling | None) -> dict[str, Any] | None:
+def _scaling_config(scaling: Scaling | None) -> dict[str, object] | None:
     """`rope_scaling` of config.json."""
     if scaling is None:
         return None

@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -41,7 +40,7 @@ def _text(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def _front_matter(card: Path) -> dict[str, Any]:
+def _front_matter(card: Path) -> dict[str, object]:
     """The YAML between the first two lines `---` of a model card; empty where there is none."""
     try:
         lines = card.read_text(encoding="utf-8").split("\n---", 1)
