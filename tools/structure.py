@@ -30,6 +30,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "prices",
         "models.architecture",
+        "models.hf_config",
         "models.blocks",
         "models.blocks.mathematics",
         "models.layouts",

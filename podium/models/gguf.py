@@ -17,19 +17,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from podium.models.architecture import (
-    FULL,
-    MAX_LAYERS,
-    MAX_SIZE,
-    SLIDING,
-    DecoderConfig,
-    ModelError,
-    check_family,
-    from_hf_config,
-    real_number,
-    shown,
-    whole_number,
-)
+from podium.models.architecture import MAX_LAYERS, MAX_SIZE, DecoderConfig, ModelError, real_number, shown, whole_number
+from podium.models.hf_config import FULL, SLIDING, check_family, from_hf_config
 from podium.models.names import StoredTensor
 
 MAGIC = b"GGUF"

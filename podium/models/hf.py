@@ -23,9 +23,10 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from podium.models.architecture import DecoderConfig, ModelError, shown, to_hf_config
+from podium.models.architecture import DecoderConfig, ModelError, shown
 from podium.models.blocks.spec import ParamSpec
 from podium.models.gguf import GgufHeader, GgufTensors, read_header, rope_divisors
+from podium.models.hf_config import to_hf_config
 from podium.models.names import (
     IGNORED_SUFFIXES,
     NAMES,

@@ -13,8 +13,9 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from podium.models.architecture import FAMILIES, LAYERS, DecoderConfig
+from podium.models.architecture import LAYERS, DecoderConfig
 from podium.models.blocks.spec import ParamSpec
+from podium.models.hf_config import FAMILIES
 from podium.models.params import own_name, param_specs
 
 

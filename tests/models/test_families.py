@@ -15,9 +15,10 @@ from podium.certify.naive import in_float64, logits
 from podium.certify.subject import random_weights, tiny_clone
 from podium.config.schema import RolloutConfig
 from podium.config.sizes import table_pages
-from podium.models.architecture import ModelError, from_hf_config, to_hf_config
+from podium.models.architecture import ModelError
 from podium.models.blocks.rope import LinearScaling
 from podium.models.hf import load_params
+from podium.models.hf_config import from_hf_config, to_hf_config
 from podium.models.params import ROLLOUT_AXES
 from podium.models.presets import PRESETS
 from podium.models.source import ModelSource, read_architecture

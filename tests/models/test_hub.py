@@ -11,7 +11,7 @@ import pytest
 from fake_hub import ANSWERS, CUT, MODEL, SILENT, fake_hub
 from tiny_models import hf_config, write_model
 
-from podium.models.architecture import from_hf_config
+from podium.models.hf_config import from_hf_config
 
 FAST_S = 2.0
 ASK = """

@@ -9,11 +9,11 @@ from tiny_decoder import DECODER, tiny
 from tiny_models import rules_on
 
 from podium.models import names
-from podium.models.architecture import to_hf_config
 from podium.models.blocks.kind import Block, Stack
 from podium.models.blocks.mlp import Mlp
 from podium.models.blocks.spec import ParamSpec
 from podium.models.hf import load_params, save_model
+from podium.models.hf_config import to_hf_config
 from podium.models.params import param_specs
 from podium.models.source import ModelSource
 

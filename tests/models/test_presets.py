@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from podium.models.architecture import ModelError, from_hf_config, to_hf_config, with_layers
+from podium.models.architecture import ModelError, with_layers
+from podium.models.hf_config import from_hf_config, to_hf_config
 from podium.models.params import param_specs
 from podium.models.presets import PRESETS, find_architecture
 from podium.settings import load_settings

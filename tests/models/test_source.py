@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from tiny_models import LLAMA3_ROPE, hf_config, needs_demo, write_model
 
-from podium.models.architecture import DecoderConfig, ModelError, dense_decoder, from_hf_config, to_hf_config
+from podium.models.architecture import DecoderConfig, ModelError, dense_decoder
 from podium.models.blocks.rope import Rope, RopeScaling
+from podium.models.hf_config import from_hf_config, to_hf_config
 from podium.models.source import ModelSource, read_architecture, resolve
 
 

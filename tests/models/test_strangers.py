@@ -11,9 +11,10 @@ from test_tokenizer import write_tokenizer
 from tiny_models import LLAMA3_ROPE, hf_config, rules_on, write_model
 
 from benches.strangers import trial, write_models
-from podium.models.architecture import DecoderConfig, ModelError, from_hf_config
+from podium.models.architecture import DecoderConfig, ModelError
 from podium.models.gguf import GgufTensors, read_config, read_header
 from podium.models.hf import load_params
+from podium.models.hf_config import from_hf_config
 from podium.models.source import read_architecture, read_json
 from podium.models.tokenizer import load_tokenizer
 

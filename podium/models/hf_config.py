@@ -1,0 +1,400 @@
+"""Reads a decoder from the config.json of a Hugging Face model and writes one; what each family fixes. No jax."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+from podium.models.architecture import (
+    MAX_LAYERS,
+    DecoderConfig,
+    ModelError,
+    check_config,
+    real_number,
+    shown,
+    whole_number,
+)
+from podium.models.blocks.activation import Activation
+from podium.models.blocks.attention import Attention, Sharpening
+from podium.models.blocks.kind import Block, Stack
+from podium.models.blocks.mlp import Mlp
+from podium.models.blocks.rope import LinearScaling, Rope, RopeScaling, Scaling, YarnScaling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """Properties that follow from a model type and are not in config.json."""
+
+    transformers_class: str
+    """Transformers class that loads an export."""
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    windows: bool = False
+    """Layers may have a window, as `layer_types` says; if it is silent, as `sliding_pattern` does."""
+    sliding_pattern: int | None = None
+    """Every so many layers one attends to all tokens, the last of them; None: all layers have the window, if any."""
+    activation: Activation = "silu"
+    activation_key: str = "hidden_act"
+    """How config.json calls the activation."""
+    like_gemma: bool = False
+    """Norms behind mixer and feed-forward too, whose stored scales are 1 less; embeddings times sqrt(width); a second
+    rotary base for layers with a window; scores divided by the square root of `query_pre_attn_scalar`."""
+    defaults: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    """What is meant where config.json is silent."""
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(transformers_class="LlamaForCausalLM"),
+    "mistral": Family(transformers_class="MistralForCausalLM", windows=True, defaults={"sliding_window": 4096}),
+    "ministral": Family(transformers_class="MinistralForCausalLM", windows=True, defaults={"sliding_window": 4096}),
+    "ministral3": Family(
+        transformers_class="Ministral3ForCausalLM",
+        windows=True,
+        defaults={
+            "head_dim": 128,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+    "qwen2": Family(transformers_class="Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": Family(transformers_class="Qwen3ForCausalLM", qk_norm=True, defaults={"head_dim": 128}),
+    "gemma3_text": Family(
+        transformers_class="Gemma3ForCausalLM",
+        qk_norm=True,
+        windows=True,
+        sliding_pattern=6,
+        activation="gelu_tanh",
+        activation_key="hidden_activation",
+        like_gemma=True,
+        defaults={
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131_072,
+            "query_pre_attn_scalar": 256,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "sliding_window": 4096,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+WRAPPERS: Mapping[str, str] = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+"""Model types with a vision tower, whose text model's numbers are in `text_config`; and its type if it names none."""
+ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
+"""How config.json calls them."""
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+# Values that config.json may have for features of other decoders; a missing key means the first value.
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_sliding_window": (False,),
+    "partial_rotary_factor": (1.0,),
+    "quantization_config": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "use_bidirectional_attention": (False, None),
+}
+NOT_YET: Mapping[str, str] = {
+    "gemma": "its norms and attention differ from Gemma 3's",
+    "gemma2": "it caps scores and logits (attn_logit_softcapping, final_logit_softcapping)",
+    "gemma3n": "its layers are of other kinds",
+}
+"""Model types near those of FAMILIES, and why they are refused."""
+
+
+def check_family(model_type: object, where: str) -> Family:
+    """The family of a model type. Raises ModelError for an unsupported type, listing the supported ones."""
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        reason = f": {NOT_YET[model_type]}" if isinstance(model_type, str) and model_type in NOT_YET else ""
+        raise ModelError(
+            f"{where}: model type {shown(model_type)} is not supported{reason}; Podium trains {', '.join(FAMILIES)}"
+            " (Llama 2 and 3, SmolLM2, Mistral, Ministral, Qwen2 and 2.5, Qwen3, Gemma 3)"
+        )
+    return FAMILIES[model_type]
+
+
+def from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
+    """Read the decoder from a config.json of transformers 4 or 5; `where` is its path, for errors.
+
+    Of a model with a vision tower it is the text model. Raises ModelError where the model type is unknown, a number is
+    missing, or a feature is not supported.
+    """
+    raw = _text_config(raw, where)
+    model_type = raw.get("model_type")
+    family = check_family(model_type, where)
+    silent = {key for key in family.defaults if raw.get(key) is None and not (key in raw and key in NULLABLE)}
+    raw = {**raw, **{key: family.defaults[key] for key in silent}}
+    for key, accepted in {**NEUTRAL, family.activation_key: ACTIVATIONS[family.activation]}.items():
+        if raw.get(key, accepted[0]) not in accepted:
+            raise ModelError(f"{where}: {key} {shown(raw[key])} is not supported; it must be {accepted[0]!r} or absent")
+    number = functools.partial(whole_number, raw, where=where)
+    width, heads = number("hidden_size"), number("num_attention_heads")
+    head_dim = number("head_dim", default=width // heads)
+    scale_dims = number("query_pre_attn_scalar") if family.like_gemma else head_dim
+
+    def block(layer_type: str) -> Block:
+        rope = _rope(raw, layer_type, head_dim, where)
+        attention = Attention(
+            heads=heads,
+            kv_heads=number("num_key_value_heads", default=heads),
+            head_dim=head_dim,
+            rope=rope,
+            bias=family.qkv_bias,
+            norm=family.qk_norm,
+            window=number("sliding_window") if layer_type == SLIDING else None,
+            scale_dims=None if scale_dims == head_dim else scale_dims,
+            sharpening=_sharpening(raw, where),
+        )
+        mlp = Mlp(width=number("intermediate_size"), activation=family.activation)
+        return Block(mixer=attention, feed_forward=mlp, norms_behind=family.like_gemma)
+
+    config = DecoderConfig(
+        model_type=str(model_type),
+        vocab=number("vocab_size"),
+        width=width,
+        stacks=stacks_of([block(layer_type) for layer_type in _layer_types(raw, family, where)]),
+        max_positions=number("max_position_embeddings"),
+        norm_eps=real_number(raw, "rms_norm_eps", where, 1e-6),
+        tied=_tied(raw, where),
+        norm_offset=1.0 if family.like_gemma else 0.0,
+        embed_scale=math.sqrt(width) if family.like_gemma else 1.0,
+    )
+    return check_config(config, where)
+
+
+NULLABLE = ("sliding_window",)
+"""Settings in which null says something, and is not the same as silence."""
+
+
+def _tied(raw: Mapping[str, object], where: str) -> bool:
+    tied = raw.get("tie_word_embeddings")
+    if tied is not None and not isinstance(tied, bool):
+        raise ModelError(f"{where}: tie_word_embeddings must be true or false, found {shown(tied)}")
+    return bool(tied)
+
+
+def _text_config(raw: Mapping[str, object], where: str) -> Mapping[str, object]:
+    """The numbers of the text model; of the others those of the whole."""
+    text_type = WRAPPERS.get(str(raw.get("model_type")))
+    if text_type is None:
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ModelError(f"{where}: a {raw['model_type']} has its text model's numbers in text_config; there is none")
+    return {"model_type": text_type, "quantization_config": raw.get("quantization_config"), **text}
+
+
+def _layer_types(raw: Mapping[str, object], family: Family, where: str) -> list[str]:
+    """What each layer attends to, SLIDING or FULL."""
+    layers = whole_number(raw, "num_hidden_layers", where, most=MAX_LAYERS)
+    windows, pattern = family.windows and raw.get("sliding_window") is not None, None
+    if family.sliding_pattern is not None:
+        given = "sliding_window_pattern" if "sliding_window_pattern" in raw else "_sliding_window_pattern"
+        pattern = whole_number(raw, given, where, family.sliding_pattern)
+    full = [not windows or (pattern is not None and (layer + 1) % pattern == 0) for layer in range(layers)]
+    types = raw.get("layer_types") or [FULL if each else SLIDING for each in full]
+    if not isinstance(types, list) or (not windows and any(kind != FULL for kind in types)):
+        reason = "without a sliding_window" if family.windows else "of this model type"
+        raise ModelError(f"{where}: layer_types {shown(types)}: only {FULL} is supported {reason}")
+    if len(types) != layers or any(kind not in (FULL, SLIDING) for kind in types):
+        rule = f"there must be one for each of the {layers} layers, {FULL} or {SLIDING}"
+        raise ModelError(f"{where}: layer_types {shown(types)}: {rule}")
+    return types
+
+
+def stacks_of(blocks: Sequence[Block]) -> tuple[Stack, ...]:
+    """Layers as stacks: the shortest pattern that they repeat, and what is left behind its last whole repetition."""
+    length = next(n for n in range(1, len(blocks) + 1) if all(a == b for a, b in zip(blocks, blocks[n:], strict=False)))
+    repeats, left = divmod(len(blocks), length)
+    whole = Stack(pattern=tuple(blocks[:length]), repeats=repeats)
+    if not left:
+        return (whole,)
+    rest = stacks_of(blocks[-left:])
+    return (whole, *rest)
+
+
+def _rope(raw: Mapping[str, object], layer_type: str, head_dim: int, where: str) -> Rope:
+    """The rotary embedding of layers of a type.
+
+    It is in `rope_parameters` (transformers 5), for each type of layer if these differ, or in `rope_theta` and
+    `rope_scaling` (before), with `rope_local_base_freq` for layers with a window.
+    """
+    parameters, scaling = _object(raw, "rope_parameters", where), _object(raw, "rope_scaling", where)
+    theta = 10000.0 if raw.get("rope_theta") is None else raw["rope_theta"]
+    if "rope_local_base_freq" in raw and layer_type == SLIDING:
+        theta, scaling = raw["rope_local_base_freq"], {}
+    if layer_type in parameters:
+        parameters = _object(parameters, layer_type, where)
+    rope = {"rope_theta": theta, **scaling, **parameters}
+    if rope.get("partial_rotary_factor", 1.0) != 1.0 or any(isinstance(value, dict) for value in rope.values()):
+        raise ModelError(
+            f"{where}: rope_parameters {shown(rope)}: partial rotation, or that of layers other than {layer_type},"
+            " is not supported"
+        )
+    return Rope(theta=real_number(rope, "rope_theta", where), dims=head_dim, scaling=_scaling(rope, where))
+
+
+def _object(raw: Mapping[str, object], key: str, where: str) -> Mapping[str, object]:
+    """A setting that is an object, or empty where it is null or absent. Raises ModelError where it is not."""
+    value = raw.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ModelError(f"{where}: {key} must be a JSON object or null, found {shown(value)}")
+    return value
+
+
+def _sharpening(raw: Mapping[str, object], where: str) -> Sharpening | None:
+    """How queries grow with their position."""
+    rope = {**_object(raw, "rope_scaling", where), **_object(raw, "rope_parameters", where)}
+    if not rope.get("llama_4_scaling_beta"):
+        return None
+    period = whole_number(rope, ORIGINAL, where)
+    return Sharpening(beta=real_number(rope, "llama_4_scaling_beta", where), period=period)
+
+
+ORIGINAL = "original_max_position_embeddings"
+SCALINGS: Mapping[str, tuple[str, ...]] = {
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
+    "linear": ("factor",),
+    "yarn": ("factor", ORIGINAL),
+}
+"""The types of stretched frequencies, and the numbers that they need."""
+
+
+def _scaling(rope: Mapping[str, object], where: str) -> Scaling | None:
+    """How rotary frequencies are stretched."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if not isinstance(kind, str) or kind not in SCALINGS:
+        supported = ", ".join(("default", *SCALINGS))
+        raise ModelError(f"{where}: rope_type {shown(kind)} is not supported; Podium computes {supported}")
+    if missing := [key for key in SCALINGS[kind] if key not in rope]:
+        raise ModelError(f"{where}: rope_type {kind} needs {', '.join(missing)}")
+    if kind == "linear":
+        return LinearScaling(factor=real_number(rope, "factor", where))
+    if kind == "yarn":
+        return _yarn(rope, where)
+    scaling = RopeScaling(
+        factor=real_number(rope, "factor", where),
+        low_freq_factor=real_number(rope, "low_freq_factor", where),
+        high_freq_factor=real_number(rope, "high_freq_factor", where),
+        original_max_positions=whole_number(rope, ORIGINAL, where),
+    )
+    if scaling.low_freq_factor >= scaling.high_freq_factor:
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        raise ModelError(f"{where}: low_freq_factor {low:g} must be below high_freq_factor, which is {high:g}")
+    return scaling
+
+
+def _yarn(rope: Mapping[str, object], where: str) -> YarnScaling:
+    """YaRN's numbers; the length of its cosines and sines is as transformers has it."""
+    factor = real_number(rope, "factor", where)
+    given = {key: value for key, value in rope.items() if value not in (None, 0)}  # both mean the default
+
+    def grown(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    length = grown(1.0)
+    if "mscale" in given and "mscale_all_dim" in given:
+        length = grown(real_number(given, "mscale", where)) / grown(real_number(given, "mscale_all_dim", where))
+    fast, slow = real_number(given, "beta_fast", where, 32.0), real_number(given, "beta_slow", where, 1.0)
+    if fast <= slow:
+        raise ModelError(f"{where}: beta_fast {fast:g} must be above beta_slow, which is {slow:g}")
+    return YarnScaling(
+        factor=factor,
+        beta_fast=fast,
+        beta_slow=slow,
+        original_max_positions=whole_number(rope, ORIGINAL, where),
+        length=real_number(given, "attention_factor", where, length),
+        truncate=bool(rope.get("truncate", True)),
+    )
+
+
+def to_hf_config(config: DecoderConfig) -> dict[str, object]:
+    """The config.json from which transformers, 4 or 5, makes this decoder."""
+    family = FAMILIES[config.model_type]
+    layers = config.dense_layers()
+    attention, mlp = layers[0]
+    raw: dict[str, object] = {
+        "architectures": [family.transformers_class],
+        "model_type": config.model_type,
+        "vocab_size": config.vocab,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": attention.heads,
+        "num_key_value_heads": attention.kv_heads,
+        "head_dim": attention.head_dim,
+        "intermediate_size": mlp.width,
+        family.activation_key: ACTIVATIONS[mlp.activation][0],
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied,
+    }
+    return raw | _windows(config, family) | _ropes(config, family)
+
+
+def _windows(config: DecoderConfig, family: Family) -> dict[str, object]:
+    """What config.json says of windows; nothing of families that have none."""
+    if not family.windows:
+        return {}
+    found = [attention.window for attention, _ in config.dense_layers()]
+    window = next((each for each in found if each is not None), None)
+    said: dict[str, object] = {"sliding_window": window}
+    if None in found and window is not None:  # some layers have it; "mistral" has no layer_types
+        said["layer_types"] = [FULL if each is None else SLIDING for each in found]
+    return said
+
+
+def _ropes(config: DecoderConfig, family: Family) -> dict[str, object]:
+    """What config.json says of rotation, and of the scale of scores."""
+    attentions = [attention for attention, _ in config.dense_layers()]
+    first = attentions[0]
+    if isinstance(first.rope.scaling, YarnScaling):  # transformers 4 does not know the keys of some of them
+        parameters = {"rope_theta": first.rope.theta, **(_scaling_config(first.rope.scaling) or {})}
+        sharpening = first.sharpening
+        return {"rope_parameters": parameters | ({"llama_4_scaling_beta": sharpening.beta} if sharpening else {})}
+    if not family.like_gemma:
+        return {"rope_theta": first.rope.theta, "rope_scaling": _scaling_config(first.rope.scaling)}
+    far = next((each.rope for each in attentions if each.window is None), first.rope)
+    near = next((each.rope for each in attentions if each.window is not None), first.rope)
+    return {
+        "rope_theta": far.theta,
+        "rope_local_base_freq": near.theta,
+        "rope_scaling": _scaling_config(far.scaling),
+        "query_pre_attn_scalar": first.scale_dims or first.head_dim,
+    }
+
+
+def _scaling_config(scaling: Scaling | None) -> dict[str, object] | None:
+    """`rope_scaling` of config.json."""
+    if scaling is None:
+        return None
+    if isinstance(scaling, LinearScaling):
+        return {"rope_type": "linear", "factor": scaling.factor}
+    if isinstance(scaling, YarnScaling):
+        return {
+            "rope_type": "yarn",
+            "factor": scaling.factor,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "original_max_position_embeddings": scaling.original_max_positions,
+            "attention_factor": scaling.length,
+            "truncate": scaling.truncate,
+        }
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_positions,
+    }
