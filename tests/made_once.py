@@ -69,10 +69,23 @@ KEPT = {factory: _kept(factory) for factory in FACTORIES}
 @contextlib.contextmanager
 def made_once() -> Iterator[None]:
     """Every module of Podium that imported one of the factories has the one that keeps what it made."""
+    with _in_place_of(KEPT):
+        yield
+
+
+@contextlib.contextmanager
+def made_anew() -> Iterator[None]:
+    """The opposite, within `made_once`: programs are traced again, for tests of what tracing reads."""
+    with _in_place_of({kept: factory for factory, kept in KEPT.items()}):
+        yield
+
+
+@contextlib.contextmanager
+def _in_place_of(others: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, module in list(sys.modules.items()):
             if name.startswith("podium."):
                 for attribute, value in list(vars(module).items()):
-                    if callable(value) and value in FACTORIES:
-                        patch.setattr(module, attribute, KEPT[value])
+                    if inspect.isfunction(value) and value in others:
+                        patch.setattr(module, attribute, others[value])
         yield

@@ -26,7 +26,8 @@ NO_BENCH = (
     "own_step",
     "torch_peer",
     "recipes",
-)  # recipes takes no options, and its tests run what it runs
+    "damage_runs",
+)  # recipes takes no options, and its tests run what it runs; damage runs damage_runs
 BENCHES = [*sorted(path.stem for path in (ROOT / "benches").glob("*.py") if path.stem not in NO_BENCH), "pods"]
 NEED_TORCH = ("logits_parity", "hf_generate")
 

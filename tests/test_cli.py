@@ -135,7 +135,7 @@ def test_wrong_settings_are_status_2_with_everything_on_stderr(podium):
         "error: 2 errors in the settings\n"
         "steps: expected a whole number of at least 1, got 0\n"
         "    --set steps=0\n"
-        "    Training steps, each of rollout, grading and update.\n"
+        "    Training steps; each is rollout, grading and update.\n"
         "seeed: unknown key; did you mean seed?\n"
         "    --set seeed=1\n"
     )

@@ -251,9 +251,9 @@ def test_an_unknown_key_is_listed(translate):
         ("train: {optimizer: adam}\n",
          "train.optimizer.name: expected one of adamw, lion, sgd, muon, adafactor, got 'adam'; did you mean adamw?\n"
          "    old.yaml\n"
-         "    Which update rule; state per parameter: adamw 8 bytes, lion, muon and sgd 4, adafactor about 0. Or a"
-         " function of\nyours as `package.module:name`, from these settings to an optax transformation that makes the"
-         " direction uphill."),
+         "    Update rule; bytes of state per parameter: adamw 8, lion, muon and sgd 4, adafactor about 0. Or your own"
+         " function\nas `package.module:name`, which takes these settings and returns an optax transformation whose"
+         " output is an ascent\ndirection."),
     ],
 )  # fmt: skip
 def test_what_made_no_sense_there_is_an_error(translate, text, message):

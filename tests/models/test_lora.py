@@ -238,7 +238,7 @@ def test_what_changes_nothing_is_accepted(saved):
 def test_an_adapter_of_another_model_is_refused(saved):
     folder, _, base = saved
     rules = rules_on("auto", 1)
-    with pytest.raises(ModelError, match=r"trained beside the weights .*set model to 'some/model'"):
+    with pytest.raises(ModelError, match=r"was trained on base weights .*set model to 'some/model'"):
         load_adapter(folder, ADAPTED, rules, {**base, "embed": base["embed"] + 1})
     wider = tiny(tied=False, qkv_bias=True, qk_norm=True, lora=LORA, mlp_width=64)
     (folder / "podium.json").unlink()

@@ -106,7 +106,7 @@ def test_auto_prints_a_table_and_the_next_command(podium, planner):  # noqa: F81
 
 def test_auto_ranks_and_does_nothing_else(podium):  # noqa: F811
     status, _, err = podium("plan", "run.yaml", "--on", "auto", "--search", "rollout.slots")
-    assert status == 1 and err.startswith("error: --on auto ranks machines; name one for --search")
+    assert status == 2 and err.startswith("error: --on auto ranks machines; name one for --search")
 
 
 # Without a config
@@ -139,7 +139,7 @@ def test_settings_of_the_user_win_over_the_defaults(podium):  # noqa: F811
     status, out, _ = podium("plan", "./model", "--on", "v6e-8", "--set", "rollout.slots=16", "--json")
     assert status == 0 and json.loads(out)["text"].startswith("fits")
     status, _, err = podium("plan", "./model", "--on", "v6e-8", "--set", "rollout.slots=7")
-    assert status == 1 and err.startswith("error: rollout.slots is 7 and is split over ")
+    assert status == 2 and err.startswith("error: rollout.slots is 7 and is split over ")
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,13 @@ def test_a_prompt_that_is_complete_is_written_with_its_rewards(carried):
 @pytest.mark.parametrize("refill", [False, pytest.param(True, marks=pytest.mark.long)], ids=["plain", "refill"])
 def test_a_run_goes_on_bit_for_bit_with_what_was_in_flight(tiny_model, tmp_path, one_device, refill):
     recipe = {"recipe": "dapo", "max_refills": 1} if refill else {}
-    changes = {"rollout": CARRIED, "eval": {"every_steps": 1, "questions": 2}, "algorithm": recipe}
+    changes = {
+        "rollout": CARRIED,
+        "eval": {"every_steps": 1, "questions": 2},
+        "algorithm": recipe,
+        "tasks": [{"name": "arithmetic", "rewards": {"correct": 1.0, "length": 1.0}}],  # lengths of a group differ
+        "grading": {"overlong_buffer_tokens": 8},
+    }
     runs = {}
     for name, stops in (("whole", [3]), ("stopped", [1, 3])):
         config = make_config(tiny_model, tmp_path / name, steps=stops[0], **changes)
@@ -221,7 +227,7 @@ BASE = ["model=demo", "tasks=[{name: arithmetic}]"]
     [
         (
             ["in_flight=1.5", "max_staleness=0"],
-            r"max_staleness: 0 is too little for rollout.in_flight 1.5: .* set 1",
+            r"max_staleness: 0 is too low for rollout.in_flight 1.5: .* set 1",
         ),
         (["in_flight=4", "max_staleness=2"], r"for up to 3 more; set 3 or more, or rollout.in_flight to 3 or less"),
         (["max_staleness=1"], r"max_staleness: 1 has no effect with rollout.in_flight 1"),

@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import json
 import os
@@ -336,7 +337,8 @@ def test_a_save_whose_folder_cannot_be_made_leaves_no_thread_that_waits(open_che
     with pytest.raises(CheckpointError, match="Permission denied"):
         checkpointer.save(2, make_state(2), {}, score=None, wait=True)
     for thread in set(threading.enumerate()) - before:
-        thread.join(timeout=10)  # the interpreter joins it too before it exits
+        with contextlib.suppress(OSError):  # orbax raises what ended the thread
+            thread.join(timeout=10)  # the interpreter joins it too before it exits
         assert not thread.is_alive(), thread.name
 
 

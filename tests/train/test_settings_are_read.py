@@ -14,6 +14,7 @@ from typing import Any, get_args, get_origin
 
 import numpy as np
 import pytest
+from made_once import made_anew
 from pydantic import create_model
 from tiny_runs import TINY, merged
 
@@ -138,7 +139,7 @@ def test_every_setting_is_read_and_an_invented_one_is_not(tiny_model, tmp_path, 
         "metrics": {"wandb": {"mode": "offline", "tags": ["tiny"]}},
     }
     config = with_invented(Config).model_validate(merged(TINY, changes))
-    with recorded() as read:
+    with made_anew(), recorded() as read:
         assert train(config, plain=True) == 0  # pyright: ignore[reportArgumentType]
     by_effect = {("AlgorithmConfig", name) for name in ARGUMENTS}
     by_effect.add(("TaskConfig", "completion"))  # of written completions alone: tests/train/test_sft.py
