@@ -130,8 +130,12 @@ def test_every_setting_is_read_and_an_invented_one_is_not(tiny_model, tmp_path, 
         "model": str(tiny_model),
         "runs_dir": str(tmp_path),
         "steps": 2,
-        "tasks": [{"name": "arithmetic"}, {"name": "jsonl", "path": str(long), "eval_path": str(short)}],
+        "tasks": [
+            {"name": "arithmetic", "rewards": {"correct": 1.0, "length": 1.0}},
+            {"name": "jsonl", "path": str(long), "eval_path": str(short)},
+        ],
         "algorithm": {"recipe": "dapo", "max_refills": 1, "kl": "k3", "kl_coef": 0.1, **correction},
+        "grading": {"overlong_buffer_tokens": 2},  # lengths of a group differ, so there is an update
         "lora": {"rank": 2},
         "train": {"optimizer": {"schedule": "linear"}},
         "eval": {"every_steps": 3, "questions": 2, "samples": 1},
