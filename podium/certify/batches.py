@@ -1,7 +1,7 @@
-"""Checks of batches, without a model: what is trained, at which weight, advantage and old log-probability.
+"""Checks of batches, without a model: which tokens are trained, and their weights, advantages and log-probabilities.
 
-Batches are those of the trainer's own `prepare_step`, whose scorers a table of numbers stands in for. What they are
-compared with is `podium.certify.naive_step`, from the same episodes and the same table.
+The trainer's own `prepare_step` makes the batches; a table of numbers stands in for its scorers. They are compared with
+what `podium.certify.naive_step` computes from the same episodes and the same table.
 """
 
 import dataclasses
@@ -27,22 +27,22 @@ from podium.train.prepare import prepare_step
 from podium.train.scorers import make_scorers
 
 Prediction = tuple[int, int, int, float]
-"""A token that is predicted, as whoever trains on it must know it: position, input, target, sampled log-probability."""
+"""Identifies a trained token: its position, input token, target token and sampled log-probability."""
 FORMS = (Form(packing="none"), Form(packing="sequences"), Form(), Form(rows=2))
 MOST_SHIFT = 2
 POLICY, REFERENCE = 0, 1
-"""Which of two tables a model's log-probabilities are read from."""
+"""Arguments of `table`: the made-up log-probabilities of the policy and of the reference model."""
 
 
 class Variant(NamedTuple):
-    """An algorithm in the trainer's form and in the naive one."""
+    """One algorithm, as the trainer's recipe and as the rules of the naive implementation."""
 
     recipe: Recipe
     rules: Rules
 
 
 class Values(NamedTuple):
-    """What a batch says of a token that is trained."""
+    """A batch's numbers for one trained token."""
 
     weight: float
     advantage: float
@@ -51,7 +51,7 @@ class Values(NamedTuple):
 
 
 def batch_checks(updates: Updates) -> Iterator[Check]:
-    """The config's algorithm in every packing, and every recipe with the options that decide a batch."""
+    """Check batches of the config's algorithm in every packing, and of every recipe with options that affect them."""
     subject = updates.subject
     own = _usable(Variant(subject.recipe, subject.rules))
     pairs = [(form, each) for form in FORMS for each in own]
@@ -65,14 +65,14 @@ def batch_checks(updates: Updates) -> Iterator[Check]:
     )
     yield Check(
         name="every token once",
-        claim="no token that the model drew is left out, and each is in its own minibatch",
+        claim="no token that the model drew is left out, and each is in the right minibatch",
         difference=max(each.missing for each in compared),
         bar=0,
         after=("mask",),
     )
     yield Check(
         name="prompts untrained",
-        claim="nothing else is trained: no prompt, no padding, no token twice, none that an environment gave",
+        claim="nothing else is trained: no prompt, no padding, no token twice, none from an environment",
         difference=max(each.added for each in compared),
         bar=0,
         after=("mask", "every token once"),
@@ -80,27 +80,27 @@ def batch_checks(updates: Updates) -> Iterator[Check]:
     placed = ("mask", "every token once", "prompts untrained")
     yield Check(
         name="denominators",
-        claim="weights of tokens are those of each recipe's mean over its own optimizer step",
+        claim="token weights are those of each recipe's mean over its optimizer step",
         difference=max(each.errors.weight for each in compared),
         after=placed,
     )
     yield Check(
         name="scores",
-        claim="the log-probabilities that ratios and KL are taken to stand at their own tokens",
+        claim="the log-probabilities in the denominators of ratios and in the KL are those of the same token",
         difference=max(max(each.errors.old, each.errors.reference) for each in compared),
         bar=0,
         after=placed,
     )
     yield Check(
         name="advantages",
-        claim="advantages are those of each recipe's formula, of the token's own episode",
+        claim="each token has the advantage that the recipe's formula gives its episode",
         difference=max(each.errors.advantage for each in compared),
         after=(*placed, "scores"),
     )
 
 
 def variants() -> Iterator[Variant]:
-    """Every recipe in two minibatches, and options that decide a batch, one at a time."""
+    """Yield every recipe with two minibatches, and variants that set options that affect a batch."""
     halves = {"minibatches": 2}
     dropping = {**halves, "zero_variance": "drop"}
     for name in RECIPES:
@@ -115,7 +115,7 @@ def variants() -> Iterator[Variant]:
 
 
 def _variant(name: str, changes: Mapping[str, Any]) -> Variant:
-    """A recipe with options; those of its standard deviation are bound to its advantage."""
+    """Set a recipe's options; those named `std...` are bound to its advantage function."""
     recipe, rules = RECIPES[name], RULES[name]
     std = {key: value for key, value in changes.items() if key.startswith("std")}
     others = {key: value for key, value in changes.items() if key not in std}
@@ -124,7 +124,7 @@ def _variant(name: str, changes: Mapping[str, Any]) -> Variant:
 
 
 def _usable(own: Variant) -> list[Variant]:
-    """The config's algorithm with all groups, and where it drops some, without them."""
+    """The algorithm with all groups kept, and if it drops groups of equal rewards, also as it is."""
     whole = Variant(
         dataclasses.replace(own.recipe, zero_variance="keep"), dataclasses.replace(own.rules, zero_variance="keep")
     )
@@ -132,10 +132,10 @@ def _usable(own: Variant) -> list[Variant]:
 
 
 class Compared:
-    """The batches of a step and what the naive form makes of it."""
+    """The batches that the trainer makes of a step, beside those of the naive implementation."""
 
     def __init__(self, updates: Updates, form: Form, variant: Variant) -> None:
-        """Prepares both."""
+        """Prepare the step both ways."""
         subject = updates.subject
         self._batches = list(_prepared(updates, form, variant.recipe))
         self._expected = [_predictions(each, variant.rules) for each in _naive_steps(subject, variant.rules)]
@@ -143,23 +143,26 @@ class Compared:
 
     @property
     def shift(self) -> int:
-        """By how many positions a mask has to be moved, at most, to agree best with where completions are."""
+        """The largest shift, in positions, at which a batch's mask best matches the expected tokens; 0: aligned."""
         wanted = {cell for each in self._expected for cell in each}
         return max((abs(_shift(batch, wanted)) for batch in self._batches), default=0)
 
     @property
     def missing(self) -> float:
-        """The share of expected tokens that are not in their optimizer step."""
+        """Number of expected tokens missing from their optimizer step, as a fraction of all expected tokens."""
         return self._share(lambda expected, found: Counter(list(expected)) - Counter([cell for cell, _ in found]))
 
     @property
     def added(self) -> float:
-        """The share of tokens that no optimizer step should train."""
+        """Number of trained tokens that their optimizer step should not train, as a fraction of all expected tokens."""
         return self._share(lambda expected, found: Counter([cell for cell, _ in found]) - Counter(list(expected)))
 
     @property
     def errors(self) -> Values:
-        """The largest error of each value over the largest such value."""
+        """The largest error of each value: of weights relative to the expected one, of advantages to the largest.
+
+        Errors of log-probabilities are absolute. 1 for each if no trained token was expected.
+        """
         pairs = [
             (own, expected[cell])
             for expected, found in zip(self._expected, self._found, strict=False)
@@ -183,12 +186,12 @@ class Compared:
 
 
 def table(positions: np.ndarray, targets: np.ndarray, which: float) -> np.ndarray:
-    """Made-up log-probabilities of tokens by their position, in float32."""
+    """Made-up log-probabilities, a function of position and target token, in float32; `which` selects the model."""
     return (-2 - np.sin(1.7 * positions + 0.37 * targets + 2.1 * which)).astype(np.float32)
 
 
 def _prepared(updates: Updates, form: Form, recipe: Recipe) -> Sequence[Batch]:
-    """The batches that the trainer makes of the subject's groups."""
+    """The batches that the trainer makes of the subject's groups, scored by `table`."""
     settings, _ = updates.programs(form)
 
     def score(params: Params, batch: Batch) -> jax.Array:
@@ -210,7 +213,7 @@ def _naive_steps(subject: Subject, rules: Rules) -> list[Sequences]:
     room = subject.room
 
     def model(which: float, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        positions = starts[:, None] - 1 + np.arange(room.continuation)[None]  # [S, n], whence each is predicted
+        positions = starts[:, None] - 1 + np.arange(room.continuation)[None]  # [S, n], that predict the tokens
         at = np.minimum(positions + 1, tokens.shape[1] - 1)
         return table(positions, np.take_along_axis(tokens, at, axis=1), which).astype(np.float64)
 
@@ -225,7 +228,7 @@ def _naive_steps(subject: Subject, rules: Rules) -> list[Sequences]:
 
 
 def _predictions(step: Sequences, rules: Rules) -> dict[Prediction, Values]:
-    """What an optimizer step is to train, with the values of each token."""
+    """The tokens that an optimizer step should train, with their values."""
     found: dict[Prediction, Values] = {}
     for row, own in zip(*np.nonzero(step.valid), strict=True):
         position = int(step.starts[row]) - 1 + int(own)
@@ -241,7 +244,10 @@ def _predictions(step: Sequences, rules: Rules) -> dict[Prediction, Values]:
 
 
 def _keeps_old(rules: Rules) -> bool:
-    """Whether a batch has the trainer's log-probabilities from before the step; a first update's own are the same."""
+    """Whether a batch stores the trainer's log-probabilities from before the step.
+
+    With a single optimizer step per batch they equal the current ones, so they are not stored.
+    """
     return rules.old_logprobs == "trainer" and rules.updates_per_batch * rules.minibatches > 1
 
 
@@ -253,7 +259,7 @@ def _fields(batch: Batch) -> tuple[np.ndarray, ...]:
 
 
 def _trained(batch: Batch, rules: Rules) -> list[tuple[Prediction, Values]]:
-    """The predictions that count, with their values."""
+    """The tokens that a batch trains (nonzero mask or weight), with their values."""
     *what, mask = _fields(batch)
     used = int(batch.num_micro_batches)
     nothing = np.zeros(batch.tokens.shape, np.float32)
@@ -273,7 +279,7 @@ def _trained(batch: Batch, rules: Rules) -> list[tuple[Prediction, Values]]:
 
 
 def _shift(batch: Batch, expected: set[Prediction]) -> int:
-    """By how many positions the mask has to be moved to agree best with where completions are; 0 where that is best."""
+    """The shift, in positions, at which the batch's mask best matches the expected tokens; 0 wins a tie."""
     *what, mask = _fields(batch)
     rows, T = mask.shape
     cells = zip(*(x.ravel().tolist() for x in what), strict=True)

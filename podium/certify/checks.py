@@ -1,7 +1,8 @@
-"""The checks of a certificate, from causes to consequences: what each compares, and how far apart the two may be.
+"""The checks of a certificate, causes before consequences: what each compares, and the tolerance (its bar).
 
-A check that is red because of another is not counted as a cause (`Check.after`): a wrong mask makes loss and gradient
-wrong too. Differences are relative, of norms, in float32; where two numbers must be the same, the bar is 0.
+A check that fails (is red) because of another is not reported as a cause (`Check.after`): a wrong mask makes loss and
+gradient wrong too. Differences are relative differences of norms in float32; where two numbers must be equal, the bar
+is 0.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ BATCHES = ("mask", "every token once", "prompts untrained", "denominators", "sco
 FORMULAS = ("clip", "correction", "kl", "entropy")
 MESHES = (("dp:2,fsdp:2,tp:2", "dp:2,fsdp:4", "dp:2,tp:2", "dp:2"), ("fsdp:8", "fsdp:4", "fsdp:2,tp:2", "fsdp:2"))
 SPLIT_ROWS = (("fsdp:2,sp:4", "sp:4", "fsdp:2,sp:2", "sp:2"),)
-"""Of each of these, the first that has the devices and divides the model."""
+"""From each tuple, the first mesh for which there are enough devices and which divides the model is used."""
 OTHER_TEMPERATURE = 0.7
 CHUNK_TOKENS = 7 * 16  # 7 positions of 16 rows: they do not divide a row
 BESIDE_UNPACKED = ("packing", "shared prompts")
@@ -39,7 +40,7 @@ LONG_ROW = 160  # tokens: more than two blocks of attention
 
 
 def model_checks(updates: Updates) -> Iterator[Check]:
-    """Log-probabilities of trainer and sampler."""
+    """Check the log-probabilities of trainer and sampler, and which matrices have adapters."""
     subject = updates.subject
     sequences, temperature = subject.sequences, subject.config.rollout.temperature
     tokens, starts = np.asarray(sequences.tokens), np.asarray(sequences.starts)
@@ -47,14 +48,14 @@ def model_checks(updates: Updates) -> Iterator[Check]:
     if adapters:
         yield Check(
             name="adapters",
-            claim="what is trained are the adapters of the matrices that lora.targets names, scaled by alpha / rank",
+            claim="exactly the adapters of the matrices in lora.targets are trained, scaled by alpha / rank",
             difference=adapter_errors(subject),
             bar=0,
         )
     own = (*adapters, "log-probabilities")
     for name, at, after in (("log-probabilities", 1.0, adapters), ("temperature", OTHER_TEMPERATURE, own)):
         naive = subject.naive_scores(tokens, starts, subject.weights, at).logprobs
-        where = "every sequence alone, in float64" if at == 1.0 else f"logits over {at:g}"
+        where = "each sequence computed alone, in float64" if at == 1.0 else f"the logits divided by {at:g}"
         yield Check(
             name=name,
             claim=f"the trainer's log-probabilities are those of a softmax of {where}",
@@ -71,7 +72,10 @@ def model_checks(updates: Updates) -> Iterator[Check]:
 
 
 def _score_error(updates: Updates, temperature: float, expected: list[np.ndarray]) -> float:
-    """Largest difference of the trainer's log-probabilities from those of each completion, over the largest."""
+    """The trainer's largest log-probability error, divided by the largest expected log-probability, as absolute values.
+
+    `expected` has one array per completion.
+    """
     subject = updates.subject
     settings = updates.programs(UNPACKED)[0]._replace(temperature=temperature)
     batch = shard_batch(updates.batch(UNPACKED), settings.computing)
@@ -85,7 +89,7 @@ def _score_error(updates: Updates, temperature: float, expected: list[np.ndarray
 
 
 def adapter_errors(subject: Subject) -> float:
-    """Trained parameters that should not be, or that are missing; and 1 for another scale."""
+    """Number of parameters that are wrongly trained or wrongly not trained, plus 1 if the scale is wrong."""
     config, clone = subject.user.lora, tiny_clone(find_decoder(subject.user))
     assert config is not None
     if (lora := clone.lora) is None:
@@ -97,46 +101,46 @@ def adapter_errors(subject: Subject) -> float:
 
 
 def update_checks(updates: Updates) -> Iterator[Check]:
-    """One update, and another on the same batch, against the naive objective; and one that has nothing to learn."""
+    """Compare two updates on one batch with the naive objective; check that equal rewards change no weight."""
     subject, (first, second) = updates.subject, updates.unpacked
     naive, again = updates.naive(subject.weights), updates.naive(first.weights)
     own = () if subject.config.rollout.temperature == 1.0 else ("temperature",)
     causes = (*BATCHES, *FORMULAS, "log-probabilities", *own)
     yield Check(
         name="loss",
-        claim="the loss is that of the recipe's formula, in float64",
+        claim="the loss equals the recipe's formula, computed in float64",
         difference=abs(first.loss - naive.loss) / naive.loss_size,
         after=causes,
     )
     yield Check(
         name="gradient",
-        claim="the gradient of every parameter is that of the formula, in float64",
+        claim="the gradient of every parameter equals that of the formula, computed in float64",
         difference=distance(first.gradient, naive.gradient),
         after=(*causes, "loss"),
     )
     yield Check(
         name="repeated batch",
-        claim="a second update on the same batch is that of the formula, at the ratios that are there by then",
+        claim="a second update on the same batch equals the formula, with ratios that are no longer 1",
         difference=max(abs(second.loss - again.loss) / again.loss_size, distance(second.gradient, again.gradient)),
         after=(*causes, "loss", "gradient"),
     )
     recipe = subject.recipe
     if recipe.demonstrations:
-        return  # their advantage is 1, whatever they earn
+        return  # their advantage is 1, whatever their reward
     if recipe.kl != "none" or recipe.entropy_bonus:
         updates = Updates(subject, dataclasses.replace(recipe, kl="none", kl_coef=0.0, entropy_bonus=0.0))
     equal = [make_group(n, each.transcripts, [0.5] * COMPLETIONS) for n, each in enumerate(subject.groups)]
     (still,) = updates.run(UNPACKED, groups=equal)
     yield Check(
         name="zero advantage",
-        claim="completions of equal reward move no weight",
+        claim="completions of equal reward change no weight",
         difference=float(sum(np.count_nonzero(still.weights[name] != x) for name, x in subject.weights.items())),
         bar=0,
     )
 
 
 def form_checks(updates: Updates) -> Iterator[Check]:
-    """Compare forms of an update that must give the same result."""
+    """Compare forms of an update (packing, meshes, kernels, ...) that must give the same result."""
     size = updates.naive(updates.subject.weights).loss_size
     for name, how, after, form in _forms(updates.subject):
         (other, *_) = updates.unpacked if name in BESIDE_UNPACKED or form.packing == "none" else (updates.packed,)
@@ -150,7 +154,7 @@ def form_checks(updates: Updates) -> Iterator[Check]:
 
 
 def _forms(subject: Subject) -> Iterator[tuple[str, str, tuple[str, ...], Form]]:
-    """Name, claim and further causes of each check of a form, and the form."""
+    """Yield each form to check: the check's name, the end of its claim, further checks it depends on, and the form."""
     yield "packing", "in rows of several sequences", (), Form(packing="sequences")
     yield "shared prompts", "with one copy of each prompt", ("packing",), PACKED
     packed = ("packing", "shared prompts")
@@ -176,7 +180,7 @@ def _forms(subject: Subject) -> Iterator[tuple[str, str, tuple[str, ...], Form]]
 
 
 def usable_attention() -> list[Attention]:
-    """The values of `train.attention` that this machine has, but for the choice among them."""
+    """The values of `train.attention` that work on this machine, except `auto`."""
     known = jax.devices()[0].platform in KERNELS
     return [choice for choice in get_args(Attention) if choice != "auto" and (known or choice != "kernel")]
 
@@ -186,7 +190,11 @@ def _split(mesh: jax.sharding.Mesh) -> str:
 
 
 def meshes_of(subject: Subject, choices: Sequence[Sequence[str]]) -> list[jax.sharding.Mesh]:
-    """Meshes of this machine's devices that divide the model: of its accelerators, or where there is one, of CPUs."""
+    """The first usable mesh of each choice; unusable choices are left out.
+
+    A mesh is usable if there are enough devices and it divides the model. Devices are the machine's, or simulated CPU
+    devices if it has only one.
+    """
     devices = jax.devices() if len(jax.devices()) > 1 else jax.devices("cpu")
     specs = param_specs(subject.decoder)
 
@@ -203,13 +211,13 @@ def meshes_of(subject: Subject, choices: Sequence[Sequence[str]]) -> list[jax.sh
 
 
 def skipped(subject: Subject) -> Iterator[str]:
-    """What this machine cannot check."""
+    """Yield a line for each check that this machine cannot make, with the reason."""
     if not meshes_of(subject, MESHES):
-        yield "devices: there is one device, and no mesh of CPUs divides the model"
+        yield "devices: there is one device, and no mesh of simulated CPU devices divides the model"
     if "kernel" not in usable_attention():
-        yield f"attention kernel: it is for {' and '.join(KERNELS)}, and this machine has {jax.devices()[0].platform}"
+        yield f"attention kernel: needs {' or '.join(KERNELS)}, and this machine has {jax.devices()[0].platform}"
     if jax.devices()[0].platform != "tpu":
-        yield f"head fused: it is for tpu, and this machine has {jax.devices()[0].platform}"
+        yield f"head fused: needs tpu, and this machine has {jax.devices()[0].platform}"
 
 
 Stage = Callable[[Updates], Iterator[Check]]

@@ -1,4 +1,4 @@
-"""What `podium certify` does: every check of a config's model, a table or an object of JSON, and the exit status."""
+"""`podium certify`: runs every check of a config's model and prints a table, or one JSON object."""
 
 import json
 import math
@@ -20,14 +20,19 @@ from podium.models.params import param_specs
 from podium.train.platform import prepare_platform
 
 CPU_DEVICES = 8
-"""As many as jax is to make of the CPU, for programs that are split over devices."""
+"""Number of devices that jax simulates on the CPU, to check programs that are split over devices."""
 
 
 def certify(config: Config, *, full: bool, as_json: bool) -> int:
-    """Check a config's model, print what was found, and return the status: 0 green, 1 not.
+    """Check a config's model, print the result, and return the exit status: 0 if every check passes, else 1.
+
+    Args:
+        config: the run's settings.
+        full: check the model itself with its real weights, instead of a tiny clone.
+        as_json: print one JSON object instead of a table.
 
     Raises:
-        ValueError: something that the config names cannot be used.
+        ValueError: the model, recipe, loss or optimizer that the config names cannot be used.
     """
     if only_cpu() and not full:
         add_xla_flags(*quick_flags())
@@ -45,14 +50,14 @@ def certify(config: Config, *, full: bool, as_json: bool) -> int:
 
 
 def split_the_cpu() -> None:
-    """Have jax make several devices of the CPU; before its first computation."""
+    """Make jax simulate `CPU_DEVICES` devices on the CPU. Call it before jax's first computation."""
     jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
 
 
 def make_certificate(
     subject: Subject, *, full: bool = False, progress: Callable[[str], None] = lambda name: None
 ) -> Certificate:
-    """All checks of a subject; `progress` is called with the name of each when it is done."""
+    """Run all checks of a subject; `progress` is called with the name of each check as it finishes."""
     start = time.perf_counter()
     updates = Updates(subject)
     found = []

@@ -1,7 +1,7 @@
-"""A watched training run beside the naive form: each episode, each gradient and each new weight.
+"""Compares a watched training run with the naive implementation: each episode, each gradient and each new weight.
 
-The naive form begins each optimizer step from the trainer's own weights and gives its optimizer the trainer's own
-gradient, so that every difference is that of one step and one part, and rounding does not add up.
+The naive implementation starts each optimizer step from the trainer's own weights and gives its optimizer the trainer's
+own gradient. So every difference belongs to one step and one part, and rounding does not accumulate.
 """
 
 import dataclasses
@@ -24,15 +24,16 @@ from podium.tasks.task import TaskSource
 from podium.train.generate import Group
 
 DEVIATIONS = 5.0
-"""Standard deviations that a sum over all draws may be from its mean: a chance of one in a million."""
+"""How many standard deviations a sum over all draws may be from its mean; correct code exceeds it once in a million."""
 OF_BATCH = ("mask", "every token once", "prompts untrained", "denominators", "scores", "advantages")
 OF_MODEL = ("log-probabilities", "temperature")
 
 
 def training_checks(updates: Updates) -> Iterator[Check]:
-    """What a run of some steps samples, and every number from there to the new weights.
+    """Train for a few steps; check the sampled episodes and every loss, gradient and new weight.
 
-    The run is always a clone's: it keeps the weights before and after each of its updates.
+    Always trains a tiny clone, even if the subject is the real model, because the weights before and after every update
+    are kept in memory.
     """
     subject = make_subject(updates.subject.user) if updates.subject.full else updates.subject
     training = watch_training(subject)
@@ -40,7 +41,7 @@ def training_checks(updates: Updates) -> Iterator[Check]:
         yield from _sampling_checks(subject, training)
     yield Check(
         name="episodes",
-        claim="every episode answers its own prompt, ends where it must, and has the reward that its text earns",
+        claim="every episode answers its own prompt, ends where it must, and has the reward of its text",
         difference=float(
             sum(_wrong_episodes(subject, training, *each) for each in _groups(training)) + _repeated(subject, training)
         ),
@@ -49,7 +50,7 @@ def training_checks(updates: Updates) -> Iterator[Check]:
     pairs = _optimizer_steps(subject, training)
     yield Check(
         name="optimizer steps",
-        claim="a step makes an optimizer step of each minibatch, as often as the config says",
+        claim="a step makes one optimizer step per minibatch and update, as many as the config says",
         difference=float(sum(abs(len(step.updates) - len(naive)) for step, naive in pairs)),
         bar=0,
         after=("every token once",),
@@ -57,14 +58,14 @@ def training_checks(updates: Updates) -> Iterator[Check]:
     causes = (*OF_BATCH, *OF_MODEL, "clip", "correction", "kl", "entropy", "loss", "gradient", "optimizer steps")
     yield Check(
         name="training",
-        claim="the loss and gradient of every optimizer step of a run are those of the formulas, in float64",
+        claim="loss and gradient of every optimizer step of a run equal the formulas, computed in float64",
         difference=max(_gradient_error(subject, *pair) for pair in pairs),
         after=causes,
     )
     name = training.config.train.optimizer.name
     yield Check(
         name="new weights",
-        claim="every optimizer step leaves the weights that the optimizer's formula makes of its gradient",
+        claim="every optimizer step produces the weights that the optimizer's formula gives for its gradient",
         difference=_weight_error(subject, training),
         bar=BFLOAT16_BAR
         if training.config.train.optimizer.moments == "bfloat16"
@@ -75,13 +76,13 @@ def training_checks(updates: Updates) -> Iterator[Check]:
     )
     yield Check(
         name="frozen weights",
-        claim="no weight changes but those that are trained, and none between updates",
+        claim="only trained weights change, and only in updates",
         difference=float(_moved_elsewhere(subject, training)),
         bar=0,
     )
     yield Check(
         name="resume",
-        claim="the step behind a checkpoint is the same in a resumed run, bit for bit: prompts, answers, weights",
+        claim="a resumed run repeats the step after the checkpoint bit for bit: prompts, answers, weights",
         difference=float(_other_step(training.resumed, training.steps[-1])),
         bar=0,
     )
@@ -90,21 +91,21 @@ def training_checks(updates: Updates) -> Iterator[Check]:
 
 
 def _with_other_options(subject: Subject, causes: tuple[str, ...]) -> Check:
-    """The check of a run in which groups are dropped, ratios are to the trainer, and every term of a loss is there."""
+    """Check a run with dropped groups, every term of the loss, and ratios to the trainer's own log-probabilities."""
     other = with_other_options(subject)
     training = watch_training(other)
     pairs = _optimizer_steps(other, training)
     wrong = sum(abs(len(step.updates) - len(naive)) for step, naive in pairs) + _moved_elsewhere(other, training)
     return Check(
         name="other options",
-        claim="so is training with a KL, an entropy bonus, a correction, and groups and episodes that are left out",
+        claim="the same holds with a KL, an entropy bonus, a correction, and groups and episodes that are left out",
         difference=wrong or max(_gradient_error(other, *pair) for pair in pairs),
         after=(*causes, "training"),
     )
 
 
 def _optimizer_steps(subject: Subject, training: Training) -> list[tuple[Step, list[Sequences]]]:
-    """Each step of a run, and the optimizer steps that the naive form makes of its groups."""
+    """Each step of a run, with the optimizer steps that the naive implementation makes of its groups."""
     rules = _rules(subject, training)
     return [
         (step, subject.naive_steps(step.groups, rules, step.weights) * rules.updates_per_batch)
@@ -113,7 +114,7 @@ def _optimizer_steps(subject: Subject, training: Training) -> list[tuple[Step, l
 
 
 def _rules(subject: Subject, training: Training) -> Rules:
-    """The subject's rules with the run's minibatches and updates."""
+    """The subject's rules with the run's numbers of minibatches and of updates per batch."""
     algorithm = training.config.algorithm
     return dataclasses.replace(
         subject.rules, minibatches=algorithm.minibatches, updates_per_batch=algorithm.updates_per_batch
@@ -122,12 +123,12 @@ def _rules(subject: Subject, training: Training) -> Rules:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Drawn:
-    """Episodes of a step under the weights that drew them, [S, n] each."""
+    """Log-probabilities of the episodes of a step, by the sampler and under one version of the weights, [S, n] each."""
 
     sampled: np.ndarray
     naive: Scores[np.ndarray]
     used: np.ndarray
-    """Which tokens these weights drew."""
+    """True for tokens that this version of the weights drew, [S, n]."""
 
 
 def _sampling_checks(subject: Subject, training: Training) -> Iterator[Check]:
@@ -136,18 +137,18 @@ def _sampling_checks(subject: Subject, training: Training) -> Iterator[Check]:
     errors = [float(np.abs(each.sampled - each.naive.logprobs)[each.used].max()) for each in drawn]
     yield Check(
         name="hand-over",
-        claim="after every update the sampler's log-probabilities are those of the weights that drew the token",
+        claim="after every update, a sampled token's log-probability is that of the weights that drew it",
         difference=max(errors) / largest,
         after=(*OF_MODEL, "sampler"),
     )
     rollout = training.config.rollout
     if rollout.top_k or rollout.top_p < 1 or rollout.min_p:
-        return  # tokens are drawn from another distribution than that of their full log-probabilities
+        return  # tokens are drawn from a truncated distribution, not from that of their full log-probabilities
     surprise = sum(float(np.sum((-each.sampled - each.naive.entropy)[each.used])) for each in drawn)
     variance = sum(float(np.sum(each.naive.variance[each.used])) for each in drawn)
     yield Check(
         name="draws",
-        claim="tokens are as likely as draws from the model are, in standard deviations of their mean",
+        claim="sampled tokens are as likely as draws from the model, in standard deviations of their mean",
         difference=abs(surprise) / np.sqrt(variance),
         bar=DEVIATIONS,
         after=("hand-over",),
@@ -155,7 +156,7 @@ def _sampling_checks(subject: Subject, training: Training) -> Iterator[Check]:
 
 
 def _drawn(subject: Subject, training: Training, number: int) -> Iterator[_Drawn]:
-    """The episodes of a step, once for each version of the weights that drew some of their tokens."""
+    """Yield the episodes of a step, once for each version of the weights that drew some of their tokens."""
     groups, room = training.steps[number].groups, subject.room
     for first in range(0, len(groups), subject.config.prompts_per_step):
         own = groups[first : first + subject.config.prompts_per_step]
@@ -173,12 +174,15 @@ def _drawn(subject: Subject, training: Training, number: int) -> Iterator[_Drawn
 
 
 def _groups(training: Training) -> Iterator[tuple[int, Group]]:
-    """Every group of the run, with the number of its step."""
+    """Every group of the run, after the number of its step."""
     return ((number, group) for number, step in enumerate(training.steps) for group in step.groups)
 
 
 def _wrong_episodes(subject: Subject, training: Training, number: int, group: Group) -> int:
-    """Episodes of a group that are not what they should be."""
+    """Number of a group's episodes with a wrong prompt, end, weight version or reward.
+
+    With demonstrations: with a wrong prompt, or an answer that is not the data's.
+    """
     asked = group.prompt.prompt.id
     known = {each.id: each for each in Numbers(TaskSource(), vocab=subject.decoder.vocab).prompts("train")}
     encode = LetterBackend().encode
@@ -197,7 +201,7 @@ def _wrong_episodes(subject: Subject, training: Training, number: int, group: Gr
 
 
 def _repeated(subject: Subject, training: Training) -> int:
-    """Long answers to a question that are the same as another: they were drawn with the same random numbers."""
+    """Number of long answers that repeat another answer to the same question: drawn with the same random numbers."""
     if subject.recipe.demonstrations:
         return 0
     answers = [
@@ -210,7 +214,7 @@ def _repeated(subject: Subject, training: Training) -> int:
 
 
 def _ends_rightly(episode: Episode) -> bool:
-    """Whether an answer ends with the first token that ends it, or is as long as allowed without one."""
+    """Whether an answer ends at its first stop token, or has none and the maximum length."""
     *before, last = episode.tokens
     ended = last == 0 or letters([last]) == STOP
     open_until_then = 0 not in before and STOP not in letters(before)
@@ -219,7 +223,7 @@ def _ends_rightly(episode: Episode) -> bool:
 
 
 def _reward(training: Training, asked: str, episode: Episode) -> float:
-    """What an answer earns: its grade, and DAPO's punishment for being nearly as long as allowed, each weighed."""
+    """The reward of an answer: the weighted sum of its grade and DAPO's overlong penalty (arXiv:2503.14476)."""
     over = len(episode.tokens) - (MAX_NEW_TOKENS - OVERLONG_TOKENS)
     parts = {"correct": grade(asked, letters(episode.tokens)), "length": -min(1.0, max(0.0, over / OVERLONG_TOKENS))}
     (task,) = training.config.tasks
@@ -227,7 +231,7 @@ def _reward(training: Training, asked: str, episode: Episode) -> float:
 
 
 def _gradient_error(subject: Subject, step: Step, expected: Sequence[Sequences]) -> float:
-    """The largest error of a loss and of a parameter's gradient in a step's optimizer steps."""
+    """The largest relative error of a loss or of a parameter's gradient, over a step's optimizer steps."""
     worst = 0.0
     for seen, sequences in zip(step.updates, expected, strict=False):
         naive = naive_update(subject, sequences, {**step.weights, **seen.before})
@@ -236,15 +240,15 @@ def _gradient_error(subject: Subject, step: Step, expected: Sequence[Sequences])
 
 
 def _weight_error(subject: Subject, training: Training) -> float:
-    """The largest error of the weights behind an optimizer step, over the size of its change."""
+    """The largest error of the weights after an optimizer step, relative to the size of the step's change."""
     rules, steps = _rules(subject, training), training.steps
-    whole = rules.minibatches * rules.updates_per_batch  # optimizer steps of a step that drops nothing
+    whole = rules.minibatches * rules.updates_per_batch  # optimizer steps of a step without dropped groups
     trained = {name: steps[0].weights[name] for name in trained_specs(subject.decoder)}
     worst = 0.0
     with in_float64():
         naive = NaiveOptimizer(training.config.train.optimizer, len(steps) * whole, trained)
         for number, step in enumerate(steps):
-            first = (number + 1) * whole - len(step.updates)  # a step has the last rates of its share
+            first = (number + 1) * whole - len(step.updates)  # a step with fewer updates uses its last learning rates
             for place, seen in enumerate(step.updates, start=first):
                 expected = naive.update(seen.before, seen.gradient, place)
                 worst = max(worst, weight_difference(seen.after, seen.before, expected))
@@ -252,7 +256,7 @@ def _weight_error(subject: Subject, training: Training) -> float:
 
 
 def _moved_elsewhere(subject: Subject, training: Training) -> int:
-    """Numbers that changed although no optimizer step changed them."""
+    """Number of weight elements that changed outside an optimizer step, or that are frozen and changed."""
     now: Arrays = dict(subject.weights)
     moved = 0
     for step in training.steps:
@@ -264,7 +268,7 @@ def _moved_elsewhere(subject: Subject, training: Training) -> int:
 
 
 def _other_step(found: Step, expected: Step) -> int:
-    """Numbers that differ between two steps; what has another size counts as one."""
+    """Count differences between two steps: differing episodes, elements of weights and gradients, and 1 for sizes."""
     ours, theirs = ([each for group in step.groups for each in episodes_of(group)] for step in (found, expected))
     shapes = (len(found.updates), len(ours)) != (len(expected.updates), len(theirs))
     other = sum(a != b for a, b in zip(ours, theirs, strict=False))

@@ -1,4 +1,4 @@
-"""Checks of formulas, without a model: losses and gradients on random log-probabilities, rates, and update rules."""
+"""Checks formulas without a model: losses and gradients on random log-probabilities, learning rates, update rules."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -23,14 +23,14 @@ from podium.train.optimizer import learning_rate, make_optimizer
 
 S, LENGTH = 24, 16
 LOW, HIGH = 0.1, 0.3
-"""Widths of a clip that is not the same on both sides."""
+"""Widths of an asymmetric clip."""
 Changes = Mapping[str, Any]
-"""Options of an algorithm that differ from the config's, of its recipe and of its rules alike."""
+"""Options of an algorithm that replace the config's, both in the recipe and in the naive rules."""
 PLAIN: Changes = {"kl": "none", "kl_coef": 0.0, "correction": "none", "dual_clip": None, "old_logprobs": "sampler"}
 UNEVEN: Changes = {**PLAIN, "clip_low": LOW, "clip_high": HIGH}
 CORRECTED: Changes = {**UNEVEN, "loss": "clipped", "old_logprobs": "trainer"}
 RULE_STEPS, RULE_TOTAL = 5, 7
-"""Updates that each update rule makes, and the length of its schedule."""
+"""Number of updates made with each update rule, and the length of the learning-rate schedule."""
 RULE_OPTIONS: Changes = {
     "learning_rate": 0.05,
     "schedule": "cosine",
@@ -43,7 +43,7 @@ RULE_OPTIONS: Changes = {
     "clip_norm": 1.0,
     "moments": "float32",
 }
-"""At these, each option decides several digits of an update."""
+"""Chosen so that each option affects several digits of an update."""
 RULE_WEIGHTS = (
     "embed",
     "layers.attention_norm",
@@ -54,23 +54,23 @@ RULE_WEIGHTS = (
     "layers.o.lora_a",
     "layers.down",
 )
-"""Every kind of weight that a rule treats in its own way."""
+"""One weight of each kind that the update rules treat differently."""
 BFLOAT16_BAR = 2.0**-6
-"""Of weights whose moments are kept in bfloat16: each is up to 2^-7 off, and an update takes two."""
+"""Bar for weights whose moments are kept in bfloat16: each moment is off by up to 2^-7, and an update uses two."""
 MUON_BAR = 1e-3
-"""Muon's five iterations enlarge what is small in a gradient 3.44 times each: float32's 2^-24 becomes 3e-5 of the
-result in every of a few sums."""
+"""Bar for Muon: each of its five iterations enlarges small components of a gradient 3.44 times, so float32's rounding
+of 2^-24 becomes 3e-5 of the result in each of a few sums."""
 
 
 def formula_checks(updates: Updates) -> Iterator[Check]:
-    """The policy terms, the KL terms, the entropy, the schedule, and the update rules."""
+    """Check the policy terms, the KL terms, the entropy bonus, the learning-rate schedule, and the update rules."""
     subject = updates.subject
     made: list[Changes] = [{"kl": "none", "kl_coef": 0.0}]
     made += [{**UNEVEN, "loss": loss} for loss in ("clipped", "gspo", "cispo", "reinforce")]
     made += [{**UNEVEN, "loss": "clipped", "dual_clip": 2.0}, {**UNEVEN, "loss": "gspo", "old_logprobs": "trainer"}]
     yield Check(
         name="clip",
-        claim="policy terms and their gradients are the papers', clipped on the right side",
+        claim="policy terms and their gradients are those of the papers, clipped on the right side",
         difference=max(_loss_error(subject, each) for each in made),
     )
     corrections: list[Changes] = [
@@ -79,7 +79,7 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
     ]
     yield Check(
         name="correction",
-        claim="tokens weigh exp(trainer's - sampler's log-probability), truncated or inside the band",
+        claim="tokens are weighted by exp(trainer's - sampler's log-probability), truncated or masked",
         difference=max(_loss_error(subject, each) for each in corrections),
         after=("clip",),
     )
@@ -92,7 +92,7 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
     )
     yield Check(
         name="entropy",
-        claim="the entropy bonus is a mean over the tokens of the whole optimizer step, and is added to what is sought",
+        claim="the entropy bonus is a mean over all tokens of the optimizer step, and lowers the loss",
         difference=_entropy_error(subject),
     )
     optimizer, steps = subject.user.train.optimizer, optimizer_steps(subject.user)
@@ -107,14 +107,14 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
 
 
 def _schedule_error(config: OptimizerConfig, total: int) -> float:
-    """Of every step, or of a thousand over a long run."""
+    """Relative error of the learning rates, at every step, or at a thousand spread over a long run."""
     steps = np.unique(np.linspace(0, total - 1, min(total, 1000)).astype(int))
     rates = np.asarray(jax.vmap(learning_rate(config, total))(jnp.asarray(steps)) + jnp.zeros(len(steps)))
     return relative(rates, [scheduled_rate(config, total, int(step)) for step in steps])
 
 
 def _loss_error(subject: Subject, changes: Changes, *, only_kl: bool = False) -> float:
-    """Of the token losses and of their gradient; with `only_kl` advantages are 0, so that nothing else is left."""
+    """Relative error of the token losses or of their gradient; `only_kl`: advantages are 0, so only the KL is left."""
     recipe = dataclasses.replace(subject.recipe, **changes)
     rules = dataclasses.replace(subject.rules, **changes)
     random = np.random.default_rng(0)
@@ -162,7 +162,7 @@ def _loss_error(subject: Subject, changes: Changes, *, only_kl: bool = False) ->
 
 
 def _entropy_error(subject: Subject) -> float:
-    """Of the bonus of a step in two micro-batches that have unequal numbers of tokens."""
+    """Relative error of the entropy bonus of a step with two micro-batches of unequal numbers of tokens."""
     random, bonus = np.random.default_rng(1), 0.3
     entropy = random.uniform(0.5, 5.0, (S, LENGTH)).astype(np.float32)
     valid = np.arange(LENGTH)[None] < np.arange(1, S + 1)[:, None]
@@ -190,11 +190,11 @@ def _entropy_error(subject: Subject) -> float:
 
 
 def _rule_checks() -> Iterator[Check]:
-    """Every update rule on small arrays, whose gradients are clipped in some steps and not in others."""
+    """Check every update rule on small arrays whose gradients are clipped in some steps and not in others."""
     for name in OPTIMIZER_COPIES:
         options = OptimizerConfig(name=name).model_copy(update=dict(RULE_OPTIONS))
         plain = options.model_copy(update={"weight_decay": 0.0, "clip_norm": 0.0, "schedule": "linear"})
-        cases = [options, plain] if name == "adamw" else [options]  # what is not the rule is the same for all
+        cases = [options, plain] if name == "adamw" else [options]  # the rest is common to all rules
         yield Check(
             name=f"optimizer {name}",
             claim=f"{name}'s updates are optax's on whole arrays, clipped, decayed and scaled by their formulas",
@@ -205,7 +205,7 @@ def _rule_checks() -> Iterator[Check]:
 
 
 def rule_error(config: OptimizerConfig) -> float:
-    """The largest relative error of the weights after each update, of some updates in a row."""
+    """The largest error of the weights over `RULE_STEPS` updates, relative to the size of each update's change."""
     decoder = dense_decoder(
         model_type="llama",
         vocab=10,

@@ -1,11 +1,12 @@
-"""Model and objective once more, as papers write them: each sequence alone, nothing packed, chunked, split or masked.
+"""Naive implementation of model and objective, as papers write them: each sequence alone, without packing or chunks.
 
-The whole update is in four files, in the order in which it happens: `naive_rules.py` (what an algorithm is),
+The naive update takes four files, in the order in which it happens: `naive_rules.py` (what an algorithm is),
 `naive_step.py` (from episodes to advantages, weights and minibatches), this one (from weights and episodes to the loss,
-whose gradient jax takes) and `naive_optimizer.py` (from the gradient to new weights). They import nothing of
-`podium.algorithms`, `podium.train` and `podium.rollout`, which they are compared with; float64 within `in_float64`.
+which jax differentiates) and `naive_optimizer.py` (from the gradient to new weights). They import nothing from
+`podium.algorithms`, `podium.train` and `podium.rollout`, which are compared with them. Within `in_float64` they compute
+in float64.
 
-S episodes of a step, each with its prompt before it, padded on the right to T tokens; n tokens may follow a prompt.
+Shapes: S episodes of a step, each after its prompt, padded on the right to T tokens; at most n tokens follow a prompt.
 """
 
 import contextlib
@@ -32,11 +33,11 @@ Array = TypeVar("Array", jax.Array, np.ndarray)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """The episodes of an optimizer step, and the values that its loss takes as given."""
+    """The episodes of an optimizer step, and the constants of its loss."""
 
     tokens: jax.Array  # [S, T] int32, the prompt and what follows it
     starts: jax.Array  # [S] int32, length of the prompt
-    valid: jax.Array  # [S, n] bool, which tokens behind the prompt are trained on
+    valid: jax.Array  # [S, n] bool, which tokens after the prompt are trained on
     weights: jax.Array  # [S, n], what each token's loss is multiplied by
     advantages: jax.Array  # [S]
     sampled_logprobs: jax.Array  # [S, n]
@@ -45,22 +46,22 @@ class Sequences:
 
 
 class Scores(NamedTuple, Generic[Array]):
-    """What the model gives the tokens behind each prompt."""
+    """Statistics of the model's distributions at the tokens after each prompt, in nats."""
 
-    logprobs: Array  # [S, n], of the tokens that are there
-    entropy: Array  # [S, n], of the distribution that each is drawn from: the mean of -logprob
-    variance: Array  # [S, n], of that -logprob
+    logprobs: Array  # [S, n], of the actual tokens
+    entropy: Array  # [S, n], of the distribution that each token is drawn from: the mean of -logprob
+    variance: Array  # [S, n], of -logprob under that distribution
 
 
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
-    """Inside, jax computes in float64, on the CPU: TPUs have no such numbers."""
+    """Compute in float64 inside the block, on the CPU because TPUs have no float64."""
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]), jax.default_matmul_precision("highest"):
         yield
 
 
 def logits(weights: Weights, tokens: jax.Array, decoder: DecoderConfig) -> jax.Array:
-    """Logits [T, V] behind each token of one sequence [T]."""
+    """Logits [T, V] for the token after each token of one sequence [T]."""
     x = weights["embed"][tokens] * decoder.embed_scale
     first = 0
     for stack in decoder.stacks:
@@ -78,7 +79,7 @@ def logits(weights: Weights, tokens: jax.Array, decoder: DecoderConfig) -> jax.A
 
 
 def _of_place(weights: Weights, prefix: str, decoder: DecoderConfig) -> Weights:
-    """The stacked weights of the layers at a place, with their adapters added to them."""
+    """The stacked weights whose names begin with `prefix`, with adapters merged: W + alpha / rank AB."""
     layers = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     for name in [name.removesuffix(".lora_a") for name in layers if name.endswith(".lora_a")]:
         a, b = layers[f"{name}.lora_a"], layers[f"{name}.lora_b"]
@@ -95,9 +96,9 @@ def _norm(x: jax.Array, scale: jax.Array, decoder: DecoderConfig) -> jax.Array:
 
 
 def _layer(x: jax.Array, w: Weights, block: Block, decoder: DecoderConfig) -> jax.Array:
-    """What leaves a layer, [T, D]."""
+    """The output of a layer, [T, D]."""
     attention, mlp = block.kinds
-    assert isinstance(attention, Attention) and isinstance(mlp, Mlp), "the tiny clone has refused other kinds"
+    assert isinstance(attention, Attention) and isinstance(mlp, Mlp), "tiny_clone refuses other kinds"
     found = _attended(_norm(x, w["attention_norm"], decoder), w, attention, decoder)
     x = x + (_norm(found, w["attention_out_norm"], decoder) if block.norms_behind else found)
     y = _norm(x, w["mlp_norm"], decoder)
@@ -111,7 +112,7 @@ def _layer(x: jax.Array, w: Weights, block: Block, decoder: DecoderConfig) -> ja
 
 
 def _attended(y: jax.Array, w: Weights, attention: Attention, decoder: DecoderConfig) -> jax.Array:
-    """What attention finds, [T, D]."""
+    """The output of attention, projected to the width, [T, D]."""
     positions = jnp.arange(len(y))
     angles = positions[:, None] * jnp.asarray(_frequencies(attention.rope))[None]  # [T, Q/2]
     behind = positions[:, None] - positions[None]  # query by key
@@ -139,12 +140,21 @@ def _attended(y: jax.Array, w: Weights, attention: Attention, decoder: DecoderCo
 def scores(
     weights: Weights, tokens: jax.Array, starts: jax.Array, decoder: DecoderConfig, temperature: float, n: int
 ) -> Scores[jax.Array]:
-    """Scores of the n tokens behind each prompt, [S, n], under the softmax of logits over temperature."""
+    """Scores of the n tokens after each prompt, [S, n], under the softmax of logits / temperature.
+
+    Args:
+        weights: by parameter name.
+        tokens: [S, T] int32, prompts with what follows them.
+        starts: [S] int32, lengths of the prompts.
+        decoder: the model's architecture.
+        temperature: of the softmax.
+        n: number of tokens scored after each prompt.
+    """
 
     def of_one(tokens: jax.Array, start: jax.Array) -> Scores[jax.Array]:
         every = logits(weights, tokens, decoder) / temperature  # [T, V]
         table = every - jax.nn.logsumexp(every, axis=-1, keepdims=True)
-        at = jnp.minimum(start - 1 + jnp.arange(n), len(tokens) - 2)  # whence each token of the completion is predicted
+        at = jnp.minimum(start - 1 + jnp.arange(n), len(tokens) - 2)  # positions that predict the completion
         own = table[at]  # [n, V]
         entropy = -jnp.sum(jnp.exp(own) * own, axis=-1)
         variance = jnp.sum(jnp.exp(own) * own * own, axis=-1) - entropy**2
@@ -154,7 +164,10 @@ def scores(
 
 
 def objective(rules: Rules, found: Scores[jax.Array], sequences: Sequences) -> tuple[jax.Array, jax.Array]:
-    """The loss of one optimizer step on these episodes, [], and the sum of its terms' sizes, which may cancel."""
+    """The loss of one optimizer step, [], and the sum of its terms' absolute values, [].
+
+    An error of the loss is judged relative to that sum, since its terms may cancel.
+    """
     losses = policy_losses(rules, found.logprobs, sequences) + kl_losses(rules, found.logprobs, sequences)
     terms = jnp.where(sequences.valid, losses * sequences.weights, 0.0)
     entropy = jnp.sum(found.entropy * sequences.valid) / jnp.sum(sequences.valid)
@@ -163,7 +176,11 @@ def objective(rules: Rules, found: Scores[jax.Array], sequences: Sequences) -> t
 
 
 def policy_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> jax.Array:
-    """The algorithm's policy term of each token, [S, n], with its correction."""
+    """The policy loss of each token, [S, n], times the importance weight of `rules.correction`.
+
+    Formulas: PPO's clipped surrogate (arXiv:1707.06347), dual clip (arXiv:1912.09729), GSPO (arXiv:2507.18071), CISPO
+    (arXiv:2506.13585) and REINFORCE (Williams, 1992).
+    """
     A, sampled = sequences.advantages[:, None], sequences.sampled_logprobs
     old = sampled if rules.old_logprobs == "sampler" else sequences.old_logprobs
     lowest, highest = 1 - rules.clip_low, 1 + rules.clip_high
@@ -201,7 +218,7 @@ def kl_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> jax.Ar
 
 
 def _frequencies(rope: Rope) -> np.ndarray:
-    """Radians per position of each pair of a head, [Q/2], one by one as the models' code has them."""
+    """Rotary frequency of each pair of a head's elements, [Q/2], in radians per position."""
     return np.array([_stretched(rope, pair) for pair in range(rope.dims // 2)])
 
 
@@ -219,7 +236,7 @@ def _stretched(rope: Rope, pair: int) -> float:
                 return (1 - kept) * frequency / factor + kept * frequency
         case YarnScaling(factor=factor, original_max_positions=original) as yarn:
 
-            def edge(turns: float) -> float:  # the pair that turns so often within the original context
+            def edge(turns: float) -> float:  # the pair that makes this many turns within the original context
                 return rope.dims * np.log(original / (turns * 2 * np.pi)) / (2 * np.log(rope.theta))
 
             low, high = edge(yarn.beta_fast), edge(yarn.beta_slow)

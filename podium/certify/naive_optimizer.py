@@ -1,6 +1,6 @@
-"""From a gradient to new weights: clipping, the update rule, weight decay and the learning rate, on whole arrays.
+"""Naive optimizer, from a gradient to new weights: clipping, update rule, weight decay and learning rate.
 
-The rules are optax's own, called plainly; which weights are matrices is read off their names.
+Works on whole arrays with optax's own rules; decides by name which weights are matrices.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from podium.config.optimizer import OptimizerConfig
 
 Arrays = dict[str, np.ndarray]
 INPUTS = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
-"""Dimensions of each layer's matrix, behind the layer's, that are inputs; those that follow are outputs."""
+"""Number of input dimensions of each layer's matrix, after the dimension L; the remaining ones are outputs."""
 MUON_RMS = 0.2  # arXiv:2502.16982
 ADAFACTOR_RMS = 1.0  # arXiv:1804.04235
 
 
 def scheduled_rate(config: OptimizerConfig, total: int, step: int) -> float:
-    """The learning rate of optimizer step `step`, from 0, of `total`."""
+    """The learning rate of optimizer step `step`, counted from 0, in a run of `total` optimizer steps."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -33,20 +33,20 @@ def scheduled_rate(config: OptimizerConfig, total: int, step: int) -> float:
 
 
 def gradient_norm(gradients: Arrays) -> float:
-    """The norm of all gradients together."""
+    """The L2 norm of all gradients together."""
     return float(np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in gradients.values())))
 
 
 def decays(name: str) -> bool:
-    """Whether weight decay acts on a weight: on matrices, and not on norms and biases."""
+    """Whether weight decay applies to the parameter of this name: to matrices, but not to norms and biases."""
     return "norm" not in name and not name.endswith("_bias")
 
 
 class NaiveOptimizer:
-    """The optimizer of a config, with its state; call it within `in_float64`."""
+    """The optimizer of a config, with its state. Use it within `in_float64`."""
 
     def __init__(self, config: OptimizerConfig, total: int, weights: Arrays) -> None:
-        """`total`: optimizer steps of the run. The state is that before the first of them."""
+        """Start before the first of a run's `total` optimizer steps."""
         self._config = config
         self._total = total
         self._rule, self._sign = _rule(config, weights)
@@ -68,7 +68,7 @@ class NaiveOptimizer:
 
 
 def _rule(config: OptimizerConfig, weights: Arrays) -> tuple[optax.GradientTransformation, float]:
-    """Optax's rule at a learning rate of 1, and the sign that makes it point uphill."""
+    """Optax's rule at a learning rate of 1, and the sign that turns its output into the direction to subtract."""
     if is_path(config.name):
         make: Callable[[OptimizerConfig], optax.GradientTransformation] = imported(config.name, what="an optimizer")
         return make(config), 1.0
@@ -88,20 +88,20 @@ def _rule(config: OptimizerConfig, weights: Arrays) -> tuple[optax.GradientTrans
         adam_b1=config.beta1,
         adam_b2=config.beta2,
         consistent_rms=MUON_RMS,
-        # A tree of them, which optax takes and does not declare.
+        # optax accepts a tree here but does not declare it
         muon_weight_dimension_numbers={name: matrix if _inputs(name) else None for name in weights},  # pyright: ignore[reportArgumentType]
     )
     return muon, -1.0
 
 
 def _inputs(name: str) -> int | None:
-    """How many dimensions of a layer's matrix are inputs; None for what is none: norms, biases, embedding and head."""
+    """Number of input dimensions of a layer's matrix; None for norms, biases, embedding and head."""
     *_, last = name.removesuffix(".lora_a").removesuffix(".lora_b").split(".")
     return 1 if name.endswith(".lora_b") else INPUTS.get(last)
 
 
 def _flat(weights: Arrays) -> dict[str, jnp.ndarray]:
-    """Each layer's matrix as [L, inputs, outputs]; the other arrays as they are."""
+    """Reshape the layers' matrices to [L, inputs, outputs]; other arrays are unchanged."""
 
     def flat(name: str, x: np.ndarray) -> np.ndarray:
         inputs = _inputs(name)

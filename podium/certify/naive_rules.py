@@ -1,6 +1,6 @@
-"""The algorithms as plain data, written a second time from their papers: docs/algorithms.md has the same table.
+"""The algorithms as plain data, written independently from the papers; docs/algorithms.md has the same table.
 
-Nothing of `podium.algorithms` is imported, so that a recipe which is wrong there is not wrong here too.
+Imports nothing from `podium.algorithms`, so that a mistake in a recipe is not repeated here.
 """
 
 import dataclasses
@@ -13,12 +13,12 @@ from podium.config.schema import AlgorithmConfig
 
 AdvantageName = Literal["group", "leave_one_out", "maxrl", "batch_mean", "whitened", "whitened_groups", "reward"]
 OwnAdvantage = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""A user's function of rewards and lengths, [N, G] each, to advantages [N, G]: taken as it is."""
+"""A user's own function from rewards and lengths, [N, G] each, to advantages [N, G]; it is called, not checked."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What an update does between rewards and the gradient; fields named as in `AlgorithmConfig` mean the same."""
+    """What an update computes between rewards and gradient. Fields named as in `AlgorithmConfig` mean the same."""
 
     advantage: AdvantageName | OwnAdvantage
     mean: Literal["token", "sequence", "constant"]
@@ -64,7 +64,7 @@ RULES: dict[str, Rules] = {
 
 
 def rules_of(config: AlgorithmConfig) -> Rules:
-    """The rules of the recipe that a config names, with each option that it sets. KeyError for a user's own recipe."""
+    """The rules of a config's recipe, with the options that the config sets. KeyError for a user's own recipe."""
     options = config.model_dump(exclude={"recipe"}, exclude_none=True)
     if options.get("loss") == "reinforce":
         options.setdefault("old_logprobs", "trainer")  # it has no ratio

@@ -1,6 +1,6 @@
-"""From the graded episodes of a step to its optimizer steps: groups kept, rewards, advantages, weights, minibatches.
+"""Naive form of preparing a step: from graded episodes to kept groups, advantages, token weights and minibatches.
 
-Plain numpy in float64, one formula after another. N prompts with G episodes each; n tokens may follow a prompt.
+Plain numpy in float64. Shapes: N prompts with G episodes each; at most n tokens follow a prompt.
 """
 
 import dataclasses
@@ -13,27 +13,27 @@ from podium.certify.naive import Sequences
 from podium.certify.naive_rules import Rules
 
 Scored = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""A model: tokens [S, T] and lengths of prompts [S] to log-probabilities [S, n] of the tokens behind the prompts."""
+"""A model: maps tokens [S, T] and prompt lengths [S] to log-probabilities [S, n] of the tokens after the prompts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Episode:
-    """A prompt, what followed it, and what that earned."""
+    """A prompt, the tokens after it, and their reward."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
-    """All that follows the prompt, up to the last token that the model drew."""
+    """All tokens after the prompt, up to the last one that the model drew."""
     drawn: tuple[bool, ...]
-    """Which of `tokens` the model drew; an environment gave the others."""
+    """Whether the model drew each of `tokens`; the others came from an environment."""
     logprobs: tuple[float, ...]
-    """The sampler's of each of `tokens`, before top-k, top-p and min-p; 0 where it did not draw it."""
+    """The sampler's log-probability of each token, before top-k, top-p and min-p; 0 for tokens it did not draw."""
     truncated: bool
-    """Whether it ended because it was as long as allowed."""
+    """Whether it was cut at the maximum length."""
     reward: float
 
 
 class Room(NamedTuple):
-    """Sizes of the arrays, which no step changes, so that nothing is compiled twice."""
+    """Sizes of the padded arrays: the same in every step, so that programs compile once."""
 
     episodes: int  # S
     prompt: int  # tokens of the longest prompt
@@ -49,15 +49,15 @@ def optimizer_steps(
     policy: Scored,
     reference: Scored | None,
 ) -> list[Sequences]:
-    """The optimizer steps of one pass over a step's groups, in order; those without a token to train on left out.
+    """The optimizer steps of one pass over a step's groups, in order, without those that have no token to train on.
 
     Args:
         rules: the algorithm.
         groups: the episodes of each prompt, [N][G].
         room: sizes of the arrays.
-        max_new_tokens: the longest that a completion may be.
+        max_new_tokens: maximum length of a completion.
         policy: the policy before the step's first update.
-        reference: the first model; needed where there is a KL.
+        reference: the frozen first model; None if the algorithm has no KL.
     """
     kept = [group for group in groups if rules.zero_variance == "keep" or not _equal(group)]
     if not kept:
@@ -85,7 +85,7 @@ def optimizer_steps(
         if weights.any():
             made.append(
                 Sequences(
-                    tokens=tokens,  # pyright: ignore[reportArgumentType]  # numpy's arrays, until jax computes
+                    tokens=tokens,  # pyright: ignore[reportArgumentType]  # numpy arrays until jax uses them
                     starts=starts,  # pyright: ignore[reportArgumentType]
                     valid=trained & (weights > 0),  # pyright: ignore[reportArgumentType]
                     weights=weights,  # pyright: ignore[reportArgumentType]
@@ -99,7 +99,7 @@ def optimizer_steps(
 
 
 def advantages_of(rules: Rules, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Advantages [N, G] from rewards and numbers of trained tokens, [N, G] each."""
+    """Advantages [N, G] by `rules.advantage`, from rewards and numbers of trained tokens, [N, G] each."""
     centred = rewards - rewards.mean(axis=1, keepdims=True)
     match rules.advantage:
         case "reward":
@@ -123,9 +123,10 @@ def advantages_of(rules: Rules, rewards: np.ndarray, lengths: np.ndarray) -> np.
 
 
 def token_weights(rules: Rules, trained: np.ndarray, max_new_tokens: int) -> np.ndarray:
-    """What the loss of each token is multiplied by, [S, n], from which tokens an optimizer step trains, [S, n] bool.
+    """The weight of each token's loss, [S, n], given which tokens an optimizer step trains, [S, n] bool.
 
-    Its sum over an optimizer step is 1 by token, the share of episodes with a token by sequence.
+    The weights of an optimizer step sum to 1 with `mean="token"`, and with `mean="sequence"` to the share of episodes
+    that have a trained token.
     """
     episodes, lengths = len(trained), trained.sum(axis=1, keepdims=True)
     if rules.mean == "token":
@@ -134,14 +135,17 @@ def token_weights(rules: Rules, trained: np.ndarray, max_new_tokens: int) -> np.
 
 
 def minibatch_bounds(groups: int, minibatches: int) -> list[tuple[int, int]]:
-    """First group and end of each minibatch: consecutive groups, the first minibatches one larger if they differ."""
+    """The range [first, end) of groups in each minibatch; if sizes differ, the first ones have one group more."""
     size, larger = divmod(groups, minibatches)
     ends = np.cumsum([size + (index < larger) for index in range(minibatches)])
     return [(int(end) - size - (index < larger), int(end)) for index, end in enumerate(ends)]
 
 
 def padded_tokens(episodes: Sequence[Episode], room: Room) -> tuple[np.ndarray, np.ndarray]:
-    """All tokens of each episode, [S, T], and the lengths of their prompts, [S]; what is empty has a prompt of one."""
+    """All tokens of each episode, [S, T] int32, and the lengths of their prompts, [S] int32.
+
+    Rows without an episode hold zeros, with a prompt of one token.
+    """
     tokens = np.zeros((room.episodes, room.prompt + room.continuation), np.int32)
     starts = np.ones(room.episodes, np.int32)
     for row, each in enumerate(episodes):
@@ -152,19 +156,19 @@ def padded_tokens(episodes: Sequence[Episode], room: Room) -> tuple[np.ndarray, 
 
 
 def _equal(group: Sequence[Episode]) -> bool:
-    """Whether all episodes of a prompt earned the same, in float32."""
+    """Whether all rewards of a group are equal in float32."""
     return len({float(np.float32(each.reward)) for each in group}) == 1
 
 
 def _trained(rules: Rules, episodes: Sequence[Episode], room: Room) -> np.ndarray:
-    """The tokens that are trained, [S, n] bool: those that the model drew, but for episodes that are masked."""
+    """The tokens to train on, [S, n] bool: those that the model drew, except in masked episodes."""
     masked = [rules.mask_truncated and each.truncated for each in episodes]
     drawn = [() if out else each.drawn for each, out in zip(episodes, masked, strict=True)]
     return _padded(drawn, room) > 0
 
 
 def _padded(values: Sequence[Sequence[float]], room: Room) -> np.ndarray:
-    """Values of tokens behind each prompt, [S, n]."""
+    """Pad each episode's values, one per token after its prompt, with zeros to [S, n]."""
     found = np.zeros((room.episodes, room.continuation))
     for row, own in enumerate(values):
         found[row, : len(own)] = own
@@ -172,7 +176,7 @@ def _padded(values: Sequence[Sequence[float]], room: Room) -> np.ndarray:
 
 
 def _deviation(rules: Rules, rewards: np.ndarray) -> np.ndarray | float:
-    """What GRPO's advantages are divided by: sqrt(sum (r - mean)^2 / (count - ddof)) + eps, or 1."""
+    """The divisor of GRPO's advantages: sqrt(sum (r - mean)^2 / (count - ddof)) + eps, or 1 with `std="none"`."""
     if rules.std == "none":
         return 1.0
     axis = None if rules.std == "batch" else 1
@@ -182,7 +186,7 @@ def _deviation(rules: Rules, rewards: np.ndarray) -> np.ndarray | float:
 
 
 def _whitened(returns: np.ndarray, lengths: np.ndarray, eps: float) -> np.ndarray:
-    """Each token's return is its episode's; less the mean over tokens, over the deviation over tokens."""
+    """Whiten returns [N, G] with mean and standard deviation over tokens, each of which has its episode's return."""
     by_token = np.repeat(returns.ravel(), lengths.ravel().astype(int))
     if not len(by_token) or by_token.max() == by_token.min():
         return np.zeros(returns.shape)

@@ -1,4 +1,4 @@
-"""A certificate as a table of differences with a verdict, and as the object that `podium certify --json` prints."""
+"""Prints a certificate: a table of differences with a verdict, or the JSON object of `podium certify --json`."""
 
 import math
 
@@ -11,7 +11,7 @@ from podium.certify.result import Certificate, Check
 
 
 def as_object(certificate: Certificate) -> dict[str, object]:
-    """What `--json` prints; names do not change from one version to the next."""
+    """The object that `--json` prints. Its keys are stable across versions."""
     return {
         "green": certificate.green,
         "checks": [
@@ -34,13 +34,13 @@ def as_object(certificate: Certificate) -> dict[str, object]:
 
 
 def print_certificate(certificate: Certificate, console: Console) -> None:
-    """The table and the verdict."""
+    """Print the table of checks, the skipped checks, and the verdict."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=None)
     table.add_column("check", no_wrap=True)
     table.add_column("difference", justify="right", no_wrap=True)
     table.add_column("bar", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    table.add_column("what is so where it is green", overflow="fold")
+    table.add_column("what a green check means", overflow="fold")
     causes = {check.name for check in certificate.causes}
     for check in certificate.checks:
         style = "" if check.ok else "bold red" if check.name in causes else "red"
@@ -60,10 +60,10 @@ def _verdict(certificate: Certificate) -> Text:
     red = [check for check in certificate.checks if not check.ok]
     text = Text(f"red: {len(red)} of {len(certificate.checks)} checks, {where}", style="bold red")
     for check in certificate.causes:
-        text.append(f"\n  {check.name}: it is not so that {_sentence(check)}", style="not bold")
+        text.append(f"\n  {check.name}: it is not true that {_sentence(check)}", style="not bold")
     follows = [check.name for check in red if check not in certificate.causes]
     if follows:
-        text.append(f"\n  and what follows from that: {', '.join(follows)}", style="not bold")
+        text.append(f"\n  red as a consequence: {', '.join(follows)}", style="not bold")
     return text
 
 

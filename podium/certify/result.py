@@ -1,32 +1,32 @@
-"""What a certificate says: each check with its difference and its bar, and the causes among those that are red."""
+"""The result of `podium certify`: every check with its difference and tolerance, and the causes of failure."""
 
 import dataclasses
 
 BAR = 1e-5
-"""Of a relative difference in float32."""
+"""Default tolerance of a check: a relative difference in float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """One comparison."""
+    """One comparison of a result with what is expected; green if `difference` is at most `bar`, otherwise red."""
 
     name: str
     claim: str
-    """What is so where the check is green."""
+    """The statement that holds if the check is green."""
     difference: float
     bar: float = BAR
     after: tuple[str, ...] = ()
-    """Checks that make this one red too when they are red."""
+    """Names of checks whose failure makes this one fail too."""
 
     @property
     def ok(self) -> bool:
-        """Whether the difference is within the bar; one that is not a number is not."""
+        """Whether the difference is at most the bar; False if it is NaN."""
         return self.difference <= self.bar
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """All checks of a config."""
+    """The results of all checks of a config."""
 
     config: str
     subject: str
@@ -34,16 +34,16 @@ class Certificate:
     device: str
     checks: tuple[Check, ...]
     skipped: tuple[str, ...]
-    """What this machine or this model cannot check, and why."""
+    """One line for each check that this machine or model does not allow, with the reason."""
     seconds: float
 
     @property
     def green(self) -> bool:
-        """Whether every check is."""
+        """Whether every check is green."""
         return all(check.ok for check in self.checks)
 
     @property
     def causes(self) -> tuple[Check, ...]:
-        """Red checks that do not follow from other red ones."""
+        """Red checks that are not explained by other red ones."""
         red = {check.name for check in self.checks if not check.ok}
         return tuple(check for check in self.checks if not check.ok and red.isdisjoint(check.after))

@@ -1,4 +1,4 @@
-"""The subject of a certificate: a tiny clone of the config's model, or the model itself, and a step to train it on."""
+"""The subject that `podium certify` checks: a tiny clone of the config's model, or the model itself, and a step."""
 
 import dataclasses
 import functools
@@ -39,43 +39,43 @@ COMPLETIONS = 4
 LONGEST_PROMPT = LONGEST_QUESTION
 LONGEST = 10
 MAX_NEW_TOKENS = 16
-"""Of the config; no completion of `Subject.groups` is longer than LONGEST."""
+"""The setting in the subject's config; completions of `Subject.groups` have at most LONGEST tokens."""
 ROW_TOKENS = 28
-"""T of a batch's rows: several sequences fit in most of them."""
-SPREAD = 10.0  # times the initial normal: a model that has opinions, whose attention is not flat
+"""Tokens per row of a batch; most rows hold several sequences."""
+SPREAD = 10.0  # times the initial standard deviation, so that predictions and attention are not nearly uniform
 TINY_WINDOW = 5  # positions: shorter than most sequences
 NOISE = 0.3  # nat between a recorded log-probability and the sampler's, so that ratios lie on both sides of a clip
-OTHER_THAN_1 = 0.9  # the temperature in place of 1, which would hide that one is forgotten
-IN_FLIGHT = 1.5  # prompts in flight over those of a step, at least
-OVERLONG_TOKENS = 6  # before MAX_NEW_TOKENS, in which the reward for length falls
+OTHER_THAN_1 = 0.9  # replaces a temperature of 1, at which a missing division would not show
+IN_FLIGHT = 1.5  # minimum of rollout.in_flight, so that completions span several steps
+OVERLONG_TOKENS = 6  # last tokens before MAX_NEW_TOKENS, over which the length reward falls
 REWARDS = {"correct": 0.8, "length": 0.3}
 SPAN_ARRAYS = ("tokens", "sampled_logprobs", "full_logprobs", "versions")
-ALIKE = 1  # the group whose completions all earn the same
-TURNS = 2  # the group in one of whose episodes an environment spoke
+ALIKE = 1  # index of the group whose completions all have the same reward
+TURNS = 2  # index of the group in which one episode contains an environment's reply
 
 Arrays = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model with weights, and what it is trained on."""
+    """A small model with weights, the algorithm that trains it, and a step of graded completions to train on."""
 
     user: Config
     """The user's config."""
     config: Config
-    """The same with a step, lengths and number formats of this check."""
+    """The user's config with the small steps, short lengths and float32 formats of the checks."""
     recipe: Recipe
     rules: Rules
-    """What the recipe means, by the naive table."""
+    """The same algorithm for the naive implementation."""
     decoder: DecoderConfig
     weights: Arrays
     full: bool
-    """Whether it is the model itself and no clone."""
+    """Whether this is the model itself and not a tiny clone."""
     reference: Arrays | None
-    """Weights of another model, which the KL is taken to; None without one."""
+    """Weights of the reference model in the KL; None if the algorithm has no KL."""
 
     def params(self, mesh: jax.sharding.Mesh, weights: Arrays | None = None) -> Params:
-        """The weights on a mesh; another copy each time, since updates donate theirs."""
+        """Copy `weights` (None: the subject's) to a mesh; a new copy in every call, since updates donate theirs."""
         shardings = param_shardings(param_specs(self.decoder), ShardingRules(mesh, TRAIN_AXES))
         return {
             name: jax.device_put(value, shardings[name], may_alias=False)
@@ -88,20 +88,20 @@ class Subject:
         return {name: value for name, value in self.params(mesh).items() if name in specs}
 
     def frozen(self, mesh: jax.sharding.Mesh) -> Params:
-        """The parameters that no update changes: with LoRA the model under the adapters."""
+        """The parameters that updates do not change: none, or with LoRA the base model's."""
         specs = frozen_specs(self.decoder)
         return {name: value for name, value in self.params(mesh).items() if name in specs}
 
     @functools.cached_property
     def rollouts(self) -> Rollouts:
-        """The run's own half of a step up to its graded groups, on the first device; `load` gives it weights."""
+        """The run's own sampling and grading, on the first device. Call its `load` before use."""
         mesh = one_device()
         spec = resolve_rollout(self.config, self.decoder, machine_of(mesh))
         return Rollouts(spec, self.decoder, Tokenizer(LetterBackend(), eos_tokens=()), mesh)
 
     @functools.cached_property
     def sampled(self) -> list[list[Completion]]:
-        """Completions of random prompts by the rollout engine, [N][G], cut to different lengths."""
+        """Completions of `prompts` by the rollout engine, [N][G], cut to different lengths."""
         random, mesh = np.random.default_rng(1), one_device()
         self.rollouts.load(self.trained(mesh), self.frozen(mesh))
         settings = dataclasses.replace(sampling_params(self.config.rollout), stop=(), max_new_tokens=LONGEST)
@@ -122,10 +122,10 @@ class Subject:
 
     @functools.cached_property
     def groups(self) -> list[Group]:
-        """The graded step that updates are made of.
+        """The graded groups of one step, with the special cases that updates must handle.
 
-        Groups earn unequal sums. The completions of one earn the same, in one episode an environment spoke, and one
-        completion was cut off.
+        Groups have different reward sums. In one group all rewards are equal, one episode contains an environment's
+        reply, and one completion was cut at the maximum length.
         """
         random = np.random.default_rng(2)
         groups = []
@@ -144,7 +144,7 @@ class Subject:
 
     @property
     def room(self) -> Room:
-        """Sizes of the naive arrays, of every step."""
+        """Sizes of the naive implementation's padded arrays, for every step."""
         return Room(
             episodes=self.config.prompts_per_step * self.config.group_size,
             prompt=LONGEST_PROMPT,
@@ -153,13 +153,13 @@ class Subject:
 
     @functools.cached_property
     def sequences(self) -> Sequences:
-        """The groups as the naive objective takes them: one optimizer step on all of them."""
+        """The groups as input of the naive objective: one optimizer step on all of them."""
         whole = dataclasses.replace(self.rules, minibatches=1, zero_variance="keep")
         (sequences,) = self.naive_steps(self.groups, whole, self.weights)
         return sequences
 
     def naive_steps(self, groups: Sequence[Group], rules: Rules, weights: Arrays) -> list[Sequences]:
-        """The optimizer steps of one pass over a step's groups, by the naive form; `weights` are those before it."""
+        """The naive implementation's optimizer steps for one pass over `groups`, starting from `weights`."""
         reference = self.reference if rules.kl != "none" else None
         return optimizer_steps(
             rules,
@@ -175,9 +175,13 @@ class Subject:
     def naive_scores(
         self, tokens: np.ndarray, starts: np.ndarray, weights: Arrays, temperature: float | None = None
     ) -> Scores[np.ndarray]:
-        """The model's scores of the tokens behind each prompt, [S, n], in float64.
+        """Score the tokens after each prompt with the naive model, [S, n] float64.
 
-        At the config's temperature unless another is given.
+        Args:
+            tokens: [S, T] int32, prompts with what follows them.
+            starts: [S] int32, lengths of the prompts.
+            weights: by parameter name.
+            temperature: of the softmax; None: the config's.
         """
         with in_float64():
             wide = {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in weights.items()}
@@ -187,7 +191,7 @@ class Subject:
 
 
 def episodes_of(group: Group) -> list[Episode]:
-    """The episodes of a group as the naive form takes them, read off the spans of their transcripts."""
+    """Convert a group's transcripts and rewards to episodes of the naive implementation."""
     return [_episode(each, float(reward.total)) for each, reward in zip(group.transcripts, group.rewards, strict=True)]
 
 
@@ -206,10 +210,10 @@ def _episode(transcript: Transcript, reward: float) -> Episode:
 
 
 def make_subject(config: Config, *, full: bool = False) -> Subject:
-    """A tiny clone of the config's model, with random weights; or the model itself.
+    """Make a tiny clone of the config's model with random weights; with `full`, load the model itself.
 
     Raises:
-        ValueError: the model cannot be used.
+        ValueError: the model cannot be used, or the loss is the user's own.
     """
     user, config = config, _small_step(config)
     if full:
@@ -222,7 +226,7 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
         weights = random_weights(decoder, seed=0)
     recipe = resolve_recipe(config)
     rules = _rules_of_own(recipe) if is_path(config.algorithm.recipe) else rules_of(config.algorithm)
-    charged = rules.advantage != "maxrl"  # whose rewards must not be negative
+    charged = rules.advantage != "maxrl"  # its rewards must not be negative
     task = TaskConfig(name=NAME, options={"vocab": decoder.vocab}, rewards=REWARDS if charged else {"correct": 0.8})
     config = config.model_copy(update={"tasks": [task]})
     reference = other_weights(decoder, weights) if rules.kl != "none" else None
@@ -239,7 +243,7 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
 
 
 def other_weights(decoder: DecoderConfig, weights: Arrays) -> Arrays:
-    """The weights of the first model, which is not the policy: without its adapters, or a little elsewhere."""
+    """Weights of a reference model: the policy's without adapters, or without LoRA, with a little noise added."""
     if decoder.lora is not None:
         return {name: value for name, value in weights.items() if not is_adapter(name)}
     noise = random_weights(decoder, seed=1)
@@ -247,9 +251,10 @@ def other_weights(decoder: DecoderConfig, weights: Arrays) -> Arrays:
 
 
 def tiny_clone(decoder: DecoderConfig) -> DecoderConfig:
-    """A decoder of the same kinds that compiles in seconds: every switch as it is, layers of width 64, small windows.
+    """Shrink a decoder until it compiles in seconds: width 64 and small windows, with all its features.
 
-    It has two layers of a decoder whose layers are of one kind, else one of each kind, in their order.
+    If all layers are of one kind, the clone has two of them; otherwise one of each kind, in order. Raises ModelError if
+    a layer is not attention with a dense feed-forward.
     """
     decoder.dense_layers()  # other kinds are refused
     blocks = tuple(dict.fromkeys(_tiny_block(place.block) for place in decoder.places))
@@ -265,7 +270,7 @@ def tiny_clone(decoder: DecoderConfig) -> DecoderConfig:
 
 
 def _tiny_block(block: Block) -> Block:
-    """The block with few and small heads, and a window that its rows are longer than."""
+    """Shrink a block: few and small heads, and a window shorter than most sequences."""
     attention, mlp = block.kinds
     assert isinstance(attention, Attention) and isinstance(mlp, Mlp)
     kv_heads = 2 if attention.kv_heads % 2 == 0 else 1
@@ -288,7 +293,7 @@ def _tiny_block(block: Block) -> Block:
 
 
 def random_weights(decoder: DecoderConfig, *, seed: int) -> Arrays:
-    """Weights that all have an effect: biases and norms differ from 0 and 1, and adapters add something."""
+    """Draw float32 weights that all affect the output: biases are not 0, norm scales not 1, and adapters not 0."""
     random = np.random.default_rng(seed)
     return {
         name: (spec.mean + _spread(name, spec) * random.standard_normal(spec.shape)).astype(np.float32)
@@ -301,29 +306,29 @@ def _spread(name: str, spec: ParamSpec) -> float:
 
 
 def make_group(index: int, transcripts: list[Transcript], rewards: Sequence[float] | np.ndarray) -> Group:
-    """A graded group, as `Rollouts.answer` gives it."""
+    """Make a graded group like those that `Rollouts` returns."""
     task = TaskPrompt(task=0, prompt=Prompt(id=str(index), question="", answer=""), system_prompt=None)
     paid = [Reward(total=float(reward), parts={"correct": float(reward)}) for reward in rewards]
     return Group(prompt=task, transcripts=transcripts, rewards=paid)
 
 
 def one_device() -> jax.sharding.Mesh:
-    """The first device alone."""
+    """A mesh of the first device only."""
     return make_mesh("auto", jax.devices()[:1])
 
 
 def _small_step(config: Config) -> Config:
-    """The config with a step of a few short completions, each batch used twice where a recipe allows it.
+    """The config with a step of a few short completions; each batch is used twice if the recipe allows it.
 
-    Everything is in float32, weights that LoRA freezes too. What cannot be seen at the user's own value has another: a
-    temperature of 1, and prompts none of which is carried over.
+    All computation is in float32, including weights that LoRA freezes. Values that would hide a bug are replaced: a
+    temperature of 1, and a `rollout.in_flight` that carries no prompts over to the next step.
     """
     group = max(COMPLETIONS, 2)
     twice = make_recipe(config.algorithm, group_size=group, prompts_per_step=config.algorithm.minibatches)
     if is_path(twice.loss):
         raise ValueError(
-            f"algorithm.loss {twice.loss}: certify has no naive form of it to compare with; test it by itself, and"
-            " certify the run with one of Podium's losses"
+            f"algorithm.loss {twice.loss}: certify has no naive implementation to compare it with; test it separately,"
+            " and certify the run with one of Podium's losses"
         )
     algorithm = {"minibatches": 1, "updates_per_batch": 1 if twice.loss == "reinforce" else 2}
     given = config.rollout
@@ -359,7 +364,7 @@ def _naive_scorer(decoder: DecoderConfig, n: int) -> _NaiveScorer:
 
 
 def _rules_of_own(recipe: Recipe) -> Rules:
-    """The rules of a user's recipe, which has no naive form: its options are taken as they are, and its advantage."""
+    """Rules for a user's own recipe, copied from its options; its advantage function is used unchecked."""
     names = {field.name for field in dataclasses.fields(Rules)} & {field.name for field in dataclasses.fields(recipe)}
     found = {name: getattr(recipe, name) for name in names}
     return Rules(**found)
@@ -382,7 +387,7 @@ def _with_noise(completion: Completion, random: np.random.Generator) -> Completi
 
 
 def _with_a_reply(transcript: Transcript) -> Transcript:
-    """The same tokens, of which an environment gave the middle third."""
+    """Split the drawn tokens in thirds, and mark the middle third as an environment's reply."""
     prompt, drawn = transcript.spans
     third = len(drawn.tokens) // 3
     first, reply, last = (

@@ -1,6 +1,6 @@
-"""The task and the tokenizer of a certificate's own training run: questions that are numbers, answers that are letters.
+"""Task and tokenizer of the training run that `podium certify` watches: questions are numbers, answers are letters.
 
-The reward of an answer follows from its text alone, so that it can be computed again without the grader. No jax.
+The grade depends only on question and answer, so the checks can compute it without the grader. No jax.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,22 +15,22 @@ LONGEST_QUESTION = 12  # tokens
 LONGEST_ANSWER = 9  # tokens of the answers that are written in the data
 LETTERS = 16
 STOP = "a"
-"""A sixteenth of the tokens end an answer, so that answers are of unequal length."""
+"""One token in `LETTERS` has this text and ends an answer, so that answers differ in length."""
 NEVER_RIGHT = "2"
-"""The question whose answers all earn the same."""
+"""Id of the question whose answers all get grade 0."""
 
 
 class Numbers:
-    """Questions of random tokens."""
+    """A task whose questions are random token numbers, as text."""
 
     system_prompt = None
 
     def __init__(self, source: TaskSource, *, vocab: int) -> None:
-        """`vocab`: of the model."""
+        """Ask about tokens below `vocab`, the model's vocabulary size; `source` is not used."""
         self._vocab = vocab
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """The questions; the first is one token long."""
+        """The same questions for every split, of 1 to LONGEST_QUESTION tokens."""
         random = np.random.default_rng(3)
         lengths = np.linspace(1, LONGEST_QUESTION, QUESTIONS).round().astype(int)
         answers = random.integers(1, LONGEST_ANSWER + 1, QUESTIONS)
@@ -40,7 +40,7 @@ class Numbers:
         ]
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        """0, a half or 1, by the letters of the answer."""
+        """Grade a completion as the function `grade` does, from the prompt's id and the text."""
         return grade(prompt.id, completion)
 
     def _numbers(self, random: np.random.Generator, length: int) -> str:
@@ -48,17 +48,17 @@ class Numbers:
 
 
 def grade(question: str, text: str) -> float:
-    """The grade of a text: 0, a half or 1."""
+    """The grade of an answer, 0, 0.5 or 1: the sum of its character codes modulo 3, halved; 0 for `NEVER_RIGHT`."""
     return 0.0 if question == NEVER_RIGHT else sum(map(ord, text)) % 3 / 2
 
 
 def letters(tokens: Sequence[int]) -> str:
-    """The text of tokens, a letter each; token 0 ends a sequence and has none."""
+    """Convert tokens to text, one letter per token; token 0, which ends a sequence, has no letter."""
     return "".join(chr(ord("a") + token % LETTERS) for token in tokens if token)
 
 
 class LetterBackend:
-    """What `podium.models.tokenizer.Tokenizer` asks of transformers' tokenizer."""
+    """A stand-in for transformers' tokenizer, with the methods that `podium.models.tokenizer.Tokenizer` calls."""
 
     eos_token_id = pad_token_id = 0
     bos_token_id = None
@@ -66,13 +66,13 @@ class LetterBackend:
     special_tokens_map: Mapping[str, str] = {}
 
     def get_chat_template(self) -> str:
-        """The last message alone."""
+        """A template that renders only the last message's content."""
         return "{{ messages[-1]['content'] }}"
 
     def encode(self, text: str, **_: object) -> list[int]:
-        """The numbers in a text."""
+        """Parse the numbers in a text; each is a token."""
         return [int(number) for number in text.split()]
 
     def decode(self, tokens: list[int], **_: object) -> str:
-        """A letter for each token."""
+        """Convert tokens to text as the function `letters` does."""
         return letters(tokens)

@@ -1,8 +1,8 @@
-"""A short training run by the run's own loop, watched from outside: what was sampled, each gradient, each new weight.
+"""Runs a short training with the regular loop, and records what was sampled, each gradient and each new weight.
 
-`run_steps`, `Rollouts` and `Trainer` are those of every run; only what records and saves is left out. The run has
-several minibatches and updates of each, completions that go on over updates, groups of equal rewards, a warm-up, a
-weight decay and a gradient that is clipped.
+`run_steps`, `Rollouts` and `Trainer` are those of every run; only progress display and metric records are stubbed. The
+run has several minibatches with several updates each, completions that continue across updates, groups of equal
+rewards, warm-up, weight decay, and clipped gradients.
 """
 
 import contextlib
@@ -42,17 +42,17 @@ from podium.train.trainer import Trainer
 
 STEPS = 3
 RATE = 1e-3
-"""Of every rule but plain descent: some hundredths of a nat."""
+"""Learning rate of every rule except sgd; log-probabilities change by a few hundredths of a nat."""
 SGD_RATE = 0.03
 DECAY = 0.1
 WARMUP = 3  # optimizer steps
-CLIPPED = 0.7  # of the first gradient's norm, at which later ones are clipped too, each by another factor
+CLIPPED = 0.7  # clip_norm as a fraction of the first gradient's norm, so that all gradients are clipped
 
 
 class OptimizerStep(NamedTuple):
-    """An optimizer step of the trainer."""
+    """The inputs and results of one optimizer step of the trainer."""
 
-    before: Arrays  # the trained weights
+    before: Arrays  # the trained weights before the step
     gradient: Arrays
     loss: float
     after: Arrays
@@ -60,33 +60,33 @@ class OptimizerStep(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """A step of the run."""
+    """The recorded data of one step of the run."""
 
     weights: Arrays
-    """All weights, as they were before its first update."""
+    """All weights before the step's first update."""
     groups: Sequence[Group]
     updates: list[OptimizerStep]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
-    """What was seen of a run."""
+    """The recorded data of a run."""
 
     config: Config
     spec: RunSpec
     steps: list[Step]
     resumed: Step
-    """The last step once more, from the checkpoint before it."""
+    """The last step, run again after resuming from the checkpoint before it."""
     weights: Arrays
-    """All weights, as they were behind the last step."""
+    """All weights after the last step."""
 
     def version(self, version: int) -> Arrays:
-        """The weights that `version` steps made."""
+        """All weights after `version` steps."""
         return self.steps[version].weights if version < len(self.steps) else self.weights
 
 
 def training_config(subject: Subject) -> Config:
-    """The subject's config with a short run whose every part has an effect."""
+    """The subject's config for a short run in which every option has an effect."""
     config, rules = subject.config, subject.rules
     once = rules.loss == "reinforce"
     algorithm = {"minibatches": 1 if once else 2, "updates_per_batch": 1 if once else 2}
@@ -111,7 +111,7 @@ def training_config(subject: Subject) -> Config:
 
 
 def with_other_options(subject: Subject) -> Subject:
-    """The same subject under options that most configs leave out, all at once; each of them decides an update."""
+    """The same subject with GRPO and several options that most configs leave unset; each of them affects an update."""
     algorithm = AlgorithmConfig(
         recipe="grpo",
         mean="token",
@@ -132,13 +132,13 @@ def with_other_options(subject: Subject) -> Subject:
         rules=rules_of(algorithm),
         reference=subject.reference or other_weights(subject.decoder, subject.weights),
     )
-    for name in ("rollouts", "sampled"):  # which do not depend on the algorithm
+    for name in ("rollouts", "sampled"):  # these do not depend on the algorithm
         other.__dict__[name] = getattr(subject, name)
     return other
 
 
 def watch_training(subject: Subject) -> Training:
-    """Train the subject for some steps."""
+    """Train the subject for `STEPS` steps and record them; then resume before the last one, and record it again."""
     config, mesh = training_config(subject), one_device()
     spec = run_spec(config, subject.decoder, mesh)
     optimizer = keeping_gradient(make_run_optimizer(spec.optimizer, subject.decoder))
@@ -189,7 +189,7 @@ def watch_training(subject: Subject) -> Training:
 
 
 def keeping_gradient(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """The optimizer, whose state begins with the last gradient that it was given."""
+    """Wrap an optimizer so that the first entry of its state is the last gradient that it received."""
 
     def init(params: optax.Params) -> optax.OptState:
         inner: Any = optimizer.init(params)
@@ -207,7 +207,7 @@ def keeping_gradient(optimizer: optax.GradientTransformation) -> optax.GradientT
 
 
 class _Watched:
-    """A trainer that notes what it is given and what it makes of it."""
+    """Wraps a trainer, and records the inputs and results of each step and update."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -218,7 +218,7 @@ class _Watched:
         self.update = trainer.update
 
     def prepare(self, params: Params, groups: Sequence[Group]) -> Any:
-        """Of the trainer."""
+        """Record the step, then call the trainer's `prepare`."""
         self.steps.append(Step(weights=_copied({**params, **self.frozen}), groups=groups, updates=[]))
         return self._trainer.prepare(params, groups)
 
@@ -234,24 +234,24 @@ class _Watched:
 
 
 class _Silent:
-    """What records and shows a run, where nothing is to be recorded or shown."""
+    """Stands in for a run's view, profiler and recorder, and does nothing."""
 
     def message(self, text: str) -> None:
-        """Of a view."""
+        """Do nothing, as a view."""
 
     def begin(self, step: int) -> None:
-        """Of a profiler."""
+        """Do nothing, as a profiler."""
 
     def end(self, step: int) -> None:
-        """Of a profiler."""
+        """Do nothing, as a profiler."""
 
     def begin_step(self, checkpoint_s: float | None) -> None:
-        """Of a recorder."""
+        """Do nothing, as a recorder."""
 
     def write(self, *_: object) -> None:
-        """Of a recorder."""
+        """Do nothing, as a recorder."""
 
 
 def _copied(params: Mapping[str, jax.Array]) -> Arrays:
-    """Numpy arrays of their own: the trainer donates its memory."""
+    """Copy arrays to the host, since the trainer donates theirs."""
     return {name: np.array(value) for name, value in params.items()}

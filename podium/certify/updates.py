@@ -1,6 +1,6 @@
-"""One update of the trainer's compiled program in any of its forms, with its gradient kept; and the naive one beside.
+"""Runs one update of the trainer's compiled program in a given form and keeps its gradient; and the naive update.
 
-A form is what must not change the result: packing, rows of a micro-batch, mesh, and settings of memory and kernels.
+A form (`Form`) is a choice that must not change the result: packing, rows per micro-batch, mesh, memory and kernels.
 """
 
 import dataclasses
@@ -38,9 +38,9 @@ PLAIN: Mapping[str, Any] = {
     "attention": "reference",
     "layer_chunk_tokens": None,
 }
-"""Settings of `train` that compute everything at once and recompute nothing."""
-HALF_STEP = 2.0**-24  # of a float32 number, over the number: the most that storing it changes it
-RATE = 0.1  # of the plain descent between an update and the next
+"""The simplest settings of `train`: nothing in chunks, nothing recomputed."""
+HALF_STEP = 2.0**-24  # largest relative rounding error of a stored float32 number
+RATE = 0.1  # learning rate of the gradient descent that leads from one update to the next
 
 
 class Update(NamedTuple):
@@ -50,58 +50,58 @@ class Update(NamedTuple):
     gradient: Arrays
     weights: Arrays
     loss_size: float = 0.0
-    """Sum of the sizes of the loss's terms, of which differences of losses are a part; the naive update knows it."""
+    """Sum of the absolute values of the loss's terms, to which its error is relative; only naive updates set it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Form:
-    """How a batch is split and computed."""
+    """A way to pack, split and compute a batch; the result of an update must not depend on it."""
 
     packing: Packing = "shared_prompts"
     rows: int = 16
-    """Of a micro-batch, over all devices; all rows there are fit in 16."""
+    """Rows of a micro-batch, over all devices; 16 hold the whole step."""
     devices: jax.sharding.Mesh | None = None
-    """None: the first device alone."""
+    """The mesh; None: the first device only."""
     row_tokens: int = ROW_TOKENS
     train: Mapping[str, Any] = dataclasses.field(default_factory=lambda: PLAIN)
-    """Changes of the config's section `train`."""
+    """Replacements for settings in the config's section `train`."""
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        """The devices that it runs on."""
+        """The mesh that it runs on."""
         return self.devices or one_device()
 
 
 UNPACKED, PACKED = Form(packing="none"), Form()
-"""The simplest form, which is compared with the naive update; and that which most others are compared with."""
+"""The simplest form, which is compared with the naive update; and the form with which most others are compared."""
 
 
 class Updates:
-    """Updates of a subject; forms whose programs are the same compile once."""
+    """Runs updates of a subject (the model under test) in different forms; forms with equal programs compile once."""
 
     def __init__(self, subject: Subject, recipe: Recipe | None = None) -> None:
-        """`recipe`: another one than the subject's."""
+        """Train with `recipe` (None: the subject's), keeping groups of equal rewards."""
         self.subject = subject
         self.recipe = dataclasses.replace(recipe or subject.recipe, zero_variance="keep")
         self._programs: dict[TrainSettings, TrainPrograms] = {}
 
     @functools.cached_property
     def unpacked(self) -> list[Update]:
-        """Two updates on the same batch of one sequence a row."""
+        """Two consecutive updates on the same batch, with one sequence per row."""
         return self.run(UNPACKED, times=2)
 
     @functools.cached_property
     def packed(self) -> Update:
-        """The same update, packed, in one micro-batch on one device."""
+        """The first of those updates with packed rows, in one micro-batch on one device."""
         return self.run(PACKED)[0]
 
     def batch(self, form: Form) -> Batch:
-        """The completions in a batch of this form, on the host, as the trainer packs it; without advantages."""
+        """Pack the subject's completions into a batch of this form, on the host; advantages are still 0."""
         (minibatch,) = pack_step(self.subject.groups, self.recipe, sizes_of(form)).minibatches
         return minibatch.batch
 
     def run(self, form: Form, *, times: int = 1, groups: list[Group] | None = None) -> list[Update]:
-        """Several updates on the same batch, each from the weights that the one before it left."""
+        """Run `times` consecutive updates on one batch, made of `groups` (None: the subject's)."""
         settings, programs = self.programs(form)
         subject = self.subject
         params, frozen = subject.trained(form.mesh), subject.frozen(form.mesh)
@@ -123,24 +123,24 @@ class Updates:
         return found
 
     def programs(self, form: Form) -> tuple[TrainSettings, TrainPrograms]:
-        """The trainer's programs as this form has them, and what they share."""
+        """The trainer's settings and compiled programs for this form."""
         config = self.subject.config
         changed = config.model_copy(update={"train": config.train.model_copy(update=dict(form.train))})
         update = resolve_update(changed, machine_of(form.mesh), form.mesh.shape)
         settings = make_train_settings(update, self.subject.decoder, form.mesh)
-        chunk = min(settings.head_chunk_tokens, form.rows * form.row_tokens)  # more are the same program
+        chunk = min(settings.head_chunk_tokens, form.rows * form.row_tokens)  # larger chunks give the same program
         settings = settings._replace(head_chunk_tokens=chunk)
         if settings not in self._programs:
             self._programs[settings] = make_train_programs(settings, self.recipe, _keeping_gradient(RATE))
         return settings, self._programs[settings]
 
     def naive(self, weights: Arrays) -> Update:
-        """The update from these weights, by the naive objective in float64; the weights that it leaves are not made."""
+        """Loss and gradient of the naive update from these weights, in float64; its new weights are left empty."""
         return naive_update(self.subject, self.subject.sequences, weights)
 
 
 def naive_update(subject: Subject, sequences: Sequences, weights: Arrays) -> Update:
-    """Loss and gradient of an optimizer step from these weights, by the naive objective in float64."""
+    """Loss and gradient of an optimizer step from these weights, by the naive objective in float64; no new weights."""
     with in_float64():
         wide = {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in weights.items()}
         gradient = _naive_gradient(subject.decoder, subject.rules, subject.config.rollout.temperature)
@@ -161,20 +161,25 @@ def sizes_of(form: Form) -> BatchSizes:
 
 
 def distance(found: Arrays, expected: Arrays) -> float:
-    """Norm of the difference over the norm of what is expected, of the parameter that is worst."""
+    """The relative error of the worst parameter: norm of the difference / norm of the expected array."""
     return max(relative(found[name], value) for name, value in expected.items())
 
 
 def relative(found: ArrayLike, expected: ArrayLike) -> float:
-    """Norm of the difference over the norm of what is expected; the norm itself where nothing is expected."""
+    """Norm of the difference divided by the norm of the expected array, or by 1 if that norm is 0."""
     norm = float(np.linalg.norm(np.asarray(expected, np.float64)))
     return float(np.linalg.norm(np.asarray(found, np.float64) - np.asarray(expected, np.float64))) / (norm or 1.0)
 
 
 def weight_difference(found: Mapping[str, ArrayLike], before: Arrays, expected: Arrays) -> float:
-    """How far new weights are from what is expected, over the size of the expected change; of the worst parameter.
+    """The error of the worst parameter's new weights, relative to the norm of its expected change.
 
-    A float32 weight is rounded to one of 2^24 steps of its size, however small its change: that much is no difference.
+    Storing weights in float32 rounds them, however small their change; an error of 2^-24 of their norm is ignored.
+
+    Args:
+        found: new weights by the trainer.
+        before: weights before the update.
+        expected: new weights by the naive implementation.
     """
     return max(
         max(0.0, _norm(np.asarray(found[name], np.float64) - value) - HALF_STEP * _norm(value))
@@ -188,7 +193,7 @@ def _norm(x: np.ndarray) -> float:
 
 
 def _keeping_gradient(rate: float) -> optax.GradientTransformation:
-    """Plain descent whose state is the last gradient, so that it can be read exactly."""
+    """Gradient descent whose state is the last gradient, so that it can be read exactly."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         return jax.tree.map(lambda g: -rate * g, updates), updates

@@ -53,8 +53,8 @@ def test_a_red_check_that_follows_from_another_is_no_cause():
 def test_the_verdict_names_the_cause_and_then_what_follows_within_80_columns():
     text = printed(certificate(RED, GREEN, FOLLOWS))
     assert "red: 2 of 3 checks" in text
-    assert "mask: it is not so that the mask is right (off by 1, the bar is 0)" in text
-    assert "and what follows from that: gradient" in text
+    assert "mask: it is not true that the mask is right (off by 1, the bar is 0)" in text
+    assert "red as a consequence: gradient" in text
     assert max(map(len, text.splitlines())) <= 80
     assert "green: 1 checks" in printed(certificate(GREEN))
 
